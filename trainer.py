@@ -1,0 +1,429 @@
+"""The loop. One step reads top to bottom in `Trainer.train_step`; around it: resume, logging, pictures, scores, several processes.
+
+A run is a folder, runs/NAME/: config.json (command and resolved flags), ledger.json (the precision of every site), env.json (versions,
+machine, commit), metrics.jsonl (a line a logged step), samples/*.png, TensorBoard events, checkpoint.pt (tensors and plain values, written
+beside and renamed), summary.json (final scores). The same command run again resumes. All randomness is a function of (seed, step), noise of
+rounding included, so on CPU an interrupted run equals an uninterrupted one bit for bit.
+"""
+
+import errno
+import json
+import os
+import pickle
+import platform
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save as safetensors_bytes
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.utils import save_image
+from tqdm import tqdm
+
+import data as datasets
+import models
+from precision import Precision, check_machine, cpu_threads, device_facts, hash64, recipe
+from strategies import STRATEGIES, Rng
+
+# Flags that may change between the runs of one folder: they say how long, how often and with what help, not what is computed.
+FREE = {"steps", "log_every", "sample_every", "checkpoint_every", "workers", "device", "name", "runs", "export", "weights", "samples",
+        "sample_batch", "threads"}
+
+
+class RunError(ValueError):
+    """A run that can't start or go on. The message is one line: what is wrong and what to do."""
+
+
+class Stopped(Exception):
+    """Asked to stop by a signal; the checkpoint is written. args: message, signal number."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Files of a run
+
+
+def write_json(path, value):
+    write_atomically(path, lambda file: file.write(json.dumps(value, indent=1, allow_nan=True).encode() + b"\n"))
+
+
+def write_atomically(path, write):
+    """Write a file beside `path` and rename it over: what was there stays whole until the new one is. Raises RunError when it can't."""
+    path = Path(path)
+    beside = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        beside.unlink(missing_ok=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or (path.parent.exists() and shutil.disk_usage(path.parent).free < 1 << 20)
+        reason = "no space left on the device" if full else str(error).splitlines()[0]
+        kept = "; the one written before is whole" if path.exists() else ""
+        raise RunError(f"can't write {path}: {reason}{kept}; free some space or choose another --runs folder, then run the same command again") from None
+
+
+def read_checkpoint(path):
+    """The dict of a checkpoint file, loaded without running any code in it. Raises RunError for anything else."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
+    if not path.is_file():
+        raise RunError(f"no checkpoint at {path}: give the checkpoint.pt of a run, or its folder")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["format"] == 1:
+            return checkpoint
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError, TypeError, ValueError):
+        pass
+    raise RunError(f"{path} is no checkpoint of this program, or is cut short: train again, or use another one")
+
+
+def environment(device):
+    """Versions, machine and commit of a run, for its env.json and for the log."""
+    import monai
+    import torchvision
+
+    def git(*args):
+        done = subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    cpu = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), cpu)
+    status = git("status", "--porcelain")
+    kind, capability, features = device_facts(device)
+    return {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__, "monai": monai.__version__,
+            "cpu": cpu, "cores": cpu_threads(), "threads": torch.get_num_threads(), "bf16": sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}),
+            "gpu": torch.cuda.get_device_name(device) if kind in ("cuda", "rocm") else None, "capability": capability,
+            "commit": git("rev-parse", "HEAD"), "clean": status == "" if status is not None else None}
+
+
+def peak_memory(device):
+    """Peak bytes: of the CUDA allocator, or the process's largest resident set (libraries included) on a CPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Order of the data
+
+
+class BatchIndices:
+    """Index lists, one a micro-batch, from `start` on: shuffled epochs laid end to end, each a function of (seed, epoch); a rank's own rows."""
+
+    def __init__(self, n, batch_size, seed, start=0, rank=0, world=1):
+        self.n, self.batch_size, self.seed, self.start, self.rank, self.world = n, batch_size, seed, start, rank, world
+
+    def __iter__(self):
+        own = self.batch_size // self.world
+        position, epoch, order = self.start * self.batch_size, None, None
+        while True:
+            batch = []
+            for at in range(position + self.rank * own, position + (self.rank + 1) * own):
+                if at // self.n != epoch:
+                    epoch = at // self.n
+                    order = torch.randperm(self.n, generator=torch.Generator().manual_seed(hash64(self.seed, epoch, 1) >> 1)).tolist()
+                batch.append(order[at % self.n])
+            position += self.batch_size
+            yield batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A run, set up from resolved flags (train.DEFAULTS): `fit()` trains and scores it, `draw()` samples from its weights.
+
+    Raises RunError, precision.RecipeError, data.DataError, models.ModelError, all before anything is written.
+    """
+
+    def __init__(self, config, command=(), dry=False):
+        self.config, self.command = config, list(command)
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device = self._device(config["device"])
+        if config["threads"]:
+            torch.set_num_threads(config["threads"])
+        self.recipe = recipe(sites=config["set"], **{k: config[k] for k in ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit")})
+        self.notes = check_machine(self.recipe, self.device) + self.recipe.warnings(
+            beta2=config["beta2"], ema_decay=config["ema_decay"], lr=config["lr"], weight_decay=config["weight_decay"], micro_batches=config["accumulate"])
+        if config["batch_size"] % self.world:
+            raise RunError(f"--batch_size {config['batch_size']} can't be shared by {self.world} processes: use a multiple of {self.world}")
+        self.data = datasets.load(config["data"], config["task"], config["image_size"], config["seed"])
+        self.strategy = STRATEGIES[config["task"]](self.data, self.recipe, config)
+        self.precision = self._precision(torch.device("meta") if dry else self.device)  # dry: shapes without memory
+        self.folder = Path(config["runs"]) / config["name"]
+        self.step, self.seconds, self.stop = 0, 0.0, None
+        self.interval, self.since = 0, 0.0  # steps and sum of their losses since the last logged line
+
+    def _device(self, name):
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda":
+            if not torch.cuda.is_available():
+                raise RunError("--device cuda: torch finds no CUDA device here; use --device cpu, or a torch build with CUDA on a machine with a GPU")
+            torch.cuda.set_device(local)
+            name = f"cuda:{local}"
+        return torch.device(name)
+
+    def _precision(self, device):
+        c, d = self.config, self.data
+        torch.manual_seed(hash64(c["seed"], 2) >> 1)
+        with torch.device(device if device.type == "meta" else "cpu"):  # initial weights are drawn on the CPU: the same on every machine
+            net = models.build(c["model"], c["task"], d.channels, d.num_classes, d.image_size, c["size"])
+        return Precision(net.to(device), self.recipe, lr=c["lr"], betas=(0.9, c["beta2"]), weight_decay=c["weight_decay"], optimizer=c["optimizer"],
+                         ema_decay=c["ema_decay"], clip_grad=c["clip_grad"], accumulate=c["accumulate"], seed=c["seed"])
+
+    # -- the loop
+
+    def train_step(self, measure):
+        """One optimiser step: `accumulate` micro-batches, then the update. Returns (mean loss as a tensor, what rounding did)."""
+        c, total = self.config, 0.0
+        torch.manual_seed(hash64(c["seed"], self.step, 3, self.rank) >> 1)  # for peers that round by the global generator
+        for group in self.precision.optimizer.param_groups:
+            group["lr"] = c["lr"] * min(1.0, (self.step + 1) / c["warmup"]) if c["warmup"] else c["lr"]
+        for micro in range(c["accumulate"]):
+            images, target = (t.to(self.device, non_blocking=True) for t in next(self.batches))
+            rng = Rng(hash64(c["seed"], self.step, 4, micro) >> 1, self.rank, self.world, self.device)
+            with self._synchronised(last=micro == c["accumulate"] - 1):
+                loss = self.strategy.loss(self.precision, (images, target), rng)
+                self.precision.backward(loss)
+            total = total + loss.detach().float() / c["accumulate"]
+        report = self.precision.step(measure=measure)
+        self.step += 1
+        return total, report
+
+    def fit(self):
+        """Train to config['steps'], score, write everything; returns the summary dict. Resumes from the run's checkpoint if there is one."""
+        c = self.config
+        self._start_processes()
+        finished = self._open_folder()
+        if finished:
+            return finished
+        self._wrap()
+        indices = BatchIndices(len(self.data.train), c["batch_size"], c["seed"], self.step * c["accumulate"], self.rank, self.world)
+        loader = torch.utils.data.DataLoader(self.data.train, sampler=indices, batch_size=None, num_workers=c["workers"])
+        self.batches = iter(loader)
+        main = self.rank == 0
+        if main:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(self.folder, purge_step=self.step)
+            metrics_file = open(self.folder / "metrics.jsonl", "a")
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, self._asked_to_stop)
+        bar = tqdm(total=c["steps"], initial=self.step, unit="step", disable=not main, dynamic_ncols=True, desc=c["name"])
+        timer = time.perf_counter()
+        while self.step < c["steps"]:
+            logged = (self.step + 1) % c["log_every"] == 0 or self.step + 1 == c["steps"]
+            loss, report = self.train_step(measure=logged)
+            self.since, self.interval = self.since + loss, self.interval + 1
+            bar.update()
+            if logged:
+                mean = self._mean_over_ranks(self.since / self.interval).item()
+                self.interval, self.since = 0, 0.0
+                self.seconds += time.perf_counter() - timer
+                timer = time.perf_counter()
+                if main:
+                    self._log(metrics_file, dict(step=self.step, loss=mean, lr=self.precision.optimizer.param_groups[0]["lr"], **report))
+                    bar.set_postfix(loss=f"{mean:.4f}")
+                self._check_finite(mean, report)
+            pause = time.perf_counter()
+            stopping = self._any_rank_stops()
+            if main and c["sample_every"] and self.step % c["sample_every"] == 0 and self.step < c["steps"]:
+                self._show(self.strategy.preview(self.precision.generator(self._sources()[0]), self._fixed_rng()), f"step{self.step:06d}")
+            if main and (stopping or self.step == c["steps"] or (c["checkpoint_every"] and self.step % c["checkpoint_every"] == 0)):
+                self._save(self.seconds + pause - timer)
+            timer += time.perf_counter() - pause  # pictures and files are not training
+            if stopping and self.step < c["steps"]:
+                bar.close()
+                raise Stopped(f"stopped at step {self.step} of {c['steps']}; the same command resumes from there", stopping)
+        bar.close()
+        return self._finish() if main else None
+
+    def _asked_to_stop(self, signum, frame):
+        if self.stop:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.stop = signum
+
+    def _any_rank_stops(self):
+        if self.world == 1:
+            return self.stop
+        flag = torch.tensor([self.stop or 0], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag.item() or None
+
+    def _check_finite(self, loss, report):
+        if loss == loss and abs(loss) != float("inf"):
+            return
+        grads = f", {report['nonfinite_grads']} gradient entries are not finite" if report.get("nonfinite_grads") else ""
+        raise RunError(f"the loss is {loss} at step {self.step}{grads}: lower --lr, add --clip_grad 1 or --warmup, or use a wider format (--bf16 for --fp16); "
+                       f"metrics.jsonl and the last checkpoint in {self.folder} are kept")
+
+    # -- several processes
+
+    def _start_processes(self):
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    def _wrap(self):
+        net = self.precision.model
+        if self.config["compile"]:
+            net = torch.compile(net)
+        self.ddp = None
+        if self.world > 1:
+            net = self.ddp = DistributedDataParallel(net)
+            dtype = self.recipe.dtype("reduce")
+
+            def reduce(state, bucket):
+                buffer = bucket.buffer()
+                sent = buffer.to(dtype).div_(self.world)
+                return dist.all_reduce(sent, async_op=True).get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+            def reduce_sums(sums):
+                for total in sums:
+                    sent = total.to(dtype).div_(self.world)
+                    dist.all_reduce(sent)
+                    total.copy_(sent)
+
+            self.ddp.register_comm_hook(None, reduce)
+            self.precision.reduce_sums = reduce_sums
+        self.precision.forward = net
+
+    def _synchronised(self, last):
+        # fp32 sums of bf16 gradients are reduced once, after the last micro-batch; else DDP reduces p.grad during the last backward
+        return self.ddp.no_sync() if self.ddp and (not last or self.precision.keeps_sums) else nullcontext()
+
+    def _mean_over_ranks(self, value):
+        if self.world > 1:
+            dist.all_reduce(value)
+            value = value / self.world
+        return value
+
+    # -- the folder
+
+    def _open_folder(self):
+        """Create or resume the run's folder. Returns its summary if the run is finished."""
+        c, folder = self.config, self.folder
+        fixed = {k: v for k, v in c.items() if k not in FREE}
+        if (folder / "config.json").exists():
+            try:
+                old = json.loads((folder / "config.json").read_text())["flags"]
+            except (ValueError, KeyError):
+                raise RunError(f"{folder}/config.json can't be read: move the folder away, or choose another --name") from None
+            changed = [k for k in fixed if old.get(k) != fixed[k]]
+            if changed:
+                what = ", ".join(f"--{k} was {old.get(k)} and is {fixed[k]}" for k in changed)
+                raise RunError(f"{folder} holds a run with other flags ({what}): give this one another --name")
+        elif folder.exists() and any(folder.iterdir()):
+            raise RunError(f"{folder} exists and holds no run of this program: choose another --name")
+        if (folder / "checkpoint.pt").exists():
+            self.restore(read_checkpoint(folder))
+        summary = folder / "summary.json"
+        if self.step >= c["steps"] and summary.exists():
+            return json.loads(summary.read_text())
+        if self.rank == 0:
+            write_json(folder / "config.json", {"command": shlex.join(self.command), "flags": c})
+            write_json(folder / "ledger.json", self.precision.ledger().json())
+            write_json(folder / "env.json", environment(self.device))
+            self._forget_after(self.step)
+        return None
+
+    def _forget_after(self, step):
+        """Drop lines of metrics.jsonl that lie after the checkpoint (and a half-written last one): they will be written again."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except ValueError:
+                continue
+        write_atomically(path, lambda file: file.write("".join(kept).encode()))
+
+    def _save(self, seconds):
+        # the losses of a half-finished logging interval belong to the state: a resumed run logs what an uninterrupted one logs
+        state = {"format": 1, "config": self.config, "step": self.step, "seconds": seconds, "interval": self.interval, "since": float(self.since),
+                 "precision": self.precision.state_dict()}
+        write_atomically(self.folder / "checkpoint.pt", lambda file: torch.save(state, file))
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint's step. Raises RunError when it belongs to another model or recipe."""
+        try:
+            self.precision.load_state_dict(checkpoint["precision"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise RunError(f"the checkpoint belongs to another model or recipe ({str(error).splitlines()[0]}): use the flags it was trained with") from None
+        self.step, self.seconds = checkpoint["step"], checkpoint["seconds"]
+        self.interval, self.since = checkpoint["interval"], torch.tensor(checkpoint["since"], device=self.device)
+
+    def _log(self, file, row):
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        for name, value in row.items():
+            if name != "step":
+                self.board.add_scalar(name, value, row["step"])
+
+    def _show(self, pictures, name):
+        for title, grid in pictures.items():
+            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+            save_image(grid, self.folder / "samples" / f"{name}.png")
+            if hasattr(self, "board"):
+                self.board.add_image(title, grid, self.step)
+
+    # -- scores
+
+    def _sources(self):
+        return ["ema", "raw"] if self.config["weights"] == "both" else [self.config["weights"]]
+
+    def _fixed_rng(self):
+        return Rng(hash64(self.config["seed"], 5) >> 1, device=self.device)
+
+    def _score(self, prefix=""):
+        """{source: scores}; pictures go to samples/."""
+        scores = {}
+        for source in self._sources():
+            scores[source], pictures = self.strategy.evaluate(self.precision.generator(source), self._fixed_rng())
+            self._show(pictures, f"{prefix}{source}" if len(self._sources()) > 1 or prefix else "final")
+        return scores
+
+    def _finish(self):
+        print("scoring ...", file=sys.stderr, flush=True)
+        started = time.perf_counter()
+        images = self.step * self.config["batch_size"] * self.config["accumulate"]
+        summary = {"step": self.step, "parameters": sum(p.numel() for p in self.precision.params), "seconds": self.seconds,
+                   "images_per_second": images / max(self.seconds, 1e-9), "skipped_steps": self.precision.skipped,
+                   "bytes_per_parameter": self.precision.ledger().state_bytes, "scores": self._score(), "reference": self.strategy.reference(),
+                   "peak_memory": peak_memory(self.device)}
+        summary["scoring_seconds"] = time.perf_counter() - started
+        if self.config["export"]:
+            self.export(self.config["export"])
+        self.board.close()
+        write_json(self.folder / "summary.json", summary)
+        return summary
+
+    def draw(self, checkpoint, label):
+        """Score and picture the weights of a checkpoint; returns {source: scores}. Pictures are named after `label` (settings, step)."""
+        self.restore(checkpoint)
+        if self.config["export"]:
+            self.export(self.config["export"])
+        return self._score(prefix=f"{label}-")
+
+    def export(self, path):
+        """Write the averaged weights as safetensors, in the average's dtype."""
+        flags = json.dumps(self.config)
+        tensors = {name: value.contiguous() for name, value in self.precision.weights("ema").items()}
+        content = safetensors_bytes(tensors, metadata={"flags": flags, "step": str(self.step)})
+        write_atomically(path, lambda file: file.write(content))
