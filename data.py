@@ -2,16 +2,16 @@
 
     python -c "import data; print(data.load('digits', task='rflow'))"
 
-what load() and --data take   what it is                                                       what is held out
-digits                        scikit-learn's 1,797 handwritten digits, 8x8 (generation)        500, stratified
-synthetic                     MONAI's discs in noise, with masks, 64x64 (segmentation)         64 of 320
-folder:PATH                   images, class folders optional; to segment PATH/images and       a tenth, by hash
-                              PATH/masks, each image and its mask under one stem               of the name
-cifar10:PATH                  torchvision's download (cifar-10-batches-py)                     its 10,000 test images
-mnist:PATH                    torchvision's download (MNIST/raw)                               its 10,000 test images
-medmnist:FILE.npz             a 2-D MedMNIST file; several labels an image: unlabelled         its test part, val unused
-nifti:PATH                    axial slices of a .nii or .nii.gz volume or a folder of them;    a tenth of the volumes,
-                              to segment PATH/images and PATH/masks again                      or of one's slices
+spec                what it is                                                               what is held out
+digits              scikit-learn's 1,797 handwritten digits, 8x8 (default to generate)       500, stratified
+synthetic           MONAI's discs in noise with their masks, 64x64 (default to segment)      64 of 320
+folder:PATH         images, class folders optional; to segment PATH/images and PATH/masks,   a tenth, by hash of name
+                    each image and its mask under one stem
+cifar10:PATH        torchvision's download (cifar-10-batches-py)                             its 10,000 test images
+mnist:PATH          torchvision's download (MNIST/raw)                                       its 10,000 test images
+medmnist:FILE.npz   a 2-D MedMNIST file; unlabelled if an image has several labels           its test part; val unused
+nifti:PATH          axial slices of a .nii or .nii.gz volume, or of a folder of them;        a tenth of the volumes,
+                    to segment PATH/images and PATH/masks again                              or of the slices of one
 
 Images are cropped to their central square and resized to image_size (bilinear, antialiased; masks: nearest pixel).
 The classes of a mask are the distinct values of all masks in ascending order: 0 and 255 become 0 and 1, ids 0..K-1 stay

@@ -154,6 +154,8 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
 
     Raises RecipeError for an unknown site or value and for combinations that make no sense, naming the nearest one that does.
     """
+    if master not in SITES["master"].values:
+        raise RecipeError(f"--master {master}: unknown; choose from {', '.join(SITES['master'].values)}")
     chosen = [name for name, on in (("--bf16", bf16), ("--fp16", fp16), ("--pure_bf16", pure_bf16)) if on]
     if len(chosen) > 1:
         raise RecipeError(f"{' and '.join(chosen)} exclude each other: choose one (--bf16 keeps fp32 weights, --pure_bf16 does not)")
@@ -247,7 +249,12 @@ def support(kind, capability=None, features=frozenset()):
     if kind == "cuda":
         name = f"compute capability {capability[0]}.{capability[1]}"
         table["tf32"] = ("native", name) if capability >= (8, 0) else ("no", f"{name}; TF32 tensor cores start at 8.0")
-        table["bf16"] = ("native", name) if capability >= (8, 0) else ("emulated", f"{name}; bf16 arithmetic starts at 8.0: runs without speed-up, prefer --fp16")
+        if capability >= (8, 0):
+            table["bf16"] = ("native", name)
+        elif capability >= (7, 0):
+            table["bf16"] = ("emulated", f"{name}; bf16 arithmetic starts at 8.0: runs without speed-up, prefer --fp16")
+        else:
+            table["bf16"] = ("no", f"{name}; bf16 arithmetic starts at 8.0, its emulation at 7.0: use fp32")
         table["fp16"] = ("native", name) if capability >= (7, 0) else ("emulated", f"{name}; fp16 tensor cores start at 7.0: prefer fp32")
         table["fp8"] = ("native", name) if capability >= (8, 9) else ("no", f"{name}; fp8 tensor cores start at 8.9")
         table["opt8bit"] = ("native", "bitsandbytes CUDA kernels")
@@ -342,7 +349,7 @@ def noise_bits(n, key):
 
 
 def stochastic_round(x, noise):
-    """fp32 [n] -> bf16 [n]: up with probability (x - lower) / (upper - lower), so that the mean is x. `noise` int32 [n], low 16 bits used.
+    """fp32 [n] -> bf16 [n]: up with probability (x - lower) / (upper - lower), so that the mean is x. `noise` int32 [n] or one int, low 16 bits used.
 
     Adding 16 uniform bits below the kept 16 carries with just that probability. Infinities and NaN stay as they are.
     """
@@ -383,9 +390,11 @@ def write_weight(x, p, low=None, noise=None):
         low.copy_(remainder)
     elif low.dtype == torch.bfloat16:
         # Kahan: the weight is the nearest bf16, the buffer takes the rest. With noise the rest itself is rounded stochastically: the sum of
-        # both is then unbiased, and forward still reads the nearest weight.
-        p.copy_(x)
-        low.copy_(_round(x - p.float(), low.dtype, noise))
+        # both is then unbiased, and forward still reads the nearest weight. Rounding goes by the bits ("noise" of half an ulp is round to
+        # nearest): a fused kernel keeps x in fp32 across a cast to bf16 and back, and x - x would leave the buffer at 0.
+        nearest = stochastic_round(x, 0x8000)
+        p.copy_(nearest)
+        low.copy_(_round(x - nearest.float(), low.dtype, noise))
     else:
         low.copy_(x)
         p.copy_(x)
@@ -415,8 +424,9 @@ def _run_kernel(kernel, *args, compiled=True):
         except Exception as error:  # no C++ compiler, no Triton, an unsupported device: nothing has been written yet
             if not isinstance(error, (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)):
                 raise
+            if not _run_kernel.failed:
+                warnings.warn(f"torch.compile can't build the fused step here ({type(error).__name__}); using the slower eager one", stacklevel=3)
             _run_kernel.failed.add(kernel)
-            warnings.warn(f"torch.compile can't build the fused step here ({type(error).__name__}); using the slower eager one", stacklevel=3)
     return kernel(*args)
 
 
@@ -617,7 +627,7 @@ class AdamW(torch.optim.Optimizer):
         if len(ids) != len(params) or len(state_dict["param_groups"]) != len(self.param_groups):
             raise RecipeError(f"optimiser state of {len(ids)} parameters does not fit a model with {len(params)}: it belongs to another model")
         for p, i in zip(params, ids):
-            saved, state = state_dict["state"][i], self.state[p]
+            saved, state = state_dict["state"].get(i, {}), self.state[p]
             shapes = {k: (v.shape, v.dtype) for k, v in state.items() if k != "step"}
             if {k: (v.shape, v.dtype) for k, v in saved.items() if k != "step"} != shapes:
                 raise RecipeError("optimiser state has other shapes or dtypes than this recipe: it was written by another model or recipe")
@@ -672,8 +682,7 @@ def build_optimizer(name, params, r, *, lr, betas, eps, weight_decay, seed):
     if name == "optimi":
         return peer.AdamW(params, **common, decouple_lr=False, kahan_sum=True)
     if name == "adamw_bf16":
-        common.pop("eps")
-        return peer.AdamWBF16(params, lr_function=lambda step: lr, decay_threshold=5e-3, betas=betas, weight_decay=weight_decay)
+        return peer.AdamWBF16(params, **common)
     if name == "torchao":
         return _import_peer("torchao.optim", "--optimizer torchao", "torchao")._AdamW(params, **common, bf16_stochastic_round=True)
     return peer.AdamW(params, **common)
@@ -704,7 +713,7 @@ class EMA:
         lows = [low_part(p) for p in self.params]
         keys = [(p.dtype, p.device, low.dtype if low is not None else None) for p, low in zip(self.params, lows)]
         self._buckets = _Bucket.group(self.params, keys)
-        self.shadow = {}
+        self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
         for bucket in self._buckets:
             params, low = self._inputs(bucket)
             bucket.flat = exact_weight(params, low).detach().to(self.dtype, copy=True)
@@ -737,6 +746,19 @@ class EMA:
         self.step = state["step"]
 
 
+def parse_average(spec):
+    """'0.999:bf16:stochastic' -> (0.999, 'bf16', 'stochastic'); the update is 'nearest' when left out. Raises RecipeError."""
+    decay, _, rest = spec.partition(":")
+    dtype, _, update = rest.partition(":")
+    try:
+        good = 0 <= float(decay) < 1 and dtype in SITES["ema"].values and (update or "nearest") in SITES["ema_update"].values
+    except ValueError:
+        good = False
+    if not good:
+        raise RecipeError(f"--average {spec}: write DECAY:DTYPE or DECAY:DTYPE:UPDATE, as in 0.9999:bf16 or 0.999:bf16:stochastic")
+    return float(decay), dtype, update or "nearest"
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # Precision: a recipe carried out on a model
 
@@ -744,15 +766,17 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules
 
 
 def island_modules(model, islands):
-    """Modules that own parameters and stay fp32: norm = normalisation layers, embed = 'embed' in the name, final = 'out' or 'final' at the
-    head of the name (where there is none: the last module that owns parameters)."""
+    """Modules that own parameters and stay fp32: norm = normalisation layers, embed = 'embed' in the name, final = 'out' at the head of the
+    name or 'final' anywhere in it. Raises RecipeError when the net has none of a kind that was asked for."""
     owners = [(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
-    wanted = set() if islands == "none" else set(islands.split("+"))
-    final = [m for name, m in owners if re.match(r"(module\.)?(out|final)\w*(\.|$)", name)] or [owners[-1][1]]
+    belongs = {"norm": lambda name, m: isinstance(m, NORMS), "embed": lambda name, m: "embed" in name,
+               "final": lambda name, m: re.match(r"out(\.|$)|(.*\.)?final(\.|$)", name)}
     chosen = []
-    for name, m in owners:
-        if ("norm" in wanted and isinstance(m, NORMS)) or ("embed" in wanted and "embed" in name) or ("final" in wanted and any(m is f for f in final)):
-            chosen.append(m)
+    for island in islands.split("+") if islands != "none" else []:
+        found = [m for name, m in owners if belongs[island](name, m)]
+        if not found:
+            raise RecipeError(f"--set islands={islands}: this net has no {island} parameters to keep in fp32; leave {island} out")
+        chosen += [m for m in found if m not in chosen]
     return chosen
 
 
@@ -761,9 +785,10 @@ def _cast_model(model, r):
     if not r.low_weights:
         return model.float()
     islands = island_modules(model, r.islands)
+    exact = [{name: t.clone() for name, t in module.state_dict().items()} for module in islands]
     model.to(torch.bfloat16)
-    for module in islands:
-        module.float()
+    for module, values in zip(islands, exact):
+        module.float().load_state_dict(values)
         module.register_forward_pre_hook(lambda m, args: tuple(a.float() if torch.is_tensor(a) and a.is_floating_point() else a for a in args))
         module.register_forward_hook(lambda m, args, out: out.to(torch.bfloat16))
     return model
@@ -772,13 +797,14 @@ def _cast_model(model, r):
 class Precision:
     """A recipe carried out: casts `model` in place, owns optimiser, average, loss scaler and accumulators, and measures what rounding does.
 
-    model: any nn.Module, on its device. accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none. decays: EMA decay.
+    model: any nn.Module, on its device. accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none. averages: further
+    averages kept beside the recipe's, as 'DECAY:DTYPE[:UPDATE]', to compare what generation reads after one training.
     Call it like the model; backward(loss) after each micro-batch; step() after the last. Raises RecipeError as `recipe` and
     `build_optimizer` do.
     """
 
     def __init__(self, model, r=Recipe(), *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, optimizer="adamw", ema_decay=0.999,
-                 clip_grad=0.0, accumulate=1, seed=0):
+                 averages=(), clip_grad=0.0, accumulate=1, seed=0):
         self.recipe, self.clip_grad, self.accumulate, self.optimizer_name = r, clip_grad, accumulate, optimizer
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         originals = [p.detach().float().clone() for _, p in named] if r.low_weights and (r.master != "none" or r.kahan == "on") else None
@@ -795,13 +821,16 @@ class Precision:
         if optimizer == "torchastic":
             self._torchastic = _import_peer("torchastic", "--optimizer torchastic").StochasticAccumulator
             self._torchastic.assign_hooks(self.model)
-        self.ema = EMA(self.named_params, ema_decay, r.ema, r.ema_update, low_part=self.low_part, seed=seed)
+        average = functools.partial(EMA, self.named_params, low_part=self.low_part, seed=seed)
+        self.ema = average(ema_decay, r.ema, r.ema_update)
+        self.averages = {"ema": self.ema, **{spec: average(*parse_average(spec)) for spec in averages}}
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=r.compute == "fp16")
         self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
         self.reduce_sums = None  # set by a distributed trainer: sums `self.sums` over the ranks
         self.skipped = 0
-        if r.compute == "tf32":
-            torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+        # said for every recipe, for the whole process: left alone, cuDNN convolves fp32 tensors in TF32
+        torch.set_float32_matmul_precision("high" if r.compute == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = r.compute == "tf32"
 
     # -- one training step
 
@@ -812,12 +841,12 @@ class Precision:
         return nullcontext()
 
     def __call__(self, x, *args):
-        """The model on x (cast to the weights' dtype) and further arguments as they are: a timestep keeps its own site's dtype.
+        """The model on x (cast to the weights' dtype unless integer) and further arguments as they are: a timestep keeps its own site's dtype.
 
         Returns the output in the dtype of the loss site.
         """
         with self.autocast():
-            out = self.forward(x.to(torch.bfloat16) if self.recipe.low_weights else x, *args)
+            out = self.forward(x.to(torch.bfloat16) if self.recipe.low_weights and x.is_floating_point() else x, *args)
         return out.to(self.recipe.dtype("loss"))
 
     @property
@@ -849,8 +878,10 @@ class Precision:
             self._torchastic.reassign_grad_buffer(self.model)
         if self.reduce_sums and self.sums:
             self.reduce_sums(list(self.sums.values()))
-        self.scaler.unscale_(self.optimizer)
         grads = self.sums or {p: p.grad for p in self.params if p.grad is not None}
+        if not grads:
+            raise RecipeError("step() found no gradients: call backward(loss) before it, with a loss that depends on the model's parameters")
+        self.scaler.unscale_(self.optimizer)
         report, scale = {}, 1.0
         if self.clip_grad or measure:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float32)))
@@ -859,14 +890,17 @@ class Precision:
             if measure:
                 report["grad_norm"] = norm.item()
                 report["nonfinite_grads"] = sum(int((~g.isfinite()).sum()) for g in grads.values())
-        before = self._snapshot(grads) if measure else None
+        before, skipped = self._snapshot(grads) if measure else None, self.skipped
         self._optimizer_step(grads, scale)
         if measure:
-            report.update(self._update_report(before), skipped_steps=self.skipped)
+            if self.skipped == skipped:  # a skipped step has no updates that could survive
+                report.update(self._update_report(before))
+            report["skipped_steps"] = self.skipped
             if self.scaler.is_enabled():
                 report["loss_scale"] = self.scaler.get_scale()
             shadows = [self._sample(t).clone() for t in self.ema.shadow.values()]
-        self.ema.update()
+        for average in self.averages.values():
+            average.update()
         if measure:
             report["ema_moved"] = self._ema_report(shadows)
         self.sums = {}
@@ -956,7 +990,7 @@ class Precision:
 
     @torch.no_grad()
     def generator(self, source="ema"):
-        """A frozen copy of the model for generation, called like `run`, holding the averaged ('ema') or last ('raw') weights.
+        """A frozen copy of the model for generation, called like `run`, holding averaged ('ema' or a further average) or last ('raw') weights.
 
         Its precision is the generation site's: 'compute' as trained, 'fp32' a full-precision copy, 'autocast' that copy under bf16.
         """
@@ -978,16 +1012,16 @@ class Precision:
         return view
 
     def weights(self, source="ema"):
-        """{name: tensor} of averaged ('ema', in the average's dtype) or last ('raw', fp32 value held) weights."""
-        if source == "ema":
-            return dict(self.ema.shadow)
+        """{name: tensor} of averaged ('ema' or a further average, in its dtype) or last ('raw', fp32 value held) weights."""
+        if source != "raw":
+            return dict(self.averages[source].shadow)
         return {name: exact_weight(p.detach(), self.low_part(p)) for name, p in self.named_params}
 
     # -- state
 
     def state_dict(self):
         """Tensors and plain values only: loads with weights_only=True."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "ema": self.ema.state_dict(),
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "averages": {k: a.state_dict() for k, a in self.averages.items()},
                 "scaler": self.scaler.state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state):
@@ -996,7 +1030,8 @@ class Precision:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             _load_peer_state(self.optimizer, state["optimizer"])
-        self.ema.load_state_dict(state["ema"])
+        for name, average in self.averages.items():
+            average.load_state_dict(state["averages"][name])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         self.skipped = state["skipped"]
@@ -1015,6 +1050,8 @@ class Precision:
                 for name in moments:
                     moments[name] += _peer_moment_bytes(self.optimizer_name, r, p)
                 low["compensation"] += p.numel() * {"optimi": 2, "adamw_bf16": 2}.get(self.optimizer_name, 0)
+        if r.exp_avg == "int8" and any(p.numel() >= 4096 for p in self.params):
+            moments = {name: size + 1024 for name, size in moments.items()}  # a table of 256 fp32 codes, shared by all tensors
         weights = sum(p.nbytes for p in self.params)
         islands = sum(p.numel() for p in self.params if p.dtype == torch.float32) if r.low_weights else 0
         sizes = {"weights": weights / n, "grads": weights / n, "master": (low["remainder"] + low["master"]) / n, "kahan": low["compensation"] / n,
@@ -1054,7 +1091,7 @@ class Ledger:
 
 def _peer_moment_bytes(name, r, p):
     """Bytes of one moment of `p` in an optimiser that allocates at its first step. bitsandbytes: 1 byte a value + an fp32 absmax a block of
-    256 + an fp32 code table of 256 a tensor, and plain fp32 for tensors under 4096 values."""
+    256, and plain fp32 for tensors under 4096 values."""
     n = p.numel()
     if r.exp_avg == "int8":
         return 4 * n if n < 4096 else n + 4 * math.ceil(n / 256)

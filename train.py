@@ -10,7 +10,7 @@ The same command again resumes an interrupted run. Bad input ends with one line 
 """
 
 import argparse
-import json
+import errno
 import logging
 import os
 import re
@@ -57,6 +57,7 @@ def build_parser():
     add(g, "beta2", 0.999, "decay of exp_avg_sq", type=fraction)
     add(g, "clip_grad", 1.0, "largest gradient norm, 0 for none", type=amount)
     add(g, "ema_decay", 0.999, "decay of the averaged weights that generation reads", type=fraction)
+    add(g, "average", [], "keep a further average beside the recipe's, as DECAY:DTYPE[:UPDATE]: 0.9999:bf16; may be repeated", action="append")
     add(g, "seed", 0, "seed of weights, data order, noise and rounding", type=count)
     add(g, "optimizer", "adamw", "adamw (ours), torch, or a peer as published: torchastic, optimi, adamw_bf16, torchao")
 
@@ -75,11 +76,11 @@ def build_parser():
     add(g, "timestep_sampling", "uniform", "how training draws rectified-flow timesteps", choices=["uniform", "logit-normal"])
     add(g, "velocity", "clean-noise", "sign of the rectified-flow velocity, in training and sampling alike", choices=["clean-noise", "noise-clean"])
     add(g, "min_snr", 5.0, "gamma of min-SNR weighting for ddpm, 0 for none", type=amount)
-    add(g, "label_dropout", 0.1, "share of labels dropped, for classifier-free guidance", type=amount)
+    add(g, "label_dropout", 0.1, "share of labels dropped, for classifier-free guidance", type=share)
     add(g, "guidance", 1.0, "classifier-free guidance weight; 1 is none and costs half", type=amount)
-    add(g, "sample_steps", 50, "sampling steps", type=natural)
+    add(g, "sample_steps", 50, "sampling steps", type=thousand)
     add(g, "samples", 1000, "images drawn for the final scores", type=natural)
-    add(g, "weights", "ema", "which weights are scored", choices=["ema", "raw", "both"])
+    add(g, "weights", "ema", "which weights are scored: the average, the last ones, both, or all: every --average too", choices=["ema", "raw", "both", "all"])
 
     g = parser.add_argument_group("machine")
     add(g, "device", "auto", "where to run", choices=["auto", "cpu", "cuda"])
@@ -98,6 +99,7 @@ def build_parser():
 
     g = parser.add_argument_group("instead of training")
     g.add_argument("--config", metavar="FILE.yaml", help="flags as keys of a YAML file; the command line wins")
+    g = g.add_mutually_exclusive_group()
     g.add_argument("--dry_run", action="store_true", help="print the resolved flags and the precision ledger, and stop")
     g.add_argument("--check", action="store_true", help="print what this machine runs natively, emulates or can't, and stop")
     g.add_argument("--sample", metavar="CHECKPOINT", help="draw and score from a checkpoint or run folder; --set, --sample_steps, --guidance, "
@@ -125,6 +127,8 @@ natural = _checked(int, lambda v: v > 0, "a whole number above 0")
 count = _checked(int, lambda v: v >= 0, "a whole number, 0 or more")
 positive = _checked(float, lambda v: 0 < v < float("inf"), "a number above 0")
 amount = _checked(float, lambda v: 0 <= v < float("inf"), "a number, 0 or more")
+share = _checked(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
+thousand = _checked(int, lambda v: 0 < v <= 1000, "a whole number from 1 to 1000")
 fraction = _checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
 
 
@@ -145,13 +149,16 @@ def read_config(path, parser):
     for key, value in values.items():
         if key not in DEFAULTS:
             parser.error(f"--config {path}: unknown key '{key}'; the keys are the flags of train.py without their dashes")
+        if value is None:  # 'data:' with nothing after it
+            continue
         if isinstance(DEFAULTS[key], bool):
             if not isinstance(value, bool):
                 parser.error(f"--config {path}: {key} is true or false, not {value!r}")
             arguments += [f"--{key}"] if value else []
-        elif key == "set":
-            pairs = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            arguments += [f"--set={pair}" for pair in pairs]
+        elif isinstance(DEFAULTS[key], list):
+            on = {True: "on", False: "off"}  # YAML reads the value of 'kahan: on' as true
+            pairs = [f"{k}={on.get(v, v) if isinstance(v, bool) else v}" for k, v in value.items()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            arguments += [f"--{key}={pair}" for pair in pairs]
         else:
             arguments.append(f"--{key}={value}")
     return vars(parser.parse_args(arguments))
@@ -164,7 +171,7 @@ def run_name(config):
         if flag in UNNAMED or config[flag] == default:
             continue
         value = config[flag]
-        parts += [flag] if value is True else value if flag == "set" else [value] if isinstance(value, str) else [f"{flag}{value:g}"]
+        parts += [flag] if value is True else value if isinstance(value, list) else [value] if isinstance(value, str) else [f"{flag}{value:g}"]
     return "-".join(re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts)[:200] or "default"
 
 
@@ -231,8 +238,16 @@ def main(argv=None):
     except Stopped as stopped:
         print(stopped.args[0], file=sys.stderr)
         return 128 + stopped.args[1]
+    except KeyboardInterrupt:
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        return 130
     except (RunError, RecipeError, data.DataError, models.ModelError) as error:
         print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print("train.py: no space left on the device: free some, then run the same command again; the last checkpoint is whole", file=sys.stderr)
         return 2
 
 
@@ -241,7 +256,7 @@ def run(special, flags, command):
 
     from trainer import RunError, Trainer, read_checkpoint
 
-    if special.get("sample"):
+    if "sample" in special:
         checkpoint = read_checkpoint(special["sample"])
         changed = {k: v for k, v in flags.items() if k not in ("export", "runs", "name", "device")}
         fixed = set(changed) - {"set", "sample_steps", "guidance", "samples", "sample_batch", "weights", "seed", "threads", "data"}

@@ -82,9 +82,9 @@ def read_checkpoint(path):
         raise RunError(f"no checkpoint at {path}: give the checkpoint.pt of a run, or its folder")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["format"] == 1:
+        if checkpoint["format"] == 1 and {"config", "step", "seconds", "interval", "since", "precision"} <= set(checkpoint):
             return checkpoint
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError, TypeError, ValueError):
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, TypeError, ValueError, AttributeError):
         pass
     raise RunError(f"{path} is no checkpoint of this program, or is cut short: train again, or use another one")
 
@@ -107,6 +107,10 @@ def environment(device):
             "cpu": cpu, "cores": cpu_threads(), "threads": torch.get_num_threads(), "bf16": sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}),
             "gpu": torch.cuda.get_device_name(device) if kind in ("cuda", "rocm") else None, "capability": capability,
             "commit": git("rev-parse", "HEAD"), "clean": status == "" if status is not None else None}
+
+
+def _ignore_interrupt(worker):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the trainer ends its own workers
 
 
 def peak_memory(device):
@@ -184,16 +188,20 @@ class Trainer:
         with torch.device(device if device.type == "meta" else "cpu"):  # initial weights are drawn on the CPU: the same on every machine
             net = models.build(c["model"], c["task"], d.channels, d.num_classes, d.image_size, c["size"])
         return Precision(net.to(device), self.recipe, lr=c["lr"], betas=(0.9, c["beta2"]), weight_decay=c["weight_decay"], optimizer=c["optimizer"],
-                         ema_decay=c["ema_decay"], clip_grad=c["clip_grad"], accumulate=c["accumulate"], seed=c["seed"])
+                         ema_decay=c["ema_decay"], averages=c["average"], clip_grad=c["clip_grad"], accumulate=c["accumulate"], seed=c["seed"])
 
     # -- the loop
 
     def train_step(self, measure):
         """One optimiser step: `accumulate` micro-batches, then the update. Returns (mean loss as a tensor, what rounding did)."""
         c, total = self.config, 0.0
-        torch.manual_seed(hash64(c["seed"], self.step, 3, self.rank) >> 1)  # for peers that round by the global generator
+        torch.manual_seed(hash64(c["seed"], self.step, 3) >> 1)  # for peers that round by the global generator: alike on every rank
+        lr = c["lr"] * min(1.0, (self.step + 1) / c["warmup"]) if c["warmup"] else c["lr"]
         for group in self.precision.optimizer.param_groups:
-            group["lr"] = c["lr"] * min(1.0, (self.step + 1) / c["warmup"]) if c["warmup"] else c["lr"]
+            if torch.is_tensor(group["lr"]):  # torchao's
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
         for micro in range(c["accumulate"]):
             images, target = (t.to(self.device, non_blocking=True) for t in next(self.batches))
             rng = Rng(hash64(c["seed"], self.step, 4, micro) >> 1, self.rank, self.world, self.device)
@@ -211,19 +219,30 @@ class Trainer:
         self._start_processes()
         finished = self._open_folder()
         if finished:
+            if c["export"] and self.rank == 0:
+                self.export(c["export"])
             return finished
         self._wrap()
         indices = BatchIndices(len(self.data.train), c["batch_size"], c["seed"], self.step * c["accumulate"], self.rank, self.world)
-        loader = torch.utils.data.DataLoader(self.data.train, sampler=indices, batch_size=None, num_workers=c["workers"])
+        loader = torch.utils.data.DataLoader(self.data.train, sampler=indices, batch_size=None, num_workers=c["workers"],
+                                             worker_init_fn=_ignore_interrupt)
         self.batches = iter(loader)
-        main = self.rank == 0
+        main, metrics_file = self.rank == 0, None
         if main:
             from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(self.folder, purge_step=self.step)
+            self.board = SummaryWriter(self.folder, purge_step=self.step + 1)
             metrics_file = open(self.folder / "metrics.jsonl", "a")
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(signum, self._asked_to_stop)
-        bar = tqdm(total=c["steps"], initial=self.step, unit="step", disable=not main, dynamic_ncols=True, desc=c["name"])
+        handlers = {signum: signal.signal(signum, self._asked_to_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with tqdm(total=c["steps"], initial=self.step, unit="step", disable=not main, dynamic_ncols=True, desc=c["name"]) as bar:
+                self._train(bar, metrics_file)
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+        return self._finish() if main else None
+
+    def _train(self, bar, metrics_file):
+        c, main = self.config, self.rank == 0
         timer = time.perf_counter()
         while self.step < c["steps"]:
             logged = (self.step + 1) % c["log_every"] == 0 or self.step + 1 == c["steps"]
@@ -236,26 +255,27 @@ class Trainer:
                 self.seconds += time.perf_counter() - timer
                 timer = time.perf_counter()
                 if main:
-                    self._log(metrics_file, dict(step=self.step, loss=mean, lr=self.precision.optimizer.param_groups[0]["lr"], **report))
+                    self._log(metrics_file, dict(step=self.step, loss=mean, lr=float(self.precision.optimizer.param_groups[0]["lr"]), **report))
                     bar.set_postfix(loss=f"{mean:.4f}")
                 self._check_finite(mean, report)
             pause = time.perf_counter()
             stopping = self._any_rank_stops()
             if main and c["sample_every"] and self.step % c["sample_every"] == 0 and self.step < c["steps"]:
                 self._show(self.strategy.preview(self.precision.generator(self._sources()[0]), self._fixed_rng()), f"step{self.step:06d}")
-            if main and (stopping or self.step == c["steps"] or (c["checkpoint_every"] and self.step % c["checkpoint_every"] == 0)):
-                self._save(self.seconds + pause - timer)
+            if stopping or self.step == c["steps"] or (c["checkpoint_every"] and self.step % c["checkpoint_every"] == 0):
+                since = float(self._mean_over_ranks(self.since.clone())) if self.interval else 0.0
+                self._check_finite(since, report)  # a good checkpoint is not replaced by one full of NaN
+                if main:
+                    self._save(self.seconds + pause - timer, since)
             timer += time.perf_counter() - pause  # pictures and files are not training
-            if stopping and self.step < c["steps"]:
-                bar.close()
+            if stopping:
                 raise Stopped(f"stopped at step {self.step} of {c['steps']}; the same command resumes from there", stopping)
-        bar.close()
-        return self._finish() if main else None
 
     def _asked_to_stop(self, signum, frame):
-        if self.stop:  # asked twice: at once
+        # asked twice: at once. But torchrun passes on the Ctrl-C that its processes have had already
+        if self.stop and time.monotonic() - self.asked > 1:
             raise KeyboardInterrupt
-        self.stop = signum
+        self.stop, self.asked = signum, time.monotonic()
 
     def _any_rank_stops(self):
         if self.world == 1:
@@ -320,20 +340,23 @@ class Trainer:
         if (folder / "config.json").exists():
             try:
                 old = json.loads((folder / "config.json").read_text())["flags"]
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 raise RunError(f"{folder}/config.json can't be read: move the folder away, or choose another --name") from None
             changed = [k for k in fixed if old.get(k) != fixed[k]]
             if changed:
                 what = ", ".join(f"--{k} was {old.get(k)} and is {fixed[k]}" for k in changed)
                 raise RunError(f"{folder} holds a run with other flags ({what}): give this one another --name")
-        elif folder.exists() and any(folder.iterdir()):
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RunError(f"{folder} exists and holds no run of this program: choose another --name")
         if (folder / "checkpoint.pt").exists():
             self.restore(read_checkpoint(folder))
         summary = folder / "summary.json"
-        if self.step >= c["steps"] and summary.exists():
+        if self.step >= c["steps"] and summary.exists() and all(old.get(k) == c[k] for k in ("weights", "samples")):
             return json.loads(summary.read_text())
+        if self.world > 1:
+            dist.barrier()  # every rank has read the folder before one writes
         if self.rank == 0:
+            summary.unlink(missing_ok=True)  # scores of fewer steps or other samples
             write_json(folder / "config.json", {"command": shlex.join(self.command), "flags": c})
             write_json(folder / "ledger.json", self.precision.ledger().json())
             write_json(folder / "env.json", environment(self.device))
@@ -354,9 +377,9 @@ class Trainer:
                 continue
         write_atomically(path, lambda file: file.write("".join(kept).encode()))
 
-    def _save(self, seconds):
+    def _save(self, seconds, since):
         # the losses of a half-finished logging interval belong to the state: a resumed run logs what an uninterrupted one logs
-        state = {"format": 1, "config": self.config, "step": self.step, "seconds": seconds, "interval": self.interval, "since": float(self.since),
+        state = {"format": 1, "config": self.config, "step": self.step, "seconds": seconds, "interval": self.interval, "since": since,
                  "precision": self.precision.state_dict()}
         write_atomically(self.folder / "checkpoint.pt", lambda file: torch.save(state, file))
 
@@ -386,7 +409,8 @@ class Trainer:
     # -- scores
 
     def _sources(self):
-        return ["ema", "raw"] if self.config["weights"] == "both" else [self.config["weights"]]
+        every = {"both": ["ema", "raw"], "all": [*self.precision.averages, "raw"]}
+        return every.get(self.config["weights"], [self.config["weights"]])
 
     def _fixed_rng(self):
         return Rng(hash64(self.config["seed"], 5) >> 1, device=self.device)
@@ -396,7 +420,7 @@ class Trainer:
         scores = {}
         for source in self._sources():
             scores[source], pictures = self.strategy.evaluate(self.precision.generator(source), self._fixed_rng())
-            self._show(pictures, f"{prefix}{source}" if len(self._sources()) > 1 or prefix else "final")
+            self._show(pictures, f"{prefix}{source.replace(':', '_')}" if len(self._sources()) > 1 or prefix else "final")
         return scores
 
     def _finish(self):

@@ -104,6 +104,13 @@ def test_position_embedding_tells_all_places_apart():
     assert float(table[row * 16 + column, 32 + i]) == pytest.approx(math.sin(column * angle), abs=1e-7)
 
 
+def test_dit_knows_where_a_patch_lies():
+    net = perturbed("dit")
+    x, t, y = batch(4)
+    rolled = net(x.roll(2, dims=2), t, y).roll(-2, dims=2)  # by one patch: the same set of tokens in other places
+    assert relative_error(rolled, net(x, t, y)) > 1e-2
+
+
 @pytest.mark.parametrize("model,size", GENERATIVE)
 def test_label_null_label_and_timestep_each_change_the_output(model, size):
     net = perturbed(model, size=size)
@@ -151,6 +158,16 @@ def test_bf16_and_autocast_stay_close_to_fp32(model, size, image_size):
     assert 0 < relative_error(pure, reference) < 0.03
 
 
+@pytest.mark.parametrize("dtype,tokens,flash", [
+    (torch.bfloat16, 16, False), (torch.bfloat16, models.SHORT + 1, True), (torch.float32, 16, True),
+])
+def test_cpu_attention_avoids_the_slow_bf16_flash_kernel_on_few_tokens(dtype, tokens, flash):
+    attention = models.Attention(64, 2).to(dtype)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attention(torch.randn(2, tokens, 64, dtype=dtype))
+    assert any("flash_attention" in event.key for event in profile.key_averages()) == flash
+
+
 def test_segmentation_in_bf16_and_autocast_stays_close_to_fp32():
     net = perturbed("unet", "segment", num_classes=3, image_size=32)
     reference, autocast, pure = forward_all_ways(net, torch.randn(4, 1, 32, 32))
@@ -195,6 +212,16 @@ def test_fp32_islands_inside_a_bf16_net(model, task, buffers):
     assert all(p.grad.dtype == p.dtype for p in net.parameters())
 
 
+def test_fp32_timestep_embedding_in_a_bf16_dit_gets_the_sinusoid_unrounded():
+    net = models.build("dit", "rflow", 1, 10, 8).bfloat16()
+    net.t_embed.float().register_forward_hook(lambda _, args, out: out.bfloat16())
+    seen = []
+    net.t_embed.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    x, t, y = batch()
+    net(x.bfloat16(), t, y)
+    assert torch.equal(seen[0], models.sinusoid(t, models.FREQUENCIES))
+
+
 @pytest.mark.parametrize("model,task,expected", [
     ("unet", "rflow", {"time_embed.0", "class_embedding", "out.0", "out.2.conv", "middle_block.resnet_1.norm1"}),
     ("dit", "rflow", {"x_embed", "t_embed.0", "t_embed.2", "y_embed", "final.linear", "final.modulation"}),
@@ -221,6 +248,10 @@ def test_sinusoid_is_computed_in_the_dtype_of_t():
     in_bf16 = models.sinusoid(t.bfloat16(), 256)
     assert in_bf16.dtype == torch.bfloat16
     assert rms(in_bf16, fastest) > 0.5 and rms(in_bf16, slowest) < 0.01
+    # at t = 1 the sines are the frequencies; computed in bf16 they are off by more than their own rounding, 0.4 %
+    one = torch.ones(1)
+    frequencies, rounded = (models.sinusoid(one.to(d), 256)[0, 128:].double() for d in (torch.float64, torch.bfloat16))
+    assert ((rounded - frequencies) / frequencies).abs().max() > 0.01
     # rounding t alone does less harm than rounding the angles and frequencies too
     assert rms(models.sinusoid(t.bfloat16().float(), 256), slice(None)) < 0.9 * rms(in_bf16, slice(None))
     with torch.autocast("cpu", torch.bfloat16):
