@@ -79,7 +79,7 @@ def build_parser():
     add(g, "label_dropout", 0.1, "share of labels dropped, for classifier-free guidance", type=share)
     add(g, "guidance", 1.0, "classifier-free guidance weight; 1 is none and costs half", type=amount)
     add(g, "sample_steps", 50, "sampling steps", type=thousand)
-    add(g, "samples", 1000, "images drawn for the final scores", type=natural)
+    add(g, "samples", 1000, "images drawn for the final scores", type=several)
     add(g, "weights", "ema", "which weights are scored: the average, the last ones, both, or all: every --average too", choices=["ema", "raw", "both", "all"])
 
     g = parser.add_argument_group("machine")
@@ -103,7 +103,7 @@ def build_parser():
     g.add_argument("--dry_run", action="store_true", help="print the resolved flags and the precision ledger, and stop")
     g.add_argument("--check", action="store_true", help="print what this machine runs natively, emulates or can't, and stop")
     g.add_argument("--sample", metavar="CHECKPOINT", help="draw and score from a checkpoint or run folder; --set, --sample_steps, --guidance, "
-                                                          "--samples, --weights and --device may differ from its training")
+                                                          "--samples, --weights and --device may differ from its training; --name labels its pictures and scores")
     return parser
 
 
@@ -127,6 +127,7 @@ natural = _checked(int, lambda v: v > 0, "a whole number above 0")
 count = _checked(int, lambda v: v >= 0, "a whole number, 0 or more")
 positive = _checked(float, lambda v: 0 < v < float("inf"), "a number above 0")
 amount = _checked(float, lambda v: 0 <= v < float("inf"), "a number, 0 or more")
+several = _checked(int, lambda v: v > 1, "a whole number above 1")
 share = _checked(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
 thousand = _checked(int, lambda v: 0 < v <= 1000, "a whole number from 1 to 1000")
 fraction = _checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
@@ -267,10 +268,10 @@ def run(special, flags, command):
         trainer = Trainer(config, command)
         path = special["sample"]
         trainer.folder = trainer.folder.__class__(path if os.path.isdir(path) else os.path.dirname(path) or ".")
-        label = "-".join([f"step{checkpoint['step']:06d}", *([run_name({**DEFAULTS, **changed})] if changed else [])])
+        label = flags.get("name") or "-".join([f"step{checkpoint['step']:06d}", *([run_name({**DEFAULTS, **changed})] if changed else [])])
         scores = trainer.draw(checkpoint, label)
         print(score_table(scores, trainer.strategy.reference()))
-        print(f"pictures: {trainer.folder}/samples/{label}-*.png")
+        print(f"pictures: {trainer.folder}/samples/{label}-*.png   scores: {trainer.folder}/samples/{label}.json")
         return 0
 
     config = {**DEFAULTS, **flags}
@@ -292,6 +293,7 @@ def run(special, flags, command):
         print(score_table(summary["scores"], summary["reference"]))
         print(f"\n{summary['step']} steps in {summary['seconds']:.0f} s + {summary['scoring_seconds']:.0f} s of scoring, "
               f"{summary['images_per_second']:.0f} images a second, peak memory {summary['peak_memory'] / 2**20:.0f} MiB"
+              + (" (the process, libraries included)" if trainer.device.type == "cpu" else "")
               + (f", {summary['skipped_steps']} steps skipped by the loss scaler" if summary["skipped_steps"] else ""))
         print(f"pictures: {trainer.folder}/samples/   curves: tensorboard --logdir {config['runs']}")
     if torch.distributed.is_initialized():

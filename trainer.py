@@ -82,7 +82,7 @@ def read_checkpoint(path):
         raise RunError(f"no checkpoint at {path}: give the checkpoint.pt of a run, or its folder")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["format"] == 1 and {"config", "step", "seconds", "interval", "since", "precision"} <= set(checkpoint):
+        if isinstance(checkpoint, dict) and checkpoint["format"] == 1 and {"config", "step", "seconds", "interval", "since", "precision"} <= set(checkpoint):
             return checkpoint
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, TypeError, ValueError, AttributeError):
         pass
@@ -101,7 +101,7 @@ def environment(device):
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), cpu)
-    status = git("status", "--porcelain")
+    status = git("status", "--porcelain", "--", ".", ":!experiments", ":!*.md")  # a log that grows while it runs is no change of the code
     kind, capability, features = device_facts(device)
     return {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__, "monai": monai.__version__,
             "cpu": cpu, "cores": cpu_threads(), "threads": torch.get_num_threads(), "bf16": sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}),
@@ -164,10 +164,17 @@ class Trainer:
             beta2=config["beta2"], ema_decay=config["ema_decay"], lr=config["lr"], weight_decay=config["weight_decay"], micro_batches=config["accumulate"])
         if config["batch_size"] % self.world:
             raise RunError(f"--batch_size {config['batch_size']} can't be shared by {self.world} processes: use a multiple of {self.world}")
+        if self.world > 1 and config["optimizer"] == "torchastic":
+            raise RunError("--optimizer torchastic takes gradients away by hooks before several processes can sum them: use --optimizer adamw --stochastic")
         self.data = datasets.load(config["data"], config["task"], config["image_size"], config["seed"])
+        if self.data.kind == "generation" and min(len(self.data.train), len(self.data.heldout)) < 2:
+            raise RunError(f"{self.data.name} has {len(self.data.train)} images to train on and {len(self.data.heldout)} held out, and the scores need two of "
+                           f"each: add images, 30 or more")
         self.strategy = STRATEGIES[config["task"]](self.data, self.recipe, config)
         self.precision = self._precision(torch.device("meta") if dry else self.device)  # dry: shapes without memory
         self.folder = Path(config["runs"]) / config["name"]
+        if config["export"] and not Path(config["export"]).absolute().parent.is_dir():
+            raise RunError(f"--export {config['export']}: there is no folder {Path(config['export']).parent}; make it, or name another")
         self.step, self.seconds, self.stop = 0, 0.0, None
         self.interval, self.since = 0, 0.0  # steps and sum of their losses since the last logged line
 
@@ -419,7 +426,10 @@ class Trainer:
         """{source: scores}; pictures go to samples/."""
         scores = {}
         for source in self._sources():
-            scores[source], pictures = self.strategy.evaluate(self.precision.generator(source), self._fixed_rng())
+            try:
+                scores[source], pictures = self.strategy.evaluate(self.precision.generator(source), self._fixed_rng())
+            except OSError as error:  # the feature net of a new data set is kept under --runs
+                raise RunError(f"can't score: {error}; free some space or choose another --runs folder, then run the same command again") from None
             self._show(pictures, f"{prefix}{source.replace(':', '_')}" if len(self._sources()) > 1 or prefix else "final")
         return scores
 
@@ -439,11 +449,16 @@ class Trainer:
         return summary
 
     def draw(self, checkpoint, label):
-        """Score and picture the weights of a checkpoint; returns {source: scores}. Pictures are named after `label` (settings, step)."""
+        """Score and picture the weights of a checkpoint; returns {source: scores}, also written to samples/<label>.json beside the pictures."""
         self.restore(checkpoint)
         if self.config["export"]:
             self.export(self.config["export"])
-        return self._score(prefix=f"{label}-")
+        started = time.perf_counter()
+        scores = self._score(prefix=f"{label}-")
+        write_json(self.folder / "samples" / f"{label}.json", {
+            "command": shlex.join(self.command), "step": self.step, "scores": scores, "reference": self.strategy.reference(),
+            "scoring_seconds": time.perf_counter() - started})
+        return scores
 
     def export(self, path):
         """Write the averaged weights as safetensors, in the average's dtype."""

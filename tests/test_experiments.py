@@ -1,0 +1,421 @@
+"""The log: experiments/run.py, experiments/report.py, and the EXPERIMENTS.md of this repository, which must be what its results give."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import train
+from experiments import report, run
+
+ROOT = Path(run.ROOT)
+TOML = """
+title = "Rounding"
+question = "Does it matter how a bf16 weight is written?"
+believed = "No."
+prediction = "Yes."
+margin = 0.5
+metric = "ema.frechet"
+seeds = [0, 1, 2, 3, 4, 5]
+common = ["--steps", "4", "--batch_size", "8", "--samples", "64", "--sample_steps", "2", "--log_every", "2", "--sample_every", "0"]
+baseline = "fp32"
+[[arms]]
+name = "fp32"
+flags = []
+[[arms]]
+name = "nearest"
+flags = ["--pure_bf16"]
+[[arms]]
+name = "sampler"
+of = "fp32"
+flags = ["--set", "sampler=bf16"]
+note = "state of the sampler alone"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """experiments/001-rounding in a temporary folder; returns the experiments folder. run.main changes the working directory."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "experiments", TOML)
+    return tmp_path / "experiments"
+
+
+def write(root, toml, records=()):
+    (root / "001-rounding").mkdir(parents=True, exist_ok=True)
+    (root / "001-rounding/experiment.toml").write_text(toml)
+    (root / "001-rounding/results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def record(experiment, name, seed, frechet, **more):
+    arm, scores = experiment.arm(name), {"frechet": frechet, "label_accuracy": 0.5, "loss_by_timestep": [0.5, 0.4 + seed]}
+    return {"arm": name, "seed": seed, "command": run.typed(experiment, arm, seed), "commit": "a" * 40, "clean": True,
+            "env": {"cpu": "c", "gpu": None, "bf16": [], "torch": "2", "python": "3"}, "scores": {"ema": scores, "raw": {"frechet": 2 * frechet}},
+            "reference": {"floor": {"frechet": 0.1}, "ceiling": {"frechet": 60.0}}, "seconds": 30.0, "scoring_seconds": 6.0, "images_per_second": 100.0,
+            "peak_memory": 1, "bytes_per_parameter": 16.0, "final_loss": 0.4 + seed / 100, "curves": {"step": [2, 4], "loss": [1.0, 0.5 + seed]}, **more}
+
+
+def records_of(experiment, shift=(0.0, 0.9, 0.01)):
+    spread = np.random.default_rng(0)
+    base = {s: 1.5 + 0.2 * spread.standard_normal() for s in experiment.seeds}
+    return [record(experiment, a.name, s, base[s] + by * (1 + 0.1 * spread.standard_normal())) for s in experiment.seeds for a, by in zip(experiment.arms, shift)]
+
+
+def fails(capsys, root, *words):
+    """run.main must end with status 2 and one line; returns the line."""
+    capsys.readouterr()
+    assert run.main(list(words), root) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and said.err.startswith("run.py: "), said.err
+    return said.err
+
+
+def commands(capsys, root, *words):
+    capsys.readouterr()
+    assert run.main(["001", "--dry_run", *words], root) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+# -- what a user may get wrong
+
+
+@pytest.mark.parametrize("old, new, said", [
+    ("margin = 0.5", "margin = 0.5\nmargins = 1", "unknown key 'margins'"),
+    ("note = ", "remark = ", "unknown key 'remark'"),
+    ("prediction = \"Yes.\"\n", "", "'prediction' is missing"),
+    ("margin = 0.5", "margin = \"small\"", "margin is a float"),
+    ("margin = 0.5", "margin = 0", "margin must be above 0"),
+    ("margin = 0.5", "margin = ", "is not TOML"),
+    ("baseline = \"fp32\"", "baseline = \"fp64\"", "no arm 'fp64'"),
+    ("of = \"fp32\"", "of = \"sampler\"", "trains nothing itself"),
+    ("name = \"nearest\"", "name = \"fp32\"", "two arms have one name"),
+    ("name = \"nearest\"", "name = \"../x\"", "names of arms become folders"),
+    ("seeds = [0, 1, ", "seeds = [0, 0, ", "seed is listed twice"),
+    ("\"4\", \"--batch", "4, \"--batch", "flags are strings"),
+])
+def test_a_wrong_toml_is_one_line(folder, capsys, old, new, said):
+    assert old in TOML
+    write(folder, TOML.replace(old, new, 1))
+    assert said in fails(capsys, folder, "001", "--dry_run")
+
+
+def test_unknown_experiment_arm_and_seed_name_what_exists(folder, capsys):
+    assert "001-rounding" in fails(capsys, folder, "002")
+    assert "fp32, nearest, sampler" in fails(capsys, folder, "001", "--arm", "kahan")
+    assert "[0, 1, 2, 3, 4, 5]" in fails(capsys, folder, "001", "--seeds", "6")
+    assert "0 1 2 or 0-11" in fails(capsys, folder, "001", "--seeds", "first")
+    assert "no record of arm fp32, seed 0" in fails(capsys, folder, "001", "--check")
+
+
+def test_a_flag_that_train_refuses_stops_before_the_first_run(folder, capsys):
+    write(folder, TOML.replace('"--pure_bf16"', '"--pure_bf61"'))
+    assert "arm nearest: unrecognized arguments: --pure_bf61" in fails(capsys, folder, "001")
+    write(folder, TOML.replace('"--pure_bf16"', '"--stochastic"'))
+    assert "add --pure_bf16" in fails(capsys, folder, "001")
+    assert not (folder / "001-rounding/results.jsonl").read_text()
+
+
+def test_only_a_half_written_last_line_is_forgiven(folder, capsys):
+    experiment, path = run.load("1", folder), folder / "001-rounding/results.jsonl"
+    write(folder, TOML, records_of(experiment))
+    whole = path.read_text()
+    path.write_text(whole[:-200])
+    assert commands(capsys, folder) == [run.typed(experiment, experiment.arm("fp32"), 5), run.typed(experiment, experiment.arm("sampler"), 5)]
+    assert len(run.read_results(path, repair=True)) == 17
+    assert "half written" in capsys.readouterr().err
+    assert path.read_text() == "".join(whole.splitlines(keepends=True)[:-1])
+    path.write_text(whole[200:])
+    assert "line 1 is no record" in fails(capsys, folder, "001")
+    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
+    path.write_text(whole.rstrip("\n"))  # whole, without its line end: kept, and the next line starts on its own
+    assert len(run.read_results(path, repair=True)) == 18 and path.read_text() == whole
+
+
+def test_results_of_other_flags_are_not_mixed_in(folder, capsys):
+    records = records_of(run.load("1", folder))
+    write(folder, TOML.replace('"--steps", "4"', '"--steps", "5"'), records)
+    assert "other flags than experiment.toml" in fails(capsys, folder, "001")
+    write(folder, TOML.replace('name = "nearest"', 'name = "near"'), records)
+    assert "holds arm 'nearest'" in fails(capsys, folder, "001")
+
+
+# -- what is run
+
+
+def test_the_commands_are_those_a_person_types(folder, capsys):
+    common = "python train.py --steps 4 --batch_size 8 --samples 64 --sample_steps 2 --log_every 2 --sample_every 0"
+    assert commands(capsys, folder, "--seeds", "0-1") == [
+        f"{common} --seed 0 --threads 1 --name 001-fp32-seed0 --runs runs/experiments",
+        f"{common} --pure_bf16 --seed 0 --threads 1 --name 001-nearest-seed0 --runs runs/experiments",
+        "python train.py --sample runs/experiments/001-fp32-seed0 --set sampler=bf16 --threads 1 --name 001-sampler-seed0",
+        f"{common} --seed 1 --threads 1 --name 001-fp32-seed1 --runs runs/experiments",
+        f"{common} --pure_bf16 --seed 1 --threads 1 --name 001-nearest-seed1 --runs runs/experiments",
+        "python train.py --sample runs/experiments/001-fp32-seed1 --set sampler=bf16 --threads 1 --name 001-sampler-seed1"]
+
+
+def test_what_is_recorded_is_skipped(folder, capsys):
+    experiment = run.load("1", folder)
+    write(folder, TOML, [record(experiment, "fp32", 0, 1.0), record(experiment, "nearest", 0, 1.0), record(experiment, "nearest", 1, 1.0, failed="the loss is nan")])
+    names = lambda *words: [re.search(r"--name (\S+)", c)[1] for c in commands(capsys, folder, *words)]
+    assert names("--arm", "fp32", "nearest", "--seeds", "0", "1") == ["001-fp32-seed1"]
+    assert names("--arm", "nearest", "--seeds", "1", "--retry") == ["001-nearest-seed1"]
+    # the run that an arm samples from is needed again when its folder is gone, and not when it is there
+    assert names("--arm", "sampler", "--seeds", "0") == ["001-fp32-seed0", "001-sampler-seed0"]
+    kept = folder.parent / "runs/001-fp32-seed0/summary.json"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert names("--arm", "sampler", "--seeds", "0", "--runs", str(folder.parent / "runs")) == ["001-sampler-seed0"]
+
+
+FAKE = '''
+import json, os, signal, sys, time
+from pathlib import Path
+words = sys.argv[1:]
+value = lambda flag: words[words.index(flag) + 1]
+if "--sample" in words:
+    folder = Path(value("--sample"))
+    assert (folder / "summary.json").exists(), "sampled before it was trained"
+    out = folder / f"samples/{value('--name')}.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps({"scores": {"ema": {"frechet": 3.0}}, "reference": {}, "scoring_seconds": 1.0}))
+    sys.exit()
+folder = Path(value("--runs")) / value("--name")
+folder.mkdir(parents=True)
+(folder / "env.json").write_text(json.dumps(dict(cpu="c", gpu=None, bf16=[], torch="2", python="3", commit="b" * 40, clean=True)))
+if "nearest" in str(folder) and value("--seed") == "1":
+    print(f"50%|##\\rtrain.py: the loss is nan at step 2; {folder} is kept", file=sys.stderr)
+    sys.exit(2)
+if "WAIT" in os.environ:
+    signal.signal(signal.SIGINT, lambda *_: ((folder / "stopped").touch(), sys.exit(130)))
+    (folder / "started").touch()
+    time.sleep(30)
+time.sleep(0.3)
+(folder / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": 1 / s}) + "\\n" for s in range(1, 101)) + '{"half')
+(folder / "summary.json").write_text(json.dumps({"scores": {"ema": {"frechet": 2.0, "trace": [1]}}, "reference": {}, "seconds": 5.0, "scoring_seconds": 1.0,
+                                                 "images_per_second": 9.0, "peak_memory": 1, "bytes_per_parameter": 8}))
+'''
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A train.py that does nothing, quickly; validation still asks the real one."""
+    (tmp_path / "train.py").write_text(FAKE)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+
+
+def test_records_hold_scores_and_failures(folder, fake, capsys):
+    assert run.main(["001", "--seeds", "0", "1", "--jobs", "3", "--arm", "sampler", "nearest", "fp32"], folder) == 0
+    assert "nearest, seed 1 failed: the loss is nan at step 2" in capsys.readouterr().err
+    records = run.by_run(run.read_results(folder / "001-rounding/results.jsonl"))
+    assert set(records) == {(a, s) for a in ("fp32", "nearest", "sampler") for s in (0, 1)}
+    fp32, sampled, failed = records["fp32", 0], records["sampler", 1], records["nearest", 1]
+    assert fp32["scores"] == {"ema": {"frechet": 2.0}} and fp32["seconds"] == 5.0 and fp32["commit"] == "b" * 40
+    assert fp32["final_loss"] == pytest.approx(np.mean([1 / s for s in range(91, 101)])) and len(fp32["curves"]["step"]) <= 30 and fp32["curves"]["step"][-1] == 100
+    assert sampled["of"] == "fp32" and sampled["scores"] == {"ema": {"frechet": 3.0}} and sampled["seconds"] == 0
+    assert failed["failed"] == "the loss is nan at step 2; runs/experiments/001-nearest-seed1 is kept" and failed["exit"] == 2 and "scores" not in failed
+    before = (folder / "001-rounding/results.jsonl").read_text()
+    assert run.main(["001", "--seeds", "0", "1"], folder) == 0  # a failure is a result: not repeated
+    assert (folder / "001-rounding/results.jsonl").read_text() == before
+    check = ["001", "--check", "--arm", "sampler", "nearest", "--seeds", "1"]
+    assert run.main(check, folder) == 0  # it fails again, as recorded
+    (folder / "001-rounding/results.jsonl").write_text(before.replace('"frechet": 3.0', '"frechet": 3.0001'))
+    assert run.main(check, folder) == 1 and "sampler, seed 1: DIFFERENT" in capsys.readouterr().out
+    # a training repeated for an arm that samples from it, its folder being gone, is recorded once
+    shutil.rmtree(folder.parent / "runs")
+    (folder / "001-rounding/results.jsonl").write_text("".join(line for line in before.splitlines(keepends=True) if '"of"' not in line))
+    assert run.main(["001", "--seeds", "0", "1"], folder) == 0
+    assert sorted((folder / "001-rounding/results.jsonl").read_text().splitlines()) == sorted(before.splitlines())
+
+
+def test_interrupted_runs_are_told_to_stop_and_nothing_is_recorded(folder, fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("WAIT", "1")
+    started = tmp_path / "runs/experiments/001-fp32-seed0/started"
+
+    def interrupt():
+        while not started.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert run.main(["001", "--arm", "fp32", "--seeds", "0", "--jobs", "1"], folder) == 130
+    assert started.with_name("stopped").exists()
+    assert not (folder / "001-rounding/results.jsonl").read_text()
+
+
+def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # compiling costs more than these four steps
+    words = ["001", "--arm", "sampler", "--seeds", "0", "--runs", str(folder.parent / "runs")]
+    assert run.main(words, folder) == 0
+    path = folder / "001-rounding/results.jsonl"
+    trained, sampled = run.read_results(path)
+    assert trained["command"].endswith("--runs runs/experiments") and str(folder.parent) not in path.read_text()
+    assert trained["curves"]["step"] == [2, 4] and len(trained["scores"]["ema"]["loss_by_timestep"]) == 10 and "trace" not in trained["scores"]["ema"]
+    assert sampled["scores"]["ema"]["frechet"] != trained["scores"]["ema"]["frechet"]
+    assert run.main(["001", "--check", "--arm", "fp32", "--seeds", "0"], folder) == 0
+    assert "same: all scores equal to the last bit" in capsys.readouterr().out
+    assert report.main(["--runs", str(folder.parent / "runs")], folder, folder.parent / "EXPERIMENTS.md") == 0
+    assert {p.name for p in (folder / "001-rounding").glob("*.png")} == {"samples.png", "loss_by_timestep.png", "curves.png"}
+
+
+def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
+    experiment = run.load("1", folder)
+    arm, records = experiment.arm("fp32"), records_of(experiment)
+    old = records[0]
+    again = lambda by, **env: record(experiment, "fp32", 0, old["scores"]["ema"]["frechet"] + by, env={**old["env"], **env})
+    verdict = lambda new: run.compare(experiment, arm, old, new, records)[0]
+    assert verdict(again(0.0)) and not verdict(again(1e-12))
+    assert verdict(again(1.9, cpu="other")) and not verdict(again(2.1, cpu="other"))  # 4 margins
+    assert not verdict({**again(0.0), "failed": "the loss is nan"})
+
+
+# -- what is reported
+
+
+def table(text, number="001"):
+    """Rows of the generated table as {column: cell}."""
+    rows = [[c.strip() for c in line.strip("| ").split(" | ")] for line in text[text.index(f"generated: {number} begin") :].splitlines() if line.startswith("|")]
+    return {row[0]: dict(zip(rows[0], row)) for row in rows[2:]}
+
+
+def test_every_number_of_the_table_comes_from_the_results(folder):
+    experiment = run.load("1", folder)
+    records = records_of(experiment)
+    write(folder, TOML, records)
+    document = folder.parent / "EXPERIMENTS.md"
+    assert report.main([], folder, document) == 0
+    rows = table(document.read_text())
+    values = {a.name: np.array([r["scores"]["ema"]["frechet"] for r in records if r["arm"] == a.name]) for a in experiment.arms}
+    for name, x in values.items():
+        row, d = rows[name], x - values["fp32"]
+        assert row["ema.frechet"] == f"{x.mean():.3f} ± {x.std(ddof=1):.3f}"
+        assert row["raw.frechet"] == f"{2 * x.mean():.3f} ± {2 * x.std(ddof=1):.3f}" and row["label accuracy"] == "0.500 ± 0.000"
+        assert row["training loss"] == f"{0.425:.4f} ± {np.std(np.arange(6) / 100, ddof=1):.4f}"
+        assert (row["n"], row["bytes a parameter"], row["seconds"]) == ("6", "16", "36")
+        if name != "fp32":
+            half = stats.t.ppf(0.975, 5) * d.std(ddof=1) / 6**0.5
+            assert row["difference [95 % CI]"] == f"{d.mean():+.3f} [{d.mean() - half:+.3f}, {d.mean() + half:+.3f}]"
+            effect = float(row["detectable"]) / d.std(ddof=1) * 6**0.5
+            if d.std() > 0.01:
+                assert stats.nct.sf(stats.t.ppf(0.975, 5), 5, effect) == pytest.approx(0.8, abs=0.02)
+    assert [rows[name]["verdict"] for name in rows] == ["baseline", "worse", "equal"]
+    overview = document.read_text().splitlines()[5]
+    assert overview.endswith("| equal: sampler; worse: nearest | 6 min on 2 cores |")  # 18 runs of 36 s on 2 cores
+
+
+def test_again_changes_nothing_and_the_prose_stays(folder):
+    experiment, document = run.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    write(folder, TOML, records_of(experiment))
+    assert report.main([], folder, document) == 0
+    document.write_text(document.read_text().replace("### What happened\n", "### What happened\n\nNearest loses.\n"))
+    state = lambda: {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in [document, *(folder / "001-rounding").iterdir()]}
+    before = state()
+    assert report.main(["--check"], folder, document) == 0
+    assert report.main([], folder, document) == 0 and state() == before
+    for path in (folder / "001-rounding").glob("*.png"):  # drawn anew, the bytes are the same
+        path.unlink()
+    assert report.main([], folder, document) == 0 and {k: v[0] for k, v in state().items()} == {k: v[0] for k, v in before.items()}
+    write(folder, TOML, records_of(experiment, shift=(0.0, 2.0, 0.01)))
+    assert report.main(["--check"], folder, document) == 1 and report.main([], folder, document) == 0
+    assert "Nearest loses." in document.read_text() and document.read_bytes() != before["EXPERIMENTS.md"][0]
+
+
+def test_a_diverged_run_counts_and_a_killed_one_does_not(folder):
+    experiment, document = run.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    for r in records:
+        if r["arm"] == "nearest":
+            r["failed"] = "the loss is nan at step 7: lower --lr"
+        if (r["arm"], r["seed"]) == ("sampler", 3):
+            r["failed"] = "Killed"
+    write(folder, TOML, [{k: v for k, v in r.items() if k != "scores" or "failed" not in r} for r in records])
+    assert report.main([], folder, document) == 0
+    text = document.read_text()
+    rows = table(text)
+    assert (rows["nearest"]["ema.frechet"], rows["nearest"]["verdict"], rows["nearest"]["n"]) == ("inf", "worse", "6")
+    assert (rows["sampler"]["verdict"], rows["sampler"]["n"]) == ("equal", "5")
+    assert "- sampler, seed 3: Killed" in text and text.count("- nearest, seed") == 6
+
+
+def test_an_arm_may_read_another_score_of_a_run_or_have_its_own_baseline(folder, capsys):
+    more = '[[arms]]\nname = "raw"\nof = "fp32"\nflags = []\nmetric = "raw.frechet"\n[[arms]]\nname = "pair"\nflags = ["--bf16"]\nbaseline = "nearest"\n'
+    write(folder, TOML + more)
+    experiment, document = run.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    assert len(commands(capsys, folder, "--seeds", "0")) == 4  # reading needs no run
+    write(folder, TOML + more, records_of(experiment, shift=(0.0, 0.9, 0.01, 0.0)) + [record(experiment, "pair", s, 2.0) for s in experiment.seeds])
+    write(folder, TOML + more, [r for r in map(json.loads, (folder / "001-rounding/results.jsonl").read_text().splitlines()) if r["arm"] != "raw"])
+    assert report.main([], folder, document) == 0
+    rows = table(document.read_text())
+    mean = lambda row: float(row["frechet"].split(" ")[0])
+    assert mean(rows["raw"]) == pytest.approx(2 * mean(rows["fp32"]), abs=2e-3) and "of fp32" in rows["raw"]["adds"]
+    assert float(rows["pair"]["difference [95 % CI]"].split(" ")[0]) == pytest.approx(2.0 - mean(rows["nearest"]), abs=2e-3)
+    assert rows["pair"]["verdict"].endswith("(against nearest)")
+
+
+def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
+    experiment, document = run.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    write(folder, TOML, records_of(experiment))
+    report.main([], folder, document)
+    document.write_text(document.read_text().replace("<!-- generated: 001 end -->", ""))
+    assert report.main([], folder, document) == 2 and "must each stand there once" in capsys.readouterr().err
+    write(folder, TOML.replace("ema.frechet", "ema.fid"), records_of(experiment))
+    assert report.main([], folder, document) == 2 and "no score 'ema.fid'" in capsys.readouterr().err
+
+
+# -- this repository's own log
+
+EXPERIMENTS = [run.load(number) for number in run.folders()]
+DOCUMENT = ROOT / "EXPERIMENTS.md"
+logged = pytest.mark.skipif(not DOCUMENT.exists(), reason="there is no EXPERIMENTS.md yet")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.folder.name)
+def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment):
+    parser = train.build_parser()
+    parse = lambda flags: {**train.DEFAULTS, **vars(parser.parse_args(flags))}
+    named = lambda arm: {flag.removeprefix("--") for flag in arm.flags if flag.startswith("--")}
+    trained = lambda arm: experiment.arm(arm.of) if arm.of else arm
+    everything = lambda arm: experiment.common + (trained(arm).flags + arm.flags if arm.of else arm.flags)
+    for arm in experiment.arms:
+        base = experiment.arm(arm.baseline)
+        mine, other = parse(everything(arm)), parse(everything(base))
+        differ = {k for k in mine if mine[k] != other[k]}
+        assert differ <= named(arm) | named(base) | named(trained(arm)) | named(trained(base)), arm.name
+        assert arm is base or differ or arm.metric != base.metric, f"{arm.name} is its baseline again"
+    for record in run.read_results(experiment.folder / "results.jsonl"):
+        assert record["command"] == run.typed(experiment, experiment.arm(record["arm"]), record["seed"])
+
+
+@logged
+def test_the_log_is_what_the_results_give():
+    assert report.main(["--check"]) == 0
+
+
+@logged
+def test_every_command_of_the_log_dry_runs(capsys):
+    text = DOCUMENT.read_text()
+    blocks = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    found = [shlex.split(c, comments=True)[1:] for c in dict.fromkeys(blocks + re.findall(r"`([^`\n]+)`", text)) if c.startswith("python ")]
+    known = {tuple(run.command(e, arm, e.seeds[0])): (e, arm) for e in EXPERIMENTS for arm in e.arms}
+    assert found
+    for script, *words in found:
+        if script == "experiments/run.py":
+            assert run.main([*words, "--dry_run"]) == 0, words
+        elif (script, *words) in known:  # generated; those that sample are dry-run with the flags of their training
+            e, arm = known[script, *words]
+            run.validate(e, [arm], e.seeds[0])
+        elif script == "train.py":
+            given = vars(train.build_parser().parse_args(words))
+            if not given.keys() & {"sample", "check", "diagnose"}:
+                assert train.main([*words, "--dry_run"]) == 0, words
+        else:
+            assert (ROOT / script).exists(), script
+        capsys.readouterr()
