@@ -86,8 +86,7 @@ class Generation:
     def sample(self, model, labels, noise, steps, trace=None):
         """Images [B,C,H,W] fp32 from noise [B,C,H,W] in `steps` steps. trace: a list that receives a dict of ranges per step."""
         x = noise.to(self.recipe.dtype("sampler"))
-        self.scheduler.set_timesteps(steps, device=x.device)
-        times = [int(t) for t in self.scheduler.timesteps]
+        times = self.times(steps)
         for t, following in zip(times, times[1:] + [0]):
             prediction = self.predict(model, x.float(), torch.full((len(x),), float(t), device=x.device), labels, self.config["guidance"])
             prediction = prediction.to(x.dtype)
@@ -158,6 +157,10 @@ class RFlow(Generation):
     def bin_timesteps(self, fraction):
         return fraction * TIMESTEPS
 
+    def times(self, steps):
+        self.scheduler.set_timesteps(steps)
+        return self.scheduler.timesteps.tolist()
+
     def errors(self, model, images, labels, noise, t, weighted=True):
         """Squared velocity errors [B,C,H,W] at timesteps t [B] in [0, TIMESTEPS); 0 is clean. Rectified flow weighs all timesteps alike."""
         t = t.to(self.recipe.dtype("timesteps"))
@@ -181,6 +184,12 @@ class DDPM(Generation):
 
     def bin_timesteps(self, fraction):
         return (fraction * TIMESTEPS).long().clamp(max=TIMESTEPS - 1)
+
+    def times(self, steps):
+        # MONAI spaces its timesteps from 999 to 0, but each of its steps goes from t to t - 1000 // steps; these agree with the steps
+        self.scheduler.set_timesteps(steps)
+        stride = TIMESTEPS // steps
+        return list(range(TIMESTEPS - 1, -1, -stride))
 
     def add_noise(self, images, noise, t):
         """x_t [B,C,H,W] fp32. scheduler=fp32 hands MONAI fp32 images only; scheduler=bf16 shows what a bf16 call does to its buffers."""

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import data as datasets
 import models
 from precision import Precision, check_machine, cpu_threads, device_facts, hash64, recipe
-from strategies import STRATEGIES, Rng
+from strategies import STRATEGIES, TIMESTEPS, Rng
 
 # Flags that may change between the runs of one folder: they say how long, how often and with what help, not what is computed.
 FREE = {"steps", "log_every", "sample_every", "checkpoint_every", "workers", "device", "name", "runs", "export", "weights", "samples",
@@ -162,6 +162,10 @@ class Trainer:
         self.recipe = recipe(sites=config["set"], **{k: config[k] for k in ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit")})
         self.notes = check_machine(self.recipe, self.device) + self.recipe.warnings(
             beta2=config["beta2"], ema_decay=config["ema_decay"], lr=config["lr"], weight_decay=config["weight_decay"], micro_batches=config["accumulate"])
+        if config["task"] == "ddpm" and TIMESTEPS % config["sample_steps"]:
+            fits = [n for n in range(1, TIMESTEPS + 1) if TIMESTEPS % n == 0]
+            near = min(fits, key=lambda n: abs(n - config["sample_steps"]))
+            raise RunError(f"--sample_steps {config['sample_steps']}: MONAI's DDIM steps are {TIMESTEPS} // steps apart, so ddpm needs a divisor; use {near}")
         if config["batch_size"] % self.world:
             raise RunError(f"--batch_size {config['batch_size']} can't be shared by {self.world} processes: use a multiple of {self.world}")
         if self.world > 1 and config["optimizer"] == "torchastic":

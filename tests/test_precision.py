@@ -4,6 +4,7 @@ Whole training steps by `Precision` are in test_precision_run.py.
 """
 
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 import precision
-from precision import (DTYPES, EMA, SITES, AdamW, Precision, Recipe, RecipeError, check_machine, exact_weight, hash64, noise_bits, noise_key,
+from precision import (DTYPES, EMA, SITES, AdamW, Recipe, RecipeError, check_machine, exact_weight, hash64, noise_bits, noise_key,
                        parse_average, recipe, recommended_flags, split_master, stochastic_round, support, write_weight)
 
 BF16 = torch.bfloat16
@@ -27,9 +28,9 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two_threads():
+def one_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # small tensors gain nothing from more, and lose much when the cores are busy
     yield
     torch.set_num_threads(before)
 
@@ -177,10 +178,29 @@ def test_steps_seeds_streams_and_places_have_unrelated_noise(other):
         assert abs(correlation(unit(x), unit(y))) < 5 / math.sqrt(n)
 
 
+def test_neighbouring_keys_do_not_give_shifted_copies():
+    words = [(100, 7), (103, 8), (97, 10), (98, 9), (101, 6)]  # first words within a few of each other, and sums too
+    noise = [unit(noise_bits(1 << 14, torch.tensor([*pair, 0], dtype=torch.int32))[0]) for pair in words]
+    for (a, b), lag in itertools.product(itertools.combinations(noise, 2), range(-8, 9)):
+        x, y = (a[lag:], b[: len(b) - lag]) if lag >= 0 else (a[:lag], b[-lag:])
+        assert abs(correlation(x, y)) < 5 / 128
+
+
 def test_the_three_uses_of_a_steps_noise_are_unrelated():
     first, second = noise_bits(1 << 16, noise_key(0, 1))
     for a, b in itertools.combinations((unit(first), unit(first >> 16), unit(second)), 2):
         assert abs(correlation(a, b)) < 5 / 256
+
+
+def test_weight_and_moments_of_a_step_round_independently():
+    p = nn.Parameter(torch.full((20000,), 1.0, dtype=BF16))
+    optimizer = AdamW([p], 0.4 * 2**-8, update="stochastic", exp_avg="bf16", exp_avg_sq="bf16", compiled=False)
+    p.grad = torch.full_like(p, 0.77)
+    optimizer.step()
+    moments = [optimizer.state[p][name].double() for name in ("exp_avg", "exp_avg_sq")]
+    choices = [(p < 1).double(), *((m == m.max()).double() for m in moments)]
+    for a, b in itertools.combinations(choices, 2):
+        assert 0.01 < a.mean() < 0.99 and 0.01 < b.mean() < 0.99 and abs(correlation(a, b)) < 5 / math.sqrt(20000)
 
 
 def test_noise_belongs_to_the_place_not_to_the_slice():
@@ -318,24 +338,22 @@ MODES = {
     "split": dict(master="split"),
     "fp32 master": dict(master="fp32"),
 }
-SHAPES = [(1,), (7,), (3, 5), (16,), (4, 3, 3, 3), (33,), (129, 7), (2000,)]
+SHAPES = [(1,), (7,), (3, 5), (16,), (16, 6, 3, 3), (33,), (129, 7), (2000,)]
 
 
 def make(mode, initial, lr=1e-3, compiled=False, **more):
     """(parameters, optimiser) of a mode, holding the fp32 tensors `initial` as exactly as the mode can."""
     options = dict(MODES[mode])
-    params = [nn.Parameter(t.clone().to(options.pop("dtype", BF16) if i == 0 else params_dtype(mode))) for i, t in enumerate(initial)]
+    dtype = options.pop("dtype", BF16)
+    params = [nn.Parameter(t.to(dtype, copy=True)) for t in initial]
     optimizer = AdamW(params, lr, compiled=compiled, **options, **more)
     for p, t in zip(params, initial):
         optimizer.set_exact(p, t)
     return params, optimizer
 
 
-def params_dtype(mode):
-    return MODES[mode].get("dtype", BF16)
-
-
-def gradients(step, shapes=SHAPES):
+@functools.cache
+def gradients(step, shapes=tuple(SHAPES)):
     """bf16 gradients whose scale changes from step to step; some entries are 0, some tiny."""
     g = torch.Generator().manual_seed(step)
     scale = 10.0 ** (step % 7 - 4)
@@ -346,18 +364,18 @@ def held(optimizer, p):
     return exact_weight(p.detach(), optimizer.low_part(p))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("mode, steps", [("split", 1000), ("fp32 master", 100), ("fp32", 300)])
+@pytest.mark.parametrize("mode, steps, compiled", [("split", 1000, False), ("split", 1000, True), ("fp32 master", 100, False),
+                                                   ("fp32", 300, False), ("fp32", 300, True)])
 def test_equals_torch_adamw_bit_for_bit(monkeypatch, mode, steps, compiled):
     monkeypatch.setattr(precision._Bucket, "SMALL", 700)  # some tensors copied together, some seen in place
     initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(SHAPES)]
-    initial[4] = initial[4].contiguous(memory_format=torch.channels_last)
+    initial[4] = initial[4].contiguous(memory_format=torch.channels_last)  # alone in its bucket, and no flat view
     options = dict(betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
     params, optimizer = make(mode, initial, 3e-3, compiled, **options)
     reference = [nn.Parameter(t.clone()) for t in initial]
     theirs = torch.optim.AdamW(reference, 3e-3, **options)
     for step in range(steps):
-        for p, q, g in zip(params, reference, gradients(step)):
+        for p, q, g in zip(params, reference, gradients(step % 91)):
             p.grad, q.grad = g.to(p.dtype), g.float()
         optimizer.step()
         theirs.step()
@@ -378,12 +396,11 @@ def test_a_nearest_even_split_would_not_equal_torch(monkeypatch):
 
     def differing():
         p = nn.Parameter(torch.zeros(1000, dtype=BF16))
-        optimizer = AdamW([p], 0.25, master="split", betas=(0.0, 0.0), eps=0.0, compiled=False)
+        optimizer = AdamW([p], 0.0, master="split", compiled=False)  # a step of length 0: the weights are read and written
         start = (torch.arange(1000, dtype=torch.int32) * 0x10000 + 0x3F808000).view(torch.float32)[:64]  # ties from 1.0039 on
         start = torch.cat([start, torch.full((936,), 0.7)])
         optimizer.set_exact(p, start)
-        p.grad = torch.zeros_like(p) + 1e-30
-        optimizer.param_groups[0]["lr"] = 0.0
+        p.grad = torch.ones_like(p)
         optimizer.step()
         return (held(optimizer, p) != start).sum().item()
 
@@ -400,14 +417,17 @@ def test_compiled_step_equals_eager(mode):
     for compiled in (False, True):
         params, optimizer = make(mode, initial, 1e-4, compiled, weight_decay=0.1)
         for step in range(3):
-            for p, g in zip(params, gradients(step + 3, [p.shape for p in params])):
+            for p, g in zip(params, gradients(step + 3, tuple(p.shape for p in params))):
                 p.grad = g.to(p.dtype)
             optimizer.step()
         runs.append([t for p in params for t in [p.detach(), *[v for k, v in sorted(optimizer.state[p].items()) if k != "step"]]])
     assert not precision._run_kernel.failed, "nothing was compiled"
     for a, b in zip(*runs):
-        # torch.sqrt from MKL is not correctly rounded, so a rare entry lies on the other side of a rounding boundary
-        assert a.dtype == b.dtype and (a != b).sum() <= 2 + a.numel() // 500
+        if mode in ("fp32", "split", "fp32 master"):
+            assert torch.equal(a, b)
+        else:  # torch.sqrt from MKL is not correctly rounded, so a rare entry lies on the other side of a rounding boundary
+            assert a.dtype == b.dtype and (a != b).sum() <= 2 + a.numel() // 100
+            torch.testing.assert_close(a, b, rtol=2**-7 if a.dtype == BF16 else 1e-6, atol=1e-8)
     if "kahan" in mode:
         assert (runs[1][-3] != 0).double().mean() > 0.9, "the compensation is empty"  # sorted: compensation, exp_avg, exp_avg_sq
 
@@ -544,7 +564,8 @@ def test_gradients_and_scale_can_be_handed_over():
         fp32 = [draw(40, seed=10 + step), draw(50, seed=20 + step)]  # fp32 accumulators of bf16 weights
         first.step(grads=dict(zip(one, fp32)), grad_scale=0.25)
         second.step(grads={p: g * 0.25 for p, g in zip(two, fp32)})
-    assert all(same(held(first, p), held(second, q)) for p, q in zip(one, two))
+    for p, q in zip(one, two):
+        assert same(held(first, p), held(second, q)) and same(first.state[p]["exp_avg_sq"], second.state[q]["exp_avg_sq"])
     assert not same(held(first, one[0]), initial[0]) and one[0].grad is None
 
 
@@ -750,12 +771,13 @@ def travelled(decay, dtype, update, steps, n=2000):
     return ((ema.shadow["p"].double() - start.double()) @ way / (way @ way)).item()
 
 
-@pytest.mark.parametrize("decay, at_most", [(0.999, 0.2), (0.9999, 0.02)])
-def test_bf16_average_freezes_to_nearest_and_follows_with_stochastic_rounding(decay, at_most):
+@pytest.mark.parametrize("decay, least, most", [(0.999, 0.05, 0.15), (0.9999, 0.0, 0.005)])
+def test_bf16_average_freezes_to_nearest_and_follows_with_stochastic_rounding(decay, least, most):
     steps = 1500
     wanted = 1 - decay**steps
     assert travelled(decay, "fp32", "nearest", steps) == pytest.approx(wanted, rel=1e-3)
-    assert 0 < travelled(decay, "bf16", "nearest", steps) < at_most
+    assert least < travelled(decay, "bf16", "nearest", steps) < most
+    assert travelled(decay, "bf16", "nearest", 2 * steps) == travelled(decay, "bf16", "nearest", steps), "frozen: more steps change nothing"
     assert travelled(decay, "bf16", "stochastic", steps) == pytest.approx(wanted, rel=0.06)
 
 
@@ -816,7 +838,7 @@ def test_average_resumes_bit_for_bit_and_refuses_others():
 def test_further_averages_are_named_by_decay_dtype_and_rounding():
     assert parse_average("0.9999:bf16") == (0.9999, "bf16", "nearest")
     assert parse_average("0.999:bf16:stochastic") == (0.999, "bf16", "stochastic")
-    for wrong in ("", "0.9", "1.0:bf16", "-0.1:fp32", "x:bf16", "0.9:fp8", "0.9:bf16:up", "0.9:bf16:"[:-1] + ":nearest:1", "nan:bf16"):
+    for wrong in ("", "0.9", "1.0:bf16", "-0.1:fp32", "x:bf16", "0.9:fp8", "0.9:bf16:up", "0.9:bf16:nearest:1", "nan:bf16"):
         refused(lambda: parse_average(wrong), "DECAY:DTYPE")
 
 
@@ -1156,7 +1178,3 @@ def test_compiled_kahan_keeps_its_buffer_on_cuda():
     p.grad = draw(3000, seed=1).to(BF16).cuda()
     optimizer.step()
     assert (optimizer.low_part(p) != 0).double().mean() > 0.9
-
-
-def test_precision_is_imported_from_here():
-    assert Precision.__module__ == "precision"
