@@ -172,6 +172,9 @@ def run_name(config):
         if flag in UNNAMED or config[flag] == default:
             continue
         value = config[flag]
+        if flag == "data" and ":" in value:
+            kind, _, path = value.partition(":")
+            value = f"{kind}_{os.path.basename(os.path.normpath(path))}"
         parts += [flag] if value is True else value if isinstance(value, list) else [value] if isinstance(value, str) else [f"{flag}{value:g}"]
     return "-".join(re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts)[:200] or "default"
 
