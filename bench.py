@@ -1,24 +1,26 @@
 """Speed and memory of the recipes and of other libraries' optimisers, as ratios measured side by side in one run.
 
-    python bench.py optimizers      one AdamW step on 10 million bf16 parameters: ours and the peers (requirements-bench.txt)
+    python bench.py optimizers      one AdamW step on 10 million bf16 parameters, ours and peers (requirements-bench.txt)
     python bench.py training        forward, backward, step and EMA of U-Nets and a DiT under each recipe: images a second
 
-What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation, in tensors of mixed sizes as in
-a real net and in a few large ones; bf16 speeds up training where the CPU or GPU multiplies in bf16; telemetry costs under 2 % of a step.
-Contenders take turns, in an order shuffled for each round, so that other load on the machine meets all of them alike; a figure is the
-median over the rounds, and --out FILE keeps every single time. Cost on 2 cores: 3 minutes and 3 GiB for `optimizers` (half of it is torchao
-compiling a kernel for each shape), 10 minutes for `training`. Bad input ends with one line and exit status 2.
+What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation, in
+tensors of mixed sizes as in a real net and in a few large ones; bf16 speeds up training where the machine multiplies in
+bf16; telemetry costs under 2 % of a step. Contenders take turns, in an order shuffled for each round, so that other
+load on the machine meets all of them alike. A figure is the median over the rounds; --out FILE keeps every single time.
+Cost on 2 cores: COST. Bad input ends with one line and exit status 2.
 """
 
 import argparse
 import datetime
+import logging
 import math
+import os
 import random
 import shlex
 import statistics
 import sys
-import textwrap
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -48,11 +50,13 @@ CONTENDERS = {
     "torch-fused": ("none", PURE, None),
     "copy": ("moves the bytes of a step", PURE, None),
 }
+LAYOUTS = ["mixed", "large"]
 OURS = ("stochastic", "nearest", "kahan", "kahan-stochastic", "split", "fp32")
 
 RECIPES = {
-    "fp32": {}, "bf16": dict(bf16=True), "pure_bf16": dict(pure_bf16=True), "pure_bf16-stochastic": dict(pure_bf16=True, stochastic=True),
-    "pure_bf16-kahan": dict(pure_bf16=True, kahan=True), "pure_bf16-split": dict(pure_bf16=True, master="split"), "opt8bit": dict(opt8bit=True),
+    "fp32": {}, "bf16": dict(bf16=True), "pure_bf16": dict(pure_bf16=True),
+    "pure_bf16-stochastic": dict(pure_bf16=True, stochastic=True), "pure_bf16-kahan": dict(pure_bf16=True, kahan=True),
+    "pure_bf16-split": dict(pure_bf16=True, master="split"), "opt8bit": dict(opt8bit=True),
     "tf32": dict(sites=["compute=tf32"]), "fp16": dict(fp16=True),
 }
 NETS = ["unet:small:64:8", "unet:tiny:8:64", "dit:tiny:8:64", "dit:S/8:64:8"]
@@ -62,12 +66,12 @@ class BenchError(ValueError):
     """What was asked can't be measured. The message is one line: what is wrong and what to do."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # Timing
 
 
 class Clock:
-    """Marks in time on a device and the milliseconds between them; on CUDA they are events, which don't hold up the queue."""
+    """Marks in time on a device and the milliseconds between them; on CUDA events, which don't hold up the queue."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -100,16 +104,18 @@ def take_turns(actions, repeats, bar, prepare=lambda name: None):
     return results
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # Optimisers
 
 
 def layout_shapes(layout, n):
-    """Shapes of n parameters. 'mixed': residual blocks of four widths, most tensors vectors, most values in kernels; 'large': four vectors."""
+    """Shapes of n parameters. 'large': four vectors. 'mixed': residual blocks of four widths, as in a U-Net or transformer:
+    most tensors are vectors, most values lie in kernels and matrices."""
     if layout == "large":
         return [(n // 4 + (i < n % 4),) for i in range(4) if n // 4 + (i < n % 4)]
     shapes, left, i = [], n, 0
-    block = [s for w in (32, 64, 128, 256) for s in ((w, w, 3, 3), (w,), (w,), (w,), (w, w), (w,), (4 * w, w), (4 * w,), (w, 4 * w), (w,))]
+    block = [shape for w in (32, 64, 128, 256) for shape in (
+        (w, w, 3, 3), (w,), (w,), (w,), (w, w), (w,), (4 * w, w), (4 * w,), (w, 4 * w), (w,))]
     while left and math.prod(block[i % len(block)]) <= left:
         shapes.append(block[i % len(block)])
         left -= math.prod(shapes[-1])
@@ -118,7 +124,7 @@ def layout_shapes(layout, n):
 
 
 def make_step(name, params):
-    """(callable that does one step on `params`, the optimiser or None). Raises RecipeError for a package that is not installed."""
+    """(callable that does one step on `params`, the optimiser or None). Raises RecipeError for a package not installed."""
     _, r, optimizer = CONTENDERS[name]
     if name == "copy":
         # a step on bf16 reads w, g, m, v and writes w, m, v: 14 bytes a parameter, as many as copying 7
@@ -140,7 +146,7 @@ def state_bytes(optimizer):
 
 
 def bench_layout(layout, args, clock, bar):
-    """Rows (dicts) of one layout: name, protection, ms of each round, bytes of state a parameter, seconds of the first step, or why not."""
+    """Rows (dicts) of one layout: name, protection, ms of each round, bytes of state a parameter, or a note why not."""
     shapes = layout_shapes(layout, args.parameters)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(s, generator=generator) * 0.05 for s in shapes]
@@ -163,7 +169,8 @@ def bench_layout(layout, args, clock, bar):
     for name in args.only:
         bar.set_postfix_str(f"{layout}: first step of {name}")
         protection, r, _ = CONTENDERS[name]
-        row = dict(layout=layout, tensors=len(shapes), name=name, protection=protection, note="", first_step_s=None, state_bytes=None, ms=[])
+        row = dict(layout=layout, tensors=len(shapes), name=name, protection=protection, note="", first_step_s=None,
+                   state_bytes=None, ms=[])
         rows.append(row)
         dtypes[name] = r.dtype("weights")
         params = [torch.nn.Parameter(w.to(args.device, dtypes[name])) for w in weights]
@@ -176,7 +183,7 @@ def bench_layout(layout, args, clock, bar):
             timed(step)
         except RecipeError as error:
             row["note"] = "not installed: " + str(error).rsplit(": ", 1)[1]
-        except Exception as error:  # a peer that fails here, say for want of a compiler, is a line of the table; a bug of ours is not
+        except Exception as error:  # a peer that fails, say for want of a compiler, is a line; a bug of ours is not
             if name in OURS:
                 raise
             row["note"] = f"fails here: {type(error).__name__}"
@@ -197,7 +204,8 @@ def optimizers(args, clock):
         here = [row for row in rows if row["layout"] == layout]
         unit = next((statistics.median(row["ms"]) for row in here if row["name"] == "stochastic"), None)
         print(f"\n{layout}: {args.parameters:,} parameters in {here[0]['tensors']} tensors, {args.repeats} rounds")
-        print(f"{'optimiser':<18}{'ms (median)':>12}{'fastest':>9}{'ratio':>8}{'state B/param':>15}{'first step s':>14}  protects small updates")
+        print(f"{'optimiser':<18}{'ms (median)':>12}{'fastest':>9}{'ratio':>8}{'state B/param':>15}{'first step s':>14}  "
+              "protects small updates")
         for row in sorted(here, key=lambda row: statistics.median(row["ms"] or [math.inf])):
             if row["note"]:
                 print(f"{row['name']:<18}{row['note']}")
@@ -217,7 +225,7 @@ def ratio(value, unit):
     return "-" if unit is None else f"{value / unit:.2f}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # Training
 
 
@@ -249,7 +257,7 @@ def make_run(net, name, args):
 
 
 def bench_net(spec, args, bar):
-    """Rows (dicts) of one net: recipe, ms of each round (whole step, optimiser and EMA alone, whole step with telemetry), bytes."""
+    """Rows (dicts) of one net: recipe, ms of each round (whole step; optimiser and EMA; both with telemetry), bytes."""
     net = parse_net(spec)
     rows, actions = [], {}
     for name in args.recipes:
@@ -265,16 +273,17 @@ def bench_net(spec, args, bar):
             torch.cuda.reset_peak_memory_stats()
             step(False)
         ledger = run.ledger()
+        peak = torch.cuda.max_memory_allocated() - before if cuda else None
         rows.append(dict(net=spec, recipe=name, parameters=ledger.parameters, batch_size=net[3], first_step_s=first,
-                         bytes_per_parameter=ledger.state_bytes, peak_bytes=torch.cuda.max_memory_allocated() - before if cuda else None))
+                         bytes_per_parameter=ledger.state_bytes, peak_bytes=peak))
         for measure in (False, True):
             actions[name, measure] = lambda step=step, measure=measure: step(measure)
         bar.update()
     times = take_turns(actions, args.repeats, bar)
     for row in rows:
         plain, measured = times[row["recipe"], False], times[row["recipe"], True]
-        row.update(ms=[a + b for a, b in plain], step_ms=[b for _, b in plain], measured_ms=[a + b for a, b in measured],
-                   measured_step_ms=[b for _, b in measured])
+        row.update(ms=[a + b for a, b in plain], step_ms=[b for _, b in plain],
+                   measured_ms=[a + b for a, b in measured], measured_step_ms=[b for _, b in measured])
     return rows
 
 
@@ -285,17 +294,19 @@ def training(args, clock):
         here = [row for row in rows if row["net"] == spec]
         unit = next((statistics.median(row["ms"]) for row in here if row["recipe"] == "fp32"), None)
         print(f"\n{spec} (model:size:image:batch): {here[0]['parameters']:,} parameters, {args.repeats} rounds")
-        print(f"{'recipe':<22}{'images/s':>10}{'x fp32':>8}{'ms':>9}{'step %':>8}{'telemetry %':>13}{'B/param':>9}{'peak MiB':>10}{'first step s':>14}")
+        print(f"{'recipe':<22}{'images/s':>10}{'x fp32':>8}{'ms':>9}{'step':>8}{'telemetry':>11}{'B/param':>9}"
+              f"{'peak MiB':>10}{'first step s':>14}")
         for row in here:
             ms, step = statistics.median(row["ms"]), statistics.median(row["step_ms"])
             # the difference is in step() alone; forward and backward, the noisier part, are the same with and without
             extra = (statistics.median(row["measured_step_ms"]) - step) / args.measure_every / ms
             peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20
             faster = "-" if unit is None else f"{unit / ms:.2f}"
-            print(f"{row['recipe']:<22}{row['batch_size'] / ms * 1e3:>10.1f}{faster:>8}{ms:>9.2f}{step / ms:>8.1%}{extra:>13.2%}"
-                  f"{row['bytes_per_parameter']:>9.2f}{cell(peak, '.1f'):>10}{row['first_step_s']:>14.2f}")
-    print(f"\nstep: optimiser and EMA. telemetry: cost of measuring every {args.measure_every} steps. B/param: weights, gradients and "
-          "optimiser states as allocated.\npeak: CUDA allocator; not measured on a CPU, where one process holds all recipes at once.")
+            print(f"{row['recipe']:<22}{row['batch_size'] / ms * 1e3:>10.1f}{faster:>8}{ms:>9.2f}{step / ms:>8.1%}"
+                  f"{extra:>11.2%}{row['bytes_per_parameter']:>9.2f}{cell(peak, '.1f'):>10}{row['first_step_s']:>14.2f}")
+    print(f"\nstep: optimiser and EMA. telemetry: cost of measuring every {args.measure_every} steps. B/param: weights, "
+          "gradients and\noptimiser states as allocated. peak: CUDA allocator; not measured on a CPU, where one process holds "
+          "all recipes at once.")
     return rows
 
 
@@ -307,7 +318,7 @@ def parse_net(spec):
     return parts[0], parts[1], int(parts[2]), int(parts[3])
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # The command
 
 
@@ -328,7 +339,7 @@ positive.__name__ = "whole number above 0"  # argparse puts it into its message
 
 
 def build_parser():
-    parser = Parser(prog="bench.py", formatter_class=argparse.RawDescriptionHelpFormatter, description=textwrap.dedent(__doc__))
+    parser = Parser(prog="bench.py", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--repeats", type=positive, default=15, help="rounds; a figure is their median (default: 15)")
@@ -337,46 +348,68 @@ def build_parser():
     common.add_argument("--out", metavar="FILE", help="write machine, versions and every single time as JSON")
     sub = commands.add_parser("optimizers", parents=[common], help="one optimiser step, ours and peers")
     sub.add_argument("--parameters", type=positive, default=10_000_000, help="default: 10_000_000")
-    sub.add_argument("--layouts", nargs="+", choices=["mixed", "large"], default=["mixed", "large"], help="default: both")
+    sub.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: both")
     sub.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), metavar="NAME",
                      help="optimisers to run (default: all): " + ", ".join(CONTENDERS))
     sub = commands.add_parser("training", parents=[common], help="one training step under each recipe")
-    sub.add_argument("--nets", nargs="+", default=NETS, metavar="MODEL:SIZE:IMAGE:BATCH", help="default: " + " ".join(NETS))
+    sub.add_argument("--nets", nargs="+", default=NETS, metavar="MODEL:SIZE:IMAGE:BATCH", help=f"default: {' '.join(NETS)}")
     sub.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES)[:-2], metavar="NAME",
                      help="default: all but the last two of " + ", ".join(RECIPES))
-    sub.add_argument("--measure_every", type=positive, default=50, help="steps between two measurements of telemetry (default: 50)")
+    sub.add_argument("--measure_every", type=positive, default=50,
+                     help="steps between two measurements of telemetry (default: 50)")
     return parser
 
 
-def main(argv=None):
-    args = build_parser().parse_args(argv)
-    try:
-        args.device = torch.device(args.device)
-        if args.device.type == "cuda" and not torch.cuda.is_available():
-            raise BenchError("--device cuda: torch finds no CUDA device here; use --device cpu")
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        if args.out and not Path(args.out).absolute().parent.is_dir():
-            raise BenchError(f"--out {args.out}: no such folder; make it first")
-        if args.bench == "training":
-            for spec in args.nets:
-                parse_net(spec)
-            for name in args.recipes:
-                precision.check_machine(recipe(**RECIPES[name]), args.device)
-        from trainer import environment, write_json
+def check(args):
+    """Find what can't work before anything is measured. Raises BenchError, RecipeError, ModelError."""
+    if args.device.type == "cuda" and not torch.cuda.is_available():
+        raise BenchError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if args.out:
+        out = Path(args.out).absolute()
+        if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+            reason = "that is a folder" if out.is_dir() else "no such folder, or no right to write there"
+            raise BenchError(f"--out {args.out}: {reason}; name a file")
+    if args.bench == "training":
+        import models
 
+        with torch.device("meta"):  # shapes alone
+            for kind, size, side, _ in map(parse_net, args.nets):
+                models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size)
+        for name in args.recipes:
+            precision.check_machine(recipe(**RECIPES[name]), args.device)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(argv)
+    # messages of libraries about things that this machine does not have
+    warnings.filterwarnings("ignore", module="torchao|bitsandbytes|monai")
+    for name in ("torch.utils.cpp_extension", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import models
+    from trainer import RunError, environment, write_json
+
+    args.device = torch.device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        check(args)
         machine = environment(args.device)
-        print(f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads, {' '.join(machine['bf16']) or 'no bf16 instructions'}, "
-              f"torch {machine['torch']}")
+        bf16 = " ".join(machine["bf16"]) or "no bf16 instructions"
+        print(f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads, {bf16}, torch {machine['torch']}", flush=True)
         rows = {"optimizers": optimizers, "training": training}[args.bench](args, Clock(args.device))
         if args.out:
             settings = {k: str(v) if k == "device" else v for k, v in vars(args).items() if k not in ("bench", "out")}
-            write_json(args.out, {"bench": args.bench, "command": shlex.join(["python", "bench.py", *(sys.argv[1:] if argv is None else argv)]),
-                                  "date": datetime.date.today().isoformat(), "machine": machine, "settings": settings, "results": rows})
+            write_json(args.out, {"bench": args.bench, "command": shlex.join(["python", "bench.py", *argv]),
+                                  "date": datetime.date.today().isoformat(), "machine": machine, "settings": settings,
+                                  "results": rows})
             print(f"every single time is in {args.out}")
-    except (BenchError, RecipeError) as error:
+    except (BenchError, RecipeError, RunError, models.ModelError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
     return 0
 
 

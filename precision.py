@@ -21,12 +21,14 @@ import dataclasses
 import functools
 import math
 import os
+import platform
 import re
 import warnings
 from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -364,11 +366,10 @@ def split_master(x):
     holds. A NaN keeps its weight NaN (its payload may change).
     """
     bits = x.view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    remainder = bits - (high << 16)
-    nan = x.isnan()
-    high = torch.where(nan, (bits >> 16) | 0x40, high)
-    return high.to(torch.int16).view(torch.bfloat16), torch.where(nan, 0, remainder).to(torch.int16)
+    high = (bits + 0x8000) & -65536
+    # by way of fp32, not of int16: torch.compile vectorises no conversion between int16 and bf16
+    weight = torch.where(x == x, high.view(torch.float32), x).to(torch.bfloat16)
+    return weight, torch.where(x == x, bits - high, 0).to(torch.int16)
 
 
 def exact_weight(p, low=None):
@@ -376,7 +377,7 @@ def exact_weight(p, low=None):
     if low is None:
         return p.float()
     if low.dtype == torch.int16:
-        return ((p.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+        return (p.float().view(torch.int32) + low.to(torch.int32)).view(torch.float32)
     return p.float() + low.float() if low.dtype == torch.bfloat16 else low
 
 
@@ -413,7 +414,21 @@ def _fma(a, b, c):
 @functools.cache
 def _compiled(kernel):
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # one graph a combination of dtypes
-    return torch.compile(kernel, dynamic=True, fullgraph=True)
+    return torch.compile(kernel, dynamic=True, fullgraph=True, options=_compile_options())
+
+
+def _compile_options():
+    # torch.compile tells GCC not to vectorise loops, and writes each change between fp32 and its bits as a loop: letting GCC vectorise makes
+    # the stochastic step on CPU 2.5 times faster. Its results don't change, since contraction and reordering of sums stay off.
+    from torch._inductor import config, cpp_builder
+
+    try:
+        gcc = cpp_builder.is_gcc()
+    except RuntimeError:  # no compiler: the call of the kernel will tell
+        gcc = False
+    if gcc and platform.machine() in ("x86_64", "AMD64") and getattr(config.cpp, "march", "") is None:
+        return {"cpp.march": "native -ftree-loop-vectorize"}
+    return None
 
 
 def _run_kernel(kernel, *args, compiled=True):
@@ -444,8 +459,7 @@ class _Bucket:
 
     def __init__(self, indices, tensors, start):
         self.indices, self.start = indices, start
-        self.sizes = [tensors[i].numel() for i in indices]
-        self.numel = sum(self.sizes)
+        self.numel = sum(tensors[i].numel() for i in indices)
 
     @staticmethod
     def group(tensors, keys):
@@ -470,14 +484,14 @@ class _Bucket:
         """Flat [numel]: a view of a single contiguous tensor, else a copy."""
         if len(tensors) == 1:
             return tensors[0].reshape(-1)
-        return torch.cat([t.reshape(-1) for t in tensors])
+        return _flatten_dense_tensors(tensors)
 
     def scatter(self, flat, tensors):
         if len(tensors) > 1 or not tensors[0].is_contiguous():
-            torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(flat.split(self.sizes), tensors)])
+            torch._foreach_copy_(list(tensors), self.views(flat, tensors))
 
     def views(self, flat, tensors):
-        return [part.view(t.shape) for part, t in zip(flat.split(self.sizes), tensors)]
+        return _unflatten_dense_tensors(flat, tensors)
 
 
 def _moments(g, exp_avg, exp_avg_sq, h, fma):

@@ -261,7 +261,7 @@ def execute(experiment, todo, jobs, runs):
                 yield arm, seed, process.returncode
     finally:
         for process in running:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # not SIGINT, which a child of a background shell inherits as ignored
         for process in running:
             try:
                 process.wait(60)

@@ -195,7 +195,7 @@ if "nearest" in str(folder) and value("--seed") == "1":
     print(f"50%|##\\rtrain.py: the loss is nan at step 2; {folder} is kept", file=sys.stderr)
     sys.exit(2)
 if "WAIT" in os.environ:
-    signal.signal(signal.SIGINT, lambda *_: ((folder / "stopped").touch(), sys.exit(130)))
+    signal.signal(signal.SIGTERM, lambda *_: ((folder / "stopped").touch(), sys.exit(130)))
     (folder / "started").touch()
     time.sleep(30)
 time.sleep(0.3)

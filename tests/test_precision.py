@@ -1054,7 +1054,7 @@ def test_half_an_ulp_of_the_warnings():
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # Machines
 
-FAST_CPU, OLD_CPU = ("cpu", None, {"avx512f", "avx512_bf16"}), ("cpu", None, {"avx2"})
+FAST_CPU, OLD_CPU = ("cpu", None, {"avx512_bf16"}), ("cpu", None, {"avx2", "avx512f"})
 MACHINES = [  # who, facts, tf32 bf16 fp16 fp8 opt8bit sparse24 as n(ative), e(mulated), - (no), flags to start with
     ("GTX 1080 Ti", ("cuda", (6, 1), set()), "--e-n-", ""),
     ("V100", ("cuda", (7, 0), set()), "-en-n-", "--fp16"),

@@ -16,7 +16,6 @@ import precision
 from precision import AdamW, Precision, Recipe, RecipeError, build_optimizer, exact_weight, island_modules, recipe
 
 BF16 = torch.bfloat16
-KERNELS = {precision._adamw_kernel, precision._moments_kernel, precision._weight_kernel, precision._ema_kernel}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -29,9 +28,9 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    # as on a machine without a compiler, its warning given: test_precision.py shows that a compiled step is the same
-    monkeypatch.setattr(precision._run_kernel, "failed", set(KERNELS))
+def eager(request, monkeypatch):
+    if not request.node.get_closest_marker("gpu"):  # test_precision.py shows that a compiled step is the same, after seconds of compiling
+        monkeypatch.setattr(precision, "_run_kernel", lambda kernel, *args, compiled=True: kernel(*args))
 
 
 class Net(nn.Module):
@@ -157,8 +156,7 @@ def test_six_lines_turn_a_loop_into_any_recipe(name, capsys):
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "pure_bf16", "stochastic", "kahan", "split"])
-def test_six_lines_on_cuda(name, monkeypatch):
-    monkeypatch.setattr(precision._run_kernel, "failed", set())  # compiled
+def test_six_lines_on_cuda(name):
     check_six_lines(*six_lines(RECIPES[name], "cuda"))
 
 
@@ -378,6 +376,15 @@ def test_clipping_limits_the_gradient_the_optimiser_sees(name):
         first = [next(s[k] for k in ("exp_avg", "state1") if k in s) for s in (run.optimizer.state[p] for p in run.params)]
         norms[clip] = torch.cat([m.float().flatten() for m in first if m.dtype != torch.uint8]).norm().item() / 0.1
     assert norms[0.01] <= 0.0101 < 0.05 < norms[0.0]
+    assert norms[0.01] > 0.0099 or "opt8bit" in name  # there the large tensors' moments are codes, not counted here
+
+
+def test_small_gradients_are_not_stretched_to_the_limit():
+    runs = [start("fp32", lr=1e-2, clip_grad=clip) for clip in (0.0, 1e6)]
+    for run in runs:
+        train(run, 2)
+    for p, q in zip(*(run.params for run in runs)):
+        assert same(runs[0].optimizer.state[p]["exp_avg_sq"], runs[1].optimizer.state[q]["exp_avg_sq"])
 
 
 def test_an_overflow_skips_the_step_and_is_counted():
@@ -405,12 +412,12 @@ def test_loss_scaling_changes_nothing_but_the_range():
     (x, y) = batches(1)[0]
     tiny = 1e-7 * F.mse_loss(run(x, torch.arange(8.0)), y)  # gradients that fp16 alone would flush to 0
     run.backward(tiny)
-    run.step()
+    report = run.step(measure=True)
     sums = [run.optimizer.state[p]["exp_avg"].abs().sum().item() for p in run.params]
     assert run.skipped == 0 and min(sums) > 0
     expected = start("fp32", lr=1e-2)
     expected.backward(1e-7 * F.mse_loss(expected(x, torch.arange(8.0)), y))
-    expected.step()
+    assert report["grad_norm"] == pytest.approx(expected.step(measure=True)["grad_norm"], rel=0.1), "the norm is that of unscaled gradients"
     wanted = [expected.optimizer.state[p]["exp_avg"].abs().sum().item() for p in expected.params]
     assert sums == pytest.approx(wanted, rel=0.1)
 
