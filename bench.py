@@ -1,13 +1,14 @@
 """Speed and memory of the recipes and of other libraries' optimisers, as ratios measured side by side in one run.
 
-    python bench.py optimizers      one AdamW step on 10 million bf16 parameters, ours and peers (requirements-bench.txt)
-    python bench.py training        forward, backward, step and EMA of U-Nets and a DiT under each recipe: images a second
+    python bench.py optimizers    one AdamW step on 10 million bf16 parameters, ours and peers (requirements-bench.txt)
+    python bench.py training      forward, backward, step and EMA of U-Nets and DiTs under each recipe: images a second
 
 What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation, in
 tensors of mixed sizes as in a real net and in a few large ones; bf16 speeds up training where the machine multiplies in
 bf16; telemetry costs under 2 % of a step. Contenders take turns, in an order shuffled for each round, so that other
 load on the machine meets all of them alike. A figure is the median over the rounds; --out FILE keeps every single time.
-Cost on 2 cores: COST. Bad input ends with one line and exit status 2.
+Cost on 2 idle cores: 2 minutes and 3 GiB for `optimizers` (the first time more: torchao compiles each shape), 5 minutes
+for `training`. Bad input ends with one line and exit status 2.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import precision
-from precision import Precision, RecipeError, Recipe, recipe
+from precision import Precision, Recipe, RecipeError, recipe
 
 LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
 
@@ -109,8 +110,8 @@ def take_turns(actions, repeats, bar, prepare=lambda name: None):
 
 
 def layout_shapes(layout, n):
-    """Shapes of n parameters. 'large': four vectors. 'mixed': residual blocks of four widths, as in a U-Net or transformer:
-    most tensors are vectors, most values lie in kernels and matrices."""
+    """Shapes of n parameters. 'large': four vectors. 'mixed': blocks of four widths as in a U-Net or transformer, where
+    most tensors are vectors and most values lie in kernels and matrices."""
     if layout == "large":
         return [(n // 4 + (i < n % 4),) for i in range(4) if n // 4 + (i < n % 4)]
     shapes, left, i = [], n, 0
@@ -124,7 +125,7 @@ def layout_shapes(layout, n):
 
 
 def make_step(name, params):
-    """(callable that does one step on `params`, the optimiser or None). Raises RecipeError for a package not installed."""
+    """(callable that does one step on `params`, the optimiser or None). Raises RecipeError for a missing package."""
     _, r, optimizer = CONTENDERS[name]
     if name == "copy":
         # a step on bf16 reads w, g, m, v and writes w, m, v: 14 bytes a parameter, as many as copying 7
@@ -204,8 +205,8 @@ def optimizers(args, clock):
         here = [row for row in rows if row["layout"] == layout]
         unit = next((statistics.median(row["ms"]) for row in here if row["name"] == "stochastic"), None)
         print(f"\n{layout}: {args.parameters:,} parameters in {here[0]['tensors']} tensors, {args.repeats} rounds")
-        print(f"{'optimiser':<18}{'ms (median)':>12}{'fastest':>9}{'ratio':>8}{'state B/param':>15}{'first step s':>14}  "
-              "protects small updates")
+        print(f"{'optimiser':<18}{'ms (median)':>12}{'fastest':>9}{'ratio':>8}{'state B/param':>15}{'first step s':>14}"
+              "  protects small updates")
         for row in sorted(here, key=lambda row: statistics.median(row["ms"] or [math.inf])):
             if row["note"]:
                 print(f"{row['name']:<18}{row['note']}")
@@ -303,10 +304,11 @@ def training(args, clock):
             peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20
             faster = "-" if unit is None else f"{unit / ms:.2f}"
             print(f"{row['recipe']:<22}{row['batch_size'] / ms * 1e3:>10.1f}{faster:>8}{ms:>9.2f}{step / ms:>8.1%}"
-                  f"{extra:>11.2%}{row['bytes_per_parameter']:>9.2f}{cell(peak, '.1f'):>10}{row['first_step_s']:>14.2f}")
-    print(f"\nstep: optimiser and EMA. telemetry: cost of measuring every {args.measure_every} steps. B/param: weights, "
-          "gradients and\noptimiser states as allocated. peak: CUDA allocator; not measured on a CPU, where one process holds "
-          "all recipes at once.")
+                  f"{extra:>11.2%}{row['bytes_per_parameter']:>9.2f}{cell(peak, '.1f'):>10}"
+                  f"{row['first_step_s']:>14.2f}")
+    print(f"\nstep: optimiser and EMA. telemetry: cost of measuring every {args.measure_every} steps. B/param:\n"
+          "weights, gradients and optimiser states as allocated. peak: CUDA allocator; not measured on a CPU, where one\n"
+          "process holds all recipes at once.")
     return rows
 
 
@@ -341,18 +343,23 @@ positive.__name__ = "whole number above 0"  # argparse puts it into its message
 def build_parser():
     parser = Parser(prog="bench.py", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--repeats", type=positive, default=15, help="rounds; a figure is their median (default: 15)")
-    common.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
-    common.add_argument("--threads", type=positive, default=None, help="CPU threads (default: as torch chooses)")
-    common.add_argument("--out", metavar="FILE", help="write machine, versions and every single time as JSON")
-    sub = commands.add_parser("optimizers", parents=[common], help="one optimiser step, ours and peers")
+
+    def command(name, repeats, help):
+        sub = commands.add_parser(name, help=help)
+        sub.add_argument("--repeats", type=positive, default=repeats, help=f"rounds (default: {repeats})")
+        sub.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: auto)")
+        sub.add_argument("--threads", type=positive, help="CPU threads (default: as torch chooses)")
+        sub.add_argument("--out", metavar="FILE", help="write machine, versions and every single time as JSON")
+        return sub
+
+    sub = command("optimizers", 15, "one optimiser step, ours and peers")
     sub.add_argument("--parameters", type=positive, default=10_000_000, help="default: 10_000_000")
     sub.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: both")
     sub.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), metavar="NAME",
                      help="optimisers to run (default: all): " + ", ".join(CONTENDERS))
-    sub = commands.add_parser("training", parents=[common], help="one training step under each recipe")
-    sub.add_argument("--nets", nargs="+", default=NETS, metavar="MODEL:SIZE:IMAGE:BATCH", help=f"default: {' '.join(NETS)}")
+    sub = command("training", 7, "one training step under each recipe")
+    sub.add_argument("--nets", nargs="+", default=NETS, metavar="MODEL:SIZE:IMAGE:BATCH",
+                     help=f"default: {' '.join(NETS)}")
     sub.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES)[:-2], metavar="NAME",
                      help="default: all but the last two of " + ", ".join(RECIPES))
     sub.add_argument("--measure_every", type=positive, default=50,
@@ -361,9 +368,10 @@ def build_parser():
 
 
 def check(args):
-    """Find what can't work before anything is measured. Raises BenchError, RecipeError, ModelError."""
-    if args.device.type == "cuda" and not torch.cuda.is_available():
+    """Choose the device, and find what can't work before it is measured. Raises BenchError, RecipeError, ModelError."""
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise BenchError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    args.device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     if args.out:
         out = Path(args.out).absolute()
         if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
@@ -389,14 +397,14 @@ def main(argv=None):
     import models
     from trainer import RunError, environment, write_json
 
-    args.device = torch.device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
         check(args)
         machine = environment(args.device)
         bf16 = " ".join(machine["bf16"]) or "no bf16 instructions"
-        print(f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads, {bf16}, torch {machine['torch']}", flush=True)
+        device = machine["gpu"] if args.device.type == "cuda" else machine["cpu"]
+        print(f"{device}, {machine['threads']} threads, {bf16}, torch {machine['torch']}", flush=True)
         rows = {"optimizers": optimizers, "training": training}[args.bench](args, Clock(args.device))
         if args.out:
             settings = {k: str(v) if k == "device" else v for k, v in vars(args).items() if k not in ("bench", "out")}

@@ -21,8 +21,8 @@ def eager():
 
 
 def run(tmp_path, *argv):
-    out = tmp_path / "out.json"
-    assert bench.main([*argv, "--out", str(out)]) == 0
+    out, device = tmp_path / "out.json", [] if "--device" in argv else ["--device", "cpu"]
+    assert bench.main([*argv, *device, "--out", str(out)]) == 0
     return json.loads(out.read_text())
 
 
@@ -33,7 +33,8 @@ def test_optimizers_writes_every_single_time(tmp_path, capsys):
     assert result["machine"]["torch"] == torch.__version__
     assert {"cpu", "threads", "bf16", "gpu"} <= set(result["machine"])
     assert result["command"].startswith("python bench.py optimizers --parameters 6000")
-    assert [(row["layout"], row["name"]) for row in result["results"]] == [(k, n) for k in ("mixed", "large") for n in names]
+    rows = [(row["layout"], row["name"]) for row in result["results"]]
+    assert rows == [(layout, name) for layout in ("mixed", "large") for name in names]
     for row in result["results"]:
         assert len(row["ms"]) == 2 and min(row["ms"]) > 0 and row["first_step_s"] > 0 and not row["note"]
     state = {row["name"]: row["state_bytes"] for row in result["results"] if row["layout"] == "large"}
@@ -111,7 +112,8 @@ def test_shared_storage_is_counted_once():
 def test_training_writes_every_single_time(tmp_path, capsys):
     nets, recipes = ["unet:tiny:8:2", "dit:tiny:8:2"], ["fp32", "pure_bf16-stochastic", "opt8bit"]
     result = run(tmp_path, "training", "--nets", *nets, "--recipes", *recipes, "--repeats", "2")
-    assert [(row["net"], row["recipe"]) for row in result["results"]] == [(net, name) for net in nets for name in recipes]
+    rows = [(row["net"], row["recipe"]) for row in result["results"]]
+    assert rows == [(net, name) for net in nets for name in recipes]
     for row in result["results"]:
         assert all(len(row[key]) == 2 for key in ("ms", "step_ms", "measured_ms", "measured_step_ms"))
         assert all(0 < part < whole for part, whole in zip(row["step_ms"], row["ms"]))
@@ -160,5 +162,6 @@ def test_both_run_on_cuda(tmp_path):
     result = run(tmp_path, *SMALL, "--device", "cuda", "--repeats", "2", "--only", *names)
     assert all(min(row["ms"]) > 0 for row in result["results"])
     recipes = ["fp32", "tf32", "bf16"]
-    result = run(tmp_path, "training", "--device", "cuda", "--nets", "unet:tiny:8:2", "--recipes", *recipes, "--repeats", "2")
+    net = ["--nets", "unet:tiny:8:2"]
+    result = run(tmp_path, "training", "--device", "cuda", *net, "--recipes", *recipes, "--repeats", "2")
     assert all(row["peak_bytes"] > 16 * row["parameters"] for row in result["results"])

@@ -1,4 +1,4 @@
-"""precision.py, whole: training steps by `Precision` under every recipe, what it measures, its ledger, its state, its copies for generation."""
+"""precision.py, whole: steps by `Precision` under every recipe, what it measures, ledger, state, copies."""
 
 import copy
 import io
@@ -29,12 +29,14 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def eager(request, monkeypatch):
-    if not request.node.get_closest_marker("gpu"):  # test_precision.py shows that a compiled step is the same, after seconds of compiling
+    if not request.node.get_closest_marker(
+        "gpu"
+    ):  # test_precision.py shows that a compiled step is the same, after seconds of compiling
         monkeypatch.setattr(precision, "_run_kernel", lambda kernel, *args, compiled=True: kernel(*args))
 
 
 class Net(nn.Module):
-    """A small convolutional net with all that islands know: norms, an embedding, a head. (x [B,1,H,W], t [B]) -> [B,1,H,W]."""
+    """(x [B,1,H,W], t [B]) -> [B,1,H,W]: a small net with all that islands know: norm, embedding, head."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -107,7 +109,7 @@ def refused(call, *words):
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # The loop in the header of precision.py
 
 
@@ -130,7 +132,13 @@ def six_lines(flags, device="cpu"):
         pass
 
     Functional.mse_loss = staticmethod(mse_loss)
-    names = dict(Precision=Precision, recipe=lambda **shown: recipe(**flags), model=net().to(device), F=Functional, loader=batches(60, device=device))
+    names = dict(
+        Precision=Precision,
+        recipe=lambda **shown: recipe(**flags),
+        model=net().to(device),
+        F=Functional,
+        loader=batches(60, device=device),
+    )
     exec(documented_loop(), names)
     return names, [loss.item() for loss in losses]
 
@@ -149,7 +157,13 @@ def test_six_lines_turn_a_loop_into_any_recipe(name, capsys):
     check_six_lines(names, losses)
     assert "bytes a parameter" in capsys.readouterr().out
     dtypes = {p.dtype for p in names["model"].parameters()}
-    wanted = {torch.float32} if not RECIPES[name].get("pure_bf16") else {BF16, torch.float32} if name == "islands" else {BF16}
+    wanted = (
+        {torch.float32}
+        if not RECIPES[name].get("pure_bf16")
+        else {BF16, torch.float32}
+        if name == "islands"
+        else {BF16}
+    )
     assert dtypes == wanted
 
 
@@ -169,7 +183,7 @@ def test_fp32_convolves_in_fp32_on_cuda():
     for compute in ("fp32", "tf32"):
         run = start(dict(sites=[f"compute={compute}"]), copy.deepcopy(conv))
         error[compute] = ((run(x).double() - exact).norm() / exact.norm()).item()
-    assert error["fp32"] < 1e-6 < 1e-4 < error["tf32"]
+    assert error["fp32"] < 1e-6 < 1e-5 < error["tf32"]
 
 
 def test_fp32_is_not_left_to_the_backends_default():
@@ -180,7 +194,7 @@ def test_fp32_is_not_left_to_the_backends_default():
     assert not torch.backends.cudnn.allow_tf32 and torch.get_float32_matmul_precision() == "highest"
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # A step
 
 
@@ -264,7 +278,9 @@ def test_frozen_and_unused_parameters_are_left_alone():
         run.backward(F.mse_loss(run(x), y))  # no timestep: time_embed gets no gradient
         run.step(measure=True)
     after = dict(model.named_parameters())
-    assert {n for n in after if not torch.equal(after[n], before[n])} == {n for n in after if n.startswith(("norm", "middle", "out"))}
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {
+        n for n in after if n.startswith(("norm", "middle", "out"))
+    }
     assert "stem.weight" not in run.weights("ema")
 
 
@@ -283,7 +299,9 @@ class Linear(nn.Module):
 
 def accumulated(site, micro_batches=64):
     """(what the optimiser is handed, the mean of the micro-batches' bf16 gradients in fp64)."""
-    run, alone = (start(dict(pure_bf16=True, sites=[f"accumulate={site}"]), Linear(), accumulate=m) for m in (micro_batches, 1))
+    run, alone = (
+        start(dict(pure_bf16=True, sites=[f"accumulate={site}"]), Linear(), accumulate=m) for m in (micro_batches, 1)
+    )
     total = 0
     g = torch.Generator().manual_seed(1)
     for _ in range(micro_batches):
@@ -373,7 +391,9 @@ def test_clipping_limits_the_gradient_the_optimiser_sees(name):
     for clip in (0.0, 0.01):
         run = start(name, net(width=32), clip_grad=clip, accumulate=2 if name == "islands" else 1, lr=0.0)
         train(run, 1)
-        first = [next(s[k] for k in ("exp_avg", "state1") if k in s) for s in (run.optimizer.state[p] for p in run.params)]
+        first = [
+            next(s[k] for k in ("exp_avg", "state1") if k in s) for s in (run.optimizer.state[p] for p in run.params)
+        ]
         norms[clip] = torch.cat([m.float().flatten() for m in first if m.dtype != torch.uint8]).norm().item() / 0.1
     assert norms[0.01] <= 0.0101 < 0.05 < norms[0.0]
     assert norms[0.01] > 0.0099 or "opt8bit" in name  # there the large tensors' moments are codes, not counted here
@@ -401,7 +421,9 @@ def test_an_overflow_skips_the_step_and_is_counted():
     assert report["nonfinite_grads"] > 0 and "update_survival" not in report
     assert all(same(run.weights("raw")[n], before[n]) for n in before)
     after = run.optimizer.state_dict()["state"]
-    assert all(after[i]["step"] == states[i]["step"] and same(after[i]["exp_avg"], states[i]["exp_avg"]) for i in states)
+    assert all(
+        after[i]["step"] == states[i]["step"] and same(after[i]["exp_avg"], states[i]["exp_avg"]) for i in states
+    )
     (report,) = train(run, 1, measure=True)
     assert run.skipped == skipped + 1 and report["update_survival"] > 0.9
     assert not all(same(run.weights("raw")[n], before[n]) for n in before)
@@ -417,7 +439,9 @@ def test_loss_scaling_changes_nothing_but_the_range():
     assert run.skipped == 0 and min(sums) > 0
     expected = start("fp32", lr=1e-2)
     expected.backward(1e-7 * F.mse_loss(expected(x, torch.arange(8.0)), y))
-    assert report["grad_norm"] == pytest.approx(expected.step(measure=True)["grad_norm"], rel=0.1), "the norm is that of unscaled gradients"
+    assert report["grad_norm"] == pytest.approx(expected.step(measure=True)["grad_norm"], rel=0.1), (
+        "the norm is that of unscaled gradients"
+    )
     wanted = [expected.optimizer.state[p]["exp_avg"].abs().sum().item() for p in expected.params]
     assert sums == pytest.approx(wanted, rel=0.1)
 
@@ -432,8 +456,14 @@ def test_only_fp16_scales():
 # -- islands
 
 
-ISLANDS = {"none": (), "norm": ("norm",), "embed": ("time_embed",), "final": ("out",), "norm+embed": ("norm", "time_embed"),
-           "norm+embed+final": ("norm", "time_embed", "out")}
+ISLANDS = {
+    "none": (),
+    "norm": ("norm",),
+    "embed": ("time_embed",),
+    "final": ("out",),
+    "norm+embed": ("norm", "time_embed"),
+    "norm+embed+final": ("norm", "time_embed", "out"),
+}
 
 
 @pytest.mark.parametrize("islands", ISLANDS)
@@ -444,7 +474,9 @@ def test_islands_stay_fp32_and_train(islands):
     for n, p in model.named_parameters():
         kept = n.startswith(ISLANDS[islands])
         assert p.dtype == (torch.float32 if kept else BF16), n
-        assert torch.equal(p, original[n]) if kept else torch.equal(p, original[n].to(BF16)), "an island starts from its fp32 weights"
+        assert torch.equal(p, original[n]) if kept else torch.equal(p, original[n].to(BF16)), (
+            "an island starts from its fp32 weights"
+        )
     seen = []
     model.middle.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
     model.norm.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
@@ -458,9 +490,16 @@ def test_islands_stay_fp32_and_train(islands):
 
 
 def test_island_modules_by_kind_and_name():
-    model = nn.ModuleDict({"label_embed": nn.Embedding(3, 4), "block": nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.BatchNorm1d(4)),
-                           "final": nn.ModuleDict({"norm": nn.RMSNorm(4), "linear": nn.Linear(4, 4)}), "layout": nn.Linear(4, 4),
-                           "up": nn.ModuleDict({"final": nn.Linear(4, 4), "out": nn.Linear(4, 4)}), "outer": nn.Linear(4, 4)})
+    model = nn.ModuleDict(
+        {
+            "label_embed": nn.Embedding(3, 4),
+            "block": nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            "final": nn.ModuleDict({"norm": nn.RMSNorm(4), "linear": nn.Linear(4, 4)}),
+            "layout": nn.Linear(4, 4),
+            "up": nn.ModuleDict({"final": nn.Linear(4, 4), "out": nn.Linear(4, 4)}),
+            "outer": nn.Linear(4, 4),
+        }
+    )
     names = {m: n for n, m in model.named_modules()}
     found = lambda islands: {names[m] for m in island_modules(model, islands)}
     assert found("none") == set()
@@ -471,7 +510,12 @@ def test_island_modules_by_kind_and_name():
     assert len(island_modules(model, "norm+final")) == 5, "each module once"
     assert island_modules(net(), "final")[0].out_channels == 1
     for islands in ("final", "norm", "norm+embed"):
-        refused(lambda: island_modules(nn.Sequential(nn.Linear(2, 2)), islands), f"islands={islands}", "this net has no", "leave")
+        refused(
+            lambda: island_modules(nn.Sequential(nn.Linear(2, 2)), islands),
+            f"islands={islands}",
+            "this net has no",
+            "leave",
+        )
 
 
 def test_running_statistics_of_an_island_stay_fp32():
@@ -483,7 +527,7 @@ def test_running_statistics_of_an_island_stay_fp32():
     assert model[1].running_mean.dtype == torch.float32 and model[1].num_batches_tracked == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # Copies for generation
 
 
@@ -529,17 +573,19 @@ def test_further_averages_ride_along():
     refused(lambda: start("fp32", averages=["0.9"]), "DECAY:DTYPE")
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # What rounding does
 
 
 def first_step(name, weights, lr, **options):
-    """Report of the first step of a model that is the parameter `weights`, with random gradients: |update| is lr everywhere."""
+    """(run, weights before, report) of the first step of a model that is one parameter: |update| is lr everywhere."""
     model = nn.Linear(1, 1, bias=False)
     model.weight = nn.Parameter(weights.clone())
     run = start(name, model, lr=lr, **options)
     before = model.weight.detach().clone()
-    model.weight.grad = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)).sign().to(model.weight.dtype)
+    model.weight.grad = (
+        torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)).sign().to(model.weight.dtype)
+    )
     return run, before, run.step(measure=True)
 
 
@@ -552,7 +598,10 @@ def ulps(weights):
     return 2.0 ** (torch.frexp(weights.double())[1].double() - 8)
 
 
-@pytest.mark.parametrize("std, lr, low, high", [(0.02, 1e-4, 0.83, 0.93), (0.05, 1e-4, 0.42, 0.52), (0.1, 1e-4, 0.20, 0.30), (0.05, 1e-5, 0.04, 0.08)])
+@pytest.mark.parametrize(
+    "std, lr, low, high",
+    [(0.02, 1e-4, 0.83, 0.93), (0.05, 1e-4, 0.42, 0.52), (0.1, 1e-4, 0.20, 0.30), (0.05, 1e-5, 0.04, 0.08)],
+)
 def test_survival_to_nearest_is_as_predicted(std, lr, low, high):
     weights = bf16_weights(std)
     run, before, report = first_step("pure_bf16", weights, lr)
@@ -566,11 +615,16 @@ def test_survival_to_nearest_is_as_predicted(std, lr, low, high):
 def test_survival_with_stochastic_rounding_is_the_update_in_ulps():
     weights = bf16_weights(0.05)
     _, _, report = first_step("stochastic", weights, 1e-5)
-    predicted = (1e-5 / ulps(weights)).clamp(max=1).mean().item()  # an update of a tenth of an ulp moves one weight in ten, by ten times as much
+    predicted = (
+        (1e-5 / ulps(weights)).clamp(max=1).mean().item()
+    )  # an update of a tenth of an ulp moves one weight in ten, by ten times as much
     assert report["update_survival"] == pytest.approx(predicted, rel=0.1)
 
 
-@pytest.mark.parametrize("name, least", [("fp32", 1.0), ("split", 1.0), ("fp32 master", 1.0), ("kahan", 0.99), ("kahan+stochastic", 0.98), ("bf16", 1.0)])
+@pytest.mark.parametrize(
+    "name, least",
+    [("fp32", 1.0), ("split", 1.0), ("fp32 master", 1.0), ("kahan", 0.99), ("kahan+stochastic", 0.98), ("bf16", 1.0)],
+)
 def test_exact_ways_to_hold_a_weight_lose_no_update(name, least):
     _, _, report = first_step(name, bf16_weights(0.05), 1e-5)
     assert report["update_survival"] >= least
@@ -612,7 +666,15 @@ def test_a_report_is_made_only_when_asked_and_is_plain_numbers():
     run = start("stochastic")
     assert train(run, 1) == [{}]
     (report,) = train(run, 1, measure=True)
-    assert set(report) == {"update_survival", "update_ratio", "exp_avg_sq_moved", "ema_moved", "grad_norm", "nonfinite_grads", "skipped_steps"}
+    assert set(report) == {
+        "update_survival",
+        "update_ratio",
+        "exp_avg_sq_moved",
+        "ema_moved",
+        "grad_norm",
+        "nonfinite_grads",
+        "skipped_steps",
+    }
     assert json.loads(json.dumps(report)) == report
 
 
@@ -640,26 +702,40 @@ def test_large_tensors_are_sampled_evenly():
     assert 65536 <= sample.numel() <= 2 * 65536 and sample[-1] > 299_990 and (sample.diff() == sample.diff()[0]).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # The ledger
 
-PEERS = [("torchastic", "torchastic"), ("optimi", "optimi"), ("adamw_bf16", "adamw_bf16"), ("torchao", "torchao"), ("torch", "torch")]
+PEERS = [
+    ("torchastic", "torchastic"),
+    ("optimi", "optimi"),
+    ("adamw_bf16", "adamw_bf16"),
+    ("torchao", "torchao"),
+    ("torch", "torch"),
+]
 
 
 def allocated(run):
-    """Bytes of weights, gradients and optimiser after one step, and of the average; tensors that share memory count once."""
+    """Bytes after one step: (weights, gradients and optimiser; the average; fp32 sums). Shared memory counts once."""
     (x, y) = batches(1)[0]
     for _ in range(run.accumulate):
         run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
     sums = sum(t.nbytes for t in run.sums.values())
-    gradients = sum(getattr(p, "acc_grad", p.grad).nbytes for p in run.params) if not sums else sum(p.nbytes for p in run.params)
+    gradients = (
+        sum(getattr(p, "acc_grad", p.grad).nbytes for p in run.params)
+        if not sums
+        else sum(p.nbytes for p in run.params)
+    )
     run.step()
     states = {}
     for p in run.params:
         for t in run.optimizer.state[p].values():
             if torch.is_tensor(t) and t.dim():  # a step counter is no state of a weight
                 states[t.data_ptr()] = t.nbytes
-    return sum(p.nbytes for p in run.params) + gradients + sum(states.values()), sum(t.nbytes for t in run.ema.shadow.values()), sums
+    return (
+        sum(p.nbytes for p in run.params) + gradients + sum(states.values()),
+        sum(t.nbytes for t in run.ema.shadow.values()),
+        sums,
+    )
 
 
 def check_ledger(run):
@@ -679,7 +755,9 @@ def check_ledger(run):
 
 @every_recipe
 def test_ledger_equals_the_bytes_allocated(name):
-    check_ledger(start(name, net(width=32), accumulate=2 if name == "islands" else 1))  # 32*32*9 values: 8-bit states begin at 4,096
+    check_ledger(
+        start(name, net(width=32), accumulate=2 if name == "islands" else 1)
+    )  # 32*32*9 values: 8-bit states begin at 4,096
 
 
 @pytest.mark.parametrize("optimizer, package", PEERS)
@@ -689,8 +767,21 @@ def test_ledger_of_peers(optimizer, package):
     assert [row["why"] for row in ledger.rows if row["site"] == "exp_avg_sq"] == [f"as {optimizer} does it"]
 
 
-@pytest.mark.parametrize("name, size", [("fp32", 16), ("bf16", 16), ("fp16", 16), ("pure_bf16", 8), ("stochastic", 8), ("kahan", 10), ("kahan+stochastic", 10),
-                                        ("split", 14), ("fp32 master", 16), ("bf16 moments", 12)])
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("fp32", 16),
+        ("bf16", 16),
+        ("fp16", 16),
+        ("pure_bf16", 8),
+        ("stochastic", 8),
+        ("kahan", 10),
+        ("kahan+stochastic", 10),
+        ("split", 14),
+        ("fp32 master", 16),
+        ("bf16 moments", 12),
+    ],
+)
 def test_bytes_a_parameter(name, size):
     ledger = start(name).ledger()
     assert ledger.state_bytes == size and f"optimiser: {size}.00 bytes" in str(ledger)
@@ -702,7 +793,7 @@ def test_ledger_says_why():
     assert rows["ema"]["value"] == "fp32" and "fp32" in rows["ema"]["why"] and rows["timesteps"]["bytes"] is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # State
 
 
@@ -715,7 +806,9 @@ def through_a_file(state):
 
 @every_recipe
 def test_saved_and_loaded_run_continues_bit_for_bit(name):
-    options = dict(lr=1e-2, ema_decay=0.9, seed=3, clip_grad=1.0, weight_decay=0.1, accumulate=2, averages=["0.5:bf16:stochastic"])
+    options = dict(
+        lr=1e-2, ema_decay=0.9, seed=3, clip_grad=1.0, weight_decay=0.1, accumulate=2, averages=["0.5:bf16:stochastic"]
+    )
     run = start(name, net(width=32), **options)
     train(run, 3)
     saved = through_a_file(run.state_dict())
@@ -757,11 +850,13 @@ def test_equal_seeds_repeat_and_others_do_not():
     runs = [start("stochastic", seed=seed, lr=1e-2) for seed in (0, 0, 1)]
     for run in runs:
         train(run, 5)
-    same_weights = [all(same(a, b) for a, b in zip(runs[0].weights("raw").values(), r.weights("raw").values())) for r in runs]
+    same_weights = [
+        all(same(a, b) for a, b in zip(runs[0].weights("raw").values(), r.weights("raw").values())) for r in runs
+    ]
     assert same_weights == [True, True, False]
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
 # Peers
 
 
@@ -805,7 +900,12 @@ PEER_REFUSALS = [
 @pytest.mark.parametrize("optimizer, flags, words", PEER_REFUSALS, ids=lambda x: "")
 def test_peers_refuse_what_they_cannot_serve(optimizer, flags, words):
     params = [nn.Parameter(torch.ones(3))]
-    refused(lambda: build_optimizer(optimizer, params, recipe(**flags), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0), *words)
+    refused(
+        lambda: build_optimizer(
+            optimizer, params, recipe(**flags), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0
+        ),
+        *words,
+    )
 
 
 def test_our_optimizer_takes_its_settings_from_the_recipe():
@@ -813,9 +913,23 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
         if "opt8bit" in name:
             continue
         r = recipe(**flags)
-        optimizer = build_optimizer("adamw", [nn.Parameter(torch.ones(3, dtype=BF16))], r, lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, seed=9)
+        optimizer = build_optimizer(
+            "adamw",
+            [nn.Parameter(torch.ones(3, dtype=BF16))],
+            r,
+            lr=1e-3,
+            betas=(0.8, 0.9),
+            eps=1e-6,
+            weight_decay=0.2,
+            seed=9,
+        )
         assert isinstance(optimizer, AdamW)
-        assert (optimizer.update, optimizer.kahan, optimizer.master, optimizer.seed) == (r.update, r.kahan == "on", r.master, 9)
+        assert (optimizer.update, optimizer.kahan, optimizer.master, optimizer.seed) == (
+            r.update,
+            r.kahan == "on",
+            r.master,
+            9,
+        )
         assert optimizer.moments == (r.dtype("exp_avg"), r.dtype("exp_avg_sq"))
         group = optimizer.param_groups[0]
         assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-3, (0.8, 0.9), 1e-6, 0.2)

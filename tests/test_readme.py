@@ -1,7 +1,9 @@
 """What the README shows works: its loop runs for every recipe, its commands parse, and .ci/run finds its test command."""
 
+import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,35 @@ def test_the_bytes_in_the_table_of_flags_are_the_ledgers(row, capsys):
     assert train.main(["--dry_run", "--size", "base", *shlex.split(flags)]) == 0
     said = re.search(r"optimiser: ([\d.]+) bytes", capsys.readouterr().out).group(1)
     assert round(float(said)) == float(size)
+
+
+def bench_rows():
+    table = README.split("how a bf16 write is protected |")[1].split("\n\n")[0]
+    return re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \|", table, re.M)
+
+
+BENCH_NAMES = {"ours, `--stochastic`": "stochastic", "ours, `--kahan`": "kahan", "ours, `--master split`": "split", "torchastic": "torchastic",
+               "torchao, stochastic": "torchao", "torch-optimi, Kahan": "optimi", "adamw-bf16": "adamw-bf16", "bitsandbytes 8-bit": "bitsandbytes",
+               "torch, fused": "torch-fused"}
+
+
+def test_the_times_in_the_readme_are_the_recorded_ones():
+    results = json.loads((ROOT / "experiments" / "bench" / "cpu-optimizers.json").read_text())["results"]
+    median = {(r["name"], r["layout"]): statistics.median(r["ms"]) for r in results}
+    assert {name for name, *_ in bench_rows()} == set(BENCH_NAMES)
+    for name, mixed, large in bench_rows():
+        assert mixed == f"{median[BENCH_NAMES[name], 'mixed']:.1f}" and large == f"{median[BENCH_NAMES[name], 'large']:.1f}"
+
+
+def test_the_scores_of_the_default_run_are_the_recorded_ones():
+    lines = (ROOT / "experiments" / "000-default-run" / "results.jsonl").read_text().splitlines()
+    record = next(r for r in map(json.loads, lines) if r["arm"] == "pure-bf16-stochastic" and r["seed"] == 0)
+    table = README.split("<!-- default run -->")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (\w+) \| ([-\d.]+) \| ([-\d.]+) \| ([-\d.]+) \|", table, re.M)
+    assert [name for name, *_ in rows] == ["frechet", "kid", "label_accuracy", "sliced_wasserstein"]
+    for name, *cells in rows:
+        columns = record["scores"]["ema"], record["reference"]["floor"], record["reference"]["ceiling"]
+        assert cells == [f"{c[name]:.4f}" for c in columns]
 
 
 def test_ci_runs_the_readmes_test_command():
