@@ -117,7 +117,7 @@ class Recipe:
     def warnings(self, *, beta2=0.999, ema_decay=0.999, lr=1e-3, weight_decay=0.0, micro_batches=1):
         """Recipes that run but lose something: one line each, with the arithmetic. [] for a healthy recipe."""
         lost = []
-        bare = self.low_weights and self.update == "nearest" and self.kahan == "off" and self.master == "none"
+        bare = self.low_weights and self.exp_avg != "int8" and self.update == "nearest" and self.kahan == "off" and self.master == "none"
         if bare:
             lost.append(f"update=nearest on bf16 weights: a step of lr={lr:g} on a weight of 0.05 is {lr / 0.05:.2g} of it, and steps under "
                         f"2^-9..2^-8 (0.002..0.004) of a weight vanish; add --stochastic, --kahan or --master split")
@@ -146,7 +146,7 @@ class Recipe:
             lost.append(f"accumulate=bf16 over {micro_batches} micro-batches: relative error near {2**-9 * math.sqrt(micro_batches / 3):.2%} of the "
                         f"gradient; --set accumulate=fp32 costs 4 bytes a parameter")
         if self.exp_avg == "int8" and self.low_weights:
-            lost.append("8-bit AdamW of bitsandbytes rounds bf16 weights to nearest: small updates are lost as above; "
+            lost.append("8-bit AdamW of bitsandbytes rounds bf16 weights to nearest: steps under 2^-9..2^-8 of a weight are lost; "
                         "--pure_bf16 --stochastic (8 bytes a parameter) keeps them")
         return lost
 
@@ -1070,11 +1070,14 @@ class Precision:
         islands = sum(p.numel() for p in self.params if p.dtype == torch.float32) if r.low_weights else 0
         sizes = {"weights": weights / n, "grads": weights / n, "master": (low["remainder"] + low["master"]) / n, "kahan": low["compensation"] / n,
                  "exp_avg": moments["exp_avg"] / n, "exp_avg_sq": moments["exp_avg_sq"] / n,
-                 "accumulate": 4.0 if self.keeps_sums else 0.0, "ema": sum(t.nbytes for t in self.ema.shadow.values()) / n}
+                 "accumulate": 4.0 if self.keeps_sums else 0.0,
+                 "ema": sum(t.nbytes for average in self.averages.values() for t in average.shadow.values()) / n}
         rows = []
         for site, spec in SITES.items():
             value = getattr(r, site)
             why = spec.why.get(value, f"{islands:,} of {n:,} parameters stay fp32")
+            if site == "update" and value == "nearest" and "bf16" not in (r.weights, r.exp_avg, r.exp_avg_sq):
+                why = ""  # nothing is written in bf16
             if self.optimizer_name != "adamw" and site in ("update", "exp_avg", "exp_avg_sq", "kahan"):
                 why = f"as {self.optimizer_name} does it"
             rows.append(dict(site=site, value=value, bytes=sizes.get(site), why=why))
