@@ -307,8 +307,8 @@ def training(args, clock):
                   f"{extra:>11.2%}{row['bytes_per_parameter']:>9.2f}{cell(peak, '.1f'):>10}"
                   f"{row['first_step_s']:>14.2f}")
     print(f"\nstep: optimiser and EMA. telemetry: cost of measuring every {args.measure_every} steps. B/param:\n"
-          "weights, gradients and optimiser states as allocated. peak: CUDA allocator; not measured on a CPU, where one\n"
-          "process holds all recipes at once.")
+          "weights, gradients, optimiser states. peak: CUDA allocator; not measured on a CPU, where one process holds\n"
+          "all recipes at once.")
     return rows
 
 

@@ -79,6 +79,13 @@ def test_the_times_in_the_readme_are_the_recorded_ones():
         assert mixed == f"{median[BENCH_NAMES[name], 'mixed']:.1f}" and large == f"{median[BENCH_NAMES[name], 'large']:.1f}"
 
 
+@pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| `([\w-]+\.json)`, `([^`]+)` \|", README, re.M), ids=lambda row: row[3])
+def test_the_speeds_of_training_in_the_readme_are_the_recorded_ones(row):
+    results = json.loads((ROOT / "experiments" / "bench" / row[2]).read_text())["results"]
+    median = {r["recipe"]: statistics.median(r["ms"]) for r in results if r["net"] == row[3]}
+    assert [f"{median['fp32'] / median[recipe]:.1f}" for recipe in ("bf16", "pure_bf16-stochastic")] == list(row[:2])
+
+
 def test_the_scores_of_the_default_run_are_the_recorded_ones():
     lines = (ROOT / "experiments" / "000-default-run" / "results.jsonl").read_text().splitlines()
     record = next(r for r in map(json.loads, lines) if r["arm"] == "pure-bf16-stochastic" and r["seed"] == 0)
