@@ -7,8 +7,8 @@ What it shows: the fused step is the fastest of those that round stochastically 
 tensors of mixed sizes as in a real net and in a few large ones; bf16 speeds up training where the machine multiplies in
 bf16; telemetry costs under 2 % of a step. Contenders take turns, in an order shuffled for each round, so that other
 load on the machine meets all of them alike. A figure is the median over the rounds; --out FILE keeps every single time.
-Cost on 2 idle cores: 2 minutes and 3 GiB for `optimizers` (the first time more: torchao compiles each shape), 5 minutes
-for `training`. Bad input ends with one line and exit status 2.
+Cost on 2 cores: about 2 minutes and 3 GiB for `optimizers` (more the first time: torchao compiles each shape), about
+5 minutes for `training`. Bad input ends with one line and exit status 2.
 """
 
 import argparse
