@@ -73,8 +73,9 @@ SITES = {
     "loss": Site(("fp32", "bf16"), {"fp32": "sums need the bits", "bf16": "the loss is formed from bf16 differences"}),
     "scheduler": Site(("fp32", "bf16"), {
         "fp32": "noise schedule is only ever called with fp32 samples", "bf16": "unguarded: one bf16 call turns MONAI's schedule buffers into bf16"}),
-    "generation": Site(("compute", "fp32", "autocast"), {
+    "generation": Site(("compute", "fp32", "bf16", "autocast"), {
         "compute": "samples are drawn in the precision that was trained", "fp32": "samples are drawn from an fp32 copy of the weights",
+        "bf16": "samples are drawn from a bf16 copy of the weights: conversion after training",
         "autocast": "samples are drawn from an fp32 copy under bf16 autocast"}),
     "reduce": Site(("fp32", "bf16"), {"fp32": "gradients of all ranks are summed in fp32", "bf16": "half the traffic, one rounding more"}),
 }
@@ -1006,7 +1007,8 @@ class Precision:
     def generator(self, source="ema"):
         """A frozen copy of the model for generation, called like `run`, holding averaged ('ema' or a further average) or last ('raw') weights.
 
-        Its precision is the generation site's: 'compute' as trained, 'fp32' a full-precision copy, 'autocast' that copy under bf16.
+        Its precision is the generation site's: 'compute' as trained, 'fp32' a full-precision copy, 'autocast' that copy under bf16, 'bf16' a
+        copy in bf16 whatever was trained.
         """
         net = copy.deepcopy(self.model).requires_grad_(False).eval()
         r = self.recipe
@@ -1014,8 +1016,10 @@ class Precision:
             for m in net.modules():  # an fp32 copy has no islands to cast for
                 m._forward_hooks.clear()
                 m._forward_pre_hooks.clear()
-            net.float()
-            r = Recipe(compute="bf16" if r.generation == "autocast" else "fp32", timesteps=r.timesteps, sampler=r.sampler, loss=r.loss)
+            low = r.generation == "bf16"
+            net.to(torch.bfloat16 if low else torch.float32)
+            r = Recipe(weights="bf16" if low else "fp32", compute="fp32" if r.generation == "fp32" else "bf16",
+                       timesteps=r.timesteps, sampler=r.sampler, loss=r.loss)
         values = self.weights(source)
         for name, p in net.named_parameters():
             if name in values:

@@ -54,6 +54,7 @@ def build_parser():
     add(g, "lr", 1e-3, "learning rate", type=positive)
     add(g, "warmup", 100, "steps of linear warm-up, 0 for none", type=count)
     add(g, "weight_decay", 0.0, "decoupled weight decay", type=amount)
+    add(g, "init_scale", 1.0, "multiplies the initial matrices and kernels: rounding compares a step with its weight", type=positive)
     add(g, "beta2", 0.999, "decay of exp_avg_sq", type=fraction)
     add(g, "clip_grad", 1.0, "largest gradient norm, 0 for none", type=amount)
     add(g, "ema_decay", 0.999, "decay of the averaged weights that generation reads", type=fraction)

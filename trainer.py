@@ -198,6 +198,10 @@ class Trainer:
         torch.manual_seed(hash64(c["seed"], 2) >> 1)
         with torch.device(device if device.type == "meta" else "cpu"):  # initial weights are drawn on the CPU: the same on every machine
             net = models.build(c["model"], c["task"], d.channels, d.num_classes, d.image_size, c["size"])
+        if c["init_scale"] != 1:
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(c["init_scale"] if p.dim() > 1 else 1)
         return Precision(net.to(device), self.recipe, lr=c["lr"], betas=(0.9, c["beta2"]), weight_decay=c["weight_decay"], optimizer=c["optimizer"],
                          ema_decay=c["ema_decay"], averages=c["average"], clip_grad=c["clip_grad"], accumulate=c["accumulate"], seed=c["seed"])
 

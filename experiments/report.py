@@ -4,11 +4,11 @@
     python experiments/report.py --check    exit status 1 if EXPERIMENTS.md is not what the results give
 
 What stands between <!-- generated: NNN begin --> and its end is replaced; everything outside is the author's and stays. A missing section is
-appended with empty headings for the prose. Run again, it changes nothing: a figure is redrawn only when its data or this file changed.
+appended with empty headings for the prose. Run again, it changes nothing: a figure is redrawn only when its data or figures.py changed.
 """
 
 import argparse
-import hashlib
+import itertools
 import math
 import re
 import shlex
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments import figures
 from experiments import run as lab
 from metrics import equivalence, power_n
 
@@ -60,10 +61,14 @@ def score(record, metric, lower_is_better):
     return (math.inf if lower_is_better else -math.inf) if DIVERGED.search(record["failed"]) else None
 
 
+def records_of(arm, recorded, seeds):
+    """{seed: record} of the runs that an arm's scores are read from."""
+    return {s: recorded[lab.key(arm.source, s)] for s in seeds if lab.key(arm.source, s) in recorded}
+
+
 def scores(experiment, arm, recorded, metric=None):
     """{seed: score} of an arm, in the order of the seeds."""
-    source = experiment.runs_of(arm).name
-    found = {s: score(recorded[source, s], metric or arm.metric, experiment.lower_is_better) for s in experiment.seeds if (source, s) in recorded}
+    found = {s: score(r, metric or arm.metric, experiment.lower_is_better) for s, r in records_of(arm, recorded, experiment.seeds).items()}
     return {s: v for s, v in found.items() if v is not None}
 
 
@@ -83,8 +88,8 @@ def markdown(rows):
 
 def arm_row(experiment, arm, recorded):
     """{column: text} of one arm; columns without a value are left out."""
-    name, digits = experiment.runs_of(arm).name, decimals_of(arm.margin)
-    finished = [recorded[name, s] for s in experiment.seeds if "scores" in recorded.get((name, s), {})]
+    digits = decimals_of(arm.margin)
+    finished = [r for r in records_of(arm, recorded, experiment.seeds).values() if "scores" in r]
     flags = f"`{shlex.join(arm.flags)}`" if arm.flags else ""
     adds = f"samples from {arm.of}: {flags}" if arm.of and flags else f"reads {arm.metric} of {arm.of}" if arm.of else flags or "-"
     values = list(scores(experiment, arm, recorded).values())
@@ -152,7 +157,7 @@ def section(experiment, recorded):
     columns = list(dict.fromkeys(c for row in rows for c in row))
     last = ("training loss", "bytes a parameter", "seconds")  # also where a column before them belongs to later arms only
     columns.sort(key=lambda c: last.index(c) if c in last else -1)
-    if recorded:
+    if needed(e, recorded):
         parts.append(markdown([columns] + [[row.get(c, "-") for c in columns] for row in rows]))
     base = [v for v in scores(e, e.arm(e.baseline), recorded).values() if math.isfinite(v)]
     digits, facts = decimals_of(e.margin), [f"Margin {e.margin:g} ({'lower' if e.lower_is_better else 'higher'} is better)."]
@@ -160,29 +165,50 @@ def section(experiment, recorded):
         sd = statistics.stdev(base)
         facts.append(f"The baseline's standard deviation over seeds is {cell(sd, digits)}; differences that spread as much need {power_n(sd, e.margin)} pairs "
                      f"for a difference as large as the margin to be seen with 80 % power.")
-    finished = [r for r in recorded.values() if "failed" not in r]
-    if finished and finished[0].get("reference"):
-        source, _, key = e.metric.rpartition(".")
-        facts.append("Real images score " + ", noise ".join(cell(finished[0]["reference"][end].get(key), digits) for end in ("floor", "ceiling")) + ".")
-    expected = len({e.runs_of(a).name for a in e.arms}) * len(e.seeds)
-    here = [r for (name, seed), r in recorded.items() if seed in e.seeds]
+    if known := levels(e, recorded):
+        facts.append("; ".join(f"{name} score {cell(value, digits)}" for name, value in known.items()).capitalize() + ".")
+    expected = len({a.source for a in e.arms}) * len(e.seeds)
+    here = [r for (_, _, seed), r in needed(e, recorded).items() if seed in e.seeds]
     facts.append(f"{len(here)} of {expected} runs, {', '.join(sorted({machine(r) for r in here})) or 'none yet'}.")
     if here:
         facts.append("Commit " + ", ".join(sorted({f"{str(r.get('commit'))[:9]}{'' if r.get('clean') else ' with changes'}" for r in here})) + ".")
     parts.append("\n".join(facts))
     failed = [f"- {r['arm']}, seed {r['seed']}: {r['failed']}" for r in here if "failed" in r]
     parts.append("Runs that failed:\n\n" + "\n".join(failed) if failed else "")
-    for name, title in (("samples", "samples of each arm from the same noise"), ("loss_by_timestep", "loss by timestep"), ("curves", "training curves")):
+    for group in factorials(e, recorded):
+        rows = [[name, *(cell(v, 2) for v in (mid, low, high))] for name, mid, low, high in group["effects"]]
+        parts.append(f"{group['title'].capitalize()}: what each factor multiplies the score by, averaged over the others, with its 95 % interval; of a pair, "
+                     f"what the second's fault multiplies the first's effect by.\n\n" + markdown([["factor", "times", "from", "to"], *rows]))
+    if traces := ranges(e, recorded):
+        ends = lambda trace, key: [step[key] for step in trace if key in step][:: max(1, len([step for step in trace if key in step]) - 1)]
+        keys = {"state, smallest": "x_min", "largest": "x_max", "mean": "x_mean", "output, smallest": "prediction_min", "largest ": "prediction_max"}
+        rows = [[name, *(" → ".join(cell(v, 2) for v in ends(trace, key)) for key in keys.values())] for name, trace in traces.items()]
+        parts.append("Ranges of generation, first step → last, mean over seeds:\n\n" + markdown([["arm", *(k.strip() for k in keys)], *rows]))
+    for name, title in (("factorial", "cells and effects"), ("series", "score over x"), ("ranges", "ranges by sampling step"), ("samples", "samples of each arm from the same noise"), ("loss_by_timestep", "loss by timestep"), ("curves", "training curves")):
         if (e.folder / f"{name}.png").exists():
             parts.append(f"![{title}](experiments/{e.folder.name}/{name}.png)")
-    by_hand = [lab.typed(e, arm, e.seeds[0]) for arm in dict.fromkeys(map(e.runs_of, e.arms))]
+    by_hand = [lab.typed(arm, e.seeds[0]) for arm in dict.fromkeys(a.source for a in e.arms)]
     parts.append("All of it, and one run of each arm:\n\n```sh\n" + "\n".join([f"python experiments/run.py {e.number}", *by_hand]) + "\n```")
     return "\n\n".join(filter(None, parts))
 
 
-def overview(experiments):
+def needed(experiment, recorded):
+    """{key: record} of all runs that an experiment's scores come from, other experiments' included."""
+    wanted = {lab.key(a, 0)[:2] for arm in experiment.arms for a in (arm.source, arm.trained)}
+    return {key: r for key, r in recorded.items() if key[:2] in wanted and key[2] in experiment.seeds}
+
+
+def levels(experiment, recorded):
+    """{"real images": score, "noise": score}, where the task has them."""
+    finished = next((r for r in needed(experiment, recorded).values() if r.get("reference")), None)
+    key = experiment.metric.rpartition(".")[2]
+    found = {name: finished["reference"][end].get(key) for name, end in (("real images", "floor"), ("noise", "ceiling"))} if finished else {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def overview(experiments, recorded):
     rows = [["", "question", "verdict", "cost to reproduce"]]
-    rows += [[f"[{e.number}](#{anchor(e)})", e.question, summary(e, recorded), cost(recorded.values())] for e, recorded in experiments]
+    rows += [[f"[{e.number}](#{anchor(e)})", e.question, summary(e, recorded), cost(needed(e, recorded).values())] for e in experiments]
     return markdown([[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in rows]) + "\n\n" + READING
 
 
@@ -190,13 +216,13 @@ def anchor(experiment):
     return f"experiment-{experiment.number}"
 
 
-def render(text, experiments):
+def render(text, experiments, recorded):
     """EXPERIMENTS.md with its generated parts replaced, and missing sections appended in the order of their numbers."""
     text = text or INTRODUCTION
-    for name, body in [("overview", overview(experiments))] + [(e.number, section(e, recorded)) for e, recorded in experiments]:
+    for name, body in [("overview", overview(experiments, recorded))] + [(e.number, section(e, recorded)) for e in experiments]:
         begin, end = (f"<!-- generated: {name} {edge} -->" for edge in ("begin", "end"))
         if begin not in text and end not in text:
-            e = next(e for e, _ in experiments if e.number == name)
+            e = next(e for e in experiments if e.number == name)
             text = text.rstrip() + f'\n\n<a id="{anchor(e)}"></a>\n## {name} {e.title}\n\n{begin}\n{end}\n\n### What happened\n\n### What follows\n'
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             raise lab.ExperimentError(f"EXPERIMENTS.md: '{begin}' and '{end}' must each stand there once, in this order")
@@ -204,76 +230,71 @@ def render(text, experiments):
     return text
 
 
+# -- curves, factors, ranges
+
+
+def series(experiment, recorded):
+    """{series: [(x, mean, sd)]} of the arms that are points of a curve."""
+    found = {}
+    for arm in experiment.arms:
+        values = [v for v in scores(experiment, arm, recorded).values() if math.isfinite(v)]
+        if arm.series and values:
+            found.setdefault(arm.series, []).append((arm.x, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0))
+    return found
+
+
+def factorials(experiment, recorded):
+    """Groups of arms with the same factors, for which all cells and seeds are there: their cells, main effects and two-way effects.
+
+    Effects are factors on the score: means of log scores, paired by seed, with t intervals. A main effect is faulty level against the
+    baseline's level, averaged over all other factors; that of a pair is the first's effect where the second is faulty over where it isn't.
+    """
+    groups = []
+    for names in dict.fromkeys(tuple(a.cell) for a in experiment.arms if a.cell):
+        arms = [a for a in experiment.arms if tuple(a.cell) == names]
+        healthy = next((a.cell for a in arms if a.name == a.baseline), arms[0].cell)
+        values = {a: scores(experiment, a, recorded) for a in arms}
+        seeds = [s for s in experiment.seeds if all(math.isfinite(values[a].get(s, math.nan)) for a in arms)]
+        if len(seeds) < 2:
+            continue
+        at = lambda seed, which: statistics.fmean(math.log10(values[a][seed]) for a in arms if which(a.cell))
+        faulty = lambda name: lambda c: c[name] != healthy[name]
+        sound = lambda name: lambda c: c[name] == healthy[name]
+        both = lambda f, g: lambda c: f(c) and g(c)
+        effects = []
+        for name in names:
+            fault = next(a.cell[name] for a in arms if faulty(name)(a.cell))
+            effects.append(_times(f"{name} {fault}", [at(s, faulty(name)) - at(s, sound(name)) for s in seeds]))
+        for p, q in itertools.combinations(names, 2):
+            pair = [at(s, both(faulty(p), faulty(q))) - at(s, both(sound(p), faulty(q))) - at(s, both(faulty(p), sound(q))) + at(s, both(sound(p), sound(q))) for s in seeds]
+            effects.append(_times(f"{p} x {q}", pair))
+        half = len(names) // 2  # the first half of the factors spans the rows, the second the columns
+        spots = [tuple(dict.fromkeys(tuple(a.cell[n] for n in part) for a in arms)) for part in (names[:half], names[half:])]
+        mean = {tuple(a.cell[n] for n in names): statistics.fmean(values[a][s] for s in seeds) for a in arms}
+        words = lambda part, levels: "\n".join(f"{n} {v}" for n, v in zip(part, levels))
+        groups.append({"title": f"{len(names)} factors, {len(arms)} cells, {len(seeds)} seeds", "effects": effects,
+                       "rows": [words(names[:half], r).replace("\n", ", ") for r in spots[0]], "columns": [words(names[half:], c) for c in spots[1]],
+                       "cells": [[mean.get(r + c) for c in spots[1]] for r in spots[0]]})
+    return groups
+
+
+def _times(name, logs):
+    result = equivalence(logs, 1.0)
+    return (name, *(10**v for v in (result.mean, result.low, result.high)))
+
+
+def ranges(experiment, recorded):
+    """{arm: [{"t", "x_min", ...}]}: the traces of generation, mean over seeds."""
+    found = {}
+    for arm in experiment.arms if experiment.ranges else ():
+        source = arm.metric.rpartition(".")[0]
+        traces = [r["scores"][source]["trace"] for r in records_of(arm, recorded, experiment.seeds).values() if r.get("scores", {}).get(source, {}).get("trace")]
+        if traces:
+            found[arm.name] = [{k: statistics.fmean(step[k] for step in steps) for k in steps[0]} for steps in zip(*traces)]
+    return found
+
+
 # -- figures
-
-
-def figure(path, data, draw):
-    """Save draw(plt, data) as PNG, unless the one that is there was drawn from the same data by this file."""
-    from PIL import Image
-
-    digest = hashlib.sha256(Path(__file__).read_bytes() + repr(data).encode()).hexdigest()
-    if path.exists():
-        with Image.open(path) as old:
-            if old.info.get("Source") == digest:
-                return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.close("all")
-    picture = draw(plt, data)
-    beside = path.with_suffix(".part")
-    picture.savefig(beside, format="png", dpi=100, bbox_inches="tight", metadata={"Software": None, "Source": digest})
-    beside.replace(path)
-
-
-def lines(axis, plt, arms, order):
-    """{arm: (x, y)} as lines that differ in colour or dash; an arm looks the same in all figures of an experiment, by its place in `order`."""
-    colours, dashes = plt.get_cmap("tab10").colors, ("-", "--", ":", "-.")
-    for name, (x, y) in arms.items():
-        i = order.index(name)
-        axis.plot(x, y, color=colours[i % 10], linestyle=dashes[i // 10 % 4], marker="." if len(x) <= 12 else None, label=name)
-    axis.grid(alpha=0.3)
-
-
-def draw_bins(plt, data):
-    picture, axis = plt.subplots(figsize=(7, 4))
-    lines(axis, plt, data["arms"], data["order"])
-    axis.set(title=f"{data['title']}\nloss by timestep, held-out images, mean over seeds", xlabel="timestep (0 clean, 1000 noise)", ylabel="mean squared error")
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return picture
-
-
-LABELS = {"loss": ("training loss", "loss"), "update_survival": ("weight updates that survive rounding", "share"), "loss_scale": ("loss scale", "factor"),
-          "exp_avg_sq_moved": ("second moments that move", "share"), "ema_moved": ("EMA entries that move", "share")}
-
-
-def draw_curves(plt, data):
-    picture, axes = plt.subplots(1, len(data["panels"]), figsize=(4.2 * len(data["panels"]), 3.6), squeeze=False)
-    for axis, (key, arms) in zip(axes[0], data["panels"].items()):
-        lines(axis, plt, arms, data["order"])
-        axis.set(title=LABELS[key][0], xlabel="step", ylabel=LABELS[key][1])
-        if LABELS[key][1] == "share":
-            axis.set_ylim(-0.03, 1.03)
-        elif key == "loss_scale":
-            axis.set_yscale("log", base=2)
-    axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    picture.suptitle(data["title"] + ", mean over seeds")
-    picture.tight_layout()
-    return picture
-
-
-def draw_strips(plt, data):
-    heights = [len(pixels) / len(pixels[0]) for _, pixels in data["rows"]]
-    picture, axes = plt.subplots(len(heights), 1, figsize=(9, 0.3 + sum(7 * h + 0.12 for h in heights)), squeeze=False, height_ratios=heights)
-    for axis, (name, pixels) in zip(axes[:, 0], data["rows"]):
-        axis.imshow(pixels, interpolation="nearest")
-        axis.set(xticks=[], yticks=[])
-        axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
-        axis.spines[:].set_visible(False)
-    axes[0, 0].set_title(data["title"], fontsize=10)
-    return picture
 
 
 def mean_curve(rows):
@@ -286,26 +307,34 @@ def draw_all(experiment, recorded, runs):
     """The figures of an experiment for which there are data; samples.png stays as it is where the run folders are gone."""
     e, panels, bins = experiment, {}, {}
     for arm in e.arms:
-        records = [recorded[e.runs_of(arm).name, s] for s in e.seeds if (e.runs_of(arm).name, s) in recorded]
+        records = list(records_of(arm, recorded, e.seeds).values())
         source = arm.metric.rpartition(".")[0]
         finished = [r["scores"][source]["loss_by_timestep"] for r in records if "loss_by_timestep" in r.get("scores", {}).get(source, {})]
-        if finished:
+        if finished and not arm.cell:
             bins[arm.name] = [(k + 0.5) * 1000 / len(finished[0]) for k in range(len(finished[0]))], mean_curve(finished)
-        curves = [] if arm.of else [r["curves"] for r in records if r.get("curves")]
+        curves = [] if arm.trained in [a.trained for a in e.arms[: e.arms.index(arm)]] else [r["curves"] for r in records if r.get("curves")]
         longest = max((c["step"] for c in curves), key=len, default=[])
-        for key in LABELS:
+        for key in figures.LABELS:
             same = [c[key] for c in curves if key in c and c["step"] == longest]
             if same:
                 panels.setdefault(key, {})[arm.name] = longest, mean_curve(same)
     title = f"{e.number} {e.title}"
     common = {"title": title, "order": [a.name for a in e.arms]}
     if bins:
-        figure(e.folder / "loss_by_timestep.png", {**common, "arms": bins}, draw_bins)
+        figures.figure(e.folder / "loss_by_timestep.png", {**common, "arms": bins}, figures.draw_bins)
     if panels:
-        figure(e.folder / "curves.png", {**common, "panels": panels}, draw_curves)
-    rows = strips(e, recorded, runs)
-    if rows:
-        figure(e.folder / "samples.png", {"title": f"{title}: samples from the same noise, seed {e.seeds[0]}", "rows": rows}, draw_strips)
+        figures.figure(e.folder / "curves.png", {**common, "panels": panels}, figures.draw_curves)
+    if lines := series(e, recorded):
+        data = {"title": title, "series": lines, "x_label": e.x_label, "y_label": heading(e), "levels": levels(e, recorded)}
+        figures.figure(e.folder / "series.png", data, figures.draw_series)
+    if groups := factorials(e, recorded):
+        figures.figure(e.folder / "factorial.png", {"title": title, "groups": groups}, figures.draw_factorial)
+    if traces := ranges(e, recorded):
+        panel = lambda key: {name: ([step["t"] for step in trace if key in step], [step[key] for step in trace if key in step]) for name, trace in traces.items()}
+        keys = {"state, smallest": "x_min", "state, largest": "x_max", "state, mean": "x_mean", "output, largest": "prediction_max"}
+        figures.figure(e.folder / "ranges.png", {**common, "panels": {name: panel(key) for name, key in keys.items()}}, figures.draw_ranges)
+    if rows := strips(e, recorded, runs):
+        figures.figure(e.folder / "samples.png", {"title": f"{title}: samples from the same noise, seed {e.seeds[0]}", "rows": rows}, figures.draw_strips)
 
 
 def strips(experiment, recorded, runs):
@@ -314,18 +343,18 @@ def strips(experiment, recorded, runs):
 
     e, seed, rows = experiment, experiment.seeds[0], []
     for arm in e.arms:
-        record = recorded.get((e.runs_of(arm).name, seed))
+        record = recorded.get(lab.key(arm.source, seed))
         if record is None or "failed" in record:
             continue
         source = arm.metric.rpartition(".")[0].replace(":", "_")
-        folder = Path(runs) / lab.label(e, e.arm(arm.of) if arm.of else arm, seed) / "samples"
+        folder = Path(runs) / lab.label(arm.trained, seed) / "samples"
         several = len(record["scores"]) > 1
-        name = f"{lab.label(e, arm, seed)}-{source}" if arm.of and arm.flags else source if several else "final"
+        name = f"{lab.label(arm, seed)}-{source}" if arm.of and arm.flags else source if several else "final"
         if not (folder / f"{name}.png").exists():
             return []
         with Image.open(folder / f"{name}.png") as picture:
             # samples are a grid of 6 rows and 10 columns; masks of segmentation are shown whole
-            keep = picture.height if "segment" in e.common + arm.flags else (picture.height - 4) // 6 + 4
+            keep = picture.height if "segment" in arm.trained.experiment.common + arm.trained.flags else (picture.height - 4) // 6 + 4
             picture = picture.convert("RGB").crop((0, 0, picture.width, keep))
             flat = list(picture.getdata())
         rows.append((arm.name, [flat[y * picture.width : (y + 1) * picture.width] for y in range(picture.height)]))
@@ -338,12 +367,14 @@ def main(argv=None, root=lab.HERE, document=lab.ROOT / "EXPERIMENTS.md"):
     parser.add_argument("--runs", default=str(lab.ROOT / lab.RUNS), help="where run.py kept the runs, for the pictures of samples")
     args = parser.parse_args(argv)
     try:
-        experiments = [(e, lab.by_run(lab.read_results(e.folder / "results.jsonl"))) for e in (lab.load(n, root) for n in lab.folders(root))]
+        loaded = {}
+        experiments = [lab.load(number, root, loaded) for number in lab.folders(root)]
+        recorded = {key: record for e in experiments for key, record in lab.recorded(e).items()}
         if not args.check:
-            for e, recorded in experiments:
+            for e in experiments:
                 draw_all(e, recorded, args.runs)
         old = document.read_text() if document.exists() else ""
-        new = render(old, experiments)
+        new = render(old, experiments, recorded)
     except lab.ExperimentError as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2

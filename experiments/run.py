@@ -7,7 +7,10 @@
 
 An experiment is a folder NNN-slug with an experiment.toml (the fields of `Experiment` and `Arm` below); results.jsonl takes a line a run.
 All arms of a seed run together, so that pairs are complete early. Interrupt it and start it again: finished runs are recorded, unfinished ones
-resume. A run that fails is recorded with its last message; --retry runs it again. Exit status: 0, 1 a check that differs, 2 a mistake.
+resume. A run that fails is recorded with its last message; --retry runs it again. An arm may be `of` another, its own experiment's or, as
+"001/fp32", another's: with flags it samples from that training, without it reads its scores. An arm `after` another starts from that one's
+run, whose folder is {after} in its flags. What either needs and is not there is run first, and recorded where it belongs.
+Exit status: 0, 1 a check that differs, 2 a mistake.
 """
 
 import argparse
@@ -49,10 +52,17 @@ class Arm:
     name: str
     flags: list        # what it adds to the common ones
     of: str = ""       # it trains nothing: it samples, with its flags, from this arm's run; without flags it reads that run's scores
+    after: str = ""    # it trains from the finished run of this arm: {after} in its flags is that run's folder
     note: str = ""
     metric: str = ""   # this one and the next two: where they differ from the experiment's
     margin: float = 0.0
     baseline: str = ""
+    cell: dict = dataclasses.field(default_factory=dict)  # {factor: level} of a factorial experiment
+    series: str = ""   # with x: a point of the curve of this name
+    x: float = 0.0
+
+    # set by load: experiment, the one it belongs to; trained, the arm whose run it reads, or itself; source, the arm whose records hold its
+    # scores; start, the arm that it trains after, or itself
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,16 +79,15 @@ class Experiment:
     believed: str = ""
     lower_is_better: bool = True
     verdict: str = ""  # the author's, once the results are there
+    x_label: str = ""  # what the x of the arms is
+    ranges: bool = False  # report the ranges that generation runs through
+
 
     def arm(self, name):
         found = next((a for a in self.arms if a.name == name), None)
         if found is None:
             raise ExperimentError(f"experiment {self.number} has no arm '{name}'; it has {', '.join(a.name for a in self.arms)}")
         return found
-
-    def runs_of(self, arm):
-        """The arm whose records hold this arm's scores: itself, unless it only reads another's."""
-        return self.arm(arm.of) if arm.of and not arm.flags else arm
 
 
 def _fill(kind, table, where):
@@ -89,7 +98,7 @@ def _fill(kind, table, where):
         wanted = fields[key].type
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ExperimentError(f"{where}: {key} is a {wanted.__name__}, not {value!r}")
-    missing = [name for name, f in fields.items() if f.default is dataclasses.MISSING and name not in table]
+    missing = [name for name, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING and name not in table]
     if missing:
         raise ExperimentError(f"{where}: '{missing[0]}' is missing")
     return kind(**table)
@@ -100,9 +109,11 @@ def folders(root=HERE):
     return {path.parent.name[:3]: path.parent for path in sorted(Path(root).glob("[0-9][0-9][0-9]-*/experiment.toml"))}
 
 
-def load(number, root=HERE):
-    """The Experiment of a number ("007" or "7"), with `number` and `folder`. Raises ExperimentError."""
-    known, number = folders(root), str(number).zfill(3)
+def load(number, root=HERE, loaded=None):
+    """The Experiment of a number ("007" or "7"), with `number` and `folder`; `loaded` {number: Experiment} holds those read before. Raises ExperimentError."""
+    known, number, loaded = folders(root), str(number).zfill(3), {} if loaded is None else loaded
+    if number in loaded:
+        return loaded[number]
     if number not in known:
         raise ExperimentError(f"no experiment {number}; there are: {', '.join(f.name for f in known.values()) or 'none yet'}")
     path = known[number] / "experiment.toml"
@@ -112,6 +123,7 @@ def load(number, root=HERE):
         raise ExperimentError(f"{path} is not TOML: {error}") from None
     experiment = _fill(Experiment, table, path)
     experiment.number, experiment.folder = number, known[number]
+    loaded[number] = experiment
     experiment.arms = [_fill(Arm, a, f"{path}: an arm") if isinstance(a, dict) else a for a in experiment.arms]
     names = [getattr(a, "name", None) for a in experiment.arms]
     for wrong, what in [
@@ -125,29 +137,62 @@ def load(number, root=HERE):
         if wrong:
             raise ExperimentError(f"{path}: {what}")
     for arm in experiment.arms:
-        arm.metric, arm.margin = arm.metric or experiment.metric, arm.margin or experiment.margin
+        arm.experiment, arm.metric, arm.margin = experiment, arm.metric or experiment.metric, arm.margin or experiment.margin
         arm.baseline = experiment.arm(arm.baseline or experiment.baseline).name
-        if arm.of and experiment.arm(arm.of).of:
-            raise ExperimentError(f"{path}: arm {arm.name} is of {arm.of}, which trains nothing itself; name the arm that trains")
         if not all(isinstance(flag, str) for flag in experiment.common + arm.flags):
             raise ExperimentError(f"{path}: flags are strings, as typed: [\"--steps\", \"3000\"]")
+    for arm in experiment.arms:
+        _link(arm, root, loaded)
+        for other in (arm.trained, arm.start):
+            if lacking := [s for s in experiment.seeds if s not in other.experiment.seeds]:
+                raise ExperimentError(f"{path}: arm {arm.name} needs {other.name} of experiment {other.experiment.number}, which has no seed {lacking[0]}; add it there")
+        if bool(arm.after) != any("{after}" in flag for flag in arm.flags) or arm.after and arm.of:
+            raise ExperimentError(f"{path}: arm {arm.name}: an arm with `after` trains (no `of`), and {{after}} stands in its flags for that run's folder")
     return experiment
 
 
-def label(experiment, arm, seed):
-    return f"{experiment.number}-{arm.name}-seed{seed}"
+def _link(arm, root, loaded, seen=()):
+    """Set arm.trained, arm.source and arm.start from its `of` and `after`, which name an arm of its experiment or, as "001/fp32", of another."""
+    where = f"{arm.experiment.folder / 'experiment.toml'}: arm {arm.name}"
+    arm.trained = arm.source = arm.start = arm
 
+    def named(words):
+        number, _, name = words.rpartition("/")
+        other = (load(number, root, loaded) if number else arm.experiment).arm(name)
+        if other in (arm, *seen):
+            raise ExperimentError(f"{where} leads back to itself by way of {words}")
+        _link(other, root, loaded, (arm, *seen))
+        return other
 
-def command(experiment, arm, seed, runs=RUNS):
-    """The words after `python` of one run. The folder of a run is runs/<label>; an arm that only samples leaves its files in it."""
-    name = label(experiment, arm, seed)
     if arm.of:
-        return ["train.py", "--sample", f"{runs}/{label(experiment, experiment.arm(arm.of), seed)}", *arm.flags, "--threads", "1", "--name", name]
-    return ["train.py", *experiment.common, *arm.flags, "--seed", str(seed), "--threads", "1", "--name", name, "--runs", runs]
+        other = named(arm.of)
+        arm.trained, arm.source = other.trained, arm if arm.flags else other.source
+    if arm.after:
+        other = named(arm.after)
+        arm.start = other.trained
+    if (arm.of and arm.flags or arm.after) and other.source is not other.trained:
+        raise ExperimentError(f"{where} needs the run of {other.name}, which trains nothing itself; name the arm that trains")
 
 
-def typed(experiment, arm, seed):
-    return shlex.join(["python", *command(experiment, arm, seed)])
+def label(arm, seed):
+    return f"{arm.experiment.number}-{arm.name}-seed{seed}"
+
+
+def key(arm, seed):
+    """What a run and its record are found by."""
+    return arm.experiment.number, arm.name, seed
+
+
+def command(arm, seed, runs=RUNS):
+    """The words after `python` of one run. The folder of a run is runs/<label>; an arm that only samples leaves its files in it."""
+    if arm.of:
+        return ["train.py", "--sample", f"{runs}/{label(arm.trained, seed)}", *arm.flags, "--threads", "1", "--name", label(arm, seed)]
+    flags = [flag.replace("{after}", f"{runs}/{label(arm.start, seed)}") for flag in arm.experiment.common + arm.flags]
+    return ["train.py", *flags, "--seed", str(seed), "--threads", "1", "--name", label(arm, seed), "--runs", runs]
+
+
+def typed(arm, seed):
+    return shlex.join(["python", *command(arm, seed)])
 
 
 # -- results.jsonl
@@ -176,9 +221,19 @@ def read_results(path, repair=False):
     return records
 
 
-def by_run(records):
-    """{(arm, seed): record}; of several, the last."""
-    return {(r["arm"], r["seed"]): r for r in records}
+def recorded(experiment, repair=False):
+    """{key: record} of an experiment; of several for one run, the last. Raises ExperimentError for records of other arms or flags."""
+    path, found = experiment.folder / "results.jsonl", {}
+    names = [a.name for a in experiment.arms]
+    for record in read_results(path, repair):
+        if record["arm"] not in names:
+            raise ExperimentError(f"{path} holds arm '{record['arm']}', which experiment.toml lacks: put it back, or delete its lines")
+        arm = experiment.arm(record["arm"])
+        if record["command"] != typed(arm, record["seed"]):
+            raise ExperimentError(f"{path}: arm {arm.name}, seed {record['seed']} was run with other flags than experiment.toml has now: "
+                                  f"give the changed arm another name, or delete its lines")
+        found[key(arm, record["seed"])] = record
+    return found
 
 
 def _curves(path, most=30):
@@ -190,23 +245,29 @@ def _curves(path, most=30):
     return sum(last) / max(1, len(last)), {k: [short(r.get(k)) for r in kept] for k in CURVES if any(k in r for r in rows)}
 
 
-def make_record(experiment, arm, seed, runs, code):
+def _thinned(trace, most=11):
+    """The trace of ranges at about `most` evenly spaced steps, first and last included, numbers to 4 digits."""
+    at = sorted({round(i * (len(trace) - 1) / (most - 1)) for i in range(most)}) if trace else []
+    return [{k: float(f"{v:.4g}") for k, v in trace[i].items()} for i in at]
+
+
+def make_record(arm, seed, runs, code):
     """The line of a finished run, from the files in its folder. final_loss: the mean over the last tenth of the steps."""
-    record = {"arm": arm.name, "seed": seed, "command": typed(experiment, arm, seed), **({"of": arm.of} if arm.of else {})}
-    folder = Path(runs) / label(experiment, experiment.arm(arm.of) if arm.of else arm, seed)
+    record = {"arm": arm.name, "seed": seed, "command": typed(arm, seed), **({"of": arm.of} if arm.of else {})}
+    folder = Path(runs) / label(arm.trained, seed)
     read = lambda name: json.loads((folder / name).read_text())
     if (folder / "env.json").exists():
         env = read("env.json")
         record |= {"env": {k: env[k] for k in ("cpu", "gpu", "bf16", "torch", "python")}, "commit": env["commit"], "clean": env["clean"]}
     final_loss, curves = _curves(folder / "metrics.jsonl")
     if code != 0:
-        log = Path(runs) / f"{label(experiment, arm, seed)}.log"
+        log = Path(runs) / f"{label(arm, seed)}.log"
         lines = re.split(r"[\r\n]+", log.read_text(errors="replace").strip()) if log.exists() else [""]
         said = lines[-1].removeprefix("train.py: ").replace(str(runs), RUNS)
         return record | {"failed": said or "no message", "exit": code, "curves": {} if arm.of else curves}
     summary = read("summary.json")
-    result = read(f"samples/{label(experiment, arm, seed)}.json") if arm.of else summary
-    record["scores"] = {source: {k: v for k, v in s.items() if k != "trace"} for source, s in result["scores"].items()}
+    result = read(f"samples/{label(arm, seed)}.json") if arm.of else summary
+    record["scores"] = {source: {k: _thinned(v) if k == "trace" else v for k, v in s.items()} for source, s in result["scores"].items()}
     record["reference"] = {end: {k: v for k, v in s.items() if not k.startswith("pixel_")} for end, s in result["reference"].items()}
     record |= {"seconds": 0.0 if arm.of else summary["seconds"], "scoring_seconds": result["scoring_seconds"]}
     record |= {k: summary[k] for k in ("images_per_second", "peak_memory", "bytes_per_parameter")}
@@ -216,13 +277,12 @@ def make_record(experiment, arm, seed, runs, code):
 # -- runs
 
 
-def validate(experiment, arms, seed):
+def validate(arms, seed):
     """Dry-run the arms here: a typo is one line before the first run, not a column of failed ones."""
     import train
 
     for arm in arms:
-        trained = experiment.arm(arm.of) if arm.of else arm
-        words = command(experiment, trained, seed)[1:] + (arm.flags if arm.of else []) + ["--dry_run"]
+        words = command(arm.trained, seed)[1:] + (arm.flags if arm.of else []) + ["--dry_run"]
         said = io.StringIO()
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
@@ -230,34 +290,35 @@ def validate(experiment, arms, seed):
         except SystemExit as stop:
             code = stop.code
         if code:
-            raise ExperimentError(f"{experiment.number}, arm {arm.name}: {said.getvalue().strip().splitlines()[-1].removeprefix('train.py: ')}")
+            raise ExperimentError(f"{arm.experiment.number}, arm {arm.name}: {said.getvalue().strip().splitlines()[-1].removeprefix('train.py: ')}")
 
 
-def execute(experiment, todo, jobs, runs):
-    """Run [(arm, seed)] in parallel, in order, an arm that samples after the run it reads; yields (arm, seed, exit status) as they end."""
+def execute(todo, jobs, runs):
+    """Run [(arm, seed)] in parallel, in order, an arm after the run it needs; yields (arm, seed, exit status) as they end."""
     waiting, running, failed = list(todo), {}, set()
     try:
         while waiting or running:
             for arm, seed in list(waiting):
-                unfinished = {(a.name, s) for a, s in [*waiting, *running.values()]}
-                if len(running) == jobs or (arm.of, seed) in unfinished:
+                unfinished = {key(a, s) for a, s in [*waiting, *running.values()]}
+                needed = key(arm.start if arm.after else arm.trained, seed)
+                if len(running) == jobs or (needed != key(arm, seed) and needed in unfinished):
                     continue
                 waiting.remove((arm, seed))
-                log = Path(runs) / f"{label(experiment, arm, seed)}.log"
+                log = Path(runs) / f"{label(arm, seed)}.log"
                 log.parent.mkdir(parents=True, exist_ok=True)
-                if (arm.of, seed) in failed:
-                    log.write_text(f"the run of {arm.of} that it reads failed\n")
+                if needed in failed:
+                    log.write_text(f"the run of {arm.of or arm.after} that it needs failed\n")
                     yield arm, seed, 1
                     continue
                 with open(log, "w") as errors:
                     # a session of its own: Ctrl-C reaches the children once, from here, and they write their checkpoints
-                    process = subprocess.Popen([sys.executable, *command(experiment, arm, seed, runs)], stdout=subprocess.DEVNULL, stderr=errors,
+                    process = subprocess.Popen([sys.executable, *command(arm, seed, runs)], stdout=subprocess.DEVNULL, stderr=errors,
                                                env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
                 running[process] = arm, seed
             time.sleep(0.1)
             for process in [p for p in running if p.poll() is not None]:
                 arm, seed = running.pop(process)
-                failed |= {(arm.name, seed)} if process.returncode else set()
+                failed |= {key(arm, seed)} if process.returncode else set()
                 yield arm, seed, process.returncode
     finally:
         for process in running:
@@ -269,21 +330,27 @@ def execute(experiment, todo, jobs, runs):
                 process.kill()
 
 
-def plan(experiment, arms, seeds, done, runs):
-    """[(arm, seed)] still to run, seed by seed; a training that an arm samples from comes before it, again if its folder is gone."""
+def plan(arms, seeds, done, runs):
+    """[(arm, seed)] still to run, seed by seed; a training that an arm samples or starts from comes before it, again if its folder is gone."""
     todo = []
+
+    def need(arm, seed):
+        """The run itself, after the one that it starts from."""
+        if arm.after and not (Path(runs) / label(arm.start, seed) / "summary.json").exists():
+            need(arm.start, seed)
+        todo.append((arm, seed))
+
     for seed in seeds:
-        for arm in dict.fromkeys(map(experiment.arm, arms)):
-            if (arm.name, seed) in done:
+        for arm in arms:
+            if key(arm, seed) in done:
                 continue
-            trained = experiment.arm(arm.of) if arm.of else arm
-            gone = (trained.name, seed) not in done or not (Path(runs) / label(experiment, trained, seed) / "summary.json").exists()
-            todo += [(trained, seed)] if gone else []
-            todo += [(arm, seed)]
+            if arm.of and not (key(arm.trained, seed) in done and (Path(runs) / label(arm.trained, seed) / "summary.json").exists()):
+                need(arm.trained, seed)
+            need(arm, seed)
     return list(dict.fromkeys(todo))
 
 
-def compare(experiment, arm, old, new, records):
+def compare(arm, old, new, records):
     """(same, message) of a run made again. On the same CPU, to the last bit; elsewhere within 4 sd of the arm's seeds or 4 margins."""
     if "failed" in old or "failed" in new:
         same = old.get("failed") == new.get("failed")
@@ -294,7 +361,7 @@ def compare(experiment, arm, old, new, records):
     said = f"{arm.metric} {a:.6g} recorded (commit {str(old.get('commit'))[:7]}), {b:.6g} now (commit {str(new.get('commit'))[:7]})"
     if {**old["env"], "python": 0} == {**new["env"], "python": 0} and not new["env"]["gpu"]:
         return False, f"{said}; same CPU and torch, where equal bits are expected"
-    spread = [value(r, arm.metric) for r in records if r["arm"] == arm.name and "failed" not in r]
+    spread = [value(r, arm.metric) for r in records if "failed" not in r]
     tolerance = 4 * max(arm.margin, statistics.stdev(spread) if len(spread) > 2 else 0)
     return abs(a - b) <= tolerance, f"{said}; another machine or torch than recorded, tolerance {tolerance:.3g}"
 
@@ -310,48 +377,39 @@ def value(record, metric):
 
 
 def run(experiment, args):
-    path = experiment.folder / "results.jsonl"
-    records = read_results(path, repair=not (args.check or args.dry_run))
-    names = [a.name for a in experiment.arms]
-    for record in records:
-        if record["arm"] not in names:
-            raise ExperimentError(f"{path} holds arm '{record['arm']}', which experiment.toml lacks: put it back, or delete its lines")
-        expected = typed(experiment, experiment.arm(record["arm"]), record["seed"])
-        if record["command"] != expected:
-            raise ExperimentError(f"{path}: arm {record['arm']}, seed {record['seed']} was run with other flags than experiment.toml has now: "
-                                  f"give the changed arm another name, or delete its lines")
-    recorded = by_run(records)
-    arms = args.arm or ([experiment.baseline] if args.check else names)
-    arms = [experiment.runs_of(experiment.arm(a)).name for a in arms]
+    arms = args.arm or ([experiment.baseline] if args.check else [a.name for a in experiment.arms])
+    arms = list(dict.fromkeys(experiment.arm(name).source for name in arms))
+    involved = dict.fromkeys([experiment, *(a.experiment for arm in arms for a in (arm, arm.trained, arm.start, arm.trained.start))])
+    records = {k: r for e in involved for k, r in recorded(e, repair=not (args.check or args.dry_run)).items()}
     seeds = args.seeds or (experiment.seeds[:1] if args.check else experiment.seeds)
     if unknown := [s for s in seeds if s not in experiment.seeds]:
         raise ExperimentError(f"seed {unknown[0]} is not among the seeds of experiment {experiment.number}: {experiment.seeds}; add it there")
-    done = set() if args.check else {k for k, r in recorded.items() if not (args.retry and "failed" in r)}
+    done = set() if args.check else {k for k, r in records.items() if not (args.retry and "failed" in r)}
     with tempfile.TemporaryDirectory() if args.check else contextlib.nullcontext(args.runs) as runs:
-        todo = plan(experiment, arms, seeds, done, runs)
+        todo = plan(arms, seeds, done, runs)
         if args.dry_run:
-            print("\n".join(typed(experiment, arm, seed) for arm, seed in todo) or "all recorded")
+            print("\n".join(typed(arm, seed) for arm, seed in todo) or "all recorded")
             return 0
-        wanted = {(a, s) for a in arms for s in seeds}
-        if args.check and (missing := sorted(wanted - set(recorded))):
-            raise ExperimentError(f"{path} has no record of arm {missing[0][0]}, seed {missing[0][1]} to compare with; run it first")
-        validate(experiment, dict((a.name, a) for a, _ in todo).values(), seeds[0])
-        status, results = 0, execute(experiment, todo, args.jobs, runs)
-        bar = tqdm(total=len(wanted | {(a.name, s) for a, s in todo}), initial=len(wanted & done), unit="run", dynamic_ncols=True, desc=experiment.folder.name)
+        wanted = {key(a, s) for a in arms for s in seeds}
+        if args.check and (missing := sorted(wanted - set(records))):
+            raise ExperimentError(f"experiment {missing[0][0]} has no record of arm {missing[0][1]}, seed {missing[0][2]} to compare with; run it first")
+        validate(dict.fromkeys(arm for arm, _ in todo), seeds[0])
+        status, results = 0, execute(todo, args.jobs, runs)
+        bar = tqdm(total=len(wanted | {key(a, s) for a, s in todo}), initial=len(wanted & done), unit="run", dynamic_ncols=True, desc=experiment.folder.name)
         with contextlib.closing(results), bar:
             for arm, seed, code in results:
-                record = make_record(experiment, arm, seed, runs, code)
+                record = make_record(arm, seed, runs, code)
                 bar.update()
                 if args.check:
-                    if (arm.name, seed) in wanted:
-                        same, said = compare(experiment, arm, recorded[arm.name, seed], record, records)
+                    if key(arm, seed) in wanted:
+                        same, said = compare(arm, records[key(arm, seed)], record, [r for k, r in records.items() if k[:2] == key(arm, seed)[:2]])
                         bar.write(f"{arm.name}, seed {seed}: {'same' if same else 'DIFFERENT'}: {said}")
                         status |= not same
                     continue
                 if code:
                     bar.write(f"{arm.name}, seed {seed} failed: {record['failed']}", file=sys.stderr)
-                if (arm.name, seed) not in done:
-                    with open(path, "a") as file:
+                if key(arm, seed) not in done:
+                    with open(arm.experiment.folder / "results.jsonl", "a") as file:
                         file.write(json.dumps(record) + "\n")
     return status
 

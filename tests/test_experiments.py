@@ -58,7 +58,7 @@ def write(root, toml, records=()):
 
 def record(experiment, name, seed, frechet, **more):
     arm, scores = experiment.arm(name), {"frechet": frechet, "label_accuracy": 0.5, "loss_by_timestep": [0.5, 0.4 + seed]}
-    return {"arm": name, "seed": seed, "command": run.typed(experiment, arm, seed), "commit": "a" * 40, "clean": True,
+    return {"arm": name, "seed": seed, "command": run.typed(arm, seed), "commit": "a" * 40, "clean": True,
             "env": {"cpu": "c", "gpu": None, "bf16": [], "torch": "2", "python": "3"}, "scores": {"ema": scores, "raw": {"frechet": 2 * frechet}},
             "reference": {"floor": {"frechet": 0.1}, "ceiling": {"frechet": 60.0}}, "seconds": 30.0, "scoring_seconds": 6.0, "images_per_second": 100.0,
             "peak_memory": 1, "bytes_per_parameter": 16.0, "final_loss": 0.4 + seed / 100, "curves": {"step": [2, 4], "loss": [1.0, 0.5 + seed]}, **more}
@@ -96,7 +96,10 @@ def commands(capsys, root, *words):
     ("margin = 0.5", "margin = 0", "margin must be above 0"),
     ("margin = 0.5", "margin = ", "is not TOML"),
     ("baseline = \"fp32\"", "baseline = \"fp64\"", "no arm 'fp64'"),
-    ("of = \"fp32\"", "of = \"sampler\"", "trains nothing itself"),
+    ("of = \"fp32\"", "of = \"sampler\"", "leads back to itself"),
+    ("note = ", "cell = 3 #", "cell is a dict"),
+    ("flags = [\"--pure_bf16\"]", "flags = [\"--pure_bf16\"]\nafter = \"fp32\"", "{after} stands in its flags"),
+    ("of = \"fp32\"", "of = \"7/fp32\"", "no experiment 007"),
     ("name = \"nearest\"", "name = \"fp32\"", "two arms have one name"),
     ("name = \"nearest\"", "name = \"../x\"", "names of arms become folders"),
     ("seeds = [0, 1, ", "seeds = [0, 0, ", "seed is listed twice"),
@@ -129,7 +132,7 @@ def test_only_a_half_written_last_line_is_forgiven(folder, capsys):
     write(folder, TOML, records_of(experiment))
     whole = path.read_text()
     path.write_text(whole[:-200])
-    assert commands(capsys, folder) == [run.typed(experiment, experiment.arm("fp32"), 5), run.typed(experiment, experiment.arm("sampler"), 5)]
+    assert commands(capsys, folder) == [run.typed(experiment.arm("fp32"), 5), run.typed(experiment.arm("sampler"), 5)]
     assert len(run.read_results(path, repair=True)) == 17
     assert "half written" in capsys.readouterr().err
     assert path.read_text() == "".join(whole.splitlines(keepends=True)[:-1])
@@ -200,7 +203,7 @@ if "WAIT" in os.environ:
     time.sleep(30)
 time.sleep(0.3)
 (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": 1 / s}) + "\\n" for s in range(1, 101)) + '{"half')
-(folder / "summary.json").write_text(json.dumps({"scores": {"ema": {"frechet": 2.0, "trace": [1]}}, "reference": {}, "seconds": 5.0, "scoring_seconds": 1.0,
+(folder / "summary.json").write_text(json.dumps({"scores": {"ema": {"frechet": 2.0, "trace": [{"t": t, "x_min": -t / 3} for t in range(100, -1, -1)]}}, "reference": {}, "seconds": 5.0, "scoring_seconds": 1.0,
                                                  "images_per_second": 9.0, "peak_memory": 1, "bytes_per_parameter": 8}))
 '''
 
@@ -215,10 +218,10 @@ def fake(tmp_path, monkeypatch):
 def test_records_hold_scores_and_failures(folder, fake, capsys):
     assert run.main(["001", "--seeds", "0", "1", "--jobs", "3", "--arm", "sampler", "nearest", "fp32"], folder) == 0
     assert "nearest, seed 1 failed: the loss is nan at step 2" in capsys.readouterr().err
-    records = run.by_run(run.read_results(folder / "001-rounding/results.jsonl"))
+    records = {key[1:]: record for key, record in run.recorded(run.load("1", folder)).items()}
     assert set(records) == {(a, s) for a in ("fp32", "nearest", "sampler") for s in (0, 1)}
     fp32, sampled, failed = records["fp32", 0], records["sampler", 1], records["nearest", 1]
-    assert fp32["scores"] == {"ema": {"frechet": 2.0}} and fp32["seconds"] == 5.0 and fp32["commit"] == "b" * 40
+    assert fp32["scores"]["ema"]["frechet"] == 2.0 and [step["t"] for step in fp32["scores"]["ema"]["trace"]] == list(range(100, -1, -10)) and fp32["seconds"] == 5.0 and fp32["commit"] == "b" * 40
     assert fp32["final_loss"] == pytest.approx(np.mean([1 / s for s in range(91, 101)])) and len(fp32["curves"]["step"]) <= 30 and fp32["curves"]["step"][-1] == 100
     assert sampled["of"] == "fp32" and sampled["scores"] == {"ema": {"frechet": 3.0}} and sampled["seconds"] == 0
     assert failed["failed"] == "the loss is nan at step 2; runs/experiments/001-nearest-seed1 is kept" and failed["exit"] == 2 and "scores" not in failed
@@ -258,7 +261,7 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     path = folder / "001-rounding/results.jsonl"
     trained, sampled = run.read_results(path)
     assert trained["command"].endswith("--runs runs/experiments") and str(folder.parent) not in path.read_text()
-    assert trained["curves"]["step"] == [2, 4] and len(trained["scores"]["ema"]["loss_by_timestep"]) == 10 and "trace" not in trained["scores"]["ema"]
+    assert trained["curves"]["step"] == [2, 4] and len(trained["scores"]["ema"]["loss_by_timestep"]) == 10 and [step["t"] for step in trained["scores"]["ema"]["trace"]][-1] == 0
     assert sampled["scores"]["ema"]["frechet"] != trained["scores"]["ema"]["frechet"]
     assert run.main(["001", "--check", "--arm", "fp32", "--seeds", "0"], folder) == 0
     assert "same: all scores equal to the last bit" in capsys.readouterr().out
@@ -271,7 +274,7 @@ def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
     arm, records = experiment.arm("fp32"), records_of(experiment)
     old = records[0]
     again = lambda by, **env: record(experiment, "fp32", 0, old["scores"]["ema"]["frechet"] + by, env={**old["env"], **env})
-    verdict = lambda new: run.compare(experiment, arm, old, new, records)[0]
+    verdict = lambda new: run.compare(arm, old, new, [r for r in records if r["arm"] == "fp32"])[0]
     assert verdict(again(0.0)) and not verdict(again(1e-12))
     assert verdict(again(1.9, cpu="other")) and not verdict(again(2.1, cpu="other"))  # 4 margins
     assert not verdict({**again(0.0), "failed": "the loss is nan"})
@@ -382,16 +385,15 @@ def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment):
     parser = train.build_parser()
     parse = lambda flags: {**train.DEFAULTS, **vars(parser.parse_args(flags))}
     named = lambda arm: {flag.removeprefix("--") for flag in arm.flags if flag.startswith("--")}
-    trained = lambda arm: experiment.arm(arm.of) if arm.of else arm
-    everything = lambda arm: experiment.common + (trained(arm).flags + arm.flags if arm.of else arm.flags)
+    everything = lambda arm: arm.trained.experiment.common + arm.trained.flags + (arm.source.flags if arm.of else [])
+    beside = {"average", "weights"}  # what is kept and scored beside the main average: no part of the training
     for arm in experiment.arms:
         base = experiment.arm(arm.baseline)
         mine, other = parse(everything(arm)), parse(everything(base))
         differ = {k for k in mine if mine[k] != other[k]}
-        assert differ <= named(arm) | named(base) | named(trained(arm)) | named(trained(base)), arm.name
+        assert differ <= beside | {flag for a in (arm, base) for b in (a, a.trained, a.source) for flag in named(b)}, arm.name
         assert arm is base or differ or arm.metric != base.metric, f"{arm.name} is its baseline again"
-    for record in run.read_results(experiment.folder / "results.jsonl"):
-        assert record["command"] == run.typed(experiment, experiment.arm(record["arm"]), record["seed"])
+    run.recorded(experiment)  # raises when a record's command is not the one of its arm
 
 
 @logged
@@ -404,14 +406,14 @@ def test_every_command_of_the_log_dry_runs(capsys):
     text = DOCUMENT.read_text()
     blocks = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
     found = [shlex.split(c, comments=True)[1:] for c in dict.fromkeys(blocks + re.findall(r"`([^`\n]+)`", text)) if c.startswith("python ")]
-    known = {tuple(run.command(e, arm, e.seeds[0])): (e, arm) for e in EXPERIMENTS for arm in e.arms}
+    known = {tuple(run.command(arm.source, e.seeds[0])): (e, arm.source) for e in EXPERIMENTS for arm in e.arms}
     assert found
     for script, *words in found:
         if script == "experiments/run.py":
             assert run.main([*words, "--dry_run"]) == 0, words
         elif (script, *words) in known:  # generated; those that sample are dry-run with the flags of their training
             e, arm = known[script, *words]
-            run.validate(e, [arm], e.seeds[0])
+            run.validate([arm], e.seeds[0])
         elif script == "train.py":
             given = vars(train.build_parser().parse_args(words))
             if not given.keys() & {"sample", "check", "diagnose"}:

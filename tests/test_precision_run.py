@@ -532,7 +532,7 @@ def test_running_statistics_of_an_island_stay_fp32():
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "stochastic", "kahan", "split", "islands", "bf16 average"])
-@pytest.mark.parametrize("generation", ["compute", "fp32", "autocast"])
+@pytest.mark.parametrize("generation", ["compute", "fp32", "bf16", "autocast"])
 def test_generator_holds_the_asked_weights_in_the_asked_precision(name, generation):
     flags = RECIPES[name]
     run = start({**flags, "sites": [*flags.get("sites", ()), f"generation={generation}"]}, lr=1e-2, ema_decay=0.9)
@@ -541,14 +541,14 @@ def test_generator_holds_the_asked_weights_in_the_asked_precision(name, generati
     for source in ("ema", "raw"):
         got = run.generator(source)
         for (n, p), trained in zip(got.model.named_parameters(), run.params):
-            assert p.dtype == (trained.dtype if generation == "compute" else torch.float32)
+            assert p.dtype == {"compute": trained.dtype, "bf16": BF16}.get(generation, torch.float32)
             assert torch.equal(p, run.weights(source)[n].to(p.dtype)), "the weights that were asked for"
             assert not p.requires_grad and p.data_ptr() != trained.data_ptr()
         assert not got.model.training
         got.model.middle.register_forward_hook(lambda m, args, out: inside.append(out.dtype))
         out = got(batches(1)[0][0], torch.arange(8.0))
         assert out.dtype == torch.float32 and not out.requires_grad
-        low = name != "fp32" if generation == "compute" else generation == "autocast"
+        low = name != "fp32" if generation == "compute" else generation in ("bf16", "autocast")
         assert inside[-1] == (BF16 if low else torch.float32)
     assert not torch.equal(run.generator("ema").model.out.weight, run.generator("raw").model.out.weight)
     assert run.model.training and all(p.requires_grad for p in run.params), "training goes on"
