@@ -59,6 +59,8 @@ SITES = {
     "compute": Site(("fp32", "tf32", "bf16", "fp16"), {
         "fp32": "", "tf32": "fp32 storage, 10-bit mantissa inside tensor cores", "bf16": "matmuls and convolutions read 8 significant bits",
         "fp16": "11 significant bits, range 6e-8 .. 65504: needs dynamic loss scaling"}),
+    "loss_scale": Site(("none", "dynamic"), {
+        "none": "", "dynamic": "keeps fp16 gradients between 6e-8 and 65504: backs off at an overflow, grows again"}),
     "grads": Site(("fp32", "bf16"), {"fp32": "", "bf16": "autograd leaves a gradient in its weight's dtype"}),
     "accumulate": Site(("fp32", "bf16"), {"fp32": "micro-batches are summed exactly enough", "bf16": "each micro-batch adds a rounding error"}),
     "exp_avg": Site(("fp32", "bf16", "int8"), {"fp32": "", "bf16": "1-beta1 = 0.1 is far above an ulp", "int8": "blockwise 8-bit codes (bitsandbytes)"}),
@@ -93,6 +95,7 @@ class Recipe:
     update: str = "nearest"
     kahan: str = "off"
     compute: str = "fp32"
+    loss_scale: str = "none"
     grads: str = "fp32"
     accumulate: str = "fp32"
     exp_avg: str = "fp32"
@@ -135,6 +138,8 @@ class Recipe:
             # each write adds noise of up to an ulp that decays only at rate 1-decay: the stationary spread is ulp * sqrt(1/12 .. 1/4) / sqrt(2(1-decay)) in the worst case
             lost.append(f"ema=bf16, stochastic: unbiased, but rounding noise of an entry settles near {0.4 * 2**-8 / math.sqrt(2 * (1 - ema_decay)):.1%} "
                         f"of its value; --set ema=fp32 (default) has none")
+        if self.compute == "fp16" and self.loss_scale == "none":
+            lost.append("loss_scale=none with fp16: gradients below 6e-8 become 0 and above 65504 infinite; use --set loss_scale=dynamic (default)")
         if self.timesteps == "bf16":
             lost.append("timesteps=bf16: 0..999 become 507 distinct values, up to 2 apart; use --set timesteps=fp32 (default)")
         if self.sampler == "bf16":
@@ -190,6 +195,8 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
         if site == "islands" and "none" in parts and len(parts) > 1:
             raise RecipeError(f"--set {setting}: 'none' stands alone")
         fields[site] = value
+    if fields.get("compute") == "fp16":
+        fields.setdefault("loss_scale", "dynamic")
     result = Recipe(**fields)
     _refuse(result)
     return result
@@ -199,6 +206,7 @@ def _refuse(r):
     low, eight = r.low_weights, "int8" in (r.exp_avg, r.exp_avg_sq)
     checks = [
         (low and r.compute != "bf16", f"weights=bf16 with compute={r.compute}: bf16 weights are multiplied in bf16; use compute=bf16, or --{r.compute if r.compute == 'fp16' else 'bf16'} with fp32 weights"),
+        (r.loss_scale == "dynamic" and r.compute != "fp16", f"loss_scale=dynamic with compute={r.compute}: only fp16 needs it; drop it, or add --fp16"),
         (r.grads != r.weights, f"grads={r.grads} with weights={r.weights}: autograd leaves a gradient in its weight's dtype; set accumulate=fp32 for an fp32 sum of micro-batches"),
         (not low and r.accumulate == "bf16", "accumulate=bf16 with fp32 weights: their gradients are fp32 already; use accumulate=fp32, or --pure_bf16"),
         (not low and r.master != "none", f"master={r.master} with fp32 weights: they are their own master; add --pure_bf16"),
@@ -813,13 +821,14 @@ class Precision:
     """A recipe carried out: casts `model` in place, owns optimiser, average, loss scaler and accumulators, and measures what rounding does.
 
     model: any nn.Module, on its device. accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none. averages: further
-    averages kept beside the recipe's, as 'DECAY:DTYPE[:UPDATE]', to compare what generation reads after one training.
+    averages kept beside the recipe's, as 'DECAY:DTYPE[:UPDATE]', to compare what generation reads after one training. growth_interval: steps
+    without an overflow after which a dynamic loss scale doubles.
     Call it like the model; backward(loss) after each micro-batch; step() after the last. Raises RecipeError as `recipe` and
     `build_optimizer` do.
     """
 
     def __init__(self, model, r=Recipe(), *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, optimizer="adamw", ema_decay=0.999,
-                 averages=(), clip_grad=0.0, accumulate=1, seed=0):
+                 averages=(), clip_grad=0.0, accumulate=1, growth_interval=2000, seed=0):
         self.recipe, self.clip_grad, self.accumulate, self.optimizer_name = r, clip_grad, accumulate, optimizer
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         originals = [p.detach().float().clone() for _, p in named] if r.low_weights and (r.master != "none" or r.kahan == "on") else None
@@ -839,7 +848,7 @@ class Precision:
         average = functools.partial(EMA, self.named_params, low_part=self.low_part, seed=seed)
         self.ema = average(ema_decay, r.ema, r.ema_update)
         self.averages = {"ema": self.ema, **{spec: average(*parse_average(spec)) for spec in averages}}
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=r.compute == "fp16")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=r.loss_scale == "dynamic", growth_interval=growth_interval)
         self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
         self.reduce_sums = None  # set by a distributed trainer: sums `self.sums` over the ranks
         self.skipped = 0

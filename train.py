@@ -57,6 +57,7 @@ def build_parser():
     add(g, "init_scale", 1.0, "multiplies the initial matrices and kernels: rounding compares a step with its weight", type=positive)
     add(g, "beta2", 0.999, "decay of exp_avg_sq", type=fraction)
     add(g, "clip_grad", 1.0, "largest gradient norm, 0 for none", type=amount)
+    add(g, "loss_weight", 1.0, "multiplies the loss before backward: Adam hardly minds, the range of fp16 gradients does", type=positive)
     add(g, "ema_decay", 0.999, "decay of the averaged weights that generation reads", type=fraction)
     add(g, "average", [], "keep a further average beside the recipe's, as DECAY:DTYPE[:UPDATE]: 0.9999:bf16; may be repeated", action="append")
     add(g, "seed", 0, "seed of weights, data order, noise and rounding", type=count)
@@ -71,6 +72,7 @@ def build_parser():
     add(g, "master", "none", "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a full copy; "
                              "both keep fp32 states", choices=["none", "split", "fp32"])
     add(g, "opt8bit", False, "8-bit optimiser states (bitsandbytes AdamW8bit)")
+    add(g, "growth_interval", 2000, "with --fp16: steps without overflow until the loss scale doubles", type=natural)
     add(g, "set", [], "any one site, after the flags: --set ema=bf16 --set islands=norm+embed; --dry_run lists them", action="append", metavar="SITE=VALUE")
 
     g = parser.add_argument_group("generation")

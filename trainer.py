@@ -203,7 +203,8 @@ class Trainer:
                 for p in net.parameters():
                     p.mul_(c["init_scale"] if p.dim() > 1 else 1)
         return Precision(net.to(device), self.recipe, lr=c["lr"], betas=(0.9, c["beta2"]), weight_decay=c["weight_decay"], optimizer=c["optimizer"],
-                         ema_decay=c["ema_decay"], averages=c["average"], clip_grad=c["clip_grad"], accumulate=c["accumulate"], seed=c["seed"])
+                         ema_decay=c["ema_decay"], averages=c["average"], clip_grad=c["clip_grad"], accumulate=c["accumulate"],
+                         growth_interval=c["growth_interval"], seed=c["seed"])
 
     # -- the loop
 
@@ -222,7 +223,7 @@ class Trainer:
             rng = Rng(hash64(c["seed"], self.step, 4, micro) >> 1, self.rank, self.world, self.device)
             with self._synchronised(last=micro == c["accumulate"] - 1):
                 loss = self.strategy.loss(self.precision, (images, target), rng)
-                self.precision.backward(loss)
+                self.precision.backward(loss * c["loss_weight"])
             total = total + loss.detach().float() / c["accumulate"]
         report = self.precision.step(measure=measure)
         self.step += 1

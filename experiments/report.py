@@ -339,6 +339,7 @@ def draw_all(experiment, recorded, runs):
 
 def strips(experiment, recorded, runs):
     """[(arm, pixels)] of the first seed's pictures, one row of ten images each; [] unless every finished arm's picture is there."""
+    import numpy as np
     from PIL import Image
 
     e, seed, rows = experiment, experiment.seeds[0], []
@@ -355,9 +356,7 @@ def strips(experiment, recorded, runs):
         with Image.open(folder / f"{name}.png") as picture:
             # samples are a grid of 6 rows and 10 columns; masks of segmentation are shown whole
             keep = picture.height if "segment" in arm.trained.experiment.common + arm.trained.flags else (picture.height - 4) // 6 + 4
-            picture = picture.convert("RGB").crop((0, 0, picture.width, keep))
-            flat = list(picture.getdata())
-        rows.append((arm.name, [flat[y * picture.width : (y + 1) * picture.width] for y in range(picture.height)]))
+            rows.append((arm.name, np.asarray(picture.convert("RGB").crop((0, 0, picture.width, keep))).tolist()))
     return rows
 
 

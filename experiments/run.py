@@ -367,10 +367,10 @@ def compare(arm, old, new, records):
 
 
 def value(record, metric):
-    """A score of a finished run: "ema.frechet", "0.9999:bf16.frechet", "raw.mean_dice"."""
-    source, _, key = metric.rpartition(".")
+    """A score of a finished run: "ema.frechet", "0.9999:bf16.frechet", "raw.mean_dice"; or a figure of the training: "final_loss"."""
+    source, _, name = metric.rpartition(".")
     try:
-        return float(record["scores"][source][key])
+        return float(record["scores"][source][name] if source else record[name])
     except (KeyError, TypeError):
         held = [f"{s}.{k}" for s, scores in record["scores"].items() for k, v in scores.items() if isinstance(v, (int, float))]
         raise ExperimentError(f"arm {record['arm']}, seed {record['seed']}: no score '{metric}'; its record holds {', '.join(held)}") from None

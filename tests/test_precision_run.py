@@ -446,6 +446,26 @@ def test_loss_scaling_changes_nothing_but_the_range():
     assert sums == pytest.approx(wanted, rel=0.1)
 
 
+def test_without_a_loss_scale_fp16_gradients_vanish_or_overflow():
+    bare = dict(fp16=True, sites=["loss_scale=none"])
+    (x, y) = batches(1)[0]
+    run = start(bare, lr=1e-2)
+    run.backward(1e-7 * F.mse_loss(run(x, torch.arange(8.0)), y))
+    run.step()
+    assert min(run.optimizer.state[p]["exp_avg"].abs().sum().item() for p in run.params) == 0
+    run = start(bare, lr=1e-2)
+    run.backward(1e7 * F.mse_loss(run(x, torch.arange(8.0)), y))
+    report = run.step(measure=True)
+    assert report["nonfinite_grads"] > 0 and report["skipped_steps"] == 0 and "loss_scale" not in report
+    assert not all(p.isfinite().all() for p in run.params)
+
+
+def test_the_loss_scale_doubles_after_steps_without_overflow():
+    run = start("fp16", lr=1e-3, growth_interval=2)
+    train(run, 4)
+    assert run.skipped == 0 and run.scaler.get_scale() == 4 * 65536
+
+
 def test_only_fp16_scales():
     for name in ("fp32", "bf16", "stochastic"):
         run = start(name)
