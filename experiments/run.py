@@ -277,12 +277,14 @@ def make_record(arm, seed, runs, code):
 # -- runs
 
 
-def validate(arms, seed):
+def validate(arms, seed, runs=RUNS):
     """Dry-run the arms here: a typo is one line before the first run, not a column of failed ones."""
     import train
 
     for arm in arms:
-        words = command(arm.trained, seed)[1:] + (arm.flags if arm.of else []) + ["--dry_run"]
+        if arm.trained.after and not (Path(runs) / label(arm.trained.start, seed)).exists():
+            continue  # its flags name a folder that is still to come
+        words = command(arm.trained, seed, runs)[1:] + (arm.flags if arm.of else []) + ["--dry_run"]
         said = io.StringIO()
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
@@ -393,7 +395,7 @@ def run(experiment, args):
         wanted = {key(a, s) for a in arms for s in seeds}
         if args.check and (missing := sorted(wanted - set(records))):
             raise ExperimentError(f"experiment {missing[0][0]} has no record of arm {missing[0][1]}, seed {missing[0][2]} to compare with; run it first")
-        validate(dict.fromkeys(arm for arm, _ in todo), seeds[0])
+        validate(dict.fromkeys(arm for arm, _ in todo), seeds[0], runs)
         status, results = 0, execute(todo, args.jobs, runs)
         bar = tqdm(total=len(wanted | {key(a, s) for a, s in todo}), initial=len(wanted & done), unit="run", dynamic_ncols=True, desc=experiment.folder.name)
         with contextlib.closing(results), bar:

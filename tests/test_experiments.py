@@ -280,6 +280,70 @@ def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
     assert not verdict({**again(0.0), "failed": "the loss is nan"})
 
 
+# -- what experiments share
+
+SECOND = TOML.replace("Rounding", "More").split("[[arms]]")[0] + """
+arms = [
+    {name = "fp32", of = "001/fp32", flags = []},
+    {name = "raw", of = "fp32", flags = [], metric = "raw.frechet"},
+    {name = "sampler", of = "fp32", flags = ["--set", "sampler=bf16"]},
+    {name = "again", of = "sampler", flags = [], metric = "raw.frechet", margin = 9},
+    {name = "student", after = "fp32", flags = ["--export", "{after}/student.safetensors"]},
+]
+"""
+
+
+def second(root, toml=SECOND):
+    (root / "002-more").mkdir(exist_ok=True)
+    (root / "002-more/experiment.toml").write_text(toml)
+    return run.load("2", root)
+
+
+def test_an_arm_reads_samples_or_starts_from_another_experiments_run(folder, fake, capsys, monkeypatch):
+    experiment = second(folder)
+    assert [a.source.name for a in experiment.arms] == ["fp32", "fp32", "sampler", "sampler", "student"]
+    assert {a.trained.experiment.number for a in experiment.arms[:4]} == {"001"} and experiment.arm("student").start is experiment.arm("fp32").trained
+    assert run.main(["002", "--seeds", "0", "--dry_run"], folder) == 0
+    planned = [re.search(r"--name (\S+)", c)[1] for c in capsys.readouterr().out.splitlines()]
+    assert planned == ["001-fp32-seed0", "002-sampler-seed0", "002-student-seed0"]
+    assert run.main(["002", "--seeds", "0", "--jobs", "3"], folder) == 0
+    own, other = ([r["arm"] for r in run.read_results(folder / name / "results.jsonl")] for name in ("002-more", "001-rounding"))
+    assert sorted(own) == ["sampler", "student"] and other == ["fp32"]
+    record = run.recorded(experiment)["002", "student", 0]
+    assert "--export runs/experiments/001-fp32-seed0/student.safetensors" in record["command"]
+    assert run.main(["002", "--seeds", "0", "--dry_run"], folder) == 0 and capsys.readouterr().out == "all recorded\n"
+    shutil.rmtree(folder.parent / "runs")  # what an arm starts from is trained again when its folder is gone, and what is recorded is not
+    (folder / "002-more/results.jsonl").write_text("")
+    assert run.main(["002", "--seeds", "0", "--dry_run"], folder) == 0
+    assert [re.search(r"--name (\S+)", c)[1] for c in capsys.readouterr().out.splitlines()] == planned
+
+
+@pytest.mark.parametrize("old, new, said", [
+    ('of = "001/fp32"', 'of = "003/fp32"', "no experiment 003"),
+    ('of = "001/fp32"', 'of = "001/fp64"', "no arm 'fp64'"),
+    ('of = "001/fp32"', 'of = "raw"', "leads back to itself"),
+    ('after = "fp32"', 'after = "sampler"', "trains nothing itself"),
+    ('"{after}/student.safetensors"', '"student.safetensors"', "{after} stands in its flags"),
+    ("seeds = [0,", "seeds = [7, 0,", "has no seed 7"),
+])
+def test_a_wrong_reference_is_one_line(folder, capsys, old, new, said):
+    assert old in SECOND
+    with pytest.raises(run.ExperimentError, match=re.escape(said)):
+        second(folder, SECOND.replace(old, new, 1))
+    assert said in fails(capsys, folder, "002")
+
+
+def test_scores_of_another_experiment_make_the_table(folder):
+    records = records_of(run.load("1", folder))
+    write(folder, TOML, records)
+    second(folder)
+    document = folder.parent / "EXPERIMENTS.md"
+    assert report.main([], folder, document) == 0
+    first, rows = table(document.read_text()), table(document.read_text(), "002")
+    assert rows["fp32"]["frechet"] == first["fp32"]["ema.frechet"] and rows["raw"]["frechet"] == first["fp32"]["raw.frechet"]
+    assert rows["sampler"]["frechet"] == "-"
+
+
 # -- what is reported
 
 
@@ -363,6 +427,37 @@ def test_an_arm_may_read_another_score_of_a_run_or_have_its_own_baseline(folder,
     assert rows["pair"]["verdict"].endswith("(against nearest)")
 
 
+FACTORS = TOML.split("[[arms]]")[0] + "ranges = true\nx_label = \"share\"\narms = [" + ",".join(
+    f'{{name = "{u}-{e}", flags = ["--lr", "1e-{i + 2}"], cell = {{update = "{u}", ema = "{e}"}}, series = "{u}", x = {1 + (e == "bf16")}}}'
+    for i, (u, e) in enumerate([("stochastic", "fp32"), ("stochastic", "bf16"), ("nearest", "fp32"), ("nearest", "bf16")])) + "]"
+
+
+def test_effects_of_factors_are_ratios_of_cells(folder):
+    write(folder, FACTORS.replace('baseline = "fp32"', 'baseline = "stochastic-fp32"'))
+    experiment = run.load("1", folder)
+    spread = np.random.default_rng(0)
+    cells = {"stochastic-fp32": 0.1, "stochastic-bf16": 10.0, "nearest-fp32": 0.3, "nearest-bf16": 15.0}
+    trace = [{"t": t, "x_min": -t / 250, "x_max": 4.0, "x_mean": 0.1, **({"prediction_min": -2.0, "prediction_max": 2.0} if t else {})} for t in (1000, 500, 0)]
+    records = [record(experiment, name, s, mean * np.exp(0.1 * spread.standard_normal())) for s in experiment.seeds for name, mean in cells.items()]
+    for r in records:
+        r["scores"]["ema"]["trace"] = trace
+    write(folder, FACTORS.replace('baseline = "fp32"', 'baseline = "stochastic-fp32"'), records)
+    document = folder.parent / "EXPERIMENTS.md"
+    assert report.main([], folder, document) == 0
+    logs = {name: np.log10([r["scores"]["ema"]["frechet"] for r in records if r["arm"] == name]) for name in cells}
+    s_f, s_b, n_f, n_b = logs.values()
+    expected = {"update nearest": (n_f + n_b - s_f - s_b) / 2, "ema bf16": (s_b + n_b - s_f - n_f) / 2, "update x ema": n_b - n_f - s_b + s_f}
+    text = document.read_text()
+    found = {line.split("|")[1].strip(): [float(c) for c in line.split("|")[2:5]] for line in text.splitlines() if line.startswith(("| update ", "| ema "))}
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        half = stats.t.ppf(0.975, 5) * values.std(ddof=1) / 6**0.5
+        assert found[name] == pytest.approx([10 ** (values.mean() + by) for by in (0, -half, half)], abs=0.006)
+    assert "| nearest-bf16 | -4.00 → 0.00 | 4.00 → 4.00 | 0.10 → 0.10 | -2.00 → -2.00 | 2.00 → 2.00 |" in text
+    assert {p.name for p in (folder / "001-rounding").glob("*.png")} == {"curves.png", "factorial.png", "series.png", "ranges.png"}
+    assert report.factorials(experiment, {k: r for k, r in run.recorded(experiment).items() if k[1] != "nearest-fp32"}) == []  # a missing cell: no effects
+
+
 def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
     experiment, document = run.load("1", folder), folder.parent / "EXPERIMENTS.md"
     write(folder, TOML, records_of(experiment))
@@ -399,6 +494,14 @@ def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment):
 @logged
 def test_the_log_is_what_the_results_give():
     assert report.main(["--check"]) == 0
+
+
+def test_a_short_arm_of_the_log_gives_its_record_again(capsys):
+    e = run.load("17")
+    if ("017", "fp32", 0) not in run.recorded(e):
+        pytest.skip("experiment 017 is not recorded yet")
+    assert run.main(["017", "--check", "--arm", "fp32", "--seeds", "0"]) == 0, capsys.readouterr().out
+    assert "fp32, seed 0: same" in capsys.readouterr().out
 
 
 @logged
