@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 
-TASKS = ("rflow", "ddpm", "segment")
+TASKS = ("rflow", "reflow", "ddpm", "segment")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MASKS = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them
 VOLUMES = (".nii", ".nii.gz")

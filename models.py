@@ -7,6 +7,8 @@
     unet   segment      monai.networks.nets.UNet                tiny, small, base
     dit    rflow, ddpm  DiT, below                              tiny, S, B, L, XL, with a patch size or not: S/2, XL/4
 
+reflow has the nets of rflow.
+
 Generative nets are called as net(x [B,C,H,W], t [B] floating, timesteps in [0, 1000), y [B] int64 labels) -> [B,C,H,W].
 The label num_classes is the null label of classifier-free guidance (Ho & Salimans, arXiv 2207.12598). No net drops
 labels by itself: the caller puts the null label in their place, so all randomness comes from the caller's generator.
@@ -32,7 +34,7 @@ class ModelError(ValueError):
     """A net that cannot be built as asked; the message is one line that says what to choose instead."""
 
 
-TASKS = {"rflow": ("unet", "dit"), "ddpm": ("unet", "dit"), "segment": ("unet",)}
+TASKS = {"rflow": ("unet", "dit"), "reflow": ("unet", "dit"), "ddpm": ("unet", "dit"), "segment": ("unet",)}
 
 # size: (channels per level, residual blocks per level, levels with self-attention). Each level but the first halves the
 # image; the middle block, at the lowest, always attends.
@@ -64,7 +66,7 @@ SHORT = 128  # tokens up to which a CPU runs plain attention in bf16 faster than
 def build(model: str, task: str, channels: int, num_classes: int, image_size: int, size: str | None = None):
     """Builds a net in fp32 on torch's default device, its initial weights drawn from torch's global generator.
 
-    model: 'unet' or 'dit'. task: 'rflow' or 'ddpm' for a generative net (called as described at the top of this file),
+    model: 'unet' or 'dit'. task: 'rflow', 'reflow' or 'ddpm' for a generative net (called as described at the top of this file),
     'segment' for net(x [B,C,H,W]) -> logits [B,num_classes,H,W]. channels: C of the images. num_classes: labels of the
     data, 0 if it has none (then y is all zeros, the null label); for 'segment' classes of the masks, with background.
     image_size: side of the square images in pixels. size: an entry of the table above. Raises ModelError.

@@ -4,6 +4,7 @@
     python train.py --check                        what this machine runs natively, and the flags to start with
     python train.py --dry_run --pure_bf16          the resolved flags and the precision of every tensor; trains nothing
     python train.py --sample runs/NAME             draw again from a run's weights
+    python train.py --task reflow --teacher runs/NAME --sample_steps 1    a student of that run that draws in one step
     torchrun --nproc_per_node=2 train.py           the same run on two processes
 
 The same command again resumes an interrupted run. Bad input ends with one line and exit status 2.
@@ -41,7 +42,7 @@ def build_parser():
         group.add_argument(f"--{name}", help=help, **options)
 
     g = parser.add_argument_group("task")
-    add(g, "task", "rflow", "rectified flow, denoising diffusion, or segmentation", choices=["rflow", "ddpm", "segment"])
+    add(g, "task", "rflow", "rectified flow, reflow from a --teacher, denoising diffusion, or segmentation", choices=["rflow", "reflow", "ddpm", "segment"])
     add(g, "model", "unet", "MONAI's U-Net, or the diffusion transformer", choices=["unet", "dit"])
     add(g, "size", None, "size of the net: tiny, small, base ...; dit: tiny, S/2, B/2, L/2, XL/2 (default: tiny)")
     add(g, "data", None, "digits (default), synthetic (default for segment), folder:PATH, cifar10:PATH, mnist:PATH, medmnist:FILE.npz, nifti:PATH")
@@ -78,6 +79,10 @@ def build_parser():
     g = parser.add_argument_group("generation")
     add(g, "timestep_sampling", "uniform", "how training draws rectified-flow timesteps", choices=["uniform", "logit-normal"])
     add(g, "velocity", "clean-noise", "sign of the rectified-flow velocity, in training and sampling alike", choices=["clean-noise", "noise-clean"])
+    add(g, "teacher", "", "for --task reflow: checkpoint or run folder of the rectified flow whose images the student learns; --model, --size, "
+                          "--data, --image_size and --velocity are the teacher's", metavar="CHECKPOINT")
+    add(g, "pairs", 8192, "for --task reflow: pairs of noise and image that the teacher draws before training", type=natural)
+    add(g, "teacher_steps", 50, "for --task reflow: steps in which it draws them", type=thousand)
     add(g, "min_snr", 5.0, "gamma of min-SNR weighting for ddpm, 0 for none", type=amount)
     add(g, "label_dropout", 0.1, "share of labels dropped, for classifier-free guidance", type=share)
     add(g, "guidance", 1.0, "classifier-free guidance weight; 1 is none and costs half", type=amount)
@@ -178,6 +183,8 @@ def run_name(config):
         if flag == "data" and ":" in value:
             kind, _, path = value.partition(":")
             value = f"{kind}_{os.path.basename(os.path.normpath(path))}"
+        if flag == "teacher":
+            value = f"teacher_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
         parts += [flag] if value is True else value if isinstance(value, list) else [value] if isinstance(value, str) else [f"{flag}{value:g}"]
     return "-".join(re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts)[:200] or "default"
 
@@ -280,13 +287,18 @@ def run(special, flags, command):
         print(f"pictures: {trainer.folder}/samples/{label}-*.png   scores: {trainer.folder}/samples/{label}.json")
         return 0
 
-    config = {**DEFAULTS, **flags}
+    config, teacher = {**DEFAULTS, **flags}, None
+    if config["task"] == "reflow" and config["teacher"]:
+        from reflow import Teacher
+
+        teacher = Teacher(config["teacher"], flags, DEFAULTS)
+        config.update(teacher.shared)
     config["name"] = config["name"] or run_name(config)
     if special.get("dry_run"):
         trainer = Trainer({**config, "device": config["device"]}, command, dry=True)
         print("\n".join(f"--{key} {value}" for key, value in config.items()) + "\n")
     else:
-        trainer = Trainer(config, command)
+        trainer = Trainer(config, command, teacher=teacher)
     if trainer.rank == 0:
         print(f"{trainer.data}\n{config['model']} on {trainer.device}\n{trainer.precision.ledger()}")
         for note in trainer.notes:

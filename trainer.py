@@ -35,7 +35,7 @@ from strategies import STRATEGIES, TIMESTEPS, Rng
 
 # Flags that may change between the runs of one folder: they say how long, how often and with what help, not what is computed.
 FREE = {"steps", "log_every", "sample_every", "checkpoint_every", "workers", "device", "name", "runs", "export", "weights", "samples",
-        "sample_batch", "threads"}
+        "sample_batch", "threads", "teacher"}  # a teacher is told by its weights, not by its path
 
 
 class RunError(ValueError):
@@ -150,11 +150,12 @@ class BatchIndices:
 class Trainer:
     """A run, set up from resolved flags (train.DEFAULTS): `fit()` trains and scores it, `draw()` samples from its weights.
 
+    teacher: a reflow.Teacher, which `fit()` needs for --task reflow.
     Raises RunError, precision.RecipeError, data.DataError, models.ModelError, all before anything is written.
     """
 
-    def __init__(self, config, command=(), dry=False):
-        self.config, self.command = config, list(command)
+    def __init__(self, config, command=(), dry=False, teacher=None):
+        self.config, self.command, self.teacher = config, list(command), teacher
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = self._device(config["device"])
         if config["threads"]:
@@ -166,6 +167,9 @@ class Trainer:
             fits = [n for n in range(1, TIMESTEPS + 1) if TIMESTEPS % n == 0]
             near = min(fits, key=lambda n: abs(n - config["sample_steps"]))
             raise RunError(f"--sample_steps {config['sample_steps']}: MONAI's DDIM steps are {TIMESTEPS} // steps apart, so ddpm needs a divisor; use {near}")
+        if (config["task"] == "reflow") != bool(config["teacher"]):
+            raise RunError("--task reflow learns from a teacher's images: add --teacher CHECKPOINT, of a run with --task rflow" if not config["teacher"] else
+                           f"--teacher is for --task reflow, and this is --task {config['task']}: add --task reflow, or drop it")
         if config["batch_size"] % self.world:
             raise RunError(f"--batch_size {config['batch_size']} can't be shared by {self.world} processes: use a multiple of {self.world}")
         if self.world > 1 and config["optimizer"] == "torchastic":
@@ -232,15 +236,18 @@ class Trainer:
     def fit(self):
         """Train to config['steps'], score, write everything; returns the summary dict. Resumes from the run's checkpoint if there is one."""
         c = self.config
+        if self.teacher:
+            self.teacher.check(self.folder)
         self._start_processes()
         finished = self._open_folder()
         if finished:
             if c["export"] and self.rank == 0:
                 self.export(c["export"])
             return finished
+        train = self.teacher.prepare(self) if self.teacher else self.data.train
         self._wrap()
-        indices = BatchIndices(len(self.data.train), c["batch_size"], c["seed"], self.step * c["accumulate"], self.rank, self.world)
-        loader = torch.utils.data.DataLoader(self.data.train, sampler=indices, batch_size=None, num_workers=c["workers"],
+        indices = BatchIndices(len(train), c["batch_size"], c["seed"], self.step * c["accumulate"], self.rank, self.world)
+        loader = torch.utils.data.DataLoader(train, sampler=indices, batch_size=None, num_workers=c["workers"],
                                              worker_init_fn=_ignore_interrupt)
         self.batches = iter(loader)
         main, metrics_file = self.rank == 0, None

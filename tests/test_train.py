@@ -599,6 +599,7 @@ def test_every_flag_is_read(monkeypatch):
     original = trainer.Trainer.__init__
     monkeypatch.setattr(trainer.Trainer, "__init__", lambda self, config, *args, **options: original(self, Recorded(config), *args, **options))
     assert quick(name="a", steps=2) == 0 and quick("--task", "ddpm", name="b", steps=1) == 0
+    assert quick("--task", "reflow", "--teacher", "runs/a", "--pairs", 8, name="c", steps=1) == 0
     assert read == train.DEFAULTS.keys()
 
 

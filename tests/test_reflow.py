@@ -1,0 +1,312 @@
+"""Reflow: the teacher's pairs, the student's start, straight paths learnt from them, resume bit for bit, and what does not fit a teacher."""
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from reflow import PAIRS, Teacher
+from strategies import BINS, TIMESTEPS, Reflow, Rng
+from test_strategies import Recorder, batch, digits, make, rmse  # noqa: F401 (digits is a fixture)
+from test_train import (QUICK, after_step, assert_same, checkpoint, command, content, draw, in_a_folder_of_its_own, metrics, no_training,  # noqa: F401
+                        one_line, quick, summary)
+from trainer import Trainer, read_checkpoint
+
+TEACHER = "runs/teacher"
+REFLOW = ["--task", "reflow", "--teacher", TEACHER, "--pairs", 50, "--teacher_steps", 4]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs that cost more than a moment, made once: a rectified flow with curved paths, and others that are hardly trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    steps = lambda n: [*QUICK, "--runs", folder, "--steps", n]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("precision._compiled", lambda kernel: kernel)
+        assert command(*steps(120), "--name", "teacher", "--batch_size", 16, "--lr", 3e-3, "--ema_decay", 0.95) == 0
+        assert command(*steps(2), "--name", "dit", "--model", "dit", "--size", "tiny/4", "--velocity", "noise-clean", "--image_size", 16, "--pure_bf16",
+                       "--optimizer", "torchastic", "--ema_decay", 0.5, "--lr", 3e-2, "--guidance", 3) == 0
+        assert command(*steps(1), "--name", "ddpm", "--task", "ddpm") == 0
+        assert command(*steps(1), "--name", "segment", "--task", "segment", "--image_size", 16) == 0
+    return folder
+
+
+@pytest.fixture
+def teachers(trained):
+    for run in trained.iterdir():
+        shutil.copytree(run, Path("runs", run.name), ignore=shutil.ignore_patterns("events*"))
+
+
+def student(*flags, steps=4, name="run"):
+    return quick(*REFLOW, *flags, steps=steps, name=name)
+
+
+def drawer(path, **changes):
+    """sample(labels, noise, steps) with the averaged weights of a run."""
+    found = read_checkpoint(path)
+    run = Trainer({**train.DEFAULTS, **found["config"], **changes})
+    run.restore(found)
+    net = run.precision.generator()
+    return lambda labels, noise, steps: run.strategy.sample(net, labels, noise, steps)
+
+
+def pairs(name="run"):
+    return load_file(f"runs/{name}/{PAIRS}")
+
+
+# ---- The task -------------------------------------------------------------------------------------------------------
+
+def test_the_loss_takes_the_noise_that_came_with_the_image(digits):
+    task, (images, labels) = make(Reflow, digits), batch(digits, 16)
+    noise = Rng(0).normal(*images.shape)
+    both = torch.cat([images, noise], dim=1)
+    exact = lambda x, t, labels: images - noise
+    assert float(task.loss(exact, (both, labels), Rng(1))) == 0
+    assert float(task.loss(lambda x, t, labels: noise - images, (both, labels), Rng(1))) > 1
+    net = Recorder()
+    task.loss(net, (both, labels), Rng(1))
+    s = (net.t[0] / TIMESTEPS)[:, None, None, None]
+    torch.testing.assert_close(net.x[0], (1 - s) * images + s * noise)
+
+
+def test_the_loss_by_timestep_is_zero_where_paths_are_straight(digits):
+    task, (images, labels) = make(Reflow, digits, sample_steps=7), batch(digits, 16)
+    straight = task.loss_by_timestep(Recorder(0.3), images, labels, Rng(0))
+    assert len(straight) == BINS and max(straight) < 1e-10
+    turning = lambda x, t, labels: torch.zeros_like(x) + (t / TIMESTEPS)[:, None, None, None]
+    curved = task.loss_by_timestep(turning, images, labels, Rng(0))
+    assert curved == task.loss_by_timestep(turning, images, labels, Rng(0)) and min(curved[0], curved[-1]) > 0.1 > 0.01 > curved[5]
+
+
+# ---- Learning -------------------------------------------------------------------------------------------------------
+
+def test_one_step_of_the_student_lands_nearer_to_the_teachers_end_than_one_of_the_teacher(teachers, capsys):
+    assert student("--pairs", 256, "--teacher_steps", 10, "--batch_size", 16, "--lr", 3e-3, "--ema_decay", 0.95, "--sample_steps", 1, steps=120) == 0
+    noise, labels = Rng(99).normal(100, 1, 8, 8), torch.arange(100) % 10  # noise that was in no pair
+    end = drawer(TEACHER)(labels, noise, 20)
+    of_teacher, of_student = (rmse(drawer(path)(labels, noise, 1), end) for path in (TEACHER, "runs/run"))
+    print(of_student, of_teacher)
+    assert of_student < 0.6 * of_teacher
+    assert "the teacher's pairs" in capsys.readouterr().err
+    assert student("--lr", 1e-9, "--sample_steps", 1, steps=1, name="start") == 0  # the teacher, measured as a student
+    bent, straight = (sum(summary(name)["scores"]["ema"]["loss_by_timestep"]) for name in ("start", "run"))
+    assert straight < 0.5 * bent
+
+
+def test_the_pairs_are_the_teachers_images_of_their_noise(teachers):
+    assert student("--sample_batch", 20, steps=1) == 0
+    found = pairs()
+    assert {name: list(t.shape) for name, t in found.items()} == {"images": [50, 1, 8, 8], "noise": [50, 1, 8, 8], "labels": [50]}
+    assert found["labels"].bincount().tolist() == [5] * 10 and 0.9 < float(found["noise"].std()) < 1.1
+    torch.testing.assert_close(found["images"], drawer(TEACHER)(found["labels"], found["noise"], 4))
+    assert student("--seed", 1, steps=1, name="other") == 0
+    assert not torch.equal(pairs("other")["noise"], found["noise"])
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan", "--pure_bf16 --master split",
+                                   "--pure_bf16 --optimizer torchastic", "--set ema=bf16 --average 0.9:bf16"])
+def test_the_student_starts_from_the_teachers_average_in_its_own_recipe(flags, teachers, monkeypatch):
+    start = {}
+    monkeypatch.setattr(Trainer, "_train", lambda run, *args: start.update({s: run.precision.weights(s) for s in ("raw", *run.precision.averages)}))
+    monkeypatch.setattr(Trainer, "_finish", lambda run: {"scores": {"ema": {}}, "reference": {}, "step": 0, "seconds": 0, "scoring_seconds": 0,
+                                                         "images_per_second": 0, "peak_memory": 0, "skipped_steps": 0})
+    assert student(*flags.split()) == 0
+    average = checkpoint("teacher")["precision"]["averages"]["ema"]["shadow"]
+    image = {name: value.bfloat16() for name, value in average.items()}
+    held = average if "pure" not in flags or "split" in flags else image
+    if "kahan" in flags:
+        for name, value in average.items():
+            torch.testing.assert_close(start["raw"][name], value, rtol=2**-15, atol=0)
+    else:
+        assert_same(start["raw"], {name: value.float() for name, value in held.items()})
+    assert_same(start["ema"], image if "ema=bf16" in flags else average)
+    if "--average" in flags:
+        assert_same(start["0.9:bf16"], image)
+
+
+def test_a_teacher_of_another_recipe_draws_in_its_own(teachers):
+    """bf16 weights, the other sign, 16x16, guidance 3, and an optimiser that the student does not have."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    assert student("--teacher", "runs/dit", "--bf16", steps=2) == 0
+    flags = json.loads(Path("runs/run/config.json").read_text())["flags"]
+    assert [flags[k] for k in ("model", "size", "image_size", "velocity", "guidance", "bf16", "pure_bf16")] == ["dit", "tiny/4", 16, "noise-clean", 1.0, True, False]
+    found = pairs()
+    assert found["images"].shape == (50, 1, 16, 16)
+    torch.testing.assert_close(found["images"], drawer("runs/dit")(found["labels"], found["noise"], 4))
+    assert rmse(found["images"], drawer("runs/dit", guidance=1.0)(found["labels"], found["noise"], 4)) > 1e-3
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+    # and a student can teach
+    assert student("--teacher", "runs/run/checkpoint.pt", name="third", steps=1) == 0
+    torch.testing.assert_close(pairs("third")["images"], drawer("runs/run")(pairs("third")["labels"], pairs("third")["noise"], 4))
+
+
+def test_drawing_leaves_the_students_tf32_alone(teachers):
+    torch.set_float32_matmul_precision("high")
+    try:
+        config = {**train.DEFAULTS, "task": "reflow", "teacher": TEACHER, "pairs": 4, "teacher_steps": 1, "name": "run"}
+        teacher = Teacher(TEACHER, {}, train.DEFAULTS)
+        run = Trainer(config, teacher=teacher)
+        torch.set_float32_matmul_precision("high")  # as a student in tf32 has it
+        assert len(teacher.prepare(run)) == 4
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# ---- Resume and several processes -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags", ["", "--bf16", "--pure_bf16 --stochastic"])
+def test_an_interrupted_student_equals_an_uninterrupted_one_bit_for_bit(flags, teachers, monkeypatch):
+    flags = [*flags.split(), "--log_every", 3]
+    assert student(*flags, name="whole", steps=8) == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 5, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        assert student(*flags, name="stopped", steps=8) == 143
+    assert checkpoint("stopped")["step"] == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(Teacher, "_draw", lambda *args: pytest.fail("it drew the pairs again"))
+        # another path to the same weights, and another batch of drawing, are the same run
+        assert student(*flags, "--teacher", f"{TEACHER}/checkpoint.pt", "--sample_batch", 7, name="stopped", steps=8) == 0
+    assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])
+    assert metrics("stopped") == metrics("whole")
+
+
+def test_pairs_that_are_gone_are_drawn_again(teachers):
+    assert student() == 0 and student(name="again", steps=2) == 0
+    Path(f"runs/again/{PAIRS}").unlink()
+    assert student(name="again") == 0
+    assert_same(pairs("again"), pairs())
+    assert_same(checkpoint("again")["precision"], checkpoint()["precision"])
+
+
+def on_two_processes(*flags):
+    """train.py on two ranks that are forks of this process, which spares them the imports."""
+    def rank(i):
+        os.environ.update(RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os._exit(command(*flags))
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [multiprocessing.get_context("fork").Process(target=rank, args=(i,)) for i in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def test_two_processes_draw_and_learn_what_one_does_and_resume(teachers):
+    flags = [*QUICK, *REFLOW, "--sample_batch", 8]
+    on_two_processes(*flags, "--name", "two", "--steps", 4)
+    assert command(*flags, "--name", "one", "--steps", 6) == 0
+    assert_same(pairs("two"), pairs("one"))
+    on_two_processes(*flags, "--name", "two", "--steps", 6)
+    assert [row["step"] for row in metrics("two")] == [2, 4, 6]
+    last = lambda name: torch.cat([t.flatten() for t in checkpoint(name)["precision"]["model"].values()])
+    assert float((last("two") - last("one")).norm() / last("one").norm()) < 1e-4
+
+
+# ---- Without the teacher --------------------------------------------------------------------------------------------
+
+def test_a_student_draws_without_pairs_and_teacher(teachers, monkeypatch, tmp_path):
+    assert student("--sample_steps", 1) == 0
+    shutil.rmtree(TEACHER)
+    Path(f"runs/run/{PAIRS}").unlink()
+    assert draw(monkeypatch, "runs/run") == summary()["scores"]
+    assert draw(monkeypatch, "runs/run", "--sample_steps", 3) != summary()["scores"]
+
+
+def test_dry_run_draws_nothing_and_says_what_the_teacher_settles(teachers, monkeypatch, capsys):
+    before = content(".")
+    no_training(monkeypatch)
+    monkeypatch.setattr(Teacher, "_draw", lambda *args: pytest.fail("it drew"))
+    assert command(*REFLOW, "--teacher", "runs/dit", "--dry_run", "--pure_bf16") == 0
+    out = capsys.readouterr().out
+    for line in ("--model dit", "--size tiny/4", "--image_size 16", "--velocity noise-clean", "--pairs 50", "--teacher runs/dit"):
+        assert f"{line}\n" in out
+    assert re.search(r"^weights +bf16 ", out, re.M) and content(".") == before
+
+
+def test_flags_of_a_file_and_the_name_of_the_folder(teachers):
+    Path("student.yaml").write_text("task: reflow\nteacher: runs/teacher/checkpoint.pt\npairs: 8\nteacher_steps: 1\nsamples: 20\nbatch_size: 8\nsample_steps: 1\n")
+    assert command("--config", "student.yaml", "--steps", 1) == 0
+    assert Path("runs/reflow-steps1-batch_size8-teacher_teacher-pairs8-teacher_steps1-sample_steps1-samples20", PAIRS).exists()
+    name = lambda path: train.run_name({**train.DEFAULTS, "task": "reflow", "teacher": path})
+    assert name("/a/runs/x") == name("runs/x/") == name("runs/x/checkpoint.pt") == "reflow-teacher_x"
+
+
+# ---- What does not fit ----------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "--task reflow": "add --teacher CHECKPOINT",
+    "--teacher runs/teacher": "this is --task rflow",
+    "--teacher runs/teacher --task ddpm": "this is --task ddpm",
+    "--task reflow --teacher nowhere": "no checkpoint at nowhere",
+    "--task reflow --teacher notes.txt": "no checkpoint of this program",
+    "--task reflow --teacher runs/ddpm": "was trained with --task ddpm",
+    "--task reflow --teacher runs/segment": "was trained with --task segment",
+    "--task reflow --teacher runs/teacher --model dit": "--model dit differs from the teacher's unet",
+    "--task reflow --teacher runs/teacher --size small": "--size small differs from the teacher's tiny",
+    "--task reflow --teacher runs/teacher --image_size 16": "--image_size 16 differs from the teacher's 8",
+    "--task reflow --teacher runs/teacher --data cifar10:x": "--data cifar10:x differs from the teacher's digits",
+    "--task reflow --teacher runs/teacher --velocity noise-clean": "--velocity noise-clean differs from the teacher's clean-noise",
+    "--task reflow --teacher runs/moved": "don't fit digits as it is now",
+    "--task reflow --teacher runs/teacher --pairs 0": "above 0",
+    "--task reflow --teacher runs/teacher --teacher_steps 1001": "from 1 to 1000",
+    "--sample runs/teacher --teacher runs/teacher": "--teacher can't differ",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_fit_is_one_line_and_leaves_nothing(flags, teachers, capsys):
+    Path("notes.txt").write_text("no checkpoint")
+    shutil.copytree(TEACHER, "runs/moved")
+    state = checkpoint("moved")
+    shadow = state["precision"]["averages"]["ema"]["shadow"]
+    name = next(name for name in shadow if name.startswith("class_embedding"))
+    shadow[name] = shadow[name][:-1].clone()  # as if a class had come to the data
+    torch.save(state, "runs/moved/checkpoint.pt")
+    before = content(".")
+    capsys.readouterr()
+    assert command(*flags.split()) == 2
+    assert REFUSED[flags] in one_line(capsys)
+    assert content(".") == before
+
+
+def test_what_equals_the_teachers_in_other_words_is_taken(teachers):
+    assert command(*REFLOW, *"--size tiny --data digits --image_size 8 --model unet --velocity clean-noise --dry_run".split()) == 0
+
+
+def test_pairs_of_another_teacher_and_broken_pairs_are_refused(teachers, capsys):
+    assert student() == 0
+    state = checkpoint("teacher")
+    name, value = next(iter(state["precision"]["averages"]["ema"]["shadow"].items()))
+    value.view(-1)[0] += 1e-3
+    torch.save(state, f"{TEACHER}/checkpoint.pt")
+    before = content("runs")
+    capsys.readouterr()
+    assert student(steps=6) == 2
+    assert "the pairs of another teacher" in one_line(capsys) and content("runs") == before
+    path = Path(f"runs/run/{PAIRS}")
+    for broken in (path.read_bytes()[:-5], b"", b"\x08\0\0\0\0\0\0\0{}      "):
+        path.write_bytes(broken)
+        before = content("runs")
+        assert student(steps=6) == 2
+        assert str(path) in one_line(capsys) and content("runs") == before
+
+
+def test_a_teacher_whose_images_are_not_finite_is_refused(teachers, capsys):
+    state = checkpoint("teacher")
+    next(iter(state["precision"]["averages"]["ema"]["shadow"].values())).fill_(float("nan"))
+    torch.save(state, f"{TEACHER}/checkpoint.pt")
+    assert student() == 2
+    assert "not finite" in capsys.readouterr().err.splitlines()[-1] and not Path(f"runs/run/{PAIRS}").exists()
