@@ -163,7 +163,7 @@ def test_drawing_leaves_the_students_tf32_alone(teachers):
 
 # ---- Resume and several processes -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("flags", ["", "--bf16", "--pure_bf16 --stochastic"])
+@pytest.mark.parametrize("flags", ["", "--pure_bf16 --stochastic"])
 def test_an_interrupted_student_equals_an_uninterrupted_one_bit_for_bit(flags, teachers, monkeypatch):
     flags = [*flags.split(), "--log_every", 3]
     assert student(*flags, name="whole", steps=8) == 0
