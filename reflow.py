@@ -3,14 +3,16 @@
     python train.py --name teacher
     python train.py --task reflow --teacher runs/teacher --sample_steps 1
 
-A rectified flow trained on independent pairs of image and noise has curved paths, since where two straight lines cross it can only follow
-their mean; few large steps leave such a path. Its own pairs, noise and the image that its ODE leads to, cross less: a second flow trained on
-them (2-rectified flow; in InstaFlow, arXiv 2309.06380, the step that makes one-step generation of large images work) has nearly straight
-ones, and one step lands near their end. A student can be a teacher in turn.
+A rectified flow trained on independent pairs of image and noise has curved paths, since where two straight lines cross
+it can only follow their mean; few large steps leave such a path. Its own pairs, noise and the image that its ODE leads
+to, cross less: a second flow trained on them (2-rectified flow; in InstaFlow, arXiv 2309.06380, the step that makes
+one-step generation of large images work) has nearly straight ones, and one step lands near their end. A student can be
+a teacher in turn.
 
-`--pairs` images are drawn once, in `--teacher_steps` steps (their error should be far below the student's: halving them doubles it), from the teacher's averaged weights in the teacher's own recipe and with its own
-guidance, each label equally often. They are kept in the run's folder with a hash of those weights; while they are there a resumed run reads
-them. The student starts from the same weights, in its own recipe. Once trained it needs neither pairs nor teacher.
+`--pairs` images are drawn once, in `--teacher_steps` steps (half as many, about twice their error, which should stay far
+below the student's), from the teacher's averaged weights in the teacher's own recipe and with its own guidance, each
+label equally often. They are kept in the run's folder with a hash of those weights; while they are there a resumed run
+reads them. The student starts from the same weights, in its own recipe. Once trained it needs neither pairs nor teacher.
 """
 
 import hashlib
@@ -43,9 +45,10 @@ def _place(spec):
 class Teacher:
     """A trained rectified flow, read from a checkpoint or run folder, for `Trainer(config, teacher=...)`.
 
-    flags: what the user gave; values of SHARED among them must be the teacher's. defaults: of all flags, for those that are younger than the
-    checkpoint. `shared` holds the teacher's values of SHARED, for the student's config. Raises RunError before anything is written or
-    drawn, and what Trainer raises when the teacher's own recipe or data can't be had here.
+    flags: what the user gave; values of SHARED among them must be the teacher's. defaults: of all flags, for those that
+    are younger than the checkpoint. `shared` holds the teacher's values of SHARED, for the student's config. Raises
+    RunError before anything is written or drawn, and what Trainer raises when the teacher's own recipe or data can't be
+    had here.
     """
 
     def __init__(self, path, flags, defaults):
@@ -69,7 +72,8 @@ class Teacher:
         self.model, self.average = checkpoint["precision"]["model"], checkpoint["precision"]["averages"]["ema"]
         shapes = {name: p.shape for name, p in self.run.precision.named_params}
         if {name: value.shape for name, value in self.average["shadow"].items()} != shapes:
-            raise RunError(f"--teacher {path}: its weights don't fit {self.run.data.name} as it is now ({self.run.data}): give the data it was trained on")
+            raise RunError(f"--teacher {path}: its weights don't fit {self.run.data.name} as it is now ({self.run.data}): "
+                           f"give the data it was trained on")
         digest = hashlib.sha256()
         for name, value in sorted(self.average["shadow"].items()):
             digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
@@ -77,7 +81,8 @@ class Teacher:
         self.fingerprint = digest.hexdigest()
 
     def _refuse(self, flag, its, given):
-        raise RunError(f"--{flag} {given} differs from the teacher's {its}: the student starts from the weights of {self.path}; drop --{flag}")
+        raise RunError(f"--{flag} {given} differs from the teacher's {its}: the student starts from the weights of "
+                       f"{self.path}; drop --{flag}")
 
     def check(self, folder):
         """Raises RunError if `folder` holds pairs that can't be read, or another teacher's."""
@@ -93,8 +98,9 @@ class Teacher:
             raise RunError(f"{path} holds the pairs of another teacher than {self.path} holds now: give that teacher, or another --name")
 
     def prepare(self, run):
-        """The pairs of a student's Trainer as its training set: images [B, 2C, H, W], clean and noise, with labels [B]; from the run's folder,
-        or drawn and written there. A student at step 0 gets the teacher's averaged weights."""
+        """The pairs of a student's Trainer as its training set: fp32 [B, 2C, H, W], clean images and their noise, with
+        labels int64 [B]; from the run's folder, or drawn and written there. A student at step 0 gets the teacher's
+        averaged weights. Raises RunError when the images are not finite or can't be written."""
         path = run.folder / PAIRS
         if path.exists():
             with safe_open(path, "pt") as file:
@@ -130,5 +136,6 @@ class Teacher:
         if run.world > 1:
             dist.all_reduce(images)  # each image is drawn by one rank and zero on the others: the sum is exact
         if not images.isfinite().all():
-            raise RunError(f"--teacher {self.path} draws images that are not finite: train it again, or draw from it with --sample to see them")
+            raise RunError(f"--teacher {self.path} draws images that are not finite: train it again, or draw from it with "
+                           f"--sample to see them")
         return {"images": images.cpu(), "noise": noise, "labels": labels}

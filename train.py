@@ -4,7 +4,6 @@
     python train.py --check                        what this machine runs natively, and the flags to start with
     python train.py --dry_run --pure_bf16          the resolved flags and the precision of every tensor; trains nothing
     python train.py --sample runs/NAME             draw again from a run's weights
-    python train.py --task reflow --teacher runs/NAME --sample_steps 1    a student of that run that draws in one step
     torchrun --nproc_per_node=2 train.py           the same run on two processes
 
 The same command again resumes an interrupted run. Bad input ends with one line and exit status 2.

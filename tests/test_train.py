@@ -596,10 +596,11 @@ def test_every_flag_is_read(monkeypatch):
         def __reduce__(self):  # into the checkpoint as what it is
             return dict, (dict(self),)
 
+    assert quick(name="teacher", steps=1) == 0
     original = trainer.Trainer.__init__
     monkeypatch.setattr(trainer.Trainer, "__init__", lambda self, config, *args, **options: original(self, Recorded(config), *args, **options))
     assert quick(name="a", steps=2) == 0 and quick("--task", "ddpm", name="b", steps=1) == 0
-    assert quick("--task", "reflow", "--teacher", "runs/a", "--pairs", 8, name="c", steps=1) == 0
+    assert quick("--task", "reflow", "--teacher", "runs/teacher", "--pairs", 8, name="c", steps=1) == 0
     assert read == train.DEFAULTS.keys()
 
 
