@@ -24,7 +24,7 @@ import os
 import platform
 import re
 import warnings
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import nn
@@ -56,9 +56,10 @@ SITES = {
     "update": Site(("nearest", "stochastic"), {
         "nearest": "updates under half an ulp are lost", "stochastic": "rounds up with probability = distance: nothing is lost on average"}),
     "kahan": Site(("off", "on"), {"off": "", "on": "a bf16 buffer keeps what each weight write rounded away"}),
-    "compute": Site(("fp32", "tf32", "bf16", "fp16"), {
+    "compute": Site(("fp32", "tf32", "bf16", "fp16", "fp8"), {
         "fp32": "", "tf32": "fp32 storage, 10-bit mantissa inside tensor cores", "bf16": "matmuls and convolutions read 8 significant bits",
-        "fp16": "11 significant bits, range 6e-8 .. 65504: needs dynamic loss scaling"}),
+        "fp16": "11 significant bits, range 6e-8 .. 65504: needs dynamic loss scaling",
+        "fp8": "matmuls of nn.Linear read 3 or 4 significant bits, scaled; all else computes in bf16"}),
     "loss_scale": Site(("none", "dynamic"), {
         "none": "", "dynamic": "keeps fp16 gradients between 6e-8 and 65504: backs off at an overflow, grows again"}),
     "grads": Site(("fp32", "bf16"), {"fp32": "", "bf16": "autograd leaves a gradient in its weight's dtype"}),
@@ -75,9 +76,9 @@ SITES = {
     "loss": Site(("fp32", "bf16"), {"fp32": "sums need the bits", "bf16": "the loss is formed from bf16 differences"}),
     "scheduler": Site(("fp32", "bf16"), {
         "fp32": "noise schedule is only ever called with fp32 samples", "bf16": "unguarded: one bf16 call turns MONAI's schedule buffers into bf16"}),
-    "generation": Site(("compute", "fp32", "bf16", "autocast"), {
+    "generation": Site(("compute", "fp32", "bf16", "autocast", "fp8"), {
         "compute": "samples are drawn in the precision that was trained", "fp32": "samples are drawn from an fp32 copy of the weights",
-        "bf16": "samples are drawn from a bf16 copy of the weights: conversion after training",
+        "bf16": "samples are drawn from a bf16 copy of the weights: conversion after training", "fp8": "samples are drawn through the FP8 layers",
         "autocast": "samples are drawn from an fp32 copy under bf16 autocast"}),
     "reduce": Site(("fp32", "bf16"), {"fp32": "gradients of all ranks are summed in fp32", "bf16": "half the traffic, one rounding more"}),
 }
@@ -109,10 +110,16 @@ class Recipe:
     scheduler: str = "fp32"
     generation: str = "compute"
     reduce: str = "fp32"
+    fp8: object = None  # no site: fp8.Options when compute is fp8
 
     def dtype(self, site):
-        """torch dtype of a site that holds fp32, bf16 or fp16."""
-        return DTYPES[getattr(self, site)]
+        """torch dtype of a site that holds fp32, bf16 or fp16; of compute=fp8 what computes beside the FP8 layers."""
+        value = getattr(self, site)
+        return DTYPES["bf16" if value == "fp8" else value]
+
+    def on(self, device):
+        """The recipe with what depends on the machine settled: which backend runs FP8. Raises RecipeError when none can."""
+        return dataclasses.replace(self, fp8=_fp8("resolve", self.fp8, device)) if self.fp8 else self
 
     @property
     def low_weights(self):
@@ -157,13 +164,28 @@ class Recipe:
         return lost
 
 
-def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=False, master="none", opt8bit=False, sites=()):
-    """The recipe that a set of flags composes; `sites` are single settings ("ema=bf16"), applied after the flags.
+FP8_FLAGS = {"fp8_backend": "auto", "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "amax_history_len": 1024, "amax_compute_algo": "max"}
+
+
+def _fp8(function, *args):
+    """A function of fp8.py, which is loaded only when a recipe asks for it; its errors are errors of the recipe."""
+    import fp8
+
+    try:
+        return getattr(fp8, function)(*args)
+    except fp8.FP8Error as error:
+        raise RecipeError(str(error)) from None
+
+
+def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=False, master="none", opt8bit=False, fp8=False, sites=(), **fp8_flags):
+    """The recipe that a set of flags composes; `sites` are single settings ("ema=bf16"), applied after the flags; further ones are FP8_FLAGS.
 
     Raises RecipeError for an unknown site or value and for combinations that make no sense, naming the nearest one that does.
     """
     if master not in SITES["master"].values:
         raise RecipeError(f"--master {master}: unknown; choose from {', '.join(SITES['master'].values)}")
+    if unknown := set(fp8_flags) - set(FP8_FLAGS):
+        raise TypeError(f"recipe() got an unexpected keyword argument '{sorted(unknown)[0]}'")
     chosen = [name for name, on in (("--bf16", bf16), ("--fp16", fp16), ("--pure_bf16", pure_bf16)) if on]
     if len(chosen) > 1:
         raise RecipeError(f"{' and '.join(chosen)} exclude each other: choose one (--bf16 keeps fp32 weights, --pure_bf16 does not)")
@@ -171,6 +193,8 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
         for name, on in (("--stochastic", stochastic), ("--kahan", kahan), (f"--master {master}", master != "none")):
             if on:
                 raise RecipeError(f"{name} says how bf16 weights are written, and these weights are fp32: add --pure_bf16")
+    if fp8 and (bf16 or fp16):
+        raise RecipeError(f"--fp8 and {chosen[0]} exclude each other: --fp8 computes what is not in FP8 in bf16; drop {chosen[0]}")
     fields = {}
     if bf16:
         fields.update(compute="bf16")
@@ -183,6 +207,8 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
                       update="stochastic" if stochastic else "nearest", kahan="on" if kahan else "off")
     if opt8bit:
         fields.update(exp_avg="int8", exp_avg_sq="int8")
+    if fp8:
+        fields.update(compute="fp8")
     for setting in sites:
         site, _, value = setting.partition("=")
         if site not in SITES:
@@ -197,6 +223,11 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
         fields[site] = value
     if fields.get("compute") == "fp16":
         fields.setdefault("loss_scale", "dynamic")
+    given = [flag for flag, default in FP8_FLAGS.items() if fp8_flags.get(flag, default) != default]
+    if fields.get("compute") == "fp8":
+        fields["fp8"] = _fp8("Options", *(fp8_flags.get(flag, default) for flag, default in FP8_FLAGS.items()))
+    elif given:
+        raise RecipeError(f"--{given[0]} {fp8_flags[given[0]]} says how FP8 is run, and this recipe computes in {fields.get('compute', 'fp32')}: add --fp8")
     result = Recipe(**fields)
     _refuse(result)
     return result
@@ -205,7 +236,7 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
 def _refuse(r):
     low, eight = r.low_weights, "int8" in (r.exp_avg, r.exp_avg_sq)
     checks = [
-        (low and r.compute != "bf16", f"weights=bf16 with compute={r.compute}: bf16 weights are multiplied in bf16; use compute=bf16, or --{r.compute if r.compute == 'fp16' else 'bf16'} with fp32 weights"),
+        (low and r.compute not in ("bf16", "fp8"), f"weights=bf16 with compute={r.compute}: bf16 weights are multiplied in bf16; use compute=bf16, or --{r.compute if r.compute == 'fp16' else 'bf16'} with fp32 weights"),
         (r.loss_scale == "dynamic" and r.compute != "fp16", f"loss_scale=dynamic with compute={r.compute}: only fp16 needs it; drop it, or add --fp16"),
         (r.grads != r.weights, f"grads={r.grads} with weights={r.weights}: autograd leaves a gradient in its weight's dtype; set accumulate=fp32 for an fp32 sum of micro-batches"),
         (not low and r.accumulate == "bf16", "accumulate=bf16 with fp32 weights: their gradients are fp32 already; use accumulate=fp32, or --pure_bf16"),
@@ -218,6 +249,7 @@ def _refuse(r):
          "--opt8bit with --stochastic, --kahan or --master: bitsandbytes writes bf16 weights to nearest itself; nearest that works: --pure_bf16 --stochastic, or --opt8bit on fp32 weights"),
         (r.update == "stochastic" and not (low and r.master == "none") and "bf16" not in (r.exp_avg, r.exp_avg_sq),
          "update=stochastic, but no tensor is written in bf16: " + ("the master is exact; drop --stochastic or add --set exp_avg=bf16 --set exp_avg_sq=bf16" if low else "add --pure_bf16, or --set exp_avg=bf16 --set exp_avg_sq=bf16")),
+        (r.generation == "fp8" and r.compute != "fp8", f"generation=fp8 with compute={r.compute}: there are no FP8 layers to draw through; add --fp8"),
         (r.ema_update == "stochastic" and r.ema == "fp32", "ema_update=stochastic with ema=fp32: nothing is rounded; add --set ema=bf16 or drop it"),
     ]
     for wrong, message in checks:
@@ -267,7 +299,7 @@ def support(kind, capability=None, features=frozenset()):
         else:
             table["bf16"] = ("no", f"{name}; bf16 arithmetic starts at 8.0, its emulation at 7.0: use fp32")
         table["fp16"] = ("native", name) if capability >= (7, 0) else ("emulated", f"{name}; fp16 tensor cores start at 7.0: prefer fp32")
-        table["fp8"] = ("native", name) if capability >= (8, 9) else ("no", f"{name}; fp8 tensor cores start at 8.9")
+        table["fp8"] = ("native", name) if capability >= (8, 9) else ("emulated", f"{name}; fp8 tensor cores start at 8.9: the same numbers, slower than fp32")
         table["opt8bit"] = ("native", "bitsandbytes CUDA kernels")
         table["sparse24"] = ("native", name) if capability >= (8, 0) else ("no", f"{name}; sparse tensor cores start at 8.0")
     elif kind == "rocm":
@@ -288,7 +320,7 @@ def support(kind, capability=None, features=frozenset()):
         table["tf32"] = ("no", "a mode of NVIDIA tensor cores; use fp32 or bf16")
         table["bf16"] = ("native", " ".join(bf16)) if bf16 else ("emulated", "this CPU has neither avx512_bf16 nor amx_bf16: correct, but slower than fp32")
         table["fp16"] = ("native", " ".join(fp16)) if fp16 else ("emulated", "no avx512_fp16 or amx_fp16: 30 to 60 times slower than fp32; use --bf16")
-        table["fp8"] = ("no", "needs compute capability 8.9")
+        table["fp8"] = ("emulated", "no FP8 arithmetic in CPUs: torch._scaled_mm gives the same numbers as on a GPU, slower than fp32")
         table["opt8bit"] = ("native", "bitsandbytes CPU kernels")
         table["sparse24"] = ("no", "needs compute capability 8.0")
     return table
@@ -829,10 +861,13 @@ class Precision:
 
     def __init__(self, model, r=Recipe(), *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, optimizer="adamw", ema_decay=0.999,
                  averages=(), clip_grad=0.0, accumulate=1, growth_interval=2000, seed=0):
+        device = next(model.parameters()).device
+        r = r if device.type == "meta" else r.on(device)
         self.recipe, self.clip_grad, self.accumulate, self.optimizer_name = r, clip_grad, accumulate, optimizer
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         originals = [p.detach().float().clone() for _, p in named] if r.low_weights and (r.master != "none" or r.kahan == "on") else None
         self.model = _cast_model(model, r)
+        self.fp8, self.example = _fp8("convert", self.model, r.fp8) if r.fp8 else None, None  # example: shapes that FLOPs are counted on
         self.forward = self.model  # what __call__ runs: the trainer puts a compiled or distributed wrapper here
         self.named_params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.params = [p for _, p in self.named_params]
@@ -859,19 +894,32 @@ class Precision:
     # -- one training step
 
     def autocast(self):
-        """The context that forward runs in: torch.autocast for 16-bit compute on fp32 weights, else nothing."""
-        if not self.recipe.low_weights and self.recipe.compute in ("bf16", "fp16"):
-            return torch.autocast(self.device.type, dtype=self.recipe.dtype("compute"))
-        return nullcontext()
+        """The context that forward runs in: torch.autocast for 8- and 16-bit compute on fp32 weights, and Transformer Engine's; else nothing."""
+        stack = ExitStack()
+        if not self.recipe.low_weights and self.recipe.compute in ("bf16", "fp16", "fp8"):
+            stack.enter_context(torch.autocast(self.device.type, dtype=self.recipe.dtype("compute")))
+        if self.fp8:
+            stack.enter_context(self.fp8.context())
+        return stack
 
     def __call__(self, x, *args):
         """The model on x (cast to the weights' dtype unless integer) and further arguments as they are: a timestep keeps its own site's dtype.
 
         Returns the output in the dtype of the loss site.
         """
+        if self.fp8 and self.example is None:
+            self.example = [a.detach().to("meta") if torch.is_tensor(a) else a for a in (x, *args)]
         with self.autocast():
-            out = self.forward(x.to(torch.bfloat16) if self.recipe.low_weights and x.is_floating_point() else x, *args)
+            out = self.forward(self._cast(x), *args)
         return out.to(self.recipe.dtype("loss"))
+
+    def _cast(self, x):
+        return x.to(torch.bfloat16) if self.recipe.low_weights and x.is_floating_point() else x
+
+    def observe(self, on):
+        """Say before a step's first forward whether it will be measured: FP8 layers then count what their casts lose, for step()'s report."""
+        if self.fp8:
+            self.fp8.observe(on)
 
     @property
     def keeps_sums(self):
@@ -893,7 +941,7 @@ class Precision:
 
         update_survival: share of the non-zero weight updates that changed the value held; exp_avg_sq_moved and ema_moved: share of
         entries that changed where there was something to change; update_ratio: |update| / |weight|; grad_norm; nonfinite_grads: entries;
-        loss_scale and skipped steps for fp16. Shares are taken on up to 65,536 entries a bucket, evenly spread.
+        loss_scale and skipped steps for fp16; for FP8, after observe(True), the shares that fp8.Covered.step returns. Shares are taken on up to 65,536 entries a bucket, evenly spread.
         """
         if self.optimizer_name == "torchastic":
             for p in self.params:  # reassign_grad_buffer fails on a parameter that got no gradient; give it a zero one
@@ -906,7 +954,7 @@ class Precision:
         if not grads:
             raise RecipeError("step() found no gradients: call backward(loss) before it, with a loss that depends on the model's parameters")
         self.scaler.unscale_(self.optimizer)
-        report, scale = {}, 1.0
+        report, scale = self.fp8.step() if self.fp8 else {}, 1.0
         if self.clip_grad or measure:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float32)))
             if self.clip_grad:
@@ -1016,12 +1064,13 @@ class Precision:
     def generator(self, source="ema"):
         """A frozen copy of the model for generation, called like `run`, holding averaged ('ema' or a further average) or last ('raw') weights.
 
-        Its precision is the generation site's: 'compute' as trained, 'fp32' a full-precision copy, 'autocast' that copy under bf16, 'bf16' a
-        copy in bf16 whatever was trained.
+        Its precision is the generation site's: 'compute' as trained, but FP8 layers compute in bf16; 'fp8' through those; 'fp32' a full-precision
+        copy, 'autocast' that copy under bf16; 'bf16' a copy in bf16 whatever was trained.
         """
-        net = copy.deepcopy(self.model).requires_grad_(False).eval()
         r = self.recipe
-        if r.generation != "compute":
+        with self.fp8.plain(self.model) if self.fp8 and r.generation != "fp8" else nullcontext():
+            net = copy.deepcopy(self.model).requires_grad_(False).eval()
+        if r.generation in ("fp32", "bf16", "autocast"):
             for m in net.modules():  # an fp32 copy has no islands to cast for
                 m._forward_hooks.clear()
                 m._forward_pre_hooks.clear()
@@ -1036,6 +1085,7 @@ class Precision:
         view = copy.copy(self)
         view.model = view.forward = net
         view.recipe = r
+        view.fp8 = self.fp8 if r.generation == "fp8" else None
         return view
 
     def weights(self, source="ema"):
@@ -1069,7 +1119,7 @@ class Precision:
                 "scaler": self.scaler.state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state):
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(self.fp8.adapt(self.model.state_dict(), state["model"]) if self.fp8 else state["model"])
         if isinstance(self.optimizer, AdamW):
             self.optimizer.load_state_dict(state["optimizer"])
         else:
@@ -1102,6 +1152,8 @@ class Precision:
                  "exp_avg": moments["exp_avg"] / n, "exp_avg_sq": moments["exp_avg_sq"] / n,
                  "accumulate": 4.0 if self.keeps_sums else 0.0,
                  "ema": sum(t.nbytes for average in self.averages.values() for t in average.shadow.values()) / n}
+        if self.fp8 and self.fp8.flops is None and self.example is not None:
+            self.fp8.count_flops(self.model, self._cast(self.example[0]), *self.example[1:])
         rows = []
         for site, spec in SITES.items():
             value = getattr(r, site)
@@ -1110,21 +1162,26 @@ class Precision:
                 why = ""  # nothing is written in bf16
             if self.optimizer_name != "adamw" and site in ("update", "exp_avg", "exp_avg_sq", "kahan"):
                 why = f"as {self.optimizer_name} does it"
+            if site == "compute" and self.fp8:
+                why = self.fp8.summary()
+            if site == "generation" and value == "compute" and self.fp8:
+                why = "samples are drawn without FP8, in bf16"
             rows.append(dict(site=site, value=value, bytes=sizes.get(site), why=why))
-        return Ledger(rows, n)
+        return Ledger(rows, n, {"fp8": self.fp8} if self.fp8 else {})
 
 
 class Ledger:
-    """The printable table of a run's sites; `rows` and `json()` for programs."""
+    """The printable table of a run's sites; `rows` and `json()` for programs. details: {name: what a site covers, with str() and json()}."""
 
     STATE = ("weights", "grads", "master", "kahan", "exp_avg", "exp_avg_sq")
 
-    def __init__(self, rows, parameters):
-        self.rows, self.parameters = rows, parameters
+    def __init__(self, rows, parameters, details={}):
+        self.rows, self.parameters, self.details = rows, parameters, details
         self.state_bytes = sum(row["bytes"] for row in rows if row["site"] in self.STATE)
 
     def json(self):
-        return {"parameters": self.parameters, "bytes_per_parameter": self.state_bytes, "sites": self.rows}
+        return {"parameters": self.parameters, "bytes_per_parameter": self.state_bytes, "sites": self.rows,
+                **{name: detail.json() for name, detail in self.details.items()}}
 
     def __str__(self):
         lines = [f"{'site':<11} {'value':<11} {'bytes/param':>11}  why"]
@@ -1133,7 +1190,7 @@ class Ledger:
             lines.append(f"{row['site']:<11} {row['value']:<11} {size:>11}  {row['why']}".rstrip())
         lines.append(f"{self.parameters:,} parameters; weights + gradients + optimiser: {self.state_bytes:.2f} bytes a parameter "
                      f"({self.parameters * self.state_bytes / 2**20:.1f} MiB; fp32: 16)")
-        return "\n".join(lines)
+        return "\n".join([*lines, *map(str, self.details.values())])
 
 
 def _peer_moment_bytes(name, r, p):

@@ -73,6 +73,12 @@ def build_parser():
                              "both keep fp32 states", choices=["none", "split", "fp32"])
     add(g, "opt8bit", False, "8-bit optimiser states (bitsandbytes AdamW8bit)")
     add(g, "growth_interval", 2000, "with --fp16: steps without overflow until the loss scale doubles", type=natural)
+    add(g, "fp8", False, "FP8 matmuls in nn.Linear layers, all else as --bf16; with --pure_bf16 on bf16 weights")
+    add(g, "fp8_backend", "auto", "te (Transformer Engine), torchao, or emulate: ours, on any device", choices=["auto", "te", "torchao", "emulate"])
+    add(g, "fp8_format", "hybrid", "hybrid is e4m3, and e5m2 for gradients", choices=["hybrid", "e4m3", "e5m2"])
+    add(g, "fp8_recipe", "tensorwise", "scales from the tensor's own amax, that of its rows, or of past steps", choices=["delayed", "tensorwise", "rowwise"])
+    add(g, "amax_history_len", 1024, "with --fp8_recipe delayed: past steps a scale is taken from", type=natural)
+    add(g, "amax_compute_algo", "max", "with --fp8_recipe delayed: their largest amax, or the last", choices=["max", "most_recent"])
     add(g, "set", [], "any one site, after the flags: --set ema=bf16 --set islands=norm+embed; --dry_run lists them", action="append", metavar="SITE=VALUE")
 
     g = parser.add_argument_group("generation")
@@ -222,7 +228,7 @@ def print_check():
         kind, capability, features = device_facts(device)
         capabilities = support(kind, capability, features)
         print(f"{device}: {torch.cuda.get_device_name() if device == 'cuda' else kind}")
-        flags = {"fp32": "(none)", "tf32": "--set compute=tf32", "bf16": "--bf16, --pure_bf16", "fp16": "--fp16", "opt8bit": "--opt8bit"}
+        flags = {"fp32": "(none)", "tf32": "--set compute=tf32", "bf16": "--bf16, --pure_bf16", "fp16": "--fp16", "fp8": "--fp8", "opt8bit": "--opt8bit"}
         print(table([["", "flag", "here", "why"]] + [["  " + flags[k], k, level, why] for k, (level, why) in capabilities.items() if k in flags]))
         flag, why = recommended_flags(capabilities)
         print(f"  start with: python train.py {flag}\n  {why}\n")

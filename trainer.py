@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import data as datasets
 import models
-from precision import Precision, check_machine, cpu_threads, device_facts, hash64, recipe
+from precision import FP8_FLAGS, Precision, check_machine, cpu_threads, device_facts, hash64, recipe
 from strategies import STRATEGIES, TIMESTEPS, Rng
 
 # Flags that may change between the runs of one folder: they say how long, how often and with what help, not what is computed.
@@ -160,7 +160,8 @@ class Trainer:
         self.device = self._device(config["device"])
         if config["threads"]:
             torch.set_num_threads(config["threads"])
-        self.recipe = recipe(sites=config["set"], **{k: config[k] for k in ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit")})
+        flags = ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit", "fp8", *FP8_FLAGS)
+        self.recipe = recipe(sites=config["set"], **{k: config[k] for k in flags}).on(self.device)
         self.notes = check_machine(self.recipe, self.device) + self.recipe.warnings(
             beta2=config["beta2"], ema_decay=config["ema_decay"], lr=config["lr"], weight_decay=config["weight_decay"], micro_batches=config["accumulate"])
         if config["task"] == "ddpm" and TIMESTEPS % config["sample_steps"]:
@@ -206,15 +207,19 @@ class Trainer:
             with torch.no_grad():
                 for p in net.parameters():
                     p.mul_(c["init_scale"] if p.dim() > 1 else 1)
-        return Precision(net.to(device), self.recipe, lr=c["lr"], betas=(0.9, c["beta2"]), weight_decay=c["weight_decay"], optimizer=c["optimizer"],
-                         ema_decay=c["ema_decay"], averages=c["average"], clip_grad=c["clip_grad"], accumulate=c["accumulate"],
-                         growth_interval=c["growth_interval"], seed=c["seed"])
+        run = Precision(net.to(device), self.recipe, lr=c["lr"], betas=(0.9, c["beta2"]), weight_decay=c["weight_decay"], optimizer=c["optimizer"],
+                        ema_decay=c["ema_decay"], averages=c["average"], clip_grad=c["clip_grad"], accumulate=c["accumulate"],
+                        growth_interval=c["growth_interval"], seed=c["seed"])
+        images = torch.empty(2, d.channels, d.image_size, d.image_size, device="meta")
+        run.example = (images,) if c["task"] == "segment" else (images, images.new_empty(2), images.new_empty(2, dtype=torch.int64))
+        return run
 
     # -- the loop
 
     def train_step(self, measure):
         """One optimiser step: `accumulate` micro-batches, then the update. Returns (mean loss as a tensor, what rounding did)."""
         c, total = self.config, 0.0
+        self.precision.observe(measure)
         torch.manual_seed(hash64(c["seed"], self.step, 3) >> 1)  # for peers that round by the global generator: alike on every rank
         lr = c["lr"] * min(1.0, (self.step + 1) / c["warmup"]) if c["warmup"] else c["lr"]
         for group in self.precision.optimizer.param_groups:

@@ -1077,8 +1077,9 @@ def test_flags_compose_recipes(flags, sites):
 
 
 def test_every_field_is_a_site_and_every_default_a_value():
-    assert [f.name for f in dataclasses.fields(Recipe)] == list(SITES)
-    for field in dataclasses.fields(Recipe):
+    *fields, options = dataclasses.fields(Recipe)
+    assert [f.name for f in fields] == list(SITES) and options.name == "fp8" and options.default is None
+    for field in fields:
         assert field.default in SITES[field.name].values
         missing = (
             set(SITES[field.name].values)
@@ -1096,6 +1097,7 @@ def test_every_single_setting_resolves_or_is_refused_in_one_line():
         dict(pure_bf16=True),
         dict(pure_bf16=True, stochastic=True),
         dict(pure_bf16=True, master="split"),
+        dict(fp8=True),
     ]
     resolved = set()
     for flags, (site, spec) in itertools.product(bases, SITES.items()):
@@ -1124,7 +1126,7 @@ REFUSED = [
     (dict(sites=["ema"]), ["--set ema:", "fp32, bf16"]),
     (dict(sites=["=bf16"]), ["unknown site ''"]),
     *[
-        (dict(sites=[f"{site}=fp8"]), [f"--set {site}=fp8", f"'fp8' is no value of {site}", ", ".join(spec.values)])
+        (dict(sites=[f"{site}=fp9"]), [f"--set {site}=fp9", f"'fp9' is no value of {site}", ", ".join(spec.values)])
         for site, spec in SITES.items()
     ],
     (dict(pure_bf16=True, sites=["islands=norm+stem"]), ["'stem'", "none, norm, embed, final", "join several with +"]),
@@ -1254,20 +1256,20 @@ def test_half_an_ulp_of_the_warnings():
 
 FAST_CPU, OLD_CPU = ("cpu", None, {"avx512_bf16"}), ("cpu", None, {"avx2", "avx512f"})
 MACHINES = [  # who, facts, tf32 bf16 fp16 fp8 opt8bit sparse24 as n(ative), e(mulated), - (no), flags to start with
-    ("GTX 1080 Ti", ("cuda", (6, 1), set()), "--e-n-", ""),
-    ("V100", ("cuda", (7, 0), set()), "-en-n-", "--fp16"),
-    ("RTX 2080 Ti", ("cuda", (7, 5), set()), "-en-n-", "--fp16"),
-    ("A100", ("cuda", (8, 0), set()), "nnn-nn", "--bf16"),
-    ("RTX 3090, A6000", ("cuda", (8, 6), set()), "nnn-nn", "--bf16"),
+    ("GTX 1080 Ti", ("cuda", (6, 1), set()), "--een-", ""),
+    ("V100", ("cuda", (7, 0), set()), "-enen-", "--fp16"),
+    ("RTX 2080 Ti", ("cuda", (7, 5), set()), "-enen-", "--fp16"),
+    ("A100", ("cuda", (8, 0), set()), "nnnenn", "--bf16"),
+    ("RTX 3090, A6000", ("cuda", (8, 6), set()), "nnnenn", "--bf16"),
     ("RTX 4090, 4080", ("cuda", (8, 9), set()), "nnnnnn", "--bf16"),
     ("H100", ("cuda", (9, 0), set()), "nnnnnn", "--bf16"),
     ("B100, B200", ("cuda", (10, 0), set()), "nnnnnn", "--bf16"),
     ("MI250X", ("rocm", None, set()), "-nn---", "--bf16"),
     ("Apple M1, M2", ("mps", None, set()), "-e----", ""),
-    ("CPU with avx512_bf16", FAST_CPU, "-ne-n-", "--bf16"),
-    ("CPU with amx_bf16 and amx_fp16", ("cpu", None, {"amx_bf16", "amx_fp16"}), "-nn-n-", "--bf16"),
-    ("Arm CPU with bf16", ("cpu", None, {"bf16", "asimd"}), "-ne-n-", "--bf16"),
-    ("CPU without", OLD_CPU, "-ee-n-", ""),
+    ("CPU with avx512_bf16", FAST_CPU, "-neen-", "--bf16"),
+    ("CPU with amx_bf16 and amx_fp16", ("cpu", None, {"amx_bf16", "amx_fp16"}), "-nnen-", "--bf16"),
+    ("Arm CPU with bf16", ("cpu", None, {"bf16", "asimd"}), "-neen-", "--bf16"),
+    ("CPU without", OLD_CPU, "-eeen-", ""),
 ]
 
 

@@ -557,7 +557,7 @@ def test_a_yaml_file_equals_the_flags_and_the_command_line_wins(capsys):
 
 
 @pytest.mark.parametrize("flags", ["", "--task ddpm --model dit --size XL/2 --image_size 64 --pure_bf16 --master split", "--fp16", "--opt8bit",
-                                   "--task segment --pure_bf16 --stochastic", "--pure_bf16 --optimizer torchastic"])
+                                   "--task segment --pure_bf16 --stochastic", "--pure_bf16 --optimizer torchastic", "--fp8 --model dit"])
 def test_dry_run_prints_flags_and_ledger_and_writes_nothing(flags, capsys, monkeypatch, tmp_path):
     no_training(monkeypatch)
     assert command("--dry_run", *flags.split()) == 0
@@ -572,7 +572,7 @@ def test_dry_run_prints_flags_and_ledger_and_writes_nothing(flags, capsys, monke
 def test_check_prints_the_matrix(capsys, tmp_path):
     assert not command("--check")
     out = capsys.readouterr().out
-    for word in ("cpu", "--bf16", "--fp16", "--opt8bit", "tf32", "start with: python train.py"):
+    for word in ("cpu", "--bf16", "--fp16", "--fp8", "--opt8bit", "tf32", "start with: python train.py"):
         assert word in out
     assert not list(tmp_path.iterdir())
 
