@@ -19,11 +19,12 @@ rounded once. Formats: hybrid (inputs and weights e4m3, gradients e5m2), e4m3, e
 
     tensorwise  this tensor's amax (Transformer Engine: Float8CurrentScaling)
     rowwise     the amax of each row, or column, along which a product sums
-    delayed     the amaxes of past steps (Transformer Engine: DelayedScaling)
+    delayed     the amaxes of past steps (Transformer Engine: DelayedScaling). It lags: what grows from zero is clipped for some steps,
+                which the fp8_saturated_* shares of `Covered.step` show
 
 Backends: te (Transformer Engine 2.x, requirements-te.txt), torchao, emulate (this file: torch._scaled_mm where device, formats and shapes
 allow, else the same operands multiplied in fp32). Convolutions, attention products, norms, embeddings, the last layer and the loss are
-never in FP8. On a CPU the numbers are right and the speed is not: measured, an FP8 step is slower there than an fp32 one.
+never in FP8. On a CPU the numbers are those of a GPU and the speed is not: a step takes longer than in fp32.
 """
 
 import dataclasses
@@ -195,7 +196,7 @@ class Scaling(nn.Module):
 
     def __init__(self, options=None, device=None):
         super().__init__()
-        self.options, self.observing, self.counts, self.left_out, self.used = None, False, None, None, False
+        self.options, self.observing, self.counts, self.left_out = None, False, None, None
         if options is not None:
             self.switch(options, device)
 
@@ -231,10 +232,10 @@ class Scaling(nn.Module):
         finfo = torch.finfo(q.dtype)
         clipped = (x.float() * scale).abs() > finfo.max * (1 + finfo.eps / 3.5)  # above half an ulp over 1.75 * 2^n
         nonzero = x != 0
-        self.counts[operand] += torch.stack([(nonzero & (q.float() == 0)).sum(), nonzero.sum(), clipped.sum(), clipped.numel() * torch.ones_like(clipped.sum())])
+        zeroed = nonzero & (q.float() == 0)
+        self.counts[operand] += torch.stack([zeroed.sum(), nonzero.sum(), clipped.sum(), torch.ones_like(clipped).sum()])
 
     def forward(self, x, w):
-        self.used = True
         if self.options is None or x.is_meta or x.numel() == 0:
             return x @ w
         if w.dim() == 3:
@@ -632,5 +633,10 @@ def gradient_snr(low, reference, loss):
             exact = exact.double()
             signal[name], noise[name] = exact.square().sum().item(), (grads[0][name].double() - exact).square().sum().item()
     signal["all"], noise["all"] = sum(signal.values()), sum(noise.values())
-    return {name: 10 * math.log10(signal[name] / noise[name]) if noise[name] and signal[name] else math.inf if signal[name] else -math.inf if noise[name] else math.inf
-            for name in signal}
+    return {name: _decibel(signal[name], noise[name]) for name in signal}
+
+
+def _decibel(signal, noise):
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
