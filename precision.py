@@ -81,6 +81,7 @@ SITES = {
         "bf16": "samples are drawn from a bf16 copy of the weights: conversion after training", "fp8": "samples are drawn through the FP8 layers",
         "autocast": "samples are drawn from an fp32 copy under bf16 autocast"}),
     "reduce": Site(("fp32", "bf16"), {"fp32": "gradients of all ranks are summed in fp32", "bf16": "half the traffic, one rounding more"}),
+    "sparse24": Site(("none", "magnitude", "srste"), {"none": "", "magnitude": "pruned once, the mask is fixed", "srste": "pruned anew at each step"}),
 }
 
 
@@ -110,6 +111,7 @@ class Recipe:
     scheduler: str = "fp32"
     generation: str = "compute"
     reduce: str = "fp32"
+    sparse24: str = "none"
     fp8: object = None  # no site: fp8.Options when compute is fp8
 
     def dtype(self, site):
@@ -177,7 +179,8 @@ def _fp8(function, *args):
         raise RecipeError(str(error)) from None
 
 
-def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=False, master="none", opt8bit=False, fp8=False, sites=(), **fp8_flags):
+def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=False, master="none", opt8bit=False, fp8=False, sparse24="none", sites=(),
+           **fp8_flags):
     """The recipe that a set of flags composes; `sites` are single settings ("ema=bf16"), applied after the flags; further ones are FP8_FLAGS.
 
     Raises RecipeError for an unknown site or value and for combinations that make no sense, naming the nearest one that does.
@@ -186,6 +189,8 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
         raise RecipeError(f"--master {master}: unknown; choose from {', '.join(SITES['master'].values)}")
     if unknown := set(fp8_flags) - set(FP8_FLAGS):
         raise TypeError(f"recipe() got an unexpected keyword argument '{sorted(unknown)[0]}'")
+    if sparse24 not in SITES["sparse24"].values:
+        raise RecipeError(f"--sparse24 {sparse24}: unknown; choose from {', '.join(SITES['sparse24'].values)}")
     chosen = [name for name, on in (("--bf16", bf16), ("--fp16", fp16), ("--pure_bf16", pure_bf16)) if on]
     if len(chosen) > 1:
         raise RecipeError(f"{' and '.join(chosen)} exclude each other: choose one (--bf16 keeps fp32 weights, --pure_bf16 does not)")
@@ -209,6 +214,7 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
         fields.update(exp_avg="int8", exp_avg_sq="int8")
     if fp8:
         fields.update(compute="fp8")
+    fields["sparse24"] = sparse24
     for setting in sites:
         site, _, value = setting.partition("=")
         if site not in SITES:
@@ -228,6 +234,8 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
         fields["fp8"] = _fp8("Options", *(fp8_flags.get(flag, default) for flag, default in FP8_FLAGS.items()))
     elif given:
         raise RecipeError(f"--{given[0]} {fp8_flags[given[0]]} says how FP8 is run, and this recipe computes in {fields.get('compute', 'fp32')}: add --fp8")
+    if fields["sparse24"] == "srste" and fields.get("weights") == "bf16" and not any(s.startswith("accumulate=") for s in sites):
+        fields["accumulate"] = "fp32"  # its decay, some 1e-4 of a weight, would be rounded away in a bf16 gradient
     result = Recipe(**fields)
     _refuse(result)
     return result
@@ -249,6 +257,7 @@ def _refuse(r):
          "--opt8bit with --stochastic, --kahan or --master: bitsandbytes writes bf16 weights to nearest itself; nearest that works: --pure_bf16 --stochastic, or --opt8bit on fp32 weights"),
         (r.update == "stochastic" and not (low and r.master == "none") and "bf16" not in (r.exp_avg, r.exp_avg_sq),
          "update=stochastic, but no tensor is written in bf16: " + ("the master is exact; drop --stochastic or add --set exp_avg=bf16 --set exp_avg_sq=bf16" if low else "add --pure_bf16, or --set exp_avg=bf16 --set exp_avg_sq=bf16")),
+        (r.sparse24 != "none" and r.compute == "fp8", f"sparse24={r.sparse24} with compute=fp8: the masked products are taken in bf16; drop --fp8 or --sparse24"),
         (r.generation == "fp8" and r.compute != "fp8", f"generation=fp8 with compute={r.compute}: there are no FP8 layers to draw through; add --fp8"),
         (r.ema_update == "stochastic" and r.ema == "fp32", "ema_update=stochastic with ema=fp32: nothing is rounded; add --set ema=bf16 or drop it"),
     ]
@@ -835,6 +844,18 @@ def island_modules(model, islands):
     return chosen
 
 
+def _sparse24(model, r, decay):
+    if r.sparse24 == "none":
+        return None
+    import sparsity
+
+    try:
+        device = next(model.parameters()).device
+        return sparsity.Sparse24(model, r.sparse24, decay, support(*device_facts(device))["sparse24"])
+    except sparsity.SparsityError as error:
+        raise RecipeError(str(error)) from None
+
+
 def _cast_model(model, r):
     """Bring the model's parameters and buffers to the recipe's weight dtype; islands keep fp32 and cast at their borders."""
     if not r.low_weights:
@@ -860,9 +881,10 @@ class Precision:
     """
 
     def __init__(self, model, r=Recipe(), *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, optimizer="adamw", ema_decay=0.999,
-                 averages=(), clip_grad=0.0, accumulate=1, growth_interval=2000, seed=0):
+                 averages=(), clip_grad=0.0, accumulate=1, growth_interval=2000, seed=0, sparse24_decay=None):
         device = next(model.parameters()).device
         r = r if device.type == "meta" else r.on(device)
+        self.sparse = _sparse24(model, r, sparse24_decay)  # first: it prunes by the weights as they came, not by their bf16 images
         self.recipe, self.clip_grad, self.accumulate, self.optimizer_name = r, clip_grad, accumulate, optimizer
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         originals = [p.detach().float().clone() for _, p in named] if r.low_weights and (r.master != "none" or r.kahan == "on") else None
@@ -924,7 +946,7 @@ class Precision:
     @property
     def keeps_sums(self):
         # fp32 gradients add up in p.grad already; bf16 ones need a place of their own to be summed in fp32
-        return self.accumulate > 1 and self.recipe.low_weights and self.recipe.accumulate == "fp32"
+        return (self.accumulate > 1 or self.recipe.sparse24 == "srste") and self.recipe.low_weights and self.recipe.accumulate == "fp32"
 
     def backward(self, loss):
         """Backward of one micro-batch's mean loss; gradients are averaged over `accumulate` calls."""
@@ -954,6 +976,8 @@ class Precision:
         if not grads:
             raise RecipeError("step() found no gradients: call backward(loss) before it, with a loss that depends on the model's parameters")
         self.scaler.unscale_(self.optimizer)
+        if self.sparse:
+            self.sparse.add_to(grads)
         report, scale = self.fp8.step() if self.fp8 else {}, 1.0
         if self.clip_grad or measure:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float32)))
@@ -964,6 +988,8 @@ class Precision:
                 report["nonfinite_grads"] = sum(int((~g.isfinite()).sum()) for g in grads.values())
         before, skipped = self._snapshot(grads) if measure else None, self.skipped
         self._optimizer_step(grads, scale)
+        if self.sparse:
+            self.sparse.hold(self.low_part)
         if measure:
             if self.skipped == skipped:  # a skipped step has no updates that could survive
                 report.update(self._update_report(before))
@@ -1082,6 +1108,8 @@ class Precision:
         for name, p in net.named_parameters():
             if name in values:
                 p.copy_(values[name])
+        if self.sparse:
+            self.sparse.convert(net)
         view = copy.copy(self)
         view.model = view.forward = net
         view.recipe = r
@@ -1089,10 +1117,12 @@ class Precision:
         return view
 
     def weights(self, source="ema"):
-        """{name: tensor} of averaged ('ema' or a further average, in its dtype) or last ('raw', fp32 value held) weights."""
+        """{name: tensor} of averaged ('ema' or a further average, in its dtype) or last ('raw', fp32 value held) weights, pruned under sparse24."""
         if source != "raw":
-            return dict(self.averages[source].shadow)
-        return {name: exact_weight(p.detach(), self.low_part(p)) for name, p in self.named_params}
+            values = dict(self.averages[source].shadow)
+        else:
+            values = {name: exact_weight(p.detach(), self.low_part(p)) for name, p in self.named_params}
+        return self.sparse.prune(values) if self.sparse else values
 
     @torch.no_grad()
     def start_from(self, values):
@@ -1116,7 +1146,7 @@ class Precision:
     def state_dict(self):
         """Tensors and plain values only: loads with weights_only=True."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "averages": {k: a.state_dict() for k, a in self.averages.items()},
-                "scaler": self.scaler.state_dict(), "skipped": self.skipped}
+                "scaler": self.scaler.state_dict(), "skipped": self.skipped, **({"sparse24": self.sparse.state_dict()} if self.sparse else {})}
 
     def load_state_dict(self, state):
         self.model.load_state_dict(self.fp8.adapt(self.model.state_dict(), state["model"]) if self.fp8 else state["model"])
@@ -1124,6 +1154,8 @@ class Precision:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             _load_peer_state(self.optimizer, state["optimizer"])
+        if self.sparse:
+            self.sparse.load_state_dict(state.get("sparse24"), self.low_part)
         for name, average in self.averages.items():
             average.load_state_dict(state["averages"][name])
         if self.scaler.is_enabled():
@@ -1167,6 +1199,9 @@ class Precision:
             if site == "generation" and value == "compute" and self.fp8:
                 why = "samples are drawn without FP8, in bf16"
             rows.append(dict(site=site, value=value, bytes=sizes.get(site), why=why))
+            if site == "sparse24" and self.sparse:
+                found = self.sparse.report(torch.bfloat16 if r.generation == "bf16" or (r.low_weights and r.generation == "compute") else torch.float32)
+                rows[-1].update(bytes=found["bytes"] / n, why=f"{why}: {found['why']}", layers=found["layers"])
         return Ledger(rows, n, {"fp8": self.fp8} if self.fp8 else {})
 
 
@@ -1188,6 +1223,9 @@ class Ledger:
         for row in self.rows:
             size = "" if row["bytes"] is None else f"{row['bytes']:.2f}"
             lines.append(f"{row['site']:<11} {row['value']:<11} {size:>11}  {row['why']}".rstrip())
+            if "layers" in row:
+                import sparsity
+                lines += sparsity.lines(row["layers"])
         lines.append(f"{self.parameters:,} parameters; weights + gradients + optimiser: {self.state_bytes:.2f} bytes a parameter "
                      f"({self.parameters * self.state_bytes / 2**20:.1f} MiB; fp32: 16)")
         return "\n".join([*lines, *map(str, self.details.values())])

@@ -62,6 +62,7 @@ def build_parser():
     add(g, "average", [], "keep a further average beside the recipe's, as DECAY:DTYPE[:UPDATE]: 0.9999:bf16; may be repeated", action="append")
     add(g, "seed", 0, "seed of weights, data order, noise and rounding", type=count)
     add(g, "optimizer", "adamw", "adamw (ours), torch, or a peer as published: torchastic, optimi, adamw_bf16, torchao")
+    add(g, "finetune", "", "start from the averaged weights of this run, trained in any recipe", metavar="CHECKPOINT")
 
     g = parser.add_argument_group("precision", "without a flag: fp32 everywhere")
     add(g, "bf16", False, "fp32 weights, bf16 matmuls and convolutions (autocast)")
@@ -79,6 +80,9 @@ def build_parser():
     add(g, "fp8_recipe", "tensorwise", "scales from the tensor's own amax, that of its rows, or of past steps", choices=["delayed", "tensorwise", "rowwise"])
     add(g, "amax_history_len", 1024, "with --fp8_recipe delayed: past steps a scale is taken from", type=natural)
     add(g, "amax_compute_algo", "max", "with --fp8_recipe delayed: their largest amax, or the last", choices=["max", "most_recent"])
+    add(g, "sparse24", "none", "2:4 sparse Linear layers: magnitude prunes a finished run (with --sample or --finetune), srste trains with the mask from "
+                               "the first step", choices=["none", "magnitude", "srste"])
+    add(g, "sparse24_decay", None, "with --sparse24 srste: decay of pruned weights, lambda in arXiv 2102.04010 (default: 0.0002)", type=amount)
     add(g, "set", [], "any one site, after the flags: --set ema=bf16 --set islands=norm+embed; --dry_run lists them", action="append", metavar="SITE=VALUE")
 
     g = parser.add_argument_group("generation")
@@ -115,8 +119,8 @@ def build_parser():
     g = g.add_mutually_exclusive_group()
     g.add_argument("--dry_run", action="store_true", help="print the resolved flags and the precision ledger, and stop")
     g.add_argument("--check", action="store_true", help="print what this machine runs natively, emulates or can't, and stop")
-    g.add_argument("--sample", metavar="CHECKPOINT", help="draw and score from a checkpoint or run folder; --set, --sample_steps, --guidance, "
-                                                          "--samples, --weights and --device may differ from its training; --name labels its pictures and scores")
+    g.add_argument("--sample", metavar="CHECKPOINT", help="draw and score from a checkpoint or run folder; --set, --sparse24 magnitude, --sample_steps, "
+                                                          "--guidance, --samples, --weights and --device may differ from its training; --name labels its pictures and scores")
     return parser
 
 
@@ -190,6 +194,10 @@ def run_name(config):
             value = f"{kind}_{os.path.basename(os.path.normpath(path))}"
         if flag == "teacher":
             value = f"teacher_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
+        if flag == "finetune":
+            value = "finetune_" + os.path.basename(os.path.normpath(value.removesuffix("checkpoint.pt")))
+        if flag == "sparse24":
+            value = "sparse24_" + value
         parts += [flag] if value is True else value if isinstance(value, list) else [value] if isinstance(value, str) else [f"{flag}{value:g}"]
     return "-".join(re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts)[:200] or "default"
 
@@ -228,7 +236,8 @@ def print_check():
         kind, capability, features = device_facts(device)
         capabilities = support(kind, capability, features)
         print(f"{device}: {torch.cuda.get_device_name() if device == 'cuda' else kind}")
-        flags = {"fp32": "(none)", "tf32": "--set compute=tf32", "bf16": "--bf16, --pure_bf16", "fp16": "--fp16", "fp8": "--fp8", "opt8bit": "--opt8bit"}
+        flags = {"fp32": "(none)", "tf32": "--set compute=tf32", "bf16": "--bf16, --pure_bf16", "fp16": "--fp16", "fp8": "--fp8", "opt8bit": "--opt8bit",
+                 "sparse24": "--sparse24 (kernels)"}
         print(table([["", "flag", "here", "why"]] + [["  " + flags[k], k, level, why] for k, (level, why) in capabilities.items() if k in flags]))
         flag, why = recommended_flags(capabilities)
         print(f"  start with: python train.py {flag}\n  {why}\n")
@@ -273,21 +282,25 @@ def main(argv=None):
 def run(special, flags, command):
     import torch
 
-    from trainer import RunError, Trainer, read_checkpoint
+    from trainer import RunError, Trainer, read_checkpoint, sparse24_of
 
     if "sample" in special:
         checkpoint = read_checkpoint(special["sample"])
         changed = {k: v for k, v in flags.items() if k not in ("export", "runs", "name", "device")}
-        fixed = set(changed) - {"set", "sample_steps", "guidance", "samples", "sample_batch", "weights", "seed", "threads", "data"}
+        fixed = set(changed) - {"set", "sample_steps", "guidance", "samples", "sample_batch", "weights", "seed", "threads", "data", "sparse24"}
         if fixed:
             raise RunError(f"--sample draws from trained weights: --{sorted(fixed)[0]} can't differ from their training; drop it")
         config = {**DEFAULTS, **checkpoint["config"], "device": "auto", "export": "", **flags}
         config["set"] = checkpoint["config"]["set"] + flags.get("set", [])
-        trainer = Trainer(config, command)
+        trainer = Trainer(config, command, draws=True)
+        if trainer.recipe.sparse24 == "srste" and sparse24_of(checkpoint["config"]) != "srste":
+            raise RunError("--sparse24 srste trains with the mask: --sample takes --sparse24 magnitude")
         path = special["sample"]
         trainer.folder = trainer.folder.__class__(path if os.path.isdir(path) else os.path.dirname(path) or ".")
         label = flags.get("name") or "-".join([f"step{checkpoint['step']:06d}", *([run_name({**DEFAULTS, **changed})] if changed else [])])
         scores = trainer.draw(checkpoint, label)
+        if trainer.precision.sparse:
+            print(f"{trainer.precision.ledger()}\n")
         print(score_table(scores, trainer.strategy.reference()))
         print(f"pictures: {trainer.folder}/samples/{label}-*.png   scores: {trainer.folder}/samples/{label}.json")
         return 0

@@ -147,20 +147,26 @@ class BatchIndices:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
+def sparse24_of(flags):
+    """The value of the sparse24 site that the flags of a run resolve to; runs older than the flag have none."""
+    return [flags.get("sparse24", "none"), *(s.removeprefix("sparse24=") for s in flags["set"] if s.startswith("sparse24="))][-1]
+
+
 class Trainer:
     """A run, set up from resolved flags (train.DEFAULTS): `fit()` trains and scores it, `draw()` samples from its weights.
 
-    teacher: a reflow.Teacher, which `fit()` needs for --task reflow.
+    teacher: a reflow.Teacher, which `fit()` needs for --task reflow. dry: shapes without memory, to print. draws: only draw() will be called,
+    whose checkpoint brings the weights.
     Raises RunError, precision.RecipeError, data.DataError, models.ModelError, all before anything is written.
     """
 
-    def __init__(self, config, command=(), dry=False, teacher=None):
+    def __init__(self, config, command=(), dry=False, draws=False, teacher=None):
         self.config, self.command, self.teacher = config, list(command), teacher
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = self._device(config["device"])
         if config["threads"]:
             torch.set_num_threads(config["threads"])
-        flags = ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit", "fp8", *FP8_FLAGS)
+        flags = ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit", "sparse24", "fp8", *FP8_FLAGS)
         self.recipe = recipe(sites=config["set"], **{k: config[k] for k in flags}).on(self.device)
         self.notes = check_machine(self.recipe, self.device) + self.recipe.warnings(
             beta2=config["beta2"], ema_decay=config["ema_decay"], lr=config["lr"], weight_decay=config["weight_decay"], micro_batches=config["accumulate"])
@@ -180,8 +186,8 @@ class Trainer:
             raise RunError(f"{self.data.name} has {len(self.data.train)} images to train on and {len(self.data.heldout)} held out, and the scores need two of "
                            f"each: add images, 30 or more")
         self.strategy = STRATEGIES[config["task"]](self.data, self.recipe, config)
-        self.precision = self._precision(torch.device("meta") if dry else self.device)  # dry: shapes without memory
         self.folder = Path(config["runs"]) / config["name"]
+        self.precision = self._precision(torch.device("meta") if dry else self.device, None if draws else self._start())
         if config["export"] and not Path(config["export"]).absolute().parent.is_dir():
             raise RunError(f"--export {config['export']}: there is no folder {Path(config['export']).parent}; make it, or name another")
         self.step, self.seconds, self.stop = 0, 0.0, None
@@ -198,7 +204,7 @@ class Trainer:
             name = f"cuda:{local}"
         return torch.device(name)
 
-    def _precision(self, device):
+    def _net(self, device):
         c, d = self.config, self.data
         torch.manual_seed(hash64(c["seed"], 2) >> 1)
         with torch.device(device if device.type == "meta" else "cpu"):  # initial weights are drawn on the CPU: the same on every machine
@@ -207,12 +213,54 @@ class Trainer:
             with torch.no_grad():
                 for p in net.parameters():
                     p.mul_(c["init_scale"] if p.dim() > 1 else 1)
+        return net
+
+    def _precision(self, device, start):
+        c, d, net = self.config, self.data, self._net(device)
+        if start:
+            self._load(net, start)
         run = Precision(net.to(device), self.recipe, lr=c["lr"], betas=(0.9, c["beta2"]), weight_decay=c["weight_decay"], optimizer=c["optimizer"],
                         ema_decay=c["ema_decay"], averages=c["average"], clip_grad=c["clip_grad"], accumulate=c["accumulate"],
-                        growth_interval=c["growth_interval"], seed=c["seed"])
+                        growth_interval=c["growth_interval"], seed=c["seed"], sparse24_decay=c["sparse24_decay"])
         images = torch.empty(2, d.channels, d.image_size, d.image_size, device="meta")
         run.example = (images,) if c["task"] == "segment" else (images, images.new_empty(2), images.new_empty(2, dtype=torch.int64))
+        if run.sparse:
+            with torch.device("meta"):
+                run.sparse.count_flops(self._net(torch.device("meta")), torch.empty(1, d.channels, d.image_size, d.image_size), torch.empty(1),
+                                       torch.zeros(1, dtype=torch.long))
         return run
+
+    # -- starting from another run
+
+    def _start(self):
+        """The checkpoint that --finetune names, None without it or where this run has one of its own. Raises RunError when it does not fit."""
+        c = self.config
+        if c["sparse24_decay"] is not None and self.recipe.sparse24 != "srste":
+            raise RunError(f"--sparse24_decay {c['sparse24_decay']:g} belongs to --sparse24 srste: add that, or drop it")
+        if not c["finetune"]:
+            if self.recipe.sparse24 == "magnitude":
+                raise RunError("--sparse24 magnitude prunes trained weights: add --finetune RUN, or --sample RUN to draw; --sparse24 srste trains from the first step")
+            return None
+        if (self.folder / "checkpoint.pt").exists():
+            return None
+        checkpoint = read_checkpoint(c["finetune"])
+        theirs = checkpoint["config"]
+        full = lambda flags: {**flags, "size": flags["size"] or "tiny", "data": flags["data"] or ("synthetic" if flags["task"] == "segment" else "digits")}
+        for key in ("task", "model", "size", "data", "velocity"):
+            if full(theirs)[key] != full(c)[key]:
+                raise RunError(f"--finetune {c['finetune']} was trained with --{key} {full(theirs)[key]}, and this run has --{key} {full(c)[key]}: "
+                               f"use the same, or another checkpoint")
+        if sparse24_of(theirs) == "srste" and self.recipe.sparse24 == "none":
+            raise RunError(f"--finetune {c['finetune']} was trained with --sparse24 srste, and nothing ever read its pruned weights: add --sparse24 magnitude or srste")
+        return checkpoint
+
+    def _load(self, net, checkpoint):
+        """Give `net`, still fp32, the averaged weights of a checkpoint, whatever recipe they were trained in."""
+        state = {**checkpoint["precision"]["model"], **checkpoint["precision"]["averages"]["ema"]["shadow"]}
+        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in net.state_dict().items()}:
+            raise RunError(f"--finetune {self.config['finetune']} holds a net of other shapes (other channels, labels or --size): use another checkpoint")
+        if next(net.parameters()).device.type != "meta":
+            net.load_state_dict(state)
 
     # -- the loop
 
@@ -477,7 +525,7 @@ class Trainer:
         started = time.perf_counter()
         scores = self._score(prefix=f"{label}-")
         write_json(self.folder / "samples" / f"{label}.json", {
-            "command": shlex.join(self.command), "step": self.step, "scores": scores, "reference": self.strategy.reference(),
+            "command": shlex.join(self.command), "step": self.step, "ledger": self.precision.ledger().json(), "scores": scores, "reference": self.strategy.reference(),
             "scoring_seconds": time.perf_counter() - started})
         return scores
 
