@@ -875,7 +875,8 @@ class Precision:
 
     model: any nn.Module, on its device. accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none. averages: further
     averages kept beside the recipe's, as 'DECAY:DTYPE[:UPDATE]', to compare what generation reads after one training. growth_interval: steps
-    without an overflow after which a dynamic loss scale doubles.
+    without an overflow after which a dynamic loss scale doubles. sparse24_decay: lambda of sparse24=srste, None for the paper's (see sparsity.py,
+    which a recipe with sparse24 needs beside this file).
     Call it like the model; backward(loss) after each micro-batch; step() after the last. Raises RecipeError as `recipe` and
     `build_optimizer` do.
     """

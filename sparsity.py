@@ -7,9 +7,10 @@
 NVIDIA's sparse tensor cores (Ampere and later) skip the zeros of such a matrix. Only Linear layers gain, no convolution: a run's ledger lists
 the layers covered and their share of the forward FLOPs. Elsewhere the zeros are multiplied like any other number: same results, no speed.
 
-Covered: Linear layers inside the blocks, modulation and time projections included, as SparseGPT (arXiv 2301.00774) prunes every Linear of a
-transformer's blocks and leaves embeddings and head alone. Left dense: names with `embed`, the last layer (`final`, `out`), inputs that are no
-multiple of 4, subclasses of nn.Linear (their forward is not ours to know).
+Covered: attention and MLP layers of the blocks; these are what SparseGPT (arXiv 2301.00774) prunes in a language model, embeddings and head
+stay dense. Dense too: the projections of the condition into each block (`modulation`, `time_emb`), which a language model lacks: they read
+one vector an image and not one a token, so there is nothing to gain in speed, and every value of their block depends on them. And dense by
+need: inputs that are no multiple of 4, subclasses of nn.Linear (their forward is not ours to know).
 
 magnitude  The two largest of four stay, by the fp32 weights that training starts from; the mask is fixed. Pruned entries get no gradient and
            are zero after every step in the weight and in its remainder, compensation or master. The average keeps the mask as well.
@@ -33,7 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 
 DECAY = 2e-4  # lambda of SR-STE in its authors' code
-LEFT_DENSE = re.compile(r".*embed|out(\.|$)|(.*\.)?final(\.|$)")
+LEFT_DENSE = re.compile(r".*(embed|modulation|time_emb)|out(\.|$)|(.*\.)?final(\.|$)")
 BACKENDS = {"cuSPARSELt": "SparseSemiStructuredTensorCUSPARSELT", "CUTLASS": "SparseSemiStructuredTensorCUTLASS"}  # in torch.sparse
 
 
