@@ -1125,23 +1125,6 @@ class Precision:
             values = {name: exact_weight(p.detach(), self.low_part(p)) for name, p in self.named_params}
         return self.sparse.prune(values) if self.sparse else values
 
-    @torch.no_grad()
-    def start_from(self, values):
-        """Let weights and averages start from {name: tensor} in place of the model's initial ones, each as exactly as the recipe holds it.
-
-        For a run that has taken no step. Raises RecipeError when they belong to another model.
-        """
-        if {name: v.shape for name, v in values.items()} != {name: p.shape for name, p in self.named_params}:
-            raise RecipeError("the weights to start from belong to another model")
-        for name, p in self.named_params:
-            value = values[name].to(p.device, torch.float32)
-            if isinstance(self.optimizer, AdamW):
-                self.optimizer.set_exact(p, value)
-            else:
-                p.copy_(value)
-            for average in self.averages.values():
-                average.shadow[name].copy_(value)
-
     # -- state
 
     def state_dict(self):

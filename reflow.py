@@ -52,7 +52,8 @@ class Teacher:
     """
 
     def __init__(self, path, flags, defaults):
-        self.path, checkpoint = path, read_checkpoint(path)
+        self.path, self.checkpoint = path, read_checkpoint(path)
+        checkpoint = self.checkpoint
         trained = {**defaults, **checkpoint["config"]}
         if trained["task"] not in ("rflow", "reflow"):
             raise RunError(f"--teacher {path} was trained with --task {trained['task']}: reflow straightens the paths of a rectified flow; "
@@ -66,7 +67,7 @@ class Teacher:
         here = {flag: flags.get(flag, defaults[flag]) for flag in ("device", "threads", "runs")}
         # Only the average is read: neither the optimiser nor the batches that made it have to be possible here.
         unused = {"optimizer": "adamw", "average": [], "accumulate": 1, "batch_size": int(os.environ.get("WORLD_SIZE", 1)), "export": ""}
-        self.run = Trainer({**trained, **self.shared, **here, **unused}, dry=True)
+        self.run = Trainer({**trained, **self.shared, **here, **unused}, dry=True, draws=True)
         if flags.get("image_size") not in (None, self.run.data.image_size):
             self._refuse("image_size", self.run.data.image_size, flags["image_size"])
         self.model, self.average = checkpoint["precision"]["model"], checkpoint["precision"]["averages"]["ema"]
@@ -99,8 +100,8 @@ class Teacher:
 
     def prepare(self, run):
         """The pairs of a student's Trainer as its training set: fp32 [B, 2C, H, W], clean images and their noise, with
-        labels int64 [B]; from the run's folder, or drawn and written there. A student at step 0 gets the teacher's
-        averaged weights. Raises RunError when the images are not finite or can't be written."""
+        labels int64 [B]; from the run's folder, or drawn and written there. Raises RunError when the images are not
+        finite or can't be written."""
         path = run.folder / PAIRS
         if path.exists():
             with safe_open(path, "pt") as file:
@@ -110,9 +111,7 @@ class Teacher:
             if run.rank == 0:
                 content = safetensors_bytes(pairs, metadata={"teacher": self.fingerprint, "steps": str(run.config["teacher_steps"])})
                 write_atomically(path, lambda file: file.write(content))
-        if run.step == 0:
-            run.precision.start_from(self.average["shadow"])
-        self.run = self.model = self.average = None  # no memory of theirs is needed in training
+        self.run = self.checkpoint = self.model = self.average = None  # no memory of theirs is needed in training
         return Tensors(torch.cat([pairs["images"], pairs["noise"]], dim=1), pairs["labels"], run.data.image_size)
 
     def _draw(self, run):

@@ -215,7 +215,7 @@ class Trainer:
                     p.mul_(c["init_scale"] if p.dim() > 1 else 1)
         return net
 
-    def _precision(self, device, start):
+    def _precision(self, device, start=None):
         c, d, net = self.config, self.data, self._net(device)
         if start:
             self._load(net, start)
@@ -233,10 +233,15 @@ class Trainer:
     # -- starting from another run
 
     def _start(self):
-        """The checkpoint that --finetune names, None without it or where this run has one of its own. Raises RunError when it does not fit."""
+        """The checkpoint that training starts from, --finetune's or a teacher's; None without, or where this run has one of its own. Raises RunError
+        when it does not fit."""
         c = self.config
         if c["sparse24_decay"] is not None and self.recipe.sparse24 != "srste":
             raise RunError(f"--sparse24_decay {c['sparse24_decay']:g} belongs to --sparse24 srste: add that, or drop it")
+        if self.teacher:
+            if c["finetune"]:
+                raise RunError("--finetune with --task reflow: a student starts from its teacher's weights; drop --finetune, or give that run as --teacher")
+            return None if (self.folder / "checkpoint.pt").exists() else self.teacher.checkpoint
         if not c["finetune"]:
             if self.recipe.sparse24 == "magnitude":
                 raise RunError("--sparse24 magnitude prunes trained weights: add --finetune RUN, or --sample RUN to draw; --sparse24 srste trains from the first step")
@@ -256,9 +261,10 @@ class Trainer:
 
     def _load(self, net, checkpoint):
         """Give `net`, still fp32, the averaged weights of a checkpoint, whatever recipe they were trained in."""
-        state = {**checkpoint["precision"]["model"], **checkpoint["precision"]["averages"]["ema"]["shadow"]}
-        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in net.state_dict().items()}:
-            raise RunError(f"--finetune {self.config['finetune']} holds a net of other shapes (other channels, labels or --size): use another checkpoint")
+        state, wanted = {**checkpoint["precision"]["model"], **checkpoint["precision"]["averages"]["ema"]["shadow"]}, net.state_dict()
+        state = {name: value for name, value in state.items() if name in wanted}  # scales of FP8 layers stay behind
+        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in wanted.items()}:
+            raise RunError(f"{self.config['finetune'] or self.config['teacher']} holds a net of other shapes (other channels, labels or --size): use another checkpoint")
         if next(net.parameters()).device.type != "meta":
             net.load_state_dict(state)
 
