@@ -16,7 +16,7 @@ magnitude  The two largest of four stay, by the fp32 weights that training start
            are zero after every step in the weight and in its remainder, compensation or master. The average keeps the mask as well.
 srste      SR-STE (arXiv 2102.04010): the weights stay dense, forward reads the two largest of four of the weight as it is stored, the gradient
            goes straight through to all four, and decay * weight is added to it where the weight is pruned. The term joins the gradient, before
-           clipping, because AdamW would hardly notice it as a decoupled decay (arXiv 2404.01847, section 4). Added once a step, in fp32: a bf16
+           clipping, because AdamW would hardly notice it as a decoupled decay (arXiv 2404.01847). Added once a step, in fp32: a bf16
            gradient would round it away, so bf16 weights keep an fp32 sum of their gradients (accumulate=fp32, 4 bytes a parameter). Rounding,
            compensation and split master apply to the dense weight, and so does the average: one of masked weights would mix masks that
            change, and not be 2:4 either.
@@ -128,8 +128,8 @@ class Sparse24:
         self.mode, self.decay, self.machine = mode, DECAY if decay is None else decay, machine
         self.layers = covered(model)
         if not self.layers:
-            raise SparsityError(f"--sparse24 {mode}: this net has no Linear layer inside its blocks, and convolutions are never 2:4; use --model dit or a "
-                                f"generative unet")
+            raise SparsityError(f"--sparse24 {mode}: this net has no Linear layer inside its blocks, and convolutions are never 2:4; "
+                                f"use --model dit or a generative unet")
         self.masks, self.flops = {}, None
         if mode == "srste":
             for module in self.layers.values():
@@ -217,7 +217,8 @@ class Sparse24:
         total, rows = sum(totals.values()), {}
         for name, module in self.layers.items():
             key = re.sub(r"\.\d+(?=\.)", ".*", name), tuple(module.weight.shape)
-            row = rows.setdefault(key, dict(layers=key[0], count=0, shape=list(key[1]), flops=0.0 if total else None, kernels=kernels(key[1], torch.bfloat16)))
+            row = rows.setdefault(key, dict(layers=key[0], count=0, shape=list(key[1]), flops=0.0 if total else None,
+                                            kernels=kernels(key[1], torch.bfloat16)))
             row["count"] += 1
             if total:
                 row["flops"] += per_layer.get(name, 0) / total
@@ -239,7 +240,9 @@ class Sparse24:
             return f"too: sparse kernels can't run here ({self.machine[1]})"
         if dtype not in (torch.bfloat16, torch.float16):
             return "too: the sparse kernels take bf16 weights"
-        return f"sparse ones by {backend(device)}" if backend(device) else "too: this torch has no cuSPARSELt, and CUTLASS's kernels stop at capability 8.x"
+        if backend(device) is None:
+            return "too: this torch has no cuSPARSELt, and CUTLASS's kernels stop at compute capability 8.x"
+        return f"sparse ones by {backend(device)}"
 
 
 def lines(rows):

@@ -244,7 +244,8 @@ class Trainer:
             return None if (self.folder / "checkpoint.pt").exists() else self.teacher.checkpoint
         if not c["finetune"]:
             if self.recipe.sparse24 == "magnitude":
-                raise RunError("--sparse24 magnitude prunes trained weights: add --finetune RUN, or --sample RUN to draw; --sparse24 srste trains from the first step")
+                raise RunError("--sparse24 magnitude prunes trained weights: add --finetune RUN, or --sample RUN to draw; "
+                               f"--sparse24 srste trains from the first step")
             return None
         if (self.folder / "checkpoint.pt").exists():
             return None
@@ -256,7 +257,8 @@ class Trainer:
                 raise RunError(f"--finetune {c['finetune']} was trained with --{key} {full(theirs)[key]}, and this run has --{key} {full(c)[key]}: "
                                f"use the same, or another checkpoint")
         if sparse24_of(theirs) == "srste" and self.recipe.sparse24 == "none":
-            raise RunError(f"--finetune {c['finetune']} was trained with --sparse24 srste, and nothing ever read its pruned weights: add --sparse24 magnitude or srste")
+            raise RunError(f"--finetune {c['finetune']} was trained with --sparse24 srste, whose forward reads two of four weights: "
+                           f"add --sparse24 magnitude or srste")
         return checkpoint
 
     def _load(self, net, checkpoint):
