@@ -130,7 +130,7 @@ def test_the_student_starts_from_the_teachers_average_in_its_own_recipe(flags, t
             torch.testing.assert_close(start["raw"][name], value, rtol=2**-15, atol=0)
     else:
         assert_same(start["raw"], {name: value.float() for name, value in held.items()})
-    assert_same(start["ema"], image if "ema=bf16" in flags else average)
+    assert_same(start["ema"], image if "ema=bf16" in flags else start["raw"])  # an average starts at the value held
     if "--average" in flags:
         assert_same(start["0.9:bf16"], image)
 
