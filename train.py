@@ -4,6 +4,7 @@
     python train.py --check                        what this machine runs natively, and the flags to start with
     python train.py --dry_run --pure_bf16          the resolved flags and the precision of every tensor; trains nothing
     python train.py --sample runs/NAME             draw again from a run's weights
+    python train.py --diagnose runs/NAME           which tensors of a run are losing information, finished or not
     torchrun --nproc_per_node=2 train.py           the same run on two processes
 
 The same command again resumes an interrupted run. Bad input ends with one line and exit status 2.
@@ -119,6 +120,8 @@ def build_parser():
     g = g.add_mutually_exclusive_group()
     g.add_argument("--dry_run", action="store_true", help="print the resolved flags and the precision ledger, and stop")
     g.add_argument("--check", action="store_true", help="print what this machine runs natively, emulates or can't, and stop")
+    g.add_argument("--diagnose", metavar="CHECKPOINT", help="examine a checkpoint or run folder, finished or running, and name what is losing information; "
+                                                            "exit status 0: healthy, 1: findings; --device, --threads and --data may differ")
     g.add_argument("--sample", metavar="CHECKPOINT", help="draw and score from a checkpoint or run folder; --set, --sparse24 magnitude, --sample_steps, "
                                                           "--guidance, --samples, --weights and --device may differ from its training; --name labels its pictures and scores")
     return parser
@@ -251,7 +254,7 @@ def main(argv=None):
     warnings.filterwarnings("ignore", module="torchao|bitsandbytes|monai")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    special = {k: given.pop(k) for k in ("config", "dry_run", "check", "sample") if k in given}
+    special = {k: given.pop(k) for k in ("config", "dry_run", "check", "sample", "diagnose") if k in given}
     if special.get("check"):
         return print_check()
     flags = {**(read_config(special["config"], parser) if "config" in special else {}), **given}
@@ -283,6 +286,13 @@ def run(special, flags, command):
     import torch
 
     from trainer import RunError, Trainer, read_checkpoint, sparse24_of
+
+    if "diagnose" in special:
+        import doctor
+
+        diagnosis = doctor.diagnose(special["diagnose"], DEFAULTS, flags)
+        print(diagnosis)
+        return diagnosis.status
 
     if "sample" in special:
         checkpoint = read_checkpoint(special["sample"])

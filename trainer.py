@@ -190,7 +190,7 @@ class Trainer:
         self.precision = self._precision(torch.device("meta") if dry else self.device, None if draws else self._start())
         if config["export"] and not Path(config["export"]).absolute().parent.is_dir():
             raise RunError(f"--export {config['export']}: there is no folder {Path(config['export']).parent}; make it, or name another")
-        self.step, self.seconds, self.stop = 0, 0.0, None
+        self.step, self.seconds, self.stop, self.ddp = 0, 0.0, None, None
         self.interval, self.since = 0, 0.0  # steps and sum of their losses since the last logged line
 
     def _device(self, name):
@@ -385,7 +385,6 @@ class Trainer:
         net = self.precision.model
         if self.config["compile"]:
             net = torch.compile(net)
-        self.ddp = None
         if self.world > 1:
             net = self.ddp = DistributedDataParallel(net)
             dtype = self.recipe.dtype("reduce")

@@ -49,7 +49,7 @@ def test_the_readme_has_commands():
 def test_every_command_of_the_readme_parses(command):
     parser = train.build_parser()
     given = vars(parser.parse_args(shlex.split(command)[1:]))  # exits with status 2 on an unknown flag or value
-    assert set(given) <= set(train.DEFAULTS) | {"dry_run", "check", "sample", "config"}
+    assert set(given) <= set(train.DEFAULTS) | {"dry_run", "check", "sample", "diagnose", "config"}
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| `(--[^`]*)` \| ([\d.]+) \|", README, re.M), ids=lambda row: row[0])

@@ -1,0 +1,533 @@
+"""The doctor: looks at a finished or running run and names, with figures, the sites that are losing information.
+
+    python train.py --diagnose runs/NAME        its checkpoint.pt, and metrics.jsonl where there is one; exit status 0 healthy, 1 findings
+
+It reads the run and writes nothing. Nothing is concluded from the recipe: the run is loaded into memory and taken some steps further on its
+own data, by its own code, and each write to a weight, second moment or average is compared with what fp32 arithmetic wanted to write. What
+generation reads is measured as well: the net against an fp32 copy of itself, its prediction at timesteps as it receives them against exact
+ones, images drawn with the run's sampler state against an fp32 one, and MONAI's noise schedule after it has been used as training uses it.
+
+Kahan compensation mends the weights alone: its exp_avg_sq, rounded to nearest, is a finding (and none with --stochastic beside it).
+Not examined: exp_avg, which loses nothing at beta1 = 0.9 (steps of 0.1 of the difference are far above a bf16 ulp), codes of 8-bit moments,
+and the all-reduce of several processes.
+"""
+
+import copy
+import dataclasses
+import json
+import math
+import textwrap
+from pathlib import Path
+
+import torch
+
+import precision as recipes
+from strategies import STRATEGIES, TIMESTEPS, Rng
+from trainer import BatchIndices, RunError, Trainer, read_checkpoint
+
+MAY_DIFFER = {"device", "threads", "data"}  # flags beside --diagnose: where it runs and where the data lie now
+
+WIDTH = 120
+STEPS = 8  # further steps in memory
+IMAGES = 16
+WORK = 5e9  # parameters x pixels x images of one step; about a second on a CPU core. Beyond it the batch is cut
+
+# When a figure becomes a finding, and when a severe one: one that can ruin samples by itself. Reasons beside them.
+LIMITS = {
+    # share of the wanted movement of the weights that is not written. fp32, stochastic, Kahan and split measure 0.00, nearest at lr 3e-4 0.5.
+    # Never severe: experiment 001 loses half and its weights still draw digits
+    "update": (0.05, math.inf),
+    # the same for decay alone, which is either written or not
+    "weight decay": (0.5, math.inf),
+    # the same of an average, among entries more than 2 ulp from their weight: closer ones are as good as the format allows. From a quarter on
+    # the average trails far behind its weights, whatever its decay says (decay 0.99 in bf16)
+    "ema": (0.05, 0.25),
+    # the same of the shrinking of v. At beta2 = 0.99 bf16 loses the last steps before v = g^2, and little is gained by them; at 0.999 all
+    "exp_avg_sq": (0.3, math.inf),
+    # share of the initial weights in an average when the run ends. 5 % remains after 3 / (1-decay) steps
+    "arrival": (0.1, 0.3),
+    # relative RMS change of the prediction. Any timestep lost is a finding; the images suffer when the change nears the net's own error
+    "timesteps": (0.0, 0.1),
+    # relative RMS change of the images drawn. An fp32 state gives 0 exactly; 0.2 % is a fifth of a grey level in eight bits
+    "sampler": (0.002, 0.1),
+    # the same with the noise schedule as one use leaves it
+    "scheduler": (0.002, 0.1),
+    # relative RMS change of the prediction against an fp32 copy of the net. bf16 matmuls measure 0.01 and score as fp32 does
+    "compute": (0.1, 0.5),
+    # relative change of the mean loss: ten times the rounding of a bf16 number
+    "loss": (0.03, math.inf),
+    # relative error of the summed gradient. One rounding to bf16, which no recipe of bf16 gradients avoids, is 0.0017
+    "accumulate": (0.004, 0.1),
+    # share of recent steps that the loss scaler skipped: in good health one in 2000, plus a few at the start
+    "skipped": (0.05, 0.5),
+}
+SCHEDULE = 0.01  # relative error of 1 - alphas_cumprod: 1e-4 at t = 0, which fp32 forms from a number next to 1 to 1e-3
+
+
+@dataclasses.dataclass
+class Finding:
+    site: str
+    severity: str  # severe: can ruin samples by itself; moderate: costs quality; note: nothing is lost
+    text: str
+    remedy: str
+
+    @property
+    def beside(self):
+        """Whether it is a further average (--average), which generation reads only when asked to."""
+        return self.site.startswith("average ")
+
+
+@dataclasses.dataclass
+class Diagnosis:
+    """findings: list of Finding, the one to blame first. sound: {site: share lost, or relative change} of what else was examined."""
+
+    head: str
+    findings: list
+    sound: dict
+
+    @property
+    def status(self):
+        return int(any(f.severity != "note" for f in self.findings))
+
+    @property
+    def verdict(self):
+        losing = [f for f in self.findings if f.severity != "note"]
+        read = [f for f in losing if not f.beside]
+        if not losing:
+            return "healthy: nothing is losing information"
+        if not read:
+            return "what generation reads is healthy; the findings are in averages kept beside it"
+        if read[0].severity == "severe":
+            return f"most likely to blame for bad samples: {read[0].site}"
+        return f"nothing found here ruins samples by itself; most likely to blame for lost quality: {read[0].site}"
+
+    def __str__(self):
+        rows = [("site", "severity", "finding"), *((f.site, f.severity, f"{f.text} -> {f.remedy}") for f in self.findings)] if self.findings else []
+        site, severity = (max((len(row[i]) for row in rows), default=0) + 2 for i in (0, 1))
+        lines = []
+        for row in rows:
+            lines += textwrap.wrap(f"{row[0]:<{site}}{row[1]:<{severity}}{row[2]}", WIDTH, subsequent_indent=" " * (site + severity))
+        sound = ", ".join(f"{name} {share:.2%}" for name, share in self.sound.items())
+        lines += textwrap.wrap(f"sound (share lost, or relative change): {sound}", WIDTH, subsequent_indent="  ") if sound else []
+        return "\n".join([self.head, *lines, self.verdict])
+
+
+def diagnose(path, defaults, flags):
+    """Diagnosis of a checkpoint file or a run's folder. defaults: train.DEFAULTS; flags: those typed beside --diagnose.
+
+    Raises RunError for what is no checkpoint of this program, and what Trainer raises (data that have moved, a GPU that is not here).
+    """
+    for flag in sorted(set(flags) - MAY_DIFFER):
+        raise RunError(f"--diagnose examines a run as it was trained: --{flag} can't differ; drop it")
+    checkpoint = read_checkpoint(path)
+    path = Path(path)
+    config = {**defaults, **checkpoint["config"], "device": "auto", "threads": 0, "export": "", **flags}
+    with torch.compiler.set_stance("force_eager"):  # compiling a peer's step costs more than these few
+        return _Examination(config, checkpoint, _read_metrics((path if path.is_dir() else path.parent) / "metrics.jsonl")).diagnosis()
+
+
+def _read_metrics(path):
+    """Lines of metrics.jsonl as dicts; a running run may have written half of its last one."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+class Tally:
+    """Of the entries of a site: the movement wanted, and what was written of that part of it which rounding to nearest would lose.
+
+    A write is judged by sums, not entry by entry: stochastic rounding leaves most entries where they are and is right on average.
+    """
+
+    def __init__(self):
+        self.wanted = self.threatened = self.written = self.error = 0.0
+        self.entries = self.threatened_entries = 0
+
+    def add(self, stored, old, target, new, among=True, scale=1.0):
+        """stored: the tensor before the write, in its dtype; old, target, new: fp32 values held before, wanted, held after. All [n]."""
+        step, moved = (target - old) / scale, (new - old) / scale
+        among = among & (step != 0) & step.isfinite() & moved.isfinite()
+        threatened = among & (target.to(stored.dtype) == stored)
+        self.entries += int(among.sum())
+        self.threatened_entries += int(threatened.sum())
+        self.wanted += float(step[among].double().abs().sum())
+        step, moved = step[threatened].double(), moved[threatened].double()
+        self.threatened += float(step.abs().sum())
+        self.written += float((moved * step.sign()).sum())
+        self.error += float((moved - step).square().sum())
+
+    @property
+    def lost(self):
+        """Share of the wanted movement that was lost for sure: less 3 standard errors of what noise leaves uncertain."""
+        return max(0.0, self.threatened - self.written - 3 * math.sqrt(self.error)) / max(self.wanted, 1e-300)
+
+    @property
+    def stuck(self):
+        """Share of the entries whose wanted step is under half an ulp."""
+        return self.threatened_entries / max(1, self.entries)
+
+    @property
+    def kept(self):
+        """Share of those steps, by size, that was written all the same."""
+        return self.written / max(self.threatened, 1e-300)
+
+
+def _sample(t):
+    t = t.detach().reshape(-1)
+    return t[:: max(1, t.numel() // 65536)]
+
+
+def _samples(tensors):
+    """A flat copy: tensors of one dtype, sampled."""
+    return torch.cat([_sample(t) for t in tensors])
+
+
+def _relative(a, b):
+    """Relative RMS difference of a from b; inf where either is not finite."""
+    value = float((a.double() - b.double()).square().mean().sqrt() / b.double().square().mean().sqrt().clamp_min(1e-300))
+    return value if value == value else math.inf
+
+
+class _Examination:
+    def __init__(self, config, checkpoint, metrics):
+        self.config, self.checkpoint, self.metrics = config, checkpoint, metrics
+        self.found, self.sound = [], {}
+        self.trainer = Trainer({**config, "warmup": 0})  # with warmup 0 the steps are of full size, as in most of the run
+        self.precision, self.recipe, self.data = self.trainer.precision, self.trainer.recipe, self.trainer.data
+        self.start = {name: _sample(value).clone() for name, value in self.precision.weights("raw").items()}
+        self.trainer.restore(checkpoint)
+        self.pixels = self.data.image_size**2 * sum(p.numel() for p in self.precision.params)
+        self.work = WORK * (100 if self.trainer.device.type == "cuda" else 1)
+        for part in (self.precision.optimizer, *self.precision.averages.values()):
+            part.compiled = False
+
+    def diagnosis(self):
+        self.logged()
+        if self.finite():
+            if self.config["task"] != "segment":
+                self.generation()
+            self.computing()
+            self.accumulation()
+            self.stepping()
+        self.found.sort(key=lambda f: (f.beside, ["severe", "moderate", "note"].index(f.severity)))
+        return Diagnosis(f"step {self.checkpoint['step']} of {self.config['steps']}, {self.config['model']} on {self.data.name}", self.found, self.sound)
+
+    def judge(self, limit, figure, text, remedy, site=None, certain=False):
+        """A finding if `figure` is beyond LIMITS[limit] or `certain`, else a line of `sound`. Returns whether it is one."""
+        low, high = LIMITS[limit]
+        if certain or figure > low:
+            self.found.append(Finding(site or limit, "severe" if figure > high else "moderate", text, remedy))
+            return True
+        self.sound[site or limit] = figure
+        return False
+
+    def strategy(self, **sites):
+        """The run's task with some sites changed, and a noise schedule that nobody has used yet."""
+        return STRATEGIES[self.config["task"]](self.data, dataclasses.replace(self.recipe, **sites), self.config)
+
+    def net(self, source="raw", **sites):
+        view = copy.copy(self.precision)
+        view.recipe = dataclasses.replace(self.recipe, **sites)
+        return view.generator(source)
+
+    def rng(self, *words):
+        return Rng(recipes.hash64(self.config["seed"], 6, *words) >> 1, device=self.trainer.device)
+
+    # -- what the run has written down
+
+    def logged(self):
+        rows, scaled = self.metrics, self.recipe.compute == "fp16"
+        overflows = [row for row in rows if row.get("nonfinite_grads")]
+        if overflows and not scaled:
+            self.found.append(Finding("grads", "severe", f"{sum(r['nonfinite_grads'] for r in overflows)} gradient entries were not finite, last at step "
+                                      f"{overflows[-1]['step']}", "lower --lr, --clip_grad 1 or --warmup"))
+        if rows and not math.isfinite(rows[-1].get("loss", 0.0)):
+            self.found.append(Finding("loss", "severe", f"the loss was {rows[-1]['loss']} at step {rows[-1]['step']}", "lower --lr, --clip_grad 1 or --bf16"))
+        if not scaled:
+            return
+        scale = rows[-1].get("loss_scale") if rows else None
+        scale = self.precision.scaler.get_scale() if scale is None else scale
+        recent = [row for row in rows if "skipped_steps" in row][-11:]
+        skipped = (recent[-1]["skipped_steps"] - recent[0]["skipped_steps"]) / (recent[-1]["step"] - recent[0]["step"]) if len(recent) > 1 else 0.0
+        self.judge("skipped", skipped, f"the loss scaler skipped {skipped:.0%} of the last steps; the scale is {scale:g}", "--bf16, or lower --lr",
+                   site="grads", certain=scale < 1)
+
+    def finite(self):
+        """Whether all weights, averages and states are; a finding for each kind that is not."""
+        saved, bad = self.checkpoint["precision"], {}
+
+        def count(site, value):
+            if isinstance(value, dict):
+                for key, inner in value.items():
+                    count(site or (key if isinstance(key, str) and torch.is_tensor(inner) else ""), inner)
+            elif torch.is_tensor(value) and value.is_floating_point() and value.numel() > 1:
+                bad[site] = bad.get(site, 0) + int((~value.isfinite()).sum())
+
+        count("weights", saved["model"])
+        count("", saved["optimizer"]["state"])
+        for name, average in saved["averages"].items():
+            count(_title(name), average)
+        for site, number in bad.items():
+            if number:
+                self.found.append(Finding(site, "severe", f"{number:,} entries are not finite", "train again with a lower --lr, --clip_grad 1 or --bf16"))
+        return not any(bad.values())
+
+    # -- what generation reads
+
+    @torch.no_grad()
+    def generation(self):
+        images, labels = (t[:IMAGES] for t in self.strategy()._heldout(self.trainer.device))
+        exact, rng = self.strategy(timesteps="fp32", scheduler="fp32"), self.rng(1)
+        noise, seen = rng.normal(*images.shape), []
+        spy = lambda x, t, labels: (seen.append((x, t)), torch.zeros_like(x))[1]
+        exact.errors(spy, images, labels, noise, exact.draw_timesteps(rng, len(images)))
+        x, t = seen[0]
+        net = self.net()
+        self.inputs, self.plain = (x, t, labels), lambda model: exact.predict(model, x, t, labels)
+
+        every = torch.arange(TIMESTEPS, dtype=torch.float32, device=x.device)
+        self.strategy().predict(spy, x[:1].expand(TIMESTEPS, -1, -1, -1), every, labels[:1].expand(TIMESTEPS))
+        received = seen[-1][1].double()
+        change = _relative(self.strategy().predict(net, x, t.float(), labels), exact.predict(net, x, t.float(), labels))
+        distinct, error = received.unique().numel(), float((received - every.double()).abs().max())
+        self.judge("timesteps", change, f"0..999 reach the net as {distinct} values, up to {error:g} off; its prediction changes by {change:.2%}",
+                   "--set timesteps=fp32", certain=distinct < TIMESTEPS)
+
+        steps, size = self.config["sample_steps"], x.shape[1:]
+        count = int(max(2, min(len(x), self.work / (self.pixels * steps))))
+        noise = rng.normal(count, *size)
+        draw = lambda **sites: self.strategy(**sites).sample(net, labels[:count], noise, steps)
+        reference = draw(sampler="fp32", scheduler="fp32")
+        change = _relative(draw(scheduler="fp32"), reference)
+        self.judge("sampler", change, f"{count} images drawn in {steps} steps differ by {change:.1%} from those of an fp32 state", "--set sampler=fp32")
+        if self.config["task"] == "ddpm":
+            used = self.strategy(sampler="fp32")
+            used.loss(net, (images, labels), self.rng(2))  # as training uses it: MONAI's add_noise may leave its buffer in the dtype of the images
+            self.schedule(used, used.sample(net, labels[:count], noise, steps), reference)
+
+    def schedule(self, used, drawn, reference):
+        buffer = used.scheduler.alphas_cumprod
+        before, after = 1 - used.schedule, 1 - buffer.double().cpu()
+        error, zeros, change = float(((after - before) / before).abs().max()), int((after == 0).sum()), _relative(drawn, reference)
+        self.judge("scheduler", change, f"after one add_noise alphas_cumprod is {recipes.NAMES.get(buffer.dtype)}: sigma^2 is up to {error:.0%} off and 0 at "
+                   f"{zeros} timesteps, where a sampler divides by it; images drawn in {self.config['sample_steps']} steps differ by {change:.1%}, "
+                   f"{float((~drawn.isfinite()).float().mean()):.0%} of their pixels are not finite", "--set scheduler=fp32", certain=error > SCHEDULE)
+
+    @torch.no_grad()
+    def computing(self):
+        if self.config["task"] == "segment":
+            images = self.data.heldout[list(range(min(4, len(self.data.heldout))))][0].to(self.trainer.device)
+            self.plain = lambda model: model(images)
+        full, own = (self.plain(self.net(loss="fp32", **more)) for more in ({"generation": "fp32"}, {}))
+        change = _relative(own, full)
+        self.judge("compute", change, f"the net's output differs by {change:.1%} from that of an fp32 copy of itself", "--bf16, or no flag")
+        if self.config["task"] != "segment":
+            images, labels = (t[:IMAGES] for t in self.strategy()._heldout(self.trainer.device))
+            own, full = (float(self.strategy().loss(self.net(**more), (images, labels), self.rng(3))) for more in ({}, {"loss": "fp32"}))
+            self.judge("loss", abs(own - full) / max(abs(full), 1e-300), f"the loss is {own:.4g} and in fp32 {full:.4g}", "--set loss=fp32")
+
+    # -- what training writes
+
+    def batches(self, size, micro):
+        for indices in BatchIndices(len(self.data.train), size, self.config["seed"], self.trainer.step * micro):
+            yield self.data.train[indices]
+
+    def accumulation(self):
+        c, precision = self.config, self.precision
+        if c["accumulate"] == 1 or not self.recipe.low_weights or c["optimizer"] == "torchastic":  # torchastic's hooks take the gradients away
+            return
+        count = min(64, c["accumulate"])
+        size = int(max(1, min(c["batch_size"], 8, self.work / (self.pixels * count))))
+        precision.accumulate, exact = count, {}
+        for apart in (True, False):
+            batches = self.batches(size, 1)
+            for micro in range(count):
+                batch = tuple(t.to(self.trainer.device) for t in next(batches))
+                precision.backward(self.trainer.strategy.loss(precision, batch, self.rng(4, micro)))
+                for p in precision.params if apart else ():
+                    if not precision.keeps_sums and p.grad is not None:
+                        exact[p] = exact.get(p, 0) + p.grad.float()
+                        p.grad = None
+                if apart and precision.keeps_sums:
+                    for p, g in precision.sums.items():
+                        exact[p] = exact.get(p, 0) + g.double()
+                    precision.sums = {}
+            summed = precision.sums or {p: p.grad for p in precision.params if p.grad is not None}
+            error = math.sqrt(sum(float((summed[p].double() - exact[p].double()).square().sum()) for p in summed)
+                              / max(1e-300, sum(float(g.double().square().sum()) for g in exact.values()))) if not apart else 0.0
+        precision.sums = {}
+        precision.optimizer.zero_grad(set_to_none=True)
+        self.judge("accumulate", error, f"the sum of {count} micro-batches of gradients is {error:.2%} off", "--set accumulate=fp32")
+
+    def stepping(self):
+        """The run's own next steps, in memory; what each wrote against what fp32 wanted."""
+        trainer, precision, c = self.trainer, self.precision, self.trainer.config
+        images = c["batch_size"] * c["accumulate"]
+        c["accumulate"] = max(1, min(c["accumulate"], STEPS, int(self.work / (self.pixels * c["batch_size"]))))
+        c["batch_size"] = int(max(1, min(c["batch_size"], self.work / self.pixels)))
+        whole = images == c["batch_size"] * c["accumulate"]  # else gradients are noisier than those that v has seen
+        precision.accumulate = c["accumulate"]
+        trainer.batches = self.batches(c["batch_size"], c["accumulate"])
+        updates, moments, averages = Tally(), Tally(), {name: Tally() for name in precision.averages}
+        groups, squares, before = {}, {}, {}
+        for p in precision.params:  # tensors alike are judged as one
+            v = self.second_moment(p)
+            groups.setdefault((p.dtype, None if v is None else v.dtype), []).append(p)
+        names = {p: name for name, p in precision.named_params}
+
+        def look(optimizer, args, kwargs):
+            grads = kwargs.get("grads") or {p: p.grad for p in precision.params}
+            for key, params in groups.items():
+                own = [p for p in params if grads.get(p) is not None]
+                if own:
+                    v = None if key[1] is None else _samples(self.second_moment(p) for p in own)
+                    g = _samples(grads[p] for p in own).float() * kwargs.get("grad_scale", 1.0)
+                    before[key] = own, _samples(own), self.held(own), v, g
+
+        hook = precision.optimizer.register_step_pre_hook(look)
+        for _ in range(STEPS // c["accumulate"] if whole else 2):
+            before.clear()
+            shadows = {(name, key): _samples(average.shadow[names[p]] for p in params)
+                       for name, average in precision.averages.items() for key, params in groups.items()}
+            trainer.train_step(measure=False)
+            for key, (params, stored, held, v, g) in before.items():
+                after = self.held(params)
+                step = self.intended(params, held)
+                if step is not None:
+                    updates.add(stored, held, held + step, after)
+                if v is not None:
+                    beta2, old = self.decays(params[0])[1], v.float()
+                    target, new = beta2 * old + (1 - beta2) * g * g, _samples(self.second_moment(p) for p in params).float()
+                    moments.add(v, old, target, new, among=(target < old) & (old > 1e-30), scale=old.clamp_min(1e-30))
+                    squares.setdefault(key, []).append(g.double().square())
+            for (name, key), old in shadows.items():
+                average, value, new = precision.averages[name], old.float(), _samples(precision.averages[name].shadow[names[p]] for p in groups[key])
+                gap = self.held(groups[key]) - value
+                # within 2 ulp the average is as near its weight as its format lets it be
+                far = gap.abs() > 2 * torch.finfo(old.dtype).eps * value.abs()
+                averages[name].add(old, value, value + (1 - average.decay) * gap, new.float(), among=far)
+        hook.remove()
+        if updates.entries:
+            self.judge("update", updates.lost, f"{updates.stuck:.0%} of the updates are under half an ulp of their weight, and {updates.kept:.0%} of them is "
+                       f"written: {updates.lost:.0%} of the wanted movement is lost", self.writing())
+        if moments.entries:
+            ratio, batches = self.too_large({key: groups[key] for key in squares}, squares) if whole else (None, 0)
+            size = f"; v is {ratio:.1f} times the mean of g^2 over {batches} batches" if ratio else ""
+            self.judge("exp_avg_sq", moments.lost, f"{moments.lost:.0%} of the shrinking of v is lost: it can grow and not shrink{size}",
+                       "--set exp_avg_sq=fp32, or --beta2 0.99" if c["optimizer"] == "adamw" else self.writing())
+        for name, tally in averages.items():
+            self.average(name, precision.averages[name], tally)
+        self.decay()
+
+    def group(self, p):
+        return next(g for g in self.precision.optimizer.param_groups if any(p is q for q in g["params"]))
+
+    def decays(self, p):
+        """(beta1, beta2, steps for the bias correction) of AdamW's next or last step on `p`."""
+        group, step = self.group(p), float(self.precision.optimizer.state[p].get("step", self.precision.ema.step))
+        if "beta1" not in group:
+            return *group["betas"], step
+        # torch-optimi keeps its moments corrected: its decays approach the betas, and nothing is left to correct
+        step = float(self.precision.ema.step)
+        return *(1 - (1 - beta) / (1 - beta**step) for beta in (group["beta1"], group["beta2"])), math.inf
+
+    def writing(self):
+        """The remedy for writes that lose something."""
+        if self.config["optimizer"] != "adamw":
+            return f"--stochastic without --optimizer {self.config['optimizer']}"
+        return "--stochastic without --opt8bit" if self.recipe.exp_avg == "int8" else "--stochastic, --kahan or --master split"
+
+    def held(self, params):
+        """Flat fp32 sample of the values that the optimiser holds for `params`, a peer's compensation included."""
+        values = []
+        for p in params:
+            low, state = self.precision.low_part(p), self.precision.optimizer.state.get(p, {})
+            for name in ("kahan_comp", "shift"):  # torch-optimi, adamw-bf16
+                low = state.get(name) if low is None else low
+            values.append(recipes.exact_weight(_sample(p), None if low is None else _sample(low)))
+        return torch.cat(values)
+
+    def second_moment(self, p):
+        v = self.precision._moment(p)
+        return v if v is not None and v.is_floating_point() else None
+
+    def first_moment(self, p):
+        state = self.precision.optimizer.state.get(p, {})
+        m = next((state[k] for k in ("exp_avg", "ema", "state1") if k in state), None)
+        return m if m is not None and m.is_floating_point() else None
+
+    def intended(self, params, held):
+        """The fp32 update of an AdamW's last step from the moments it left, for a peer too; None where they are not plain numbers."""
+        moments = [(self.first_moment(p), self.second_moment(p)) for p in params]
+        if any(m is None or v is None for m, v in moments):
+            return None
+        (beta1, beta2, step), group = self.decays(params[0]), self.group(params[0])
+        m, v = (_samples(column).float() for column in zip(*moments))
+        denominator = (v / (1 - beta2**step)).sqrt() + group["eps"]
+        return -float(group["lr"]) * (m / (1 - beta1**step) / denominator + group["weight_decay"] * held)
+
+    def too_large(self, groups, squares):
+        """(v against the mean of g^2, batches): geometric mean of the tensors' ratios, weighted by size. Single entries are too noisy."""
+        logs, weights, batches = 0.0, 0, 0
+        for key, params in groups.items():
+            batches = len(squares[key])
+            means = torch.stack(squares[key]).mean(0).split([_sample(p).numel() for p in params]) if batches else ()
+            for p, g in zip(params, means):
+                _, beta2, step = self.decays(p)
+                v, g = float(_sample(self.second_moment(p)).double().mean()) / (1 - beta2**step), float(g.mean())
+                if v > 0 and g > 0:
+                    logs, weights = logs + p.numel() * math.log(v / g), weights + p.numel()
+        return (math.exp(logs / weights) if weights else None), batches
+
+    def average(self, name, average, tally):
+        c, site, q, done = self.config, _title(name), average.decay, self.checkpoint["step"]
+        gap = toward = 0.0
+        for key, p in self.precision.named_params:
+            w, s = self.held([p]).double(), _sample(average.shadow[key]).double()
+            way = self.start[key].double() - w
+            gap, toward = gap + float(((s - w) * way).sum()), toward + float(way.square().sum())
+        held, steady = gap / max(toward, 1e-300), (1 - q**done) / (done * (1 - q))
+        text = (f"{tally.stuck:.0%} of the entries away from their weight can't move, {tally.lost:.0%} of the wanted movement is lost; it is {held:.0%} of the "
+                f"way back to the initial weights, and an exact one of decay {q:g} is {steady:.0%} back when the weights move steadily")
+        beside = name != "ema"
+        remedy = f"--average {q:g}:fp32" if beside else "--set ema=fp32, or ema_update=stochastic"
+        if self.judge("ema", tally.lost, text, remedy, site=site):
+            return
+        planned = max(done, c["steps"])
+        remains = q**planned
+        if remains > LIMITS["arrival"][0]:
+            # a run so short that the default decay has not arrived either is young, not ill
+            young = 0.999**planned > LIMITS["arrival"][0]
+            severity = "note" if young else "severe" if remains > LIMITS["arrival"][1] else "moderate"
+            self.found.append(Finding(site, severity, f"the average has not arrived: exp(-(1-decay) steps) = {remains:.0%} of the start remains after {planned} "
+                                      f"steps of decay {q:g}; nothing is lost by rounding", f"a decay of {max(0.0, 1 - 3 / planned):.4g} or less, or more --steps"))
+
+    def decay(self):
+        """Weight decay alone: steps without gradient or momentum. Last, for it spoils the state."""
+        precision, tally = self.precision, Tally()
+        if not self.config["weight_decay"]:
+            return
+        for p in precision.params:
+            m = self.first_moment(p)
+            if m is None or "accumulated_decay" in precision.optimizer.state[p]:  # adamw-bf16 saves its decay up for one large step
+                return
+            m.zero_()
+        for _ in range(STEPS):
+            before = [(_sample(p).clone(), self.held([p])) for p in precision.params]
+            for p in precision.params:
+                p.grad = torch.zeros_like(p)
+            precision.optimizer.step()
+            for p, (stored, held) in zip(precision.params, before):
+                tally.add(stored, held, held * (1 - float(self.group(p)["lr"]) * self.group(p)["weight_decay"]), self.held([p]))
+        self.judge("weight decay", tally.lost, f"a weight should shrink by lr*wd = {self.config['lr'] * self.config['weight_decay']:.1g} of itself a step; "
+                   f"{tally.lost:.0%} of that is lost", self.writing())
+
+
+def _title(name):
+    return name if name == "ema" else f"average {name}"
