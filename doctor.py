@@ -34,20 +34,20 @@ WORK = 5e9  # parameters x pixels x images of one step; about a second on a CPU 
 
 # When a figure becomes a finding, and when a severe one: one that can ruin samples by itself. Reasons beside them.
 LIMITS = {
-    # share of the wanted movement of the weights that is not written. fp32, stochastic, Kahan and split measure 0.00, nearest at lr 3e-4 0.5.
-    # Never severe: experiment 001 loses half and its weights still draw digits
+    # share of the wanted movement of the weights that is not written. fp32, stochastic, Kahan and split measure 0.00, nearest at lr 3e-4
+    # half of it. Never severe: in experiment 001 such weights still draw digits
     "update": (0.05, math.inf),
     # the same for decay alone, which is either written or not
     "weight decay": (0.5, math.inf),
-    # the same of an average, among entries more than 2 ulp from their weight: closer ones are as good as the format allows. From a quarter on
-    # the average trails far behind its weights, whatever its decay says (decay 0.99 in bf16)
+    # the same of an average, among entries more than 2 ulp from their weight: closer ones are as good as the format allows. From a quarter
+    # on the average trails far behind its weights, whatever its decay says (decay 0.99 in bf16)
     "ema": (0.05, 0.25),
     # the same of the shrinking of v. At beta2 = 0.99 bf16 loses the last steps before v = g^2, and little is gained by them; at 0.999 all
     "exp_avg_sq": (0.3, math.inf),
     # share of the initial weights in an average when the run ends. 5 % remains after 3 / (1-decay) steps
     "arrival": (0.1, 0.3),
-    # relative RMS change of the prediction. Any timestep lost is a finding; the images suffer when the change nears the net's own error
-    "timesteps": (0.0, 0.1),
+    # relative RMS change of the prediction; the images suffer when it nears the net's own error. Any timestep lost is a finding as well
+    "timesteps": (0.001, 0.1),
     # relative RMS change of the images drawn. An fp32 state gives 0 exactly; 0.2 % is a fifth of a grey level in eight bits
     "sampler": (0.002, 0.1),
     # the same with the noise schedule as one use leaves it
@@ -102,7 +102,8 @@ class Diagnosis:
         return f"nothing found here ruins samples by itself; most likely to blame for lost quality: {read[0].site}"
 
     def __str__(self):
-        rows = [("site", "severity", "finding"), *((f.site, f.severity, f"{f.text} -> {f.remedy}") for f in self.findings)] if self.findings else []
+        rows = [(f.site, f.severity, f"{f.text} -> {f.remedy}") for f in self.findings]
+        rows = [("site", "severity", "finding"), *rows] if rows else []
         site, severity = (max((len(row[i]) for row in rows), default=0) + 2 for i in (0, 1))
         lines = []
         for row in rows:
@@ -120,10 +121,10 @@ def diagnose(path, defaults, flags):
     for flag in sorted(set(flags) - MAY_DIFFER):
         raise RunError(f"--diagnose examines a run as it was trained: --{flag} can't differ; drop it")
     checkpoint = read_checkpoint(path)
-    path = Path(path)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
     config = {**defaults, **checkpoint["config"], "device": "auto", "threads": 0, "export": "", **flags}
     with torch.compiler.set_stance("force_eager"):  # compiling a peer's step costs more than these few
-        return _Examination(config, checkpoint, _read_metrics((path if path.is_dir() else path.parent) / "metrics.jsonl")).diagnosis()
+        return _Examination(config, checkpoint, _read_metrics(folder / "metrics.jsonl")).diagnosis()
 
 
 def _read_metrics(path):
@@ -216,7 +217,8 @@ class _Examination:
             self.accumulation()
             self.stepping()
         self.found.sort(key=lambda f: (f.beside, ["severe", "moderate", "note"].index(f.severity)))
-        return Diagnosis(f"step {self.checkpoint['step']} of {self.config['steps']}, {self.config['model']} on {self.data.name}", self.found, self.sound)
+        head = f"step {self.checkpoint['step']} of {self.config['steps']}, {self.config['model']} on {self.data.name}"
+        return Diagnosis(head, self.found, self.sound)
 
     def judge(self, limit, figure, text, remedy, site=None, certain=False):
         """A finding if `figure` is beyond LIMITS[limit] or `certain`, else a line of `sound`. Returns whether it is one."""
@@ -231,10 +233,11 @@ class _Examination:
         """The run's task with some sites changed, and a noise schedule that nobody has used yet."""
         return STRATEGIES[self.config["task"]](self.data, dataclasses.replace(self.recipe, **sites), self.config)
 
-    def net(self, source="raw", **sites):
+    def net(self, **sites):
+        """The net with its last weights, frozen: they tell what a site does even where the average is ruined."""
         view = copy.copy(self.precision)
         view.recipe = dataclasses.replace(self.recipe, **sites)
-        return view.generator(source)
+        return view.generator("raw")
 
     def rng(self, *words):
         return Rng(recipes.hash64(self.config["seed"], 6, *words) >> 1, device=self.trainer.device)
@@ -245,18 +248,21 @@ class _Examination:
         rows, scaled = self.metrics, self.recipe.compute == "fp16"
         overflows = [row for row in rows if row.get("nonfinite_grads")]
         if overflows and not scaled:
-            self.found.append(Finding("grads", "severe", f"{sum(r['nonfinite_grads'] for r in overflows)} gradient entries were not finite, last at step "
-                                      f"{overflows[-1]['step']}", "lower --lr, --clip_grad 1 or --warmup"))
+            text = f"{sum(r['nonfinite_grads'] for r in overflows)} gradient entries were not finite, last at step {overflows[-1]['step']}"
+            self.found.append(Finding("grads", "severe", text, "lower --lr, --clip_grad 1 or --warmup"))
         if rows and not math.isfinite(rows[-1].get("loss", 0.0)):
-            self.found.append(Finding("loss", "severe", f"the loss was {rows[-1]['loss']} at step {rows[-1]['step']}", "lower --lr, --clip_grad 1 or --bf16"))
+            text = f"the loss was {rows[-1]['loss']} at step {rows[-1]['step']}"
+            self.found.append(Finding("loss", "severe", text, "lower --lr, --clip_grad 1 or --bf16"))
         if not scaled:
             return
         scale = rows[-1].get("loss_scale") if rows else None
         scale = self.precision.scaler.get_scale() if scale is None else scale
-        recent = [row for row in rows if "skipped_steps" in row][-11:]
-        skipped = (recent[-1]["skipped_steps"] - recent[0]["skipped_steps"]) / (recent[-1]["step"] - recent[0]["step"]) if len(recent) > 1 else 0.0
-        self.judge("skipped", skipped, f"the loss scaler skipped {skipped:.0%} of the last steps; the scale is {scale:g}", "--bf16, or lower --lr",
-                   site="grads", certain=scale < 1)
+        recent = [(row["step"], row["skipped_steps"]) for row in rows if "skipped_steps" in row][-11:]
+        steps, skips = (last - first for first, last in zip(recent[0], recent[-1])) if recent else (0, 0)
+        skipped = skips / max(1, steps)
+        text = f"the loss scaler skipped {skipped:.0%} of the last steps; the scale is {scale:g}"
+        # below 1 the scaler shrinks gradients: they overflow as they are
+        self.judge("skipped", skipped, text, "--bf16, or lower --lr", site="grads", certain=scale < 1)
 
     def finite(self):
         """Whether all weights, averages and states are; a finding for each kind that is not."""
@@ -275,7 +281,8 @@ class _Examination:
             count(_title(name), average)
         for site, number in bad.items():
             if number:
-                self.found.append(Finding(site, "severe", f"{number:,} entries are not finite", "train again with a lower --lr, --clip_grad 1 or --bf16"))
+                remedy = "train again with a lower --lr, --clip_grad 1 or --bf16"
+                self.found.append(Finding(site, "severe", f"{number:,} entries are not finite", remedy))
         return not any(bad.values())
 
     # -- what generation reads
@@ -289,15 +296,15 @@ class _Examination:
         exact.errors(spy, images, labels, noise, exact.draw_timesteps(rng, len(images)))
         x, t = seen[0]
         net = self.net()
-        self.inputs, self.plain = (x, t, labels), lambda model: exact.predict(model, x, t, labels)
+        self.plain = lambda model: exact.predict(model, x, t, labels)
 
         every = torch.arange(TIMESTEPS, dtype=torch.float32, device=x.device)
         self.strategy().predict(spy, x[:1].expand(TIMESTEPS, -1, -1, -1), every, labels[:1].expand(TIMESTEPS))
         received = seen[-1][1].double()
         change = _relative(self.strategy().predict(net, x, t.float(), labels), exact.predict(net, x, t.float(), labels))
         distinct, error = received.unique().numel(), float((received - every.double()).abs().max())
-        self.judge("timesteps", change, f"0..999 reach the net as {distinct} values, up to {error:g} off; its prediction changes by {change:.2%}",
-                   "--set timesteps=fp32", certain=distinct < TIMESTEPS)
+        text = f"0..999 reach the net as {distinct} values, up to {error:g} off; its prediction changes by {change:.2%}"
+        self.judge("timesteps", change, text, "--set timesteps=fp32", certain=distinct < TIMESTEPS)
 
         steps, size = self.config["sample_steps"], x.shape[1:]
         count = int(max(2, min(len(x), self.work / (self.pixels * steps))))
@@ -305,19 +312,23 @@ class _Examination:
         draw = lambda **sites: self.strategy(**sites).sample(net, labels[:count], noise, steps)
         reference = draw(sampler="fp32", scheduler="fp32")
         change = _relative(draw(scheduler="fp32"), reference)
-        self.judge("sampler", change, f"{count} images drawn in {steps} steps differ by {change:.1%} from those of an fp32 state", "--set sampler=fp32")
+        text = f"{count} images drawn in {steps} steps differ by {change:.1%} from those of an fp32 state"
+        self.judge("sampler", change, text, "--set sampler=fp32")
         if self.config["task"] == "ddpm":
             used = self.strategy(sampler="fp32")
-            used.loss(net, (images, labels), self.rng(2))  # as training uses it: MONAI's add_noise may leave its buffer in the dtype of the images
+            # as training uses it: MONAI's add_noise may leave its buffer in the dtype of the images
+            used.loss(net, (images, labels), self.rng(2))
             self.schedule(used, used.sample(net, labels[:count], noise, steps), reference)
 
     def schedule(self, used, drawn, reference):
         buffer = used.scheduler.alphas_cumprod
         before, after = 1 - used.schedule, 1 - buffer.double().cpu()
-        error, zeros, change = float(((after - before) / before).abs().max()), int((after == 0).sum()), _relative(drawn, reference)
-        self.judge("scheduler", change, f"after one add_noise alphas_cumprod is {recipes.NAMES.get(buffer.dtype)}: sigma^2 is up to {error:.0%} off and 0 at "
-                   f"{zeros} timesteps, where a sampler divides by it; images drawn in {self.config['sample_steps']} steps differ by {change:.1%}, "
-                   f"{float((~drawn.isfinite()).float().mean()):.0%} of their pixels are not finite", "--set scheduler=fp32", certain=error > SCHEDULE)
+        error, zeros = float(((after - before) / before).abs().max()), int((after == 0).sum())
+        change, nan = _relative(drawn, reference), float((~drawn.isfinite()).float().mean())
+        text = (f"after one add_noise alphas_cumprod is {recipes.NAMES.get(buffer.dtype)}: sigma^2 is up to {error:.0%} off and 0 at "
+                f"{zeros} timesteps, where a sampler divides by it; images drawn in {self.config['sample_steps']} steps differ by {change:.1%}, "
+                f"{nan:.0%} of their pixels are not finite")
+        self.judge("scheduler", change, text, "--set scheduler=fp32", certain=error > SCHEDULE)
 
     @torch.no_grad()
     def computing(self):
@@ -329,8 +340,10 @@ class _Examination:
         self.judge("compute", change, f"the net's output differs by {change:.1%} from that of an fp32 copy of itself", "--bf16, or no flag")
         if self.config["task"] != "segment":
             images, labels = (t[:IMAGES] for t in self.strategy()._heldout(self.trainer.device))
-            own, full = (float(self.strategy().loss(self.net(**more), (images, labels), self.rng(3))) for more in ({}, {"loss": "fp32"}))
-            self.judge("loss", abs(own - full) / max(abs(full), 1e-300), f"the loss is {own:.4g} and in fp32 {full:.4g}", "--set loss=fp32")
+            loss = lambda **sites: float(self.strategy().loss(self.net(**sites), (images, labels), self.rng(3)))
+            own, full = loss(), loss(loss="fp32")
+            change = abs(own - full) / max(abs(full), 1e-300)
+            self.judge("loss", change, f"the loss is {own:.4g} and in fp32 {full:.4g}", "--set loss=fp32")
 
     # -- what training writes
 
@@ -340,29 +353,32 @@ class _Examination:
 
     def accumulation(self):
         c, precision = self.config, self.precision
-        if c["accumulate"] == 1 or not self.recipe.low_weights or c["optimizer"] == "torchastic":  # torchastic's hooks take the gradients away
+        if c["accumulate"] == 1 or not self.recipe.low_weights or c["optimizer"] == "torchastic":  # its hooks take gradients away
             return
-        count = min(64, c["accumulate"])
+        precision.accumulate = count = min(64, c["accumulate"])
         size = int(max(1, min(c["batch_size"], 8, self.work / (self.pixels * count))))
-        precision.accumulate, exact = count, {}
-        for apart in (True, False):
-            batches = self.batches(size, 1)
-            for micro in range(count):
-                batch = tuple(t.to(self.trainer.device) for t in next(batches))
-                precision.backward(self.trainer.strategy.loss(precision, batch, self.rng(4, micro)))
-                for p in precision.params if apart else ():
-                    if not precision.keeps_sums and p.grad is not None:
-                        exact[p] = exact.get(p, 0) + p.grad.float()
-                        p.grad = None
-                if apart and precision.keeps_sums:
-                    for p, g in precision.sums.items():
-                        exact[p] = exact.get(p, 0) + g.double()
-                    precision.sums = {}
-            summed = precision.sums or {p: p.grad for p in precision.params if p.grad is not None}
-            error = math.sqrt(sum(float((summed[p].double() - exact[p].double()).square().sum()) for p in summed)
-                              / max(1e-300, sum(float(g.double().square().sum()) for g in exact.values()))) if not apart else 0.0
-        precision.sums = {}
-        precision.optimizer.zero_grad(set_to_none=True)
+
+        def gradients():
+            for micro, batch in zip(range(count), self.batches(size, 1)):
+                images, target = (t.to(self.trainer.device) for t in batch)
+                precision.backward(self.trainer.strategy.loss(precision, (images, target), self.rng(4, micro)))
+                yield
+
+        def take():
+            grads = precision.sums or {p: p.grad for p in precision.params if p.grad is not None}
+            precision.sums = {}
+            precision.optimizer.zero_grad(set_to_none=True)
+            return grads
+
+        exact = {}
+        for _ in gradients():
+            for p, g in take().items():
+                exact[p] = exact.get(p, 0) + g.double()
+        for _ in gradients():
+            pass
+        summed = take()
+        off = sum(float((summed[p].double() - g).square().sum()) for p, g in exact.items())
+        error = math.sqrt(off / max(sum(float(g.square().sum()) for g in exact.values()), 1e-300))
         self.judge("accumulate", error, f"the sum of {count} micro-batches of gradients is {error:.2%} off", "--set accumulate=fp32")
 
     def stepping(self):
@@ -405,20 +421,21 @@ class _Examination:
                     beta2, old = self.decays(params[0])[1], v.float()
                     target, new = beta2 * old + (1 - beta2) * g * g, _samples(self.second_moment(p) for p in params).float()
                     moments.add(v, old, target, new, among=(target < old) & (old > 1e-30), scale=old.clamp_min(1e-30))
-                    squares.setdefault(key, []).append(g.double().square())
+                    squares.setdefault(key, (params, []))[1].append(g.double().square())
             for (name, key), old in shadows.items():
-                average, value, new = precision.averages[name], old.float(), _samples(precision.averages[name].shadow[names[p]] for p in groups[key])
-                gap = self.held(groups[key]) - value
+                average, value = precision.averages[name], old.float()
+                gap, new = self.held(groups[key]) - value, _samples(average.shadow[names[p]] for p in groups[key])
                 # within 2 ulp the average is as near its weight as its format lets it be
                 far = gap.abs() > 2 * torch.finfo(old.dtype).eps * value.abs()
                 averages[name].add(old, value, value + (1 - average.decay) * gap, new.float(), among=far)
         hook.remove()
         if updates.entries:
-            self.judge("update", updates.lost, f"{updates.stuck:.0%} of the updates are under half an ulp of their weight, and {updates.kept:.0%} of them is "
-                       f"written: {updates.lost:.0%} of the wanted movement is lost", self.writing())
+            text = (f"{updates.stuck:.0%} of the updates are under half an ulp of their weight, and {updates.kept:.0%} of them is written: "
+                    f"{updates.lost:.0%} of the wanted movement is lost")
+            self.judge("update", updates.lost, text, self.writing())
         if moments.entries:
-            ratio, batches = self.too_large({key: groups[key] for key in squares}, squares) if whole else (None, 0)
-            size = f"; v is {ratio:.1f} times the mean of g^2 over {batches} batches" if ratio else ""
+            ratio = self.too_large(squares.values()) if whole else None
+            size = f"; v is {ratio:.1f} times the mean of g^2 over {STEPS} batches" if ratio else ""
             self.judge("exp_avg_sq", moments.lost, f"{moments.lost:.0%} of the shrinking of v is lost: it can grow and not shrink{size}",
                        "--set exp_avg_sq=fp32, or --beta2 0.99" if c["optimizer"] == "adamw" else self.writing())
         for name, tally in averages.items():
@@ -472,18 +489,17 @@ class _Examination:
         denominator = (v / (1 - beta2**step)).sqrt() + group["eps"]
         return -float(group["lr"]) * (m / (1 - beta1**step) / denominator + group["weight_decay"] * held)
 
-    def too_large(self, groups, squares):
-        """(v against the mean of g^2, batches): geometric mean of the tensors' ratios, weighted by size. Single entries are too noisy."""
-        logs, weights, batches = 0.0, 0, 0
-        for key, params in groups.items():
-            batches = len(squares[key])
-            means = torch.stack(squares[key]).mean(0).split([_sample(p).numel() for p in params]) if batches else ()
+    def too_large(self, squares):
+        """v against the mean of g^2: geometric mean of the tensors' ratios, weighted by size. Single entries are too noisy."""
+        logs, weights = 0.0, 0
+        for params, of_steps in squares:
+            means = torch.stack(of_steps).mean(0).split([_sample(p).numel() for p in params])
             for p, g in zip(params, means):
                 _, beta2, step = self.decays(p)
                 v, g = float(_sample(self.second_moment(p)).double().mean()) / (1 - beta2**step), float(g.mean())
                 if v > 0 and g > 0:
                     logs, weights = logs + p.numel() * math.log(v / g), weights + p.numel()
-        return (math.exp(logs / weights) if weights else None), batches
+        return math.exp(logs / weights) if weights else None
 
     def average(self, name, average, tally):
         c, site, q, done = self.config, _title(name), average.decay, self.checkpoint["step"]
@@ -493,10 +509,10 @@ class _Examination:
             way = self.start[key].double() - w
             gap, toward = gap + float(((s - w) * way).sum()), toward + float(way.square().sum())
         held, steady = gap / max(toward, 1e-300), (1 - q**done) / (done * (1 - q))
-        text = (f"{tally.stuck:.0%} of the entries away from their weight can't move, {tally.lost:.0%} of the wanted movement is lost; it is {held:.0%} of the "
-                f"way back to the initial weights, and an exact one of decay {q:g} is {steady:.0%} back when the weights move steadily")
-        beside = name != "ema"
-        remedy = f"--average {q:g}:fp32" if beside else "--set ema=fp32, or ema_update=stochastic"
+        text = (f"{tally.stuck:.0%} of the entries away from their weight can't move, {tally.lost:.0%} of the wanted movement is lost; "
+                f"it is {held:.0%} of the way back to the initial weights, and an exact one of decay {q:g} is {steady:.0%} back when the "
+                f"weights move steadily")
+        remedy = "--set ema=fp32, or ema_update=stochastic" if name == "ema" else f"--average {q:g}:fp32"
         if self.judge("ema", tally.lost, text, remedy, site=site):
             return
         planned = max(done, c["steps"])
@@ -505,8 +521,11 @@ class _Examination:
             # a run so short that the default decay has not arrived either is young, not ill
             young = 0.999**planned > LIMITS["arrival"][0]
             severity = "note" if young else "severe" if remains > LIMITS["arrival"][1] else "moderate"
-            self.found.append(Finding(site, severity, f"the average has not arrived: exp(-(1-decay) steps) = {remains:.0%} of the start remains after {planned} "
-                                      f"steps of decay {q:g}; nothing is lost by rounding", f"a decay of {max(0.0, 1 - 3 / planned):.4g} or less, or more --steps"))
+            if not young:
+                del self.sound[site]
+            text = (f"the average has not arrived: exp(-(1-decay) steps) = {remains:.0%} of the start remains after {planned} steps of "
+                    f"decay {q:g}; nothing is lost by rounding")
+            self.found.append(Finding(site, severity, text, f"a decay of {max(0.0, 1 - 3 / planned):.4g} or less, or more --steps"))
 
     def decay(self):
         """Weight decay alone: steps without gradient or momentum. Last, for it spoils the state."""
@@ -525,8 +544,9 @@ class _Examination:
             precision.optimizer.step()
             for p, (stored, held) in zip(precision.params, before):
                 tally.add(stored, held, held * (1 - float(self.group(p)["lr"]) * self.group(p)["weight_decay"]), self.held([p]))
-        self.judge("weight decay", tally.lost, f"a weight should shrink by lr*wd = {self.config['lr'] * self.config['weight_decay']:.1g} of itself a step; "
-                   f"{tally.lost:.0%} of that is lost", self.writing())
+        rate = self.config["lr"] * self.config["weight_decay"]
+        text = f"a weight should shrink by lr*wd = {rate:.1g} of itself a step; {tally.lost:.0%} of that is lost"
+        self.judge("weight decay", tally.lost, text, self.writing())
 
 
 def _title(name):
