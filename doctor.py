@@ -326,8 +326,8 @@ class _Examination:
         error, zeros = float(((after - before) / before).abs().max()), int((after == 0).sum())
         change, nan = _relative(drawn, reference), float((~drawn.isfinite()).float().mean())
         text = (f"after one add_noise alphas_cumprod is {recipes.NAMES.get(buffer.dtype)}: sigma^2 is up to {error:.0%} off and 0 at "
-                f"{zeros} timesteps, where a sampler divides by it; images drawn in {self.config['sample_steps']} steps differ by {change:.1%}, "
-                f"{nan:.0%} of their pixels are not finite")
+                f"{zeros} timesteps, where a sampler divides by it; images drawn in {self.config['sample_steps']} steps differ by "
+                f"{change:.1%}, {nan:.0%} of their pixels are not finite")
         self.judge("scheduler", change, text, "--set scheduler=fp32", certain=error > SCHEDULE)
 
     @torch.no_grad()
