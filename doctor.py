@@ -124,7 +124,7 @@ def diagnose(path, defaults, flags):
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     config = {**defaults, **checkpoint["config"], "device": "auto", "threads": 0, "export": "", **flags}
     with torch.compiler.set_stance("force_eager"):  # compiling a peer's step costs more than these few
-        return _Examination(config, checkpoint, _read_metrics(folder / "metrics.jsonl")).diagnosis()
+        return _Examination(config, checkpoint, folder).diagnosis()
 
 
 def _read_metrics(path):
@@ -196,17 +196,28 @@ def _relative(a, b):
 
 
 class _Examination:
-    def __init__(self, config, checkpoint, metrics):
-        self.config, self.checkpoint, self.metrics = config, checkpoint, metrics
+    def __init__(self, config, checkpoint, folder):
+        self.config, self.checkpoint, self.metrics = config, checkpoint, _read_metrics(folder / "metrics.jsonl")
         self.found, self.sound = [], {}
-        self.trainer = Trainer({**config, "warmup": 0})  # with warmup 0 the steps are of full size, as in most of the run
+        self.trainer = Trainer({**config, "warmup": 0}, draws=True)  # with warmup 0 the steps are of full size, as in most of the run
         self.precision, self.recipe, self.data = self.trainer.precision, self.trainer.recipe, self.trainer.data
-        self.start = {name: _sample(value).clone() for name, value in self.precision.weights("raw").items()}
+        self.train = self._pairs(folder) if config["task"] == "reflow" else self.data.train
+        # of a run that started from another one's weights nothing is known about them
+        fresh = not (config["finetune"] or config["teacher"])
+        self.start = {name: _sample(value).clone() for name, value in self.precision.weights("raw").items()} if fresh else None
         self.trainer.restore(checkpoint)
         self.pixels = self.data.image_size**2 * sum(p.numel() for p in self.precision.params)
         self.work = WORK * (100 if self.trainer.device.type == "cuda" else 1)
         for part in (self.precision.optimizer, *self.precision.averages.values()):
             part.compiled = False
+
+    @staticmethod
+    def _pairs(folder):
+        import reflow
+
+        if not (folder / reflow.PAIRS).exists():
+            raise RunError(f"--diagnose takes a student some steps further on its teacher's pairs, and {folder}/{reflow.PAIRS} is not there: give the run's own folder")
+        return reflow.read_pairs(folder)
 
     def diagnosis(self):
         self.logged()
@@ -339,7 +350,7 @@ class _Examination:
         change = _relative(own, full)
         self.judge("compute", change, f"the net's output differs by {change:.1%} from that of an fp32 copy of itself", "--bf16, or no flag")
         if self.config["task"] != "segment":
-            images, labels = (t[:IMAGES] for t in self.strategy()._heldout(self.trainer.device))
+            images, labels = (t.to(self.trainer.device) for t in self.train[list(range(min(IMAGES, len(self.train))))])
             loss = lambda **sites: float(self.strategy().loss(self.net(**sites), (images, labels), self.rng(3)))
             own, full = loss(), loss(loss="fp32")
             change = abs(own - full) / max(abs(full), 1e-300)
@@ -348,8 +359,8 @@ class _Examination:
     # -- what training writes
 
     def batches(self, size, micro):
-        for indices in BatchIndices(len(self.data.train), size, self.config["seed"], self.trainer.step * micro):
-            yield self.data.train[indices]
+        for indices in BatchIndices(len(self.train), size, self.config["seed"], self.trainer.step * micro):
+            yield self.train[indices]
 
     def accumulation(self):
         c, precision = self.config, self.precision
@@ -503,21 +514,22 @@ class _Examination:
 
     def average(self, name, average, tally):
         c, site, q, done = self.config, _title(name), average.decay, self.checkpoint["step"]
-        gap = toward = 0.0
-        for key, p in self.precision.named_params:
-            w, s = self.held([p]).double(), _sample(average.shadow[key]).double()
-            way = self.start[key].double() - w
-            gap, toward = gap + float(((s - w) * way).sum()), toward + float(way.square().sum())
-        held, steady = gap / max(toward, 1e-300), (1 - q**done) / (done * (1 - q))
-        text = (f"{tally.stuck:.0%} of the entries away from their weight can't move, {tally.lost:.0%} of the wanted movement is lost; "
-                f"it is {held:.0%} of the way back to the initial weights, and an exact one of decay {q:g} is {steady:.0%} back when the "
-                f"weights move steadily")
+        text = f"{tally.stuck:.0%} of the entries away from their weight can't move, {tally.lost:.0%} of the wanted movement is lost"
+        if self.start:
+            gap = toward = 0.0
+            for key, p in self.precision.named_params:
+                w, s = self.held([p]).double(), _sample(average.shadow[key]).double()
+                way = self.start[key].double() - w
+                gap, toward = gap + float(((s - w) * way).sum()), toward + float(way.square().sum())
+            held, steady = gap / max(toward, 1e-300), (1 - q**done) / (done * (1 - q))
+            text += (f"; it is {held:.0%} of the way back to the initial weights, and an exact one of decay {q:g} is {steady:.0%} back when the "
+                     f"weights move steadily")
         remedy = "--set ema=fp32, or ema_update=stochastic" if name == "ema" else f"--average {q:g}:fp32"
         if self.judge("ema", tally.lost, text, remedy, site=site):
             return
         planned = max(done, c["steps"])
         remains = q**planned
-        if remains > LIMITS["arrival"][0]:
+        if self.start and remains > LIMITS["arrival"][0]:
             # a run so short that the default decay has not arrived either is young, not ill
             young = 0.999**planned > LIMITS["arrival"][0]
             severity = "note" if young else "severe" if remains > LIMITS["arrival"][1] else "moderate"

@@ -42,6 +42,13 @@ def _place(spec):
     return kind + colon + os.path.basename(os.path.normpath(path)) if colon else spec
 
 
+def read_pairs(folder):
+    """The training set of a student's folder: fp32 [B, 2C, H, W], clean images and their noise, with labels int64 [B]."""
+    with safe_open(Path(folder) / PAIRS, "pt") as file:
+        pairs = {name: file.get_tensor(name) for name in ("images", "noise", "labels")}
+    return Tensors(torch.cat([pairs["images"], pairs["noise"]], dim=1), pairs["labels"], pairs["images"].shape[-1])
+
+
 class Teacher:
     """A trained rectified flow, read from a checkpoint or run folder, for `Trainer(config, teacher=...)`.
 
@@ -103,16 +110,15 @@ class Teacher:
         labels int64 [B]; from the run's folder, or drawn and written there. Raises RunError when the images are not
         finite or can't be written."""
         path = run.folder / PAIRS
-        if path.exists():
-            with safe_open(path, "pt") as file:
-                pairs = {name: file.get_tensor(name) for name in ("images", "noise", "labels")}
-        else:
+        if not path.exists():
             pairs = self._draw(run)
             if run.rank == 0:
                 content = safetensors_bytes(pairs, metadata={"teacher": self.fingerprint, "steps": str(run.config["teacher_steps"])})
                 write_atomically(path, lambda file: file.write(content))
+            if run.world > 1:
+                dist.barrier()  # before the others read it
         self.run = self.checkpoint = self.model = self.average = None  # no memory of theirs is needed in training
-        return Tensors(torch.cat([pairs["images"], pairs["noise"]], dim=1), pairs["labels"], run.data.image_size)
+        return read_pairs(run.folder)
 
     def _draw(self, run):
         c, data, teacher = run.config, run.data, self.run

@@ -135,6 +135,16 @@ def test_the_student_starts_from_the_teachers_average_in_its_own_recipe(flags, t
         assert_same(start["0.9:bf16"], image)
 
 
+def test_the_doctor_examines_a_student_on_its_pairs(teachers, capsys):
+    assert student("--set", "ema=bf16", steps=4, name="sick") == 0
+    capsys.readouterr()
+    assert train.main(["--diagnose", "runs/sick"]) == 1
+    said = capsys.readouterr().out
+    assert "to blame" in said and "ema " in said and "initial weights" not in said and "not arrived" not in said
+    Path("runs/sick/pairs.safetensors").unlink()
+    assert train.main(["--diagnose", "runs/sick"]) == 2 and "give the run's own folder" in capsys.readouterr().err
+
+
 def test_a_teacher_of_another_recipe_draws_in_its_own(teachers):
     """bf16 weights, the other sign, 16x16, guidance 3, and an optimiser that the student does not have."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
