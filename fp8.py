@@ -1,4 +1,4 @@
-"""FP8 training: matrix products of 8-bit floats, on Hopper and later in hardware, anywhere else as the same numbers. Needs torch; copy it.
+"""FP8 training: matrix products of 8-bit floats, in hardware on Ada, Hopper and later, elsewhere as the same numbers. Needs torch; copy it.
 
     covered = fp8.convert(model, fp8.Options(recipe="delayed"))      # nn.Linear -> FP8 in place; embeddings and the last layer stay
     for x, y in loader:
@@ -75,7 +75,8 @@ class Options:
         if self.amax_history_len < 1:
             raise FP8Error(f"--amax_history_len {self.amax_history_len}: a history has 1 step or more")
         if self.recipe != "delayed" and (self.amax_history_len, self.amax_compute_algo, self.margin) != (1024, "max", 0):
-            raise FP8Error(f"--fp8_recipe {self.recipe} keeps no history of amax: --amax_history_len and --amax_compute_algo need --fp8_recipe delayed")
+            raise FP8Error(f"--fp8_recipe {self.recipe} keeps no history of amax: --amax_history_len and --amax_compute_algo need "
+                           f"--fp8_recipe delayed")
 
     @property
     def dtypes(self):
@@ -106,7 +107,7 @@ def amax_of(x, dim=None):
 
 
 def current_scale(amax, top, margin=0):
-    """top / amax / 2^margin, at most the largest fp32; 1 where amax is 0. An infinite amax gives 0, so that its product is NaN and is seen."""
+    """top / amax / 2^margin, at most the largest fp32; 1 where amax is 0. An infinite amax gives 0: its product is NaN, and seen."""
     scale = (top / amax / 2**margin).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(amax == 0, 1.0, scale)
 
@@ -189,7 +190,7 @@ class _Product(torch.autograd.Function):
 class Scaling(nn.Module):
     """The scales of one product x w, its state a part of the model's. Off, it is x @ w; `convert` or `switch` puts it in FP8.
 
-    Called with x [..., K] and w [K, N], or x [..., H or 1, M, K] and w [H, K, N]; returns what x @ w does, in autocast's dtype or that of x.
+    Called with x [..., K] and w [K, N], or x [..., H or 1, M, K] and w [H, K, N]; returns x @ w in autocast's dtype or that of x.
     A w whose K or N is no multiple of 16 is multiplied without FP8, and `left_out` says so. Under delayed scaling an operand's first use,
     which has no past, is scaled by its own amax: Transformer Engine starts at scale 1, where small gradients round to 0.
     """
@@ -319,7 +320,8 @@ def backend_refusal(backend, options, device):
         module, error = _import("torchao.float8")
         if module is None:
             return f"torchao can't be imported ({error}); pip install -r requirements-bench.txt"
-        return None if device.type == "cpu" or _hopper(device) else "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
+        works = device.type == "cpu" or _hopper(device)
+        return None if works else "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
     return "torch has no float8 on mps" if device.type == "mps" else None
 
 
@@ -353,7 +355,8 @@ def _te_recipe(options):
 
     form = Format.HYBRID if options.format == "hybrid" else Format.E4M3
     if options.recipe == "delayed":
-        return DelayedScaling(fp8_format=form, amax_history_len=options.amax_history_len, amax_compute_algo=options.amax_compute_algo, margin=options.margin)
+        return DelayedScaling(fp8_format=form, amax_history_len=options.amax_history_len, amax_compute_algo=options.amax_compute_algo,
+                              margin=options.margin)
     return Float8CurrentScaling(fp8_format=form)
 
 
@@ -370,7 +373,8 @@ def _te_linear(linear, recipe):
         def get_extra_state(self):
             if not recipe.delayed() or "scaling_fwd" not in self.fp8_meta:
                 return {}
-            return {key: {"scale": self.fp8_meta[key].scale.cpu(), "amax_history": self.fp8_meta[key].amax_history.cpu()} for key in ("scaling_fwd", "scaling_bwd")}
+            states = {key: self.fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd")}
+            return {key: {"scale": s.scale.cpu(), "amax_history": s.amax_history.cpu()} for key, s in states.items()}
 
         def set_extra_state(self, state):
             if not state:
@@ -381,7 +385,8 @@ def _te_linear(linear, recipe):
                 self.fp8_meta[key].scale.copy_(tensors["scale"])
                 self.fp8_meta[key].amax_history.copy_(tensors["amax_history"])
 
-    new = TELinear(linear.in_features, linear.out_features, bias=linear.bias is not None, params_dtype=linear.weight.dtype, device=linear.weight.device)
+    new = TELinear(linear.in_features, linear.out_features, bias=linear.bias is not None, params_dtype=linear.weight.dtype,
+                   device=linear.weight.device)
     new.weight = linear.weight
     if linear.bias is not None:
         new.bias = linear.bias
@@ -448,8 +453,8 @@ def convert(model, options=Options()):
     linears = {name: m for name, m in layers.items() if name not in left_out}
     if not linears and not functional:
         first = next(((n, w) for n, w in left_out.items() if not w.startswith("convolution")), None)
-        reason = f"none of its nn.Linear can: '{first[0]}' is left out ({first[1]})" if first else "it has no nn.Linear, and convolutions have no FP8"
-        raise FP8Error(f"--fp8: this net has no layer that can be multiplied in FP8, {reason}; use --bf16")
+        reason = f"'{first[0]}' is left out ({first[1]})" if first else "it has no nn.Linear, and convolutions have no FP8"
+        raise FP8Error(f"--fp8: no layer of this net can be multiplied in FP8, {reason}; use --bf16")
     covered = Covered(options, linears, functional, left_out, device)
     if device.type == "meta":
         return covered
@@ -548,7 +553,8 @@ class Covered:
     # -- what is covered
 
     def count_flops(self, model, *example):
-        """Fill in `flops` from one forward and backward of shapes alone; example: the model's arguments, in the dtypes it takes."""
+        """Fill in `flops` from one forward and backward of shapes alone; example: the model's arguments, in the dtypes it takes.
+        `flops` stays None for a net that can't run on the meta device."""
         from torch.func import functional_call
         from torch.utils.flop_counter import FlopCounterMode
 
@@ -558,14 +564,20 @@ class Covered:
         flops = dict.fromkeys([*self.layers, *self.functional], 0)
 
         def count(name, x, w):  # a multiplication and an addition for each of the products that autograd makes: y, dx, dw
-            flops[name] += 2 * x.numel() * w.shape[-1] * (w.shape[0] if w.dim() == 3 and x.shape[-3] == 1 else 1) * (1 + x.requires_grad + w.requires_grad)
+            if name in self.functional:
+                self.functional[name].left_out = shape_refusal(*w.shape[-2:])
+            heads = w.shape[0] if w.dim() == 3 and x.shape[-3] == 1 else 1
+            flops[name] += 2 * x.numel() * w.shape[-1] * heads * (1 + x.requires_grad + w.requires_grad)
 
         with self.plain(model), torch.enable_grad(), FlopCounterMode(display=False) as counter:
-            hooks = [model.get_submodule(n).register_forward_pre_hook(lambda m, args, n=n: count(n, args[0], m.weight.t())) for n in self.layers]
+            linears = [(n, model.get_submodule(n)) for n in self.layers]
+            hooks = [m.register_forward_pre_hook(lambda m, args, n=n: count(n, args[0], m.weight.t())) for n, m in linears]
             hooks += [m.register_forward_pre_hook(lambda m, args, n=n: count(n, *args)) for n, m in self.functional.items()]
             state = {name: shape_of(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
             try:
                 functional_call(model, state, tuple(shape_of(a) for a in example)).sum().backward()
+            except RuntimeError:  # a net that looks at values can't run on shapes: no share is told
+                return
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -589,7 +601,8 @@ class Covered:
 
     def json(self):
         layers = [dict(name=name, inputs=i, outputs=o, matmul=how) for name, (i, o, how) in self.layers.items()]
-        layers += [dict(name=name, matmul=self.own, **({"left_out": s.left_out} if s.left_out else {})) for name, s in self.functional.items()]
+        for name, scaling in self.functional.items():
+            layers.append(dict(name=name, matmul=self.own, **({"left_out": scaling.left_out} if scaling.left_out else {})))
         for layer in layers:
             if self.flops is not None:
                 layer["flops"] = self.flops[layer["name"]]
@@ -618,10 +631,10 @@ class Covered:
 
 
 def gradient_snr(low, reference, loss):
-    """Signal-to-noise ratio of `low`'s gradients against `reference`'s, {parameter: dB} and "all" over every entry: 10 log10 |g|^2/|g' - g|^2.
+    """Signal-to-noise ratio of `low`'s gradients against `reference`'s, {parameter: dB} and "all": 10 log10 of |g|^2 / |g' - g|^2.
 
-    low, reference: models (or anything `loss` takes) whose named_parameters agree, say FP8 and fp32 copies of one net; loss(model) -> scalar
-    on one batch. No .grad is touched. Parameters without a gradient are left out; equal gradients give infinity.
+    low, reference: models whose named_parameters agree, say FP8 and fp32 copies of one net; loss(model) -> scalar on one batch, and one batch is a
+    noisy measure: average over several. No .grad is touched. Parameters without a gradient are left out; equal gradients give infinity.
     """
     grads = []
     for net in (low, reference):

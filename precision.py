@@ -24,7 +24,7 @@ import os
 import platform
 import re
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -181,7 +181,7 @@ def _fp8(function, *args):
 
 def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=False, master="none", opt8bit=False, fp8=False, sparse24="none", sites=(),
            **fp8_flags):
-    """The recipe that a set of flags composes; `sites` are single settings ("ema=bf16"), applied after the flags; further ones are FP8_FLAGS.
+    """The recipe that a set of flags composes; `sites` are single settings ("ema=bf16"), applied after the flags; fp8_flags as in FP8_FLAGS.
 
     Raises RecipeError for an unknown site or value and for combinations that make no sense, naming the nearest one that does.
     """
@@ -916,14 +916,13 @@ class Precision:
 
     # -- one training step
 
+    @contextmanager
     def autocast(self):
         """The context that forward runs in: torch.autocast for 8- and 16-bit compute on fp32 weights, and Transformer Engine's; else nothing."""
-        stack = ExitStack()
-        if not self.recipe.low_weights and self.recipe.compute in ("bf16", "fp16", "fp8"):
-            stack.enter_context(torch.autocast(self.device.type, dtype=self.recipe.dtype("compute")))
-        if self.fp8:
-            stack.enter_context(self.fp8.context())
-        return stack
+        r, none = self.recipe, nullcontext()
+        low = not r.low_weights and r.compute in ("bf16", "fp16", "fp8")
+        with torch.autocast(self.device.type, dtype=r.dtype("compute")) if low else none, self.fp8.context() if self.fp8 else none:
+            yield
 
     def __call__(self, x, *args):
         """The model on x (cast to the weights' dtype unless integer) and further arguments as they are: a timestep keeps its own site's dtype.
@@ -964,7 +963,8 @@ class Precision:
 
         update_survival: share of the non-zero weight updates that changed the value held; exp_avg_sq_moved and ema_moved: share of
         entries that changed where there was something to change; update_ratio: |update| / |weight|; grad_norm; nonfinite_grads: entries;
-        loss_scale and skipped steps for fp16; for FP8, after observe(True), the shares that fp8.Covered.step returns. Shares are taken on up to 65,536 entries a bucket, evenly spread.
+        loss_scale and skipped steps for fp16; for FP8, after observe(True), what fp8.Covered.step returns. Shares are taken on up to 65,536
+        entries a bucket, evenly spread.
         """
         if self.optimizer_name == "torchastic":
             for p in self.params:  # reassign_grad_buffer fails on a parameter that got no gradient; give it a zero one
