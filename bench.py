@@ -2,13 +2,14 @@
 
     python bench.py optimizers    one AdamW step on 10 million bf16 parameters, ours and peers (requirements-bench.txt)
     python bench.py training      forward, backward, step and EMA of U-Nets and DiTs under each recipe: images a second
+    python bench.py memory        bytes a parameter that weights, gradients and states take, for each way to write and to hold them
 
 What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation, in
 tensors of mixed sizes as in a real net and in a few large ones; bf16 speeds up training where the machine multiplies in
 bf16; telemetry costs under 2 % of a step. Contenders take turns, in an order shuffled for each round, so that other
 load on the machine meets all of them alike. A figure is the median over the rounds; --out FILE keeps every single time.
 Cost on 2 cores: about 2 minutes and 3 GiB for `optimizers` (more the first time: torchao compiles each shape), about
-5 minutes for `training`. Bad input ends with one line and exit status 2.
+5 minutes for `training`, 2 minutes and 2 GiB for `memory`. Bad input ends with one line and exit status 2.
 """
 
 import argparse
@@ -42,17 +43,19 @@ CONTENDERS = {
     "kahan-stochastic": ("compensated w, stochastic m v", recipe(pure_bf16=True, kahan=True, stochastic=True), "adamw"),
     "split": ("exact w", recipe(pure_bf16=True, master="split"), "adamw"),
     "fp32": ("fp32 weights", Recipe(), "adamw"),
+    "stochastic-8bit": ("stochastic w m v", recipe(pure_bf16=True, stochastic=True, opt8bit=True), "adamw"),
+    "stochastic-4bit": ("stochastic w m v", recipe(pure_bf16=True, stochastic=True, opt4bit=True), "adamw"),
     "torchastic": ("stochastic w m v", PURE, "torchastic"),
     "torchao": ("stochastic w", PURE, "torchao"),
     "optimi": ("compensated w", PURE, "optimi"),
     "adamw-bf16": ("compensated w, stochastic w m", PURE, "adamw_bf16"),
-    "bitsandbytes": ("none", recipe(pure_bf16=True, opt8bit=True), "adamw"),
+    "bitsandbytes": ("none", recipe(pure_bf16=True, opt8bit=True), "bitsandbytes"),
     "torch": ("none", PURE, "torch"),
     "torch-fused": ("none", PURE, None),
     "copy": ("moves the bytes of a step", PURE, None),
 }
 LAYOUTS = ["mixed", "large"]
-OURS = ("stochastic", "nearest", "kahan", "kahan-stochastic", "split", "fp32")
+OURS = ("stochastic", "nearest", "kahan", "kahan-stochastic", "split", "fp32", "stochastic-8bit", "stochastic-4bit")
 
 RECIPES = {
     "fp32": {}, "bf16": dict(bf16=True), "pure_bf16": dict(pure_bf16=True),
@@ -60,6 +63,9 @@ RECIPES = {
     "pure_bf16-split": dict(pure_bf16=True, master="split"), "opt8bit": dict(opt8bit=True),
     "tf32": dict(sites=["compute=tf32"]), "fp16": dict(fp16=True),
 }
+# how weights are written (rows) and moments held (columns), as flags of train.py
+WRITES = ["", "--pure_bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan", "--pure_bf16 --kahan --stochastic", "--pure_bf16 --master split"]
+STATES = ["", "--opt8bit", "--opt4bit"]
 NETS = ["unet:small:64:8", "unet:tiny:8:64", "dit:tiny:8:64", "dit:S/8:64:8"]
 
 
@@ -140,8 +146,9 @@ def make_step(name, params):
 
 
 def state_bytes(optimizer):
-    """Bytes of all tensors in an optimiser's state, storage that several share counted once."""
+    """Bytes of all tensors in an optimiser's state and tables of codes, storage that several share counted once."""
     tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tensors += [t for coder in getattr(optimizer, "coders", {}).values() for t in coder.tables.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -230,14 +237,14 @@ def ratio(value, unit):
 # Training
 
 
-def make_run(net, name, args):
-    """(Precision over the net, callable(measure) -> (ms of forward and backward, ms of step and EMA))."""
+def make_run(net, flags, args):
+    """(Precision over the net, callable(measure) -> (ms of forward and backward, ms of step and EMA)); `flags` as `recipe` takes them."""
     import models
 
     kind, size, side, batch = net
     torch.manual_seed(0)
     model = models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size).to(args.device)
-    run = Precision(model, recipe(**RECIPES[name]), lr=LR, betas=BETAS, weight_decay=DECAY)
+    run = Precision(model, recipe(**flags), lr=LR, betas=BETAS, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(0)
     x, velocity = (torch.randn(batch, 3, side, side, generator=generator).to(args.device) for _ in range(2))
     t = torch.linspace(0, 999, batch, device=args.device)
@@ -265,7 +272,7 @@ def bench_net(spec, args, bar):
         bar.set_postfix_str(f"{spec}: first step of {name}")
         cuda = args.device.type == "cuda"
         before = torch.cuda.memory_allocated() if cuda else 0
-        run, step = make_run(net, name, args)
+        run, step = make_run(net, RECIPES[name], args)
         start = time.perf_counter()
         step(False)
         first = time.perf_counter() - start
@@ -312,6 +319,45 @@ def training(args, clock):
     return rows
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def memory(args, clock):
+    """Rows (dicts): net, flags, bytes a parameter of the weights, gradients and optimiser states allocated, and the ledger's word for it."""
+    import train
+
+    rows, parser = [], train.build_parser()
+    with tqdm(total=len(args.nets) * len(WRITES) * len(STATES), disable=None, leave=False) as bar:
+        for spec in args.nets:
+            for flags in (f"{write} {state}".strip() for write in WRITES for state in STATES):
+                bar.set_postfix_str(f"{spec} {flags}")
+                with torch.compiler.set_stance("force_eager"):  # what is allocated does not depend on it
+                    run, step = make_run(parse_net(spec), vars(parser.parse_args(flags.split())), args)
+                    gradients = []
+                    run.optimizer.register_step_pre_hook(lambda *_: gradients.append(sum(p.grad.nbytes for p in run.params)))
+                    step(False)
+                n = sum(p.numel() for p in run.params)
+                size = dict(weights=sum(p.nbytes for p in run.params), gradients=gradients[0], states=state_bytes(run.optimizer))
+                rows.append(dict(net=spec, flags=flags, parameters=n, **{k: v / n for k, v in size.items()},
+                                 bytes_per_parameter=sum(size.values()) / n, ledger=run.ledger().state_bytes))
+                bar.update()
+    for spec in args.nets:
+        here = {row["flags"]: row for row in rows if row["net"] == spec}
+        print(f"\n{spec} (model:size:image:batch): {here['']['parameters']:,} parameters; weights + gradients + states, bytes a parameter\n")
+        print(memory_table(here))
+    return rows
+
+
+def memory_table(rows):
+    """Markdown: ways to write a weight down, ways to hold the moments across. rows: {flags: row of `memory`}."""
+    lines = ["| flags | alone | " + " | ".join(f"with `{state}`" for state in STATES[1:]) + " |", "|---|---|---|---|"]
+    for write in WRITES:
+        sizes = [rows[f"{write} {state}".strip()]["bytes_per_parameter"] for state in STATES]
+        lines.append(f"| {f'`{write}`' if write else '(none)'} | " + " | ".join(f"{size:.2f}" for size in sizes) + " |")
+    return "\n".join(lines)
+
+
 def parse_net(spec):
     """'unet:small:64:8' -> ('unet', 'small', 64, 8): model, size, side of the image, batch size. Raises BenchError."""
     parts = spec.split(":")
@@ -342,11 +388,12 @@ positive.__name__ = "whole number above 0"  # argparse puts it into its message
 
 def build_parser():
     parser = Parser(prog="bench.py", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training")
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training | memory")
 
     def command(name, repeats, help):
         sub = commands.add_parser(name, help=help)
-        sub.add_argument("--repeats", type=positive, default=repeats, help=f"rounds (default: {repeats})")
+        if repeats:
+            sub.add_argument("--repeats", type=positive, default=repeats, help=f"rounds (default: {repeats})")
         sub.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: auto)")
         sub.add_argument("--threads", type=positive, help="CPU threads (default: as torch chooses)")
         sub.add_argument("--out", metavar="FILE", help="write machine, versions and every single time as JSON")
@@ -364,6 +411,9 @@ def build_parser():
                      help="default: all but the last two of " + ", ".join(RECIPES))
     sub.add_argument("--measure_every", type=positive, default=50,
                      help="steps between two measurements of telemetry (default: 50)")
+    sub = command("memory", None, "bytes a parameter of every combination, as allocated")
+    sub.add_argument("--nets", nargs="+", default=["dit:S/8:64:1", "unet:small:64:1"], metavar="MODEL:SIZE:IMAGE:BATCH",
+                     help="default: dit:S/8:64:1 unet:small:64:1")
     return parser
 
 
@@ -377,14 +427,14 @@ def check(args):
         if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
             reason = "that is a folder" if out.is_dir() else "no such folder, or no right to write there"
             raise BenchError(f"--out {args.out}: {reason}; name a file")
-    if args.bench == "training":
+    if args.bench in ("training", "memory"):
         import models
 
         with torch.device("meta"):  # shapes alone
             for kind, size, side, _ in map(parse_net, args.nets):
                 models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size)
-        for name in args.recipes:
-            precision.check_machine(recipe(**RECIPES[name]), args.device)
+        for flags in [RECIPES[name] for name in args.recipes] if args.bench == "training" else [dict(opt8bit=True), dict(opt4bit=True)]:
+            precision.check_machine(recipe(**flags), args.device)
 
 
 def main(argv=None):
@@ -405,13 +455,13 @@ def main(argv=None):
         bf16 = " ".join(machine["bf16"]) or "no bf16 instructions"
         device = machine["gpu"] if args.device.type == "cuda" else machine["cpu"]
         print(f"{device}, {machine['threads']} threads, {bf16}, torch {machine['torch']}", flush=True)
-        rows = {"optimizers": optimizers, "training": training}[args.bench](args, Clock(args.device))
+        rows = {"optimizers": optimizers, "training": training, "memory": memory}[args.bench](args, Clock(args.device))
         if args.out:
             settings = {k: str(v) if k == "device" else v for k, v in vars(args).items() if k not in ("bench", "out")}
             write_json(args.out, {"bench": args.bench, "command": shlex.join(["python", "bench.py", *argv]),
                                   "date": datetime.date.today().isoformat(), "machine": machine, "settings": settings,
                                   "results": rows})
-            print(f"every single time is in {args.out}")
+            print(f"every single {'size' if args.bench == 'memory' else 'time'} is in {args.out}")
     except (BenchError, RecipeError, RunError, models.ModelError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

@@ -159,7 +159,7 @@ class Trainer:
         self.device = self._device(config["device"])
         if config["threads"]:
             torch.set_num_threads(config["threads"])
-        self.recipe = recipe(sites=config["set"], **{k: config[k] for k in ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit")})
+        self.recipe = recipe(sites=config["set"], **{k: config[k] for k in ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit", "opt4bit")})
         self.notes = check_machine(self.recipe, self.device) + self.recipe.warnings(
             beta2=config["beta2"], ema_decay=config["ema_decay"], lr=config["lr"], weight_decay=config["weight_decay"], micro_batches=config["accumulate"])
         if config["task"] == "ddpm" and TIMESTEPS % config["sample_steps"]:
