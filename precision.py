@@ -132,10 +132,10 @@ class Recipe:
         if self.exp_avg_sq == "bf16" and self.update == "nearest" and 1 - beta2 < 2**-8:
             lost.append(f"exp_avg_sq=bf16, nearest: decaying by 1-beta2 = {1 - beta2:.2g} is under half an ulp (2^-9..2^-8), so v can grow and "
                         f"never shrink; use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99")
-        if self.exp_avg_sq in CODES and self.update == "nearest" and 1 - beta2 < 0.03:
-            least = "0.35 % to 28 %" if self.exp_avg_sq == "int8" else "3 % to 50 %"  # half a gap between codes, of the value
-            lost.append(f"exp_avg_sq={self.exp_avg_sq}, nearest: decaying by 1-beta2 = {1 - beta2:.2g} is under half the gap between codes ({least}), "
-                        f"so where some gradients of a block drop, their v stays too high and their steps too short; add --stochastic")
+        if self.exp_avg_sq in CODES and self.update == "nearest":
+            gap = "0.35 % to 28 %" if self.exp_avg_sq == "int8" else "3 % to 50 %"
+            lost.append(f"exp_avg_sq={self.exp_avg_sq}, nearest: a decay by 1-beta2 = {1 - beta2:.2g} under half a gap between codes ({gap} of the value) is "
+                        f"lost: where some gradients of a block drop, their v stays too high and their steps too short; add --stochastic")
         if self.ema == "bf16" and self.ema_update == "nearest" and 1 - ema_decay < 2**-7:
             lost.append(f"ema=bf16, nearest: an entry moves only while |w-ema| > {2**-9 / (1 - ema_decay):.2g} |ema| (half an ulp over 1-decay): "
                         f"the average freezes far from the weights; use --set ema=fp32 (default) or ema_update=stochastic")

@@ -1222,7 +1222,7 @@ WARNED = [  # flags, run, words of the one more line that this run gets, a run t
         ["exp_avg_sq=int8, nearest", "1-beta2 = 0.001", "0.35 % to 28 %", "--stochastic"],
         (dict(opt8bit=True, stochastic=True), {}),
     ),
-    (dict(opt4bit=True), {}, ["exp_avg_sq=int4, nearest", "3 % to 50 %"], (dict(opt4bit=True), dict(beta2=0.95))),
+    (dict(opt4bit=True), {}, ["exp_avg_sq=int4, nearest", "3 % to 50 %"], (dict(opt4bit=True, stochastic=True), {})),
 ]
 
 
