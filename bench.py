@@ -3,13 +3,14 @@
     python bench.py optimizers    one AdamW step on 10 million bf16 parameters, ours and peers (requirements-bench.txt)
     python bench.py training      forward, backward, step and EMA of U-Nets and DiTs under each recipe: images a second
     python bench.py memory        bytes a parameter that weights, gradients and states take, for each way to write and to hold them
+    python bench.py moments       exp_avg_sq after half of the gradients dropped to a hundredth: held high by rounding, or not
 
 What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation, in
 tensors of mixed sizes as in a real net and in a few large ones; bf16 speeds up training where the machine multiplies in
 bf16; telemetry costs under 2 % of a step. Contenders take turns, in an order shuffled for each round, so that other
 load on the machine meets all of them alike. A figure is the median over the rounds; --out FILE keeps every single time.
 Cost on 2 cores: about 2 minutes and 3 GiB for `optimizers` (more the first time: torchao compiles each shape), about
-5 minutes for `training`, 2 minutes and 2 GiB for `memory`. Bad input ends with one line and exit status 2.
+5 minutes for `training`, 2 minutes and 2 GiB for `memory`, 2 minutes for `moments`. Bad input ends with one line and exit status 2.
 """
 
 import argparse
@@ -358,6 +359,68 @@ def memory_table(rows):
     return "\n".join(lines)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The second moment after a drop
+
+
+def after_a_drop(optimizer, p, read, before, after, bar=None):
+    """(v of the entries whose gradients dropped, v of the others), each over the exact mean v.
+
+    Standard normal gradients for `before` steps, then every other entry's times 0.01 for `after` steps: in each block of codes the scale
+    stays, while half of the values should fall. read() gives exp_avg_sq [n] as the optimiser holds it; p [n] and all else fp32 on CPU.
+    """
+    generator, dropped = torch.Generator().manual_seed(0), torch.arange(p.numel()) % 2 == 0
+    exact, beta2 = torch.zeros(p.numel()), optimizer.param_groups[0]["betas"][1]
+    for step in range(before + after):
+        grad = torch.randn(p.numel(), generator=generator)
+        p.grad = torch.where(dropped, 0.01 * grad, grad) if step >= before else grad
+        exact = beta2 * exact + (1 - beta2) * p.grad.square()
+        optimizer.step()
+        if bar:
+            bar.update()
+    held = read()
+    return (held[dropped].mean() / exact[dropped].mean()).item(), (held[~dropped].mean() / exact[~dropped].mean()).item()
+
+
+def holder(name, **options):
+    """(optimiser, its parameter of 4,096 zeros, callable that reads exp_avg_sq) for 'bitsandbytes' or '<exp_avg_sq> <update>' of ours."""
+    p = torch.nn.Parameter(torch.zeros(4096))
+    kind, _, update = name.partition(" ")
+    if kind != "bitsandbytes":
+        made = precision.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update, **options)
+        return made, p, lambda: made.moment(p, "exp_avg_sq").float()
+    made = precision.build_optimizer(kind, [p], recipe(opt8bit=True), lr=0.0, betas=BETAS, eps=EPS, weight_decay=0.0, seed=0)
+    from bitsandbytes.functional import dequantize_blockwise
+
+    def read():
+        state = made.state[p]
+        return dequantize_blockwise(state["state2"], absmax=state["absmax2"], code=state["qmap2"], blocksize=256)
+
+    return made, p, read
+
+
+HOLDERS = ["fp32 nearest", "bitsandbytes", *(f"{kind} {update}" for kind in ("bf16", "int8", "int4") for update in ("nearest", "stochastic"))]
+
+
+def moments(args, clock):
+    rows = []
+    with tqdm(total=len(HOLDERS) * (args.before + args.after), disable=None, leave=False) as bar:
+        for name in HOLDERS:
+            bar.set_postfix_str(name)
+            dropped, others = after_a_drop(*holder(name), args.before, args.after, bar)
+            rows.append(dict(name=name, dropped=dropped, others=others))
+    print(f"\nexp_avg_sq over the exact one, {args.before} steps before the drop, {args.after} after\n")
+    print(moments_table(rows))
+    return rows
+
+
+def moments_table(rows):
+    """Markdown of the rows of `moments`."""
+    title = {"bitsandbytes": "int8, bitsandbytes' own AdamW8bit"}
+    lines = ["| exp_avg_sq | of the dropped half | of the others |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {title.get(r['name'], r['name'].replace(' ', ', '))} | {r['dropped']:.2f} | {r['others']:.2f} |" for r in rows])
+
+
 def parse_net(spec):
     """'unet:small:64:8' -> ('unet', 'small', 64, 8): model, size, side of the image, batch size. Raises BenchError."""
     parts = spec.split(":")
@@ -388,7 +451,7 @@ positive.__name__ = "whole number above 0"  # argparse puts it into its message
 
 def build_parser():
     parser = Parser(prog="bench.py", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training | memory")
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training | memory | moments")
 
     def command(name, repeats, help):
         sub = commands.add_parser(name, help=help)
@@ -411,6 +474,9 @@ def build_parser():
                      help="default: all but the last two of " + ", ".join(RECIPES))
     sub.add_argument("--measure_every", type=positive, default=50,
                      help="steps between two measurements of telemetry (default: 50)")
+    sub = command("moments", None, "exp_avg_sq after a drop of gradients, by how it is held")
+    sub.add_argument("--before", type=positive, default=1000, help="steps before the drop (default: 1000)")
+    sub.add_argument("--after", type=positive, default=3000, help="steps after it (default: 3000)")
     sub = command("memory", None, "bytes a parameter of every combination, as allocated")
     sub.add_argument("--nets", nargs="+", default=["dit:S/8:64:1", "unet:small:64:1"], metavar="MODEL:SIZE:IMAGE:BATCH",
                      help="default: dit:S/8:64:1 unet:small:64:1")
@@ -433,8 +499,9 @@ def check(args):
         with torch.device("meta"):  # shapes alone
             for kind, size, side, _ in map(parse_net, args.nets):
                 models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size)
-        for flags in [RECIPES[name] for name in args.recipes] if args.bench == "training" else [dict(opt8bit=True), dict(opt4bit=True)]:
-            precision.check_machine(recipe(**flags), args.device)
+    wanted = [RECIPES[name] for name in args.recipes] if args.bench == "training" else []
+    for flags in wanted + [dict(opt8bit=True), dict(opt4bit=True)] * (args.bench in ("memory", "moments")):
+        precision.check_machine(recipe(**flags), args.device)
 
 
 def main(argv=None):
@@ -455,13 +522,13 @@ def main(argv=None):
         bf16 = " ".join(machine["bf16"]) or "no bf16 instructions"
         device = machine["gpu"] if args.device.type == "cuda" else machine["cpu"]
         print(f"{device}, {machine['threads']} threads, {bf16}, torch {machine['torch']}", flush=True)
-        rows = {"optimizers": optimizers, "training": training, "memory": memory}[args.bench](args, Clock(args.device))
+        rows = {"optimizers": optimizers, "training": training, "memory": memory, "moments": moments}[args.bench](args, Clock(args.device))
         if args.out:
             settings = {k: str(v) if k == "device" else v for k, v in vars(args).items() if k not in ("bench", "out")}
             write_json(args.out, {"bench": args.bench, "command": shlex.join(["python", "bench.py", *argv]),
                                   "date": datetime.date.today().isoformat(), "machine": machine, "settings": settings,
                                   "results": rows})
-            print(f"every single {'size' if args.bench == 'memory' else 'time'} is in {args.out}")
+            print(f"every single {'time' if args.bench in ('optimizers', 'training') else 'figure'} is in {args.out}")
     except (BenchError, RecipeError, RunError, models.ModelError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

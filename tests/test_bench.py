@@ -136,8 +136,17 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys)
     assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} | " in table
 
 
+def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
+    rows = run(tmp_path, "moments", "--before", "20", "--after", "10")["results"]
+    assert [row["name"] for row in rows] == bench.HOLDERS
+    assert all(row["dropped"] > 0.9 and row["others"] > 0.9 for row in rows)
+    assert rows[0]["dropped"] == pytest.approx(1, abs=1e-4) == rows[0]["others"]
+    table = capsys.readouterr().out
+    assert f"| int8, stochastic | {rows[5]['dropped']:.2f} | {rows[5]['others']:.2f} |" in table
+
+
 @pytest.mark.parametrize("argv, words", [
-    ([], "optimizers | training | memory"),
+    ([], "optimizers | training | memory | moments"),
     (["optimizers", "--parameters", "0"], "whole number above 0"),
     (["optimizers", "--repeats", "many"], "whole number above 0"),
     (["optimizers", "--only", "adam"], "adam"),
