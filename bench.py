@@ -367,27 +367,28 @@ def after_a_drop(optimizer, p, read, before, after, bar=None):
     """(v of the entries whose gradients dropped, v of the others), each over the exact mean v.
 
     Standard normal gradients for `before` steps, then every other entry's times 0.01 for `after` steps: in each block of codes the scale
-    stays, while half of the values should fall. read() gives exp_avg_sq [n] as the optimiser holds it; p [n] and all else fp32 on CPU.
+    stays, while half of the values should fall. read() gives exp_avg_sq [n] as the optimiser holds it. The draws are made on the CPU.
     """
     generator, dropped = torch.Generator().manual_seed(0), torch.arange(p.numel()) % 2 == 0
     exact, beta2 = torch.zeros(p.numel()), optimizer.param_groups[0]["betas"][1]
     for step in range(before + after):
         grad = torch.randn(p.numel(), generator=generator)
-        p.grad = torch.where(dropped, 0.01 * grad, grad) if step >= before else grad
-        exact = beta2 * exact + (1 - beta2) * p.grad.square()
+        grad = torch.where(dropped, 0.01 * grad, grad) if step >= before else grad
+        exact = beta2 * exact + (1 - beta2) * grad.square()
+        p.grad = grad.to(p.device)
         optimizer.step()
         if bar:
             bar.update()
-    held = read()
+    held = read().cpu()
     return (held[dropped].mean() / exact[dropped].mean()).item(), (held[~dropped].mean() / exact[~dropped].mean()).item()
 
 
-def holder(name, **options):
+def holder(name, device="cpu"):
     """(optimiser, its parameter of 4,096 zeros, callable that reads exp_avg_sq) for 'bitsandbytes' or '<exp_avg_sq> <update>' of ours."""
-    p = torch.nn.Parameter(torch.zeros(4096))
+    p = torch.nn.Parameter(torch.zeros(4096, device=device))
     kind, _, update = name.partition(" ")
     if kind != "bitsandbytes":
-        made = precision.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update, **options)
+        made = precision.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update)
         return made, p, lambda: made.moment(p, "exp_avg_sq").float()
     made = precision.build_optimizer(kind, [p], recipe(opt8bit=True), lr=0.0, betas=BETAS, eps=EPS, weight_decay=0.0, seed=0)
     from bitsandbytes.functional import dequantize_blockwise
@@ -407,7 +408,7 @@ def moments(args, clock):
     with tqdm(total=len(HOLDERS) * (args.before + args.after), disable=None, leave=False) as bar:
         for name in HOLDERS:
             bar.set_postfix_str(name)
-            dropped, others = after_a_drop(*holder(name), args.before, args.after, bar)
+            dropped, others = after_a_drop(*holder(name, args.device), args.before, args.after, bar)
             rows.append(dict(name=name, dropped=dropped, others=others))
     print(f"\nexp_avg_sq over the exact one, {args.before} steps before the drop, {args.after} after\n")
     print(moments_table(rows))

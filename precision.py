@@ -1052,7 +1052,7 @@ class Precision:
         """The fp32 update that our AdamW's next step wants, before any rounding of weight or moments; None for a peer."""
         if not isinstance(self.optimizer, AdamW):
             return None
-        group = next(g for g in self.optimizer.param_groups if any(p is q for q in g["params"]))
+        group = next(group for group in self.optimizer.param_groups if any(p is q for q in group["params"]))
         h = self.optimizer._scalars(group, self.optimizer.state[p]["step"] + 1, 1.0, p.device)
         m, v = _moments(g, self._sample(self.optimizer.moment(p, "exp_avg")), exp_avg_sq, h, lambda a, b, c: a * b + c)
         return h[6] * m / (v.sqrt() / h[4] + h[5]) - group["lr"] * group["weight_decay"] * held

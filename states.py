@@ -1,16 +1,19 @@
 """Optimiser moments in 8 and 4 bits: codes in blocks with one fp32 scale each. precision.py loads this file when a recipe asks for it.
 
-    python train.py --pure_bf16 --stochastic --opt8bit     6.03 bytes a parameter for weights, gradients and moments (fp32: 16)
-    python train.py --pure_bf16 --stochastic --opt4bit     5.06
+    python train.py --pure_bf16 --stochastic --opt8bit     weights, gradients and moments in 6.03 bytes a parameter of a large net (fp32: 16)
+    python train.py --pure_bf16 --stochastic --opt4bit     in 5.06
+    python bench.py memory                                 what every combination takes
+    python bench.py moments                                what rounding does to exp_avg_sq
 
 The formats are the libraries': int8 is bitsandbytes' dynamic map in blocks of 256 (arXiv 2110.02861), int4 torchao's 4-bit maps in blocks of
 128 (arXiv 2309.01507); as there, tensors under 4,096 values stay fp32. `precision.AdamW` dequantises both moments, steps in fp32, writes
 the weight by its own rounding, and stores the moments again: to the nearest code by the library's own function, or stochastically.
 
-Why stochastically: neighbouring codes lie 0.7 % to 56 % of the value apart (int8), and exp_avg_sq decays by 1-beta2 = 0.1 % a step. Where
-some gradients of a block drop and others don't, the block's scale stays, the decay of the dropped ones rounds back to the old code, and
-their exp_avg_sq freezes at its old height: their steps are too short from then on. A code that goes up with probability = distance decays
-on average.
+Why stochastically: neighbouring codes lie 0.7 % to 56 % of the value apart (int8, down to 1e-4 of the block's largest), and exp_avg_sq decays
+by 1-beta2 = 0.1 % a step. Where some gradients of a block drop and others don't, the block's scale stays, the decay of the dropped ones
+rounds back to the old code, and their exp_avg_sq freezes at its old height: their steps are too short from then on. A code that goes up
+with probability = distance decays on average. The price is noise: an exp_avg_sq far below its block's largest spreads by some tens of
+percent around the exact one.
 """
 
 import functools

@@ -62,6 +62,13 @@ def test_the_bytes_in_the_table_of_flags_are_the_ledgers(row, capsys):
     assert round(float(said)) == float(size)
 
 
+def test_the_bytes_of_a_large_net_are_the_ledgers(capsys):
+    said = re.search(r"DiT XL/2 they hardly count: ([\d.]+) with .*?, ([\d.]+) with", README).groups()
+    for size, states in zip(said, ("--opt8bit", "--opt4bit")):
+        assert train.main(f"--dry_run --model dit --size XL/2 --image_size 64 --pure_bf16 --stochastic {states}".split()) == 0
+        assert f"optimiser: {size} bytes" in capsys.readouterr().out
+
+
 def bench_rows():
     table = README.split("how a bf16 write is protected |")[1].split("\n\n")[0]
     return re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \|", table, re.M)

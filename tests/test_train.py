@@ -222,7 +222,7 @@ def test_accumulated_micro_batches_equal_one_batch():
 
 RESUMED = ["", "--bf16", "--fp16 --batch_size 2 --set generation=fp32", "--pure_bf16 --stochastic", "--pure_bf16 --kahan --stochastic", "--pure_bf16 --master split",
            "--pure_bf16 --optimizer torchastic", "--opt8bit --optimizer bitsandbytes --model dit", "--pure_bf16 --stochastic --opt8bit --model dit",
-           "--pure_bf16 --master split --opt4bit --model dit", "--pure_bf16 --stochastic --set ema=bf16 --set ema_update=stochastic "
+           "--pure_bf16 --stochastic --set ema=bf16 --set ema_update=stochastic "
            "--accumulate 2 --set accumulate=fp32 --average 0.9:bf16:stochastic", "--task ddpm --model dit --pure_bf16 --stochastic",
            "--task segment --image_size 16 --pure_bf16 --master fp32"]
 
