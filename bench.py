@@ -2,13 +2,15 @@
 
     python bench.py optimizers    one AdamW step on 10 million bf16 parameters, ours and peers (requirements-bench.txt)
     python bench.py training      forward, backward, step and EMA of U-Nets and DiTs under each recipe: images a second
+    python bench.py memory        bytes a parameter that weights, gradients and states take, for each way to write and to hold them
+    python bench.py moments       exp_avg_sq after half of the gradients dropped to a hundredth: held high by rounding, or not
 
 What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation, in
 tensors of mixed sizes as in a real net and in a few large ones; bf16 speeds up training where the machine multiplies in
 bf16; telemetry costs under 2 % of a step. Contenders take turns, in an order shuffled for each round, so that other
 load on the machine meets all of them alike. A figure is the median over the rounds; --out FILE keeps every single time.
 Cost on 2 cores: about 2 minutes and 3 GiB for `optimizers` (more the first time: torchao compiles each shape), about
-5 minutes for `training`. Bad input ends with one line and exit status 2.
+5 minutes for `training`, 2 minutes and 2 GiB for `memory`, 2 minutes for `moments`. Bad input ends with one line and exit status 2.
 """
 
 import argparse
@@ -42,17 +44,19 @@ CONTENDERS = {
     "kahan-stochastic": ("compensated w, stochastic m v", recipe(pure_bf16=True, kahan=True, stochastic=True), "adamw"),
     "split": ("exact w", recipe(pure_bf16=True, master="split"), "adamw"),
     "fp32": ("fp32 weights", Recipe(), "adamw"),
+    "stochastic-8bit": ("stochastic w m v", recipe(pure_bf16=True, stochastic=True, opt8bit=True), "adamw"),
+    "stochastic-4bit": ("stochastic w m v", recipe(pure_bf16=True, stochastic=True, opt4bit=True), "adamw"),
     "torchastic": ("stochastic w m v", PURE, "torchastic"),
     "torchao": ("stochastic w", PURE, "torchao"),
     "optimi": ("compensated w", PURE, "optimi"),
     "adamw-bf16": ("compensated w, stochastic w m", PURE, "adamw_bf16"),
-    "bitsandbytes": ("none", recipe(pure_bf16=True, opt8bit=True), "adamw"),
+    "bitsandbytes": ("none", recipe(pure_bf16=True, opt8bit=True), "bitsandbytes"),
     "torch": ("none", PURE, "torch"),
     "torch-fused": ("none", PURE, None),
     "copy": ("moves the bytes of a step", PURE, None),
 }
 LAYOUTS = ["mixed", "large"]
-OURS = ("stochastic", "nearest", "kahan", "kahan-stochastic", "split", "fp32")
+OURS = ("stochastic", "nearest", "kahan", "kahan-stochastic", "split", "fp32", "stochastic-8bit", "stochastic-4bit")
 
 RECIPES = {
     "fp32": {}, "bf16": dict(bf16=True), "pure_bf16": dict(pure_bf16=True),
@@ -60,6 +64,9 @@ RECIPES = {
     "pure_bf16-split": dict(pure_bf16=True, master="split"), "opt8bit": dict(opt8bit=True),
     "tf32": dict(sites=["compute=tf32"]), "fp16": dict(fp16=True),
 }
+# how weights are written (rows) and moments held (columns), as flags of train.py
+WRITES = ["", "--pure_bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan", "--pure_bf16 --kahan --stochastic", "--pure_bf16 --master split"]
+STATES = ["", "--opt8bit", "--opt4bit"]
 NETS = ["unet:small:64:8", "unet:tiny:8:64", "dit:tiny:8:64", "dit:S/8:64:8"]
 
 
@@ -140,8 +147,9 @@ def make_step(name, params):
 
 
 def state_bytes(optimizer):
-    """Bytes of all tensors in an optimiser's state, storage that several share counted once."""
+    """Bytes of all tensors in an optimiser's state and tables of codes, storage that several share counted once."""
     tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tensors += [t for coder in getattr(optimizer, "coders", {}).values() for t in coder.tables.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -230,14 +238,14 @@ def ratio(value, unit):
 # Training
 
 
-def make_run(net, name, args):
-    """(Precision over the net, callable(measure) -> (ms of forward and backward, ms of step and EMA))."""
+def make_run(net, flags, args):
+    """(Precision over the net, callable(measure) -> (ms of forward and backward, ms of step and EMA)); `flags` as `recipe` takes them."""
     import models
 
     kind, size, side, batch = net
     torch.manual_seed(0)
     model = models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size).to(args.device)
-    run = Precision(model, recipe(**RECIPES[name]), lr=LR, betas=BETAS, weight_decay=DECAY)
+    run = Precision(model, recipe(**flags), lr=LR, betas=BETAS, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(0)
     x, velocity = (torch.randn(batch, 3, side, side, generator=generator).to(args.device) for _ in range(2))
     t = torch.linspace(0, 999, batch, device=args.device)
@@ -265,7 +273,7 @@ def bench_net(spec, args, bar):
         bar.set_postfix_str(f"{spec}: first step of {name}")
         cuda = args.device.type == "cuda"
         before = torch.cuda.memory_allocated() if cuda else 0
-        run, step = make_run(net, name, args)
+        run, step = make_run(net, RECIPES[name], args)
         start = time.perf_counter()
         step(False)
         first = time.perf_counter() - start
@@ -312,6 +320,108 @@ def training(args, clock):
     return rows
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def memory(args, clock):
+    """Rows (dicts): net, flags, bytes a parameter of the weights, gradients and optimiser states allocated, and the ledger's word for it."""
+    import train
+
+    rows, parser = [], train.build_parser()
+    with tqdm(total=len(args.nets) * len(WRITES) * len(STATES), disable=None, leave=False) as bar:
+        for spec in args.nets:
+            for flags in (f"{write} {state}".strip() for write in WRITES for state in STATES):
+                bar.set_postfix_str(f"{spec} {flags}")
+                with torch.compiler.set_stance("force_eager"):  # what is allocated does not depend on it
+                    run, step = make_run(parse_net(spec), vars(parser.parse_args(flags.split())), args)
+                    gradients = []
+                    run.optimizer.register_step_pre_hook(lambda *_: gradients.append(sum(p.grad.nbytes for p in run.params)))
+                    step(False)
+                n = sum(p.numel() for p in run.params)
+                size = dict(weights=sum(p.nbytes for p in run.params), gradients=gradients[0], states=state_bytes(run.optimizer))
+                rows.append(dict(net=spec, flags=flags, parameters=n, **{k: v / n for k, v in size.items()},
+                                 bytes_per_parameter=sum(size.values()) / n, ledger=run.ledger().state_bytes))
+                bar.update()
+    for spec in args.nets:
+        here = {row["flags"]: row for row in rows if row["net"] == spec}
+        print(f"\n{spec} (model:size:image:batch): {here['']['parameters']:,} parameters; weights + gradients + states, bytes a parameter\n")
+        print(memory_table(here))
+    return rows
+
+
+def memory_table(rows):
+    """Markdown: ways to write a weight down, ways to hold the moments across. rows: {flags: row of `memory`}."""
+    lines = ["| flags | alone | " + " | ".join(f"with `{state}`" for state in STATES[1:]) + " |", "|---|---|---|---|"]
+    for write in WRITES:
+        sizes = [rows[f"{write} {state}".strip()]["bytes_per_parameter"] for state in STATES]
+        lines.append(f"| {f'`{write}`' if write else '(none)'} | " + " | ".join(f"{size:.2f}" for size in sizes) + " |")
+    return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The second moment after a drop
+
+
+def after_a_drop(optimizer, p, read, before, after, bar=None):
+    """(v of the entries whose gradients dropped, v of the others), each over the exact mean v.
+
+    Standard normal gradients for `before` steps, then every other entry's times 0.01 for `after` steps: in each block of codes the scale
+    stays, while half of the values should fall. read() gives exp_avg_sq [n] as the optimiser holds it. The draws are made on the CPU.
+    """
+    generator, dropped = torch.Generator().manual_seed(0), torch.arange(p.numel()) % 2 == 0
+    exact, beta2 = torch.zeros(p.numel()), optimizer.param_groups[0]["betas"][1]
+    for step in range(before + after):
+        grad = torch.randn(p.numel(), generator=generator)
+        grad = torch.where(dropped, 0.01 * grad, grad) if step >= before else grad
+        exact = beta2 * exact + (1 - beta2) * grad.square()
+        p.grad = grad.to(p.device)
+        optimizer.step()
+        if bar:
+            bar.update()
+    held = read().cpu()
+    return (held[dropped].mean() / exact[dropped].mean()).item(), (held[~dropped].mean() / exact[~dropped].mean()).item()
+
+
+def holder(name, device="cpu"):
+    """(optimiser, its parameter of 4,096 zeros, callable that reads exp_avg_sq) for 'bitsandbytes' or '<exp_avg_sq> <update>' of ours."""
+    p = torch.nn.Parameter(torch.zeros(4096, device=device))
+    kind, _, update = name.partition(" ")
+    if kind != "bitsandbytes":
+        made = precision.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update)
+        return made, p, lambda: made.moment(p, "exp_avg_sq").float()
+    made = precision.build_optimizer(kind, [p], recipe(opt8bit=True), lr=0.0, betas=BETAS, eps=EPS, weight_decay=0.0, seed=0)
+    from bitsandbytes.functional import dequantize_blockwise
+
+    def read():
+        state = made.state[p]
+        return dequantize_blockwise(state["state2"], absmax=state["absmax2"], code=state["qmap2"], blocksize=256)
+
+    return made, p, read
+
+
+HOLDERS = ["fp32 nearest", "bitsandbytes", *(f"{kind} {update}" for kind in ("bf16", "int8", "int4") for update in ("nearest", "stochastic"))]
+
+
+def moments(args, clock):
+    rows = []
+    with tqdm(total=len(HOLDERS) * (args.before + args.after), disable=None, leave=False) as bar:
+        for name in HOLDERS:
+            bar.set_postfix_str(name)
+            dropped, others = after_a_drop(*holder(name, args.device), args.before, args.after, bar)
+            rows.append(dict(name=name, dropped=dropped, others=others))
+    print(f"\nexp_avg_sq over the exact one, {args.before} steps before the drop, {args.after} after\n")
+    print(moments_table(rows))
+    return rows
+
+
+def moments_table(rows):
+    """Markdown of the rows of `moments`."""
+    title = {"bitsandbytes": "int8, bitsandbytes' own AdamW8bit"}
+    lines = ["| exp_avg_sq | of the dropped half | of the others |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {title.get(r['name'], r['name'].replace(' ', ', '))} | {r['dropped']:.2f} | {r['others']:.2f} |" for r in rows])
+
+
 def parse_net(spec):
     """'unet:small:64:8' -> ('unet', 'small', 64, 8): model, size, side of the image, batch size. Raises BenchError."""
     parts = spec.split(":")
@@ -342,11 +452,12 @@ positive.__name__ = "whole number above 0"  # argparse puts it into its message
 
 def build_parser():
     parser = Parser(prog="bench.py", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training")
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training | memory | moments")
 
     def command(name, repeats, help):
         sub = commands.add_parser(name, help=help)
-        sub.add_argument("--repeats", type=positive, default=repeats, help=f"rounds (default: {repeats})")
+        if repeats:
+            sub.add_argument("--repeats", type=positive, default=repeats, help=f"rounds (default: {repeats})")
         sub.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: auto)")
         sub.add_argument("--threads", type=positive, help="CPU threads (default: as torch chooses)")
         sub.add_argument("--out", metavar="FILE", help="write machine, versions and every single time as JSON")
@@ -364,6 +475,12 @@ def build_parser():
                      help="default: all but the last two of " + ", ".join(RECIPES))
     sub.add_argument("--measure_every", type=positive, default=50,
                      help="steps between two measurements of telemetry (default: 50)")
+    sub = command("moments", None, "exp_avg_sq after a drop of gradients, by how it is held")
+    sub.add_argument("--before", type=positive, default=1000, help="steps before the drop (default: 1000)")
+    sub.add_argument("--after", type=positive, default=3000, help="steps after it (default: 3000)")
+    sub = command("memory", None, "bytes a parameter of every combination, as allocated")
+    sub.add_argument("--nets", nargs="+", default=["dit:S/8:64:1", "unet:small:64:1"], metavar="MODEL:SIZE:IMAGE:BATCH",
+                     help="default: dit:S/8:64:1 unet:small:64:1")
     return parser
 
 
@@ -377,14 +494,15 @@ def check(args):
         if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
             reason = "that is a folder" if out.is_dir() else "no such folder, or no right to write there"
             raise BenchError(f"--out {args.out}: {reason}; name a file")
-    if args.bench == "training":
+    if args.bench in ("training", "memory"):
         import models
 
         with torch.device("meta"):  # shapes alone
             for kind, size, side, _ in map(parse_net, args.nets):
                 models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size)
-        for name in args.recipes:
-            precision.check_machine(recipe(**RECIPES[name]), args.device)
+    wanted = [RECIPES[name] for name in args.recipes] if args.bench == "training" else []
+    for flags in wanted + [dict(opt8bit=True), dict(opt4bit=True)] * (args.bench in ("memory", "moments")):
+        precision.check_machine(recipe(**flags), args.device)
 
 
 def main(argv=None):
@@ -405,13 +523,13 @@ def main(argv=None):
         bf16 = " ".join(machine["bf16"]) or "no bf16 instructions"
         device = machine["gpu"] if args.device.type == "cuda" else machine["cpu"]
         print(f"{device}, {machine['threads']} threads, {bf16}, torch {machine['torch']}", flush=True)
-        rows = {"optimizers": optimizers, "training": training}[args.bench](args, Clock(args.device))
+        rows = {"optimizers": optimizers, "training": training, "memory": memory, "moments": moments}[args.bench](args, Clock(args.device))
         if args.out:
             settings = {k: str(v) if k == "device" else v for k, v in vars(args).items() if k not in ("bench", "out")}
             write_json(args.out, {"bench": args.bench, "command": shlex.join(["python", "bench.py", *argv]),
                                   "date": datetime.date.today().isoformat(), "machine": machine, "settings": settings,
                                   "results": rows})
-            print(f"every single time is in {args.out}")
+            print(f"every single {'time' if args.bench in ('optimizers', 'training') else 'figure'} is in {args.out}")
     except (BenchError, RecipeError, RunError, models.ModelError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

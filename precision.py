@@ -32,6 +32,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CODES = {"int8": "8-bit codes in blocks of 256, format of bitsandbytes", "int4": "4-bit codes in blocks of 128, format of torchao"}  # states.py
 
 
 class RecipeError(ValueError):
@@ -64,9 +65,8 @@ SITES = {
         "none": "", "dynamic": "keeps fp16 gradients between 6e-8 and 65504: backs off at an overflow, grows again"}),
     "grads": Site(("fp32", "bf16"), {"fp32": "", "bf16": "autograd leaves a gradient in its weight's dtype"}),
     "accumulate": Site(("fp32", "bf16"), {"fp32": "micro-batches are summed exactly enough", "bf16": "each micro-batch adds a rounding error"}),
-    "exp_avg": Site(("fp32", "bf16", "int8"), {"fp32": "", "bf16": "1-beta1 = 0.1 is far above an ulp", "int8": "blockwise 8-bit codes (bitsandbytes)"}),
-    "exp_avg_sq": Site(("fp32", "bf16", "int8"), {
-        "fp32": "", "bf16": "1-beta2 must beat half an ulp (2^-8), or be rounded stochastically", "int8": "blockwise 8-bit codes (bitsandbytes)"}),
+    "exp_avg": Site(("fp32", "bf16", *CODES), {"fp32": "", "bf16": "1-beta1 = 0.1 is far above an ulp", **CODES}),
+    "exp_avg_sq": Site(("fp32", "bf16", *CODES), {"fp32": "", "bf16": "1-beta2 must beat half an ulp (2^-8), or be rounded stochastically", **CODES}),
     "ema": Site(("fp32", "bf16"), {
         "fp32": "1-decay is far below a bf16 ulp: the average needs fp32", "bf16": "steps of (1-decay)(w-ema) fall under half an ulp"}),
     "ema_update": Site(("nearest", "stochastic"), {"nearest": "", "stochastic": "a bf16 average that moves in expectation"}),
@@ -127,10 +127,15 @@ class Recipe:
     def low_weights(self):
         return self.weights == "bf16"
 
+    @property
+    def coded(self):
+        """The kinds of codes that moments are held in: a subset of {'int8', 'int4'}."""
+        return {self.exp_avg, self.exp_avg_sq} & set(CODES)
+
     def warnings(self, *, beta2=0.999, ema_decay=0.999, lr=1e-3, weight_decay=0.0, micro_batches=1):
         """Recipes that run but lose something: one line each, with the arithmetic. [] for a healthy recipe."""
         lost = []
-        bare = self.low_weights and self.exp_avg != "int8" and self.update == "nearest" and self.kahan == "off" and self.master == "none"
+        bare = self.low_weights and self.update == "nearest" and self.kahan == "off" and self.master == "none"
         if bare:
             lost.append(f"update=nearest on bf16 weights: a step of lr={lr:g} on a weight of 0.05 is {lr / 0.05:.2g} of it, and steps under "
                         f"2^-9..2^-8 (0.002..0.004) of a weight vanish; add --stochastic, --kahan or --master split")
@@ -140,6 +145,10 @@ class Recipe:
         if self.exp_avg_sq == "bf16" and self.update == "nearest" and 1 - beta2 < 2**-8:
             lost.append(f"exp_avg_sq=bf16, nearest: decaying by 1-beta2 = {1 - beta2:.2g} is under half an ulp (2^-9..2^-8), so v can grow and "
                         f"never shrink; use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99")
+        if self.exp_avg_sq in CODES and self.update == "nearest":
+            gap = "0.35 % to 28 %" if self.exp_avg_sq == "int8" else "3 % to 50 %"
+            lost.append(f"exp_avg_sq={self.exp_avg_sq}, nearest: a decay by 1-beta2 = {1 - beta2:.2g} under half a gap between codes ({gap} of the value) is "
+                        f"lost: where some gradients of a block drop, their v stays too high and their steps too short; add --stochastic")
         if self.ema == "bf16" and self.ema_update == "nearest" and 1 - ema_decay < 2**-7:
             lost.append(f"ema=bf16, nearest: an entry moves only while |w-ema| > {2**-9 / (1 - ema_decay):.2g} |ema| (half an ulp over 1-decay): "
                         f"the average freezes far from the weights; use --set ema=fp32 (default) or ema_update=stochastic")
@@ -160,9 +169,6 @@ class Recipe:
         if self.low_weights and self.accumulate == "bf16" and micro_batches > 1:
             lost.append(f"accumulate=bf16 over {micro_batches} micro-batches: relative error near {2**-9 * math.sqrt(micro_batches / 3):.2%} of the "
                         f"gradient; --set accumulate=fp32 costs 4 bytes a parameter")
-        if self.exp_avg == "int8" and self.low_weights:
-            lost.append("8-bit AdamW of bitsandbytes rounds bf16 weights to nearest: steps under 2^-9..2^-8 of a weight are lost; "
-                        "--pure_bf16 --stochastic (8 bytes a parameter) keeps them")
         return lost
 
 
@@ -179,8 +185,8 @@ def _fp8(function, *args):
         raise RecipeError(str(error)) from None
 
 
-def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=False, master="none", opt8bit=False, fp8=False, sparse24="none", sites=(),
-           **fp8_flags):
+def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=False, master="none", opt8bit=False, opt4bit=False, fp8=False, sparse24="none",
+           sites=(), **fp8_flags):
     """The recipe that a set of flags composes; `sites` are single settings ("ema=bf16"), applied after the flags; fp8_flags as in FP8_FLAGS.
 
     Raises RecipeError for an unknown site or value and for combinations that make no sense, naming the nearest one that does.
@@ -194,8 +200,11 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
     chosen = [name for name, on in (("--bf16", bf16), ("--fp16", fp16), ("--pure_bf16", pure_bf16)) if on]
     if len(chosen) > 1:
         raise RecipeError(f"{' and '.join(chosen)} exclude each other: choose one (--bf16 keeps fp32 weights, --pure_bf16 does not)")
+    if opt8bit and opt4bit:
+        raise RecipeError("--opt8bit and --opt4bit exclude each other: choose one, or set the moments one by one (--set exp_avg=int4 --set exp_avg_sq=int8)")
     if not pure_bf16:
-        for name, on in (("--stochastic", stochastic), ("--kahan", kahan), (f"--master {master}", master != "none")):
+        fp32_alone = stochastic and not (opt8bit or opt4bit)
+        for name, on in (("--stochastic", fp32_alone), ("--kahan", kahan), (f"--master {master}", master != "none")):
             if on:
                 raise RecipeError(f"{name} says how bf16 weights are written, and these weights are fp32: add --pure_bf16")
     if fp8 and (bf16 or fp16):
@@ -209,9 +218,11 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
         # An exact master promises fp32 AdamW bit for bit, which bf16 moments would break; --set exp_avg=bf16 takes them back.
         moments = "bf16" if master == "none" else "fp32"
         fields.update(weights="bf16", compute="bf16", grads="bf16", accumulate="bf16", exp_avg=moments, exp_avg_sq=moments, master=master,
-                      update="stochastic" if stochastic else "nearest", kahan="on" if kahan else "off")
-    if opt8bit:
-        fields.update(exp_avg="int8", exp_avg_sq="int8")
+                      kahan="on" if kahan else "off")
+    if stochastic:
+        fields.update(update="stochastic")
+    if opt8bit or opt4bit:
+        fields.update(dict.fromkeys(("exp_avg", "exp_avg_sq"), "int8" if opt8bit else "int4"))
     if fp8:
         fields.update(compute="fp8")
     fields["sparse24"] = sparse24
@@ -242,7 +253,7 @@ def recipe(*, bf16=False, fp16=False, pure_bf16=False, stochastic=False, kahan=F
 
 
 def _refuse(r):
-    low, eight = r.low_weights, "int8" in (r.exp_avg, r.exp_avg_sq)
+    low = r.low_weights
     checks = [
         (low and r.compute not in ("bf16", "fp8"), f"weights=bf16 with compute={r.compute}: bf16 weights are multiplied in bf16; use compute=bf16, or --{r.compute if r.compute == 'fp16' else 'bf16'} with fp32 weights"),
         (r.loss_scale == "dynamic" and r.compute != "fp16", f"loss_scale=dynamic with compute={r.compute}: only fp16 needs it; drop it, or add --fp16"),
@@ -252,11 +263,8 @@ def _refuse(r):
         (not low and r.kahan == "on", "kahan=on with fp32 weights: nothing is rounded away; add --pure_bf16"),
         (not low and r.islands != "none", f"islands={r.islands} with fp32 weights: all parameters are fp32 already; add --pure_bf16"),
         (r.kahan == "on" and r.master != "none", f"kahan=on with master={r.master}: the master is exact, there is nothing to compensate; drop one of the two"),
-        ((r.exp_avg == "int8") != (r.exp_avg_sq == "int8"), "int8 moments come in pairs (bitsandbytes AdamW8bit): use --opt8bit, which sets both"),
-        (eight and low and (r.update == "stochastic" or r.kahan == "on" or r.master != "none"),
-         "--opt8bit with --stochastic, --kahan or --master: bitsandbytes writes bf16 weights to nearest itself; nearest that works: --pure_bf16 --stochastic, or --opt8bit on fp32 weights"),
-        (r.update == "stochastic" and not (low and r.master == "none") and "bf16" not in (r.exp_avg, r.exp_avg_sq),
-         "update=stochastic, but no tensor is written in bf16: " + ("the master is exact; drop --stochastic or add --set exp_avg=bf16 --set exp_avg_sq=bf16" if low else "add --pure_bf16, or --set exp_avg=bf16 --set exp_avg_sq=bf16")),
+        (r.update == "stochastic" and not (low and r.master == "none") and "bf16" not in (r.exp_avg, r.exp_avg_sq) and not r.coded,
+         "update=stochastic, but no tensor is written in bf16 or codes: " + ("the master is exact; drop --stochastic or add --set exp_avg=bf16 --set exp_avg_sq=bf16" if low else "add --pure_bf16, or --set exp_avg=bf16 --set exp_avg_sq=bf16")),
         (r.sparse24 != "none" and r.compute == "fp8", f"sparse24={r.sparse24} with compute=fp8: the masked products are taken in bf16; drop --fp8 or --sparse24"),
         (r.generation == "fp8" and r.compute != "fp8", f"generation=fp8 with compute={r.compute}: there are no FP8 layers to draw through; add --fp8"),
         (r.ema_update == "stochastic" and r.ema == "fp32", "ema_update=stochastic with ema=fp32: nothing is rounded; add --set ema=bf16 or drop it"),
@@ -310,12 +318,14 @@ def support(kind, capability=None, features=frozenset()):
         table["fp16"] = ("native", name) if capability >= (7, 0) else ("emulated", f"{name}; fp16 tensor cores start at 7.0: prefer fp32")
         table["fp8"] = ("native", name) if capability >= (8, 9) else ("emulated", f"{name}; fp8 tensor cores start at 8.9: the same numbers, slower than fp32")
         table["opt8bit"] = ("native", "bitsandbytes CUDA kernels")
+        table["opt4bit"] = ("native", "torchao, by torch.compile")
         table["sparse24"] = ("native", name) if capability >= (8, 0) else ("no", f"{name}; sparse tensor cores start at 8.0")
     elif kind == "rocm":
         table["tf32"] = ("no", "a mode of NVIDIA tensor cores")
         table["bf16"] = table["fp16"] = ("native", "AMD matrix cores, MI200 and later")
         table["fp8"] = ("no", "not measured on AMD here")
         table["opt8bit"] = ("no", "bitsandbytes on ROCm is not measured here")
+        table["opt4bit"] = ("no", "torchao on ROCm is not measured here")
         table["sparse24"] = ("no", "NVIDIA sparse tensor cores only")
     elif kind == "mps":
         table["tf32"] = ("no", "a mode of NVIDIA tensor cores")
@@ -323,6 +333,7 @@ def support(kind, capability=None, features=frozenset()):
         table["fp16"] = ("no", "no loss scaler for MPS in torch: use --bf16 or fp32")
         table["fp8"] = table["sparse24"] = ("no", "needs an NVIDIA GPU")
         table["opt8bit"] = ("no", "bitsandbytes has no MPS kernels")
+        table["opt4bit"] = ("no", "torchao on MPS is not measured here")
     else:
         bf16 = sorted(features & {"avx512_bf16", "amx_bf16", "bf16"})
         fp16 = sorted(features & {"avx512_fp16", "amx_fp16"})
@@ -331,6 +342,7 @@ def support(kind, capability=None, features=frozenset()):
         table["fp16"] = ("native", " ".join(fp16)) if fp16 else ("emulated", "no avx512_fp16 or amx_fp16: 30 to 60 times slower than fp32; use --bf16")
         table["fp8"] = ("emulated", "no FP8 arithmetic in CPUs: torch._scaled_mm gives the same numbers as on a GPU, slower than fp32")
         table["opt8bit"] = ("native", "bitsandbytes CPU kernels")
+        table["opt4bit"] = ("native", "torchao, by torch.compile")
         table["sparse24"] = ("no", "needs compute capability 8.0")
     return table
 
@@ -351,11 +363,12 @@ def check_machine(r, device):
     if level == "no":
         raise RecipeError(f"compute={r.compute} can't run on {torch.device(device).type}: {reason}")
     notes = [f"compute={r.compute} is emulated here: {reason}"] if level == "emulated" else []
-    if r.exp_avg == "int8":
-        level, reason = table["opt8bit"]
+    for kind in sorted(r.coded):
+        flag = {"int8": "opt8bit", "int4": "opt4bit"}[kind]
+        level, reason = table[flag]
         if level == "no":
-            raise RecipeError(f"--opt8bit can't run on {torch.device(device).type}: {reason}; --pure_bf16 --stochastic saves 8 of 16 bytes without it")
-        _import_peer("bitsandbytes", "--opt8bit")
+            raise RecipeError(f"--{flag} can't run on {torch.device(device).type}: {reason}; --pure_bf16 --stochastic saves 8 of 16 bytes without it")
+        _coder(kind)
     return notes
 
 
@@ -577,21 +590,37 @@ def _weight_kernel(p, exp_avg, root, low, h):
     write_weight(_stepped(exact_weight(p, low), exp_avg, root, h), p, low)
 
 
+def _coder(kind):
+    # the one place that loads states.py: codes are an extra, this file works without
+    try:
+        from states import CODERS
+    except ModuleNotFoundError as error:
+        if error.name != "states":
+            raise
+        raise RecipeError(f"moments in {kind} need the file states.py beside precision.py: copy it too, or keep moments in fp32 or bf16") from None
+    return CODERS[kind]()
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) whose arithmetic is always fp32; recipes differ only in how results are written back.
 
     params: fp32 or bf16, mixed freely. For bf16 ones `update` is 'nearest' or 'stochastic', `kahan` adds a bf16 compensation buffer (2
     bytes), `master` 'split' an int16 remainder (2 bytes, the exact fp32 master) or 'fp32' a full copy (4 bytes). exp_avg and exp_avg_sq are
-    'fp32' or 'bf16', rounded as `update` says. With fp32 moments and an exact master the result equals torch.optim.AdamW on fp32 weights
+    'fp32' or 'bf16', or 'int8' or 'int4' codes with a scale a block (see states.py; small tensors in fp32), rounded as `update` says: for
+    bf16 and codes alike the value kept is right on average when it is 'stochastic'. With fp32 moments and an exact master the result equals torch.optim.AdamW on fp32 weights
     bit for bit on CPU.
     Rounding noise is a function of (seed, step, place in the parameter list). step() accepts a gradient scale (clipping) and gradients other
     than p.grad (fp32 accumulators). Raises RecipeError for unsupported dtypes and for a state_dict of other shapes.
     """
 
+    PIECE = 1 << 22  # values of a coded tensor that are in fp32 at once: 32 MiB for both moments
+
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, update="nearest", kahan=False, master="none",
                  exp_avg="fp32", exp_avg_sq="fp32", seed=0, compiled=True):
-        self.update, self.kahan, self.master, self.moments = update, kahan, master, (DTYPES[exp_avg], DTYPES[exp_avg_sq])
-        self.seed, self.compiled = seed, compiled
+        kinds = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        self.coders = {name: _coder(kind) for name, kind in kinds.items() if kind in CODES}
+        self.moments = {name: DTYPES.get(kind, torch.float32) for name, kind in kinds.items()}  # of tensors that are not coded
+        self.update, self.kahan, self.master, self.seed, self.compiled = update, kahan, master, seed, compiled
         self._buckets = []  # (index of the parameter group, bucket)
         self._position = 0
         super().__init__(params, dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay))
@@ -603,12 +632,20 @@ class AdamW(torch.optim.Optimizer):
         for p in params:
             if p.dtype not in (torch.float32, torch.bfloat16):
                 raise RecipeError(f"AdamW takes fp32 and bf16 parameters, not {p.dtype}: keep fp16 in autocast (--fp16) and the weights in fp32")
-        for bucket in _Bucket.group(params, [(p.dtype, p.device) for p in params]):
+        # blocks of codes must not cross from one tensor into the next: a coded tensor that ends within a block gets a bucket of its own
+        coded = [[name for name, coder in self.coders.items() if coder.takes(p.numel())] for p in params]
+        ends = [i if names and p.numel() % 256 else None for i, (p, names) in enumerate(zip(params, coded))]
+        for bucket in _Bucket.group(params, [(p.dtype, p.device, *names, end) for p, names, end in zip(params, coded, ends)]):
             bucket.start += self._position
             bucket.params = [params[i] for i in bucket.indices]
             first = bucket.params[0]
             new = functools.partial(torch.zeros, bucket.numel, device=first.device)
-            bucket.state = {"exp_avg": new(dtype=self.moments[0]), "exp_avg_sq": new(dtype=self.moments[1])}
+            bucket.state = {}
+            for name, dtype in self.moments.items():
+                if name in coded[bucket.indices[0]]:
+                    bucket.state[name], bucket.state[f"{name}_scale"] = self.coders[name].new(bucket.numel, first.device)
+                else:
+                    bucket.state[name] = new(dtype=dtype)
             if first.dtype == torch.bfloat16:
                 if self.kahan:
                     bucket.state["compensation"] = new(dtype=torch.bfloat16)
@@ -619,7 +656,9 @@ class AdamW(torch.optim.Optimizer):
             for p in bucket.params:
                 self.state[p] = {"step": 0}
             for name, flat in bucket.state.items():
-                for p, view in zip(bucket.params, bucket.views(flat, bucket.params)):
+                whole = flat.numel() == bucket.numel  # else packed codes or scales: to each tensor its share of a flat vector
+                shares = bucket.views(flat, bucket.params) if whole else flat.split([flat.numel() * p.numel() // bucket.numel for p in bucket.params])
+                for p, view in zip(bucket.params, shares):
                     self.state[p][name] = view
             self._buckets.append((len(self.param_groups) - 1, bucket))
         self._position += sum(p.numel() for p in params)
@@ -660,20 +699,43 @@ class AdamW(torch.optim.Optimizer):
                 start += p.numel()
         return loss
 
-    def _apply(self, index, step, p, g, state, position, grad_scale):
-        group = self.param_groups[index]
+    def _scalars(self, group, step, grad_scale, device):
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        h = torch.tensor([1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5, group["eps"],
-                          -lr / (1 - beta1**step), grad_scale], dtype=torch.float32, device=p.device)
+        return torch.tensor([1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5, group["eps"],
+                             -lr / (1 - beta1**step), grad_scale], dtype=torch.float32, device=device)
+
+    def _apply(self, index, step, p, g, state, position, grad_scale):
+        coded = [name for name in self.coders if f"{name}_scale" in state]
+        if coded and p.numel() > self.PIECE:  # the fp32 moments of a piece at a time; noise depends on the position alone
+            n = p.numel()
+            for start in range(0, n, self.PIECE):
+                end = min(start + self.PIECE, n)
+                part = {name: t[start * t.numel() // n:end * t.numel() // n] for name, t in state.items()}
+                self._apply(index, step, p[start:end], g[start:end], part, position + start, grad_scale)
+            return
+        h = self._scalars(self.param_groups[index], step, grad_scale, p.device)
         key = noise_key(self.seed, step, position, device=p.device)
-        run, m, v, low = functools.partial(_run_kernel, compiled=self.compiled), state["exp_avg"], state["exp_avg_sq"], self._low(state)
+        run, low = functools.partial(_run_kernel, compiled=self.compiled), self._low(state)
+        m, v = (self._loaded(name, state, run) for name in ("exp_avg", "exp_avg_sq"))
         stochastic = self.update == "stochastic" and p.dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
-        if p.is_cpu and not stochastic and self.moments == (torch.float32, torch.float32):
+        if p.is_cpu and not stochastic and m.dtype == v.dtype == torch.float32:
             # torch.sqrt on CPU is not correctly rounded where it comes from MKL, a compiled one is: for the promise of equal bits take torch's
             run(_moments_kernel, g, m, v, h)
             run(_weight_kernel, p, m, v.sqrt(), low, h)
         else:
             run(_adamw_kernel, p, g, m, v, low, h, key, self.update == "stochastic")
+        for stream, name in enumerate(coded, 2):
+            key = noise_key(self.seed, step, position, stream, p.device) if self.update == "stochastic" else None
+            self.coders[name].store(m if name == "exp_avg" else v, state[name], state[f"{name}_scale"], name == "exp_avg", key, run)
+
+    def _loaded(self, name, state, run):
+        if f"{name}_scale" not in state:
+            return state[name]
+        return self.coders[name].load(state[name].view(-1), state[f"{name}_scale"], name == "exp_avg", run)
+
+    def moment(self, p, name):
+        """exp_avg or exp_avg_sq of parameter `p`: the tensor held or, where it is codes, the fp32 values [numel] that they stand for."""
+        return self._loaded(name, self.state[p], functools.partial(_run_kernel, compiled=self.compiled))
 
     @torch.no_grad()
     def set_exact(self, p, value):
@@ -704,7 +766,7 @@ class AdamW(torch.optim.Optimizer):
 
 PEERS = {  # --optimizer: (package to import, name on the package index)
     "adamw": None, "torch": None, "torchastic": ("torchastic", "torchastic"), "optimi": ("optimi", "torch-optimi"),
-    "adamw_bf16": ("adamw_bf16", "adamw-bf16"), "torchao": ("torchao", "torchao"),
+    "adamw_bf16": ("adamw_bf16", "adamw-bf16"), "torchao": ("torchao", "torchao"), "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
 }
 
 
@@ -723,21 +785,23 @@ def _import_peer(module, flag, package=None):
 
 
 def build_optimizer(name, params, r, *, lr, betas, eps, weight_decay, seed):
-    """The optimiser of a recipe: ours, bitsandbytes for int8 moments, or the peer that `name` asks for, as its authors publish it.
+    """The optimiser of a recipe: ours, whatever holds its moments, or the peer that `name` asks for, as its authors publish it.
 
     Raises RecipeError when a peer is unknown, absent, or can't serve the recipe.
     """
     common = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     if name not in PEERS:
         raise RecipeError(f"--optimizer {name}: unknown; choose from {', '.join(PEERS)}")
-    if r.exp_avg == "int8":
-        if name != "adamw":
-            raise RecipeError(f"--opt8bit is the optimiser of bitsandbytes: drop --optimizer {name}")
-        return _import_peer("bitsandbytes", "--opt8bit").optim.AdamW8bit(params, **common)
     if name == "adamw":
         return AdamW(params, **common, update=r.update, kahan=r.kahan == "on", master=r.master, exp_avg=r.exp_avg, exp_avg_sq=r.exp_avg_sq, seed=seed)
     if r.update == "stochastic" or r.kahan == "on" or r.master != "none":
         raise RecipeError(f"--optimizer {name} rounds in its own way: drop --stochastic, --kahan and --master, which belong to ours")
+    if name == "bitsandbytes":
+        if (r.exp_avg, r.exp_avg_sq) != ("int8", "int8"):
+            raise RecipeError("--optimizer bitsandbytes is its AdamW8bit, which holds both moments in 8 bits: add --opt8bit")
+        return _import_peer(name, "--optimizer bitsandbytes").optim.AdamW8bit(params, **common)
+    if r.coded:
+        raise RecipeError(f"--opt8bit and --opt4bit are ours: drop --optimizer {name} (--opt8bit --optimizer bitsandbytes is the published one)")
     if name == "torch":
         return torch.optim.AdamW(params, **common)
     if not r.low_weights or r.islands != "none":
@@ -987,7 +1051,7 @@ class Precision:
             if measure:
                 report["grad_norm"] = norm.item()
                 report["nonfinite_grads"] = sum(int((~g.isfinite()).sum()) for g in grads.values())
-        before, skipped = self._snapshot(grads) if measure else None, self.skipped
+        before, skipped = self._snapshot(grads, scale) if measure else None, self.skipped
         self._optimizer_step(grads, scale)
         if self.sparse:
             self.sparse.hold(self.low_part)
@@ -1034,23 +1098,25 @@ class Precision:
         return exact_weight(self._sample(p), None if low is None else self._sample(low))
 
     def _moment(self, p):
+        if isinstance(self.optimizer, AdamW):
+            return self.optimizer.moment(p, "exp_avg_sq")
         state = self.optimizer.state.get(p, {})
         found = next((state[k] for k in ("exp_avg_sq", "ema_squared", "state2") if k in state), None)
         return None if found is None or found.numel() != p.numel() or not torch.is_tensor(found) else found
 
-    def _snapshot(self, grads):
+    def _snapshot(self, grads, scale):
         rows = []
         for p, g in grads.items():
-            moment = self._moment(p)
-            rows.append((p, self._sample(g) != 0, self._held(p).clone(), None if moment is None else self._sample(moment).clone()))
+            g, held, moment = self._sample(g), self._held(p).clone(), self._moment(p)
+            moment = None if moment is None else self._sample(moment).clone()
+            rows.append((p, g != 0, held, self._intended(p, g.float() * scale, held, moment), moment))
         return rows
 
     def _update_report(self, rows):
         wanted = survived = moving = moved = 0
         update_norm = weight_norm = 0.0
-        for p, has_grad, held, moment in rows:
+        for p, has_grad, held, target, moment in rows:
             after = self._held(p)
-            target = self._intended(p, held)
             want = has_grad if target is None else target != 0
             wanted += int(want.sum())
             survived += int((want & (after != held)).sum())
@@ -1067,15 +1133,14 @@ class Precision:
             report["exp_avg_sq_moved"] = moved / moving
         return report
 
-    def _intended(self, p, held):
-        """The fp32 update of our AdamW's last step before any rounding of the weight, from the moments it left; None for a peer."""
+    def _intended(self, p, g, held, exp_avg_sq):
+        """The fp32 update that our AdamW's next step wants, before any rounding of weight or moments; None for a peer."""
         if not isinstance(self.optimizer, AdamW):
             return None
-        state = self.optimizer.state[p]
-        group = next(g for g in self.optimizer.param_groups if any(p is q for q in g["params"]))
-        step, (beta1, beta2) = max(1, state["step"]), group["betas"]
-        denominator = self._sample(state["exp_avg_sq"]).float().sqrt() / (1 - beta2**step) ** 0.5 + group["eps"]
-        return -group["lr"] * (self._sample(state["exp_avg"]).float() / (1 - beta1**step) / denominator + group["weight_decay"] * held)
+        group = next(group for group in self.optimizer.param_groups if any(p is q for q in group["params"]))
+        h = self.optimizer._scalars(group, self.optimizer.state[p]["step"] + 1, 1.0, p.device)
+        m, v = _moments(g, self._sample(self.optimizer.moment(p, "exp_avg")), exp_avg_sq, h, lambda a, b, c: a * b + c)
+        return h[6] * m / (v.sqrt() / h[4] + h[5]) - group["lr"] * group["weight_decay"] * held
 
     def _ema_report(self, before):
         moving = moved = 0
@@ -1155,13 +1220,17 @@ class Precision:
             if isinstance(self.optimizer, AdamW):
                 for name, t in self.optimizer.state[p].items():
                     if name != "step":
-                        (low if name in low else moments)[name] += t.nbytes
+                        (low if name in low else moments)[name.removesuffix("_scale")] += t.nbytes
             else:
                 for name in moments:
                     moments[name] += _peer_moment_bytes(self.optimizer_name, r, p)
                 low["compensation"] += p.numel() * {"optimi": 2, "adamw_bf16": 2}.get(self.optimizer_name, 0)
-        if r.exp_avg == "int8" and any(p.numel() >= 4096 for p in self.params):
-            moments = {name: size + 1024 for name, size in moments.items()}  # a table of 256 fp32 codes, shared by all tensors
+        plain = {}  # moment held in codes -> parameters whose moment is not
+        for name in moments:
+            if getattr(r, name) in CODES:
+                coder = _coder(getattr(r, name))
+                plain[name] = sum(p.numel() for p in self.params if not coder.takes(p.numel()))
+                moments[name] += coder.table_bytes * (plain[name] < n)  # the values of the codes, shared by all tensors
         weights = sum(p.nbytes for p in self.params)
         islands = sum(p.numel() for p in self.params if p.dtype == torch.float32) if r.low_weights else 0
         sizes = {"weights": weights / n, "grads": weights / n, "master": (low["remainder"] + low["master"]) / n, "kahan": low["compensation"] / n,
@@ -1175,7 +1244,9 @@ class Precision:
             value = getattr(r, site)
             why = spec.why.get(value, f"{islands:,} of {n:,} parameters stay fp32")
             if site == "update" and value == "nearest" and "bf16" not in (r.weights, r.exp_avg, r.exp_avg_sq):
-                why = ""  # nothing is written in bf16
+                why = "changes of a moment under half a gap between codes are lost" if r.coded else ""  # nothing is written in bf16
+            if site in plain:
+                why += f"; {plain[site]:,} of {n:,} in small tensors stay fp32"
             if self.optimizer_name != "adamw" and site in ("update", "exp_avg", "exp_avg_sq", "kahan"):
                 why = f"as {self.optimizer_name} does it"
             if site == "compute" and self.fp8:

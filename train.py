@@ -62,18 +62,19 @@ def build_parser():
     add(g, "ema_decay", 0.999, "decay of the averaged weights that generation reads", type=fraction)
     add(g, "average", [], "keep a further average beside the recipe's, as DECAY:DTYPE[:UPDATE]: 0.9999:bf16; may be repeated", action="append")
     add(g, "seed", 0, "seed of weights, data order, noise and rounding", type=count)
-    add(g, "optimizer", "adamw", "adamw (ours), torch, or a peer as published: torchastic, optimi, adamw_bf16, torchao")
+    add(g, "optimizer", "adamw", "adamw (ours), torch, or a peer as published: torchastic, optimi, adamw_bf16, torchao; with --opt8bit bitsandbytes")
     add(g, "finetune", "", "start from the averaged weights of this run, trained in any recipe", metavar="CHECKPOINT")
 
     g = parser.add_argument_group("precision", "without a flag: fp32 everywhere")
     add(g, "bf16", False, "fp32 weights, bf16 matmuls and convolutions (autocast)")
     add(g, "fp16", False, "fp32 weights, fp16 matmuls and convolutions, dynamic loss scaling")
     add(g, "pure_bf16", False, "bf16 weights, gradients and optimiser states; EMA, timesteps, sampler and loss stay fp32")
-    add(g, "stochastic", False, "with --pure_bf16: round writes up or down at random, so that small updates survive on average")
+    add(g, "stochastic", False, "with --pure_bf16, --opt8bit or --opt4bit: round writes up or down at random, so that small updates survive on average")
     add(g, "kahan", False, "with --pure_bf16: keep what rounding lost in a bf16 buffer (2 bytes a parameter)")
     add(g, "master", "none", "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a full copy; "
                              "both keep fp32 states", choices=["none", "split", "fp32"])
-    add(g, "opt8bit", False, "8-bit optimiser states (bitsandbytes AdamW8bit)")
+    add(g, "opt8bit", False, "optimiser states in 8 bits, by the blockwise functions of bitsandbytes")
+    add(g, "opt4bit", False, "optimiser states in 4 bits, by those of torchao")
     add(g, "growth_interval", 2000, "with --fp16: steps without overflow until the loss scale doubles", type=natural)
     add(g, "fp8", False, "FP8 matmuls in nn.Linear layers, all else as --bf16; with --pure_bf16 on bf16 weights")
     add(g, "fp8_backend", "auto", "te (Transformer Engine), torchao, or emulate: ours, on any device", choices=["auto", "te", "torchao", "emulate"])
@@ -240,7 +241,7 @@ def print_check():
         capabilities = support(kind, capability, features)
         print(f"{device}: {torch.cuda.get_device_name() if device == 'cuda' else kind}")
         flags = {"fp32": "(none)", "tf32": "--set compute=tf32", "bf16": "--bf16, --pure_bf16", "fp16": "--fp16", "fp8": "--fp8", "opt8bit": "--opt8bit",
-                 "sparse24": "--sparse24 (kernels)"}
+                 "opt4bit": "--opt4bit", "sparse24": "--sparse24 (kernels)"}
         print(table([["", "flag", "here", "why"]] + [["  " + flags[k], k, level, why] for k, (level, why) in capabilities.items() if k in flags]))
         flag, why = recommended_flags(capabilities)
         print(f"  start with: python train.py {flag}\n  {why}\n")

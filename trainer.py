@@ -166,7 +166,7 @@ class Trainer:
         self.device = self._device(config["device"])
         if config["threads"]:
             torch.set_num_threads(config["threads"])
-        flags = ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit", "sparse24", "fp8", *FP8_FLAGS)
+        flags = ("bf16", "fp16", "pure_bf16", "stochastic", "kahan", "master", "opt8bit", "opt4bit", "sparse24", "fp8", *FP8_FLAGS)
         self.recipe = recipe(sites=config["set"], **{k: config[k] for k in flags}).on(self.device)
         self.notes = check_machine(self.recipe, self.device) + self.recipe.warnings(
             beta2=config["beta2"], ema_decay=config["ema_decay"], lr=config["lr"], weight_decay=config["weight_decay"], micro_batches=config["accumulate"])

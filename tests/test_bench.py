@@ -27,7 +27,7 @@ def run(tmp_path, *argv):
 
 
 def test_optimizers_writes_every_single_time(tmp_path, capsys):
-    names = ["stochastic", "kahan", "split", "fp32", "torchastic", "bitsandbytes", "torch", "torch-fused", "copy"]
+    names = ["stochastic", "kahan", "split", "fp32", "stochastic-8bit", "stochastic-4bit", "torchastic", "bitsandbytes", "torch", "torch-fused", "copy"]
     result = run(tmp_path, "optimizers", "--parameters", "6000", "--repeats", "2", "--only", *names)
     assert result["bench"] == "optimizers" and result["settings"]["parameters"] == 6000
     assert result["machine"]["torch"] == torch.__version__
@@ -124,8 +124,29 @@ def test_training_writes_every_single_time(tmp_path, capsys):
     assert "unet:tiny:8:2" in table and table.count("pure_bf16-stochastic") == 2
 
 
+def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys):
+    rows = run(tmp_path, "memory", "--nets", "dit:tiny:8:2")["results"]
+    assert len(rows) == len(bench.WRITES) * len(bench.STATES)
+    for row in rows:
+        assert row["bytes_per_parameter"] == pytest.approx(row["ledger"], abs=1e-9), row["flags"]
+        assert row["bytes_per_parameter"] == pytest.approx(row["weights"] + row["gradients"] + row["states"], abs=1e-9)
+    size = {row["flags"]: row["bytes_per_parameter"] for row in rows}
+    assert size[""] == 16 and size["--pure_bf16"] == 8 and 5 < size["--pure_bf16 --stochastic --opt4bit"] < size["--pure_bf16 --stochastic --opt8bit"] < 8
+    table = capsys.readouterr().out
+    assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} | " in table
+
+
+def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
+    rows = run(tmp_path, "moments", "--before", "20", "--after", "10")["results"]
+    assert [row["name"] for row in rows] == bench.HOLDERS
+    assert all(row["dropped"] > 0.9 and row["others"] > 0.9 for row in rows)
+    assert rows[0]["dropped"] == pytest.approx(1, abs=1e-4) == rows[0]["others"]
+    table = capsys.readouterr().out
+    assert f"| int8, stochastic | {rows[5]['dropped']:.2f} | {rows[5]['others']:.2f} |" in table
+
+
 @pytest.mark.parametrize("argv, words", [
-    ([], "optimizers | training"),
+    ([], "optimizers | training | memory | moments"),
     (["optimizers", "--parameters", "0"], "whole number above 0"),
     (["optimizers", "--repeats", "many"], "whole number above 0"),
     (["optimizers", "--only", "adam"], "adam"),
@@ -139,6 +160,8 @@ def test_training_writes_every_single_time(tmp_path, capsys):
     (["training", "--recipes", "fp4"], "fp4"),
     (["training", "--recipes", "tf32"], "tf32"),
     (["training", "--steps", "3"], "--steps"),
+    (["memory", "--nets", "vae:tiny:8:8"], "vae"),
+    (["memory", "--repeats", "3"], "--repeats"),
 ])
 def test_bad_input_gets_one_line_and_status_2(argv, words, capsys):
     try:

@@ -1031,6 +1031,18 @@ COMPOSED = [  # flags -> the sites that differ from fp32 everywhere
     (dict(bf16=True, opt8bit=True), dict(compute="bf16", exp_avg="int8", exp_avg_sq="int8")),
     (dict(fp16=True, opt8bit=True), dict(compute="fp16", loss_scale="dynamic", exp_avg="int8", exp_avg_sq="int8")),
     (dict(pure_bf16=True, opt8bit=True), PURE | dict(exp_avg="int8", exp_avg_sq="int8")),
+    (dict(opt4bit=True), dict(exp_avg="int4", exp_avg_sq="int4")),
+    (dict(opt8bit=True, stochastic=True), dict(exp_avg="int8", exp_avg_sq="int8", update="stochastic")),
+    (
+        dict(pure_bf16=True, stochastic=True, opt8bit=True),
+        PURE | dict(update="stochastic", exp_avg="int8", exp_avg_sq="int8"),
+    ),
+    (dict(pure_bf16=True, kahan=True, opt4bit=True), PURE | dict(kahan="on", exp_avg="int4", exp_avg_sq="int4")),
+    (
+        dict(pure_bf16=True, master="split", stochastic=True, opt8bit=True),
+        PURE | dict(master="split", update="stochastic", exp_avg="int8", exp_avg_sq="int8"),
+    ),
+    (dict(opt8bit=True, sites=["exp_avg=int4"]), dict(exp_avg="int4", exp_avg_sq="int8")),
     (dict(sites=["compute=tf32"]), dict(compute="tf32")),
     (dict(pure_bf16=True, stochastic=True, sites=["ema=bf16"]), PURE | dict(update="stochastic", ema="bf16")),
     (
@@ -1108,8 +1120,7 @@ def test_every_single_setting_resolves_or_is_refused_in_one_line():
             except RecipeError as error:
                 assert "\n" not in str(error)
     everything = {(site, value) for site, spec in SITES.items() for value in spec.values}
-    # these take two settings at once (COMPOSED has them)
-    assert everything - resolved == {("exp_avg", "int8"), ("exp_avg_sq", "int8"), ("ema_update", "stochastic")}
+    assert everything - resolved == {("ema_update", "stochastic")}  # takes two settings at once (COMPOSED has it)
 
 
 REFUSED = [
@@ -1141,11 +1152,9 @@ REFUSED = [
     (dict(sites=["kahan=on"]), ["kahan=on with fp32 weights", "--pure_bf16"]),
     (dict(sites=["islands=norm"]), ["islands=norm with fp32 weights", "--pure_bf16"]),
     (dict(pure_bf16=True, kahan=True, master="split"), ["kahan=on with master=split", "drop one"]),
-    (dict(sites=["exp_avg=int8"]), ["int8 moments come in pairs", "--opt8bit"]),
-    (dict(pure_bf16=True, sites=["exp_avg_sq=int8"]), ["int8 moments come in pairs", "--opt8bit"]),
-    (dict(pure_bf16=True, stochastic=True, opt8bit=True), ["--opt8bit with --stochastic", "nearest that works"]),
-    (dict(pure_bf16=True, kahan=True, opt8bit=True), ["--opt8bit with --stochastic, --kahan"]),
-    (dict(pure_bf16=True, master="split", opt8bit=True), ["--opt8bit", "--master"]),
+    (dict(opt8bit=True, opt4bit=True), ["--opt8bit and --opt4bit exclude each other", "choose one"]),
+    (dict(opt8bit=True, kahan=True), ["--kahan", "add --pure_bf16"]),
+    (dict(opt4bit=True, master="split"), ["--master split", "add --pure_bf16"]),
     (dict(sites=["update=stochastic"]), ["no tensor is written in bf16", "add --pure_bf16"]),
     (dict(pure_bf16=True, master="split", stochastic=True), ["no tensor is written in bf16", "drop --stochastic"]),
     (dict(sites=["ema_update=stochastic"]), ["ema_update=stochastic with ema=fp32", "--set ema=bf16"]),
@@ -1212,7 +1221,14 @@ WARNED = [  # flags, run, words of the one more line that this run gets, a run t
         ["accumulate=bf16"],
         (dict(pure_bf16=True, sites=["accumulate=fp32"]), dict(micro_batches=8)),
     ),
-    (dict(pure_bf16=True, opt8bit=True), {}, ["8-bit AdamW", "--pure_bf16 --stochastic"], (dict(opt8bit=True), {})),
+    (dict(pure_bf16=True, opt8bit=True), {}, ["update=nearest"], (dict(pure_bf16=True, opt8bit=True, master="split"), {})),
+    (
+        dict(opt8bit=True),
+        {},
+        ["exp_avg_sq=int8, nearest", "1-beta2 = 0.001", "0.35 % to 28 %", "--stochastic"],
+        (dict(opt8bit=True, stochastic=True), {}),
+    ),
+    (dict(opt4bit=True), {}, ["exp_avg_sq=int4, nearest", "3 % to 50 %"], (dict(opt4bit=True, stochastic=True), {})),
 ]
 
 
@@ -1229,8 +1245,10 @@ def test_lossy_recipes_warn_with_the_arithmetic(flags, run, words, silent):
         {},
         dict(bf16=True),
         dict(fp16=True),
-        dict(opt8bit=True),
+        dict(opt8bit=True, stochastic=True),
         dict(pure_bf16=True, stochastic=True),
+        dict(pure_bf16=True, stochastic=True, opt4bit=True),
+        dict(pure_bf16=True, master="split", stochastic=True, opt8bit=True),
         dict(pure_bf16=True, master="split"),
         dict(pure_bf16=True, master="fp32"),
     ],
@@ -1327,6 +1345,10 @@ def test_a_missing_package_is_said_with_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     on(monkeypatch, FAST_CPU)
     refused(lambda: check_machine(recipe(opt8bit=True), "cpu"), "--opt8bit", "pip install bitsandbytes")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    refused(lambda: check_machine(recipe(opt4bit=True), "cpu"), "--opt4bit", "pip install torchao")
+    monkeypatch.setitem(sys.modules, "states", None)
+    refused(lambda: check_machine(recipe(opt4bit=True), "cpu"), "states.py", "copy it")
 
 
 def test_facts_of_this_machine():

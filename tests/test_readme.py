@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import bench
 import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ LOOP = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) 
 
 @pytest.mark.parametrize("flags", [
     {}, dict(bf16=True), dict(fp16=True), dict(pure_bf16=True), dict(pure_bf16=True, stochastic=True), dict(pure_bf16=True, kahan=True),
-    dict(pure_bf16=True, kahan=True, stochastic=True), dict(pure_bf16=True, master="split"), dict(opt8bit=True)], ids=str)
+    dict(pure_bf16=True, kahan=True, stochastic=True), dict(pure_bf16=True, master="split"), dict(opt8bit=True), dict(pure_bf16=True, stochastic=True, opt4bit=True)], ids=str)
 def test_the_six_line_loop_learns_in_every_recipe(flags, capsys):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -61,6 +62,13 @@ def test_the_bytes_in_the_table_of_flags_are_the_ledgers(row, capsys):
     assert round(float(said)) == float(size)
 
 
+def test_the_bytes_of_a_large_net_are_the_ledgers(capsys):
+    said = re.search(r"DiT XL/2 they hardly count: ([\d.]+) with .*?, ([\d.]+) with", README).groups()
+    for size, states in zip(said, ("--opt8bit", "--opt4bit")):
+        assert train.main(f"--dry_run --model dit --size XL/2 --image_size 64 --pure_bf16 --stochastic {states}".split()) == 0
+        assert f"optimiser: {size} bytes" in capsys.readouterr().out
+
+
 def bench_rows():
     table = README.split("how a bf16 write is protected |")[1].split("\n\n")[0]
     return re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \|", table, re.M)
@@ -95,6 +103,16 @@ def test_the_scores_of_the_default_run_are_the_recorded_ones():
     for name, *cells in rows:
         columns = record["scores"]["ema"], record["reference"]["floor"], record["reference"]["ceiling"]
         assert cells == [f"{c[name]:.4f}" for c in columns]
+
+
+@pytest.mark.parametrize("name", ["memory", "moments"])
+def test_the_tables_of_8_and_4_bit_moments_are_the_recorded_ones(name):
+    results = json.loads((ROOT / "experiments" / "bench" / f"cpu-{name}.json").read_text())["results"]
+    table = README.split(f"<!-- {name} -->\n")[1].split("\n\n")[0]
+    if name == "memory":
+        assert table == bench.memory_table({row["flags"]: row for row in results if row["net"] == "dit:S/8:64:1"})
+    else:
+        assert table == bench.moments_table(results)
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -121,6 +121,8 @@ RECIPES = {  # flags: sites as the ledger must show them
     "--pure_bf16 --master split": {"weights": "bf16", "master": "split", "exp_avg": "fp32"},
     "--pure_bf16 --master fp32": {"weights": "bf16", "master": "fp32", "exp_avg": "fp32"},
     "--opt8bit": {"exp_avg": "int8", "exp_avg_sq": "int8"},
+    "--opt8bit --optimizer bitsandbytes": {"exp_avg": "int8", "exp_avg_sq": "int8"},
+    "--pure_bf16 --stochastic --opt4bit": {"exp_avg": "int4", "exp_avg_sq": "int4", "update": "stochastic"},
     "--pure_bf16 --optimizer torchastic": {"weights": "bf16"},
     "--pure_bf16 --optimizer optimi": {"weights": "bf16"},
     "--pure_bf16 --optimizer adamw_bf16": {"weights": "bf16"},
@@ -219,7 +221,8 @@ def test_accumulated_micro_batches_equal_one_batch():
 # ---- Resume ---------------------------------------------------------------------------------------------------------
 
 RESUMED = ["", "--bf16", "--fp16 --batch_size 2 --set generation=fp32", "--pure_bf16 --stochastic", "--pure_bf16 --kahan --stochastic", "--pure_bf16 --master split",
-           "--pure_bf16 --optimizer torchastic", "--opt8bit --model dit", "--pure_bf16 --stochastic --set ema=bf16 --set ema_update=stochastic "
+           "--pure_bf16 --optimizer torchastic", "--opt8bit --optimizer bitsandbytes --model dit", "--pure_bf16 --stochastic --opt8bit --model dit",
+           "--pure_bf16 --stochastic --set ema=bf16 --set ema_update=stochastic "
            "--accumulate 2 --set accumulate=fp32 --average 0.9:bf16:stochastic", "--task ddpm --model dit --pure_bf16 --stochastic",
            "--task segment --image_size 16 --pure_bf16 --master fp32"]
 
@@ -484,7 +487,9 @@ BAD_INPUT = {
     "--kahan": "add --pure_bf16",
     "--master split": "add --pure_bf16",
     "--pure_bf16 --kahan --master split": "drop one",
-    "--pure_bf16 --opt8bit --stochastic": "--opt8bit",
+    "--opt8bit --opt4bit": "exclude each other",
+    "--opt8bit --optimizer torchao": "drop --optimizer torchao",
+    "--optimizer bitsandbytes": "add --opt8bit",
     "--set compute=tf32": "can't run on cpu",
     "--device cuda": "no CUDA device",
     "--optimizer adamx": "unknown; choose from",
