@@ -327,7 +327,7 @@ def run(special, flags, command):
         trainer = Trainer({**config, "device": config["device"]}, command, dry=True)
         print("\n".join(f"--{key} {value}" for key, value in config.items()) + "\n")
     else:
-        trainer = Trainer(config, command, teacher=teacher)
+        trainer = Trainer(config, command, teacher=teacher, defaults=DEFAULTS)
     if trainer.rank == 0:
         print(f"{trainer.data}\n{config['model']} on {trainer.device}\n{trainer.precision.ledger()}")
         for note in trainer.notes:

@@ -156,12 +156,12 @@ class Trainer:
     """A run, set up from resolved flags (train.DEFAULTS): `fit()` trains and scores it, `draw()` samples from its weights.
 
     teacher: a reflow.Teacher, which `fit()` needs for --task reflow. dry: shapes without memory, to print. draws: only draw() will be called,
-    whose checkpoint brings the weights.
+    whose checkpoint brings the weights. defaults: of all flags, for folders written before some of them existed.
     Raises RunError, precision.RecipeError, data.DataError, models.ModelError, all before anything is written.
     """
 
-    def __init__(self, config, command=(), dry=False, draws=False, teacher=None):
-        self.config, self.command, self.teacher = config, list(command), teacher
+    def __init__(self, config, command=(), dry=False, draws=False, teacher=None, defaults=None):
+        self.config, self.command, self.teacher, self.defaults = config, list(command), teacher, defaults or {}
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = self._device(config["device"])
         if config["threads"]:
@@ -422,7 +422,7 @@ class Trainer:
         fixed = {k: v for k, v in c.items() if k not in FREE}
         if (folder / "config.json").exists():
             try:
-                old = json.loads((folder / "config.json").read_text())["flags"]
+                old = {**self.defaults, **json.loads((folder / "config.json").read_text())["flags"]}
             except (ValueError, KeyError, TypeError):
                 raise RunError(f"{folder}/config.json can't be read: move the folder away, or choose another --name") from None
             changed = [k for k in fixed if old.get(k) != fixed[k]]

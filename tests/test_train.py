@@ -382,6 +382,17 @@ def test_a_folder_of_other_flags_is_refused(flags, said, capsys):
     assert content("runs") == before
 
 
+def test_a_folder_from_before_a_flag_existed_goes_on(capsys):
+    assert quick() == 0
+    path = Path("runs/run/config.json")
+    old = json.loads(path.read_text())
+    del old["flags"]["growth_interval"]
+    path.write_text(json.dumps(old))
+    capsys.readouterr()
+    assert quick("--growth_interval", "7", steps=6) == 2 and "--growth_interval was 2000 and is 7" in one_line(capsys)
+    assert quick(steps=6) == 0 and json.loads(Path("runs/run/summary.json").read_text())["step"] == 6
+
+
 def test_a_checkpoint_of_another_model_is_refused(capsys):
     assert quick() == 0 and quick("--model", "dit", name="dit") == 0 and quick("--pure_bf16", name="pure") == 0
     for other in ("dit", "pure"):
