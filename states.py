@@ -49,10 +49,15 @@ def stochastic_codes(x, table, block, key, signed):
     return codes if signed else torch.where((y > 0) & (table[codes] == 0), codes + 1, codes), scale
 
 
-def _stochastic_kernel(x, codes, scale, table, key, block, signed):
-    new, new_scale = stochastic_codes(x, table, block, key, signed)
-    codes.copy_(new if codes.numel() == x.numel() else _packed(new))
-    scale.copy_(new_scale)
+@functools.cache
+def _stochastic_kernel(block, signed):
+    # a function for each block size: as an argument torch.compile would take it for a variable, and the step three times as long
+    def kernel(x, codes, scale, table, key):
+        new, new_scale = stochastic_codes(x, table, block, key, signed)
+        codes.copy_(new if codes.numel() == x.numel() else _packed(new))
+        scale.copy_(new_scale)
+
+    return kernel
 
 
 def _packed(codes):
@@ -91,7 +96,7 @@ class Coder:
         if key is None:
             self.nearest(x, codes, scale, table, run)
         else:
-            run(_stochastic_kernel, x, codes, scale, table, key, self.block, signed)
+            run(_stochastic_kernel(self.block, signed), x, codes, scale, table, key)
 
 
 class Int8(Coder):
