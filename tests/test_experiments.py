@@ -241,6 +241,7 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
 
 def test_interrupted_runs_are_told_to_stop_and_nothing_is_recorded(folder, fake, tmp_path, monkeypatch):
     monkeypatch.setenv("WAIT", "1")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts its children with SIGINT ignored
     started = tmp_path / "runs/experiments/001-fp32-seed0/started"
 
     def interrupt():

@@ -273,7 +273,7 @@ def test_bf16_timesteps_harm_dit_but_cost_monais_unet_only_their_own_rounding():
 @pytest.mark.parametrize("arguments,said", [
     (("dit", "segment", 1, 2, 32), ["'dit'", "'segment'", "unet"]),
     (("gan", "rflow", 1, 10, 8), ["'gan'", "unet or dit"]),
-    (("unet", "classify", 1, 10, 8), ["'classify'", "rflow, ddpm, segment"]),
+    (("unet", "classify", 1, 10, 8), ["'classify'", "rflow, reflow, ddpm, segment"]),
     (("unet", "rflow", 1, 10, 8, "XL/2"), ["'XL/2'", "tiny, small, base, large"]),
     (("unet", "segment", 1, 2, 64, "large"), ["'large'", "tiny, small, base"]),
     (("dit", "ddpm", 1, 10, 8, "huge"), ["'huge'", "tiny, S, B, L, XL"]),

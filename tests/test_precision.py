@@ -1342,10 +1342,12 @@ def test_a_missing_package_is_said_with_its_name(monkeypatch):
         "its-name",
         "pip install its-name",
     )
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for name in ("bitsandbytes", "bitsandbytes.functional"):  # another test may have imported the latter
+        monkeypatch.setitem(sys.modules, name, None)
     on(monkeypatch, FAST_CPU)
     refused(lambda: check_machine(recipe(opt8bit=True), "cpu"), "--opt8bit", "pip install bitsandbytes")
-    monkeypatch.setitem(sys.modules, "torchao", None)
+    for name in ("torchao", "torchao.optim.subclass_4bit"):
+        monkeypatch.setitem(sys.modules, name, None)
     refused(lambda: check_machine(recipe(opt4bit=True), "cpu"), "--opt4bit", "pip install torchao")
     monkeypatch.setitem(sys.modules, "states", None)
     refused(lambda: check_machine(recipe(opt4bit=True), "cpu"), "states.py", "copy it")
