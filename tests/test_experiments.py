@@ -525,3 +525,15 @@ def test_every_command_of_the_log_dry_runs(capsys):
         else:
             assert (ROOT / script).exists(), script
         capsys.readouterr()
+
+
+@logged
+def test_figures_in_the_prose_are_those_of_the_tables():
+    """Every decimal fraction that the author writes is a figure of the generated parts, rounded to as many places."""
+    text = DOCUMENT.read_text()
+    parts = re.split(r"<!-- generated: \w+ (?:begin|end) -->", text)
+    prose, generated = " ".join(parts[::2]), " ".join(parts[1::2])
+    fraction = r"(?<![\w.])\d+\.\d+(?![\w.]*\d)"
+    known = [float(x) for x in re.findall(r"\d+\.?\d*(?:e-?\d+)?", generated)]
+    unknown = [x for x in dict.fromkeys(re.findall(fraction, prose)) if not any(f"{v:.{len(x.partition('.')[2])}f}" == x for v in known)]
+    assert not unknown
