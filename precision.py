@@ -500,7 +500,8 @@ def _run_kernel(kernel, *args, compiled=True):
         try:
             return _compiled(kernel)(*args)
         except Exception as error:  # no C++ compiler, no Triton, an unsupported device: nothing has been written yet
-            if not isinstance(error, (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)):
+            # the eager step needs more memory, and what is full now would make it the choice for the rest of the process
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)):
                 raise
             if not _run_kernel.failed:
                 warnings.warn(f"torch.compile can't build the fused step here ({type(error).__name__}); using the slower eager one", stacklevel=3)
