@@ -253,6 +253,7 @@ def make_run(net, flags, args):
     clock = Clock(args.device)
 
     def step(measure):
+        run.set_tf32()
         clock.wait()
         start = clock.mark()
         run.backward(F.mse_loss(run(x, t, y), velocity))

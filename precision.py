@@ -975,11 +975,15 @@ class Precision:
         self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
         self.reduce_sums = None  # set by a distributed trainer: sums `self.sums` over the ranks
         self.skipped = 0
-        # said for every recipe, for the whole process: left alone, cuDNN convolves fp32 tensors in TF32
-        torch.set_float32_matmul_precision("high" if r.compute == "tf32" else "highest")
-        torch.backends.cudnn.allow_tf32 = r.compute == "tf32"
+        self.set_tf32()
 
     # -- one training step
+
+    def set_tf32(self):
+        """Allow TF32 or forbid it, for the whole process, as this recipe says: the last one made decides, so call it where several take turns."""
+        # said for every recipe: left alone, cuDNN convolves fp32 tensors in TF32
+        torch.set_float32_matmul_precision("high" if self.recipe.compute == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = self.recipe.compute == "tf32"
 
     @contextmanager
     def autocast(self):
