@@ -283,14 +283,16 @@ class Worker:
         except (EOFError, OSError):
             self.process.join(10)
             lost = Lost(f"its process ended, exit status {self.process.exitcode}")
-        self.close()
+        self.close(wait=0)
         raise lost
 
-    def close(self):
+    def close(self, wait=10):
+        """End the process, by force after `wait` seconds."""
         if self.process is not None:
+            self.pipe.close()  # it ends when it has nobody to listen to
+            self.process.join(wait)
             self.process.kill()
             self.process.join()
-            self.pipe.close()
             self.process = None
 
 
