@@ -4,6 +4,7 @@
     python bench.py training      forward, backward, step and EMA of U-Nets and DiTs under each recipe: images a second
     python bench.py memory        bytes a parameter that weights, gradients and states take, for each way to write and to hold them
     python bench.py moments       exp_avg_sq after half of the gradients dropped to a hundredth: held high by rounding, or not
+    python bench.py --gpu         everything that needs a GPU, on nets of real size (bench_gpu.py); --gpu --help
 
 What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation, in
 tensors of mixed sizes as in a real net and in a few large ones; bf16 speeds up training where the machine multiplies in
@@ -238,24 +239,36 @@ def ratio(value, unit):
 # Training
 
 
-def make_run(net, flags, args):
-    """(Precision over the net, callable(measure) -> (ms of forward and backward, ms of step and EMA)); `flags` as `recipe` takes them."""
+def built(net):
+    """The net of a parsed --nets entry, on torch's default device. Raises models.ModelError."""
     import models
 
-    kind, size, side, batch = net
+    kind, size, side, _ = net
+    return models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size)
+
+
+def prepared(net, flags, device):
+    """(Precision over the net, its inputs (x, t, y), the velocity it is to predict): the same for every recipe; `flags` as `recipe` takes them."""
+    _, _, side, batch = net
     torch.manual_seed(0)
-    model = models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size).to(args.device)
+    with device:
+        model = built(net)
     run = Precision(model, recipe(**flags), lr=LR, betas=BETAS, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(0)
-    x, velocity = (torch.randn(batch, 3, side, side, generator=generator).to(args.device) for _ in range(2))
-    t = torch.linspace(0, 999, batch, device=args.device)
-    y = (torch.arange(batch) % 10).to(args.device)
+    x, velocity = (torch.randn(batch, 3, side, side, generator=generator).to(device) for _ in range(2))
+    return run, (x, torch.linspace(0, 999, batch, device=device), (torch.arange(batch) % 10).to(device)), velocity
+
+
+def make_run(net, flags, args):
+    """(Precision over the net, callable(measure) -> (ms of forward and backward, ms of step and EMA)); `flags` as `recipe` takes them."""
+    run, inputs, velocity = prepared(net, flags, args.device)
     clock = Clock(args.device)
 
     def step(measure):
+        run.set_tf32()
         clock.wait()
         start = clock.mark()
-        run.backward(F.mse_loss(run(x, t, y), velocity))
+        run.backward(F.mse_loss(run(*inputs), velocity))
         middle = clock.mark()
         run.step(measure=measure)
         end = clock.mark()
@@ -451,8 +464,10 @@ positive.__name__ = "whole number above 0"  # argparse puts it into its message
 
 
 def build_parser():
+    import bench_gpu
+
     parser = Parser(prog="bench.py", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training | memory | moments")
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="optimizers | training | memory | moments | --gpu")
 
     def command(name, repeats, help):
         sub = commands.add_parser(name, help=help)
@@ -481,6 +496,7 @@ def build_parser():
     sub = command("memory", None, "bytes a parameter of every combination, as allocated")
     sub.add_argument("--nets", nargs="+", default=["dit:S/8:64:1", "unet:small:64:1"], metavar="MODEL:SIZE:IMAGE:BATCH",
                      help="default: dit:S/8:64:1 unet:small:64:1")
+    bench_gpu.add_command(commands)
     return parser
 
 
@@ -495,29 +511,35 @@ def check(args):
             reason = "that is a folder" if out.is_dir() else "no such folder, or no right to write there"
             raise BenchError(f"--out {args.out}: {reason}; name a file")
     if args.bench in ("training", "memory"):
-        import models
-
         with torch.device("meta"):  # shapes alone
-            for kind, size, side, _ in map(parse_net, args.nets):
-                models.build(kind, "rflow", channels=3, num_classes=10, image_size=side, size=size)
+            for net in map(parse_net, args.nets):
+                built(net)
     wanted = [RECIPES[name] for name in args.recipes] if args.bench == "training" else []
     for flags in wanted + [dict(opt8bit=True), dict(opt4bit=True)] * (args.bench in ("memory", "moments")):
         precision.check_machine(recipe(**flags), args.device)
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    args = build_parser().parse_args(argv)
-    # messages of libraries about things that this machine does not have
+def quiet():
+    """No messages of libraries about things that this machine does not have."""
     warnings.filterwarnings("ignore", module="torchao|bitsandbytes|monai")
     for name in ("torch.utils.cpp_extension", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(["gpu", *(a for a in argv if a != "--gpu")] if "--gpu" in argv else argv)
+    quiet()
     import models
     from trainer import RunError, environment, write_json
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
     try:
+        if args.bench == "gpu":
+            import bench_gpu
+
+            return bench_gpu.main(args, argv)
+        if args.threads:
+            torch.set_num_threads(args.threads)
         check(args)
         machine = environment(args.device)
         bf16 = " ".join(machine["bf16"]) or "no bf16 instructions"
@@ -540,4 +562,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import bench  # by the name under which bench_gpu.py knows it: one BenchError, not two
+
+    sys.exit(bench.main())

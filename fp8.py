@@ -405,6 +405,8 @@ def _torchao_linear(linear, options):
     new = Float8Linear.from_float(linear, config)
     if linear.weight.device.type == "cpu":  # torchao heeds autocast on CUDA alone
         new.register_forward_pre_hook(lambda m, args: (args[0].to(m.weight.dtype),))
+    # torchao reshapes its operand to a matrix, and can't copy one with a scale a row; what leaves an attention is a transposed view
+    new.register_forward_pre_hook(lambda m, args: (args[0].contiguous(),))
     return new
 
 

@@ -500,7 +500,8 @@ def _run_kernel(kernel, *args, compiled=True):
         try:
             return _compiled(kernel)(*args)
         except Exception as error:  # no C++ compiler, no Triton, an unsupported device: nothing has been written yet
-            if not isinstance(error, (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)):
+            # the eager step needs more memory, and what is full now would make it the choice for the rest of the process
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)):
                 raise
             if not _run_kernel.failed:
                 warnings.warn(f"torch.compile can't build the fused step here ({type(error).__name__}); using the slower eager one", stacklevel=3)
@@ -974,11 +975,15 @@ class Precision:
         self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
         self.reduce_sums = None  # set by a distributed trainer: sums `self.sums` over the ranks
         self.skipped = 0
-        # said for every recipe, for the whole process: left alone, cuDNN convolves fp32 tensors in TF32
-        torch.set_float32_matmul_precision("high" if r.compute == "tf32" else "highest")
-        torch.backends.cudnn.allow_tf32 = r.compute == "tf32"
+        self.set_tf32()
 
     # -- one training step
+
+    def set_tf32(self):
+        """Allow TF32 or forbid it, for the whole process, as this recipe says: the last one made decides, so call it where several take turns."""
+        # said for every recipe: left alone, cuDNN convolves fp32 tensors in TF32
+        torch.set_float32_matmul_precision("high" if self.recipe.compute == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = self.recipe.compute == "tf32"
 
     @contextmanager
     def autocast(self):

@@ -563,6 +563,20 @@ def test_torchao_agrees_with_ours_on_a_cpu(options, flags):
     assert type(theirs.generator().model.first) is nn.Linear
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_torchao_takes_what_leaves_an_attention(name):
+    pytest.importorskip("torchao")
+    net = nn.Sequential(nn.Linear(32, 32))
+    options = Options(backend="torchao", recipe=name)
+    heads = draw(2, 2, 16, 16, dtype=BF16)  # [B, heads, tokens, width of a head]
+    x = heads.transpose(1, 2).flatten(2).transpose(0, 1).requires_grad_()  # a view whose rows lie apart
+    assert not x.is_contiguous()
+    fp8.convert(net, options)
+    y = net(x)
+    y.sum().backward()
+    assert torch.equal(y, net(x.contiguous())) and x.grad.isfinite().all()
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # Recipes and runs
 

@@ -1363,6 +1363,17 @@ def test_facts_of_this_machine():
     assert 1 <= precision.cpu_threads()
 
 
+def test_a_full_memory_is_no_missing_compiler(monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(precision, "_compiled", lambda kernel: full)
+    monkeypatch.setattr(precision._run_kernel, "failed", set())
+    with pytest.raises(torch.OutOfMemoryError):
+        precision._run_kernel(lambda: "eager")
+    assert not precision._run_kernel.failed
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # On a GPU
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import bench
+import bench_gpu
 import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +114,11 @@ def test_the_tables_of_8_and_4_bit_moments_are_the_recorded_ones(name):
         assert table == bench.memory_table({row["flags"]: row for row in results if row["net"] == "dit:S/8:64:1"})
     else:
         assert table == bench.moments_table(results)
+
+
+def test_the_gpu_table_is_that_of_the_records():
+    table = README.split("<!-- gpu -->\n")[1].split("\n<!-- /gpu -->")[0]
+    assert table == bench_gpu.readme_table(bench_gpu.records()), "run `python bench.py --gpu` again: it ends with the table"
 
 
 def test_ci_runs_the_readmes_test_command():
