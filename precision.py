@@ -76,10 +76,10 @@ SITES = {
     "loss": Site(("fp32", "bf16"), {"fp32": "sums need the bits", "bf16": "the loss is formed from bf16 differences"}),
     "scheduler": Site(("fp32", "bf16"), {
         "fp32": "noise schedule is only ever called with fp32 samples", "bf16": "unguarded: one bf16 call turns MONAI's schedule buffers into bf16"}),
-    "generation": Site(("compute", "fp32", "bf16", "autocast", "fp8"), {
+    "generation": Site(("compute", "fp32", "bf16", "autocast", "fp8", "int8"), {
         "compute": "samples are drawn in the precision that was trained", "fp32": "samples are drawn from an fp32 copy of the weights",
         "bf16": "samples are drawn from a bf16 copy of the weights: conversion after training", "fp8": "samples are drawn through the FP8 layers",
-        "autocast": "samples are drawn from an fp32 copy under bf16 autocast"}),
+        "int8": "samples are drawn through int8 layers", "autocast": "samples are drawn from an fp32 copy under bf16 autocast"}),
     "reduce": Site(("fp32", "bf16"), {"fp32": "gradients of all ranks are summed in fp32", "bf16": "half the traffic, one rounding more"}),
     "sparse24": Site(("none", "magnitude", "srste"), {"none": "", "magnitude": "pruned once, the mask is fixed", "srste": "pruned anew at each step"}),
 }
@@ -122,6 +122,11 @@ class Recipe:
     def on(self, device):
         """The recipe with what depends on the machine settled: which backend runs FP8. Raises RecipeError when none can."""
         return dataclasses.replace(self, fp8=_fp8("resolve", self.fp8, device)) if self.fp8 else self
+
+    @property
+    def quantises(self):
+        """Whether samples are drawn in 8 bits from a net that was not trained so."""
+        return self.generation == "int8" or self.generation == "fp8" and not self.fp8
 
     @property
     def low_weights(self):
@@ -266,7 +271,7 @@ def _refuse(r):
         (r.update == "stochastic" and not (low and r.master == "none") and "bf16" not in (r.exp_avg, r.exp_avg_sq) and not r.coded,
          "update=stochastic, but no tensor is written in bf16 or codes: " + ("the master is exact; drop --stochastic or add --set exp_avg=bf16 --set exp_avg_sq=bf16" if low else "add --pure_bf16, or --set exp_avg=bf16 --set exp_avg_sq=bf16")),
         (r.sparse24 != "none" and r.compute == "fp8", f"sparse24={r.sparse24} with compute=fp8: the masked products are taken in bf16; drop --fp8 or --sparse24"),
-        (r.generation == "fp8" and r.compute != "fp8", f"generation=fp8 with compute={r.compute}: there are no FP8 layers to draw through; add --fp8"),
+        (r.sparse24 != "none" and r.quantises, f"generation={r.generation} with sparse24={r.sparse24}: sparse kernels read weights in bf16; drop one of the two"),
         (r.ema_update == "stochastic" and r.ema == "fp32", "ema_update=stochastic with ema=fp32: nothing is rounded; add --set ema=bf16 or drop it"),
     ]
     for wrong, message in checks:
@@ -935,6 +940,14 @@ def _cast_model(model, r):
     return model
 
 
+def _uncast(net):
+    """A copy of a cast model whose islands no longer cast at their borders."""
+    for m in net.modules():
+        m._forward_hooks.clear()
+        m._forward_pre_hooks.clear()
+    return net
+
+
 class Precision:
     """A recipe carried out: casts `model` in place, owns optimiser, average, loss scaler and accumulators, and measures what rounding does.
 
@@ -955,6 +968,7 @@ class Precision:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         originals = [p.detach().float().clone() for _, p in named] if r.low_weights and (r.master != "none" or r.kahan == "on") else None
         self.model = _cast_model(model, r)
+        self.quantised = _fp8("quantise", self.model, r.generation, True) if r.quantises else None  # the report; generator() does it
         self.fp8, self.example = _fp8("convert", self.model, r.fp8) if r.fp8 else None, None  # example: shapes that FLOPs are counted on
         self.forward = self.model  # what __call__ runs: the trainer puts a compiled or distributed wrapper here
         self.named_params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
@@ -998,7 +1012,7 @@ class Precision:
 
         Returns the output in the dtype of the loss site.
         """
-        if self.fp8 and self.example is None:
+        if (self.fp8 or self.quantised) and self.example is None:
             self.example = [a.detach().to("meta") if torch.is_tensor(a) else a for a in (x, *args)]
         with self.autocast():
             out = self.forward(self._cast(x), *args)
@@ -1162,15 +1176,14 @@ class Precision:
         """A frozen copy of the model for generation, called like `run`, holding averaged ('ema' or a further average) or last ('raw') weights.
 
         Its precision is the generation site's: 'compute' as trained, but FP8 layers compute in bf16; 'fp8' through those; 'fp32' a full-precision
-        copy, 'autocast' that copy under bf16; 'bf16' a copy in bf16 whatever was trained.
+        copy, 'autocast' that copy under bf16; 'bf16' a copy in bf16 whatever was trained; 'int8', and 'fp8' of a net trained otherwise: the
+        autocast copy with its Linear layers quantised (fp8.quantise).
         """
         r = self.recipe
         with self.fp8.plain(self.model) if self.fp8 and r.generation != "fp8" else nullcontext():
             net = copy.deepcopy(self.model).requires_grad_(False).eval()
-        if r.generation in ("fp32", "bf16", "autocast"):
-            for m in net.modules():  # an fp32 copy has no islands to cast for
-                m._forward_hooks.clear()
-                m._forward_pre_hooks.clear()
+        if r.generation in ("fp32", "bf16", "autocast") or r.quantises:
+            _uncast(net)
             low = r.generation == "bf16"
             net.to(torch.bfloat16 if low else torch.float32)
             r = Recipe(weights="bf16" if low else "fp32", compute="fp32" if r.generation == "fp32" else "bf16",
@@ -1184,8 +1197,24 @@ class Precision:
         view = copy.copy(self)
         view.model = view.forward = net
         view.recipe = r
-        view.fp8 = self.fp8 if r.generation == "fp8" else None
+        view.fp8 = _fp8("quantise", net, self.recipe.generation) if self.recipe.quantises else self.fp8 if r.generation == "fp8" else None
         return view
+
+    def gradient_snr(self, loss):
+        """{"fp8": dB, "bf16": dB}: signal-to-noise ratio of the gradients of loss(run), a scalar of one batch, against those of an fp32 copy of
+        the weights held; "bf16" of that copy under autocast, the rest of what FP8 training does. A recipe with compute=fp8."""
+        def view(net, r, covered=None):
+            made = copy.copy(self)
+            made.model = made.forward = net
+            made.recipe, made.fp8 = r, covered
+            return made
+
+        with self.fp8.plain(self.model):
+            exact, bf16 = (_uncast(copy.deepcopy(self.model)).float() for _ in range(2))
+        low, site = copy.deepcopy(self.model), self.recipe.loss  # a copy: delayed scaling records what it sees
+        runs = {exact: view(exact, Recipe(loss=site)), bf16: view(bf16, Recipe(compute="bf16", loss=site)), low: view(low, self.recipe, self.fp8)}
+        snr = lambda net: _fp8("gradient_snr", net, exact, lambda model: loss(runs[model]))["all"]
+        return {"fp8": snr(low), "bf16": snr(bf16)}
 
     def weights(self, source="ema"):
         """{name: tensor} of averaged ('ema' or a further average, in its dtype) or last ('raw', fp32 value held) weights, pruned under sparse24."""
@@ -1244,6 +1273,9 @@ class Precision:
                  "ema": sum(t.nbytes for average in self.averages.values() for t in average.shadow.values()) / n}
         if self.fp8 and self.fp8.flops is None and self.example is not None:
             self.fp8.count_flops(self.model, self._cast(self.example[0]), *self.example[1:])
+        if self.quantised and self.quantised.flops is None and self.example is not None:
+            with self.fp8.plain(self.model) if self.fp8 else nullcontext():
+                self.quantised.count_flops(self.model, self._cast(self.example[0]), *self.example[1:], backward=False)
         rows = []
         for site, spec in SITES.items():
             value = getattr(r, site)
@@ -1258,15 +1290,18 @@ class Precision:
                 why = self.fp8.summary()
             if site == "generation" and value == "compute" and self.fp8:
                 why = "samples are drawn without FP8, in bf16"
+            if site == "generation" and self.quantised:
+                why = f"quantised after training: {self.quantised.summary()}; all else in bf16"
             rows.append(dict(site=site, value=value, bytes=sizes.get(site), why=why))
             if site == "sparse24" and self.sparse:
                 found = self.sparse.report(torch.bfloat16 if r.generation == "bf16" or (r.low_weights and r.generation == "compute") else torch.float32)
                 rows[-1].update(bytes=found["bytes"] / n, why=f"{why}: {found['why']}", layers=found["layers"])
-        return Ledger(rows, n, {"fp8": self.fp8} if self.fp8 else {})
+        details = {"fp8": self.fp8, "generation": self.quantised}
+        return Ledger(rows, n, {name: detail for name, detail in details.items() if detail})
 
 
 class Ledger:
-    """The printable table of a run's sites; `rows` and `json()` for programs. details: {name: what a site covers, with str() and json()}."""
+    """The printable table of a run's sites; `rows` and `json()` for programs. details: {name: what a site covers, with str(), json() and share}."""
 
     STATE = ("weights", "grads", "master", "kahan", "exp_avg", "exp_avg_sq")
 
@@ -1274,8 +1309,14 @@ class Ledger:
         self.rows, self.parameters, self.details = rows, parameters, details
         self.state_bytes = sum(row["bytes"] for row in rows if row["site"] in self.STATE)
 
+    @property
+    def flops_share(self):
+        """{"fp8" | "generation" | "sparse24": share of the FLOPs that it covers}, where known."""
+        shares = {row["site"]: sum(layer["flops"] or 0 for layer in row["layers"]) for row in self.rows if "layers" in row}
+        return {name: share for name, share in [*shares.items(), *((n, d.share) for n, d in self.details.items())] if share is not None}
+
     def json(self):
-        return {"parameters": self.parameters, "bytes_per_parameter": self.state_bytes, "sites": self.rows,
+        return {"parameters": self.parameters, "bytes_per_parameter": self.state_bytes, "sites": self.rows, "flops_share": self.flops_share,
                 **{name: detail.json() for name, detail in self.details.items()}}
 
     def __str__(self):

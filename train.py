@@ -310,7 +310,7 @@ def run(special, flags, command):
         trainer.folder = trainer.folder.__class__(path if os.path.isdir(path) else os.path.dirname(path) or ".")
         label = flags.get("name") or "-".join([f"step{checkpoint['step']:06d}", *([run_name({**DEFAULTS, **changed})] if changed else [])])
         scores = trainer.draw(checkpoint, label)
-        if trainer.precision.sparse:
+        if trainer.precision.sparse or trainer.precision.quantised:
             print(f"{trainer.precision.ledger()}\n")
         print(score_table(scores, trainer.strategy.reference()))
         print(f"pictures: {trainer.folder}/samples/{label}-*.png   scores: {trainer.folder}/samples/{label}.json")

@@ -307,6 +307,7 @@ class Trainer:
             return finished
         train = self.teacher.prepare(self) if self.teacher else self.data.train
         self._wrap()
+        self.train = train
         indices = BatchIndices(len(train), c["batch_size"], c["seed"], self.step * c["accumulate"], self.rank, self.world)
         loader = torch.utils.data.DataLoader(train, sampler=indices, batch_size=None, num_workers=c["workers"],
                                              worker_init_fn=_ignore_interrupt)
@@ -498,6 +499,11 @@ class Trainer:
     def _fixed_rng(self):
         return Rng(hash64(self.config["seed"], 5) >> 1, device=self.device)
 
+    def _fixed_loss(self, model):
+        """The loss of `model` on the first images of the data, with the same noise at every call: one micro-batch."""
+        images, target = (t.to(self.device) for t in self.train[list(range(min(len(self.train), self.config["batch_size"])))])
+        return self.strategy.loss(model, (images, target), Rng(hash64(self.config["seed"], 6) >> 1, device=self.device))
+
     def _score(self, prefix=""):
         """{source: scores}; pictures go to samples/."""
         scores = {}
@@ -517,6 +523,8 @@ class Trainer:
                    "images_per_second": images / max(self.seconds, 1e-9), "skipped_steps": self.precision.skipped,
                    "bytes_per_parameter": self.precision.ledger().state_bytes, "scores": self._score(), "reference": self.strategy.reference(),
                    "peak_memory": peak_memory(self.device)}
+        if self.recipe.compute == "fp8":
+            summary["gradient_snr"] = self.precision.gradient_snr(self._fixed_loss)
         summary["scoring_seconds"] = time.perf_counter() - started
         if self.config["export"]:
             self.export(self.config["export"])

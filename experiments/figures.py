@@ -92,6 +92,37 @@ def draw_series(plt, data):
     return picture
 
 
+def draw_bytes(plt, data):
+    """Score of every recipe against its bytes a parameter, from most to least, with the 95 % interval of its difference from the baseline.
+
+    Recipes of about the same size stand side by side, each with its own sign; the band is the margin within which they equal the baseline."""
+    picture, axis = plt.subplots(figsize=(9, 4.5))
+    colours = {"baseline": "black", "equal": "tab:green", "better": "tab:blue", "worse": "tab:red", "undecided": "tab:orange", "no pairs yet": "grey"}
+    marks, taken = "osD^v<>PXph*d8", {}
+    for i, (name, size, mean, low, high, verdict) in enumerate(data["points"]):
+        column = round(2 * size)
+        taken[column] = taken.get(column, 0) + 1
+        bars = None if low is None else [[mean - low], [high - mean]]
+        axis.errorbar([size - 0.12 * (taken[column] - 1)], [mean], yerr=bars, color=colours[verdict], marker=marks[i % len(marks)], markersize=6, capsize=3,
+                      linestyle="none", label=f"{size:.4g}  {name}: {verdict}")
+    base = next((point[2] for point in data["points"] if point[5] == "baseline"), None)
+    if base is not None:
+        axis.axhspan(base - data["margin"], base + data["margin"], color="tab:green", alpha=0.12, linewidth=0)
+    values = [point[2] for point in data["points"]]
+    if min(values) > 0 and max(values) > 10 * min(values):
+        axis.set_yscale("log")
+    for name, value in data["levels"].items():
+        if value < 3 * max(values):
+            axis.axhline(value, color="grey", linestyle=":", linewidth=1)
+            axis.text(0.01, value, name, fontsize=7, color="grey", transform=axis.get_yaxis_transform(), va="bottom")
+    axis.invert_xaxis()
+    axis.grid(alpha=0.3)
+    axis.set(title=data["title"] + "\nmean over seeds; bars: 95 % interval of the paired difference; band: margin of equality",
+             xlabel="bytes a parameter: weights, gradients, optimiser states", ylabel=data["y_label"])
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), title="bytes  recipe", title_fontsize=8)
+    return picture
+
+
 def draw_factorial(plt, data):
     """Left, every cell's mean score as a colour; right, what each factor and each pair of factors multiplies the score by."""
     from matplotlib.colors import LogNorm

@@ -112,8 +112,18 @@ def arm_row(experiment, arm, recorded):
     if finished:
         row["training loss"] = spread([r["final_loss"] for r in finished], 4)
         row["bytes a parameter"] = f"{finished[0]['bytes_per_parameter']:g}"
+        if shares := finished[0].get("flops_share"):
+            row["of the FLOPs"] = ", ".join(f"{share:.1%} in {covers(arm, name)}" for name, share in shares.items())
+        if all("gradient_snr" in r for r in finished):
+            row["gradient SNR in FP8, dB"], row["in bf16, dB"] = (spread([r["gradient_snr"][kind] for r in finished], 1) for kind in ("fp8", "bf16"))
         row["seconds"] = cell(statistics.fmean(r["seconds"] + r["scoring_seconds"] for r in finished), 0)
     return row
+
+
+def covers(arm, name):
+    """What the share of this name in a record's flops_share is in: 'FP8', '2:4', or the value of the generation site."""
+    setting = next((flag.partition("=")[2] for flag in reversed(arm.source.flags) if flag.startswith("generation=")), "8 bits")
+    return {"fp8": "FP8", "sparse24": "2:4", "generation": setting}[name]
 
 
 def heading(experiment):
@@ -184,7 +194,7 @@ def section(experiment, recorded):
         keys = {"state, smallest": "x_min", "largest": "x_max", "mean": "x_mean", "output, smallest": "prediction_min", "largest ": "prediction_max"}
         rows = [[name, *(" → ".join(cell(v, 2) for v in ends(trace, key)) for key in keys.values())] for name, trace in traces.items()]
         parts.append("Ranges of generation, first step → last, mean over seeds:\n\n" + markdown([["arm", *(k.strip() for k in keys)], *rows]))
-    for name, title in (("factorial", "cells and effects"), ("series", "score over x"), ("ranges", "ranges by sampling step"), ("samples", "samples of each arm from the same noise"), ("loss_by_timestep", "loss by timestep"), ("curves", "training curves")):
+    for name, title in (("factorial", "cells and effects"), ("series", "score over x"), ("bytes", "score against bytes a parameter"), ("ranges", "ranges by sampling step"), ("samples", "samples of each arm from the same noise"), ("loss_by_timestep", "loss by timestep"), ("curves", "training curves")):
         if (e.folder / f"{name}.png").exists():
             parts.append(f"![{title}](experiments/{e.folder.name}/{name}.png)")
     by_hand = [lab.typed(arm, e.seeds[0]) for arm in dict.fromkeys(a.source for a in e.arms)]
@@ -241,6 +251,24 @@ def series(experiment, recorded):
         if arm.series and values:
             found.setdefault(arm.series, []).append((arm.x, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0))
     return found
+
+
+def by_bytes(experiment, recorded):
+    """[(arm, bytes a parameter, mean score, low, high, verdict)], most bytes first, of the arms that ran.
+
+    low and high: the 95 % interval of the arm's paired difference from its baseline, around its mean: the spread over seeds, which all
+    arms share, is not in it. The baseline's own are None."""
+    points = []
+    for arm in experiment.arms:
+        finished = [r for r in records_of(arm, recorded, experiment.seeds).values() if "bytes_per_parameter" in r]
+        values = [v for v in scores(experiment, arm, recorded).values() if math.isfinite(v)]
+        pairs, result = comparison(experiment, arm, recorded)
+        if not finished or not values:
+            continue
+        mean, itself = statistics.fmean(values), arm.name == arm.baseline
+        low, high = (mean + end - result.mean for end in (result.low, result.high)) if result and not itself and math.isfinite(result.mean) else (None, None)
+        points.append((arm.name, finished[0]["bytes_per_parameter"], mean, low, high, "baseline" if itself else verdict(pairs, result)))
+    return sorted(points, key=lambda point: -point[1])
 
 
 def factorials(experiment, recorded):
@@ -327,6 +355,9 @@ def draw_all(experiment, recorded, runs):
     if lines := series(e, recorded):
         data = {"title": title, "series": lines, "x_label": e.x_label, "y_label": heading(e), "levels": levels(e, recorded)}
         figures.figure(e.folder / "series.png", data, figures.draw_series)
+    if points := by_bytes(e, recorded) if e.by_bytes else ():
+        data = {"title": e.title, "points": points, "margin": e.margin, "y_label": heading(e), "levels": levels(e, recorded)}
+        figures.figure(e.folder / "bytes.png", data, figures.draw_bytes)
     if groups := factorials(e, recorded):
         figures.figure(e.folder / "factorial.png", {"title": title, "groups": groups}, figures.draw_factorial)
     if traces := ranges(e, recorded):
@@ -348,6 +379,8 @@ def strips(experiment, recorded, runs):
         if record is None or "failed" in record:
             continue
         source = arm.metric.rpartition(".")[0].replace(":", "_")
+        if arm.metric.rpartition(".")[0] not in record["scores"]:
+            continue  # a figure of the training has no pictures
         folder = Path(runs) / lab.label(arm.trained, seed) / "samples"
         several = len(record["scores"]) > 1
         name = f"{lab.label(arm, seed)}-{source}" if arm.of and arm.flags else source if several else "final"

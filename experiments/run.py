@@ -71,7 +71,7 @@ class Experiment:
     question: str
     prediction: str
     margin: float      # in the unit of metric, fixed before the runs
-    metric: str        # "ema.frechet": weights (ema, raw, or an --average), then a key of their scores
+    metric: str        # "ema.frechet": weights (ema, raw, or an --average), then a key of their scores; or a figure of the run, see `value`
     seeds: list
     common: list       # flags of every training, as typed
     baseline: str
@@ -81,7 +81,7 @@ class Experiment:
     verdict: str = ""  # the author's, once the results are there
     x_label: str = ""  # what the x of the arms is
     ranges: bool = False  # report the ranges that generation runs through
-
+    by_bytes: bool = False  # draw the score against bytes a parameter
 
     def arm(self, name):
         found = next((a for a in self.arms if a.name == name), None)
@@ -270,7 +270,9 @@ def make_record(arm, seed, runs, code):
     record["scores"] = {source: {k: _thinned(v) if k == "trace" else v for k, v in s.items()} for source, s in result["scores"].items()}
     record["reference"] = {end: {k: v for k, v in s.items() if not k.startswith("pixel_")} for end, s in result["reference"].items()}
     record |= {"seconds": 0.0 if arm.of else summary["seconds"], "scoring_seconds": result["scoring_seconds"]}
-    record |= {k: summary[k] for k in ("images_per_second", "peak_memory", "bytes_per_parameter")}
+    record |= {k: summary[k] for k in ("images_per_second", "peak_memory", "bytes_per_parameter", "gradient_snr") if k in summary}
+    ledger = result.get("ledger", {}) if arm.of else read("ledger.json") if (folder / "ledger.json").exists() else {}
+    record |= {"flops_share": ledger["flops_share"]} if ledger.get("flops_share") else {}
     return record | {"final_loss": final_loss} | ({} if arm.of else {"curves": curves})
 
 
@@ -369,10 +371,11 @@ def compare(arm, old, new, records):
 
 
 def value(record, metric):
-    """A score of a finished run: "ema.frechet", "0.9999:bf16.frechet", "raw.mean_dice"; or a figure of the training: "final_loss"."""
+    """A score of a finished run: "ema.frechet", "0.9999:bf16.frechet", "raw.mean_dice"; or a figure of its training: "final_loss",
+    "gradient_snr.fp8"."""
     source, _, name = metric.rpartition(".")
     try:
-        return float(record["scores"][source][name] if source else record[name])
+        return float({**record, **record["scores"]}[source][name] if source else record[name])
     except (KeyError, TypeError):
         held = [f"{s}.{k}" for s, scores in record["scores"].items() for k, v in scores.items() if isinstance(v, (int, float))]
         raise ExperimentError(f"arm {record['arm']}, seed {record['seed']}: no score '{metric}'; its record holds {', '.join(held)}") from None

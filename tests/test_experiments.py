@@ -189,7 +189,7 @@ if "--sample" in words:
     assert (folder / "summary.json").exists(), "sampled before it was trained"
     out = folder / f"samples/{value('--name')}.json"
     out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps({"scores": {"ema": {"frechet": 3.0}}, "reference": {}, "scoring_seconds": 1.0}))
+    out.write_text(json.dumps({"scores": {"ema": {"frechet": 3.0}}, "reference": {}, "scoring_seconds": 1.0, "ledger": {"flops_share": {"generation": 0.9}}}))
     sys.exit()
 folder = Path(value("--runs")) / value("--name")
 folder.mkdir(parents=True)
@@ -202,9 +202,10 @@ if "WAIT" in os.environ:
     (folder / "started").touch()
     time.sleep(30)
 time.sleep(0.3)
+(folder / "ledger.json").write_text(json.dumps({"flops_share": {}}))
 (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": 1 / s}) + "\\n" for s in range(1, 101)) + '{"half')
 (folder / "summary.json").write_text(json.dumps({"scores": {"ema": {"frechet": 2.0, "trace": [{"t": t, "x_min": -t / 3} for t in range(100, -1, -1)]}}, "reference": {}, "seconds": 5.0, "scoring_seconds": 1.0,
-                                                 "images_per_second": 9.0, "peak_memory": 1, "bytes_per_parameter": 8}))
+                                                 "images_per_second": 9.0, "peak_memory": 1, "bytes_per_parameter": 8, "gradient_snr": {"fp8": 20.0, "bf16": 40.0}}))
 '''
 
 
@@ -223,6 +224,7 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     fp32, sampled, failed = records["fp32", 0], records["sampler", 1], records["nearest", 1]
     assert fp32["scores"]["ema"]["frechet"] == 2.0 and [step["t"] for step in fp32["scores"]["ema"]["trace"]] == list(range(100, -1, -10)) and fp32["seconds"] == 5.0 and fp32["commit"] == "b" * 40
     assert fp32["final_loss"] == pytest.approx(np.mean([1 / s for s in range(91, 101)])) and len(fp32["curves"]["step"]) <= 30 and fp32["curves"]["step"][-1] == 100
+    assert run.value(fp32, "gradient_snr.fp8") == 20.0 and "flops_share" not in fp32 and sampled["flops_share"] == {"generation": 0.9}
     assert sampled["of"] == "fp32" and sampled["scores"] == {"ema": {"frechet": 3.0}} and sampled["seconds"] == 0
     assert failed["failed"] == "the loss is nan at step 2; runs/experiments/001-nearest-seed1 is kept" and failed["exit"] == 2 and "scores" not in failed
     before = (folder / "001-rounding/results.jsonl").read_text()
@@ -457,6 +459,48 @@ def test_effects_of_factors_are_ratios_of_cells(folder):
     assert "| nearest-bf16 | -4.00 → 0.00 | 4.00 → 4.00 | 0.10 → 0.10 | -2.00 → -2.00 | 2.00 → 2.00 |" in text
     assert {p.name for p in (folder / "001-rounding").glob("*.png")} == {"curves.png", "factorial.png", "series.png", "ranges.png"}
     assert report.factorials(experiment, {k: r for k, r in run.recorded(experiment).items() if k[1] != "nearest-fp32"}) == []  # a missing cell: no effects
+
+
+def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder):
+    toml = TOML.replace('flags = ["--pure_bf16"]', 'flags = ["--fp8"]').replace("sampler=bf16", "generation=int8") \
+        + '[[arms]]\nname = "noise"\nof = "nearest"\nflags = []\nmetric = "gradient_snr.bf16"\nbaseline = "noise"\n'
+    write(folder, toml)
+    experiment, document = run.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    for r in records:
+        r |= {"nearest": {"gradient_snr": {"fp8": 20.0 + r["seed"], "bf16": 40.0}, "flops_share": {"fp8": 0.953}}, "sampler": {"flops_share": {"generation": 0.5}}}.get(r["arm"], {})
+    write(folder, toml, [r for r in records if r["arm"] != "noise"])
+    assert report.main([], folder, document) == 0
+    rows = table(document.read_text())
+    assert rows["nearest"]["gradient SNR in FP8, dB"] == f"22.5 ± {np.std(range(6), ddof=1):.1f}" and rows["nearest"]["of the FLOPs"] == "95.3% in FP8"
+    assert rows["sampler"]["of the FLOPs"] == "50.0% in int8" and rows["fp32"]["of the FLOPs"] == rows["fp32"]["in bf16, dB"] == "-"
+    assert rows["noise"]["frechet"] == "40.000 ± 0.000" and rows["fp32"]["training loss"] != "-"
+
+
+def test_score_against_bytes_a_parameter(folder):
+    toml = TOML.replace("margin = 0.5", "margin = 0.5\nby_bytes = true")
+    write(folder, toml)
+    experiment, document = run.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    assert report.main([], folder, document) == 0 and not (folder / "001-rounding/bytes.png").exists(), "nothing ran"
+    records = [{**r, "bytes_per_parameter": {"fp32": 16.0, "nearest": 8.0, "sampler": 10.14}[r["arm"]]} for r in records_of(experiment)]
+    write(folder, toml, records)
+    recorded = run.recorded(experiment)
+    points = report.by_bytes(experiment, recorded)
+    assert [(p[0], p[1], p[5]) for p in points] == [("fp32", 16.0, "baseline"), ("sampler", 10.14, "equal"), ("nearest", 8.0, "worse")]
+    values = {a.name: np.array([r["scores"]["ema"]["frechet"] for r in records if r["arm"] == a.name]) for a in experiment.arms}
+    for name, _, mean, low, high, _ in points:
+        assert mean == pytest.approx(values[name].mean())
+        if name == "fp32":
+            assert low is high is None
+            continue
+        half = stats.t.ppf(0.975, 5) * (values[name] - values["fp32"]).std(ddof=1) / 6**0.5
+        assert (low, high) == (pytest.approx(mean - half), pytest.approx(mean + half))
+    # one seed alone has no interval; a run that diverged no place
+    few = {k: r for k, r in recorded.items() if k[2] == 0}
+    few[run.key(experiment.arm("nearest"), 0)] = {"arm": "nearest", "seed": 0, "failed": "the loss is nan at step 2"}
+    assert [p[2:5] for p in report.by_bytes(experiment, few)] == [(values[a][0], None, None) for a in ("fp32", "sampler")]
+    assert report.main([], folder, document) == 0
+    assert (folder / "001-rounding/bytes.png").stat().st_size > 5000 and "](experiments/001-rounding/bytes.png)" in document.read_text()
 
 
 def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
