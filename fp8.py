@@ -445,7 +445,8 @@ def _eligible(model, flag, what, instead):
     functional = {name: m for name, m in modules if isinstance(m, Scaling) and what == "FP8"}
     layers = {name: m for name, m in modules if isinstance(m, (nn.Linear, CONVOLUTIONS))}
     left_out = {name: why for name, m in layers.items() if (why := layer_refusal(name, m))}
-    left_out |= {name: f"bare parameters: {what} takes nn.Linear alone" for name, m in modules if isinstance(m, Scaling) and name not in functional}
+    left_out |= {name: f"bare parameters: {what} takes nn.Linear alone" for name, m in modules
+                 if isinstance(m, Scaling) and name not in functional}
     linears = {name: m for name, m in layers.items() if name not in left_out}
     if not linears and not functional:
         first = next(((n, w) for n, w in left_out.items() if not w.startswith("convolution")), None)
@@ -458,8 +459,8 @@ def convert(model, options=Options(), flag="--fp8", instead="--bf16", dry=False)
     """Put `model`'s products in FP8, in place, over the same parameters, under the same names. Returns what was `Covered`.
 
     Every nn.Linear is covered whose features are multiples of 16, but for embeddings and the last layer, found by name (EXCLUDE), and every
-    `Scaling`. Raises FP8Error when nothing is, or when the options can't run on the model's device; flag and instead are words of it. dry, or
-    a model on the meta device: the layers stay, the report alone is made.
+    `Scaling`. Raises FP8Error when nothing is, or when the options can't run on the model's device; flag and instead are words of it.
+    dry, or a model on the meta device: the layers stay, the report alone is made.
     """
     device = next(model.parameters()).device
     if device.type != "meta":
@@ -482,12 +483,12 @@ def convert(model, options=Options(), flag="--fp8", instead="--bf16", dry=False)
 
 
 def quantise(model, kind, dry=False):
-    """Post-training quantisation: put a finished `model`'s layers in 'fp8' or 'int8', in place, for drawing from it. Returns its `Coverage`.
+    """Post-training quantisation: put a finished `model`'s layers, in place, in 'fp8' or 'int8' to draw from it. Returns its `Coverage`.
 
-    Call the model under autocast to bf16. The layers are those that `convert` takes. fp8: `convert` with the default options, each tensor scaled by
-    its own amax. int8: by torchao, weights with a scale a row, activations with a scale a token, taken from it at each call, sums in int32. Not
-    weight-only, which saves memory alone and multiplies in bf16: on a trained DiT the velocity keeps 40.7 dB against fp32 with int8
-    activations, 44.2 without, 46.8 by bf16 autocast alone, 29.7 in fp8, and 8-bit activations are what int8 kernels need.
+    Call the model under autocast to bf16. The layers are those that `convert` takes. fp8: `convert` with the default options, each tensor
+    scaled by its own amax. int8: by torchao, a scale a row of weights, a scale a token of activations, taken from it at each call, sums in
+    int32. Not weight-only, which saves memory alone: int8 kernels need both operands in 8 bits, and it costs little. The velocity of a
+    trained DiT keeps 40.7 dB against fp32 with int8 activations, 44.2 with bf16 ones, 46.8 by autocast alone, 29.7 in fp8.
     dry: the layers stay, the report alone is made. Raises FP8Error when no layer is eligible, or torchao is absent.
     """
     flag, instead = f"--set generation={kind}", "--set generation=bf16"
@@ -500,7 +501,8 @@ def quantise(model, kind, dry=False):
     if device.type not in ("cpu", "cuda", "meta"):
         raise FP8Error(f"{flag}: torchao's int8 products are for CPU and CUDA, and this is {device.type}; use {instead}")
     linears, _, left_out = _eligible(model, flag, "int8", instead)
-    covered = Coverage("int8", "a scale a row of weights, a scale a token of activations", {n: (m, "torchao") for n, m in linears.items()}, left_out)
+    scaling = "a scale a row of weights, a scale a token of activations"
+    covered = Coverage("int8", scaling, {name: (m, "torchao") for name, m in linears.items()}, left_out)
     if not dry and device.type != "meta":
         # without VNNI a CPU adds pairs of products in 16 bits: torchao then asks for 7-bit operands
         narrow = importlib.import_module("torchao.utils").should_reduce_range(device)
@@ -510,8 +512,8 @@ def quantise(model, kind, dry=False):
 
 
 class Coverage:
-    """Which layers of a model are multiplied in 8 bits. `layers` {name: (inputs, outputs, how it is multiplied)}, `left_out` {name: reason};
-    print it for both. `functional` {name: Scaling}: products of bare parameters."""
+    """Which layers of a model are multiplied in 8 bits. `layers` {name: (inputs, outputs, how it is multiplied)}, `left_out`
+    {name: reason}; print it for both. `functional` {name: Scaling}: products of bare parameters."""
 
     functional = {}
 

@@ -271,7 +271,8 @@ def _refuse(r):
         (r.update == "stochastic" and not (low and r.master == "none") and "bf16" not in (r.exp_avg, r.exp_avg_sq) and not r.coded,
          "update=stochastic, but no tensor is written in bf16 or codes: " + ("the master is exact; drop --stochastic or add --set exp_avg=bf16 --set exp_avg_sq=bf16" if low else "add --pure_bf16, or --set exp_avg=bf16 --set exp_avg_sq=bf16")),
         (r.sparse24 != "none" and r.compute == "fp8", f"sparse24={r.sparse24} with compute=fp8: the masked products are taken in bf16; drop --fp8 or --sparse24"),
-        (r.sparse24 != "none" and r.quantises, f"generation={r.generation} with sparse24={r.sparse24}: sparse kernels read weights in bf16; drop one of the two"),
+        (r.sparse24 != "none" and r.quantises,
+         f"generation={r.generation} with sparse24={r.sparse24}: sparse kernels read weights in bf16; drop one of the two"),
         (r.ema_update == "stochastic" and r.ema == "fp32", "ema_update=stochastic with ema=fp32: nothing is rounded; add --set ema=bf16 or drop it"),
     ]
     for wrong, message in checks:
@@ -1201,8 +1202,8 @@ class Precision:
         return view
 
     def gradient_snr(self, loss):
-        """{"fp8": dB, "bf16": dB}: signal-to-noise ratio of the gradients of loss(run), a scalar of one batch, against those of an fp32 copy of
-        the weights held; "bf16" of that copy under autocast, the rest of what FP8 training does. A recipe with compute=fp8."""
+        """{"fp8": dB, "bf16": dB}: signal-to-noise ratio of the gradients of loss(run), a scalar of one batch, against those of an fp32
+        copy of the weights; "bf16" of that copy under autocast, which is what FP8 training would be without FP8. For compute=fp8."""
         def view(net, r, covered=None):
             made = copy.copy(self)
             made.model = made.forward = net
@@ -1212,7 +1213,8 @@ class Precision:
         with self.fp8.plain(self.model):
             exact, bf16 = (_uncast(copy.deepcopy(self.model)).float() for _ in range(2))
         low, site = copy.deepcopy(self.model), self.recipe.loss  # a copy: delayed scaling records what it sees
-        runs = {exact: view(exact, Recipe(loss=site)), bf16: view(bf16, Recipe(compute="bf16", loss=site)), low: view(low, self.recipe, self.fp8)}
+        runs = {exact: view(exact, Recipe(loss=site)), bf16: view(bf16, Recipe(compute="bf16", loss=site)),
+                low: view(low, self.recipe, self.fp8)}
         snr = lambda net: _fp8("gradient_snr", net, exact, lambda model: loss(runs[model]))["all"]
         return {"fp8": snr(low), "bf16": snr(bf16)}
 
@@ -1301,7 +1303,8 @@ class Precision:
 
 
 class Ledger:
-    """The printable table of a run's sites; `rows` and `json()` for programs. details: {name: what a site covers, with str(), json() and share}."""
+    """The printable table of a run's sites; `rows` and `json()` for programs. details: {name: what a site covers}, with str(), json() and
+    share, the share of the FLOPs."""
 
     STATE = ("weights", "grads", "master", "kahan", "exp_avg", "exp_avg_sq")
 

@@ -356,7 +356,8 @@ def draw_all(experiment, recorded, runs):
         data = {"title": title, "series": lines, "x_label": e.x_label, "y_label": heading(e), "levels": levels(e, recorded)}
         figures.figure(e.folder / "series.png", data, figures.draw_series)
     if points := by_bytes(e, recorded) if e.by_bytes else ():
-        data = {"title": e.title, "points": points, "margin": e.margin, "y_label": heading(e), "levels": levels(e, recorded)}
+        data = {"title": e.title, "points": points, "margin": e.margin, "levels": levels(e, recorded),
+                "y_label": f"{heading(e)}, {'lower' if e.lower_is_better else 'higher'} is better"}
         figures.figure(e.folder / "bytes.png", data, figures.draw_bytes)
     if groups := factorials(e, recorded):
         figures.figure(e.folder / "factorial.png", {"title": title, "groups": groups}, figures.draw_factorial)
