@@ -320,7 +320,7 @@ def backend_refusal(backend, options, device):
             return "no kernel multiplies e5m2 by e5m2"
         module, error = _import("torchao.float8")
         if module is None:
-            return f"torchao can't be imported ({error}); pip install -r requirements-bench.txt"
+            return f"torchao can't be imported ({error}); pip install -r requirements.txt"
         works = device.type == "cpu" or _hopper(device)
         return None if works else "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
     return "torch has no float8 on mps" if device.type == "mps" else None

@@ -781,14 +781,18 @@ def _import_peer(module, flag, package=None):
     import importlib
     import logging
 
-    for name in ("torchao", "bitsandbytes"):  # both print about extensions that a CPU does not have
+    for name in ("torchao", "bitsandbytes"):  # both log about extensions that a CPU does not have
         logging.getLogger(name).setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # and torch about torchao's use of it
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     except ImportError as error:
         raise RecipeError(f"{flag} needs the package {package or module}, which can't be imported ({error}): pip install {package or module}") from None
+    finally:
+        logging.disable(disabled)
 
 
 def build_optimizer(name, params, r, *, lr, betas, eps, weight_decay, seed):
