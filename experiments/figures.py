@@ -137,7 +137,7 @@ def draw_factorial(plt, data):
         for i, row in enumerate(g["cells"]):
             for j, v in enumerate(row):
                 table.text(j, i, "-" if v is None else f"{v:.3g}", ha="center", va="center", fontsize=8)
-        table.set_xticks(range(len(g["columns"])), g["columns"], fontsize=7)
+        table.set_xticks(range(len(g["columns"])), g["columns"], fontsize=7, rotation=25, ha="right")
         table.set_yticks(range(len(g["rows"])), g["rows"], fontsize=7)
         table.set_title(g["title"], fontsize=9)
         names, mid, low, high = zip(*g["effects"])

@@ -299,9 +299,9 @@ def factorials(experiment, recorded):
         half = len(names) // 2  # the first half of the factors spans the rows, the second the columns
         spots = [tuple(dict.fromkeys(tuple(a.cell[n] for n in part) for a in arms)) for part in (names[:half], names[half:])]
         mean = {tuple(a.cell[n] for n in names): statistics.fmean(values[a][s] for s in seeds) for a in arms}
-        words = lambda part, levels: "\n".join(f"{n} {v}" for n, v in zip(part, levels))
+        words = lambda part, levels: ", ".join(f"{n} {v}" for n, v in zip(part, levels))
         groups.append({"title": f"{len(names)} factors, {len(arms)} cells, {len(seeds)} seeds", "effects": effects,
-                       "rows": [words(names[:half], r).replace("\n", ", ") for r in spots[0]], "columns": [words(names[half:], c) for c in spots[1]],
+                       "rows": [words(names[:half], r) for r in spots[0]], "columns": [words(names[half:], c) for c in spots[1]],
                        "cells": [[mean.get(r + c) for c in spots[1]] for r in spots[0]]})
     return groups
 
