@@ -282,17 +282,24 @@ def make_record(arm, seed, runs, code):
 def validate(arms, seed, runs=RUNS):
     """Dry-run the arms here: a typo is one line before the first run, not a column of failed ones."""
     import train
+    from trainer import Trainer
 
     for arm in arms:
         if arm.trained.after and not (Path(runs) / label(arm.trained.start, seed)).exists():
             continue  # its flags name a folder that is still to come
-        words = command(arm.trained, seed, runs)[1:] + (arm.flags if arm.of else []) + ["--dry_run"]
+        words = command(arm.trained, seed, runs)[1:]
         said = io.StringIO()
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-                code = train.main(words)
+                if arm.of:  # what --sample sets up from the run's checkpoint, which may not be there yet
+                    flags = vars(train.build_parser().parse_args(words + arm.flags))
+                    code = Trainer({**train.DEFAULTS, **flags}, dry=True, draws=True) and 0
+                else:
+                    code = train.main([*words, "--dry_run"])
         except SystemExit as stop:
             code = stop.code
+        except ValueError as error:  # the mistakes that train.main says in one line
+            code = said.write(str(error))
         if code:
             raise ExperimentError(f"{arm.experiment.number}, arm {arm.name}: {said.getvalue().strip().splitlines()[-1].removeprefix('train.py: ')}")
 
