@@ -25,6 +25,9 @@ CORES = 2  # that the cost to reproduce is quoted for
 DIVERGED = re.compile(r"the loss is (nan|-?inf)")
 INTRODUCTION = """# Experiments
 
+<!-- generated: answer begin -->
+<!-- generated: answer end -->
+
 <!-- generated: overview begin -->
 <!-- generated: overview end -->
 """
@@ -135,6 +138,18 @@ def verdict(pairs, result):
     return result.verdict if result else "no pairs yet" if pairs == 0 else "undecided"
 
 
+def answer(experiments, recorded):
+    """The table of the arms that have a `headline`, which EXPERIMENTS.md opens with."""
+    rows = [["net, recipe", "bytes a parameter", "baseline", "recipe", "difference [95 % CI]", "margin", "verdict"]]
+    for e in experiments:
+        for arm in e.arms:
+            row, base = arm_row(e, arm, recorded), arm_row(e, e.arm(arm.baseline), recorded)
+            if arm.headline and "bytes a parameter" in row:
+                rows.append([f"{arm.headline} ([{e.number}](#{anchor(e)}))", row["bytes a parameter"], base[heading(e)], row[heading(e)],
+                             row["difference [95 % CI]"], f"{arm.margin:g}", f"{verdict(*comparison(e, arm, recorded))}, n = {row['n']}"])
+    return markdown(rows)
+
+
 def summary(experiment, recorded):
     """'equal: a, b; worse: c', the author's verdict first."""
     groups = {}
@@ -227,13 +242,17 @@ def anchor(experiment):
 
 
 def render(text, experiments, recorded):
-    """EXPERIMENTS.md with its generated parts replaced, and missing sections appended in the order of their numbers."""
+    """EXPERIMENTS.md with its generated parts replaced, and missing sections put in where their numbers belong."""
     text = text or INTRODUCTION
-    for name, body in [("overview", overview(experiments, recorded))] + [(e.number, section(e, recorded)) for e in experiments]:
+    parts = [("answer", answer(experiments, recorded)), ("overview", overview(experiments, recorded)), *((e.number, section(e, recorded)) for e in experiments)]
+    for name, body in parts:
         begin, end = (f"<!-- generated: {name} {edge} -->" for edge in ("begin", "end"))
-        if begin not in text and end not in text:
+        if begin not in text and end not in text and name.isdigit():
             e = next(e for e in experiments if e.number == name)
-            text = text.rstrip() + f'\n\n<a id="{anchor(e)}"></a>\n## {name} {e.title}\n\n{begin}\n{end}\n\n### What happened\n\n### What follows\n'
+            later = (f'<a id="{anchor(other)}"></a>' for other in experiments if other.number > name)
+            at = min((text.index(mark) for mark in later if mark in text), default=len(text))
+            empty = f'<a id="{anchor(e)}"></a>\n## {name} {e.title}\n\n{begin}\n{end}\n\n### What happened\n\n### What follows\n'
+            text = "\n\n".join(filter(None, [text[:at].rstrip(), empty.rstrip(), text[at:]])).rstrip() + "\n"
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             raise lab.ExperimentError(f"EXPERIMENTS.md: '{begin}' and '{end}' must each stand there once, in this order")
         text = text[: text.index(begin) + len(begin)] + f"\n{body}\n" + text[text.index(end) :]

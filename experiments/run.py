@@ -60,6 +60,7 @@ class Arm:
     cell: dict = dataclasses.field(default_factory=dict)  # {factor: level} of a factorial experiment
     series: str = ""   # with x: a point of the curve of this name
     x: float = 0.0
+    headline: str = ""  # a row of this name in the table that EXPERIMENTS.md opens with
 
     # set by load: experiment, the one it belongs to; trained, the arm whose run it reads, or itself; source, the arm whose records hold its
     # scores; start, the arm that it trains after, or itself
@@ -288,18 +289,19 @@ def validate(arms, seed, runs=RUNS):
         if arm.trained.after and not (Path(runs) / label(arm.trained.start, seed)).exists():
             continue  # its flags name a folder that is still to come
         words = command(arm.trained, seed, runs)[1:]
-        said = io.StringIO()
+        said, code = io.StringIO(), 0
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
                 if arm.of:  # what --sample sets up from the run's checkpoint, which may not be there yet
                     flags = vars(train.build_parser().parse_args(words + arm.flags))
-                    code = Trainer({**train.DEFAULTS, **flags}, dry=True, draws=True) and 0
+                    Trainer({**train.DEFAULTS, **flags}, dry=True, draws=True)
                 else:
                     code = train.main([*words, "--dry_run"])
         except SystemExit as stop:
             code = stop.code
         except ValueError as error:  # the mistakes that train.main says in one line
-            code = said.write(str(error))
+            code = 2
+            said.write(str(error))
         if code:
             raise ExperimentError(f"{arm.experiment.number}, arm {arm.name}: {said.getvalue().strip().splitlines()[-1].removeprefix('train.py: ')}")
 
