@@ -18,12 +18,13 @@ import contextlib
 import dataclasses
 import io
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -306,9 +307,25 @@ def validate(arms, seed, runs=RUNS):
             raise ExperimentError(f"{arm.experiment.number}, arm {arm.name}: {said.getvalue().strip().splitlines()[-1].removeprefix('train.py: ')}")
 
 
+def typed_in(words, log, folder, environment):
+    """`python <words>` typed in a folder, in this process, a child of its own: output dropped, messages in the file `log`."""
+    os.setsid()  # Ctrl-C reaches the runs once, from run.py, and they write their checkpoints
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.chdir(folder)
+    os.environ.update(environment)  # the fork server's is as old as the server
+    sys.argv, sys.path[0] = words, folder
+    runpy.run_path(words[0], run_name="__main__")
+
+
 def execute(todo, jobs, runs):
     """Run [(arm, seed)] in parallel, in order, an arm after the run it needs; yields (arm, seed, exit status) as they end."""
     waiting, running, failed = list(todo), {}, set()
+    # A server that has imported the libraries once forks each run: a short one is half imports. Not from here: a fork needs a process without threads.
+    processes = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    if processes.get_start_method() == "forkserver":
+        processes.set_forkserver_preload(["trainer"])
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         while waiting or running:
             for arm, seed in list(waiting):
@@ -323,24 +340,20 @@ def execute(todo, jobs, runs):
                     log.write_text(f"the run of {arm.of or arm.after} that it needs failed\n")
                     yield arm, seed, 1
                     continue
-                with open(log, "w") as errors:
-                    # a session of its own: Ctrl-C reaches the children once, from here, and they write their checkpoints
-                    process = subprocess.Popen([sys.executable, *command(arm, seed, runs)], stdout=subprocess.DEVNULL, stderr=errors,
-                                               env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+                process = processes.Process(target=typed_in, args=(command(arm, seed, runs), str(log), os.getcwd(), dict(os.environ)))
+                process.start()
                 running[process] = arm, seed
             time.sleep(0.1)
-            for process in [p for p in running if p.poll() is not None]:
+            for process in [p for p in running if p.exitcode is not None]:
                 arm, seed = running.pop(process)
-                failed |= {key(arm, seed)} if process.returncode else set()
-                yield arm, seed, process.returncode
+                failed |= {key(arm, seed)} if process.exitcode else set()
+                yield arm, seed, process.exitcode
     finally:
         for process in running:
             process.terminate()  # not SIGINT, which a child of a background shell inherits as ignored
         for process in running:
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.join(60)
+            process.kill()
 
 
 def plan(arms, seeds, done, runs):

@@ -377,8 +377,16 @@ def test_every_number_of_the_table_comes_from_the_results(folder):
             if d.std() > 0.01:
                 assert stats.nct.sf(stats.t.ppf(0.975, 5), 5, effect) == pytest.approx(0.8, abs=0.02)
     assert [rows[name]["verdict"] for name in rows] == ["baseline", "worse", "equal"]
-    overview = document.read_text().splitlines()[5]
+    lines = document.read_text().splitlines()
+    overview = lines[lines.index("<!-- generated: overview begin -->") + 3]
     assert overview.endswith("| equal: sampler; worse: nearest | 6 min on 2 cores |")  # 18 runs of 36 s on 2 cores
+    assert not any(line.startswith("| Its net") for line in lines)
+    edit = folder / experiment.folder.name / "experiment.toml"
+    edit.write_text(edit.read_text().replace('name = "nearest"', 'name = "nearest"\nheadline = "Its net"', 1))
+    assert report.main([], folder, document) == 0
+    headline = [line for line in document.read_text().splitlines() if line.startswith("| Its net")]
+    assert headline == [f"| Its net ([001](#experiment-001)) | 16 | {rows['fp32']['ema.frechet']} | {rows['nearest']['ema.frechet']} | "
+                        f"{rows['nearest']['difference [95 % CI]']} | {experiment.margin:g} | worse, n = 6 |"]
 
 
 def test_again_changes_nothing_and_the_prose_stays(folder):
