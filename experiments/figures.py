@@ -55,7 +55,9 @@ def draw_curves(plt, data):
             axis.set_ylim(-0.03, 1.03)
         elif key == "loss_scale":
             axis.set_yscale("log", base=2)
-    axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    handles = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels())}  # no panel need have every arm
+    axes[0][-1].legend([handles[name] for name in data["order"] if name in handles], [name for name in data["order"] if name in handles],
+                       fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     picture.suptitle(data["title"] + ", mean over seeds")
     picture.tight_layout()
     return picture
