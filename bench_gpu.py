@@ -59,7 +59,7 @@ GENERATE = {"generate-bf16": PURE, "generate-bf16-2:4": {**PURE, "sparse24": "ma
 RECIPES = {
     "bf16": dict(bf16=True), "fp32": {}, "tf32": dict(sites=["compute=tf32"]), "pure_bf16-stochastic": PURE,
     **{f"fp8-{backend}-{scaling}": dict(fp8=True, fp8_backend=backend, fp8_recipe=scaling)
-       for backend in ("torchao", "te", "emulate") for scaling in ("tensorwise", "rowwise", "delayed")},
+       for backend in ("torchao", "te", "scaled_mm") for scaling in ("tensorwise", "rowwise", "delayed")},
     "pure_bf16-stochastic-opt8bit-fp8": {**PURE, "opt8bit": True, "fp8": True},
     **GENERATE,
     "bf16-2:4": dict(bf16=True, sparse24="srste"), "pure_bf16-stochastic-2:4": {**PURE, "sparse24": "srste"},  # masked dense products
@@ -68,7 +68,7 @@ RECIPES = {
     "pure_bf16-stochastic-opt8bit": {**PURE, "opt8bit": True}, "pure_bf16-stochastic-opt4bit": {**PURE, "opt4bit": True},
 }
 EAGER = tuple(RECIPES)[-6:]  # their net is that of bf16 or pure_bf16-stochastic
-DRY = ("bf16", "fp8-emulate-rowwise", *GENERATE)  # what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
+DRY = ("bf16", "fp8-scaled_mm-rowwise", *GENERATE)  # what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
 README_ROWS = ("fp32", "tf32", "bf16", "pure_bf16-stochastic", "fp8-torchao-tensorwise", "fp8-torchao-rowwise", "fp8-te-delayed",
                "pure_bf16-stochastic-opt8bit-fp8", *GENERATE)
 

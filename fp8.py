@@ -23,12 +23,14 @@ rounded once. Formats: hybrid (inputs and weights e4m3, gradients e5m2), e4m3, e
     delayed     the amaxes of past steps (Transformer Engine: DelayedScaling). It lags: what grows from zero is clipped for some steps,
                 which the fp8_saturated_* shares of `Covered.step` show
 
-Backends: te (Transformer Engine 2.x, requirements-te.txt), torchao, emulate (this file: torch._scaled_mm where device, formats and shapes
-allow, else the same operands multiplied in fp32). Convolutions, attention products, norms, embeddings, the last layer and the loss are
-never in FP8. On a CPU the numbers are those of a GPU and the speed is not: a step takes longer than in fp32.
+Backends: te (Transformer Engine 2.x, requirements-te.txt), torchao, scaled_mm (this file, by torch._scaled_mm where device and formats
+allow), emulate (this file: the same 8-bit operands, decoded and multiplied in fp32, anywhere). Convolutions, attention products, norms,
+embeddings, the last layer and the loss are never in FP8. On a CPU the numbers are those of a GPU and the speed is not: a step takes longer
+than in fp32, by scaled_mm still longer than by emulate.
 """
 
 import dataclasses
+import functools
 import importlib
 import logging
 import math
@@ -45,7 +47,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 INPUT, WEIGHT, GRAD = range(3)  # the operands of the three products of a layer: y = x w, dx = g w^T, dw = x^T g
 OPERANDS = ("input", "weight", "grad")
 FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3), "e5m2": (E5M2, E5M2, E5M2)}
-CHOICES = {"backend": ("auto", "te", "torchao", "emulate"), "format": tuple(FORMATS), "recipe": ("delayed", "tensorwise", "rowwise"),
+CHOICES = {"backend": ("auto", "te", "torchao", "scaled_mm", "emulate"), "format": tuple(FORMATS), "recipe": ("delayed", "tensorwise", "rowwise"),
            "amax_compute_algo": ("max", "most_recent")}
 MULTIPLE = 16  # what CUDA's FP8 kernels ask of every contracted and every output dimension; kept on all devices
 
@@ -132,30 +134,52 @@ def roll(history, scale, tops, algo="max", margin=0):
 # Products
 
 
+def _hopper(device):
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def scaled_mm_refusal(device, a, b):
     """Why torch._scaled_mm can't multiply formats a and b on a device, or None."""
     if a == b == E5M2:
         return "no kernel multiplies e5m2 by e5m2"
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 9)):
+    if device.type == "cuda" and not _hopper(device):
         return "FP8 tensor cores start at compute capability 8.9"
     return None if device.type in ("cuda", "cpu", "meta") else f"torch has no FP8 product on {device.type}"
 
 
-def product(a, b, out_dtype):
+@functools.cache
+def _values(dtype, device):
+    """fp32 [256]: what each byte of an 8-bit format stands for."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
+
+
+def decode(x):
+    """FP8 x [M, N] in fp32, exactly. By table on a CPU, where torch's own conversion takes ten times as long."""
+    if x.device.type != "cpu":
+        return x.float()
+    if not x.is_contiguous():
+        return decode(x.t()).t() if x.t().is_contiguous() else decode(x.contiguous())
+    return _values(x.dtype, x.device).index_select(0, x.view(torch.uint8).flatten().int()).view(x.shape)
+
+
+def product(a, b, out_dtype, emulated=False):
     """[M, N] in out_dtype of operands (fp8 [M, K], inverse scale) and (fp8 [K, N], inverse scale); a scale is [1, 1], or [M, 1] and [1, N].
 
-    M, K and N are multiples of 16. Without a kernel the operands are multiplied in fp32, not bf16: FP8 values are exact in both, but only
-    fp32 leaves the sums unrounded until the scales are off, as the kernels do.
+    M, K and N are multiples of 16. emulated, or without a kernel, the operands are multiplied in fp32, not bf16: FP8 values are exact in
+    both, but only fp32 leaves the sums unrounded until the scales are off, as the kernels do.
     """
     (a, a_inverse), (b, b_inverse) = a, b
-    if scaled_mm_refusal(a.device, a.dtype, b.dtype) is None:
+    if not emulated and scaled_mm_refusal(a.device, a.dtype, b.dtype) is None:
         rowwise = a_inverse.numel() > 1 or b_inverse.numel() > 1
+        scale_a, scale_b = a_inverse.flatten()[:, None], b_inverse.flatten()[None]
+        if a.device.type == "cpu":  # its kernel for one scale a tensor takes a thousand times as long on some CPUs (Xeon, torch 2.14)
+            scale_a, scale_b = scale_a.expand(len(a), 1).contiguous(), scale_b.expand(1, b.shape[1]).contiguous()
         # cuBLAS wants a in rows and b in columns; its rowwise kernel writes bf16 alone
         columns = b if b.t().is_contiguous() else b.t().contiguous().t()
-        return torch._scaled_mm(a.contiguous(), columns, scale_a=a_inverse.flatten()[:, None], scale_b=b_inverse.flatten()[None],
+        return torch._scaled_mm(a.contiguous(), columns, scale_a=scale_a, scale_b=scale_b,
                                 out_dtype=torch.bfloat16 if rowwise else out_dtype).to(out_dtype)
     with torch.autocast(a.device.type, enabled=False):
-        return ((a.float() @ b.float()) * a_inverse * b_inverse).to(out_dtype)
+        return ((decode(a) @ decode(b)) * a_inverse * b_inverse).to(out_dtype)
 
 
 def _t(pair):
@@ -171,7 +195,7 @@ class _Product(torch.autograd.Function):
         ctx.scaling, ctx.dtypes = scaling, (x.dtype, w.dtype)
         # a scale a row belongs to one direction of summing: rowwise quantises anew, the others keep the 8-bit operands
         ctx.save_for_backward(*((x, w) if scaling.rowwise else (*a, *b)))
-        return product(a, b, out_dtype)
+        return product(a, b, out_dtype, scaling.emulated)
 
     @staticmethod
     def backward(ctx, g):
@@ -180,11 +204,11 @@ class _Product(torch.autograd.Function):
         along_n = scaling.quantise(g, GRAD, 1)
         if ctx.needs_input_grad[0]:
             w = scaling.quantise(saved[1], WEIGHT, 1) if scaling.rowwise else saved[2:]
-            dx = product(along_n, _t(w), x_dtype)
+            dx = product(along_n, _t(w), x_dtype, scaling.emulated)
         if ctx.needs_input_grad[1]:
             x = scaling.quantise(saved[0], INPUT, 0) if scaling.rowwise else saved[:2]
             along_m = scaling.quantise(g, GRAD, 0) if scaling.rowwise else along_n
-            dw = product(_t(along_m), x, w_dtype).t()  # the gradient first: kernels take e5m2 only there
+            dw = product(_t(along_m), x, w_dtype, scaling.emulated).t()  # the gradient first: kernels take e5m2 only there
         return dx, dw, None, None
 
 
@@ -212,6 +236,10 @@ class Scaling(nn.Module):
     @property
     def rowwise(self):
         return self.options.recipe == "rowwise"
+
+    @property
+    def emulated(self):
+        return self.options.backend == "emulate"
 
     def quantise(self, x, operand, dim):
         """x [M, N] as INPUT, WEIGHT or GRAD of a product that sums along dim -> (fp8 [M, N], fp32 inverse scale)."""
@@ -296,10 +324,6 @@ def _import(name):
         logging.disable(quiet)
 
 
-def _hopper(device):
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def backend_refusal(backend, options, device):
     """Why a backend can't carry out the options on a device, or None."""
     if backend == "te":
@@ -323,11 +347,13 @@ def backend_refusal(backend, options, device):
             return f"torchao can't be imported ({error}); pip install -r requirements.txt"
         works = device.type == "cpu" or _hopper(device)
         return None if works else "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
-    return "torch has no float8 on mps" if device.type == "mps" else None
+    if device.type == "mps":
+        return "torch has no float8 on mps"
+    return scaled_mm_refusal(device, E4M3, E4M3) if backend == "scaled_mm" else None
 
 
 def resolve(options, device):
-    """The options with a backend that can run them on the device: te, then torchao, on GPUs with FP8 tensor cores; else this file's.
+    """The options with a backend that can run them on the device: te, then torchao, on GPUs with FP8 tensor cores, else scaled_mm, else emulate.
 
     Raises FP8Error, naming the backends that can, when the one asked for can't.
     """
@@ -339,7 +365,7 @@ def resolve(options, device):
         return refusals[backend] is None
 
     if options.backend == "auto":
-        candidates = ("te", "torchao", "emulate") if _hopper(device) else ("emulate",)
+        candidates = ("te", "torchao", "scaled_mm", "emulate") if _hopper(device) else ("scaled_mm", "emulate")
         chosen = next(filter(works, candidates), None)
         if chosen is None:
             raise FP8Error(f"--fp8 can't run on {device.type}: {refusals['emulate']}; use --bf16")
@@ -478,7 +504,7 @@ def convert(model, options=Options(), flag="--fp8", instead="--bf16", dry=False)
         covered.swaps.append((model.get_submodule(parent), attribute, linear, new.train(linear.training)))
         setattr(*covered.swaps[-1][:2], new)
     for scaling in functional.values():
-        scaling.switch(dataclasses.replace(options, backend="emulate"), device)
+        scaling.switch(dataclasses.replace(options, backend="emulate" if options.backend == "emulate" else "scaled_mm"), device)
     return covered
 
 
@@ -619,7 +645,7 @@ class Covered(Coverage):
 
     def __init__(self, options, linears, functional, left_out, device):
         pairs = {(options.dtypes[a], options.dtypes[b]) for a, b in ((INPUT, WEIGHT), (GRAD, WEIGHT), (GRAD, INPUT))}
-        self.own = "emulate" if any(scaled_mm_refusal(device, *pair) for pair in pairs) else "scaled_mm"
+        self.own = "emulate" if options.backend == "emulate" or any(scaled_mm_refusal(device, *pair) for pair in pairs) else "scaled_mm"
         how = {"te": "Transformer Engine", "torchao": "torchao, scaled_mm"}.get(options.backend, self.own)
         super().__init__("FP8", f"{options.format}, {options.recipe} scaling", {name: (m, how) for name, m in linears.items()}, left_out)
         self.options, self.functional, self.swaps = options, functional, []

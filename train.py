@@ -77,7 +77,7 @@ def build_parser():
     add(g, "opt4bit", False, "optimiser states in 4 bits, by those of torchao")
     add(g, "growth_interval", 2000, "with --fp16: steps without overflow until the loss scale doubles", type=natural)
     add(g, "fp8", False, "FP8 matmuls in nn.Linear layers, all else as --bf16; with --pure_bf16 on bf16 weights")
-    add(g, "fp8_backend", "auto", "te (Transformer Engine), torchao, or emulate: ours, on any device", choices=["auto", "te", "torchao", "emulate"])
+    add(g, "fp8_backend", "auto", "te (Transformer Engine), torchao; ours: scaled_mm, emulate (fp32 products, anywhere)", choices=["auto", "te", "torchao", "scaled_mm", "emulate"])
     add(g, "fp8_format", "hybrid", "hybrid is e4m3, and e5m2 for gradients", choices=["hybrid", "e4m3", "e5m2"])
     add(g, "fp8_recipe", "tensorwise", "scales from the tensor's own amax, that of its rows, or of past steps", choices=["delayed", "tensorwise", "rowwise"])
     add(g, "amax_history_len", 1024, "with --fp8_recipe delayed: past steps a scale is taken from", type=natural)

@@ -236,7 +236,7 @@ def test_a_dry_run_runs_every_recipe(dry):
         assert len(row["ms"]) == len(row["reference_ms"]) == 1 and row["ms"][0] > 0 and row["first_step_s"] > 0
         assert row["peak_bytes"] is None, "the resident set of one process says nothing about one recipe"
         assert (row["flops_share"] is not None) == ("fp8" in name or "2:4" in name)
-    share = {net[:3]: rows[net, "fp8-emulate-rowwise", False]["flops_share"] for net in bench_gpu.TINY}
+    share = {net[:3]: rows[net, "fp8-scaled_mm-rowwise", False]["flops_share"] for net in bench_gpu.TINY}
     assert share["dit"] > 0.9 > 0.1 > share["une"]
     losses = [row["loss"] for (net, *_), row in rows.items() if "loss" in row and net.startswith("dit")]
     assert len(losses) > 12 and max(losses) - min(losses) < 1e-3 * losses[0], "recipes got different weights or inputs"

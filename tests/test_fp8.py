@@ -159,14 +159,33 @@ def test_scaled_mm_and_emulation_agree_to_the_order_of_sums(a, b, rows, out, mon
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kw: calls.append(args) or real(*args, **kw))
     kernel = fp8.product(left, right, out)
     assert len(calls) == 1 and kernel.dtype == out
-    monkeypatch.setattr(fp8, "scaled_mm_refusal", lambda *args: "no")
-    emulated = fp8.product(left, right, out)
+    emulated = fp8.product(left, right, out, emulated=True)
     assert len(calls) == 1 and emulated.dtype == out
+    monkeypatch.setattr(fp8, "scaled_mm_refusal", lambda *args: "no")
+    assert torch.equal(fp8.product(left, right, out), emulated) and len(calls) == 1
     exact = (left[0].double() @ right[0].double()) * left[1].double() * right[1].double()
     ulp = 2**-8 if out == BF16 or rows else 2**-20
     for got in (kernel, emulated):
         assert (got.double() - exact).abs().max() <= ulp * exact.abs().max()
     assert (kernel != emulated).float().mean() < 0.02 or out == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_every_code_decodes_to_its_value(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
+    for x in (codes, codes.t(), codes[:, ::2]):
+        torch.testing.assert_close(fp8.decode(x), x.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["scaled_mm", "emulate"])
+def test_the_backend_asked_for_multiplies(backend, monkeypatch):
+    calls, real = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kw: calls.append(args) or real(*args, **kw))
+    model = net()
+    covered = convert(model, Options(backend=backend))
+    model(draw(16, 16)).sum().backward()
+    assert len(calls) == (6 if backend == "scaled_mm" else 0)  # three products of two layers
+    assert {how for *_, how in covered.layers.values()} == {backend}
 
 
 def test_e5m2_is_never_multiplied_by_e5m2_in_the_kernel():
@@ -356,7 +375,7 @@ def test_the_report_counts_flops_by_hand():
     assert "narrow (12 outputs: no multiple of 16)" in text and "final (last layer)" in text
     assert report["flops_share"] == covered.share
     assert report["layers"][0] == dict(name="first", inputs=32, outputs=64, matmul="scaled_mm", flops=linear(32, 64))
-    assert json.loads(json.dumps(report)) == report and report["backend"] == "emulate"
+    assert json.loads(json.dumps(report)) == report and report["backend"] == "scaled_mm"
     assert "emulate" in str(convert(net(), Options(format="e5m2")))
 
 
@@ -425,7 +444,7 @@ def test_gradient_snr():
 
 
 @pytest.mark.parametrize("options, words", [
-    (dict(backend="cutlass"), ["--fp8_backend cutlass", "auto, te, torchao, emulate"]),
+    (dict(backend="cutlass"), ["--fp8_backend cutlass", "auto, te, torchao, scaled_mm, emulate"]),
     (dict(format="e3m4"), ["--fp8_format e3m4", "hybrid, e4m3, e5m2"]), (dict(recipe="block"), ["--fp8_recipe block"]),
     (dict(recipe="delayed", amax_compute_algo="mean"), ["--amax_compute_algo mean", "max, most_recent"]),
     (dict(recipe="delayed", amax_history_len=0), ["--amax_history_len 0"]),
@@ -443,13 +462,13 @@ def test_transformer_engine_absent_is_said_with_what_works(monkeypatch):
     with pytest.raises(FP8Error) as caught:
         fp8.resolve(Options(backend="te"), "cpu")
     said = str(caught.value)
-    assert "\n" not in said and "--fp8_backend te" in said and "requirements-te.txt" in said and "--fp8_backend torchao or emulate" in said
-    with pytest.raises(FP8Error, match="no rowwise scaling; here works --fp8_backend torchao or emulate"):
+    assert "\n" not in said and "--fp8_backend te" in said and "requirements-te.txt" in said and "--fp8_backend torchao or scaled_mm or emulate" in said
+    with pytest.raises(FP8Error, match="no rowwise scaling; here works --fp8_backend torchao or scaled_mm or emulate"):
         fp8.resolve(Options(backend="te", recipe="rowwise"), "cpu")
-    with pytest.raises(FP8Error, match="torchao has no delayed scaling; here works --fp8_backend emulate"):
+    with pytest.raises(FP8Error, match="torchao has no delayed scaling; here works --fp8_backend scaled_mm or emulate"):
         fp8.resolve(Options(backend="torchao", recipe="delayed"), "cpu")
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(FP8Error, match="torchao can't be imported .*; here works --fp8_backend emulate"):
+    with pytest.raises(FP8Error, match="torchao can't be imported .*; here works --fp8_backend scaled_mm or emulate"):
         fp8.resolve(Options(backend="torchao"), "cpu")
     with pytest.raises(FP8Error, match="mps.*use --bf16"):
         fp8.resolve(Options(), "mps")
@@ -457,8 +476,8 @@ def test_transformer_engine_absent_is_said_with_what_works(monkeypatch):
 
 @pytest.mark.parametrize("installed, options, chosen", [
     (("te", "torchao"), {}, "te"), (("te", "torchao"), dict(recipe="delayed"), "te"), (("te", "torchao"), dict(recipe="rowwise"), "torchao"),
-    (("te", "torchao"), dict(format="e5m2"), "emulate"), (("torchao",), {}, "torchao"), (("torchao",), dict(recipe="delayed"), "emulate"),
-    ((), {}, "emulate")])
+    (("te", "torchao"), dict(format="e5m2"), "scaled_mm"), (("torchao",), {}, "torchao"), (("torchao",), dict(recipe="delayed"), "scaled_mm"),
+    ((), {}, "scaled_mm")])
 def test_auto_on_hopper(installed, options, chosen, monkeypatch):
     class Module:
         autocast = None
@@ -468,7 +487,8 @@ def test_auto_on_hopper(installed, options, chosen, monkeypatch):
     monkeypatch.setattr(fp8, "_hopper", lambda device: True)
     assert fp8.resolve(Options(**options), "cuda").backend == chosen
     monkeypatch.setattr(fp8, "_hopper", lambda device: False)
-    assert fp8.resolve(Options(**options), "cuda").backend == "emulate" == fp8.resolve(Options(**options), "cpu").backend
+    assert fp8.resolve(Options(**options), "cuda").backend == "emulate"
+    assert fp8.resolve(Options(**options), "cpu").backend == "scaled_mm"
     if "te" in installed:
         with pytest.raises(FP8Error, match="compute capability 8.9"):
             fp8.resolve(Options(backend="te"), "cuda")
@@ -550,7 +570,7 @@ def test_torchao_agrees_with_ours_on_a_cpu(options, flags):
     pytest.importorskip("torchao")
     x = draw(20, 16)
     fields = {f"fp8_{k}": v for k, v in options.items()}
-    theirs, ours = (Precision(net(), recipe(fp8=True, **flags, fp8_backend=backend, **fields)) for backend in ("torchao", "emulate"))
+    theirs, ours = (Precision(net(), recipe(fp8=True, **flags, fp8_backend=backend, **fields)) for backend in ("torchao", "scaled_mm"))
     plain = Precision(net(), recipe(**flags) if flags else Recipe())
     grads = []
     for run in (theirs, ours, plain):
@@ -843,8 +863,8 @@ def test_ours_on_cuda_equals_ours_on_a_cpu(name, form):
         assert snr(b, a) > (45 if name == "rowwise" else 60)
 
 
-BACKENDS = [("te", "tensorwise"), ("te", "delayed"), ("torchao", "tensorwise"), ("torchao", "rowwise"), ("emulate", "tensorwise"),
-            ("emulate", "delayed")]
+BACKENDS = [("te", "tensorwise"), ("te", "delayed"), ("torchao", "tensorwise"), ("torchao", "rowwise"), ("scaled_mm", "tensorwise"),
+            ("scaled_mm", "delayed"), ("emulate", "tensorwise")]
 
 
 @pytest.mark.gpu
