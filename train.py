@@ -276,6 +276,9 @@ def main(argv=None):
     except (RunError, RecipeError, data.DataError, models.ModelError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whatever read the output has ended, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere, not into a second error
+        return 141
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

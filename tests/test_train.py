@@ -728,3 +728,12 @@ def test_two_processes_in_pure_bf16_with_accumulation_and_a_bf16_reduction():
     assert difference("two", "one") < difference("less", "one")
     assert metrics("two")[-1]["loss"] == pytest.approx(metrics("one")[-1]["loss"], rel=0.01)
     assert metrics("two")[-1]["grad_norm"] == pytest.approx(metrics("one")[-1]["grad_norm"], rel=0.05)
+
+
+def test_a_reader_that_ends_early_is_no_error(tmp_path):
+    """`train.py --dry_run | head -1`: the pipe breaks at the next line, and that is all."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), "--dry_run"], stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    os.close(write)
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
