@@ -1,4 +1,5 @@
-"""Every precision decision of a training run, in one file that needs nothing but torch. Copy it into any project.
+"""Every precision decision of a training run, in one file that needs nothing but torch. Copy it into any project; with it fp8.py, states.py
+or sparsity.py for 8-bit products, moments in codes or 2:4 weights.
 
 A run holds a handful of kinds of tensor ("sites"): weights, master copy, gradients, moments, average, timesteps ... A `Recipe` says for
 each where it lives and how it is rounded; `Precision` carries the recipe out on any model. Your loop becomes any recipe in six lines:
@@ -19,6 +20,7 @@ that is lost when rounding to nearest; most of this file follows from that one s
 import copy
 import dataclasses
 import functools
+import importlib
 import math
 import os
 import platform
@@ -37,6 +39,16 @@ CODES = {"int8": "8-bit codes in blocks of 256, format of bitsandbytes", "int4":
 
 class RecipeError(ValueError):
     """A recipe that makes no sense or that this machine can't run. The message is one line: what is wrong, and what works instead."""
+
+
+def _beside(module, need, instead):
+    """A file of this repository that only some recipes load. Raises RecipeError where precision.py was copied without it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise RecipeError(f"{need} the file {module}.py beside precision.py: copy it too, or {instead}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -181,9 +193,8 @@ FP8_FLAGS = {"fp8_backend": "auto", "fp8_format": "hybrid", "fp8_recipe": "tenso
 
 
 def _fp8(function, *args):
-    """A function of fp8.py, which is loaded only when a recipe asks for it; its errors are errors of the recipe."""
-    import fp8
-
+    """A function of fp8.py; its errors are errors of the recipe."""
+    fp8 = _beside("fp8", "products in 8 bits need", "use bf16")
     try:
         return getattr(fp8, function)(*args)
     except fp8.FP8Error as error:
@@ -598,14 +609,7 @@ def _weight_kernel(p, exp_avg, root, low, h):
 
 
 def _coder(kind):
-    # the one place that loads states.py: codes are an extra, this file works without
-    try:
-        from states import CODERS
-    except ModuleNotFoundError as error:
-        if error.name != "states":
-            raise
-        raise RecipeError(f"moments in {kind} need the file states.py beside precision.py: copy it too, or keep moments in fp32 or bf16") from None
-    return CODERS[kind]()
+    return _beside("states", f"moments in {kind} need", "keep moments in fp32 or bf16").CODERS[kind]()
 
 
 class AdamW(torch.optim.Optimizer):
@@ -614,8 +618,8 @@ class AdamW(torch.optim.Optimizer):
     params: fp32 or bf16, mixed freely. For bf16 ones `update` is 'nearest' or 'stochastic', `kahan` adds a bf16 compensation buffer (2
     bytes), `master` 'split' an int16 remainder (2 bytes, the exact fp32 master) or 'fp32' a full copy (4 bytes). exp_avg and exp_avg_sq are
     'fp32' or 'bf16', or 'int8' or 'int4' codes with a scale a block (see states.py; small tensors in fp32), rounded as `update` says: for
-    bf16 and codes alike the value kept is right on average when it is 'stochastic'. With fp32 moments and an exact master the result equals torch.optim.AdamW on fp32 weights
-    bit for bit on CPU.
+    bf16 and codes alike the value kept is right on average when it is 'stochastic'. With fp32 moments and an exact master the result equals
+    torch.optim.AdamW on fp32 weights bit for bit on CPU.
     Rounding noise is a function of (seed, step, place in the parameter list). step() accepts a gradient scale (clipping) and gradients other
     than p.grad (fp32 accumulators). Raises RecipeError for unsupported dtypes and for a state_dict of other shapes.
     """
@@ -778,7 +782,6 @@ PEERS = {  # --optimizer: (package to import, name on the package index)
 
 
 def _import_peer(module, flag, package=None):
-    import importlib
     import logging
 
     for name in ("torchao", "bitsandbytes"):  # both log about extensions that a CPU does not have
@@ -922,8 +925,7 @@ def island_modules(model, islands):
 def _sparse24(model, r, decay):
     if r.sparse24 == "none":
         return None
-    import sparsity
-
+    sparsity = _beside("sparsity", "2:4 weights need", "use sparse24=none")
     try:
         device = next(model.parameters()).device
         return sparsity.Sparse24(model, r.sparse24, decay, support(*device_facts(device))["sparse24"])

@@ -1351,6 +1351,11 @@ def test_a_missing_package_is_said_with_its_name(monkeypatch):
     refused(lambda: check_machine(recipe(opt4bit=True), "cpu"), "--opt4bit", "pip install torchao")
     monkeypatch.setitem(sys.modules, "states", None)
     refused(lambda: check_machine(recipe(opt4bit=True), "cpu"), "states.py", "copy it")
+    for name in ("fp8", "sparsity"):
+        monkeypatch.setitem(sys.modules, name, None)
+    refused(lambda: recipe(fp8=True), "fp8.py", "copy it")
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    refused(lambda: precision.Precision(net, recipe(sparse24="srste")), "sparsity.py", "copy it")
 
 
 def test_facts_of_this_machine():
