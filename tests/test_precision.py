@@ -1285,7 +1285,7 @@ MACHINES = [  # who, facts, tf32 bf16 fp16 fp8 opt8bit sparse24 as n(ative), e(m
     ("MI250X", ("rocm", None, set()), "-nn---", "--bf16"),
     ("Apple M1, M2", ("mps", None, set()), "-e----", ""),
     ("CPU with avx512_bf16", FAST_CPU, "-neen-", "--bf16"),
-    ("CPU with amx_bf16 and amx_fp16", ("cpu", None, {"amx_bf16", "amx_fp16"}), "-nnen-", "--bf16"),
+    ("CPU with amx_bf16 and amx_fp16", ("cpu", None, {"amx_bf16", "amx_fp16"}), "-neen-", "--bf16"),
     ("Arm CPU with bf16", ("cpu", None, {"bf16", "asimd"}), "-neen-", "--bf16"),
     ("CPU without", OLD_CPU, "-eeen-", ""),
 ]
@@ -1320,6 +1320,9 @@ def test_check_machine(monkeypatch):
     assert "fp16" in note and "emulated" in note and "--bf16" in note
     (note,) = check_machine(recipe(pure_bf16=True), "cpu")
     assert "bf16" in note and "avx512_bf16" in note
+    on(monkeypatch, ("cpu", None, {"amx_bf16", "avx512_fp16"}))
+    (note,) = check_machine(recipe(fp16=True), "cpu")
+    assert "avx512_fp16" in note and "convolution" in note and "--bf16" in note
     on(monkeypatch, FAST_CPU)
     assert check_machine(recipe(pure_bf16=True), "cpu") == [] == check_machine(recipe(bf16=True), "cpu")
     on(monkeypatch, ("mps", None, set()))
