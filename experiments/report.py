@@ -385,7 +385,12 @@ def draw_all(experiment, recorded, runs):
         keys = {"state, smallest": "x_min", "state, largest": "x_max", "state, mean": "x_mean", "output, largest": "prediction_max"}
         figures.figure(e.folder / "ranges.png", {**common, "panels": {name: panel(key) for name, key in keys.items()}}, figures.draw_ranges)
     if rows := strips(e, recorded, runs):
-        figures.figure(e.folder / "samples.png", {"title": f"{title}: samples from the same noise, seed {e.seeds[0]}", "rows": rows}, figures.draw_strips)
+        shown = "images, masks, predictions" if segments(e) else "samples from the same noise"
+        figures.figure(e.folder / "samples.png", {"title": f"{title}: {shown}, seed {e.seeds[0]}", "rows": rows}, figures.draw_strips)
+
+
+def segments(experiment):
+    return "segment" in experiment.common
 
 
 def strips(experiment, recorded, runs):
@@ -393,11 +398,12 @@ def strips(experiment, recorded, runs):
     import numpy as np
     from PIL import Image
 
-    e, seed, rows = experiment, experiment.seeds[0], []
+    e, seed, rows, seen = experiment, experiment.seeds[0], [], set()
     for arm in e.arms:
-        record = recorded.get(lab.key(arm.source, seed))
-        if record is None or "failed" in record:
-            continue
+        record, drawn = recorded.get(lab.key(arm.source, seed)), (arm.source, arm.metric.rpartition(".")[0])
+        if record is None or "failed" in record or drawn in seen:
+            continue  # two metrics of one arm have the same pictures
+        seen.add(drawn)
         source = arm.metric.rpartition(".")[0].replace(":", "_")
         if arm.metric.rpartition(".")[0] not in record["scores"]:
             continue  # a figure of the training has no pictures
@@ -408,7 +414,7 @@ def strips(experiment, recorded, runs):
             return []
         with Image.open(folder / f"{name}.png") as picture:
             # samples are a grid of 6 rows and 10 columns; masks of segmentation are shown whole
-            keep = picture.height if "segment" in arm.trained.experiment.common + arm.trained.flags else (picture.height - 4) // 6 + 4
+            keep = picture.height if segments(e) else (picture.height - 4) // 6 + 4
             rows.append((arm.name, np.asarray(picture.convert("RGB").crop((0, 0, picture.width, keep))).tolist()))
     return rows
 
