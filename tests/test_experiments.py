@@ -309,6 +309,8 @@ def test_an_arm_reads_samples_or_starts_from_another_experiments_run(folder, fak
     assert run.main(["002", "--seeds", "0", "--dry_run"], folder) == 0
     planned = [re.search(r"--name (\S+)", c)[1] for c in capsys.readouterr().out.splitlines()]
     assert planned == ["001-fp32-seed0", "002-sampler-seed0", "002-student-seed0"]
+    assert run.main(["002", "--seeds", "0", "--arm", "student", "--dry_run"], folder) == 0
+    assert [re.search(r"--name (\S+)", c)[1] for c in capsys.readouterr().out.splitlines()] == ["001-fp32-seed0", "002-student-seed0"]
     assert run.main(["002", "--seeds", "0", "--jobs", "3"], folder) == 0
     own, other = ([r["arm"] for r in run.read_results(folder / name / "results.jsonl")] for name in ("002-more", "001-rounding"))
     assert sorted(own) == ["sampler", "student"] and other == ["fp32"]
