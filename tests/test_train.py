@@ -730,6 +730,16 @@ def test_two_processes_in_pure_bf16_with_accumulation_and_a_bf16_reduction():
     assert metrics("two")[-1]["grad_norm"] == pytest.approx(metrics("one")[-1]["grad_norm"], rel=0.05)
 
 
+@pytest.mark.parametrize("flags", [(), ("--pure_bf16",)], ids=str)
+def test_reversed_velocity_trains_the_mirror_image(flags):
+    """The last layer starts at zero and takes the sign; every other weight takes the same steps, bit for bit (experiment 004)."""
+    for velocity in ("clean-noise", "noise-clean"):
+        assert quick("--velocity", velocity, "--lr", "1e-2", *flags, name=velocity) == 0
+    one, other = (checkpoint(name)["precision"]["model"] for name in ("clean-noise", "noise-clean"))
+    last = [key for key in one if not torch.equal(one[key], other[key])]
+    assert last == ["out.2.conv.weight", "out.2.conv.bias"] and all(torch.equal(one[key], -other[key]) for key in last)
+
+
 def test_a_reader_that_ends_early_is_no_error(tmp_path):
     """`train.py --dry_run | head -1`: the pipe breaks at the next line, and that is all."""
     read, write = os.pipe()
