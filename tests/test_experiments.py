@@ -408,6 +408,21 @@ def test_again_changes_nothing_and_the_prose_stays(folder):
     assert "Nearest loses." in document.read_text() and document.read_bytes() != before["EXPERIMENTS.md"][0]
 
 
+def test_a_new_section_stands_where_its_number_belongs(folder):
+    """Also before sections that are there, whose prose stays."""
+    document = folder.parent / "EXPERIMENTS.md"
+    second(folder)
+    shutil.move(folder / "001-rounding", folder.parent / "aside")
+    (folder / "002-more/experiment.toml").write_text(TOML)
+    assert report.main([], folder, document) == 0
+    document.write_text(document.read_text() + "\nWhat I saw.\n")
+    shutil.move(folder.parent / "aside", folder / "001-rounding")
+    assert report.main([], folder, document) == 0
+    text = document.read_text()
+    assert re.findall(r"^## (\d+)", text, re.M) == ["001", "002"] and text.endswith("\nWhat I saw.\n")
+    assert report.main(["--check"], folder, document) == 0
+
+
 def test_a_diverged_run_counts_and_a_killed_one_does_not(folder):
     experiment, document = run.load("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
