@@ -192,7 +192,7 @@ def section(experiment, recorded):
                      f"for a difference as large as the margin to be seen with 80 % power.")
     if known := levels(e, recorded):
         facts.append("; ".join(f"{name} score {cell(value, digits)}" for name, value in known.items()).capitalize() + ".")
-    expected = len({a.source for a in e.arms}) * len(e.seeds)
+    expected = len({run for a in e.arms for run in (a.source, a.trained)}) * len(e.seeds)
     here = [r for (_, _, seed), r in needed(e, recorded).items() if seed in e.seeds]
     facts.append(f"{len(here)} of {expected} runs, {', '.join(sorted({machine(r) for r in here})) or 'none yet'}.")
     if here:
