@@ -82,7 +82,7 @@ def draw_series(plt, data):
     for i, (name, points) in enumerate(data["series"].items()):
         x, y, sd = zip(*points)
         rest = len(data["series"]) - 1 - i  # wide below and narrow above: where lines fall together all of them are seen
-        axis.errorbar(x, y, yerr=sd, color=colours[i % 10], marker="o", linewidth=1.2 + 1.5 * rest, markersize=3.5 + 2 * rest, elinewidth=1.2, capsize=3, label=name)
+        axis.errorbar(x, y, yerr=sd, color=colours[i % 10], marker="o", linewidth=1.2 + rest, markersize=3.5 + 1.4 * rest, elinewidth=1.2, capsize=3, label=name)
     if len({x for points in data["series"].values() for x, _, _ in points}) > 2:
         axis.set_xscale("log")
     axis.set_yscale("log")
