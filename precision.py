@@ -1274,7 +1274,7 @@ class Precision:
             if getattr(r, name) in CODES:
                 coder = _coder(getattr(r, name))
                 plain[name] = sum(p.numel() for p in self.params if not coder.takes(p.numel()))
-                moments[name] += coder.table_bytes * (plain[name] < n)  # the values of the codes, shared by all tensors
+                moments[name] += coder.table_bytes(name == "exp_avg", r.update == "stochastic") * (plain[name] < n)  # shared by all tensors
         weights = sum(p.nbytes for p in self.params)
         islands = sum(p.numel() for p in self.params if p.dtype == torch.float32) if r.low_weights else 0
         sizes = {"weights": weights / n, "grads": weights / n, "master": (low["remainder"] + low["master"]) / n, "kahan": low["compensation"] / n,

@@ -27,10 +27,33 @@ import precision
 SMALLEST = 4096  # values; both libraries keep the moments of smaller tensors in full
 
 
-def stochastic_codes(x, table, block, key, signed):
+OCTAVES, PER_OCTAVE = 32, 128  # buckets of |y| in 2^-32 to 1: the exponent and the 7 upper bits of the mantissa. All below is the first bucket
+
+
+def _bucket(y, signed):
+    """int32 index of each fp32 y in -1 to 1, 0 to 4,095; of a negative one in a signed table, 4,096 to 8,191."""
+    bits = y.view(torch.int32)
+    index = (((bits & 0x7FFFFFFF) >> 16) - (127 - OCTAVES) * PER_OCTAVE).clamp(0, OCTAVES * PER_OCTAVE - 1)
+    return torch.where(bits < 0, index + OCTAVES * PER_OCTAVE, index) if signed else index
+
+
+def lookup(table, signed):
+    """uint8 [4096 or 8192]: for each bucket the code at or under its smallest value, the first code if there is none.
+
+    A bucket is narrower than the gaps of both libraries' tables, so a value of it lies above this code or above the next, no further."""
+    size = OCTAVES * PER_OCTAVE
+    magnitude = ((torch.arange(size + 1, dtype=torch.int32) + (127 - OCTAVES) * PER_OCTAVE) << 16).view(torch.float32)
+    low = magnitude[:-1].clone()
+    low[0] = 0
+    if signed:  # a negative bucket ends, exclusively, at the next larger magnitude
+        low = torch.cat([low, torch.nextafter(-magnitude[1:], torch.tensor(1.0))])
+    return (torch.searchsorted(table, low, right=True) - 1).clamp(0, table.numel() - 2).to(torch.uint8)
+
+
+def stochastic_codes(x, table, start, block, key, signed):
     """fp32 [n] -> (codes int32 [n], scales fp32 [ceil(n / block)]) such that the mean of table[code] * scale over keys is x.
 
-    table: sorted fp32 code values. A signed table ends at 1 on one side only (-0.993 or -0.8875 on the other): the scale is chosen so that
+    table: sorted fp32 code values; start: its `lookup`. A signed table ends at 1 on one side only (-0.993 or -0.8875 on the other): the scale is chosen so that
     both sides of the block fit, where the libraries clip. One value is not unbiased: exp_avg_sq between 0 and the smallest positive code
     takes that code, since a zero under the root would make a step of exp_avg / eps.
     """
@@ -40,10 +63,8 @@ def stochastic_codes(x, table, block, key, signed):
     if signed:
         scale = torch.maximum(scale, blocks.amin(1) / table[0])
     y = torch.where(scale[:, None] == 0, 0.0, blocks / scale[:, None]).view(-1)[:n]
-    low = torch.zeros_like(y, dtype=torch.int32)
-    for bit in range(table.numel().bit_length() - 2, -1, -1):  # binary search without branches; torch.bucketize on CPU takes four times as long
-        low = torch.where(y >= table[low + (1 << bit)], low + (1 << bit), low)
-    low = low.clamp(max=table.numel() - 2)
+    low = start[_bucket(y, signed)].int()
+    low = torch.where(y >= table[low + 1], low + 1, low).clamp(max=table.numel() - 2)  # a binary search takes twice as long, torch.bucketize eight times
     uniform = (precision.noise_bits(n, key)[0] & 0xFFFFFF).float() * 2.0**-24
     codes = low + (y - table[low] > uniform * (table[low + 1] - table[low]))
     return codes if signed else torch.where((y > 0) & (table[codes] == 0), codes + 1, codes), scale
@@ -52,8 +73,8 @@ def stochastic_codes(x, table, block, key, signed):
 @functools.cache
 def _stochastic_kernel(block, signed):
     # a function for each block size: as an argument torch.compile would take it for a variable, and the step three times as long
-    def kernel(x, codes, scale, table, key):
-        new, new_scale = stochastic_codes(x, table, block, key, signed)
+    def kernel(x, codes, scale, table, start, key):
+        new, new_scale = stochastic_codes(x, table, start, block, key, signed)
         codes.copy_(new if codes.numel() == x.numel() else _packed(new))
         scale.copy_(new_scale)
 
@@ -78,15 +99,21 @@ class Coder:
         """n zeros: (codes uint8 [n * bits / 8], scales fp32 [ceil(n / block)])."""
         return torch.zeros(n * self.bits // 8, dtype=torch.uint8, device=device), torch.zeros(math.ceil(n / self.block), device=device)
 
-    @property
-    def table_bytes(self):
-        return 4 * 2**self.bits
+    def table_bytes(self, signed, stochastic):
+        """What the tables of one moment take; all tensors share them."""
+        return 4 * 2**self.bits + stochastic * (1 + signed) * OCTAVES * PER_OCTAVE
 
     def table(self, signed, device):
         """fp32 [2^bits], sorted: what each code stands for, times its block's scale."""
         if (signed, device) not in self.tables:
             self.tables[signed, device] = self.values(signed).to(device)
         return self.tables[signed, device]
+
+    def start(self, signed, device):
+        """The `lookup` of the table."""
+        if ("start", signed, device) not in self.tables:
+            self.tables["start", signed, device] = lookup(self.values(signed), signed).to(device)
+        return self.tables["start", signed, device]
 
     def store(self, x, codes, scale, signed, key, run):
         """Write fp32 x [n] into codes and scales in place: to the nearest code, or stochastically under `key` (see `precision.noise_key`).
@@ -96,7 +123,7 @@ class Coder:
         if key is None:
             self.nearest(x, codes, scale, table, run)
         else:
-            run(_stochastic_kernel(self.block, signed), x, codes, scale, table, key)
+            run(_stochastic_kernel(self.block, signed), x, codes, scale, table, self.start(signed, x.device), key)
 
 
 class Int8(Coder):

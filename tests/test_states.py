@@ -99,13 +99,29 @@ def test_nearest_4_bit_codes_are_those_of_torchao(signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_bucket_starts_at_most_one_code_too_low(kind, signed):
+    """Over every magnitude, the table's own values and their neighbours included; below the table the first code."""
+    c = coder(kind)
+    table = c.table(signed, torch.device("cpu"))
+    some = 10 ** torch.linspace(-12, 0, 200_000)
+    y = torch.cat([some, table, torch.nextafter(table, torch.tensor(2.0)), torch.nextafter(table, torch.tensor(-2.0)), torch.tensor([0.0, -0.0, 1e-40])])
+    y = torch.cat([y, -y]) if signed else y
+    y = y[(y >= table[0] if signed else y >= 0) & (y <= 1)]
+    start = c.start(signed, y.device)[states._bucket(y, signed)].int()
+    exact = (torch.searchsorted(table, y, right=True) - 1).clamp(0, len(table) - 2)
+    assert torch.equal(torch.where(y >= table[start + 1], start + 1, start).clamp(max=len(table) - 2), exact.int())
+    assert 0 <= (exact - start).min() and (exact - start).max() <= 1 and start.numel() > 200_000
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
 def test_stochastic_codes_are_neighbours_and_right_on_average(kind, signed):
     c, draws = coder(kind), 1000
     x = moment(512, signed)
     table = c.table(signed, x.device)
     total = torch.zeros(512, dtype=torch.float64)
     for step in range(draws):
-        codes, scale = states.stochastic_codes(x, table, c.block, noise_key(0, step), signed)
+        codes, scale = states.stochastic_codes(x, table, c.start(signed, x.device), c.block, noise_key(0, step), signed)
         value = table[codes] * scale.repeat_interleave(c.block)
         total += value
         if step < 20:
@@ -403,7 +419,7 @@ TARGETS = [("stochastic", "int8", 6.03), ("kahan", "int8", 8.03), ("split", "int
 def test_bytes_a_parameter_of_large_tensors(write, kind, size):
     coder(kind)
     with torch.device("meta"):
-        model = nn.Linear(2048, 2048, bias=False)
+        model = nn.Linear(4096, 4096, bias=False)
     assert round(Precision(model, recipe(**WRITES[write], **FLAG[kind])).ledger().state_bytes, 2) == size
 
 
