@@ -359,7 +359,7 @@ def support(kind, capability=None, features=frozenset()):
         # measured on a Xeon with avx512_fp16, torch 2.14: Linear layers at the speed of fp32 and better, a convolution's gradients 50 times slower
         why = f"{' '.join(fp16)}: a convolution's gradients take 50 times as long as in fp32" if fp16 else "no avx512_fp16 or amx_fp16: 30 to 60 times slower than fp32"
         table["fp16"] = ("emulated", f"{why}; use --bf16")
-        table["fp8"] = ("emulated", "no FP8 arithmetic in CPUs: torch._scaled_mm gives the same numbers as on a GPU, slower than fp32")
+        table["fp8"] = ("emulated", "no FP8 arithmetic in CPUs: the same numbers as on a GPU, slower than fp32")
         table["opt8bit"] = ("native", "bitsandbytes CPU kernels")
         table["opt4bit"] = ("native", "torchao, by torch.compile")
         table["sparse24"] = ("no", "needs compute capability 8.0")

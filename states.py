@@ -64,7 +64,7 @@ def stochastic_codes(x, table, start, block, key, signed):
         scale = torch.maximum(scale, blocks.amin(1) / table[0])
     y = torch.where(scale[:, None] == 0, 0.0, blocks / scale[:, None]).view(-1)[:n]
     low = start[_bucket(y, signed)].int()
-    low = torch.where(y >= table[low + 1], low + 1, low).clamp(max=table.numel() - 2)  # a binary search takes twice as long, torch.bucketize eight times
+    low = torch.where(y >= table[low + 1], low + 1, low).clamp(max=table.numel() - 2)  # a binary search takes twice as long
     uniform = (precision.noise_bits(n, key)[0] & 0xFFFFFF).float() * 2.0**-24
     codes = low + (y - table[low] > uniform * (table[low + 1] - table[low]))
     return codes if signed else torch.where((y > 0) & (table[codes] == 0), codes + 1, codes), scale

@@ -142,9 +142,9 @@ def answer(experiments, recorded):
     """The table of the arms that have a `headline`, which EXPERIMENTS.md opens with."""
     rows = [["net, recipe", "bytes a parameter", "baseline", "recipe", "difference [95 % CI]", "margin", "verdict"]]
     for e in experiments:
-        for arm in e.arms:
+        for arm in (a for a in e.arms if a.headline):
             row, base = arm_row(e, arm, recorded), arm_row(e, e.arm(arm.baseline), recorded)
-            if arm.headline and "bytes a parameter" in row:
+            if "bytes a parameter" in row:
                 rows.append([f"{arm.headline} ([{e.number}](#{anchor(e)}))", row["bytes a parameter"], base[heading(e)], row[heading(e)],
                              row["difference [95 % CI]"], f"{arm.margin:g}", f"{verdict(*comparison(e, arm, recorded))}, n = {row['n']}"])
     return markdown(rows)
@@ -385,12 +385,12 @@ def draw_all(experiment, recorded, runs):
         keys = {"state, smallest": "x_min", "state, largest": "x_max", "state, mean": "x_mean", "output, largest": "prediction_max"}
         figures.figure(e.folder / "ranges.png", {**common, "panels": {name: panel(key) for name, key in keys.items()}}, figures.draw_ranges)
     if rows := strips(e, recorded, runs):
-        shown = "images, masks, predictions" if segments(e) else "samples from the same noise"
+        shown = "images, masks, predictions" if all(map(segments, e.arms)) else "samples from the same noise"
         figures.figure(e.folder / "samples.png", {"title": f"{title}: {shown}, seed {e.seeds[0]}", "rows": rows}, figures.draw_strips)
 
 
-def segments(experiment):
-    return "segment" in experiment.common
+def segments(arm):
+    return "segment" in arm.trained.experiment.common + arm.trained.flags
 
 
 def strips(experiment, recorded, runs):
@@ -414,7 +414,7 @@ def strips(experiment, recorded, runs):
             return []
         with Image.open(folder / f"{name}.png") as picture:
             # samples are a grid of 6 rows and 10 columns; masks of segmentation are shown whole
-            keep = picture.height if segments(e) else (picture.height - 4) // 6 + 4
+            keep = picture.height if segments(arm) else (picture.height - 4) // 6 + 4
             rows.append((arm.name, np.asarray(picture.convert("RGB").crop((0, 0, picture.width, keep))).tolist()))
     return rows
 
