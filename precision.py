@@ -67,7 +67,7 @@ SITES = {
         "none": "the weights are the only copy", "fp32": "a second, full-precision copy takes the updates",
         "split": "bf16 weight + int16 remainder = the exact fp32 master in 4 bytes"}),
     "update": Site(("nearest", "stochastic"), {
-        "nearest": "updates under half an ulp are lost", "stochastic": "rounds up with probability = distance: nothing is lost on average"}),
+        "nearest": "updates under half an ulp are lost", "stochastic": "rounds up with probability = distance: nothing is lost on average, some noise is added"}),
     "kahan": Site(("off", "on"), {"off": "", "on": "a bf16 buffer keeps what each weight write rounded away"}),
     "compute": Site(("fp32", "tf32", "bf16", "fp16", "fp8"), {
         "fp32": "", "tf32": "fp32 storage, 10-bit mantissa inside tensor cores", "bf16": "matmuls and convolutions read 8 significant bits",
