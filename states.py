@@ -20,69 +20,60 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 
 import precision
 
 SMALLEST = 4096  # values; both libraries keep the moments of smaller tensors in full
 
 
-OCTAVES, PER_OCTAVE = 32, 128  # buckets of |y| in 2^-32 to 1: the exponent and the 7 upper bits of the mantissa. All below is the first bucket
+def broken_line(table):
+    """fp32 [S, 3]: how codes rise with the value, from a table's zero upward (from its first value if it has none): a row (value, code, codes a
+    unit of value) for each stretch of equal gaps. Between codes it is linear; both libraries' tables take 1 to 15 rows."""
+    table = table[table >= 0].double()
+    gaps = table.diff()
+    starts = [0] + [i for i in range(1, len(gaps)) if abs(gaps[i] / gaps[i - 1] - 1) > 1e-4]
+    ends = starts[1:] + [len(gaps)]
+    return torch.tensor([[table[a], a, (b - a) / (table[b] - table[a])] for a, b in zip(starts, ends)], dtype=torch.float32)
 
 
-def _bucket(y, signed):
-    """int32 index of each fp32 y in -1 to 1, 0 to 4,095; of a negative one in a signed table, 4,096 to 8,191."""
-    bits = y.view(torch.int32)
-    index = (((bits & 0x7FFFFFFF) >> 16) - (127 - OCTAVES) * PER_OCTAVE).clamp(0, OCTAVES * PER_OCTAVE - 1)
-    return torch.where(bits < 0, index + OCTAVES * PER_OCTAVE, index) if signed else index
+def stochastic_codes(x, table, line, key, signed):
+    """fp32 [blocks, width] -> (codes int32 alike, scales fp32 [blocks]) such that the mean of table[code] * scale over keys is x.
 
-
-def lookup(table, signed):
-    """uint8 [4096 or 8192]: for each bucket the code at or under its smallest value, the first code if there is none.
-
-    A bucket is narrower than the gaps of both libraries' tables, so a value of it lies above this code or above the next, no further."""
-    size = OCTAVES * PER_OCTAVE
-    magnitude = ((torch.arange(size + 1, dtype=torch.int32) + (127 - OCTAVES) * PER_OCTAVE) << 16).view(torch.float32)
-    low = magnitude[:-1].clone()
-    low[0] = 0
-    if signed:  # a negative bucket ends, exclusively, at the next larger magnitude
-        low = torch.cat([low, torch.nextafter(-magnitude[1:], torch.tensor(1.0))])
-    return (torch.searchsorted(table, low, right=True) - 1).clamp(0, table.numel() - 2).to(torch.uint8)
-
-
-def stochastic_codes(x, table, start, block, key, signed):
-    """fp32 [n] -> (codes int32 [n], scales fp32 [ceil(n / block)]) such that the mean of table[code] * scale over keys is x.
-
-    table: sorted fp32 code values; start: its `lookup`. A signed table ends at 1 on one side only (-0.993 or -0.8875 on the other): the scale is chosen so that
+    table: sorted fp32 code values; line: its `broken_line`. A signed table ends at 1 on one side only (-0.993 or -0.8875 on the other): the scale is chosen so that
     both sides of the block fit, where the libraries clip. One value is not unbiased: exp_avg_sq between 0 and the smallest positive code
     takes that code, since a zero under the root would make a step of exp_avg / eps.
     """
-    n = x.numel()
-    blocks = (F.pad(x, (0, -n % block)) if n % block else x).view(-1, block)
-    scale = blocks.amax(1)
+    scale = x.amax(1)
     if signed:
-        scale = torch.maximum(scale, blocks.amin(1) / table[0])
-    y = torch.where(scale[:, None] == 0, 0.0, blocks / scale[:, None]).view(-1)[:n]
-    low = start[_bucket(y, signed)].int()
-    low = torch.where(y >= table[low + 1], low + 1, low).clamp(max=table.numel() - 2)  # a binary search takes twice as long
-    uniform = (precision.noise_bits(n, key)[0] & 0xFFFFFF).float() * 2.0**-24
-    codes = low + (y - table[low] > uniform * (table[low + 1] - table[low]))
-    return codes if signed else torch.where((y > 0) & (table[codes] == 0), codes + 1, codes), scale
+        scale = torch.maximum(scale, x.amin(1) / table[0])
+    y = torch.where(scale[:, None] == 0, 0.0, x / scale[:, None])
+    # where on the line |y| lies, by comparison with each stretch: reading tables is the one thing that torch.compile can't vectorise here
+    code = torch.zeros_like(y)
+    for value, first, rise in line.unbind(0):
+        code = torch.where(y.abs() >= value, first + (y.abs() - value) * rise, code)
+    uniform = (precision.noise_bits(x.numel(), key)[0].view(x.shape) & 0xFFFFFF).float() * 2.0**-24
+    whole = code.floor()
+    code = (whole + (code - whole > uniform)).int()
+    if signed:  # the negative side mirrors the positive one
+        zero = table.numel() // 2 - 1
+        code = torch.where(y < 0, zero - code, zero + code)
+    else:
+        code = torch.where((y > 0) & (code == 0) & (table[0] == 0), 1, code)
+    return code.clamp(0, table.numel() - 1), scale  # a quotient may lie an ulp beyond the table
 
 
 @functools.cache
-def _stochastic_kernel(block, signed):
-    # a function for each block size: as an argument torch.compile would take it for a variable, and the step three times as long
-    def kernel(x, codes, scale, table, start, key):
-        new, new_scale = stochastic_codes(x, table, start, block, key, signed)
-        codes.copy_(new if codes.numel() == x.numel() else _packed(new))
+def _stochastic_kernel(signed):
+    def kernel(x, codes, scale, table, line, key):
+        new, new_scale = stochastic_codes(x, table, line, key, signed)
+        codes.copy_(new if codes.shape == x.shape else _packed(new))
         scale.copy_(new_scale)
 
     return kernel
 
 
 def _packed(codes):
-    return codes[::2] << 4 | codes[1::2]  # two to a byte, in the order of torchao's OptimState4bit
+    return codes[..., ::2] << 4 | codes[..., 1::2]  # two to a byte, in the order of torchao's OptimState4bit
 
 
 class Coder:
@@ -101,7 +92,7 @@ class Coder:
 
     def table_bytes(self, signed, stochastic):
         """What the tables of one moment take; all tensors share them."""
-        return 4 * 2**self.bits + stochastic * (1 + signed) * OCTAVES * PER_OCTAVE
+        return self.table(signed, torch.device("cpu")).nbytes + stochastic * self.line(signed, torch.device("cpu")).nbytes
 
     def table(self, signed, device):
         """fp32 [2^bits], sorted: what each code stands for, times its block's scale."""
@@ -109,11 +100,11 @@ class Coder:
             self.tables[signed, device] = self.values(signed).to(device)
         return self.tables[signed, device]
 
-    def start(self, signed, device):
-        """The `lookup` of the table."""
-        if ("start", signed, device) not in self.tables:
-            self.tables["start", signed, device] = lookup(self.values(signed), signed).to(device)
-        return self.tables["start", signed, device]
+    def line(self, signed, device):
+        """The `broken_line` of the table."""
+        if ("line", signed, device) not in self.tables:
+            self.tables["line", signed, device] = broken_line(self.values(signed)).to(device)
+        return self.tables["line", signed, device]
 
     def store(self, x, codes, scale, signed, key, run):
         """Write fp32 x [n] into codes and scales in place: to the nearest code, or stochastically under `key` (see `precision.noise_key`).
@@ -121,9 +112,14 @@ class Coder:
         run(kernel, *args) calls a kernel, compiled or not."""
         table = self.table(signed, x.device)
         if key is None:
-            self.nearest(x, codes, scale, table, run)
-        else:
-            run(_stochastic_kernel(self.block, signed), x, codes, scale, table, self.start(signed, x.device), key)
+            return self.nearest(x, codes, scale, table, run)
+        kernel, line = _stochastic_kernel(signed), self.line(signed, x.device)
+        whole = x.numel() // self.block
+        n = whole * self.block
+        if whole:
+            run(kernel, x[:n].view(whole, -1), codes[: n * self.bits // 8].view(whole, -1), scale[:whole], table, line, key)
+        if n < x.numel():  # a last, shorter block; its noise begins where that of the others ends
+            run(kernel, x[n:][None], codes[n * self.bits // 8 :][None], scale[whole:], table, line, key + key.new_tensor([0, 0, n]))
 
 
 class Int8(Coder):

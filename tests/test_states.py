@@ -99,18 +99,14 @@ def test_nearest_4_bit_codes_are_those_of_torchao(signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bucket_starts_at_most_one_code_too_low(kind, signed):
-    """Over every magnitude, the table's own values and their neighbours included; below the table the first code."""
-    c = coder(kind)
-    table = c.table(signed, torch.device("cpu"))
-    some = 10 ** torch.linspace(-12, 0, 200_000)
-    y = torch.cat([some, table, torch.nextafter(table, torch.tensor(2.0)), torch.nextafter(table, torch.tensor(-2.0)), torch.tensor([0.0, -0.0, 1e-40])])
-    y = torch.cat([y, -y]) if signed else y
-    y = y[(y >= table[0] if signed else y >= 0) & (y <= 1)]
-    start = c.start(signed, y.device)[states._bucket(y, signed)].int()
-    exact = (torch.searchsorted(table, y, right=True) - 1).clamp(0, len(table) - 2)
-    assert torch.equal(torch.where(y >= table[start + 1], start + 1, start).clamp(max=len(table) - 2), exact.int())
-    assert 0 <= (exact - start).min() and (exact - start).max() <= 1 and start.numel() > 200_000
+def test_the_line_passes_through_every_code_of_the_table(kind, signed):
+    table = coder(kind).values(signed)
+    line = states.broken_line(table)
+    up = table[table >= 0].double()
+    row = torch.searchsorted(line[:, 0].contiguous(), up.float(), right=True) - 1
+    value, code, rise = line.double()[row].unbind(1)
+    assert ((code + (up - value) * rise) - torch.arange(len(up))).abs().max() < 1e-4 and len(line) < len(up)
+    assert not signed or torch.equal(-table[: len(table) // 2 - 1].flip(0), table[len(table) // 2 : -1])  # what the mirror image takes for granted
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -121,7 +117,8 @@ def test_stochastic_codes_are_neighbours_and_right_on_average(kind, signed):
     table = c.table(signed, x.device)
     total = torch.zeros(512, dtype=torch.float64)
     for step in range(draws):
-        codes, scale = states.stochastic_codes(x, table, c.start(signed, x.device), c.block, noise_key(0, step), signed)
+        codes, scale = states.stochastic_codes(x.view(-1, c.block), table, c.line(signed, x.device), noise_key(0, step), signed)
+        codes = codes.flatten()
         value = table[codes] * scale.repeat_interleave(c.block)
         total += value
         if step < 20:
@@ -169,6 +166,8 @@ def test_noise_is_a_function_of_its_key():
     assert torch.equal(first, again) and 0.2 < (first != other).float().mean() < 0.6
     second_half = stored(c, x[4096:], True, noise_key(0, 1, 4096))[0]
     assert torch.equal(first[4096:], second_half)
+    odd = stored(c, x[:5000], True, noise_key(0, 1))[0]  # ends within a block
+    assert torch.equal(odd[:4864], first[:4864]) and torch.equal(odd[4864:], stored(c, x[4864:5000], True, noise_key(0, 1, 4864))[0])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
