@@ -1314,7 +1314,7 @@ class Ledger:
     """The printable table of a run's sites; `rows` and `json()` for programs. details: {name: what a site covers}, with str(), json() and
     share, the share of the FLOPs."""
 
-    STATE = ("weights", "grads", "master", "kahan", "exp_avg", "exp_avg_sq")
+    STATE = ("weights", "grads", "accumulate", "master", "kahan", "exp_avg", "exp_avg_sq")
 
     def __init__(self, rows, parameters, details={}):
         self.rows, self.parameters, self.details = rows, parameters, details

@@ -738,7 +738,7 @@ PEERS = [
 
 
 def allocated(run):
-    """Bytes after one step: (weights, gradients and optimiser; the average; fp32 sums). Shared memory counts once."""
+    """Bytes after one step: (weights, gradients, their fp32 sums and optimiser; the average; the sums alone). Shared memory counts once."""
     (x, y) = batches(1)[0]
     for _ in range(run.accumulate):
         run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
@@ -757,7 +757,7 @@ def allocated(run):
     for coder in getattr(run.optimizer, "coders", {}).values():
         states.update({t.data_ptr(): t.nbytes for t in coder.tables.values()})
     return (
-        sum(p.nbytes for p in run.params) + gradients + sum(states.values()),
+        sum(p.nbytes for p in run.params) + gradients + sums + sum(states.values()),
         sum(t.nbytes for t in run.ema.shadow.values()),
         sums,
     )
