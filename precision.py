@@ -1186,7 +1186,7 @@ class Precision:
 
         Its precision is the generation site's: 'compute' as trained, but FP8 layers compute in bf16; 'fp8' through those; 'fp32' a full-precision
         copy, 'autocast' that copy under bf16; 'bf16' a copy in bf16 whatever was trained; 'int8', and 'fp8' of a net trained otherwise: the
-        autocast copy with its Linear layers quantised (fp8.quantise).
+        autocast copy with its Linear layers quantised (fp8.quantise). Raises RecipeError for a source that this run does not hold.
         """
         r = self.recipe
         with self.fp8.plain(self.model) if self.fp8 and r.generation != "fp8" else nullcontext():
@@ -1227,7 +1227,11 @@ class Precision:
         return {"fp8": snr(low), "bf16": snr(bf16)}
 
     def weights(self, source="ema"):
-        """{name: tensor} of averaged ('ema' or a further average, in its dtype) or last ('raw', fp32 value held) weights, pruned under sparse24."""
+        """{name: tensor} of averaged ('ema' or a further average, in its dtype) or last ('raw', fp32 value held) weights, pruned under sparse24.
+
+        Raises RecipeError for a source that this run does not hold."""
+        if source not in ("raw", *self.averages):
+            raise RecipeError(f"weights '{source}': this run holds {', '.join(['raw', *self.averages])}")
         if source != "raw":
             values = dict(self.averages[source].shadow)
         else:

@@ -594,6 +594,7 @@ def test_further_averages_ride_along():
     assert {w.dtype for w in run.weights("0.9:bf16").values()} == {BF16}
     assert not torch.equal(run.generator("0.5:fp32").model.out.weight, run.generator("ema").model.out.weight)
     refused(lambda: start("fp32", averages=["0.9"]), "DECAY:DTYPE")
+    refused(lambda: run.generator("0.8:fp32"), "raw, ema, 0.5:fp32")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
