@@ -114,7 +114,7 @@ def arm_row(experiment, arm, recorded):
             row[name] = spread([lab.value(r, metric) for r in finished], places)
     if finished:
         row["training loss"] = spread([r["final_loss"] for r in finished], 4)
-        row["bytes a parameter"] = f"{finished[0]['bytes_per_parameter']:g}"
+        row["bytes a parameter"] = f"{finished[0]['bytes_per_parameter']:.5g}"
         if shares := finished[0].get("flops_share"):
             row["of the FLOPs"] = ", ".join(f"{share:.1%} in {covers(arm, name)}" for name, share in shares.items())
         if all("gradient_snr" in r for r in finished):
@@ -286,7 +286,7 @@ def by_bytes(experiment, recorded):
             continue
         mean, itself = statistics.fmean(values), arm.name == arm.baseline
         low, high = (mean + end - result.mean for end in (result.low, result.high)) if result and not itself and math.isfinite(result.mean) else (None, None)
-        points.append((arm.name, finished[0]["bytes_per_parameter"], mean, low, high, "baseline" if itself else verdict(pairs, result)))
+        points.append((arm.name, round(finished[0]["bytes_per_parameter"], 2), mean, low, high, "baseline" if itself else verdict(pairs, result)))
     return sorted(points, key=lambda point: -point[1])
 
 
