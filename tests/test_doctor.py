@@ -66,6 +66,7 @@ HEALTHY = {
     "islands, stochastic average": ["--pure_bf16", "--stochastic", "--set", "islands=norm+final", "--set", "ema=bf16",
                                     "--set", "ema_update=stochastic"],
     "ddpm": ["--task", "ddpm"], "dit": ["--model", "dit", "--pure_bf16", "--stochastic"],
+    "8-bit codes, stochastic": ["--model", "dit", "--pure_bf16", "--stochastic", "--opt8bit"],
     "segment": ["--task", "segment", "--image_size", "16", "--pure_bf16", "--stochastic"],
 }
 
@@ -84,6 +85,10 @@ PLANTED = {  # flags of the training, sites set in the checkpoint afterwards, wh
     "exp_avg_sq": (["--set", "exp_avg_sq=bf16"], [], {"exp_avg_sq": "moderate"}),
     # Kahan compensates the weights alone; the moments beside them are rounded to nearest
     "kahan": (["--pure_bf16", "--kahan"], [], {"exp_avg_sq": "moderate"}),
+    "8-bit codes": (["--model", "dit", "--opt8bit"], [], {"exp_avg_sq": "moderate"}),
+    "4-bit codes": (["--model", "dit", "--opt4bit"], [], {"exp_avg_sq": "moderate"}),
+    # whatever the rounding, torchao's codes do not reach below a 16th of their block's largest
+    "4-bit codes, stochastic": (["--model", "dit", "--opt4bit", "--stochastic"], [], {"exp_avg_sq": "moderate"}),
     "plain loop": (["--pure_bf16", "--optimizer", "torch", "--set", "ema=bf16", "--weight_decay", "0.1"], [],
                    {"update": "moderate", "ema": "severe", "exp_avg_sq": "moderate", "weight decay": "moderate"}),
     "sampler": ([], ["sampler=bf16"], {"sampler": "moderate"}),
@@ -177,7 +182,7 @@ def test_the_tally_forgives_noise_and_not_loss():
     for name, new in {"nearest": target.bfloat16(), "exact": target, "stochastic": precision.stochastic_round(target, noise),
                       "half": precision.stochastic_round(old + (target - old) / 2, noise)}.items():
         tallies[name] = doctor.Tally()
-        tallies[name].add(stored, old, target, new.float())
+        tallies[name].add(doctor._stays(stored, target), old, target, new.float())
     assert tallies["nearest"].lost > 0.95 and 0.2 < tallies["half"].lost < 0.5
     assert tallies["exact"].lost == tallies["stochastic"].lost == 0.0
     assert all(t.stuck == 1.0 for t in tallies.values())
