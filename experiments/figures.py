@@ -1,14 +1,15 @@
-"""The pictures of the log. Each draw_* takes pyplot and plain data; `figure` redraws a file only when its data or this file changed."""
+"""The pictures of the log. Each draw_* takes pyplot and plain data; `figure` redraws a file only when its data or its draw_* changed."""
 
 import hashlib
-from pathlib import Path
+import inspect
 
 
 def figure(path, data, draw):
-    """Save draw(plt, data) as PNG, unless the one that is there was drawn from the same data by this file."""
+    """Save draw(plt, data) as PNG, unless the one that is there was drawn from the same data by the same code."""
     from PIL import Image
 
-    digest = hashlib.sha256(Path(__file__).read_bytes() + repr(data).encode()).hexdigest()
+    code = "".join(inspect.getsource(function) for function in (figure, lines, draw))
+    digest = hashlib.sha256((code + repr(LABELS) + repr(data)).encode()).hexdigest()
     if path.exists():
         with Image.open(path) as old:
             if old.info.get("Source") == digest:
@@ -101,10 +102,10 @@ def draw_bytes(plt, data):
     Recipes of about the same size stand side by side, each with its own sign; the band is the margin within which they equal the baseline."""
     picture, axis = plt.subplots(figsize=(9, 4.5))
     colours = {"baseline": "black", "equal": "tab:green", "better": "tab:blue", "worse": "tab:red", "undecided": "tab:orange", "no pairs yet": "grey"}
-    marks, taken = "osD^v<>PXph*d8", {}
-    for i, (name, size, mean, low, high, verdict) in enumerate(data["points"]):
-        column = round(2 * size)
-        taken[column] = taken.get(column, 0) + 1
+    marks, taken, alike = "osD^v<>PX*dph8", {}, {}
+    for name, size, mean, low, high, verdict in data["points"]:
+        column, i = round(2 * size), alike.get(verdict, 0)
+        taken[column], alike[verdict] = taken.get(column, 0) + 1, i + 1  # signs differ within a colour
         bars = None if low is None else [[mean - low], [high - mean]]
         axis.errorbar([size - 0.12 * (taken[column] - 1)], [mean], yerr=bars, color=colours[verdict], marker=marks[i % len(marks)], markersize=6, capsize=3,
                       linestyle="none", label=f"{size:.4g}  {name}: {verdict}")
@@ -120,8 +121,8 @@ def draw_bytes(plt, data):
             axis.text(0.01, value, name, fontsize=7, color="grey", transform=axis.get_yaxis_transform(), va="bottom")
     axis.invert_xaxis()
     axis.grid(alpha=0.3)
-    axis.set(title=data["title"] + "\nmean over seeds; bars: 95 % interval of the paired difference; band: margin of equality",
-             xlabel="bytes a parameter: weights, gradients, optimiser states", ylabel=data["y_label"])
+    axis.set_title(data["title"] + "\nmean over seeds; bars: 95 % interval of the paired difference; band: margin of equality", fontsize=10)
+    axis.set(xlabel="bytes a parameter: weights, gradients, optimiser states", ylabel=data["y_label"])
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), title="bytes  recipe", title_fontsize=8)
     return picture
 
