@@ -152,7 +152,7 @@ class Tally:
         self.entries = self.threatened_entries = 0
 
     def add(self, stays, old, target, new, among=True, scale=1.0):
-        """stays: whether the target rounded to nearest is what was stored; old, target, new: fp32 values held before, wanted, held after. All [n]."""
+        """stays: whether rounding the target to nearest may lose the move; old, target, new: fp32 values held before, wanted, held after. All [n]."""
         step, moved = (target - old) / scale, (new - old) / scale
         among = among & (step != 0) & step.isfinite() & moved.isfinite()
         threatened = among & stays
@@ -411,7 +411,7 @@ class _Examination:
         groups, squares, before = {}, {}, {}
         for p in precision.params:  # tensors alike are judged as one
             v = self.second_moment(p)
-            groups.setdefault((p.dtype, None if v is None else v.dtype), []).append(p)
+            groups.setdefault((p.dtype, None if v is None else v.dtype, self.coded(p)), []).append(p)
         names = {p: name for name, p in precision.named_params}
 
         def look(optimizer, args, kwargs):
@@ -419,8 +419,9 @@ class _Examination:
             for key, params in groups.items():
                 own = [p for p in params if grads.get(p) is not None]
                 if own:
-                    g = [grads[p].float() * kwargs.get("grad_scale", 1.0) for p in own]
-                    before[key] = own, _samples(own), self.held(own), self.wanted(own, g), self.shrinking(own, g), _samples(g)
+                    g = [_sample(grads[p]).float() * kwargs.get("grad_scale", 1.0) for p in own]
+                    v = None if key[1] is None else [_sample(self.second_moment(p)) for p in own]
+                    before[key] = own, _samples(own), self.held(own), self.wanted(own, g, v), self.shrinking(own, g, v), torch.cat(g)
 
         hook = precision.optimizer.register_step_pre_hook(look)
         for _ in range(STEPS // c["accumulate"] if whole else 2):
@@ -497,23 +498,24 @@ class _Examination:
         m = next((state[k] for k in ("exp_avg", "ema", "state1") if k in state), None)
         return m if m is not None and m.is_floating_point() else None
 
-    def wanted(self, params, grads):
-        """The fp32 update that the next step of our AdamW wants for `params`, sampled; None for a peer's."""
-        precision = self.precision
-        if not isinstance(precision.optimizer, recipes.AdamW):
-            return None
-        return torch.cat([precision._intended(p, _sample(g), self.held([p]), _sample(precision._moment(p)).float()) for p, g in zip(params, grads)])
+    def coded(self, p):
+        """Whether our AdamW holds exp_avg_sq of `p` in codes."""
+        return "exp_avg_sq_scale" in self.precision.optimizer.state.get(p, {})
 
-    def shrinking(self, params, grads):
-        """What the next step does to the second moments, sampled: (held, wanted, whether that is under half an ulp); None where they are no
-        plain numbers. Of codes every move is looked at: the scale of their block moves them too, but as the block's largest wants."""
-        moments = [self.second_moment(p) for p in params]
-        if any(v is None for v in moments):
+    def wanted(self, params, grads, moments):
+        """The fp32 update that the next step of our AdamW wants for `params`, flat; None for a peer's. grads and moments (exp_avg_sq): samples."""
+        if not isinstance(self.precision.optimizer, recipes.AdamW):
             return None
-        held, g, beta2 = _samples(moments), _samples(grads), self.decays(params[0])[1]
+        return torch.cat([self.precision._intended(p, g, self.held([p]), v.float()) for p, g, v in zip(params, grads, moments)])
+
+    def shrinking(self, params, grads, moments):
+        """(held, wanted, may stay) of exp_avg_sq at the next step, flat; None for moments None. What rounding to nearest would leave where it
+        is may stay. Of codes all may: with its block's scale a code moves although it stays the same, as the block's largest wants."""
+        if moments is None:
+            return None
+        held, g, beta2 = torch.cat(moments), torch.cat(grads), self.decays(params[0])[1]
         target = beta2 * held.float() + (1 - beta2) * g * g
-        coded = torch.cat([torch.full_like(_sample(v), "exp_avg_sq_scale" in self.precision.optimizer.state[p], dtype=torch.bool) for p, v in zip(params, moments)])
-        return held.float(), target, coded | _stays(held, target)
+        return held.float(), target, torch.ones_like(g, dtype=torch.bool) if self.coded(params[0]) else _stays(held, target)
 
     def intended(self, params, held):
         """The fp32 update of a peer's AdamW, its last step's, from the moments it left; None where they are not plain numbers."""

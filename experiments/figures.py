@@ -99,13 +99,13 @@ def draw_series(plt, data):
 def draw_bytes(plt, data):
     """Score of every recipe against its bytes a parameter, from most to least, with the 95 % interval of its difference from the baseline.
 
-    Recipes of about the same size stand side by side, each with its own sign; the band is the margin within which they equal the baseline."""
+    Recipes of about the same size stand side by side; signs differ within a colour, which is the verdict; the band is the margin within which they equal the baseline."""
     picture, axis = plt.subplots(figsize=(9, 4.5))
     colours = {"baseline": "black", "equal": "tab:green", "better": "tab:blue", "worse": "tab:red", "undecided": "tab:orange", "no pairs yet": "grey"}
     marks, taken, alike = "osD^v<>PX*dph8", {}, {}
     for name, size, mean, low, high, verdict in data["points"]:
         column, i = round(2 * size), alike.get(verdict, 0)
-        taken[column], alike[verdict] = taken.get(column, 0) + 1, i + 1  # signs differ within a colour
+        taken[column], alike[verdict] = taken.get(column, 0) + 1, i + 1
         bars = None if low is None else [[mean - low], [high - mean]]
         axis.errorbar([size - 0.12 * (taken[column] - 1)], [mean], yerr=bars, color=colours[verdict], marker=marks[i % len(marks)], markersize=6, capsize=3,
                       linestyle="none", label=f"{size:.4g}  {name}: {verdict}")
