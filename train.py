@@ -116,9 +116,9 @@ def build_parser():
     add(g, "checkpoint_every", 500, "steps between checkpoints, 0 for only the last", type=count)
     add(g, "export", "", "write the averaged weights here at the end (with --sample: those of the checkpoint)", metavar="FILE.safetensors")
 
-    g = parser.add_argument_group("instead of training")
     g.add_argument("--config", metavar="FILE.yaml", help="flags as keys of a YAML file; the command line wins")
-    g = g.add_mutually_exclusive_group()
+
+    g = parser.add_argument_group("instead of training").add_mutually_exclusive_group()
     g.add_argument("--dry_run", action="store_true", help="print the resolved flags and the precision ledger, and stop")
     g.add_argument("--check", action="store_true", help="print what this machine runs natively, emulates or can't, and stop")
     g.add_argument("--diagnose", metavar="CHECKPOINT", help="examine a checkpoint or run folder, finished or running, and name what is losing information; "
@@ -196,10 +196,8 @@ def run_name(config):
         if flag == "data" and ":" in value:
             kind, _, path = value.partition(":")
             value = f"{kind}_{os.path.basename(os.path.normpath(path))}"
-        if flag == "teacher":
-            value = f"teacher_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
-        if flag == "finetune":
-            value = "finetune_" + os.path.basename(os.path.normpath(value.removesuffix("checkpoint.pt")))
+        if flag in ("teacher", "finetune"):
+            value = f"{flag}_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
         if flag == "sparse24":
             value = "sparse24_" + value
         parts += [flag] if value is True else value if isinstance(value, list) else [value] if isinstance(value, str) else [f"{flag}{value:g}"]
@@ -327,7 +325,7 @@ def run(special, flags, command):
         config.update(teacher.shared)
     config["name"] = config["name"] or run_name(config)
     if special.get("dry_run"):
-        trainer = Trainer({**config, "device": config["device"]}, command, dry=True)
+        trainer = Trainer(config, command, dry=True)
         print("\n".join(f"--{key} {value}" for key, value in config.items()) + "\n")
     else:
         trainer = Trainer(config, command, teacher=teacher, defaults=DEFAULTS)
