@@ -712,7 +712,8 @@ class AdamW(torch.optim.Optimizer):
                 start += p.numel()
         return loss
 
-    def _scalars(self, group, step, grad_scale, device):
+    @staticmethod
+    def _scalars(group, step, grad_scale, device):
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         return torch.tensor([1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5, group["eps"],
                              -lr / (1 - beta1**step), grad_scale], dtype=torch.float32, device=device)
@@ -781,6 +782,7 @@ PEERS = {  # --optimizer: (package to import, name on the package index)
     "adamw": None, "torch": None, "torchastic": ("torchastic", "torchastic"), "optimi": ("optimi", "torch-optimi"),
     "adamw_bf16": ("adamw_bf16", "adamw-bf16"), "torchao": ("torchao", "torchao"), "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
 }
+PEER_MOMENTS = {"exp_avg": ("exp_avg", "ema", "state1"), "exp_avg_sq": ("exp_avg_sq", "ema_squared", "state2")}  # what peers call them
 
 
 def _import_peer(module, flag, package=None):
@@ -1125,17 +1127,24 @@ class Precision:
         low = self.low_part(p)
         return exact_weight(self._sample(p), None if low is None else self._sample(low))
 
-    def _moment(self, p):
+    def moment(self, p, name):
+        """exp_avg or exp_avg_sq of parameter `p` as the optimiser holds it, codes as the fp32 values that they stand for; None where a peer keeps no such tensor."""
         if isinstance(self.optimizer, AdamW):
-            return self.optimizer.moment(p, "exp_avg_sq")
+            return self.optimizer.moment(p, name)
         state = self.optimizer.state.get(p, {})
-        found = next((state[k] for k in ("exp_avg_sq", "ema_squared", "state2") if k in state), None)
-        return None if found is None or found.numel() != p.numel() or not torch.is_tensor(found) else found
+        found = next((state[k] for k in PEER_MOMENTS[name] if k in state), None)
+        if not torch.is_tensor(found) or found.numel() != p.numel():
+            return None
+        if found.dtype == torch.uint8:
+            i = 1 if name == "exp_avg" else 2
+            library = _import_peer("bitsandbytes.functional", "--optimizer bitsandbytes", "bitsandbytes")
+            return library.dequantize_blockwise(found, absmax=state[f"absmax{i}"], code=state[f"qmap{i}"], blocksize=256)
+        return found
 
     def _snapshot(self, grads, scale):
         rows = []
         for p, g in grads.items():
-            g, held, moment = self._sample(g), self._held(p).clone(), self._moment(p)
+            g, held, moment = self._sample(g), self._held(p).clone(), self.moment(p, "exp_avg_sq")
             moment = None if moment is None else self._sample(moment).clone()
             rows.append((p, g != 0, held, self._intended(p, g.float() * scale, held, moment), moment))
         return rows
@@ -1152,7 +1161,7 @@ class Precision:
             update_norm += float(change.double().square().sum())
             weight_norm += float(held.double().square().sum())
             if moment is not None:
-                new = self._sample(self._moment(p))
+                new = self._sample(self.moment(p, "exp_avg_sq"))
                 changeable = has_grad | (moment != 0)
                 moving += int(changeable.sum())
                 moved += int((changeable & (new != moment)).sum())
@@ -1162,12 +1171,12 @@ class Precision:
         return report
 
     def _intended(self, p, g, held, exp_avg_sq):
-        """The fp32 update that our AdamW's next step wants, before any rounding of weight or moments; None for a peer."""
-        if not isinstance(self.optimizer, AdamW):
+        """The fp32 update that the next step of our AdamW, or of bitsandbytes', wants before any rounding of weight or moments; None for other peers."""
+        if exp_avg_sq is None or self.optimizer_name not in ("adamw", "bitsandbytes"):
             return None
         group = next(group for group in self.optimizer.param_groups if any(p is q for q in group["params"]))
-        h = self.optimizer._scalars(group, self.optimizer.state[p]["step"] + 1, 1.0, p.device)
-        m, v = _moments(g, self._sample(self.optimizer.moment(p, "exp_avg")), exp_avg_sq, h, lambda a, b, c: a * b + c)
+        h = AdamW._scalars(group, self.optimizer.state[p]["step"] + 1, 1.0, p.device)
+        m, v = _moments(g, self._sample(self.moment(p, "exp_avg")), exp_avg_sq, h, lambda a, b, c: a * b + c)
         return h[6] * m / (v.sqrt() / h[4] + h[5]) - group["lr"] * group["weight_decay"] * held
 
     def _ema_report(self, before):

@@ -66,7 +66,7 @@ HEALTHY = {
     "islands, stochastic average": ["--pure_bf16", "--stochastic", "--set", "islands=norm+final", "--set", "ema=bf16",
                                     "--set", "ema_update=stochastic"],
     "ddpm": ["--task", "ddpm"], "dit": ["--model", "dit", "--pure_bf16", "--stochastic"],
-    "8-bit codes, stochastic": ["--model", "dit", "--pure_bf16", "--stochastic", "--opt8bit"],
+    "8-bit codes, stochastic": ["--model", "dit", "--pure_bf16", "--stochastic", "--opt8bit", "--weight_decay", "0.1"],
     "segment": ["--task", "segment", "--image_size", "16", "--pure_bf16", "--stochastic"],
 }
 
@@ -89,6 +89,10 @@ PLANTED = {  # flags of the training, sites set in the checkpoint afterwards, wh
     "4-bit codes": (["--model", "dit", "--opt4bit"], [], {"exp_avg_sq": "moderate"}),
     # whatever the rounding, torchao's codes do not reach below a 16th of their block's largest
     "4-bit codes, stochastic": (["--model", "dit", "--opt4bit", "--stochastic"], [], {"exp_avg_sq": "moderate"}),
+    # the library's own optimiser: its codes, and the weights that it steps from them
+    "bitsandbytes": (["--model", "dit", "--opt8bit", "--optimizer", "bitsandbytes", "--weight_decay", "0.1"], [], {"exp_avg_sq": "moderate"}),
+    "bitsandbytes on bf16 weights": (["--model", "dit", "--pure_bf16", "--opt8bit", "--optimizer", "bitsandbytes", "--weight_decay", "0.1", "--lr", "1e-4"],
+                                     [], {"update": "moderate", "exp_avg_sq": "moderate", "weight decay": "moderate"}),
     "plain loop": (["--pure_bf16", "--optimizer", "torch", "--set", "ema=bf16", "--weight_decay", "0.1"], [],
                    {"update": "moderate", "ema": "severe", "exp_avg_sq": "moderate", "weight decay": "moderate"}),
     "sampler": ([], ["sampler=bf16"], {"sampler": "moderate"}),
@@ -113,6 +117,8 @@ def test_the_figures_are_of_the_run():
     lost = lambda d: int(text(d, "update").split("% of the wanted")[0].split()[-1])
     assert lost(slower) > 80 > lost(nearest)
     assert "507 values" in text(examined(trained(), set=["timesteps=bf16"]), "timesteps")
+    for flags, words in ((["--pure_bf16"], "% of the shrinking of v is lost"), (["--model", "dit", "--opt4bit"], "v grows where it should shrink")):
+        assert words in text(examined(trained(*flags)), "exp_avg_sq")
 
 
 def test_a_bf16_schedule_ruins_a_sampler_that_meets_its_zeros():

@@ -911,6 +911,22 @@ def test_torchastic_accumulates_by_itself_and_stands_unused_parameters():
     assert not same(run.model.out.weight.detach(), before) and same(run.model.time_embed.weight.detach(), unused)
 
 
+@pytest.mark.parametrize("name, optimizer", [("opt8bit", "adamw"), ("opt8bit", "bitsandbytes"), ("fp32", "adamw")])
+def test_the_update_that_is_expected_is_the_one_that_fp32_weights_take(name, optimizer):
+    """Also of bitsandbytes' step, from its own codes: a reading of its moments that was off would show."""
+    run = start(name, net(width=24), optimizer=optimizer, lr=1e-2, weight_decay=0.1)
+    train(run, 3)
+    p, state = run.model.middle.weight, run.optimizer.state[run.model.middle.weight]
+    assert p.numel() >= 4096 and any(t.dtype == torch.uint8 for t in state.values() if torch.is_tensor(t)) == (name == "opt8bit")
+    x, y = batches(1, seed=7)[0]
+    run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
+    held = p.detach().flatten().clone()
+    expected = run._intended(p, p.grad.flatten().clone(), held, run.moment(p, "exp_avg_sq").flatten())
+    run.step()
+    moved = p.detach().flatten() - held
+    assert (moved - expected).norm() < 1e-4 * expected.norm() and expected.norm() > 0
+
+
 PEER_REFUSALS = [
     ("sgd", {}, ["--optimizer sgd", "unknown", "torchastic"]),
     ("torchastic", {}, ["--optimizer torchastic", "bf16 parameters only", "--pure_bf16"]),
