@@ -1,5 +1,6 @@
 """The doctor: it names each planted fault and no other site, keeps silent on healthy runs, and reads without writing."""
 
+import copy
 import functools
 import hashlib
 import json
@@ -67,6 +68,7 @@ HEALTHY = {
                                     "--set", "ema_update=stochastic"],
     "ddpm": ["--task", "ddpm"], "dit": ["--model", "dit", "--pure_bf16", "--stochastic"],
     "8-bit codes, stochastic": ["--model", "dit", "--pure_bf16", "--stochastic", "--opt8bit", "--weight_decay", "0.1"],
+    "fp8": ["--model", "dit", "--fp8"], "fp8, delayed scaling": ["--model", "dit", "--pure_bf16", "--stochastic", "--fp8", "--fp8_recipe", "delayed"],
     "segment": ["--task", "segment", "--image_size", "16", "--pure_bf16", "--stochastic"],
 }
 
@@ -76,7 +78,8 @@ def test_it_is_silent_on_healthy_runs(flags):
     diagnosis = examined(trained(*flags))
     assert named(diagnosis) == {} and diagnosis.status == 0 and str(diagnosis).endswith("healthy: nothing is losing information")
     generation = {"timesteps", "sampler", "loss"} if "segment" not in flags else set()
-    assert {"update", "exp_avg_sq", "ema", "compute"} | generation <= set(diagnosis.sound), "a site was not examined"
+    casts = {"fp8 zeroed", "fp8 clipped"} if "--fp8" in flags else set()
+    assert {"update", "exp_avg_sq", "ema", "compute"} | generation | casts <= set(diagnosis.sound), "a site was not examined"
 
 
 PLANTED = {  # flags of the training, sites set in the checkpoint afterwards, what must be named
@@ -119,6 +122,20 @@ def test_the_figures_are_of_the_run():
     assert "507 values" in text(examined(trained(), set=["timesteps=bf16"]), "timesteps")
     for flags, words in ((["--pure_bf16"], "% of the shrinking of v is lost"), (["--model", "dit", "--opt4bit"], "v grows where it should shrink")):
         assert words in text(examined(trained(*flags)), "exp_avg_sq")
+
+
+@pytest.mark.parametrize("factor, site, words", [(1e-7, "fp8 zeroed", "non-zero values become zero"), (1e4, "fp8 clipped", "values are clipped")],
+                         ids=["after a spike", "while values grow"])
+def test_fp8_scales_that_lag_behind(factor, site, words):
+    checkpoint = copy.deepcopy(trained("--model", "dit", "--fp8", "--fp8_recipe", "delayed", "--amax_history_len", "16"))
+    for name, t in checkpoint["precision"]["model"].items():
+        if name.endswith("scaling.scale"):
+            t *= factor
+        if name.endswith("scaling.amax_history"):
+            t /= factor
+    diagnosis = examined(checkpoint)
+    assert set(named(diagnosis)) == {site} and words in text(diagnosis, site)
+    assert "--fp8_recipe tensorwise" in next(f.remedy for f in diagnosis.findings if f.site == site)
 
 
 def test_a_bf16_schedule_ruins_a_sampler_that_meets_its_zeros():
