@@ -422,7 +422,8 @@ def run(experiment, args):
             raise ExperimentError(f"experiment {missing[0][0]} has no record of arm {missing[0][1]}, seed {missing[0][2]} to compare with; run it first")
         validate(dict.fromkeys(arm for arm, _ in todo), seeds[0], runs)
         status, results = 0, execute(todo, args.jobs, runs)
-        bar = tqdm(total=len(wanted | {key(a, s) for a, s in todo}), initial=len(wanted & done), unit="run", dynamic_ncols=True, desc=experiment.folder.name)
+        ahead = {key(a, s) for a, s in todo}
+        bar = tqdm(total=len(wanted | ahead), initial=len(wanted - ahead), unit="run", dynamic_ncols=True, desc=experiment.folder.name)
         with contextlib.closing(results), bar:
             for arm, seed, code in results:
                 record = make_record(arm, seed, runs, code)

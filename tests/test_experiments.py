@@ -237,8 +237,11 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     # a training repeated for an arm that samples from it, its folder being gone, is recorded once
     shutil.rmtree(folder.parent / "runs")
     (folder / "001-rounding/results.jsonl").write_text("".join(line for line in before.splitlines(keepends=True) if '"of"' not in line))
+    capsys.readouterr()
     assert run.main(["001", "--seeds", "0", "1"], folder) == 0
     assert sorted((folder / "001-rounding/results.jsonl").read_text().splitlines()) == sorted(before.splitlines())
+    done, total = re.findall(r"(\d+)/(\d+) \[", capsys.readouterr().err)[-1]
+    assert done == total  # the bar counts a training that is repeated once
 
 
 def test_interrupted_runs_are_told_to_stop_and_nothing_is_recorded(folder, fake, tmp_path, monkeypatch):
