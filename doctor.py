@@ -482,7 +482,7 @@ class _Examination:
             elif operand == "grad" and options.format == "e4m3":
                 remedy = "--fp8_format hybrid"
             else:
-                remedy = "--fp8_recipe rowwise" if options.recipe == "tensorwise" else "--bf16"
+                remedy = "--fp8_recipe rowwise" if options.recipe == "tensorwise" else "train without --fp8"
             what = "non-zero values become zero" if kind == "underflow" else "values are clipped"
             self.judge(site, shares[worst], f"{shares[worst]:.1%} of the {what}, {operand} operands of FP8 products", remedy)
 
