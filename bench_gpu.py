@@ -1,28 +1,30 @@
-"""Every recipe on a GPU, on nets of real size, in one command that can be stopped and continued: `python bench.py --gpu`.
+"""Every recipe on a GPU, on nets of real size, in one command that can be stopped and continued.
 
-    python bench.py --gpu                                       DiT-B/2, DiT-XL/2 and the U-Net under every recipe, eager and compiled
-    python bench.py --gpu --budget 600                          for ten minutes; the same command again goes on where it stopped
-    python bench.py --gpu --only 'fp8-torchao-*' --compile on   some recipes, compiled alone
-    python bench.py --gpu --dry_run                             every recipe on a CPU: tiny nets, one round, nothing compiled, nothing kept
+    python bench.py --gpu                   DiT-B/2, DiT-XL/2 and a U-Net, every recipe, eager and compiled
+    python bench.py --gpu --budget 600      for ten minutes; the same command again goes on
+    python bench.py --gpu --only 'fp8-torchao-*' --compile on      some recipes, compiled alone
+    python bench.py --gpu --dry_run         every recipe on a CPU: tiny nets, one round, nothing kept
 
-A cell is one net under one recipe, eager or under torch.compile: a training step (forward, backward, optimiser, EMA) or, `generate-*`, one forward
-pass of a generator. It is measured beside the eager bf16 cell of its net, which takes turns with it in the same process: `x bf16` comes from those
-rounds. Every recipe gets the same initial weights and inputs; `loss` is that after the warm-up, to see that what is fast also learns. Peak memory is
-what the allocator held above its start during one step, alone, before the bf16 cell is built. The first step, compiling included, is timed apart.
-`FLOP share`: of the step in FP8, or of the forward pass in 2:4 layers.
-Ways to write weights and to hold moments share their net with another recipe and are not compiled again.
+A cell is one net under one recipe, eager or under torch.compile. It is a training step (forward, backward,
+optimiser, average) or, for `generate-*`, one forward pass of a generator. It is measured beside the eager
+bf16 cell of its net, which takes turns with it in the same process: `x bf16` comes from those rounds. Every
+recipe gets the same initial weights and inputs. `loss` is that after the warm-up, to see that what is fast
+also learns. Peak memory is what the allocator held above its start during one step, alone, before the bf16
+cell is built. The first step, compiling included, is timed apart. `FLOP share` is of the step in FP8, or of
+the forward pass in 2:4 layers. Ways to write weights and to hold moments share their net with another recipe
+and are not compiled again.
 
-What can't run here, runs out of memory, fails, hangs or crashes is a row with its reason, and the rest goes on: cells run in a process of their own,
-which is replaced after a failure. experiments/bench/gpu-<machine>.json and .md are written after every cell. Run again, the command measures what is
-missing there, and tries again what was refused (a library may have come since) or, with --retry, whatever has no figures. It goes on only where
-code, machine and versions are those of the record.
+What can't run here, runs out of memory, fails, hangs or crashes is a row with its reason, and the rest goes
+on: cells run in a process of their own, which is replaced after a failure.
+experiments/bench/gpu-<machine>.json and .md are written after every cell. Run again, the command measures
+what is missing there, and tries again what was refused (a library may have come since) or, with --retry,
+whatever has no figures. It goes on only where code, machine and versions are those of the record.
 """
 
 import gc
 import hashlib
 import json
 import math
-import multiprocessing
 import re
 import shlex
 import signal
@@ -41,49 +43,63 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import bench
-import precision
-from bench import BenchError
-from precision import RecipeError, recipe
+import bench_common as common
+import rounding
+from bench_common import Clock, Here, Lost, Worker, check_nets, parse_net, prepared, take_turns, timed
+from flags import natural
+from machine import Refused
+from precision import recipe
+from recipes import check_machine
+from runs import environment, write_atomically, write_json
+from sparsity import KernelLinear
 
 ROOT = Path(__file__).resolve().parent
 FOLDER = ROOT / "experiments" / "bench"
-SOURCES = ("bench.py", "bench_gpu.py", "fp8.py", "models.py", "precision.py", "sparsity.py", "states.py")  # what a figure depends on
+# the files that a figure depends on
+SOURCES = (
+    *("bench_common", "bench_gpu", "models", "machine", "rounding", "formats", "method", "buckets", "optim"),
+    *("peers", "watch", "flops", "ledger", "fp8", "fp8_layers", "sparsity", "recipes", "precision"),
+)
 
 # 32x32 with patches of 2: 256 tokens, as the latents of 256x256 images in the DiT paper
 NETS = {"dit:B/2:32:64": "DiT-B/2", "dit:XL/2:32:32": "DiT-XL/2", "unet:base:64:32": "U-Net"}
 TINY = ["dit:tiny:8:2", "unet:tiny:8:2"]
 
-PURE = dict(pure_bf16=True, stochastic=True)
-GENERATE = {"generate-bf16": PURE, "generate-bf16-2:4": {**PURE, "sparse24": "magnitude"}}  # weights in bf16, dense and semi-structured
-RECIPES = {
-    "bf16": dict(bf16=True), "fp32": {}, "tf32": dict(sites=["compute=tf32"]), "pure_bf16-stochastic": PURE,
-    **{f"fp8-{backend}-{scaling}": dict(fp8=True, fp8_backend=backend, fp8_recipe=scaling)
-       for backend in ("torchao", "te", "scaled_mm") for scaling in ("tensorwise", "rowwise", "delayed")},
-    "pure_bf16-stochastic-opt8bit-fp8": {**PURE, "opt8bit": True, "fp8": True},
-    **GENERATE,
-    "bf16-2:4": dict(bf16=True, sparse24="srste"), "pure_bf16-stochastic-2:4": {**PURE, "sparse24": "srste"},  # masked dense products
-    "pure_bf16-kahan": dict(pure_bf16=True, kahan=True), "pure_bf16-split": dict(pure_bf16=True, master="split"),
-    "bf16-opt8bit": dict(bf16=True, opt8bit=True), "bf16-opt4bit": dict(bf16=True, opt4bit=True),
-    "pure_bf16-stochastic-opt8bit": {**PURE, "opt8bit": True}, "pure_bf16-stochastic-opt4bit": {**PURE, "opt4bit": True},
-}
-EAGER = tuple(RECIPES)[-6:]  # their net is that of bf16 or pure_bf16-stochastic
-DRY = ("bf16", "fp8-scaled_mm-rowwise", *GENERATE)  # what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
-README_ROWS = ("fp32", "tf32", "bf16", "pure_bf16-stochastic", "fp8-torchao-tensorwise", "fp8-torchao-rowwise", "fp8-te-delayed",
-               "pure_bf16-stochastic-opt8bit-fp8", *GENERATE)
+GENERATE = ("generate-bf16", "generate-bf16-2:4")  # a forward pass of a generator
+EAGER = (  # their net is that of bf16 or pure_bf16-stochastic: nothing else to compile
+    *("pure_bf16-kahan", "pure_bf16-split", "bf16-opt8bit", "bf16-opt4bit"),
+    *("pure_bf16-stochastic-opt8bit", "pure_bf16-stochastic-opt4bit"),
+)
+MEASURED = (  # in this order
+    *("bf16", "fp32", "tf32", "pure_bf16-stochastic", *common.FP8, "pure_bf16-stochastic-opt8bit-fp8"),
+    *(*GENERATE, "bf16-2:4", "pure_bf16-stochastic-2:4", *EAGER),
+)
+RECIPES = {name: common.RECIPES[name] for name in MEASURED}
+# what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
+DRY = ("bf16", "fp8-scaled_mm-rowwise", *GENERATE)
+TABLE_ROWS = (
+    *("fp32", "tf32", "bf16", "pure_bf16-stochastic", "fp8-torchao-tensorwise", "fp8-torchao-rowwise"),
+    *("fp8-te-delayed", "pure_bf16-stochastic-opt8bit-fp8", *GENERATE),
+)
 
 WARM_UP = 10  # steps before any figure
 ROUND_MS = 200  # steps enough for that make a round, so that the queue of kernels is as full as in a training
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One cell
+# ---- One cell ----------------------------------------------------------------------------------------------
 
 
 def cells(nets, only=("*",), compiled=(False, True)):
-    """The cells to measure, in order: dicts of net, recipe, compile. Eager ones first, since compiling takes up to minutes a cell."""
-    return [dict(net=net, recipe=name, compile=on) for on in compiled for net in nets for name in RECIPES
-            if any(fnmatch(name, pattern) for pattern in only) and not (on and name in EAGER)]
+    """The cells to measure, in order: dicts of net, recipe, compile. Eager ones first: compiling takes up to
+    minutes a cell.
+    """
+    found = []
+    for on in compiled:
+        for net in nets:
+            for name in RECIPES:
+                wanted = any(fnmatch(name, pattern) for pattern in only)
+                if wanted and not (on and name in EAGER):
+                    found.append(dict(net=net, recipe=name, compile=on))
+    return found
 
 
 def key(cell):
@@ -95,52 +111,63 @@ def reference_of(cell):
 
 
 def contender(cell, device, dry):
-    """(one training step or forward pass -> its loss or None, callable -> what the row tells of it). Raises RecipeError for what can't run here.
+    """(one training step or forward pass -> its loss or None, callable -> what the row tells of it).
 
-    dry: a generator without sparse kernels passes, so that a CPU runs the code around them.
+    dry: a generator without sparse kernels passes, so that a CPU runs the code around them. Raises Refused
+    for what can't run here.
     """
-    flags, net = RECIPES[cell["recipe"]], bench.parse_net(cell["net"])
-    notes = precision.check_machine(recipe(**flags).on(device), device)
-    run, inputs, velocity = bench.prepared(net, flags, device)
-    facts = dict(parameters=sum(p.numel() for p in run.params), batch_size=net[3], bytes_per_parameter=None, flops_share=None, how="; ".join(notes))
-    if run.sparse:
-        with torch.device("meta"):
-            run.sparse.count_flops(bench.built(net), *(a[:1].to("meta") for a in inputs))
-        found = run.sparse.report(torch.bfloat16)
-        facts.update(flops_share=sum(row["flops"] for row in found["layers"]), how=found["why"].rpartition("; ")[2])
+    flags, net = RECIPES[cell["recipe"]], parse_net(cell["net"])
+    notes = check_machine(recipe(**flags).on(device), device)
+    run, inputs, velocity = prepared(net, flags, device)
+    run.example = (tuple(a[:1].to("meta") for a in inputs), {})
+    facts = dict(parameters=sum(p.numel() for p in run.params), batch_size=net[3])
+    facts.update(bytes_per_parameter=None, flops_share=None, how="; ".join(notes))
     if cell["recipe"] in GENERATE:
-        return generator(run, inputs, cell["compile"], dry), lambda: facts
+        ledger = run.ledger()
+        facts.update(covered(ledger))
+        # not the run: its memory is not the generator's
+        return generator(run, ledger, inputs, cell["compile"], dry), lambda: facts
     if cell["compile"]:
         run.forward = torch.compile(run.model)
 
     def step():
-        run.set_tf32()
         loss = F.mse_loss(run(*inputs), velocity)
         run.backward(loss)
         run.step()
         return loss
 
-    def told():  # at the end: counting FLOPs puts other layers into an FP8 net for a moment, which would compile it anew
-        facts["bytes_per_parameter"] = run.ledger().state_bytes
-        if run.fp8:
-            facts.update(flops_share=run.fp8.share, how=run.fp8.summary().partition(":")[0])
-        return facts
+    def told():
+        # at the end: counting FLOPs takes the FP8 layers out for a moment, which would compile the net anew
+        ledger = run.ledger()
+        return {**facts, "bytes_per_parameter": ledger.state_bytes, **covered(ledger)}
 
     return step, told
 
 
-def generator(run, inputs, compiled, dry):
-    """callable() of one forward pass of the run's generator, of which alone the memory is kept."""
-    if run.sparse:
-        import sparsity
+def covered(ledger):
+    """What a ledger tells of the layers that a method covers: their share of the FLOPs, and how they run."""
+    share = next(iter(ledger.flops_share.values()), None)
+    if share is None:
+        return {}
+    sparse = _sparse(ledger)
+    how = sparse["why"].rpartition("; ")[2] if sparse else ""
+    for detail in ledger.details.values():
+        how = detail.summary().partition(":")[0]
+    return {"flops_share": share, "how": how}
 
-    net = run.generator("raw")
-    if run.sparse and not dry and not any(isinstance(m, sparsity.KernelLinear) for m in net.model.modules()):
-        raise RecipeError("2:4 generation is dense here" + run.sparse.report(torch.bfloat16)["why"].partition("generation too")[2])
-    net.optimizer = net.low_part = net.ema = net.scaler = net.sparse = None
-    net.averages, net.params, net.named_params = {}, [], []
+
+def _sparse(ledger):
+    """The row of a ledger that lists 2:4 layers, or None."""
+    return next((row for row in ledger.rows if "layers" in row), None)
+
+
+def generator(run, ledger, inputs, compiled, dry):
+    """callable() of one forward pass of the run's generator, which shares no memory with the run."""
+    net, sparse = run.generator("raw"), _sparse(ledger)
+    if sparse and not dry and not any(isinstance(m, KernelLinear) for m in net.net.modules()):
+        raise Refused("2:4 generation is dense here" + sparse["why"].partition("generation too")[2])
     if compiled:
-        net.forward = torch.compile(net.model)
+        net.forward = torch.compile(net.net)
 
     def step():
         with torch.no_grad():
@@ -149,23 +176,15 @@ def generator(run, inputs, compiled, dry):
     return step
 
 
-def timed(step, clock, steps):
-    """Milliseconds a step, of `steps` in a row."""
-    clock.wait()
-    start = clock.mark()
-    for _ in range(steps):
-        step()
-    end = clock.mark()
-    clock.wait()
-    return clock.ms(start, end) / steps
-
-
 def out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
+    said = "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
+    return said or isinstance(error, torch.OutOfMemoryError)
 
 
 def free(cell):
-    """Give back what a cell held; compiled code too, whose guards would tell one cell's net from the next until dynamo gives up."""
+    """Give back what a cell held; compiled code too, whose guards would tell one cell's net from the next
+    until dynamo gives up.
+    """
     if cell["compile"]:
         torch._dynamo.reset()
     gc.collect()
@@ -175,7 +194,7 @@ def free(cell):
 
 def measured(cell, device, rounds, dry):
     """The figures of a cell, a dict; raises what its parts raise."""
-    clock, cuda = bench.Clock(device), device.type == "cuda"
+    clock, cuda = Clock(device), device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
     step, told = contender(cell, device, dry)
     gc.collect()  # the dense net that a generator was made from
@@ -200,7 +219,7 @@ def measured(cell, device, rounds, dry):
             for _ in range(1 if dry else WARM_UP):
                 other()
             actions["reference_ms"] = other
-        except RecipeError as error:
+        except Refused as error:
             row["note"] = f"no ratio: {error}"
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -210,29 +229,38 @@ def measured(cell, device, rounds, dry):
     for name, action in actions.items():
         steps = 1 if dry else min(50, max(1, round(ROUND_MS / timed(action, clock, 1))))
         turns[name] = partial(timed, action, clock, steps)
-    row.update(bench.take_turns(turns, rounds, tqdm(disable=True)))
+    row.update(take_turns(turns, rounds, tqdm(disable=True)))
     if key(reference_of(cell)) == key(cell):
         row["reference_ms"] = row["ms"]
     row.update(told())
-    unfused = sorted(kernel.__name__.strip("_") for kernel in precision._run_kernel.failed)
-    if unfused:
-        row["note"] = f"not fused, torch.compile failed: {', '.join(unfused)}"
+    if rounding.unfused:
+        row["note"] = f"not fused, torch.compile failed: {', '.join(unfused_kernels())}"
     return row
 
 
+def unfused_kernels():
+    """Names of the kernels that could not be built here; one made by a function has the name of that one."""
+    return sorted({kernel.__qualname__.partition(".")[0].strip("_") for kernel in rounding.unfused})
+
+
 def measure(cell, *, device, rounds, dry=False):
-    """The row (dict) of a cell: its figures, or in `note` the one-line reason why it has none. status: measured, refused, out of memory, failed."""
+    """The row (dict) of a cell: its figures, or in `note` the one-line reason why it has none. status:
+    measured, refused, out of memory, failed.
+    """
     row, device = {**cell, "status": "measured", "note": ""}, torch.device(device)
     try:
         # a CPU takes minutes to compile what a GPU is to run
         with torch.compiler.set_stance("force_eager") if dry else nullcontext():
             row.update(measured(cell, device, rounds, dry))
-    except RecipeError as error:
+    except Refused as error:
         row.update(status="refused", note=str(error))
-    except Exception as error:  # whatever a library, a compiler or a driver raises is this cell's outcome, and not the end of the others
+    except Exception as error:
+        # whatever a library, a compiler or a driver raises is this cell's outcome, not the end of the others
         if out_of_memory(error):
-            size = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else math.nan
-            row.update(status="out of memory", note=f"out of memory on {size:.0f} GiB: give --nets a smaller batch")
+            cuda = device.type == "cuda"
+            size = torch.cuda.get_device_properties(device).total_memory / 2**30 if cuda else math.nan
+            note = f"out of memory on {size:.0f} GiB: give --nets a smaller batch"
+            row.update(status="out of memory", note=note)
         else:
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             row.update(status="failed", note=f"{type(error).__name__}: {said[:200]}".rstrip(": "))
@@ -240,82 +268,13 @@ def measure(cell, *, device, rounds, dry=False):
     return row
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A process for cells
-
-
-class Lost(Exception):
-    """A process gave no result. timeout: because it took too long."""
-
-    def __init__(self, message, timeout=False):
-        super().__init__(message)
-        self.timeout = timeout
-
-
-def _serve(function, pipe):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the other one ends this one
-    bench.quiet()
-    try:
-        while True:
-            pipe.send(function(pipe.recv()))
-    except (EOFError, BrokenPipeError):
-        pass
-
-
-class Worker:
-    """Calls function(argument) in a process of its own, which is started when needed and replaced after it is lost or closed."""
-
-    def __init__(self, function, method="spawn"):
-        self.function, self.context, self.process = function, multiprocessing.get_context(method), None
-
-    def do(self, argument, seconds):
-        """The function's result. Raises Lost after `seconds`, or when the process ends."""
-        if self.process is None:
-            self.pipe, theirs = self.context.Pipe()
-            self.process = self.context.Process(target=_serve, args=(self.function, theirs))
-            self.process.start()
-            theirs.close()
-        try:
-            self.pipe.send(argument)
-            if self.pipe.poll(seconds):
-                return self.pipe.recv()
-            lost = Lost(f"took longer than {seconds:.0f} s", timeout=True)
-        except (EOFError, OSError):
-            self.process.join(10)
-            lost = Lost(f"its process ended, exit status {self.process.exitcode}")
-        self.close(wait=0)
-        raise lost
-
-    def close(self, wait=10):
-        """End the process, by force after `wait` seconds."""
-        if self.process is not None:
-            self.pipe.close()  # it ends when it has nobody to listen to
-            self.process.join(wait)
-            self.process.kill()
-            self.process.join()
-            self.process = None
-
-
-class Here:
-    """Calls the function in this process."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def do(self, argument, seconds):
-        return self.function(argument)
-
-    def close(self):
-        pass
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The record
+# ---- The record --------------------------------------------------------------------------------------------
 
 
 def facts_of_machine(device):
-    """Machine, versions, commit, and a hash of the sources: a commit says little where there is no git, or the tree is not clean."""
-    from trainer import environment
+    """Machine, versions, commit, and a hash of the sources: a commit says little where there is no git, or
+    the tree is not clean.
+    """
 
     def version(package):
         try:
@@ -323,19 +282,25 @@ def facts_of_machine(device):
         except metadata.PackageNotFoundError:
             return None
 
-    sources = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in SOURCES)).hexdigest()
+    files = [ROOT / f"{name}.py" for name in SOURCES]
+    sources = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     libraries = {name: version(name) for name in ("triton", "torchao", "transformer_engine", "bitsandbytes")}
-    return {**environment(device), "cuda": torch.version.cuda, "libraries": libraries, "sources": sources[:16]}
+    facts = {"cuda": torch.version.cuda, "libraries": libraries, "sources": sources[:16]}
+    return {**environment(device), **facts}
 
 
 def same(old, new):
-    """Whether figures of two machines (as `facts_of_machine`) belong in one record; a library that only one has is no difference."""
+    """Whether figures of two machines (as `facts_of_machine`) belong in one record; a library that only one
+    has is no difference.
+    """
+    if any(old[k] != new[k] for k in ("gpu", "torch", "cuda", "sources")):
+        return False
     pairs = [(old["libraries"].get(name), version) for name, version in new["libraries"].items()]
-    return all(old[k] == new[k] for k in ("gpu", "torch", "cuda", "sources")) and all(a == b or None in (a, b) for a, b in pairs)
+    return all(a == b or None in (a, b) for a, b in pairs)
 
 
 def load(path, machine, fresh):
-    """{key: row} measured earlier. Raises BenchError for a record of other code or another machine."""
+    """{key: row} measured earlier. Raises Refused for a record of other code or another machine."""
     if fresh or not path.exists():
         return {}
     try:
@@ -343,14 +308,16 @@ def load(path, machine, fresh):
         if same(record["machine"], machine):
             return {key(row): row for row in record["results"]}
     except (ValueError, KeyError, TypeError):
-        raise BenchError(f"{path} can't be read: move it away, or measure anew with --fresh") from None
-    raise BenchError(f"{path} was measured by other code or versions (commit {str(record['machine'].get('commit'))[:8]}, torch {record['machine']['torch']}): "
-                     f"--fresh measures anew and replaces it, --out FOLDER keeps both")
+        raise Refused(f"{path} can't be read: move it away, or measure anew with --fresh") from None
+    other = record["machine"]
+    versions = f"commit {str(other.get('commit'))[:8]}, torch {other['torch']}"
+    raise Refused(
+        f"{path} was measured by other code or versions ({versions}): --fresh measures anew and replaces it, "
+        "--out FOLDER keeps both"
+    )
 
 
 def save(path, header, rows):
-    from trainer import write_atomically, write_json
-
     record = {**header, "results": list(rows.values())}
     write_json(path, record)
     write_atomically(path.with_suffix(".md"), lambda file: file.write(page(record).encode()))
@@ -373,30 +340,47 @@ def times(row):
     return f"{statistics.median(other) / statistics.median(row['ms']):.2f}" if other else "-"
 
 
+COLUMNS = (
+    *("recipe", "compiled", "images/s", "x bf16", "peak GiB", "bytes a parameter", "FLOP share", "loss"),
+    *("first step s", "note"),
+)
+
+
 def page(record):
     """The record as markdown: a table a net, cells without a figure with the reason."""
     machine, rows = record["machine"], {key(row): row for row in record["results"]}
     libraries = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if version)
-    parts = [f"# {machine['gpu'] or machine['cpu']}", f"Written by `{record['command']}`, {record['date']}: torch {machine['torch']}, CUDA {machine['cuda']}, "
-             f"{libraries}; commit {str(machine['commit'])[:8]}{'' if machine['clean'] else ' (changed or unknown)'}, sources {machine['sources']}. "
-             "`bench_gpu.py` says what the columns are."]
+    changed = "" if machine["clean"] else " (changed or unknown)"
+    versions = f"torch {machine['torch']}, CUDA {machine['cuda']}, {libraries}"
+    code = f"commit {str(machine['commit'])[:8]}{changed}, sources {machine['sources']}"
+    parts = [
+        f"# {machine['gpu'] or machine['cpu']}",
+        f"Written by `{record['command']}`, {record['date']}: {versions}; {code}. "
+        "`bench_gpu.py` says what the columns are.",
+    ]
+    order = list(RECIPES)
     for net in dict.fromkeys([*record["settings"]["nets"], *(row["net"] for row in record["results"])]):
         known = next((row for row in record["results"] if row["net"] == net and "parameters" in row), None)
         size = f", {known['parameters']:,} parameters" if known else ""
         parts.append(f"## {NETS.get(net, net)}\n\n`{net}` (model:size:image:batch){size}")
-        lines = ["| recipe | compiled | images/s | x bf16 | peak GiB | bytes a parameter | FLOP share | loss | first step s | note |",
-                 "|---|---|---|---|---|---|---|---|---|---|"]
-        for cell in sorted(cells([net]), key=lambda cell: list(RECIPES).index(cell["recipe"])):
-            row = rows.get(key(cell), {"status": "", "note": "not measured"})
-            figures = ["-"] * 7
-            if row["status"] == "measured":
-                peak = row["peak_bytes"] and row["peak_bytes"] / 2**30
-                figures = [f"{images_per_second(row):.1f}", times(row), bench.cell(peak, ".2f"), bench.cell(row["bytes_per_parameter"], ".2f"),
-                           bench.cell(row["flops_share"], ".1%"), bench.cell(row.get("loss"), ".4f"), f"{row['first_step_s']:.1f}"]
-            note = (row["note"] or row.get("how", "")).replace("|", "\\|")
-            lines.append(f"| `{cell['recipe']}` | {'yes' if cell['compile'] else 'no'} | " + " | ".join(figures) + f" | {note} |")
+        lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+        for cell in sorted(cells([net]), key=lambda cell: order.index(cell["recipe"])):
+            lines.append(_page_line(cell, rows.get(key(cell), {"status": "", "note": "not measured"})))
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _page_line(cell, row):
+    figures = ["-"] * 7
+    if row["status"] == "measured":
+        peak = row["peak_bytes"] and row["peak_bytes"] / 2**30
+        figures = [f"{images_per_second(row):.1f}", times(row), common.cell(peak, ".2f")]
+        figures.append(common.cell(row["bytes_per_parameter"], ".2f"))
+        figures.append(common.cell(row["flops_share"], ".1%"))
+        figures += [common.cell(row.get("loss"), ".4f"), f"{row['first_step_s']:.1f}"]
+    note = (row["note"] or row.get("how", "")).replace("|", "\\|")
+    compiled = "yes" if cell["compile"] else "no"
+    return f"| `{cell['recipe']}` | {compiled} | {' | '.join(figures)} | {note} |"
 
 
 def records(folder=FOLDER):
@@ -405,73 +389,103 @@ def records(folder=FOLDER):
 
 
 def readme_table(found):
-    """The README's table of records: images a second, eager / compiled; 'not measured' where there is none."""
-    blocks = []
-    for record in found or [None]:
-        rows = {key(row): row for row in record["results"]} if record else {}
-
-        def figure(net, name):
-            here = [rows.get((net, name, on)) for on in (False, True)]
-            shown = [f"{images_per_second(row):.0f}" if row and row["status"] == "measured" else "-" for row in here]
-            return " / ".join(shown) if set(shown) != {"-"} else "can't run" if any(here) else "not measured"
-
-        lines = [f"| {record['machine']['gpu'] if record else 'recipe'} | " + " | ".join(NETS.values()) + " |", "|---|" + "---|" * len(NETS)]
-        lines += [f"| `{name}` | " + " | ".join(figure(net, name) for net in NETS) + " |" for name in README_ROWS]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    """A table of records, a block each: images a second, eager / compiled; 'not measured' where none is."""
+    return "\n\n".join(_block(record) for record in found or [None])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The command
+def _block(record):
+    rows = {key(row): row for row in record["results"]} if record else {}
+    first = record["machine"]["gpu"] if record else "recipe"
+    lines = [f"| {first} | " + " | ".join(NETS.values()) + " |", "|---|" + "---|" * len(NETS)]
+    for name in TABLE_ROWS:
+        figures = [_figure([rows.get((net, name, on)) for on in (False, True)]) for net in NETS]
+        lines.append(f"| `{name}` | " + " | ".join(figures) + " |")
+    return "\n".join(lines)
+
+
+def _figure(here):
+    """What a net came to under a recipe. here: its row eager and compiled, or None."""
+    shown = []
+    for row in here:
+        measured_here = row and row["status"] == "measured"
+        shown.append(f"{images_per_second(row):.0f}" if measured_here else "-")
+    if set(shown) != {"-"}:
+        return " / ".join(shown)
+    return "can't run" if any(here) else "not measured"
+
+
+# ---- The command -------------------------------------------------------------------------------------------
 
 
 def add_command(commands):
     sub = commands.add_parser("gpu", help="all recipes on a GPU; also written --gpu")
-    sub.add_argument("--nets", nargs="+", metavar="MODEL:SIZE:IMAGE:BATCH", help=f"default: {' '.join(NETS)}")
-    sub.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="recipes, * and ? as in a shell (default: all): " + ", ".join(RECIPES))
-    sub.add_argument("--compile", choices=["both", "on", "off"], default="both", help="torch.compile (default: both)")
-    sub.add_argument("--budget", type=bench.positive, metavar="SECONDS", help="end after that long; the same command goes on")
-    sub.add_argument("--cell_limit", type=bench.positive, default=300, metavar="SECONDS", help="longest for one cell (default: 300)")
-    sub.add_argument("--repeats", type=bench.positive, default=7, help="rounds (default: 7)")
-    sub.add_argument("--retry", action="store_true", help="measure again what failed or ran out of memory or time")
-    sub.add_argument("--fresh", action="store_true", help="measure all anew, and replace the record")
-    sub.add_argument("--dry_run", action="store_true", help="every recipe on a CPU with tiny nets and one round; kept only with --out")
-    sub.add_argument("--out", metavar="FOLDER", help="where the record is kept (default: experiments/bench)")
+
+    def add(flag, help, **options):
+        sub.add_argument(flag, help=help, **options)
+
+    recipes = "recipes, * and ? as in a shell (default: all): " + ", ".join(RECIPES)
+    add("--nets", f"default: {' '.join(NETS)}", nargs="+", metavar="MODEL:SIZE:IMAGE:BATCH")
+    add("--only", recipes, nargs="+", default=["*"], metavar="PATTERN")
+    add("--compile", "torch.compile (default: both)", choices=["both", "on", "off"], default="both")
+    add("--budget", "end after that long; the same command goes on", type=natural, metavar="SECONDS")
+    limit = "longest for one cell (default: 300)"
+    add("--cell_limit", limit, type=natural, default=300, metavar="SECONDS")
+    add("--repeats", "rounds (default: 7)", type=natural, default=7)
+    add("--retry", "measure again what failed or ran out of memory or time", action="store_true")
+    add("--fresh", "measure all anew, and replace the record", action="store_true")
+    dry = "every recipe on a CPU with tiny nets and one round; kept only with --out"
+    add("--dry_run", dry, action="store_true")
+    add("--out", "where the record is kept (default: experiments/bench)", metavar="FOLDER")
+
+
+def chosen(args):
+    """(nets, cells to measure) of the parsed arguments. Raises Refused for what can't be measured."""
+    if not args.dry_run and not torch.cuda.is_available():
+        raise Refused(
+            "--gpu: torch finds no CUDA device here; `python bench.py training --device cpu` measures "
+            "recipes on this machine, `python bench.py --gpu --dry_run` tries every recipe on tiny nets"
+        )
+    nets = args.nets or (TINY if args.dry_run else list(NETS))
+    check_nets(nets)
+    for pattern in args.only:
+        if not any(fnmatch(name, pattern) for name in RECIPES):
+            raise Refused(f"--only {pattern}: fits no recipe; they are {', '.join(RECIPES)}")
+    wanted = cells(nets, args.only, {"both": (False, True), "on": (True,), "off": (False,)}[args.compile])
+    if args.dry_run:  # all recipes once, on the first net, and a few of them on the others and compiled
+        first = [cell for cell in wanted if cell["net"] == nets[0] and not cell["compile"]]
+        wanted = [cell for cell in wanted if cell["recipe"] in DRY or cell in first]
+    if not wanted:
+        same_net = "compiled, this is the net of bf16 or pure_bf16-stochastic"
+        raise Refused(f"--only {' '.join(args.only)}: {same_net}; use --compile off, or those")
+    if args.out and not Path(args.out).is_dir():
+        raise Refused(f"--out {args.out}: no such folder; make it, or name another")
+    return nets, wanted
 
 
 def main(args, argv):
-    """Measure the cells of the parsed arguments. Returns the exit status. Raises BenchError before anything is measured."""
-    if not args.dry_run and not torch.cuda.is_available():
-        raise BenchError("--gpu: torch finds no CUDA device here; `python bench.py training --device cpu` measures recipes on this machine, "
-                         "`python bench.py --gpu --dry_run` tries every recipe on tiny nets")
+    """Measure the cells of the parsed arguments. Returns the exit status. Raises Refused before anything is
+    measured.
+    """
+    nets, wanted = chosen(args)
     device = torch.device("cpu" if args.dry_run else "cuda")
-    nets = args.nets or (TINY if args.dry_run else list(NETS))
-    for net in nets:
-        with torch.device("meta"):
-            bench.built(bench.parse_net(net))
-    for pattern in args.only:
-        if not any(fnmatch(name, pattern) for name in RECIPES):
-            raise BenchError(f"--only {pattern}: fits no recipe; they are {', '.join(RECIPES)}")
-    wanted = cells(nets, args.only, {"both": (False, True), "on": (True,), "off": (False,)}[args.compile])
-    if args.dry_run:
-        wanted = [cell for cell in wanted if cell["recipe"] in DRY or (cell["net"] == nets[0] and not cell["compile"])]
-    if not wanted:
-        raise BenchError(f"--only {' '.join(args.only)}: compiled, this is the net of bf16 or pure_bf16-stochastic; use --compile off, or those")
-    if args.out and not Path(args.out).is_dir():
-        raise BenchError(f"--out {args.out}: no such folder; make it, or name another")
-    machine = facts_of_machine(device)
+    machine, rounds = facts_of_machine(device), 1 if args.dry_run else args.repeats
+    command, settings = shlex.join(["python", "bench.py", *argv]), dict(nets=nets, rounds=rounds)
+    settings.update(warm_up=WARM_UP, round_ms=ROUND_MS)
+    header = dict(bench="gpu", command=command, date=date.today().isoformat())
+    header.update(machine=machine, settings=settings)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.out or (scratch if args.dry_run else FOLDER))
         name = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
         path = folder / f"gpu-{name}.json"
         rows = load(path, machine, args.fresh)
-        header = dict(bench="gpu", command=shlex.join(["python", "bench.py", *argv]), date=date.today().isoformat(), machine=machine,
-                      settings=dict(nets=nets, rounds=1 if args.dry_run else args.repeats, warm_up=WARM_UP, round_ms=ROUND_MS))
-        done = {k for k, row in rows.items() if row["status"] == "measured" or row["status"] != "refused" and not args.retry}
+        again = ("refused",) if not args.retry else ("refused", "failed", "out of memory")
+        done = {at for at, row in rows.items() if row["status"] not in again}
         todo = [cell for cell in wanted if key(cell) not in done]
-        print(f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}: {len(todo)} cells to measure, {len(wanted) - len(todo)} in {path.name}", flush=True)
-        left = measure_all(todo, rows, partial(save, path, header, rows), args, header["settings"]["rounds"], device)
-        print(f"\n{page({**header, 'results': list(rows.values())})}" if args.dry_run else f"\n{readme_table([{**header, 'results': list(rows.values())}])}")
+        counts = f"{len(todo)} cells to measure, {len(wanted) - len(todo)} in {path.name}"
+        print(f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}: {counts}", flush=True)
+        left = measure_all(todo, rows, partial(save, path, header, rows), args, rounds, device)
+        record = {**header, "results": list(rows.values())}
+        print("\n" + (page(record) if args.dry_run else readme_table([record])))
         if not args.dry_run or args.out:
             print(f"\nall figures are in {path}, tables in {path.with_suffix('.md')}")
         if left:
@@ -481,7 +495,8 @@ def main(args, argv):
 
 def measure_all(todo, rows, save, args, rounds, device):
     """Measure cells into `rows`, saved after each one; returns how many are left when the budget ends."""
-    runner = (Here if args.dry_run else Worker)(partial(measure, device=str(device), rounds=rounds, dry=args.dry_run))
+    kind = Here if args.dry_run else Worker
+    runner = kind(partial(measure, device=str(device), rounds=rounds, dry=args.dry_run))
     deadline = time.monotonic() + (args.budget or math.inf)
     if not args.dry_run:  # a time limit from outside ends the worker too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,23 +1,27 @@
 """The nets: MONAI's U-Nets where MONAI has them, and a DiT (Peebles & Xie, arXiv 2212.09748) of our own.
 
-    python -c "import models; print(models.build('dit', 'rflow', channels=1, num_classes=10, image_size=8))"
+    python -c "import models; print(models.GENERATIVE['dit'](channels=1, num_classes=10, image_size=8))"
 
-    model  task         net                                     size (tiny by default, for small images on a CPU)
-    unet   rflow, ddpm  monai.networks.nets.DiffusionModelUNet  tiny, small, base, large
-    unet   segment      monai.networks.nets.UNet                tiny, small, base
-    dit    rflow, ddpm  DiT, below                              tiny, S, B, L, XL, with a patch size or not: S/2, XL/4
+    registry    name  net                                     size (tiny by default, for a CPU)
+    GENERATIVE  unet  monai.networks.nets.DiffusionModelUNet  tiny, small, base, large
+    GENERATIVE  dit   DiT, below                              tiny, S, B, L, XL; with a patch size: S/2, XL/4
+    SEGMENTING  unet  monai.networks.nets.UNet                tiny, small, base
 
-reflow has the nets of rflow.
+Every entry builds a net in fp32 on torch's default device, its initial weights drawn from torch's global
+generator: build(channels, num_classes, image_size, size=None). A task names the registry that it takes.
 
-Generative nets are called as net(x [B,C,H,W], t [B] floating, timesteps in [0, 1000), y [B] int64 labels) -> [B,C,H,W].
-The label num_classes is the null label of classifier-free guidance (Ho & Salimans, arXiv 2207.12598). No net drops
-labels by itself: the caller puts the null label in their place, so all randomness comes from the caller's generator.
+Generative nets are called as net(x [B, C, H, W], t [B] floating, timesteps in [0, 1000), y [B] int64
+labels) -> [B, C, H, W]. The label num_classes is the null label of classifier-free guidance (Ho & Salimans,
+arXiv 2207.12598). No net drops labels by itself: the caller puts the null label in their place, so all
+randomness comes from the caller's generator. Segmenting nets are called as net(x [B, C, H, W]) -> logits
+[B, num_classes, H, W].
 
-Nothing here decides a precision. Nets are built in fp32 and follow what is done to them: .to(torch.bfloat16) with x in
-bf16, torch.autocast with x in fp32, or bf16 with fp32 islands. What is worth an island can be found by name: embeddings
-have `embed` in their qualified name, the last layer is `final`, or `out` in MONAI's DiffusionModelUNet. Norms are found
-by type, since MONAI also calls them `adn.N`: GroupNorm, InstanceNorm2d, LayerNorm.
+Nothing here decides a precision. Nets follow what is done to them: .to(torch.bfloat16) with x in bf16,
+torch.autocast with x in fp32, or bf16 with fp32 islands. What is worth an island is told by method.roles:
+embeddings have `embed` in their qualified name, and the last layer is `final`, or `out` in MONAI's
+DiffusionModelUNet.
 """
+
 import math
 import re
 from collections import OrderedDict
@@ -25,19 +29,16 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from monai.networks.nets import DiffusionModelUNet, UNet
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from machine import Refused, without
 
-class ModelError(ValueError):
-    """A net that cannot be built as asked; the message is one line that says what to choose instead."""
+with without("transformers"):
+    from monai.networks.nets import DiffusionModelUNet, UNet
 
-
-TASKS = {"rflow": ("unet", "dit"), "reflow": ("unet", "dit"), "ddpm": ("unet", "dit"), "segment": ("unet",)}
-
-# size: (channels per level, residual blocks per level, levels with self-attention). Each level but the first halves the
-# image; the middle block, at the lowest, always attends.
+# size: (channels per level, residual blocks per level, levels with self-attention). Each level but the
+# first halves the image; the middle block, at the lowest, always attends.
 DIFFUSION_UNETS = {
     "tiny": ((16, 32), 1, (False, False)),
     "small": ((64, 128), 1, (False, False)),
@@ -50,8 +51,8 @@ SEGMENTATION_UNETS = {
     "small": ((16, 32, 64, 128, 256), 2),
     "base": ((32, 64, 128, 256, 512), 2),
 }
-# size: (depth, width, heads). S to XL are the paper's table 1. tiny: of widths 64, 96 and 128 the first made the best
-# digits in equal time on one core.
+# size: (depth, width, heads). S to XL are the paper's table 1. tiny: of widths 64, 96 and 128 the first
+# made the best digits in equal time on one core.
 DITS = {
     "tiny": (4, 64, 2),
     "S": (12, 384, 6),
@@ -60,123 +61,132 @@ DITS = {
     "XL": (28, 1152, 16),
 }
 FREQUENCIES = 256  # width of DiT's sinusoid of t, as in the authors' code
-SHORT = 128  # tokens up to which a CPU runs plain attention in bf16 faster than the flash kernel, see Attention
+# tokens up to which a CPU runs plain attention in bf16 faster than the flash kernel, see Attention
+SHORT = 128
 
 
-def build(model: str, task: str, channels: int, num_classes: int, image_size: int, size: str | None = None):
-    """Builds a net in fp32 on torch's default device, its initial weights drawn from torch's global generator.
-
-    model: 'unet' or 'dit'. task: 'rflow', 'reflow' or 'ddpm' for a generative net (called as described at the top of this file),
-    'segment' for net(x [B,C,H,W]) -> logits [B,num_classes,H,W]. channels: C of the images. num_classes: labels of the
-    data, 0 if it has none (then y is all zeros, the null label); for 'segment' classes of the masks, with background.
-    image_size: side of the square images in pixels. size: an entry of the table above. Raises ModelError.
+def check_image_size(net, image_size, multiple, least):
+    """Raises Refused unless image_size is a multiple of `multiple`, and `least` or more; net: what to call
+    it.
     """
-    if task not in TASKS:
-        raise ModelError(f"unknown task {task!r}; choose one of {', '.join(TASKS)}")
-    if model not in TASKS[task]:
-        raise ModelError(f"no model {model!r} for task {task!r}; choose {' or '.join(TASKS[task])}")
-    size = size or "tiny"
-    if task == "segment":
-        return _segmentation_unet(channels, num_classes, image_size, size)
-    if model == "unet":
-        return _diffusion_unet(channels, num_classes, image_size, size)
-    return _dit(channels, num_classes, image_size, size)
+    if image_size >= least and image_size % multiple == 0:
+        return
+    below = image_size // multiple * multiple
+    fitting = [n for n in (below, max(below + multiple, least)) if n >= least]
+    raise Refused(
+        f"image size {image_size} does not fit {net}, which needs a multiple of {multiple}, {least} or more; "
+        f"use {' or '.join(map(str, fitting))}"
+    )
 
 
-def _check_image_size(net: str, image_size: int, multiple: int, least: int) -> None:
-    if image_size < least or image_size % multiple:
-        below = image_size // multiple * multiple
-        fitting = [n for n in (below, max(below + multiple, least)) if n >= least]
-        raise ModelError(f"image size {image_size} does not fit {net}, which needs a multiple of {multiple}, "
-                         f"{least} or more; use {' or '.join(map(str, fitting))}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# MONAI's U-Nets
+# ---- MONAI's U-Nets ----------------------------------------------------------------------------------------
 
 
 class DiffusionUNet(DiffusionModelUNet):
     """MONAI's DiffusionModelUNet, called as net(x, t, y).
 
-    MONAI computes the sinusoid of t in fp32 whatever the dtype of t, and casts it to that of x: timesteps in bf16 cost
-    this net their own rounding and no more.
+    MONAI computes the sinusoid of t in fp32 whatever the dtype of t, and casts it to that of x: timesteps
+    in bf16 cost this net their own rounding and no more.
     """
 
     def forward(self, x, t, y):
         return super().forward(x, t, class_labels=y)
 
 
-def _diffusion_unet(channels, num_classes, image_size, size):
+def diffusion_unet(channels, num_classes, image_size, size=None):
+    size = size or "tiny"
     if size not in DIFFUSION_UNETS:
-        raise ModelError(f"unknown size {size!r} for unet; choose one of {', '.join(DIFFUSION_UNETS)}")
+        raise Refused(f"unknown size {size!r} for unet; choose one of {', '.join(DIFFUSION_UNETS)}")
     widths, res_blocks, attention = DIFFUSION_UNETS[size]
     factor = 2 ** (len(widths) - 1)
-    _check_image_size(f"the {size} unet", image_size, factor, factor)
+    check_image_size(f"the {size} unet", image_size, factor, factor)
     highest = attention.index(True) if True in attention else len(widths) - 1
     return DiffusionUNet(
-        spatial_dims=2, in_channels=channels, out_channels=channels, channels=widths, num_res_blocks=res_blocks,
-        attention_levels=attention, norm_num_groups=min(32, widths[0] // 4), num_head_channels=min(64, widths[-1] // 2),
-        num_class_embeds=num_classes + 1, use_combined_linear=True,
+        spatial_dims=2,
+        in_channels=channels,
+        out_channels=channels,
+        channels=widths,
+        num_res_blocks=res_blocks,
+        attention_levels=attention,
+        norm_num_groups=min(32, widths[0] // 4),
+        num_head_channels=min(64, widths[-1] // 2),
+        num_class_embeds=num_classes + 1,
+        use_combined_linear=True,
         # MONAI's name for F.scaled_dot_product_attention
         use_flash_attention=(image_size // 2**highest) ** 2 > SHORT,
     )
 
 
 class SegmentationUNet(UNet):
-    """MONAI's UNet with its last residual unit, the one that gives the logits, named `final`; unchanged otherwise."""
+    """MONAI's UNet with its last residual unit, the one that gives the logits, named `final`; unchanged
+    otherwise.
+    """
 
     def _get_up_layer(self, in_channels, out_channels, strides, is_top):
         up = super()._get_up_layer(in_channels, out_channels, strides, is_top)
         return nn.Sequential(OrderedDict(up=up[0], final=up[1])) if is_top else up
 
 
-def _segmentation_unet(channels, num_classes, image_size, size):
+def segmentation_unet(channels, num_classes, image_size, size=None):
+    size = size or "tiny"
     if size not in SEGMENTATION_UNETS:
-        raise ModelError(f"unknown size {size!r} for unet (segment); choose one of {', '.join(SEGMENTATION_UNETS)}")
+        raise Refused(
+            f"unknown size {size!r} for unet (segment); choose one of {', '.join(SEGMENTATION_UNETS)}"
+        )
     if num_classes < 2:
-        raise ModelError(f"segmentation needs at least 2 classes, background included; the data has {num_classes}")
+        raise Refused(
+            f"segmentation needs at least 2 classes, background included; the data has {num_classes}"
+        )
     widths, res_units = SEGMENTATION_UNETS[size]
     factor = 2 ** (len(widths) - 1)
-    # At twice the factor the lowest map is 2x2: instance norm of a single pixel is undefined, and torch refuses it.
-    _check_image_size(f"the {size} segmentation unet", image_size, factor, 2 * factor)
-    # Instance norm, MONAI's default: MONAI also normalises a map of num_classes channels, which no fixed number of
-    # groups divides. Affine, so that a channel can regain the scale that the norm takes away.
+    # At twice the factor the lowest map is 2x2: instance norm of a single pixel is undefined, and torch
+    # refuses it.
+    check_image_size(f"the {size} segmentation unet", image_size, factor, 2 * factor)
+    # Instance norm, MONAI's default: MONAI also normalises a map of num_classes channels, which no fixed
+    # number of groups divides. Affine, so that a channel can regain the scale that the norm takes away.
     return SegmentationUNet(
-        spatial_dims=2, in_channels=channels, out_channels=num_classes, channels=widths,
-        strides=(2,) * (len(widths) - 1), num_res_units=res_units, norm=("INSTANCE", {"affine": True}),
+        spatial_dims=2,
+        in_channels=channels,
+        out_channels=num_classes,
+        channels=widths,
+        strides=(2,) * (len(widths) - 1),
+        num_res_units=res_units,
+        norm=("INSTANCE", {"affine": True}),
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# DiT
+# ---- DiT ---------------------------------------------------------------------------------------------------
 
 
-def sinusoid(t: torch.Tensor, width: int, max_period: float = 10000.0) -> torch.Tensor:
-    """Embeds timesteps [B] as [B, width]: cos(t w_i), sin(t w_i), w_i = max_period^(-2i / width) (arXiv 2006.11239).
+def sinusoid(t, width, max_period=10000.0):
+    """Embeds timesteps [B] as [B, width]: cos(t w_i), sin(t w_i), w_i = max_period^(-2i / width) (arXiv
+    2006.11239).
 
-    All of it is computed in the dtype of t (integers count as fp32), on purpose: t in bf16 shows what a model gets that
-    is bf16 throughout, where angles from 256 to 1000 are rounded to multiples of 2 or 4 radians. For the exact
-    embedding hand t over in fp32.
+    All of it is computed in the dtype of t (integers count as fp32), on purpose: t in bf16 shows what a
+    model gets that is bf16 throughout, where angles from 256 to 1000 are rounded to multiples of 2 or 4
+    radians. For the exact embedding hand t over in fp32.
     """
     t = t if t.is_floating_point() else t.float()
     steps = torch.arange(width // 2, dtype=t.dtype, device=t.device)
     # .to: autocast on CUDA returns exp in fp32, which would hide the rounding that t in bf16 asks for
     freqs = torch.exp(steps * (-2 * math.log(max_period) / width)).to(t.dtype)
-    angles = t[:, None] * freqs
+    angles = t[:, None] * freqs  # [B, width / 2]
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def position_embedding(side: int, width: int) -> torch.Tensor:
-    """Fixed 2-D sin-cos embedding of a grid, [side * side, width] fp32, half of the channels for the row, half for the
-    column (width divisible by 4); computed in fp64 and rounded once."""
+def position_embedding(side, width):
+    """Fixed 2-D sin-cos embedding of a grid, [side * side, width] fp32, half of the channels for the row,
+    half for the column (width divisible by 4); computed in fp64 and rounded once.
+    """
     freqs = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     angles = torch.arange(side, dtype=torch.float64)[:, None] * freqs
     line = torch.cat([angles.sin(), angles.cos()], dim=1)
     rows, columns = line[:, None].expand(side, side, -1), line[None].expand(side, side, -1)
-    return torch.cat([rows, columns], dim=2).flatten(0, 1).float()
+    return torch.cat([rows, columns], dim=2).flatten(0, 1).float()  # [side, side, width] -> [side^2, width]
 
 
 def modulate(x, shift, scale):
+    """x [B, tokens, width], scaled and shifted by one vector [B, width] an image."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
@@ -190,21 +200,24 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x):
+        # [B, tokens, 3 width] -> [B, tokens, 3, heads, width / heads] -> 3 x [B, heads, tokens, width /
+        # heads]
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        # The backward pass of torch's CPU flash kernel in bf16 takes 12 ms where the plain one takes 0.7 (torch 2.14,
-        # batch 64, 4 heads, 16 tokens). Both sum in fp32. Chosen here and not around the whole net, so that activation
-        # checkpointing recomputes with the same kernel.
+        # The backward pass of torch's CPU flash kernel in bf16 takes 12 ms where the plain one takes 0.7
+        # (torch 2.14, batch 64, 4 heads, 16 tokens). Both sum in fp32. Chosen here and not around the whole
+        # net, so that activation checkpointing recomputes with the same kernel.
         short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
         with sdpa_kernel(SDPBackend.MATH) if short else nullcontext():
             x = F.scaled_dot_product_attention(q, k, v)
+        # [B, heads, tokens, width / heads] -> [B, tokens, width]
         return self.proj(x.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     """DiT block with adaLN-Zero: the condition sets shift, scale and gate of both branches (section 3.2).
 
-    forward: x [B, tokens, width], c [B, width], the condition after its SiLU -> [B, tokens, width]. The modulation
-    starts at zero, gates included, so a new block is the identity.
+    forward: x [B, tokens, width], c [B, width], the condition after its SiLU -> [B, tokens, width]. The
+    modulation starts at zero, gates included, so a new block is the identity.
     """
 
     def __init__(self, width, heads):
@@ -212,17 +225,21 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.attention = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
         self.modulation = nn.Linear(width, 6 * width)
 
     def forward(self, x, c):
+        # [B, 6 width] -> 6 x [B, width]
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=1)
         x = x + gate1[:, None] * self.attention(modulate(self.norm1(x), shift1, scale1))
         return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
 
 class Final(nn.Module):
-    """DiT's last layer: modulated norm, then a Linear to the values of a patch; both Linears start at zero."""
+    """DiT's last layer: modulated norm, then a Linear to the values of a patch; both Linears start at zero.
+    """
 
     def __init__(self, width, patch_values):
         super().__init__()
@@ -238,8 +255,9 @@ class Final(nn.Module):
 class DiT(nn.Module):
     """Diffusion transformer (arXiv 2212.09748) that predicts the target alone (learn_sigma=False).
 
-    forward: x [B,C,H,W], t [B] floating, its dtype the precision of the sinusoid (see `sinusoid`), y [B] int64 in
-    [0, num_classes], the last one the null label -> [B,C,H,W] in the dtype of the last layer. A new net returns zeros.
+    forward: x [B,C,H,W], t [B] floating, its dtype the precision of the sinusoid (see `sinusoid`), y [B]
+    int64 in [0, num_classes], the last one the null label -> [B,C,H,W] in the dtype of the last layer. A
+    new net returns zeros.
     """
 
     def __init__(self, channels, num_classes, image_size, patch, depth, width, heads):
@@ -267,9 +285,10 @@ class DiT(nn.Module):
 
     def forward(self, x, t, y):
         side = x.shape[2] // self.patch
+        # [B, C, H, W] -> [B, C patch^2, side, side] -> [B, tokens, C patch^2] -> [B, tokens, width]
         h = self.x_embed(F.pixel_unshuffle(x, self.patch).flatten(2).transpose(1, 2))
-        # The residual stream takes the dtype of x: bf16 in a bf16 net even if the buffer stayed in fp32, and fp32 under
-        # autocast.
+        # The residual stream takes the dtype of x: bf16 in a bf16 net even if the buffer stayed in fp32,
+        # and fp32 under autocast.
         h = h + self.pos_embed.to(x.dtype)
         # Only now is the sinusoid cast, and to the weights' dtype, so that an fp32 island gets it unrounded.
         c = self.t_embed(sinusoid(t, FREQUENCIES).to(self.t_embed[0].weight.dtype)) + self.y_embed(y)
@@ -277,13 +296,23 @@ class DiT(nn.Module):
         for block in self.blocks:
             h = block(h, c)
         h = self.final(h, c)
+        # [B, tokens, C patch^2] -> [B, C patch^2, side, side] -> [B, C, H, W]
         return F.pixel_shuffle(h.transpose(1, 2).unflatten(2, (side, side)), self.patch)
 
 
-def _dit(channels, num_classes, image_size, size):
+def dit(channels, num_classes, image_size, size=None):
+    size = size or "tiny"
     name, slash, patch = size.partition("/")
     if name not in DITS or (slash and not re.fullmatch("[1-9][0-9]{0,2}", patch)):
-        raise ModelError(f"unknown size {size!r} for dit; choose one of {', '.join(DITS)}, or S/4 for patch size 4")
+        raise Refused(
+            f"unknown size {size!r} for dit; choose one of {', '.join(DITS)}, or S/4 for patch size 4"
+        )
     patch = int(patch or 2)
-    _check_image_size(f"a dit of patch size {patch}", image_size, patch, patch)
+    check_image_size(f"a dit of patch size {patch}", image_size, patch, patch)
     return DiT(channels, num_classes, image_size, patch, *DITS[name])
+
+
+# ---- Registries --------------------------------------------------------------------------------------------
+
+GENERATIVE = {"unet": diffusion_unet, "dit": dit}
+SEGMENTING = {"unet": segmentation_unet}

@@ -1,146 +1,269 @@
-"""Reflow (arXiv 2209.03003, section 2.2): pairs of noise and a teacher's image of it, from which a student learns straight paths.
+"""Reflow (arXiv 2209.03003, section 2.2): pairs of noise and a teacher's image of it, from which a student
+learns straight paths.
 
     python train.py --name teacher
     python train.py --task reflow --teacher runs/teacher --sample_steps 1
 
-A rectified flow trained on independent pairs of image and noise has curved paths, since where two straight lines cross
-it can only follow their mean; few large steps leave such a path. Its own pairs, noise and the image that its ODE leads
-to, cross less: a second flow trained on them (2-rectified flow; in InstaFlow, arXiv 2309.06380, the step that makes
-one-step generation of large images work) has nearly straight ones, and one step lands near their end. A student can be
-a teacher in turn.
+A rectified flow trained on independent pairs of image and noise has curved paths: where two straight lines
+cross, it can only follow their mean. Few large steps leave such a path. Its own pairs, noise and the image
+that its ODE leads to, cross less. A second flow trained on them (2-rectified flow; in InstaFlow, arXiv
+2309.06380, the step that makes one-step generation of large images work) has nearly straight paths, and one
+step lands near their end. A student can be a teacher in turn.
 
-`--pairs` images are drawn once, in `--teacher_steps` steps (half as many, about twice their error, which should stay far
-below the student's), from the teacher's averaged weights in the teacher's own recipe and with its own guidance, each
-label equally often. They are kept in the run's folder with a hash of those weights; while they are there a resumed run
-reads them. The student starts from the same weights, in its own recipe. Once trained it needs neither pairs nor teacher.
+`--pairs` images are drawn once, in `--teacher_steps` steps. Half as many steps make about twice the error,
+which should stay far below the student's. They are drawn from the teacher's averaged weights in the
+teacher's own recipe and with its own guidance, each label equally often. They are kept in the run's folder
+with a hash of those weights, and a resumed run reads them there. The student starts from the same weights,
+in its own recipe. Once trained it needs neither pairs nor teacher.
 """
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from tqdm import tqdm
 
 from data import Tensors
-from precision import hash64
-from strategies import Rng
-from trainer import RunError, Trainer, read_checkpoint, write_atomically
+from diffusion import BINS, RFlow
+from flags import Flag, natural, thousand
+from machine import Refused
+from precision import Precision
+from recipes import check_machine
+from rounding import Stream, stream
+from runs import read_checkpoint, write_atomically
+from tasks import Rng, check_options, recipe_of
 
 PAIRS = "pairs.safetensors"
-# What both must agree in: the student starts from the teacher's weights, and the same numbers must mean the same velocity.
-SHARED = ("model", "size", "data", "image_size", "velocity")
-ITSELF = {"size": "tiny", "data": "digits"}  # what a flag that was not given stands for
-
-
-def _place(spec):
-    """'folder:/a/photos/' -> 'folder:photos': a data set may have moved since the teacher was trained."""
-    kind, colon, path = spec.partition(":")
-    return kind + colon + os.path.basename(os.path.normpath(path)) if colon else spec
+FLOWS = ("rflow", "reflow")  # tasks whose runs can teach
 
 
 def read_pairs(folder):
-    """The training set of a student's folder: fp32 [B, 2C, H, W], clean images and their noise, with labels int64 [B]."""
+    """The training set of a student's folder: fp32 [B, 2 C, H, W], clean images and their noise, with
+    labels int64 [B].
+    """
     with safe_open(Path(folder) / PAIRS, "pt") as file:
         pairs = {name: file.get_tensor(name) for name in ("images", "noise", "labels")}
-    return Tensors(torch.cat([pairs["images"], pairs["noise"]], dim=1), pairs["labels"], pairs["images"].shape[-1])
+    both = torch.cat([pairs["images"], pairs["noise"]], dim=1)
+    return Tensors(both, pairs["labels"], pairs["images"].shape[-1])
 
 
 class Teacher:
-    """A trained rectified flow, read from a checkpoint or run folder, for `Trainer(config, teacher=...)`.
-
-    flags: what the user gave; values of SHARED among them must be the teacher's. defaults: of all flags, for those that
-    are younger than the checkpoint. `shared` holds the teacher's values of SHARED, for the student's config. Raises
-    RunError before anything is written or drawn, and what Trainer raises when the teacher's own recipe or data can't be
-    had here.
+    """A trained rectified flow, read from a checkpoint or a run's folder. table: of all flags. Raises
+    Refused.
     """
 
-    def __init__(self, path, flags, defaults):
+    def __init__(self, path, table):
         self.path, self.checkpoint = path, read_checkpoint(path)
-        checkpoint = self.checkpoint
-        trained = {**defaults, **checkpoint["config"]}
-        if trained["task"] not in ("rflow", "reflow"):
-            raise RunError(f"--teacher {path} was trained with --task {trained['task']}: reflow straightens the paths of a rectified flow; "
-                           f"give a checkpoint of --task rflow or reflow")
-        self.shared = {flag: trained[flag] for flag in SHARED}
-        for flag in ("model", "size", "data", "velocity"):
-            given, its = (values.get(flag) or ITSELF.get(flag) for values in (flags, self.shared))
-            if flag in flags and (_place(given) != _place(its) if flag == "data" else given != its):
-                self._refuse(flag, its, given)
-        self.shared["data"] = flags.get("data", self.shared["data"])
-        here = {flag: flags.get(flag, defaults[flag]) for flag in ("device", "threads", "runs")}
-        # Only the average is read: neither the optimiser nor the batches that made it have to be possible here.
-        unused = {"optimizer": "adamw", "average": [], "accumulate": 1, "batch_size": int(os.environ.get("WORLD_SIZE", 1)), "export": ""}
-        self.run = Trainer({**trained, **self.shared, **here, **unused}, dry=True, draws=True)
-        if flags.get("image_size") not in (None, self.run.data.image_size):
-            self._refuse("image_size", self.run.data.image_size, flags["image_size"])
-        self.model, self.average = checkpoint["precision"]["model"], checkpoint["precision"]["averages"]["ema"]
-        shapes = {name: p.shape for name, p in self.run.precision.named_params}
-        if {name: value.shape for name, value in self.average["shadow"].items()} != shapes:
-            raise RunError(f"--teacher {path}: its weights don't fit {self.run.data.name} as it is now ({self.run.data}): "
-                           f"give the data it was trained on")
+        self.config = table.config(self.checkpoint["config"])
+        if self.config.task not in FLOWS:
+            raise Refused(
+                f"--teacher {path} was trained with --task {self.config.task}: reflow straightens the paths "
+                "of a rectified flow; give a checkpoint of --task rflow or reflow"
+            )
+        self.recipe = recipe_of(self.config, table, RFlow.sites)
+        self.average = self.checkpoint["precision"]["averages"]["ema"]
+
+    @property
+    def fingerprint(self):
+        """SHA-256 of the averaged weights, their names, dtypes and shapes."""
         digest = hashlib.sha256()
         for name, value in sorted(self.average["shadow"].items()):
             digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
             digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
-        self.fingerprint = digest.hexdigest()
+        return digest.hexdigest()
 
-    def _refuse(self, flag, its, given):
-        raise RunError(f"--{flag} {given} differs from the teacher's {its}: the student starts from the weights of "
-                       f"{self.path}; drop --{flag}")
+    def check(self, task):
+        """Raise Refused unless the weights fit the net of `task`, which the data shape."""
+        with torch.device("meta"):
+            shapes = {name: p.shape for name, p in task.net().named_parameters()}
+        if {name: value.shape for name, value in self.average["shadow"].items()} != shapes:
+            data = task.data
+            raise Refused(
+                f"--teacher {self.path}: its weights don't fit {data.name} as it is now ({data}): give the "
+                "data it was trained on"
+            )
 
-    def check(self, folder):
-        """Raises RunError if `folder` holds pairs that can't be read, or another teacher's."""
-        path = Path(folder) / PAIRS
-        if not path.exists():
-            return
-        try:
-            with safe_open(path, "pt") as file:
-                drawn_by = (file.metadata() or {}).get("teacher")
-        except (SafetensorError, OSError):
-            raise RunError(f"{path} is cut short or holds no pairs: remove it, and the same command draws them again") from None
-        if drawn_by != self.fingerprint:
-            raise RunError(f"{path} holds the pairs of another teacher than {self.path} holds now: give that teacher, or another --name")
+    def generator(self, data, device):
+        """(task, net): the teacher's task on the student's data, and its averaged weights in its own recipe.
 
-    def prepare(self, run):
-        """The pairs of a student's Trainer as its training set: fp32 [B, 2C, H, W], clean images and their noise, with
-        labels int64 [B]; from the run's folder, or drawn and written there. Raises RunError when the images are not
-        finite or can't be written."""
+        Only the average is read: the optimiser that made it need not be possible here.
+        """
+        task = RFlow(data, self.recipe, self.config)
+        run = Precision(task.net().to(device), self.recipe, ema_decay=self.config.ema_decay)
+        saved = self.checkpoint["precision"]["model"]
+        for method in run.methods:
+            saved = method.adapt(run.model.state_dict(), saved)
+        run.model.load_state_dict(saved)
+        run.ema.load_state_dict(self.average)
+        return task, run.generator()
+
+
+class Reflow(RFlow):
+    """Rectified flow whose noise comes with its image: a training batch is [B, 2 C, H, W], clean images and
+    their noise.
+    """
+
+    flags = (
+        Flag(
+            "teacher",
+            "",
+            "for --task reflow: checkpoint or run folder of the rectified flow whose images the student "
+            "learns; --model, --size, --data, --image_size and --velocity are the teacher's",
+            "generation",
+            kind="place",
+            metavar="CHECKPOINT",
+            may=("resume",),  # a teacher is told by its weights, not by its path
+            titled=True,
+            only=True,
+        ),
+        Flag(
+            "pairs",
+            8192,
+            "for --task reflow: pairs of noise and image that the teacher draws before training",
+            "generation",
+            type=natural,
+        ),
+        Flag(
+            "teacher_steps",
+            50,
+            "for --task reflow: steps in which it draws them",
+            "generation",
+            type=thousand,
+        ),
+    )
+    teacher = None  # read by `start`, forgotten once its pairs are drawn
+
+    # -- the teacher
+
+    @classmethod
+    def settle(cls, table, given):
+        if not given.get("teacher"):
+            return {}
+        teacher = Teacher(given["teacher"], table)
+
+        def compare(row, its, own):
+            if row.told(its) != row.told(own):
+                raise Refused(
+                    f"--{row.name} {own} differs from the teacher's {its}: the student starts from the "
+                    f"weights of {teacher.path}; drop --{row.name}"
+                )
+
+        rows = [row for row in table.fitting() if row.name != "task"]
+        config = table.typed(given)
+        shared = {row.name: getattr(teacher.config, row.name) for row in rows}
+        for row in rows:
+            if row.name in given:
+                compare(row, cls.meant(row.name, teacher.config), cls.meant(row.name, config))
+        shared["data"] = given.get("data", shared["data"])  # it may have moved
+        shared["image_size"] = teacher.config.image_size
+        if given.get("image_size"):
+            its = shared["image_size"] or cls.load(config.replaced(**shared)).image_size
+            compare(table["image_size"], its, given["image_size"])
+        return shared
+
+    @classmethod
+    def check(cls, config):
+        if not config.teacher:
+            raise Refused(
+                "--task reflow learns from a teacher's images: add --teacher CHECKPOINT, of a run with "
+                "--task rflow"
+            )
+        if config.finetune:
+            raise Refused(
+                "--finetune with --task reflow: a student starts from its teacher's weights; drop "
+                "--finetune, or give that run as --teacher"
+            )
+
+    @property
+    def starts_elsewhere(self):
+        return True
+
+    def start(self, run):
+        check_options(self.recipe, self.config)
+        self.teacher = teacher = Teacher(self.config.teacher, run.table)
+        teacher.check(self)
         path = run.folder / PAIRS
         if not path.exists():
+            check_machine(teacher.recipe, run.device)
+        elif _drawn_by(path) != teacher.fingerprint:
+            raise Refused(
+                f"{path} holds the pairs of another teacher than {teacher.path} holds now: give that "
+                "teacher, or another --name"
+            )
+        return None if run.folder.has_checkpoint else teacher.checkpoint
+
+    # -- the pairs
+
+    def train_set(self, run):
+        """The pairs in the run's folder; drawn and written there by a run that trains and has none yet."""
+        path = run.folder / PAIRS
+        if run.draws and not path.exists():
+            raise Refused(
+                f"--diagnose takes a student some steps further on its teacher's pairs, and {path} is not "
+                "there: give the run's own folder"
+            )
+        if not path.exists():
             pairs = self._draw(run)
-            if run.rank == 0:
-                content = safetensors_bytes(pairs, metadata={"teacher": self.fingerprint, "steps": str(run.config["teacher_steps"])})
+            if run.ranks.main:
+                facts = {"teacher": self.teacher.fingerprint, "steps": str(self.config.teacher_steps)}
+                content = safetensors_bytes(pairs, metadata=facts)
                 write_atomically(path, lambda file: file.write(content))
-            if run.world > 1:
-                dist.barrier()  # before the others read it
-        self.run = self.checkpoint = self.model = self.average = None  # no memory of theirs is needed in training
+            run.ranks.wait()  # before the others read it
+        self.teacher = None  # training needs no memory of it
         return read_pairs(run.folder)
 
     def _draw(self, run):
-        c, data, teacher = run.config, run.data, self.run
-        noise = Rng(hash64(c["seed"], 6) >> 1).normal(c["pairs"], data.channels, data.image_size, data.image_size)
-        labels = torch.arange(c["pairs"]) % max(1, data.num_classes)
+        """{"images", "noise", "labels"} of all pairs, on the CPU; each rank draws its share of the images."""
+        c, d = self.config, self.data
+        rng = Rng(stream(c.seed, Stream.PAIRS))
+        noise = rng.normal(c.pairs, d.channels, d.image_size, d.image_size)  # [pairs, C, H, W]
+        labels = torch.arange(c.pairs) % max(1, d.num_classes)
         images = torch.zeros_like(noise, device=run.device)
-        tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32  # of the process: each Precision sets its recipe's
-        precision = teacher._precision(run.device)
-        precision.model.load_state_dict(self.model)
-        precision.ema.load_state_dict(self.average)
-        net = precision.generator()
-        batches = range(0, c["pairs"], c["sample_batch"])[run.rank :: run.world]
-        with tqdm(total=c["pairs"], unit="pair", disable=run.rank > 0, dynamic_ncols=True, desc="the teacher's pairs") as bar:
-            for start in batches:
-                part = slice(start, start + c["sample_batch"])
-                images[part] = teacher.strategy.sample(net, labels[part].to(run.device), noise[part].to(run.device), c["teacher_steps"])
-                bar.update(min(len(images[part]) * run.world, c["pairs"] - bar.n))
-        torch.set_float32_matmul_precision(tf32[0])
-        torch.backends.cudnn.allow_tf32 = tf32[1]
-        if run.world > 1:
-            dist.all_reduce(images)  # each image is drawn by one rank and zero on the others: the sum is exact
+        task, net = self.teacher.generator(d, run.device)
+        rank, world = run.ranks.rank, run.ranks.world
+        options = dict(unit="pair", disable=rank > 0, dynamic_ncols=True, desc="the teacher's pairs")
+        with tqdm(total=c.pairs, **options) as bar:
+            for start in range(0, c.pairs, c.sample_batch)[rank::world]:
+                part = slice(start, start + c.sample_batch)
+                own = labels[part].to(run.device), noise[part].to(run.device)
+                images[part] = task.sample(net, *own, c.teacher_steps)
+                bar.update(min(len(images[part]) * world, c.pairs - bar.n))
+        run.ranks.sum(images)  # each image is drawn by one rank and zero on the others: the sum is exact
         if not images.isfinite().all():
-            raise RunError(f"--teacher {self.path} draws images that are not finite: train it again, or draw from it with "
-                           f"--sample to see them")
+            raise Refused(
+                f"--teacher {self.teacher.path} draws images that are not finite: train it again, or draw "
+                "from it with --sample to see them"
+            )
         return {"images": images.cpu(), "noise": noise, "labels": labels}
+
+    # -- the loss
+
+    def with_noise(self, images, rng):
+        return images.chunk(2, dim=1)  # [B, 2 C, H, W] -> 2 x [B, C, H, W]
+
+    @torch.no_grad()
+    def loss_by_timestep(self, model, images, labels, rng):
+        """[BINS] mean loss on pairs of noise and the model's own image of it, of as many labels as `images`
+        has.
+
+        It is 0 where the paths are straight (the straightness of arXiv 2209.03003, section 2.2). Real
+        images with independent noise, the measure for rflow, are not what this task learns; nor does this
+        need the teacher.
+        """
+        noise = rng.normal(*images.shape)
+        own = self.sample(model, labels, noise, self.config.sample_steps)
+        times = [self.bin_timesteps((k + rng.uniform(len(own))) / BINS) for k in range(BINS)]
+        return [self.errors(model, own, labels, noise, t).float().mean().item() for t in times]
+
+
+def _drawn_by(path):
+    """The fingerprint of the teacher that drew a file of pairs. Raises Refused when it holds none."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("teacher")
+    except (SafetensorError, OSError):
+        raise Refused(
+            f"{path} is cut short or holds no pairs: remove it, and the same command draws them again"
+        ) from None

@@ -7,7 +7,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-# The nets of the tests are so small that a second thread costs more than it brings, most of all on busy cores.
+# The nets of the tests are so small that a second thread costs more than it brings, most of all on busy
+# cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 

@@ -59,7 +59,8 @@ ARMS = {
     "ddpm": "--task ddpm --bf16",
     "reflow": "--task reflow --teacher RUN:fp32 --pairs 64 --teacher_steps 4",
     "averages": "--pure_bf16 --warmup 0 --average 0.99:bf16:stochastic --average 0.9:fp32 --weights all",
-    "weight-decay": "--pure_bf16 --kahan --weight_decay 0.1",
+    "weight-decay": "--pure_bf16 --kahan --weight_decay 0.1 --weight_decay_on all",
+    "weight-decay-matrices": "--pure_bf16 --kahan --weight_decay 0.1",
     "torch": "--optimizer torch",
     "torchastic": "--pure_bf16 --optimizer torchastic",
     "torchao": "--pure_bf16 --optimizer torchao",
@@ -171,7 +172,7 @@ def attempt(arm, checkout, runs):
     except (RuntimeError, OSError, LookupError) as error:
         found = {"failed": f"{type(error).__name__}: {error}"}
     outcome = found.get("failed") or f"loss {found['loss']:.6f}"
-    print(f"  {arm:<16} {outcome}", file=sys.stderr, flush=True)
+    print(f"  {arm:<21} {outcome}", file=sys.stderr, flush=True)
     return found
 
 
@@ -246,7 +247,7 @@ def main():
         return 1 if len(good) < len(found) else 0
     verdicts = {arm: verdict(known.get(arm), values) for arm, values in found.items()}
     for arm, (_, line) in verdicts.items():
-        print(f"{arm:<16} {line}")
+        print(f"{arm:<21} {line}")
     good = sum(same for same, _ in verdicts.values())
     print(f"{good} of {len(found)} arms are as recorded")
     return 0 if good == len(found) else 1

@@ -1,4 +1,6 @@
-"""bench.py: what it runs, in which order, and what it writes. No speed is asserted: a test machine has others on it."""
+"""bench.py: what it runs, in which order, and what it writes. No speed is asserted: a test machine has others
+on it.
+"""
 
 import ast
 import json
@@ -15,8 +17,12 @@ import torch
 
 import bench
 import bench_gpu
-from precision import RecipeError
-
+import machine
+import optim
+import peers
+import precision
+import recipes
+from machine import Refused
 
 SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
 
@@ -35,7 +41,19 @@ def run(tmp_path, *argv):
 
 
 def test_optimizers_writes_every_single_time(tmp_path, capsys):
-    names = ["stochastic", "kahan", "split", "fp32", "stochastic-8bit", "stochastic-4bit", "torchastic", "bitsandbytes", "torch", "torch-fused", "copy"]
+    names = [
+        "stochastic",
+        "kahan",
+        "split",
+        "fp32",
+        "stochastic-8bit",
+        "stochastic-4bit",
+        "torchastic",
+        "bitsandbytes",
+        "torch",
+        "torch-fused",
+        "copy",
+    ]
     result = run(tmp_path, "optimizers", "--parameters", "6000", "--repeats", "2", "--only", *names)
     assert result["bench"] == "optimizers" and result["settings"]["parameters"] == 6000
     assert result["machine"]["torch"] == torch.__version__
@@ -50,7 +68,7 @@ def test_optimizers_writes_every_single_time(tmp_path, capsys):
     assert state["copy"] is None
     table = capsys.readouterr().out
     for layout in ("mixed", "large"):
-        part = table[table.index(f"\n{layout}: 6,000 parameters"):]
+        part = table[table.index(f"\n{layout}: 6,000 parameters") :]
         assert all(any(line.startswith(name + " ") for line in part.splitlines()) for name in names)
 
 
@@ -82,12 +100,12 @@ def test_a_bug_of_ours_is_no_line(monkeypatch):
 
 
 def test_every_peer_of_ours_has_a_contender_and_a_version_range():
-    import precision
-
-    assert {optimizer for _, _, optimizer in bench.CONTENDERS.values() if optimizer} == set(precision.PEERS)
-    root = bench.Path(bench.__file__).parent
-    wanted = "".join((root / name).read_text() for name in ("requirements.txt", "requirements-bench.txt")).splitlines()
-    for package in (peer[1] for peer in precision.PEERS.values() if peer):
+    named = {contender.optimizer for contender in bench.CONTENDERS.values() if contender.optimizer}
+    assert named == {*optim.OPTIMIZERS, *peers.PEERS}
+    root = Path(bench.__file__).parent
+    files = ("requirements.txt", "requirements-bench.txt")
+    wanted = "".join((root / name).read_text() for name in files).splitlines()
+    for package in (peer.package for peer in peers.PEERS.values()):
         assert any(line.startswith(package + ">=") and "<" in line for line in wanted), package
 
 
@@ -107,14 +125,19 @@ def test_contenders_take_turns():
     results = bench.take_turns(actions, 20, bar)
     assert results == {name: [name.upper()] * 20 for name in "abc"}
     rounds = ["".join(seen[i : i + 3]) for i in range(0, 60, 3)]
-    assert all(sorted(one) == ["a", "b", "c"] for one in rounds), "a contender ran twice before another ran once"
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds), (
+        "a contender ran twice before another ran once"
+    )
     assert len(set(rounds)) > 2, "always in one order: each would always inherit the same contender's caches"
 
 
 def test_shared_storage_is_counted_once():
     table = torch.zeros(256)
     first = {"step": 3, "code": torch.zeros(10, dtype=torch.uint8), "table": table}
-    assert bench.state_bytes(SimpleNamespace(state={0: first, 1: {"table": table, "half": table[:128]}})) == 10 + 1024
+    assert (
+        bench.state_bytes(SimpleNamespace(state={0: first, 1: {"table": table, "half": table[:128]}}))
+        == 10 + 1024
+    )
 
 
 def test_training_writes_every_single_time(tmp_path, capsys):
@@ -124,33 +147,39 @@ def test_training_writes_every_single_time(tmp_path, capsys):
     assert rows == [(net, name) for net in nets for name in recipes]
     for row in result["results"]:
         assert all(len(row[key]) == 2 for key in ("ms", "step_ms", "measured_ms", "measured_step_ms"))
-        assert all(0 < part < whole for part, whole in zip(row["step_ms"], row["ms"]))
+        assert all(0 < part < whole for part, whole in zip(row["step_ms"], row["ms"], strict=True))
         assert row["peak_bytes"] is None, "the resident set of one process says nothing about one recipe"
-    size = {row["recipe"]: row["bytes_per_parameter"] for row in result["results"] if row["net"].startswith("unet")}
+    size = {
+        row["recipe"]: row["bytes_per_parameter"]
+        for row in result["results"]
+        if row["net"].startswith("unet")
+    }
     assert size["fp32"] == 16 and size["pure_bf16-stochastic"] == 8 and 10 < size["opt8bit"] < 16
     table = capsys.readouterr().out
     assert "unet:tiny:8:2" in table and table.count("pure_bf16-stochastic") == 2
 
 
 def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
-    import precision
-
-    monkeypatch.setattr(precision, "check_machine", lambda *_: [])  # a CPU has no TF32, but takes the setting
+    monkeypatch.setattr(recipes, "check_machine", lambda *_: [])  # a CPU has no TF32, but takes the setting
+    monkeypatch.setattr(bench_gpu, "check_machine", lambda *_: [])
+    exact = machine.exact_math
+    monkeypatch.setattr(precision.View, "exact", lambda self: exact(self.recipe.compute == "tf32"))
+    knobs = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [knob.fp32_precision for knob in knobs]
     args, seen = SimpleNamespace(device=torch.device("cpu")), []
+
+    def look(*_):
+        seen.append([knob.fp32_precision for knob in knobs])
+
     runs = {}
     for name in ("tf32", "fp32"):
         run, step = bench.make_run(bench.parse_net("dit:tiny:8:2"), bench.RECIPES[name], args)
-        run.model.register_forward_pre_hook(lambda *_: seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)))
+        run.model.register_forward_pre_hook(look)
         runs[name] = step
     for name in ("tf32", "fp32", "tf32"):
         runs[name](False)
-    assert seen == [("high", True), ("highest", False), ("high", True)]
-    cell = dict(net="dit:tiny:8:2", recipe="tf32", compile=False)
-    step, _ = bench_gpu.contender(cell, args.device, dry=True)
-    bench_gpu.contender(bench_gpu.reference_of(cell), args.device, dry=True)
-    step()
-    assert torch.get_float32_matmul_precision() == "high"
-    torch.set_float32_matmul_precision("highest")
+    assert seen == [["tf32", "tf32"], ["ieee", "ieee"], ["tf32", "tf32"]]
+    assert [knob.fp32_precision for knob in knobs] == before, "a step leaves torch's settings as they were"
 
 
 def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys):
@@ -158,9 +187,15 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys)
     assert len(rows) == len(bench.WRITES) * len(bench.STATES)
     for row in rows:
         assert row["bytes_per_parameter"] == pytest.approx(row["ledger"], abs=1e-9), row["flags"]
-        assert row["bytes_per_parameter"] == pytest.approx(row["weights"] + row["gradients"] + row["states"], abs=1e-9)
+        assert row["bytes_per_parameter"] == pytest.approx(
+            row["weights"] + row["gradients"] + row["states"], abs=1e-9
+        )
     size = {row["flags"]: row["bytes_per_parameter"] for row in rows}
-    assert size[""] == 16 and size["--pure_bf16"] == 8 and 5 < size["--pure_bf16 --stochastic --opt4bit"] < size["--pure_bf16 --stochastic --opt8bit"] < 8
+    assert (
+        size[""] == 16
+        and size["--pure_bf16"] == 8
+        and 5 < size["--pure_bf16 --stochastic --opt4bit"] < size["--pure_bf16 --stochastic --opt8bit"] < 8
+    )
     table = capsys.readouterr().out
     assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} | " in table
 
@@ -174,29 +209,32 @@ def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     assert f"| int8, stochastic | {rows[5]['dropped']:.2f} | {rows[5]['others']:.2f} |" in table
 
 
-@pytest.mark.parametrize("argv, words", [
-    ([], "optimizers | training | memory | moments | --gpu"),
-    (["optimizers", "--parameters", "0"], "whole number above 0"),
-    (["optimizers", "--repeats", "many"], "whole number above 0"),
-    (["optimizers", "--only", "adam"], "adam"),
-    (["optimizers", "--layouts", "small"], "small"),
-    (["optimizers", "--out", "no/such/folder/x.json"], "no such folder"),
-    (["optimizers", "--out", "."], "a folder"),
-    (["training", "--nets", "unet:small:64"], "MODEL:SIZE:IMAGE:BATCH"),
-    (["training", "--nets", "unet:small:64:0"], "MODEL:SIZE:IMAGE:BATCH"),
-    (["training", "--nets", "unet:huge:64:8"], "huge"),
-    (["training", "--nets", "vae:tiny:8:8"], "vae"),
-    (["training", "--recipes", "fp4"], "fp4"),
-    (["training", "--recipes", "tf32"], "tf32"),
-    (["training", "--steps", "3"], "--steps"),
-    (["memory", "--nets", "vae:tiny:8:8"], "vae"),
-    (["memory", "--repeats", "3"], "--repeats"),
-    (["--gpu", "--dry_run", "--only", "fp4*"], "fp4*: fits no recipe"),
-    (["--gpu", "--dry_run", "--only", "*kahan", "--compile", "on"], "use --compile off"),
-    (["--gpu", "--dry_run", "--nets", "dit:XXL/2:32:8"], "XXL/2"),
-    (["--gpu", "--dry_run", "--out", "no/such/folder"], "no such folder"),
-    (["--gpu", "--dry_run", "--budget", "0"], "whole number above 0"),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "optimizers | training | memory | moments | --gpu"),
+        (["optimizers", "--parameters", "0"], "whole number above 0"),
+        (["optimizers", "--repeats", "many"], "whole number above 0"),
+        (["optimizers", "--only", "adam"], "adam"),
+        (["optimizers", "--layouts", "small"], "small"),
+        (["optimizers", "--out", "no/such/folder/x.json"], "no such folder"),
+        (["optimizers", "--out", "."], "a folder"),
+        (["training", "--nets", "unet:small:64"], "MODEL:SIZE:IMAGE:BATCH"),
+        (["training", "--nets", "unet:small:64:0"], "MODEL:SIZE:IMAGE:BATCH"),
+        (["training", "--nets", "unet:huge:64:8"], "huge"),
+        (["training", "--nets", "vae:tiny:8:8"], "vae"),
+        (["training", "--recipes", "fp4"], "fp4"),
+        (["training", "--recipes", "tf32"], "tf32"),
+        (["training", "--steps", "3"], "--steps"),
+        (["memory", "--nets", "vae:tiny:8:8"], "vae"),
+        (["memory", "--repeats", "3"], "--repeats"),
+        (["--gpu", "--dry_run", "--only", "fp4*"], "fp4*: fits no recipe"),
+        (["--gpu", "--dry_run", "--only", "*kahan", "--compile", "on"], "use --compile off"),
+        (["--gpu", "--dry_run", "--nets", "dit:XXL/2:32:8"], "XXL/2"),
+        (["--gpu", "--dry_run", "--out", "no/such/folder"], "no such folder"),
+        (["--gpu", "--dry_run", "--budget", "0"], "whole number above 0"),
+    ],
+)
 def test_bad_input_gets_one_line_and_status_2(argv, words, capsys):
     try:
         status = bench.main(argv)
@@ -207,8 +245,8 @@ def test_bad_input_gets_one_line_and_status_2(argv, words, capsys):
     assert err.count("\n") == 1 and err.startswith("bench.py") and words in err
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# --gpu, without one
+# ------------------------------------------------------------------------------------------------------------
+# ---------- --gpu, without one
 
 
 def dry_run(folder, *more):
@@ -233,25 +271,38 @@ def test_a_dry_run_runs_every_recipe(dry):
             assert row["note"] and "\n" not in row["note"] and "ms" not in row
             continue
         assert row["status"] == "measured", row["note"]
-        assert len(row["ms"]) == len(row["reference_ms"]) == 1 and row["ms"][0] > 0 and row["first_step_s"] > 0
+        assert (
+            len(row["ms"]) == len(row["reference_ms"]) == 1 and row["ms"][0] > 0 and row["first_step_s"] > 0
+        )
         assert row["peak_bytes"] is None, "the resident set of one process says nothing about one recipe"
         assert (row["flops_share"] is not None) == ("fp8" in name or "2:4" in name)
     share = {net[:3]: rows[net, "fp8-scaled_mm-rowwise", False]["flops_share"] for net in bench_gpu.TINY}
     assert share["dit"] > 0.9 > 0.1 > share["une"]
     losses = [row["loss"] for (net, *_), row in rows.items() if "loss" in row and net.startswith("dit")]
-    assert len(losses) > 12 and max(losses) - min(losses) < 1e-3 * losses[0], "recipes got different weights or inputs"
+    assert len(losses) > 12 and max(losses) - min(losses) < 1e-3 * losses[0], (
+        "recipes got different weights or inputs"
+    )
     assert rows["dit:tiny:8:2", "pure_bf16-stochastic-opt8bit-fp8", False]["bytes_per_parameter"] < 7
-    assert {"sources", "libraries", "cuda", "commit", "torch"} <= set(record["machine"]) and record["command"].startswith("python bench.py --gpu --dry_run")
+    assert {"sources", "libraries", "cuda", "commit", "torch"} <= set(record["machine"]) and record[
+        "command"
+    ].startswith("python bench.py --gpu --dry_run")
 
 
 def test_the_page_has_a_line_a_cell(dry):
     folder, record, rows = dry
     text = (folder / "gpu-dry-run.md").read_text()
     assert text == bench_gpu.page(record)
-    lines = {(m[1], m[2] == "yes"): m[0] for m in re.finditer(r"^\| `([^`]+)` \| (yes|no) \|.*$", text.split("## unet")[0], re.M)}
+    lines = {
+        (m[1], m[2] == "yes"): m[0]
+        for m in re.finditer(r"^\| `([^`]+)` \| (yes|no) \|.*$", text.split("## unet")[0], re.M)
+    }
     assert set(lines) == {(cell["recipe"], cell["compile"]) for cell in bench_gpu.cells(["dit:tiny:8:2"])}
-    assert lines["bf16", False].startswith(f"| `bf16` | no | {2e3 / rows['dit:tiny:8:2', 'bf16', False]['ms'][0]:.1f} | 1.00 | - | 16.00 | - | ")
-    assert lines["tf32", False].endswith("use fp32 or bf16 |") and lines["tf32", True].endswith("| not measured |")
+    assert lines["bf16", False].startswith(
+        f"| `bf16` | no | {2e3 / rows['dit:tiny:8:2', 'bf16', False]['ms'][0]:.1f} | 1.00 | - | 16.00 | - | "
+    )
+    assert lines["tf32", False].endswith("use fp32 or bf16 |") and lines["tf32", True].endswith(
+        "| not measured |"
+    )
 
 
 def test_run_again_it_measures_what_is_missing_or_was_refused(dry, tmp_path, monkeypatch):
@@ -260,11 +311,17 @@ def test_run_again_it_measures_what_is_missing_or_was_refused(dry, tmp_path, mon
     kept[1].update(status="out of memory", note="too large")
     (tmp_path / "gpu-dry-run.json").write_text(json.dumps({**record, "results": kept}))
     seen = []
-    monkeypatch.setattr(bench_gpu, "measure", lambda cell, **_: seen.append(bench_gpu.key(cell)) or {**rows[bench_gpu.key(cell)], "loss": -1.0})
+    monkeypatch.setattr(
+        bench_gpu,
+        "measure",
+        lambda cell, **_: seen.append(bench_gpu.key(cell)) or {**rows[bench_gpu.key(cell)], "loss": -1.0},
+    )
     _, again = dry_run(tmp_path)
     refused = {k for k, row in rows.items() if row["status"] == "refused"} - {bench_gpu.key(kept[1])}
     assert set(seen) == {k for k in rows if k[1] in ("bf16", "fp32")} | refused
-    assert set(again) == set(rows) and all(again[bench_gpu.key(row)] == row for row in kept if bench_gpu.key(row) not in seen)
+    assert set(again) == set(rows) and all(
+        again[bench_gpu.key(row)] == row for row in kept if bench_gpu.key(row) not in seen
+    )
     seen.clear()
     dry_run(tmp_path, "--retry", "--only", kept[1]["recipe"])
     assert bench_gpu.key(kept[1]) in seen
@@ -272,7 +329,9 @@ def test_run_again_it_measures_what_is_missing_or_was_refused(dry, tmp_path, mon
 
 def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
     _, record, _ = dry
-    (tmp_path / "gpu-dry-run.json").write_text(json.dumps({**record, "machine": {**record["machine"], "sources": "other"}}))
+    (tmp_path / "gpu-dry-run.json").write_text(
+        json.dumps({**record, "machine": {**record["machine"], "sources": "other"}})
+    )
     capsys.readouterr()
     assert bench.main(["--gpu", "--dry_run", "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err
@@ -283,12 +342,18 @@ def test_a_library_that_came_since_is_no_other_machine(dry):
     machine = dry[1]["machine"]
     newer = {**machine, "libraries": {**machine["libraries"], "transformer_engine": "2.9"}}
     assert bench_gpu.same(machine, newer) and bench_gpu.same(newer, machine)
-    assert not bench_gpu.same(newer, {**newer, "libraries": {**newer["libraries"], "transformer_engine": "3.0"}})
+    assert not bench_gpu.same(
+        newer, {**newer, "libraries": {**newer["libraries"], "transformer_engine": "3.0"}}
+    )
     assert not bench_gpu.same(machine, {**machine, "torch": "2.0"})
 
 
-FAULTS = {"bf16": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "fp32": RuntimeError("an illegal\nmemory access"),
-          "tf32": RecipeError("no such thing here"), "pure_bf16-kahan": KeyError("k")}
+FAULTS = {
+    "bf16": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+    "fp32": RuntimeError("an illegal\nmemory access"),
+    "tf32": Refused("no such thing here"),
+    "pure_bf16-kahan": KeyError("k"),
+}
 
 
 def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
@@ -298,23 +363,35 @@ def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, 
     def contender(cell, device, dry):
         if cell["recipe"] in FAULTS:
             raise FAULTS[cell["recipe"]]
-        return lambda: torch.tensor(0.5), lambda: dict(batch_size=2, parameters=1, bytes_per_parameter=8.0, flops_share=None)
+        return lambda: torch.tensor(0.5), lambda: dict(
+            batch_size=2, parameters=1, bytes_per_parameter=8.0, flops_share=None
+        )
 
     monkeypatch.setattr(bench_gpu, "contender", contender)
     names = [*FAULTS, "pure_bf16-split"]
     _, rows = dry_run(tmp_path, "--nets", "dit:tiny:8:2", "--only", *names, "--compile", "off")
     rows = {row["recipe"]: row for row in rows.values()}
     assert {name: row["status"] for name, row in rows.items()} == {
-        "bf16": "out of memory", "fp32": "failed", "tf32": "refused", "pure_bf16-kahan": "failed", "pure_bf16-split": "measured"}
+        "bf16": "out of memory",
+        "fp32": "failed",
+        "tf32": "refused",
+        "pure_bf16-kahan": "failed",
+        "pure_bf16-split": "measured",
+    }
     assert rows["fp32"]["note"] == "RuntimeError: an illegal" and rows["tf32"]["note"] == "no such thing here"
-    assert rows["pure_bf16-split"]["note"] == "no ratio: bf16 does not fit beside it" and "reference_ms" not in rows["pure_bf16-split"]
+    assert (
+        rows["pure_bf16-split"]["note"] == "no ratio: bf16 does not fit beside it"
+        and "reference_ms" not in rows["pure_bf16-split"]
+    )
     assert len(saved) == len(names), "written after every cell"
     assert "images/s, - x bf16" in capsys.readouterr().out
 
 
 def test_the_budget_ends_between_cells(tmp_path, monkeypatch, capsys):
     clock = iter(range(0, 1000, 4))
-    monkeypatch.setattr(bench_gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter))
+    monkeypatch.setattr(
+        bench_gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
+    )
     monkeypatch.setattr(bench_gpu, "measure", lambda cell, **_: {**cell, "status": "refused", "note": "said"})
     _, rows = dry_run(tmp_path, "--nets", "dit:tiny:8:2", "--budget", "10")
     assert len(rows) == 2 and "are left: run the same command again" in capsys.readouterr().out
@@ -328,7 +405,10 @@ def test_the_budgets_end_is_no_fault_of_the_cell(monkeypatch):
     monkeypatch.setattr(bench_gpu, "Here", Slow)
     todo, rows = bench_gpu.cells(["dit:tiny:8:2"]), {}
     args = SimpleNamespace(dry_run=True, budget=5, cell_limit=300)
-    assert bench_gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == len(todo) and not rows
+    assert (
+        bench_gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == len(todo)
+        and not rows
+    )
     args = SimpleNamespace(dry_run=True, budget=None, cell_limit=300)
     assert bench_gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == 0
     assert {row["note"] for row in rows.values()} == {"took longer"} and len(rows) == len(todo)
@@ -336,7 +416,11 @@ def test_the_budgets_end_is_no_fault_of_the_cell(monkeypatch):
 
 def test_a_process_that_hangs_or_ends_is_replaced():
     # fork, for speed: these functions need nothing of what torch set up
-    for function, argument, words in ((time.sleep, 60, "took longer than 1 s"), (os._exit, 3, "exit status 3"), (math.sqrt, -1, "exit status 1")):
+    for function, argument, words in (
+        (time.sleep, 60, "took longer than 1 s"),
+        (os._exit, 3, "exit status 3"),
+        (math.sqrt, -1, "exit status 1"),
+    ):
         worker = bench_gpu.Worker(function, "fork")
         with pytest.raises(bench_gpu.Lost, match=words) as lost:
             worker.do(argument, 1 if function is time.sleep else 60)
@@ -351,10 +435,17 @@ def test_a_process_that_hangs_or_ends_is_replaced():
 
 
 def test_the_readmes_table_says_what_was_not_measured(dry):
-    assert set(re.findall(r"\| ([^|`]+?) (?=\|)", bench_gpu.readme_table([]).split("\n", 2)[2])) == {"not measured"}
+    assert set(re.findall(r"\| ([^|`]+?) (?=\|)", bench_gpu.readme_table([]).split("\n", 2)[2])) == {
+        "not measured"
+    }
     net, other = list(bench_gpu.NETS)[:2]
-    row = dict(net=net, recipe="bf16", compile=False, status="measured", batch_size=64, ms=[100.0, 64.0, 32.0])
-    record = dict(machine=dict(gpu="NVIDIA X"), results=[row, dict(net=other, recipe="bf16", compile=True, status="refused")])
+    row = dict(
+        net=net, recipe="bf16", compile=False, status="measured", batch_size=64, ms=[100.0, 64.0, 32.0]
+    )
+    record = dict(
+        machine=dict(gpu="NVIDIA X"),
+        results=[row, dict(net=other, recipe="bf16", compile=True, status="refused")],
+    )
     (line,) = [line for line in bench_gpu.readme_table([record]).splitlines() if line.startswith("| `bf16`")]
     assert line == "| `bf16` | 1000 / - | can't run | not measured |"
     assert bench_gpu.readme_table([record]).startswith("| NVIDIA X | DiT-B/2 | DiT-XL/2 | U-Net |")
@@ -364,22 +455,37 @@ def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--gpu", "--out", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "bench.py --gpu --dry_run" in err and not list(tmp_path.iterdir())
+    assert (
+        out == ""
+        and err.count("\n") == 1
+        and "bench.py --gpu --dry_run" in err
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_every_test_that_needs_a_gpu_is_marked_so():
-    """pytest -m gpu runs just these. Found by what they do: skip without a CUDA device, or put tensors on one."""
+    """pytest -m gpu runs just these. Found by what they do: skip without a CUDA device, or put tensors on
+    one.
+    """
     marked = 0
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_") or node.name == "test_every_test_that_needs_a_gpu_is_marked_so":
+            if (
+                not isinstance(node, ast.FunctionDef)
+                or not node.name.startswith("test_")
+                or node.name == "test_every_test_that_needs_a_gpu_is_marked_so"
+            ):
                 continue
             decorators = [ast.unparse(d) for d in node.decorator_list]
             is_marked = any(d in ("gpu", "pytest.mark.gpu") for d in decorators)
             body = "\n".join(map(ast.unparse, node.body))
-            needs = any(d in ("needs_cuda", "needs_hopper") or "skipif(not torch.cuda" in d for d in decorators)
+            needs = any(
+                d in ("needs_cuda", "needs_hopper") or "skipif(not torch.cuda" in d for d in decorators
+            )
             needs = needs or re.search(r"\.cuda\(\)|device='cuda'|\.to\('cuda'\)", body) is not None
-            assert is_marked or not needs, f"{path.name}: {node.name} needs a GPU, and is not marked pytest.mark.gpu"
+            assert is_marked or not needs, (
+                f"{path.name}: {node.name} needs a GPU, and is not marked pytest.mark.gpu"
+            )
             marked += is_marked
     assert marked >= 12
 
@@ -403,11 +509,32 @@ def test_both_run_on_cuda(tmp_path):
 
 @pytest.mark.gpu
 def test_the_gpu_bench_runs_on_one(tmp_path):
-    argv = ["--gpu", "--nets", "dit:tiny:8:16", "--only", "bf16", "fp32", "pure_bf16-stochastic", "generate-bf16", "--compile", "off", "--repeats", "2"]
+    argv = [
+        "--gpu",
+        "--nets",
+        "dit:tiny:8:16",
+        "--only",
+        "bf16",
+        "fp32",
+        "pure_bf16-stochastic",
+        "generate-bf16",
+        "--compile",
+        "off",
+        "--repeats",
+        "2",
+    ]
     with torch.compiler.set_stance("default"):
         assert bench.main([*argv, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("gpu-*.json")
     rows = {row["recipe"]: row for row in json.loads(path.read_text())["results"]}
-    assert all(row["status"] == "measured" and len(row["ms"]) == 2 and row["peak_bytes"] > 0 for row in rows.values()), rows
-    assert rows["fp32"]["peak_bytes"] > 20 * rows["fp32"]["parameters"], "weights, gradients, moments and average"
-    assert 2 * rows["fp32"]["parameters"] < rows["generate-bf16"]["peak_bytes"] < rows["pure_bf16-stochastic"]["peak_bytes"]
+    assert all(
+        row["status"] == "measured" and len(row["ms"]) == 2 and row["peak_bytes"] > 0 for row in rows.values()
+    ), rows
+    assert rows["fp32"]["peak_bytes"] > 20 * rows["fp32"]["parameters"], (
+        "weights, gradients, moments and average"
+    )
+    assert (
+        2 * rows["fp32"]["parameters"]
+        < rows["generate-bf16"]["peak_bytes"]
+        < rows["pure_bf16-stochastic"]["peak_bytes"]
+    )

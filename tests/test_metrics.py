@@ -1,15 +1,23 @@
-"""metrics.py: distances against closed forms, scores that tell real, damaged and random images apart, verdicts."""
+"""metrics.py and fit_features.py: distances against closed forms, scores that tell real, damaged and random
+images apart, and the net in whose features they are told apart.
+
+    python -m pytest tests/test_metrics.py
+"""
+import dataclasses
 import itertools
 import json
 import math
+import os
 
 import numpy as np
 import pytest
 import torch
-from scipy import linalg, stats
+from scipy import linalg
 
 import data
+import fit_features
 import metrics
+from machine import Refused, exact_math
 
 
 def draw(seed=0):
@@ -27,13 +35,13 @@ def one_thread():
 @pytest.fixture(scope="module")
 def digits():
     """(train images, train labels, held-out images, held-out labels)"""
-    loaded = data.load(None, "rflow")
+    loaded = data.load("digits")
     return (*loaded.train[list(range(len(loaded.train)))], *loaded.heldout[list(range(len(loaded.heldout)))])
 
 
 @pytest.fixture(scope="module")
 def net():
-    return metrics.digits_net()
+    return metrics.yardstick(data.load("digits"), "nowhere")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +49,7 @@ def references(digits, net):
     return metrics.reference_scores(net, *digits[:3])
 
 
-# --------------------------------------------------------------------------------------------------------- distances
+# ---- Distances ---------------------------------------------------------------------------------------------
 
 def features_with(mean, cov, count=400, seed=0):
     """Features whose sample mean and covariance are exactly these."""
@@ -64,7 +72,8 @@ def test_frechet_of_covariances_that_do_not_commute():
     cov_a, cov_b = root_a @ root_a.T + torch.eye(6), root_b @ root_b.T + torch.eye(6)
     wanted = (cov_a + cov_b).trace() - 2 * np.trace(linalg.sqrtm((cov_a @ cov_b).numpy())).real
     zero = torch.zeros(6).double()
-    assert metrics.frechet_distance(features_with(zero, cov_a), features_with(zero, cov_b)) == pytest.approx(wanted)
+    found = metrics.frechet_distance(features_with(zero, cov_a), features_with(zero, cov_b))
+    assert found == pytest.approx(wanted)
 
 
 def test_frechet_with_fewer_samples_than_features_is_finite():
@@ -98,9 +107,10 @@ def test_kid_in_slices_equals_kid_at_once():
 
 def test_sliced_wasserstein_of_a_shift_is_the_shift():
     x = torch.rand(300, 1, 8, 8, generator=draw())
-    assert metrics.sliced_wasserstein(x, x[torch.randperm(300, generator=draw())]) == pytest.approx(0, abs=1e-12)
+    shuffled = x[torch.randperm(300, generator=draw())]
+    assert metrics.sliced_wasserstein(x, shuffled) == pytest.approx(0, abs=1e-12)
     assert metrics.sliced_wasserstein(x, x + 0.25) == pytest.approx(0.25, rel=1e-6)
-    large = torch.randn(50, 3, 16, 16, generator=draw())  # more values than directions: an estimate, but a fixed one
+    large = torch.randn(50, 3, 16, 16, generator=draw())  # more values than directions: a fixed estimate
     shift = torch.randn(3, 16, 16, generator=draw(1))
     found = metrics.sliced_wasserstein(large, large + shift)
     assert found == pytest.approx(shift.square().mean().sqrt().item(), rel=0.25)
@@ -141,16 +151,16 @@ def test_pixel_stats():
     assert math.isnan(found["mean"]) and math.isnan(found["min"]) and found["outside"] == 0.5
 
 
-# ------------------------------------------------------------------------------------------------------- feature net
+# ---- Feature net -------------------------------------------------------------------------------------------
 
 def test_the_committed_digits_net_reads_heldout_digits(digits, net):
     with torch.no_grad():
         accuracy = (net(digits[2]).argmax(1) == digits[3]).double().mean().item()
     assert accuracy >= 0.97
-    with metrics.safetensors.safe_open(metrics.DIGITS_FILE, "pt") as file:
+    with fit_features.safetensors.safe_open(fit_features.DIGITS_FILE, "pt") as file:
         noted = json.loads(file.metadata()["feature_net"])
     assert accuracy == pytest.approx(noted["heldout_accuracy"], abs=0.005)
-    assert metrics.DIGITS_FILE.stat().st_size < 1_000_000
+    assert fit_features.DIGITS_FILE.stat().st_size < 1_000_000
     assert not net.training and not any(parameter.requires_grad for parameter in net.parameters())
 
 
@@ -164,23 +174,24 @@ def test_features_are_standardised_and_independent_of_the_batch(digits, net):
 
 @pytest.mark.parametrize("size", [12, 16, 32])
 def test_digits_of_another_size_are_scored_by_the_same_net(net, size):
-    loaded = data.load(None, "rflow", image_size=size)
+    loaded = data.load("digits", image_size=size)
     images, labels = loaded.heldout[list(range(len(loaded.heldout)))]
     train = loaded.train[list(range(400))]
     assert images.shape[-1] == size
     found = metrics.reference_scores(net, *train, images)
-    assert found["floor"]["label_accuracy"] > 0.95 and found["floor"]["frechet"] < found["ceiling"]["frechet"] / 50
+    assert found["floor"]["label_accuracy"] > 0.95
+    assert found["floor"]["frechet"] < found["ceiling"]["frechet"] / 50
 
 
 @pytest.mark.parametrize("channels, size", [(1, 8), (3, 11), (2, 64)])
 def test_any_size_and_channels(channels, size):
-    net = metrics.FeatureNet(channels, 5, size)
+    net = fit_features.FeatureNet(channels, 5, size)
     assert net(torch.zeros(2, channels, size, size)).shape == (2, 5)
     assert net.features(torch.zeros(2, channels, 3 * size, size)).shape == (2, 32)
     checkerboard = (torch.arange(3 * size)[:, None] + torch.arange(3 * size)) % 2 * 2.0 - 1
     assert net.resize(checkerboard.expand(1, channels, -1, -1)).abs().max() < 0.1  # antialiased
     with pytest.raises(ValueError, match="at least 8x8"):
-        metrics.FeatureNet(1, 5, 7)
+        fit_features.FeatureNet(1, 5, 7)
 
 
 def test_bf16_images_are_scored_in_fp32_whatever_the_run_has_set(digits, net):
@@ -199,20 +210,25 @@ def test_bf16_images_are_scored_in_fp32_whatever_the_run_has_set(digits, net):
 
 
 def test_the_precision_inside_is_ieee_fp32(net):
-    seen = []
-    watched = metrics.FeatureNet(1, 10, 8)
-    backends = torch.backends
-    watched.body.register_forward_hook(lambda *_: seen.append(
-        (backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision, torch.is_autocast_enabled("cpu"))))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    seen, watched = [], fit_features.FeatureNet(1, 10, 8)
+
+    def settings(*_):
+        conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+        return conv.fp32_precision, matmul.fp32_precision, torch.is_autocast_enabled("cpu")
+
+    watched.body.register_forward_hook(lambda *_: seen.append(settings()))
+    with exact_math(tf32=True), torch.autocast("cpu", dtype=torch.bfloat16):
+        before = settings()
         watched(torch.zeros(1, 1, 8, 8))
-    assert seen == [("ieee", "ieee", False)]
+        assert settings() == before == ("tf32", "tf32", True)
+    [(convolution, product, autocast)] = seen
+    assert convolution in ("ieee", "none") and product == "ieee" and not autocast
 
 
 def test_fitting_is_reproducible_and_leaves_the_global_generator_alone(digits):
     state = torch.get_rng_state()
     with torch.no_grad():
-        nets = [metrics.fit_feature_net(*digits[:2], 10, seed, steps=5) for seed in (0, 0, 1)]
+        nets = [fit_features.fit_feature_net(*digits[:2], 10, seed, steps=5) for seed in (0, 0, 1)]
     assert torch.equal(torch.get_rng_state(), state)
     first, same, other = (torch.cat([p.flatten() for p in fitted.parameters()]) for fitted in nets)
     assert torch.equal(first, same) and not torch.equal(first, other)
@@ -220,7 +236,7 @@ def test_fitting_is_reproducible_and_leaves_the_global_generator_alone(digits):
 
 
 def test_a_net_without_labels_learns_rotations(digits):
-    fitted = metrics.fit_feature_net(digits[0], None, 0, seed=0, steps=150)
+    fitted = fit_features.fit_feature_net(digits[0], None, 0, seed=0, steps=150)
     assert fitted.num_classes == 4 and not fitted.supervised
     turned = torch.cat([torch.rot90(digits[2], turns, (2, 3)) for turns in range(4)])
     with torch.no_grad():
@@ -231,53 +247,86 @@ def test_a_net_without_labels_learns_rotations(digits):
     assert scores["floor"]["frechet"] < scores["ceiling"]["frechet"] / 50
 
 
-def test_cache_is_fitted_once_and_refitted_when_corrupt(digits, tmp_path, monkeypatch):
-    def cached(images=digits[0], labels=digits[1], fingerprint="0123456789abcdef"):
-        where = tmp_path / "cache"
-        return metrics.cached_feature_net("folder:/a b/c", fingerprint, images, labels, 10, where, steps=3)
+@pytest.fixture
+def another(digits):
+    """A Data that is no set's own: its net has to be fitted."""
+    found = data.load("digits")
+    return dataclasses.replace(found, name="folder:/a b/c", fingerprint="0123456789abcdef", yardstick=None)
 
-    def weights(fitted):
-        return torch.cat([value.flatten() for value in fitted.state_dict().values()])
 
-    fits, fit = [], metrics.fit_feature_net
+def weights(fitted):
+    return torch.cat([value.flatten() for value in fitted.state_dict().values()])
+
+
+def test_a_net_is_fitted_once_and_again_when_its_file_is_damaged(another, tmp_path, monkeypatch):
+    def kept(found=another):
+        return metrics.yardstick(found, tmp_path / "kept", steps=3)
+
+    fits, fit = [], fit_features.fit_feature_net
     monkeypatch.setattr(metrics, "fit_feature_net", lambda *args: fits.append(1) or fit(*args))
-    first = weights(cached())
-    [path] = (tmp_path / "cache").iterdir()
-    assert path.suffix == ".safetensors"
-    assert torch.equal(weights(cached()), first) and len(fits) == 1
+    first = weights(kept())
+    [path] = (tmp_path / "kept").iterdir()
+    assert path.name == "folder_a_b_c-0123456789abcdef-1x8x8-10classes-seed0.safetensors"
+    assert torch.equal(weights(kept()), first) and len(fits) == 1
     content = path.read_bytes()
     other_format = content.replace(b'\\"format\\": 1', b'\\"format\\": 0')
     assert other_format != content
     for damage in (b"", b"not a net", content[:len(content) // 2], other_format):
         path.write_bytes(damage)
         with pytest.raises(ValueError, match="not a feature net"):
-            metrics.load_feature_net(path)
-        assert torch.equal(weights(cached()), first)
+            fit_features.load_feature_net(path)
+        assert torch.equal(weights(kept()), first)
         assert path.read_bytes() == content
     assert len(fits) == 5
-    cached(fingerprint="fedcba9876543210")
-    cached(labels=None)
-    assert cached(digits[0].expand(-1, 3, -1, -1)).channels == 3
-    assert len(fits) == 8 and len(list((tmp_path / "cache").iterdir())) == 4
+    kept(dataclasses.replace(another, fingerprint="fedcba9876543210"))
+    assert not kept(dataclasses.replace(another, num_classes=0)).supervised
+    colour = data.Tensors(another.train.images.expand(-1, 3, -1, -1), another.train.target, 8)
+    assert kept(dataclasses.replace(another, train=colour, channels=3)).channels == 3
+    assert len(fits) == 8 and len(list((tmp_path / "kept").iterdir())) == 4
+
+
+def test_a_kept_net_is_read_without_the_images(another, tmp_path):
+    first = metrics.yardstick(another, tmp_path, steps=3)
+    again = metrics.yardstick(dataclasses.replace(another, train=None), tmp_path)
+    assert torch.equal(weights(again), weights(first))
+
+
+def test_the_committed_net_is_for_the_set_and_not_for_its_name(another, tmp_path):
+    """`--data medmnist:digits.npz` has the name of the built-in digits, and not their net."""
+    committed = weights(fit_features.load_feature_net(fit_features.DIGITS_FILE))
+    assert torch.equal(weights(metrics.yardstick(data.load("digits"), tmp_path)), committed)
+    assert not list(tmp_path.iterdir())
+    fitted = metrics.yardstick(dataclasses.replace(another, name="digits"), tmp_path, steps=3)
+    assert not torch.equal(weights(fitted), committed)
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(another, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert metrics.yardstick(another, tmp_path / "file", steps=3).supervised
+
+
+def test_a_subset_is_the_same_each_time_and_mixed():
+    part = data.Tensors(torch.zeros(100, 1, 8, 8), torch.arange(100) // 50, 8)
+    labels = metrics.subset(part, 40)[1]
+    assert len(labels) == 40 and 10 < labels.sum() < 30 and torch.equal(labels, metrics.subset(part, 40)[1])
+    assert metrics.subset(part)[1].sum() == 50 and len(metrics.subset(part)[0]) == 100
 
 
 def test_a_write_that_fails_leaves_the_old_net(net, tmp_path, monkeypatch):
     path = tmp_path / "net.safetensors"
-    metrics.save_feature_net(net, path)
+    fit_features.save_feature_net(net, path)
     content = path.read_bytes()
-
-    def full(self, content):
-        with open(self, "wb") as file:
-            file.write(content[:100])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(metrics.Path, "write_bytes", full)
-    with pytest.raises(OSError, match="No space"):
-        metrics.save_feature_net(net, path)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Refused, match="no space"):
+        fit_features.save_feature_net(net, path)
     assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
 
 
-# -------------------------------------------------------------------------------------------------------- generation
+def full(descriptor):
+    raise OSError(28, "No space left on device")
+
+
+# ---- Generation --------------------------------------------------------------------------------------------
 
 def test_floor_lies_far_below_ceiling(references):
     floor, ceiling = references["floor"], references["ceiling"]
@@ -295,7 +344,8 @@ def test_scores_worsen_with_damage(digits, net, references):
         values = [references["floor"][name], *(scores[name] for scores in noisy)]
         assert values == sorted(values), name
     without_threes = metrics.generation_scores(net, images[labels != 3], labels[labels != 3], heldout)
-    assert without_threes["frechet"] > 5 * references["floor"]["frechet"] and without_threes["label_accuracy"] > 0.98
+    assert without_threes["frechet"] > 5 * references["floor"]["frechet"]
+    assert without_threes["label_accuracy"] > 0.98
     assert metrics.generation_scores(net, images, (labels + 1) % 10, heldout)["label_accuracy"] < 0.05
 
 
@@ -314,7 +364,8 @@ def test_samples_are_clamped_for_all_but_the_pixel_figures(digits, net):
     clamped = metrics.generation_scores(net, (images * 3).clamp(-1, 1), digits[1][:100], digits[2])
     assert (scores["pixel_min"], scores["pixel_max"]) == (-3, 3) and scores["pixel_outside"] > 0.1
     assert scores["pixel_mean"] == pytest.approx(3 * images.mean().item(), rel=1e-5)
-    assert all(scores[name] == clamped[name] for name in ("frechet", "kid", "sliced_wasserstein", "label_accuracy"))
+    for name in ("frechet", "kid", "sliced_wasserstein", "label_accuracy"):
+        assert scores[name] == clamped[name]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -331,17 +382,22 @@ def test_one_bad_pixel_is_not_scored_prettily(digits, net, bad):
     assert metrics.generation_scores(net, images, labels, digits[2])["label_accuracy"] == 0
 
 
-# ------------------------------------------------------------------------------------------------------ segmentation
+# ---- Segmentation ------------------------------------------------------------------------------------------
+
+def segmentation_scores(predicted, masks, num_classes):
+    return metrics.dice_and_iou(metrics.confusion(predicted, masks, num_classes))
+
 
 MASKS = torch.tensor([[[0, 0, 1, 1], [0, 0, 1, 2]]])
 PREDICTED = torch.tensor([[[0, 1, 1, 1], [0, 0, 0, 2]]])
 
 
 def test_dice_and_iou_by_hand():
-    scores = metrics.segmentation_scores(PREDICTED, MASKS, 3)
+    scores = segmentation_scores(PREDICTED, MASKS, 3)
     assert scores["dice"] == pytest.approx([6 / 8, 4 / 6, 1])
     assert scores["iou"] == pytest.approx([3 / 5, 2 / 4, 1])
-    assert scores["mean_dice"] == pytest.approx((4 / 6 + 1) / 2) and scores["mean_iou"] == pytest.approx(3 / 4)
+    assert scores["mean_dice"] == pytest.approx((4 / 6 + 1) / 2)
+    assert scores["mean_iou"] == pytest.approx(3 / 4)
 
 
 def test_logits_classes_and_sums_of_batches_agree():
@@ -350,25 +406,27 @@ def test_logits_classes_and_sums_of_batches_agree():
     logits = torch.nn.functional.one_hot(classes, 3).movedim(-1, 1).bfloat16()
     assert torch.equal(metrics.confusion(logits, masks, 3), whole) and whole.sum() == masks.numel()
     parts = metrics.confusion(classes[:2], masks[:2], 3) + metrics.confusion(logits[2:], masks[2:], 3)
-    assert metrics.dice_and_iou(parts) == metrics.segmentation_scores(classes, masks, 3)
+    assert metrics.dice_and_iou(parts) == segmentation_scores(classes, masks, 3)
 
 
 def test_absent_classes():
-    scores = metrics.segmentation_scores(PREDICTED, MASKS, 5)  # 3 and 4 in neither: no part of the means
+    scores = segmentation_scores(PREDICTED, MASKS, 5)  # 3 and 4 in neither: no part of the means
     assert [math.isnan(value) for value in scores["dice"]] == [False, False, False, True, True]
-    assert scores["mean_dice"] == pytest.approx((4 / 6 + 1) / 2) and scores["mean_iou"] == pytest.approx(3 / 4)
+    assert scores["mean_dice"] == pytest.approx((4 / 6 + 1) / 2)
+    assert scores["mean_iou"] == pytest.approx(3 / 4)
     wrong = PREDICTED.clone()
     wrong[0, 0, 0] = 3  # predicted, though never there: 0, and counts
-    scores = metrics.segmentation_scores(wrong, MASKS, 5)
-    assert scores["dice"][3] == scores["iou"][3] == 0 and scores["mean_dice"] == pytest.approx((4 / 6 + 1 + 0) / 3)
+    scores = segmentation_scores(wrong, MASKS, 5)
+    assert scores["dice"][3] == scores["iou"][3] == 0
+    assert scores["mean_dice"] == pytest.approx((4 / 6 + 1 + 0) / 3)
 
 
 def test_logits_that_are_not_finite_are_misses():
     logits = torch.nn.functional.one_hot(MASKS, 3).movedim(-1, 1).float()
-    assert metrics.segmentation_scores(logits, MASKS, 3)["dice"] == [1, 1, 1]
+    assert segmentation_scores(logits, MASKS, 3)["dice"] == [1, 1, 1]
     logits[:, 1, 0, 0] = math.nan
-    assert metrics.segmentation_scores(logits, MASKS, 3)["iou"] == pytest.approx([3 / 4, 1, 1])
-    assert metrics.segmentation_scores(logits * math.nan, MASKS, 3)["mean_iou"] == 0
+    assert segmentation_scores(logits, MASKS, 3)["iou"] == pytest.approx([3 / 4, 1, 1])
+    assert segmentation_scores(logits * math.nan, MASKS, 3)["mean_iou"] == 0
 
 
 @pytest.mark.parametrize("predicted, masks", [
@@ -376,96 +434,4 @@ def test_logits_that_are_not_finite_are_misses():
     (PREDICTED.float(), MASKS)])
 def test_wrong_masks_and_predictions_are_refused(predicted, masks):
     with pytest.raises(ValueError):
-        metrics.segmentation_scores(predicted, masks, 3)
-
-
-# ------------------------------------------------------------------------------------------------------- equivalence
-
-def verdict(differences, margin, **options):
-    return metrics.equivalence(differences, margin, **options).verdict
-
-
-def test_interval_and_verdict_against_scipy():
-    seen = set()
-    for seed in range(120):
-        rng = np.random.default_rng(seed)
-        x = rng.normal(rng.choice([0, 0.5, 2]), rng.choice([0.3, 1]), rng.integers(2, 12))
-        found = metrics.equivalence(x.tolist(), margin=0.8)
-        interval = stats.ttest_1samp(x, 0).confidence_interval(0.95)
-        assert (found.mean, found.low, found.high) == pytest.approx((x.mean(), interval.low, interval.high))
-        above, below = (stats.ttest_1samp(x, bound, alternative=side).pvalue
-                        for bound, side in ((-0.8, "greater"), (0.8, "less")))
-        if max(above, below) < 0.05:
-            wanted = "equal"
-        elif stats.ttest_1samp(x, 0).pvalue < 0.05:
-            wanted = "worse" if x.mean() > 0 else "better"
-        else:
-            wanted = "undecided"
-        assert found.verdict == wanted
-        seen.add(wanted)
-    assert {"equal", "worse", "undecided"} <= seen
-
-
-def test_side_follows_lower_is_better():
-    x = [2.0, 2.1, 1.9, 2.2]
-    assert verdict(x, 1) == "worse" and verdict(x, 1, lower_is_better=False) == "better"
-    minus = [-value for value in x]
-    assert verdict(minus, 1) == "better" and verdict(minus, 1, lower_is_better=False) == "worse"
-
-
-def test_significant_and_within_the_margin_is_equal():
-    found = metrics.equivalence([0.10, 0.11, 0.12, 0.10], margin=0.5)
-    assert found.low > 0 and found.verdict == "equal"
-    assert verdict([0.0, 0.0], margin=1e-9) == "equal"  # runs that agree bit for bit
-    assert verdict([0.1, -0.1], margin=0.5) == "undecided"  # a small mean of two pairs shows nothing
-
-
-def test_coverage_and_error_rates_by_simulation():
-    true, margin = 1.0, 1.0
-    found = [metrics.equivalence(x, margin) for x in np.random.default_rng(0).normal(true, 0.5, (1500, 6))]
-    covered = np.mean([e.low <= true <= e.high for e in found])
-    assert covered == pytest.approx(0.95, abs=0.02)
-    # at a true difference as large as the margin, "equal" may be said wrongly in at most alpha of the cases
-    assert np.mean([e.verdict == "equal" for e in found]) == pytest.approx(0.05, abs=0.02)
-    found = [metrics.equivalence(x, 3.0) for x in np.random.default_rng(1).normal(0, 0.5, (300, 6))]
-    assert np.mean([e.verdict == "equal" for e in found]) > 0.95
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 20])
-def test_smallest_effect_is_detected_with_80_percent_power(n):
-    x = torch.randn(n, generator=draw(n), dtype=torch.float64)
-    x = 0.7 * (x - x.mean()) / x.std()
-    effect = metrics.equivalence(x, 1).smallest_effect
-    simulated = np.random.default_rng(0).normal(effect, 0.7, (20000, n))
-    t = simulated.mean(1) / (simulated.std(1, ddof=1) / math.sqrt(n))
-    assert np.mean(t > stats.t.ppf(0.975, n - 1)) == pytest.approx(0.8, abs=0.015)
-
-
-def test_power_n_matches_published_tables():
-    # paired t-test, two-sided, alpha 0.05: the usual table of dz 0.2, 0.5, 0.8, 1.0
-    assert [metrics.power_n(1, d) for d in (0.2, 0.5, 0.8, 1.0)] == [199, 34, 15, 10]
-    assert metrics.power_n(3, 1.5) == 34 and metrics.power_n(1, 0.5, power=0.95) == 54
-    assert metrics.power_n(1, 1000) == 2
-
-
-def test_power_n_inverts_smallest_effect():
-    for n in (3, 4, 5, 6, 8, 11, 17, 40):
-        x = np.resize([1.0, -1.0, 0.5], n)
-        effect = metrics.equivalence(x, 1).smallest_effect
-        assert metrics.power_n(x.std(ddof=1), effect * 1.0001) == n
-        assert metrics.power_n(x.std(ddof=1), effect * 0.9999) == n + 1
-
-
-def test_diverged_runs():
-    assert verdict([math.inf, math.inf, math.inf], 1) == "worse"
-    assert verdict([math.inf, math.inf], 1, lower_is_better=False) == "better"
-    for mixture in ([math.inf, 0.0, 0.1], [math.nan, math.nan], [math.inf, -math.inf], [0.0, 0.0, math.nan]):
-        found = metrics.equivalence(mixture, 1)
-        assert found.verdict == "undecided" and not math.isfinite(found.mean)
-
-
-def test_too_few_pairs_or_no_margin_is_refused():
-    with pytest.raises(ValueError, match="two pairs"):
-        metrics.equivalence([0.5], 1)
-    with pytest.raises(ValueError, match="margin above 0"):
-        metrics.equivalence([0.5, 0.4], 0)
+        segmentation_scores(predicted, masks, 3)

@@ -1,4 +1,7 @@
-"""Reflow: the teacher's pairs, the student's start, straight paths learnt from them, resume, and what does not fit a teacher."""
+"""Reflow: the teacher's pairs, the student's start, straight paths learnt from them, resume, and what does
+not fit a teacher.
+"""
+
 import json
 import multiprocessing
 import os
@@ -8,17 +11,37 @@ import signal
 import socket
 from pathlib import Path
 
+import cli
+import common
 import pytest
+import test_strategies
 import torch
+from cli import (
+    QUICK,
+    after_step,
+    assert_same,
+    checkpoint,
+    command,
+    content,
+    draw,
+    metrics,
+    no_training,
+    one_line,
+    quick,
+    summary,
+)
 from safetensors.torch import load_file
+from test_strategies import Recorder, batch, make, rmse
 
 import train
-from reflow import PAIRS, Teacher
-from strategies import BINS, TIMESTEPS, Reflow, Rng
-from test_strategies import Recorder, batch, digits, make, rmse  # noqa: F401 (digits is a fixture)
-from test_train import (QUICK, after_step, assert_same, checkpoint, command, content, draw, in_a_folder_of_its_own,  # noqa: F401
-                        metrics, no_training, one_line, quick, summary)
-from trainer import Trainer, read_checkpoint
+from diffusion import BINS, TIMESTEPS
+from reflow import PAIRS, Reflow
+from runs import read_checkpoint
+from tasks import Rng
+from trainer import Trainer
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+digits = test_strategies.digits
 
 TEACHER = "runs/teacher"
 REFLOW = ["--task", "reflow", "--teacher", TEACHER, "--pairs", 50, "--teacher_steps", 4]
@@ -26,14 +49,21 @@ REFLOW = ["--task", "reflow", "--teacher", TEACHER, "--pairs", 50, "--teacher_st
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Runs that cost more than a moment, made once: a rectified flow with curved paths, and others that are hardly trained."""
+    """Runs that cost more than a moment, made once: a rectified flow with curved paths, and others that are
+    hardly trained.
+    """
     folder = tmp_path_factory.mktemp("trained")
-    steps = lambda n: [*QUICK, "--runs", folder, "--steps", n]
+
+    def steps(n):
+        return [*QUICK, "--runs", folder, "--steps", n]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("precision._compiled", lambda kernel: kernel)
-        assert command(*steps(120), "--name", "teacher", "--batch_size", 16, "--lr", 3e-3, "--ema_decay", 0.95) == 0
-        assert command(*steps(2), *"--name dit --model dit --size tiny/4 --velocity noise-clean --image_size 16 --pure_bf16".split(),
-                       *"--optimizer torchastic --ema_decay 0.5 --lr 3e-2 --guidance 3".split()) == 0
+        patch.setattr("rounding._compiled", common.uncompiled)
+        curved = "--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.95"
+        assert command(*steps(120), *curved.split()) == 0
+        dit = "--name dit --model dit --size tiny/4 --velocity noise-clean --image_size 16 --pure_bf16 "
+        dit += "--optimizer torchastic --ema_decay 0.5 --lr 3e-2 --guidance 3"
+        assert command(*steps(2), *dit.split()) == 0
         assert command(*steps(1), "--name", "ddpm", "--task", "ddpm") == 0
         assert command(*steps(1), "--name", "segment", "--task", "segment", "--image_size", 16) == 0
     return folder
@@ -55,24 +85,28 @@ def drawer(path, **changes):
     run = Trainer({**train.DEFAULTS, **found["config"], **changes})
     run.restore(found)
     net = run.precision.generator()
-    return lambda labels, noise, steps: run.strategy.sample(net, labels, noise, steps)
+    return lambda labels, noise, steps: run.task.sample(net, labels, noise, steps)
 
 
 def pairs(name="run"):
     return load_file(f"runs/{name}/{PAIRS}")
 
 
-# ---- The task -------------------------------------------------------------------------------------------------------
+# ---- The task ----------------------------------------------------------------------------------------------
+
 
 def test_the_loss_takes_the_noise_that_came_with_the_image(digits):
     task, (images, labels) = make(Reflow, digits), batch(digits, 16)
     noise = Rng(0).normal(*images.shape)
     both = torch.cat([images, noise], dim=1)
-    exact = lambda x, t, labels: images - noise
-    assert float(task.loss(exact, (both, labels), Rng(1))) == 0
-    assert float(task.loss(lambda x, t, labels: noise - images, (both, labels), Rng(1))) > 1
+
+    def exact(x, t, labels):
+        return images - noise
+
+    assert float(task.loss(exact, (both, labels), Rng(1), 0)) == 0
+    assert float(task.loss(lambda x, t, labels: noise - images, (both, labels), Rng(1), 0)) > 1
     net = Recorder()
-    task.loss(net, (both, labels), Rng(1))
+    task.loss(net, (both, labels), Rng(1), 0)
     s = (net.t[0] / TIMESTEPS)[:, None, None, None]
     torch.testing.assert_close(net.x[0], (1 - s) * images + s * noise)
 
@@ -81,22 +115,33 @@ def test_the_loss_by_timestep_is_zero_where_paths_are_straight(digits):
     task, (images, labels) = make(Reflow, digits, sample_steps=7), batch(digits, 16)
     straight = task.loss_by_timestep(Recorder(0.3), images, labels, Rng(0))
     assert len(straight) == BINS and max(straight) < 1e-10
-    turning = lambda x, t, labels: torch.zeros_like(x) + (t / TIMESTEPS)[:, None, None, None]
+
+    def turning(x, t, labels):
+        return torch.zeros_like(x) + (t / TIMESTEPS)[:, None, None, None]
+
     curved = task.loss_by_timestep(turning, images, labels, Rng(0))
-    assert curved == task.loss_by_timestep(turning, images, labels, Rng(0)) and min(curved[0], curved[-1]) > 0.1 > 0.01 > curved[5]
+    assert (
+        curved == task.loss_by_timestep(turning, images, labels, Rng(0))
+        and min(curved[0], curved[-1]) > 0.1 > 0.01 > curved[5]
+    )
 
 
-# ---- Learning -------------------------------------------------------------------------------------------------------
+# ---- Learning ----------------------------------------------------------------------------------------------
+
 
 def test_one_step_of_the_student_lands_nearer_to_the_teachers_end_than_one_of_the_teacher(teachers, capsys):
-    flags = "--pairs 256 --teacher_steps 10 --batch_size 16 --lr 3e-3 --ema_decay 0.95 --sample_steps 1".split()
+    flags = (
+        "--pairs 256 --teacher_steps 10 --batch_size 16 --lr 3e-3 --ema_decay 0.95 --sample_steps 1".split()
+    )
     assert student(*flags, steps=120) == 0
     noise, labels = Rng(99).normal(100, 1, 8, 8), torch.arange(100) % 10  # noise that was in no pair
     end = drawer(TEACHER)(labels, noise, 20)
     of_teacher, of_student = (rmse(drawer(path)(labels, noise, 1), end) for path in (TEACHER, "runs/run"))
     assert of_student < 0.7 * of_teacher, (of_student, of_teacher)
     assert "the teacher's pairs" in capsys.readouterr().err
-    assert student("--lr", 1e-9, "--sample_steps", 1, steps=1, name="start") == 0  # the teacher, measured as a student
+    assert (
+        student("--lr", 1e-9, "--sample_steps", 1, steps=1, name="start") == 0
+    )  # the teacher, measured as a student
     bent, straight = (sum(summary(name)["scores"]["ema"]["loss_by_timestep"]) for name in ("start", "run"))
     assert straight < 0.5 * bent
 
@@ -104,15 +149,29 @@ def test_one_step_of_the_student_lands_nearer_to_the_teachers_end_than_one_of_th
 def test_the_pairs_are_the_teachers_images_of_their_noise(teachers):
     assert student("--sample_batch", 20, steps=1) == 0
     found = pairs()
-    assert {name: list(t.shape) for name, t in found.items()} == {"images": [50, 1, 8, 8], "noise": [50, 1, 8, 8], "labels": [50]}
+    assert {name: list(t.shape) for name, t in found.items()} == {
+        "images": [50, 1, 8, 8],
+        "noise": [50, 1, 8, 8],
+        "labels": [50],
+    }
     assert found["labels"].bincount().tolist() == [5] * 10 and 0.9 < float(found["noise"].std()) < 1.1
     torch.testing.assert_close(found["images"], drawer(TEACHER)(found["labels"], found["noise"], 4))
     assert student("--seed", 1, steps=1, name="other") == 0
     assert not torch.equal(pairs("other")["noise"], found["noise"])
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan", "--pure_bf16 --master split",
-                                   "--pure_bf16 --optimizer torchastic", "--set ema=bf16 --average 0.9:bf16"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16",
+        "--pure_bf16 --stochastic",
+        "--pure_bf16 --kahan",
+        "--pure_bf16 --master split",
+        "--pure_bf16 --optimizer torchastic",
+        "--set ema=bf16 --average 0.9:bf16",
+    ],
+)
 def test_the_student_starts_from_the_teachers_average_in_its_own_recipe(flags, teachers, monkeypatch):
     start = {}
 
@@ -130,7 +189,9 @@ def test_the_student_starts_from_the_teachers_average_in_its_own_recipe(flags, t
             torch.testing.assert_close(start["raw"][name], value, rtol=2**-15, atol=0)
     else:
         assert_same(start["raw"], {name: value.float() for name, value in held.items()})
-    assert_same(start["ema"], image if "ema=bf16" in flags else start["raw"])  # an average starts at the value held
+    assert_same(
+        start["ema"], image if "ema=bf16" in flags else start["raw"]
+    )  # an average starts at the value held
     if "--average" in flags:
         assert_same(start["0.9:bf16"], image)
 
@@ -140,9 +201,14 @@ def test_the_doctor_examines_a_student_on_its_pairs(teachers, capsys):
     capsys.readouterr()
     assert train.main(["--diagnose", "runs/sick"]) == 1
     said = capsys.readouterr().out
-    assert "to blame" in said and "ema " in said and "initial weights" not in said and "not arrived" not in said
+    assert (
+        "to blame" in said and "ema " in said and "initial weights" not in said and "not arrived" not in said
+    )
     Path("runs/sick/pairs.safetensors").unlink()
-    assert train.main(["--diagnose", "runs/sick"]) == 2 and "give the run's own folder" in capsys.readouterr().err
+    assert (
+        train.main(["--diagnose", "runs/sick"]) == 2
+        and "give the run's own folder" in capsys.readouterr().err
+    )
 
 
 def test_a_teacher_of_another_recipe_draws_in_its_own(teachers):
@@ -150,7 +216,12 @@ def test_a_teacher_of_another_recipe_draws_in_its_own(teachers):
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     assert student("--teacher", "runs/dit", "--bf16", steps=2) == 0
     flags = json.loads(Path("runs/run/config.json").read_text())["flags"]
-    assert [flags[k] for k in ("model", "size", "image_size", "velocity")] == ["dit", "tiny/4", 16, "noise-clean"]
+    assert [flags[k] for k in ("model", "size", "image_size", "velocity")] == [
+        "dit",
+        "tiny/4",
+        16,
+        "noise-clean",
+    ]
     assert [flags[k] for k in ("guidance", "bf16", "pure_bf16")] == [1.0, True, False]
     found = pairs()
     assert found["images"].shape == (50, 1, 16, 16)
@@ -159,23 +230,31 @@ def test_a_teacher_of_another_recipe_draws_in_its_own(teachers):
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
     # and a student can teach
     assert student("--teacher", "runs/run/checkpoint.pt", name="third", steps=1) == 0
-    torch.testing.assert_close(pairs("third")["images"], drawer("runs/run")(pairs("third")["labels"], pairs("third")["noise"], 4))
+    torch.testing.assert_close(
+        pairs("third")["images"], drawer("runs/run")(pairs("third")["labels"], pairs("third")["noise"], 4)
+    )
 
 
 def test_drawing_leaves_the_students_tf32_alone(teachers):
     torch.set_float32_matmul_precision("high")
     try:
-        config = {**train.DEFAULTS, "task": "reflow", "teacher": TEACHER, "pairs": 4, "teacher_steps": 1, "name": "run"}
-        teacher = Teacher(TEACHER, {}, train.DEFAULTS)
-        run = Trainer(config, teacher=teacher)
-        torch.set_float32_matmul_precision("high")  # as a student in tf32 has it
-        assert len(teacher.prepare(run)) == 4
+        config = {
+            **train.DEFAULTS,
+            "task": "reflow",
+            "teacher": TEACHER,
+            "pairs": 4,
+            "teacher_steps": 1,
+            "name": "run",
+        }
+        run = Trainer(config)
+        assert len(run.task.train_set(run)) == 4
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
-# ---- Resume and several processes -----------------------------------------------------------------------------------
+# ---- Resume and several processes --------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("flags", ["", "--pure_bf16 --stochastic"])
 def test_an_interrupted_student_equals_an_uninterrupted_one_bit_for_bit(flags, teachers, monkeypatch):
@@ -186,9 +265,14 @@ def test_an_interrupted_student_equals_an_uninterrupted_one_bit_for_bit(flags, t
         assert student(*flags, name="stopped", steps=8) == 143
     assert checkpoint("stopped")["step"] == 5
     with monkeypatch.context() as patch:
-        patch.setattr(Teacher, "_draw", lambda *args: pytest.fail("it drew the pairs again"))
+        patch.setattr(Reflow, "_draw", lambda *args: pytest.fail("it drew the pairs again"))
         # another path to the same weights, and another batch of drawing, are the same run
-        assert student(*flags, "--teacher", f"{TEACHER}/checkpoint.pt", "--sample_batch", 7, name="stopped", steps=8) == 0
+        assert (
+            student(
+                *flags, "--teacher", f"{TEACHER}/checkpoint.pt", "--sample_batch", 7, name="stopped", steps=8
+            )
+            == 0
+        )
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])
     assert metrics("stopped") == metrics("whole")
 
@@ -203,8 +287,11 @@ def test_pairs_that_are_gone_are_drawn_again(teachers):
 
 def on_two_processes(*flags):
     """train.py on two ranks that are forks of this process, which spares them the imports."""
+
     def rank(i):
-        os.environ.update(RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
         os._exit(command(*flags))
 
     with socket.socket() as free:
@@ -225,11 +312,15 @@ def test_two_processes_draw_and_learn_what_one_does_and_resume(teachers):
     assert_same(pairs("two"), pairs("one"))
     on_two_processes(*flags, "--name", "two", "--steps", 6)
     assert [row["step"] for row in metrics("two")] == [2, 4, 6]
-    last = lambda name: torch.cat([t.flatten() for t in checkpoint(name)["precision"]["model"].values()])
+
+    def last(name):
+        return torch.cat([t.flatten() for t in checkpoint(name)["precision"]["model"].values()])
+
     assert float((last("two") - last("one")).norm() / last("one").norm()) < 1e-4
 
 
-# ---- Without the teacher --------------------------------------------------------------------------------------------
+# ---- Without the teacher -----------------------------------------------------------------------------------
+
 
 def test_a_student_draws_without_pairs_and_teacher(teachers, monkeypatch, tmp_path):
     assert student("--sample_steps", 1) == 0
@@ -242,24 +333,38 @@ def test_a_student_draws_without_pairs_and_teacher(teachers, monkeypatch, tmp_pa
 def test_dry_run_draws_nothing_and_says_what_the_teacher_settles(teachers, monkeypatch, capsys):
     before = content(".")
     no_training(monkeypatch)
-    monkeypatch.setattr(Teacher, "_draw", lambda *args: pytest.fail("it drew"))
+    monkeypatch.setattr(Reflow, "_draw", lambda *args: pytest.fail("it drew"))
     assert command(*REFLOW, "--teacher", "runs/dit", "--dry_run", "--pure_bf16") == 0
     out = capsys.readouterr().out
-    for line in ("--model dit", "--size tiny/4", "--image_size 16", "--velocity noise-clean", "--pairs 50", "--teacher runs/dit"):
+    for line in (
+        "--model dit",
+        "--size tiny/4",
+        "--image_size 16",
+        "--velocity noise-clean",
+        "--pairs 50",
+        "--teacher runs/dit",
+    ):
         assert f"{line}\n" in out
     assert re.search(r"^weights +bf16 ", out, re.M) and content(".") == before
 
 
 def test_flags_of_a_file_and_the_name_of_the_folder(teachers):
-    Path("student.yaml").write_text("task: reflow\nteacher: runs/teacher/checkpoint.pt\npairs: 8\nteacher_steps: 1\n"
-                                    "samples: 20\nbatch_size: 8\nsample_steps: 1\n")
+    Path("student.yaml").write_text(
+        "task: reflow\nteacher: runs/teacher/checkpoint.pt\npairs: 8\nteacher_steps: 1\n"
+        "samples: 20\nbatch_size: 8\nsample_steps: 1\n"
+    )
     assert command("--config", "student.yaml", "--steps", 1) == 0
-    assert Path("runs/reflow-steps1-batch_size8-teacher_teacher-pairs8-teacher_steps1-sample_steps1-samples20", PAIRS).exists()
-    name = lambda path: train.run_name({**train.DEFAULTS, "task": "reflow", "teacher": path})
+    assert Path(
+        "runs/reflow-steps1-batch_size8-teacher_teacher-pairs8-teacher_steps1-sample_steps1-samples20", PAIRS
+    ).exists()
+
+    def name(path):
+        return train.FLAGS.name(train.FLAGS.typed({"task": "reflow", "teacher": path}))
+
     assert name("/a/runs/x") == name("runs/x/") == name("runs/x/checkpoint.pt") == "reflow-teacher_x"
 
 
-# ---- What does not fit ----------------------------------------------------------------------------------------------
+# ---- What does not fit -------------------------------------------------------------------------------------
 
 REFUSED = {
     "--task reflow": "add --teacher CHECKPOINT",
@@ -272,8 +377,9 @@ REFUSED = {
     "--task reflow --teacher runs/teacher --model dit": "--model dit differs from the teacher's unet",
     "--task reflow --teacher runs/teacher --size small": "--size small differs from the teacher's tiny",
     "--task reflow --teacher runs/teacher --image_size 16": "--image_size 16 differs from the teacher's 8",
-    "--task reflow --teacher runs/teacher --data cifar10:x": "--data cifar10:x differs from the teacher's digits",
-    "--task reflow --teacher runs/teacher --velocity noise-clean": "--velocity noise-clean differs from the teacher's clean-noise",
+    "--task reflow --teacher runs/teacher --data cifar10:x": "cifar10:x differs from the teacher's digits",
+    "--task reflow --teacher runs/teacher --velocity noise-clean": "--velocity noise-clean differs from the "
+    "teacher's clean-noise",
     "--task reflow --teacher runs/moved": "don't fit digits as it is now",
     "--task reflow --teacher runs/teacher --pairs 0": "above 0",
     "--task reflow --teacher runs/teacher --teacher_steps 1001": "from 1 to 1000",
@@ -298,7 +404,13 @@ def test_what_does_not_fit_is_one_line_and_leaves_nothing(flags, teachers, capsy
 
 
 def test_what_equals_the_teachers_in_other_words_is_taken(teachers):
-    assert command(*REFLOW, *"--size tiny --data digits --image_size 8 --model unet --velocity clean-noise --dry_run".split()) == 0
+    assert (
+        command(
+            *REFLOW,
+            *"--size tiny --data digits --image_size 8 --model unet --velocity clean-noise --dry_run".split(),
+        )
+        == 0
+    )
 
 
 def test_pairs_of_another_teacher_and_broken_pairs_are_refused(teachers, capsys):

@@ -1,31 +1,41 @@
-"""Tasks: closed-form oracles in place of nets, randomness from the given generator alone, and the guards on schedule, sampler and timesteps."""
+"""Tasks: closed-form oracles in place of nets, randomness from the given generator alone, and the guards on
+schedule, sampler and timesteps.
+"""
+
 import math
 
+import common
 import pytest
 import torch
 
 import data
 import models
-import precision
-import train
-from precision import recipe
-from strategies import BINS, DDPM, TIMESTEPS, RFlow, Rng, Segment, picture
+import strategies
+from diffusion import BINS, DDPM, TIMESTEPS, RFlow
+from machine import Refused
+from precision import Precision, recipe
+from strategies import Segment
+from tasks import Rng, Task, check_origin, picture, to_device
 
-train.build_parser()  # fills DEFAULTS
+FLAGS = strategies.table()
+
+
+eager = common.eager
 
 
 @pytest.fixture(scope="module")
 def digits():
-    return data.load("digits", "rflow")
+    return data.load("digits")
 
 
 @pytest.fixture(scope="module")
 def discs():
-    return data.load(None, "segment", image_size=16)
+    return data.load("synthetic", "masks", image_size=16)
 
 
 def make(kind, digits, sites=(), **flags):
-    return kind(digits, recipe(sites=sites), {**train.DEFAULTS, "samples": 20, "sample_steps": 5, **flags})
+    config = FLAGS.typed({"samples": 20, "sample_steps": 5, **flags})
+    return kind(digits, recipe(sites=sites, more=kind.sites), config)
 
 
 def batch(digits, n=16):
@@ -46,7 +56,9 @@ class Recorder:
 
 
 def velocity_to(point, sign=1.0):
-    """The exact velocity field of a data set that holds one image: x_t = (1-s) point + s noise, so clean - noise = (point - x_t) / s."""
+    """The exact velocity field of a data set that holds one image: x_t = (1-s) point + s noise, so clean -
+    noise = (point - x_t) / s.
+    """
     return lambda x, t, labels: sign * (point - x) / (t.float() / TIMESTEPS)[:, None, None, None]
 
 
@@ -64,13 +76,18 @@ def rmse(a, b):
     return float((a - b).double().square().mean().sqrt())
 
 
-# ---- Randomness -----------------------------------------------------------------------------------------------------
+# ---- Randomness --------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_draw_the_rows_of_one_process(world):
     whole, parts = Rng(7), [Rng(7, rank, world) for rank in range(world)]
     n = 8 // world
-    for draw in (lambda rng, n: rng.normal(n, 3, 2), lambda rng, n: rng.uniform(n), lambda rng, n: rng.normal(n)):
+    for draw in (
+        lambda rng, n: rng.normal(n, 3, 2),
+        lambda rng, n: rng.uniform(n),
+        lambda rng, n: rng.normal(n),
+    ):
         assert torch.equal(torch.cat([draw(rng, n) for rng in parts]), draw(whole, 8))
     assert not torch.equal(Rng(8).normal(8), Rng(7).normal(8))
 
@@ -79,13 +96,17 @@ def test_ranks_draw_the_rows_of_one_process(world):
 def test_all_randomness_comes_from_the_given_generator(kind, digits):
     task, net = make(kind, digits, label_dropout=0.5), Recorder(0.1)
     before = torch.get_rng_state()
-    first = task.loss(net, batch(digits), Rng(1))
+    first = task.loss(net, batch(digits), Rng(1), 0)
     torch.manual_seed(99)
-    assert torch.equal(first, task.loss(net, batch(digits), Rng(1)))
-    assert not torch.equal(first, task.loss(net, batch(digits), Rng(2)))
-    assert torch.equal(net.x[0], net.x[1]) and torch.equal(net.t[0], net.t[1]) and torch.equal(net.labels[0], net.labels[1])
+    assert torch.equal(first, task.loss(net, batch(digits), Rng(1), 0))
+    assert not torch.equal(first, task.loss(net, batch(digits), Rng(2), 0))
+    assert (
+        torch.equal(net.x[0], net.x[1])
+        and torch.equal(net.t[0], net.t[1])
+        and torch.equal(net.labels[0], net.labels[1])
+    )
     torch.set_rng_state(before)
-    task.loss(net, batch(digits), Rng(1))
+    task.loss(net, batch(digits), Rng(1), 0)
     task.loss_by_timestep(net, *batch(digits), Rng(1))
     task.preview(net, Rng(1))
     assert torch.equal(torch.get_rng_state(), before)
@@ -96,7 +117,7 @@ def test_all_randomness_comes_from_the_given_generator(kind, digits):
 def test_label_dropout(kind, share, digits):
     task, net = make(kind, digits, label_dropout=share), Recorder()
     images, labels = batch(digits, 1000)
-    task.loss(net, (images, labels), Rng(3))
+    task.loss(net, (images, labels), Rng(3), 0)
     dropped = net.labels[0] == digits.num_classes
     assert float(dropped.float().mean()) == pytest.approx(share, abs=0.03 if 0 < share < 1 else 0)
     assert torch.equal(net.labels[0][~dropped], labels[~dropped])
@@ -105,9 +126,15 @@ def test_label_dropout(kind, share, digits):
 def test_how_timesteps_are_drawn(digits):
     t = make(RFlow, digits).draw_timesteps(Rng(0), 20000)
     assert 0 <= t.min() and t.max() < TIMESTEPS
-    assert float(t.mean()) == pytest.approx(500, abs=8) and float(t.std()) == pytest.approx(TIMESTEPS / math.sqrt(12), abs=5)
-    logit = torch.logit(make(RFlow, digits, timestep_sampling="logit-normal").draw_timesteps(Rng(0), 20000) / TIMESTEPS)
-    assert float(logit.mean()) == pytest.approx(0, abs=0.03) and float(logit.std()) == pytest.approx(1, abs=0.03)
+    assert float(t.mean()) == pytest.approx(500, abs=8) and float(t.std()) == pytest.approx(
+        TIMESTEPS / math.sqrt(12), abs=5
+    )
+    logit = torch.logit(
+        make(RFlow, digits, timestep_sampling="logit-normal").draw_timesteps(Rng(0), 20000) / TIMESTEPS
+    )
+    assert float(logit.mean()) == pytest.approx(0, abs=0.03) and float(logit.std()) == pytest.approx(
+        1, abs=0.03
+    )
     t = make(DDPM, digits).draw_timesteps(Rng(0), 20000)
     assert not t.is_floating_point() and t.min() == 0 and t.max() == TIMESTEPS - 1
 
@@ -117,12 +144,17 @@ def test_the_loss_by_timestep_is_repeatable_and_each_bin_its_own(kind, digits):
     task, net = make(kind, digits), Recorder(0.2)
     first = task.loss_by_timestep(net, *batch(digits), Rng(5))
     assert len(first) == BINS == 10 and all(math.isfinite(value) for value in first)
-    assert task.loss_by_timestep(net, *batch(digits), Rng(5)) == first != task.loss_by_timestep(net, *batch(digits), Rng(6))
+    assert (
+        task.loss_by_timestep(net, *batch(digits), Rng(5))
+        == first
+        != task.loss_by_timestep(net, *batch(digits), Rng(6))
+    )
     for k, t in enumerate(net.t[:BINS]):
         assert k * 100 <= t.min() and t.max() < (k + 1) * 100
 
 
-# ---- Guidance -------------------------------------------------------------------------------------------------------
+# ---- Guidance ----------------------------------------------------------------------------------------------
+
 
 def test_guidance_is_null_plus_w_times_the_difference(digits):
     calls = []
@@ -133,7 +165,10 @@ def test_guidance_is_null_plus_w_times_the_difference(digits):
 
     task, (images, labels) = make(RFlow, digits), batch(digits, 6)
     t = torch.full((6,), 300.0)
-    want = lambda w: (1 + w * (2 + labels - 1))[:, None, None, None].expand_as(images).float()
+
+    def want(w):
+        return (1 + w * (2 + labels - 1))[:, None, None, None].expand_as(images).float()
+
     for w in (0.0, 0.5, 1.0, 3.0):
         torch.testing.assert_close(task.predict(net, images, t, labels, guidance=w), want(w))
     assert calls == [12, 12, 6, 12]  # a weight of 1 needs no second half
@@ -141,7 +176,8 @@ def test_guidance_is_null_plus_w_times_the_difference(digits):
     torch.testing.assert_close(make(RFlow, digits, guidance=3.0).sample(net, labels, noise, 4), want(3.0))
 
 
-# ---- Rectified flow -------------------------------------------------------------------------------------------------
+# ---- Rectified flow ----------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("velocity,sign", [("clean-noise", 1.0), ("noise-clean", -1.0)])
 @pytest.mark.parametrize("steps", [1, 7, 50])
@@ -151,9 +187,18 @@ def test_rflow_returns_the_only_data_point(velocity, sign, steps, digits):
     noise = Rng(0).normal(10, *point.shape[1:])
     assert rmse(task.sample(velocity_to(point, sign), labels, noise, steps), point.expand_as(noise)) < 1e-5
     # the same field is what training asks for; the other sign is not
-    exact = task.errors(velocity_to(point, sign), point.expand_as(noise), labels, noise, torch.full((10,), 400.0))
+    exact = task.errors(
+        velocity_to(point, sign), point.expand_as(noise), labels, noise, torch.full((10,), 400.0)
+    )
     assert float(exact.max()) < 1e-8
-    assert float(task.errors(velocity_to(point, -sign), point.expand_as(noise), labels, noise, torch.full((10,), 400.0)).mean()) > 1
+    assert (
+        float(
+            task.errors(
+                velocity_to(point, -sign), point.expand_as(noise), labels, noise, torch.full((10,), 400.0)
+            ).mean()
+        )
+        > 1
+    )
 
 
 def test_rflow_noises_along_the_straight_line(digits):
@@ -169,8 +214,12 @@ def test_a_bf16_sampler_misses_the_end_and_fp32_does_not(digits):
     noise = Rng(0).normal(*images.shape)
 
     def residual(sites, steps):
-        net = lambda x, t, labels: images - noise  # a constant velocity: any number of steps ends on the images
-        return rmse(make(RFlow, digits, sites).sample(net, labels, noise, steps), images) / rmse(images, noise)
+        def net(x, t, labels):
+            return images - noise  # a constant velocity: any number of steps ends on the images
+
+        return rmse(make(RFlow, digits, sites).sample(net, labels, noise, steps), images) / rmse(
+            images, noise
+        )
 
     assert max(residual([], steps) for steps in (10, 100, 1000)) < 1e-4
     few, many, most = (residual(["sampler=bf16"], steps) for steps in (10, 100, 1000))
@@ -182,7 +231,11 @@ def test_the_trace_holds_the_ranges_of_every_step(digits):
     noise = Rng(0).normal(10, 1, 8, 8)
     task.sample(Recorder(0.5), torch.zeros(10, dtype=torch.long), noise, 4, trace)
     assert [row["t"] for row in trace] == [1000, 750, 500, 250, 0]
-    assert trace[0]["x_min"] == float(noise.min()) and trace[0]["prediction_max"] == 0.5 and "prediction_max" not in trace[-1]
+    assert (
+        trace[0]["x_min"] == float(noise.min())
+        and trace[0]["prediction_max"] == 0.5
+        and "prediction_max" not in trace[-1]
+    )
 
 
 @pytest.mark.parametrize("kind", [RFlow, DDPM])
@@ -192,7 +245,7 @@ def test_timesteps_reach_the_net_in_the_dtype_of_their_site(kind, digits):
         net = Recorder()
         task = make(kind, digits, sites)
         images, labels = batch(digits, 1000)
-        task.loss(net, (images, labels), Rng(0))
+        task.loss(net, (images, labels), Rng(0), 0)
         task.sample(net, labels[:2], images[:2], 5)
         assert {t.dtype for t in net.t} == {task.recipe.dtype("timesteps")}
         values.append(net.t[0].float())
@@ -201,13 +254,17 @@ def test_timesteps_reach_the_net_in_the_dtype_of_their_site(kind, digits):
     assert 0.5 < float((exact - rounded).abs().max()) <= 2
 
 
-# ---- DDPM -----------------------------------------------------------------------------------------------------------
+# ---- DDPM --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("steps", [2, 10, 50])
 def test_ddim_returns_the_only_data_point(steps, digits):
     task, (images, labels) = make(DDPM, digits), batch(digits, 10)
     noise = Rng(0).normal(*images.shape)
-    assert rmse(task.sample(noise_from(images[:1], task), labels, noise, steps), images[:1].expand_as(noise)) < 1e-3
+    assert (
+        rmse(task.sample(noise_from(images[:1], task), labels, noise, steps), images[:1].expand_as(noise))
+        < 1e-3
+    )
 
 
 def test_ddpm_asks_for_the_noise(digits):
@@ -226,11 +283,16 @@ def test_min_snr_weights(gamma, digits):
     # MONAI's linear schedule, written out: betas from 1e-4 to 0.02
     alpha = torch.cumprod(1 - torch.linspace(1e-4, 2e-2, TIMESTEPS, dtype=torch.float64), 0)[t]
     snr = alpha / (1 - alpha)
-    want = torch.minimum(snr, torch.tensor(gamma, dtype=torch.float64)) / snr if gamma else torch.ones(8, dtype=torch.float64)
+    want = (
+        torch.minimum(snr, torch.tensor(gamma, dtype=torch.float64)) / snr
+        if gamma
+        else torch.ones(8, dtype=torch.float64)
+    )
     torch.testing.assert_close(ratio.double(), want, rtol=1e-3, atol=0)
 
 
-# ---- The guard ------------------------------------------------------------------------------------------------------
+# ---- The guard ---------------------------------------------------------------------------------------------
+
 
 def test_one_bf16_call_ruins_the_schedule_for_good(digits):
     """What the guard is for: scheduler=bf16 calls MONAI as a model in bf16 would."""
@@ -238,7 +300,7 @@ def test_one_bf16_call_ruins_the_schedule_for_good(digits):
     noise, oracle = Rng(0).normal(*images.shape), noise_from(images[:1], task)
     assert rmse(task.sample(oracle, labels, noise, 1000), images[:1].expand_as(noise)) < 1e-3
     before = task.scheduler.alphas_cumprod.clone()
-    task.loss(Recorder(), (images, labels), Rng(0))
+    task.loss(Recorder(), (images, labels), Rng(0), 0)
     assert task.scheduler.alphas_cumprod.dtype == torch.bfloat16
     assert not torch.equal(task.scheduler.alphas_cumprod.float(), before)
     assert (1 - task.scheduler.alphas_cumprod[:2]).max() == 0  # no noise is left in the first timesteps
@@ -246,28 +308,40 @@ def test_one_bf16_call_ruins_the_schedule_for_good(digits):
     assert not after.isfinite().all() or rmse(after, images[:1].expand_as(noise)) > 0.01
 
 
-@pytest.mark.parametrize("flags", [dict(pure_bf16=True, stochastic=True), dict(pure_bf16=True), dict(bf16=True)])
-def test_the_default_recipes_leave_the_schedule_alone(flags, digits, monkeypatch):
-    monkeypatch.setattr(precision, "_compiled", lambda kernel: kernel)
-    r = recipe(**flags)
-    task = DDPM(digits, r, {**train.DEFAULTS, "sample_steps": 3})
+@pytest.mark.parametrize(
+    "flags", [dict(pure_bf16=True, stochastic=True), dict(pure_bf16=True), dict(bf16=True)]
+)
+def test_the_default_recipes_leave_the_schedule_alone(flags, digits):
+    r = recipe(**flags, more=DDPM.sites)
+    task = DDPM(digits, r, FLAGS.typed({"sample_steps": 3}))
     torch.manual_seed(0)
-    run = precision.Precision(models.build("dit", "ddpm", 1, 10, 8), r)
-    buffers = lambda: {name: value.clone() for name, value in vars(task.scheduler).items() if torch.is_tensor(value) and name != "timesteps"}
+    run = Precision(models.GENERATIVE["dit"](1, 10, 8), r)
+
+    def buffers():
+        return {
+            name: value.clone()
+            for name, value in vars(task.scheduler).items()
+            if torch.is_tensor(value) and name != "timesteps"
+        }
+
     before, (images, labels) = buffers(), batch(digits, 16)
     assert before["alphas_cumprod"].dtype == torch.float32
     for seed in range(3):
-        run.backward(task.loss(run, (images, labels), Rng(seed)))
+        run.backward(task.loss(run, (images, labels), Rng(seed), 0))
         run.step()
     task.preview(run.generator(), Rng(0))
     task.loss_by_timestep(run.generator(), images, labels, Rng(0))
     for name, value in buffers().items():
         assert value.dtype == before[name].dtype and torch.equal(value, before[name]), name
     noise = Rng(0).normal(*images.shape)
-    assert rmse(task.sample(noise_from(images[:1], task), labels, noise, 1000), images[:1].expand_as(noise)) < 1e-3
+    assert (
+        rmse(task.sample(noise_from(images[:1], task), labels, noise, 1000), images[:1].expand_as(noise))
+        < 1e-3
+    )
 
 
-# ---- Evaluation -----------------------------------------------------------------------------------------------------
+# ---- Evaluation --------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("kind", [RFlow, DDPM])
 def test_evaluate_scores_real_images_better_than_a_blind_net(kind, digits):
@@ -276,7 +350,12 @@ def test_evaluate_scores_real_images_better_than_a_blind_net(kind, digits):
     again, _ = task.evaluate(Recorder(0.0), Rng(0))
     assert scores == again
     numbers = [v for k, v in scores.items() if k not in ("trace", "loss_by_timestep")]
-    assert numbers and all(math.isfinite(v) for v in numbers) and len(scores["loss_by_timestep"]) == BINS and len(scores["trace"]) == 6
+    assert (
+        numbers
+        and all(math.isfinite(v) for v in numbers)
+        and len(scores["loss_by_timestep"]) == BINS
+        and len(scores["trace"]) == 6
+    )
     grid = pictures["samples"]
     assert grid.ndim == 3 and 0 <= grid.min() and grid.max() <= 1 and grid.shape[-1] >= 480
     reference = task.reference()
@@ -289,32 +368,51 @@ def test_evaluate_scores_real_images_better_than_a_blind_net(kind, digits):
 def test_evaluate_gives_every_label_its_images(digits):
     task, net = make(RFlow, digits, samples=25, sample_batch=10), Recorder()
     task.evaluate(net, Rng(0))
-    drawn = torch.cat([labels for labels, t in zip(net.labels, net.t) if float(t[0]) == 1000 and len(labels) <= 10])
+    drawn = torch.cat(
+        [
+            labels
+            for labels, t in zip(net.labels, net.t, strict=False)
+            if float(t[0]) == 1000 and len(labels) <= 10
+        ]
+    )
     assert drawn.tolist() == [i % 10 for i in range(25)]
 
 
 def answers(part, num_classes):
     """A segmentation net that knows every mask of `part`."""
     images, masks = part[list(range(len(part)))]
-    known = {image.numpy().tobytes(): mask for image, mask in zip(images, masks)}
-    return lambda x: 20.0 * torch.stack([torch.nn.functional.one_hot(known[i.numpy().tobytes()], num_classes).permute(2, 0, 1) for i in x]).float()
+    known = {image.numpy().tobytes(): mask for image, mask in zip(images, masks, strict=False)}
+    return lambda x: (
+        20.0
+        * torch.stack(
+            [torch.nn.functional.one_hot(known[i.numpy().tobytes()], num_classes).permute(2, 0, 1) for i in x]
+        ).float()
+    )
 
 
 def test_segmentation_of_a_net_that_is_right_and_of_one_that_is_not(discs):
-    task = Segment(discs, recipe(), train.DEFAULTS)
+    task = Segment(discs, recipe(), FLAGS.typed({}))
     right = answers(discs.heldout, discs.num_classes)
     scores, pictures = task.evaluate(right, Rng(0))
     assert scores["mean_dice"] == 1 and scores["mean_iou"] == 1 and len(scores["dice"]) == discs.num_classes
     images, masks = discs.heldout[list(range(8))]
-    assert float(task.loss(right, (images, masks), Rng(0))) < 1e-3
-    wrong = lambda x: right(x).roll(1, dims=1)
+    assert float(task.loss(right, (images, masks), Rng(0), 0)) < 1e-3
+
+    def wrong(x):
+        return right(x).roll(1, dims=1)
+
     assert task.evaluate(wrong, Rng(0))[0]["mean_dice"] < 0.2
-    assert float(task.loss(wrong, (images, masks), Rng(0))) > 1
+    assert float(task.loss(wrong, (images, masks), Rng(0), 0)) > 1
     grid = pictures["segmentation"]
     assert grid.shape[0] == 3 and grid.shape[-1] >= 8 * 48 and 0 <= grid.min() and grid.max() <= 1
     row = (grid.shape[1] - 4) // 3
-    band = lambda k: grid[:, 4 + k * row : (k + 1) * row]
-    assert torch.equal(band(1), band(2)) and not torch.equal(band(0), band(1))  # the masks, and below them the same predictions
+
+    def band(k):
+        return grid[:, 4 + k * row : (k + 1) * row]
+
+    assert torch.equal(band(1), band(2)) and not torch.equal(
+        band(0), band(1)
+    )  # the masks, and below them the same predictions
     assert not torch.equal(grid, task.preview(wrong, Rng(0))["segmentation"])
 
 
@@ -323,6 +421,115 @@ def test_pictures_are_large_and_show_nan_as_grey():
     images[1], images[2] = 1.0, float("nan")
     grid = picture(images, 4)
     assert grid.shape[-1] >= 4 * 48
-    centre = lambda k: float(grid[0, grid.shape[1] // 2, 4 + k * 52 + 24])
+
+    def centre(k):
+        return float(grid[0, grid.shape[1] // 2, 4 + k * 52 + 24])
+
     assert [centre(k) for k in range(4)] == [0, 1, 0.5, 0]
     assert picture(torch.zeros(1, 1, 100, 100), 1).shape[-1] >= 100
+
+
+# ---- What a task decides -----------------------------------------------------------------------------------
+
+
+def test_a_net_is_chosen_among_those_of_the_task(digits, discs):
+    assert isinstance(make(RFlow, digits, model="dit").net(), models.DiT)
+    with pytest.raises(Refused, match="no model 'dit' for task 'segment'; choose unet"):
+        make(Segment, discs, model="dit", task="segment").net()
+    with pytest.raises(Refused, match="no model 'gan' for task 'rflow'; choose unet or dit"):
+        make(RFlow, digits, model="gan").net()
+
+
+def test_sites_of_diffusion_belong_to_its_tasks():
+    assert {"timesteps", "sampler", "scheduler"} <= recipe(more=DDPM.sites).sites.keys()
+    with pytest.raises(Refused, match="unknown site 'timesteps'"):
+        recipe(sites=["timesteps=bf16"], more=Segment.sites)
+
+
+def test_weight_decay_spares_norms_biases_and_embeddings(digits):
+    task = make(RFlow, digits, model="dit", weight_decay=0.1)
+    net = task.net()
+    shrunk, spared = task.groups(net)
+    names = {p: name for name, p in net.named_parameters()}
+    assert "weight_decay" not in shrunk and spared["weight_decay"] == 0
+    assert len(shrunk["params"]) + len(spared["params"]) == len(names)
+    kept = {names[p] for p in spared["params"]}
+    assert {"y_embed.weight", "x_embed.weight", "blocks.0.mlp.0.bias"} <= kept
+    assert "blocks.0.mlp.0.weight" not in kept and "final.linear.weight" not in kept
+    unet = make(RFlow, digits, weight_decay=0.1)
+    net = unet.net()
+    spared = {id(p) for p in unet.groups(net)[1]["params"]}
+    assert all(id(m.weight) in spared for m in net.modules() if isinstance(m, torch.nn.GroupNorm))
+    assert make(RFlow, digits, weight_decay=0.1, weight_decay_on="all").groups(net) is None
+    assert make(RFlow, digits).groups(net) is None  # one group: the numbers of runs without decay stay
+
+
+def test_what_a_run_may_start_from():
+    plain, magnitude, srste = (recipe(sparse24=mode) for mode in ("none", "magnitude", "srste"))
+    check_origin(magnitude, plain)
+    check_origin(srste, None)
+    check_origin(magnitude, plain, draws=True)
+    check_origin(srste, srste, draws=True)
+    for arguments, options, said in (
+        ((magnitude, None), {}, "add --finetune RUN"),
+        ((plain, srste), {"said": "--finetune x"}, "--finetune x was trained with --sparse24 srste"),
+        ((srste, plain), {"draws": True}, "--sample takes --sparse24 magnitude"),
+    ):
+        with pytest.raises(Refused, match=said):
+            check_origin(*arguments, **options)
+
+
+def test_tasks_are_found_by_name_or_in_a_file(tmp_path):
+    assert strategies.find("rflow") is RFlow
+    file = tmp_path / "mine.py"
+    file.write_text("from tasks import Task\nclass Mine(Task):\n    pass\nother = 3\n")
+    assert issubclass(strategies.find(f"{file}:Mine"), Task)
+    assert strategies.find(f"{file}:Mine") is strategies.find(f"{file}:Mine")
+    for spec, said in (
+        ("paint", "invalid choice"),
+        (f"{file}", "invalid choice"),
+        (f"{file}:other", "no class other"),
+        (f"{file}:Yours", "no class Yours"),
+        (f"{file}:", "none was named"),
+        (f"{tmp_path}/yours.py:Mine", "no file"),
+    ):
+        with pytest.raises(Refused, match=said):
+            strategies.find(spec)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError):  # a mistake in the file shows where it is
+        strategies.find(f"{tmp_path}/broken.py:Mine")
+
+
+def test_a_derived_task_may_change_a_default(tmp_path):
+    file = tmp_path / "guided.py"
+    row = 'Flag("guidance", 3.0, "stronger", "generation", kind="draw", type=float)'
+    file.write_text(
+        f"from flags import Flag\nfrom diffusion import RFlow\nclass Guided(RFlow):\n    flags = ({row},)\n"
+    )
+    kind, table, config = strategies.settled({"task": f"{file}:Guided"})
+    assert config.guidance == 3.0 and config.label_dropout == 0.1 and config.velocity == "clean-noise"
+    assert list(table.defaults()) == list(FLAGS.defaults())  # in its place, and nothing twice
+    assert strategies.table().defaults()["guidance"] == 1.0
+
+
+def test_a_flag_of_one_task_is_refused_beside_another():
+    assert strategies.settled({"task": "reflow", "teacher": "x"})[2].teacher == "x"
+    for task in ("rflow", "ddpm", "segment"):
+        with pytest.raises(Refused, match=f"--teacher is for --task reflow, and this is --task {task}"):
+            strategies.settled({"task": task, "teacher": "x"})
+
+
+def test_batches_of_any_nest_reach_the_device():
+    x = torch.ones(2)
+    moved = to_device({"a": [x, (x,)], "b": x, "c": 3}, "meta")
+    assert moved["a"][1][0].device.type == moved["b"].device.type == "meta" and moved["c"] == 3
+
+
+def test_real_images_and_their_net_are_read_once_a_run(digits, monkeypatch):
+    task, calls = make(RFlow, digits), []
+    original = strategies.metrics.yardstick
+    monkeypatch.setattr("metrics.yardstick", lambda *args: calls.append(args) or original(*args))
+    for _ in range(2):
+        task.evaluate(Recorder(), Rng(0))
+    task.reference()
+    assert len(calls) == 1

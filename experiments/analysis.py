@@ -1,0 +1,251 @@
+"""What the records of an experiment say: scores and differences, effects of factors, curves, ranges.
+
+Everything here takes an Experiment and `known`, {key: record} of all experiments, and returns plain data.
+"""
+
+import itertools
+import math
+import re
+import statistics
+
+from experiments import figures, stats
+from experiments.definition import key
+from experiments.records import is_number, value
+
+DIVERGED = re.compile(r"the loss is (nan|-?inf)")
+
+# ---- Scores ------------------------------------------------------------------------------------------------
+
+
+def weights_of(arm):
+    """The weights whose scores an arm reads: 'ema' of 'ema.frechet'."""
+    return arm.metric.rpartition(".")[0]
+
+
+def segments(arm):
+    return "segment" in arm.trained.experiment.common + arm.trained.flags
+
+
+def score(record, metric, lower_is_better):
+    """Score of a run: infinitely bad if it diverged, None if it failed for a reason that measures nothing."""
+    if "failed" not in record:
+        return value(record, metric)
+    if not DIVERGED.search(record["failed"]):
+        return None  # killed, out of memory
+    return math.inf if lower_is_better else -math.inf
+
+
+def records_of(experiment, arm, known):
+    """{seed: record} of the runs that an arm's scores are read from, in the order of the seeds."""
+    keys = {seed: key(arm.source, seed) for seed in experiment.seeds}
+    return {seed: known[k] for seed, k in keys.items() if k in known}
+
+
+def scores(experiment, arm, known):
+    """{seed: score} of an arm, in the order of the seeds."""
+    found = {}
+    for seed, record in records_of(experiment, arm, known).items():
+        figure = score(record, arm.metric, experiment.lower_is_better)
+        if figure is not None:
+            found[seed] = figure
+    return found
+
+
+def finite_scores(experiment, arm, known):
+    return [v for v in scores(experiment, arm, known).values() if math.isfinite(v)]
+
+
+def comparison(experiment, arm, known):
+    """(pairs, stats.Equivalence, or None with fewer than two) of an arm against its baseline."""
+    own = scores(experiment, arm, known)
+    base = scores(experiment, experiment.arm(arm.baseline), known)
+    differences = [own[seed] - base[seed] for seed in own if seed in base]
+    if len(differences) < 2:
+        return len(differences), None
+    lower = experiment.lower_is_better
+    return len(differences), stats.equivalence(differences, arm.margin, lower_is_better=lower)
+
+
+def verdict(pairs, result):
+    if result:
+        return result.verdict
+    return "no pairs yet" if pairs == 0 else "undecided"
+
+
+def needed(experiment, known):
+    """{key: record} of all runs that an experiment's scores come from, other experiments' included."""
+    wanted = {key(a, 0)[:2] for arm in experiment.arms for a in (arm.source, arm.trained)}
+    return {k: r for k, r in known.items() if k[:2] in wanted and k[2] in experiment.seeds}
+
+
+def levels(experiment, known):
+    """{"real images": score, "noise": score}, where the task has them."""
+    finished = next((r for r in needed(experiment, known).values() if r.get("reference")), None)
+    if finished is None:
+        return {}
+    name, reference = experiment.metric.rpartition(".")[2], finished["reference"]
+    ends = {"real images": "floor", "noise": "ceiling"}
+    found = {title: reference.get(end, {}).get(name) for title, end in ends.items()}
+    return {title: level for title, level in found.items() if is_number(level)}
+
+
+# ---- Curves, factors, ranges -------------------------------------------------------------------------------
+
+
+def series(experiment, known):
+    """{series: [(x, mean, sd)]} of the arms that are points of a curve."""
+    found = {}
+    for arm in experiment.arms:
+        values = finite_scores(experiment, arm, known)
+        if arm.series and values:
+            sd = statistics.stdev(values) if len(values) > 1 else 0.0
+            found.setdefault(arm.series, []).append((arm.x, statistics.fmean(values), sd))
+    return found
+
+
+def by_bytes(experiment, known):
+    """[(arm, bytes a parameter, mean score, low, high, verdict)], most bytes first, of the arms that ran.
+
+    low and high: the 95 % interval of the arm's paired difference from its baseline, around its mean. The
+    spread over seeds, which all arms share, is not in it. The baseline's own are None.
+    """
+    points = []
+    for arm in experiment.arms:
+        held = [r for r in records_of(experiment, arm, known).values() if "bytes_per_parameter" in r]
+        values = finite_scores(experiment, arm, known)
+        if not held or not values:
+            continue
+        pairs, result = comparison(experiment, arm, known)
+        mean, low, high, said = statistics.fmean(values), None, None, verdict(pairs, result)
+        if arm.name == arm.baseline:
+            said = "baseline"
+        elif result and math.isfinite(result.mean):
+            low, high = (mean + end - result.mean for end in (result.low, result.high))
+        points.append((arm.name, round(held[0]["bytes_per_parameter"], 2), mean, low, high, said))
+    return sorted(points, key=lambda point: -point[1])
+
+
+def factorials(experiment, known):
+    """Groups of arms with the same factors, for which all cells and seeds are there: their cells and effects.
+
+    Effects are factors on the score: means of log scores, paired by seed, with t intervals. A main effect is
+    the faulty level against the baseline's level, averaged over all other factors. That of a pair is the
+    first's effect where the second is faulty over where it isn't.
+    """
+    groups = []
+    for names in dict.fromkeys(tuple(arm.cell) for arm in experiment.arms if arm.cell):
+        arms = [arm for arm in experiment.arms if tuple(arm.cell) == names]
+        values = {arm: scores(experiment, arm, known) for arm in arms}
+        seeds = [s for s in experiment.seeds if all(0 < values[arm].get(s, 0) < math.inf for arm in arms)]
+        group = factorial(names, arms, values, seeds) if len(seeds) > 1 else None
+        if group and group["effects"]:
+            groups.append(group)
+    return groups
+
+
+def factorial(names, arms, values, seeds):
+    """One group: `names` of the factors, `values` {arm: {seed: score}}."""
+    half = len(names) // 2  # the first half of the factors spans the rows, the second the columns
+    rows, columns = (
+        list(dict.fromkeys(tuple(arm.cell[name] for name in part) for arm in arms))
+        for part in (names[:half], names[half:])
+    )
+    mean = {tuple(arm.cell.values()): statistics.fmean(values[arm][seed] for seed in seeds) for arm in arms}
+    return {
+        "title": f"{len(names)} factors, {len(arms)} cells, {len(seeds)} seeds",
+        "effects": effects(names, arms, values, seeds),
+        "rows": [_words(names[:half], row) for row in rows],
+        "columns": [_words(names[half:], column) for column in columns],
+        "cells": [[mean.get(row + column) for column in columns] for row in rows],
+    }
+
+
+def _words(names, spot):
+    return ", ".join(f"{name} {setting}" for name, setting in zip(names, spot, strict=True))
+
+
+def effects(names, arms, values, seeds):
+    """[(name, times, low, high)] of each factor, then of each pair, that has cells on every side."""
+    healthy = next((arm.cell for arm in arms if arm.name == arm.baseline), arms[0].cell)
+    faults = {arm: tuple(arm.cell[name] != healthy[name] for name in names) for arm in arms}
+
+    def mean_logs(*wanted):
+        """{seed: mean log score} of the cells with these factors (index, faulty); None without a cell."""
+        chosen = [arm for arm in arms if all(faults[arm][i] == faulty for i, faulty in wanted)]
+        if not chosen:
+            return None
+        return {s: statistics.fmean(math.log10(values[arm][s]) for arm in chosen) for s in seeds}
+
+    found = []
+    for i, name in enumerate(names):
+        faulty, sound = mean_logs((i, True)), mean_logs((i, False))
+        if faulty and sound:
+            fault = next(arm.cell[name] for arm in arms if faults[arm][i])
+            found.append(_times(f"{name} {fault}", [faulty[s] - sound[s] for s in seeds]))
+    for i, j in itertools.combinations(range(len(names)), 2):
+        sides = itertools.product((True, False), repeat=2)
+        corners = [mean_logs((i, first), (j, second)) for first, second in sides]
+        if all(corners):
+            both, only_first, only_second, none = corners
+            logs = [both[s] - only_second[s] - only_first[s] + none[s] for s in seeds]
+            found.append(_times(f"{names[i]} x {names[j]}", logs))
+    return found
+
+
+def _times(name, logs):
+    result = stats.equivalence(logs, 1.0)
+    return (name, *(10**v for v in (result.mean, result.low, result.high)))
+
+
+def ranges(experiment, known):
+    """{arm: [{"t", "x_min", ...}]}: the traces of generation, mean over seeds."""
+    found = {}
+    for arm in experiment.arms if experiment.ranges else ():
+        own = [own_scores(arm, r).get("trace") for r in records_of(experiment, arm, known).values()]
+        steps = zip(*filter(None, own), strict=False)
+        means = [{k: statistics.fmean(step[k] for step in at) for k in at[0]} for at in steps]
+        if means:
+            found[arm.name] = means
+    return found
+
+
+def own_scores(arm, record):
+    """Every score of the weights that an arm reads, {} if the run has none."""
+    return record.get("scores", {}).get(weights_of(arm), {})
+
+
+def bins(experiment, known):
+    """{arm: (timesteps, loss)}, means over seeds; cells of a factorial experiment are left out."""
+    found = {}
+    for arm in experiment.arms:
+        own = [own_scores(arm, r) for r in records_of(experiment, arm, known).values()]
+        losses = [scores["loss_by_timestep"] for scores in own if "loss_by_timestep" in scores]
+        if losses and not arm.cell:
+            count = len(losses[0])
+            found[arm.name] = [(k + 0.5) * 1000 / count for k in range(count)], mean_curve(losses)
+    return found
+
+
+def curves(experiment, known):
+    """{figure of the training: {arm: (steps, values)}}, means over the seeds that ran longest."""
+    panels, trained = {}, set()
+    for arm in experiment.arms:
+        if arm.trained in trained:
+            continue
+        trained.add(arm.trained)
+        own = [r["curves"] for r in records_of(experiment, arm, known).values() if r.get("curves")]
+        longest = max((curve["step"] for curve in own), key=len, default=[])
+        for name in figures.LABELS:
+            same = [curve[name] for curve in own if name in curve and curve["step"] == longest]
+            if same:
+                panels.setdefault(name, {})[arm.name] = longest, mean_curve(same)
+    return panels
+
+
+def mean_curve(rows):
+    """Elementwise mean of equally long lists, over the finite entries; NaN where there are none."""
+    means = []
+    for column in zip(*rows, strict=False):
+        finite = [v for v in column if v is not None and math.isfinite(v)]
+        means.append(statistics.fmean(finite) if finite else math.nan)
+    return means

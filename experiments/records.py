@@ -1,0 +1,287 @@
+"""Records of runs: experiments/*/results.jsonl has a line a run, made from the files that the run left.
+
+A record holds the arm, the seed and the command, where it ran (env, commit, clean), and what came of it:
+scores {source of weights: {name: figure}}, the reference scores of real images and noise, seconds,
+final_loss, curves; or, of a run that failed, its last message. FIELDS says which of them a report relies on.
+"""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from experiments.definition import RUNS, key, label, typed
+from machine import Refused
+from runs import read_json, read_lines, write_atomically
+
+CURVES = ("step", "loss", "update_survival", "exp_avg_sq_moved", "ema_moved", "loss_scale")
+
+# ---- What a record is --------------------------------------------------------------------------------------
+
+
+def is_text(x):
+    return isinstance(x, str)
+
+
+def is_whole(x):
+    return type(x) is int and x >= 0
+
+
+def is_number(x):
+    return type(x) is float or (type(x) is int and abs(x) < 2**63)
+
+
+def is_numbers(x):
+    return isinstance(x, dict) and all(is_number(v) for v in x.values())
+
+
+def is_curve(x):
+    return isinstance(x, list) and all(v is None or is_number(v) for v in x)
+
+
+def is_curves(x):
+    if not isinstance(x, dict) or not all(is_curve(v) for v in x.values()):
+        return False
+    return not x or "step" in x
+
+
+def is_trace(x):
+    return isinstance(x, list) and all(is_numbers(step) for step in x)
+
+
+def is_figure(name, x):
+    if name == "trace":
+        return is_trace(x)
+    if name == "loss_by_timestep":
+        return is_curve(x)
+    return x is None or is_number(x) or isinstance(x, list)
+
+
+def is_scores(x):
+    if not isinstance(x, dict) or not all(isinstance(figures, dict) for figures in x.values()):
+        return False
+    return all(is_figure(name, v) for figures in x.values() for name, v in figures.items())
+
+
+def is_environment(x):
+    return isinstance(x, dict) and all(x.get(k) is None or is_text(x[k]) for k in ("cpu", "gpu"))
+
+
+FIELDS = {  # key: (test, what it is, which records must have it)
+    "arm": (is_text, "the name of an arm", "all"),
+    "seed": (is_whole, "a whole number", "all"),
+    "command": (is_text, "the command of a run", "all"),
+    "failed": (is_text, "the message of a run that failed", "none"),
+    "env": (is_environment, "a table of the machine's facts", "none"),
+    "scores": (is_scores, "a table of scores for each source of weights", "finished"),
+    "reference": (is_scores, "a table of reference scores", "none"),
+    "seconds": (is_number, "a number", "finished"),
+    "scoring_seconds": (is_number, "a number", "finished"),
+    "bytes_per_parameter": (is_number, "a number", "finished"),
+    "final_loss": (is_number, "a number", "finished"),
+    "flops_share": (is_numbers, "a table of numbers", "none"),
+    "gradient_snr": (is_numbers, "a table of numbers", "none"),
+    "curves": (is_curves, "a table of equally long lists of numbers", "none"),
+}
+
+
+def check(record, where):
+    """Raise Refused unless a report can rely on this record."""
+    finished = "failed" not in record or "scores" in record
+    for name, (test, what, needed) in FIELDS.items():
+        if name in record:
+            if not test(record[name]):
+                raise Refused(f"{where} is no record of a run: its '{name}' is not {what}; mend or delete it")
+        elif needed == "all" or (needed == "finished" and finished):
+            raise Refused(f"{where} is no record of a run: it has no '{name}'; mend or delete it")
+
+
+# ---- results.jsonl -----------------------------------------------------------------------------------------
+
+
+def read(path, repair=False):
+    """Records of results.jsonl, [] without one.
+
+    A half-written last line is left out with a warning, and cut off with `repair`.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    try:
+        records = read_lines(path)
+    except RecursionError:
+        raise Refused(f"{path}: a line is nested too deep to be a record; mend or delete it") from None
+    lines = path.read_bytes().splitlines(keepends=True)
+    numbers = [i for i, line in enumerate(lines, start=1) if line.strip()]
+    for i, record in zip(numbers, records, strict=False):
+        check(record, f"{path}, line {i}")
+    if len(records) < len(numbers):
+        said = "the last line is half written and ignored; its run is repeated"
+        print(f"warning: {path}: {said}", file=sys.stderr)
+        lines = lines[: numbers[-1] - 1]
+    whole = b"".join(lines)
+    if whole and not whole.endswith(b"\n"):
+        whole += b"\n"
+    if repair and len(whole) != path.stat().st_size:
+        write_atomically(path, lambda file: file.write(whole))
+    return records
+
+
+def append(experiment, record):
+    with open(experiment.folder / "results.jsonl", "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def recorded(experiment, repair=False):
+    """{key: record} of an experiment; of several for one run, the last.
+
+    Raises Refused for records of other arms or flags.
+    """
+    path, found = experiment.folder / "results.jsonl", {}
+    names = [arm.name for arm in experiment.arms]
+    for record in read(path, repair):
+        name, seed = record["arm"], record["seed"]
+        if name not in names:
+            raise Refused(
+                f"{path} holds arm '{name}', which experiment.toml lacks: put it back, or delete its lines"
+            )
+        arm = experiment.arm(name)
+        if record["command"] != typed(arm, seed):
+            raise Refused(
+                f"{path}: arm {name}, seed {seed} was run with other flags than experiment.toml has now: "
+                f"give the changed arm another name, or delete its lines"
+            )
+        found[key(arm, seed)] = record
+    return found
+
+
+# ---- From a run to its record ------------------------------------------------------------------------------
+
+
+def make(arm, seed, runs, code):
+    """The record of a run that ended with this exit status, from the files in its folder.
+
+    final_loss is the mean over the last tenth of the steps.
+    """
+    record = {"arm": arm.name, "seed": seed, "command": typed(arm, seed)}
+    if arm.of:
+        record["of"] = arm.of
+    folder = Path(runs) / label(arm.trained, seed)
+    if (folder / "env.json").exists():
+        env = read_json(folder / "env.json")
+        record["env"] = {k: env[k] for k in ("cpu", "gpu", "bf16", "torch", "python")}
+        record |= {k: env[k] for k in ("commit", "clean")}
+    final_loss, curves = _curves(folder / "metrics.jsonl")
+    curves = {} if arm.of else {"curves": curves}
+    if code != 0:
+        return record | {"failed": _last_message(arm, seed, runs), "exit": code, "curves": {}} | curves
+    record |= _results(arm, seed, folder)
+    return record | {"final_loss": final_loss} | curves
+
+
+def _results(arm, seed, folder):
+    """Scores and cost. Of an arm that only samples: its own scores, and the figures of the training."""
+    summary, ledger = read_json(folder / "summary.json"), {}
+    result = summary
+    if arm.of:
+        result = read_json(folder / "samples" / f"{label(arm, seed)}.json")
+        ledger = result.get("ledger", {})
+    elif (folder / "ledger.json").exists():
+        ledger = read_json(folder / "ledger.json")
+    found = {
+        "scores": {source: _short_scores(scores) for source, scores in result["scores"].items()},
+        "reference": {end: _without_pixels(scores) for end, scores in result["reference"].items()},
+        "seconds": 0.0 if arm.of else summary["seconds"],
+        "scoring_seconds": result["scoring_seconds"],
+    }
+    for name in ("images_per_second", "peak_memory", "bytes_per_parameter", "gradient_snr"):
+        if name in summary:
+            found[name] = summary[name]
+    if ledger.get("flops_share"):
+        found["flops_share"] = ledger["flops_share"]
+    return found
+
+
+def _short_scores(scores):
+    return {name: _thinned(v) if name == "trace" else v for name, v in scores.items()}
+
+
+def _without_pixels(scores):
+    return {name: v for name, v in scores.items() if not name.startswith("pixel_")}
+
+
+def _thinned(trace, most=11):
+    """The trace of ranges at about `most` even steps, first and last included, numbers to 4 digits."""
+    if not trace:
+        return []
+    at = sorted({round(i * (len(trace) - 1) / (most - 1)) for i in range(most)})
+    return [{k: float(f"{v:.4g}") for k, v in trace[i].items()} for i in at]
+
+
+def _curves(path, most=30):
+    """(mean loss of the last tenth of the steps, {name: values} at about `most` steps, the last included)."""
+    rows = read_lines(path) if path.exists() else []
+    if not rows:
+        return 0.0, {}
+    every = -(-len(rows) // most)
+    kept = rows[::-1][::every][::-1]
+    last = [row["loss"] for row in rows if row["step"] > 0.9 * rows[-1]["step"]]
+    names = [name for name in CURVES if any(name in row for row in rows)]
+    return sum(last) / max(1, len(last)), {name: [_short(row.get(name)) for row in kept] for name in names}
+
+
+def _short(x):
+    return float(f"{x:.5g}") if isinstance(x, float) else x
+
+
+def _last_message(arm, seed, runs):
+    log = Path(runs) / f"{label(arm, seed)}.log"
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    last = re.split(r"[\r\n]+", text)[-1]
+    return last.removeprefix("train.py: ").replace(str(runs), RUNS) or "no message"
+
+
+# ---- What a record says ------------------------------------------------------------------------------------
+
+
+def value(record, metric):
+    """A figure of a finished run.
+
+    A score, as in "ema.frechet", "0.9999:bf16.frechet", "raw.mean_dice", or a figure of the training, as in
+    "final_loss", "gradient_snr.fp8". Raises Refused.
+    """
+    source, _, name = metric.rpartition(".")
+    try:
+        holder = {**record, **record["scores"]}[source] if source else record
+        return float(holder[name])
+    except (KeyError, TypeError, ValueError):
+        scores = record["scores"].items()
+        held = [f"{source}.{k}" for source, own in scores for k, v in own.items() if is_number(v)]
+        where = f"arm {record['arm']}, seed {record['seed']}"
+        raise Refused(f"{where}: no score '{metric}'; its record holds {', '.join(held)}") from None
+
+
+def compare(arm, old, new, records):
+    """(same, message) of a run made again.
+
+    On the same CPU it is the same to the last bit; elsewhere within 4 sd of the arm's seeds or 4 margins.
+    """
+    if "failed" in old or "failed" in new:
+        if old.get("failed") == new.get("failed"):
+            return True, f"failed as recorded: {old['failed']}"
+        ends = [record.get("failed", "finished") for record in (old, new)]
+        return False, f"recorded: {ends[0]}; now: {ends[1]}"
+    if json.dumps(old["scores"], sort_keys=True) == json.dumps(new["scores"], sort_keys=True):
+        return True, "all scores equal to the last bit"
+    a, b = value(old, arm.metric), value(new, arm.metric)
+    commits = [str(record.get("commit"))[:7] for record in (old, new)]
+    said = f"{arm.metric} {a:.6g} recorded (commit {commits[0]}), {b:.6g} now (commit {commits[1]})"
+    before, now = ({**record.get("env", {}), "python": 0} for record in (old, new))
+    if before == now and not now.get("gpu"):
+        return False, f"{said}; same CPU and torch, where equal bits are expected"
+    spread = [value(record, arm.metric) for record in records if "failed" not in record]
+    sd = statistics.stdev(spread) if len(spread) > 2 else 0
+    tolerance = 4 * max(arm.margin, sd)
+    said += f"; another machine or torch than recorded, tolerance {tolerance:.3g}"
+    return abs(a - b) <= tolerance, said

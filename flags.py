@@ -1,0 +1,563 @@
+"""One flag, one row.
+
+A `Flag` says what a flag is: name, default, type, help, group and kind. A `Table` of rows gives everything
+else: the parser and its --help, the keys of a YAML file, the name of a run's folder, and what a resume,
+--sample, --diagnose, --finetune and --teacher accept. A task brings rows of its own (see tasks.Task), so a
+new flag is one row.
+
+    kind       in the folder's name    when the run goes on     beside --sample
+    result     yes                     fixed                    fixed
+    draw       yes                     fixed                    may differ
+    extent     yes                     may differ               fixed
+    place      by its tail             may move                 fixed
+    machine    no                      may differ               fixed
+
+`may` names what else a single flag may do. Values are read as attributes of a `Config`: c.lr.
+"""
+
+import argparse
+import os
+import re
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+KINDS = ("result", "draw", "extent", "place", "machine")
+GROUPS = {  # in the order of --help and of names
+    "task": None,
+    "training": None,
+    "precision": "without a flag: fp32 everywhere",
+    "generation": None,
+    "machine": None,
+    "run": None,
+}
+
+
+# ---- Rows --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    default: False makes a switch, a list makes a flag that may be repeated. type: converts the text, and
+    raises ValueError or argparse.ArgumentTypeError for what it can't take. may: of "resume", "sample" and
+    "diagnose", beside what `kind` allows. titled: whether the flag's own name precedes its value in the
+    folder's name, as numbers always have it. fits: whether weights fit only runs with the same value, so
+    that --finetune and --teacher compare it. only: whether it is refused beside a task that does not bring
+    it. to: who takes it as a keyword of the same name, "recipe" or "method".
+    """
+
+    name: str
+    default: object
+    help: str
+    group: str = "task"
+    kind: str = "result"
+    type: object = str
+    choices: tuple | None = None
+    metavar: str | None = None
+    may: tuple = ()
+    titled: bool = False
+    fits: bool = False
+    only: bool = False
+    to: str = ""
+
+    def __post_init__(self):
+        if self.kind not in KINDS or self.group not in GROUPS:
+            raise ValueError(f"flag {self.name}: kind is one of {KINDS}, group one of {tuple(GROUPS)}")
+
+    def accepts(self, verb):
+        """Whether the flag may differ from the run's when it goes on ("resume"), or beside --sample or
+        --diagnose.
+        """
+        by_kind = {"resume": ("extent", "machine"), "sample": ("draw",), "diagnose": ()}
+        return self.kind in by_kind[verb] or verb in self.may
+
+    def told(self, value):
+        """What of a value is compared and named. Of a place it is the tail: 'folder:/a/photos/' ->
+        'folder:photos'.
+        """
+        if self.kind != "place" or not value:
+            return value
+        parts = value.removesuffix("checkpoint.pt").split(":", 1)
+        return ":".join(os.path.basename(os.path.normpath(part)) for part in parts)
+
+    def named(self, value):
+        """The parts of a folder's name that a value makes: [] for the default."""
+        if self.kind == "machine" or value == self.default:
+            return []
+        if value is True:
+            return [self.name]
+        if isinstance(value, list):
+            return value
+        if not isinstance(value, str):
+            return [f"{self.name}{value:g}"]
+        value = self.told(value)
+        return [f"{self.name}_{value}" if self.titled else value]
+
+    def add_to(self, group):
+        """Add the flag to a group of an argparse parser."""
+        text, options = self.help.replace("%", "%%"), {}
+        if self.default is False:
+            options["action"] = "store_true"
+        elif isinstance(self.default, list):
+            options.update(action="append", metavar=self.metavar)
+        else:
+            options.update(type=self.type, choices=self.choices, metavar=self.metavar)
+        if self.default not in (None, [], "") and self.default is not False:
+            text += f" (default: {self.default})"
+        group.add_argument(f"--{self.name}", help=text, **options)
+
+
+class Config(SimpleNamespace):
+    """The values of all flags, as attributes. `vars(config)` is the plain dict that files hold."""
+
+    def replaced(self, **values):
+        """A copy with some values changed."""
+        return type(self)(**{**vars(self), **values})
+
+
+# ---- Types -------------------------------------------------------------------------------------------------
+
+
+def checked(kind, test, what):
+    """A type: text converted by `kind` to a value that passes `test`, or an error that says it is not
+    `what`.
+    """
+
+    def convert(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not test(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return convert
+
+
+INFINITE = float("inf")
+natural = checked(int, lambda v: v > 0, "a whole number above 0")
+count = checked(int, lambda v: v >= 0, "a whole number, 0 or more")
+several = checked(int, lambda v: v > 1, "a whole number above 1")
+thousand = checked(int, lambda v: 0 < v <= 1000, "a whole number from 1 to 1000")
+positive = checked(float, lambda v: 0 < v < INFINITE, "a number above 0")
+amount = checked(float, lambda v: 0 <= v < INFINITE, "a number, 0 or more")
+share = checked(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
+fraction = checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message):
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+class Table:
+    """All flags of one program. rows: Flags in any order; of two with one name the later replaces the
+    earlier.
+    """
+
+    def __init__(self, rows):
+        by_name = {}
+        for row in rows:
+            by_name[row.name] = row
+        groups = list(GROUPS)
+        self.rows = sorted(by_name.values(), key=lambda row: groups.index(row.group))
+
+    def __getitem__(self, name):
+        return next(row for row in self.rows if row.name == name)
+
+    def __contains__(self, name):
+        return any(row.name == name for row in self.rows)
+
+    def defaults(self):
+        """{flag: default}, in the order of names."""
+        return {
+            row.name: list(row.default) if isinstance(row.default, list) else row.default for row in self.rows
+        }
+
+    def typed(self, given):
+        """A Config of the flags that were typed, {flag: value}, and the defaults of the others."""
+        return Config(**{**self.defaults(), **given})
+
+    def config(self, values):
+        """A Config of {flag: value} as a run's files hold it. Files older than a flag have its default."""
+        config = self.typed(values)
+        if values.get("weight_decay") and "weight_decay_on" not in values:
+            config.weight_decay_on = "all"  # what runs did before that flag
+        return config
+
+    def pick(self, config, to):
+        """{flag: value} of the flags that go `to` "recipe" or "method" as keywords."""
+        return {row.name: getattr(config, row.name) for row in self.rows if row.to == to}
+
+    # -- reading
+
+    def parser(self, prog, description):
+        """An argparse parser that gives the flags typed, and no defaults. Bad input ends with one line and
+        status 2.
+        """
+        parser = Parser(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,  # a new flag would change what an abbreviation means
+        )
+        for title, text in GROUPS.items():
+            group = parser.add_argument_group(title, text)
+            for row in self.rows:
+                if row.group == title:
+                    row.add_to(group)
+        return parser
+
+    def read_yaml(self, path, parser):
+        """{flag: value} of a YAML file, converted and checked as if typed. An unknown key is an error of
+        the parser.
+        """
+        values, words = read_yaml(path, parser), []
+        for key, value in values.items():
+            if key not in self:
+                keys = f"the keys are the flags of {parser.prog} without their dashes"
+                parser.error(f"--config {path}: unknown key '{key}'; {keys}")
+            if value is None:  # 'data:' with nothing after it
+                continue
+            default = self[key].default
+            if isinstance(default, bool):
+                if not isinstance(value, bool):
+                    parser.error(f"--config {path}: {key} is true or false, not {value!r}")
+                words += [f"--{key}"] if value else []
+            elif isinstance(default, list):
+                words += [f"--{key}={item}" for item in _items(value)]
+            else:
+                words.append(f"--{key}={value}")
+        return vars(parser.parse_args(words))
+
+    # -- comparing
+
+    def name(self, config):
+        """A folder's name, of the flags that differ from their defaults: 'pure_bf16-stochastic', 'default'.
+        """
+        parts = []
+        for row in self.rows:
+            parts += row.named(getattr(config, row.name))
+        parts = [re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts]
+        return "-".join(parts)[:200] or "default"
+
+    def fixed(self, config):
+        """{flag: what is compared} of the flags that can't change when a run goes on."""
+        names = [row.name for row in self.rows if not row.accepts("resume")]
+        if config.lr_schedule != "constant":
+            names.append("steps")  # that is where the schedule ends
+        return {name: self[name].told(getattr(config, name)) for name in names}
+
+    def differences(self, old, config):
+        """['--lr was 0.001 and is 0.0001', ...]: what keeps the run of `old` (a dict) from going on as
+        `config`.
+        """
+        before = self.config(old)
+        then, now = self.fixed(before), self.fixed(config)
+        names = [name for name in now if then.get(name, getattr(before, name)) != now[name]]
+        texts = [f"--{name} was {getattr(before, name)} and is {getattr(config, name)}" for name in names]
+        if "steps" in names:
+            texts.append(f"--lr_schedule {config.lr_schedule} ends at --steps")
+        return texts
+
+    def refused(self, given, verb):
+        """The first of the flags `given` that can't differ from the run's beside --sample or --diagnose, or
+        None.
+        """
+        return next((name for name in sorted(given) if not self[name].accepts(verb)), None)
+
+    def fitting(self):
+        """Rows of the flags that must be alike in two runs for the weights of one to fit the other."""
+        return [row for row in self.rows if row.fits]
+
+
+def read_yaml(path, parser):
+    """The mapping in a YAML file; anything else is an error of the parser."""
+    import yaml
+
+    try:
+        with open(path) as file:
+            values = yaml.safe_load(file) or {}
+    except OSError as error:
+        parser.error(f"--config {path}: {error.strerror}; give the path of a YAML file")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        parser.error(f"--config {path} is not YAML: {' '.join(str(error).split())}")
+    if not isinstance(values, dict):
+        parser.error(f"--config {path}: expected lines 'flag: value'")
+    return values
+
+
+def _items(value):
+    """The words of a flag that may be repeated: {ema: bf16, kahan: on} -> ['ema=bf16', 'kahan=on']."""
+    if isinstance(value, dict):
+        words = {True: "on", False: "off"}  # YAML reads the value of 'kahan: on' as true
+        return [f"{k}={words[v] if isinstance(v, bool) else v}" for k, v in value.items()]
+    return value if isinstance(value, list) else [value]
+
+
+# ---- The flags that all tasks have -------------------------------------------------------------------------
+
+TASK = (
+    Flag(
+        "task",
+        "rflow",
+        "rectified flow, reflow from a --teacher, denoising diffusion, segmentation, or a task of your own",
+        kind="place",
+        metavar="{rflow,reflow,ddpm,segment,FILE.py:CLASS}",
+        may=("sample", "diagnose"),
+        fits=True,
+    ),
+    Flag(
+        "model",
+        "unet",
+        "MONAI's U-Net, or the diffusion transformer",
+        choices=("unet", "dit"),
+        fits=True,
+    ),
+    Flag(
+        "size",
+        None,
+        "size of the net: tiny, small, base ...; dit: tiny, S/2, B/2, L/2, XL/2 (default: tiny)",
+        fits=True,
+    ),
+    Flag(
+        "data",
+        None,
+        "digits (default), synthetic (default for segment), folder:PATH, cifar10:PATH, mnist:PATH, "
+        "medmnist:FILE.npz, nifti:PATH",
+        kind="place",
+        may=("sample", "diagnose"),
+        fits=True,
+    ),
+    Flag(
+        "image_size",
+        None,
+        "resize images to this side (default: the data's own; 64 for folders and volumes)",
+        type=natural,
+    ),
+)
+
+
+def training(name, default, help, **options):
+    """A flag of the group training."""
+    return Flag(name, default, help, "training", **options)
+
+
+TRAINING = (
+    training("steps", 3000, "optimiser steps", kind="extent", type=natural),
+    training("batch_size", 64, "images a micro-batch, over all processes", type=natural),
+    training("accumulate", 1, "micro-batches a step", type=natural),
+    training("lr", 1e-3, "learning rate", type=positive),
+    training("warmup", 100, "steps of linear warm-up, 0 for none", type=count),
+    training(
+        "lr_schedule",
+        "constant",
+        "learning rate after the warm-up; cosine and linear fall to zero at --steps, which is then fixed",
+        choices=("constant", "cosine", "linear"),
+    ),
+    training("weight_decay", 0.0, "decoupled weight decay", type=amount),
+    training(
+        "weight_decay_on",
+        "matrices",
+        "what it shrinks: matrices spares norms, biases and embeddings",
+        choices=("matrices", "all"),
+        titled=True,
+    ),
+    training(
+        "init_scale",
+        1.0,
+        "multiplies the initial matrices and kernels: rounding compares a step with its weight",
+        type=positive,
+    ),
+    training("beta2", 0.999, "decay of exp_avg_sq", type=fraction),
+    training("clip_grad", 1.0, "largest gradient norm, 0 for none", type=amount),
+    training(
+        "loss_weight",
+        1.0,
+        "multiplies the loss before backward: Adam hardly minds, the range of fp16 gradients does",
+        type=positive,
+    ),
+    training("ema_decay", 0.999, "decay of the averaged weights that generation reads", type=fraction),
+    training(
+        "average",
+        [],
+        "keep a further average beside the recipe's, as DECAY:DTYPE[:UPDATE]: 0.9999:bf16; may be repeated",
+    ),
+    training("seed", 0, "seed of weights, data order, noise and rounding", kind="draw", type=count),
+    training(
+        "optimizer",
+        "adamw",
+        "adamw (ours), torch, or a peer as published: torchastic, optimi, adamw_bf16, torchao; with "
+        "--opt8bit bitsandbytes",
+    ),
+    training(
+        "finetune",
+        "",
+        "start from the averaged weights of this run, trained in any recipe",
+        kind="place",
+        metavar="CHECKPOINT",
+        titled=True,
+    ),
+)
+
+
+def precision(name, default, help, to="recipe", **options):
+    """A flag of the group precision, a keyword of precision.recipe() or of a method."""
+    return Flag(name, default, help, "precision", to=to, **options)
+
+
+PRECISION = (
+    precision("bf16", False, "fp32 weights, bf16 matmuls and convolutions (autocast)"),
+    precision("fp16", False, "fp32 weights, fp16 matmuls and convolutions, dynamic loss scaling"),
+    precision(
+        "pure_bf16",
+        False,
+        "bf16 weights, gradients and optimiser states; EMA, timesteps, sampler and loss stay fp32",
+    ),
+    precision(
+        "stochastic",
+        False,
+        "with --pure_bf16, --opt8bit or --opt4bit: round writes up or down at random, so that small updates "
+        "survive on average",
+    ),
+    precision(
+        "kahan", False, "with --pure_bf16: keep what rounding lost in a bf16 buffer (2 bytes a parameter)"
+    ),
+    precision(
+        "master",
+        "none",
+        "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a "
+        "full copy; both keep fp32 states",
+        choices=("none", "split", "fp32"),
+    ),
+    precision("opt8bit", False, "optimiser states in 8 bits, by the blockwise functions of bitsandbytes"),
+    precision("opt4bit", False, "optimiser states in 4 bits, by those of torchao"),
+    precision(
+        "growth_interval",
+        2000,
+        "with --fp16: steps without overflow until the loss scale doubles",
+        to="",
+        type=natural,
+    ),
+    precision(
+        "fp8", False, "FP8 matmuls in nn.Linear layers, all else as --bf16; with --pure_bf16 on bf16 weights"
+    ),
+    precision(
+        "fp8_backend",
+        "auto",
+        "te (Transformer Engine), torchao; ours: scaled_mm, emulate (fp32 products, anywhere)",
+        choices=("auto", "te", "torchao", "scaled_mm", "emulate"),
+    ),
+    precision(
+        "fp8_format",
+        "hybrid",
+        "hybrid is e4m3, and e5m2 for gradients",
+        choices=("hybrid", "e4m3", "e5m2"),
+    ),
+    precision(
+        "fp8_recipe",
+        "tensorwise",
+        "scales from the tensor's own amax, that of its rows, or of past steps",
+        choices=("delayed", "tensorwise", "rowwise"),
+    ),
+    precision(
+        "amax_history_len",
+        1024,
+        "with --fp8_recipe delayed: past steps a scale is taken from",
+        type=natural,
+    ),
+    precision(
+        "amax_compute_algo",
+        "max",
+        "with --fp8_recipe delayed: their largest amax, or the last",
+        choices=("max", "most_recent"),
+    ),
+    precision(
+        "sparse24",
+        "none",
+        "2:4 sparse Linear layers: magnitude prunes a finished run (with --sample or --finetune), srste "
+        "trains with the mask from the first step",
+        kind="draw",
+        choices=("none", "magnitude", "srste"),
+        titled=True,
+    ),
+    precision(
+        "sparse24_decay",
+        None,
+        "with --sparse24 srste: decay of pruned weights, lambda in arXiv 2102.04010 (default: 0.0002)",
+        to="method",
+        type=amount,
+    ),
+    precision(
+        "set",
+        [],
+        "any one site, after the flags: --set ema=bf16 --set islands=norm+embed; --dry_run lists them",
+        to="",
+        kind="draw",
+        metavar="SITE=VALUE",
+    ),
+)
+
+SCORING = (
+    Flag(
+        "weights",
+        "ema",
+        "which weights are scored: the average, the last ones, both, or all: every --average too",
+        "generation",
+        kind="extent",
+        choices=("ema", "raw", "both", "all"),
+        may=("sample",),
+    ),
+)
+
+
+def machine(name, default, help, group="machine", **options):
+    """A flag that changes no result: where and with what help a run is computed, and what it says."""
+    return Flag(name, default, help, group, kind="machine", **options)
+
+
+MACHINE = (
+    machine("device", "auto", "where to run", choices=("auto", "cpu", "cuda"), may=("sample", "diagnose")),
+    machine("compile", False, "torch.compile the net"),
+    machine("threads", 0, "CPU threads, 0 for torch's choice", type=count, may=("sample", "diagnose")),
+    machine("workers", 0, "processes that read data", type=count),
+    machine("sample_batch", 250, "images drawn at once", type=natural, may=("sample",)),
+)
+
+RUN = (
+    machine(
+        "name",
+        "",
+        "folder under --runs (default: made of the flags that differ from the defaults)",
+        "run",
+        may=("sample",),
+    ),
+    machine("runs", "runs", "where runs are kept", "run", may=("sample",)),
+    machine(
+        "log_every", 50, "steps between lines of metrics.jsonl, with what rounding did", "run", type=natural
+    ),
+    machine("sample_every", 500, "steps between pictures, 0 for none", "run", type=count),
+    machine("checkpoint_every", 500, "steps between checkpoints, 0 for only the last", "run", type=count),
+    machine(
+        "export",
+        "",
+        "write the averaged weights here at the end (with --sample: those of the checkpoint)",
+        "run",
+        metavar="FILE.safetensors",
+        may=("sample",),
+    ),
+)
+
+# a task's own rows stand between the two
+BEFORE = TASK + TRAINING + PRECISION
+AFTER = SCORING + MACHINE + RUN

@@ -1,0 +1,133 @@
+"""Counts the FLOPs of a net by module and by kind of operation, on shapes alone. Needs torch alone; copy it.
+
+    by_module, by_kind = module_flops(net, (x, t), backward=True)
+    by_module["blocks.0.mlp.0"], by_kind["convolution"]
+
+A multiplication and an addition count as two. Only products and convolutions count, by torch's own formulas.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+KINDS = {  # the other products are those of activations
+    "mm": "linear",
+    "addmm": "linear",
+    "_scaled_mm": "linear",
+    "convolution": "convolution",
+    "_convolution": "convolution",
+    "convolution_backward": "convolution",
+}
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the FLOPs of what runs within it. `running`: names of the modules whose forward runs now."""
+
+    def __init__(self):
+        super().__init__()
+        self.running, self.by_module = [], {}
+        self.by_kind = dict.fromkeys(("linear", "convolution", "attention"), 0)
+        self.made = {}  # number of a node of the autograd graph -> module whose forward made it
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        operation = function._overloadpacket
+        if operation not in flop_registry:
+            return out
+        flops = flop_registry[operation](*args, **(kwargs or {}), out_val=out)
+        self.by_kind[KINDS.get(operation.__name__, "attention")] += flops
+        name = self._module()
+        self.by_module[name] = self.by_module.get(name, 0) + flops
+        return out
+
+    def _module(self):
+        """Name of the innermost module that the current operation belongs to. One of backward belongs to the
+        module whose forward it differentiates.
+        """
+        node = torch._C._current_autograd_node()
+        if node is not None and not self.running:
+            return self.made.get(node._sequence_nr(), "")
+        name = self.running[-1] if self.running else ""
+        self.made[torch.autograd._get_sequence_nr() - 1] = name
+        return name
+
+    def watch(self, net):
+        """Let `running` follow the modules of `net`, from now on."""
+        for name, module in net.named_modules():
+            enter, leave = self._hooks(name)
+            module.register_forward_pre_hook(enter)
+            # after an exception too: activation checkpointing leaves what it runs again by one
+            module.register_forward_hook(leave, always_call=True)
+
+    def _hooks(self, name):
+        def enter(module, args):
+            self.running.append(name)
+
+        def leave(module, args, out):
+            self.running.pop()
+
+        return enter, leave
+
+
+def module_flops(net, args, kwargs=None, backward=False):
+    """({qualified name: FLOPs}, {"linear" | "convolution" | "attention": FLOPs}) of net(*args, **kwargs).
+
+    Nothing is computed, and `net` is left alone: a copy without values runs on the meta device, on the shapes
+    of the arguments, which may be any tree of tensors. A module's figure contains those of its parts; a
+    module without products has none. backward: count forward and backward; trainable parameters get
+    gradients, the arguments don't. Raises what the copy raises, RuntimeError for a net that looks at values.
+    """
+
+    args, kwargs = tree_map_only(torch.Tensor, _shape_of, (tuple(args), dict(kwargs or {})))
+    twin, counter = _without_values(net), _Counter()
+    counter.watch(twin)
+    # attention as plain products: fused kernels count in other ways, and the device chooses among them
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(torch.set_grad_enabled(backward))
+        stack.enter_context(counter)
+        outputs = [t.sum() for t in tensors(twin(*args, **kwargs)) if t.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs)
+    by_module = {}
+    for name, flops in counter.by_module.items():
+        parts = name.split(".") if name else []
+        for depth in range(len(parts) + 1):
+            whole = ".".join(parts[:depth])
+            by_module[whole] = by_module.get(whole, 0) + flops
+    return by_module, counter.by_kind
+
+
+def _shape_of(tensor):
+    return torch.empty_like(tensor, device="meta")
+
+
+def _without_values(net):
+    """A copy of `net` on the meta device. What its forward stores, say a table of positions, stays there."""
+    shapes = {}  # deepcopy takes these for copies that it has made already
+    for p in net.parameters():
+        shapes[id(p)] = torch.nn.Parameter(_shape_of(p), p.requires_grad)
+    for b in net.buffers():
+        shapes[id(b)] = _shape_of(b)
+    return copy.deepcopy(net, shapes)
+
+
+def tensors(tree):
+    """The tensors in what a model returns: in tuples, lists, mappings and dataclasses."""
+    if torch.is_tensor(tree):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif dataclasses.is_dataclass(tree):
+        tree = vars(tree).values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [tensor for part in tree for tensor in tensors(part)]

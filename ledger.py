@@ -1,0 +1,107 @@
+"""What precision every tensor of a run has, what it costs, and why: a printable table with a row a site.
+
+    print(run.ledger())                             # site, value, bytes a parameter as allocated, why
+    run.ledger().json()                             # the same for a program: ledger.json in a run's folder
+"""
+
+
+class Ledger:
+    """rows: dicts of site, value, bytes (a parameter, or None) and why; a method's row may have `layers` and
+    `lines`.
+
+    parameters: how many are trained. details: {name: what a method covers}, with str(), json() and share, the
+    share of the FLOPs.
+    """
+
+    STATE = ("weights", "grads", "accumulate", "master", "kahan", "exp_avg", "exp_avg_sq")
+
+    def __init__(self, rows, parameters, details=None):
+        self.rows, self.parameters, self.details = rows, parameters, details or {}
+        self.state_bytes = sum(row["bytes"] for row in rows if row["site"] in self.STATE)
+
+    @property
+    def flops_share(self):
+        """{name of a method: share of the FLOPs that it covers}, where known."""
+        shares = {}
+        for row in self.rows:
+            if "layers" in row:
+                shares[row["site"]] = sum(layer["flops"] or 0 for layer in row["layers"])
+        shares.update((name, detail.share) for name, detail in self.details.items())
+        return {name: share for name, share in shares.items() if share is not None}
+
+    def json(self):
+        rows = [{key: value for key, value in row.items() if key != "lines"} for row in self.rows]
+        whole = {"parameters": self.parameters, "bytes_per_parameter": self.state_bytes, "sites": rows}
+        whole["flops_share"] = self.flops_share
+        return {**whole, **{name: detail.json() for name, detail in self.details.items()}}
+
+    def __str__(self):
+        lines = [f"{'site':<11} {'value':<11} {'bytes/param':>11}  why"]
+        for row in self.rows:
+            size = "" if row["bytes"] is None else f"{row['bytes']:.2f}"
+            lines.append(f"{row['site']:<11} {row['value']:<11} {size:>11}  {row['why']}".rstrip())
+            lines += row.get("lines", [])
+        total = f"{self.parameters * self.state_bytes / 2**20:.1f} MiB; fp32: 16"
+        state = f"weights + gradients + optimiser: {self.state_bytes:.2f} bytes a parameter ({total})"
+        lines.append(f"{self.parameters:,} parameters; {state}")
+        return "\n".join([*lines, *map(str, self.details.values())])
+
+
+def of(run, sites):
+    """The Ledger of a `precision.Precision`; sites: {name: Site}, in the order of the rows."""
+    r, n = run.recipe, sum(p.numel() for p in run.params)
+    if run.example is not None:
+        args, kwargs = run.view_of_model.cast(*run.example)
+        for method in run.methods:
+            method.count_flops(run.model, args, kwargs)
+    sizes, kept = _sizes(run, n), run.optimizer.nbytes()
+    notes, told = run.optimizer.notes(), _told(run, n)
+    for method in run.methods:
+        for site, row in method.rows(n, r.generation_dtype).items():
+            told.setdefault(site, {}).update(row)
+    rows = []
+    for site, spec in sites.items():
+        value = r[site]
+        row = dict(site=site, value=value, bytes=sizes.get(site), why=spec.why.get(value, ""))
+        row["why"] += notes.get(site, "")
+        row.update(told.get(site, {}))
+        if not run.optimizer.by_recipe and site in ("update", "exp_avg", "exp_avg_sq", "kahan"):
+            row["why"] = f"as {run.optimizer_name} does it"
+        elif site in ("exp_avg", "exp_avg_sq") and site not in kept:
+            row["why"] = f"{run.optimizer_name} keeps none"
+        rows.append(row)
+    details = {}
+    for method in run.methods:
+        details.update(method.details())
+    return Ledger(rows, n, details)
+
+
+def _sizes(run, n):
+    """{site: bytes a parameter}, as allocated."""
+    weights = sum(p.nbytes for p in run.params)
+    averages = sum(t.nbytes for average in run.averages.values() for t in average.shadow.values())
+    sizes = dict.fromkeys(Ledger.STATE, 0.0)
+    sizes.update((site, size / n) for site, size in run.optimizer.nbytes().items())
+    sizes.update(weights=weights / n, grads=weights / n, ema=averages / n)
+    sizes["accumulate"] = 4.0 if run.keeps_sums else 0.0
+    return sizes
+
+
+def _told(run, n):
+    """{site: what its row says beyond the site's own reason}."""
+    r, told = run.recipe, {}
+    fp32 = sum(p.numel() for p in run.params if p.dtype.itemsize == 4) if r.low_weights else 0
+    if r.islands != "none":
+        told["islands"] = {"why": f"{fp32:,} of {n:,} parameters stay fp32"}
+    buffers = [b for b in run.model.buffers() if b.is_floating_point()]
+    if not buffers:
+        told["buffers"] = {"why": "this net has none"}
+    elif run.cast.whole:
+        whole = sum(p.numel() for m in run.cast.whole for p in m.parameters(recurse=False))
+        layers = f"{len(run.cast.whole)} norm layers with running statistics keep {whole:,} weights in fp32"
+        told["buffers"] = {"why": f"{sum(b.numel() for b in buffers):,} values; {layers}"}
+    written_low = "bf16" in (r.weights, r.exp_avg, r.exp_avg_sq)
+    if r.update == "nearest" and not written_low:
+        lost = "changes of a moment under half a gap between codes are lost"
+        told["update"] = {"why": lost if r.coded else ""}
+    return told

@@ -1,0 +1,261 @@
+"""What a machine can do, and the one exception for everything that it, or a recipe, or a user's input can't.
+Needs torch alone; copy it.
+
+    print(support(*device_facts("cpu")))        # {'fp32': ('native', ...), 'bf16': ('emulated', ...), ...}
+"""
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+
+import torch
+
+
+class Refused(ValueError):
+    """What was asked for makes no sense, or can't be had here. The message is one line: what is wrong, and
+    what works instead.
+    """
+
+    def __init__(self, message=""):
+        # a DataLoader worker sends a traceback: its last line is ours
+        if message.startswith("Caught Refused in "):
+            message = message.strip().splitlines()[-1].partition("Refused: ")[2]
+        line = " ".join(str(message).splitlines())
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        super().__init__(line if len(line) <= 2000 else f"{line[:1000]} ... {line[-900:]}")
+
+
+# ---- Optional packages -------------------------------------------------------------------------------------
+
+
+def try_import(name):
+    """(module, None), or (None, why it can't be imported). Silences what libraries say about parts that this
+    machine lacks.
+    """
+    for library in ("torchao", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    quiet = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name), None
+    except Exception as error:  # a library that finds no CUDA raises what it likes
+        return None, str(error).splitlines()[0] if str(error) else type(error).__name__
+    finally:
+        logging.disable(quiet)
+
+
+@contextmanager
+def without(package):
+    """Within it, an import of `package` that has not been loaded yet fails, as if it were not installed.
+
+    For libraries that load a large package where they find it: MONAI loads transformers, which takes seconds
+    of every start and speaks to the user.
+    """
+    absent = package not in sys.modules
+    if absent:
+        sys.modules[package] = None
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules[package]
+
+
+def quiet_import(name, need, package=None):
+    """The module `name`; raises Refused, which says that `need` (a flag, say) needs the package and how to
+    install it.
+    """
+    module, error = try_import(name)
+    if module is None:
+        package = package or name.partition(".")[0]
+        missing = f"{need} needs the package {package}, which can't be imported ({error})"
+        raise Refused(f"{missing}: pip install {package}")
+    return module
+
+
+# ---- Facts -------------------------------------------------------------------------------------------------
+
+
+def cpu_threads():
+    """Cores this process may use: what a run of two processes has to share."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def cpu_features():
+    """Instruction-set names of this CPU ('avx512_bf16', 'amx_bf16', ...), from the kernel where it tells,
+    else from torch.
+    """
+    try:
+        with open("/proc/cpuinfo") as info:
+            for line in info:
+                if line.startswith(("flags", "Features")):
+                    return set(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    probes = {
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "amx_bf16": "_is_amx_tile_supported",
+        "amx_fp16": "_is_amx_fp16_supported",
+    }
+    return {name for name, probe in probes.items() if getattr(torch.cpu, probe, bool)()}
+
+
+def device_facts(device):
+    """(kind, capability, features) of a device: ('cuda', (9, 0), set()), ('cpu', None, {'avx512_bf16'}),
+    ('rocm', None, set()).
+    """
+    kind = torch.device(device).type
+    if kind == "cuda":
+        if torch.version.hip:
+            return "rocm", None, set()
+        return "cuda", torch.cuda.get_device_capability(device), set()
+    return kind, None, cpu_features() if kind == "cpu" else set()
+
+
+def hopper(device):
+    """Whether a device has FP8 tensor cores: an NVIDIA GPU of compute capability 8.9 or later."""
+    if torch.device(device).type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@contextmanager
+def exact_math(tf32=False):
+    """Products and convolutions of fp32 tensors in fp32, or with `tf32` in TF32; on leaving, torch's settings
+    are as they were.
+
+    They are settings of the whole process, and torch's defaults differ: cuDNN convolves fp32 tensors in TF32
+    unless told otherwise. Since torch 2.9 each backend has one of its own beside the two common ones, and
+    reading a common one raises while they disagree. torch.compile reads them, so all are set.
+    """
+    backends = torch.backends
+    common = _common_precision()
+    knobs = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    before = {knob: knob.fp32_precision for knob in (*knobs, backends.mkldnn.conv)}
+    _set_common_precision("high" if tf32 else "highest", tf32)
+    for knob in knobs:
+        knob.fp32_precision = "tf32" if tf32 else "ieee"
+    backends.mkldnn.conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        _set_common_precision(*common)
+        for knob, precision in before.items():
+            knob.fp32_precision = precision
+
+
+def _common_precision():
+    """(of products, of cuDNN's convolutions); None where the settings of the backends disagree."""
+    common = []
+    for read in (torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32):
+        try:
+            common.append(read())
+        except RuntimeError:
+            common.append(None)
+    return common
+
+
+def _set_common_precision(products, convolutions):
+    if products is not None:
+        torch.set_float32_matmul_precision(products)
+    if convolutions is not None:
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+# ---- What runs natively ------------------------------------------------------------------------------------
+
+
+def support(kind, capability=None, features=frozenset()):
+    """For each precision, how a machine runs it: {'bf16': ('native' | 'emulated' | 'no', reason), ...}.
+
+    A pure function of the facts, so that the tables of machines that are not at hand can be tested. NVIDIA:
+    compute capability 8.0 for bf16 and TF32, 7.0 for fp16, 8.9 for fp8. CPUs: x86 avx512_bf16 or amx_bf16,
+    Arm bf16.
+    """
+    table = {"fp32": ("native", "every machine")}
+    tables = {"cuda": _cuda, "rocm": _rocm, "mps": _mps}
+    table.update(tables[kind](capability) if kind in tables else _cpu(features))
+    return table
+
+
+def _cuda(capability):
+    name = f"compute capability {capability[0]}.{capability[1]}"
+
+    def since(least, otherwise):
+        return ("native", name) if capability >= least else otherwise
+
+    late = f"{name}; bf16 arithmetic starts at 8.0"
+    slow_bf16 = ("emulated", f"{late}: runs without speed-up, prefer --fp16")
+    no_bf16 = ("no", f"{late}, its emulation at 7.0: use fp32")
+    no_fp8 = f"{name}; fp8 tensor cores start at 8.9: the same numbers, slower than fp32"
+    return {
+        "tf32": since((8, 0), ("no", f"{name}; TF32 tensor cores start at 8.0")),
+        "bf16": since((8, 0), slow_bf16 if capability >= (7, 0) else no_bf16),
+        "fp16": since((7, 0), ("emulated", f"{name}; fp16 tensor cores start at 7.0: prefer fp32")),
+        "fp8": since((8, 9), ("emulated", no_fp8)),
+        "opt8bit": ("native", "bitsandbytes CUDA kernels"),
+        "opt4bit": ("native", "torchao, by torch.compile"),
+        "sparse24": since((8, 0), ("no", f"{name}; sparse tensor cores start at 8.0")),
+    }
+
+
+def _rocm(capability):
+    cores = ("native", "AMD matrix cores, MI200 and later")
+    return {
+        "tf32": ("no", "a mode of NVIDIA tensor cores"),
+        "bf16": cores,
+        "fp16": cores,
+        "fp8": ("no", "not measured on AMD here"),
+        "opt8bit": ("no", "bitsandbytes on ROCm is not measured here"),
+        "opt4bit": ("no", "torchao on ROCm is not measured here"),
+        "sparse24": ("no", "NVIDIA sparse tensor cores only"),
+    }
+
+
+def _mps(capability):
+    nvidia = ("no", "needs an NVIDIA GPU")
+    return {
+        "tf32": ("no", "a mode of NVIDIA tensor cores"),
+        "bf16": ("emulated", "Apple GPU: correct, no speed-up promised"),
+        "fp16": ("no", "no loss scaler for MPS in torch: use --bf16 or fp32"),
+        "fp8": nvidia,
+        "opt8bit": ("no", "bitsandbytes has no MPS kernels"),
+        "opt4bit": ("no", "torchao on MPS is not measured here"),
+        "sparse24": nvidia,
+    }
+
+
+def _cpu(features):
+    bf16 = " ".join(sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}))
+    fp16 = " ".join(sorted(features & {"avx512_fp16", "amx_fp16"}))
+    no_bf16 = "this CPU has neither avx512_bf16 nor amx_bf16: correct, but slower than fp32"
+    # measured on a Xeon with avx512_fp16, torch 2.14: Linear layers at the speed of fp32 and better
+    why_fp16 = f"{fp16}: a convolution's gradients take 50 times as long as in fp32"
+    if not fp16:
+        why_fp16 = "no avx512_fp16 or amx_fp16: 30 to 60 times slower than fp32"
+    no_fp8 = "no FP8 arithmetic in CPUs: the same numbers as on a GPU, slower than fp32"
+    return {
+        "tf32": ("no", "a mode of NVIDIA tensor cores; use fp32 or bf16"),
+        "bf16": ("native", bf16) if bf16 else ("emulated", no_bf16),
+        "fp16": ("emulated", f"{why_fp16}; use --bf16"),
+        "fp8": ("emulated", no_fp8),
+        "opt8bit": ("native", "bitsandbytes CPU kernels"),
+        "opt4bit": ("native", "torchao, by torch.compile"),
+        "sparse24": ("no", "needs compute capability 8.0"),
+    }
+
+
+def recommended_flags(table):
+    """(flags, reason) to start with on a machine whose `support` table this is."""
+    if table["bf16"][0] == "native":
+        short = "when memory is short, --pure_bf16 --stochastic halves weights, gradients and states"
+        return "--bf16", f"fp32 weights, bf16 matmuls: fp32's quality; {short}"
+    if table["fp16"][0] == "native":
+        return "--fp16", "fp16 tensor cores without bf16: dynamic loss scaling is on"
+    slow = "this machine has no fast 16-bit arithmetic: plain fp32 is fastest"
+    return "", f"{slow}; --pure_bf16 --stochastic still halves the memory"

@@ -1,0 +1,545 @@
+"""Optimisers whose arithmetic is fp32 and whose writes are as a recipe says, and the average of the weights.
+
+    optimizer = AdamW(model.parameters(), lr=1e-3, update="stochastic")        # bf16 weights, any loop
+    loss.backward()
+    optimizer.step()
+
+`Rounded` owns what all share: buckets, rounding, low parts, codes, noise, state. An optimiser is its moments
+and its direction, two functions of a few lines (see AdamW). Telemetry and doctor ask it five questions and
+know no class:
+
+    step(grads, grad_scale)     one update
+    held(p)                     the fp32 value that parameter p stands for
+    moment(p, name)             a moment of p, codes as the values they stand for
+    wanted(p, g)                the fp32 update that gradient g asks for, before any rounding
+    nbytes()                    bytes of state by site
+"""
+
+import functools
+
+import torch
+
+if __package__:
+    from .buckets import Bucket, Table
+    from .formats import FORMATS
+    from .machine import Refused
+    from .rounding import Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+else:
+    from buckets import Bucket, Table
+    from formats import FORMATS
+    from machine import Refused
+    from rounding import Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# what completes a weight, and its site
+LOW = {"compensation": "kahan", "remainder": "master", "master": "master"}
+
+# ---- Rounded -----------------------------------------------------------------------------------------------
+
+DECAY, SCALE = 0, 1  # the first numbers of a row: 1 - lr * weight decay, and the factor of the gradient
+
+
+@functools.cache
+def _kernel(direction):
+    """One step of an optimiser on flat vectors, in place. All arithmetic is fp32; only the writes differ by
+    recipe.
+    """
+
+    def kernel(p, g, moments, low, h, key, stochastic):
+        old = [m.float() for m in moments]
+        delta, new = direction(g.float() * h[SCALE], old, h)
+        # weight decay belongs to the fp32 update: lr*wd near 1e-6 of a weight would never survive a write of
+        # its own
+        x = exact_weight(p, low) * h[DECAY] + delta
+        bits = [None] * (1 + len(moments))
+        if stochastic:
+            first, second = noise_bits(p.numel(), key)
+            bits = [first, first >> 16, second, second >> 16]
+        write_weight(x, p, low, bits[0])
+        for m, value, noise in zip(moments, new, bits[1:], strict=False):
+            m.copy_(rounded(value, m.dtype, noise))
+
+    return kernel
+
+
+class Rounded(torch.optim.Optimizer):
+    """What every optimiser here shares. A new one has `moments`, `numbers` and `direction`; see AdamW.
+
+    params: fp32 or bf16 parameters, mixed freely, or groups with options of their own. How bf16 weights are
+    written: `update` is 'nearest' or 'stochastic'; `kahan` adds a bf16 compensation buffer (2 bytes);
+    `master` 'split' adds an int16 remainder (2 bytes, the exact fp32 master), 'fp32' a full copy (4 bytes).
+    Each moment is held as its keyword says: 'fp32', 'bf16', or codes of `formats.FORMATS` with a scale a
+    block (small tensors in fp32), rounded as `update` says. Rounding noise is a function of (seed, step,
+    place in the parameter list). compiled: fuse the step by torch.compile. Raises Refused for other dtypes of
+    parameters, and for a state_dict of other shapes.
+    """
+
+    moments = ()  # names of the values that it keeps for each weight
+    signed = {"exp_avg": True, "exp_avg_sq": False}
+    by_recipe = True  # whether it writes as the recipe says; peers write in their own way
+    PIECE = 1 << 22  # values of a coded tensor that are in fp32 at once: 32 MiB for both moments
+
+    def __init__(
+        self,
+        params,
+        defaults,
+        *,
+        update="nearest",
+        kahan=False,
+        master="none",
+        seed=0,
+        compiled=True,
+        **kinds,
+    ):
+        self.update, self.kahan, self.master = update, kahan, master
+        self.seed, self.compiled = seed, compiled
+        if unknown := set(kinds) - set(self.moments):
+            raise TypeError(f"{type(self).__name__} has no option '{sorted(unknown)[0]}'")
+        kinds = {name: kinds.get(name, "fp32") for name in self.moments}
+        self.coders = {name: FORMATS[kind] for name, kind in kinds.items() if kind in FORMATS}
+        for coder in self.coders.values():
+            coder.require()
+        # of the tensors that are not coded
+        self.dtypes = {name: DTYPES.get(kind, torch.float32) for name, kind in kinds.items()}
+        self._buckets = []  # (index of the parameter group, bucket)
+        self._position = 0
+        super().__init__(params, defaults)
+
+    def numbers(self, group, step):
+        """Numbers of the step that `direction` reads as h[2], h[3], ...: a list of float, from a group's
+        options.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def direction(g, moments, h):
+        """(update, new moments) of gradient g [n] and old moments, fp32 [n] each. Elementwise: torch.compile
+        fuses it.
+        """
+        raise NotImplementedError
+
+    # -- state
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        for p in params:
+            if p.dtype not in (torch.float32, torch.bfloat16):
+                what = f"{type(self).__name__} takes fp32 and bf16 parameters, not {p.dtype}"
+                raise Refused(f"{what}: keep fp16 in autocast (--fp16) and the weights in fp32")
+        for bucket in Bucket.group(params, [self._alike(i, p) for i, p in enumerate(params)]):
+            bucket.start += self._position
+            bucket.params = [params[i] for i in bucket.indices]
+            bucket.state = self._new_state(bucket)
+            for p in bucket.params:
+                self.state[p] = {"step": 0}
+            for name, flat in bucket.state.items():
+                for p, share in zip(bucket.params, self._shares(name, flat, bucket), strict=True):
+                    self.state[p][name] = share
+            self._buckets.append((len(self.param_groups) - 1, bucket))
+        self._position += sum(p.numel() for p in params)
+
+    def _coded(self, p):
+        return [name for name, coder in self.coders.items() if coder.takes(p.numel())]
+
+    def _alike(self, i, p):
+        # blocks of codes must not cross from one tensor into the next: a coded tensor that ends within a
+        # block gets a bucket of its own
+        coded = self._coded(p)
+        return p.dtype, p.device, *coded, i if coded and p.numel() % 256 else None
+
+    def _new_state(self, bucket):
+        first, state = bucket.params[0], {}
+        zeros = functools.partial(torch.zeros, bucket.numel, device=first.device)
+        for name, dtype in self.dtypes.items():
+            if name in self._coded(first):
+                state[name], state[f"{name}_scale"] = self.coders[name].new(bucket.numel, first.device)
+            else:
+                state[name] = zeros(dtype=dtype)
+        if first.dtype == torch.bfloat16:
+            if self.kahan:
+                state["compensation"] = zeros(dtype=torch.bfloat16)
+            elif self.master == "split":
+                state["remainder"] = zeros(dtype=torch.int16)
+            elif self.master == "fp32":
+                state["master"] = bucket.gather([p.detach() for p in bucket.params]).float()
+        return state
+
+    def _shares(self, name, flat, bucket):
+        """Views of a bucket's flat state, one a parameter: in its shape, packed codes and scales flat."""
+        if flat.numel() == bucket.numel:
+            return bucket.views(flat, bucket.params)
+        coder = self.coders[name.removesuffix("_scale")]
+        which = int(name.endswith("_scale"))
+        return flat.split([coder.sizes(p.numel())[which] for p in bucket.params])
+
+    @staticmethod
+    def _low(state):
+        return next((state[name] for name in LOW if name in state), None)
+
+    # -- one step
+
+    @torch.no_grad()
+    def step(self, closure=None, *, grads=None, grad_scale=1.0):
+        """One update. A parameter without a gradient is left alone, as in torch.
+
+        grads: {parameter: tensor} in place of p.grad. grad_scale: a number or a 0-dim tensor that multiplies
+        them.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_of = grads.get if grads is not None else _own_grad
+        work, tables = [], {}
+        for index, bucket in self._buckets:
+            for piece in self._pieces(bucket, grad_of):
+                step = self.state[piece.params[0]]["step"] + 1
+                for p in piece.params:
+                    self.state[p]["step"] = step
+                table = tables.setdefault(piece.params[0].device, Table(piece.params[0].device))
+                work.append((index, step, piece, table, self._rows(table, index, step, piece)))
+        for table in tables.values():
+            table.fill()
+            table.numbers[:, SCALE] = grad_scale
+        for index, step, piece, table, rows in work:
+            params = [p.detach() for p in piece.params]
+            flat, g = piece.gather(params), piece.gather([grad_of(p) for p in piece.params])
+            for row, start, end in rows:
+                state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
+                self._apply(table, row, index, step, flat[start:end], g[start:end], state, grad_scale)
+            piece.scatter(flat, params)
+        return loss
+
+    def _pieces(self, bucket, grad_of):
+        """What a bucket updates at once: all of it, or tensor by tensor where some have no gradient, another
+        dtype of
+        it, or other steps behind them."""
+        grads = [grad_of(p) for p in bucket.params]
+        steps = {self.state[p]["step"] for p in bucket.params}
+        dtypes = {g.dtype for g in grads if g is not None}
+        if all(g is not None for g in grads) and len(steps) == 1 and len(dtypes) == 1:
+            yield bucket
+            return
+        start = bucket.start
+        for p, g in zip(bucket.params, grads, strict=True):
+            if g is not None:  # the same noise as in the bucket: it depends on the position alone
+                alone = Bucket([0], [p], start)
+                alone.params = [p]
+                alone.state = {name: t.view(-1) for name, t in self.state[p].items() if name != "step"}
+                yield alone
+            start += p.numel()
+
+    def _rows(self, table, index, step, piece):
+        """[(row of the table, first value, last)] of one piece; a large coded one in parts, so that few of
+        its moments
+        are in fp32 at once. The keys of codes are in the rows that follow."""
+        group, n, rows = self.param_groups[index], piece.numel, []
+        numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0, *self.numbers(group, step)]
+        coded = self._coded(piece.params[0])
+        size = self.PIECE if coded else n
+        for start in range(0, n, size):
+            position = piece.start + start
+            row = table.add(numbers, key_words(self.seed, step, position))
+            rows.append((row, start, min(start + size, n)))
+            for name in coded:
+                kind = Noise.EXP_AVG + self.moments.index(name)
+                table.add(numbers, key_words(self.seed, step, position, kind))
+        return rows
+
+    def _part(self, name, t, start, end):
+        """Values start to end of a flat state."""
+        coder = self.coders.get(name.removesuffix("_scale"))
+        if name.endswith("_scale"):
+            return t[start // coder.block : -(-end // coder.block)]
+        if coder is None or t.dtype == torch.float32:  # a small tensor's moment stays fp32
+            return t[start:end]
+        return t[start * coder.bits // 8 : -(-end * coder.bits // 8)]
+
+    def _apply(self, table, row, index, step, p, g, state, grad_scale):
+        h, key, low = table.numbers[row], table.keys[row], self._low(state)
+        moments = [self._loaded(name, state, p.numel()) for name in self.moments]
+        self.write(p, g, moments, low, h, key, self.param_groups[index], step, grad_scale)
+        coded = [name for name in self.coders if f"{name}_scale" in state]
+        for further, name in enumerate(coded, row + 1):
+            key = table.keys[further] if self.update == "stochastic" else None
+            value, signed = moments[self.moments.index(name)], self.signed.get(name, True)
+            self.coders[name].encode(value, state[name], state[f"{name}_scale"], signed, key, self.compiled)
+
+    def write(self, p, g, moments, low, h, key, group, step, grad_scale):
+        """Update flat p [n], its moments (fp32 or bf16) and its low part, in place, from gradient g [n]."""
+        stochastic = self.update == "stochastic"
+        kernel = _kernel(self.direction)
+        fused(kernel, p, g, moments, low, h, key, stochastic, compiled=self.compiled)
+
+    def _loaded(self, name, state, n):
+        if f"{name}_scale" not in state:
+            return state[name]
+        codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
+        return self.coders[name].decode(codes, scales, n, self.signed.get(name, True), self.compiled)
+
+    def __getstate__(self):  # torch's keeps its own attributes alone
+        return dict(self.__dict__)
+
+    # -- questions
+
+    def low_part(self, p):
+        """What completes weight p to the value held: int16 remainder, bf16 compensation, fp32 master, or
+        None.
+        """
+        return self._low(self.state[p]) if p in self.state else None
+
+    def held(self, p, pick=torch.flatten):
+        """The fp32 value held for parameter p. pick: tensor -> flat, which takes all of it or a sample."""
+        low = self.low_part(p)
+        return exact_weight(pick(p.detach()), None if low is None else pick(low))
+
+    def moment(self, p, name, pick=torch.flatten):
+        """A moment of p, flat, as `pick` takes it: as held, or the fp32 values that its codes stand for."""
+        if name not in self.moments:
+            return None
+        return pick(self._loaded(name, self.state[p], p.numel()))
+
+    def wanted(self, p, g, pick=torch.flatten):
+        """The fp32 update that gradient g (flat, as `pick` takes it) asks of the next step, before any
+        rounding.
+        """
+        group = self._group(p)
+        numbers = [1.0, 1.0, *self.numbers(group, self.state[p]["step"] + 1)]
+        h = torch.tensor(numbers, dtype=torch.float32, device=p.device)
+        moments = [self.moment(p, name, pick).float() for name in self.moments]
+        delta, _ = self.direction(g.float(), moments, h)
+        return delta - float(group["lr"]) * group["weight_decay"] * self.held(p, pick)
+
+    def decayed(self, p):
+        """Share of p that weight decay takes at each step: lr * weight decay."""
+        group = self._group(p)
+        return float(group["lr"]) * group["weight_decay"]
+
+    def decay(self, p, name):
+        """(beta, t): the decay of a moment at the next step, and the steps that its bias correction counts.
+        """
+        return self._group(p)["betas"][self.moments.index(name)], self.state[p]["step"]
+
+    def coded(self, p, name):
+        """Whether the moment of p is held in codes."""
+        return f"{name}_scale" in self.state[p]
+
+    def clear(self, p, name):
+        """Set the moment of p to zero, in place. False where that can't be done."""
+        self.state[p][f"{name}_scale" if self.coded(p, name) else name].zero_()
+        return True
+
+    def _group(self, p):
+        return next(group for group in self.param_groups if any(p is q for q in group["params"]))
+
+    def nbytes(self):
+        """{site: bytes} of the state as allocated: the moments, kahan and master."""
+        total = dict.fromkeys([*self.moments, "kahan", "master"], 0)
+        for group in self.param_groups:
+            for p in group["params"]:
+                for name, t in self.state[p].items():
+                    if name != "step":
+                        total[LOW.get(name, name.removesuffix("_scale"))] += t.nbytes
+        for name, coder in self.coders.items():  # tables that all tensors share
+            if self.plain(name) < self._position:
+                total[name] += coder.table_bytes(self.signed.get(name, True), self.update == "stochastic")
+        return total
+
+    def plain(self, name):
+        """How many parameters keep the moment in fp32 although it is held in codes: those of small tensors.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        return sum(p.numel() for p in params if not self.coders[name].takes(p.numel()))
+
+    def notes(self):
+        """{site: text} that the ledger adds to its reasons."""
+        n = self._position
+        return {name: f"; {self.plain(name):,} of {n:,} in small tensors stay fp32" for name in self.coders}
+
+    # -- around a run
+
+    def attach(self, model):
+        """Called once with the model, for optimisers that hang on its gradients."""
+
+    def collect(self):
+        """Called at a step before gradients are read."""
+
+    @torch.no_grad()
+    def set_exact(self, p, value):
+        """Let parameter p hold fp32 `value` (same shape) as exactly as the recipe can: to nearest, remainders
+        filled.
+        """
+        write_weight(value.to(p.device, torch.float32), p, self._low(self.state[p]))
+
+    def load_state_dict(self, state_dict):
+        """Take a state_dict of the same recipe. Raises Refused for one of another model or recipe.
+
+        torch's own loader casts floating states to the parameter's dtype: fp32 moments of bf16 weights would
+        come back in bf16.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        if len(ids) != len(params) or len(state_dict["param_groups"]) != len(self.param_groups):
+            theirs = f"optimiser state of {len(ids)} parameters in {len(state_dict['param_groups'])} groups"
+            raise Refused(f"{theirs} does not fit a model with {len(params)}: it belongs to another model")
+        for p, i in zip(params, ids, strict=True):
+            self._load(p, state_dict["state"].get(i, {}))
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+
+    def _load(self, p, saved):
+        saved, state = dict(saved), self.state[p]
+        for name in self._coded(p):  # saved before codes took any length: encoded now
+            coder, old = self.coders[name], saved.get(name)
+            kept = torch.is_tensor(old) and (old.shape, old.dtype) == (p.shape, torch.float32)
+            if kept and coder.stayed(p.numel()):
+                signed = self.signed.get(name, True)
+                saved[name], saved[f"{name}_scale"] = coder.new(p.numel(), old.device)
+                coder.encode(old.float().flatten(), saved[name], saved[f"{name}_scale"], signed)
+        shapes = {k: (v.shape, v.dtype) for k, v in state.items() if k != "step"}
+        if {k: (v.shape, v.dtype) for k, v in saved.items() if k != "step"} != shapes:
+            wrong = "optimiser state has other shapes or dtypes than this recipe"
+            raise Refused(f"{wrong}: it was written by another model or recipe")
+        for name in shapes:
+            state[name].copy_(saved[name])
+        state["step"] = int(saved["step"])
+
+
+def _own_grad(p):
+    return p.grad
+
+
+# ---- Optimisers --------------------------------------------------------------------------------------------
+
+
+class AdamW(Rounded):
+    """AdamW (arXiv 1711.05101), all arithmetic in fp32 in the order of torch.optim.AdamW.
+
+    Arguments beyond torch's: see Rounded; exp_avg and exp_avg_sq say how the moments are held. With fp32
+    moments and an exact master the result equals torch.optim.AdamW on fp32 weights bit for bit on a CPU.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **writing):
+        options = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        super().__init__(params, options, **writing)
+
+    def numbers(self, group, step):
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        corrected = (1 - beta2**step) ** 0.5
+        return [1 - beta1, beta2, 1 - beta2, corrected, group["eps"], -lr / (1 - beta1**step)]
+
+    @staticmethod
+    def direction(g, moments, h):
+        m, v = moments
+        m = (g - m) * h[2] + m
+        v = h[4] * g * g + v * h[3]
+        return (h[7] * m) / (v.sqrt() / h[5] + h[6]), (m, v)
+
+    def write(self, p, g, moments, low, h, key, group, step, grad_scale):
+        m, v = moments
+        writes_bf16 = p.dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
+        stochastic = self.update == "stochastic" and writes_bf16
+        if not p.is_cpu or stochastic or not m.dtype == v.dtype == torch.float32:
+            return super().write(p, g, moments, low, h, key, group, step, grad_scale)
+        # Equal bits are promised here, so torch's own operations form the moments: its lerp and addcmul round
+        # once where a product is added, as no sum of two operations does, by way of float64 neither. And
+        # torch.sqrt on a CPU is not correctly rounded where it comes from MKL, a compiled one is.
+        g = g.float() if grad_scale == 1 else g.float() * h[SCALE]
+        beta1, beta2 = group["betas"]
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        fused(_weight_kernel, p, m, v.sqrt(), low, h, compiled=self.compiled)
+
+
+def _weight_kernel(p, m, root, low, h):
+    x = exact_weight(p, low) * h[DECAY] + (h[7] * m) / (root / h[5] + h[6])
+    write_weight(x, p, low)
+
+
+OPTIMIZERS = {"adamw": AdamW}
+
+
+# ---- The average -------------------------------------------------------------------------------------------
+
+
+def _ema_kernel(shadow, p, low, h, key, stochastic):
+    s = shadow.float()
+    s = s + (exact_weight(p, low) - s) * h[0]
+    shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
+
+
+def _nothing(p):
+    return None
+
+
+class EMA:
+    """Exponential moving average of weights: ema += (1-decay)(w - ema), computed in fp32, written as `dtype`
+    and `update` say.
+
+    named_params: [(name, parameter)]. low_part: parameter -> what completes it to the value held (see
+    `rounding.exact_weight`), so that an exact master is averaged, not its bf16 image. In bf16 to nearest, an
+    entry stops moving once |w - ema| < half an ulp / (1-decay): at decay 0.9999 that is 20 to 40 times the
+    value itself, so the average never leaves its start.
+    """
+
+    def __init__(
+        self,
+        named_params,
+        decay,
+        dtype="fp32",
+        update="nearest",
+        *,
+        low_part=None,
+        seed=0,
+        compiled=True,
+    ):
+        self.decay, self.dtype, self.update_mode = decay, DTYPES[dtype], update
+        self.seed, self.compiled = seed, compiled
+        self.names, self.params = zip(*named_params, strict=True)
+        self.low_part, self.step = low_part or _nothing, 0
+        keys = []
+        for p in self.params:
+            low = self.low_part(p)
+            keys.append((p.dtype, p.device, low.dtype if low is not None else None))
+        self._buckets = Bucket.group(self.params, keys)
+        self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
+        for bucket in self._buckets:
+            params, low = self._inputs(bucket)
+            bucket.flat = exact_weight(params, low).detach().to(self.dtype, copy=True)
+            views = bucket.views(bucket.flat, [self.params[i] for i in bucket.indices])
+            for i, view in zip(bucket.indices, views, strict=True):
+                self.shadow[self.names[i]] = view
+
+    def _inputs(self, bucket):
+        params = [self.params[i].detach() for i in bucket.indices]
+        lows = [self.low_part(self.params[i]) for i in bucket.indices]
+        return bucket.gather(params), None if lows[0] is None else bucket.gather(lows)
+
+    @torch.no_grad()
+    def update(self):
+        """Take one step towards the weights as they are now."""
+        self.step += 1
+        table = Table(self.params[0].device)
+        for bucket in self._buckets:
+            table.add([1 - self.decay], key_words(self.seed, self.step, bucket.start, Noise.AVERAGE))
+        table.fill()
+        stochastic = self.update_mode == "stochastic"
+        for row, bucket in enumerate(self._buckets):
+            params, low = self._inputs(bucket)
+            h, key = table.numbers[row], table.keys[row]
+            fused(_ema_kernel, bucket.flat, params, low, h, key, stochastic, compiled=self.compiled)
+
+    def state_dict(self):
+        return {"step": self.step, "shadow": dict(self.shadow)}
+
+    def load_state_dict(self, state):
+        """Raises Refused for the averages of another model or dtype."""
+        own = {name: (value.shape, value.dtype) for name, value in self.shadow.items()}
+        if {name: (value.shape, value.dtype) for name, value in state["shadow"].items()} != own:
+            raise Refused("the averaged weights belong to another model or another ema dtype")
+        for name, value in state["shadow"].items():
+            self.shadow[name].copy_(value)
+        self.step = state["step"]

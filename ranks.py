@@ -1,0 +1,107 @@
+"""The processes of a run, as torchrun starts them: which one this is, and what they do together.
+
+A single process is a world of one, in which nothing here does anything.
+"""
+
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
+
+from machine import Refused
+
+
+class Ranks:
+    """rank: of this process. world: how many there are. main: whether this one writes and speaks."""
+
+    def __init__(self):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.local = int(os.environ.get("LOCAL_RANK", 0))
+        self.ddp = None
+
+    @property
+    def main(self):
+        return self.rank == 0
+
+    def device(self, name):
+        """The torch.device of this process, of a --device: auto, cpu or cuda."""
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda":
+            if not torch.cuda.is_available():
+                raise Refused(
+                    "--device cuda: torch finds no CUDA device here; use --device cpu, or a torch build "
+                    "with CUDA on a machine with a GPU"
+                )
+            torch.cuda.set_device(self.local)
+            name = f"cuda:{self.local}"
+        return torch.device(name)
+
+    def meet(self, device):
+        """Join the other processes; they end by themselves."""
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+    def wait(self):
+        """Go on when all have come here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def sum(self, value):
+        """Sum a tensor over all ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def mean(self, value):
+        """The mean of a tensor over all ranks; the tensor itself may change."""
+        return self.sum(value) / self.world if self.world > 1 else value
+
+    def any(self, number, device):
+        """The largest of the ranks' numbers (None counts as 0), or None where all are 0."""
+        if self.world == 1:
+            return number
+        flag = torch.tensor([number or 0], device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag.item() or None
+
+    # -- gradients
+
+    def wrap(self, run, net):
+        """`net`, the model of a Precision `run`, compiled or not, with gradients summed over all ranks."""
+        if self.world == 1:
+            return net
+        dtype = run.recipe.dtype("reduce")
+
+        def reduce_bucket(state, bucket):
+            buffer = bucket.buffer()
+            sent = buffer.to(dtype).div_(self.world)
+            done = dist.all_reduce(sent, async_op=True).get_future()
+            return done.then(lambda future: buffer.copy_(future.value()[0]))
+
+        def reduce_sums(sums):
+            sent = _flatten_dense_tensors(sums).to(dtype).div_(self.world)  # all of them travel as one
+            dist.all_reduce(sent)
+            for total, mean in zip(sums, _unflatten_dense_tensors(sent, sums), strict=True):
+                total.copy_(mean)
+
+        self.ddp = DistributedDataParallel(net)
+        self.ddp.register_comm_hook(None, reduce_bucket)
+        run.reduce_sums = reduce_sums
+        return self.ddp
+
+    def synchronised(self, run, last):
+        """What the backward pass of a micro-batch runs in; `last`: of a step."""
+        # fp32 sums of bf16 gradients are reduced once, after the last micro-batch; else DDP reduces p.grad
+        # during the last backward pass
+        alone = self.ddp and (not last or run.keeps_sums)
+        return self.ddp.no_sync() if alone else nullcontext()
+
+
+def leave():
+    """End what `meet` began."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,220 @@
+"""How a number is written into fewer bits: stochastic rounding, exact masters, Kahan compensation. Needs
+torch alone; copy it.
+
+    noise, _ = noise_bits(x.numel(), noise_key(seed, step))
+    weight.copy_(stochastic_round(x, noise))               # fp32 [n] -> bf16 [n], right on average
+
+bf16 has 8 significant bits. Neighbouring values (an ulp) lie 2^-8 to 2^-7 of the value apart, and rounding to
+nearest loses every change below half of that. The functions here keep such a change: on average, or exactly.
+
+Noise is a hash of (seed, step, position), never a draw from a global generator. So an interrupted run resumes
+with the same noise, all ranks of a replicated run round alike, and no two parameters share noise. All
+functions are plain elementwise torch: torch.compile fuses a whole optimiser step into one pass over memory.
+"""
+
+import enum
+import functools
+import platform
+import warnings
+from contextlib import nullcontext
+
+import torch
+
+# ---- Randomness --------------------------------------------------------------------------------------------
+
+
+class Stream(enum.IntEnum):
+    """One number for each use of randomness. A change of a number changes every run, so they only ever grow.
+    """
+
+    ORDER = 1  # of the data, by epoch
+    INIT = 2  # initial weights
+    GLOBAL = 3  # torch's global generator, by step: dropout, and peers that round by that generator
+    BATCH = 4  # timesteps, noise and label dropout, by step and micro-batch
+    FIXED = 5  # previews and scores
+    PAIRS = 6  # noise of a teacher's pairs
+    PROBE = 7  # the fixed loss that gradients are compared on
+    DOCTOR = 8  # what the doctor draws
+
+
+class Noise(enum.IntEnum):
+    """The same for the bits that round: whose write they are for."""
+
+    WEIGHT = 0  # and, from the same words, the optimiser's bf16 moments
+    AVERAGE = 1
+    EXP_AVG = 2  # codes of the first moment, and those of each further one from here on
+    EXP_AVG_SQ = 3
+
+
+def hash64(*words):
+    """A 64-bit integer from integers: splitmix64 (Steele et al. 2014, doi 10.1145/2714064.2660195) folded
+    over them.
+    """
+    state = 0
+    for word in words:
+        state = (state ^ (word & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state = z ^ z >> 31
+    return state
+
+
+def stream(seed, kind, step=None, *more):
+    """A seed below 2^63 for torch.Generator.manual_seed: of one use of randomness (`kind`, a Stream), at one
+    step.
+    """
+    at = () if step is None else (step,)
+    return hash64(seed, *at, kind, *more) >> 1
+
+
+def key_words(seed, step, position=0, kind=Noise.WEIGHT):
+    """Three int32 for `noise_bits`: two hashed words for (seed, step, kind, high part of position), and the
+    position.
+    """
+    key = hash64(seed, step, kind, position >> 32)
+    words = key & 0xFFFFFFFF, key >> 32, position & 0xFFFFFFFF
+    return [word - (1 << 32) if word >> 31 else word for word in words]
+
+
+def noise_key(seed, step, position=0, kind=Noise.WEIGHT, device="cpu"):
+    """`key_words` as a tensor, int32 [3]."""
+    return torch.tensor(key_words(seed, step, position, kind), dtype=torch.int32, device=device)
+
+
+def _mix(h):
+    # "lowbias32" of Chris Wellons' hash-prospector. torch shifts int32 arithmetically, hence the masks;
+    # products wrap
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def noise_bits(n, key):
+    """Two independent int32 [n] of uniform bits, for elements key[2], key[2] + 1, ... under the words key[0],
+    key[1].
+    """
+    h = _mix(torch.arange(n, dtype=torch.int32, device=key.device) + key[2] + key[0])
+    # the second word enters between two rounds: different steps give unrelated sequences, not shifted ones
+    first = _mix(h + key[1])
+    return first, _mix(first ^ 0x5BD1E995)
+
+
+# ---- Rounding ----------------------------------------------------------------------------------------------
+
+
+def stochastic_round(x, noise):
+    """fp32 [n] -> bf16 [n]: up with probability (x - lower) / (upper - lower), so that the mean is x.
+
+    noise: int32 [n] or one int, of which the low 16 bits count. Adding 16 uniform bits below the 16 that are
+    kept carries with just that probability. Infinities and NaN stay as they are.
+    """
+    rounded_bits = ((x.view(torch.int32) + (noise & 0xFFFF)) & -65536).view(torch.float32)
+    return torch.where(x.isfinite(), rounded_bits, x).to(torch.bfloat16)
+
+
+def rounded(x, dtype, noise=None):
+    """fp32 x in `dtype`: bf16 stochastically where there is noise, anything else to nearest."""
+    if noise is not None and dtype == torch.bfloat16:
+        return stochastic_round(x, noise)
+    return x.to(dtype)
+
+
+def split_master(x):
+    """fp32 -> (bf16 weight, int16 remainder) with (weight << 16) + remainder = the bits of x, exactly.
+
+    The weight is x rounded half up in its bit pattern. Rounding half to even would need a remainder of +2^15
+    on ties, one more than int16 holds. A NaN keeps its weight NaN; its payload may change.
+    """
+    bits = x.view(torch.int32)
+    high = (bits + 0x8000) & -65536
+    # by way of fp32, not of int16: torch.compile vectorises no conversion between int16 and bf16
+    weight = torch.where(x == x, high.view(torch.float32), x).to(torch.bfloat16)
+    return weight, torch.where(x == x, bits - high, 0).to(torch.int16)
+
+
+def exact_weight(p, low=None):
+    """The fp32 value that an optimiser holds for weight `p`, given what completes it.
+
+    low: None (p itself), int16 (the remainder of a split master), bf16 (a Kahan buffer) or fp32 (a master).
+    """
+    if low is None:
+        return p.float()
+    if low.dtype == torch.int16:
+        return (p.float().view(torch.int32) + low.to(torch.int32)).view(torch.float32)
+    return p.float() + low.float() if low.dtype == torch.bfloat16 else low
+
+
+def write_weight(x, p, low=None, noise=None):
+    """Write fp32 x into weight `p` and its `low` part, in place.
+
+    noise: int32 that rounds the last bf16 written stochastically, or None to round to nearest.
+    """
+    if low is None:
+        p.copy_(rounded(x, p.dtype, noise))
+    elif low.dtype == torch.int16:
+        high, remainder = split_master(x)
+        p.copy_(high)
+        low.copy_(remainder)
+    elif low.dtype == torch.bfloat16:
+        # Kahan: the weight is the nearest bf16, the buffer takes the rest. With noise the rest itself is
+        # rounded stochastically: the sum of both is then unbiased, and forward still reads the nearest
+        # weight. Rounding goes by the bits ("noise" of half an ulp is round to nearest), because a fused
+        # kernel keeps x in fp32 across a cast to bf16 and back, and x - x would leave the buffer at 0.
+        nearest = stochastic_round(x, 0x8000)
+        p.copy_(nearest)
+        low.copy_(rounded(x - nearest.float(), low.dtype, noise))
+    else:
+        low.copy_(x)
+        p.copy_(x)
+
+
+# ---- Fused kernels -----------------------------------------------------------------------------------------
+
+RECOMPILE_LIMIT = 64  # one graph a combination of dtypes; torch's default is 8
+
+
+@functools.cache
+def _compiled(kernel):
+    options = dict(dynamic=True, fullgraph=True, options=_compile_options())
+    try:
+        return torch.compile(kernel, recompile_limit=RECOMPILE_LIMIT, **options), nullcontext
+    except TypeError:  # before torch 2.14 it is a setting of the process: raised while the kernel is called
+        patch = functools.partial(torch._dynamo.config.patch, recompile_limit=RECOMPILE_LIMIT)
+        return torch.compile(kernel, **options), patch
+
+
+def _compile_options():
+    # torch.compile tells GCC not to vectorise loops, and writes each change between fp32 and its bits as a
+    # loop. Letting GCC vectorise makes the stochastic step on a CPU 2.5 times faster. Its results don't
+    # change, since contraction and reordering of sums stay off.
+    from torch._inductor import config, cpp_builder
+
+    try:
+        gcc = cpp_builder.is_gcc()
+    except RuntimeError:  # no compiler: the call of the kernel will tell
+        gcc = False
+    if gcc and platform.machine() in ("x86_64", "AMD64") and getattr(config.cpp, "march", "") is None:
+        return {"cpp.march": "native -ftree-loop-vectorize"}
+    return None
+
+
+def fused(kernel, *args, compiled=True):
+    """Call `kernel`, fused by torch.compile; where there is no compiler, warn once and call it as it is."""
+    if compiled and kernel not in unfused:
+        try:
+            call, limit = _compiled(kernel)
+            with limit():
+                return call(*args)
+        except Exception as error:  # no compiler, no Triton, an unsupported device: nothing is written yet
+            # the eager step needs more memory: what is full now must not make it the choice for good
+            build_errors = (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, build_errors):
+                raise
+            if not unfused:
+                what = f"torch.compile can't build the fused step here ({type(error).__name__})"
+                warnings.warn(f"{what}; using the slower eager one", stacklevel=3)
+            unfused.add(kernel)
+    return kernel(*args)
+
+
+unfused = set()  # kernels that could not be built on this machine

@@ -1,0 +1,151 @@
+"""What the tests of the command share: train.py in this process, in a folder of its own, and what it leaves
+there.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import common
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import rounding
+import train
+import trainer
+
+ROOT = Path(trainer.__file__).parent
+QUICK = "--batch_size 8 --samples 20 --sample_steps 2 --log_every 2 --sample_every 0 --warmup 0".split()
+SEGMENT = ["--task", "segment", "--image_size", "16"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    # building fused kernels takes longer than these runs; the subprocesses below do use them
+    monkeypatch.setattr(rounding, "_compiled", common.uncompiled)
+
+
+def command(*flags):
+    """Exit status of train.py with these flags, in this process."""
+    try:
+        return train.main([str(flag) for flag in flags])
+    except SystemExit as ended:
+        return ended.code
+
+
+def quick(*flags, name="run", steps=4):
+    return command(*QUICK, "--name", name, "--steps", steps, *flags)
+
+
+def checkpoint(name="run"):
+    return torch.load(f"runs/{name}/checkpoint.pt", weights_only=True)
+
+
+def metrics(name="run"):
+    return [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+
+
+def summary(name="run"):
+    return json.loads(Path(f"runs/{name}/summary.json").read_text())
+
+
+def content(folder):
+    """{file: hash} of everything in a folder."""
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in Path(folder).rglob("*")
+        if p.is_file()
+    }
+
+
+def one_line(capsys):
+    """The only line that a failed command left on stderr."""
+    lines = [
+        line for line in capsys.readouterr().err.split("\n") if line and "step/s" not in line
+    ]  # but for the progress bar
+    assert len(lines) == 1 and lines[0].startswith("train.py: "), lines
+    return lines[0]
+
+
+def assert_same(a, b, where="state"):
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, pair in enumerate(zip(a, b, strict=False)):
+            assert_same(*pair, f"{where}[{i}]")
+    elif torch.is_tensor(a):
+
+        def bits(t):
+            return t.detach().contiguous().reshape(-1).view(torch.uint8)
+
+        assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b)), where
+    else:
+        assert a == b, where
+
+
+def after_step(monkeypatch, number, act):
+    """Let act(trainer) happen when `number` steps are done."""
+    original = trainer.Trainer.train_step
+
+    def step(self, measure):
+        result = original(self, measure)
+        if self.step == number:
+            act(self)
+        return result
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", step)
+
+
+def no_training(monkeypatch):
+    monkeypatch.setattr(trainer.Trainer, "train_step", lambda *args: pytest.fail("it trained"))
+
+
+def process(*arguments, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def picture(path, size=16, value=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = (
+        np.random.default_rng(len(path.name)).integers(0, 255, (size, size), dtype=np.uint8)
+        if value is None
+        else np.full((size, size), value, np.uint8)
+    )
+    Image.fromarray(pixels).save(path)
+
+
+def draw(monkeypatch, *flags):
+    found = []
+    with monkeypatch.context() as patch:
+        no_training(patch)
+        original = train.score_table
+        patch.setattr(
+            train, "score_table", lambda scores, *more: found.append(scores) or original(scores, *more)
+        )
+        assert command("--sample", *flags) == 0
+    return json.loads(json.dumps(found[0]))
+
+
+def plant_folder(path, count=40):
+    for i in range(count):
+        picture(Path(path, f"{i}{'x' * i}.png"))

@@ -1,0 +1,138 @@
+"""optim.EMA: the average of the weights, in fp32 and in bf16."""
+
+import math
+
+import pytest
+import torch
+from common import BF16, SHAPES, correlation, draw, gradients, make, refused, same, through_a_file
+from torch import nn
+
+from buckets import Bucket
+from optim import EMA, AdamW
+
+
+def test_fp32_average_equals_its_closed_form():
+    start, weight = draw(50, seed=1), draw(50, seed=2)
+    p = nn.Parameter(start.clone())
+    ema = EMA([("p", p)], 0.99, compiled=False)
+    with torch.no_grad():
+        p.copy_(weight)
+    for _ in range(200):
+        ema.update()
+    wanted = weight.double() + (start.double() - weight.double()) * 0.99**200
+    torch.testing.assert_close(ema.shadow["p"].double(), wanted, rtol=1e-5, atol=1e-6)
+    assert p.requires_grad and not ema.shadow["p"].requires_grad and same(p.detach(), weight)
+
+
+def test_average_of_moving_weights_and_of_every_bucket(monkeypatch):
+    monkeypatch.setattr(Bucket, "SMALL", 100)
+    shapes = [(5,), (300,), (7, 3), (2, 60), (1,)]
+    named = [(f"layer{i}", nn.Parameter(draw(*s, seed=i))) for i, s in enumerate(shapes)]
+    ema = EMA(named, 0.9, compiled=False)
+    assert list(ema.shadow) == [n for n, _ in named], "in the order of the parameters"
+    wanted = {n: p.detach().double() for n, p in named}
+    for step in range(5):
+        for i, (n, p) in enumerate(named):
+            with torch.no_grad():
+                p.copy_(draw(*p.shape, seed=100 * step + i))
+            wanted[n] = 0.9 * wanted[n] + 0.1 * p.detach().double()
+        ema.update()
+    for n, p in named:
+        assert ema.shadow[n].shape == p.shape
+        torch.testing.assert_close(ema.shadow[n].double(), wanted[n], rtol=1e-5, atol=1e-6)
+
+
+def travelled(decay, dtype, update, steps, n=2000):
+    """Share of the way from one set of weights (std 0.05) to another that an average covers in `steps`."""
+    start, end = draw(n, seed=1, scale=0.05).to(BF16), draw(n, seed=2, scale=0.05).to(BF16)
+    p = nn.Parameter(start.clone())
+    ema = EMA([("p", p)], decay, dtype, update, compiled=False)
+    with torch.no_grad():
+        p.copy_(end)
+    for _ in range(steps):
+        ema.update()
+    way = (end - start).double()
+    return ((ema.shadow["p"].double() - start.double()) @ way / (way @ way)).item()
+
+
+@pytest.mark.parametrize("decay, least, most", [(0.999, 0.05, 0.15), (0.9999, 0.0, 0.005)])
+def test_bf16_average_freezes_to_nearest_and_follows_with_stochastic_rounding(decay, least, most):
+    steps = 1500
+    wanted = 1 - decay**steps
+    assert travelled(decay, "fp32", "nearest", steps) == pytest.approx(wanted, rel=1e-3)
+    assert least < travelled(decay, "bf16", "nearest", steps) < most
+    twice = travelled(decay, "bf16", "nearest", 2 * steps)
+    assert twice == travelled(decay, "bf16", "nearest", steps), "frozen: more steps change nothing"
+    assert travelled(decay, "bf16", "stochastic", steps) == pytest.approx(wanted, rel=0.06)
+
+
+def test_bf16_nearest_average_is_fine_at_short_memory():
+    assert travelled(0.9, "bf16", "nearest", 300) > 0.97
+
+
+def test_average_over_a_split_master_equals_that_of_an_fp32_run():
+    initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(SHAPES)]
+    averages = []
+    for mode in ("fp32", "split"):
+        params, optimizer = make(mode, initial, 1e-3)
+        ema = EMA(
+            [(str(i), p) for i, p in enumerate(params)], 0.99, low_part=optimizer.low_part, compiled=False
+        )
+        for step in range(50):
+            for p, g in zip(params, gradients(step), strict=True):
+                p.grad = g.to(p.dtype)
+            optimizer.step()
+            ema.update()
+        averages.append(ema.shadow)
+    for name in averages[0]:
+        assert same(averages[0][name], averages[1][name])
+
+
+@pytest.mark.parametrize("kahan", [False, True])
+def test_compiled_average_equals_eager(kahan):
+    results = []
+    for compiled in (False, True):
+        params, optimizer = make("kahan" if kahan else "nearest", [draw(3000, seed=1), draw(7, seed=2)])
+        named = list(zip("ab", params, strict=True))
+        options = dict(low_part=optimizer.low_part, seed=3, compiled=compiled)
+        ema = EMA(named, 0.9, "bf16", "stochastic", **options)
+        for step in range(3):
+            with torch.no_grad():
+                params[0].copy_(draw(3000, seed=step + 5))
+            ema.update()
+        results.append(ema.shadow)
+    assert all(same(results[0][n], results[1][n]) for n in "ab")
+
+
+def test_average_resumes_bit_for_bit_and_refuses_others():
+    def go(ema, p, steps):
+        for step in steps:
+            with torch.no_grad():
+                p.copy_(draw(200, seed=step))
+            ema.update()
+
+    p = nn.Parameter(draw(200).to(BF16))
+    ema = EMA([("p", p)], 0.9, "bf16", "stochastic", compiled=False)
+    go(ema, p, range(3))
+    saved = through_a_file(ema.state_dict())
+    go(ema, p, range(3, 6))
+    second = EMA([("p", p)], 0.9, "bf16", "stochastic", compiled=False)
+    second.load_state_dict(saved)
+    go(second, p, range(3, 6))
+    assert same(ema.shadow["p"], second.shadow["p"]) and ema.step == second.step == 6
+    refused(lambda: EMA([("p", p)], 0.9, "fp32").load_state_dict(saved), "another model or another ema dtype")
+    refused(lambda: EMA([("q", p)], 0.9, "bf16").load_state_dict(saved), "another model")
+
+
+def test_average_and_weight_do_not_share_noise():
+    p = nn.Parameter(torch.full((20000,), 1.0, dtype=BF16))
+    ema = EMA([("p", p)], 0.6, "bf16", "stochastic", compiled=False)
+    optimizer = AdamW([p], 0.4 * 2**-8, update="stochastic", compiled=False)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    moved = (p < 1).double()
+    with torch.no_grad():
+        p.fill_(1 - 2**-8)
+    ema.update()  # 0.4 of the way to the neighbour
+    average = (ema.shadow["p"] < 1).double()
+    assert 0.3 < average.mean() < 0.5 and abs(correlation(moved, average)) < 5 / math.sqrt(20000)

@@ -1,0 +1,234 @@
+"""One flag, one row: names of recorded runs, what goes on, what may differ, YAML, and rows that a task
+brings.
+"""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import flags
+import strategies
+import train
+from flags import Config, Flag, Table, natural
+
+ROOT = Path(flags.__file__).parent
+
+
+def recorded():
+    """[{flag: value}] of all commands in the experiments' records."""
+    commands = set()
+    for path in sorted(ROOT.glob("experiments/*/results.jsonl")):
+        for line in path.read_text().splitlines():
+            commands.add(json.loads(line)["command"])
+    parser, found = train.build_parser(), []
+    for command in sorted(commands):
+        _, script, *words = shlex.split(command)
+        if script == "train.py":
+            given = vars(parser.parse_args(words))
+            found.append({name: value for name, value in given.items() if name in train.FLAGS})
+    return found
+
+
+UNNAMED = """name runs device threads workers compile log_every sample_every checkpoint_every export
+sample_batch""".split()
+
+
+def name_of(config):
+    """The rule of names, written out a second time: recorded folders must keep theirs."""
+    parts = []
+    for flag, default in train.DEFAULTS.items():
+        value = config[flag]
+        if flag in UNNAMED or value == default:
+            continue
+        if flag == "data" and ":" in value:
+            kind, _, path = value.partition(":")
+            value = f"{kind}_{os.path.basename(os.path.normpath(path))}"
+        if flag in ("teacher", "finetune"):
+            value = f"{flag}_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
+        if flag == "sparse24":
+            value = "sparse24_" + value
+        if value is True:
+            parts.append(flag)
+        elif isinstance(value, list):
+            parts += value
+        else:
+            parts.append(value if isinstance(value, str) else f"{flag}{value:g}")
+    parts = [re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts]
+    return "-".join(parts)[:200] or "default"
+
+
+# The order of the flags in names, as it has always been.
+ORDER = """task model size data image_size steps batch_size accumulate lr warmup weight_decay init_scale beta2
+clip_grad loss_weight ema_decay average seed optimizer finetune bf16 fp16 pure_bf16 stochastic kahan
+master opt8bit opt4bit growth_interval fp8 fp8_backend fp8_format fp8_recipe amax_history_len
+amax_compute_algo sparse24 sparse24_decay set timestep_sampling velocity teacher pairs teacher_steps
+min_snr label_dropout guidance sample_steps samples weights device compile threads workers
+sample_batch name runs log_every sample_every checkpoint_every export""".split()
+NEW = {"lr_schedule", "weight_decay_on"}
+
+
+def test_flags_keep_their_order():
+    assert [name for name in train.DEFAULTS if name not in NEW] == ORDER
+
+
+def test_every_recorded_command_keeps_the_name_of_its_folder():
+    found = recorded()
+    assert len(found) > 1000
+    names = set()
+    for given in found:
+        config = train.FLAGS.typed(given)
+        name = train.FLAGS.name(config)
+        assert name == name_of(vars(config)), given
+        names.add(name)
+    assert len(names) > 300 and "default" not in names
+
+
+@pytest.mark.parametrize(
+    "given,name",
+    [
+        ({}, "default"),
+        (
+            {"lr": 1e-4, "model": "dit", "set": ["ema=bf16", "islands=norm+embed"]},
+            "dit-lr0.0001-ema_bf16-islands_norm+embed",
+        ),
+        ({"data": "folder:/a/photos/"}, "folder_photos"),
+        ({"finetune": "runs/x/checkpoint.pt"}, "finetune_x"),
+        ({"task": "/home/me/mine.py:Mine"}, "mine.py_Mine"),
+        ({"sparse24": "srste", "sparse24_decay": 1e-3}, "sparse24_srste-sparse24_decay0.001"),
+        (
+            {"lr_schedule": "cosine", "weight_decay": 0.1, "weight_decay_on": "all"},
+            "cosine-weight_decay0.1-weight_decay_on_all",
+        ),
+    ],
+)
+def test_names(given, name):
+    assert train.FLAGS.name(train.FLAGS.typed(given)) == name
+    assert train.FLAGS.name(train.FLAGS.typed({**given, **dict.fromkeys(UNNAMED, "else")})) == name
+
+
+# ---- What goes on, what may differ -------------------------------------------------------------------------
+
+FREE = """steps log_every sample_every checkpoint_every workers device name runs export weights samples
+sample_batch threads compile teacher""".split()
+AT_SAMPLE = """set sample_steps guidance samples sample_batch weights seed threads data sparse24 export runs
+name device task""".split()
+AT_DIAGNOSE = ["data", "device", "task", "threads"]
+
+
+def test_what_each_verb_accepts():
+    accepted = {
+        verb: {row.name for row in train.FLAGS.rows if row.accepts(verb)}
+        for verb in ("resume", "sample", "diagnose")
+    }
+    assert accepted == {"resume": set(FREE), "sample": set(AT_SAMPLE), "diagnose": set(AT_DIAGNOSE)}
+    assert train.FLAGS.refused({"lr": 1, "seed": 2}, "sample") == "lr"
+    assert (
+        train.FLAGS.refused({"seed": 2}, "diagnose") == "seed"
+        and train.FLAGS.refused({"seed": 2}, "sample") is None
+    )
+
+
+def differences(old, **new):
+    table = train.FLAGS
+    return table.differences({**table.defaults(), **old}, table.typed({**old, **new}))
+
+
+def test_what_keeps_a_run_from_going_on():
+    assert differences({}, lr=1e-4) == ["--lr was 0.001 and is 0.0001"]
+    assert differences({}, **{name: "else" for name in FREE if name != "steps"}, steps=5000) == []
+    assert differences({"data": "folder:/a/x"}, data="folder:b/x/") == []
+    assert differences({"data": "folder:/a/x"}, data="folder:/a/y") == [
+        "--data was folder:/a/x and is folder:/a/y"
+    ]
+    assert differences({"task": "/a/mine.py:Mine"}, task="mine.py:Mine") == []
+    assert differences({"lr_schedule": "linear"}, steps=9) == [
+        "--steps was 3000 and is 9", "--lr_schedule linear ends at --steps"
+    ]  # fmt: skip
+
+
+def test_files_that_are_older_than_a_flag():
+    old = train.FLAGS.defaults()
+    for name in NEW:
+        del old[name]
+    assert train.FLAGS.differences(old, train.FLAGS.typed({})) == []
+    # before --weight_decay_on a decay shrank everything
+    old["weight_decay"] = 0.1
+    assert train.FLAGS.config(old).weight_decay_on == "all"
+    assert train.FLAGS.differences(old, train.FLAGS.typed({"weight_decay": 0.1})) != []
+    assert (
+        train.FLAGS.differences(old, train.FLAGS.typed({"weight_decay": 0.1, "weight_decay_on": "all"})) == []
+    )
+
+
+# ---- Rows --------------------------------------------------------------------------------------------------
+
+
+def test_a_row_gives_everything(capsys):
+    rows = [
+        Flag("width", 8, "hidden units; 100% of them", type=natural, fits=True),
+        Flag("wet", False, "with rain", kind="draw"),
+        Flag("kind", "a", "of thing", choices=("a", "b"), titled=True),
+        Flag("more", [], "things"),
+    ]
+    table = Table([*train.FLAGS.rows, *rows])
+    parser = table.parser("mine.py", "mine")
+    given = vars(parser.parse_args("--width 16 --wet --kind b --more x --more y".split()))
+    assert given == {"width": 16, "wet": True, "kind": "b", "more": ["x", "y"]}
+    assert table.name(table.typed(given)) == "width16-wet-kind_b-x-y"
+    assert "width" in table and "depth" not in table and table["width"].default == 8
+    assert table["wet"].accepts("sample") and not table["width"].accepts("sample")
+    assert "width" in [row.name for row in table.fitting()]
+    assert table.typed({}).more == [] and table.typed({}).more is not rows[3].default
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--width", "0"])
+    assert ended.value.code == 2 and "is not a whole number above 0" in capsys.readouterr().err
+    assert "100% of them (default: 8)" in parser.format_help()
+    with pytest.raises(ValueError):
+        Flag("x", 1, "", kind="sometimes")
+
+
+def test_a_tasks_row_takes_the_place_of_a_general_one():
+    own = Flag("steps", 500, "fewer", kind="extent", group="training", type=natural)
+    table = Table([*train.FLAGS.rows, own])
+    assert table.defaults()["steps"] == 500
+    assert list(table.defaults()) == list(train.DEFAULTS)
+
+
+def test_yaml_reads_as_typed(tmp_path, capsys):
+    table, path = train.FLAGS, tmp_path / "run.yaml"
+    parser = train.build_parser()
+    path.write_text(
+        "lr: 1e-4\nbf16: true\nfp16: false\ndata:\nset: {ema: bf16, kahan: on}\naverage: [0.9:bf16]\n"
+    )
+    given = {"lr": 1e-4, "bf16": True, "set": ["ema=bf16", "kahan=on"], "average": ["0.9:bf16"]}
+    assert table.read_yaml(path, parser) == given
+    for text, said in (
+        ("stepz: 3", "unknown key 'stepz'"),
+        ("bf16: 1", "true or false"),
+        ("- a", "flag: value"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit):
+            table.read_yaml(path, parser)
+        assert said in capsys.readouterr().err
+
+
+def test_a_config_is_a_dict_with_attributes():
+    config = train.FLAGS.typed({"lr": 3.0})
+    assert (
+        config.lr == 3.0
+        and vars(config)["lr"] == 3.0
+        and json.loads(json.dumps(vars(config))) == vars(config)
+    )
+    assert config.replaced(lr=1.0).lr == 1.0 and config.lr == 3.0 and isinstance(config.replaced(), Config)
+
+
+def test_all_rows_are_whole():
+    for row in strategies.table().rows:
+        assert row.help and row.help[0] == row.help[0].strip() and not row.help.endswith("."), row.name
+        assert row.default is None or isinstance(row.default, (bool, int, float, str, list)), row.name
+        assert row.choices is None or row.default in row.choices, row.name

@@ -1,0 +1,568 @@
+"""folder:PATH on small images made here: what is found, what is refused, and what an index remembers.
+
+    python -m pytest tests/test_folders.py
+"""
+import json
+import os
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pictures import check, everything, grey, refused, rgb, same, save
+from PIL import Image
+from torch.utils.data import DataLoader
+
+import data
+import folders
+from data import load
+from machine import Refused
+
+# ---- Folders, generation -----------------------------------------------------------------------------------
+
+def test_the_split_hardly_moves_when_files_are_added(tmp_path):
+    def heldout():
+        return {path.name for path, _ in load(f"folder:{tmp_path}").heldout.items}
+    for i in range(100):
+        save(tmp_path / f"{i}.png", grey(i, (8, 8)))
+    before = heldout()
+    save(tmp_path / "0a.png", grey(0, (8, 8)))
+    assert len(before) == 10 and len(before & heldout()) >= 9
+
+
+def test_fingerprint_of_a_folder_follows_names_and_content(tmp_path):
+    def fingerprint():
+        return load(f"folder:{tmp_path}").fingerprint
+    for i in range(4):
+        save(tmp_path / f"{i}.bmp", grey(i))
+    seen = {fingerprint()}
+    save(tmp_path / "1.bmp", grey(9))  # the same size in bytes
+    seen.add(fingerprint())
+    os.rename(tmp_path / "1.bmp", tmp_path / "11.bmp")
+    seen.add(fingerprint())
+    (tmp_path / "class").mkdir()
+    for i in (0, 11, 2, 3):
+        os.rename(tmp_path / f"{i}.bmp", tmp_path / "class" / f"{i}.bmp")
+    seen.add(fingerprint())
+    assert len(seen) == 4
+    os.utime(tmp_path / "class" / "11.bmp", (0, 0))
+    assert fingerprint() in seen
+
+
+def test_flat_folder(tmp_path):
+    for i in range(30):
+        save(tmp_path / f"{i:02}.{'PNG' if i % 2 else 'bmp'}", grey(i * 8))
+    save(tmp_path / "._00.png", grey(0))  # hidden, as macOS leaves them: not data
+    (tmp_path / "notes.txt").write_text("not an image")
+    found = load(f"folder:{tmp_path}")
+    images, labels = check(found)
+    assert (found.channels, found.num_classes, found.image_size) == (1, 0, 64)
+    assert (len(found.train), len(found.heldout)) == (27, 3)
+    values = ((images[:, 0, 0, 0] + 1) * 127.5).round().int().tolist()
+    assert sorted(values) == [i * 8 for i in range(30)]  # all of them, and none in both parts
+    assert labels.eq(0).all()
+    again = load(f"folder:{tmp_path}", seed=9)
+    assert same(found, again) and found.fingerprint == again.fingerprint
+    assert load(f"folder:{tmp_path}", image_size=32).fingerprint != found.fingerprint
+    assert "27 + 3 held-out" in str(found) and "1x64x64" in str(found)
+
+
+def test_fingerprint_survives_a_move(tmp_path):
+    for place in ("here", "there"):
+        for i in range(4):
+            save(tmp_path / place / "my photos" / f"{i}.png", grey(i))
+    here, there = (load(f"folder:{tmp_path / place / 'my photos'}") for place in ("here", "there"))
+    assert here.fingerprint == there.fingerprint and here.name == there.name == "folder-my_photos"
+
+
+def test_class_folders(tmp_path):
+    for label, name in enumerate(["cat", "dog", "emu"]):
+        for i in range(10):
+            folder = tmp_path / name / "more" if i > 7 else tmp_path / name
+            save(folder / f"{i}.jpg", rgb(label * 100))
+    found = load(f"folder:{tmp_path}", image_size=16)
+    images, labels = check(found)
+    assert (found.channels, found.num_classes, found.image_size) == (3, 3, 16)
+    assert torch.bincount(labels).tolist() == [10, 10, 10]  # sorted names: cat 0, dog 1, emu 2
+    assert torch.allclose(images[:, 0, 0, 0], labels * 100 / 127.5 - 1, atol=0.02)
+
+
+def test_grey_and_colour_together_become_colour(tmp_path):
+    save(tmp_path / "a.png", grey(255))
+    save(tmp_path / "b.png", rgb((255, 0, 0)))
+    found = load(f"folder:{tmp_path}")
+    images, _ = check(found)
+    assert found.channels == 3
+    assert sorted(images[:, :, 0, 0].tolist()) == [[1, -1, -1], [1, 1, 1]]
+
+
+def test_centre_crop(tmp_path):
+    wide = np.zeros((20, 60), np.uint8)
+    wide[:, 20:40] = 255
+    save(tmp_path / "wide.png", wide)
+    save(tmp_path / "tall.png", wide.T)
+    images, _ = check(load(f"folder:{tmp_path}", image_size=40))
+    assert images.eq(1).all()  # only the middle third is white
+
+
+def test_downsizing_is_antialiased(tmp_path):
+    stripes = np.zeros((64, 64), np.uint8)
+    stripes[:, 3::8] = stripes[:, 4::8] = 255
+    for name in "ab":
+        save(tmp_path / f"{name}.png", stripes)
+    images, _ = check(load(f"folder:{tmp_path}", image_size=8))
+    assert images.max() < 0  # a quarter is white; sampling the middle of each eighth would see nothing else
+
+
+def test_white_stays_within_the_range_when_resized(tmp_path):
+    for name in "ab":
+        save(tmp_path / f"{name}.png", grey(255, (17, 17)))  # 17 -> 8 sums to 1 + 1.2e-7 in fp32
+    check(load(f"folder:{tmp_path}", image_size=8))
+
+
+def test_pixel_formats(tmp_path):
+    save(tmp_path / "deep" / "a.png", np.full((9, 9), 65535, np.uint16))
+    save(tmp_path / "deep" / "b.tif", np.zeros((9, 9), np.uint16))
+    found = load(f"folder:{tmp_path / 'deep'}", image_size=9)
+    assert found.channels == 1 and sorted(check(found)[0][:, 0, 0, 0].tolist()) == [-1, 1]
+    clear = np.zeros((9, 9, 4), np.uint8)  # black under full transparency shows as white
+    save(tmp_path / "clear" / "a.png", clear)
+    save(tmp_path / "clear" / "b.png", clear)
+    assert check(load(f"folder:{tmp_path / 'clear'}", image_size=9))[0].eq(1).all()
+    save(tmp_path / "float" / "a.tif", np.zeros((9, 9), np.float32))
+    refused("float/a.tif", "32-bit", spec=f"folder:{tmp_path / 'float'}")
+
+
+def test_a_photo_of_a_phone_may_hold_several_pictures(tmp_path):
+    for name in "ab":
+        path = save(tmp_path / f"{name}.jpg", rgb(99), format="MPO", save_all=True,
+                    append_images=[Image.fromarray(rgb(9))])
+        assert Image.open(path).format == "MPO"
+    images, _ = check(load(f"folder:{tmp_path}", image_size=20))
+    assert (images - (99 / 127.5 - 1)).abs().max() < 0.02
+
+
+def test_exif_orientation(tmp_path):
+    photo, exif = np.zeros((16, 16), np.uint8), Image.Exif()
+    photo[:8] = 255
+    exif[0x0112] = 6  # shown turned clockwise by 90 degrees: the bright upper half comes to the right
+    for name in "ab":
+        save(tmp_path / f"{name}.jpg", photo, exif=exif)
+    images, _ = check(load(f"folder:{tmp_path}", image_size=16))
+    assert images[..., 12:].min() > 0.9 and images[..., :4].max() < -0.9
+
+
+def test_folder_mistakes(tmp_path):
+    spec = f"folder:{tmp_path}"
+    refused(tmp_path, "holds no images", spec=spec)
+    (tmp_path / "cat").mkdir()
+    refused("holds no images", spec=spec)
+    save(tmp_path / "dog" / "a.png", grey(1))
+    refused(tmp_path / "cat", "holds no images", spec=spec)
+    (tmp_path / "cat").rmdir()
+    refused("single image", "two", spec=spec)
+    save(tmp_path / "b.png", grey(1))
+    refused("beside class folders", spec=spec)
+    refused("is not a folder", tmp_path / "b.png", spec=f"{spec}/b.png")
+    refused("has no folders images and masks", spec=spec, targets="masks")
+
+
+@pytest.mark.parametrize("parts, use", [(("images", "masks"), "images"), (("train", "val"), "train")])
+def test_layouts_of_other_kinds_are_not_taken_for_classes(parts, use, tmp_path):
+    for part in parts:
+        save(tmp_path / part / "a.png", grey(1))
+    refused(f"--data folder:{tmp_path / use}", spec=f"folder:{tmp_path}")
+
+
+def test_two_images_suffice(tmp_path):
+    save(tmp_path / "a.png", grey(1))
+    save(tmp_path / "b.png", grey(2))
+    found = load(f"folder:{tmp_path}")
+    assert len(found.train) == len(found.heldout) == 1
+
+
+@pytest.mark.parametrize("damage", ["text", "empty", "flipped", "short"])
+def test_damaged_png_is_named_at_load(damage, tmp_path):
+    save(tmp_path / "good.png", grey(0))
+    bad = save(tmp_path / "bad.png", np.random.RandomState(0).randint(0, 255, (30, 30), np.uint8))
+    content = bytearray(bad.read_bytes())
+    content[200] ^= 255
+    damaged = {"text": b"hello", "empty": b"", "flipped": bytes(content), "short": content[:300]}
+    bad.write_bytes(damaged[damage])
+    refused("cannot read", bad, "replace or remove", spec=f"folder:{tmp_path}")
+
+
+def test_a_png_that_decodes_to_another_picture_is_named(tmp_path):
+    ramp = np.add.outer(np.arange(300), np.arange(300)).astype(np.uint8)
+    bad = save(tmp_path / "bad.png", ramp)
+    save(tmp_path / "good.png", ramp)
+    content, changed = bad.read_bytes(), False
+    for at in range(100, len(content)):  # the first byte whose damage the checksum alone tells
+        bad.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+        try:
+            changed = (np.asarray(Image.open(bad)) != ramp).any()
+        except OSError:
+            continue
+        if changed:
+            break
+    assert changed
+    refused("cannot read", bad, spec=f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "webp", "tif"])
+def test_a_file_cut_short_is_named_at_load(suffix, tmp_path):
+    noise = np.random.RandomState(0).randint(0, 255, (64, 64, 3), np.uint8)
+    save(tmp_path / "good.png", noise)
+    bad = save(tmp_path / f"bad.{suffix}", noise)
+    bad.write_bytes(bad.read_bytes()[:1500])  # the header is whole, the pixels are not
+    refused("cannot read", bad, "replace or remove", spec=f"folder:{tmp_path}")
+
+
+def test_a_file_damaged_since_is_named_at_access_from_a_worker_too(tmp_path):
+    noise = np.random.RandomState(0).randint(0, 255, (64, 64, 3), np.uint8)
+    paths = [save(tmp_path / f"{name}.jpg", noise) for name in "abc"]
+    found = load(f"folder:{tmp_path}")
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:1500])
+    message = r"^cannot read .*/[abc]\.jpg as an image \(.*\): replace or remove it$"
+    with pytest.raises(Refused, match=message):
+        found.train[[0]]
+    with pytest.raises(Refused, match=message):
+        list(DataLoader(found.train, sampler=[[0, 1]], batch_size=None, num_workers=1))
+
+
+@pytest.mark.parametrize("content, suffix", [
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n", "png"),
+    (b"P5 20 20 255\n" + bytes(400), "jpg")])
+def test_a_format_that_is_not_ours_is_not_opened(content, suffix, tmp_path):
+    save(tmp_path / "a.png", grey(0))
+    bad = tmp_path / f"bad.{suffix}"
+    bad.write_bytes(content)
+    assert Image.open(bad).size == (20, 20)  # PIL would, and runs Ghostscript for the first
+    refused("cannot read", bad, "none of PNG, JPEG", spec=f"folder:{tmp_path}")
+    found = data.Files([(bad, 0)], 1, 8, None)
+    with pytest.raises(Refused, match="none of PNG, JPEG"):
+        found[[0]]
+
+
+def test_a_lossy_mask_is_refused_whatever_its_name(tmp_path):
+    for name in "ab":
+        pair(tmp_path, name, half(255))
+    save(tmp_path / "masks" / "a.png", half(255), format="JPEG")
+    refused("masks/a.png as a mask", "none of PNG, BMP, TIFF", spec=f"folder:{tmp_path}", targets="masks")
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred.png", "two\nlines.png", "b\udcff.png", "\u202egnp.png"])
+def test_names_are_shown_without_what_a_terminal_obeys(name, tmp_path):
+    save(tmp_path / "a.png", grey(0))
+    with open(tmp_path / name, "wb") as file:
+        file.write(b"no")
+    refused("cannot read", repr(name)[1:-1], spec=f"folder:{tmp_path}")  # in one printable line
+
+
+def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    save(tmp_path / "cat" / "a.png", grey(0))
+    save(tmp_path / "cat" / "deep" / "b.png", grey(0))
+    scandir = os.scandir
+
+    def locked(path):  # as for a user who may not: root may read everything
+        if str(path).endswith(locked.end):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    for locked.end in (tmp_path.name, "deep"):  # at the top, and below, where files would be missed silently
+        refused("cannot read", "Permission denied", spec=f"folder:{tmp_path}")
+
+
+def test_files_are_decoded_once_while_there_is_room(tmp_path, monkeypatch):
+    for i in range(4):
+        save(tmp_path / f"{i}.png", grey(i))
+    calls, decode = [], folders.decode
+    monkeypatch.setattr(folders, "decode", lambda *a: calls.append(a) or decode(*a))
+    monkeypatch.setattr(data, "CACHE_BYTES", 2 * 8 * 8 * 4)
+    part = load(f"folder:{tmp_path}", image_size=8).train
+    first, second = everything(part), everything(part)
+    assert torch.equal(first[0], second[0]) and len(part) == 3
+    assert len(calls) == 4  # two stay in the cache, the third is read twice
+
+
+def test_data_loader_yields_the_lists_asked_for(tmp_path):
+    for i in range(12):
+        save(tmp_path / f"{i:02}.png", grey(i))
+    for part in (load(f"folder:{tmp_path}", image_size=8).train, load("digits").train):
+        lists = [[3, 1, 4], [1, 5], [9, 2, 6]]
+        loaded = list(DataLoader(part, sampler=lists, batch_size=None, num_workers=2))
+        assert len(loaded) == 3
+        for index, (images, labels) in zip(lists, loaded, strict=True):
+            assert torch.equal(images, part[index][0]) and torch.equal(labels, part[index][1])
+
+
+# ---- Folders, segmentation ---------------------------------------------------------------------------------
+
+def pair(root, stem, mask, image=None, suffix="png"):
+    mask = np.asarray(mask, np.uint8)
+    save(root / "images" / f"{stem}.{suffix}", rgb(9, mask.shape) if image is None else image)
+    save(root / "masks" / f"{stem}.png", mask)
+
+
+def half(value, size=(24, 24), other=0):
+    mask = np.full(size, other, np.uint8)
+    mask[:, size[1] // 2:] = value
+    return mask
+
+
+def test_binary_masks_of_0_and_255(tmp_path):
+    for i in range(12):
+        pair(tmp_path, f"s{i}", half(255), suffix="jpg")
+    found = load(f"folder:{tmp_path}", "masks", image_size=16)
+    _, masks = check(found, "masks")
+    assert (found.channels, found.num_classes, len(found.train), len(found.heldout)) == (3, 2, 11, 1)
+    assert masks[:, :, :8].eq(0).all() and masks[:, :, 8:].eq(1).all()
+    speckles = np.random.RandomState(0).randint(0, 2, (24, 24)).astype(np.uint8) * 255
+    save(tmp_path / "masks" / "s0.png", speckles)
+    assert load(f"folder:{tmp_path}", "masks", image_size=16).fingerprint != found.fingerprint
+
+
+def test_mask_values_become_classes_in_ascending_order_and_stay_so_when_resized(tmp_path):
+    pair(tmp_path, "a", half(200))
+    pair(tmp_path, "b", half(7, other=50))
+    found = load(f"folder:{tmp_path}", "masks", image_size=17)
+    _, masks = check(found, "masks")
+    assert found.num_classes == 4  # 0, 7, 50, 200
+    for mask in masks:
+        assert mask.unique().tolist() in ([0, 3], [1, 2])  # interpolation would put other classes on the edge
+
+
+def test_mask_stays_on_its_image(tmp_path):
+    random = np.random.RandomState(0)
+    for i in range(4):
+        mask = np.kron(random.rand(8, 14) > 0.5, np.ones((8, 8))).astype(np.uint8)
+        pair(tmp_path, i, mask, image=mask * 255)
+    # Whole fractions of the blocks, where bilinear weights favour the right block.
+    for size in (8, 32, 64, 128):
+        images, masks = check(load(f"folder:{tmp_path}", "masks", image_size=size), "masks")
+        assert torch.equal(images[:, 0] > 0, masks == 1)
+
+
+def test_masks_are_sampled_at_pixel_centres(tmp_path):
+    centres = np.zeros((96, 96), np.uint8)
+    centres[1::3, 1::3] = 1  # 96 -> 32: the middle of each 3x3
+    for name in "ab":
+        pair(tmp_path, name, centres)
+    assert check(load(f"folder:{tmp_path}", "masks", image_size=32), "masks")[1].eq(1).all()
+
+
+def test_photo_on_its_side_fits_an_upright_mask(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name in "ab":
+        save(tmp_path / "images" / f"{name}.jpg", rgb(9, (16, 24)), exif=exif)
+        save(tmp_path / "masks" / f"{name}.png", half(1, (24, 16)))
+    check(load(f"folder:{tmp_path}", "masks", image_size=16), "masks")
+    save(tmp_path / "masks" / "a.png", half(1, (16, 24)))
+    refused("24x16", "16x24", spec=f"folder:{tmp_path}", targets="masks")
+
+
+def test_palette_and_one_bit_masks(tmp_path):
+    for name in "ab":
+        save(tmp_path / "one" / "images" / f"{name}.png", rgb(3, (24, 24)))
+        save(tmp_path / "one" / "masks" / f"{name}.png", half(1).astype(bool))
+        save(tmp_path / "palette" / "images" / f"{name}.png", rgb(3, (24, 24)))
+        palette = Image.fromarray(half(1))
+        palette.putpalette([0, 0, 0, 255, 0, 0])
+        (tmp_path / "palette" / "masks").mkdir(exist_ok=True)
+        palette.save(tmp_path / "palette" / "masks" / f"{name}.png")
+    for kind in ("one", "palette"):
+        found = load(f"folder:{tmp_path / kind}", "masks", image_size=8)
+        assert found.num_classes == 2 and check(found, "masks")[1].float().mean() == 0.5
+
+
+def test_masks_that_do_not_match(tmp_path):
+    spec = {"spec": f"folder:{tmp_path}", "targets": "masks"}
+    (tmp_path / "images").mkdir()
+    (tmp_path / "masks").mkdir()
+    refused(tmp_path / "images", "empty", **spec)
+    pair(tmp_path, "a", half(1))
+    refused("single image", **spec)
+    pair(tmp_path, "b", half(1))
+    load(**spec)
+    save(tmp_path / "images" / "c.png", rgb(0))
+    save(tmp_path / "images" / "d.png", rgb(0))  # comes second, so the message is about c
+    refused(tmp_path / "images" / "c.png", "has no mask", tmp_path / "masks" / "c with suffix .png", **spec)
+    os.remove(tmp_path / "images" / "c.png")
+    os.rename(tmp_path / "images" / "d.png", tmp_path / "d.png")
+    save(tmp_path / "masks" / "c.png", half(1))
+    refused(tmp_path / "masks" / "c.png", "has no image", **spec)
+    save(tmp_path / "images" / "c.png", rgb(0, (24, 30)))
+    refused(tmp_path / "masks" / "c.png", "24x24", "30x24", "same size", **spec)
+    save(tmp_path / "images" / "c.png", rgb(0, (24, 24)))
+    save(tmp_path / "masks" / "c.png", rgb(1, (24, 24)))
+    refused(tmp_path / "masks" / "c.png", "RGB", "one channel", **spec)
+    (tmp_path / "masks" / "c.png").write_bytes(b"no")
+    refused(tmp_path / "masks" / "c.png", "cannot read", **spec)
+    os.remove(tmp_path / "masks" / "c.png")
+    save(tmp_path / "masks" / "c.jpg", half(255))  # JPEG would turn 0 and 255 into dozens of classes
+    refused(tmp_path / "images" / "c.png", "has no mask", ".png or .bmp or .tif", **spec)
+    save(tmp_path / "masks" / "c.png", half(1))
+    save(tmp_path / "images" / "c.bmp", rgb(0, (24, 24)))
+    refused("c.bmp", "c.png", "rename or remove", **spec)
+
+
+def test_masks_without_a_second_value_or_with_too_many(tmp_path):
+    for name in "ab":
+        pair(tmp_path / "plain", name, grey(0))
+        pair(tmp_path / "smooth", name, np.arange(256).reshape(16, 16))
+    refused("value 0 alone", spec=f"folder:{tmp_path / 'plain'}", targets="masks")
+    refused("256 values", "antialiasing", spec=f"folder:{tmp_path / 'smooth'}", targets="masks")
+
+
+# ---- Index -------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The names of the files that a load() has read since the list was cleared."""
+    names, look = [], folders._look
+
+    def noted(path, is_mask):
+        names.append(path.name)
+        return look(path, is_mask)
+
+    monkeypatch.setattr(folders, "_look", noted)
+    return names
+
+
+def settle(root, seconds=60):
+    """Make files older than the tick of a clock in which they could change again unseen."""
+    for path in root.rglob("*.*"):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_a_later_start_opens_only_new_and_changed_files(tmp_path, opened):
+    root, index = tmp_path / "data", tmp_path / "index"
+    for i in range(5):
+        save(root / f"{i}.bmp", grey(i))
+    settle(root)
+    first = load(f"folder:{root}", index=index)
+    assert sorted(opened) == ["0.bmp", "1.bmp", "2.bmp", "3.bmp", "4.bmp"]
+    opened.clear()
+    again = load(f"folder:{root}/", index=str(index))
+    assert opened == [] and same(first, again) and again.fingerprint == first.fingerprint
+    assert again.fingerprint == load(f"folder:{root}").fingerprint  # what is remembered is what is there
+    opened.clear()
+    save(root / "1.bmp", grey(9))  # the same size in bytes
+    save(root / "5.bmp", grey(5))
+    changed = load(f"folder:{root}", index=index)
+    assert sorted(opened) == ["1.bmp", "5.bmp"] and changed.fingerprint != first.fingerprint
+    os.remove(root / "5.bmp")
+    save(root / "1.bmp", grey(1))
+    assert load(f"folder:{root}", index=index).fingerprint == first.fingerprint
+    assert len(list(index.iterdir())) == 1
+
+
+def test_a_file_that_changes_twice_within_a_tick_is_read_twice(tmp_path, opened):
+    root, index = tmp_path / "data", tmp_path / "index"
+    for i in range(2):
+        save(root / f"{i}.bmp", grey(i))
+    settle(root)
+    stamp = time.time_ns()
+    seen = []
+    for value in (7, 8):
+        save(root / "0.bmp", grey(value))
+        os.utime(root / "0.bmp", ns=(stamp, stamp))
+        seen.append(load(f"folder:{root}", index=index).fingerprint)
+    assert seen[0] != seen[1] and opened.count("0.bmp") == 2 and opened.count("1.bmp") == 1
+
+
+def test_masks_are_remembered_with_their_values(tmp_path, opened):
+    root, index = tmp_path / "data", tmp_path / "index"
+    pair(root, "a", half(200))
+    pair(root, "b", half(7, other=50))
+    settle(root)
+    first = load(f"folder:{root}", "masks", 16, index=index)
+    opened.clear()
+    again = load(f"folder:{root}", "masks", 16, index=index)
+    assert opened == [] and same(first, again) and again.num_classes == first.num_classes == 4
+    assert again.fingerprint == first.fingerprint
+    pair(root, "a", half(7, other=50))
+    assert load(f"folder:{root}", "masks", 16, index=index).num_classes == 2 and "a.png" in opened
+    save(root / "masks" / "b.png", half(1, size=(20, 24)))
+    settle(root, 50)
+    for _ in range(2):  # the second time from the index
+        refused("24x20", "24x24", spec=f"folder:{root}", targets="masks", index=index)
+
+
+@pytest.mark.parametrize("damage", [
+    "", "no JSON", "[1]", '{"format": 1, "files": {}}', "half", "value", "[" * 10**5], ids=range(7))
+def test_a_damaged_index_is_made_anew(damage, tmp_path, opened):
+    root, index = tmp_path / "data", tmp_path / "index"
+    for i in range(3):
+        save(root / f"{i}.png", grey(i))
+    settle(root)
+    first = load(f"folder:{root}", index=index)
+    [file] = index.iterdir()
+    content = file.read_text()
+    mended = content.replace('"L"', '"RGB"')
+    assert mended != content
+    file.write_text({"half": content[:len(content) // 2], "value": mended}.get(damage, damage))
+    opened.clear()
+    again = load(f"folder:{root}", index=index)
+    assert len(opened) == 3 and again.channels == 1 and again.fingerprint == first.fingerprint
+    assert file.read_text() == content
+    facts = json.loads(content)
+    file.write_text(json.dumps({**facts, "format": folders.INDEX_FORMAT + 1}))
+    opened.clear()
+    load(f"folder:{root}", index=index)
+    assert len(opened) == 3
+
+
+def test_one_bad_file_does_not_cost_the_others_their_place(tmp_path, opened):
+    root, index = tmp_path / "data", tmp_path / "index"
+    for i in range(4):
+        save(root / f"{i}.png", grey(i))
+    (root / "2.png").write_bytes(b"no")
+    settle(root)
+    refused("2.png", spec=f"folder:{root}", index=index)
+    opened.clear()
+    refused("2.png", spec=f"folder:{root}", index=index)
+    assert opened == ["2.png"]  # and it is refused each time
+    os.remove(root / "2.png")
+    opened.clear()
+    assert len(load(f"folder:{root}", index=index).train) == 2 and opened == []
+
+
+def test_two_folders_of_one_name_have_two_indexes(tmp_path):
+    for place in ("here", "there"):
+        for i in range(2):
+            save(tmp_path / place / "photos" / f"{i}.png", grey(i))
+        settle(tmp_path / place)
+        load(f"folder:{tmp_path / place / 'photos'}", index=tmp_path / "index")
+    assert len(list((tmp_path / "index").iterdir())) == 2
+
+
+def test_an_index_that_cannot_be_written_costs_time_alone(tmp_path, opened):
+    for i in range(2):
+        save(tmp_path / "data" / f"{i}.png", grey(i))
+    settle(tmp_path / "data")
+    (tmp_path / "file").write_text("in the way")
+    for _ in range(2):
+        load(f"folder:{tmp_path / 'data'}", index=tmp_path / "file")
+    assert len(opened) == 4
+
+
+def survey_often(root, index):
+    return {load(f"folder:{root}", index=f"{index}/{i}").fingerprint for i in range(10)}
+
+
+def test_several_processes_at_once(tmp_path):
+    for i in range(20):
+        save(tmp_path / "data" / f"{i}.png", grey(i))
+    settle(tmp_path / "data")
+    with get_context("fork").Pool(3) as pool:
+        seen = pool.starmap(survey_often, [(tmp_path / "data", tmp_path / "index")] * 3)
+    assert set.union(*seen) == {load(f"folder:{tmp_path / 'data'}").fingerprint}
+    for i in range(10):
+        load(f"folder:{tmp_path / 'data'}", index=tmp_path / "index" / str(i))
+        assert len(list(Path(tmp_path / "index" / str(i)).iterdir())) == 1

@@ -1,0 +1,300 @@
+"""formats.py: codes as the libraries write them, stochastic codes, 8-bit floats, codes of any length."""
+
+import itertools
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import FLOATS, KINDS, TABLES, coder, same
+
+import formats
+import rounding
+from rounding import noise_key
+
+eager = common.eager
+
+signs = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+
+
+def moment(n, signed, seed=0):
+    """fp32 [n] over five decades; in a signed one the negative extreme is the largest of its block."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=g) * 10.0 ** -(torch.rand(n, generator=g) * 5)
+    if not signed:
+        return x.abs()
+    x[::128] = -5.0
+    return x
+
+
+def stored(c, x, signed, key=None):
+    """(codes, scales, the values they stand for) of x by coder c."""
+    codes, scales = c.new(x.numel(), x.device)
+    c.encode(x, codes, scales, signed, key)
+    return codes, scales, c.decode(codes, scales, x.numel(), signed)
+
+
+# ---- Tables ------------------------------------------------------------------------------------------------
+
+
+@signs
+@pytest.mark.parametrize("n", [4096, 5000])
+def test_nearest_8_bit_codes_are_those_of_bitsandbytes(n, signed):
+    c, x = coder("int8"), moment(n, signed)
+    from bitsandbytes import functional
+
+    table = functional.create_dynamic_map(signed=signed)
+    codes, state = functional.quantize_blockwise(x, code=table, blocksize=256)
+    ours = stored(c, x, signed)
+    assert torch.equal(ours[0], codes) and torch.equal(ours[1], state.absmax)
+    assert torch.equal(ours[2], functional.dequantize_blockwise(codes, state))
+
+
+@signs
+def test_nearest_4_bit_codes_are_those_of_torchao(signed):
+    c, x = coder("int4"), moment(4096, signed)
+    from torchao.optim.subclass_4bit import OptimState4bit
+
+    theirs = OptimState4bit.zeros((64, 64), signed)
+    theirs.copy_(x.view(64, 64))
+    ours = stored(c, x, signed)
+    assert torch.equal(ours[0], theirs.codes) and torch.equal(ours[1], theirs.scale)
+    assert torch.equal(ours[2], theirs.dequantize().view(-1)) and ours[0].numel() == 2048
+
+
+@signs
+@pytest.mark.parametrize("kind", TABLES)
+def test_the_line_passes_through_every_code_of_the_table(kind, signed):
+    table = coder(kind).table(signed, torch.device("cpu"))
+    line = formats.broken_line(table)
+    up = table[table >= 0].double()
+    row = torch.searchsorted(line[:, 0].contiguous(), up.float(), right=True) - 1
+    value, code, rise = line.double()[row].unbind(1)
+    assert ((code + (up - value) * rise) - torch.arange(len(up))).abs().max() < 1e-4 and len(line) < len(up)
+    if signed:  # what the mirror image takes for granted
+        zero = len(table) // 2 - 1
+        assert torch.equal(-table[:zero].flip(0), table[zero + 1 : -1])
+
+
+@signs
+@pytest.mark.parametrize("kind", TABLES)
+def test_stochastic_codes_are_neighbours_and_right_on_average(kind, signed):
+    c, draws = coder(kind), 1000
+    x = moment(512, signed)
+    table, line = c.table(signed, x.device), c.line(signed, x.device)
+    total = torch.zeros(512, dtype=torch.float64)
+    for step in range(draws):
+        codes, scale = formats.stochastic_codes(x.view(-1, c.block), table, line, noise_key(0, step), signed)
+        codes, unit = codes.flatten(), scale.repeat_interleave(c.block)
+        total += table[codes] * unit
+        if step < 20:
+            y = (x / unit).clamp(min=table[0])  # torchao's unsigned map starts at 1/16
+            below, above = table[(codes - 1).clamp(min=0)], table[(codes + 1).clamp(max=len(table) - 1)]
+            assert ((table[codes] >= y) | (above > y - 1e-6)).all()
+            assert ((table[codes] <= y) | (below < y + 1e-6)).all()
+    low = (torch.searchsorted(table, x / unit, right=True) - 1).clamp(0, len(table) - 2)
+    gap = (table[low + 1] - table[low]) * unit
+    up = ((x / unit - table[low]) * unit / gap).clamp(0, 1)
+    error = total / draws - x
+    # exp_avg_sq below the smallest positive code takes that code
+    reachable = torch.ones(512, dtype=torch.bool) if signed else x / unit >= table[table > 0].min()
+    assert reachable.double().mean() > (0.9 if signed or kind == "int8" else 0.05)
+    spread = (up * (1 - up) / draws).sqrt()
+    assert (error.abs() <= 6 * gap * spread + 1e-6 * unit + gap * 2 / draws)[reachable].all()
+    assert abs(error[reachable].sum()) < 6 * (gap * spread)[reachable].square().sum().sqrt() + 1e-5
+
+
+# ---- 8-bit floats ------------------------------------------------------------------------------------------
+
+
+def scaled(c, x):
+    """fp32 [n]: x over the scale of its block; the scale, as the format promises it."""
+    rows = x.view(-1, c.block)
+    scale = rows.abs().amax(1, keepdim=True) / c.top
+    return (rows / scale).flatten(), scale.expand_as(rows).flatten()
+
+
+@signs
+@pytest.mark.parametrize("kind", FLOATS)
+def test_nearest_8_bit_floats_are_torchs_cast(kind, signed):
+    c, x = coder(kind), moment(8192, signed)
+    y, scale = scaled(c, x)
+    wanted = y.clamp(-c.top, c.top).to(c.dtype)
+    codes, scales, value = stored(c, x, signed)
+    rounded_to_zero = (wanted.float() == 0) & (x > 0) & (not signed)
+    assert torch.equal(codes[~rounded_to_zero], wanted.view(torch.uint8)[~rounded_to_zero])
+    assert rounded_to_zero.any() == (kind == "e4m3" and not signed), "the test sees nothing"
+    assert (codes[rounded_to_zero] == 1).all(), "the smallest positive code"
+    assert torch.equal(scales, scale[:: c.block]) and torch.equal(value, codes.view(c.dtype).float() * scale)
+    assert (value[::128] == -5.0).all() or not signed  # the largest of a block is kept
+
+
+@signs
+@pytest.mark.parametrize("kind", FLOATS)
+def test_stochastic_8_bit_floats_are_neighbours_and_right_on_average(kind, signed):
+    c, calls, copies = coder(kind), 200, 8
+    x, draws = moment(512, signed), calls * copies
+    y, _ = scaled(c, x)
+    finite = torch.arange(256, dtype=torch.uint8).view(c.dtype).float()
+    table = finite[finite.isfinite()].double().unique()
+    y = y.double().clamp(-c.top, c.top)
+    above = torch.searchsorted(table, y).clamp(max=len(table) - 1)
+    below = torch.where(table[above] == y, above, (above - 1).clamp(min=0))
+    lower, upper = table[below], table[above]
+    total = torch.zeros(512, dtype=torch.float64)
+    for step in range(calls):
+        codes = stored(c, x.repeat(copies), signed, noise_key(1, step))[0].view(c.dtype).double()
+        codes = codes.view(copies, 512)
+        assert ((codes == lower) | (codes == upper)).all(), "no neighbour"
+        total += codes.sum(0)
+    share = torch.where(upper > lower, (y - lower) / (upper - lower).clamp(min=1e-300), 0)
+    spread = (upper - lower) * (share * (1 - share) / draws).sqrt()
+    reachable = torch.ones(512, dtype=torch.bool) if signed else y >= table[table > 0].min()
+    assert reachable.double().mean() > 0.9
+    # a share far below 1 / draws may come up once, or never
+    error = (total / draws - y)[reachable]
+    assert (error.abs() <= 6 * spread[reachable] + (upper - lower)[reachable] * 2 / draws).all()
+    relative = error / (upper - lower)[reachable].clamp(min=1e-300)
+    assert abs(relative[upper[reachable] > lower[reachable]].mean()) < 5 * 0.5 / (512 * draws) ** 0.5
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_every_8_bit_float_is_itself(kind):
+    c = coder(kind)
+    every = torch.arange(256, dtype=torch.uint8).view(c.dtype).float()
+    every = torch.cat([every[every.isfinite()], torch.zeros(256)])[:256]
+    for key in (None, noise_key(0, 1)):
+        codes, scales, value = stored(c, every, True, key)
+        assert scales == 1 and torch.equal(value, every)
+    assert torch.equal(c.values(codes.view(c.dtype)), codes.view(c.dtype).float())
+
+
+# ---- Every format ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_moment_of_an_entry_with_gradients_is_never_zero(kind):
+    c, x = coder(kind), torch.full((4096,), 1e-9)
+    x[::128] = 1.0
+    x[1] = 0.0
+    for step in range(5):
+        value = stored(c, x, False, noise_key(0, step))[2]
+        assert (value[x > 0] > 0).all() and (value[::128] == 1).all()
+    assert value[1] == 0 or kind == "int4"  # torchao's map has no zero
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("key", [None, noise_key(0, 1)], ids=["nearest", "stochastic"])
+def test_no_second_moment_over_20_decades_is_zero(kind, key):
+    decades = torch.rand(8192, generator=torch.Generator().manual_seed(0)) * 20
+    x = 10.0 ** (3 - decades)
+    assert (stored(coder(kind), x, False, key)[2] > 0).all()
+
+
+@pytest.mark.parametrize("key", [None, noise_key(0, 1)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("kind, signed", itertools.product(KINDS, [True, False]))
+def test_a_block_of_zeros_stays_zero_and_a_bad_value_shows(kind, signed, key):
+    c, x = coder(kind), moment(4096, signed)
+    x[256:512] = 0
+    x[1024] = float("nan")
+    value = stored(c, x, signed, key)[2]
+    assert (
+        (value[256:512].abs() < 1e-9).all()
+        and value[:1024].isfinite().all()
+        and value[1536:].isfinite().all()
+    )
+    if key is not None:
+        assert value[1024].isnan()
+
+
+@pytest.mark.parametrize("kind", ["int8", *FLOATS])
+def test_noise_is_a_function_of_its_key(kind):
+    c, x = coder(kind), moment(8192, True)
+    first, again, other = (stored(c, x, True, noise_key(0, step))[0] for step in (1, 1, 2))
+    assert torch.equal(first, again) and 0.2 < (first != other).float().mean() < 0.6
+    second_half = stored(c, x[4096:], True, noise_key(0, 1, 4096))[0]
+    assert torch.equal(first[4096:], second_half)
+    odd = stored(c, x[:5000], True, noise_key(0, 1))[0]  # ends within a block
+    assert torch.equal(odd[:4864], first[:4864])
+    assert torch.equal(odd[4864:], stored(c, x[4864:5000], True, noise_key(0, 1, 4864))[0])
+
+
+# ---- Codes of any length -----------------------------------------------------------------------------------
+
+# ends with one value in the last block, with an odd number of them, in the middle of a byte, with one missing
+LENGTHS = (4096, 4097, 4099, 4223, 4351, 5001)
+
+
+@pytest.mark.parametrize("key", [None, noise_key(0, 1)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_of_any_length_are_those_of_a_longer_tensor(kind, n, key):
+    """A shorter last block is coded as one that zeros fill up."""
+    c = coder(kind)
+    for signed in (True, False):
+        x = moment(n, signed)
+        filled = torch.cat([x, torch.zeros(-n % c.block)])
+        codes, scales, value = stored(c, x, signed, key)
+        wanted = stored(c, filled, signed, key)
+        assert torch.equal(value, wanted[2][:n]) and torch.equal(scales, wanted[1])
+        assert torch.equal(codes[: n * c.bits // 8], wanted[0][: n * c.bits // 8])
+        assert codes.dtype == torch.uint8 and codes.numel() == -(-n * c.bits // 8)
+        assert (codes.numel(), scales.numel()) == c.sizes(n) and scales.numel() == -(-n // c.block)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_odd_tensor_comes_back(kind):
+    n, c = 2_500_003, coder(kind)
+    x = moment(n, True)
+    codes, scales, value = stored(c, x, True)
+    block = F.pad(x, (0, -n % c.block)).view(-1, c.block)
+    unit = block.abs().amax(1).repeat_interleave(c.block)[:n]
+    # of the block's largest: what the tables clip on their negative side, half the widest gap of the floats
+    half = {"int8": 0.0071, "int4": 0.1126, "e4m3": 16 / 448, "e5m2": 4096 / 57344}[kind]
+    assert ((value - x).abs() <= half * unit).all()
+    assert codes.numel() == -(-n * c.bits // 8)
+
+
+# ---- Compiled, and on a GPU --------------------------------------------------------------------------------
+
+
+COMPILED = {
+    "int8 stochastic": ("int8", False, noise_key(0, 1), 4097),
+    "int4 nearest": ("int4", True, None, 4096),
+    "e4m3 stochastic": ("e4m3", True, noise_key(0, 1), 4097),
+    "e5m2 nearest": ("e5m2", False, None, 4096),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_and_eager_codes_are_equal(name):
+    kind, signed, key, n = COMPILED[name]
+    c, x = coder(kind), moment(n, signed)
+    bad = x.clone()
+    bad[300] = float("nan")
+    results, values = [], []
+    for compiled in (False, True):
+        codes, scales = c.new(n, "cpu")
+        c.encode(x, codes, scales, signed, key, compiled)
+        results.append((codes.clone(), scales.clone(), c.decode(codes, scales, n, signed, compiled)))
+        c.encode(bad, codes, scales, signed, key, compiled)
+        values.append(c.decode(codes, scales, n, signed, compiled).nan_to_num(-7.0))
+    assert not rounding.unfused, "it was not compiled"
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+    assert same(*values) and (values[0] == -7).any()
+
+
+@pytest.mark.gpu
+@signs
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_on_cuda_are_those_of_the_cpu(kind, signed):
+    c, x = coder(kind), moment(8193, signed)
+    for key in (None, (0, 1)):
+        values = []
+        for device in ("cpu", "cuda"):
+            codes, scales = c.new(x.numel(), device)
+            its_key = key and noise_key(*key, device=device)
+            c.encode(x.to(device), codes, scales, signed, its_key)
+            values.append(c.decode(codes, scales, x.numel(), signed).cpu())
+        assert (values[0] != values[1]).float().mean() < 0.01, key

@@ -1,0 +1,151 @@
+"""ledger.py: the bytes that it tells are those allocated, and why."""
+
+import json
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import BF16, PEERS, RECIPES, batches, every_recipe, net, start
+from torch import nn
+
+from recipes import SITES, Site, recipe
+
+eager = common.eager
+
+
+def allocated(run):
+    """Bytes after one step: (weights, gradients, their fp32 sums and optimiser; the average; the sums alone).
+
+    Shared memory counts once.
+    """
+    (x, y) = batches(1)[0]
+    for _ in range(run.accumulate):
+        run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
+    weights = gradients = sum(p.nbytes for p in run.params)
+    sums = sum(t.nbytes for t in run.sums.values())
+    if not sums:
+        gradients = sum(getattr(p, "acc_grad", p.grad).nbytes for p in run.params)
+    run.step()
+    states = {}
+    for p in run.params:
+        for t in run.optimizer.state[p].values():
+            if torch.is_tensor(t) and t.dim():  # a step counter is no state of a weight
+                states[t.data_ptr()] = t.nbytes
+    for coder in run.optimizer.coders.values():
+        states.update({t.data_ptr(): t.nbytes for t in getattr(coder, "tables", {}).values()})
+    average = sum(t.nbytes for t in run.ema.shadow.values())
+    return weights + gradients + sums + sum(states.values()), average, sums
+
+
+def check_ledger(run):
+    for coder in run.optimizer.coders.values():
+        getattr(coder, "tables", {}).clear()  # those that other tests have made
+    n = sum(p.numel() for p in run.params)
+    ledger = run.ledger()
+    state, average, sums = allocated(run)
+    assert ledger.state_bytes * n == pytest.approx(state, abs=0.01)
+    size = {row["site"]: row["bytes"] for row in ledger.rows}
+    assert size["ema"] * n == pytest.approx(average, abs=0.01)
+    assert size["accumulate"] * n == pytest.approx(sums, abs=0.01)
+    assert [row["site"] for row in ledger.rows] == list(SITES)
+    assert json.loads(json.dumps(ledger.json()))["bytes_per_parameter"] == ledger.state_bytes
+    assert f"{ledger.state_bytes:.2f} bytes a parameter" in str(ledger) and f"{n:,} parameters" in str(ledger)
+    assert run.ledger().rows == ledger.rows, "a step changes nothing"
+    return ledger
+
+
+@every_recipe
+def test_ledger_equals_the_bytes_allocated(name):
+    # 32*32*9 values: 8-bit states begin at 4,096
+    check_ledger(start(name, net(width=32), accumulate=2 if name == "islands" else 1))
+
+
+@pytest.mark.parametrize("optimizer", PEERS)
+def test_ledger_of_peers(optimizer):
+    pytest.importorskip(optimizer)
+    ledger = check_ledger(start("pure_bf16", net(width=32), optimizer=optimizer))
+    assert [row["why"] for row in ledger.rows if row["site"] == "exp_avg_sq"] == [f"as {optimizer} does it"]
+
+
+SIZES = {
+    "fp32": 16,
+    "bf16": 16,
+    "fp16": 16,
+    "pure_bf16": 8,
+    "stochastic": 8,
+    "kahan": 10,
+    "kahan+stochastic": 10,
+    "split": 14,
+    "fp32 master": 16,
+    "bf16 moments": 12,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_bytes_a_parameter(name):
+    ledger = start(name).ledger()
+    assert ledger.state_bytes == SIZES[name]
+    assert f"optimiser: {SIZES[name]}.00 bytes" in str(ledger)
+
+
+def test_ledger_says_why():
+    rows = {row["site"]: row for row in start("split").ledger().rows}
+    master, ema = rows["master"], rows["ema"]
+    assert master["value"] == "split" and "exact" in master["why"] and master["bytes"] == 2
+    assert ema["value"] == "fp32" and "fp32" in ema["why"] and rows["loss"]["bytes"] is None
+
+
+def test_sites_of_a_task_have_their_rows():
+    times = Site(("fp32", "bf16"), {"fp32": "all distinct", "bf16": "few of them"})
+    for value, why in times.why.items():
+        run = common.Precision(net(), recipe(more={"times": times}, sites=[f"times={value}"]))
+        row = run.ledger().rows[-1]
+        assert row == dict(site="times", value=value, bytes=None, why=why)
+        assert f"times       {value}" in str(run.ledger())
+
+
+class Rotary(nn.Module):
+    """A net with buffers of every kind: frequencies, statistics, a mask, and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("frequencies", 10000.0 ** -(torch.arange(4) / 4), persistent=False)
+        self.register_buffer("mask", torch.ones(8, dtype=torch.bool))
+
+    def forward(self, x):
+        angles = torch.arange(len(x))[:, None] * self.frequencies
+        turned = x * torch.cat([angles.cos(), angles.sin()], dim=1).to(x.dtype)
+        return self.norm(self.layer(turned)).masked_fill(~self.mask, 0)
+
+
+def buffers_row(flags, model):
+    (row,) = [row for row in start(flags, model).ledger().rows if row["site"] == "buffers"]
+    return row
+
+
+def test_the_row_of_the_buffers():
+    low = RECIPES["stochastic"]
+    row = buffers_row(low, Rotary())
+    # 4 frequencies, 8 means and 8 variances; the gains and offsets of the norm stay fp32 with them
+    assert row["value"] == "fp32" and row["bytes"] is None
+    assert row["why"] == "20 values; 1 norm layers with running statistics keep 16 weights in fp32"
+    assert buffers_row(low, net())["why"] == "this net has none"
+    assert buffers_row({}, Rotary())["why"] == SITES["buffers"].why["fp32"]
+    cast = buffers_row(dict(low, sites=["buffers=bf16"]), Rotary())
+    assert (cast["value"], cast["why"]) == ("bf16", SITES["buffers"].why["bf16"])
+
+
+def test_weights_that_stay_fp32_beside_statistics_are_counted():
+    model = Rotary()
+    run = start("stochastic", model)
+    assert model.norm.weight.dtype == torch.float32 and model.layer.weight.dtype == BF16
+    n = sum(p.numel() for p in run.params)
+    assert run.ledger().rows[0]["bytes"] * n == 2 * 72 + 4 * 16
+    run.backward(run(torch.randn(16, 8)).square().mean())
+    gradients = sum(p.grad.nbytes for p in run.params)
+    run.step()
+    held = sum(t.nbytes for p in run.params for t in run.optimizer.state[p].values() if torch.is_tensor(t))
+    told = run.ledger().state_bytes * n
+    assert told == pytest.approx(sum(p.nbytes for p in run.params) + gradients + held, abs=0.01)

@@ -1,0 +1,334 @@
+"""optim.Rounded: noise, groups, state; what every optimiser of ours has."""
+
+import functools
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+from common import (
+    BF16,
+    MODES,
+    SHAPES,
+    correlation,
+    draw,
+    gradients,
+    held,
+    make,
+    refused,
+    same,
+    same_state,
+    through_a_file,
+)
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from buckets import Bucket
+from machine import Refused
+from optim import DTYPES, EMA, AdamW
+
+# ---- Noise of a step ---------------------------------------------------------------------------------------
+
+
+def test_weight_and_moments_of_a_step_round_independently():
+    p = nn.Parameter(torch.full((20000,), 1.0, dtype=BF16))
+    writing = dict(update="stochastic", exp_avg="bf16", exp_avg_sq="bf16")
+    optimizer = AdamW([p], 0.4 * 2**-8, compiled=False, **writing)
+    p.grad = torch.full_like(p, 0.77)
+    optimizer.step()
+    moments = [optimizer.state[p][name].double() for name in ("exp_avg", "exp_avg_sq")]
+    choices = [(p < 1).double(), *((m == m.max()).double() for m in moments)]
+    for a, b in itertools.combinations(choices, 2):
+        assert 0.01 < a.mean() < 0.99 and 0.01 < b.mean() < 0.99
+        assert abs(correlation(a, b)) < 5 / math.sqrt(20000)
+
+
+def test_no_draw_from_the_global_generator():
+    p = nn.Parameter(draw(100).to(BF16))
+    p.grad = draw(100).to(BF16)
+    optimizer = AdamW([p], 1e-2, update="stochastic", exp_avg="bf16", exp_avg_sq="bf16", compiled=False)
+    ema = EMA([("p", p)], 0.99, "bf16", "stochastic", compiled=False)
+    state, before, average = torch.random.get_rng_state(), p.detach().clone(), ema.shadow["p"].clone()
+    optimizer.step()
+    ema.update()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not same(p, before) and not same(ema.shadow["p"], average)
+
+
+def stochastic_twins(groups):
+    """Where each of three equal parameters moved, in a stochastic step of 0.4 ulp with equal gradients."""
+    params = [nn.Parameter(torch.full((20000,), 1.0, dtype=BF16)) for _ in range(3)]
+    arguments = [{"params": [p]} for p in params] if groups else params
+    optimizer = AdamW(arguments, 0.4 * 2**-8, update="stochastic", compiled=False)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return [(p < 1).double() for p in params]
+
+
+@pytest.mark.parametrize("small", [1 << 18, 1])  # copied into one bucket, or a bucket each
+@pytest.mark.parametrize("groups", [False, True])
+def test_equal_parameters_get_different_noise(monkeypatch, small, groups):
+    monkeypatch.setattr(Bucket, "SMALL", small)
+    moved = stochastic_twins(groups)
+    for m in moved:
+        assert abs(m.mean().item() - 0.4) < 5 * math.sqrt(0.24 / 20000)
+    for a, b in itertools.combinations(moved, 2):
+        assert abs(correlation(a, b)) < 5 / math.sqrt(20000)
+
+
+def test_seeds_and_steps_give_different_noise_and_repeat_exactly():
+    def moves(seed, steps):
+        p = nn.Parameter(torch.full((5000,), 1.0, dtype=BF16))
+        optimizer = AdamW([p], 0.4 * 2**-8, update="stochastic", seed=seed, compiled=False)
+        history = []
+        for _ in range(steps):
+            before = p.detach().clone()
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            history.append((p != before).double())
+        return history
+
+    one, two = moves(0, 2), moves(1, 2)
+    assert torch.equal(one[0], moves(0, 1)[0])
+    for a, b in itertools.combinations(one + two, 2):
+        assert abs(correlation(a, b)) < 5 / math.sqrt(5000)
+
+
+def test_a_late_group_gets_its_own_noise():
+    params = [nn.Parameter(torch.ones(20000, dtype=BF16)) for _ in range(2)]
+    optimizer = AdamW(params[:1], 0.4 * 2**-8, update="stochastic", compiled=False)
+    optimizer.add_param_group({"params": params[1:]})
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert abs(correlation(*[(p < 1).double() for p in params])) < 5 / math.sqrt(20000)
+
+
+def test_a_missing_gradient_does_not_change_the_noise_of_the_others():
+    results = []
+    for missing in (False, True):
+        params, optimizer = make("stochastic", [torch.ones(300) for _ in range(3)])
+        for step in range(3):
+            for i, p in enumerate(params):
+                p.grad = None if missing and i == 1 and step == 1 else torch.ones_like(p)
+            optimizer.step()
+        results.append(params)
+    assert same(results[0][0], results[1][0]) and same(results[0][2], results[1][2])
+    assert not same(results[0][1], results[1][1])
+
+
+# ---- Copies to the device ----------------------------------------------------------------------------------
+
+
+class HostTensors(TorchFunctionMode):
+    """Counts the tensors that are made of Python's numbers: each is a copy, for which a GPU is waited for."""
+
+    MAKERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor, torch.scalar_tensor, torch.from_numpy)
+    made = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.made += func in self.MAKERS
+        return func(*args, **(kwargs or {}))
+
+
+WRITES = {
+    "stochastic": dict(update="stochastic", exp_avg="bf16", exp_avg_sq="bf16"),
+    "split": dict(master="split"),
+    "odd codes": dict(update="stochastic", exp_avg="e4m3", exp_avg_sq="e4m3"),
+    "odd codes, nearest": dict(kahan=True, exp_avg="e4m3", exp_avg_sq="e4m3"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_step_copies_two_tables_whatever_the_number_of_buckets(monkeypatch, write):
+    # on the meta device a step takes the way that it takes on a GPU, and to read a number back is an error
+    monkeypatch.setattr(Bucket, "SMALL", 1)
+    monkeypatch.setattr(AdamW, "PIECE", 4096)
+    scale = torch.empty((), dtype=torch.float64, device="meta")
+    counts = []
+    for buckets in (1, 2, 8):
+        params = [nn.Parameter(torch.empty(5001, device="meta", dtype=BF16)) for _ in range(buckets)]
+        optimizer = AdamW(params, compiled=False, **WRITES[write])
+        named = [(str(i), p) for i, p in enumerate(params)]
+        ema = EMA(named, 0.9, "bf16", "stochastic", low_part=optimizer.low_part, compiled=False)
+        assert len(optimizer._buckets) == len(ema._buckets) == buckets
+        for p in params:
+            p.grad = torch.empty_like(p)
+        with HostTensors() as host:
+            optimizer.step(grad_scale=scale)
+            of_step = host.made
+            ema.update()
+        counts.append((of_step, host.made - of_step))
+    assert counts == [(2, 2)] * 3
+
+
+# ---- As in torch -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fp32", "split"])
+def test_parameters_without_gradients_are_left_alone_as_in_torch(mode):
+    initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(SHAPES)]
+    params, optimizer = make(mode, initial, 1e-2, weight_decay=0.1)
+    reference = [nn.Parameter(t.clone()) for t in initial]
+    theirs = torch.optim.AdamW(reference, 1e-2, weight_decay=0.1)
+    for step in range(12):
+        for i, (p, q, g) in enumerate(zip(params, reference, gradients(step), strict=True)):
+            p.grad, q.grad = (g.to(p.dtype), g.float()) if (step + i) % 4 and i != 2 else (None, None)
+        optimizer.step()
+        theirs.step()
+    for i, (p, q) in enumerate(zip(params, reference, strict=True)):
+        assert same(held(optimizer, p), q.detach())
+        assert optimizer.state[p]["step"] == (0 if i == 2 else theirs.state[q]["step"])
+    assert same(held(optimizer, params[2]), initial[2])
+
+
+def test_gradients_and_scale_can_be_handed_over():
+    initial = [draw(40, seed=1), draw(50, seed=2)]
+    one, first = make("split", initial)
+    two, second = make("split", initial)
+    for step in range(3):
+        fp32 = [draw(40, seed=10 + step), draw(50, seed=20 + step)]  # fp32 accumulators of bf16 weights
+        first.step(grads=dict(zip(one, fp32, strict=True)), grad_scale=0.25)
+        second.step(grads={p: g * 0.25 for p, g in zip(two, fp32, strict=True)})
+    for p, q in zip(one, two, strict=True):
+        assert same(held(first, p), held(second, q))
+        assert same(first.state[p]["exp_avg_sq"], second.state[q]["exp_avg_sq"])
+    assert not same(held(first, one[0]), initial[0]) and one[0].grad is None
+
+
+def test_groups_schedulers_and_late_groups_work_as_in_torch():
+    initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(SHAPES[:6])]
+    ours, theirs = [nn.Parameter(t.clone()) for t in initial], [nn.Parameter(t.clone()) for t in initial]
+    steps = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for params, kind in ((ours, functools.partial(AdamW, compiled=False)), (theirs, torch.optim.AdamW)):
+            first = {"params": params[:2], "lr": 1e-2}
+            second = {"params": params[2:4], "weight_decay": 0.3, "betas": (0.8, 0.9)}
+            optimizer = kind([first, second], lr=1e-3, weight_decay=0.0)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+            steps.append((optimizer, scheduler))
+        for step in range(8):
+            if step == 3:
+                for params, (optimizer, scheduler) in zip((ours, theirs), steps, strict=True):
+                    optimizer.add_param_group({"params": params[4:], "lr": 5e-3})
+                    scheduler.base_lrs.append(5e-3)
+            for params, (optimizer, scheduler) in zip((ours, theirs), steps, strict=True):
+                for p, g in zip(params, gradients(step, tuple(SHAPES[:6])), strict=True):
+                    p.grad = g.float()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    for p, q, t in zip(ours, theirs, initial, strict=True):
+        assert same(p.detach(), q.detach()) and not same(p.detach(), t)
+    assert [g["lr"] for g in steps[0][0].param_groups] == [g["lr"] for g in steps[1][0].param_groups]
+
+
+def test_fp32_and_bf16_parameters_mix():
+    dtypes = (BF16, torch.float32, BF16, torch.float32)
+    weights = [nn.Parameter(draw(30, seed=i).to(dtype)) for i, dtype in enumerate(dtypes)]
+    reference = [nn.Parameter(p.detach().clone()) for p in weights if p.dtype == torch.float32]
+    optimizer = AdamW(weights, 1e-2, master="split", compiled=False)
+    theirs = torch.optim.AdamW(reference, 1e-2, weight_decay=0.0)
+    for p in weights:
+        p.grad = draw(30, seed=9).to(p.dtype)
+    for q in reference:
+        q.grad = draw(30, seed=9)
+    optimizer.step()
+    theirs.step()
+    assert same(weights[1].detach(), reference[0].detach())
+    assert same(weights[3].detach(), reference[1].detach())
+    assert optimizer.low_part(weights[1]) is None and optimizer.low_part(weights[0]).dtype == torch.int16
+
+
+def test_closure_is_called_with_gradients_on():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([p], 0.1, compiled=False)
+
+    def closure():
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3 and (p < 1).all()
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(Refused, match="fp32 and bf16"):
+        AdamW([nn.Parameter(torch.ones(3, dtype=torch.float16))])
+
+
+# ---- State -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_saved_and_loaded_training_continues_bit_for_bit(mode):
+    initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(SHAPES)]
+
+    def go(params, optimizer, steps):
+        for step in steps:
+            for i, (p, g) in enumerate(zip(params, gradients(step), strict=True)):
+                p.grad = None if step == 2 and i == 1 else g.to(p.dtype)
+            optimizer.step()
+
+    params, optimizer = make(mode, initial, seed=5)
+    go(params, optimizer, range(4))
+    saved = through_a_file({"weights": [p.detach() for p in params], "optimizer": optimizer.state_dict()})
+    go(params, optimizer, range(4, 8))
+    others, second = make(mode, [torch.zeros_like(t) for t in initial], lr=77.0, seed=5)
+    with torch.no_grad():
+        for p, t in zip(others, saved["weights"], strict=True):
+            p.copy_(t)
+    second.load_state_dict(saved["optimizer"])
+    go(others, second, range(4, 8))
+    for p, q in zip(params, others, strict=True):
+        assert same(p.detach(), q.detach())
+        assert same_state(optimizer.state[p], second.state[q])
+    for name in ("exp_avg", "exp_avg_sq"):
+        wanted = DTYPES[MODES[mode].get(name, "fp32")]
+        assert all(second.state[q][name].dtype == wanted for q in others)
+
+
+def test_torchs_own_loader_would_cast_the_states():
+    # why AdamW.load_state_dict is its own: torch's takes the dtype of the parameter
+    (p,), optimizer = make("split", [draw(20)])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    (q,), second = make("split", [draw(20)])
+    torch.optim.Optimizer.load_state_dict(second, optimizer.state_dict())
+    assert second.state[q]["exp_avg"].dtype == BF16
+
+
+def test_states_of_other_models_and_recipes_are_refused():
+    _, optimizer = make("stochastic", [draw(20), draw(30)])
+    saved = optimizer.state_dict()
+
+    def loading(mode, *sizes, state=saved):
+        return lambda: make(mode, [draw(n) for n in sizes])[1].load_state_dict(state)
+
+    refused(loading("stochastic", 20, 31), "other shapes")
+    refused(loading("stochastic", 20), "2 parameters", "1")
+    refused(loading("split", 20, 30), "another model or recipe")
+    refused(loading("kahan", 20, 30), "another model or recipe")
+    two = AdamW([{"params": [nn.Parameter(draw(20))]}, {"params": [nn.Parameter(draw(30))]}])
+    refused(lambda: two.load_state_dict(saved), "another model")
+    unused = torch.optim.AdamW([nn.Parameter(draw(20)), nn.Parameter(draw(30))])
+    # torch makes its states at the first step
+    refused(loading("fp32", 20, 30, state=unused.state_dict()), "another model or recipe")
+
+
+def test_fp32_state_of_torch_adamw_loads():
+    theirs = torch.optim.AdamW([nn.Parameter(draw(20))], 1e-2, weight_decay=0.1)
+    q = theirs.param_groups[0]["params"][0]
+    (p,), optimizer = make("fp32", [draw(20)])
+    q.grad = draw(20, seed=4)
+    theirs.step()
+    with torch.no_grad():
+        p.copy_(q)
+    optimizer.load_state_dict(theirs.state_dict())
+    p.grad = q.grad
+    optimizer.step()
+    theirs.step()
+    assert same(p.detach(), q.detach())

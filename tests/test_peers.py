@@ -1,0 +1,142 @@
+"""peers.py: other people's optimisers by name, and the choice by name."""
+
+import itertools
+import math
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import BF16, PEERS, RECIPES, batches, net, refused, same, start, through_a_file, train
+from torch import nn
+
+import optim
+import peers
+from formats import FORMATS
+from optim import AdamW
+from recipes import Recipe, recipe
+
+eager = common.eager
+
+# ---- Peers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["torch", "optimi", "bitsandbytes"])
+def test_peers_continue_bit_for_bit(optimizer):
+    pytest.importorskip(optimizer)
+    flags = dict(pure_bf16=True, opt8bit=optimizer == "bitsandbytes")
+    run = start(flags, net(width=32), optimizer=optimizer, lr=1e-2)
+    train(run, 3)
+    saved = through_a_file(run.state_dict())
+    other = start(flags, net(seed=1, width=32), optimizer=optimizer, lr=1e-2)
+    other.load_state_dict(saved)
+    for r in (run, other):
+        train(r, 3, seed=1)
+    assert all(same(a.detach(), b.detach()) for a, b in zip(run.params, other.params, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", PEERS)
+def test_peers_train_and_are_measured(optimizer):
+    pytest.importorskip(optimizer)
+    torch.manual_seed(0)
+    run = start("pure_bf16", optimizer=optimizer, lr=1e-2, clip_grad=1.0, ema_decay=0.9)
+    x, y = batches(1)[0]
+
+    def loss():
+        with torch.no_grad():
+            return F.mse_loss(run(x, torch.arange(8.0)), y).item()
+
+    before = loss()
+    reports = train(run, 20, measure=True)
+    assert loss() < 0.8 * before
+    assert all(0 < r["update_survival"] <= 1 and math.isfinite(r["grad_norm"]) for r in reports)
+    assert all(r["exp_avg_sq_moved"] > 0 for r in reports[1:])  # peers make their moments in the first step
+
+
+def test_torchastic_accumulates_by_itself_and_stands_unused_parameters():
+    pytest.importorskip("torchastic")
+    run = start("pure_bf16", optimizer="torchastic", accumulate=4, lr=1e-2)
+    before = run.model.out.weight.detach().clone()
+    unused = run.model.time_embed.weight.detach().clone()
+    for x, y in batches(4):
+        run.backward(F.mse_loss(run(x), y))  # no timestep: time_embed gets no gradient
+    run.step()
+    assert not same(run.model.out.weight.detach(), before)
+    assert same(run.model.time_embed.weight.detach(), unused)
+
+
+EXPECTED = [
+    ("opt8bit", "adamw"),
+    ("opt8bit", "bitsandbytes"),
+    ("fp32", "adamw"),
+    ("fp32", "torch"),
+]
+
+
+@pytest.mark.parametrize("name, optimizer", EXPECTED)
+def test_the_update_that_is_expected_is_the_one_that_fp32_weights_take(name, optimizer):
+    """Also of bitsandbytes' step, from its own codes: a reading of its moments that was off would show."""
+    run = start(name, net(width=24), optimizer=optimizer, lr=1e-2, weight_decay=0.1)
+    train(run, 3)
+    p = run.model.middle.weight
+    codes = [t for t in run.optimizer.state[p].values() if torch.is_tensor(t) and t.dtype == torch.uint8]
+    assert p.numel() >= 4096 and bool(codes) == (name == "opt8bit")
+    x, y = batches(1, seed=7)[0]
+    run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
+    held = p.detach().flatten().clone()
+    expected = run.optimizer.wanted(p, p.grad.flatten().clone())
+    run.step()
+    moved = p.detach().flatten() - held
+    assert (moved - expected).norm() < 1e-4 * expected.norm() and expected.norm() > 0
+
+
+PEER_REFUSALS = [
+    ("sgd", {}, ["--optimizer sgd", "unknown", "torchastic"]),
+    ("torchastic", {}, ["--optimizer torchastic", "bf16 parameters only", "--pure_bf16"]),
+    ("optimi", dict(bf16=True), ["--optimizer optimi", "--pure_bf16"]),
+    ("torchao", dict(pure_bf16=True, sites=["islands=norm"]), ["--optimizer torchao", "no islands"]),
+    ("torchastic", dict(pure_bf16=True, stochastic=True), ["--optimizer torchastic", "drop --stochastic"]),
+    ("torch", dict(pure_bf16=True, kahan=True), ["--optimizer torch", "--kahan"]),
+    ("torch", dict(pure_bf16=True, master="split"), ["--optimizer torch", "--master"]),
+    ("torch", dict(opt8bit=True), ["--opt8bit", "drop --optimizer torch"]),
+    ("torchao", dict(pure_bf16=True, opt4bit=True), ["--opt4bit", "drop --optimizer torchao"]),
+    ("bitsandbytes", dict(pure_bf16=True), ["AdamW8bit", "add --opt8bit"]),
+    ("bitsandbytes", dict(opt4bit=True), ["AdamW8bit", "add --opt8bit"]),
+    (
+        "bitsandbytes",
+        dict(pure_bf16=True, stochastic=True, opt8bit=True),
+        ["--optimizer bitsandbytes", "drop --stochastic"],
+    ),
+]
+
+
+@pytest.mark.parametrize("optimizer, flags, words", PEER_REFUSALS, ids=lambda x: "")
+def test_peers_refuse_what_they_cannot_serve(optimizer, flags, words):
+    params = [nn.Parameter(torch.ones(3))]
+    refused(lambda: peers.build(optimizer, params, recipe(**flags)), *words)
+
+
+def test_our_optimizer_takes_its_settings_from_the_recipe():
+    for flags in RECIPES.values():
+        r = recipe(**flags)
+        params = [nn.Parameter(torch.ones(3, dtype=BF16))]
+        options = dict(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+        optimizer = peers.build("adamw", params, r, **options, seed=9)
+        assert isinstance(optimizer, AdamW)
+        writing = (optimizer.update, optimizer.kahan, optimizer.master, optimizer.seed)
+        assert writing == (r.update, r.kahan == "on", r.master, 9)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert optimizer.dtypes[name] == optim.DTYPES.get(r[name], torch.float32)
+            assert optimizer.coders.get(name) is FORMATS.get(r[name])
+        group = optimizer.param_groups[0]
+        assert {name: group[name] for name in options} == options
+    assert Recipe() == recipe() and list(itertools.islice(RECIPES, 1)) == ["fp32"]
+
+
+def test_the_names_are_those_that_can_be_built():
+    assert peers.NAMES[0] == "adamw" and set(peers.NAMES) == {*optim.OPTIMIZERS, *peers.PEERS}
+    for name in set(peers.PEERS) - {"bitsandbytes"}:
+        pytest.importorskip(name)
+        made = peers.build(name, [nn.Parameter(torch.ones(3, dtype=BF16))], recipe(pure_bf16=True))
+        assert isinstance(made, peers.PEERS[name]) and not made.by_recipe and made.nbytes()["exp_avg"] == 6
+        assert peers.title(made, name) == name

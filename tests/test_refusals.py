@@ -1,0 +1,384 @@
+"""The command: what bad input, folders and checkpoints that don't fit get, and how flags are read."""
+
+import errno
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import cli
+import pytest
+import torch
+from cli import (
+    QUICK,
+    ROOT,
+    after_step,
+    checkpoint,
+    command,
+    content,
+    no_training,
+    one_line,
+    picture,
+    process,
+    quick,
+    summary,
+)
+
+import recipes
+import train
+import trainer
+from flags import Config, Table
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+
+# ---- Folders and checkpoints that don't fit ----------------------------------------------------------------
+
+
+class Payload:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def plant_truncated(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def plant_pickle(path):
+    path.write_bytes(pickle.dumps(Payload(), protocol=2))
+
+
+def plant_zipped_pickle(path):
+    torch.save({"format": 1, "step": Payload()}, path)
+
+
+def plant_tensor(path):
+    torch.save(torch.zeros(3), path)
+
+
+def plant_little(path):
+    torch.save({"format": 1}, path)
+
+
+@pytest.mark.parametrize(
+    "plant", [plant_truncated, plant_pickle, plant_zipped_pickle, plant_tensor, plant_little]
+)
+def test_a_file_that_is_no_checkpoint_is_refused_and_never_run(plant, capsys):
+    assert quick() == 0
+    plant(Path("runs/run/checkpoint.pt"))
+    before = content("runs")
+    capsys.readouterr()
+    assert quick(steps=6) == 2
+    assert "no checkpoint of this program" in one_line(capsys)
+    assert command("--sample", "runs/run") == 2
+    assert "no checkpoint of this program" in one_line(capsys)
+    assert content("runs") == before and not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        (["--lr", 1e-4], "--lr was 0.001 and is 0.0001"),
+        (["--pure_bf16"], "--pure_bf16 was False and is True"),
+        (["--model", "dit"], "--model was unet and is dit"),
+        (["--set", "ema=bf16"], "--set was [] and is ['ema=bf16']"),
+    ],
+)
+def test_a_folder_of_other_flags_is_refused(flags, said, capsys):
+    assert quick() == 0
+    before = content("runs")
+    capsys.readouterr()
+    assert quick(*flags, steps=6) == 2
+    line = one_line(capsys)
+    assert said in line and "--name" in line
+    assert content("runs") == before
+
+
+def test_a_folder_from_before_a_flag_existed_goes_on(capsys):
+    assert quick() == 0
+    path = Path("runs/run/config.json")
+    old = json.loads(path.read_text())
+    del old["flags"]["growth_interval"]
+    path.write_text(json.dumps(old))
+    capsys.readouterr()
+    assert quick(
+        "--growth_interval", "7", steps=6
+    ) == 2 and "--growth_interval was 2000 and is 7" in one_line(capsys)
+    assert quick(steps=6) == 0 and json.loads(Path("runs/run/summary.json").read_text())["step"] == 6
+
+
+def test_a_checkpoint_of_another_model_is_refused(capsys):
+    assert (
+        quick() == 0 and quick("--model", "dit", name="dit") == 0 and quick("--pure_bf16", name="pure") == 0
+    )
+    for other in ("dit", "pure"):
+        os.replace(f"runs/{other}/checkpoint.pt", "runs/run/checkpoint.pt")
+        before = content("runs")
+        capsys.readouterr()
+        assert quick(steps=6) == 2
+        assert "another model or recipe" in one_line(capsys)
+        assert content("runs") == before
+
+
+@pytest.mark.parametrize("kind", ["files", "a file", "broken config"])
+def test_a_folder_of_something_else_is_refused(kind, capsys):
+    Path("runs").mkdir()
+    if kind == "a file":
+        Path("runs/run").write_text("mine")
+    else:
+        Path("runs/run").mkdir()
+        Path("runs/run", "config.json" if kind == "broken config" else "thesis.tex").write_text("mine")
+    assert quick() == 2
+    assert "--name" in one_line(capsys)
+    assert len(content("runs")) == 1
+
+
+def test_no_space_for_a_checkpoint(monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, lambda run: patch.setattr(os, "fsync", full))
+        assert quick("--checkpoint_every", 2) == 2
+    assert "no space left" in one_line(capsys)
+    assert checkpoint()["step"] == 2 and not list(Path("runs").rglob("*.part"))
+    assert quick("--checkpoint_every", 2) == 0 and summary()["step"] == 4
+
+
+def test_no_space_for_a_line_of_metrics(monkeypatch, capsys):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trainer.Trainer, "_log", full)
+    assert quick() == 2
+    assert "no space left" in one_line(capsys)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_good_checkpoint(capsys):
+    assert quick("--lr", 1e30, "--log_every", 50, "--checkpoint_every", 1, steps=60) == 2
+    line = one_line(capsys)
+    assert re.search(r"the loss is (nan|inf) at step \d+", line) and "--lr" in line
+    assert all(t.isfinite().all() for t in checkpoint()["precision"]["model"].values())
+
+
+# ---- Bad input ---------------------------------------------------------------------------------------------
+
+
+def plant_inputs():
+    """Everything that BAD_INPUT names."""
+    Path("empty").mkdir()
+    for name in "abc":
+        picture(Path("unreadable", f"{name}.png"))
+        picture(Path("three", f"{name}.png"))
+        picture(Path("masked/images", f"{name}.png"))
+        picture(Path("masked/masks", f"{name}.png"), value=1)
+    Path("unreadable/b.png").write_bytes(b"not an image")
+    Path("masked/masks/b.png").unlink()
+    files = {
+        "unknown.yaml": "stepz: 3",
+        "type.yaml": "steps: many",
+        "list.yaml": "- steps",
+        "bad.yaml": "steps: [3",
+        "flag.yaml": "pure_bf16: 1",
+        "value.yaml": "set: {ema: bf17}",
+        "nested.yaml": "lr: {a: 1}",
+        "binary.yaml": "\0\1",
+    }
+    for name, text in files.items():
+        Path(name).write_text(text)
+
+
+BAD_INPUT = {
+    "--data folder:nowhere": "nowhere",
+    "--data nowhere": "unknown data set",
+    "--data folder:empty": "holds no images",
+    "--data folder:unreadable --image_size 8": "b.png",
+    "--task segment --data folder:masked": "b.png",
+    "--task segment --data digits": "no masks",
+    "--data medmnist:nowhere.npz": "nowhere.npz",
+    "--data nifti:nowhere": "nowhere",
+    "--data cifar10:nowhere": "nowhere",
+    "--set emma=bf16": "unknown site 'emma'",
+    "--set ema=bf17": "'bf17' is no value of ema",
+    "--set ema": "no value of ema",
+    "--average 0.9": "DECAY:DTYPE",
+    "--config unknown.yaml": "unknown key 'stepz'",
+    "--config type.yaml": "'many' is not a whole number",
+    "--config list.yaml": "flag: value",
+    "--config bad.yaml": "not YAML",
+    "--config binary.yaml": "not YAML",
+    "--config flag.yaml": "true or false",
+    "--config value.yaml": "'bf17' is no value of ema",
+    "--config nested.yaml": "not a number",
+    "--config nowhere.yaml": "nowhere.yaml",
+    "--config empty": "empty",
+    "--bf16 --pure_bf16": "exclude each other",
+    "--stochastic": "add --pure_bf16",
+    "--kahan": "add --pure_bf16",
+    "--master split": "add --pure_bf16",
+    "--pure_bf16 --kahan --master split": "drop one",
+    "--opt8bit --opt4bit": "exclude each other",
+    "--opt8bit --optimizer torchao": "drop --optimizer torchao",
+    "--optimizer bitsandbytes": "add --opt8bit",
+    "--set compute=tf32": "can't run on cpu",
+    "--device cuda": "no CUDA device",
+    "--optimizer adamx": "unknown; choose from",
+    "--optimizer torchastic": "add --pure_bf16",
+    "--task segment --model dit": "no model 'dit'",
+    "--size huge": "unknown size",
+    "--image_size 9": "9",
+    "--image_size 4": "too small",
+    "--stepz 3": "unrecognized arguments",
+    "--step 3": "unrecognized arguments",  # no abbreviations: a new flag would change their meaning
+    "--steps many": "'many' is not a whole number",
+    "--steps 0": "above 0",
+    "--lr nan": "above 0",
+    "--lr -1": "--lr",
+    "--ema_decay 1": "below 1",
+    "--label_dropout 2": "from 0 to 1",
+    "--sample_steps 1001": "from 1 to 1000",
+    "--task paint": "invalid choice",
+    "--sample nowhere": "no checkpoint at nowhere",
+    "--sample empty": "no checkpoint at empty",
+    "--sample=": "no checkpoint",
+    "--check --dry_run": "not allowed with",
+    "--samples 1": "above 1",
+    "--export nowhere/ema.safetensors": "no folder nowhere",
+    "--data folder:three --image_size 8": "add images",
+    "--pure_bf16 --model dit --set islands=norm": "islands",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_INPUT)
+def test_bad_input_is_one_line_and_status_2_and_leaves_nothing(flags, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plant_inputs()
+    before = content(".")
+    assert command("--steps", 2, "--batch_size", 2, *flags.split()) == 2
+    line = one_line(capsys)
+    assert BAD_INPUT[flags] in line
+    assert content(".") == before and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        (["--batch_size", 9], "use a multiple of 2"),
+        (["--pure_bf16", "--optimizer", "torchastic"], "--optimizer torchastic"),
+    ],
+)
+def test_what_several_processes_cannot_do(flags, said, capsys, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert quick(*flags) == 2
+    assert said in one_line(capsys) and not Path("runs").exists()
+
+
+def test_a_real_process_says_one_line_too():
+    child = process(ROOT / "train.py", "--data", "folder:nowhere")
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 2 and out == "" and err.count("\n") == 1 and err.startswith("train.py: ")
+
+
+# ---- Flags -------------------------------------------------------------------------------------------------
+
+
+def test_a_yaml_file_equals_the_flags_and_the_command_line_wins(capsys):
+    Path("run.yaml").write_text(
+        "steps: 7\nlr: 1e-4\npure_bf16: true\nstochastic: true\nfp16: false\nmodel: dit\ndata:\nset: "
+        "{ema: bf16, islands: embed}\naverage: [0.9:bf16]\n"
+    )
+    assert command("--config", "run.yaml", "--dry_run") == 0
+    from_file = capsys.readouterr().out
+    flags = "--steps 7 --lr 1e-4 --pure_bf16 --stochastic --model dit --set ema=bf16 --set islands=embed"
+    flags = [*flags.split(), "--average", "0.9:bf16"]
+    assert command(*flags, "--dry_run") == 0
+    assert capsys.readouterr().out == from_file and "--lr 0.0001\n" in from_file
+    assert command("--config", "run.yaml", "--steps", 9, "--set", "ema=fp32", "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert "--steps 9\n" in out and "--set ['ema=fp32']\n" in out and "--model dit\n" in out
+    Path("kahan.yaml").write_text("pure_bf16: true\nset: {kahan: on}\n")  # a YAML parser reads: true
+    assert command("--config", "kahan.yaml", "--dry_run") == 0
+    assert re.search(r"^kahan +on ", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--task ddpm --model dit --size XL/2 --image_size 64 --pure_bf16 --master split",
+        "--fp16",
+        "--opt8bit",
+        "--task segment --pure_bf16 --stochastic",
+        "--pure_bf16 --optimizer torchastic",
+        "--fp8 --model dit",
+    ],
+)
+def test_dry_run_prints_flags_and_ledger_and_writes_nothing(flags, capsys, monkeypatch, tmp_path):
+    no_training(monkeypatch)
+    assert command("--dry_run", *flags.split()) == 0
+    out = capsys.readouterr().out
+    for flag in train.DEFAULTS:
+        assert re.search(rf"^--{flag}\b", out, re.M), flag
+    for site in recipes.SITES:
+        assert re.search(rf"^{site} ", out, re.M), site
+    assert not list(tmp_path.iterdir())
+
+
+def test_check_prints_the_matrix(capsys, tmp_path):
+    assert not command("--check")
+    out = capsys.readouterr().out
+    for word in ("cpu", "--bf16", "--fp16", "--fp8", "--opt8bit", "tf32", "start with: python train.py"):
+        assert word in out
+    assert "mps" not in out  # --device has none
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_every_flag(capsys):
+    assert command("--help") == 0
+    out = capsys.readouterr().out
+    for flag in [*train.DEFAULTS, "config", "dry_run", "check", "sample"]:
+        assert re.search(rf"^  --{flag}\b", out, re.M), flag
+
+
+def test_every_flag_is_read(monkeypatch):
+    """A flag that nothing reads would parse and do nothing."""
+    read, settled = set(), trainer.settled
+
+    class Recorded(Config):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    def recorded(values):
+        kind, table, config = settled(values)
+        return kind, table, Recorded(**vars(config))
+
+    assert quick(name="teacher", steps=1) == 0
+    monkeypatch.setattr(trainer, "settled", recorded)
+    monkeypatch.setattr(Table, "differences", lambda self, old, config: [])  # it compares all of them
+    assert quick(name="a", steps=2) == 0 and quick("--task", "ddpm", name="b", steps=1) == 0
+    assert quick("--task", "reflow", "--teacher", "runs/teacher", "--pairs", 8, name="c", steps=1) == 0
+    assert quick("--weight_decay", 0.1, name="d", steps=1) == 0
+    assert train.DEFAULTS.keys() - read == {"task"}  # which chose the classes that read the others
+
+
+def test_names_of_folders():
+    def name(**flags):
+        return train.FLAGS.name(train.FLAGS.typed(flags))
+
+    assert name() == "default"
+    assert name(pure_bf16=True, stochastic=True) == "pure_bf16-stochastic"
+    assert (
+        name(lr=1e-4, model="dit", set=["ema=bf16", "islands=norm+embed"])
+        == "dit-lr0.0001-ema_bf16-islands_norm+embed"
+    )
+    assert name(device="cpu", threads=2, runs="elsewhere", name="x", log_every=1) == "default"
+    assert (
+        "/" not in name(data="folder:/a/../b", size="XL/2") and len(name(data="folder:" + "x" * 999)) <= 200
+    )
+
+
+def test_the_folder_is_named_after_the_flags():
+    assert command(*QUICK, "--steps", 1, "--kahan", "--pure_bf16") == 0
+    assert os.listdir("runs") == ["steps1-batch_size8-warmup0-pure_bf16-kahan-sample_steps2-samples20"]

@@ -1,0 +1,469 @@
+"""experiments/report.py, and the EXPERIMENTS.md of this repository, which must be what its results give."""
+
+import math
+import re
+import shlex
+import shutil
+
+import numpy as np
+import pytest
+from lab import TOML, commands, record, records_of, second, table, write
+from scipy import stats
+
+from experiments import analysis, definition, figures, report, run
+from experiments import records as log
+
+ROOT = definition.ROOT
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The experiments folder, which holds 001-rounding. run.main changes the working directory."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "experiments", TOML)
+    return tmp_path / "experiments"
+
+
+# ---- Tables ------------------------------------------------------------------------------------------------
+
+
+def scores_of(records):
+    """{arm: array of its scores, in the order of the records}."""
+    found = {}
+    for r in records:
+        found.setdefault(r["arm"], []).append(r["scores"]["ema"]["frechet"])
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def half_interval(differences):
+    """Half of the 95 % interval of the mean of six differences."""
+    return stats.t.ppf(0.975, 5) * differences.std(ddof=1) / 6**0.5
+
+
+def test_scores_of_another_experiment_make_the_table(folder):
+    records = records_of(definition.load("1", folder))
+    write(folder, TOML, records)
+    second(folder)
+    document = folder.parent / "EXPERIMENTS.md"
+    assert report.main([], folder, document) == 0
+    first, rows = table(document.read_text()), table(document.read_text(), "002")
+    assert rows["fp32"]["frechet"] == first["fp32"]["ema.frechet"]
+    assert rows["raw"]["frechet"] == first["fp32"]["raw.frechet"]
+    assert rows["sampler"]["frechet"] == "-"
+
+
+def test_every_number_of_the_table_comes_from_the_results(folder):
+    experiment = definition.load("1", folder)
+    records = records_of(experiment)
+    write(folder, TOML, records)
+    document = folder.parent / "EXPERIMENTS.md"
+    assert report.main([], folder, document) == 0
+    rows = table(document.read_text())
+    values = scores_of(records)
+    for name, x in values.items():
+        row, d = rows[name], x - values["fp32"]
+        assert row["ema.frechet"] == f"{x.mean():.3f} ± {x.std(ddof=1):.3f}"
+        assert row["raw.frechet"] == f"{2 * x.mean():.3f} ± {2 * x.std(ddof=1):.3f}"
+        assert row["label accuracy"] == "0.500 ± 0.000"
+        assert row["training loss"] == f"{0.425:.4f} ± {np.std(np.arange(6) / 100, ddof=1):.4f}"
+        assert (row["n"], row["bytes a parameter"], row["seconds"]) == ("6", "16", "36")
+        if name != "fp32":
+            low, high = d.mean() - half_interval(d), d.mean() + half_interval(d)
+            assert row["difference [95 % CI]"] == f"{d.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+            effect = float(row["detectable"]) / d.std(ddof=1) * 6**0.5
+            if d.std() > 0.01:
+                assert stats.nct.sf(stats.t.ppf(0.975, 5), 5, effect) == pytest.approx(0.8, abs=0.02)
+    assert [rows[name]["verdict"] for name in rows] == ["baseline", "worse", "equal"]
+    lines = document.read_text().splitlines()
+    overview = lines[lines.index("<!-- generated: overview begin -->") + 3]
+    # 18 runs of 36 s on 2 cores
+    assert overview.endswith("| equal: sampler; worse: nearest | 6 min on 2 cores |")
+    assert not any(line.startswith("| Its net") for line in lines)
+    edit = folder / experiment.folder.name / "experiment.toml"
+    edit.write_text(edit.read_text().replace('name = "nearest"', 'name = "nearest"\nheadline = "Its net"', 1))
+    assert report.main([], folder, document) == 0
+    headline = [line for line in document.read_text().splitlines() if line.startswith("| Its net")]
+    base, own = rows["fp32"], rows["nearest"]
+    assert headline == [
+        f"| Its net ([001](#experiment-001)) | 16 | {base['ema.frechet']} | {own['ema.frechet']} | "
+        f"{own['difference [95 % CI]']} | {experiment.margin:g} | worse, n = 6 |"
+    ]
+
+
+def test_again_changes_nothing_and_the_prose_stays(folder):
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    write(folder, TOML, records_of(experiment))
+    assert report.main([], folder, document) == 0
+    prose = "### What happened\n\nNearest loses.\n"
+    document.write_text(document.read_text().replace("### What happened\n", prose))
+
+    def state():
+        paths = [document, *(folder / "001-rounding").iterdir()]
+        return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+    before = state()
+    assert report.main(["--check"], folder, document) == 0
+    assert report.main([], folder, document) == 0 and state() == before
+    for path in (folder / "001-rounding").glob("*.png"):  # drawn anew, the bytes are the same
+        path.unlink()
+    assert report.main([], folder, document) == 0
+    assert {name: v[0] for name, v in state().items()} == {name: v[0] for name, v in before.items()}
+    write(folder, TOML, records_of(experiment, shift=(0.0, 2.0, 0.01)))
+    assert report.main(["--check"], folder, document) == 1 and report.main([], folder, document) == 0
+    assert "Nearest loses." in document.read_text() and document.read_bytes() != before["EXPERIMENTS.md"][0]
+
+
+def test_a_new_section_stands_where_its_number_belongs(folder):
+    """Also before sections that are there, whose prose stays."""
+    document = folder.parent / "EXPERIMENTS.md"
+    second(folder)
+    shutil.move(folder / "001-rounding", folder.parent / "aside")
+    (folder / "002-more/experiment.toml").write_text(TOML)
+    assert report.main([], folder, document) == 0
+    document.write_text(document.read_text() + "\nWhat I saw.\n")
+    shutil.move(folder.parent / "aside", folder / "001-rounding")
+    assert report.main([], folder, document) == 0
+    text = document.read_text()
+    assert re.findall(r"^## (\d+)", text, re.M) == ["001", "002"] and text.endswith("\nWhat I saw.\n")
+    assert report.main(["--check"], folder, document) == 0
+
+
+def test_a_diverged_run_counts_and_a_killed_one_does_not(folder):
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    for r in records:
+        if r["arm"] == "nearest":
+            r["failed"] = "the loss is nan at step 7: lower --lr"
+        if (r["arm"], r["seed"]) == ("sampler", 3):
+            r["failed"] = "Killed"
+    write(folder, TOML, [{k: v for k, v in r.items() if k != "scores" or "failed" not in r} for r in records])
+    assert report.main([], folder, document) == 0
+    text = document.read_text()
+    rows = table(text)
+    diverged = rows["nearest"]
+    assert (diverged["ema.frechet"], diverged["verdict"], diverged["n"]) == ("inf", "worse", "6")
+    assert (rows["sampler"]["verdict"], rows["sampler"]["n"]) == ("equal", "5")
+    assert "- sampler, seed 3: Killed" in text and text.count("- nearest, seed") == 6
+
+
+def test_an_arm_may_read_another_score_of_a_run_or_have_its_own_baseline(folder, capsys):
+    more = """
+        [[arms]]
+        name = "raw"
+        of = "fp32"
+        flags = []
+        metric = "raw.frechet"
+        [[arms]]
+        name = "pair"
+        flags = ["--bf16"]
+        baseline = "nearest"
+    """
+    write(folder, TOML + more)
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    assert len(commands(capsys, folder, "--seeds", "0")) == 4  # reading needs no run
+    records = [r for r in records_of(experiment) if r["arm"] != "raw"]
+    records += [record(experiment, "pair", seed, 2.0) for seed in experiment.seeds]
+    write(folder, TOML + more, records)
+    assert report.main([], folder, document) == 0
+    rows = table(document.read_text())
+
+    def mean(row):
+        return float(row["frechet"].split(" ")[0])
+
+    assert mean(rows["raw"]) == pytest.approx(2 * mean(rows["fp32"]), abs=2e-3)
+    assert "of fp32" in rows["raw"]["adds"]
+    difference = float(rows["pair"]["difference [95 % CI]"].split(" ")[0])
+    assert difference == pytest.approx(2.0 - mean(rows["nearest"]), abs=2e-3)
+    assert rows["pair"]["verdict"].endswith("(against nearest)")
+
+
+CELLS = {"stochastic-fp32": 0.1, "stochastic-bf16": 10.0, "nearest-fp32": 0.3, "nearest-bf16": 15.0}
+
+
+def factors():
+    """A toml of two factors with two levels each; its arms are the CELLS."""
+    text = TOML.split("[[arms]]")[0].replace('baseline = "fp32"', 'baseline = "stochastic-fp32"')
+    text += 'ranges = true\nx_label = "share"\n'
+    for i, name in enumerate(CELLS):
+        update, ema = name.split("-")
+        text += f"""
+            [[arms]]
+            name = "{name}"
+            flags = ["--lr", "1e-{i + 2}"]
+            cell = {{update = "{update}", ema = "{ema}"}}
+            series = "{update}"
+            x = {2 if ema == "bf16" else 1}
+        """
+    return text
+
+
+def trace_step(t):
+    """A step of the trace of ranges; the last, at t = 0, has no prediction."""
+    step = {"t": t, "x_min": -t / 250, "x_max": 4.0, "x_mean": 0.1}
+    return {**step, "prediction_min": -2.0, "prediction_max": 2.0} if t else step
+
+
+def effects_in(text):
+    """{effect: [times, from, to]} of the generated tables."""
+    lines = [line.split("|") for line in text.splitlines() if line.startswith(("| update ", "| ema "))]
+    return {line[1].strip(): [float(cell) for cell in line[2:5]] for line in lines}
+
+
+def test_effects_of_factors_are_ratios_of_cells(folder):
+    write(folder, factors())
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    spread = np.random.default_rng(0)
+    records = []
+    for seed in experiment.seeds:
+        for name, mean in CELLS.items():
+            score = mean * np.exp(0.1 * spread.standard_normal())
+            records.append(record(experiment, name, seed, score))
+            records[-1]["scores"]["ema"]["trace"] = [trace_step(t) for t in (1000, 500, 0)]
+    write(folder, factors(), records)
+    assert report.main([], folder, document) == 0
+    logs = {name: np.log10(values) for name, values in scores_of(records).items()}
+    s_f, s_b, n_f, n_b = logs.values()
+    expected = {
+        "update nearest": (n_f + n_b - s_f - s_b) / 2,
+        "ema bf16": (s_b + n_b - s_f - n_f) / 2,
+        "update x ema": n_b - n_f - s_b + s_f,
+    }
+    text = document.read_text()
+    found = effects_in(text)
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        half = half_interval(values)
+        ends = [10 ** (values.mean() + by) for by in (0, -half, half)]
+        assert found[name] == pytest.approx(ends, abs=0.006)
+    ends = "-4.00 → 0.00 | 4.00 → 4.00 | 0.10 → 0.10 | -2.00 → -2.00 | 2.00 → 2.00"
+    assert f"| nearest-bf16 | {ends} |" in text
+    drawn = {p.name for p in (folder / "001-rounding").glob("*.png")}
+    assert drawn == {"curves.png", "factorial.png", "series.png", "ranges.png"}
+    known = {k: r for k, r in log.recorded(experiment).items() if k[1] != "nearest-fp32"}
+    assert analysis.factorials(experiment, known) == []  # a missing cell: no effects
+
+
+def test_factors_without_every_cell_have_the_effects_that_can_be_told(folder):
+    """Arms that were never planned, scores of 0, one level only: nothing of it is a traceback."""
+    document = folder.parent / "EXPERIMENTS.md"
+    pair = (
+        factors()
+        .replace('"nearest-bf16"', '"other"')
+        .replace('cell = {update = "nearest", ema = "bf16"}', "")
+    )
+    for toml, score, expected in [
+        (pair, 1.0, {"update nearest", "ema bf16"}),
+        (factors().replace('ema = "bf16"', 'ema = "fp32"'), 1.0, {"update nearest"}),
+        (factors(), 0.0, set()),
+    ]:
+        write(folder, toml)
+        experiment = definition.load("1", folder)
+        records = []
+        for seed in experiment.seeds:
+            records += [record(experiment, arm.name, seed, score * (1 + seed)) for arm in experiment.arms]
+        write(folder, toml, records)
+        assert report.main(["--check"], folder, document) == 1
+        groups = analysis.factorials(experiment, log.recorded(experiment))
+        assert {name for group in groups for name, *_ in group["effects"]} == expected
+
+
+def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, capsys):
+    toml = TOML.replace('flags = ["--pure_bf16"]', 'flags = ["--fp8"]')
+    toml = toml.replace("sampler=bf16", "generation=int8")
+    toml += """
+        [[arms]]
+        name = "noise"
+        of = "nearest"
+        flags = []
+        metric = "gradient_snr.bf16"
+        baseline = "noise"
+    """
+    write(folder, toml)
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    for r in records:
+        if r["arm"] == "nearest":
+            r["gradient_snr"] = {"fp8": 20.0 + r["seed"], "bf16": 40.0}
+            r["flops_share"] = {"fp8": 0.953}
+        elif r["arm"] == "sampler":
+            r["flops_share"] = {"generation": 0.5}
+    write(folder, toml, records)
+    assert report.main([], folder, document) == 0
+    rows = table(document.read_text())
+    assert rows["nearest"]["gradient SNR in FP8, dB"] == f"22.5 ± {np.std(range(6), ddof=1):.1f}"
+    assert rows["nearest"]["of the FLOPs"] == "95.3% in FP8"
+    assert rows["sampler"]["of the FLOPs"] == "50.0% in int8"
+    assert rows["fp32"]["of the FLOPs"] == rows["fp32"]["in bf16, dB"] == "-"
+    assert rows["noise"]["frechet"] == "40.000 ± 0.000" and rows["fp32"]["training loss"] != "-"
+    for r in records:
+        if r["arm"] == "nearest":
+            r["gradient_snr"] = {"bf16": 40.0}
+    write(folder, toml, records)
+    assert report.main([], folder, document) == 2
+    assert "no score 'gradient_snr.fp8'" in capsys.readouterr().err
+
+
+def test_score_against_bytes_a_parameter(folder):
+    toml = TOML.replace("margin = 0.5", "margin = 0.5\nby_bytes = true")
+    write(folder, toml)
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    picture = folder / "001-rounding/bytes.png"
+    assert report.main([], folder, document) == 0 and not picture.exists(), "nothing ran"
+    sizes = {"fp32": 16.0, "nearest": 8.0, "sampler": 10.14}
+    records = [{**r, "bytes_per_parameter": sizes[r["arm"]]} for r in records_of(experiment)]
+    write(folder, toml, records)
+    recorded = log.recorded(experiment)
+    points = analysis.by_bytes(experiment, recorded)
+    assert [(p[0], p[1], p[5]) for p in points] == [
+        ("fp32", 16.0, "baseline"),
+        ("sampler", 10.14, "equal"),
+        ("nearest", 8.0, "worse"),
+    ]
+    values = scores_of(records)
+    for name, _, mean, low, high, _ in points:
+        assert mean == pytest.approx(values[name].mean())
+        if name == "fp32":
+            assert low is high is None
+            continue
+        half = half_interval(values[name] - values["fp32"])
+        assert (low, high) == (pytest.approx(mean - half), pytest.approx(mean + half))
+    # one seed alone has no interval; a run that diverged no place
+    few = {k: r for k, r in recorded.items() if k[2] == 0}
+    diverged = {"arm": "nearest", "seed": 0, "failed": "the loss is nan at step 2"}
+    few[definition.key(experiment.arm("nearest"), 0)] = diverged
+    expected = [(values[name][0], None, None) for name in ("fp32", "sampler")]
+    assert [p[2:5] for p in analysis.by_bytes(experiment, few)] == expected
+    assert report.main([], folder, document) == 0
+    assert picture.stat().st_size > 5000
+    assert "](experiments/001-rounding/bytes.png)" in document.read_text()
+
+
+def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    write(folder, TOML, records_of(experiment))
+    report.main([], folder, document)
+    document.write_text(document.read_text().replace("<!-- generated: 001 end -->", ""))
+    assert report.main([], folder, document) == 2 and "must each stand there once" in capsys.readouterr().err
+    write(folder, TOML.replace("ema.frechet", "ema.fid"), records_of(experiment))
+    assert report.main([], folder, document) == 2 and "no score 'ema.fid'" in capsys.readouterr().err
+
+
+# ---- Pictures ----------------------------------------------------------------------------------------------
+
+
+def test_a_picture_is_drawn_again_when_its_data_or_its_version_change(tmp_path, monkeypatch):
+    path, draw = tmp_path / "curves.png", figures.FIGURES["curves"]
+    data = {"title": "t", "order": ["a"], "panels": {"loss": {"a": ([1, 2], [0.3, math.nan])}}}
+    figures.figure(path, data)
+    first = path.read_bytes()
+    path.write_bytes(first + b"left alone")  # what follows the end of a PNG is no part of the picture
+    figures.figure(path, {**data, "order": ("a",)})  # lists and tuples are one
+    figures.figure(path, {**data, "panels": {"loss": {"a": ([1, 2], [0.3 + 1e-12, math.nan])}}})
+    assert path.read_bytes() == first + b"left alone"
+    figures.figure(path, {**data, "title": "u"})
+    second = path.read_bytes()
+    assert second != first and not second.endswith(b"left alone")
+    monkeypatch.setitem(figures.FIGURES, "curves", (draw[0], draw[1] + 1, draw[2]))
+    figures.figure(path, {**data, "title": "u"})
+    assert path.read_bytes() != second
+
+
+# ---- This repository's own log -----------------------------------------------------------------------------
+
+EXPERIMENTS = [definition.load(number) for number in definition.folders()]
+DOCUMENT = ROOT / "EXPERIMENTS.md"
+logged = pytest.mark.skipif(not DOCUMENT.exists(), reason="there is no EXPERIMENTS.md yet")
+
+
+def named(arm):
+    """The flags that an arm adds."""
+    return {flag.removeprefix("--") for flag in arm.flags if flag.startswith("--")}
+
+
+def all_flags(arm):
+    """The flags that its scores come from."""
+    flags = arm.trained.experiment.common + arm.trained.flags
+    return flags + arm.source.flags if arm.of else flags
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.folder.name)
+def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment):
+    beside = {"average", "weights"}  # what is kept and scored beside the main average is no training
+    for arm in experiment.arms:
+        base = experiment.arm(arm.baseline)
+        mine, other = run.flags_of(all_flags(arm)), run.flags_of(all_flags(base))
+        differ = {name for name in mine if mine[name] != other[name]}
+        own = {name for a in (arm, base) for b in (a, a.trained, a.source) for name in named(b)}
+        assert differ <= beside | own, arm.name
+        assert arm is base or differ or arm.metric != base.metric, f"{arm.name} is its baseline again"
+    log.recorded(experiment)  # raises when a record's command is not the one of its arm
+
+
+@logged
+def test_the_log_is_what_the_results_give():
+    assert report.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.folder.name)
+def test_the_pictures_of_the_log_show_its_records(experiment):
+    """So that nothing but new records redraws them. Samples are not checked: their runs are not kept here."""
+    known = {}
+    for number in sorted({key[0] for arm in experiment.arms for key in keys_read(arm)}):
+        known |= log.recorded(next(e for e in EXPERIMENTS if e.number == number))
+    for name, data in report.figure_data(experiment, known, runs="nowhere"):
+        digest = figures.digest_of(data, figures.FIGURES[name][1])
+        assert figures.drawn_from(experiment.folder / f"{name}.png") == digest, name
+
+
+def keys_read(arm):
+    return [definition.key(other, 0) for other in (arm.source, arm.trained, arm.start)]
+
+
+def test_a_short_arm_of_the_log_gives_its_record_again(capsys):
+    e = definition.load("17")
+    if ("017", "fp32", 0) not in log.recorded(e):
+        pytest.skip("experiment 017 is not recorded yet")
+    assert run.main(["017", "--check", "--arm", "fp32", "--seeds", "0"]) == 0, capsys.readouterr().out
+    assert "fp32, seed 0: same" in capsys.readouterr().out
+
+
+@logged
+def test_every_command_of_the_log_dry_runs(capsys):
+    text = DOCUMENT.read_text()
+    blocks = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    lines = dict.fromkeys(blocks + re.findall(r"`([^`\n]+)`", text))
+    found = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("python ")]
+    generated = {}
+    for e in EXPERIMENTS:
+        for arm in e.arms:
+            generated[tuple(definition.command(arm.source, e.seeds[0]))] = e, arm.source
+    assert found
+    for script, *words in found:
+        if script == "experiments/run.py":
+            assert run.main([*words, "--dry_run"]) == 0, words
+        elif (script, *words) in generated:  # those that sample are dry-run with the flags of their training
+            e, arm = generated[script, *words]
+            run.validate([arm], e.seeds[0])
+        elif script == "train.py":
+            if not set(words) & {"--sample", "--check", "--diagnose"}:
+                assert run.dry_run(words) == 0, words
+        else:
+            assert (ROOT / script).exists(), script
+        capsys.readouterr()
+
+
+@logged
+def test_figures_in_the_prose_are_those_of_the_tables():
+    """Every decimal fraction that the author writes is, rounded, a figure of the generated parts."""
+    text = DOCUMENT.read_text()
+    parts = re.split(r"<!-- generated: \w+ (?:begin|end) -->", text)
+    prose, generated = " ".join(parts[::2]), " ".join(parts[1::2])
+    fraction = r"(?<![\w.])\d+\.\d+(?![\w.]*\d)"
+    known = [float(x) for x in re.findall(r"\d+\.?\d*(?:e-?\d+)?", generated)]
+
+    def is_known(x):
+        places = len(x.partition(".")[2])
+        return any(f"{v:.{places}f}" == x for v in known)
+
+    unknown = [x for x in dict.fromkeys(re.findall(fraction, prose)) if not is_known(x)]
+    assert not unknown

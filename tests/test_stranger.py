@@ -1,0 +1,435 @@
+"""Other people's optimisers: one of ours in a dozen lines, several for one model, any of torch's."""
+
+import functools
+import itertools
+import math
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import BF16, batches, correlation, draw, net, refused, same, start, through_a_file, train
+from torch import nn
+
+import optim
+import peers
+from precision import Precision
+from recipes import recipe
+
+eager = common.eager
+
+# ---- A stranger's optimiser --------------------------------------------------------------------------------
+
+
+class Lion(optim.Rounded):
+    """Lion (arXiv 2302.06675): the sign of a mean of gradient and momentum."""
+
+    moments = ("exp_avg",)
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **writing):
+        super().__init__(params, dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay), **writing)
+
+    def numbers(self, group, step):
+        return [1 - group["betas"][0], 1 - group["betas"][1], -group["lr"]]
+
+    @staticmethod
+    def direction(g, moments, h):
+        (m,) = moments
+        return h[4] * (m + h[2] * (g - m)).sign(), (m + h[3] * (g - m),)
+
+
+LION = dict(optimizer=Lion, lr=1e-3, betas=(0.9, 0.99))
+WAYS = {
+    "fp32": {},
+    "nearest": dict(pure_bf16=True),
+    "stochastic": dict(pure_bf16=True, stochastic=True),
+    "kahan": dict(pure_bf16=True, kahan=True),
+    "split": dict(pure_bf16=True, master="split"),
+    "int8": dict(pure_bf16=True, stochastic=True, opt8bit=True),
+    "e5m2": dict(sites=["exp_avg=e5m2", "update=stochastic"]),
+}
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def lion_run(way, weights=0, **options):
+    if way == "int8":
+        pytest.importorskip("bitsandbytes")
+    return start(WAYS[way], net(weights, width=32), **LION, **options)
+
+
+@every_way
+def test_a_strangers_optimiser_trains_in_every_way_of_writing(way):
+    run = lion_run(way, weight_decay=0.01, clip_grad=1.0, ema_decay=0.9)
+    x, y = batches(1, seed=9)[0]
+    with torch.no_grad():
+        before = F.mse_loss(run(x, torch.arange(8.0)), y).item()
+    reports = train(run, 60, measure=True)
+    with torch.no_grad():
+        after = F.mse_loss(run(x, torch.arange(8.0)), y).item()
+    assert after < 0.5 * before
+    for report in reports:
+        assert 0 < report["update_survival"] <= 1 and "exp_avg_sq_moved" not in report
+    if way in ("fp32", "split", "e5m2"):
+        assert reports[-1]["update_survival"] > 0.999
+    coded = run.optimizer.state[run.model.middle.weight]["exp_avg"].dtype == torch.uint8
+    assert coded == (way in ("int8", "e5m2"))
+
+
+def lion_in_fp64(weights, grads, lr, betas, decay):
+    """A list of float64 tensors after Lion's steps with lists of gradients."""
+    weights = [w.double() for w in weights]
+    moments = [torch.zeros_like(w) for w in weights]
+    for step in grads:
+        for w, m, g in zip(weights, moments, step, strict=True):
+            sign = (betas[0] * m + (1 - betas[0]) * g.double()).sign()
+            w.mul_(1 - lr * decay).sub_(lr * sign)
+            m.mul_(betas[1]).add_((1 - betas[1]) * g.double())
+    return weights
+
+
+@pytest.mark.parametrize("way", ["fp32", "split"])
+def test_a_strangers_optimiser_equals_its_fp64_reference(way):
+    shapes = [(7,), (30, 20), (4097,)]
+    initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(shapes)]
+    grads = [[draw(*s, seed=10 * step + i).to(BF16) for i, s in enumerate(shapes)] for step in range(20)]
+    params = [nn.Parameter(t.to(torch.float32 if way == "fp32" else BF16, copy=True)) for t in initial]
+    optimizer = peers.build(Lion, params, recipe(**WAYS[way]), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    assert isinstance(optimizer, Lion)
+    for p, t in zip(params, initial, strict=True):
+        optimizer.set_exact(p, t)
+    for step in grads:
+        for p, g in zip(params, step, strict=True):
+            p.grad = g.to(p.dtype)
+        wanted = [optimizer.held(p) + optimizer.wanted(p, p.grad.flatten()) for p in params]
+        optimizer.step()
+        for p, w in zip(params, wanted, strict=True):
+            torch.testing.assert_close(optimizer.held(p), w, rtol=1e-6, atol=1e-8)
+    reference = lion_in_fp64(initial, grads, 1e-2, (0.9, 0.99), 0.1)
+    for p, w in zip(params, reference, strict=True):
+        torch.testing.assert_close(optimizer.held(p), w.float().flatten(), rtol=1e-5, atol=1e-6)
+
+
+@every_way
+def test_a_strangers_optimiser_resumes_bit_for_bit(way):
+    options = dict(seed=3, clip_grad=1.0, ema_decay=0.9)
+    run = lion_run(way, **options)
+    train(run, 3)
+    saved = through_a_file(run.state_dict())
+    train(run, 3, seed=1)
+    other = lion_run(way, weights=1, **options)
+    other.load_state_dict(saved)
+    train(other, 3, seed=1)
+    for source in ("raw", "ema"):
+        one, two = run.weights(source), other.weights(source)
+        assert all(same(one[name], two[name]) for name in one)
+
+
+@every_way
+def test_the_ledger_of_a_strangers_optimiser_says_what_it_keeps(way):
+    run = lion_run(way)
+    rows = {row["site"]: row for row in run.ledger().rows}
+    assert rows["exp_avg_sq"]["bytes"] == 0 and rows["exp_avg_sq"]["why"] == "Lion keeps none"
+    n = sum(p.numel() for p in run.params)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in states(run.optimizer)}
+    for coder in run.optimizer.coders.values():
+        held.update(
+            (t.data_ptr(), t.nbytes) for (key, t) in getattr(coder, "tables", {}).items() if own(key, coder)
+        )
+    expected = sum(held.values()) + 2 * sum(p.nbytes for p in run.params)
+    assert run.ledger().state_bytes * n == pytest.approx(expected, abs=0.01)
+
+
+def own(key, coder):
+    """Whether a table of codes is one of those that a signed moment reads when it is rounded."""
+    return key[-2] is True
+
+
+def states(optimizer):
+    found = []
+    for state in optimizer.state.values():
+        found += [t for t in state.values() if torch.is_tensor(t)]
+    return found
+
+
+def test_an_unknown_option_of_a_strangers_optimiser_is_an_error():
+    with pytest.raises(TypeError, match="Lion has no option 'exp_avg_sq'"):
+        Lion([nn.Parameter(torch.ones(3))], exp_avg_sq="bf16")
+
+
+# ---- Groups ------------------------------------------------------------------------------------------------
+
+
+def in_groups(model):
+    """Matrices and convolutions by the default optimiser, the rest by Lion."""
+    large = [p for p in model.parameters() if p.dim() > 1]
+    small = [p for p in model.parameters() if p.dim() < 2]
+    return [
+        {"params": large, "lr": 2e-3, "weight_decay": 0.1},
+        {"params": small, "lr": 5e-4, "optimizer": Lion, "betas": (0.9, 0.99)},
+    ]
+
+
+def joined(flags, seed=0, optimizer="adamw", **options):
+    model = net(seed)
+    return start(flags, model, groups=in_groups(model), optimizer=optimizer, ema_decay=0.9, **options)
+
+
+def cosine(run, steps=10):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, steps)
+
+
+@pytest.mark.parametrize("flags", [{}, dict(pure_bf16=True, master="split")], ids=["fp32", "split"])
+def test_each_group_is_stepped_by_its_own_optimiser_and_options(flags):
+    run, model = joined(flags), net()
+    groups = in_groups(model)
+    adamw = torch.optim.AdamW(groups[0]["params"], lr=2e-3, weight_decay=0.1)
+    lion = Lion(groups[1]["params"], lr=5e-4, betas=(0.9, 0.99))
+    assert [type(part) for part in run.optimizer.parts] == [optim.AdamW, Lion]
+    schedules = [cosine(run), *(torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in (adamw, lion))]
+    for step in range(8):
+        for p, q in zip(run.params, model.parameters(), strict=True):
+            q.grad = draw(*q.shape, seed=step).to(BF16).float()
+            p.grad = q.grad.to(p.dtype)
+        run.step(measure=step % 2 == 1)
+        adamw.step()
+        lion.step()
+        for schedule in schedules:
+            schedule.step()
+    rates = [group["lr"] for group in run.optimizer.param_groups]
+    assert rates == [adamw.param_groups[0]["lr"], lion.param_groups[0]["lr"]] and rates[0] < 0.2 * 2e-3
+    weights = run.weights("raw")
+    for name, q in model.named_parameters():
+        assert same(weights[name].detach(), q.detach()), name
+
+
+def test_joined_optimisers_answer_for_each_parameter():
+    run = joined(dict(pure_bf16=True, stochastic=True), clip_grad=1.0)
+    (report,) = train(run, 1, measure=True)
+    assert 0 < report["update_survival"] <= 1 and 0 < report["exp_avg_sq_moved"] <= 1
+    middle, gain = run.model.middle.weight, run.model.norm.weight
+    assert run.optimizer.moment(middle, "exp_avg_sq") is not None
+    assert run.optimizer.moment(gain, "exp_avg_sq") is None
+    assert run.optimizer.moment(gain, "exp_avg").numel() == gain.numel()
+    assert run.optimizer.decayed(middle) == pytest.approx(2e-4) and run.optimizer.decayed(gain) == 0
+    assert run.optimizer.decay(gain, "exp_avg") == (0.9, 1)
+    count = {size: sum(p.numel() for p in run.params if (p.dim() > 1) == size) for size in (True, False)}
+    told = run.optimizer.nbytes()
+    assert told["exp_avg"] == 2 * (count[True] + count[False]) and told["exp_avg_sq"] == 2 * count[True]
+    n = count[True] + count[False]
+    assert run.ledger().state_bytes * n == pytest.approx(4 * n + sum(told.values()), abs=0.01)
+    assert run.optimizer_name == "AdamW and Lion"
+    run.optimizer.compiled = False
+    assert not any(part.compiled for part in run.optimizer.parts)
+
+
+def test_joined_optimisers_share_no_noise():
+    model = nn.ModuleList([nn.Linear(200, 100, bias=False) for _ in range(2)])
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.fill_(1.0)
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "optimizer": Lion}]
+    run = start(dict(pure_bf16=True, stochastic=True), model, groups=groups, lr=0.4 * 2**-8)
+    for p in run.params:
+        p.grad = torch.ones_like(p)
+    run.step()
+    moved = [(p.detach() < 1).double().flatten() for p in run.params]
+    for m in moved:
+        assert abs(m.mean().item() - 0.4) < 5 * math.sqrt(0.24 / 20000)
+    assert abs(correlation(*moved)) < 5 / math.sqrt(20000)
+
+
+@pytest.mark.parametrize("default", ["adamw", "torch"])
+def test_joined_optimisers_resume_with_their_schedule(default):
+    flags = dict(pure_bf16=True, stochastic=True) if default == "adamw" else {}
+
+    def go(run, schedule, seed):
+        for step in range(3):
+            train(run, 1, seed=10 * seed + step)
+            schedule.step()
+
+    run = joined(flags, optimizer=default)
+    schedule = cosine(run)
+    go(run, schedule, 0)
+    saved = through_a_file({"run": run.state_dict(), "schedule": schedule.state_dict()})
+    go(run, schedule, 1)
+    other = joined(flags, seed=1, optimizer=default)
+    again = cosine(other)
+    other.load_state_dict(saved["run"])
+    again.load_state_dict(saved["schedule"])
+    go(other, again, 1)
+    rates = [[group["lr"] for group in r.optimizer.param_groups] for r in (run, other)]
+    assert rates[0] == rates[1] and rates[0][0] < 2e-3
+    for source in ("raw", "ema"):
+        one, two = run.weights(source), other.weights(source)
+        assert all(same(one[name], two[name]) for name in one)
+    alone = start(flags, net(), optimizer=default).state_dict()
+    refused(lambda: other.load_state_dict(alone), "joined")
+
+
+def test_joined_optimisers_under_fp16_skip_together():
+    run = joined(dict(fp16=True))
+    train(run, 2)
+    before = {name: w.clone() for name, w in run.weights("raw").items()}
+    x, y = batches(1)[0]
+    run.backward(F.mse_loss(run(x * 1e6, torch.arange(8.0)), y))
+    run.step()
+    assert run.skipped == 1 and all(same(w, before[name]) for name, w in run.weights("raw").items())
+    train(run, 1)
+    assert not any(same(w, before[name]) for name, w in run.weights("raw").items())
+
+
+def test_joined_optimisers_take_a_closure():
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    groups = [{"params": [p]}, {"params": [q], "optimizer": Lion}]
+    made = peers.build("adamw", groups, recipe(), lr=0.1)
+
+    def closure():
+        made.zero_grad()
+        loss = (p**2 + q**2).sum()
+        loss.backward()
+        return loss
+
+    assert made.step(closure).item() == 6 and (p < 1).all() and (q < 1).all()
+
+
+def test_groups_are_complete_and_distinct():
+    def grouping(*groups):
+        return lambda: start({}, model, groups=list(groups))
+
+    model = net()
+    missing = {"params": [p for name, p in model.named_parameters() if name != "out.bias"]}
+    refused(grouping(missing), "out.bias", "none of them", "requires_grad=False")
+    everything = {"params": list(model.parameters())}
+    refused(
+        grouping(everything, {"params": [model.out.bias], "optimizer": Lion}), "out.bias", "more than one"
+    )
+    model.out.bias.requires_grad_(False)
+    assert len(grouping(missing)().params) == len(missing["params"])
+
+
+@pytest.mark.parametrize("form", ["generator", "named", "one tensor"])
+def test_groups_take_what_torch_takes(form):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
+    first = {"generator": model[0].parameters(), "named": model[0].named_parameters()}.get(form)
+    groups = [{"params": first or list(model[0].parameters())}, {"params": model[1].weight, "lr": 0.0}]
+    if form != "one tensor":
+        groups[1]["params"] = [model[1].weight]
+    run = start({}, model, groups=groups, lr=1e-2)
+    before = [p.detach().clone() for p in run.params]
+    run.backward(run(torch.ones(2, 4)).square().mean())
+    run.step()
+    moved = [not same(p.detach(), q) for p, q in zip(run.params, before, strict=True)]
+    assert moved == [True, True, False]
+
+
+# ---- Any optimiser of torch's ------------------------------------------------------------------------------
+
+
+class Wide(torch.optim.Optimizer):
+    """Momentum in fp32, whatever the weights are: torch's own loader would cast it to their dtype."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum_buffer", torch.zeros(p.shape))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.sub_(group["lr"] * momentum)
+
+
+STRANGERS = {
+    "Wide": functools.partial(Wide, lr=0.1),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "SGD without momentum": functools.partial(torch.optim.SGD, lr=0.5),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "NAdam": functools.partial(torch.optim.NAdam, lr=1e-2),
+}
+strangers = pytest.mark.parametrize("name", STRANGERS)
+
+
+@strangers
+@pytest.mark.parametrize("flags", [{}, dict(bf16=True), dict(fp16=True), dict(pure_bf16=True)], ids=str)
+def test_any_optimiser_of_torch_trains_and_is_measured(name, flags):
+    run = start(flags, net(), optimizer=STRANGERS[name], clip_grad=1.0, ema_decay=0.9)
+    losses = []
+    for x, y in batches(60):
+        loss = F.mse_loss(run(x, torch.arange(8.0)), y)
+        losses.append(loss.item())
+        run.backward(loss)
+        report = run.step(measure=True)
+        assert 0 < report.get("update_survival", 1) <= 1  # a step that fp16 skips has none
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    x, y = batches(1)[0]
+    assert run.generator()(x).isfinite().all()
+
+
+def test_sgd_equals_a_bare_loop():
+    run = Precision(
+        net(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), clip_grad=0.5
+    )
+    model = net()
+    reference = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedules = [cosine(run), torch.optim.lr_scheduler.CosineAnnealingLR(reference, 10)]
+    train_and_step(run, schedules[0])
+    for x, y in batches(8):
+        F.mse_loss(model(x, torch.arange(8.0)), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+        schedules[1].step()
+    for p, q in zip(run.params, model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+        momentum = reference.state[q]["momentum_buffer"].flatten()
+        torch.testing.assert_close(run.optimizer.moment(p, "exp_avg"), momentum, rtol=1e-5, atol=1e-7)
+        assert run.optimizer.moment(p, "exp_avg_sq") is None
+
+
+def train_and_step(run, schedule):
+    for x, y in batches(8):
+        run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
+        run.step()
+        schedule.step()
+
+
+@strangers
+@pytest.mark.parametrize("flags", [{}, dict(pure_bf16=True)], ids=str)
+def test_any_optimiser_of_torch_resumes_bit_for_bit(name, flags):
+    run = start(flags, net(), optimizer=STRANGERS[name])
+    train(run, 3)
+    saved = through_a_file(run.state_dict())
+    other = start(flags, net(seed=1), optimizer=STRANGERS[name])
+    other.load_state_dict(saved)
+    for r in (run, other):
+        train(r, 3, seed=1)
+    assert all(same(a.detach(), b.detach()) for a, b in zip(run.params, other.params, strict=True))
+
+
+@strangers
+def test_the_ledger_of_any_optimiser_of_torch_is_what_is_allocated(name):
+    run = start({}, net(width=32), optimizer=STRANGERS[name])
+    train(run, 1)
+    n = sum(p.numel() for p in run.params)
+    held = sum(t.nbytes for t in states(run.optimizer) if t.dim())
+    assert run.ledger().state_bytes * n == pytest.approx(8 * n + held, abs=0.01)
+    whys = {row["why"] for row in run.ledger().rows if row["site"] in ("exp_avg", "exp_avg_sq", "update")}
+    assert whys == {f"as {name.split()[0]} does it"}
+
+
+def test_a_strangers_optimiser_is_not_said_to_round_as_a_recipe_does():
+    sgd = STRANGERS["SGD"]
+    for flags in (
+        dict(pure_bf16=True, stochastic=True),
+        dict(pure_bf16=True, kahan=True),
+        dict(opt8bit=True),
+    ):
+        refused(lambda flags=flags: start(flags, net(), optimizer=sgd), "its own way", "belong to ours")
+    mixed = [{"params": net().parameters(), "optimizer": sgd}]
+    for kahan, stochastic in itertools.product((False, True), repeat=2):
+        flags = dict(pure_bf16=True, kahan=kahan, stochastic=stochastic)
+        if kahan or stochastic:
+            refused(lambda flags=flags: peers.build("adamw", mixed, recipe(**flags)), "its own way")

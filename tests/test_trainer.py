@@ -1,0 +1,310 @@
+"""The loop: learning rates, places that move, the end of a run, randomness of several ranks."""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import cli
+import pytest
+import torch
+from cli import (
+    after_step,
+    assert_same,
+    checkpoint,
+    command,
+    content,
+    metrics,
+    no_training,
+    one_line,
+    plant_folder,
+    quick,
+    summary,
+)
+
+import metrics as metrics_module
+import precision
+import ranks
+import runs
+import tasks
+import train
+import trainer
+from machine import Refused
+from method import Method
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+
+# ---- Learning rate and weight decay ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_the_learning_rate_is_a_function_of_the_step(schedule):
+    config = train.FLAGS.typed({"lr_schedule": schedule, "warmup": 10, "steps": 110})
+    factors = [trainer.lr_factor(config, step) for step in range(111)]
+    assert factors[:10] == [(step + 1) / 10 for step in range(10)] and factors[10] == 1
+    middle, last = factors[60], factors[110]
+    if schedule == "constant":
+        assert set(factors[10:]) == {1.0}
+    else:
+        assert middle == pytest.approx(0.5) and last == pytest.approx(0, abs=1e-12)
+        assert all(a > b for a, b in zip(factors[10:], factors[11:], strict=False))
+    if schedule == "linear":
+        assert factors[35] == pytest.approx(0.75)
+    if schedule == "cosine":
+        assert factors[35] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_a_scheduled_run_resumes_exactly_and_ends_where_it_was_to_end(monkeypatch, capsys):
+    flags = ["--lr_schedule", "cosine", "--weight_decay", 0.1, "--log_every", 1]
+    assert quick(*flags, name="whole", steps=8) == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 5, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        assert quick(*flags, name="stopped", steps=8) == 143
+    before = content("runs/stopped")
+    capsys.readouterr()
+    assert quick(*flags, name="stopped", steps=12) == 2
+    line = one_line(capsys)
+    assert "--steps was 8 and is 12" in line and "--lr_schedule cosine ends at --steps" in line
+    assert content("runs/stopped") == before
+    assert quick(*flags, name="stopped", steps=8) == 0
+    assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])
+    rates = [row["lr"] for row in metrics("whole")]
+    assert rates[0] == 1e-3 and rates == sorted(rates, reverse=True) and rates[-1] < 5e-5
+
+
+def test_groups_keep_learning_rates_of_their_own(monkeypatch):
+    def groups(self, net):
+        params = list(net.parameters())
+        return [{"params": params[:4], "lr": 1e-2}, {"params": params[4:]}]
+
+    monkeypatch.setattr(tasks.Task, "groups", groups)
+    found = []
+    after = trainer.Trainer._set_rates
+
+    def rates(self, factor):
+        after(self, factor)
+        found.append([group["lr"] for group in self.precision.optimizer.param_groups])
+
+    monkeypatch.setattr(trainer.Trainer, "_set_rates", rates)
+    assert quick("--warmup", 4) == 0 and quick("--warmup", 4, steps=5) == 0
+    assert found == [pytest.approx([1e-2 * f, 1e-3 * f]) for f in (0.25, 0.5, 0.75, 1, 1)]
+
+
+def test_weight_decay_shrinks_matrices_alone_unless_told_otherwise():
+    for name, *flags in (
+        ("none",),
+        ("matrices", "--weight_decay", 10),
+        ("all", "--weight_decay", 10, "--weight_decay_on", "all"),
+    ):
+        assert quick(*flags, name=name, steps=1) == 0
+    none, matrices, every = (checkpoint(name)["precision"]["model"] for name in ("none", "matrices", "all"))
+    norm = "middle_block.resnet_1.norm1.weight"
+    kernel = "middle_block.resnet_1.conv1.conv.weight"
+    assert torch.equal(none[norm], matrices[norm]) and not torch.equal(none[norm], every[norm])
+    assert torch.equal(matrices[kernel], every[kernel]) and not torch.equal(none[kernel], matrices[kernel])
+
+
+# ---- Flags of a machine, and of places ---------------------------------------------------------------------
+
+
+def test_compile_is_no_part_of_a_run(capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda net, **options: compiled.append(net) or net)
+    assert quick() == 0
+    assert quick("--compile", steps=6) == 0 and compiled  # switched on at a resume
+    assert summary()["step"] == 6
+    assert train.FLAGS.name(train.FLAGS.typed({"compile": True})) == "default"
+
+
+def test_a_run_whose_data_moved_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(metrics_module, "yardstick", functools.partial(metrics_module.yardstick, steps=20))
+    plant_folder("here/mine")
+    flags = ["--image_size", 8, "--samples", 8]
+    assert quick("--data", "folder:here/mine", *flags) == 0
+    Path("there").mkdir()
+    os.replace("here/mine", "there/mine")
+    assert quick("--data", "folder:there/mine/", *flags, steps=6) == 0
+    assert summary()["step"] == 6
+    assert (
+        quick("--data", "folder:there/mine", "--finetune", "runs/run", *flags, name="further", steps=1) == 0
+    )
+    plant_folder("there/other")
+    capsys.readouterr()
+    assert quick("--data", "folder:there/other", *flags, steps=8) == 2
+    assert "--data was folder:there/mine/ and is folder:there/other" in one_line(capsys)
+    assert quick("--data", "folder:there/other", "--finetune", "runs/run", *flags, name="y", steps=1) == 2
+    assert "was trained with --data folder:mine" in one_line(capsys)
+
+
+def test_finetuning_from_a_run_older_than_a_flag():
+    assert quick(name="old") == 0
+    state = checkpoint("old")
+    for flag in ("velocity", "sparse24", "lr_schedule", "weight_decay_on"):
+        del state["config"][flag]
+    torch.save(state, "runs/old/checkpoint.pt")
+    assert quick("--finetune", "runs/old", name="new", steps=1) == 0
+    assert command("--sample", "runs/old") == 0
+
+
+# ---- The end of a run --------------------------------------------------------------------------------------
+
+
+class Figures(Method):
+    """A method whose last figures take what memory there is."""
+
+    seen = []
+
+    @classmethod
+    def attach(cls, model, recipe, **_):
+        return cls()
+
+    def finish(self, run, loss):
+        assert json.loads(Path("runs/run/summary.json").read_text())["scores"]  # all else is safe
+        self.seen.append(loss(run).item())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_last_figures_that_do_not_fit_into_memory_cost_only_themselves(monkeypatch, capsys):
+    monkeypatch.setattr(precision, "METHODS", (Figures,))
+    assert quick("--export", "ema.safetensors") == 0
+    assert summary()["scores"] and Path("ema.safetensors").exists()
+    assert "no memory left for the last figures" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        no_training(patch)
+        assert quick() == 0  # it is finished
+
+
+def test_the_loss_that_gradients_are_compared_on_is_one_ranks_share(monkeypatch):
+    run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8})
+    run.train, sizes = run.data.train, []
+    monkeypatch.setattr(run.task, "loss", lambda model, batch, rng, step: sizes.append(len(batch[0])))
+    for run.ranks.world in (1, 4):
+        run._fixed_loss(None)
+    assert sizes == [8, 2]
+
+
+def test_peak_memory_is_that_of_training(monkeypatch):
+    """Scoring can need more, and says nothing of what training needs."""
+    order = []
+    monkeypatch.setattr(trainer, "start_peak_memory", lambda device: order.append("start"))
+    monkeypatch.setattr(trainer, "peak_memory", lambda device: order.append("read") or 5 << 20)
+    original = trainer.Trainer._score
+    monkeypatch.setattr(trainer.Trainer, "_score", lambda self: order.append("score") or original(self))
+    assert quick() == 0
+    assert order == ["start", "read", "score"] and summary()["peak_memory"] == 5 << 20
+    monkeypatch.setattr(trainer, "peak_memory", lambda device: 7 << 20)
+    assert quick("--samples", 30) == 0  # scored again, nothing trained
+    assert summary()["peak_memory"] == 5 << 20
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped", "refused", "crashed"])
+def test_files_are_closed_however_a_run_ends(end, monkeypatch):
+    folders = []
+    original = runs.Folder.log_to
+    monkeypatch.setattr(
+        runs.Folder, "log_to", lambda self, step: folders.append((self, original(self, step), self._metrics))
+    )
+
+    def act(run):
+        if end == "stopped":
+            run._asked_to_stop(signal.SIGTERM, None)
+        if end == "refused":
+            raise Refused("no")
+        if end == "crashed":
+            raise ZeroDivisionError
+
+    after_step(monkeypatch, 3, act)
+    with pytest.raises(ZeroDivisionError) if end == "crashed" else contextlib.nullcontext():
+        quick()
+    ((folder, _, file),) = folders
+    assert file.closed and folder._metrics is None and folder._board is None
+
+
+def test_the_bar_tells_of_compiling_and_counts_from_the_second_step(monkeypatch):
+    from tqdm import tqdm
+
+    bars, said = [], []
+
+    class Bar(tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            bars.append(self)
+
+        def set_postfix_str(self, text="", refresh=True):
+            said.append((self.n, text))
+            super().set_postfix_str(text, refresh)
+
+    monkeypatch.setattr(trainer, "tqdm", Bar)
+    clock = []
+    after_step(monkeypatch, 1, lambda run: time.sleep(2))
+    after_step(monkeypatch, 4, lambda run: clock.append(bars[0].format_dict))
+    assert quick() == 0
+    assert said[:2] == [(0, "compiling the optimiser step, once"), (1, "")]
+    assert bars[0].initial == 1 and clock[0]["elapsed"] < 2
+
+
+# ---- Randomness of several ranks ---------------------------------------------------------------------------
+
+
+def test_ranks_drop_out_differently_and_round_alike(monkeypatch):
+    """Dropout is each rank's own. Peers that round by the global generator must write the same on every
+    rank.
+    """
+    drawn = {}
+    monkeypatch.setattr(trainer, "Rng", lambda seed, *of_ranks: tasks.Rng(seed))
+    for rank in (0, 1):
+        run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8, "log_every": 1})
+        run.ranks.rank = rank
+        run.batches = iter([run.data.train[list(range(8))]])
+        loss, step = run.task.loss, run.precision.step
+        found = drawn[rank] = []
+        monkeypatch.setattr(
+            run.task, "loss", lambda *a, loss=loss, found=found: found.append(torch.rand(4)) or loss(*a)
+        )
+        monkeypatch.setattr(
+            run.precision,
+            "step",
+            lambda step=step, found=found, **k: found.append(torch.rand(4)) or step(**k),
+        )
+        run.train_step(measure=False)
+    (dropout0, rounding0), (dropout1, rounding1) = drawn[0], drawn[1]
+    assert not torch.equal(dropout0, dropout1) and torch.equal(rounding0, rounding1)
+
+
+def test_sums_of_gradients_travel_as_one(monkeypatch):
+    run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8})
+    run.ranks.world, sent = 2, []
+    wrapped = SimpleNamespace(register_comm_hook=lambda *hook: None)
+    monkeypatch.setattr(ranks, "DistributedDataParallel", lambda net: wrapped)
+    monkeypatch.setattr(ranks.dist, "all_reduce", lambda t: sent.append(t.clone()) or t.mul_(3))
+    run.ranks.wrap(run.precision, run.precision.model)
+    sums = [torch.full((2, 3), 4.0), torch.full((5,), 6.0)]
+    run.precision.reduce_sums(sums)
+    assert [len(t) for t in sent] == [11]
+    assert torch.equal(sums[0], torch.full((2, 3), 6.0)) and torch.equal(sums[1], torch.full((5,), 9.0))
+
+
+def test_eager_fp8_on_a_gpu_is_slow_and_that_is_said():
+    def said(fp8, device, compiled):
+        recipe, config = SimpleNamespace(fp8=fp8), SimpleNamespace(compile=compiled)
+        return train.advice(SimpleNamespace(recipe=recipe, device=torch.device(device), config=config))
+
+    assert "--compile" in said(object(), "cuda", False)[0]
+    assert said(object(), "cuda", True) == said(None, "cuda", False) == said(object(), "cpu", False) == []
+
+
+def test_rates_survive_a_checkpoint_written_during_the_warm_up():
+    """Checkpoints from before groups had rates of their own hold the last step's rate alone."""
+    run = trainer.Trainer({**train.DEFAULTS, "warmup": 8})
+    state = run.precision.state_dict()
+    for group in state["optimizer"]["param_groups"]:
+        group.pop("initial_lr", None)
+        group["lr"] = 1e-5
+    run.restore({"precision": state, "step": 3, "seconds": 0.0, "interval": 0, "since": 0.0})
+    run._set_rates(trainer.lr_factor(run.config, run.step))
+    assert [group["lr"] for group in run.precision.optimizer.param_groups] == [1e-3 * 4 / 8]

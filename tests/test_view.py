@@ -1,0 +1,404 @@
+"""precision.View and Cast: arguments and outputs, mixed dtypes, islands, buffers."""
+
+import functools
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import BF16, batches, draw, net, refused, same, start, through_a_file, train
+from torch import nn
+
+from method import roles
+from precision import Precision, _island_modules
+from recipes import recipe
+
+eager = common.eager
+LOW = dict(pure_bf16=True, stochastic=True)
+
+# ---- Arguments and outputs ---------------------------------------------------------------------------------
+
+
+class Spy(nn.Module):
+    """Remembers the dtypes of what it is given; multiplies by an entry of a table, or looks up in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.seen = []
+
+    def forward(self, x, t=None, *more, scale=None, **rest):
+        named = {"x": x, "t": t, "scale": scale, **rest, **{str(i): value for i, value in enumerate(more)}}
+        self.seen.append({name: value.dtype for name, value in named.items() if value is not None})
+        return self.embedding(x) if not x.is_floating_point() else x * self.embedding.weight[0, 0]
+
+
+def seen(flags, *args, **kwargs):
+    model = Spy()
+    out = start(flags, model)(*args, **kwargs)
+    return model.seen[-1], out.dtype
+
+
+one, whole = torch.ones(3), torch.arange(3)
+
+
+def test_inputs_are_cast_but_timesteps_and_integers_are_not():
+    dtypes, out = seen(LOW, one, one, whole, one)
+    assert dtypes == {"x": BF16, "t": torch.float32, "0": torch.int64, "1": BF16} and out == torch.float32
+    assert seen(LOW, whole)[1] == torch.float32
+    assert seen(dict(pure_bf16=True, sites=["loss=bf16"]), one)[1] == BF16
+    assert seen({}, one, one) == ({"x": torch.float32, "t": torch.float32}, torch.float32)
+    assert seen(dict(bf16=True), one)[0] == {"x": torch.float32}  # autocast's business
+    assert seen(LOW, one.double(), scale=one.half())[0] == {"x": BF16, "scale": BF16}
+
+
+@pytest.mark.parametrize("by", ["position", "keyword"])
+def test_named_exceptions_keep_their_dtype(by):
+    def call(t, **options):
+        model = Spy()
+        run = Precision(model, recipe(**LOW), **options)
+        run(one, t) if by == "position" else run(x=one, t=t)
+        return model.seen[-1]
+
+    assert call(one.double()) == {"x": BF16, "t": torch.float64}
+    assert call(one, keep=()) == {"x": BF16, "t": BF16}
+    assert call(one, keep=("x",)) == {"x": torch.float32, "t": BF16}
+
+
+@pytest.mark.parametrize("name", ["t", "timestep", "timesteps"])
+def test_what_samplers_call_a_time_is_left_alone(name):
+    dtypes, _ = seen(LOW, one, **{name: one, "guidance": one})
+    assert dtypes == {"x": BF16, name: torch.float32, "guidance": BF16}
+
+
+def test_a_generator_casts_as_its_run_does():
+    run = Precision(Spy(), recipe(**LOW), keep=("scale",))
+    generator = run.generator()
+    generator(one, one, scale=one)
+    assert generator.net.seen[-1] == {"x": BF16, "t": BF16, "scale": torch.float32}
+    generator = run.frozen("raw", generation="fp32")
+    generator(one, scale=one.half())
+    assert generator.net.seen[-1] == {"x": torch.float32, "scale": torch.float16}
+
+
+class WithLoss(nn.Module):
+    """Forms its loss itself and returns a tree."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, batch, *, reduction="mean"):
+        out = self.layer(batch["x"])
+        loss = F.mse_loss(out.float(), batch["y"].float(), reduction=reduction)
+        return {"loss": loss, "more": (out, [out.argmax(1), "text", None, 3])}
+
+
+@pytest.mark.parametrize("flags", [{}, dict(bf16=True), dict(fp16=True), LOW], ids=str)
+def test_a_loss_inside_comes_back_in_fp32_with_any_tree(flags):
+    torch.manual_seed(0)
+    run = start(flags, WithLoss(), lr=1e-2)
+    x = draw(16, 8)
+    losses = []
+    for _ in range(40):
+        out = run({"x": x, "y": x, "name": "a"}, reduction="mean")
+        low, (index, *rest) = out["more"]
+        assert out["loss"].dtype == low.dtype == torch.float32 and out["loss"].dim() == 0
+        assert index.dtype == torch.int64 and rest == ["text", None, 3]
+        losses.append(out["loss"].item())
+        run.backward(out["loss"])
+        run.step()
+    assert losses[-1] < 0.7 * losses[0]
+    # bf16 outputs came back as fp32 ones: they have 8 significant bits
+    assert same(low, low.to(BF16).float()) == (flags in (dict(bf16=True), LOW))
+
+
+def test_the_callers_tensors_stay_as_they_are():
+    x, t = torch.full((3,), 1 / 3), torch.full((3,), 1 / 3)
+    batch = {"x": x, "y": [t]}
+
+    class Net(nn.Linear):
+        def forward(self, batch):
+            batch["x"].mul_(0)  # of the copy
+            return super().forward(batch["x"])
+
+    start(LOW, Net(3, 3))(batch)
+    assert batch["x"] is x and batch["y"][0] is t and same(x, torch.full((3,), 1 / 3))
+
+
+# ---- Mixed dtypes ------------------------------------------------------------------------------------------
+
+
+class Projected(nn.Module):
+    """Meets an fp32 buffer with a bf16 activation, as `meet` says."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.layer, self.meet = nn.Linear(8, 8), meet
+        self.register_buffer("basis", torch.eye(8))
+
+    def forward(self, x, t=None):
+        return self.meet(self.layer(x), self.basis, t)
+
+
+MEETINGS = {
+    "matmul": lambda h, basis, t: h @ basis,
+    "linear": lambda h, basis, t: F.linear(h, basis),
+    "convolution": lambda h, basis, t: F.conv1d(h[None], basis[:, :, None].mT.expand(-1, 2, -1)),
+    "einsum": lambda h, basis, t: torch.einsum("bi,ij->bj", h, basis),
+    "index_put": lambda h, basis, t: h.clone().index_put((torch.tensor([0]),), basis[:1]),
+}
+
+
+@pytest.mark.parametrize("how", MEETINGS)
+def test_mixed_dtypes_name_the_buffer_and_the_remedy(how):
+    x = torch.ones(2, 8)
+    words = ("fp32 buffer (basis)", "cast it to x.dtype in forward", "--set buffers=bf16")
+    refused(lambda: start(LOW, Projected(MEETINGS[how]))(x), *words)
+    remedy = start(dict(LOW, sites=["buffers=bf16"]), Projected(MEETINGS[how]))
+    assert remedy(x).isfinite().all()
+    assert start({}, Projected(MEETINGS[how]))(x).isfinite().all()
+
+
+def test_mixed_dtypes_name_an_argument_that_is_left_alone():
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.time = nn.Linear(8, 8)
+
+        def forward(self, x, t):
+            return x + self.time(t)
+
+    x = torch.ones(2, 8)
+    words = ("the argument t stays fp32", "cast it to x.dtype in forward", "keep")
+    refused(lambda: start(LOW, Timed())(x, x), *words)
+    refused(lambda: start(LOW, Timed())(x, t=x), *words)
+    assert start(LOW, Timed(), keep=())(x, x).dtype == torch.float32
+
+
+def test_other_errors_of_a_model_stay_as_they_are():
+    def shapes(h, basis, t):
+        return h @ basis[:3].to(h.dtype)
+
+    def dtypes_without_a_buffer(h, basis, t):
+        return h @ torch.eye(8)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        start(LOW, Projected(shapes))(torch.ones(2, 8))
+    model = Projected(dtypes_without_a_buffer)
+    model.basis = model.basis.int()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        start(LOW, model)(torch.ones(2, 8))
+
+
+# ---- Islands -----------------------------------------------------------------------------------------------
+
+ISLANDS = {
+    "none": (),
+    "norm": ("norm",),
+    "embed": ("time_embed",),
+    "final": ("out",),
+    "norm+embed": ("norm", "time_embed"),
+    "norm+embed+final": ("norm", "time_embed", "out"),
+}
+
+
+@pytest.mark.parametrize("islands", ISLANDS)
+def test_islands_stay_fp32_and_train(islands):
+    model = net()
+    original = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run = start(dict(LOW, sites=[f"islands={islands}"]), model, lr=1e-2, clip_grad=1.0)
+    for n, p in model.named_parameters():
+        dtype = torch.float32 if n.startswith(ISLANDS[islands]) else BF16
+        assert same(p.detach(), original[n].to(dtype)), f"{n}: an island starts from its fp32 weights"
+    seen = []
+    model.middle.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+    model.norm.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    (x, y) = batches(1)[0]
+    before = F.mse_loss(run(x, torch.arange(8.0)), y).item()
+    train(run, 20)
+    after = F.mse_loss(run(x, torch.arange(8.0)), y).item()
+    assert after < before and set(seen) == {BF16}, "the rest of the net is bf16"
+    count = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
+    row = next(r for r in run.ledger().rows if r["site"] == "islands")
+    assert row["value"] == islands and (islands == "none" or f"{count:,} of" in row["why"])
+
+
+def test_an_island_computes_in_fp32_by_position_and_keyword():
+    seen = []
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x, bias):
+            seen.append((x.dtype, bias.dtype))
+            return super().forward(x) + bias
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(8, 8), Norm(8)
+
+        def forward(self, x):
+            return self.first(self.norm(self.norm(x, x), bias=x))
+
+    start(dict(LOW, sites=["islands=norm"]), Net())(torch.ones(2, 8))
+    assert seen == [(torch.float32, torch.float32)] * 2
+
+
+def parts():
+    return nn.ModuleDict(
+        {
+            "label_embed": nn.Embedding(3, 4),
+            "block": nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            "final": nn.ModuleDict({"norm": nn.RMSNorm(4), "linear": nn.Linear(4, 4)}),
+            "layout": nn.Linear(4, 4),
+            "up": nn.ModuleDict({"final": nn.Linear(4, 4), "out": nn.Linear(4, 4)}),
+            "outer": nn.Linear(4, 4),
+        }
+    )
+
+
+def test_island_modules_by_kind_and_name():
+    model = parts()
+    names = {m: n for n, m in model.named_modules()}
+
+    def found(islands):
+        return {names[m] for m in _island_modules(model, islands)}
+
+    assert found("none") == set()
+    assert found("norm") == {"block.0", "block.2", "final.norm"}
+    assert found("embed") == {"label_embed"}
+    assert found("final") == {"final.norm", "final.linear", "up.final"}
+    assert found("norm+final") == found("norm") | found("final")
+    assert len(_island_modules(model, "norm+final")) == 5, "each module once"
+    assert _island_modules(net(), "final")[0].out_channels == 1
+    bare = nn.Sequential(nn.Linear(2, 2))
+    for islands in ("final", "norm", "norm+embed"):
+        words = (f"islands={islands}", "this net has no", "leave")
+        refused(functools.partial(_island_modules, bare, islands), *words)
+
+
+def test_roles_by_type_and_name_and_as_a_net_declares_them():
+    model = parts()
+    found = {name: role for name, role in roles(model).items() if role}
+    assert found == {
+        "label_embed": {"embedding"},
+        "block.0": {"norm"},
+        "block.2": {"norm"},
+        "final": {"head"},
+        "final.norm": {"norm", "head"},
+        "final.linear": {"head"},
+        "up.final": {"head"},
+    }
+    model.roles = {"up": {"head"}, "block.0": set()}
+    found = roles(model)
+    assert found["up.out"] == {"head"} and found["block.0"] == set() and found["block.2"] == {"norm"}
+    names = {m: n for n, m in model.named_modules()}
+    assert "up.out" in {names[m] for m in _island_modules(model, "final")}
+
+
+@pytest.mark.parametrize("islands", ["embed", "final"])
+def test_a_tied_head_is_an_island_with_its_embedding(islands):
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte, self.block = nn.Embedding(10, 8), nn.Linear(8, 8)
+            self.lm_head = nn.Linear(8, 10, bias=False)
+            self.lm_head.weight = self.wte.weight
+
+        def forward(self, ids):
+            return self.lm_head(self.block(self.wte(ids)))
+
+    model = Language()
+    run = start(dict(LOW, sites=[f"islands={islands}"]), model)
+    assert model.wte.weight.dtype == torch.float32 and model.block.weight.dtype == BF16
+    assert model.lm_head.weight is model.wte.weight
+    assert run(torch.arange(5)).shape == (5, 10)
+
+
+def test_running_statistics_of_an_island_stay_fp32():
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1))
+    model[1].running_mean.fill_(1 / 3)
+    run = start(dict(pure_bf16=True, sites=["islands=norm"]), model)
+    assert same(model[1].running_mean, torch.full((4,), 1 / 3))
+    assert model[1].num_batches_tracked.dtype == torch.int64
+    run(torch.randn(2, 1, 4, 4))
+    assert model[1].running_mean.dtype == torch.float32 and model[1].num_batches_tracked == 1
+
+
+# ---- Buffers -----------------------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """(x [B, 16]) -> [B, 16]: frequencies like RoPE's, statistics of a norm, a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.last = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.register_buffer("frequencies", 10000.0 ** -(torch.arange(8) / 8), persistent=False)
+        self.register_buffer("mask", torch.ones(16, dtype=torch.bool))
+
+    def forward(self, x):
+        angles = 1000 * torch.arange(len(x))[:, None] * self.frequencies
+        h = self.layer(x) * torch.cat([angles.cos(), angles.sin()], 1).to(x.dtype)
+        return self.last(self.norm(h)).masked_fill(~self.mask, 0)
+
+
+def rotary(sites=(), **options):
+    torch.manual_seed(0)
+    model = Rotary()
+    return model, start(dict(LOW, sites=list(sites)), model, lr=1e-2, ema_decay=0.9, **options)
+
+
+def train_rotary(run, steps, seed=0):
+    for step in range(steps):
+        x = draw(32, 16, seed=100 * seed + step) + 3
+        run.backward((run(x) - x).square().mean())
+        run.step()
+
+
+def test_statistics_and_frequencies_keep_their_bits_in_a_bf16_net():
+    torch.manual_seed(0)
+    plain = Rotary()
+    frequencies = plain.frequencies.clone()
+    model, run = rotary()
+    assert same(model.frequencies, frequencies) and model.mask.dtype == torch.bool
+    assert model.layer.weight.dtype == BF16 and model.norm.weight.dtype == torch.float32
+    train_rotary(run, 20)
+    assert model.norm.running_mean.dtype == model.norm.running_var.dtype == torch.float32
+    assert not same(model.norm.running_mean, model.norm.running_mean.to(BF16).float()), (
+        "they have fp32's bits"
+    )
+    assert model.norm.num_batches_tracked == 20
+    # statistics follow those of the fp32 run, though weights are bf16
+    reference = start({}, plain, lr=1e-2)
+    train_rotary(reference, 20)
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, rtol=0.1, atol=0.05)
+
+
+def test_buffers_are_cast_on_request():
+    model, run = rotary(["buffers=bf16"])
+    assert model.frequencies.dtype == model.norm.running_mean.dtype == model.norm.weight.dtype == BF16
+    assert model.mask.dtype == torch.bool and model.norm.num_batches_tracked.dtype == torch.int64
+    train_rotary(run, 2)
+    assert same(model.norm.running_mean, model.norm.running_mean.to(BF16))
+
+
+def test_buffers_of_an_fp32_net_stay_and_complex_ones_too():
+    model = Rotary()
+    model.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
+    before = model.turns.clone()
+    for flags in ({}, LOW):
+        start(flags, model)
+        assert torch.equal(model.turns, before) and model.frequencies.dtype == torch.float32
+
+
+def test_buffers_resume():
+    model, run = rotary()
+    train_rotary(run, 3)
+    saved = through_a_file(run.state_dict())
+    train_rotary(run, 3, seed=1)
+    other, again = rotary()
+    again.load_state_dict(saved)
+    train_rotary(again, 3, seed=1)
+    for (name, a), b in zip(model.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b), name

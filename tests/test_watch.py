@@ -1,0 +1,228 @@
+"""What rounding does to a step: samples are even, and counts and sums are those of the tensors themselves."""
+
+import math
+
+import pytest
+import torch
+
+import optim
+import watch
+from rounding import stochastic_round
+
+# ---- Samples -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (1024, 1024, 3, 3), (768, 3072), (50304, 768), (256, 65536)])
+def test_a_sample_sees_all_columns(shape):
+    # only the values are needed: each entry holds its own column
+    columns = torch.arange(shape[-1], dtype=torch.float32).expand(shape)
+    seen = watch.sample(columns)
+    assert seen.numel() < 1 << 17
+    share = seen.unique().numel() / min(shape[-1], seen.numel())
+    assert share > 0.99, f"{share:.1%} of the columns"
+
+
+def test_a_sample_is_evenly_spread_and_reaches_the_end():
+    for n in (131_072, 300_000, 1_000_003, 1 << 20, 6_300_000):
+        seen = watch.sample(torch.arange(float(n)))
+        stride = int(seen[1] - seen[0])
+        assert (seen.diff() == stride).all() and seen[0] == 0 and n - seen[-1] <= stride
+        assert math.gcd(stride, n) == 1
+        # the next stride that fits is near the one that would give 65,536 entries
+        assert 32_768 <= seen.numel() <= 1 << 17
+
+
+@pytest.mark.parametrize("n", [1, 65_536, 65_537, 99_999, 131_071])
+def test_tensors_below_131072_entries_are_taken_whole(n):
+    assert max(1, n // 65_536) == 1  # as recorded runs took them
+    t = torch.arange(float(n))
+    assert torch.equal(watch.sample(t), t)
+
+
+def test_a_sample_is_flat_and_holds_no_graph():
+    t = torch.ones(3, 4, requires_grad=True) * 2
+    assert watch.sample(t).shape == (12,) and not watch.sample(t).requires_grad
+    turned = torch.arange(12.0).view(3, 4).t()
+    assert torch.equal(watch.sample(turned), turned.flatten())
+    assert watch.sample(torch.tensor(3.0)).tolist() == [3.0]
+
+
+# ---- One step ----------------------------------------------------------------------------------------------
+
+
+def adamw(*tensors, lr=1e-3, **options):
+    params = [torch.nn.Parameter(t) for t in tensors]
+    return optim.AdamW(params, lr=lr, compiled=False, **options), params
+
+
+def stepped(optimizer, params, grads, scale=1.0):
+    """(report of one step, held before, held after)"""
+    names = [(str(i), p) for i, p in enumerate(params)]
+    report = watch.StepReport(optimizer, grads, scale, names, {})
+    before = [optimizer.held(p).clone() for p in params]
+    optimizer.step(grads=grads, grad_scale=scale)
+    return report.written(), before, [optimizer.held(p).clone() for p in params]
+
+
+WRITING = {
+    "fp32": (torch.float32, {}),
+    "nearest": (torch.bfloat16, {}),
+    "stochastic": (torch.bfloat16, dict(update="stochastic")),
+    "kahan": (torch.bfloat16, dict(kahan=True, exp_avg_sq="bf16")),
+    "split": (torch.bfloat16, dict(master="split")),
+    "8-bit codes": (torch.bfloat16, dict(update="stochastic", exp_avg="int8", exp_avg_sq="int8")),
+}
+
+
+@pytest.mark.parametrize("dtype, options", WRITING.values(), ids=WRITING)
+@pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3)], ids=["number", "tensor"])
+def test_the_report_counts_what_was_written(dtype, options, scale):
+    torch.manual_seed(0)
+    optimizer, params = adamw(torch.randn(70, 60).to(dtype), torch.randn(5).to(dtype), lr=3e-3, **options)
+    for _ in range(3):
+        grads = {p: torch.randn_like(p) for p in params}
+        moments = [optimizer.moment(p, "exp_avg_sq").clone() for p in params]
+        wanted = [optimizer.wanted(p, grads[p].float().flatten() * 0.3) for p in params]
+        report, before, after = stepped(optimizer, params, grads, scale)
+        changed = sum(int((a != b).sum()) for a, b in zip(after, before, strict=True))
+        assert report["update_survival"] == pytest.approx(changed / 4205, abs=1e-9)
+        step, size = (math.sqrt(sum(float(t.double().square().sum()) for t in ts)) for ts in (wanted, before))
+        assert report["update_ratio"] == pytest.approx(step / size, rel=1e-6)
+        new = [optimizer.moment(p, "exp_avg_sq") for p in params]
+        moved = sum(int((a != b).sum()) for a, b in zip(new, moments, strict=True))
+        assert report["exp_avg_sq_moved"] == pytest.approx(moved / 4205, abs=1e-9)
+
+
+def test_entries_without_a_wanted_update_do_not_count():
+    optimizer, (p,) = adamw(torch.ones(8))
+    grads = {p: torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 2.0])}
+    report, _, _ = stepped(optimizer, [p], grads)
+    assert report["update_survival"] == report["exp_avg_sq_moved"] == 1.0
+    report, _, _ = stepped(optimizer, [p], {p: torch.zeros(8)})  # momentum still moves two
+    assert report["update_survival"] == report["exp_avg_sq_moved"] == 1.0
+    assert stepped(optimizer, [p], {})[0] == {"update_survival": 0.0, "update_ratio": 0.0}
+
+
+class Unknown:
+    """An optimiser that can tell neither what it wants nor its moments."""
+
+    def held(self, p, pick):
+        return pick(p.detach())
+
+    def moment(self, p, name, pick):
+        return None
+
+    def wanted(self, p, g, pick):
+        return None
+
+
+def test_an_optimiser_that_can_not_tell_is_judged_by_what_it_did():
+    p = torch.nn.Parameter(torch.full((4,), 2.0))
+    grads = {p: torch.tensor([1.0, 1.0, 1.0, 0.0])}
+    report = watch.StepReport(Unknown(), grads, 1.0, [("p", p)], {})
+    with torch.no_grad():
+        p[:2] += 0.5
+    written = report.written()
+    assert written == {"update_survival": 2 / 3, "update_ratio": math.sqrt(0.5) / 4}
+
+
+@pytest.mark.parametrize("dtype, low, high", [("fp32", 1.0, 1.0), ("bf16", 0.0, 0.3)])
+def test_the_average_is_counted(dtype, low, high):
+    torch.manual_seed(0)
+    optimizer, (p, still) = adamw(torch.randn(4000), torch.ones(100))
+    names = [("p", p), ("still", still)]
+    average = optim.EMA(names, 0.999, dtype, low_part=optimizer.low_part, compiled=False)
+    grads = {p: torch.randn(4000)}
+    report = watch.StepReport(optimizer, grads, 1.0, names, average.shadow)
+    optimizer.step(grads=grads)
+    old = average.shadow["p"].clone()
+    average.update()
+    differs = optimizer.held(p) != old.float()
+    moved = int((differs & (average.shadow["p"] != old)).sum())
+    share = report.averaged()["ema_moved"]  # the weight that stands still is not counted
+    assert share == pytest.approx(moved / int(differs.sum()), abs=1e-9) and low <= share <= high
+
+
+# ---- Many steps --------------------------------------------------------------------------------------------
+
+
+def test_the_tally_forgives_noise_and_not_loss():
+    torch.manual_seed(0)
+    stored = (torch.rand(20_000) + 0.5).bfloat16()
+    old, target = stored.float(), stored.float() * 1.0002  # a tenth of half an ulp
+    noise = torch.randint(1 << 16, (20_000,), dtype=torch.int32)
+    half = stochastic_round(old + (target - old) / 2, noise)
+    writes = {
+        "nearest": target.bfloat16(),
+        "exact": target,
+        "stochastic": stochastic_round(target, noise),
+        "half": half,
+    }
+    tallies = {}
+    for name, new in writes.items():
+        tallies[name] = watch.Tally()
+        tallies[name].add(watch.stays(stored, target), old, target, new.float())
+    assert tallies["nearest"].lost > 0.95 and 0.2 < tallies["half"].lost < 0.5
+    assert tallies["exact"].lost == tallies["stochastic"].lost == 0.0
+    assert all(t.stuck == 1.0 for t in tallies.values())
+
+
+def tallied(dtype, steps=8, decay=0.999, ema="fp32", every=5001, **options):
+    """Writes of `steps` steps whose gradients shrink, so that exp_avg_sq should shrink too; but for one entry
+    in `every`.
+    """
+    torch.manual_seed(0)
+    optimizer, (p,) = adamw(torch.randn(5000).to(dtype), lr=1e-4, **options)
+    average = optim.EMA([("p", p)], decay, ema, low_part=optimizer.low_part, compiled=False)
+
+    def gradient(size):
+        g = size * torch.randn(5000).to(dtype)
+        g[every - 1 :: every] = 4.0
+        return {p: g}
+
+    for _ in range(100):
+        optimizer.step(grads=gradient(1.0))
+    writes = watch.Writes(optimizer, [("p", p)], {"ema": average})
+    hook = optimizer.register_step_pre_hook(writes.before)
+    for _ in range(steps):
+        optimizer.step(grads=gradient(0.01), grad_scale=0.5)
+        average.update()
+        writes.after()
+    hook.remove()
+    return writes
+
+
+def test_writes_tell_what_each_site_loses():
+    exact = tallied(torch.float32)
+    assert exact.weights.lost == exact.moments.lost == exact.averages["ema"].lost == 0.0
+    for tally in (exact.weights, exact.moments, exact.averages["ema"]):
+        assert tally.entries == pytest.approx(8 * 5000, rel=0.05)  # some steps are too small even for fp32
+    nearest = tallied(torch.bfloat16, exp_avg_sq="bf16", ema="bf16")
+    assert nearest.weights.lost > 0.9 and nearest.moments.lost > 0.9 and nearest.averages["ema"].lost > 0.7
+    stochastic = tallied(torch.bfloat16, update="stochastic", exp_avg_sq="bf16")
+    assert stochastic.weights.lost < 0.02 and stochastic.moments.lost < 0.02
+    kahan = tallied(torch.bfloat16, kahan=True, exp_avg_sq="bf16")
+    assert kahan.weights.lost < 0.02 and kahan.moments.lost > 0.9
+    # where one value keeps its block's scale, the others' codes stand still; else the scale moves them all
+    assert tallied(torch.bfloat16, every=250, exp_avg_sq="int8").moments.lost > 0.3
+    assert tallied(torch.bfloat16, exp_avg_sq="int8").moments.lost < 0.1
+
+
+def test_the_excess_is_v_over_the_mean_square():
+    # v has seen 100 gradients of 1 and 8 of 0.005; only those 8 are in the mean
+    writes = tallied(torch.float32)
+    v = (0.999**8 * (1 - 0.999**100)) / (1 - 0.999**108)
+    assert writes.excess() == pytest.approx(v / 0.005**2, rel=0.1)
+    assert watch.Writes(writes.optimizer, writes.named_params, {}).excess() is None
+
+
+def test_gradients_are_read_from_the_parameters_where_none_are_handed_over():
+    torch.manual_seed(0)
+    optimizer, (p, without) = adamw(torch.randn(50), torch.randn(3))
+    writes = watch.Writes(optimizer, [("p", p), ("without", without)], {})
+    with_hook = optimizer.register_step_pre_hook(writes.before)
+    p.grad = torch.randn(50)
+    optimizer.step()
+    with_hook.remove()
+    writes.after()
+    assert writes.weights.entries == 50
