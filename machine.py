@@ -23,9 +23,8 @@ class Refused(ValueError):
         # a DataLoader worker sends a traceback: its last line is ours
         if message.startswith("Caught Refused in "):
             message = message.strip().splitlines()[-1].partition("Refused: ")[2]
-        line = " ".join(str(message).splitlines())
-        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-        super().__init__(line if len(line) <= 2000 else f"{line[:1000]} ... {line[-900:]}")
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message))
+        super().__init__(line if len(line) <= 1000 else f"{line[:500]} ... {line[-400:]}")
 
 
 # ---- Optional packages -------------------------------------------------------------------------------------

@@ -372,6 +372,13 @@ class Rounded(torch.optim.Optimizer):
         """
         write_weight(value.to(p.device, torch.float32), p, self._low(self.state[p]))
 
+    def state_dict(self):
+        state = super().state_dict()
+        return {**state, "codes": self._formats()} if self.coders else state
+
+    def _formats(self):
+        return {name: coder.name for name, coder in self.coders.items()}
+
     def load_state_dict(self, state_dict):
         """Take a state_dict of the same recipe. Raises Refused for one of another model or recipe.
 
@@ -383,6 +390,12 @@ class Rounded(torch.optim.Optimizer):
         if len(ids) != len(params) or len(state_dict["param_groups"]) != len(self.param_groups):
             theirs = f"optimiser state of {len(ids)} parameters in {len(state_dict['param_groups'])} groups"
             raise Refused(f"{theirs} does not fit a model with {len(params)}: it belongs to another model")
+        # format 1 does not tell: it had these two, of other shapes; all codes of 8 bits have the same
+        old = {name: kind for name, kind in self._formats().items() if kind in ("int8", "int4")}
+        codes = state_dict.get("codes", old)
+        if codes != self._formats():
+            theirs = ", ".join(f"{name} in {kind}" for name, kind in codes.items()) or "no codes"
+            raise Refused(f"optimiser state with {theirs}: it was written by another model or recipe")
         for p, i in zip(params, ids, strict=True):
             self._load(p, state_dict["state"].get(i, {}))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

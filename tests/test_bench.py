@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 import bench
 import bench_gpu
+import flags
 import machine
 import optim
 import peers
@@ -109,6 +111,76 @@ def test_every_peer_of_ours_has_a_contender_and_a_version_range():
         assert any(line.startswith(package + ">=") and "<" in line for line in wanted), package
 
 
+def test_moments_of_any_length_are_held_in_codes(tmp_path):
+    # 10,003 and 10,002 values: no multiple of a block
+    names = ["stochastic-8bit", "stochastic-4bit", "stochastic-e4m3", "bitsandbytes"]
+    argv = ["optimizers", "--parameters", "40010", "--layouts", "large", "--repeats", "1", "--only", *names]
+    state = {row["name"]: row["state_bytes"] for row in run(tmp_path, *argv)["results"]}
+    assert 1.06 < state["stochastic-4bit"] < 1.1
+    for name in ("stochastic-8bit", "stochastic-e4m3", "bitsandbytes"):
+        assert 2.03 < state[name] < 2.1, name
+
+
+NEW = """
+import copy, formats, optim, torch
+from peers import PEERS, Torch
+
+formats.FORMATS["e4m3-32"] = new = copy.copy(formats.FORMATS["e4m3"])
+new.name, new.block = "e4m3-32", 32
+
+class Signs(optim.Rounded):
+    moments = ("exp_avg",)
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **writing):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **writing)
+    def numbers(self, group, step):
+        return [1 - group["betas"][0], -float(group["lr"])]
+    @staticmethod
+    def direction(g, moments, h):
+        m = (g - moments[0]) * h[2] + moments[0]
+        return h[3] * m.sign(), (m,)
+
+optim.OPTIMIZERS["signs"] = Signs
+PEERS["new_peer"] = Torch
+import bench
+
+names = ["stochastic-e4m3-32", "stochastic-signs", "new-peer"]
+with torch.compiler.set_stance("force_eager"):
+    argv = ["--repeats", "1", "--device", "cpu", "--out", "out.json", "--only", *names]
+    assert bench.main(["optimizers", "--parameters", "20000", "--layouts", "large", *argv]) == 0
+print([list(bench.CONTENDERS), list(bench.STATES), bench.HOLDERS])
+"""
+
+
+def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
+    root = Path(bench.__file__).parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", NEW]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    contenders, states, holders = ast.literal_eval(done.stdout.splitlines()[-1])
+    for found, known, new in (
+        (contenders, list(bench.CONTENDERS), {"stochastic-e4m3-32", "stochastic-signs", "new-peer"}),
+        (states, list(bench.STATES), {"--set exp_avg=e4m3-32 --set exp_avg_sq=e4m3-32"}),
+        (holders, bench.HOLDERS, {"e4m3-32 nearest", "e4m3-32 stochastic"}),
+    ):
+        assert set(found) == {*known, *new} and [name for name in found if name not in new] == known
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
+    assert not any(row["note"] for row in rows.values())
+    assert rows["stochastic-signs"]["state_bytes"] == 2 and rows["new-peer"]["state_bytes"] > 4
+    # two codes, and two fp32 scales to 32 values
+    assert rows["stochastic-e4m3-32"]["state_bytes"] == pytest.approx(2 + 2 * 4 / 32, abs=0.01)
+
+
+def test_the_rows_that_stood_before_the_registries_keep_their_order():
+    names = "stochastic nearest kahan kahan-stochastic split fp32 stochastic-8bit stochastic-4bit torchastic "
+    names += "torchao optimi adamw-bf16 bitsandbytes torch torch-fused copy"
+    assert [name for name in bench.CONTENDERS if name in names.split()] == names.split()
+    assert list(bench.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
+    kinds = ("bf16", "int8", "int4")
+    before = [f"{kind} {update}" for kind in kinds for update in ("nearest", "stochastic")]
+    assert bench.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
+
+
 @pytest.mark.parametrize("layout", ["mixed", "large"])
 @pytest.mark.parametrize("n", [1, 3, 6000, 10_000_000])
 def test_layouts_hold_just_as_many_parameters(layout, n):
@@ -171,7 +243,7 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
     def look(*_):
         seen.append([knob.fp32_precision for knob in knobs])
 
-    runs = {}
+    runs, cpu = {}, torch.device("cpu")
     for name in ("tf32", "fp32"):
         run, step = bench.make_run(bench.parse_net("dit:tiny:8:2"), bench.RECIPES[name], args)
         run.model.register_forward_pre_hook(look)
@@ -179,6 +251,17 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
     for name in ("tf32", "fp32", "tf32"):
         runs[name](False)
     assert seen == [["tf32", "tf32"], ["ieee", "ieee"], ["tf32", "tf32"]]
+    cell = dict(net="dit:tiny:8:2", recipe="tf32", compile=False)
+    step, _ = bench_gpu.contender(cell, cpu, dry=True)
+    reference, _ = bench_gpu.contender(bench_gpu.reference_of(cell), cpu, dry=True)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        for turn, expected in ((step, "tf32"), (reference, "ieee"), (step, "tf32")):
+            seen.clear()
+            turn()
+            assert seen and all(found == [expected, expected] for found in seen)
+    finally:
+        hook.remove()
     assert [knob.fp32_precision for knob in knobs] == before, "a step leaves torch's settings as they were"
 
 
@@ -198,6 +281,28 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys)
     )
     table = capsys.readouterr().out
     assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} | " in table
+
+
+def test_the_flags_in_the_table_of_bytes_are_those_of_train():
+    table = flags.Table(flags.PRECISION)
+    parser = table.parser("train.py", "")
+    for write, writing in bench.WRITES.items():
+        for state, holding in bench.STATES.items():
+            config = table.config(vars(parser.parse_args(f"{write} {state}".split())))
+            typed = precision.recipe(sites=config.set, **table.pick(config, "recipe"))
+            assert typed == precision.recipe(**writing, **holding), (write, state)
+
+
+def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
+    rows = {name: dict(bytes_per_parameter=8.0) for name in ("", "--opt8bit", "--pure_bf16")}
+    rows["--pure_bf16 --opt8bit"] = dict(bytes_per_parameter=6.0)
+    lines = bench.memory_table(rows).splitlines()
+    assert lines == [
+        "| flags | alone | with `--opt8bit` |",
+        "|---|---|---|",
+        "| (none) | 8.00 | 8.00 |",
+        "| `--pure_bf16` | 8.00 | 6.00 |",
+    ]
 
 
 def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
@@ -245,8 +350,7 @@ def test_bad_input_gets_one_line_and_status_2(argv, words, capsys):
     assert err.count("\n") == 1 and err.startswith("bench.py") and words in err
 
 
-# ------------------------------------------------------------------------------------------------------------
-# ---------- --gpu, without one
+# ---- --gpu, without one ------------------------------------------------------------------------------------
 
 
 def dry_run(folder, *more):
@@ -461,6 +565,35 @@ def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
         and "bench.py --gpu --dry_run" in err
         and not list(tmp_path.iterdir())
     )
+
+
+def imported(name):
+    """Names of our own files that a file imports, directly or by way of others."""
+    root, found, todo = Path(bench.__file__).parent, set(), [name]
+    while todo:
+        tree, names = ast.parse((root / f"{todo.pop()}.py").read_text()), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module)
+        new = {one for one in names if (root / f"{one}.py").is_file()} - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_a_record_knows_the_sources_that_its_figures_depend_on():
+    own = imported("bench_gpu")
+    assert "bench" not in own, "bench imports bench_gpu: that would be a circle"
+    # what reads flags and writes files changes no figure
+    assert set(bench_gpu.SOURCES) == {"bench_gpu", *own} - {"flags", "runs"}
+
+
+def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
+    kernels = {optim._ema_kernel, optim._kernel(optim.AdamW.direction), optim._weight_kernel}
+    monkeypatch.setattr(bench_gpu.rounding, "unfused", kernels)
+    assert bench_gpu.unfused_kernels() == ["ema_kernel", "kernel", "weight_kernel"]
 
 
 def test_every_test_that_needs_a_gpu_is_marked_so():

@@ -171,6 +171,7 @@ def test_a_planted_fault_is_named_and_nothing_else(flags, sites, expected):
 def at_rate(checkpoint, lr):
     """The checkpoint, going on at another learning rate."""
     checkpoint = copy.deepcopy(checkpoint)
+    checkpoint["config"]["lr"] = lr
     for group in checkpoint["precision"]["optimizer"]["param_groups"]:
         group.update(lr=lr, initial_lr=lr)
     return checkpoint

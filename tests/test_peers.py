@@ -135,8 +135,12 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
 
 def test_the_names_are_those_that_can_be_built():
     assert peers.NAMES[0] == "adamw" and set(peers.NAMES) == {*optim.OPTIMIZERS, *peers.PEERS}
-    for name in set(peers.PEERS) - {"bitsandbytes"}:
-        pytest.importorskip(name)
-        made = peers.build(name, [nn.Parameter(torch.ones(3, dtype=BF16))], recipe(pure_bf16=True))
-        assert isinstance(made, peers.PEERS[name]) and not made.by_recipe and made.nbytes()["exp_avg"] == 6
-        assert peers.title(made, name) == name
+    assert set(peers.PEERS) == {*PEERS, "bitsandbytes"}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_is_known_before_its_first_step(name):
+    pytest.importorskip(name)
+    made = peers.build(name, [nn.Parameter(torch.ones(3, dtype=BF16))], recipe(pure_bf16=True))
+    assert isinstance(made, peers.PEERS[name]) and not made.by_recipe and made.nbytes()["exp_avg"] == 6
+    assert peers.title(made, name) == name
