@@ -30,7 +30,7 @@ class Everything:
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """A fused step is the same, after seconds of compiling; test_precision.py shows it."""
+    """A fused step is the same, after seconds of compiling; test_adamw.py shows it."""
     monkeypatch.setattr(rounding, "unfused", Everything())
 
 

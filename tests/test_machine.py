@@ -140,7 +140,9 @@ def test_an_import_that_fails_in_any_way_is_told_and_quiet(monkeypatch, tmp_path
 
 
 def test_a_refusal_is_one_line_also_from_a_worker():
-    assert str(Refused("one\ntwo")) == "one two" and isinstance(Refused("x"), ValueError)
+    two = str(Refused("one\ntwo"))
+    assert len(two.splitlines()) == 1 and two.startswith("one") and two.endswith("two")
+    assert isinstance(Refused("x"), ValueError) and str(Refused("ü: 3 % of it")) == "ü: 3 % of it"
     told = "Caught Refused in DataLoader worker process 0.\nTraceback ...\nmachine.Refused: the last line\n"
     assert str(Refused(told)) == "the last line"
 
