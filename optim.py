@@ -459,12 +459,26 @@ class AdamW(Rounded):
             return super().write(p, g, moments, low, h, key, group, step, grad_scale)
         # Equal bits are promised here, so torch's own operations form the moments: its lerp and addcmul round
         # once where a product is added, as no sum of two operations does, by way of float64 neither. And
-        # torch.sqrt on a CPU is not correctly rounded where it comes from MKL, a compiled one is.
-        g = g.float() if grad_scale == 1 else g.float() * h[SCALE]
-        beta1, beta2 = group["betas"]
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        fused(_weight_kernel, p, m, v.sqrt(), low, h, compiled=self.compiled)
+        # torch.sqrt on a CPU is not correctly rounded where it comes from MKL, a compiled one is. In pieces,
+        # so that what is computed on the way stays in the cache: a large vector made anew costs as much as
+        # its arithmetic.
+        for start in range(0, p.numel(), 1 << 20):
+            at = slice(start, start + (1 << 20))
+            root = self._moments(g[at], m[at], v[at], h, group["betas"], grad_scale)
+            rest = None if low is None else low[at]
+            fused(_weight_kernel, p[at], m[at], root, rest, h, compiled=self.compiled)
+
+    @staticmethod
+    def _moments(g, m, v, h, betas, grad_scale):
+        """Update both moments, fp32 [n], in place, as torch.optim.AdamW does; returns the root of the second.
+        """
+        root = torch.empty_like(v)
+        for start in range(0, v.numel(), 1 << 16):
+            at = slice(start, start + (1 << 16))
+            part = g[at].float() if grad_scale == 1 else g[at].float() * h[SCALE]
+            m[at].lerp_(part, 1 - betas[0])
+            torch.sqrt(v[at].mul_(betas[1]).addcmul_(part, part, value=1 - betas[1]), out=root[at])
+        return root
 
 
 def _weight_kernel(p, m, root, low, h):
