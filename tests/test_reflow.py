@@ -3,12 +3,9 @@ not fit a teacher.
 """
 
 import json
-import multiprocessing
-import os
 import re
 import shutil
 import signal
-import socket
 from pathlib import Path
 
 import cli
@@ -18,6 +15,7 @@ import test_strategies
 import torch
 from cli import (
     QUICK,
+    ROOT,
     after_step,
     assert_same,
     checkpoint,
@@ -27,6 +25,7 @@ from cli import (
     metrics,
     no_training,
     one_line,
+    process,
     quick,
     summary,
 )
@@ -286,23 +285,10 @@ def test_pairs_that_are_gone_are_drawn_again(teachers):
 
 
 def on_two_processes(*flags):
-    """train.py on two ranks that are forks of this process, which spares them the imports."""
-
-    def rank(i):
-        os.environ.update(
-            RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-        os._exit(command(*flags))
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [multiprocessing.get_context("fork").Process(target=rank, args=(i,)) for i in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    """train.py on two ranks."""
+    running = process(ROOT / "tests" / "two_ranks.py", *flags)
+    _, said = running.communicate(timeout=300)
+    assert running.returncode == 0, said
 
 
 def test_two_processes_draw_and_learn_what_one_does_and_resume(teachers):

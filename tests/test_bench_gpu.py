@@ -1,0 +1,290 @@
+"""bench.py --gpu, without a GPU: the cells, the record, the page, the budget, and the processes."""
+
+import ast
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+import bench_gpu
+import formats
+import optim
+from machine import Refused
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Not compiled: these tests are about the record, not about the kernels."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def dry_run(folder, *more):
+    assert bench.main(["--gpu", "--dry_run", "--out", str(folder), *more]) == 0
+    record = json.loads((folder / "gpu-dry-run.json").read_text())
+    return record, {bench_gpu.key(row): row for row in record["results"]}
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dry")
+    return folder, *dry_run(folder)
+
+
+def test_a_dry_run_runs_every_recipe(dry):
+    folder, record, rows = dry
+    assert {name for net, name, _ in rows if net == "dit:tiny:8:2"} == set(bench_gpu.RECIPES)
+    assert {(net, on) for net, _, on in rows} == {(net, on) for net in bench_gpu.TINY for on in (False, True)}
+    for (_, name, _), row in rows.items():
+        if row["status"] == "refused":
+            assert name == "tf32" or name.startswith(("fp8-te-", "fp8-torchao-delayed")), row["note"]
+            assert row["note"] and "\n" not in row["note"] and "ms" not in row
+            continue
+        assert row["status"] == "measured", row["note"]
+        assert (
+            len(row["ms"]) == len(row["reference_ms"]) == 1 and row["ms"][0] > 0 and row["first_step_s"] > 0
+        )
+        assert row["peak_bytes"] is None, "the resident set of one process says nothing about one recipe"
+        assert (row["flops_share"] is not None) == ("fp8" in name or "2:4" in name)
+    share = {net[:3]: rows[net, "fp8-scaled_mm-rowwise", False]["flops_share"] for net in bench_gpu.TINY}
+    assert share["dit"] > 0.9 > 0.1 > share["une"]
+    losses = [row["loss"] for (net, *_), row in rows.items() if "loss" in row and net.startswith("dit")]
+    assert len(losses) > 12 and max(losses) - min(losses) < 1e-3 * losses[0], (
+        "recipes got different weights or inputs"
+    )
+    assert rows["dit:tiny:8:2", "pure_bf16-stochastic-opt8bit-fp8", False]["bytes_per_parameter"] < 7
+    assert {"sources", "libraries", "cuda", "commit", "torch"} <= set(record["machine"]) and record[
+        "command"
+    ].startswith("python bench.py --gpu --dry_run")
+
+
+def test_the_page_has_a_line_a_cell(dry):
+    folder, record, rows = dry
+    text = (folder / "gpu-dry-run.md").read_text()
+    assert text == bench_gpu.page(record)
+    lines = {
+        (m[1], m[2] == "yes"): m[0]
+        for m in re.finditer(r"^\| `([^`]+)` \| (yes|no) \|.*$", text.split("## unet")[0], re.M)
+    }
+    assert set(lines) == {(cell["recipe"], cell["compile"]) for cell in bench_gpu.cells(["dit:tiny:8:2"])}
+    assert lines["bf16", False].startswith(
+        f"| `bf16` | no | {2e3 / rows['dit:tiny:8:2', 'bf16', False]['ms'][0]:.1f} | 1.00 | - | 16.00 | - | "
+    )
+    assert lines["tf32", False].endswith("use fp32 or bf16 |") and lines["tf32", True].endswith(
+        "| not measured |"
+    )
+
+
+def test_run_again_it_measures_what_is_missing_or_was_refused(dry, tmp_path, monkeypatch):
+    _, record, rows = dry
+    kept = [dict(row) for row in record["results"] if row["recipe"] not in ("bf16", "fp32")]
+    kept[1].update(status="out of memory", note="too large")
+    (tmp_path / "gpu-dry-run.json").write_text(json.dumps({**record, "results": kept}))
+    seen = []
+    monkeypatch.setattr(
+        bench_gpu,
+        "measure",
+        lambda cell, **_: seen.append(bench_gpu.key(cell)) or {**rows[bench_gpu.key(cell)], "loss": -1.0},
+    )
+    _, again = dry_run(tmp_path)
+    refused = {k for k, row in rows.items() if row["status"] == "refused"} - {bench_gpu.key(kept[1])}
+    assert set(seen) == {k for k in rows if k[1] in ("bf16", "fp32")} | refused
+    assert set(again) == set(rows) and all(
+        again[bench_gpu.key(row)] == row for row in kept if bench_gpu.key(row) not in seen
+    )
+    seen.clear()
+    dry_run(tmp_path, "--retry", "--only", kept[1]["recipe"])
+    assert bench_gpu.key(kept[1]) in seen
+
+
+def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
+    _, record, _ = dry
+    (tmp_path / "gpu-dry-run.json").write_text(
+        json.dumps({**record, "machine": {**record["machine"], "sources": "other"}})
+    )
+    capsys.readouterr()
+    assert bench.main(["--gpu", "--dry_run", "--out", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "other code or versions" in err and "--fresh" in err
+
+
+def test_a_library_that_came_since_is_no_other_machine(dry):
+    machine = dry[1]["machine"]
+    newer = {**machine, "libraries": {**machine["libraries"], "transformer_engine": "2.9"}}
+    assert bench_gpu.same(machine, newer) and bench_gpu.same(newer, machine)
+    assert not bench_gpu.same(
+        newer, {**newer, "libraries": {**newer["libraries"], "transformer_engine": "3.0"}}
+    )
+    assert not bench_gpu.same(machine, {**machine, "torch": "2.0"})
+
+
+FAULTS = {
+    "bf16": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+    "fp32": RuntimeError("an illegal\nmemory access"),
+    "tf32": Refused("no such thing here"),
+    "pure_bf16-kahan": KeyError("k"),
+}
+
+
+def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    saved, real = [], bench_gpu.save
+    monkeypatch.setattr(bench_gpu, "save", lambda *args: saved.append(1) or real(*args))
+
+    def contender(cell, device, dry):
+        if cell["recipe"] in FAULTS:
+            raise FAULTS[cell["recipe"]]
+        return lambda: torch.tensor(0.5), lambda: dict(
+            batch_size=2, parameters=1, bytes_per_parameter=8.0, flops_share=None
+        )
+
+    monkeypatch.setattr(bench_gpu, "contender", contender)
+    names = [*FAULTS, "pure_bf16-split"]
+    _, rows = dry_run(tmp_path, "--nets", "dit:tiny:8:2", "--only", *names, "--compile", "off")
+    rows = {row["recipe"]: row for row in rows.values()}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "bf16": "out of memory",
+        "fp32": "failed",
+        "tf32": "refused",
+        "pure_bf16-kahan": "failed",
+        "pure_bf16-split": "measured",
+    }
+    assert rows["fp32"]["note"] == "RuntimeError: an illegal" and rows["tf32"]["note"] == "no such thing here"
+    assert (
+        rows["pure_bf16-split"]["note"] == "no ratio: bf16 does not fit beside it"
+        and "reference_ms" not in rows["pure_bf16-split"]
+    )
+    assert len(saved) == len(names), "written after every cell"
+    assert "images/s, - x bf16" in capsys.readouterr().out
+
+
+def test_the_budget_ends_between_cells(tmp_path, monkeypatch, capsys):
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(
+        bench_gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
+    )
+    monkeypatch.setattr(bench_gpu, "measure", lambda cell, **_: {**cell, "status": "refused", "note": "said"})
+    _, rows = dry_run(tmp_path, "--nets", "dit:tiny:8:2", "--budget", "10")
+    assert len(rows) == 2 and "are left: run the same command again" in capsys.readouterr().out
+
+
+def test_the_budgets_end_is_no_fault_of_the_cell(monkeypatch):
+    class Slow(bench_gpu.Here):
+        def do(self, cell, seconds):
+            raise bench_gpu.Lost("took longer", timeout=True)
+
+    monkeypatch.setattr(bench_gpu, "Here", Slow)
+    todo, rows = bench_gpu.cells(["dit:tiny:8:2"]), {}
+    args = SimpleNamespace(dry_run=True, budget=5, cell_limit=300)
+    assert (
+        bench_gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == len(todo)
+        and not rows
+    )
+    args = SimpleNamespace(dry_run=True, budget=None, cell_limit=300)
+    assert bench_gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == 0
+    assert {row["note"] for row in rows.values()} == {"took longer"} and len(rows) == len(todo)
+
+
+def test_a_process_that_hangs_or_ends_is_replaced():
+    # fork, for speed: these functions need nothing of what torch set up
+    for function, argument, words in (
+        (time.sleep, 60, "took longer than 1 s"),
+        (os._exit, 3, "exit status 3"),
+        (math.sqrt, -1, "exit status 1"),
+    ):
+        worker = bench_gpu.Worker(function, "fork")
+        with pytest.raises(bench_gpu.Lost, match=words) as lost:
+            worker.do(argument, 1 if function is time.sleep else 60)
+        assert worker.process is None and lost.value.timeout == (function is time.sleep)
+    worker = bench_gpu.Worker(math.sqrt, "fork")
+    assert worker.do(4, 60) == 2.0
+    process = worker.process
+    assert worker.do(9, 60) == 3.0 and worker.process is process
+    worker.close()
+    assert worker.do(16, 60) == 4.0 and worker.process is not process
+    worker.close()
+
+
+def test_the_readmes_table_says_what_was_not_measured(dry):
+    assert set(re.findall(r"\| ([^|`]+?) (?=\|)", bench_gpu.readme_table([]).split("\n", 2)[2])) == {
+        "not measured"
+    }
+    net, other = list(bench_gpu.NETS)[:2]
+    row = dict(
+        net=net, recipe="bf16", compile=False, status="measured", batch_size=64, ms=[100.0, 64.0, 32.0]
+    )
+    record = dict(
+        machine=dict(gpu="NVIDIA X"),
+        results=[row, dict(net=other, recipe="bf16", compile=True, status="refused")],
+    )
+    (line,) = [line for line in bench_gpu.readme_table([record]).splitlines() if line.startswith("| `bf16`")]
+    assert line == "| `bf16` | 1000 / - | can't run | not measured |"
+    assert bench_gpu.readme_table([record]).startswith("| NVIDIA X | DiT-B/2 | DiT-XL/2 | U-Net |")
+
+
+def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(["--gpu", "--out", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (
+        out == ""
+        and err.count("\n") == 1
+        and "bench.py --gpu --dry_run" in err
+        and not list(tmp_path.iterdir())
+    )
+
+
+def imported(name):
+    """Names of our own files that a file imports, directly or by way of others."""
+    root, found, todo = Path(bench.__file__).parent, set(), [name]
+    while todo:
+        tree, names = ast.parse((root / f"{todo.pop()}.py").read_text()), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module)
+        new = {one for one in names if (root / f"{one}.py").is_file()} - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_a_record_knows_the_sources_that_its_figures_depend_on():
+    own = imported("bench_gpu")
+    assert "bench" not in own, "bench imports bench_gpu: that would be a circle"
+    # what reads flags and writes files changes no figure
+    assert set(bench_gpu.SOURCES) == {"bench_gpu", *own} - {"flags", "runs"}
+
+
+def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
+    made = {optim._kernel(optim.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
+    monkeypatch.setattr(bench_gpu.rounding, "unfused", {optim._ema_kernel, *made})
+    assert bench_gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
+
+
+@pytest.mark.gpu
+def test_the_gpu_bench_runs_on_one(tmp_path):
+    names = ["bf16", "fp32", "pure_bf16-stochastic", "generate-bf16"]
+    argv = ["--gpu", "--nets", "dit:tiny:8:16", "--only", *names, "--compile", "off", "--repeats", "2"]
+    with torch.compiler.set_stance("default"):
+        assert bench.main([*argv, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("gpu-*.json")
+    rows = {row["recipe"]: row for row in json.loads(path.read_text())["results"]}
+    assert all(
+        row["status"] == "measured" and len(row["ms"]) == 2 and row["peak_bytes"] > 0 for row in rows.values()
+    ), rows
+    assert rows["fp32"]["peak_bytes"] > 20 * rows["fp32"]["parameters"], (
+        "weights, gradients, moments and average"
+    )
+    assert (
+        2 * rows["fp32"]["parameters"]
+        < rows["generate-bf16"]["peak_bytes"]
+        < rows["pure_bf16-stochastic"]["peak_bytes"]
+    )
