@@ -311,17 +311,16 @@ TASK = (
     Flag(
         "task",
         "rflow",
-        "rectified flow, reflow from a --teacher, denoising diffusion, segmentation, or a task of your own",
+        "what is trained, see the list in strategies.py; or a task of your own",
         kind="place",
-        metavar="{rflow,reflow,ddpm,segment,FILE.py:CLASS}",
+        metavar="TASK|FILE.py:CLASS",
         may=("sample", "diagnose"),
         fits=True,
     ),
     Flag(
         "model",
         "unet",
-        "MONAI's U-Net, or the diffusion transformer",
-        choices=("unet", "dit"),
+        "the net: unet (MONAI's) or dit (diffusion transformer); some tasks have others",
         fits=True,
     ),
     Flag(

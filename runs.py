@@ -301,12 +301,15 @@ class Folder:
                 self._board.add_scalar(name, value, row["step"])
 
     def show(self, pictures, name, step):
-        """{title: grid [C, H, W] in [0, 1]} as samples/<name>.png, and in TensorBoard while it is open."""
+        """{title: grid [C, H, W] in [0, 1]} as samples/<name>.png, each but the first with its title in the
+        name; and in TensorBoard while it is open.
+        """
         from torchvision.utils import save_image
 
-        for title, grid in pictures.items():
+        for number, (title, grid) in enumerate(pictures.items()):
+            file = f"{name}-{title}.png" if number else f"{name}.png"
             (self / "samples").mkdir(parents=True, exist_ok=True)
-            save_image(grid, self / "samples" / f"{name}.png")
+            save_image(grid, self / "samples" / file)
             if self._board is not None:
                 self._board.add_image(title, grid, step)
 

@@ -146,7 +146,7 @@ def settled(values):
     """(task class, flags.Table, flags.Config) of the flags of a run, a dict or a Config. Raises Refused."""
     values = values if isinstance(values, dict) else vars(values)
     kind, known = find(values.get("task", "rflow")), table(values.get("task"))
-    config = known.config(values)
+    config = known.config({**kind.own_defaults(), **values})
     own = {row.name for row in rows(kind)}
     for name, task in TASKS.items():
         for row in rows(task):

@@ -64,7 +64,7 @@ class Task:
     flags = ()  # flags.Flag rows beside the general ones; a row of a general flag's name takes its place
     sites = {}  # {name: precision.Site} of tensors that only this task has
     limits = {}  # {site: (figure above which it is a finding, a severe one)} for `probes`, see doctor.LIMITS
-    implied = {}  # {flag: what it stands for where it was not given}
+    implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
     targets = "labels"  # what data.load reads beside the images: labels or masks
     unprinted = ()  # scores that are written, and are too long to be printed
 
@@ -76,6 +76,11 @@ class Task:
         return type(self).__name__ if own else self.config.model
 
     # -- before the run
+
+    @classmethod
+    def own_defaults(cls):
+        """{flag: default} of flags that all tasks have, where this task's default is another."""
+        return {"model": cls.implied["model"]} if "model" in cls.implied else {}
 
     @classmethod
     def settle(cls, table, given):

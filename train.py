@@ -171,7 +171,7 @@ def print_summary(trainer, summary):
 def train(given, command, table, dry=False):
     """Train, or with `dry` print what would be trained. given: the flags typed."""
     kind = strategies.find(given.get("task", DEFAULTS["task"]))
-    config = table.typed({**given, **kind.settle(table, given)})
+    config = table.typed({**kind.own_defaults(), **given, **kind.settle(table, given)})
     config.name = config.name or table.name(config)
     trainer = Trainer(config, command, dry=dry)
     if dry:

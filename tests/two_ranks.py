@@ -20,7 +20,8 @@ import train
 
 def rank(number, port):
     own = str(number)
-    os.environ.update(RANK=own, LOCAL_RANK=own, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=own, LOCAL_RANK=own, WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os._exit(train.main(sys.argv[1:]))
 
 
