@@ -333,7 +333,7 @@ TASK = (
         "data",
         None,
         "digits (default), synthetic (default for segment), folder:PATH, cifar10:PATH, mnist:PATH, "
-        "medmnist:FILE.npz, nifti:PATH",
+        "fashion_mnist[:PATH], medmnist:FILE.npz, nifti:PATH",
         kind="place",
         may=("sample", "diagnose"),
         fits=True,
@@ -354,6 +354,13 @@ def training(name, default, help, **options):
 
 TRAINING = (
     training("steps", 3000, "optimiser steps", kind="extent", type=natural),
+    training(
+        "epochs",
+        0,
+        "passes over the training data, in place of --steps; the held-out data are looked at after each",
+        kind="extent",
+        type=count,
+    ),
     training("batch_size", 64, "images a micro-batch, over all processes", type=natural),
     training("accumulate", 1, "micro-batches a step", type=natural),
     training("lr", 1e-3, "learning rate", type=positive),
@@ -391,6 +398,20 @@ TRAINING = (
         "average",
         [],
         "keep a further average beside the recipe's, as DECAY:DTYPE[:UPDATE]: 0.9999:bf16; may be repeated",
+    ),
+    training(
+        "validate_every",
+        0,
+        "steps between looks at the held-out data (default: an epoch with --epochs or --early_stop, else "
+        "never)",
+        type=count,
+    ),
+    training(
+        "early_stop",
+        0,
+        "end after so many looks without a better held-out score, 0 for never; best.pt holds the best",
+        kind="extent",
+        type=count,
     ),
     training("seed", 0, "seed of weights, data order, noise and rounding", kind="draw", type=count),
     training(

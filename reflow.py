@@ -196,6 +196,9 @@ class Reflow(RFlow):
 
     # -- the pairs
 
+    def train_count(self):
+        return self.config.pairs
+
     def train_set(self, run):
         """The pairs in the run's folder; drawn and written there by a run that trains and has none yet."""
         path = run.folder / PAIRS

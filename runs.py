@@ -2,8 +2,9 @@
 
 runs/NAME/ holds config.json (command and resolved flags), ledger.json (the precision of every site),
 env.json (versions, machine, commit), metrics.jsonl (a line a logged step), samples/*.png, TensorBoard
-events, checkpoint.pt (tensors and plain values) and summary.json (final scores). Every file that is read
-again is written beside its place and renamed, so what was there stays whole until the new one is.
+events, checkpoint.pt (tensors and plain values), best.pt (the best validation's) and summary.json (final
+scores). Every file that is read again is written beside its place and renamed, so what was there stays whole
+until the new one is.
 """
 
 import errno
@@ -279,9 +280,9 @@ class Folder:
             kept = [json.dumps(row) + "\n" for row in read_lines(path) if row["step"] <= step]
             write_atomically(path, lambda file: file.write("".join(kept).encode()))
 
-    def save(self, state):
-        """Replace the checkpoint."""
-        write_atomically(self / CHECKPOINT, lambda file: torch.save({"format": 1, **state}, file))
+    def save(self, state, name=CHECKPOINT):
+        """Replace the checkpoint of this name."""
+        write_atomically(self / name, lambda file: torch.save({"format": 1, **state}, file))
 
     # -- what a running run writes
 

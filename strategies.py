@@ -30,6 +30,7 @@ PALETTE = [[0, 0, 0], [230, 80, 60], [60, 160, 230], [240, 200, 60], [90, 200, 1
 class Segment(Task):
     targets = "masks"
     implied = {"size": "tiny", "data": "synthetic"}
+    watched = ("mean_iou", "higher")
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
@@ -52,6 +53,12 @@ class Segment(Task):
         images, masks = batch
         return self.criterion(model(images), masks[:, None])
 
+    @torch.no_grad()
+    def validate(self, model, rng):
+        """Held-out loss, and mean IoU and Dice of the foreground classes, over all held-out images."""
+        loss, scores = super().validate(model, rng), metrics.dice_and_iou(self._confusion(model, rng))
+        return {**loss, "mean_iou": scores["mean_iou"], "mean_dice": scores["mean_dice"]}
+
     def preview(self, model, rng):
         """Held-out images, below them their masks, below those the predictions."""
         images, masks = self.data.heldout[list(range(min(8, len(self.data.heldout))))]
@@ -66,12 +73,15 @@ class Segment(Task):
         """(scores, pictures): mean Dice and IoU of the foreground classes and each class's, over all
         held-out images.
         """
+        return metrics.dice_and_iou(self._confusion(model, rng)), self.preview(model, rng)
+
+    def _confusion(self, model, rng):
         counts, heldout = 0, self.data.heldout
         for start in range(0, len(heldout), 64):
             images, masks = heldout[list(range(start, min(start + 64, len(heldout))))]
             predicted = model(images.to(rng.device)).float().cpu()
             counts = counts + metrics.confusion(predicted, masks, self.data.num_classes)
-        return metrics.dice_and_iou(counts), self.preview(model, rng)
+        return counts
 
 
 def _coloured(classes):

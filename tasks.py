@@ -26,6 +26,8 @@ from method import roles
 from recipes import recipe
 from runs import read_checkpoint
 
+VALIDATED = 256  # held-out items that `Task.validate` looks at
+
 # ---- Randomness --------------------------------------------------------------------------------------------
 
 
@@ -67,6 +69,8 @@ class Task:
     implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
     targets = "labels"  # what data.load reads beside the images: labels or masks
     unprinted = ()  # scores that are written, and are too long to be printed
+    watched = ("loss", "lower")  # the score of `validate` that --early_stop and best.pt go by; the better way
+    items = ("images", 1)  # what is counted a second: its name, and how many an entry of a batch has
 
     def __init__(self, data, recipe, config):
         self.data, self.recipe, self.config = data, recipe, config
@@ -177,6 +181,10 @@ class Task:
         value = getattr(config, flag)
         return cls.implied.get(flag) if value is None else value
 
+    def train_count(self):
+        """How many items `train_set` will have."""
+        return len(self.data.train)
+
     def train_set(self, run):
         """What is trained on: len(set), and set[[3, 1, 4]] -> a batch. run: the Trainer."""
         return self.data.train
@@ -190,6 +198,19 @@ class Task:
         `rng`, an Rng. step: the optimiser's steps done.
         """
         raise NotImplementedError(f"{type(self).__name__}.loss")
+
+    @torch.no_grad()
+    def validate(self, model, rng):
+        """{name: number} on held-out data, cheap enough to be asked often; here the mean loss, as at the last
+        step. model: the averaged weights, called like the net.
+        """
+        c, heldout, total = self.config, self.data.heldout, 0.0
+        count = min(len(heldout), VALIDATED)
+        for start in range(0, count, c.batch_size):
+            index = list(range(start, min(start + c.batch_size, count)))
+            batch = to_device(heldout[index], rng.device)
+            total += float(self.loss(model, batch, rng, c.steps)) * len(index)
+        return {"loss": total / count}
 
     def preview(self, model, rng):
         """{title: picture grid [C, H, W] in [0, 1]} while training."""

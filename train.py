@@ -27,6 +27,7 @@ from machine import Refused, device_facts, recommended_flags, support
 from ranks import leave
 from runs import read_checkpoint
 from trainer import Stopped, Trainer
+from validation import BEST
 
 FLAGS = strategies.table()
 DEFAULTS = FLAGS.defaults()
@@ -160,9 +161,21 @@ def print_summary(trainer, summary):
         memory += f", {skipped} steps skipped by the loss scaler"
     print(
         f"\n{summary['step']} steps in {summary['seconds']:.0f} s + {summary['scoring_seconds']:.0f} s of "
-        f"scoring, {summary['images_per_second']:.0f} images a second, {memory}"
+        f"scoring, {_rate(trainer, summary)}, {memory}"
     )
+    if "validation" in summary:
+        found = summary["validation"]
+        print(
+            f"{'stopped early: ' * found['stopped']}best held-out {found['watched']} "
+            f"{_cell(found['best'])} at step {found['step']}, kept as {trainer.folder}/{BEST}"
+        )
     print(f"pictures: {trainer.folder}/samples/   curves: tensorboard --logdir {trainer.config.runs}")
+
+
+def _rate(trainer, summary):
+    """'830 images a second'."""
+    kind, _ = trainer.task.items
+    return f"{summary.get(f'{kind}_per_second', 0):.0f} {kind} a second"
 
 
 # ---- What the command does ---------------------------------------------------------------------------------
@@ -171,6 +184,8 @@ def print_summary(trainer, summary):
 def train(given, command, table, dry=False):
     """Train, or with `dry` print what would be trained. given: the flags typed."""
     kind = strategies.find(given.get("task", DEFAULTS["task"]))
+    if given.get("epochs") and "steps" in given:
+        raise Refused("--epochs and --steps both say how long to train: give one of them")
     config = table.typed({**kind.own_defaults(), **given, **kind.settle(table, given)})
     config.name = config.name or table.name(config)
     trainer = Trainer(config, command, dry=dry)

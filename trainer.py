@@ -21,9 +21,10 @@ from precision import Precision
 from ranks import Ranks
 from recipes import check_machine
 from rounding import Stream, stream
-from runs import Folder, export, peak_memory, start_peak_memory, write_json
+from runs import CHECKPOINT, Folder, export, peak_memory, start_peak_memory, write_json
 from strategies import settled
 from tasks import Rng, check_origin, recipe_of, to_device
+from validation import BEST, Validation, steps_an_epoch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -107,6 +108,7 @@ class Trainer:
         self.folder = Folder(folder or Path(c.runs) / c.name)
         self.data = self.kind.load(c, None if dry else self._index())
         self.task = self.new_task(self.recipe)
+        self.validation = self._validation()
         self.step, self.seconds, self.peak = 0, 0.0, None
         self.interval, self.since = 0, 0.0  # steps and sum of their losses since the last logged line
         self.train = self.stop = None
@@ -136,6 +138,18 @@ class Trainer:
         """The folder that remembers what data sets hold, where there is a place for it."""
         runs = Path(self.config.runs)
         return runs / "indexes" if runs.is_dir() else None
+
+    def _validation(self):
+        """When the held-out data are looked at. Settles --steps where --epochs says it."""
+        c, epoch = self.config, steps_an_epoch(self.config, self.task.train_count())
+        if c.epochs:
+            c.steps = c.epochs * epoch
+        every = c.validate_every or (epoch if c.epochs or c.early_stop else 0)
+        return Validation(self.task.watched, every, c.early_stop)
+
+    @property
+    def finished(self):
+        return self.step >= self.config.steps or self.validation.exhausted
 
     def new_task(self, recipe):
         """The run's task on its data, in a recipe, with nothing in it that has been used."""
@@ -255,12 +269,13 @@ class Trainer:
         return iter(torch.utils.data.DataLoader(self.train, sampler=indices, batch_size=None, **options))
 
     def _train(self):
-        c, main, begun = self.config, self.ranks.main, self.step
+        c, main, begun, shown = self.config, self.ranks.main, self.step, {}
         start_peak_memory(self.device)
         timer = time.perf_counter()
         with self._bar() as bar:
-            while self.step < c.steps:
-                logged = (self.step + 1) % c.log_every == 0 or self.step + 1 == c.steps
+            while not self.finished:
+                looking = self.validation.due(self.step + 1)
+                logged = looking or (self.step + 1) % c.log_every == 0 or self.step + 1 == c.steps
                 loss, report = self.train_step(measure=logged)
                 self.since, self.interval = self.since + loss, self.interval + 1
                 self._tick(bar, first=self.step == begun + 1)
@@ -268,19 +283,21 @@ class Trainer:
                     mean = self.ranks.mean(self.since / self.interval).item()
                     self.interval, self.since = 0, 0.0
                     self.seconds += time.perf_counter() - timer
+                    heldout = self._look() if looking else {}
                     timer = time.perf_counter()
                     if main:
                         lr = float(self.precision.optimizer.param_groups[0]["lr"])
-                        self._log(dict(step=self.step, loss=mean, lr=lr, **report))
-                        bar.set_postfix(loss=f"{mean:.4f}")
+                        self._log(dict(step=self.step, loss=mean, lr=lr, **report, **heldout))
+                        shown.update(loss=mean, **heldout)
+                        bar.set_postfix({name: f"{value:.4f}" for name, value in shown.items()})
                     self._check_finite(mean, report)
                 pause = time.perf_counter()
                 stopping = self.ranks.any(self.stop, self.device)
-                if main and c.sample_every and self.step % c.sample_every == 0 and self.step < c.steps:
+                if main and c.sample_every and self.step % c.sample_every == 0 and not self.finished:
                     model = self.precision.generator(self._sources()[0])
                     self._show(self.task.preview(model, self._fixed_rng()), f"step{self.step:06d}")
                 due = c.checkpoint_every and self.step % c.checkpoint_every == 0
-                if stopping or self.step == c.steps or due:
+                if stopping or self.finished or due:
                     since = float(self.ranks.mean(self.since.clone())) if self.interval else 0.0
                     self._check_finite(since, report)  # a good checkpoint is not replaced by one full of NaN
                     if main:
@@ -291,6 +308,19 @@ class Trainer:
                     raise Stopped(said, stopping)
         if self.step > begun:
             self.peak = peak_memory(self.device)
+
+    def _look(self):
+        """Scores on held-out data, as {"heldout_<name>": number}; a checkpoint of the best so far is kept."""
+        scores, improved = {}, False
+        if self.ranks.main:
+            model = self.precision.generator(self._sources()[0])
+            scores = self.task.validate(model, self._fixed_rng())
+            improved = self.validation.take(scores, self.step)
+        own = self.validation.waited if self.ranks.main else 0
+        self.validation.waited = self.ranks.any(own, self.device) or 0  # all ranks end together
+        if improved:
+            self._save(self.seconds, 0.0, BEST)
+        return {f"heldout_{name}": value for name, value in scores.items()}
 
     def _bar(self):
         c, hidden = self.config, not self.ranks.main
@@ -341,7 +371,7 @@ class Trainer:
         folder.check(lambda old: self.table.differences(old, c))
         if folder.has_checkpoint:
             self.restore(folder.checkpoint())
-        before = folder.summary() if self.step >= c.steps else None
+        before = folder.summary() if self.finished else None
         if before and self._scored_alike():
             return before
         self.ranks.wait()  # every rank has read the folder before one writes
@@ -356,11 +386,13 @@ class Trainer:
         names = [row.name for row in self.table.rows if row.kind == "extent" and row.name != "steps"]
         return all(getattr(old, name) == getattr(self.config, name) for name in names)
 
-    def _save(self, seconds, since):
+    def _save(self, seconds, since, name=CHECKPOINT):
         # the losses of a half-finished logging interval belong to the state: a resumed run logs what an
         # uninterrupted one logs
         progress = dict(step=self.step, seconds=seconds, interval=self.interval, since=since)
-        self.folder.save({"config": vars(self.config), **progress, "precision": self.precision.state_dict()})
+        progress["validation"] = self.validation.state_dict()
+        state = {"config": vars(self.config), **progress, "precision": self.precision.state_dict()}
+        self.folder.save(state, name)
 
     def restore(self, checkpoint):
         """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""
@@ -372,6 +404,8 @@ class Trainer:
         self.step, self.seconds = checkpoint["step"], checkpoint["seconds"]
         self.interval = checkpoint["interval"]
         self.since = torch.tensor(checkpoint["since"], device=self.device)
+        if "validation" in checkpoint:
+            self.validation.load_state_dict(checkpoint["validation"])
 
     def _log(self, row):
         self.folder.log(row)
@@ -423,6 +457,10 @@ class Trainer:
             "peak_memory": self.peak or peak_memory(self.device),
             "scoring_seconds": time.perf_counter() - started,
         }
+        kind, number = self.task.items
+        summary[f"{kind}_per_second"] = summary["images_per_second"] * number
+        if self.validation.every:
+            summary["validation"] = self.validation.json()
         if c.export:
             self.export(c.export)
         self.folder.close()
