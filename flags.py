@@ -549,6 +549,11 @@ def machine(name, default, help, group="machine", **options):
 MACHINE = (
     machine("device", "auto", "where to run", choices=("auto", "cpu", "cuda"), may=("sample", "diagnose")),
     machine("compile", False, "torch.compile the net"),
+    machine(
+        "checkpoint_activations",
+        False,
+        "keep the input of each block alone for backward, and compute the rest again: less memory, same bits",
+    ),
     machine("threads", 0, "CPU threads, 0 for torch's choice", type=count, may=("sample", "diagnose")),
     machine("workers", 0, "processes that read data", type=count),
     machine("sample_batch", 250, "images drawn at once", type=natural, may=("sample",)),

@@ -70,6 +70,9 @@ def of(run, sites):
         elif site in ("exp_avg", "exp_avg_sq") and site not in kept:
             row["why"] = f"{run.optimizer_name} keeps none"
         rows.append(row)
+    if run.kept:
+        largest = max(run.kept.bytes, key=run.kept.bytes.get, default="")
+        rows.append(dict(site="activations", value=largest, bytes=run.kept.total / n, why=str(run.kept)))
     details = {}
     for method in run.methods:
         details.update(method.details())

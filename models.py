@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from machine import Refused, without
 
 with without("transformers"):
+    from monai.networks.blocks import ResidualUnit
     from monai.networks.nets import DiffusionModelUNet, UNet
 
 # size: (channels per level, residual blocks per level, levels with self-attention). Each level but the
@@ -121,6 +122,10 @@ class SegmentationUNet(UNet):
     """MONAI's UNet with its last residual unit, the one that gives the logits, named `final`; unchanged
     otherwise.
     """
+
+    def recomputed(self):
+        """Its residual units, for activations.recompute: MONAI nests them in Sequentials."""
+        return [m for m in self.modules() if isinstance(m, ResidualUnit)]
 
     def _get_up_layer(self, in_channels, out_channels, strides, is_top):
         up = super()._get_up_layer(in_channels, out_channels, strides, is_top)

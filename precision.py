@@ -263,7 +263,10 @@ class Precision:
     ):
         r = r or Recipe()
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-        self.device = next(net.parameters()).device
+        first = next(net.parameters(), None)
+        if first is None:
+            raise Refused("the model has no parameters: there is nothing to train")
+        self.device = first.device
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         self.clip_grad, self.accumulate = clip_grad, accumulate
         self.methods = [made for kind in METHODS if (made := kind.attach(net, self.recipe, **options))]
@@ -293,6 +296,7 @@ class Precision:
         self.reduce_sums = None  # set by a distributed trainer: sums `self.sums` over the ranks
         self.skipped = 0
         self.example = None  # (args, kwargs) whose shapes FLOPs are counted on
+        self.kept = None  # an activations.Meter of a forward pass, for the ledger
 
     def _groups(self, groups):
         if groups is None:

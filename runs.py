@@ -233,6 +233,11 @@ class Folder:
         return str(self.path)
 
     @property
+    def open(self):
+        """Whether it takes metrics now."""
+        return self._metrics is not None
+
+    @property
     def has_checkpoint(self):
         return (self / CHECKPOINT).exists()
 

@@ -144,6 +144,16 @@ class Task:
         ]
         return [group for group in groups if group["params"]]
 
+    def averages(self):
+        """{name: "DECAY:DTYPE[:UPDATE]"} of averages of the weights that the loss reads, as `model.averages`
+        by that text; the run keeps them beside its own. A site of the same name says how one is held.
+        """
+        return {}
+
+    def again(self, recipe):
+        """This task in a recipe, on the same data, with nothing in it that has been used."""
+        return type(self)(self.data, recipe, self.config)
+
     # -- what a run starts from
 
     @property

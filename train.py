@@ -156,6 +156,8 @@ def print_summary(trainer, summary):
     memory = f"peak memory {summary['peak_memory'] / 2**20:.0f} MiB"
     if trainer.device.type == "cpu":
         memory += " (the process, libraries included)"
+    if "activations" in summary:
+        memory += f", {summary['activations']['total'] / 2**20:.1f} MiB kept for backward"
     skipped = summary["skipped_steps"]
     if skipped:
         memory += f", {skipped} steps skipped by the loss scaler"

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from activations import Meter, recompute
 from machine import Refused
 from precision import Precision
 from ranks import Ranks
@@ -178,10 +179,13 @@ class Trainer:
         run = Precision(
             net, self.recipe, groups=self.task.groups(net), optimizer=c.optimizer, lr=c.lr,
             betas=(0.9, c.beta2), weight_decay=c.weight_decay, clip_grad=c.clip_grad,
-            accumulate=c.accumulate, ema_decay=c.ema_decay, averages=c.average, seed=c.seed,
+            accumulate=c.accumulate, ema_decay=c.ema_decay,
+            averages=[*c.average, *self.task.averages().values()], seed=c.seed,
             growth_interval=c.growth_interval, **self.table.pick(c, "method"),
         )  # fmt: skip
         run.example = self.task.example()
+        if c.checkpoint_activations:
+            recompute(run.model)
         if self.ranks.world > 1 and any(p._post_accumulate_grad_hooks for p in run.params):
             hooked = f"--optimizer {c.optimizer} takes gradients away by hooks before several processes can"
             raise Refused(f"{hooked} sum them: use --optimizer adamw --stochastic")
@@ -215,13 +219,26 @@ class Trainer:
             batch = to_device(next(self.batches), self.device)
             rng = Rng(stream(c.seed, Stream.BATCH, self.step, micro), ranks.rank, ranks.world, self.device)
             with ranks.synchronised(run, last=micro == c.accumulate - 1):
-                loss = self.task.loss(run, batch, rng, self.step)
+                with self._metered():
+                    loss = self.task.loss(run, batch, rng, self.step)
                 run.backward(loss * c.loss_weight)
             total = total + loss.detach().float() / c.accumulate
         self._seed(0)  # peers that round by the global generator: alike on every rank
         report = run.step(measure=measure)
         self.step += 1
         return total, report
+
+    @contextmanager
+    def _metered(self):
+        """The first micro-batch of a process tells what is kept for backward; the ledger gets that row."""
+        if self.precision.kept is not None:
+            yield
+            return
+        with Meter(self.precision.model) as meter:
+            yield
+        self.precision.kept = meter
+        if self.ranks.main and self.folder.open:
+            write_json(self.folder / "ledger.json", self.precision.ledger().json())
 
     def _set_rates(self, factor):
         for group, rate in zip(self.precision.optimizer.param_groups, self.rates, strict=True):
@@ -457,6 +474,8 @@ class Trainer:
             "peak_memory": self.peak or peak_memory(self.device),
             "scoring_seconds": time.perf_counter() - started,
         }
+        if run.kept:
+            summary["activations"] = run.kept.json()
         kind, number = self.task.items
         summary[f"{kind}_per_second"] = summary["images_per_second"] * number
         if self.validation.every:

@@ -198,6 +198,8 @@ def _results(arm, seed, folder):
     for name in ("images_per_second", "peak_memory", "bytes_per_parameter", "gradient_snr"):
         if name in summary:
             found[name] = summary[name]
+    if "activations" in summary and not arm.of:
+        found["activation_bytes"] = summary["activations"]["total"]
     if ledger.get("flops_share"):
         found["flops_share"] = ledger["flops_share"]
     return found

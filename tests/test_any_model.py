@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rounding
+from machine import Refused
 from precision import Precision, recipe
 
 BF16 = torch.bfloat16
@@ -554,3 +555,8 @@ def test_buffers_in_bf16_on_request():
     net = Buffered()
     Precision(net, recipe(**LOW, sites=["buffers=bf16"]), lr=1e-3, ema_decay=0.9)
     assert net.inv_freq.dtype == BF16
+
+
+def test_a_model_without_parameters_is_one_line():
+    with pytest.raises(Refused, match="no parameters"):
+        Precision(nn.Flatten())

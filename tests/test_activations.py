@@ -1,0 +1,175 @@
+"""What a forward pass keeps for backward: counted against sums by hand; given up without a changed bit."""
+
+import json
+from pathlib import Path
+
+import cli
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from cli import SEGMENT, assert_same, checkpoint, command, one_line, quick, summary
+from torch import nn
+
+from activations import Meter, blocks, recompute
+from machine import Refused
+from models import GENERATIVE, SEGMENTING
+from precision import Precision, recipe
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+eager = common.eager
+
+# ---- The meter ---------------------------------------------------------------------------------------------
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False))
+
+
+def test_each_storage_counts_once_and_weights_do_not():
+    model, x, target = net(), torch.randn(16, 4), torch.randn(16, 2)
+    with Meter(model) as kept:
+        F.mse_loss(model(x), target).backward()
+    # the input, the output of ReLU (kept by it and by the second layer), and both sides of the loss
+    assert kept.bytes == {"float32": 4 * (16 * 4 + 16 * 8 + 2 * 16 * 2)} and kept.casts == 0
+    assert kept.json() == {"bytes": kept.bytes, "casts": 0, "total": kept.total}
+
+
+def test_a_part_of_a_storage_counts_with_all_its_bytes():
+    whole, weight = torch.randn(64, 4), nn.Parameter(torch.randn(4, 4))
+    with Meter(nn.ParameterList([weight])) as kept:
+        whole[:8] @ weight
+    assert kept.total == whole.nbytes
+
+
+def test_copies_of_weights_are_told_apart():
+    model, x = net(), torch.randn(16, 4)
+    with Meter(model) as kept, torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    # the first layer's input, and the output of ReLU
+    assert kept.bytes == {"bfloat16": 2 * (16 * 4 + 16 * 8)}
+    # the second layer's weight: the first one's is needed for the gradient of x alone, which nobody asks for
+    assert kept.casts == 2 * 8 * 2
+    assert str(kept).startswith("0.0 MiB kept for backward: bfloat16") and "casts of weights" in str(kept)
+
+
+def test_nothing_is_kept_without_gradients():
+    model = net()
+    with Meter(model) as kept, torch.no_grad():
+        model(torch.randn(16, 4))
+    assert kept.total == 0
+
+
+def test_the_gradients_are_those_without_a_meter():
+    model, x = net(), torch.randn(16, 4)
+    plain = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with Meter(model):
+        loss = model(x).sum()
+    metered = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, plain, metered))
+
+
+# ---- Computing again ---------------------------------------------------------------------------------------
+
+RECIPES = [
+    {},
+    dict(bf16=True),
+    dict(pure_bf16=True, stochastic=True),
+    dict(pure_bf16=True, master="split"),
+    dict(opt8bit=True),
+    dict(fp8=True, fp8_backend="emulate"),
+    dict(fp8=True, fp8_backend="emulate", fp8_recipe="delayed"),
+    dict(pure_bf16=True, stochastic=True, sparse24="srste"),
+]
+
+
+def trained(name, flags, again, steps=3):
+    """(state, meter) after some steps; `again`: with activation checkpointing."""
+    torch.manual_seed(0)
+    run = Precision(GENERATIVE[name](1, 10, 8), recipe(**flags), lr=1e-2, seed=0)
+    if again:
+        assert recompute(run.model) == len(blocks(run.model)) > 2
+    x, t, y = torch.randn(8, 1, 8, 8), torch.rand(8) * 1000, torch.arange(8)
+    for _ in range(steps):
+        with Meter(run.model) as kept:
+            loss = F.mse_loss(run(x, t, y), x)
+        run.backward(loss)
+        run.step()
+    return run.state_dict(), kept
+
+
+@pytest.mark.parametrize("flags", RECIPES, ids=lambda flags: "-".join(flags) or "fp32")
+@pytest.mark.parametrize("name", ["unet", "dit"])
+def test_blocks_computed_again_give_the_same_bits_from_less_memory(name, flags):
+    if name == "unet" and "sparse24" in flags:
+        pytest.skip("its Linear layers are few and small; the DiT shows it")
+    (plain, all_kept), (again, inputs_kept) = (trained(name, flags, again) for again in (False, True))
+    assert_same(again, plain)
+    assert inputs_kept.total < 0.4 * all_kept.total
+
+
+def test_dropout_draws_the_same_again():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
+            self.layers = nn.ModuleList(parts)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model, x, found = Net(), torch.randn(4, 8), []
+    for again in (False, True):
+        if again:
+            recompute(model)
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(model(x).sum(), list(model.parameters())))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_net_names_its_blocks_or_its_outermost_lists_do():
+    segmenting = SEGMENTING["unet"](1, 4, 32)
+    assert len(blocks(segmenting)) > 4 and blocks(GENERATIVE["dit"](1, 10, 8))[0].norm1
+    nested = nn.ModuleDict({"outer": nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)])])})
+    assert blocks(nested) == list(nested["outer"])
+    with pytest.raises(Refused, match="this net has no blocks"):
+        recompute(net())
+
+
+# ---- The command -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [["--model", "dit"], SEGMENT], ids=["dit", "segment"])
+def test_the_command_says_what_is_kept_and_keeps_less(task, capsys):
+    flags = [*task, "--pure_bf16", "--stochastic"]
+    assert quick(*flags, name="plain", steps=2) == 0
+    said = capsys.readouterr().out
+    assert quick(*flags, "--checkpoint_activations", name="less", steps=2) == 0
+    assert_same(checkpoint("less")["precision"], checkpoint("plain")["precision"])
+    plain, less = (summary(name)["activations"] for name in ("plain", "less"))
+    assert less["total"] < 0.75 * plain["total"]  # a U-Net keeps its skip connections
+    assert f"{plain['total'] / 2**20:.1f} MiB kept for backward" in said
+    row = json.loads(Path("runs/plain/ledger.json").read_text())["sites"][-1]
+    assert row["site"] == "activations" and row["value"] == "bfloat16"
+    assert row["bytes"] == pytest.approx(plain["total"] / summary("plain")["parameters"])
+
+
+def test_a_resumed_run_may_compute_again():
+    assert quick("--model", "dit", name="whole", steps=4) == 0
+    assert quick("--model", "dit", steps=2) == 0
+    assert quick("--model", "dit", "--checkpoint_activations", steps=4) == 0
+    assert_same(checkpoint()["precision"], checkpoint("whole")["precision"])
+
+
+def test_a_net_without_blocks_is_one_line(capsys):
+    Path("mine.py").write_text(
+        "import torch\nfrom tasks import Task\nclass Mine(Task):\n"
+        "    implied = {'data': 'digits'}\n"
+        "    def net(self):\n        return torch.nn.Linear(8, 1)\n"
+        "    def loss(self, model, batch, rng, step):\n        return model(batch[0]).mean()\n"
+    )
+    assert command("--task", "mine.py:Mine", "--checkpoint_activations", "--steps", 1) == 2
+    assert "this net has no blocks" in one_line(capsys) and not Path("runs").exists()
