@@ -2,7 +2,10 @@
 
     python bench.py optimizers    one step on 10 million parameters, ours and peers (requirements-bench.txt)
     python bench.py training      images a second of U-Nets and DiTs under each recipe; the whole step
-    python bench.py memory        bytes a parameter of weights, gradients and states, each way to hold them
+    python bench.py memory        bytes of weights, gradients and states, each way to hold them, and of what
+                                  is kept for backward, by recipe and batch (bench_memory.py)
+    python bench.py systems       segmentation, language and video, as documents compare configurations
+                                  (bench_systems.py)
     python bench.py moments       whether exp_avg_sq falls when half of the gradients drop to a hundredth
     python bench.py --gpu         everything that needs a GPU, on nets of real size (bench_gpu.py)
 
@@ -33,6 +36,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import bench_gpu
+import bench_systems
 import optim
 import peers
 from bench_common import (
@@ -44,16 +48,18 @@ from bench_common import (
     Clock,
     cell,
     check_nets,
+    forget_tables,
     moment_formats,
     moments_in,
     parse_net,
     prepared,
     quiet,
+    state_bytes,
     take_turns,
     timed,
-    typed,
 )
-from flags import Parser, natural
+from bench_memory import check_kept, memory
+from flags import Parser, count, natural
 from machine import Refused
 from precision import Recipe, recipe
 from recipes import check_machine
@@ -153,25 +159,6 @@ def make_step(name, params):
     else:
         made = peers.build(contender.optimizer, params, contender.recipe, **ADAMW)
     return getattr(made, "inner", made).step, made  # a peer's own step, without our adapter
-
-
-def forget_tables(optimizer):
-    """Drop the tables of the formats that an optimiser holds its moments in. All optimisers share them: after
-    its next step they hold what it needs, and no more.
-    """
-    for form in getattr(optimizer, "coders", {}).values():
-        getattr(form, "tables", {}).clear()
-
-
-def state_bytes(optimizer):
-    """Bytes of all tensors in an optimiser's state and tables of codes, storage that several share counted
-    once.
-    """
-    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    for form in getattr(optimizer, "coders", {}).values():
-        tensors += getattr(form, "tables", {}).values()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 class Contest:
@@ -360,84 +347,6 @@ def _print_net(spec, rows, args):
         print(f"{row['recipe']:<22}{figures}{sizes}{row['first_step_s']:>14.2f}")
 
 
-# ---- Memory ------------------------------------------------------------------------------------------------
-
-
-def ways_to_hold():
-    """{flags as typed: flags} of the moments: without codes, and in each format. Formats of equal bits and
-    blocks take the same bytes: the first stands for all.
-    """
-    found, seen = {"": {}}, set()
-    for name in moment_formats():
-        form = optim.FORMATS[name]
-        if (form.bits, form.block) not in seen:
-            seen.add((form.bits, form.block))
-            found[typed(moments_in(name))] = moments_in(name)
-    return found
-
-
-# how weights are written (rows) and moments held (columns), as flags of train.py
-KAHAN = dict(PURE, kahan=True)
-WAYS = ({}, PURE, STOCHASTIC, KAHAN, dict(KAHAN, stochastic=True), dict(PURE, master="split"))
-WRITES = {typed(flags): flags for flags in WAYS}
-STATES = ways_to_hold()
-
-
-def memory(args, clock):
-    """Rows (dicts): net, flags, bytes a parameter of the weights, gradients and optimiser states allocated,
-    and the ledger's word for it.
-    """
-    rows = []
-    with tqdm(total=len(args.nets) * len(WRITES) * len(STATES), disable=None, leave=False) as bar:
-        for spec in args.nets:
-            for write in WRITES.values():
-                for state in STATES.values():
-                    bar.set_postfix_str(f"{spec} {typed({**write, **state})}")
-                    rows.append(allocated(spec, {**write, **state}, args))
-                    bar.update()
-    for spec in args.nets:
-        here = {row["flags"]: row for row in rows if row["net"] == spec}
-        what = f"{here['']['parameters']:,} parameters; weights + gradients + states, bytes a parameter"
-        print(f"\n{spec} (model:size:image:batch): {what}\n")
-        print(memory_table(here))
-    return rows
-
-
-def allocated(spec, flags, args):
-    """The row of one net under one recipe, after a step."""
-    size = {}
-
-    def look(*_):
-        size["gradients"] = sum(p.grad.nbytes for p in run.params)
-
-    with torch.compiler.set_stance("force_eager"):  # what is allocated does not depend on it
-        run, step = make_run(parse_net(spec), flags, args)
-        size["weights"] = sum(p.nbytes for p in run.params)
-        forget_tables(run.optimizer)
-        run.optimizer.register_step_pre_hook(look)
-        step(False)
-        size["states"] = state_bytes(run.optimizer)
-    n = sum(p.numel() for p in run.params)
-    row = dict(net=spec, flags=typed(flags), parameters=n)
-    row.update((name, size[name] / n) for name in ("weights", "gradients", "states"))
-    return {**row, "bytes_per_parameter": sum(size.values()) / n, "ledger": run.ledger().state_bytes}
-
-
-def memory_table(rows):
-    """Markdown: ways to write a weight down, ways to hold the moments across. rows: {flags: row of `memory`};
-    ways that have none, in a record older than they are, are left out.
-    """
-    writes = [write for write in WRITES if write in rows]
-    states = [state for state in STATES if state in rows]
-    heads = [f"with `{state}`" if state else "alone" for state in states]
-    lines = [f"| flags | {' | '.join(heads)} |", "|---" * (len(states) + 1) + "|"]
-    for write in writes:
-        sizes = [rows[f"{write} {state}".strip()]["bytes_per_parameter"] for state in states]
-        name = f"`{write}`" if write else "(none)"
-        lines.append(f"| {name} | {' | '.join(f'{size:.2f}' for size in sizes)} |")
-    return "\n".join(lines)
-
-
 # ---- The second moment after a drop ------------------------------------------------------------------------
 
 HOLDERS = ["fp32 nearest", "bitsandbytes"]
@@ -508,7 +417,13 @@ def moments_table(rows):
 
 # ---- The command -------------------------------------------------------------------------------------------
 
-COMMANDS = {"optimizers": optimizers, "training": training, "memory": memory, "moments": moments}
+COMMANDS = {
+    "optimizers": optimizers,
+    "training": training,
+    "memory": memory,
+    "moments": moments,
+    "systems": bench_systems.systems,
+}
 
 
 def build_parser():
@@ -550,6 +465,12 @@ def build_parser():
     sub.add_argument("--after", type=natural, default=3000, help="steps after it (default: 3000)")
     sub = command("memory", None, "bytes a parameter of every combination, as allocated")
     nets(sub, ["dit:S/8:64:1", "unet:small:64:1"])
+    sub.add_argument("--batches", nargs="+", type=natural, default=[2, 8, 32], help="default: 2 8 32")
+    sub = command("systems", 9, "a step of other systems than diffusion, as documents compare them")
+    names = list(bench_systems.TABLES)
+    choice(sub, "--only", names, names, "tables (default: all): " + ", ".join(names))
+    steps = "steps that each is trained to before it is scored, 0 for no scores (default: 300)"
+    sub.add_argument("--train", type=count, default=300, help=steps)
     bench_gpu.add_command(commands)
     return parser
 
@@ -568,6 +489,8 @@ def check(args):
             raise Refused(f"--out {args.out}: no such folder, or no right to write there; name a file")
     if args.bench in ("training", "memory"):
         check_nets(args.nets)
+    if args.bench == "memory":
+        check_kept(args)
     wanted = [RECIPES[name] for name in args.recipes] if args.bench == "training" else []
     if args.bench in ("memory", "moments"):
         wanted += [moments_in(name) for name in moment_formats()]

@@ -128,6 +128,28 @@ def prepared(net, flags, device):
     return run, (x, t, y.to(device)), velocity
 
 
+# ---- Memory ----------------------------------------------------------------------------------------------
+
+
+def forget_tables(optimizer):
+    """Drop the tables of the formats that an optimiser holds its moments in. All optimisers share them: after
+    its next step they hold what it needs, and no more.
+    """
+    for form in getattr(optimizer, "coders", {}).values():
+        getattr(form, "tables", {}).clear()
+
+
+def state_bytes(optimizer):
+    """Bytes of all tensors in an optimiser's state and tables of codes, storage that several share counted
+    once.
+    """
+    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    for form in getattr(optimizer, "coders", {}).values():
+        tensors += getattr(form, "tables", {}).values()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
 # ---- Time --------------------------------------------------------------------------------------------------
 
 

@@ -264,11 +264,8 @@ class Trainer:
             if c.export and main:
                 self.export(c.export)
             return finished
-        self.train = self.task.train_set(self)
-        net = self.precision.model
-        self.precision.forward = self.ranks.wrap(self.precision, torch.compile(net) if c.compile else net)
         try:
-            self.batches = self._read()
+            self.ready()
             if main:
                 self.folder.log_to(self.step)
             with self._stoppable():
@@ -277,6 +274,14 @@ class Trainer:
         finally:
             self.batches = None  # ends the workers
             self.folder.close()
+
+    def ready(self):
+        """What the first step needs: training data, and the net as it is called."""
+        net = self.precision.model
+        self.train = self.task.train_set(self)
+        net = torch.compile(net) if self.config.compile else net
+        self.precision.forward = self.ranks.wrap(self.precision, net)
+        self.batches = self._read()
 
     def _read(self):
         """The run's next micro-batches, this rank's rows of them."""

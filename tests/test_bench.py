@@ -16,6 +16,8 @@ import torch
 
 import bench
 import bench_gpu
+import bench_memory
+import bench_systems
 import flags
 import machine
 import optim
@@ -144,7 +146,7 @@ names = ["stochastic-e4m3-32", "stochastic-signs", "new-peer"]
 with torch.compiler.set_stance("force_eager"):
     argv = ["--repeats", "1", "--device", "cpu", "--out", "out.json", "--only", *names]
     assert bench.main(["optimizers", "--parameters", "20000", "--layouts", "large", *argv]) == 0
-print([list(bench.CONTENDERS), list(bench.STATES), bench.HOLDERS])
+print([list(bench.CONTENDERS), list(bench_memory.STATES), bench.HOLDERS])
 """
 
 
@@ -157,7 +159,7 @@ def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
     contenders, states, holders = ast.literal_eval(done.stdout.splitlines()[-1])
     for found, known, new in (
         (contenders, list(bench.CONTENDERS), {"stochastic-e4m3-32", "stochastic-signs", "new-peer"}),
-        (states, list(bench.STATES), {"--set exp_avg=e4m3-32 --set exp_avg_sq=e4m3-32"}),
+        (states, list(bench_memory.STATES), {"--set exp_avg=e4m3-32 --set exp_avg_sq=e4m3-32"}),
         (holders, bench.HOLDERS, {"e4m3-32 nearest", "e4m3-32 stochastic"}),
     ):
         assert set(found) == {*known, *new} and [name for name in found if name not in new] == known
@@ -172,7 +174,7 @@ def test_the_rows_that_stood_before_the_registries_keep_their_order():
     names = "stochastic nearest kahan kahan-stochastic split fp32 stochastic-8bit stochastic-4bit torchastic "
     names += "torchao optimi adamw-bf16 bitsandbytes torch torch-fused copy"
     assert [name for name in bench.CONTENDERS if name in names.split()] == names.split()
-    assert list(bench.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
+    assert list(bench_memory.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
     kinds = ("bf16", "int8", "int4")
     before = [f"{kind} {update}" for kind in kinds for update in ("nearest", "stochastic")]
     assert bench.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
@@ -263,8 +265,9 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
 
 
 def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys):
-    rows = run(tmp_path, "memory", "--nets", "dit:tiny:8:2")["results"]
-    assert len(rows) == len(bench.WRITES) * len(bench.STATES)
+    every = run(tmp_path, "memory", "--nets", "dit:tiny:8:2", "--batches", "2", "4")["results"]
+    rows, kept = ([row for row in every if ("again" in row) == again] for again in (False, True))
+    assert len(rows) == len(bench_memory.WRITES) * len(bench_memory.STATES)
     for row in rows:
         assert row["bytes_per_parameter"] == pytest.approx(row["ledger"], abs=1e-9), row["flags"]
         assert row["bytes_per_parameter"] == pytest.approx(
@@ -278,13 +281,34 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys)
     )
     table = capsys.readouterr().out
     assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} | " in table
+    assert len(kept) == 2 * 2 * len(bench_memory.KEPT)
+    total = {(row["recipe"], row["batch"], row["again"]): row["total"] for row in kept}
+    assert total["stochastic", 4, False] < 0.7 * total["fp32", 4, False]
+    assert total["fp32", 4, True] < 0.4 * total["fp32", 4, False] < 0.9 * total["fp32", 2, False] * 2
+    sums = re.search(r"^\| fp32 \| 4.0 \| 4.0 \| 8.0 \| 8.0 \| 24.0 \|$", table, re.M)
+    assert sums, "a billion parameters in fp32, by document 002's arithmetic"
+
+
+def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, monkeypatch):
+    small = "--task segment --image_size 16 --batch_size 8"
+    table = {"fp32": small, "bf16": f"{small} --bf16", "fp8": f"{small} --fp8 --fp8_backend te"}
+    monkeypatch.setattr(bench_systems, "TABLES", {"segment": table})
+    argv = ["systems", "--only", "segment", "--repeats", "2", "--train", "6"]
+    rows = run(tmp_path, *argv)["results"]
+    assert [row["name"] for row in rows] == list(table) and "here works" in rows[2]["note"] and not rows[2]["ms"]
+    for row in rows[:2]:
+        assert len(row["ms"]) == 2 and row["epoch_steps"] == 32 and row["items_a_step"] == 8
+        assert row["score"][0] == "mean_iou" and 0 < row["score"][1] < 1
+    assert rows[1]["kept"]["total"] < rows[0]["kept"]["total"]
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("| fp32 |")).split(" | ")[2] == "1.00"
 
 
 def test_the_flags_in_the_table_of_bytes_are_those_of_train():
     table = flags.Table(flags.PRECISION)
     parser = table.parser("train.py", "")
-    for write, writing in bench.WRITES.items():
-        for state, holding in bench.STATES.items():
+    for write, writing in bench_memory.WRITES.items():
+        for state, holding in bench_memory.STATES.items():
             config = table.config(vars(parser.parse_args(f"{write} {state}".split())))
             typed = precision.recipe(sites=config.set, **table.pick(config, "recipe"))
             assert typed == precision.recipe(**writing, **holding), (write, state)
@@ -293,7 +317,7 @@ def test_the_flags_in_the_table_of_bytes_are_those_of_train():
 def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
     rows = {name: dict(bytes_per_parameter=8.0) for name in ("", "--opt8bit", "--pure_bf16")}
     rows["--pure_bf16 --opt8bit"] = dict(bytes_per_parameter=6.0)
-    lines = bench.memory_table(rows).splitlines()
+    lines = bench_memory.memory_table(rows).splitlines()
     assert lines == [
         "| flags | alone | with `--opt8bit` |",
         "|---|---|---|",
@@ -314,7 +338,7 @@ def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "optimizers | training | memory | moments | --gpu"),
+        ([], "optimizers | training | memory | moments | systems | --gpu"),
         (["optimizers", "--parameters", "0"], "whole number above 0"),
         (["optimizers", "--repeats", "many"], "whole number above 0"),
         (["optimizers", "--only", "adam"], "adam"),
