@@ -235,10 +235,10 @@ class Precision:
     tensors. groups: parameter groups with their own lr, weight_decay or optimizer; None: one group of all
     that are trained. optimizer: see peers.build. accumulate: micro-batches a step. clip_grad: largest
     gradient norm, 0 for none. averages: further averages beside the recipe's, as 'DECAY:DTYPE[:UPDATE]'.
-    growth_interval: steps without an overflow after which a dynamic loss scale doubles. keep: arguments of
-    forward whose dtype is left alone. options: of the methods, as sparse24_decay. Call it like the model;
-    backward(loss) after each micro-batch; step() after the last. torch's schedulers work on `run.optimizer`.
-    Raises Refused as `recipe` and `peers.build` do.
+    init_loss_scale, growth_factor, backoff_factor, growth_interval: as of torch.amp.GradScaler. keep:
+    arguments of forward whose dtype is left alone. options: of the methods, as sparse24_decay. Call it like
+    the model; backward(loss) after each micro-batch; step() after the last. torch's schedulers work on
+    `run.optimizer`. Raises Refused as `recipe` and `peers.build` do.
     """
 
     def __init__(
@@ -256,6 +256,9 @@ class Precision:
         averages=(),
         clip_grad=0.0,
         accumulate=1,
+        init_loss_scale=2.0**16,
+        growth_factor=2.0,
+        backoff_factor=0.5,
         growth_interval=2000,
         seed=0,
         keep=("t", "timestep", "timesteps"),
@@ -291,7 +294,9 @@ class Precision:
         self.ema = average(ema_decay, r.ema, r.ema_update)
         self.averages = {"ema": self.ema, **{spec: average(*parse_average(spec)) for spec in averages}}
         dynamic = r.loss_scale == "dynamic"
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dynamic, growth_interval=growth_interval)
+        scaling = dict(init_scale=init_loss_scale, growth_factor=growth_factor, backoff_factor=backoff_factor)
+        scaling["growth_interval"] = growth_interval
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dynamic, **scaling)
         self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
         self.reduce_sums = None  # set by a distributed trainer: sums `self.sums` over the ranks
         self.skipped = 0
@@ -421,9 +426,9 @@ class Precision:
         this run.
 
         'compute' as trained, but FP8 layers compute in bf16; 'fp8' through those; 'fp32' a full-precision
-        copy, 'autocast' that copy under bf16; 'bf16' a copy in bf16 whatever was trained; 'int8', and 'fp8'
-        of a net trained otherwise: the autocast copy with its Linear layers quantised (fp8.quantise). Raises
-        Refused for a source that this run does not hold.
+        copy, 'autocast' that copy under bf16, 'fp16' under fp16; 'bf16' a copy in bf16 whatever was trained;
+        'int8', and 'fp8' of a net trained otherwise: the autocast copy with its Linear layers quantised
+        (fp8.quantise). Raises Refused for a source that this run does not hold.
         """
         return self.frozen(source)
 
@@ -438,12 +443,13 @@ class Precision:
                 if method not in staying:
                     stack.enter_context(method.plain(self.model))
             net = copy.deepcopy(self.model).requires_grad_(False).eval()
-        if r.generation in ("fp32", "bf16", "autocast") or r.quantises:
+        if r.generation in ("fp32", "bf16", "autocast", "fp16") or r.quantises:
             low = r.generation == "bf16"
+            own = r.generation if r.generation in ("fp32", "fp16") else "bf16"
             r = r.replace(
                 weights="bf16" if low else "fp32",
                 grads="bf16" if low else "fp32",
-                compute="fp32" if r.generation == "fp32" else "bf16",
+                compute=own,
                 islands="none",
             )
             Cast(self.cast.undo(net), r)

@@ -109,7 +109,7 @@ SITES = {
         {"fp32": "sums need the bits", "bf16": "the loss is formed from bf16 differences"},
     ),
     "generation": Site(
-        ("compute", "fp32", "bf16", "autocast", "fp8", "int8"),
+        ("compute", "fp32", "bf16", "autocast", "fp16", "fp8", "int8"),
         {
             "compute": "samples are drawn in the precision that was trained",
             "fp32": "samples are drawn from an fp32 copy of the weights",
@@ -117,6 +117,7 @@ SITES = {
             "fp8": "samples are drawn through the FP8 layers",
             "int8": "samples are drawn through int8 layers",
             "autocast": "samples are drawn from an fp32 copy under bf16 autocast",
+            "fp16": "samples are drawn from an fp32 copy under fp16 autocast: above 65504 is infinity",
         },
     ),
     "reduce": Site(

@@ -181,7 +181,7 @@ class Trainer:
             betas=(0.9, c.beta2), weight_decay=c.weight_decay, clip_grad=c.clip_grad,
             accumulate=c.accumulate, ema_decay=c.ema_decay,
             averages=[*c.average, *self.task.averages().values()], seed=c.seed,
-            growth_interval=c.growth_interval, **self.table.pick(c, "method"),
+            **self.table.pick(c, "scaler"), **self.table.pick(c, "method"),
         )  # fmt: skip
         run.example = self.task.example()
         if c.checkpoint_activations:

@@ -14,7 +14,7 @@ from torch import nn
 from rounding import exact_weight
 
 eager = common.eager
-GENERATIONS = ["compute", "fp32", "bf16", "autocast"]
+GENERATIONS = ["compute", "fp32", "bf16", "autocast", "fp16"]
 every_generation = pytest.mark.parametrize("generation", GENERATIONS)
 
 
@@ -44,7 +44,8 @@ def test_generator_holds_the_asked_weights_in_the_asked_precision(name, generati
         out = got(batches(1)[0][0], torch.arange(8.0))
         assert out.dtype == torch.float32 and not out.requires_grad
         low = name != "fp32" if generation == "compute" else generation in ("bf16", "autocast")
-        assert inside[-1] == (BF16 if low else torch.float32)
+        dtype = torch.float16 if generation == "fp16" else BF16 if low else torch.float32
+        assert inside[-1] == dtype
     assert not torch.equal(run.generator("ema").net.out.weight, run.generator("raw").net.out.weight)
     assert run.model.training and all(p.requires_grad for p in run.params), "training goes on"
     train(run, 1)

@@ -349,6 +349,17 @@ def test_the_loss_scale_doubles_after_steps_without_overflow():
     assert run.skipped == 0 and run.scaler.get_scale() == 4 * 65536
 
 
+def test_the_loss_scale_starts_grows_and_falls_as_told():
+    options = dict(init_loss_scale=64.0, growth_factor=4.0, growth_interval=1, backoff_factor=0.25)
+    run = start("fp16", lr=1e-3, **options)
+    train(run, 1)
+    assert run.scaler.get_scale() == 256
+    x, y = batches(1)[0]
+    run.backward(1e7 * F.mse_loss(run(x, torch.arange(8.0)), y))
+    run.step()
+    assert run.skipped == 1 and run.scaler.get_scale() == 64
+
+
 def test_only_fp16_scales():
     for name in ("fp32", "bf16", "stochastic"):
         run = start(name)
