@@ -16,6 +16,7 @@ new flag is one row.
 """
 
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -45,7 +46,7 @@ class Flag:
     "diagnose", beside what `kind` allows. titled: whether the flag's own name precedes its value in the
     folder's name, as numbers always have it. fits: whether weights fit only runs with the same value, so
     that --finetune and --teacher compare it. only: whether it is refused beside a task that does not bring
-    it. to: who takes it as a keyword of the same name, "recipe" or "method".
+    it. to: who takes it as a keyword of the same name, "recipe", "method" or "scaler".
     """
 
     name: str
@@ -195,7 +196,7 @@ class Table:
         return config
 
     def pick(self, config, to):
-        """{flag: value} of the flags that go `to` "recipe" or "method" as keywords."""
+        """{flag: value} of the flags that go `to` "recipe", "method" or "scaler" as keywords."""
         return {row.name: getattr(config, row.name) for row in self.rows if row.to == to}
 
     # -- reading
@@ -222,10 +223,10 @@ class Table:
         """{flag: value} of a YAML file, converted and checked as if typed. An unknown key is an error of
         the parser.
         """
-        values, words = read_yaml(path, parser), []
+        values, words = _translated(read_yaml(path, parser), path, parser), []
         for key, value in values.items():
             if key not in self:
-                keys = f"the keys are the flags of {parser.prog} without their dashes"
+                keys = f"the keys are the flags of {parser.prog} without their dashes{self._near(key, value)}"
                 parser.error(f"--config {path}: unknown key '{key}'; {keys}")
             if value is None:  # 'data:' with nothing after it
                 continue
@@ -239,6 +240,14 @@ class Table:
             else:
                 words.append(f"--{key}={value}")
         return vars(parser.parse_args(words))
+
+    def _near(self, key, value):
+        """What an unknown key, or one inside it, may mean: '; near it is batch_size', or ''."""
+        inner = [str(name).lower() for name in value] if isinstance(value, dict) else []
+        names = [row.name for row in self.rows]
+        close = [difflib.get_close_matches(word, names, 1, 0.6) for word in [*inner, str(key).lower()]]
+        found = [match[0] for match in close if match]
+        return f"; near it is {found[0]}" if found else ""
 
     # -- comparing
 
@@ -295,6 +304,39 @@ def read_yaml(path, parser):
     if not isinstance(values, dict):
         parser.error(f"--config {path}: expected lines 'flag: value'")
     return values
+
+
+# What a section `trainer:` of a Lightning file says, as flags
+TRAINER = {"gradient_clip_val": "clip_grad", "max_steps": "steps", "accumulate_grad_batches": "accumulate"}
+TRAINER_PRECISION = {
+    "32-true": None,
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+    "bf16-true": "pure_bf16",
+}
+
+
+def _translated(values, path, parser):
+    """{flag: value} of a file's values, with a section `trainer` in Lightning's words taken apart."""
+    section = values.get("trainer")
+    if not isinstance(section, dict):
+        return values
+    flat = {key: value for key, value in values.items() if key != "trainer"}
+    for key, value in section.items():
+        flag, where = TRAINER.get(key), f"--config {path}: trainer.{key}"
+        if key == "precision":
+            if str(value) not in TRAINER_PRECISION:
+                parser.error(f"{where} is {value}; choose {', '.join(TRAINER_PRECISION)}, or a flag as --fp8")
+            flag, value = TRAINER_PRECISION[str(value)], True
+        elif flag is None:
+            known = ", ".join(f"{name} (--{flag})" for name, flag in TRAINER.items())
+            parser.error(f"{where} is unknown; of trainer these are read: precision (--bf16 ...), {known}")
+        if flag is None:  # 32-true
+            continue
+        if flag in flat and flat[flag] != value:
+            parser.error(f"{where} and {flag} say two things: leave one out")
+        flat[flag] = value
+    return flat
 
 
 def _items(value):
@@ -465,9 +507,24 @@ PRECISION = (
     precision(
         "growth_interval",
         2000,
-        "with --fp16: steps without overflow until the loss scale doubles",
-        to="",
+        "with --fp16: steps without overflow until the loss scale grows",
+        to="scaler",
         type=natural,
+    ),
+    precision("init_loss_scale", 65536.0, "with --fp16: the first loss scale", to="scaler", type=positive),
+    precision(
+        "growth_factor",
+        2.0,
+        "with --fp16: what the loss scale is multiplied by when it grows",
+        to="scaler",
+        type=checked(float, lambda v: 1 < v < INFINITE, "a number above 1"),
+    ),
+    precision(
+        "backoff_factor",
+        0.5,
+        "with --fp16: what it is multiplied by after an overflow",
+        to="scaler",
+        type=checked(float, lambda v: 0 < v < 1, "a number between 0 and 1"),
     ),
     precision(
         "fp8", False, "FP8 matmuls in nn.Linear layers, all else as --bf16; with --pure_bf16 on bf16 weights"
