@@ -19,9 +19,12 @@ import argparse
 import difflib
 import os
 import re
+import stat
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
+
+from machine import Refused
 
 KINDS = ("result", "draw", "extent", "place", "machine")
 GROUPS = {  # in the order of --help and of names
@@ -66,6 +69,23 @@ class Flag:
     def __post_init__(self):
         if self.kind not in KINDS or self.group not in GROUPS:
             raise ValueError(f"flag {self.name}: kind is one of {KINDS}, group one of {tuple(GROUPS)}")
+
+    def holds(self, value):
+        """Whether a run's file may say that the flag has this value: text of the flag can come to it."""
+        if value == self.default and type(value) is type(self.default):
+            return True
+        if isinstance(self.default, bool):
+            return isinstance(value, bool)
+        if isinstance(self.default, list):
+            return isinstance(value, list) and all(isinstance(word, str) for word in value)
+        if isinstance(value, (bool, list, dict)) or value is None:
+            return False
+        try:
+            converted = self.type(str(value))
+        except (ValueError, argparse.ArgumentTypeError):
+            return False
+        alike = isinstance(converted, str) == isinstance(value, str) and converted == value
+        return alike and (self.choices is None or value in self.choices)
 
     def accepts(self, verb):
         """Whether the flag may differ from the run's when it goes on ("resume"), or beside --sample or
@@ -138,15 +158,32 @@ def checked(kind, test, what):
     return convert
 
 
-INFINITE = float("inf")
-natural = checked(int, lambda v: v > 0, "a whole number above 0")
-count = checked(int, lambda v: v >= 0, "a whole number, 0 or more")
-several = checked(int, lambda v: v > 1, "a whole number above 1")
+# Beyond these a flag is a slip of the finger, and ends in a loop that does not end, in memory that is not
+# there, or in a number that a tensor does not take
+MOST = 2**31 - 1
+LARGEST = 3e38  # of fp32
+MILLIONS = 10**7  # things that are made at once
+natural = checked(int, lambda v: 0 < v <= MOST, f"a whole number above 0, up to {MOST}")
+count = checked(int, lambda v: 0 <= v <= MOST, f"a whole number, 0 or more, up to {MOST}")
+several = checked(int, lambda v: 1 < v <= MILLIONS, f"a whole number above 1, up to {MILLIONS}")
+crowd = checked(int, lambda v: 0 < v <= MILLIONS, f"a whole number above 0, up to {MILLIONS}")
 thousand = checked(int, lambda v: 0 < v <= 1000, "a whole number from 1 to 1000")
-positive = checked(float, lambda v: 0 < v < INFINITE, "a number above 0")
-amount = checked(float, lambda v: 0 <= v < INFINITE, "a number, 0 or more")
+few = checked(int, lambda v: 0 <= v <= 1000, "a whole number from 0 to 1000")
+seed = checked(int, lambda v: 0 <= v < 2**63, "a whole number, 0 or more, below 2**63")
+positive = checked(float, lambda v: 0 < v <= LARGEST, f"a number above 0, up to {LARGEST:g}")
+amount = checked(float, lambda v: 0 <= v <= LARGEST, f"a number, 0 or more, up to {LARGEST:g}")
 share = checked(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
 fraction = checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
+
+
+def _inside(name):
+    """Whether a name is that of a folder below another one, and one that any file system takes."""
+    parts = name.split("/")
+    plain = name.isprintable() and all(part not in ("", ".", "..") for part in parts)
+    return not name or (plain and len(os.fsencode(name)) <= 200)
+
+
+inner = checked(str, _inside, "a name of at most 200 printable bytes, without / at its ends and without ..")
 
 
 # ---- The table ---------------------------------------------------------------------------------------------
@@ -189,11 +226,27 @@ class Table:
         return Config(**{**self.defaults(), **given})
 
     def config(self, values):
-        """A Config of {flag: value} as a run's files hold it. Files older than a flag have its default."""
+        """A Config of {flag: value} as a run's files hold it. Files older than a flag have its default.
+        Raises Refused for a value that no flag comes to.
+        """
+        wrong = next((name for name in values if name in self and not self[name].holds(values[name])), None)
+        if wrong:
+            raise Refused(f"--{wrong} {values[wrong]!r} stands among a run's flags, and no run has it")
         config = self.typed(values)
         if values.get("weight_decay") and "weight_decay_on" not in values:
             config.weight_decay_on = "all"  # what runs did before that flag
         return config
+
+    def obeyed(self, values):
+        """{flag: value} of the flags in a checkpoint, which may be a stranger's, that a command on it obeys.
+
+        Those that say what was trained, on which data and how it is scored: without them the weights mean
+        nothing. Not those of kind machine, which change no result: where files are written, how many threads
+        and images at once, are matters of whoever types the command, or else the defaults. A path of data is
+        obeyed, since a run's own scores need it; files are read there as `data` reads them, and nothing is
+        run. A task of a file is run, so train.task_of takes that from the command line alone.
+        """
+        return {name: values[name] for name in values if name in self and self[name].kind != "machine"}
 
     def pick(self, config, to):
         """{flag: value} of the flags that go `to` "recipe", "method" or "scaler" as keywords."""
@@ -294,13 +347,26 @@ def read_yaml(path, parser):
     """The mapping in a YAML file; anything else is an error of the parser."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that stands twice, of which YAML's own takes the last."""
+
+        def construct_mapping(self, node, deep=False):
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice:
+                raise yaml.YAMLError(f"the key '{twice}' stands there twice")
+            return super().construct_mapping(node, deep)
+
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode) or os.path.getsize(path) > MILLIONS:
+            parser.error(f"--config {path}: give a YAML file: this is a folder, a pipe, or too large for one")
         with open(path) as file:
-            values = yaml.safe_load(file) or {}
+            values = yaml.load(file, Loader) or {}
     except OSError as error:
         parser.error(f"--config {path}: {error.strerror}; give the path of a YAML file")
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        parser.error(f"--config {path} is not YAML: {' '.join(str(error).split())}")
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        parser.error(f"--config {path} is not YAML: {why[:500]}")
     if not isinstance(values, dict):
         parser.error(f"--config {path}: expected lines 'flag: value'")
     return values
@@ -403,7 +469,7 @@ TRAINING = (
         kind="extent",
         type=count,
     ),
-    training("batch_size", 64, "images a micro-batch, over all processes", type=natural),
+    training("batch_size", 64, "images a micro-batch, over all processes", type=crowd),
     training("accumulate", 1, "micro-batches a step", type=natural),
     training("lr", 1e-3, "learning rate", type=positive),
     training("warmup", 100, "steps of linear warm-up, 0 for none", type=count),
@@ -455,7 +521,7 @@ TRAINING = (
         kind="extent",
         type=count,
     ),
-    training("seed", 0, "seed of weights, data order, noise and rounding", kind="draw", type=count),
+    training("seed", 0, "seed of weights, data order, noise and rounding", kind="draw", type=seed),
     training(
         "optimizer",
         "adamw",
@@ -551,7 +617,7 @@ PRECISION = (
         "amax_history_len",
         1024,
         "with --fp8_recipe delayed: past steps a scale is taken from",
-        type=natural,
+        type=crowd,
     ),
     precision(
         "amax_compute_algo",
@@ -611,8 +677,11 @@ MACHINE = (
         False,
         "keep the input of each block alone for backward, and compute the rest again: less memory, same bits",
     ),
-    machine("threads", 0, "CPU threads, 0 for torch's choice", type=count, may=("sample", "diagnose")),
-    machine("workers", 0, "processes that read data", type=count),
+    machine(
+        "profile", 0, "trace so many steps, after five: profile.json, and what takes longest", type=count
+    ),
+    machine("threads", 0, "CPU threads, 0 for torch's choice", type=few, may=("sample", "diagnose")),
+    machine("workers", 0, "processes that read data", type=few),
     machine("sample_batch", 250, "images drawn at once", type=natural, may=("sample",)),
 )
 
@@ -622,6 +691,7 @@ RUN = (
         "",
         "folder under --runs (default: made of the flags that differ from the defaults)",
         "run",
+        type=inner,
         may=("sample",),
     ),
     machine("runs", "runs", "where runs are kept", "run", may=("sample",)),

@@ -14,6 +14,7 @@ The same command again resumes an interrupted run. Bad input ends with one line 
 
 import errno
 import logging
+import math
 import os
 import sys
 import textwrap
@@ -149,6 +150,18 @@ def print_check():
         print(layout([["", "flag", "here", "why"], *rows]))
         flag, why = recommended_flags(found)
         print(f"  start with: python train.py {flag}\n  {why}\n")
+    print(layout(number_formats()))
+
+
+def number_formats():
+    """Rows: what the floating-point formats can hold."""
+    rows = [["format", "bits", "largest", "smallest normal", "next after 1", "decimal digits"]]
+    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
+        facts = torch.finfo(getattr(torch, name))
+        digits = f"{-math.log10(facts.eps / 2):.1f}"
+        figures = (facts.max, facts.smallest_normal, 1 + facts.eps)
+        rows.append([name, str(facts.bits), *(f"{figure:.9g}" for figure in figures), digits])
+    return rows
 
 
 def print_summary(trainer, summary):

@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from activations import Meter, recompute
 from machine import Refused
 from precision import Precision
+from profiling import Profile
 from ranks import Ranks
 from recipes import check_machine
 from rounding import Stream, stream
@@ -294,11 +295,13 @@ class Trainer:
         c, main, begun, shown = self.config, self.ranks.main, self.step, {}
         start_peak_memory(self.device)
         timer = time.perf_counter()
-        with self._bar() as bar:
+        traced = Profile(c.profile if main else 0, self.folder / "profile.json", self.device)
+        with self._bar() as bar, closing(traced):
             while not self.finished:
                 looking = self.validation.due(self.step + 1)
                 logged = looking or (self.step + 1) % c.log_every == 0 or self.step + 1 == c.steps
                 loss, report = self.train_step(measure=logged)
+                traced.step()
                 self.since, self.interval = self.since + loss, self.interval + 1
                 self._tick(bar, first=self.step == begun + 1)
                 if logged:

@@ -509,3 +509,10 @@ def test_a_reader_that_ends_early_is_no_error(tmp_path):
     )
     os.close(write)
     assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_check_tells_what_the_formats_hold(capsys):
+    assert train.main(["--check"]) is None
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["bfloat16", "16", "3.38953139e+38", "1.17549435e-38", "1.0078125", "2.4"] in cells
+    assert ["float16", "16", "65504", "6.10351562e-05", "1.00097656", "3.3"] in cells

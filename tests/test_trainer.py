@@ -39,6 +39,25 @@ from method import Method
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
+# ---- Profiling ---------------------------------------------------------------------------------------------
+
+
+def test_a_profile_traces_the_steps_asked_for_and_changes_no_number(capfd):
+    assert quick(name="plain", steps=9) == 0
+    assert quick("--profile", 2, name="traced", steps=9) == 0
+    assert_same(checkpoint("traced")["precision"], checkpoint("plain")["precision"])
+    said = capfd.readouterr().err
+    assert "aten::" in said and "the trace is in runs/traced/profile.json" in said
+    events = json.loads(Path("runs/traced/profile.json").read_text())["traceEvents"]
+    losses = [event for event in events if event.get("name") == "aten::mse_loss"]
+    assert len(losses) == 2, "one a step"
+    assert not Path("runs/plain/profile.json").exists()
+
+
+def test_a_run_that_ends_while_it_is_traced_writes_the_trace():
+    assert quick("--profile", 50, steps=7) == 0 and Path("runs/run/profile.json").exists()
+
+
 # ---- Learning rate and weight decay ------------------------------------------------------------------------
 
 
