@@ -9,6 +9,7 @@ folder:PATH         images, class folders optional; with masks PATH/images and  
                     PATH/masks, each image and its mask under one stem
 cifar10:PATH        torchvision's download (cifar-10-batches-py)                    its 10,000 test images
 mnist:PATH          torchvision's download (MNIST/raw)                              its 10,000 test images
+fashion_mnist       Debian's package dataset-fashion-mnist, or fashion_mnist:PATH   its 10,000 test images
 medmnist:FILE.npz   a 2-D MedMNIST file; no labels if an image has several          its test part; val unused
 nifti:PATH          axial slices of a .nii or .nii.gz volume, or of a folder of     a tenth of the volumes, or
                     them; with masks PATH/images and PATH/masks again               of the slices of one
@@ -18,6 +19,7 @@ pixel). The classes of a mask are the distinct values of all masks in ascending 
 1, ids 0..K-1 stay themselves. A tenth is at least one, and a set of one image is refused. No loader runs code
 that a file brings along. folders.py finds, checks and decodes image files and volumes.
 """
+import gzip
 import hashlib
 import os
 import pickle
@@ -48,6 +50,8 @@ class Data:
     A part suits DataLoader(part, sampler=<yields lists>, batch_size=None, num_workers=N).
     `name` is fit for a file name. `fingerprint`, 16 hex digits, stands for the content, the image size and
     the split. `yardstick` names the feature net that is committed for this very set, where there is one.
+    `classes` are the names of the labels, where the set has names. part.labels() tells the labels of a part
+    without its images.
     """
     name: str
     train: torch.utils.data.Dataset = field(repr=False)
@@ -58,6 +62,7 @@ class Data:
     fingerprint: str
     targets: str
     yardstick: str | None = None
+    classes: tuple = field(default=(), repr=False)
 
     def __str__(self):
         shape = f"{self.channels}x{self.image_size}x{self.image_size}"
@@ -67,7 +72,7 @@ class Data:
 
 class Wish(NamedTuple):
     """What a loader is asked for: the arguments of load(), the path apart from the word."""
-    path: Path
+    path: Path | None
     masks: bool
     size: int | None
     seed: int
@@ -92,11 +97,12 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
         near = f"did you mean folder:{spec}" if spec and os.path.exists(spec) else f"choose one of {forms}"
         raise Refused(f"unknown data set {spec!r}: {near}")
     form, loader, has_masks = SETS[word]
-    if bool(where) != (":" in form):
+    if "[" not in form and bool(where) != (":" in form):
         raise Refused(f"{word} {'takes no' if where else 'needs a'} path: write --data {form}")
     if targets == "masks" and not has_masks:
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
-    path = Path(os.path.expanduser(where))  # an unknown ~name stays as it is, and is no folder
+    # an unknown ~name stays as it is, and is no folder
+    path = Path(os.path.expanduser(where)) if where else None
     return loader(Wish(path, targets == "masks", image_size, seed, index))
 
 
@@ -122,6 +128,10 @@ class Tensors(torch.utils.data.Dataset):
             target = _square_mask(target, self.size)
         return _square(images, self.size), target.long()
 
+    def labels(self):
+        """int64 [N]"""
+        return self.target.long()
+
 
 class Files(torch.utils.data.Dataset):
     """items: (image path, label), or (image path, mask path) with the mask values that become 0, 1, ..."""
@@ -133,6 +143,10 @@ class Files(torch.utils.data.Dataset):
 
     def __len__(self):
         return len(self.items)
+
+    def labels(self):
+        """int64 [N]"""
+        return torch.tensor([label for _, label in self.items], dtype=torch.long)
 
     def __getitem__(self, index: list[int]):
         images, targets = zip(*map(self._item, index), strict=True)
@@ -171,20 +185,21 @@ def _square_mask(x, size):
     return _square(x[:, None].float(), size, mode="nearest-exact")[:, 0]
 
 
-def _data(name, wish, train, heldout, channels, num_classes, size, content, yardstick=None):
+def _data(name, wish, train, heldout, channels, num_classes, size, content, yardstick=None, classes=()):
     """Data with a fingerprint of content: tensors by their bytes, anything else by its repr."""
     facts = (wish.masks, channels, num_classes, size, len(train), len(heldout))
     digest = hashlib.sha256(repr(facts).encode())
     for part in content:
         digest.update(part.numpy() if isinstance(part, torch.Tensor) else repr(part).encode())
     return Data(re.sub(r"[^\w.-]+", "_", name), train, heldout, channels, num_classes, size,
-                digest.hexdigest()[:16], "masks" if wish.masks else "labels", yardstick)
+                digest.hexdigest()[:16], "masks" if wish.masks else "labels", yardstick, tuple(classes))
 
 
-def _in_memory(name, wish, train, heldout, num_classes, yardstick=None):
+def _in_memory(name, wish, train, heldout, num_classes, yardstick=None, classes=()):
     size = wish.size or min(train[0].shape[-2:])
     parts = Tensors(*train, size), Tensors(*heldout, size)
-    return _data(name, wish, *parts, train[0].shape[1], num_classes, size, [*train, *heldout], yardstick)
+    return _data(name, wish, *parts, train[0].shape[1], num_classes, size, [*train, *heldout], yardstick,
+                 classes)
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
@@ -236,7 +251,7 @@ def _folder(wish):
     heldout = Files([rest for name, *rest in triples if name in chosen], channels, size, values)
     content = [(t[0], image.sha256, target) for t, image, target in zip(triples, seen, targets, strict=True)]
     return _data(f"folder-{root.resolve().name}", wish, train, heldout, channels, len(classes), size,
-                 [content, classes])
+                 [content, classes], classes=() if wish.masks else classes)
 
 
 # ---- Published sets ----------------------------------------------------------------------------------------
@@ -302,6 +317,54 @@ def _mnist(wish):
         if any(len(part.data) != len(part.targets) or part.targets.max() > 9 for part in parts):
             raise ValueError("images and labels don't match")
     return _in_memory("mnist", wish, *[(part.data[:, None], part.targets) for part in parts], 10)
+
+
+PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist lies
+CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+MOST = 60_000  # images that a file of Fashion-MNIST holds at most
+
+
+def _fashion_mnist(wish):
+    own = wish.path is not None
+    root = wish.path if own else PACKAGED
+    inner = root / "FashionMNIST" / "raw"  # as torchvision downloads it
+    root = inner if own and os.path.isdir(inner) else root
+    parts = []
+    for name in ("train", "t10k"):
+        images = _idx(root / f"{name}-images-idx3-ubyte.gz", own, 28, 28)  # uint8 [N, 28, 28]
+        labels = _idx(root / f"{name}-labels-idx1-ubyte.gz", own)  # uint8 [N]
+        if len(images) != len(labels):
+            raise Refused(f"{root} holds {len(images)} images and {len(labels)} labels named {name}: replace "
+                          f"the two files")
+        if labels.max() > 9:
+            raise Refused(f"{root}: a label of {name} is {labels.max()}, and Fashion-MNIST has 0 to 9: "
+                          f"replace {name}-labels-idx1-ubyte.gz")
+        parts.append((torch.from_numpy(images[:, None]), torch.from_numpy(labels)))
+    return _in_memory("fashion_mnist", wish, *parts, 10, classes=CLOTHES)
+
+
+def _idx(path, own, *item):
+    """uint8 [N, *item] of a gzipped idx file: two zero bytes, the type (8 is uint8), the number of
+    dimensions, each as a big-endian int32, then the values and nothing else.
+    """
+    if not os.path.isfile(path):
+        owner = ", or --data fashion_mnist:PATH for a folder of your own" if not own else ""
+        raise Refused(f"{path.parent} holds no {path.name}: apt-get install dataset-fashion-mnist brings it "
+                      f"(to {PACKAGED}){owner}")
+    with reading(path, "a file of Fashion-MNIST"), gzip.open(path) as file:
+        dims = 1 + len(item)
+        header = np.frombuffer(file.read(4 + 4 * dims), ">i4")
+        if len(header) != 1 + dims or header[0] != 0x0800 + dims:
+            raise ValueError(f"it does not begin as an idx file of uint8 with {dims} dimensions")
+        count, *rest = header[1:].tolist()
+        if rest != list(item) or not 0 < count <= MOST:
+            raise ValueError(f"it holds {header[1:].tolist()} values, not up to {MOST:,} x {list(item)}")
+        size = count * int(np.prod(item, dtype=int))
+        content = file.read(size + 1)  # one byte more: so that a longer file is seen, and its checksum read
+        if len(content) != size:
+            what = "more" if len(content) > size else "fewer"
+            raise ValueError(f"it holds {what} than the {size:,} bytes that its header says")
+        return np.frombuffer(bytearray(content), np.uint8).reshape(count, *item)
 
 
 def _medmnist(wish):
@@ -397,6 +460,7 @@ SETS = {
     "folder": _Set("folder:PATH", _folder, has_masks=True),
     "cifar10": _Set("cifar10:PATH", _cifar10),
     "mnist": _Set("mnist:PATH", _mnist),
+    "fashion_mnist": _Set("fashion_mnist[:PATH]", _fashion_mnist),
     "medmnist": _Set("medmnist:FILE.npz", _medmnist),
     "nifti": _Set("nifti:PATH", _nifti, has_masks=True),
 }

@@ -13,7 +13,10 @@ flag they are fp32; bf16 is there for experiments that show what it breaks.
 import torch
 import torch.nn.functional as F
 
+import latent
+import latent_diffusion
 import metrics
+import perceptual
 from flags import Flag, amount, several, share, thousand
 from machine import Refused, without
 from optim import DTYPES
@@ -89,8 +92,10 @@ class Generation(Task):
             type=several,
             may=("sample",),
         ),
+        perceptual.PERCEPTUAL,
+        *latent_diffusion.FLAGS,
     )
-    sites = SITES
+    sites = {**SITES, "perceptual": perceptual.SITE, **latent_diffusion.SITES}
     limits = {
         # relative RMS change of the prediction; the images suffer when it nears the net's own error. Any
         # timestep lost is a finding as well
@@ -100,13 +105,25 @@ class Generation(Task):
         "sampler": (0.002, 0.1),
         # the same with the noise schedule as one use leaves it
         "scheduler": (0.002, 0.1),
+        **latent.LIMITS,
     }
     implied = {"size": "tiny", "data": "digits"}
     unprinted = ("trace", "loss_by_timestep")
+    in_latents = True  # whether the task takes --vae
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
-        self._yardstick = self._reference = None
+        self._yardstick = self._reference = self._perceptual = None
+        self.space = latent_diffusion.space(data, recipe, config)  # what the net sees: pixels, or latents
+
+    @classmethod
+    def settle(cls, table, given):
+        return latent_diffusion.settle(cls, table, given)
+
+    @classmethod
+    def check(cls, config):
+        perceptual.check(config)
+        latent_diffusion.check(config, cls.in_latents)
 
     @classmethod
     def load(cls, config, index=None):
@@ -123,12 +140,14 @@ class Generation(Task):
             GENERATIVE,
         )  # MONAI takes seconds to import: --help and a mistyped flag don't wait for it
 
-        return GENERATIVE
+        return self.space.nets(GENERATIVE)
 
     def example(self):
-        size = self.data.image_size
-        images = torch.empty(2, self.data.channels, size, size, device="meta")
+        images = torch.empty(2, *self.space.shape, device="meta")
         return (images, images.new_empty(2), images.new_empty(2, dtype=torch.int64)), {}
+
+    def train_set(self, run):
+        return self.space.train_set(self.data.train, run.device)
 
     # -- training
 
@@ -140,12 +159,25 @@ class Generation(Task):
         n = len(images)
         dropped = rng.uniform(n) < self.config.label_dropout
         labels = torch.where(dropped, self.data.num_classes, labels)
-        images, noise = self.with_noise(images, rng)
-        return self.errors(model, images, labels, noise, self.draw_timesteps(rng, n)).mean()
+        images, noise = self.with_noise(self.space.draw(images, rng), rng)
+        t = self.draw_timesteps(rng, n)
+        if not self.config.perceptual:
+            return self.errors(model, images, labels, noise, t).mean()
+        seen = Seen(model)
+        loss = self.errors(seen, images, labels, noise, t).mean()
+        clean, weight = self.clean(seen.x.float(), seen.answer.float(), t)
+        return loss + self.config.perceptual * (weight * self.perceptual_distance(clean, images)).mean()
 
     def with_noise(self, images, rng):
         """(images, noise) [B, C, H, W] to train on; here the two are independent."""
         return images, rng.normal(*images.shape)
+
+    def perceptual_distance(self, a, b):
+        """fp32 [B]: perceptual distance of images [B, C, H, W], in the dtype of its site."""
+        if self._perceptual is None:
+            net, *_ = self._real(a.device)
+            self._perceptual = perceptual.Perceptual(net, self.recipe.dtype("perceptual")).to(a.device)
+        return self._perceptual(a, b)
 
     @torch.no_grad()
     def loss_by_timestep(self, model, images, labels, rng):
@@ -197,9 +229,9 @@ class Generation(Task):
         d = self.data
         columns = max(1, d.num_classes) if d.num_classes <= 20 else 10
         labels = torch.arange(columns).repeat(PREVIEW_ROWS).to(rng.device)
-        noise = rng.normal(len(labels), d.channels, d.image_size, d.image_size)
-        images = self.sample(model, labels * (d.num_classes > 0), noise, self.config.sample_steps)
-        return {"samples": picture(images, columns)}
+        noise = rng.normal(len(labels), *self.space.shape)
+        drawn = self.sample(model, labels * (d.num_classes > 0), noise, self.config.sample_steps)
+        return {"samples": picture(self.space.decode(drawn), columns)}
 
     def evaluate(self, model, rng):
         """(scores, pictures) of config.samples images against held-out real ones.
@@ -208,16 +240,20 @@ class Generation(Task):
         """
         c, d = self.config, self.data
         labels = (torch.arange(c.samples) % max(1, d.num_classes)).to(rng.device)
-        images, trace = [], []
+        images, trace, first = [], [], None
         for part in labels.split(c.sample_batch):
-            noise = rng.normal(len(part), d.channels, d.image_size, d.image_size)
-            images.append(self.sample(model, part, noise, c.sample_steps, None if images else trace).cpu())
+            noise = rng.normal(len(part), *self.space.shape)
+            drawn = self.sample(model, part, noise, c.sample_steps, None if images else trace)
+            first = drawn if first is None else first
+            images.append(self.space.decode(drawn).cpu())
         images = torch.cat(images)  # [samples, C, H, W]
         net, _, _, real = self._real(rng.device)
         wanted = labels.cpu() if d.num_classes else None
         scores = metrics.generation_scores(net, images, wanted, real)
         held_images, held_labels = self._heldout(rng.device)
-        scores["loss_by_timestep"] = self.loss_by_timestep(model, held_images, held_labels, rng)
+        scores.update(self.space.scores(first, held_images))
+        clean = self.space.mean(held_images)
+        scores["loss_by_timestep"] = self.loss_by_timestep(model, clean, held_labels, rng)
         scores["trace"] = trace
         return scores, {"samples": picture(images[: 10 * PREVIEW_ROWS], 10)}
 
@@ -254,6 +290,8 @@ class Generation(Task):
         state, against exact ones.
         """
         images, labels = self._heldout(exam.device, exam.images)
+        self.space.probe(exam, self.recipe)
+        batch, images = (images, labels), self.space.mean(images)
         exact, rng, net = exam.task(timesteps="fp32", scheduler="fp32"), exam.rng(1), exam.net()
         noise, spy = rng.normal(*images.shape), _Spy()
         exact.errors(spy, images, labels, noise, exact.draw_timesteps(rng, len(images)))
@@ -275,13 +313,24 @@ class Generation(Task):
         change = exam.relative(exam.task(scheduler="fp32").sample(net, *start), reference)
         text = f"{count} images drawn in {steps} steps differ by {change:.1%} from those of an fp32 state"
         exam.judge("sampler", change, text, "--set sampler=fp32")
-        self.probe_schedule(exam, net, (images, labels), start, reference)
+        self.probe_schedule(exam, net, batch, start, reference)
 
     def probe_schedule(self, exam, net, batch, start, reference):
         """What using the noise schedule does to it; here it holds nothing that could change.
 
         start: labels, noise and steps of the images `reference`, drawn in fp32.
         """
+
+
+class Seen:
+    """A net that keeps what it was called with last, x [B, C, H, W], and what it answered."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x, t, labels):
+        self.x, self.answer = x, self.model(x, t, labels)
+        return self.answer
 
 
 class _Spy:
@@ -345,6 +394,14 @@ class RFlow(Generation):
         velocity = self.predict(model, self.scheduler.add_noise(images, noise, t), t, labels)
         return F.mse_loss(velocity, (self.sign * (images - noise)).to(velocity.dtype), reduction="none")
 
+    def clean(self, x, velocity, t):
+        """(the clean images that a velocity at x [B, C, H, W] stands for, a weight [B] for each).
+
+        x_s = (1-s) clean + s noise and velocity = clean - noise: clean = x_s + s velocity.
+        """
+        s = t.to(self.recipe.dtype("timesteps")).float() / TIMESTEPS
+        return x + s[:, None, None, None] * self.sign * velocity, torch.ones_like(s)
+
     def advance(self, velocity, t, x, following):
         return self.scheduler.step(self.sign * velocity, t, x, following)[0]
 
@@ -362,12 +419,13 @@ class DDPM(Generation):
         # One object adds noise and samples, as MONAI's tutorials do. Its add_noise casts alphas_cumprod to
         # the dtype of the images and keeps it so: one call with bf16 images leaves sigma = 0 at the first
         # timesteps and NaN in every later sample, in whatever precision.
-        self.scheduler = DDIMScheduler(num_train_timesteps=TIMESTEPS, clip_sample=True)
+        self.scheduler = DDIMScheduler(num_train_timesteps=TIMESTEPS, clip_sample=self.space.bounded)
         # ours, for weights: out of reach of that cast
         self.schedule = self.scheduler.alphas_cumprod.double().clone()
 
     @classmethod
     def check(cls, config):
+        super().check(config)
         steps = config.sample_steps
         if TIMESTEPS % steps == 0:
             return
@@ -410,6 +468,16 @@ class DDPM(Generation):
             snr = alpha / (1 - alpha)
             error = error * (snr.clamp(max=gamma) / snr).to(error.dtype)[:, None, None, None]
         return error
+
+    def clean(self, x, noise, t):
+        """(the clean images that a noise in x [B, C, H, W] stands for, a weight [B] for each).
+
+        x_t = a clean + sigma noise: clean = (x_t - sigma noise) / a, where a falls to 0.006. The weight a
+        takes that division back: the term's gradient goes with sigma, as rectified flow's goes with s.
+        """
+        alpha = self.schedule.to(t.device)[t][:, None, None, None]  # [B, 1, 1, 1], a squared
+        clean = (x - (1 - alpha).sqrt().float() * noise) / alpha.sqrt().float()
+        return clean, alpha.sqrt().float().flatten()
 
     def advance(self, noise, t, x, following):
         return self.scheduler.step(noise, t, x)[0].to(x.dtype)

@@ -17,7 +17,6 @@ with a hash of those weights, and a resumed run reads them there. The student st
 in its own recipe. Once trained it needs neither pairs nor teacher.
 """
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -26,17 +25,16 @@ from safetensors.torch import save as safetensors_bytes
 from tqdm import tqdm
 
 from data import Tensors
-from diffusion import BINS, RFlow
-from flags import Flag, natural, thousand
+from diffusion import BINS
+from flags import Flag, natural
 from machine import Refused
-from precision import Precision
 from recipes import check_machine
 from rounding import Stream, stream
-from runs import read_checkpoint, write_atomically
-from tasks import Rng, check_options, recipe_of
+from runs import write_atomically
+from students import TEACHER, TEACHER_STEPS, Student
+from tasks import Rng, check_options
 
 PAIRS = "pairs.safetensors"
-FLOWS = ("rflow", "reflow")  # tasks whose runs can teach
 
 
 def read_pairs(folder):
@@ -49,75 +47,13 @@ def read_pairs(folder):
     return Tensors(both, pairs["labels"], pairs["images"].shape[-1])
 
 
-class Teacher:
-    """A trained rectified flow, read from a checkpoint or a run's folder. table: of all flags. Raises
-    Refused.
-    """
-
-    def __init__(self, path, table):
-        self.path, self.checkpoint = path, read_checkpoint(path)
-        self.config = table.config(self.checkpoint["config"])
-        if self.config.task not in FLOWS:
-            raise Refused(
-                f"--teacher {path} was trained with --task {self.config.task}: reflow straightens the paths "
-                "of a rectified flow; give a checkpoint of --task rflow or reflow"
-            )
-        self.recipe = recipe_of(self.config, table, RFlow.sites)
-        self.average = self.checkpoint["precision"]["averages"]["ema"]
-
-    @property
-    def fingerprint(self):
-        """SHA-256 of the averaged weights, their names, dtypes and shapes."""
-        digest = hashlib.sha256()
-        for name, value in sorted(self.average["shadow"].items()):
-            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-            digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
-
-    def check(self, task):
-        """Raise Refused unless the weights fit the net of `task`, which the data shape."""
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in task.net().named_parameters()}
-        if {name: value.shape for name, value in self.average["shadow"].items()} != shapes:
-            data = task.data
-            raise Refused(
-                f"--teacher {self.path}: its weights don't fit {data.name} as it is now ({data}): give the "
-                "data it was trained on"
-            )
-
-    def generator(self, data, device):
-        """(task, net): the teacher's task on the student's data, and its averaged weights in its own recipe.
-
-        Only the average is read: the optimiser that made it need not be possible here.
-        """
-        task = RFlow(data, self.recipe, self.config)
-        run = Precision(task.net().to(device), self.recipe, ema_decay=self.config.ema_decay)
-        saved = self.checkpoint["precision"]["model"]
-        for method in run.methods:
-            saved = method.adapt(run.model.state_dict(), saved)
-        run.model.load_state_dict(saved)
-        run.ema.load_state_dict(self.average)
-        return task, run.generator()
-
-
-class Reflow(RFlow):
+class Reflow(Student):
     """Rectified flow whose noise comes with its image: a training batch is [B, 2 C, H, W], clean images and
     their noise.
     """
 
     flags = (
-        Flag(
-            "teacher",
-            "",
-            "for --task reflow: checkpoint or run folder of the rectified flow whose images the student "
-            "learns; --model, --size, --data, --image_size and --velocity are the teacher's",
-            "generation",
-            kind="place",
-            metavar="CHECKPOINT",
-            may=("resume",),  # a teacher is told by its weights, not by its path
-            titled=True,
-            only=True,
-        ),
+        TEACHER,
         Flag(
             "pairs",
             8192,
@@ -125,43 +61,11 @@ class Reflow(RFlow):
             "generation",
             type=natural,
         ),
-        Flag(
-            "teacher_steps",
-            50,
-            "for --task reflow: steps in which it draws them",
-            "generation",
-            type=thousand,
-        ),
+        TEACHER_STEPS,
     )
     teacher = None  # read by `start`, forgotten once its pairs are drawn
 
     # -- the teacher
-
-    @classmethod
-    def settle(cls, table, given):
-        if not given.get("teacher"):
-            return {}
-        teacher = Teacher(given["teacher"], table)
-
-        def compare(row, its, own):
-            if row.told(its) != row.told(own):
-                raise Refused(
-                    f"--{row.name} {own} differs from the teacher's {its}: the student starts from the "
-                    f"weights of {teacher.path}; drop --{row.name}"
-                )
-
-        rows = [row for row in table.fitting() if row.name != "task"]
-        config = table.typed(given)
-        shared = {row.name: getattr(teacher.config, row.name) for row in rows}
-        for row in rows:
-            if row.name in given:
-                compare(row, cls.meant(row.name, teacher.config), cls.meant(row.name, config))
-        shared["data"] = given.get("data", shared["data"])  # it may have moved
-        shared["image_size"] = teacher.config.image_size
-        if given.get("image_size"):
-            its = shared["image_size"] or cls.load(config.replaced(**shared)).image_size
-            compare(table["image_size"], its, given["image_size"])
-        return shared
 
     @classmethod
     def check(cls, config):
@@ -170,20 +74,11 @@ class Reflow(RFlow):
                 "--task reflow learns from a teacher's images: add --teacher CHECKPOINT, of a run with "
                 "--task rflow"
             )
-        if config.finetune:
-            raise Refused(
-                "--finetune with --task reflow: a student starts from its teacher's weights; drop "
-                "--finetune, or give that run as --teacher"
-            )
-
-    @property
-    def starts_elsewhere(self):
-        return True
+        super().check(config)
 
     def start(self, run):
         check_options(self.recipe, self.config)
-        self.teacher = teacher = Teacher(self.config.teacher, run.table)
-        teacher.check(self)
+        self.teacher = teacher = self.read_teacher(run)
         path = run.folder / PAIRS
         if not path.exists():
             check_machine(teacher.recipe, run.device)

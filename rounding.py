@@ -35,6 +35,7 @@ class Stream(enum.IntEnum):
     PAIRS = 6  # noise of a teacher's pairs
     PROBE = 7  # the fixed loss that gradients are compared on
     DOCTOR = 8  # what the doctor draws
+    RENOISE = 9  # what a consistency model's further steps add to an image
 
 
 class Noise(enum.IntEnum):

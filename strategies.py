@@ -3,8 +3,15 @@
     rflow    rectified flow (diffusion.py)
     reflow   rectified flow on pairs of noise and a teacher's image of it (reflow.py): straight paths, for
              sampling in 1 to 4 steps
+    distill  progressive distillation (distillation.py): one step in place of two of a teacher's
+    consistency  consistency models (consistency.py): one step from noise to image, with or without a teacher
     ddpm     noise prediction with DDIM sampling (diffusion.py)
+    vae      MONAI's AutoencoderKL, in whose latents rflow and ddpm train with --vae (latent.py)
     segment  Dice + cross-entropy on a U-Net, Dice and IoU per class
+    classify cross-entropy on a CNN, ResNet-18 or ViT (classify.py), accuracy
+    language the next byte of a text, by a GPT or BDH (language.py)
+    steve    objects of a video as slots, from which its discrete tokens are predicted (steve.py)
+    slotcontrast objects of a video as slots that stay the same from frame to frame (slotcontrast.py)
 
 A new task is a class (see tasks.py) and an entry in TASKS; or no entry, with --task FILE.py:CLASS.
 """
@@ -17,9 +24,16 @@ import torch
 
 import flags
 import metrics
+from classify import Classify
+from consistency import Consistency
 from diffusion import DDPM, RFlow
+from distillation import Distill
+from language import Language
+from latent import VAE
 from machine import Refused, without
 from reflow import Reflow
+from slotcontrast import Contrast
+from steve import Steve
 from tasks import Task, picture
 
 # ---- Segmentation ------------------------------------------------------------------------------------------
@@ -92,7 +106,19 @@ def _coloured(classes):
 
 # ---- The list ----------------------------------------------------------------------------------------------
 
-TASKS = {"rflow": RFlow, "reflow": Reflow, "ddpm": DDPM, "segment": Segment}
+TASKS = {
+    "rflow": RFlow,
+    "reflow": Reflow,
+    "distill": Distill,
+    "consistency": Consistency,
+    "ddpm": DDPM,
+    "vae": VAE,
+    "segment": Segment,
+    "classify": Classify,
+    "language": Language,
+    "steve": Steve,
+    "slotcontrast": Contrast,
+}
 
 
 def find(spec):
@@ -158,12 +184,13 @@ def settled(values):
     kind, known = find(values.get("task", "rflow")), table(values.get("task"))
     config = known.config({**kind.own_defaults(), **values})
     own = {row.name for row in rows(kind)}
-    for name, task in TASKS.items():
-        for row in rows(task):
-            if row.only and row.name not in own and getattr(config, row.name) != row.default:
-                raise Refused(
-                    f"--{row.name} is for --task {name}, and this is --task {config.task}: add --task "
-                    f"{name}, or drop it"
-                )
+    for row in rows(*TASKS.values()):
+        if row.only and row.name not in own and getattr(config, row.name) != row.default:
+            bring = [name for name, task in TASKS.items() if row.name in {row.name for row in rows(task)}]
+            several = ", ".join(bring[:-1]) + " and " * (len(bring) > 1) + bring[-1]
+            add = f"add --task {bring[0]}" if len(bring) == 1 else "add one of these"
+            raise Refused(
+                f"--{row.name} is for --task {several}, and this is --task {config.task}: {add}, or drop it"
+            )
     kind.check(config)
     return kind, known, config

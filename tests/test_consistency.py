@@ -1,0 +1,367 @@
+"""Consistency models: the boundary, the solution as a fixed point, the target average in every dtype,
+sampling in few steps, a teacher's steps, resume, and what is refused.
+"""
+
+import signal
+from pathlib import Path
+
+import cli
+import common
+import pytest
+import test_strategies
+import torch
+from cli import after_step, assert_same, checkpoint, command, content, metrics, one_line, quick, summary
+from common import same
+from test_strategies import batch, make, velocity_to
+
+import train
+from consistency import HUBER, Consistency, fresh, pseudo_huber
+from diffusion import TIMESTEPS
+from precision import Precision, recipe
+from rounding import stochastic_round
+from tasks import Rng
+from trainer import Trainer
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+digits = test_strategies.digits
+
+CONSISTENCY = ["--task", "consistency"]
+
+
+def learn(*flags, name="run", steps=4):
+    return quick(*CONSISTENCY, *flags, name=name, steps=steps)
+
+
+class Small(torch.nn.Module):
+    """A net like the task's in little: a velocity from x, t and the label."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.embed = common.net(1), torch.nn.Embedding(11, 1)
+
+    def forward(self, x, t, labels):
+        return self.net(x, t) + self.embed(labels)[:, :, None, None]
+
+
+def running(task, flags=(), **recipe_flags):
+    """A Precision of Small in the task's recipe, with the averages that it asks for."""
+    torch.manual_seed(3)
+    task.recipe = recipe(more=Consistency.sites, sites=flags, **recipe_flags)
+    return Precision(Small(), task.recipe, lr=1e-2, averages=list(task.averages().values()))
+
+
+def steps(task, run, digits, count):
+    for step in range(count):
+        run.backward(task.loss(run, batch(digits, 8), Rng(step), step))
+        yield run.step()
+
+
+# ---- The function ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("velocity", ["clean-noise", "noise-clean"])
+def test_the_end_of_a_clean_image_is_itself_whatever_the_net_says(velocity, digits):
+    task, x = make(Consistency, digits, velocity=velocity), batch(digits)[0]
+    labels, start = torch.zeros(16, dtype=torch.int64), torch.zeros(16)
+    for net in (Small(), lambda x, t, labels: 1e4 * torch.ones_like(x)):
+        with torch.no_grad():
+            assert same(task.end(net, x, labels, start), x)
+            assert not same(task.end(net, x, labels, start + 1), x)
+
+
+@pytest.mark.parametrize("velocity", ["clean-noise", "noise-clean"])
+@pytest.mark.parametrize("flags", [{}, {"perceptual": 0.5}, {"intervals": 1}, {"intervals": 320}])
+def test_the_solution_of_one_image_is_a_fixed_point_of_the_loss(flags, velocity, digits):
+    """All paths of a set that holds one image end there: its exact velocity makes f constant, the loss 0."""
+    task, point = make(Consistency, digits, velocity=velocity, **flags), batch(digits, 1)[0]
+    held = point.expand(64, -1, -1, -1), torch.zeros(64, dtype=torch.int64)
+    exact = velocity_to(point, task.sign)
+
+    def net(x, t, labels):  # at t = 0 nothing depends on it
+        return torch.where(t[:, None, None, None] > 0, exact(x, t.clamp(min=1e-9), labels), 0.0)
+
+    def shifted(x, t, labels):
+        return net(x, t, labels) + 0.3
+
+    assert abs(float(task.loss(net, held, Rng(0), 0))) < 0.02 * float(task.loss(shifted, held, Rng(0), 0))
+    assert float(task.loss(shifted, held, Rng(0), 0)) > 0.1
+    noise = Rng(1).normal(64, 1, 8, 8)
+    for count in (1, 2, 4):
+        drawn = task.sample(net, held[1], noise, count)
+        torch.testing.assert_close(drawn, held[0], rtol=0, atol=1e-5)
+
+
+def test_the_loss_written_out(digits):
+    """In float64, from the same draws: neighbouring points, ends, pseudo-Huber, weight."""
+    task, (images, labels) = make(Consistency, digits, intervals=5, double_every=2), batch(digits)
+    net = Small().double()
+    rng, cut = Rng(4), 10  # two steps are done: halved once
+    labels_in = torch.where(rng.uniform(16) < 0.1, 10, labels)
+    noise, k = rng.normal(*images.shape).double(), (rng.uniform(16) * cut).floor().double()
+
+    def end(s):
+        wide = s[:, None, None, None]
+        x = (1 - wide) * images.double() + wide * noise
+        return x + wide * net(x, s * 1000, labels_in)
+
+    apart = (end((k + 1) / cut) - end(k / cut)).pow(2).mean((1, 2, 3))
+    wanted = cut * ((apart + HUBER**2).sqrt() - HUBER).mean()
+    found = task.loss(net.float(), (images, labels), Rng(4), 3)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
+def test_intervals_are_halved_by_the_step_alone(digits):
+    task = make(Consistency, digits, intervals=10, double_every=100)
+    assert [task.intervals(step) for step in (0, 99, 100, 250, 10**9)] == [10, 10, 20, 40, 1280]
+    task = make(Consistency, digits, intervals=30, double_every=0)
+    assert {task.intervals(step) for step in (0, 1000, 10**9)} == {30}
+    assert make(Consistency, digits, intervals=5000).intervals(10**6) == 5000
+
+
+def test_the_distance_is_between_absolute_and_squared():
+    a = torch.zeros(3, 1, 8, 8)
+    b = torch.tensor([0.0, 1e-5, 1.0])[:, None, None, None] + a
+    nothing, tiny, large = pseudo_huber(a, b).tolist()
+    assert nothing == 0 and tiny == pytest.approx(1e-10 / (2 * HUBER), rel=0.05)
+    assert large == pytest.approx(1 - HUBER, rel=1e-4)
+
+
+# ---- The target --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [{}, {"pure_bf16": True}, {"pure_bf16": True, "kahan": True}])
+@pytest.mark.parametrize("held", ["fp32", "bf16"])
+def test_the_target_is_an_average_written_out(held, flags, digits):
+    task = make(Consistency, digits, target_decay=0.9)
+    run = running(task, [f"target={held}"], **flags)
+    dtype = torch.float32 if held == "fp32" else torch.bfloat16
+    shadow = {name: value.to(dtype, copy=True) for name, value in run.weights("raw").items()}
+    for _ in steps(task, run, digits, 5):
+        for name, value in run.weights("raw").items():
+            before = shadow[name].float()
+            shadow[name] = (before + (value - before) * torch.tensor(1 - 0.9)).to(dtype)
+    average = run.averages[f"0.9:{held}:nearest"]
+    assert_same(dict(average.shadow), {name: shadow[name] for name in average.shadow})
+    # and this is what the loss asks, rounded to what the net multiplies in
+    task.target(run)(batch(digits, 8)[0], torch.zeros(8), torch.zeros(8, dtype=torch.int64))
+    compute = torch.bfloat16 if flags else torch.float32
+    read = {name: p.detach() for name, p in task.target(run).view.net.named_parameters()}
+    assert_same(read, {name: shadow[name].to(compute) for name in read})
+
+
+def test_a_bf16_target_stands_still_and_stochastic_rounding_moves_it(digits):
+    """The fault of a bf16 average, inside the loop: at decay 0.999 a step is a thousandth of the distance."""
+    moved = {}
+    for sites in (["target=fp32"], ["target=bf16"], ["target=bf16", "target_update=stochastic"]):
+        task = make(Consistency, digits, target_decay=0.999)
+        run = running(task, sites)
+        (average,) = (run.averages[spec] for spec in task.averages().values())
+        for p in run.params:  # a start without zeros, which any step moves
+            p.data += 0.1 * p.data.sign() + 0.1 * (p.data == 0)
+        for name, p in run.named_params:
+            average.shadow[name].copy_(p.detach())
+        start = {name: value.float().clone() for name, value in average.shadow.items()}
+        list(steps(task, run, digits, 40))
+        now, weights = average.shadow, run.weights("raw")
+        toward = sum(((now[n].float() - start[n]) * (weights[n] - start[n])).sum() for n in start)
+        moved[sites[-1]] = float(toward / sum((weights[n] - start[n]).square().sum() for n in start))
+    exact = moved["target=fp32"]
+    assert 0.005 < exact < 0.05
+    assert abs(moved["target=bf16"]) < 0.1 * exact
+    assert 0.5 * exact < moved["target_update=stochastic"] < 2 * exact
+
+
+def test_stochastic_writes_of_the_target_are_those_of_rounding(digits):
+    task = make(Consistency, digits, target_decay=0.5)
+    run = running(task, ["target=bf16", "target_update=stochastic"])
+    (average,) = (run.averages[spec] for spec in task.averages().values())
+    before = {name: value.float().clone() for name, value in average.shadow.items()}
+    list(steps(task, run, digits, 1))
+    for name, value in run.weights("raw").items():
+        exact = before[name] + (value - before[name]) * 0.5
+        below, above = (stochastic_round(exact, b) for b in (torch.tensor(0), torch.tensor(0xFFFF)))
+        assert ((average.shadow[name] == below) | (average.shadow[name] == above)).all()
+
+
+def test_the_loss_asks_the_target_and_teaches_the_student_alone(digits):
+    task = make(Consistency, digits, target_decay=0.9)
+    run = running(task)
+    list(steps(task, run, digits, 2))
+    (average,) = (run.averages[spec] for spec in task.averages().values())
+
+    def gradient():
+        run.optimizer.zero_grad(set_to_none=True)
+        loss = task.loss(run, batch(digits, 8), Rng(9), 2)
+        run.backward(loss)
+        return float(loss), torch.cat([p.grad.flatten() for p in run.params])
+
+    loss, found = gradient()
+    assert all(p.grad is None for p in task.target(run).view.net.parameters())
+    # the same by hand: ends of the averaged weights are constants
+    net = Small()
+    net.load_state_dict({name: value.clone() for name, value in average.shadow.items()})
+    task.target = lambda model: net
+    again, by_hand = gradient()
+    assert loss == again and same(found, by_hand) and all(p.grad is None for p in net.parameters())
+    with torch.no_grad():
+        net.embed.weight += 1
+    assert gradient()[0] != loss
+
+
+def test_decay_zero_is_the_weights_themselves(digits):
+    task = make(Consistency, digits, target_decay=0.0)
+    run = running(task)
+    list(steps(task, run, digits, 3))
+    assert_same(dict(run.averages["0:fp32:nearest"].shadow), run.weights("raw"))
+
+
+# ---- Generation --------------------------------------------------------------------------------------------
+
+
+def test_two_steps_written_out(digits):
+    task, noise = make(Consistency, digits), Rng(0).normal(6, 1, 8, 8)
+    labels = torch.arange(6)
+
+    def net(x, t, labels):
+        return -0.7 * x + 0.1 * (t / TIMESTEPS)[:, None, None, None]
+
+    first = noise + net(noise, torch.full((6,), 1000.0), labels)
+    again = 0.5 * first + 0.5 * fresh(noise, 500)
+    wanted = again + 0.5 * net(again, torch.full((6,), 500.0), labels)
+    torch.testing.assert_close(task.sample(net, labels, noise, 2), wanted)
+    trace = []
+    task.sample(net, labels, noise, 2, trace)
+    assert [row["t"] for row in trace] == [1000, 500, 0]
+
+
+def test_fresh_noise_is_a_function_of_the_images_own():
+    noise = Rng(0).normal(200, 1, 8, 8)
+    one = fresh(noise, 500)
+    assert same(one, torch.cat([fresh(noise[:7], 500), fresh(noise[7:], 500)]))
+    assert one.std() == pytest.approx(1, abs=0.03) and abs(float(one.mean())) < 0.03
+    for other in (noise, fresh(noise, 250), one.roll(1, 0)):
+        assert abs(float((one * other).mean())) < 0.03
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
+
+
+def test_it_learns_to_draw_in_two_steps():
+    flags = "--lr 3e-3 --ema_decay 0.8 --target_decay 0.8 --double_every 0 --intervals 5".split()
+    assert learn(*flags, name="start", steps=1) == 0
+    assert learn(*flags, "--validate_every", 40, steps=80) == 0
+    start, end = (summary(name)["scores"]["ema"]["frechet"] for name in ("start", "run"))
+    assert end < 0.7 * start
+    rows = metrics()
+    assert [row["step"] for row in rows if "heldout_frechet" in row] == [40, 80]
+    assert summary()["validation"]["watched"] == "frechet"
+
+
+RECIPES = [
+    "--bf16",
+    "--fp16",
+    "--pure_bf16 --set target=bf16",
+    "--pure_bf16 --stochastic --set target=bf16 --set target_update=stochastic",
+    "--pure_bf16 --kahan",
+    "--pure_bf16 --master split",
+    "--opt8bit",
+    "--model dit --size tiny/4 --fp8 --fp8_backend emulate",
+    "--model dit --size tiny/4 --sparse24 srste",
+    "--pure_bf16 --optimizer torchastic --set ema=bf16 --average 0.9:bf16 --accumulate 2",
+    "--perceptual 0.1 --set perceptual=bf16 --set timesteps=bf16 --set sampler=bf16",
+]
+
+
+@pytest.mark.parametrize("flags", RECIPES)
+def test_recipes_train(flags):
+    if "opt8bit" in flags:
+        pytest.importorskip("bitsandbytes")
+    assert learn(*flags.split(), "--set", "generation=autocast", steps=2) == 0
+
+
+LOW = "--pure_bf16 --stochastic --set target=bf16 --set target_update=stochastic"
+
+
+@pytest.mark.parametrize("flags", ["", LOW])
+def test_an_interrupted_run_equals_an_uninterrupted_one(flags, monkeypatch):
+    flags = [*flags.split(), "--double_every", 2]
+    assert learn(*flags, name="whole", steps=6) == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        assert learn(*flags, name="stopped", steps=6) == 143
+    assert learn(*flags, name="stopped", steps=6) == 0
+    whole, stopped = checkpoint("whole")["precision"], checkpoint("stopped")["precision"]
+    assert_same(stopped, whole)
+    assert len(whole["averages"]) == 2 and metrics("stopped")[-1] == metrics("whole")[-1]
+
+
+def test_the_doctor_names_a_target_that_stands_still(capsys):
+    assert learn("--set", "target=bf16", "--target_decay", 0.999, "--weights", "all", steps=4) == 0
+    assert set(summary()["scores"]) == {"ema", "0.999:bf16:nearest", "raw"}
+    capsys.readouterr()
+    assert train.main(["--diagnose", "runs/run"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "target severe" in said and "--set target=fp32, or target_update=stochastic" in said
+    assert "most likely to blame for bad samples: target" in said
+
+
+# ---- With a teacher ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def teacher():
+    assert quick("--name", "teacher", "--ema_decay", 0.5, steps=3) == 0
+    return "runs/teacher"
+
+
+def test_a_student_starts_from_its_teacher_and_follows_its_steps(teacher):
+    assert learn("--teacher", teacher, "--lr", 1e-12, "--ema_decay", 0.0, "--warmup", 1, steps=1) == 0
+    average = checkpoint("teacher")["precision"]["averages"]["ema"]["shadow"]
+    for name, value in checkpoint()["precision"]["model"].items():
+        torch.testing.assert_close(value, average[name], rtol=0, atol=1e-9)
+    run = Trainer({**train.DEFAULTS, "task": "consistency", "teacher": teacher, "name": "other"}, draws=True)
+    run.task.train_set(run)
+    x, labels = Rng(0).normal(4, 1, 8, 8), torch.arange(4)
+    velocity = run.task.live[1](x, torch.full((4,), 800.0), labels)
+    found = run.task.teach(x, labels, torch.full((4,), 800.0), torch.full((4,), 700.0))
+    torch.testing.assert_close(found, x + 0.1 * velocity)
+
+
+def test_a_student_is_resumed_by_its_own_teacher_alone(teacher, capsys):
+    assert learn("--teacher", teacher, steps=2) == 0
+    assert learn("--teacher", f"{teacher}/checkpoint.pt", steps=4) == 0
+    state = checkpoint("teacher")
+    next(iter(state["precision"]["averages"]["ema"]["shadow"].values())).view(-1)[0] += 1
+    torch.save(state, f"{teacher}/checkpoint.pt")
+    before = content("runs")
+    capsys.readouterr()
+    assert learn("--teacher", teacher, steps=6) == 2
+    assert "tells of another teacher" in one_line(capsys) and content("runs") == before
+    # drawn from, it needs none
+    Path(teacher, "checkpoint.pt").unlink()
+    assert command("--sample", "runs/run", "--sample_steps", 1, "--name", "one") == 0
+
+
+# ---- What does not fit -------------------------------------------------------------------------------------
+
+REFUSED = {
+    "--task consistency --set target_update=stochastic": "nothing is rounded",
+    "--task consistency --target_decay 1": "from 0 to below 1",
+    "--task consistency --teacher nowhere": "no checkpoint at nowhere",
+    "--task consistency --teacher runs/ddpm": "was trained with --task ddpm",
+    "--task consistency --teacher runs/ddpm --finetune runs/ddpm": "was trained with --task ddpm",
+    "--target_decay 0.9": "is for --task consistency, and this is --task rflow: add --task consistency",
+    "--task ddpm --intervals 5": "is for --task consistency",
+    "--set target=bf16": "unknown site 'target'",
+    "--teacher runs/ddpm": "is for --task reflow, distill and consistency",
+}
+
+
+def test_what_does_not_fit_is_one_line_and_leaves_nothing(capsys):
+    assert quick("--task", "ddpm", "--sample_steps", 2, "--name", "ddpm", steps=1) == 0
+    before = content(".")
+    for flags, said in REFUSED.items():
+        capsys.readouterr()
+        assert command(*flags.split()) == 2, flags
+        assert said in one_line(capsys), flags
+        assert content(".") == before

@@ -1,0 +1,505 @@
+"""Language: BDH and GPT against their equations written out, the text and its windows, what is written, every
+recipe, resume, and what is refused.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import cli
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cli import after_step, assert_same, checkpoint, command, content, metrics, one_line, summary
+from common import same
+
+import language
+import strategies
+from fp8 import Scaling
+from language import BDH, BDHS, GPT, GPTS, TEXT, Language, Text, Windows, choose, rotary, rotate
+from machine import Refused
+from precision import Precision, recipe
+from runs import read_checkpoint
+from tasks import Rng
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+
+SHORT = (
+    "--task language --block 16 --batch_size 4 --length 8 --log_every 2 --sample_every 0 --warmup 0".split()
+)
+SMALL = {"gpt": (2, 32, 2), "bdh": (2, 32, 2, 4)}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Nets of thousands of parameters, and few held-out windows: what is tested does not depend on size."""
+    monkeypatch.setitem(language.GPTS, "tiny", SMALL["gpt"])
+    monkeypatch.setitem(language.BDHS, "tiny", SMALL["bdh"])
+    monkeypatch.setattr(language, "HELDOUT", 8)
+
+
+def quick(*flags, name="run", steps=4):
+    return command(*SHORT, "--name", name, "--steps", steps, *flags)
+
+
+def net(kind, block=16, dropout=0.0, seed=0):
+    torch.manual_seed(seed)
+    made = GPT(*SMALL["gpt"], block) if kind == "gpt" else BDH(*SMALL["bdh"], dropout=dropout)
+    with torch.no_grad():
+        for p in made.parameters():  # larger than at the start, so that no term of an equation is near zero
+            p.mul_(8 if p.dim() > 1 else 1)
+    return made
+
+
+def ids(*shape, seed=1):
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def task(**flags):
+    known = strategies.table("language")
+    values = {**Language.own_defaults(), "block": 16, "length": 8, **flags}
+    config = known.typed(values)
+    return Language(Language.load(config), recipe(more=Language.sites), config)
+
+
+# ---- The nets against their equations ----------------------------------------------------------------------
+
+
+def layer_norm(v):
+    centred = v - v.mean()
+    return centred / np.sqrt((centred**2).mean() + 1e-5)
+
+
+def bdh_written_out(model, tokens):
+    """Logits [T, 256] of one sequence, float64: the equations of arXiv 2509.26507, neuron by neuron."""
+    e, ev, d = (p.detach().double().numpy() for p in (model.encoder, model.encoder_v, model.decoder))
+    embedding, readout = model.embed.weight.detach().double().numpy(), model.lm_head.detach().double().numpy()
+    heads, _, n = e.shape
+    x = [layer_norm(embedding[token]) for token in tokens]
+    for _ in model.layers:
+        concatenated = [[] for _ in tokens]
+        for h in range(heads):
+            sparse = [np.maximum(v @ e[h], 0) for v in x]
+            turned = []
+            for t, v in enumerate(sparse):
+                w = np.empty(n)
+                for i in range(n // 2):
+                    angle = t * 65536.0 ** (-2 * i / n)
+                    a, b = v[2 * i], v[2 * i + 1]
+                    w[2 * i] = a * math.cos(angle) - b * math.sin(angle)
+                    w[2 * i + 1] = b * math.cos(angle) + a * math.sin(angle)
+                turned.append(w)
+            for t in range(len(tokens)):
+                read = np.zeros_like(x[0])
+                for s in range(t):
+                    read += (turned[t] @ turned[s]) * x[s]
+                gate = np.maximum(layer_norm(read) @ ev[h], 0)
+                concatenated[t].append(sparse[t] * gate)
+        x = [layer_norm(v + layer_norm(np.concatenate(c) @ d)) for v, c in zip(x, concatenated, strict=True)]
+    return np.stack([v @ readout for v in x])
+
+
+def test_bdh_is_its_published_equations():
+    model, tokens = net("bdh").double().eval(), ids(1, 12)
+    wanted = bdh_written_out(model, tokens[0].tolist())
+    got = model(tokens)[0].detach().numpy()
+    assert np.abs(got - wanted).max() < 1e-4 * np.abs(wanted).max()  # the phases are fp32
+    assert np.abs(wanted).max() > 1
+
+
+def test_gpt_attends_as_a_causal_softmax_does():
+    model, tokens = net("gpt").double(), ids(2, 11)
+    layer = model.layers[0]
+    x = torch.randn(2, 11, 32, dtype=torch.float64)
+    q, k, v = layer.qkv(x).chunk(3, dim=-1)
+    wanted = torch.zeros_like(x)
+    for b in range(2):
+        for h in range(2):
+            own = slice(16 * h, 16 * (h + 1))
+            for t in range(11):
+                scores = (k[b, : t + 1, own] @ q[b, t, own]) / math.sqrt(16)
+                share = scores.exp() / scores.exp().sum()
+                wanted[b, t, own] = share @ v[b, : t + 1, own]
+    torch.testing.assert_close(layer.attention(x), wanted @ layer.proj.weight.T)
+
+    y = x + layer.attention(rms(x))
+    wanted = y + F.gelu(rms(y) @ layer.up.weight.T) @ layer.down.weight.T
+    torch.testing.assert_close(layer(x), wanted)
+
+    y = model.embed.weight[tokens] + model.position_embed.weight[:11]
+    for layer in model.layers:
+        y = layer(y)
+    torch.testing.assert_close(model(tokens), rms(y) @ model.embed.weight.T)
+
+
+def rms(x):
+    return x / x.square().mean(-1, keepdim=True).add(torch.finfo(x.dtype).eps).sqrt()
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_later_byte_changes_nothing_before_it(kind):
+    model, a = net(kind).eval(), ids(1, 16)
+    b = a.clone()
+    b[0, 9] ^= 1
+    x, y = model(a), model(b)
+    assert torch.equal(x[:, :9], y[:, :9])
+    assert not torch.allclose(x[:, 9:], y[:, 9:])
+
+
+def test_bdh_does_not_read_its_own_position_twice():
+    """At the first position there is nothing before: its attention is nought, and only the residual stays."""
+    model = net("bdh").eval()
+    first = model(ids(1, 4))[0, 0]
+    x = layer_norm(model.embed.weight[ids(1, 4)[0, 0]].detach().double().numpy())
+    for _ in model.layers:  # norm(x + norm(0))
+        x = layer_norm(x)
+    assert np.allclose(first.detach().numpy(), x @ model.lm_head.detach().double().numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16])
+def test_rotary_phases_are_those_of_float64(cast):
+    """Whatever dtype the net has: in bf16 positions beyond 256 would share their phases."""
+    seen = []
+    model = BDH(2, 64, 4, 16).to(cast)
+    original = language.rotate
+
+    def spy(x, cos, sin):
+        seen.append((cos, sin))
+        return original(x, cos, sin)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language, "rotate", spy)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast == torch.bfloat16):
+            model(ids(1, 600))
+    cos, sin = seen[0]
+    assert cos.dtype == sin.dtype == torch.float32
+    i = torch.arange(256, dtype=torch.float64) // 2 * 2
+    angle = torch.arange(600, dtype=torch.float64)[:, None] * 65536.0 ** (-i / 256)
+    assert (cos - angle.cos()).abs().max() < 1e-4 and (sin - angle.sin()).abs().max() < 1e-4
+
+
+def test_rotation_keeps_lengths_and_reads_differences_of_positions():
+    cos, sin = (t.double() for t in rotary(50, 8, "cpu"))
+    x = torch.randn(8, dtype=torch.float64)
+    turned = rotate(x.expand(50, 8), cos, sin)
+    torch.testing.assert_close(turned.norm(dim=1), x.norm().expand(50))
+    products = turned @ turned.T
+    for lag in (0, 1, 7):
+        diagonal = products.diagonal(lag)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=1e-4)
+    assert rotate(torch.ones(50, 8).bfloat16(), *rotary(50, 8, "cpu")).dtype == torch.bfloat16
+
+
+def test_sizes_are_equal_and_as_published(monkeypatch):
+    monkeypatch.undo()
+    wanted = {"tiny": 0.23e6, "25M": 25.3e6, "100M": 100.9e6}
+    assert list(GPTS) == list(BDHS) == list(wanted)
+    for size, count in wanted.items():
+        with torch.device("meta"):
+            nets = GPT(*GPTS[size], 512 if size != "tiny" else 128), BDH(*BDHS[size])
+        counts = [sum(p.numel() for p in made.parameters()) for made in nets]
+        assert counts[1] == pytest.approx(count, rel=0.005)
+        assert counts[0] == pytest.approx(counts[1], rel=0.05), size
+
+
+# ---- The text ----------------------------------------------------------------------------------------------
+
+
+def test_windows_are_of_the_text_and_a_target_follows_its_input():
+    text = torch.arange(100, dtype=torch.uint8)
+    for most in (1000, 90, 7):
+        windows = Windows(text, 10, most)
+        assert len(windows) == min(most, 90)
+        inputs, targets = windows[[0, len(windows) - 1]]
+        assert inputs.dtype == torch.int64 and inputs.shape == targets.shape == (2, 10)
+        assert inputs[0].tolist() == list(range(10)) and torch.equal(inputs + 1, targets)
+    assert Windows(text, 10, 1000)[[89]][1][0, -1] == 99  # the last byte is learnt
+
+
+def test_the_committed_text_is_the_one_that_the_docstring_names():
+    assert TEXT.stat().st_size == 196_818
+    text = Text(TEXT, 128)
+    assert text.fingerprint == "e7b72bfd25d395f5" and text.fingerprint in language.__doc__
+    assert text.train.text.numel() == 177_137 and text.heldout.text.numel() == 19_681
+    assert bytes(text.train[[0]][0][0].tolist()).startswith(b"In the beginning God created")
+
+
+def test_train_and_heldout_share_no_byte(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(range(200)) + b"\xff" * 10)
+    text = Text(path, 16)
+    assert text.train.text.tolist() == list(range(189)) and text.heldout.text.numel() == 21
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("text:empty.txt", "has 0 bytes"),
+        ("text:short.txt", "has 169 bytes, and its last tenth"),
+        ("text:folder", "is a folder"),
+        ("text:missing.txt", "No such file"),
+        ("text:/dev/zero", "is no file"),
+        ("text:~nobody-here/a", "give the path of a text file"),
+        ("text:", "reads text; write --data text:FILE"),
+        ("digits", "reads text; write --data text:FILE"),
+    ],
+)
+def test_bad_texts_end_with_one_line(spec, words, capsys):
+    Path("empty.txt").touch()
+    Path("short.txt").write_bytes(b"x" * 169)
+    Path("folder").mkdir()
+    assert quick("--data", spec) == 2
+    assert words in one_line(capsys)
+    assert not Path("runs").exists()
+
+
+def test_a_text_that_just_suffices_is_trained_on():
+    Path("short.txt").write_bytes(b"abcdefg " * 21 + b"ab")
+    assert quick("--data", "text:short.txt", steps=2) == 0
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--model", "unet"], "choose gpt or bdh"),
+        (["--size", "S/2"], "choose one of tiny, 25M, 100M"),
+        (["--block", "0"], "a whole number above 0"),
+        (["--temperature", "-1"], "a number, 0 or more"),
+        (["--model", "bdh", "--sparse24", "srste"], "sparse24"),
+        (["--model", "bdh", "--set", "generation=int8"], "int8"),
+        (["--model", "bdh", "--pure_bf16", "--set", "islands=norm"], "no norm parameters"),
+    ],
+)
+def test_flags_that_do_not_fit_end_with_one_line(flags, words, capsys):
+    assert quick(*flags) == 2
+    assert words in one_line(capsys)
+    assert not Path("runs/run/config.json").exists()
+
+
+def test_its_flags_are_refused_beside_other_tasks(capsys):
+    assert command("--task", "segment", "--block", 64) == 2
+    assert "--task language" in one_line(capsys)
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_nats_a_byte_and_bits_follow():
+    made = task()
+    logits = torch.randn(4, 16, 256, generator=torch.Generator().manual_seed(0))
+    inputs, targets = made.data.train[[0, 1, 2, 3]]
+    loss = made.loss(lambda ids: logits, (inputs, targets), None, 0)
+    share = logits.double().softmax(-1).gather(2, targets[..., None]).log().mean()
+    assert loss.item() == pytest.approx(-share.item(), rel=1e-5)
+    even, _ = made.evaluate(lambda ids: torch.zeros(*ids.shape, 256), Rng(0))
+    assert even["nats_a_byte"] == pytest.approx(math.log(256)) and even["bits_a_byte"] == pytest.approx(8)
+
+
+def test_scores_are_taken_over_all_heldout_windows():
+    made = task()
+
+    def knows(ids):  # a net that says a space everywhere
+        logits = torch.zeros(*ids.shape, 256)
+        logits[..., ord(" ")] = 5.0
+        return logits
+
+    _, targets = made.data.heldout[list(range(len(made.data.heldout)))]
+    scores, pictures = made.evaluate(knows, Rng(0))
+    spaces = (targets == ord(" ")).double().mean().item()
+    assert scores["accuracy"] == pytest.approx(spaces)
+    assert scores["nats_a_byte"] == pytest.approx(math.log(255 + math.exp(5)) - 5 * spaces, rel=1e-5)
+    assert made.validate(knows, Rng(0))["loss"] == pytest.approx(scores["nats_a_byte"], rel=1e-5)
+    assert pictures["text"].shape[0] == 3
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_training_lowers_the_loss_and_says_tokens_a_second(kind, capsys):
+    Path("a.txt").write_bytes(b"the cat sat on the mat. " * 40)
+    assert quick("--model", kind, "--data", "text:a.txt", "--lr", "1e-2", "--ema_decay", "0.8", steps=60) == 0
+    found, losses = summary(), [row["loss"] for row in metrics()]
+    assert losses[0] > 4 and found["scores"]["ema"]["nats_a_byte"] < 0.6 * losses[0]
+    assert found["tokens_per_second"] == pytest.approx(16 * found["images_per_second"])
+    assert "tokens a second" in capsys.readouterr().out
+    assert Path("runs/run/samples/final.png").stat().st_size > 500
+
+
+RECIPES = {
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16"],
+    "nearest": ["--pure_bf16"],
+    "stochastic": ["--pure_bf16", "--stochastic"],
+    "kahan": ["--pure_bf16", "--kahan"],
+    "split": ["--pure_bf16", "--master", "split"],
+    "islands": ["--pure_bf16", "--stochastic", "--set", "islands=embed"],
+    "bf16 8-bit": ["--bf16", "--opt8bit"],
+    "stochastic 4-bit": ["--pure_bf16", "--stochastic", "--opt4bit"],
+    "fp8 8-bit": ["--fp8", "--opt8bit", "--fp8_backend", "emulate"],
+    "fp8 rowwise": [
+        "--pure_bf16",
+        "--stochastic",
+        "--fp8",
+        "--fp8_backend",
+        "emulate",
+        "--fp8_recipe",
+        "rowwise",
+    ],
+    "accumulate": ["--pure_bf16", "--stochastic", "--accumulate", "2", "--checkpoint_activations"],
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains(kind, name, capsys):
+    assert quick("--model", kind, *RECIPES[name], steps=2) == 0
+    assert summary()["scores"]["ema"]["nats_a_byte"] == pytest.approx(math.log(256), abs=0.3)
+    saved = checkpoint()["precision"]["model"]
+    dtype = torch.bfloat16 if "--pure_bf16" in RECIPES[name] and name != "islands" else torch.float32
+    assert saved["embed.weight"].dtype == dtype
+    if kind == "gpt":  # tied: one tensor, counted once
+        assert saved["lm_head.weight"].data_ptr() == saved["embed.weight"].data_ptr()
+        width, block, depth = 32, 16, 2
+        count = 12 * width**2 * depth + 256 * width + block * width + (2 * depth + 1) * width
+        assert summary()["parameters"] == count
+
+
+def test_srste_trains_the_linear_layers_of_a_gpt():
+    assert quick("--sparse24", "srste", steps=2) == 0
+    layers = json.loads(Path("runs/run/ledger.json").read_text())
+    assert 0.3 < layers["flops_share"]["sparse24"] < 1
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_resume_is_exact(kind, monkeypatch):
+    flags = ["--model", kind, "--pure_bf16", "--stochastic", "--checkpoint_every", 3]
+    assert quick(*flags, name="whole", steps=6) == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, lambda trainer: setattr(trainer, "stop", 15))
+        assert quick(*flags, name="cut", steps=6) == 128 + 15
+    assert read_checkpoint("runs/cut")["step"] == 3
+    assert quick(*flags, name="cut", steps=6) == 0
+    assert_same(checkpoint("whole")["precision"], checkpoint("cut")["precision"])
+    assert [row["loss"] for row in metrics("whole")] == [row["loss"] for row in metrics("cut")]
+
+
+# ---- FP8 on bare parameters --------------------------------------------------------------------------------
+
+DELAYED = ["--model", "bdh", "--fp8", "--fp8_recipe", "delayed", "--fp8_backend", "emulate"]
+
+
+def test_bare_parameters_are_multiplied_in_fp8_and_the_ledger_says_so(capsys):
+    assert quick(*DELAYED, steps=3) == 0
+    printed = capsys.readouterr().out
+    assert "delayed scaling, by emulate: 6 of 6 linear layers" in printed
+    ledger = json.loads(Path("runs/run/ledger.json").read_text())
+    names = [f"layers.{i}.{part}" for i in range(2) for part in ("encode", "encode_v", "decode")]
+    assert [layer["name"] for layer in ledger["fp8"]["layers"]] == names
+    assert all(layer["flops"] > 0 and not layer.get("left_out") for layer in ledger["fp8"]["layers"])
+    saved = checkpoint()["precision"]["model"]
+    for name in names:  # each product has a scale of its own, which has moved, though the matrices are shared
+        assert (saved[f"{name}.scale"] > 0).all()
+    scales = [tuple(saved[f"{name}.scale"].tolist()) for name in names]
+    assert len({row[0] for row in scales}) == len(names) and len({row[1] for row in scales}) < len(names)
+    assert {"fp8_underflow_input", "fp8_saturated_grad"} <= set(metrics()[-1])
+    assert command("--diagnose", "runs/run") in (0, 1)
+    assert "fp8" in capsys.readouterr().out
+
+
+def test_fp8_products_of_bdh_are_near_those_of_fp32():
+    exact, low = net("bdh").eval(), net("bdh")
+    run = Precision(low, recipe(fp8=True, fp8_backend="emulate"))
+    low.eval()
+    scalings = [m for m in low.modules() if isinstance(m, Scaling)]
+    assert len(scalings) == 6 and all(s.options is not None for s in scalings)
+    with torch.no_grad():
+        difference = (run(ids(2, 16)) - exact(ids(2, 16))).norm() / exact(ids(2, 16)).norm()
+    assert 1e-3 < difference < 0.3
+
+
+def test_resume_in_delayed_fp8_is_exact(monkeypatch):
+    assert quick(*DELAYED, name="whole", steps=4) == 0
+    assert quick(*DELAYED, name="cut", steps=2) == 0
+    assert quick(*DELAYED, name="cut", steps=4) == 0
+    assert_same(checkpoint("whole")["precision"], checkpoint("cut")["precision"])
+
+
+# ---- What is written ---------------------------------------------------------------------------------------
+
+
+def test_a_byte_is_drawn_from_the_likeliest():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(4000, 4)
+    assert choose(logits, 0, 4, Rng(0)).unique().tolist() == [1]
+    assert choose(logits, 1.0, 1, Rng(0)).unique().tolist() == [1]
+    drawn = torch.bincount(choose(logits, 0.5, 3, Rng(0)), minlength=4) / 4000
+    wanted = torch.tensor([-math.inf, 6.0, 2.0, 4.0]).softmax(0)
+    assert drawn[0] == 0 and torch.allclose(drawn, wanted, atol=0.03)
+    assert choose(logits[:1] * math.nan, 1.0, 4, Rng(0)).shape == (1,)
+
+
+def test_the_net_reads_the_last_block_and_the_text_holds_the_prompt():
+    made, seen = task(length=5, temperature=0.0), []
+
+    def model(ids):
+        seen.append(ids)
+        logits = torch.zeros(*ids.shape, 256)
+        logits.scatter_(2, (ids + 1)[..., None] % 256, 1.0)  # says the byte after the last
+        return logits
+
+    prompt = b"a long beginning, longer than a block: a"
+    assert made.write(model, Rng(0), prompt) == (prompt + b"bcdef").decode()
+    assert all(ids.shape == (1, 16) for ids in seen) and bytes(seen[1][0].tolist()) == (prompt + b"b")[-16:]
+
+
+@pytest.fixture
+def trained(capsys):
+    assert quick(steps=2) == 0
+    capsys.readouterr()
+    return "runs/run"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["In the beginning", "", "x" * 100, "été, 日本, \U0001f600", os.fsdecode(b"caf\xe9 \x00")]
+)
+def test_any_prompt_is_continued(trained, prompt):
+    before = content(trained)
+    assert command("--sample", trained, "--prompt", prompt, "--length", 12, "--top_k", 3, "--name", "p") == 0
+    (text,) = json.loads(Path(trained, "samples/p.json").read_text())["scores"]["ema"]["text"]
+    given = prompt.encode("utf-8", "surrogateescape") or bytes(
+        Text(TEXT, 16).heldout[[0]][0][0, :32].tolist()
+    )
+    assert text.startswith(given.decode("utf-8", "replace")) and len(text) > len(prompt)
+    assert Path(trained, "samples/p-ema.png").is_file()
+    assert before.items() <= content(trained).items()
+
+
+def test_samples_repeat_and_follow_temperature_and_seed(trained):
+    def text(*flags, name):
+        assert command("--sample", trained, "--prompt", "God", *flags, "--name", name) == 0
+        return json.loads(Path(trained, f"samples/{name}.json").read_text())["scores"]["ema"]["text"]
+
+    first = text(name="a")
+    assert first == text(name="b") != text("--seed", 1, name="c")
+    assert text("--temperature", 0, name="d") == text("--temperature", 0, "--seed", 1, name="e")
+
+
+def test_a_drawn_text_is_a_picture_of_its_lines():
+    short, long = language.drawn("a"), language.drawn("word " * 100)
+    assert short.shape[0] == 3 and short.min() < 0.5 and short.max() == 1
+    assert long.shape[1] > 3 * short.shape[1]
+    odd = language.drawn("tab\t, \x00 and \x1b[31m, 日本\n\n" + "x\n" * 1000)
+    assert odd.shape[1] < 60 * 25
+
+
+def test_the_doctor_finds_a_bf16_average(capsys):
+    assert quick("--pure_bf16", "--set", "ema=bf16", steps=6) == 0
+    capsys.readouterr()
+    assert command("--diagnose", "runs/run") == 1
+    found = capsys.readouterr().out
+    assert "gpt of size tiny on text-text" in found and "ema" in found
+
+
+def test_loading_is_refused_in_words():
+    with pytest.raises(Refused, match="is a folder"):
+        Text(".", 16)
+    assert same(Text(TEXT, 16).train.text, Text(str(TEXT), 16).train.text)

@@ -1,0 +1,525 @@
+"""Latent diffusion: the autoencoder and its losses against oracles, the space that a flow is learnt in, both
+tasks through the real command, and what does not fit.
+"""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import cli
+import common
+import numpy as np
+import pytest
+import torch
+from cli import (
+    QUICK,
+    after_step,
+    assert_same,
+    checkpoint,
+    command,
+    content,
+    draw,
+    metrics,
+    one_line,
+    summary,
+)
+from PIL import Image
+from torch import nn
+
+import data
+import latent
+import latent_diffusion
+import perceptual
+import strategies
+import train
+from latent import Autoencoder, Frozen, Ranges
+from latent_diffusion import Latents, TrainedVAE
+from recipes import recipe
+from tasks import Rng
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+VAE = ["--task", "vae", *QUICK]
+IN_LATENTS = ["--vae", "runs/vae", *QUICK]
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return data.load("digits")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run of --task vae that knows digits a little, made once."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rounding._compiled", common.uncompiled)
+        flags = ["--batch_size", 32, "--lr", 3e-3, "--ema_decay", 0.9, "--runs", folder, "--name", "vae"]
+        assert command(*VAE, *flags, "--steps", 60, "--log_every", 10, "--sample_every", 30) == 0
+    return folder / "vae"
+
+
+@pytest.fixture
+def vae(trained):
+    """The same as runs/vae, a copy that a test may spoil."""
+    shutil.copytree(trained, "runs/vae")
+    return Path("runs/vae")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Scores and scale of at most 60 images: these tests are about something else."""
+    original = latent.metrics.subset
+    monkeypatch.setattr(latent.metrics, "subset", lambda part, count=60: original(part, min(count, 60)))
+
+
+def config(**changed):
+    """A flags.Config with the defaults of all flags but those given."""
+    return train.FLAGS.config({**train.DEFAULTS, **changed})
+
+
+def latents_of(path, digits, sites=(), **changed):
+    kind = strategies.TASKS["rflow"]
+    return Latents(digits, recipe(sites=sites, more=kind.sites), config(vae=str(path), **changed))
+
+
+def batch(digits, count=8):
+    return digits.train[list(range(count))]
+
+
+# ---- The net and its losses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size, side, shape", [("tiny", 8, (2, 4, 4)), ("small", 16, (4, 4, 4))])
+def test_the_net_is_monais_autoencoder_with_noise_from_outside(size, side, shape):
+    torch.manual_seed(0)
+    net = Autoencoder(3, side, size)
+    images, noise = torch.rand(2, 3, side, side), torch.randn(2, *shape)
+    found = net(images, noise)
+    mean, std = net.vae.encode(images)
+    assert mean.shape == (2, *shape) and found.keys() == {"images", "mean", "std"}
+    torch.testing.assert_close(found["images"], net.vae.decode(mean + std * noise))
+    torch.testing.assert_close(
+        net(net(images, part="encode")[0], part="decode"), net.vae.reconstruct(images)
+    )
+    head = [name for name, roles in latent_roles(net).items() if "head" in roles]
+    assert any(name.endswith("conv") for name in head) and all("decoder" in name for name in head)
+
+
+def latent_roles(net):
+    from method import roles
+
+    return roles(net)
+
+
+def test_the_kl_is_that_of_two_gaussians():
+    mean, std = common.draw(5, 2, 4, 4), common.draw(5, 2, 4, 4, seed=1).exp()
+    normal = torch.distributions.Normal
+    wanted = torch.distributions.kl_divergence(normal(mean.double(), std.double()), normal(0.0, 1.0))
+    torch.testing.assert_close(latent.kl(mean, std).double(), wanted.sum((1, 2, 3)), rtol=1e-5, atol=1e-5)
+
+
+def test_decibels():
+    a = common.draw(1000)
+    assert latent.snr(a, a) == 150.0
+    assert latent.snr(a * 1.01, a) == pytest.approx(40, abs=1e-3)
+    assert latent.snr(a + float("nan"), a) == -np.inf
+    off = torch.zeros(1, 1, 8, 8)
+    assert latent.psnr(off + 0.2, off) == pytest.approx(20)  # the range is 2
+
+
+def test_the_spread_is_that_of_draws():
+    mean, std = common.draw(200, 50, scale=3), common.draw(200, 50, seed=1).abs()
+    drawn = (mean + std * common.draw(200, 50, seed=2)).numpy()
+    assert latent.spread(mean, std) == pytest.approx(drawn.std(), rel=0.02)
+
+
+def adversarial_losses(digits):
+    torch.manual_seed(0)
+    net = Autoencoder(1, 8, adversarial=True)
+    images = batch(digits)[0]
+    return net, images, net(images, common.draw(8, 2, 4, 4))
+
+
+def gradients(net):
+    """{part: {name: gradient}} of what received one."""
+    found = {"vae": {}, "critic": {}}
+    for name, p in net.named_parameters():
+        if p.grad is not None and bool(p.grad.abs().sum() > 0):
+            found[name.partition(".")[0]][name] = p.grad.clone()
+    net.zero_grad(set_to_none=True)
+    return found
+
+
+def test_each_opponent_follows_its_own_loss_alone(digits):
+    net, images, found = adversarial_losses(digits)
+    latent.critics_loss(found).backward(retain_graph=True)
+    critics = gradients(net)
+    assert not critics["vae"] and len(critics["critic"]) == len(list(net.critic.parameters()))
+    latent.generators_loss(found).backward(retain_graph=True)
+    generators = gradients(net)
+    assert not generators["critic"] and any("encoder" in name for name in generators["vae"])
+    # one backward pass of the sum gives each part what its own pass gave
+    (latent.critics_loss(found) + latent.generators_loss(found)).backward()
+    both = gradients(net)
+    for part, alone in (("vae", generators), ("critic", critics)):
+        assert both[part].keys() == alone[part].keys()
+        for name, value in both[part].items():
+            torch.testing.assert_close(value, alone[part][name])
+
+
+def test_the_opponents_losses_are_monais_least_squares(digits):
+    from monai.losses import PatchAdversarialLoss
+
+    net, images, found = adversarial_losses(digits)
+    oracle = PatchAdversarialLoss(criterion="least_squares", no_activation_leastsq=True)
+    torch.testing.assert_close(found["fooled"], net.critic(found["images"])[-1])
+    fooled = oracle(found["fooled"], target_is_real=True, for_discriminator=False)
+    torch.testing.assert_close(2 * latent.generators_loss(found), fooled)
+    real = oracle(found["real"], target_is_real=True, for_discriminator=True)
+    fake = oracle(found["fake"], target_is_real=False, for_discriminator=True)
+    torch.testing.assert_close(2 * latent.critics_loss(found), real + fake)
+
+
+def test_the_loss_is_the_sum_of_its_terms(digits):
+    c = config(task="vae", model="kl", kl_weight=0.01, adversarial=0.5, perceptual=0.1)
+    task = latent.VAE(digits, recipe(more=latent.VAE.sites), c)
+    torch.manual_seed(0)
+    net, images = task.net(), batch(digits)[0]
+    loss = task.loss(net, batch(digits), Rng(3), 0)
+    found = net(images, Rng(3).normal(8, *task.latent_shape()))
+    wanted = (found["images"] - images).abs().mean() + 0.01 * latent.kl(found["mean"], found["std"]).mean()
+    wanted = wanted + 0.5 * (latent.critics_loss(found) + latent.generators_loss(found))
+    distance = perceptual.Perceptual(task.scorer())(found["images"], images).mean()
+    torch.testing.assert_close(loss, wanted + 0.1 * distance)
+
+
+# ---- The space ---------------------------------------------------------------------------------------------
+
+
+def test_the_scale_is_measured_on_the_training_latents(vae, digits):
+    own = TrainedVAE(vae)
+    index = torch.randperm(1297, generator=torch.Generator().manual_seed(0))[:1000].tolist()
+    net = own.frozen("fp32").vae
+    with torch.no_grad():
+        mean, std = (part.double().numpy() for part in net.encode(digits.train[index][0]))
+    wanted = 1 / np.sqrt(np.square(mean - mean.mean()).mean() + np.square(std).mean())
+    assert own.scale(digits) == pytest.approx(wanted, rel=2e-5)
+    assert command(*IN_LATENTS, "--steps", 2, "--name", "run") == 0
+    flags = checkpoint()["config"]
+    assert flags["latent_scale"] == own.scale(digits) and flags["vae_weights"] == own.fingerprint
+    space = latents_of(vae, digits)
+    drawn = torch.cat([space.draw(digits.train[index][0], Rng(seed)) for seed in range(3)])
+    assert 0.97 < float(drawn.std()) < 1.03
+
+
+def test_latents_are_drawn_anew_and_decoded_back(vae, digits):
+    space, images = latents_of(vae, digits), batch(digits)[0]
+    net = TrainedVAE(vae).frozen("fp32").vae
+    with torch.no_grad():
+        mean, std = net.encode(images)
+        noise = Rng(5).normal(*mean.shape)
+        torch.testing.assert_close(space.draw(images, Rng(5)), (mean + std * noise) * space.scale)
+        torch.testing.assert_close(space.mean(images), mean * space.scale)
+        torch.testing.assert_close(space.decode(space.mean(images)), net.decode(mean), rtol=1e-4, atol=1e-5)
+    kept = space.train_set(digits.train, torch.device("cpu"))
+    packed, labels = kept[[3, 1, 4]]
+    torch.testing.assert_close(space.draw(packed, Rng(5)), space.draw(digits.train[[3, 1, 4]][0], Rng(5)))
+    assert labels.tolist() == digits.train[[3, 1, 4]][1].tolist() and len(kept) == len(digits.train)
+    assert latents_of(vae, digits, latent_scale=1.0).scale == 1.0
+
+
+def test_a_set_too_large_to_keep_is_encoded_at_every_step(vae, few, monkeypatch):
+    assert command(*IN_LATENTS, "--steps", 3, "--name", "kept") == 0
+    monkeypatch.setattr(latent_diffusion, "CACHE_BYTES", 1000)
+    assert command(*IN_LATENTS, "--steps", 3, "--name", "anew") == 0
+    kept, anew = ([row["loss"] for row in metrics(name)] for name in ("kept", "anew"))
+    assert kept == pytest.approx(anew, rel=1e-5)
+
+
+def test_each_half_has_a_precision_of_its_own(vae, digits):
+    images = batch(digits)[0]
+    exact = latents_of(vae, digits)
+    values = exact.mean(images)
+    found = {}
+    for value in ("fp32", "autocast", "bf16", "autocast_fp16", "fp16"):
+        scores = latents_of(vae, digits, [f"vae_decode={value}"]).scores(values, images)
+        assert scores["encode_snr"] == 150.0 and scores["overflow"] == 0
+        found[value] = scores["decode_snr"]
+        scores = latents_of(vae, digits, [f"vae_encode={value}"]).scores(values, images)
+        assert scores["decode_snr"] == 150.0 and (scores["encode_snr"] == 150.0) == (value == "fp32")
+    assert found["fp32"] == 150.0 and 25 < found["bf16"] <= found["autocast"] + 3
+    assert found["bf16"] + 10 < found["fp16"] < 100  # three bits more are 18 dB
+    # as by hand: the whole decoder in bf16
+    net = TrainedVAE(vae).frozen("fp32").vae.bfloat16()
+    space = latents_of(vae, digits, ["vae_decode=bf16"])
+    with torch.no_grad():
+        wanted = net.decode((values / space.scale).bfloat16()).float()
+    assert torch.equal(space.decode(values), wanted)
+
+
+# ---- Overflow ----------------------------------------------------------------------------------------------
+
+
+def loud(by):
+    """precision -> an AutoencoderKL whose first convolution of the decoder is `by` times as strong. GroupNorm
+    takes the size away again, but for one residual path.
+    """
+    torch.manual_seed(0)
+    net = latent.autoencoder_kl(1)
+    with torch.no_grad():
+        net.decoder.blocks[0].conv.weight.mul_(by)
+    return lambda precision: Frozen(lambda: latent.autoencoder_kl(1), net.state_dict(), precision)
+
+
+def test_large_activations_overflow_fp16_and_are_counted():
+    z = common.draw(4, 2, 4, 4)
+    for by, overflows in ((1.0, False), (1e6, True)):
+        exact, low, wide = map(loud(by), ("fp32", "fp16", "bf16"))
+        with Ranges(exact.vae) as ranges:
+            image = exact.decode(z)
+        assert image.isfinite().all()  # fp32 holds them
+        assert (ranges.overflow > 0.01) is overflows and (ranges.largest > 65504) is overflows
+        with Ranges(low.vae) as in_fp16:
+            assert bool(low.decode(z).isfinite().all()) is not overflows
+        assert (in_fp16.overflow > 0) is overflows
+        assert wide.decode(z).isfinite().all()
+
+
+def test_unscaled_latents_overflow_in_fp16_and_scaled_ones_do_not(vae, digits):
+    """The documents' remark on the scale factor: a latent of 1e5 is infinite in fp16 as it is."""
+    state = checkpoint("vae")
+    shadow = state["precision"]["averages"]["ema"]["shadow"]
+    by = 1e5 / float(latents_of(vae, digits, latent_scale=1.0).mean(batch(digits)[0]).std())
+    for name in ("quant_conv_mu.conv.weight", "quant_conv_mu.conv.bias"):
+        shadow[f"vae.{name}"].mul_(by)
+    shadow["vae.post_quant_conv.conv.weight"].div_(by)
+    torch.save(state, vae / "checkpoint.pt")
+    images, results = batch(digits)[0], {}
+    for scale in (None, 1.0):
+        space = latents_of(vae, digits, latent_scale=scale)
+        values = space.draw(images, Rng(0))
+        torch.manual_seed(0)
+        conv = nn.Conv2d(2, 16, 3, padding=1)
+        with torch.autocast("cpu", dtype=torch.float16):
+            results[scale] = bool(conv(values).isfinite().all())
+        torch.testing.assert_close(  # what comes back is the same
+            space.decode(space.mean(images)), latents_of(vae, digits).decode(space.mean(images) / space.scale
+            * latents_of(vae, digits).scale), rtol=1e-3, atol=1e-4,
+        )  # fmt: skip
+    assert results == {None: True, 1.0: False}
+
+
+# ---- The tasks through the command -------------------------------------------------------------------------
+
+
+def test_the_autoencoder_learns_and_shows_images_above_reconstructions(trained):
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < 0.6 * losses[0]
+    found = json.loads((trained / "summary.json").read_text())
+    scores, reference = found["scores"]["ema"], found["reference"]
+    assert reference["floor"]["l1"] == 0 and reference["floor"]["psnr"] == 150
+    assert reference["ceiling"]["psnr"] < scores["psnr"] < 40
+    assert scores["l1"] < 0.35 and scores["fp32_snr"] == 150 and scores["overflow"] == 0
+    assert scores["kl"] > 0 and scores["latent_std"] > 0 and scores["frechet"] > 0
+    final, early = (Image.open(trained / "samples" / name) for name in ("final.png", "step000030.png"))
+    assert final.size == early.size == (8 * 52 + 4, 4 * 52 + 4)  # two pairs of rows of eight
+    pixels = np.asarray(final.convert("L"), dtype=float) / 127.5 - 1
+    above, below = pixels[4:52, 4:-4], pixels[56:104, 4:-4]
+    assert np.corrcoef(above.ravel(), below.ravel())[0, 1] > 0.5
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16",
+        "--fp16",
+        "--pure_bf16",
+        "--pure_bf16 --stochastic --set islands=norm+final",
+        "--pure_bf16 --kahan --adversarial 0.1",
+        "--pure_bf16 --master split",
+        "--opt8bit",
+        "--pure_bf16 --stochastic --opt4bit",
+        "--fp8 --fp8_backend emulate",
+        "--sparse24 srste",
+        "--set loss=bf16 --perceptual 0.1 --set perceptual=bf16 --adversarial 0.1",
+    ],
+)
+def test_every_recipe_trains_the_autoencoder(flags, few):
+    assert command(*VAE, "--name", "run", "--steps", 2, *flags.split()) == 0
+    scores = summary()["scores"]["ema"]
+    assert np.isfinite([scores["psnr"], scores["kl"], scores["frechet"]]).all()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16 --set vae_encode=autocast --set vae_decode=bf16",
+        "--pure_bf16 --stochastic --model dit",
+        "--task ddpm --sample_steps 2 --opt8bit",
+        "--task ddpm --sample_steps 2 --model dit --fp8 --fp8_backend emulate",
+        "--fp16 --set vae_decode=fp16",
+    ],
+)
+def test_flows_and_diffusions_train_in_latents(flags, vae, few):
+    assert command(*IN_LATENTS, "--name", "run", "--steps", 2, "--sample_every", 1, *flags.split()) == 0
+    scores = summary()["scores"]["ema"]
+    assert np.isfinite([scores["frechet"], scores["decode_snr"], *scores["loss_by_timestep"]]).all()
+    images = Path("runs/run/samples/final.png"), Path("runs/run/samples/step000001.png")
+    assert all(Image.open(path).size[0] == 10 * 52 + 4 for path in images)
+
+
+def test_ddpm_clips_images_and_not_latents(vae, digits):
+    kind = strategies.TASKS["ddpm"]
+    for path, clips in (("", True), (str(vae), False)):
+        task = kind(digits, recipe(more=kind.sites), config(vae=path))
+        assert task.scheduler.clip_sample is clips
+
+
+@pytest.mark.parametrize("flags", [VAE + ["--adversarial", 0.1], IN_LATENTS])
+def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, vae, few, monkeypatch):
+    flags = [*flags, "--pure_bf16", "--stochastic", "--log_every", 2, "--steps", 5]
+    assert command(*flags, "--name", "whole") == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        assert command(*flags, "--name", "stopped") == 143
+    assert command(*flags, "--name", "stopped") == 0
+    assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])
+    assert checkpoint("stopped")["config"]["latent_scale"] == checkpoint("whole")["config"]["latent_scale"]
+    assert summary("stopped")["scores"] == summary("whole")["scores"]
+
+
+def test_a_run_is_drawn_from_again_in_other_precisions(vae, monkeypatch):
+    exact = draw(monkeypatch, "runs/vae")["ema"]
+    assert exact == summary("vae")["scores"]["ema"]
+    low = draw(monkeypatch, "runs/vae", "--set", "vae_decode=bf16")["ema"]
+    assert 20 < low["fp32_snr"] < 60 and low["psnr"] == pytest.approx(exact["psnr"], abs=0.3)
+    assert low["kl"] == exact["kl"]
+    assert command(*IN_LATENTS, "--name", "run", "--steps", 2) == 0
+    vae.rename("runs/moved")
+    low = draw(monkeypatch, "runs/run", "--vae", "runs/moved", "--set", "vae_decode=autocast")["ema"]
+    assert 20 < low["decode_snr"] < 60 and low["frechet"] != summary()["scores"]["ema"]["frechet"]
+    assert low["loss_by_timestep"] == summary()["scores"]["ema"]["loss_by_timestep"]
+
+
+def test_the_doctor_examines_both(vae, few, capsys):
+    assert command(*IN_LATENTS, "--name", "run", "--steps", 4, "--set", "vae_decode=bf16") == 0
+    assert command(*VAE, "--name", "low", "--steps", 4, "--set", "vae_encode=fp16") == 0
+    for run, site in (("run", "vae_decode"), ("low", "vae_encode")):
+        capsys.readouterr()
+        assert command("--diagnose", f"runs/{run}") in (0, 1)
+        assert site in capsys.readouterr().out
+
+
+# ---- What does not fit -------------------------------------------------------------------------------------
+
+
+def spoil(name, change):
+    """A copy of runs/vae whose checkpoint was changed."""
+    shutil.copytree("runs/vae", f"runs/{name}")
+    state = checkpoint(name)
+    change(state, state["precision"]["averages"]["ema"]["shadow"])
+    torch.save(state, f"runs/{name}/checkpoint.pt")
+
+
+def narrow(state, shadow):
+    shadow["vae.decoder.blocks.0.conv.weight"] = torch.zeros(3, 2, 3, 3)
+
+
+def colour(state, shadow):
+    torch.manual_seed(0)
+    net = Autoencoder(3, 8)
+    shadow.update(net.named_parameters())
+
+
+REFUSED = {
+    "--vae nowhere": "no checkpoint at nowhere",
+    "--vae notes.txt": "no checkpoint of this program",
+    "--vae runs/flow": "was trained with --task rflow: give a run of --task vae",
+    "--vae runs/narrow": "its weights don't fit the vae that its flags speak of",
+    "--vae runs/colour": "takes images of 3 channels, and digits has 1",
+    "--vae runs/large": "was trained on images of side 16",
+    "--vae runs/nan": "its weights are not finite",
+    "--vae runs/vae --image_size 16": "add --image_size 8",
+    "--vae runs/vae --model dit --size tiny/4 --vae_weights 0123": "was made with 0123",
+    "--vae runs/vae --model dit --size tiny/8": "the latents of --vae runs/vae are 2x4x4: image size 4",
+    "--vae runs/vae --perceptual 1": "--perceptual compares images",
+    "--vae runs/vae --latent_scale 0": "above 0",
+    "--vae runs/vae --task vae": "this is --task vae",
+    "--vae runs/vae --task segment": "this is --task segment",
+    "--task reflow --teacher runs/flow --vae runs/vae": "--vae",
+    "--task reflow --teacher runs/inside": "works on images",
+    "--latent_scale 1": "add --vae RUN",
+    "--vae_weights 0123": "add --vae RUN",
+    "--set vae_decode=bf16": "add --vae RUN",
+    "--vae runs/vae --set vae_decode=int8": "no value of vae_decode",
+    "--task vae --size huge": "choose one of tiny, small, base",
+    "--task vae --model dit": "choose kl",
+    "--task vae --image_size 9": "needs a multiple of 2",
+    "--task vae --size small --image_size 10": "needs a multiple of 4",
+    "--task vae --set perceptual=bf16": "--perceptual",
+    "--kl_weight 1": "this is --task rflow",
+}
+
+
+@pytest.fixture(scope="module")
+def odd(trained, tmp_path_factory):
+    """Runs and files that don't fit, made once."""
+    folder = tmp_path_factory.mktemp("odd")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("rounding._compiled", common.uncompiled)
+        shutil.copytree(trained, "runs/vae")
+        assert command(*QUICK, "--name", "flow", "--steps", 1) == 0
+        assert command(*IN_LATENTS, "--name", "inside", "--steps", 1) == 0
+        spoil("narrow", narrow)
+        spoil("colour", colour)
+        spoil("large", lambda state, _: state["precision"]["model"].update(_extra_state=torch.tensor(16)))
+        spoil("nan", lambda _, shadow: shadow["vae.post_quant_conv.conv.bias"].fill_(float("nan")))
+        Path("notes.txt").write_text("no checkpoint")
+    return folder
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_fit_is_one_line_and_leaves_nothing(flags, odd, monkeypatch, capsys):
+    monkeypatch.chdir(odd)
+    before = content(".")
+    capsys.readouterr()
+    assert command(*flags.split()) == 2
+    assert REFUSED[flags] in one_line(capsys)
+    assert content(".") == before
+
+
+def test_another_vae_at_the_same_path_is_refused(vae, few, capsys):
+    assert command(*IN_LATENTS, "--name", "run", "--steps", 2) == 0
+    state = checkpoint("vae")
+    state["precision"]["averages"]["ema"]["shadow"]["vae.post_quant_conv.conv.bias"] += 1e-3
+    torch.save(state, vae / "checkpoint.pt")
+    before = content("runs")
+    capsys.readouterr()
+    for flags in ([*IN_LATENTS, "--name", "run", "--steps", 4], ["--sample", "runs/run"]):
+        assert command(*flags) == 2
+        said = one_line(capsys)
+        assert "vae_weights was" in said or "this run was made with" in said
+    assert command("--diagnose", "runs/run") == 2 and "this run was made with" in one_line(capsys)
+    assert content("runs") == before
+
+
+def test_data_and_size_are_the_vaes_unless_given(vae, capsys):
+    state = checkpoint("vae")
+    state["config"].update(image_size=8, data="digits")
+    torch.save(state, vae / "checkpoint.pt")
+    capsys.readouterr()
+    assert command(*IN_LATENTS, "--dry_run") == 0
+    said = capsys.readouterr().out
+    assert "--image_size 8\n" in said and "--data digits\n" in said and "--latent_scale " in said
+    assert "-vae_vae-latent_scale" in said
+
+
+def test_pixels_change_nothing(digits):
+    space, images = latent_diffusion.Pixels(digits), batch(digits)[0]
+    same = SimpleNamespace()
+    assert space.draw(images, same) is images and space.decode(images) is images
+    assert space.train_set(digits.train, "cpu") is digits.train and space.shape == (1, 8, 8)
