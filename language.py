@@ -309,6 +309,9 @@ class Language(Task):
         ids, targets = batch
         return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
+    def told(self, scores):
+        return "\n".join(scores["text"])
+
     def preview(self, model, rng):
         return {"text": drawn(self.write(model, rng, self._prompt()))}
 

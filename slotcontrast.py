@@ -1,6 +1,6 @@
 """SlotContrast: objects of a video found by what stays the same from frame to frame (arXiv 2412.14295).
 
-    python train.py --task slotcontrast --batch_size 16 --steps 2000
+    python train.py --task slotcontrast --batch_size 8
 
 Slots (slots.py) are taken from the features of a frozen net and must give these features back: a small MLP
 decodes each slot at each place, and a softmax over slots mixes what they say. A second loss asks that a slot

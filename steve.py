@@ -1,6 +1,6 @@
 """STEVE: objects of a video found by predicting its own discrete tokens from slots (arXiv 2205.14065).
 
-    python train.py --task steve --batch_size 16 --steps 2000
+    python train.py --task steve --batch_size 8 --lr 2e-3
 
 A discrete VAE (arXiv 2102.12092, as in arXiv 2110.11405) turns each 4x4 patch of a frame into one of
 --vocab_size tokens, by a Gumbel-softmax (arXiv 1611.01144) whose temperature falls with the step. A recurrent

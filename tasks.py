@@ -230,6 +230,10 @@ class Task:
         """(scores, pictures): {name: number or list of numbers a class}, and grids as of `preview`."""
         return {}, {}
 
+    def told(self, scores):
+        """What a person reads below the table of one source's scores, as a text; "" for nothing."""
+        return ""
+
     def reference(self):
         """{"floor": scores of something perfect, "ceiling": scores of something useless}, or {}."""
         return {}

@@ -461,10 +461,11 @@ def trained(capsys):
 @pytest.mark.parametrize(
     "prompt", ["In the beginning", "", "x" * 100, "été, 日本, \U0001f600", os.fsdecode(b"caf\xe9 \x00")]
 )
-def test_any_prompt_is_continued(trained, prompt):
+def test_any_prompt_is_continued(trained, prompt, capsys):
     before = content(trained)
     assert command("--sample", trained, "--prompt", prompt, "--length", 12, "--top_k", 3, "--name", "p") == 0
     (text,) = json.loads(Path(trained, "samples/p.json").read_text())["scores"]["ema"]["text"]
+    assert f"ema:\n{text}" in capsys.readouterr().out
     given = prompt.encode("utf-8", "surrogateescape") or bytes(
         Text(TEXT, 16).heldout[[0]][0][0, :32].tolist()
     )
