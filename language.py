@@ -255,6 +255,7 @@ class Language(Task):
         drawing("temperature", 0.8, "how evenly a byte is chosen; 0 takes the likeliest", type=amount),
         drawing("top_k", 40, "choose among so many of the likeliest bytes", type=natural),
     )
+    defaults = {"batch_size": 16}
     implied = {"model": "gpt", "size": "tiny", "data": "text"}
     unprinted = ("text",)
 
@@ -264,10 +265,6 @@ class Language(Task):
 
     def __str__(self):
         return f"{self.config.model} of size {self.config.size or self.implied['size']}"
-
-    @classmethod
-    def own_defaults(cls):
-        return {**super().own_defaults(), "batch_size": 16}
 
     @classmethod
     def load(cls, config, index=None):

@@ -133,9 +133,9 @@ class TrainedVAE:
     def __init__(self, path):
         self.path, checkpoint = path, read_checkpoint(path)
         self.flags = checkpoint["config"]
-        if self.flags["task"] != "vae":
+        if self.flags.get("task") != "vae":
             raise Refused(
-                f"--vae {path} was trained with --task {self.flags['task']}: give a run of --task vae"
+                f"--vae {path} was trained with --task {self.flags.get('task')}: give a run of --task vae"
             )
         if self.flags.get("sparse24") == "srste":
             raise Refused(f"--vae {path} reads two of four weights (--sparse24 srste): train one without")

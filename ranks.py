@@ -3,8 +3,10 @@
 A single process is a world of one, in which nothing here does anything.
 """
 
+import json
 import os
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from machine import Refused
+
+
+class Followed(Refused):
+    """Another rank was refused, and says why."""
 
 
 class Ranks:
@@ -68,6 +74,17 @@ class Ranks:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return flag.item() or None
 
+    def first(self, act, device):
+        """act() on the main rank. Where that is refused all ranks are, so that none waits for it."""
+        refused = None
+        if self.main:
+            try:
+                act()
+            except Refused as error:
+                refused = error
+        if self.any(int(refused is not None), device):
+            raise refused or Followed("the main process was refused")
+
     # -- gradients
 
     def wrap(self, run, net):
@@ -105,3 +122,39 @@ def leave():
     """End what `meet` began."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# ---- Processes that end before their time ------------------------------------------------------------------
+
+READER = "a process that reads data was ended from outside, or for want of memory"
+LOST = {  # what an error says of another process: what a person reads
+    "DataLoader worker": READER,
+    "unable to open shared memory": "the processes that read data have no shared memory left: --workers 0",
+}
+PEERS = ("gloo", "nccl", "connection", "peer", "socket", "process group", "broken pipe")
+
+
+def lost(error, world):
+    """What happened, where an error tells that another process of the run has ended; else None."""
+    text = str(error)
+    if isinstance(error, (ConnectionResetError, EOFError)):  # while it handed over a batch
+        return f"{READER}; the same command resumes"
+    for sign, said in LOST.items():
+        if sign in text:
+            return f"{said}; the same command resumes"
+    if world > 1 and any(sign in text.lower() for sign in PEERS):
+        return "another process of this run has ended; the same command resumes"
+    return None
+
+
+def tell(message):
+    """Leave a message for torchrun, whose last words then hold it, in place of "no error file". Its own
+    traceback before that can't be had away from inside: torchrun raises its own exception for any status
+    but 0.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    facts = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": facts}, file)

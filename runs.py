@@ -2,140 +2,105 @@
 
 runs/NAME/ holds config.json (command and resolved flags), ledger.json (the precision of every site),
 env.json (versions, machine, commit), metrics.jsonl (a line a logged step), samples/*.png, TensorBoard
-events, checkpoint.pt (tensors and plain values), best.pt (the best validation's) and summary.json (final
-scores). Every file that is read again is written beside its place and renamed, so what was there stays whole
-until the new one is.
+events, checkpoint.pt (see checkpoints.py), best.pt (the best validation's) and summary.json (final scores).
+Every file that is read again is written beside its place and renamed, so what was there stays whole until the
+new one is. One process at a time trains in a folder: .lock says which.
 """
 
 import errno
+import fcntl
 import json
 import os
-import pickle
 import platform
+import re
 import resource
 import shlex
-import shutil
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors.torch import save as safetensors_bytes
 
+import checkpoints
+import shapes
+from checkpoints import CHECKPOINT
+from checkpoints import read as read_checkpoint
+from files import check_regular, read_json, read_lines, write_atomically, write_json
 from machine import Refused, cpu_threads, device_facts, without
 
-CHECKPOINT = "checkpoint.pt"
-# what a checkpoint of format 1 holds
-KEYS = {"config", "step", "seconds", "interval", "since", "precision"}
+LOCK = ".lock"
+# What may lie in a folder that holds no run yet: what desktops leave, and what a run left that was killed
+# before its first file was whole
+LITTER = re.compile(r"\.lock|\.DS_Store|Thumbs\.db|desktop\.ini|.+\.(json|jsonl|pt)(\.\d+)?\.part")
+SUMMARY = {  # key: (test, what it is, whether it must be there)
+    "step": (shapes.is_whole, "a whole number, 0 or more", True),
+    "seconds": (shapes.is_amount, "a number, 0 or more", True),
+    "skipped_steps": (shapes.is_whole, "a whole number, 0 or more", True),
+    "scores": (shapes.table(shapes.table()), "a table of scores for each source of weights", True),
+    "reference": (shapes.table(shapes.table()), "a table of scores", True),
+    "peak_memory": (shapes.is_amount, "a number, 0 or more", True),
+    "scoring_seconds": (shapes.is_amount, "a number, 0 or more", True),
+    "activations": (shapes.fields({"total": shapes.is_amount}), "a table with a total", False),
+    "validation": (
+        shapes.fields({"watched": shapes.is_text, "best": shapes.maybe(shapes.is_number)}),
+        "a table of the best validation",
+        False,
+    ),
+}
 
 
-# ---- Files -------------------------------------------------------------------------------------------------
+# ---- What a run writes and reads again ---------------------------------------------------------------------
 
 
-def write_atomically(path, write):
-    """Let write(file) fill a file beside `path`, then rename it over. Raises Refused when it can't be
-    written.
+def read_metrics(path):
+    """The lines of a metrics.jsonl, [] when there is none: dicts of numbers with the step of each. Raises
+    Refused.
     """
-    path = Path(path)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        with suppress(OSError):
-            beside.unlink()
-        full = getattr(error, "errno", None) == errno.ENOSPC
-        if path.parent.exists() and shutil.disk_usage(path.parent).free < 1 << 20:
-            full = True
-        reason = "no space left on the device" if full else str(error).splitlines()[0]
-        kept = "; the one written before is whole" if path.exists() else ""
-        raise Refused(
-            f"can't write {path}: {reason}{kept}; free some space or choose another --runs folder, "
-            f"then run the same command again"
-        ) from None
-
-
-def write_json(path, value):
-    """`value` as indented JSON, by `write_atomically`."""
-    content = json.dumps(value, indent=1, allow_nan=True).encode() + b"\n"
-    write_atomically(path, lambda file: file.write(content))
-
-
-def read_json(path):
-    """The object (a dict) that a JSON file holds. Raises Refused when the file is not there or holds
-    anything else.
-    """
-    try:
-        value = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise Refused(f"can't read {path}: {error.strerror}") from None
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise Refused(f"{path} can't be read: it holds no JSON object")
-    return value
-
-
-def read_lines(path):
-    """The objects of a .jsonl file, as a list of dicts; [] when there is no file.
-
-    A last line without its line end that is no JSON was cut off in writing: it is left out. Raises Refused,
-    which names the file and the line, for anything else that is not an object.
-    """
-    path = Path(path)
-    if not path.is_file():
-        return []
-    *lines, last = path.read_bytes().split(b"\n")
-    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if last.strip():
-        try:
-            rows.append(_row(path, len(lines) + 1, last))
-        except Refused:
-            pass
+    rows = read_lines(path)
+    for number, row in enumerate(rows, 1):
+        numbers = [value for value in row.values() if value is not None and type(value) is not bool]
+        if not all(map(shapes.is_number, numbers)) or not shapes.is_whole(row.get("step")):
+            wrong = f"{path}, object {number} is no line of a run: it needs a step, and numbers alone"
+            raise Refused(f"{wrong}; remove that line, or the file")
     return rows
 
 
-def _row(path, number, line):
-    try:
-        row = json.loads(line.decode())
-    except ValueError:  # UnicodeDecodeError is one too
-        row = None
-    if not isinstance(row, dict):
-        raise Refused(f"{path}, line {number} is no JSON object: remove that line, or the file")
-    return row
+def read_summary(path):
+    """The dict of a summary.json, its values those that SUMMARY tells. Raises Refused."""
+    summary = read_json(path)
+    wrong = f"{path} is no summary of a run: remove it, and the run is scored again"
+    shapes.check(summary, SUMMARY, wrong)
+    reference = summary["reference"]
+    if not summary["scores"] or (reference and not {"floor", "ceiling"} <= reference.keys()):
+        raise Refused(wrong)
+    return summary
 
 
-def read_checkpoint(path):
-    """The dict of a checkpoint file, or of the one in a run's folder; no code in it is run.
+# ---- Exported weights --------------------------------------------------------------------------------------
 
-    Keys: config (a dict of flags), step, seconds, interval and since (steps and sum of the losses since the
-    last logged line), precision (Precision.state_dict()). Raises Refused for anything that is no checkpoint
-    of format 1.
-    """
+
+def check_export(path):
+    """Raise Refused unless a file may be written at `path`: a new one, or in place of safetensors."""
     path = Path(path)
-    if path.is_dir():
-        path = path / CHECKPOINT
-    if not path.is_file():
-        raise Refused(f"no checkpoint at {path}: give the checkpoint.pt of a run, or its folder")
-    broken = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, TypeError, ValueError)
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(found, dict) and found["format"] == 1 and KEYS <= set(found):
-            return found
-    except (*broken, AttributeError):
-        pass
-    raise Refused(
-        f"{path} is no checkpoint of this program, or is cut short: train again, or use another one"
-    )
+    if not os.path.isdir(path.absolute().parent):
+        missing = f"--export {path}: there is no folder {path.parent}"
+        raise Refused(f"{missing}; make it, or name another")
+    check_regular(path)
+    if not os.path.exists(path):
+        return
+    with open(path, "rb") as file:
+        start, size = file.read(9), path.stat().st_size
+    header = int.from_bytes(start[:8], "little")  # bytes of the JSON that begins a file of safetensors
+    if size and not (start[8:] == b"{" and header <= size - 8):
+        raise Refused(f"--export {path} would replace a file that is no safetensors: give it another name")
 
 
 def export(path, weights, config, step):
     """Write {name: tensor} as safetensors, with the flags and the step as metadata."""
+    check_export(path)
     tensors, seen = {}, set()
     for name, value in weights.items():
         value = value.detach().contiguous()
@@ -221,7 +186,7 @@ class Folder:
 
     def __init__(self, path):
         self.path = Path(path)
-        self._metrics = self._board = None
+        self._metrics = self._board = self._lock = None
 
     def __truediv__(self, name):
         return self.path / name
@@ -239,7 +204,7 @@ class Folder:
 
     @property
     def has_checkpoint(self):
-        return (self / CHECKPOINT).exists()
+        return os.path.lexists(self / CHECKPOINT)
 
     def check(self, differences):
         """Refuse to go on where the folder holds another run, or something else.
@@ -247,47 +212,97 @@ class Folder:
         differences: {flags of the run in the folder (a dict)} -> list of texts, one for each flag that
         differs.
         """
-        if (self / "config.json").exists():
-            try:
-                changed = differences(self.flags())
-            except (Refused, KeyError, TypeError, AttributeError):
-                raise Refused(
-                    f"{self}/config.json can't be read: move the folder away, or choose another --name"
-                ) from None
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            why = f"can't be read as a folder ({error.strerror})"
+            raise Refused(f"{self} {why}: choose another --name or --runs") from None
+        if "config.json" in names:
+            changed = differences(self.flags())
             if changed:
                 what = ", ".join(changed)
                 raise Refused(f"{self} holds a run with other flags ({what}): give this one another --name")
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif not all(LITTER.fullmatch(name) for name in names):
             raise Refused(f"{self} exists and holds no run of this program: choose another --name")
 
-    def checkpoint(self):
-        """The dict of its checkpoint, see `read_checkpoint`."""
-        return read_checkpoint(self.path)
+    def lock(self):
+        """Keep other processes from the folder, which is made, until `close` or the end of this process, by
+        whatever it ends. Raises Refused where one is at work here.
+
+        A lock of the process (POSIX): those that it forks, which may outlive it for seconds, don't hold it.
+        """
+        path = self / LOCK
+        check_regular(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(path, "a+")
+        except OSError as error:
+            if self.path.is_dir() and not os.access(self.path, os.W_OK):
+                return  # a run that has ended is printed again; nobody can write here
+            elsewhere = "choose another --runs or --name"
+            raise Refused(f"can't write to {self}: {error.strerror}; {elsewhere}") from None
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                said = f"{self} can't be locked here ({error.strerror}): start one process at a time on it"
+                print(f"warning: {said}", file=sys.stderr)
+                return
+            self._lock.seek(0)
+            who = self._lock.read(100).strip() or "another process"
+            raise Refused(f"{self} is in use by {who}: wait for its end, or choose another --name") from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        self._lock.flush()
+
+    def checkpoint(self, differences):
+        """The dict of its checkpoint, see `read_checkpoint`. Raises Refused for that of another run;
+        differences: as of `check`.
+        """
+        found = read_checkpoint(self.path)
+        changed = differences(found["config"])
+        if changed:
+            other = f"{self / CHECKPOINT} belongs to another model or recipe ({', '.join(changed)})"
+            raise Refused(f"{other}: put the run's own back, or choose another --name")
+        return found
 
     def flags(self):
         """{flag: value} of the run that it holds."""
-        return read_json(self / "config.json")["flags"]
+        try:
+            flags = read_json(self / "config.json").get("flags")
+        except Refused:
+            flags = None
+        if not shapes.table(checkpoints.is_plain)(flags):
+            raise Refused(f"{self}/config.json can't be read: move the folder away, or choose another --name")
+        return flags
 
     def summary(self):
         """summary.json of a run that ended, or None."""
-        return read_json(self / "summary.json") if (self / "summary.json").exists() else None
+        path = self / "summary.json"
+        return read_summary(path) if os.path.lexists(path) else None
 
     def begin(self, command, config, ledger, device, step):
         """Write what is known before the first step, and forget what lies after `step`: it will be done
         again.
         """
+        rows = read_metrics(self / "metrics.jsonl")
         (self / "summary.json").unlink(missing_ok=True)  # scores of fewer steps or of other samples
+        for path in self.path.glob("*.*.part"):  # of a process that was killed while it wrote
+            if re.search(r"\.\d+\.part$", path.name):
+                path.unlink(missing_ok=True)
         write_json(self / "config.json", {"command": shlex.join(command), "flags": config})
         write_json(self / "ledger.json", ledger.json())
         write_json(self / "env.json", environment(device))
         path = self / "metrics.jsonl"
         if path.exists():
-            kept = [json.dumps(row) + "\n" for row in read_lines(path) if row["step"] <= step]
+            kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
             write_atomically(path, lambda file: file.write("".join(kept).encode()))
 
     def save(self, state, name=CHECKPOINT):
         """Replace the checkpoint of this name."""
-        write_atomically(self / name, lambda file: torch.save({"format": 1, **state}, file))
+        write_atomically(self / name, lambda file: checkpoints.write(file, state))
 
     # -- what a running run writes
 
@@ -295,6 +310,7 @@ class Folder:
         """Open metrics.jsonl and TensorBoard's events, to go on after `step`."""
         from torch.utils.tensorboard import SummaryWriter
 
+        _quieten_writers()
         self._board = SummaryWriter(str(self.path), purge_step=step + 1)
         self._metrics = open(self / "metrics.jsonl", "a")
 
@@ -314,14 +330,27 @@ class Folder:
 
         for number, (title, grid) in enumerate(pictures.items()):
             file = f"{name}-{title}.png" if number else f"{name}.png"
-            (self / "samples").mkdir(parents=True, exist_ok=True)
-            save_image(grid, self / "samples" / file)
+            path = self / "samples" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_image(grid, path)
             if self._board is not None:
                 self._board.add_image(title, grid, step)
 
     def close(self):
-        """Close what `log_to` opened; nothing is written to them afterwards."""
-        for file in (self._metrics, self._board):
-            if file is not None:
-                file.close()
-        self._metrics = self._board = None
+        """Close what `log_to` opened; nothing is written to them afterwards. Others may take the folder."""
+        with ExitStack() as stack:  # closing one may fail, on a full disk say
+            for file in (self._lock, self._board, self._metrics):
+                if file is not None:
+                    stack.callback(file.close)
+            self._metrics = self._board = self._lock = None
+
+
+def _quieten_writers():
+    """Let TensorBoard's threads end without a traceback: what stops one is raised again by the next curve."""
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _said
+
+
+def _said(args):
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(args)

@@ -1,6 +1,6 @@
 """SlotContrast: objects of a video found by what stays the same from frame to frame (arXiv 2412.14295).
 
-    python train.py --task slotcontrast --batch_size 8
+    python train.py --task slotcontrast
 
 Slots (slots.py) are taken from the features of a frozen net and must give these features back: a small MLP
 decodes each slot at each place, and a softmax over slots mixes what they say. A second loss asks that a slot
@@ -170,6 +170,7 @@ class Contrast(Slots):
         Flag("contrast_temperature", 0.1, "its temperature", type=positive, only=True),
     )
     judged = {"softmax": ("masks", "slots"), "logits": ("contrast",), "recurrent": ("masks", "slots")}
+    defaults = {"batch_size": 8, "steps": 1000}
     implied = {"model": "slotcontrast", "size": "tiny", "data": "sprites"}
     sizes = SIZES
 

@@ -1,6 +1,6 @@
 """STEVE: objects of a video found by predicting its own discrete tokens from slots (arXiv 2205.14065).
 
-    python train.py --task steve --batch_size 8 --lr 2e-3
+    python train.py --task steve
 
 A discrete VAE (arXiv 2102.12092, as in arXiv 2110.11405) turns each 4x4 patch of a frame into one of
 --vocab_size tokens, by a Gumbel-softmax (arXiv 1611.01144) whose temperature falls with the step. A recurrent
@@ -259,6 +259,7 @@ class Steve(Slots):
         "gumbel": (0.001, 0.1),
     }
     judged = {"softmax": ("masks", "slots"), "logits": ("nll",), "recurrent": ("masks", "slots")}
+    defaults = {"batch_size": 8, "lr": 2e-3, "steps": 1500}
     implied = {"model": "steve", "size": "tiny", "data": "sprites"}
     sizes = SIZES
 

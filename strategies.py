@@ -24,6 +24,7 @@ import torch
 
 import flags
 import metrics
+import options
 from classify import Classify
 from consistency import Consistency
 from diffusion import DDPM, RFlow
@@ -175,7 +176,7 @@ def rows(*kinds):
 def table(spec=None):
     """flags.Table of the general flags, those of TASKS, and those of the task `spec`."""
     own = rows(find(spec)) if spec and spec not in TASKS else []
-    return flags.Table([*flags.BEFORE, *rows(*TASKS.values()), *flags.AFTER, *own])
+    return flags.Table([*options.BEFORE, *rows(*TASKS.values()), *options.AFTER, *own])
 
 
 def settled(values):

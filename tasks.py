@@ -67,6 +67,7 @@ class Task:
     sites = {}  # {name: precision.Site} of tensors that only this task has
     limits = {}  # {site: (figure above which it is a finding, a severe one)} for `probes`, see doctor.LIMITS
     implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
+    defaults = {}  # {flag: default} of flags that all tasks have, where this task's is another
     targets = "labels"  # what data.load reads beside the images: labels or masks
     unprinted = ()  # scores that are written, and are too long to be printed
     watched = ("loss", "lower")  # the score of `validate` that --early_stop and best.pt go by; the better way
@@ -83,8 +84,9 @@ class Task:
 
     @classmethod
     def own_defaults(cls):
-        """{flag: default} of flags that all tasks have, where this task's default is another."""
-        return {"model": cls.implied["model"]} if "model" in cls.implied else {}
+        """`defaults`, and the default of --model from `implied`."""
+        model = {"model": cls.implied["model"]} if "model" in cls.implied else {}
+        return {**model, **cls.defaults}
 
     @classmethod
     def settle(cls, table, given):

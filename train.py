@@ -16,16 +16,19 @@ import errno
 import logging
 import math
 import os
+import signal
 import sys
 import textwrap
+import threading
 import warnings
+from contextlib import contextmanager
 
 import torch
 
 import strategies
 from flags import Parser, read_yaml
 from machine import Refused, device_facts, recommended_flags, support
-from ranks import leave
+from ranks import Followed, leave, tell
 from runs import read_checkpoint
 from trainer import Stopped, Trainer
 from validation import BEST
@@ -91,7 +94,15 @@ def task_of(argv):
     if "-h" in argv or "--help" in argv:
         return None
     path = said.sample if said.sample is not None else said.diagnose
-    return None if path is None else read_checkpoint(path)["config"]["task"]
+    if path is None:
+        return None
+    task = read_checkpoint(path)["config"].get("task", DEFAULTS["task"])
+    if str(task) not in strategies.TASKS:
+        raise Refused(
+            f"{path} was trained by a task of a file, {task}, and a checkpoint alone runs no code: "
+            f"add --task {task} if that file is yours"
+        )
+    return task
 
 
 # ---- What a person reads -----------------------------------------------------------------------------------
@@ -164,8 +175,17 @@ def number_formats():
     return rows
 
 
+def print_scores(trainer, scores, reference):
+    """The table of scores, and what else the task has to say."""
+    print(score_table(scores, reference, trainer.task.unprinted))
+    for source, found in scores.items():
+        text = trainer.task.told(found)
+        if text:
+            print(f"\n{source}:\n{text}")
+
+
 def print_summary(trainer, summary):
-    print(score_table(summary["scores"], summary["reference"], trainer.task.unprinted))
+    print_scores(trainer, summary["scores"], summary["reference"])
     memory = f"peak memory {summary['peak_memory'] / 2**20:.0f} MiB"
     if trainer.device.type == "cpu":
         memory += " (the process, libraries included)"
@@ -233,24 +253,33 @@ def advice(trainer):
 def sample(path, given, command, table):
     """Draw and score from a checkpoint or a run's folder."""
     checkpoint = read_checkpoint(path)
-    trained = checkpoint["config"]
+    trained = vars(table.obeyed(checkpoint["config"]))
     fixed = table.refused(given, "sample")
     if fixed or table["task"].told(given.get("task", trained["task"])) != table["task"].told(trained["task"]):
         raise Refused(
             f"--sample draws from trained weights: --{fixed or 'task'} can't differ from their training; "
             "drop it"
         )
-    values = {**trained, "device": "auto", "export": "", **given}
-    values["set"] = trained["set"] + given.get("set", [])
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    values = {**trained, "runs": shared(folder), **given}
+    values["set"] = trained["set"] + given.get("set", [])
     trainer = Trainer(values, command, draws=True, folder=folder)
     label = given.get("name") or _label(checkpoint["step"], given, table)
     scores = trainer.draw(checkpoint, label)
     if trainer.precision.ledger().flops_share:
         print(f"{trainer.precision.ledger()}\n")
-    print(score_table(scores, trainer.task.reference(), trainer.task.unprinted))
+    print_scores(trainer, scores, trainer.task.reference())
     print(f"pictures: {trainer.folder}/samples/{label}-*.png   scores: {trainer.folder}/samples/{label}.json")
     return 0
+
+
+def shared(folder):
+    """Where nets that score, and what is known of data sets, are kept for a run's folder: beside it where its
+    training kept them, else in it. A folder that came from elsewhere has no say about others.
+    """
+    beside = os.path.dirname(os.path.abspath(folder))
+    kept = any(os.path.isdir(os.path.join(beside, name)) for name in ("feature_nets", "indexes"))
+    return beside if kept else folder
 
 
 def _label(step, given, table):
@@ -288,6 +317,59 @@ def run(argv):
     return train(given, command, table, dry="dry_run" in verbs)
 
 
+# ---- How it ends -------------------------------------------------------------------------------------------
+
+RESUMES = "the same command resumes from the last checkpoint"
+MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "size calculation overflowed")
+
+
+class Ended(KeyboardInterrupt):
+    """Asked to end by a signal, where no checkpoint can be written. args: the signal's number."""
+
+
+def _end(signum, frame):
+    raise Ended(signum)
+
+
+@contextmanager
+def ended_by(*signals):
+    """Within it these signals raise Ended, unless the caller ignores or handles them."""
+    mine = [signum for signum in signals if signal.getsignal(signum) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        mine = []
+    for signum in mine:
+        signal.signal(signum, _end)
+    try:
+        yield
+    finally:
+        for signum in mine:
+            signal.signal(signum, signal.SIG_DFL)
+
+
+def said_of(error):
+    """(line, exit status) of an exception that is no fault of the program; (None, 1) of any other."""
+    if isinstance(error, Stopped):
+        return error.args[0], 128 + error.args[1]
+    if isinstance(error, Followed):
+        return "", 2  # the main process says why
+    if isinstance(error, Refused):
+        return f"train.py: {error}", 2
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted; {RESUMES}", 128 + (error.args[0] if error.args else signal.SIGINT)
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = "no space left on the device: free some, then run the same command again"
+            return f"train.py: {full}; the last checkpoint is whole", 2
+        if error.errno is not None:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            return f"train.py: {Refused(where + error.strerror)}", 2
+    text = str(error)
+    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(s in text for s in MEMORY):
+        smaller = "a smaller --batch_size, --samples, --sample_batch or --size needs less"
+        return f"train.py: not enough memory: {smaller}; {RESUMES}", 2
+    return None, 1
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     # messages of libraries about things that this machine does not have
@@ -295,26 +377,24 @@ def main(argv=None):
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        return run(argv)
-    except Stopped as stopped:
-        print(stopped.args[0], file=sys.stderr)
-        return 128 + stopped.args[1]
-    except Refused as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
-        return 130
+        with ended_by(signal.SIGTERM, signal.SIGHUP):
+            return run(argv)
     except BrokenPipeError:  # whatever read the output has ended, as head does
         # what is left to print goes nowhere, not into a second error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except SystemExit as ended:
+        if hasattr(ended, "line"):  # a flag that makes no sense
+            tell(ended.line)
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        line, status = said_of(error)
+        if line is None:
             raise
-        full = "no space left on the device: free some, then run the same command again"
-        print(f"train.py: {full}; the last checkpoint is whole", file=sys.stderr)
-        return 2
+        if line:
+            print(line, file=sys.stderr)
+            tell(line)
+        return status
 
 
 if __name__ == "__main__":

@@ -17,18 +17,19 @@ import torch
 from tqdm import tqdm
 
 from activations import Meter, recompute
+from checkpoints import check_optimizer
 from machine import Refused
 from precision import Precision
 from profiling import Profile
-from ranks import Ranks
+from ranks import Ranks, lost
 from recipes import check_machine
 from rounding import Stream, stream
-from runs import CHECKPOINT, Folder, export, peak_memory, start_peak_memory, write_json
+from runs import CHECKPOINT, Folder, check_export, export, peak_memory, start_peak_memory, write_json
 from strategies import settled
 from tasks import Rng, check_origin, recipe_of, to_device
 from validation import BEST, Validation, steps_an_epoch
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(Exception):
@@ -113,7 +114,7 @@ class Trainer:
         self.validation = self._validation()
         self.step, self.seconds, self.peak = 0, 0.0, None
         self.interval, self.since = 0, 0.0  # steps and sum of their losses since the last logged line
-        self.train = self.stop = None
+        self.train = self.batches = self.stop = None
         start = None if draws else self.task.start(self)
         self.precision = self._precision(torch.device("meta") if dry else self.device, start)
         self.rates = [float(group["lr"]) for group in self.precision.optimizer.param_groups]
@@ -132,9 +133,8 @@ class Trainer:
         if c.batch_size % world:
             shared = f"--batch_size {c.batch_size} can't be shared by {world} processes"
             raise Refused(f"{shared}: use a multiple of {world}")
-        if c.export and not Path(c.export).absolute().parent.is_dir():
-            missing = f"--export {c.export}: there is no folder {Path(c.export).parent}"
-            raise Refused(f"{missing}; make it, or name another")
+        if c.export:
+            check_export(c.export)
 
     def _index(self):
         """The folder that remembers what data sets hold, where there is a place for it."""
@@ -199,7 +199,7 @@ class Trainer:
         # what layers of a recipe hold beside weights, scales for one, stays behind
         state = {name: value for name, value in state.items() if name in wanted}
         if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in wanted.items()}:
-            source = self.config.finetune or checkpoint["config"]["name"]
+            source = self.config.finetune or checkpoint["config"].get("name")
             other = f"{source} holds a net of other shapes (other channels, labels or --size)"
             raise Refused(f"{other}: use another checkpoint")
         if next(net.parameters()).device.type != "meta":
@@ -260,20 +260,25 @@ class Trainer:
         """
         c, main = self.config, self.ranks.main
         self.ranks.meet(self.device)
-        finished = self._open_folder()
-        if finished:
-            if c.export and main:
-                self.export(c.export)
-            return finished
         try:
+            finished = self._open_folder()
+            if finished:
+                if c.export and main:
+                    self.export(c.export)
+                return finished
             self.ready()
             if main:
                 self.folder.log_to(self.step)
             with self._stoppable():
                 self._train()
             return self._finish() if main else None
+        except (RuntimeError, ConnectionResetError, EOFError) as error:
+            said = lost(error, self.ranks.world)
+            if said is None:
+                raise
+            raise Refused(f"{said}; the last checkpoint in {self.folder} is whole") from None
         finally:
-            self.batches = None  # ends the workers
+            self._end_workers()
             self.folder.close()
 
     def ready(self):
@@ -289,7 +294,25 @@ class Trainer:
         c, ranks, done = self.config, self.ranks, self.step * self.config.accumulate
         indices = BatchIndices(len(self.train), c.batch_size, c.seed, done, ranks.rank, ranks.world)
         options = dict(num_workers=c.workers, worker_init_fn=_ignore_signals)
-        return iter(torch.utils.data.DataLoader(self.train, sampler=indices, batch_size=None, **options))
+        loader = torch.utils.data.DataLoader(self.train, sampler=indices, batch_size=None, **options)
+        # workers start with this mask, so that no signal reaches one before it ignores them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _end_workers(self):
+        """Torch's handler of SIGCHLD raises for a worker that was killed, wherever the process is just then:
+        not here, where they are to end.
+        """
+        workers, self.batches = self.batches, None
+        if hasattr(workers, "_shutdown_workers"):
+            before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                workers._shutdown_workers()
+            finally:
+                signal.signal(signal.SIGCHLD, before)
 
     def _train(self):
         c, main, begun, shown = self.config, self.ranks.main, self.step, {}
@@ -366,7 +389,8 @@ class Trainer:
     @contextmanager
     def _stoppable(self):
         """SIGINT and SIGTERM ask the loop to stop after its step."""
-        handlers = {signum: signal.signal(signum, self._asked_to_stop) for signum in SIGNALS}
+        heard = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]  # nohup: no HUP
+        handlers = {signum: signal.signal(signum, self._asked_to_stop) for signum in heard}
         try:
             yield
         finally:
@@ -393,9 +417,14 @@ class Trainer:
     def _open_folder(self):
         """Create or resume the run's folder. Returns its summary if the run is finished."""
         c, folder = self.config, self.folder
-        folder.check(lambda old: self.table.differences(old, c))
+
+        def differences(old):
+            return self.table.differences(old, c)
+
+        folder.check(differences)
+        self.ranks.first(folder.lock, self.device)
         if folder.has_checkpoint:
-            self.restore(folder.checkpoint())
+            self.restore(folder.checkpoint(differences))
         before = folder.summary() if self.finished else None
         if before and self._scored_alike():
             return before
@@ -421,10 +450,13 @@ class Trainer:
 
     def restore(self, checkpoint):
         """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""
+        state, run = checkpoint["precision"], self.precision
         try:
-            self.precision.load_state_dict(checkpoint["precision"])
-        except (KeyError, RuntimeError, ValueError) as error:
-            other = f"the checkpoint belongs to another model or recipe ({str(error).splitlines()[0]})"
+            check_optimizer(state["optimizer"], run.optimizer.state_dict(), checkpoint["step"])
+            run.load_state_dict(state)
+        except (LookupError, RuntimeError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            other = f"the checkpoint belongs to another model or recipe ({said})"
             raise Refused(f"{other}: use the flags it was trained with") from None
         self.step, self.seconds = checkpoint["step"], checkpoint["seconds"]
         self.interval = checkpoint["interval"]
@@ -453,7 +485,9 @@ class Trainer:
         """
         count = min(len(self.train), self.config.batch_size // self.ranks.world)
         batch = to_device(self.train[list(range(count))], self.device)
-        rng = Rng(stream(self.config.seed, Stream.PROBE), device=self.device)
+        probe = stream(self.config.seed, Stream.PROBE)
+        torch.manual_seed(probe)  # dropout: the same at each call
+        rng = Rng(probe, device=self.device)
         return self.task.loss(model, batch, rng, self.step)
 
     def _score(self, prefix=""):
@@ -513,7 +547,7 @@ class Trainer:
         """Score and picture the weights of a checkpoint; returns {source: scores}, which samples/<label>.json
         holds too.
         """
-        theirs = recipe_of(self.table.config(checkpoint["config"]), self.table, self.kind.sites)
+        theirs = recipe_of(self.table.obeyed(checkpoint["config"]), self.table, self.kind.sites)
         check_origin(self.recipe, theirs, draws=True)
         self.restore(checkpoint)
         if self.config.export:

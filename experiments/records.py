@@ -13,37 +13,26 @@ from pathlib import Path
 
 from experiments.definition import RUNS, key, label, typed
 from machine import Refused
-from runs import read_json, read_lines, write_atomically
+from runs import read_json, read_lines, read_metrics, write_atomically
+from shapes import is_number, is_text, is_whole, listing, maybe, table
 
+MACHINE = ("cpu", "gpu", "bf16", "torch", "python")
+CODE = ("commit", "clean")
 CURVES = ("step", "loss", "update_survival", "exp_avg_sq_moved", "ema_moved", "loss_scale")
 
 # ---- What a record is --------------------------------------------------------------------------------------
 
 
-def is_text(x):
-    return isinstance(x, str)
-
-
-def is_whole(x):
-    return type(x) is int and x >= 0
-
-
-def is_number(x):
-    return type(x) is float or (type(x) is int and abs(x) < 2**63)
-
-
 def is_numbers(x):
-    return isinstance(x, dict) and all(is_number(v) for v in x.values())
+    return table(is_number)(x)
 
 
 def is_curve(x):
-    return isinstance(x, list) and all(v is None or is_number(v) for v in x)
+    return listing(maybe(is_number))(x)
 
 
 def is_curves(x):
-    if not isinstance(x, dict) or not all(is_curve(v) for v in x.values()):
-        return False
-    return not x or "step" in x
+    return table(is_curve)(x) and (not x or "step" in x)
 
 
 def is_trace(x):
@@ -108,10 +97,7 @@ def read(path, repair=False):
     path = Path(path)
     if not path.exists():
         return []
-    try:
-        records = read_lines(path)
-    except RecursionError:
-        raise Refused(f"{path}: a line is nested too deep to be a record; mend or delete it") from None
+    records = read_lines(path)
     lines = path.read_bytes().splitlines(keepends=True)
     numbers = [i for i, line in enumerate(lines, start=1) if line.strip()]
     for i, record in zip(numbers, records, strict=False):
@@ -170,14 +156,17 @@ def make(arm, seed, runs, code):
     folder = Path(runs) / label(arm.trained, seed)
     if (folder / "env.json").exists():
         env = read_json(folder / "env.json")
-        record["env"] = {k: env[k] for k in ("cpu", "gpu", "bf16", "torch", "python")}
-        record |= {k: env[k] for k in ("commit", "clean")}
+        if not {*MACHINE, *CODE} <= set(env) or not is_environment(env):
+            raise Refused(f"{folder}/env.json tells of no machine: remove that folder, and run again")
+        record["env"] = {k: env[k] for k in MACHINE}
+        record |= {k: env[k] for k in CODE}
     final_loss, curves = _curves(folder / "metrics.jsonl")
     curves = {} if arm.of else {"curves": curves}
     if code != 0:
         return record | {"failed": _last_message(arm, seed, runs), "exit": code, "curves": {}} | curves
-    record |= _results(arm, seed, folder)
-    return record | {"final_loss": final_loss} | curves
+    record |= _results(arm, seed, folder) | {"final_loss": final_loss} | curves
+    check(record, f"what {folder} holds")
+    return record
 
 
 def _results(arm, seed, folder):
@@ -189,17 +178,20 @@ def _results(arm, seed, folder):
         ledger = result.get("ledger", {})
     elif (folder / "ledger.json").exists():
         ledger = read_json(folder / "ledger.json")
+    if not is_scores(result.get("scores")) or not is_scores(result.get("reference")):
+        raise Refused(f"{folder} holds scores that are none: remove that folder, and run again")
     found = {
         "scores": {source: _short_scores(scores) for source, scores in result["scores"].items()},
         "reference": {end: _without_pixels(scores) for end, scores in result["reference"].items()},
-        "seconds": 0.0 if arm.of else summary["seconds"],
-        "scoring_seconds": result["scoring_seconds"],
+        "seconds": 0.0 if arm.of else summary.get("seconds"),
+        "scoring_seconds": result.get("scoring_seconds", 0.0),
     }
     for name in ("images_per_second", "peak_memory", "bytes_per_parameter", "gradient_snr"):
         if name in summary:
             found[name] = summary[name]
-    if "activations" in summary and not arm.of:
-        found["activation_bytes"] = summary["activations"]["total"]
+    activations = summary.get("activations")
+    if isinstance(activations, dict) and not arm.of:
+        found["activation_bytes"] = activations.get("total")
     if ledger.get("flops_share"):
         found["flops_share"] = ledger["flops_share"]
     return found
@@ -223,12 +215,12 @@ def _thinned(trace, most=11):
 
 def _curves(path, most=30):
     """(mean loss of the last tenth of the steps, {name: values} at about `most` steps, the last included)."""
-    rows = read_lines(path) if path.exists() else []
+    rows = read_metrics(path)
     if not rows:
         return 0.0, {}
     every = -(-len(rows) // most)
     kept = rows[::-1][::every][::-1]
-    last = [row["loss"] for row in rows if row["step"] > 0.9 * rows[-1]["step"]]
+    last = [row["loss"] for row in rows if "loss" in row and row["step"] > 0.9 * rows[-1]["step"]]
     names = [name for name in CURVES if any(name in row for row in rows)]
     return sum(last) / max(1, len(last)), {name: [_short(row.get(name)) for row in kept] for name in names}
 

@@ -1,7 +1,7 @@
-"""Writes the generated parts of EXPERIMENTS.md and its figures from experiments/*/results.jsonl.
+"""Writes the generated parts of EXPERIMENTS.md, its figures, and CLAIMS.md, from experiments/*/results.jsonl.
 
     python experiments/report.py            all experiments
-    python experiments/report.py --check    exit status 1 if EXPERIMENTS.md is not what the results give
+    python experiments/report.py --check    exit status 1 if one of the two is not what the results give
 
 What stands between <!-- generated: NNN begin --> and its end is replaced; everything outside is the author's
 and stays. A missing section is appended with empty headings for the prose. Run again, it changes nothing: a
@@ -17,7 +17,7 @@ import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments import figures, stats  # noqa: E402
+from experiments import claims, figures, stats  # noqa: E402
 from experiments.analysis import (  # noqa: E402
     bins,
     by_bytes,
@@ -475,7 +475,7 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--check", action="store_true", help="write nothing; exit status 1 if EXPERIMENTS.md is out of date")
+    add("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
     kept = "where run.py kept the runs, for the pictures of samples"
     add("--runs", default=str(ROOT / RUNS), help=kept)
     args = parser.parse_args(argv)
@@ -487,17 +487,19 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
             for e in experiments:
                 draw_all(e, known, args.runs)
         old = document.read_text() if document.exists() else ""
-        new = render(old, experiments, known)
+        pages = {document: render(old, experiments, known)}
+        pages |= claims.pages(experiments, known, root, document.parent)
     except Refused as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
-    if args.check:
-        fresh = "EXPERIMENTS.md is what the results give"
-        print(fresh if new == old else "EXPERIMENTS.md is out of date: run python experiments/report.py")
-        return int(new != old)
-    if new != old:
-        write_atomically(document, lambda file: file.write(new.encode()))
-    return 0
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    for path, text in pages.items():
+        if args.check:
+            old = "is out of date: run python experiments/report.py"
+            print(path.name, old if path in stale else "is what the results give")
+        elif path in stale:
+            write_atomically(path, lambda file, text=text: file.write(text.encode()))
+    return int(bool(stale)) if args.check else 0
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import bench_systems
 import flags
 import machine
 import optim
+import options
 import peers
 import precision
 import recipes
@@ -306,7 +307,7 @@ def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, 
 
 
 def test_the_flags_in_the_table_of_bytes_are_those_of_train():
-    table = flags.Table(flags.PRECISION)
+    table = flags.Table(options.PRECISION)
     parser = table.parser("train.py", "")
     for write, writing in bench_memory.WRITES.items():
         for state, holding in bench_memory.STATES.items():

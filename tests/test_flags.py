@@ -112,10 +112,10 @@ def test_names(given, name):
 # ---- What goes on, what may differ -------------------------------------------------------------------------
 
 FREE = """steps log_every sample_every checkpoint_every workers device name runs export weights samples
-sample_batch threads compile teacher""".split()
+sample_batch threads compile teacher checkpoint_activations early_stop epochs profile""".split()
 AT_SAMPLE = """set sample_steps guidance samples sample_batch weights seed threads data sparse24 export runs
-name device task""".split()
-AT_DIAGNOSE = ["data", "device", "task", "threads"]
+name device task length prompt temperature top_k vae""".split()
+AT_DIAGNOSE = ["data", "device", "task", "threads", "vae"]
 
 
 def test_what_each_verb_accepts():

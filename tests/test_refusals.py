@@ -360,6 +360,19 @@ def test_every_flag_is_read(monkeypatch):
     assert quick(name="a", steps=2) == 0 and quick("--task", "ddpm", name="b", steps=1) == 0
     assert quick("--task", "reflow", "--teacher", "runs/teacher", "--pairs", 8, name="c", steps=1) == 0
     assert quick("--weight_decay", 0.1, name="d", steps=1) == 0
+    assert quick("--task", "vae", name="vae", steps=1) == 0
+    small = {
+        "segment": ["--image_size", 16],
+        "classify": [],
+        "language": ["--block", 16, "--length", 4],
+        "steve": ["--image_size", 16, "--frames", 2, "--clips", 16],
+        "slotcontrast": ["--image_size", 16, "--frames", 2, "--clips", 16],
+        "consistency": [],
+        "distill": ["--teacher", "runs/teacher", "--teacher_steps", 4],
+    }
+    for task, flags in small.items():
+        assert quick("--task", task, *flags, name=task, steps=1) == 0, task
+    assert quick("--vae", "runs/vae", name="latent", steps=1) == 0
     assert train.DEFAULTS.keys() - read == {"task"}  # which chose the classes that read the others
 
 

@@ -515,7 +515,8 @@ def test_a_derived_task_may_change_a_default(tmp_path):
 def test_a_flag_of_one_task_is_refused_beside_another():
     assert strategies.settled({"task": "reflow", "teacher": "x"})[2].teacher == "x"
     for task in ("rflow", "ddpm", "segment"):
-        with pytest.raises(Refused, match=f"--teacher is for --task reflow, and this is --task {task}"):
+        bring = "--teacher is for --task reflow, distill and consistency"
+        with pytest.raises(Refused, match=f"{bring}, and this is --task {task}"):
             strategies.settled({"task": task, "teacher": "x"})
 
 

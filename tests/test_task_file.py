@@ -129,10 +129,12 @@ def test_a_strangers_task_is_one_class():
     assert "was trained with --hidden 32, and this run has --hidden 16" in err
     command(*QUICK, "--finetune", "runs/run", "--hidden", 32, "--steps", 1, "--name", "z", task=moved)
 
-    # its weights are drawn from, by a command that names no task
-    out, _ = command("--sample", "runs/run", "--set", "generation=bf16", "--name", "low", task=None)
+    # its weights are drawn from; a checkpoint alone, which may be a stranger's, runs no file
+    _, err = command("--sample", "runs/run", status=2, task=None)
+    assert "a checkpoint alone runs no code: add --task elsewhere/mine.py:Mine" in err
+    out, _ = command("--sample", "runs/run", "--set", "generation=bf16", "--name", "low", task=moved)
     assert "error" in out and json.loads(Path("runs/run/samples/low.json").read_text())["step"] == 8
-    _, err = command("--sample", "runs/run", "--hidden", 16, status=2, task=None)
+    _, err = command("--sample", "runs/run", "--hidden", 16, status=2, task=moved)
     assert "--hidden can't differ" in err
 
 
@@ -159,5 +161,5 @@ def test_its_flags_and_its_site_are_known_before_anything_runs():
 
 def test_the_doctor_asks_it():
     command(*QUICK, "--steps", 4, "--set", "target=bf16")
-    out, _ = command("--diagnose", "runs/run", status=1, task=None)
+    out, _ = command("--diagnose", "runs/run", status=1)
     assert "target" in out and "--set target=fp32" in out and "Mine on waves" in out

@@ -1,0 +1,54 @@
+"""What the tests of bad input share: a small run that has ended, and what a refusal is."""
+
+import shutil
+from pathlib import Path
+
+import common
+import pytest
+from cli import command, content
+
+import rounding
+
+BASE = "--task classify --batch_size 8 --samples 20 --log_every 1 --sample_every 0 --warmup 0".split()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with runs/run, a run that has ended after two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(rounding, "_compiled", common.uncompiled)
+        assert command(*BASE, "--name", "run", "--steps", 2) == 0
+    return folder
+
+
+@pytest.fixture
+def mine(trained):
+    """A copy of that run in the test's own folder."""
+    shutil.copytree(trained / "runs", "runs")
+    return Path("runs/run")
+
+
+def again(*flags, steps=3):
+    """The same command with another step to do."""
+    return command(*BASE, "--name", "run", "--steps", steps, *flags)
+
+
+def line_of(capsys, status):
+    """The only line of an input that is refused."""
+    err = [line for line in capsys.readouterr().err.split("\n") if line and "step/s" not in line]
+    assert status == 2, (status, err)
+    assert len(err) == 1 and err[0].startswith("train.py: ") and err[0].isprintable(), err
+    assert len(err[0]) < 1500, len(err[0])
+    return err[0]
+
+
+def is_refused(capsys, act, *flags):
+    """The line, of a command that changes nothing."""
+    before, _ = content("."), capsys.readouterr()
+    line = line_of(capsys, act(*flags))
+    assert content(".") == before
+    return line
+
+

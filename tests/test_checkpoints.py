@@ -1,0 +1,289 @@
+"""Checkpoints that are damaged or a stranger's: refused in one line, or they change nothing. They run no code
+and decide nothing but the weights and the net that these fit.
+"""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import attacked
+import cli
+import pytest
+import torch
+from attacked import BASE, again, is_refused, line_of
+from cli import command, content
+
+import checkpoints
+from machine import Refused
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+trained, mine = attacked.trained, attacked.mine
+
+# ---- Damaged checkpoints -----------------------------------------------------------------------------------
+
+
+def same(a, b):
+    try:
+        cli.assert_same(a, b)
+    except AssertionError:
+        return False
+    return True
+
+
+def outcome(path, whole):
+    """'refused', 'same' or 'other' of reading a file that was damaged."""
+    try:
+        return "same" if same(checkpoints.read(path), whole) else "other"
+    except Refused:
+        return "refused"
+
+
+def places(size):
+    """Sixty bits: anywhere in a file, and in its first and last bytes."""
+    draw = random.Random(0)
+    anywhere = [draw.randrange(8 * size) for _ in range(40)]
+    first = [draw.randrange(8 * 300) for _ in range(8)]
+    return anywhere + first + [8 * size - 1 - draw.randrange(8 * 400) for _ in range(12)]
+
+
+def test_a_flipped_bit_is_refused(mine, capsys):
+    path = mine / "checkpoint.pt"
+    content, whole = path.read_bytes(), checkpoints.read(path)
+    found = []
+    for bit in places(len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        found.append(outcome(path, whole))
+    assert found == ["refused"] * 60
+    before = path.read_bytes()
+    assert "checkpoint.pt is" in line_of(capsys, again())
+    assert path.read_bytes() == before
+
+
+def test_a_checkpoint_from_before_the_checksum_loads_and_a_flipped_tensor_is_refused(mine):
+    path = mine / "checkpoint.pt"
+    whole = checkpoints.read(path)
+    torch.save(whole, path)  # as it was written once
+    content = path.read_bytes()
+    assert outcome(path, whole) == "same" and again() == 0
+    found = []
+    for bit in places(len(content))[:40]:
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        found.append(outcome(path, whole))
+    assert "other" not in found and found.count("refused") > 30
+
+
+def test_a_stranger_reads_a_checkpoint_by_torch_alone(mine):
+    assert same(torch.load(mine / "checkpoint.pt", weights_only=True), checkpoints.read(mine))
+
+
+CUTS = [0, 1, 100, 0.3, 0.9, -1, -22, -95, -94, -300]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_checkpoint_cut_short_or_with_more_behind_is_refused(cut, mine, capsys):
+    path = mine / "checkpoint.pt"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(cut * len(whole)) if isinstance(cut, float) else cut])
+    assert "checkpoint" in is_refused(capsys, again)
+    path.write_bytes(whole + b"more")
+    assert "checkpoint" in is_refused(capsys, again)
+
+
+# ---- A stranger's checkpoint -------------------------------------------------------------------------------
+
+
+def plant(path, change):
+    """A checkpoint, with a checksum that fits, as change(state) made it."""
+    state = checkpoints.read(path)
+    state.pop("format")
+    change(state)
+    with open(path, "w+b") as file:
+        checkpoints.write(file, state)
+
+
+def at(*keys):
+    """change(value) -> change of a state, whose value at these keys becomes that one."""
+
+    def to(value):
+        def change(state):
+            for key in keys[:-1]:
+                state = state[key]
+            if value is ...:
+                del state[keys[-1]]
+            else:
+                state[keys[-1]] = value
+
+        return change
+
+    return to
+
+
+def first_tensor(of, act):
+    def change(state):
+        tensors = state["precision"][of] if of == "model" else state["precision"]["averages"]["ema"]["shadow"]
+        name = next(name for name in tensors if torch.is_tensor(tensors[name]))
+        tensors[name] = act(tensors[name])
+
+    return change
+
+
+def optimizer(part, name, value):
+    def change(state):
+        held = state["precision"]["optimizer"]
+        (held["param_groups"][0] if part == "group" else held["state"][0])[name] = value
+
+    return change
+
+
+def without_a_name(state):
+    state["precision"]["model"].popitem()
+
+
+NUMBERS = ["1", None, [], {}, float("nan"), -1, torch.zeros(2), True]
+TABLES = ["1", None, [], 1, {}, {"a": 1}, {1: torch.zeros(1)}]
+STATES = {}
+for key in ("step", "interval"):
+    STATES.update({f"{key} {value!r}": at(key)(value) for value in [*NUMBERS, 1.5, 10**30]})
+for key in ("seconds", "since"):
+    STATES.update({f"{key} {value!r}": at(key)(value) for value in NUMBERS})
+del STATES["since -1"]  # a loss may be below 0
+for key in ("config", "precision"):
+    STATES.update({f"{key} {value!r}": at(key)(value) for value in TABLES})
+for key in ("model", "optimizer", "averages"):
+    STATES.update({f"{key} {value!r}": at("precision", key)(value) for value in TABLES})
+for key in ("step", "shadow"):
+    values = NUMBERS if key == "step" else TABLES
+    STATES.update(
+        {f"ema {key} {value!r}": at("precision", "averages", "ema", key)(value) for value in values}
+    )
+STATES |= {
+    "skipped str": at("precision", "skipped")("none"),
+    "skipped null": at("precision", "skipped")(None),
+    "scaler list": at("precision", "scaler")([]),
+    "no step": at("step")(...),
+    "no model": at("precision", "model")(...),
+    "no ema": at("precision", "averages", "ema")(...),
+    "validation str": at("validation")("best"),
+    "validation empty": at("validation")({}),
+    "validation waited": at("validation", "waited")("long"),
+    "validation best": at("validation", "best")([1]),
+    "a tensor gone": without_a_name,
+    "complex": first_tensor("model", lambda t: t.to(torch.complex64)),
+    "sparse": first_tensor("model", lambda t: torch.eye(3).to_sparse()),
+    "other shape": first_tensor("model", lambda t: torch.zeros(3, 3, 3)),
+    "text for a tensor": first_tensor("model", lambda t: "weights"),
+    "None for a tensor": first_tensor("model", lambda t: None),
+    "complex average": first_tensor("ema", lambda t: t.to(torch.complex64)),
+    "average of other dtype": first_tensor("ema", lambda t: t.double()),
+    "text for an average": first_tensor("ema", lambda t: "average"),
+    "betas": optimizer("group", "betas", (0.5, 0.5)),
+    "betas str": optimizer("group", "betas", "ab"),
+    "eps": optimizer("group", "eps", 1.0),
+    "weight_decay": optimizer("group", "weight_decay", 0.5),
+    "params str": optimizer("group", "params", "all"),
+    "params null": optimizer("group", "params", None),
+    "a tensor's step beyond": optimizer("state", "step", 10**6),
+    "a tensor's step below": optimizer("state", "step", -1),
+    "a tensor's step str": optimizer("state", "step", "two"),
+    "a moment of other shape": optimizer("state", "exp_avg", torch.zeros(1)),
+    "a moment that is text": optimizer("state", "exp_avg", "none"),
+    "groups gone": at("precision", "optimizer", "param_groups")([]),
+    "groups null": at("precision", "optimizer", "param_groups")(None),
+    "states a list": at("precision", "optimizer", "state")([1]),
+    "another lr in config": at("config", "lr")(1.0),
+    "another task in config": at("config", "task")("segment"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_checkpoint_of_wrong_values_is_refused(name, mine, capsys):
+    plant(mine / "checkpoint.pt", STATES[name])
+    is_refused(capsys, again)
+
+
+CONFIG = {  # flag in a checkpoint: values that --sample refuses
+    "lr": ["high", None, [], {}, float("nan"), -1, True, 1e300],
+    "set": ["ema=bf16", [1], None, ["emma=bf16"], {"ema": "bf16"}, [["ema=bf16"]]],
+    "task": [5, None, "paint", "evil.py:Evil", "", ["classify"], "segment"],
+    "model": [3, "huge", None, "../net"],
+    "size": [7, "huge", []],
+    "data": [7, "folder:nowhere", [], "medmnist:pipe"],
+    "image_size": [-3, "8", 8.5, 10**30],
+    "samples": ["many", 0, 10**30, None],
+    "weights": ["none", 1, None],
+    "optimizer": [1, "x"],
+    "bf16": ["yes", 1, None],
+    "average": [["0.9"], "0.9:bf16", [1]],
+    "ema_decay": ["slow", 1, None, True],
+    "seed": [-1, "0", 1.5, 10**30],
+    "steps": [0, "many"],
+    "sparse24": ["most"],
+}
+BAD_CONFIG = [(name, value) for name, values in CONFIG.items() for value in values]
+
+
+@pytest.mark.parametrize("name,value", BAD_CONFIG, ids=str)
+def test_a_checkpoint_of_wrong_flags_is_refused(name, value, mine, capsys):
+    Path("evil.py").write_text("open('executed', 'w')\n")
+    os.mkfifo("pipe")
+    plant(mine / "checkpoint.pt", at("config", name)(value))
+    is_refused(capsys, command, "--sample", "runs/run")
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("name,value", [("lr", "high"), ("task", "evil.py:Evil"), ("set", None)], ids=str)
+@pytest.mark.parametrize("verb", ["--diagnose", "--finetune"])
+def test_other_readers_refuse_them_too(verb, name, value, mine, capsys):
+    Path("evil.py").write_text("open('executed', 'w')\n")
+    plant(mine / "checkpoint.pt", at("config", name)(value))
+    flags = [*BASE, "--steps", 1, "--name", "tuned"] if verb == "--finetune" else []
+    is_refused(capsys, command, *flags, verb, "runs/run")
+    assert not Path("executed").exists()
+
+
+def test_a_strangers_checkpoint_writes_nowhere_else_and_sets_nothing(mine, trained, capsys):
+    """What --sample of one's own run gives is what a stranger's gives, whatever it says of the machine."""
+    assert command("--sample", "runs/run", "--name", "own") == 0
+    Path("elsewhere").mkdir()
+    lies = dict(
+        runs=str(Path("elsewhere").resolve()), name="../../x", export=str(Path("stolen").resolve()),
+        threads=10**6, sample_batch=10**12, workers=10**9, device="cuda:99", log_every="often",
+        compile="yes", unheard_of="b",
+    )  # fmt: skip
+    shutil.copytree(mine, "got")
+    plant(Path("got/checkpoint.pt"), lambda state: state["config"].update(lies))
+    outside = content("."), torch.get_num_threads()
+    os.chdir("got")
+    # the flags of the machine are not even read for sense: they are left where they are
+    assert command("--sample", ".", "--name", "theirs") == 0, capsys.readouterr().err
+    os.chdir("..")
+    now = {name: value for name, value in content(".").items() if not name.startswith("got/samples/")}
+    assert now == {name: v for name, v in outside[0].items() if not name.startswith("got/samples/")}
+    assert torch.get_num_threads() == outside[1]
+    own, theirs = (json.loads(Path(p).read_text()) for p in ("runs/run/samples/own.json",
+                                                              "got/samples/theirs.json"))  # fmt: skip
+    assert own["scores"] == theirs["scores"]
+
+
+class Payload:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("where", [("config",), ("step",), ("precision", "model"), ("extra",)])
+def test_a_checkpoint_runs_no_code(where, mine, capsys):
+    state = checkpoints.read(mine)
+    at(*where)(Payload())(state)
+    with open(mine / "checkpoint.pt", "w+b") as file:
+        state.pop("format")
+        checkpoints.write(file, state)
+    assert "no checkpoint" in is_refused(capsys, again)
+    for verb in ("--sample", "--diagnose"):
+        assert "no checkpoint" in is_refused(capsys, command, verb, "runs/run")
+    assert not Path("executed").exists()

@@ -1,0 +1,217 @@
+"""Signals and kill -9 to real processes, at any moment: the same command resumes, and the end is bit for bit
+that of a run that was left alone. One process at a time has a run's folder.
+"""
+
+import errno
+import json
+import os
+import random
+import re
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import cli
+import pytest
+from cli import ROOT, assert_same, checkpoint, command, metrics, process, summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+RUN = "--task classify --batch_size 8 --samples 20 --sample_every 0 --warmup 0 --threads 1".split()
+RUN += ["--log_every", "2"]
+MOMENTS = {0: 4, 2: 1}  # at which a run is killed, by its --workers
+
+
+@pytest.fixture(scope="module")
+def server():
+    child = process(ROOT / "tests/forked.py", stdin=-1)
+    assert child.stdout.readline() == "ready\n"
+    yield child
+    child.stdin.close()
+    child.wait(10)
+
+
+@pytest.fixture
+def start(server):
+    """start(*flags) -> the number of a process that trains; what is left of them ends with the test."""
+    started, files = [], {}
+
+    def ask(*words):
+        server.stdin.write(json.dumps(words) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+    def begin(*flags, **environment):
+        words = [*RUN, "--runs", os.path.abspath("runs"), "--name", "run", *map(str, flags)]
+        file = os.path.abspath(f"messages-{len(os.listdir())}")
+        started.append(ask("run", words, environment, file))
+        files[started[-1]] = Path(file)
+        return started[-1]
+
+    def wait(number):
+        started.remove(number)
+        files["last"] = files[number]
+        return ask("wait", number)
+
+    def said():
+        """The last line of the last process that was waited for, which left no traceback."""
+        text = files["last"].read_text()
+        assert "Traceback" not in text and "Exception" not in text, text[-3000:]
+        return re.split(r"[\r\n]+", text.strip())[-1]
+
+    begin.wait, begin.said = wait, said
+    yield begin
+    for number in started:
+        os.killpg(number, signal.SIGKILL)
+        ask("wait", number)
+
+
+def until(true, seconds=60):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def workers(number):
+    """The processes that a process has forked."""
+    children = Path(f"/proc/{number}/task/{number}/children")
+    return [int(word) for word in children.read_text().split()] if children.exists() else []
+
+
+def has_logged(count=2):
+    path = Path("runs/run/metrics.jsonl")
+    return lambda: path.exists() and path.read_text().count("\n") >= count
+
+
+def same_run(a, b):
+    assert_same(checkpoint(a)["precision"], checkpoint(b)["precision"])
+    assert Path(f"runs/{a}/metrics.jsonl").read_text() == Path(f"runs/{b}/metrics.jsonl").read_text()
+    assert summary(a)["scores"] == summary(b)["scores"]
+
+
+# ---- kill -9 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_at_any_moment_the_same_command_resumes_bit_for_bit(workers, start):
+    flags = ["--steps", 12, "--checkpoint_every", 3, "--pure_bf16", "--stochastic", "--workers", workers]
+    begun = time.monotonic()
+    assert start.wait(start(*flags, "--name", "whole")) == 0
+    whole, seed = time.monotonic() - begun, random.randrange(10**6)
+    draw = random.Random(seed)
+    ends = []
+    for _ in range(MOMENTS[workers]):
+        number = start(*flags)
+        time.sleep(draw.uniform(0, whole))
+        os.kill(number, signal.SIGKILL)
+        ends.append(start.wait(number))
+    assert start.wait(start(*flags)) == 0, (seed, start.said())
+    same_run("run", "whole")
+    assert not list(Path("runs/run").glob("*.part")), ends
+    start.said()
+
+
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(start):
+    number = start("--steps", 10**6, "--workers", 2, "--checkpoint_every", 4)
+    until(has_logged(4))
+    os.kill(workers(number)[0], signal.SIGKILL)
+    assert start.wait(number) == 2
+    assert "process that reads data was ended" in start.said()
+    done = checkpoint()["step"]
+    assert start.wait(start("--steps", done + 1, "--workers", 2)) == 0 and summary()["step"] == done + 1
+
+
+# ---- Signals -----------------------------------------------------------------------------------------------
+
+
+SIGNALLED = [(signal.SIGTERM, ("--workers", 2)), (signal.SIGINT, ("--workers", 1)), (signal.SIGHUP, ())]
+
+
+@pytest.mark.parametrize("number,flags", SIGNALLED, ids=str)
+def test_a_signal_to_the_group_leaves_a_checkpoint_and_one_line(number, flags, start):
+    run = start("--steps", 10**6, *flags)
+    until(has_logged())
+    os.killpg(run, number)
+    assert start.wait(run) == 128 + number
+    assert re.fullmatch(r"stopped at step \d+ of 1000000; the same command resumes from there", start.said())
+    assert checkpoint()["step"] >= 4
+
+
+def test_a_signal_while_workers_start_is_one_line_too(start):
+    draw = random.Random()
+    for _ in range(3):
+        run = start("--steps", 10**6, "--workers", 2)
+        until(lambda: Path("runs/run/.lock").exists())
+        time.sleep(draw.uniform(0, 0.2))
+        os.killpg(run, signal.SIGTERM)
+        assert start.wait(run) == 143
+        assert "the same command resumes" in start.said()
+
+
+# ---- The lock ----------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended_by_whatever(start):
+    first = start("--steps", 10**6, "--checkpoint_every", 2, "--workers", 1)
+    until(has_logged(4))
+    assert start.wait(start("--steps", 10**6)) == 2
+    assert f"runs/run is in use by process {first}" in start.said()
+    os.kill(first, signal.SIGKILL)  # its worker lives on for seconds
+    assert start.wait(first) == -9
+    done = checkpoint()["step"]
+    assert start.wait(start("--steps", done + 1)) == 0 and summary()["step"] == done + 1
+    assert [row["step"] for row in metrics()][:4] == [2, 4, 6, 8]
+    assert command(*RUN, "--name", "run", "--steps", done + 1) == 0  # and nothing of it stays
+
+
+def test_where_there_are_no_locks_it_says_so_and_goes_on(monkeypatch, capsys):
+    def absent(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", absent)
+    assert command(*RUN, "--name", "run", "--steps", 1) == 0
+    assert "can't be locked here (No locks available)" in capsys.readouterr().err
+
+
+def test_ranks_share_one_lock_and_one_that_is_killed_ends_them_all(start):
+    def ranks(steps):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        common = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        flags = ["--steps", steps, "--checkpoint_every", 2]
+        return [start(*flags, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+
+    first = ranks(10**6)
+    until(has_logged(2))
+    second = ranks(10**6)
+    assert [start.wait(number) for number in reversed(second)] == [2, 2]
+    assert "runs/run is in use by process" in start.said()
+    os.kill(first[1], signal.SIGKILL)
+    assert start.wait(first[1]) == -9 and start.wait(first[0]) == 2
+    assert "another process of this run has ended; the same command resumes" in start.said()
+    done = checkpoint()["step"]
+    assert start.wait(start("--steps", done + 1)) == 0  # on one rank, too
+
+
+# ---- A full disk -------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_while_curves_are_written_is_one_line(monkeypatch, capsys):
+    written = []
+
+    def full(self, data):
+        written.append(data)
+        if len(written) > 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has one of its own
+    assert command(*RUN, "--name", "run", "--steps", 100, "--checkpoint_every", 2) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and err.count("train.py: ") == 1
+    assert "no space left on the device" in err.strip().split("\n")[-1]
+    assert checkpoint()["step"] >= 2
