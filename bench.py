@@ -7,6 +7,7 @@
     python bench.py systems       segmentation, language and video, as documents compare configurations
                                   (bench_systems.py)
     python bench.py moments       whether exp_avg_sq falls when half of the gradients drop to a hundredth
+    python bench.py watch         what watch.Watch costs of a step (bench_watch.py)
     python bench.py --gpu         everything that needs a GPU, on nets of real size (bench_gpu.py)
 
 What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation,
@@ -37,6 +38,7 @@ from tqdm import tqdm
 
 import bench_gpu
 import bench_systems
+import bench_watch
 import optim
 import peers
 from bench_common import (
@@ -423,6 +425,7 @@ COMMANDS = {
     "memory": memory,
     "moments": moments,
     "systems": bench_systems.systems,
+    "watch": bench_watch.watching,
 }
 
 
@@ -471,6 +474,9 @@ def build_parser():
     choice(sub, "--only", names, names, "tables (default: all): " + ", ".join(names))
     steps = "steps that each is trained to before it is scored, 0 for no scores (default: 300)"
     sub.add_argument("--train", type=count, default=300, help=steps)
+    sub = command("watch", 9, "a step with and without watch.Watch")
+    nets(sub, bench_watch.NETS)
+    sub.add_argument("--every", type=natural, default=50, help="steps between two looks (default: 50)")
     bench_gpu.add_command(commands)
     return parser
 
@@ -487,7 +493,7 @@ def check(args):
             raise Refused(f"--out {args.out}: that is a folder; name a file")
         if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
             raise Refused(f"--out {args.out}: no such folder, or no right to write there; name a file")
-    if args.bench in ("training", "memory"):
+    if args.bench in ("training", "memory", "watch"):
         check_nets(args.nets)
     if args.bench == "memory":
         check_kept(args)

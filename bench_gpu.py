@@ -58,7 +58,7 @@ FOLDER = ROOT / "experiments" / "bench"
 # the files that a figure depends on
 SOURCES = (
     *("bench_common", "bench_gpu", "models", "machine", "rounding", "formats", "method", "buckets", "optim"),
-    *("peers", "watch", "flops", "ledger", "fp8", "fp8_layers", "sparsity", "recipes", "precision"),
+    *("peers", "watch", "writes", "flops", "ledger", "fp8", "fp8_layers", "sparsity", "recipes", "precision"),
 )
 
 # 32x32 with patches of 2: 256 tokens, as the latents of 256x256 images in the DiT paper

@@ -3,6 +3,7 @@ information.
 
     python train.py --diagnose runs/NAME        its checkpoint.pt, and metrics.jsonl where there is one;
                                                 exit status 0: healthy, 1: findings
+    python doctor.py BEFORE AFTER               two checkpoints of any program, see doctor_offline.py
 
 It reads the run and writes nothing. It concludes nothing from the recipe: it loads the run into memory and
 takes it some steps further on its own data, by its own code. Each write to a weight, second moment or average
@@ -16,23 +17,25 @@ Not examined: exp_avg, which loses nothing at beta1 = 0.9 (steps of 0.1 of the d
 ulp), the all-reduce of several processes, and FP8 casts by Transformer Engine or torchao.
 """
 
-import dataclasses
 import math
-import textwrap
+import sys
 from pathlib import Path
 
 import torch
 from torch.utils import _pytree as pytree
 
+import doctor_offline
 import rounding
 import runs
+import verdicts
 import watch
 from machine import Refused
 from rounding import Stream
 from tasks import Rng, to_device
 from trainer import BatchIndices, Trainer
+from verdicts import WIDTH, Diagnosis, Finding
 
-WIDTH = 120
+__all__ = ["LIMITS", "WIDTH", "Diagnosis", "Examination", "Finding", "diagnose", "relative"]
 STEPS = 8  # further steps in memory
 IMAGES = 16
 # parameters x pixels x images of one step; about a second on a CPU core. Beyond it the batch is cut
@@ -42,22 +45,9 @@ DEFAULT_DECAY = 0.999  # of the average
 # which is BatchNorm's, is lost below half an ulp, 2^-8 of the value
 STANDSTILL = 10 * 2**-8
 
-# When a figure becomes a finding, and when a severe one: one that can ruin samples by itself. A task adds its
-# own.
+# Beside the limits that all loops have in common. A task adds its own.
 LIMITS = {
-    # share of the wanted movement of the weights that is not written. fp32, stochastic, Kahan and split
-    # measure 0.00, nearest at lr 3e-4 half of it. Never severe: in experiment 001 such weights still draw
-    # digits
-    "update": (0.05, math.inf),
-    # the same for decay alone, which is either written or not
-    "weight decay": (0.5, math.inf),
-    # the same of an average, among entries more than 2 ulp from their weight: closer ones are as good as the
-    # format allows. From a quarter on the average trails far behind its weights, whatever its decay says
-    # (decay 0.99 in bf16)
-    "ema": (0.05, 0.25),
-    # the same of the shrinking of v. At beta2 = 0.99 bf16 loses the last steps before v = g^2, and little is
-    # gained by them; at 0.999 all
-    "exp_avg_sq": (0.3, math.inf),
+    **verdicts.LIMITS,
     # share of the initial weights in an average when the run ends. 5 % remains after 3 / (1-decay) steps
     "arrival": (0.1, 0.3),
     # relative RMS change of the output against an fp32 copy of the net. bf16 matmuls measure 0.01 and score
@@ -67,9 +57,6 @@ LIMITS = {
     "buffers": (0.01, 0.5),
     # relative change of the mean loss: ten times the rounding of a bf16 number
     "loss": (0.03, math.inf),
-    # relative error of the summed gradient. One rounding to bf16, which no recipe of bf16 gradients avoids,
-    # is 0.0017
-    "accumulate": (0.004, 0.1),
     # shares of values that FP8 casts make zero or clip. Experiment 019 saw at most 0.005 and, at step 50 of
     # delayed scaling, 0.0004; what is clipped is what is largest
     "fp8 zeroed": (0.05, 0.5),
@@ -77,67 +64,6 @@ LIMITS = {
     # share of recent steps that the loss scaler skipped: in good health one in 2000, plus a few at the start
     "skipped": (0.05, 0.5),
 }
-
-# ---- What is found -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Finding:
-    site: str
-    severity: str  # severe: can ruin samples by itself; moderate: costs quality; note: nothing is lost
-    text: str
-    remedy: str
-
-    @property
-    def beside(self):
-        """Whether it is a further average (--average), which generation reads only when asked to."""
-        return self.site.startswith("average ")
-
-
-@dataclasses.dataclass
-class Diagnosis:
-    """findings: list of Finding, the one to blame first. sound: {site: share lost, or relative change} of
-    what else was examined.
-    """
-
-    head: str
-    findings: list
-    sound: dict
-
-    @property
-    def status(self):
-        """Exit status: 0 healthy, 1 findings."""
-        return int(any(f.severity != "note" for f in self.findings))
-
-    @property
-    def verdict(self):
-        losing = [f for f in self.findings if f.severity != "note"]
-        read = [f for f in losing if not f.beside]
-        if not losing:
-            return "healthy: nothing is losing information"
-        if not read:
-            return "what generation reads is healthy; the findings are in averages kept beside it"
-        if read[0].severity == "severe":
-            return f"most likely to blame for bad samples: {read[0].site}"
-        harmless = "nothing found here ruins samples by itself"
-        return f"{harmless}; most likely to blame for lost quality: {read[0].site}"
-
-    def __str__(self):
-        rows = [(f.site, f.severity, f"{f.text} -> {f.remedy}") for f in self.findings]
-        if rows:
-            rows.insert(0, ("site", "severity", "finding"))
-        site = max((len(row[0]) for row in rows), default=0) + 2
-        severity = max((len(row[1]) for row in rows), default=0) + 2
-        lines = [self.head]
-        for row in rows:
-            line = f"{row[0]:<{site}}{row[1]:<{severity}}{row[2]}"
-            lines += textwrap.wrap(line, WIDTH, subsequent_indent=" " * (site + severity))
-        if self.sound:
-            sound = ", ".join(f"{name} {share:.2%}" for name, share in self.sound.items())
-            line = f"sound (share lost, or relative change): {sound}"
-            lines += textwrap.wrap(line, WIDTH, subsequent_indent="  ")
-        return "\n".join([*lines, self.verdict])
-
 
 def relative(a, b):
     """Relative RMS difference of tensor a from b; inf where either is not finite."""
@@ -161,7 +87,8 @@ def diagnose(path, table, flags):
     # steps of full size, as in most of the run: without warm-up or schedule
     here = {"device": "auto", "threads": 0, "export": "", "warmup": 0, "lr_schedule": "constant", **flags}
     with torch.compiler.set_stance("force_eager"):  # compiling a peer's step costs more than these few
-        return Examination({**checkpoint["config"], **here}, checkpoint, folder).diagnosis()
+        config = {**vars(table.obeyed(checkpoint["config"])), **here}
+        return Examination(config, checkpoint, folder).diagnosis()
 
 
 # ---- The examination ---------------------------------------------------------------------------------------
@@ -193,7 +120,7 @@ class Examination:
 
     def __init__(self, config, checkpoint, folder):
         self.checkpoint, self.found, self.sound = checkpoint, [], {}
-        self.metrics = [row for row in runs.read_lines(folder / "metrics.jsonl") if "step" in row]
+        self.metrics = runs.read_metrics(folder / "metrics.jsonl")
         self.trainer = trainer = Trainer(config, draws=True, folder=folder)
         self.config, self.device, self.data = trainer.config, trainer.device, trainer.data
         self.precision, self.recipe = trainer.precision, trainer.recipe
@@ -202,7 +129,8 @@ class Examination:
         self.start = self._start()
         trainer.restore(checkpoint)
         args, _ = self.precision.example
-        self.pixels = math.prod(args[0].shape[2:]) * sum(p.numel() for p in self.precision.params)
+        parameters = sum(p.numel() for p in self.precision.params)
+        self.pixels = math.prod(args[0].shape[2:] or args[0].shape[1:]) * parameters
         self.work = WORK * (100 if self.device.type == "cuda" else 1)
         for part in (self.precision.optimizer, *self.precision.averages.values()):
             part.compiled = False
@@ -224,8 +152,7 @@ class Examination:
             self.computing()
             self.accumulation()
             self.stepping()
-        order = ["severe", "moderate", "note"]
-        self.found.sort(key=lambda finding: (finding.beside, order.index(finding.severity)))
+        self.found.sort(key=lambda finding: finding.rank)
         done, planned = self.checkpoint["step"], self.config.steps
         head = f"step {done} of {planned}, {self.trainer.task} on {self.data.name}"
         return Diagnosis(head, self.found, self.sound)
@@ -245,7 +172,7 @@ class Examination:
 
     def task(self, **sites):
         """The run's task with some sites changed, and nothing in it that has been used."""
-        return self.trainer.new_task(self.recipe.replace(**sites))
+        return self.trainer.task.again(self.recipe.replace(**sites))
 
     def net(self, **sites):
         """The net with its last weights, frozen: they tell what a site does even where the average is ruined.
@@ -309,7 +236,7 @@ class Examination:
         count("weights", saved["model"])
         count("", saved["optimizer"])
         for name, average in saved["averages"].items():
-            count(_title(name), average)
+            count(self.title(name), average)
         remedy = "train again with a lower --lr, --clip_grad 1 or --bf16"
         for site, number in bad.items():
             if number:
@@ -399,6 +326,8 @@ class Examination:
         trainer = self.trainer
         for micro, batch in zip(range(count), self.batches(size, 1), strict=False):
             batch = to_device(batch, self.device)
+            # dropout: the same in each pass
+            torch.manual_seed(rounding.stream(self.config.seed, Stream.DOCTOR, 4, micro))
             loss = trainer.task.loss(self.precision, batch, self.rng(4, micro), trainer.step)
             self.precision.backward(loss)
             yield
@@ -490,7 +419,7 @@ class Examination:
         return "--fp8_recipe rowwise" if options.recipe == "tensorwise" else "train without --fp8"
 
     def average(self, name, average, tally):
-        site, q, done = _title(name), average.decay, self.checkpoint["step"]
+        site, q, done = self.title(name), average.decay, self.checkpoint["step"]
         text = (
             f"{tally.stuck:.0%} of the entries away from their weight can't move, {tally.lost:.0%} of the "
             f"wanted movement is lost"
@@ -501,9 +430,18 @@ class Examination:
                 f"; it is {self.way_back(average):.0%} of the way back to the initial weights, and an exact "
                 f"one of decay {q:g} is {steady:.0%} back when the weights move steadily"
             )
-        remedy = "--set ema=fp32, or ema_update=stochastic" if name == "ema" else f"--average {q:g}:fp32"
+        remedy = f"--set {site}=fp32, or {site}_update=stochastic"
+        if site.startswith("average "):
+            remedy = f"--average {q:g}:fp32"
         if not self.judge("ema", tally.lost, text, remedy, site=site) and self.start:
             self.arrival(site, q, max(done, self.config.steps))
+
+    def title(self, name):
+        """The site of an average: one that the task's loss reads has one of its own, and is no average kept
+        beside.
+        """
+        own = {spec: site for site, spec in self.trainer.task.averages().items()}
+        return name if name == "ema" else own.get(name, f"average {name}")
 
     def way_back(self, average):
         """How far the average is from the last weights on the way to the initial ones: 0 to 1."""
@@ -567,5 +505,5 @@ def _rounded_to_bf16(b, made):
     return not same and torch.equal(b.bfloat16().float(), b.float())
 
 
-def _title(name):
-    return name if name == "ema" else f"average {name}"
+if __name__ == "__main__":
+    sys.exit(doctor_offline.main())

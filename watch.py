@@ -1,266 +1,424 @@
-"""What rounding does to a training step: for the telemetry of a run, and for the doctor. Needs torch alone.
+"""Watch anyone's training loop: which tensors lose what their optimiser and their average want to write.
 
-    report = StepReport(optimizer, grads, scale, named_params, shadow)
-    optimizer.step(grads=grads, grad_scale=scale)
-    print(report.written())                     # {'update_survival': 0.53, 'update_ratio': 0.0021, ...}
-    average.update()
-    print(report.averaged())                    # {'ema_moved': 1.0}
+    watch = Watch(model, optimizer, ema=ema)     # any torch optimiser, any loop
+    ...                                          # train as ever
+    print(watch)                                 # a line for each tensor that loses something, worst first
 
-An optimiser computes in fp32 and writes into fewer bits. What fp32 wanted is compared with what was written:
-`StepReport` counts entries, `Tally` adds up movement. Both ask an optimiser three of its five questions (see
-optim.Rounded) and know no optimiser by name:
+It hangs on the optimiser's step and looks at one step in `every`, on samples of at most 8,192 entries a
+tensor that come from all rows and columns alike. The training keeps its bits: nothing is written, and no
+random number of the process is drawn. A figure is named only where it is certain: what chance can explain is
+not. `bench.py watch` shows what it costs.
 
-    held(p, pick)           the fp32 value that it holds for parameter p
-    moment(p, name, pick)   a moment in fp32 or bf16, decoded where it is codes; None where there is none
-    wanted(p, g, pick)      the fp32 update that it wants before any rounding; None where it can't tell
+    watch.findings()      the same for a program: a list of verdicts.Finding, the worst first
+    watch.shares()        {tensor: {"update": share lost, "exp_avg_sq": ..., "ema": ...}}
+    watch.remove()        takes it off the optimiser
 
-`pick` is a function tensor -> flat sample. It is applied to every tensor that an answer is made of, so that
-an answer about 4 billion entries costs what one about 65,536 does.
+For gradients that a closure computes (Lightning) it looks once the closure is done. Copy it with writes,
+write_errors, adapters, net_state, verdicts, verdict_rows and the files that peers needs.
 """
 
+import functools
 import math
 
 import torch
 
-# ---- Samples -----------------------------------------------------------------------------------------------
+if __package__:
+    from . import net_state, verdict_rows
+    from .adapters import Average, answering, grad_scale, hooked, renew
+    from .machine import Refused
+    from .verdicts import Diagnosis
+    from .write_errors import Errors
+    from .writes import StepReport, Sums, Tally, Writes, sample, stays
+else:
+    import net_state
+    import verdict_rows
+    from adapters import Average, answering, grad_scale, hooked, renew
+    from machine import Refused
+    from verdicts import Diagnosis
+    from write_errors import Errors
+    from writes import StepReport, Sums, Tally, Writes, sample, stays
+
+__all__ = ["StepReport", "Tally", "Watch", "Writes", "sample", "stays"]
+
+MOST = 1 << 12  # entries of a tensor's sample, see writes.sample
 
 
-def sample(t, most=1 << 16):
-    """Flat entries of tensor `t`, evenly spread: about `most` of a large one, all of one below 2 * `most`.
+class Steps(Sums):
+    """What else is counted in a look, a column a tensor."""
 
-    The stride shares no factor with the number of entries, and so none with the length of a row: entries come
-    from every column alike. A stride of 256 would see 16 of the 4,096 columns of a 4096 x 4096 weight.
-    Returns a view where `t` is contiguous.
-    """
-    flat = t.detach().reshape(-1)  # [...] -> [entries]
-    stride = max(1, flat.numel() // most)
-    while math.gcd(stride, flat.numel()) > 1:
-        stride += 1
-    return flat[::stride]
-
-
-def stays(stored, target):
-    """Whether fp32 `target`, rounded to nearest in the dtype of `stored`, is `stored` again. Both [n]."""
-    return target.to(stored.dtype) == stored
+    fields = (
+        "decay",  # sum of (written - the rest of what was wanted) times the decay wanted
+        "decay_wanted",  # sum of the decay wanted, squared
+        "decay_error",  # variance of `decay`
+        "infinite",  # gradients that are not finite
+        "graded",  # gradients that are not 0
+        "faint",  # those whose second moment is below the optimiser's eps, squared
+        "subnormal",  # those of an fp16 product that have lost bits or nearly all
+        "moved",  # weights that the step changed
+        "back",  # those of them that were put back before the next step
+        "stood",  # looks between which the average did not move, although away from its weight
+    )
 
 
-# ---- One step, counted -------------------------------------------------------------------------------------
-
-
-class StepReport:
-    """Counts which entries of weights, moments and average a step changed, of those that it should change.
-
-    Make it before the optimiser's step, ask `written` after that step, and `averaged` after the average's.
-    grads: {parameter: gradient}. scale: float or 0-dim tensor that the step multiplies gradients by.
-    named_params: [(name, parameter)]. shadow: {name: tensor of the average}.
-    """
-
-    def __init__(self, optimizer, grads, scale, named_params, shadow):
-        self.optimizer, self.named_params, self.shadow = optimizer, named_params, shadow
-        self.before = {p: self._before(p, sample(g), scale) for p, g in grads.items()}
-        self.shadow_before = {name: sample(t).clone() for name, t in shadow.items()}
-
-    def _before(self, p, g, scale):
-        # cloned: an answer may be a view of what the step is about to overwrite
-        held = self.optimizer.held(p, sample).clone()
-        moment = self._moment(p)
-        if moment is not None:
-            moment = moment.clone()
-        return g != 0, held, self.optimizer.wanted(p, g.float() * scale, sample), moment
-
-    def _moment(self, p):
-        return self.optimizer.moment(p, "exp_avg_sq", sample)
-
-    @torch.no_grad()
-    def written(self):
-        """What the optimiser's step wrote:
-
-        update_survival   share of the non-zero updates of weights that changed the value held
-        update_ratio      norm of the update that was wanted over the norm of the weights
-        exp_avg_sq_moved  share of the entries of the second moment that changed, of those that should; left
-                          out where the optimiser keeps none
-        """
-        wanted, survived = _Count(), _Count()
-        moving, moved = _Count(), _Count()
-        update_squares, weight_squares = _Count(), _Count()
-        for p, (has_grad, held, update, moment) in self.before.items():
-            after = self.optimizer.held(p, sample)
-            if update is None:  # nobody can tell what was wanted: take what was done
-                want, update = has_grad, after - held
-            else:
-                want = update != 0
-            wanted.add(want)
-            survived.add(want & (after != held))
-            update_squares.add(update.double().square())
-            weight_squares.add(held.double().square())
-            if moment is not None:
-                should_move = has_grad | (moment != 0)
-                moving.add(should_move)
-                moved.add(should_move & (self._moment(p) != moment))
-        ratio = math.sqrt(update_squares.total() / max(weight_squares.total(), 1e-30))
-        report = {"update_survival": survived.total() / max(1, wanted.total()), "update_ratio": ratio}
-        if moving.total():
-            report["exp_avg_sq_moved"] = moved.total() / moving.total()
-        return report
-
-    @torch.no_grad()
-    def averaged(self):
-        """{"ema_moved": share of the average's entries that changed, of those that differ from their weight}.
-        """
-        moving, moved = _Count(), _Count()
-        for name, p in self.named_params:
-            old = self.shadow_before[name]
-            differs = self.optimizer.held(p, sample) != old.float()
-            moving.add(differs)
-            moved.add(differs & (sample(self.shadow[name]) != old))
-        return {"ema_moved": moved.total() / max(1, moving.total())}
-
-
-class _Count:
-    """A sum that stays on its device until it is asked for: a GPU is waited for once, not once a tensor."""
+class Facts:
+    """What is remembered of one tensor beside sums."""
 
     def __init__(self):
-        self.sum = 0
+        self.first = None  # its sample at the first look
+        self.looks = self.idle = 0  # looks with a gradient, and with one that is 0 everywhere
+        self.without = 0  # looks without one
+        self.rates = set()  # whether its learning rate was 0
+        self.v_dtype = self.cast = None  # dtype of exp_avg_sq at first; (old, new) once it got narrower
+        self.v_zero = None  # the step at which exp_avg_sq was 0 although exp_avg was not
+        self.counter = None  # what its step counter said first, and our own count then
+        self.counted = None  # (dtype of the counter, looks in which it did not count, its last value)
+        self.behind = 0  # how many steps less than we it has counted
+        self.fell = None  # (a count, a later and smaller one)
+        self.before = None  # the counter before a step
 
-    def add(self, entries):
-        self.sum = self.sum + entries.sum()
 
-    def total(self):
-        return self.sum.item() if torch.is_tensor(self.sum) else self.sum
+class Watch:
+    """See above. model: the net that the optimiser trains, wrapped or not. optimizer: a torch optimiser or
+    what wraps one, as Accelerate does. ema: a module, {name: tensor}, torch's AveragedModel, diffusers'
+    EMAModel, optim.EMA, or None. every: steps between two looks; the first step is looked at too.
 
-
-# ---- Many steps, added up ----------------------------------------------------------------------------------
-
-
-class Tally:
-    """Of the entries of a site: the movement wanted, and what was written of that part of it which rounding
-    to nearest would lose.
-
-    A write is judged by sums, not entry by entry: stochastic rounding leaves most entries where they are and
-    is right on average.
+    Raises Refused for an optimiser or an average of no known kind.
     """
 
-    def __init__(self):
-        self.wanted = self.threatened = self.written = self.error = 0.0
-        self.entries = self.threatened_entries = 0
+    def __init__(self, model, optimizer, ema=None, every=50, most=MOST):
+        if every < 1:
+            raise Refused(f"every={every}: looks are at least one step apart")
+        self.model, self.every, self.steps, self.looks = _plain(model), int(every), 0, 0
+        self.depth = 0  # of calls of step within a step
+        if not isinstance(self.model, torch.nn.Module):
+            raise Refused(f"Watch takes the model as an nn.Module, not {type(model).__name__}")
+        self.optimizer = hooked(optimizer)
+        self.answers = answering(self.optimizer)
+        first = next(self.model.parameters(), None)
+        if first is None:
+            raise Refused("the model has no parameters: there is nothing to watch")
+        self.pick = functools.partial(_picked, most=most, device=first.device)
+        self.ema = None if ema is None else Average.of(ema, self.model)
+        self.buffers = net_state.snapshot(self.model, self.pick)
+        self.named, self.copies = self._paired()
+        count = len(self.named)
+        averages = {} if self.ema is None else {"ema": self.ema}
+        self.writes = Writes(self.answers, self.named, averages, self.pick)
+        self.errors, self.moment_errors, self.extra = Errors(count), Errors(count), Steps(count)
+        self.facts = [Facts() for _ in self.named]
+        self.clips, self.sums_of_gradients, self.uncleared = [], {}, False
+        self.looking = self.follow = self.waiting = False
+        self.departed = 0.0  # the largest share of weights that differ from the copies that are stepped
+        self.groups, self.orphans = {}, {}
+        self.partial, self.hooks = {}, []
+        self.compiled = model is not self.model and hasattr(model, "_orig_mod")
+        self.handles = [
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
+        ]
 
-    def add(self, stays, old, target, new, among=True, scale=1.0):
-        """Add one write of [n] entries.
+    def remove(self):
+        """Take the watch off the optimiser; what it found stays."""
+        for handle in (*self.handles, *self.hooks):
+            handle.remove()
+        self.handles, self.hooks = [], []
 
-        stays: whether rounding the target to nearest may lose the move. old, target, new: fp32 values held
-        before, wanted, and held after. among: the entries that count. scale: what a movement is measured in.
+    def _paired(self):
+        """([(name, parameter)], copies): those that the optimiser steps, named as in the model.
+
+        An optimiser that steps fp32 copies of the weights has none of the model's own: they are paired in
+        order, and `copies` is {name: the model's parameter}.
         """
-        step, moved = (target - old) / scale, (new - old) / scale
-        among = among & (step != 0) & step.isfinite() & moved.isfinite()
-        threatened = among & stays
-        self.entries += int(among.sum())
-        self.threatened_entries += int(threatened.sum())
-        self.wanted += float(step[among].double().abs().sum())
-        step, moved = step[threatened].double(), moved[threatened].double()
-        self.threatened += float(step.abs().sum())
-        self.written += float((moved * step.sign()).sum())
-        self.error += float((moved - step).square().sum())
+        named = dict(self.model.named_parameters())
+        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        own = [(name, p) for name, p in named.items() if p in stepped]
+        if own:
+            return own, {}
+        trained = [(name, p) for name, p in named.items() if p.requires_grad]
+        others = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if [p.shape for p in others] != [p.shape for _, p in trained]:
+            raise Refused("the optimiser has no parameter of this model: give the model that it trains")
+        pairs = zip(trained, others, strict=True)
+        return [(name, other) for (name, _), other in pairs], dict(trained)
 
-    @property
-    def lost(self):
-        """Share of the wanted movement that was lost for sure: less 3 standard errors of what noise leaves
-        uncertain.
-        """
-        noise = 3 * math.sqrt(self.error)
-        return max(0.0, self.threatened - self.written - noise) / max(self.wanted, 1e-300)
+    # -- one step
 
-    @property
-    def stuck(self):
-        """Share of the entries whose wanted step is under half an ulp."""
-        return self.threatened_entries / max(1, self.entries)
-
-    @property
-    def kept(self):
-        """Share of those steps, by size, that was written all the same."""
-        return self.written / max(self.threatened, 1e-300)
-
-
-class Writes:
-    """What the writes of several steps lost: Tallies of weights, of second moments and of each average.
-
-    optimizer: answers `decay` and `coded` too (see optim.Rounded). averages: {name: optim.EMA}. `before` is a
-    pre-step hook of torch optimisers; call `after` once the averages have been updated.
-    """
-
-    def __init__(self, optimizer, named_params, averages):
-        self.optimizer, self.named_params, self.ema = optimizer, named_params, averages
-        self.weights, self.moments = Tally(), Tally()
-        self.averages = {name: Tally() for name in averages}
-        self.squares = {}  # parameter -> squares of its gradients, one sample a step
-        self.rows, self.shadows = [], {}
+    def _due(self, step):
+        return step == 1 or step % self.every == 0
 
     @torch.no_grad()
-    def before(self, optimizer, args, kwargs):
-        """Look at what a step with these arguments is about to write."""
-        grads = kwargs.get("grads")
-        scale = kwargs.get("grad_scale", 1.0)
-        self.rows = []
-        for _, p in self.named_params:
+    def _before(self, optimizer, args, kwargs):
+        self.depth += 1
+        if self.depth > 1:  # a subclass that calls its parent's step, which has the same hooks
+            return None
+        self.steps += 1
+        if self.follow:
+            self._followed()
+        if not self._due(self.steps):
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or not callable(closure):
+            self._look(kwargs)
+            return None
+
+        def and_look():  # the gradients are there once the closure is done
+            loss = closure()
+            with torch.no_grad():
+                if not self.looking:
+                    self._look(kwargs)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": and_look}
+        return (args[0], and_look, *args[2:]), kwargs
+
+    def _look(self, kwargs):
+        renew(self.answers)
+        self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        if self.waiting:
+            self._average(last=True)
+        scale = kwargs.get("grad_scale", 1.0) / grad_scale(self.optimizer)
+        if torch.is_tensor(scale) or scale != 1.0:
+            self.clips.append(scale)
+        self.writes.before(self.optimizer, (), {**kwargs, "grad_scale": scale})
+        self.looking = self.writes.look is not None
+        self._compare_sums(kwargs.get("grads"))
+        self._remember(self.writes.look)
+        self.looks += 1
+
+    @torch.no_grad()
+    def _after(self, optimizer, args, kwargs):
+        self.depth = max(0, self.depth - 1)
+        if self.depth:
+            return
+        if self.looking:
+            self._stepped()
+        if self._due(self.steps + 1) and not self.compiled:
+            self._arm()
+
+    def _remember(self, look):
+        """What is known of each tensor before the step."""
+        for name, p in self.model.named_parameters() if not self.copies else ():
+            if p.requires_grad and p not in self.groups and p.grad is not None:
+                self.orphans[name] = self.orphans.get(name, False) or bool(p.grad.any())
+        here = {} if look is None else {i: k for k, i in enumerate(look.index)}
+        quiet = [] if look is None else _zero(look.g, look.lengths)
+        empty = [] if look is None else _zero(look.v, look.lengths)
+        for i, (_, p) in enumerate(self.named):
+            facts = self.facts[i]
+            if facts.first is None:
+                facts.first = self.pick(p).clone()
+            if i not in here:
+                facts.without += 1
+                continue
+            facts.looks += 1
+            facts.idle += quiet[here[i]]
+            facts.rates.add(float(self.groups[p].get("lr", 1.0)))
+            state = _state(self.answers, p)
+            facts.before = None if state.get("step") is None else float(state["step"])
+            self._cast(facts, state, empty[here[i]])
+
+    def _cast(self, facts, state, empty):
+        v, m = state.get("exp_avg_sq"), state.get("exp_avg")
+        if not torch.is_tensor(v) or not torch.is_tensor(m) or type(v) is not torch.Tensor:
+            return
+        if facts.v_dtype is None:
+            facts.v_dtype = v.dtype
+        elif v.element_size() < facts.v_dtype.itemsize and facts.cast is None:
+            facts.cast = facts.v_dtype, v.dtype, self.steps
+        if empty and m.any() and not v.any():
+            facts.v_zero = self.steps
+
+    def _stepped(self):
+        """Compare what the step wrote, and what its counters count."""
+        look, writes = self.writes.look, self.writes
+        writes.stepped()
+        plain = [
+            dtype if self.answers.low_part(p) is None else None
+            for p, dtype in zip(look.params, look.dtypes, strict=True)
+        ]
+        held, new = look.held.split(look.lengths), look.new.split(look.lengths)
+        target = (look.held + look.update).split(look.lengths)
+        self.errors.add(look.index, held, target, new, plain)
+        v, aim, new_v = (t.split(look.lengths) for t in (look.v, look.aim, look.new_v))
+        self.moment_errors.add(look.index, v, aim, new_v, look.v_dtypes, [t.clamp_min(1e-30) for t in v])
+        self._count(look)
+        for i, p in zip(look.index, look.params, strict=True):
+            self._counter(self.facts[i], _state(self.answers, p).get("step"))
+        self.looking, self.follow = False, True
+
+    def _count(self, look):
+        decayed = [self._decayed(p) for p in look.params]
+        decay = look.spread(decayed) * -look.held
+        rest = (look.new - look.held) - (look.update - decay)
+        good = rest.isfinite() & decay.isfinite() & look.g.isfinite() & (decay != 0)
+        rest, decay = rest.where(good, 0.0), decay.where(good, 0.0)
+        # scaled: squares of small numbers would be 0 in fp32
+        size = decay.abs().max().clamp_min(1e-30)
+        rest, decay = rest / size, decay / size
+        graded = look.g != 0
+        eps = [self._eps(p) for p in look.params]
+        corrected = look.spread([1 / max(1e-12, 1 - self._beta(p)) for p in look.params])
+        faint = graded & (look.new_v * corrected < look.spread(eps).square())
+        fp16 = look.g.half().float() == look.g
+        tensors = [all_fp16.all() for all_fp16 in fp16.split(look.lengths)]
+        from_fp16 = torch.stack(tensors).repeat_interleave(torch.tensor(look.lengths, device=look.g.device))
+        subnormal = graded & from_fp16 & (look.g.abs() < 2**-14)
+        moved = look.new != look.held
+        rows = [rest * decay, decay * decay, (rest - decay).square() * decay.square(), ~look.g.isfinite()]
+        self.extra.put([*rows, graded, faint, subnormal, moved], look.index, look.lengths)
+
+    def _decayed(self, p):
+        known = getattr(self.answers, "decayed", None)
+        return known(p) if known else 0.0
+
+    def _eps(self, p):
+        eps = self.groups[p].get("eps", 0.0)
+        return float(eps) if isinstance(eps, (int, float)) else 0.0
+
+    def _beta(self, p):
+        """beta2^t at the step that was done: what the second moment still lacks; 0.0 where there is none."""
+        beta, t = self.answers.decay(p, "exp_avg_sq") if hasattr(self.answers, "decay") else (math.nan, 0)
+        return 0.0 if math.isnan(beta) or math.isinf(t) else beta ** max(1, t)
+
+    def _counter(self, facts, after):
+        """Compare a tensor's step counter with itself before the step, and with our own count."""
+        if after is None:
+            return
+        dtype, value = after.dtype if torch.is_tensor(after) else None, float(after)
+        _, stuck, last = facts.counted or (dtype, 0, None)
+        if last is not None and value < last:
+            facts.fell, facts.counter = (last, value), None
+        if facts.counter is None:
+            facts.counter = value, self.steps
+        facts.behind = (self.steps - facts.counter[1]) - (value - facts.counter[0])
+        facts.counted = dtype, stuck + (facts.before == value), value
+
+    # -- between two steps
+
+    def _followed(self):
+        """What was done since the step: whether weights were put back, and what the average took over."""
+        look = self.writes.look
+        self.follow = False
+        if look is not None:
+            now = torch.cat([self.answers.held(p, self.pick) for p in look.params])
+            back = (look.new != look.held) & (now == look.held)
+            self.extra.put([back], look.index, look.lengths, first=Steps.fields.index("back"))
+            self._copies(look)
+        self._average()
+
+    def _copies(self, look):
+        """How far the model's own weights are from the copies that the optimiser steps."""
+        for i, p in zip(look.index, look.params, strict=True) if self.copies else ():
+            name = self.named[i][0]
+            own = self.pick(self.copies[name])
+            off = (own != self.pick(p).to(own.dtype)).float().mean()
+            self.departed = max(self.departed, float(off))
+
+    def _average(self, last=False):
+        """Compare the average, once it has moved. Loops that average every few steps are waited for until the
+        next look.
+        """
+        if self.ema is None or not self.writes.shadows:
+            return
+        index, before = self.writes.shadows["ema"]
+        shadow = self.ema.shadow
+        here = list(zip(index, before, strict=True))
+        same = [torch.equal(self.pick(shadow[self.named[i][0]]), b) for i, b in here]
+        if all(same) and not last:
+            self.waiting = True
+            return
+        if not self.waiting:
+            self.writes.averaged()
+        else:  # how many steps it took is not known: only who was left behind
+            away = [bool((self.pick(self.named[i][1]).float() != b.float()).any()) for i, b in here]
+            stood = [float(s and a) for s, a in zip(same, away, strict=True)]
+            sums = self.extra.sums
+            sums[len(Steps.fields) - 1, index] += torch.tensor(stood, dtype=sums.dtype, device=sums.device)
+            self.writes.shadows = {}
+        self.waiting = False
+
+    # -- sums of micro-batches
+
+    def _arm(self):
+        """Listen to the gradients of the next step, micro-batch after micro-batch: where they are summed in
+        16 bits, and whether they start from nothing.
+        """
+        self.partial = {}
+        chosen = [(i, p) for i, (_, p) in enumerate(self.named) if p.requires_grad]
+        for k, (i, p) in enumerate(chosen):
+            if p.dtype in net_state.NARROW or k == 0:
+                self.hooks.append(p.register_hook(functools.partial(self._hear, i, p)))
+
+    @torch.no_grad()
+    def _hear(self, i, p, g):
+        if g.is_sparse:
+            return
+        part = self.pick(g).float()
+        if i not in self.partial:
+            left = p.grad is not None and not p.grad.is_sparse and bool(p.grad.any())
+            self.partial[i] = [1, part.clone(), left]
+        else:
+            self.partial[i][0] += 1
+            self.partial[i][1] += part
+
+    def _compare_sums(self, grads):
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        one_process = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        for i, (count, exact, left) in self.partial.items() if one_process else ():
+            p = self.named[i][1]
             g = p.grad if grads is None else grads.get(p)
-            if g is not None:
-                self.rows.append((p, *self._before(p, sample(g).float() * scale)))
-        for name, average in self.ema.items():
-            self.shadows[name] = {key: sample(t).clone() for key, t in average.shadow.items()}
+            if g is None:
+                continue
+            self.uncleared |= left
+            if count > 1 and not left and p.dtype in net_state.NARROW:
+                g, exact = self.pick(g).double(), exact.double()
+                # clipping and averaging over micro-batches scale it
+                scale = float((g * exact).sum() / exact.square().sum().clamp_min(1e-300))
+                error = float((g - scale * exact).norm() / (scale * exact).norm().clamp_min(1e-300))
+                most, times, micro = self.sums_of_gradients.get(i, (0.0, 0, 0))
+                self.sums_of_gradients[i] = most + error, times + 1, count
+        self.partial = {}
 
-    def _before(self, p, g):
-        stored, held = sample(p).clone(), self.optimizer.held(p, sample).clone()
-        update, moment = self.optimizer.wanted(p, g, sample), None
-        v = self.optimizer.moment(p, "exp_avg_sq", sample)
-        if v is not None:
-            beta, _ = self.optimizer.decay(p, "exp_avg_sq")
-            v = v.clone()
-            moment = v, beta * v.float() + (1 - beta) * g * g
-        return g, stored, held, update, moment
+    # -- what was found
 
-    @torch.no_grad()
-    def after(self):
-        """Compare it with what was written."""
-        for p, g, stored, held, update, moment in self.rows:
-            if update is not None:
-                target = held + update
-                self.weights.add(stays(stored, target), held, target, self.optimizer.held(p, sample))
-            if moment is not None:
-                self._add_moment(p, *moment)
-                self.squares.setdefault(p, []).append(g.double().square())
-        for name, of_average in self.shadows.items():
-            for key, p in self.named_params:
-                self._add_average(name, of_average[key], self.optimizer.held(p, sample), key)
-        self.rows, self.shadows = [], {}
+    def findings(self):
+        """List of verdicts.Finding, the worst first; those of severity "note" lose nothing."""
+        return self.diagnosis().findings
 
-    def _add_moment(self, p, v, target):
-        # of codes all may stay: with its block's scale a code moves although it stays the same
-        may_stay = torch.ones_like(v, dtype=torch.bool)
-        if not self.optimizer.coded(p, "exp_avg_sq"):
-            may_stay = stays(v, target)
-        old, new = v.float(), self.optimizer.moment(p, "exp_avg_sq", sample).float()
-        shrinks = (target < old) & (old > 1e-30)
-        self.moments.add(may_stay, old, target, new, among=shrinks, scale=old.clamp_min(1e-30))
+    def shares(self):
+        """{tensor: {site: share of what was wanted that was not written}}, of what could be measured."""
+        return verdict_rows.shares(self)
 
-    def _add_average(self, name, stored, held, key):
-        average, old = self.ema[name], stored.float()
-        gap = held - old
-        # within 2 ulp the average is as near its weight as its format lets it be
-        far = gap.abs() > 2 * torch.finfo(stored.dtype).eps * old.abs()
-        target = old + (1 - average.decay) * gap
-        new = sample(average.shadow[key]).float()
-        self.averages[name].add(stays(stored, target), old, target, new, among=far)
+    def diagnosis(self):
+        """A verdicts.Diagnosis: str(), status (0 healthy, 1 findings), findings and sound."""
+        found, sound = verdict_rows.findings(self)
+        head = f"{self.steps} steps, {self.looks} of them looked at, {len(self.named)} tensors"
+        return Diagnosis(f"{head} of {type(self.model).__name__}", found, sound, harm="bad results")
 
-    def excess(self):
-        """The second moments over the mean of g^2: 1 when they are right, None where there are none.
+    def __str__(self):
+        return str(self.diagnosis())
 
-        It is the geometric mean of the tensors' ratios, weighted by size: single entries are too noisy.
-        """
-        logs, entries = 0.0, 0
-        for p, squares in self.squares.items():
-            beta, t = self.optimizer.decay(p, "exp_avg_sq")
-            v = float(self.optimizer.moment(p, "exp_avg_sq", sample).double().mean()) / (1 - beta**t)
-            g = float(torch.stack(squares).mean())
-            if v > 0 and g > 0:
-                logs += p.numel() * math.log(v / g)
-                entries += p.numel()
-        return math.exp(logs / entries) if entries else None
+
+def _zero(flat, lengths):
+    """Whether all entries of each tensor are 0; a GPU is waited for once."""
+    return (~torch.stack([part.any() for part in flat.split(lengths)])).tolist()
+
+
+def _picked(t, most, device):
+    return sample(t, most).to(device)
+
+
+def _state(answers, p):
+    owner = answers.owner[p] if hasattr(answers, "owner") else answers
+    state = getattr(owner, "inner", owner).state
+    return state[p] if p in state else {}
+
+
+def _plain(model):
+    """The net within torch.compile's, DistributedDataParallel's or Accelerate's wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    return _plain(model.module) if isinstance(model, wrappers) else model

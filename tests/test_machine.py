@@ -148,7 +148,7 @@ def test_a_refusal_is_one_line_also_from_a_worker():
 
 
 LIBRARY = """machine rounding formats method buckets optim peers watch flops ledger fp8 fp8_layers sparsity
-recipes precision"""
+recipes precision writes write_errors adapters net_state verdicts verdict_rows"""
 
 
 def test_importing_precision_needs_torch_alone():

@@ -1,0 +1,63 @@
+"""Watch names each planted fault by site and tensor, and finds nothing in loops that work.
+
+Some steps a case here; WATCH_STEPS=300 runs all of them for as long as that says.
+"""
+
+import os
+import re
+
+import faults
+import planted
+import pytest
+import recipes_that_work  # noqa: F401  it fills planted.HEALTHY
+
+import rounding
+
+STEPS = int(os.environ.get("WATCH_STEPS", "24"))
+PAGE = faults.PAGE.read_text()
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch, tmp_path):
+    monkeypatch.setattr(rounding, "unfused", planted.Everything())
+    monkeypatch.chdir(tmp_path)
+
+
+def named(case):
+    return f"{case.client}: {case.name}"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", planted.FAULTS, ids=named)
+def test_a_planted_fault_is_named(case):
+    if case.missed:
+        pytest.skip(f"it can't be found: {case.missed}")
+    watch = case.run(STEPS)
+    ok, losing = planted.says(case, watch)
+    assert ok, f"{case.expect} is not named:\n{watch}"
+    assert watch.diagnosis().status == 1
+    assert not str(watch).splitlines()[-1].startswith("healthy")
+    assert all(f.remedy for f in losing)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", planted.HEALTHY, ids=named)
+def test_a_loop_that_works_is_healthy(case):
+    watch = case.run(STEPS)
+    assert [f for f in watch.findings() if f.severity != "note"] == [], str(watch)
+    assert str(watch).splitlines()[-1] == "healthy: nothing is losing information"
+    assert watch.diagnosis().status == 0 and watch.looks >= 3
+
+
+def test_there_are_enough_of_them():
+    found = [case for case in planted.FAULTS if not case.missed]
+    assert len(found) >= 24 and len({case.client for case in found}) >= 4
+    assert len(planted.HEALTHY) >= 20
+
+
+def test_the_table_of_the_page_lists_all_faults():
+    """`python tests/faults.py` writes it."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| .* \|$", PAGE.split(faults.MARK)[1], re.M)[1:]
+    rows = [row for row in rows if not row[0].startswith("---")]
+    assert [row[:2] for row in rows] == [(case.name, case.client) for case in planted.FAULTS]
+    assert [row[2] == "missed" for row in rows] == [bool(case.missed) for case in planted.FAULTS]

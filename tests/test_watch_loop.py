@@ -1,0 +1,263 @@
+"""Watch in a loop: it reads only, unwraps what frameworks wrap, takes every kind of average, refuses in one
+line. test_planted_faults.py shows what it finds.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import adapters
+import optim
+import rounding
+from machine import Refused
+from verdicts import ALIKE, WIDTH, Diagnosis, Finding
+from watch import Watch
+
+BF16 = torch.bfloat16
+
+
+class Everything:
+    def __contains__(self, kernel):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    monkeypatch.setattr(rounding, "unfused", Everything())
+
+
+def net(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4)).to(dtype)
+
+
+def train(model, optimizer, steps=12, average=None, by_closure=False):
+    for step in range(steps):
+        torch.manual_seed(rounding.hash64(step) >> 1)
+        x = torch.randn(32, 16).to(next(model.parameters()).dtype)
+
+        def forward(x=x):
+            optimizer.zero_grad()
+            loss = (model(x).float() - x[:, :4].float()).square().mean()
+            loss.backward()
+            return loss
+
+        if by_closure:
+            optimizer.step(forward)
+        else:
+            forward()
+            optimizer.step()
+        if average:
+            average()
+
+
+def losing(watch):
+    return {(f.site, f.tensor) for f in watch.findings() if f.severity != "note"}
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "AdamW, one tensor at a time": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
+    "Adam, L2": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
+    "AMSGrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, weight_decay=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+    "ours": lambda p: optim.AdamW(p, lr=1e-3, weight_decay=0.1, compiled=False),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_training_keeps_its_bits_and_fp32_is_healthy(make):
+    plain, watched = net(), net()
+    one, two = make(plain.parameters()), make(watched.parameters())
+    watch = Watch(watched, two, every=2)
+    train(plain, one)
+    state = torch.get_rng_state()
+    train(watched, two)
+    assert torch.equal(state, torch.get_rng_state())
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert losing(watch) == set(), str(watch)
+    assert watch.shares()["0.weight"]["update"] < 1e-3
+    assert (watch.steps, watch.looks) == (12, 7)
+
+
+def test_what_is_wanted_is_the_step_of_an_fp32_copy():
+    """By arithmetic and by a copy: both against torch's own step."""
+    for make in (OPTIMIZERS["Adam, L2"], OPTIMIZERS["SGD"], OPTIMIZERS["Adafactor"], OPTIMIZERS["NAdam"]):
+        model = net()
+        optimizer = make(model.parameters())
+        train(model, optimizer, 5)
+        answers = adapters.answering(optimizer)
+        params = [p for p in model.parameters()]
+        pick = torch.flatten
+        wanted = answers.wanted_together(params, [pick(p.grad).clone() for p in params], pick)
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        for p, old, update in zip(params, before, wanted, strict=True):
+            torch.testing.assert_close(p.detach() - old, update.view_as(p), rtol=1e-3, atol=1e-6)
+
+
+def test_gradients_of_a_closure_are_seen():
+    model = net(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    watch = Watch(model, optimizer, every=1)
+    train(model, optimizer, 8, by_closure=True)
+    assert watch.looks == 8 and ("gains", "1.weight") in losing(watch)
+
+
+def test_a_removed_watch_sees_no_more():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch = Watch(model, optimizer)
+    train(model, optimizer, 3)
+    watch.remove()
+    train(model, optimizer, 3)
+    assert watch.steps == 3
+
+
+def test_the_share_is_that_of_the_tensor():
+    """Against a count by hand: of bf16 weights near 1 and steps of a tenth of an ulp nothing is written."""
+    weight = nn.Parameter(torch.ones(64, dtype=BF16))
+    model = nn.Module()
+    model.small, model.large = weight, nn.Parameter(torch.full((64,), 1e-3, dtype=BF16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    watch = Watch(model, optimizer, every=1)
+    for _ in range(6):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    shares = watch.shares()
+    assert shares["small"]["update"] > 0.99 and shares["large"]["update"] < 0.05
+    assert ("update", "small") in losing(watch) and ("update", "large") not in losing(watch)
+
+
+# ---- Averages ----------------------------------------------------------------------------------------------
+
+
+def averages(model):
+    """{kind: (what Watch is given, how it is updated)} of decay 0.9."""
+    named = list(model.named_parameters())
+    shadow = {name: p.detach().clone() for name, p in named}
+    plain, ours = copy.deepcopy(model), optim.EMA(named, 0.9, compiled=False)
+    torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def by_hand(tensors):
+        def move():
+            for name, p in model.named_parameters():
+                tensors[name].data.lerp_(p.detach(), 0.1)
+
+        return move
+
+    return {
+        "dict": (shadow, by_hand(shadow)),
+        "module": (plain, by_hand(dict(plain.named_parameters()))),
+        "optim.EMA": (ours, ours.update),
+        "AveragedModel": (torchs, lambda: torchs.update_parameters(model)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["dict", "module", "optim.EMA", "AveragedModel", "EMAModel"])
+def test_every_kind_of_average_is_read(kind):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if kind == "EMAModel":
+        training_utils = pytest.importorskip("diffusers.training_utils")
+        average = training_utils.EMAModel(model.parameters(), decay=0.9, min_decay=0.9)
+        update = lambda: average.step(model.parameters())  # noqa: E731
+    else:
+        average, update = averages(model)[kind]
+    watch = Watch(model, optimizer, average, every=2)
+    train(model, optimizer, average=update)
+    assert losing(watch) == set(), str(watch)
+    assert watch.shares()["0.weight"]["ema"] < 1e-3
+    adapter = adapters.Average.of(average, model)
+    assert adapter.decay == (None if kind in ("dict", "module") else 0.9)
+    train(model, optimizer)  # and now nobody updates it
+    assert ("ema", "0.weight") in losing(Watched(model, optimizer, average))
+
+
+def Watched(model, optimizer, average):
+    watch = Watch(model, optimizer, average, every=2)
+    train(model, optimizer)
+    return watch
+
+
+# ---- Wrappers and refusals ---------------------------------------------------------------------------------
+
+
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_wrappers_are_taken_off():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch = Watch(torch.nn.DataParallel(model), Wrapper(Wrapper(optimizer)))
+    assert watch.optimizer is optimizer and watch.model is model
+
+
+def test_copies_that_an_optimiser_steps_are_paired_with_the_weights():
+    model = net(BF16)
+    masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    watch = Watch(model, optimizer, every=1)
+    for _ in range(6):
+        x = torch.randn(8, 16, dtype=BF16)
+        model(x).float().square().mean().backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+    assert losing(watch) == set(), str(watch)
+
+
+WRONG = {
+    "no optimiser": (lambda m, o: (m, object(), None), "not object"),
+    "no module": (lambda m, o: ([1], o, None), "nn.Module"),
+    "another net's": (lambda m, o: (nn.Linear(3, 3), o, None), "no parameter of this model"),
+    "no parameters": (lambda m, o: (nn.GELU(), o, None), "nothing to watch"),
+    "a strange average": (lambda m, o: (m, o, 3), "int is no average"),
+    "another net's average": (lambda m, o: (m, o, {"x": torch.ones(3)}), "none of its tensors"),
+}
+
+
+@pytest.mark.parametrize("arguments, words", WRONG.values(), ids=WRONG)
+def test_what_can_not_be_watched_is_refused(arguments, words):
+    model = net()
+    with pytest.raises(Refused, match=words):
+        Watch(*arguments(model, torch.optim.AdamW(model.parameters())))
+    with pytest.raises(Refused, match="at least one step"):
+        Watch(model, torch.optim.AdamW(model.parameters()), every=0)
+
+
+# ---- What is printed ---------------------------------------------------------------------------------------
+
+
+def test_the_worst_comes_first_and_the_verdict_last():
+    rows = [Finding("update", "moderate", "text " * 30, "remedy", f"layer.{i}", i / 100) for i in range(40)]
+    rows += [Finding("ema", "severe", "text", "remedy", "head", 0.5), Finding("frozen", "note", "text", "-")]
+    shown = str(Diagnosis("head", sorted(rows, key=lambda f: f.rank), {"exp_avg_sq": 0.01}, "bad results"))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[2].startswith("head") and lines[3].startswith("layer.39")
+    assert f"... and {40 - ALIKE} more findings of update" in lines
+    assert lines[-1] == "most likely to blame for bad results: ema of head"
+    assert "exp_avg_sq 1.00%" in lines[-2]
+    notes = Diagnosis("head", rows[-1:], {})
+    assert notes.status == 0 and str(notes).endswith("healthy: nothing is losing information")
+
+
+def test_before_the_first_step_there_is_nothing_to_say():
+    model = net()
+    watch = Watch(model, torch.optim.AdamW(model.parameters()))
+    assert watch.findings() == [] and watch.shares() == {} and "0 steps" in str(watch)
