@@ -388,8 +388,10 @@ class Trainer:
 
     @contextmanager
     def _stoppable(self):
-        """SIGINT and SIGTERM ask the loop to stop after its step."""
-        heard = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]  # nohup: no HUP
+        """SIGINT, SIGTERM and SIGHUP ask the loop to stop after its step."""
+        heard = list(SIGNALS)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup leaves it
+            heard.remove(signal.SIGHUP)
         handlers = {signum: signal.signal(signum, self._asked_to_stop) for signum in heard}
         try:
             yield

@@ -2,12 +2,14 @@
 
 It says "ready", and then takes a JSON list a line. ["run", words, environment, file of messages] answers with
 the process's number; the process leads a group of its own. ["wait", number] answers with its exit status,
-negative for a signal. Kernels are not compiled.
+negative for a signal; a process that does not end is killed. Kernels are not compiled.
 """
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,6 +21,8 @@ import torchvision.utils  # noqa: F401
 import rounding
 import runs
 import train
+
+LONGEST = 100  # seconds that a process may take to end
 
 
 def run(words, environment, messages):
@@ -43,10 +47,18 @@ def run(words, environment, messages):
 
 
 def wait(number):
+    end = time.monotonic() + LONGEST
+    while time.monotonic() < end:
+        found, status = os.waitpid(number, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.killpg(number, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
     rounding._compiled = common.uncompiled
     runs.environment("cpu")
     print("ready", flush=True)
