@@ -141,7 +141,7 @@ class Signs(optim.Rounded):
 
 optim.OPTIMIZERS["signs"] = Signs
 PEERS["new_peer"] = Torch
-import bench
+import bench, bench_memory
 
 names = ["stochastic-e4m3-32", "stochastic-signs", "new-peer"]
 with torch.compiler.set_stance("force_eager"):
@@ -340,7 +340,7 @@ def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "optimizers | training | memory | moments | systems | --gpu"),
+        ([], "optimizers | training | memory | moments | systems | watch | --gpu"),
         (["optimizers", "--parameters", "0"], "whole number above 0"),
         (["optimizers", "--repeats", "many"], "whole number above 0"),
         (["optimizers", "--only", "adam"], "adam"),

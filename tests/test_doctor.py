@@ -16,6 +16,7 @@ import torch
 import doctor
 import precision
 import rounding
+import strategies
 import train
 import trainer
 from rounding import Stream
@@ -55,8 +56,9 @@ def saved(checkpoint, lines=(), **changes):
     return folder
 
 
-def examined(*args, **kwargs):
-    return doctor.diagnose(saved(*args, **kwargs), train.FLAGS, {})
+def examined(checkpoint, *args, **kwargs):
+    table = strategies.table(checkpoint["config"]["task"])
+    return doctor.diagnose(saved(checkpoint, *args, **kwargs), table, {})
 
 
 def named(diagnosis):
