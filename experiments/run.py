@@ -42,7 +42,8 @@ def flags_of(words):
     import train
 
     table = strategies.table(train.task_of(words))
-    return {**table.defaults(), **vars(train.build_parser(table).parse_args(words))}
+    given = vars(train.build_parser(table).parse_args(words))
+    return {**table.defaults(), **strategies.find(given.get("task", "rflow")).own_defaults(), **given}
 
 
 def dry_run(words):
