@@ -10,6 +10,7 @@ import pytest
 from lab import TOML, commands, record, records_of, second, table, write
 from scipy import stats
 
+import strategies
 from experiments import analysis, definition, figures, report, run
 from experiments import records as log
 
@@ -394,6 +395,8 @@ def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment):
         mine, other = run.flags_of(all_flags(arm)), run.flags_of(all_flags(base))
         differ = {name for name in mine if mine[name] != other[name]}
         own = {name for a in (arm, base) for b in (a, a.trained, a.source) for name in named(b)}
+        if mine["task"] != other["task"]:  # each has defaults of its own
+            own |= {name for flags in (mine, other) for name in strategies.find(flags["task"]).own_defaults()}
         assert differ <= beside | own, arm.name
         assert arm is base or differ or arm.metric != base.metric, f"{arm.name} is its baseline again"
     log.recorded(experiment)  # raises when a record's command is not the one of its arm
