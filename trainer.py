@@ -110,7 +110,7 @@ class Trainer:
         self._check()
         self.folder = Folder(folder or Path(c.runs) / c.name)
         self.data = self.kind.load(c, None if dry else self._index())
-        self.task = self.new_task(self.recipe)
+        self.task = self.kind(self.data, self.recipe, c)
         self.validation = self._validation()
         self.step, self.seconds, self.peak = 0, 0.0, None
         self.interval, self.since = 0, 0.0  # steps and sum of their losses since the last logged line
@@ -152,10 +152,6 @@ class Trainer:
     @property
     def finished(self):
         return self.step >= self.config.steps or self.validation.exhausted
-
-    def new_task(self, recipe):
-        """The run's task on its data, in a recipe, with nothing in it that has been used."""
-        return self.kind(self.data, recipe, self.config)
 
     def new_net(self, device="cpu"):
         """The net in fp32 as a new run has it. Initial weights are drawn on the CPU: the same on every
