@@ -87,6 +87,25 @@ def lr_factor(config, step):
     return warm * falling
 
 
+# ---- A/A control -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def perturb(net, pattern):
+    """Move each fp32 weight of `net` that is trained to its neighbour, in place: by 6e-8 to 1.2e-7 of itself,
+    up or down by a fixed random pattern of this number. Zeros stay.
+
+    Runs from such weights differ by chaos alone, so their spread is what no recipe can be blamed for. To flip
+    the last bit would not do: torch draws uniform weights with 24 bits, whose last bit is nearly always 0.
+    """
+    draw = torch.Generator().manual_seed(pattern)
+    for p in net.parameters():
+        if p.requires_grad and p.dtype == torch.float32:
+            up = torch.randint(0, 2, p.shape, generator=draw, dtype=torch.int32).to(p.device)
+            neighbour = (p.view(torch.int32) + (2 * up - 1)).view(torch.float32)  # of larger size, or smaller
+            p.copy_(torch.where(p == 0, p, neighbour))
+
+
 # ---- Trainer -----------------------------------------------------------------------------------------------
 
 
@@ -172,11 +191,13 @@ class Trainer:
         net = self.new_net("meta" if meta else "cpu")
         if start:
             self._load(net, start)
+        if c.perturb and not meta:
+            perturb(net, c.perturb)
         net = net.to(device)
         run = Precision(
             net, self.recipe, groups=self.task.groups(net), optimizer=c.optimizer, lr=c.lr,
             betas=(0.9, c.beta2), weight_decay=c.weight_decay, clip_grad=c.clip_grad,
-            accumulate=c.accumulate, ema_decay=c.ema_decay,
+            accumulate=c.accumulate, ema_decay=c.ema_decay, ema_warmup=c.ema_warmup,
             averages=[*c.average, *self.task.averages().values()], seed=c.seed,
             **self.table.pick(c, "scaler"), **self.table.pick(c, "method"),
         )  # fmt: skip
@@ -191,7 +212,10 @@ class Trainer:
     def _load(self, net, checkpoint):
         """Give `net`, still fp32, the averaged weights of a checkpoint of any recipe."""
         saved, wanted = checkpoint["precision"], net.state_dict()
-        state = {**saved["model"], **saved["averages"]["ema"]["shadow"]}
+        average, first = saved["averages"]["ema"]["shadow"], {p: name for name, p in net.named_parameters()}
+        # tied weights have several names, and the average knows them by the first
+        named = net.named_parameters(remove_duplicate=False)
+        state = {**saved["model"], **{name: average[first[p]] for name, p in named if first[p] in average}}
         # what layers of a recipe hold beside weights, scales for one, stays behind
         state = {name: value for name, value in state.items() if name in wanted}
         if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in wanted.items()}:
@@ -247,7 +271,11 @@ class Trainer:
 
     def _seed(self, rank):
         own = (rank,) if rank else ()
-        torch.manual_seed(stream(self.config.seed, Stream.GLOBAL, self.step, *own))
+        seed = stream(self.config.seed, Stream.GLOBAL, self.step, *own)
+        # torch.manual_seed asks every kind of device: without a GPU it queues a call with a traceback, each time
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def fit(self):
         """Train to config.steps, score, write everything; returns the summary dict, on the main rank.
