@@ -1,19 +1,20 @@
 """A stranger's task, in one file of its own: trained, resumed, drawn from and examined by the real command.
 """
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import cli
 import pytest
 import torch
+from cli import ROOT
 
-import train
 from runs import read_checkpoint
-
-ROOT = Path(train.__file__).parent
 
 # What a person would write: own data, net, flag, loss, scores, and a site of its own that the loss reads.
 MINE = '''
@@ -87,20 +88,21 @@ class Mine(Task):
 QUICK = "--batch_size 8 --log_every 2 --sample_every 0 --warmup 0 --name run".split()
 
 
+folder = cli.in_a_folder_of_its_own
+
+
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def a_file_of_ones_own(folder):
     Path("mine.py").write_text(MINE)
 
 
 def command(*flags, status=0, task="mine.py:Mine"):
-    """What `python train.py --task FILE.py:CLASS ...` says: (out, err)."""
-    words = [sys.executable, str(ROOT / "train.py"), *(["--task", task] if task else []), *map(str, flags)]
-    # compiling takes longer than these runs
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == status, done.stderr[-2000:]
-    return done.stdout, done.stderr
+    """What `train.py --task FILE.py:CLASS ...` says in this process: (out, err)."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        ended = cli.command(*(["--task", task] if task else []), *flags)
+    assert (ended or 0) == status, err.getvalue()[-2000:]
+    return out.getvalue(), err.getvalue()
 
 
 def flat(run):
@@ -108,7 +110,11 @@ def flat(run):
 
 
 def test_a_strangers_task_is_one_class():
-    out, _ = command(*QUICK, "--steps", 5, "--hidden", 32)
+    # the real command; those that follow run in this process, which has the libraries already
+    words = [*"--task mine.py:Mine --steps 5 --hidden 32".split(), *QUICK]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer
+    options = dict(capture_output=True, text=True, env=environment, timeout=300, check=True)
+    out = subprocess.run([sys.executable, ROOT / "train.py", *words], **options).stdout
     assert "waves: 64 + 32\nMine on " in out and "real (floor)" in out and "error" in out
     assert "target" in out  # the ledger holds its site
     state = read_checkpoint("runs/run")
