@@ -3,15 +3,18 @@
 Everything here takes an Experiment and `known`, {key: record} of all experiments, and returns plain data.
 """
 
+import dataclasses
 import itertools
 import math
 import re
 import statistics
 
 from experiments import figures, stats
-from experiments.definition import key
+from experiments.definition import key, look_of
 from experiments.records import is_number, value
 
+WAITS = "waits"  # a verdict between two looks that were planned
+LOSSES = ("loss", "nats_a_byte", "l1")  # scores that are a loss on held-out data, beside loss_by_timestep
 DIVERGED = re.compile(r"the loss is (nan|-?inf)")
 
 # ---- Scores ------------------------------------------------------------------------------------------------
@@ -62,14 +65,128 @@ def comparison(experiment, arm, known):
     differences = [own[seed] - base[seed] for seed in own if seed in base]
     if len(differences) < 2:
         return len(differences), None
+    due, level = look_of(experiment, len(differences))
     lower = experiment.lower_is_better
-    return len(differences), stats.equivalence(differences, arm.margin, lower_is_better=lower)
+    result = stats.equivalence(differences, arm.margin, level, lower_is_better=lower)
+    if experiment.looks and len(differences) != due:
+        result = dataclasses.replace(result, verdict=WAITS)
+    return len(differences), result
 
 
 def verdict(pairs, result):
     if result:
         return result.verdict
     return "no pairs yet" if pairs == 0 else "undecided"
+
+
+# ---- Held-out loss -----------------------------------------------------------------------------------------
+
+
+def held_out(record, weights):
+    """(what it is, figure) of the loss of a finished run on held-out data; of its training without one.
+
+    `weights` are those whose scores are read, "" for a figure of the training.
+    """
+    own = record.get("scores", {}).get(weights, {})
+    bins = own.get("loss_by_timestep")
+    if bins and all(is_number(loss) for loss in bins):
+        return "held-out loss", statistics.fmean(bins)
+    for name in LOSSES:
+        if is_number(own.get(name)):
+            return "held-out loss", own[name]
+    return "training loss", record["final_loss"]
+
+
+def task_of(arm):
+    flags = ["--task", "", *arm.trained.experiment.common, *arm.trained.flags]
+    return [word for flag, word in zip(flags, flags[1:], strict=False) if flag == "--task"][-1]
+
+
+def finished(records):
+    return {seed: r for seed, r in records.items() if "failed" not in r}
+
+
+def loss_comparison(experiment, arm, known):
+    """(what it is, pairs, stats.Equivalence or None) of an arm's loss against its baseline's, in percent.
+
+    Paired as the scores are. None where a run failed, or where the two train on different tasks.
+    """
+    base_arm = experiment.arm(arm.baseline)
+    sides = [finished(records_of(experiment, a, known)) for a in (arm, base_arm)]
+    own, base = (
+        {s: held_out(r, weights_of(a)) for s, r in side.items()}
+        for a, side in zip((arm, base_arm), sides, strict=True)
+    )
+    kinds = {kind for side in (own, base) for kind, _ in side.values()}
+    kind = "held-out loss" if kinds == {"held-out loss"} else "training loss"
+    if len(kinds) > 1:  # the one that both have
+        own, base = ({s: (kind, r["final_loss"]) for s, r in side.items()} for side in sides)
+    seeds = [seed for seed in own if seed in base and base[seed][1] > 0]
+    changes = [100 * (own[seed][1] / base[seed][1] - 1) for seed in seeds]
+    same_task = task_of(arm) == task_of(base_arm)  # another task has another loss
+    if len(changes) < 2 or not same_task or not all(map(math.isfinite, changes)):
+        return kind, len(changes), None
+    due, level = look_of(experiment, len(changes))
+    return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
+
+
+# ---- The harm of rounding to nearest -----------------------------------------------------------------------
+
+
+def nearest_of(experiment, arm):
+    """The arm that rounds to nearest beside this one: its flags are those of the baseline and --pure_bf16."""
+    base = experiment.arm(arm.baseline)
+    for other in experiment.arms:
+        if other.baseline != base.name or other.metric.rpartition(".")[2] != arm.metric.rpartition(".")[2]:
+            continue
+        same_weights = weights_of(other) == weights_of(base) and other is not arm and not other.source.of
+        own, plain = (training_flags(a.trained) for a in (other, base))
+        if same_weights and sorted(own) == sorted([*plain, "--pure_bf16"]):
+            return other
+    return None
+
+
+def training_flags(arm):
+    """The flags of a training without those that only keep or score something beside it."""
+    flags, kept = arm.experiment.common + arm.flags, []
+    for before, flag in zip(["", *flags], flags, strict=False):
+        if flag not in ("--average", "--weights") and before not in ("--average", "--weights"):
+            kept.append(flag)
+    return kept
+
+
+def of_nearest(experiment, arm, known):
+    """(share of nearest's harm to the score, to the loss) of an arm; None where nearest does none."""
+    nearest = nearest_of(experiment, arm)
+    if nearest is None:
+        return None, None
+    scores_of = [comparison(experiment, a, known)[1] for a in (arm, nearest)]
+    losses_of = [loss_comparison(experiment, a, known)[2] for a in (arm, nearest)]
+    return share(*scores_of), share(*losses_of)
+
+
+def share(own, harm):
+    """Of two Equivalences the ratio of means, where the second's interval excludes 0."""
+    if own is None or harm is None or not harm.low * harm.high > 0 or not math.isfinite(own.mean):
+        return None
+    return own.mean / harm.mean
+
+
+# ---- Machines ----------------------------------------------------------------------------------------------
+
+
+def machine_of(record):
+    facts = record.get("env", {})
+    return facts.get("gpu") or facts.get("cpu") or "unknown machine"
+
+
+def across(experiment, arm, known):
+    """How many pairs of an arm with its baseline were recorded on two kinds of machine."""
+    own, base = (records_of(experiment, a, known) for a in (arm, experiment.arm(arm.baseline)))
+    return sum(machine_of(own[seed]) != machine_of(base[seed]) for seed in own if seed in base)
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------
 
 
 def needed(experiment, known):
@@ -79,8 +196,14 @@ def needed(experiment, known):
 
 
 def levels(experiment, known):
-    """{"real images": score, "noise": score}, where the task has them."""
-    finished = next((r for r in needed(experiment, known).values() if r.get("reference")), None)
+    """{"real images": score, "noise": score}, where the task has them.
+
+    They depend on the number of samples, so they are those of the baseline's own records, not of the training
+    that it samples from.
+    """
+    arms = [experiment.arm(experiment.baseline), *experiment.arms]
+    records = [r for arm in arms for r in records_of(experiment, arm, known).values()]
+    finished = next((r for r in records if r.get("reference")), None)
     if finished is None:
         return {}
     name, reference = experiment.metric.rpartition(".")[2], finished["reference"]

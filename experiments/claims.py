@@ -277,7 +277,8 @@ def link(reference, evidence):
     kind, _, name = reference.partition(":")
     if kind == "arm":
         number = name.partition("/")[0]
-        return f"[{number}](EXPERIMENTS.md#experiment-{number})" if number in evidence.experiments else number
+        known = evidence.experiments.get(number)
+        return f"[{number}](experiments/{known.folder.name}/README.md)" if known else number
     if kind == "bench":
         path = f"experiments/bench/{name}.json"
         return f"[{name}]({path})" if (evidence.root / "bench" / f"{name}.json").exists() else name

@@ -45,7 +45,7 @@ class Arm:
     cell: dict = dataclasses.field(default_factory=dict)  # {factor: level} of a factorial experiment
     series: str = ""  # with x: a point of the curve of this name
     x: float = 0.0
-    headline: str = ""  # a row of this name in the table that EXPERIMENTS.md opens with
+    headline: str = ""  # "net: recipe", its row in the figure that EXPERIMENTS.md opens with
 
     # load sets four more: `experiment`, the one it belongs to; `trained`, the arm whose run it reads, or
     # itself; `source`, the arm whose records hold its scores; `start`, the arm it trains after, or itself
@@ -68,6 +68,12 @@ class Experiment:
     x_label: str = ""  # what the x of the arms is
     ranges: bool = False  # report the ranges that generation runs through
     by_bytes: bool = False  # draw the score against bytes a parameter
+    loss_margin: float = 0.0  # of the held-out loss, in percent of the baseline's; 0: none was fixed
+    # when verdicts are read, planned before the runs: {pairs = 12, level = 0.03} each, in order, level being
+    # that of a one-sided test; `unplanned = true` where it was not. Without any: once, at all seeds, at 0.05
+    looks: list = dataclasses.field(default_factory=list)
+    missed: list = dataclasses.field(default_factory=list)  # titles of its missed predictions
+    unchecked_prose: bool = False  # leave the numbers in README.md's prose unchecked
 
     # load sets two more: `number` ("007") and `folder`
 
@@ -119,6 +125,16 @@ def load(number, root=HERE, loaded=None):
     return experiment
 
 
+LEVEL = 0.05  # of the one look that is planned where nothing is said
+
+
+def look_of(experiment, pairs):
+    """(pairs of the look that so many pairs are, or are on the way to; its level)."""
+    looks = experiment.looks or [{"pairs": len(experiment.seeds), "level": LEVEL}]
+    due = next((look for look in looks if look["pairs"] >= pairs), looks[-1])
+    return due["pairs"], due["level"]
+
+
 def _read_toml(path):
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -164,12 +180,36 @@ def _check(experiment, path):
         (all(isinstance(flag, str) for flag in flags), 'flags are strings, as typed: ["--steps", "3000"]'),
         (all(isinstance(level, str) for level in levels), 'levels of a cell are strings: {ema = "bf16"}'),
         (all(math.isfinite(arm.x) for arm in arms), "the x of an arm is a finite number"),
+        (0 <= experiment.loss_margin < math.inf, "loss_margin is in percent, above 0"),
+        (all(isinstance(title, str) for title in experiment.missed), "missed predictions are titles"),
+        (_sound_looks(experiment.looks), f"looks are {LOOKS}"),
     ]:
         if not sound:
             raise Refused(f"{path}: {what}")
+    if experiment.looks and len(seeds := experiment.seeds) > experiment.looks[-1]["pairs"]:
+        last = experiment.looks[-1]["pairs"]
+        used = f"its looks are used up at {last} pairs, and it has {len(seeds)} seeds"
+        raise Refused(f"{path}: {used}; looks are planned before the runs: take a new number for more")
     for flag in flags:
         if flag.partition("=")[0] in NOT_AN_ARMS:
             raise Refused(f"{path}: {flag} is no flag of an arm: {', '.join(NOT_AN_ARMS)} are left to run.py")
+
+
+LOOKS = "tables in order: {pairs = 6, level = 0.03}; level above 0 and up to 0.05"
+
+
+def _sound_looks(looks):
+    for look in looks:
+        needed = {"pairs", "level"}
+        if not isinstance(look, dict) or not needed <= set(look) <= {*needed, "unplanned"}:
+            return False
+        pairs, level = look["pairs"], look["level"]
+        if type(pairs) is not int or pairs < 2 or type(level) is not float or not 0 < level <= LEVEL:
+            return False
+        if type(look.get("unplanned", False)) is not bool:
+            return False
+    counts = [look["pairs"] for look in looks]
+    return counts == sorted(set(counts))
 
 
 # ---- Links between arms ------------------------------------------------------------------------------------

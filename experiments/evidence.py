@@ -15,7 +15,7 @@ import math
 import statistics
 from pathlib import Path
 
-from experiments.analysis import comparison, records_of, scores, verdict
+from experiments.analysis import comparison, levels, loss_comparison, of_nearest, records_of, scores, verdict
 from experiments.records import value
 from machine import Refused
 
@@ -36,6 +36,11 @@ def percent(x):
     return f"{100 * x:.0f} %" if abs(x) >= 0.1 else f"{100 * x:.1f} %"
 
 
+def small_percent(x):
+    said = f"{100 * x:+.2f} %"
+    return said[1:] if said[1:] == "0.00 %" else said
+
+
 def signed_percent(x):
     return f"{100 * x:+.1f} %"
 
@@ -50,6 +55,7 @@ class Seen:
     def __post_init__(self):
         self.experiment = self.arm.experiment
         self.pairs, self.result = comparison(self.experiment, self.arm, self.known)
+        self.loss_result = loss_comparison(self.experiment, self.arm, self.known)[2]
         self.own = scores(self.experiment, self.arm, self.known)
         base = self.experiment.arm(self.arm.baseline)
         against = scores(self.experiment, base, self.known)
@@ -86,6 +92,17 @@ ARM_FIGURES = {  # name: (the figure of a Seen, how it is written: decimals as o
     "n": (lambda s: s.pairs, "{:d}"),
     "times": (lambda s: statistics.fmean(s.own.values()) / statistics.fmean(s.base.values()), "{:.1f}"),
     "change": (lambda s: s.result.mean / statistics.fmean(s.base.values()), signed_percent),
+    "achieved": (lambda s: s.result.achieved, ""),
+    "achieved_share": (lambda s: s.result.achieved / abs(statistics.fmean(s.base.values())), percent),
+    "margin_share": (lambda s: s.arm.margin / abs(statistics.fmean(s.base.values())), percent),
+    "harm": (lambda s: of_nearest(s.experiment, s.arm, s.known)[0], percent),
+    "loss_harm": (lambda s: of_nearest(s.experiment, s.arm, s.known)[1], percent),
+    "held_out": (lambda s: s.loss_result.mean / 100, small_percent),
+    "held_out_low": (lambda s: s.loss_result.low / 100, small_percent),
+    "held_out_high": (lambda s: s.loss_result.high / 100, small_percent),
+    "held_out_achieved": (lambda s: s.loss_result.achieved / 100, lambda x: f"{100 * x:.2f} %"),
+    "floor": (lambda s: levels(s.experiment, s.known)["real images"], ""),
+    "ceiling": (lambda s: levels(s.experiment, s.known)["noise"], ""),
     "loss": (lambda s: s.held("final_loss"), "{:.4f}"),
     "loss_change": (lambda s: s.ratio("final_loss") - 1, signed_percent),
     "bytes": (lambda s: s.held("bytes_per_parameter"), "{:.4g}"),
@@ -270,7 +287,7 @@ class Evidence:
             compute, form = ARM_FIGURES[figure]
             x = compute(seen)
             return x, written(seen, x, form)
-        except (KeyError, StopIteration, AttributeError, statistics.StatisticsError):
+        except (KeyError, StopIteration, AttributeError, TypeError, statistics.StatisticsError):
             raise Refused(f"{{{reference}}}: the records of {name} do not hold that") from None
 
     # -- benchmarks

@@ -22,6 +22,7 @@ COLOURS = {
     "worse": "tab:red",
     "undecided": "tab:orange",
     "no pairs yet": "grey",
+    "waits": "grey",
 }
 LABELS = {  # of the curves: (title, axis)
     "loss": ("training loss", "loss"),
@@ -257,7 +258,51 @@ def draw_ranges(plt, data):
     return picture
 
 
-FIGURES = {  # name of the file: (how it is drawn, its version, what EXPERIMENTS.md calls it), in its order
+def draw_effects_of_recipes(plt, data):
+    """Differences from fp32 of the main recipes, a row each: left the score in margins, right the loss."""
+    rows = data["rows"]
+    nets = list(dict.fromkeys(row["net"] for row in rows))
+    gap = 0.9  # rows between nets, where the net's name stands
+    heights = [i + gap * (nets.index(row["net"]) + 1) for i, row in enumerate(rows)]
+    size = (11, 1.4 + 0.27 * (heights[-1] + 1))
+    picture, axes = plt.subplots(1, 2, sharey=True, figsize=size)
+    for axis, part in zip(axes, ("score", "loss"), strict=True):
+        axis.axvline(0, color="grey", linewidth=1)
+        for row, y in zip(rows, heights, strict=True):
+            if row[part] is None:
+                continue
+            mean, low, high = row[part]
+            filled = "white" if part == "loss" and row["kind"] == "training loss" else None
+            style = {"color": COLOURS[row["verdict"]], "fmt": "o", "capsize": 3, "markersize": 5}
+            axis.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], markerfacecolor=filled, **style)
+        axis.set_xscale("symlog", linthresh=1, linscale=1.2)
+        axis.grid(alpha=0.3, axis="x")
+    axes[0].axvspan(-1, 1, color="tab:green", alpha=0.12, linewidth=0)
+    names = [f"{row['recipe']} ({row['number']}, n = {row['n']})" for row in rows]
+    axes[0].set_yticks(heights, names, fontsize=8)
+    for net in nets:
+        first = next(y for row, y in zip(rows, heights, strict=True) if row["net"] == net)
+        place = axes[0].get_yaxis_transform()
+        style = {"fontsize": 8, "fontweight": "bold", "ha": "right", "va": "center", "clip_on": False}
+        axes[0].text(-0.012, first - gap, net, transform=place, **style)
+    axes[0].set_ylim(heights[-1] + 0.7, -0.5)
+    ticks = [-1, 0, 1, 3, 10, 100]
+    labels = "difference of the score, in margins", "difference of the loss, %"
+    for axis, label in zip(axes, labels, strict=True):
+        low, high = axis.get_xlim()
+        shown = [tick for tick in ticks if low <= tick <= high]
+        axis.set_xticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
+        axis.minorticks_off()
+        axis.set_xlabel(f"{label} (right is worse)", fontsize=9)
+    said = "bars: 95 % intervals of paired differences; band: the margin; colour: the verdict on the score"
+    axes[1].set_title("hollow: training loss, where no held-out loss is recorded", fontsize=8)
+    axes[0].set_title("green equal, red worse, orange not shown to differ", fontsize=8)
+    picture.suptitle(said, fontsize=9)
+    picture.tight_layout()
+    return picture
+
+
+FIGURES = {  # name of the file: (how it is drawn, its version, what the pages call it), in their order
     "factorial": (draw_factorial, 1, "cells and effects"),
     "series": (draw_series, 1, "score over x"),
     "bytes": (draw_bytes, 1, "score against bytes a parameter"),
@@ -265,4 +310,5 @@ FIGURES = {  # name of the file: (how it is drawn, its version, what EXPERIMENTS
     "samples": (draw_strips, 1, "samples of each arm from the same noise"),
     "loss_by_timestep": (draw_bins, 1, "loss by timestep"),
     "curves": (draw_curves, 1, "training curves"),
+    "effects": (draw_effects_of_recipes, 1, "differences of the main recipes from fp32"),
 }

@@ -1,8 +1,9 @@
 """Records of runs: experiments/*/results.jsonl has a line a run, made from the files that the run left.
 
-A record holds the arm, the seed and the command, where it ran (env, commit, clean), and what came of it:
-scores {source of weights: {name: figure}}, the reference scores of real images and noise, seconds,
-final_loss, curves; or, of a run that failed, its last message. FIELDS says which of them a report relies on.
+A record holds the arm, the seed and the command, where it ran (env, commit, clean; of an arm that only
+samples also trained_on, where its training ran), and what came of it: scores {source of weights: {name:
+figure}}, the reference scores of real images and noise, seconds, final_loss, curves; or, of a run that
+failed, its last message. FIELDS says which of them a report relies on.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from experiments.definition import RUNS, key, label, typed
 from machine import Refused
-from runs import read_json, read_lines, read_metrics, write_atomically
+from runs import environment, read_json, read_lines, read_metrics, write_atomically
 from shapes import is_number, is_text, is_whole, listing, maybe, table
 
 MACHINE = ("cpu", "gpu", "bf16", "torch", "python")
@@ -158,6 +159,9 @@ def make(arm, seed, runs, code):
         env = read_json(folder / "env.json")
         if not {*MACHINE, *CODE} <= set(env) or not is_environment(env):
             raise Refused(f"{folder}/env.json tells of no machine: remove that folder, and run again")
+        if arm.of:  # it was sampled here and now, whatever machine and code trained it
+            record["trained_on"] = {k: env[k] for k in ("cpu", "gpu", "commit")}
+            env = environment("cuda" if env["gpu"] else "cpu")
         record["env"] = {k: env[k] for k in MACHINE}
         record |= {k: env[k] for k in CODE}
     final_loss, curves = _curves(folder / "metrics.jsonl")
@@ -243,12 +247,13 @@ def value(record, metric):
     """A figure of a finished run.
 
     A score, as in "ema.frechet", "0.9999:bf16.frechet", "raw.mean_dice", or a figure of the training, as in
-    "final_loss", "gradient_snr.fp8". Raises Refused.
+    "final_loss", "gradient_snr.fp8". "ema.loss_by_timestep" is the mean over its bins, the held-out loss.
+    Raises Refused.
     """
     source, _, name = metric.rpartition(".")
     try:
         holder = {**record, **record["scores"]}[source] if source else record
-        return float(holder[name])
+        return statistics.fmean(holder[name]) if name == "loss_by_timestep" else float(holder[name])
     except (KeyError, TypeError, ValueError):
         scores = record["scores"].items()
         held = [f"{source}.{k}" for source, own in scores for k, v in own.items() if is_number(v)]

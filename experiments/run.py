@@ -4,12 +4,15 @@
     python experiments/run.py 001 --dry_run                their commands
     python experiments/run.py 001 --arm fp32 --seeds 0-2   some of them
     python experiments/run.py 001 --check --seeds 0        again, in a temporary folder, beside the record
+    python experiments/run.py 001 --mixed                  also beside records of another kind of CPU
 
 An experiment is a folder NNN-slug with an experiment.toml (definition.py has its keys); results.jsonl takes a
 line a run (records.py). All arms of a seed run together, so that pairs are complete early. Interrupt it and
 start it again: finished runs are recorded, unfinished ones resume. A run that fails is recorded with its last
 message; --retry runs it again. A run that an arm samples from, or starts from, and that is not there is run
-first, and recorded where it belongs.
+first, and recorded where it belongs. Runs of a pair belong on one kind of CPU, since bf16 products are summed
+in another order on another: a run whose partner was recorded elsewhere is refused without --mixed, and marked
+in the report with it.
 Exit status: 0, 1 a check that differs, 2 a mistake.
 """
 
@@ -30,8 +33,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import records  # noqa: E402
+from experiments.analysis import machine_of  # noqa: E402
 from experiments.definition import HERE, ROOT, RUNS, command, key, label, load, typed  # noqa: E402
 from machine import Refused, cpu_threads  # noqa: E402
+from runs import environment  # noqa: E402
 
 # ---- The house: all that this file asks of train.py and trainer.py -----------------------------------------
 
@@ -221,14 +226,44 @@ def run(experiment, args):
             number, name, seed = missing[0]
             what = f"no record of arm {name}, seed {seed} to compare with"
             raise Refused(f"experiment {number} has {what}; run it first")
+        if not (args.check or args.mixed):
+            refuse_mixed_pairs(experiment, [run for run in todo if key(*run) not in done], known)
         validate(dict.fromkeys(arm for arm, _ in todo), seeds[0], runs)
         return follow(experiment, args, todo, runs, wanted, known, done)
+
+
+def here():
+    """The machine that runs are recorded on: a GPU's name, or the CPU's."""
+    import torch
+
+    return machine_of({"env": environment("cuda" if torch.cuda.is_available() else "cpu")})
+
+
+def partners(experiment, arm):
+    """The arms whose records stand in a pair with this one's."""
+    pairs = [(a.source, experiment.arm(a.baseline).source) for a in experiment.arms]
+    found = [other for pair in pairs if arm in pair for other in pair if other is not arm]
+    return list(dict.fromkeys(found))
+
+
+def refuse_mixed_pairs(experiment, todo, known):
+    """Raise Refused if a run would stand in a pair with a record of another kind of machine."""
+    machine = here() if todo else ""
+    for arm, seed in todo:
+        for other in partners(experiment, arm):
+            record = known.get(key(other, seed))
+            if record and machine_of(record) not in (machine, "unknown machine"):
+                raise Refused(
+                    f"{label(arm, seed)} would be paired with {label(other, seed)}, which was recorded on "
+                    f"{machine_of(record)}; this is {machine}: run it there, or add --mixed"
+                )
 
 
 def known_records(experiment, arms, repair):
     """{key: record} of the experiments that these arms read, sample or start from, and of their own."""
     involved = {experiment: None}
-    for arm in arms:
+    beside = [other for arm in arms for other in partners(experiment, arm)]
+    for arm in dict.fromkeys([*arms, *beside]):
         for other in (arm, arm.trained, arm.start, arm.trained.start):
             involved[other.experiment] = None
     return {k: record for e in involved for k, record in records.recorded(e, repair).items()}
@@ -288,6 +323,7 @@ def parse(argv):
     jobs = "runs at once, one thread each (default: the cores, %(default)s here)"
     add("--jobs", type=int, default=cpu_threads(), help=jobs)
     add("--check", action="store_true", help="run again in a temporary folder and compare with the record")
+    add("--mixed", action="store_true", help="run also what is paired with a record of another kind of CPU")
     add("--retry", action="store_true", help="run those again that failed")
     add("--dry_run", action="store_true", help="print the commands and stop")
     add("--runs", default=RUNS, help="where runs are kept (default: %(default)s in the repository)")

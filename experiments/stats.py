@@ -2,6 +2,7 @@
 
     python -c "from experiments.stats import power_n; print(power_n(sd=0.5, effect=0.3))"
 """
+import functools
 import math
 from dataclasses import dataclass
 
@@ -12,10 +13,13 @@ from scipy import optimize, stats
 @dataclass(frozen=True)
 class Equivalence:
     mean: float             # of the paired differences
-    low: float              # confidence interval of the true mean
+    low: float              # 95 % confidence interval of the true mean
     high: float
     verdict: str            # equal, better, worse or undecided
     smallest_effect: float  # true mean difference that this many pairs detect with 80 % power
+    achieved: float         # the smallest margin within which they would have been called equal
+    p_difference: float     # two-sided, of no difference
+    p_equal: float          # of a difference of the margin or more
 
 
 def equivalence(differences, margin: float, alpha: float = 0.05, lower_is_better: bool = True) -> Equivalence:
@@ -24,13 +28,20 @@ def equivalence(differences, margin: float, alpha: float = 0.05, lower_is_better
     equal: two one-sided t-tests at alpha reject a true mean beyond the margin (TOST, Schuirmann 1987,
     doi 10.1007/BF01068419), that is, the 1 - 2 alpha interval lies inside (-margin, margin). A difference
     that is significant and within the margin is equal.
-    better, worse: not equal, and the 1 - alpha interval [low, high] excludes 0.
-    undecided: anything else. It is not equal.
+    better, worse: not equal, and the 1 - alpha interval excludes 0.
+    undecided: anything else. It is not shown to differ, and not shown equal.
+    alpha is that of one look at the data: fewer than 0.05 where more looks were planned (family_level).
 
     Diverged runs: the same infinity everywhere is better or worse, any other mixture with values that are not
     finite is undecided. ValueError: fewer than two pairs, or a margin not above 0.
     """
     x = torch.as_tensor(differences, dtype=torch.float64).flatten()
+    return _equivalence(tuple(x.tolist()), margin, alpha, lower_is_better)
+
+
+@functools.cache
+def _equivalence(differences, margin, alpha, lower_is_better):
+    x = torch.tensor(differences, dtype=torch.float64)
     n, mean = len(x), x.mean().item()
     if n < 2 or not margin > 0:
         found = f"{n} pairs and margin {margin}"
@@ -38,20 +49,65 @@ def equivalence(differences, margin: float, alpha: float = 0.05, lower_is_better
     side = "better" if (mean < 0) == lower_is_better else "worse"
     if not x.isfinite().all():
         if (x == x[0]).all():
-            return Equivalence(mean, mean, mean, side, math.nan)
-        return Equivalence(mean, math.nan, math.nan, "undecided", math.nan)
+            return Equivalence(mean, mean, mean, side, math.nan, math.inf, 0.0, 1.0)
+        return Equivalence(mean, math.nan, math.nan, "undecided", math.nan, math.inf, 1.0, 1.0)
     sd = x.std().item()
-    narrow, wide = (stats.t.isf(tail, n - 1) * sd / math.sqrt(n) for tail in (alpha, alpha / 2))
-    low, high = float(mean - wide), float(mean + wide)
-    if abs(mean) + narrow < margin:
+    error = sd / math.sqrt(n)
+    narrow, wide, shown = (stats.t.isf(tail, n - 1) * error for tail in (alpha, alpha / 2, 0.025))
+    low, high, achieved = float(mean - shown), float(mean + shown), float(abs(mean) + narrow)
+    if achieved < margin:
         verdict = "equal"
-    elif low > 0 or high < 0:
+    elif abs(mean) > wide:
         verdict = side
     else:
         verdict = "undecided"
     most = 4 * stats.t.isf(alpha / 2, n - 1)  # sds; an effect that large is missed by no number of pairs
     smallest = sd * optimize.brentq(lambda effect: _power(effect, n, alpha) - 0.8, 0, most)
-    return Equivalence(mean, low, high, verdict, smallest)
+    p_difference = 2 * _tail(abs(mean), error, n)
+    p_equal = _tail(margin - abs(mean), error, n)
+    return Equivalence(mean, low, high, verdict, smallest, achieved, p_difference, p_equal)
+
+
+def _tail(distance, error, n):
+    """Probability that a t of n - 1 degrees of freedom lies that many standard errors up."""
+    if error == 0:
+        return 0.0 if distance > 0 else 0.5
+    return float(stats.t.sf(distance / error, n - 1))
+
+
+# ---- Several at once ---------------------------------------------------------------------------------------
+
+
+def holm(ps, alpha: float = 0.05) -> int:
+    """How many of these p-values stay significant by Holm's step-down rule (1979, jstor 4615733)."""
+    kept = 0
+    for i, p in enumerate(sorted(ps)):
+        if p > alpha / (len(ps) - i):
+            break
+        kept += 1
+    return kept
+
+
+def family_level(pairs, levels) -> float:
+    """Chance that one of several looks at growing data rejects a true hypothesis, each at its own one-sided
+    level.
+
+    Looks at n and m > n pairs correlate by sqrt(n / m) (Pocock 1977, doi 10.1093/biomet/64.2.191).
+    """
+    if len(pairs) == 1:
+        return levels[0]
+    shared = [[math.sqrt(min(a, b) / max(a, b)) for a in pairs] for b in pairs]
+    bounds = [stats.norm.isf(level) for level in levels]
+    return 1 - float(stats.multivariate_normal(cov=shared, seed=0).cdf(bounds))
+
+
+def even_level(pairs, alpha: float = 0.05) -> float:
+    """The level that each look has where all have the same and together alpha."""
+    low = alpha / len(pairs) * 0.9
+    return optimize.brentq(lambda level: family_level(pairs, [level] * len(pairs)) - alpha, low, alpha)
+
+
+# ---- Power -------------------------------------------------------------------------------------------------
 
 
 def power_n(sd: float, effect: float, alpha: float = 0.05, power: float = 0.8) -> int:

@@ -1,5 +1,6 @@
 """For the tests of the log: a small experiment in a folder, its records, and a train.py that does nothing."""
 
+import csv
 import json
 
 import numpy as np
@@ -112,12 +113,21 @@ def commands(capsys, root, *words):
     return capsys.readouterr().out.splitlines()
 
 
-def table(text, number="001"):
-    """Rows of the generated table of EXPERIMENTS.md as {column: cell}."""
-    generated = text[text.index(f"generated: {number} begin") :].splitlines()
-    lines = [line.strip("| ").split(" | ") for line in generated if line.startswith("|")]
-    head, _, *rows = [[cell.strip() for cell in line] for line in lines]
-    return {row[0]: dict(zip(head, row, strict=False)) for row in rows}
+def table(root, name="001-rounding"):
+    """Rows of the generated table.csv of an experiment as {arm: {column: cell}}."""
+    with open(root / name / "table.csv", newline="") as file:
+        return {row["arm"]: row for row in csv.DictReader(file)}
+
+
+def page(root, name="001-rounding"):
+    return (root / name / "README.md").read_text()
+
+
+def shown(root, name="001-rounding"):
+    """Rows of the first table of an experiment's page as {arm: {column: cell}}."""
+    lines = [line for line in page(root, name).splitlines() if line.startswith("|")]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in lines]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)}
 
 
 # ---- A train.py --------------------------------------------------------------------------------------------

@@ -203,11 +203,17 @@ def test_what_is_recorded_is_skipped(folder, capsys):
     assert names("--arm", "sampler", "--seeds", "0", "--runs", runs) == ["001-sampler-seed0"]
 
 
+ENVIRONMENT = {"cpu": "c", "gpu": None, "bf16": [], "torch": "2", "python": "3"}
+ENVIRONMENT |= {"commit": "d" * 40, "clean": True}  # of the machine that samples; FAKE has that of trainings
+
+
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """A train.py that does nothing, quickly; validation still asks the real one."""
     (tmp_path / "train.py").write_text(FAKE)
     monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "environment", lambda device: ENVIRONMENT)
+    monkeypatch.setattr(log, "environment", lambda device: ENVIRONMENT)
 
 
 def test_records_hold_scores_and_failures(folder, fake, capsys):
@@ -226,6 +232,10 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     assert log.value(fp32, "gradient_snr.fp8") == 20.0
     assert "flops_share" not in fp32 and sampled["flops_share"] == {"generation": 0.9}
     assert sampled["of"] == "fp32" and sampled["seconds"] == 0
+    # where it was sampled, beside where its training ran
+    assert sampled["commit"] == "d" * 40 and sampled["env"]["cpu"] == "c"
+    assert sampled["trained_on"] == {"cpu": "c", "gpu": None, "commit": "b" * 40}
+    assert "trained_on" not in fp32
     assert sampled["scores"] == {"ema": {"frechet": 3.0}}
     assert failed["failed"] == "the loss is nan at step 2; runs/experiments/001-nearest-seed1 is kept"
     assert failed["exit"] == 2 and "scores" not in failed
@@ -244,6 +254,24 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     assert sorted(path.read_text().splitlines()) == sorted(before.splitlines())
     done, total = re.findall(r"(\d+)/(\d+) \[", capsys.readouterr().err)[-1]
     assert done == total  # the bar counts a training that is repeated once
+
+
+def test_a_run_beside_records_of_another_kind_of_cpu_is_refused(folder, fake, capsys, monkeypatch):
+    experiment = definition.load("1", folder)
+    records = [record(experiment, "fp32", seed, 1.0) for seed in experiment.seeds]
+    records[1]["env"] = {**records[1]["env"], "cpu": "another"}
+    write(folder, TOML, records)
+    assert run.main(["001", "--arm", "nearest", "--seeds", "0"], folder) == 0
+    said = fails(capsys, folder, "001", "--arm", "nearest", "--seeds", "0-2")
+    assert "001-nearest-seed1 would be paired with 001-fp32-seed1, which was recorded on another" in said
+    assert "this is c" in said and "--mixed" in said
+    second(folder)  # also where the partner is another experiment's
+    words = ["002", "--arm", "student", "--seeds", "1"]
+    assert run.main(words, folder) == 2 and "001-fp32-seed1" in capsys.readouterr().err
+    assert run.main(["001", "--arm", "nearest", "--seeds", "2", "--mixed"], folder) == 0
+    held = [(r["arm"], r["seed"]) for r in log.read(folder / "001-rounding/results.jsonl")]
+    assert held.count(("nearest", 0)) == held.count(("nearest", 2)) == 1 and ("nearest", 1) not in held
+    assert run.main(["001", "--arm", "fp32", "--seeds", "1"], folder) == 0, "what is recorded is no new run"
 
 
 def test_interrupted_runs_are_told_to_stop_and_nothing_is_recorded(folder, fake, tmp_path, monkeypatch):

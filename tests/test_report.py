@@ -1,18 +1,19 @@
-"""experiments/report.py, and the EXPERIMENTS.md of this repository, which must be what its results give."""
+"""experiments/report.py, and the log of this repository, which must be what its records give."""
 
+import json
 import math
 import re
 import shlex
-import shutil
 
 import numpy as np
 import pytest
-from lab import TOML, commands, record, records_of, second, table, write
+from lab import SECOND, TOML, commands, page, record, records_of, second, shown, table, write
 from scipy import stats
 
 import strategies
-from experiments import analysis, definition, figures, report, run
+from experiments import analysis, definition, figures, pages, report, run
 from experiments import records as log
+from experiments.stats import equivalence
 
 ROOT = definition.ROOT
 
@@ -36,9 +37,9 @@ def scores_of(records):
     return {name: np.array(values) for name, values in found.items()}
 
 
-def half_interval(differences):
+def half_interval(differences, tail=0.975):
     """Half of the 95 % interval of the mean of six differences."""
-    return stats.t.ppf(0.975, 5) * differences.std(ddof=1) / 6**0.5
+    return stats.t.ppf(tail, 5) * differences.std(ddof=1) / 6**0.5
 
 
 def test_scores_of_another_experiment_make_the_table(folder):
@@ -47,7 +48,7 @@ def test_scores_of_another_experiment_make_the_table(folder):
     second(folder)
     document = folder.parent / "EXPERIMENTS.md"
     assert report.main([], folder, document) == 0
-    first, rows = table(document.read_text()), table(document.read_text(), "002")
+    first, rows = table(folder), table(folder, "002-more")
     assert rows["fp32"]["frechet"] == first["fp32"]["ema.frechet"]
     assert rows["raw"]["frechet"] == first["fp32"]["raw.frechet"]
     assert rows["sampler"]["frechet"] == "-"
@@ -59,7 +60,7 @@ def test_every_number_of_the_table_comes_from_the_results(folder):
     write(folder, TOML, records)
     document = folder.parent / "EXPERIMENTS.md"
     assert report.main([], folder, document) == 0
-    rows = table(document.read_text())
+    rows = table(folder)
     values = scores_of(records)
     for name, x in values.items():
         row, d = rows[name], x - values["fp32"]
@@ -74,29 +75,113 @@ def test_every_number_of_the_table_comes_from_the_results(folder):
             effect = float(row["detectable"]) / d.std(ddof=1) * 6**0.5
             if d.std() > 0.01:
                 assert stats.nct.sf(stats.t.ppf(0.975, 5), 5, effect) == pytest.approx(0.8, abs=0.02)
-    assert [rows[name]["verdict"] for name in rows] == ["baseline", "worse", "equal"]
-    lines = document.read_text().splitlines()
-    overview = lines[lines.index("<!-- generated: overview begin -->") + 3]
-    # 18 runs of 36 s on 2 cores
-    assert overview.endswith("| equal: sampler; worse: nearest | 6 min on 2 cores |")
-    assert not any(line.startswith("| Its net") for line in lines)
-    edit = folder / experiment.folder.name / "experiment.toml"
-    edit.write_text(edit.read_text().replace('name = "nearest"', 'name = "nearest"\nheadline = "Its net"', 1))
-    assert report.main([], folder, document) == 0
-    headline = [line for line in document.read_text().splitlines() if line.startswith("| Its net")]
-    base, own = rows["fp32"], rows["nearest"]
-    assert headline == [
-        f"| Its net ([001](#experiment-001)) | 16 | {base['ema.frechet']} | {own['ema.frechet']} | "
-        f"{own['difference [95 % CI]']} | {experiment.margin:g} | worse, n = 6 |"
+    assert [rows[name]["verdict"] for name in rows] == [
+        "baseline",
+        "worse",
+        "equal within 0.5, slightly worse",
     ]
+    for name, row in shown(folder).items():
+        assert row.items() <= rows[name].items() and not {"adds", "seconds"} & set(row)
+    (line,) = [line for line in document.read_text().splitlines() if 'id="experiment-001"' in line]
+    d = values["sampler"] - values["fp32"]
+    reached = abs(d.mean()) + half_interval(d, 0.95)
+    # 18 runs of 36 s on 2 cores
+    assert line.endswith(f"| 1 equal, 1 worse | 6 | {reached:.3f} of 0.5 | 6 min on 2 cores |")
+    assert "](experiments/001-rounding/README.md)" in line
+
+
+def test_the_achieved_margin_is_the_farther_end_of_the_90_percent_interval(folder):
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    write(folder, TOML, records)
+    assert report.main([], folder, document) == 0
+    values = scores_of(records)
+    for name in ("nearest", "sampler"):
+        d = values[name] - values["fp32"]
+        ends = [abs(d.mean() + sign * half_interval(d, 0.95)) for sign in (-1, 1)]
+        share = 100 * max(ends) / values["fp32"].mean()
+        wanted = f"{share:.{0 if share >= 9.95 else 1 if share >= 0.95 else 2}f} %"
+        assert table(folder)[name]["achieved margin"] == f"{max(ends):.3f} ({wanted})"
+        found = analysis.comparison(experiment, experiment.arm(name), log.recorded(experiment))[1]
+        for factor, verdict in ((1.001, "equal"), (0.999, None)):  # it is the margin at which equality begins
+            verdict_there = equivalence(d.tolist(), max(ends) * factor).verdict
+            assert (verdict_there == "equal") == (verdict == "equal")
+        assert found.achieved == pytest.approx(max(ends))
+
+
+def test_the_loss_stands_beside_the_score(folder):
+    """Held-out loss where the records have it, else another held-out loss, else that of the training."""
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    for r in records:
+        up = {"fp32": 0.0, "nearest": 0.03, "sampler": 0.001}[r["arm"]] * (1 + r["seed"] / 10)
+        r["scores"]["ema"]["loss_by_timestep"] = [0.5 * (1 + up), 0.3 * (1 + up)]
+        r["final_loss"] = 1.0 + 2 * up
+    changes = 100 * 0.03 * (1 + np.arange(6) / 10)
+    half = half_interval(changes)
+
+    def told(kind):
+        write(folder, TOML, records)
+        assert report.main([], folder, document) == 0
+        return shown(folder)["nearest"][f"{kind}, % [95 % CI]"]
+
+    wanted = [changes.mean(), changes.mean() - half, changes.mean() + half]
+    assert told("held-out loss") == "{:+.2f} [{:+.2f}, {:+.2f}]".format(*wanted)
+    assert shown(folder)["nearest"]["achieved, %"] == f"{changes.mean() + half_interval(changes, 0.95):.2f}"
+    for name in ("nearest", "sampler"):
+        shares = shown(folder)[name]["share of nearest's harm: score, loss"].split(", ")
+        assert shares == ["-"] if name == "nearest" else shares[1] == "3.3 %"
+    for r in records:
+        own = r["scores"]["ema"]
+        own["loss"] = sum(own.pop("loss_by_timestep")) / 2
+    assert told("held-out loss") == "{:+.2f} [{:+.2f}, {:+.2f}]".format(*wanted)
+    for r in records:
+        del r["scores"]["ema"]["loss"]
+    assert told("training loss") == "{:+.2f} [{:+.2f}, {:+.2f}]".format(*[2 * x for x in wanted])
+
+
+def test_reference_levels_are_those_of_the_same_number_of_samples(folder):
+    """An experiment that samples from another's training, with fewer samples, has a floor of its own."""
+    experiment = second(folder)
+    trained = [record(definition.load("1", folder), "fp32", s, 1.0) for s in experiment.seeds]
+    write(folder, TOML, trained)
+    own = SECOND.replace('baseline = "fp32"', 'baseline = "sampler"')
+    experiment = second(folder, own.replace("[0, 1, 2, 3, 4, 5]", "[0, 1, 2]"))
+    fewer = {"floor": {"frechet": 0.3}, "ceiling": {"frechet": 50.0}}
+    sampled = [record(experiment, "sampler", s, 1.0, reference=fewer) for s in experiment.seeds]
+    (folder / "002-more/results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in sampled))
+    known = log.recorded(definition.load("1", folder)) | log.recorded(experiment)
+    assert analysis.levels(experiment, known) == {"real images": 0.3, "noise": 50.0}
+    assert analysis.levels(definition.load("1", folder), known) == {"real images": 0.1, "noise": 60.0}
+
+
+def test_pairs_of_two_kinds_of_cpu_are_marked(folder):
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    for r in records:
+        if r["arm"] == "nearest" and r["seed"] < 4:
+            r["env"] = {**r["env"], "cpu": "another"}
+    write(folder, TOML, records)
+    assert report.main([], folder, document) == 0
+    assert [row["n"] for row in table(folder).values()] == ["6", "6, 4 across CPUs", "6"]
+    assert "different kinds of CPU: nearest 4 of 6." in page(folder)
+
+
+def test_many_verdicts_have_a_note(folder):
+    more = "".join(f'[[arms]]\nname = "a{i}"\nflags = ["--lr", "1e-{i + 2}"]\n' for i in range(4))
+    write(folder, TOML + more)
+    experiment = definition.load("1", folder)
+    write(folder, TOML + more, records_of(experiment, shift=(0.0, 0.9, 0.01, 0.02, 0.0, 0.01, 0.9)))
+    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
+    assert "6 comparisons stand together." in page(folder) and "with Holm's correction" in page(folder)
 
 
 def test_again_changes_nothing_and_the_prose_stays(folder):
     experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
     write(folder, TOML, records_of(experiment))
     assert report.main([], folder, document) == 0
-    prose = "### What happened\n\nNearest loses.\n"
-    document.write_text(document.read_text().replace("### What happened\n", prose))
+    written = folder / "001-rounding/README.md"
+    written.write_text(page(folder).replace("## What happened\n", "## What happened\n\nNearest loses.\n"))
 
     def state():
         paths = [document, *(folder / "001-rounding").iterdir()]
@@ -111,22 +196,19 @@ def test_again_changes_nothing_and_the_prose_stays(folder):
     assert {name: v[0] for name, v in state().items()} == {name: v[0] for name, v in before.items()}
     write(folder, TOML, records_of(experiment, shift=(0.0, 2.0, 0.01)))
     assert report.main(["--check"], folder, document) == 1 and report.main([], folder, document) == 0
-    assert "Nearest loses." in document.read_text() and document.read_bytes() != before["EXPERIMENTS.md"][0]
+    assert "Nearest loses." in page(folder) and page(folder).encode() != before["README.md"][0]
 
 
-def test_a_new_section_stands_where_its_number_belongs(folder):
-    """Also before sections that are there, whose prose stays."""
+def test_a_new_experiment_gets_a_page_and_some_can_be_written_alone(folder):
     document = folder.parent / "EXPERIMENTS.md"
     second(folder)
-    shutil.move(folder / "001-rounding", folder.parent / "aside")
-    (folder / "002-more/experiment.toml").write_text(TOML)
+    assert report.main(["2"], folder, document) == 0
+    assert not (folder / "001-rounding/README.md").exists() and not document.exists()
+    assert page(folder, "002-more").count("## What ") == 2
     assert report.main([], folder, document) == 0
-    document.write_text(document.read_text() + "\nWhat I saw.\n")
-    shutil.move(folder.parent / "aside", folder / "001-rounding")
-    assert report.main([], folder, document) == 0
-    text = document.read_text()
-    assert re.findall(r"^## (\d+)", text, re.M) == ["001", "002"] and text.endswith("\nWhat I saw.\n")
+    assert re.findall(r'id="experiment-(\d+)"', document.read_text()) == ["001", "002"]
     assert report.main(["--check"], folder, document) == 0
+    assert report.main(["--check", "2"], folder, document) == 0
 
 
 def test_a_diverged_run_counts_and_a_killed_one_does_not(folder):
@@ -139,11 +221,11 @@ def test_a_diverged_run_counts_and_a_killed_one_does_not(folder):
             r["failed"] = "Killed"
     write(folder, TOML, [{k: v for k, v in r.items() if k != "scores" or "failed" not in r} for r in records])
     assert report.main([], folder, document) == 0
-    text = document.read_text()
-    rows = table(text)
+    text, rows = page(folder), table(folder)
     diverged = rows["nearest"]
     assert (diverged["ema.frechet"], diverged["verdict"], diverged["n"]) == ("inf", "worse", "6")
-    assert (rows["sampler"]["verdict"], rows["sampler"]["n"]) == ("equal", "5")
+    sampled = rows["sampler"]
+    assert (sampled["verdict"], sampled["n"]) == ("equal within 0.5, slightly worse", "5 of 6")
     assert "- sampler, seed 3: Killed" in text and text.count("- nearest, seed") == 6
 
 
@@ -166,7 +248,7 @@ def test_an_arm_may_read_another_score_of_a_run_or_have_its_own_baseline(folder,
     records += [record(experiment, "pair", seed, 2.0) for seed in experiment.seeds]
     write(folder, TOML + more, records)
     assert report.main([], folder, document) == 0
-    rows = table(document.read_text())
+    rows = table(folder)
 
     def mean(row):
         return float(row["frechet"].split(" ")[0])
@@ -229,7 +311,7 @@ def test_effects_of_factors_are_ratios_of_cells(folder):
         "ema bf16": (s_b + n_b - s_f - n_f) / 2,
         "update x ema": n_b - n_f - s_b + s_f,
     }
-    text = document.read_text()
+    text = page(folder)
     found = effects_in(text)
     assert set(found) == set(expected)
     for name, values in expected.items():
@@ -290,7 +372,7 @@ def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, c
             r["flops_share"] = {"generation": 0.5}
     write(folder, toml, records)
     assert report.main([], folder, document) == 0
-    rows = table(document.read_text())
+    rows = table(folder)
     assert rows["nearest"]["gradient SNR in FP8, dB"] == f"22.5 ± {np.std(range(6), ddof=1):.1f}"
     assert rows["nearest"]["of the FLOPs"] == "95.3% in FP8"
     assert rows["sampler"]["of the FLOPs"] == "50.0% in int8"
@@ -336,15 +418,17 @@ def test_score_against_bytes_a_parameter(folder):
     assert [p[2:5] for p in analysis.by_bytes(experiment, few)] == expected
     assert report.main([], folder, document) == 0
     assert picture.stat().st_size > 5000
-    assert "](experiments/001-rounding/bytes.png)" in document.read_text()
+    assert "](bytes.png)" in page(folder)
 
 
 def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
     experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
     write(folder, TOML, records_of(experiment))
     report.main([], folder, document)
-    document.write_text(document.read_text().replace("<!-- generated: 001 end -->", ""))
+    written = folder / "001-rounding/README.md"
+    written.write_text(page(folder).replace("<!-- generated: results end -->", ""))
     assert report.main([], folder, document) == 2 and "must each stand there once" in capsys.readouterr().err
+    written.unlink()
     write(folder, TOML.replace("ema.frechet", "ema.fid"), records_of(experiment))
     assert report.main([], folder, document) == 2 and "no score 'ema.fid'" in capsys.readouterr().err
 
@@ -432,21 +516,13 @@ def test_a_short_arm_of_the_log_gives_its_record_again(capsys):
 
 @logged
 def test_every_command_of_the_log_dry_runs(capsys):
-    text = DOCUMENT.read_text()
-    blocks = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
-    lines = dict.fromkeys(blocks + re.findall(r"`([^`\n]+)`", text))
-    found = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("python ")]
-    generated = {}
-    for e in EXPERIMENTS:
-        for arm in e.arms:
-            generated[tuple(definition.command(arm.source, e.seeds[0]))] = e, arm.source
+    texts = [path.read_text() for path in (DOCUMENT, *ROOT.glob("experiments/*/README.md"))]
+    lines = dict.fromkeys(line for text in texts for line in re.findall(r"`(python [^`\n]+)`", text))
+    found = [shlex.split(line, comments=True)[1:] for line in lines]
     assert found
     for script, *words in found:
         if script == "experiments/run.py":
             assert run.main([*words, "--dry_run"]) == 0, words
-        elif (script, *words) in generated:  # those that sample are dry-run with the flags of their training
-            e, arm = generated[script, *words]
-            run.validate([arm], e.seeds[0])
         elif script == "train.py":
             if not set(words) & {"--sample", "--check", "--diagnose"}:
                 assert run.dry_run(words) == 0, words
@@ -456,17 +532,14 @@ def test_every_command_of_the_log_dry_runs(capsys):
 
 
 @logged
-def test_figures_in_the_prose_are_those_of_the_tables():
-    """Every decimal fraction that the author writes is, rounded, a figure of the generated parts."""
-    text = DOCUMENT.read_text()
-    parts = re.split(r"<!-- generated: \w+ (?:begin|end) -->", text)
-    prose, generated = " ".join(parts[::2]), " ".join(parts[1::2])
-    fraction = r"(?<![\w.])\d+\.\d+(?![\w.]*\d)"
-    known = [float(x) for x in re.findall(r"\d+\.?\d*(?:e-?\d+)?", generated)]
+def test_links_of_the_log_lead_somewhere():
+    for path in (DOCUMENT, *ROOT.glob("experiments/*/README.md")):
+        for target in set(re.findall(r"\]\(([^)#:]+)[^)]*\)", path.read_text())):
+            assert (path.parent / target).exists(), (path, target)
 
-    def is_known(x):
-        places = len(x.partition(".")[2])
-        return any(f"{v:.{places}f}" == x for v in known)
 
-    unknown = [x for x in dict.fromkeys(re.findall(fraction, prose)) if not is_known(x)]
-    assert not unknown
+def test_the_figure_of_effects_shows_the_records():
+    known = {k: r for e in EXPERIMENTS for k, r in log.recorded(e).items()}
+    rows = pages.effect_rows(EXPERIMENTS, known)
+    digest = figures.digest_of({"rows": rows}, figures.FIGURES["effects"][1])
+    assert figures.drawn_from(definition.HERE / "effects.png") == digest
