@@ -170,7 +170,7 @@ class Contrast(Slots):
         Flag("contrast_temperature", 0.1, "its temperature", type=positive, only=True),
     )
     judged = {"softmax": ("masks", "slots"), "logits": ("contrast",), "recurrent": ("masks", "slots")}
-    defaults = {"batch_size": 8, "steps": 1000}
+    defaults = {"batch_size": 8, "ema_decay": 0.99}
     implied = {"model": "slotcontrast", "size": "tiny", "data": "sprites"}
     sizes = SIZES
 

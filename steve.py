@@ -259,7 +259,7 @@ class Steve(Slots):
         "gumbel": (0.001, 0.1),
     }
     judged = {"softmax": ("masks", "slots"), "logits": ("nll",), "recurrent": ("masks", "slots")}
-    defaults = {"batch_size": 8, "lr": 2e-3, "steps": 1500}
+    defaults = {"batch_size": 8, "lr": 2e-3, "steps": 2000, "ema_decay": 0.99}
     implied = {"model": "steve", "size": "tiny", "data": "sprites"}
     sizes = SIZES
 
