@@ -4,6 +4,7 @@ parameters.
     python train.py --task language --pure_bf16 --stochastic                  a GPT, on the text that is here
     python train.py --task language --model bdh --fp8 --fp8_recipe delayed    BDH, its products in FP8
     python train.py --task language --size 25M --block 512 --data text:FILE   a larger net, a text of your own
+    python train.py --task language --finetune runs/NAME --data text:OTHER    go on with another text
     python train.py --sample runs/NAME --prompt "In the beginning" --top_k 3  continue a prompt
 
 A token is a byte: the vocabulary has 256 entries, and no tokeniser is needed. The loss is cross-entropy in
@@ -20,7 +21,12 @@ e7b72bfd25d395f5... The whole text comes with Debian's package bible-kjv (here 4
     apt-get install bible-kjv && bible -f gen1:1-rev22:21 | cut -d' ' -f2- > kjv.txt
     SHA-256 b5c4940bcfeee072c0935b5200d0f9d88a00a0199cb0961d16133458fcdfae5d
 
-The same with gen1:1-50:26 gives text.txt.
+The same with gen1:1-50:26 gives text.txt. Another text to go on with (--finetune RUN --data text:perldoc.txt)
+are the manual pages of Perl, Debian's perl-doc (here 5.36.0-7+deb12u4), 8,774,928 bytes:
+
+    apt-get download perl-doc && dpkg -x perl-doc_*.deb x && LC_ALL=C
+    cat x/usr/share/perl/5.36.0/pod/perl*.pod > perldoc.txt
+    SHA-256 6ffd305190cf43f54049046a6c306e67e522e777d6650c029c5f56c9722e0feb
 """
 
 import hashlib
@@ -109,7 +115,7 @@ def _content(path):
 # ---- GPT ---------------------------------------------------------------------------------------------------
 
 # size: (depth, width, heads); as many parameters as BDH of that size, within a few per cent
-GPTS = {"tiny": (4, 64, 4), "25M": (8, 512, 8), "100M": (14, 768, 12)}
+GPTS = {"tiny": (4, 64, 4), "1M": (4, 128, 4), "3M": (6, 192, 6), "25M": (8, 512, 8), "100M": (14, 768, 12)}
 
 
 class Layer(nn.Module):
@@ -162,7 +168,13 @@ class GPT(nn.Module):
 # ---- BDH ---------------------------------------------------------------------------------------------------
 
 # size: (layers, width D, heads, factor m). 25M is the published net, 100M that of the guide to FP8 training
-BDHS = {"tiny": (2, 64, 4, 16), "25M": (6, 256, 4, 128), "100M": (6, 512, 4, 128)}
+BDHS = {
+    "tiny": (2, 64, 4, 16),
+    "1M": (4, 128, 4, 16),
+    "3M": (4, 192, 4, 24),
+    "25M": (6, 256, 4, 128),
+    "100M": (6, 512, 4, 128),
+}
 THETA = 2.0**16
 
 
@@ -258,6 +270,7 @@ class Language(Task):
     defaults = {"batch_size": 16}
     implied = {"model": "gpt", "size": "tiny", "data": "text"}
     unprinted = ("text",)
+    fits_any = ("data",)  # a net of bytes reads any text: --finetune RUN --data text:OTHER
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)

@@ -3,8 +3,8 @@
     python -c "import models; print(models.GENERATIVE['dit'](channels=1, num_classes=10, image_size=8))"
 
     registry    name  net                                     size (tiny by default, for a CPU)
-    GENERATIVE  unet  monai.networks.nets.DiffusionModelUNet  tiny, small, base, large
-    GENERATIVE  dit   DiT, below                              tiny, S, B, L, XL; with a patch size: S/2, XL/4
+    GENERATIVE  unet  monai.networks.nets.DiffusionModelUNet  tiny, mini, small, base, large
+    GENERATIVE  dit   DiT, below                              tiny, mini, S, B, L, XL; S/2 or XL/4: patch size
     SEGMENTING  unet  monai.networks.nets.UNet                tiny, small, base
 
 Every entry builds a net in fp32 on torch's default device, its initial weights drawn from torch's global
@@ -42,6 +42,7 @@ with without("transformers"):
 # first halves the image; the middle block, at the lowest, always attends.
 DIFFUSION_UNETS = {
     "tiny": ((16, 32), 1, (False, False)),
+    "mini": ((32, 64, 64), 1, (False, False, False)),
     "small": ((64, 128), 1, (False, False)),
     "base": ((128, 256, 256), 2, (False, True, True)),
     "large": ((128, 256, 384, 512), 2, (False, False, True, True)),
@@ -52,10 +53,11 @@ SEGMENTATION_UNETS = {
     "small": ((16, 32, 64, 128, 256), 2),
     "base": ((32, 64, 128, 256, 512), 2),
 }
-# size: (depth, width, heads). S to XL are the paper's table 1. tiny: of widths 64, 96 and 128 the first
-# made the best digits in equal time on one core.
+# size: (depth, width, heads). S to XL are the paper's table 1. mini/4: for images of 28x28 on one core. tiny:
+# of widths 64, 96 and 128 the first made the best digits in equal time on one core.
 DITS = {
     "tiny": (4, 64, 2),
+    "mini": (6, 192, 3),
     "S": (12, 384, 6),
     "B": (12, 768, 12),
     "L": (24, 1024, 16),

@@ -101,6 +101,13 @@ TRAINING = (
         "multiplies the initial matrices and kernels: rounding compares a step with its weight",
         type=positive,
     ),
+    training(
+        "perturb",
+        0,
+        "A/A control: move each initial weight to the next fp32 number, up or down by random pattern number "
+        "N (0: not); runs that differ in nothing else show what chaos alone does to a score",
+        type=few,
+    ),
     training("beta2", 0.999, "decay of exp_avg_sq", type=fraction),
     training("clip_grad", 1.0, "largest gradient norm, 0 for none", type=amount),
     training(
@@ -110,6 +117,12 @@ TRAINING = (
         type=positive,
     ),
     training("ema_decay", 0.999, "decay of the averaged weights that generation reads", type=fraction),
+    training(
+        "ema_warmup",
+        False,
+        "decay min(ema_decay, (1 + t) / (10 + t)) at step t: after a few hundred steps the average holds "
+        "nothing of the initial weights",
+    ),
     training(
         "average",
         [],

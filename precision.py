@@ -234,7 +234,8 @@ class Precision:
     model: any nn.Module, on its device, compiled or not. It may take any arguments and return any tree of
     tensors. groups: parameter groups with their own lr, weight_decay or optimizer; None: one group of all
     that are trained. optimizer: see peers.build. accumulate: micro-batches a step. clip_grad: largest
-    gradient norm, 0 for none. averages: further averages beside the recipe's, as 'DECAY:DTYPE[:UPDATE]'.
+    gradient norm, 0 for none. ema_warmup: let the decay of the recipe's average start low, see optim.EMA.
+    averages: further ones beside it, as 'DECAY:DTYPE[:UPDATE]'.
     init_loss_scale, growth_factor, backoff_factor, growth_interval: as of torch.amp.GradScaler. keep:
     arguments of forward whose dtype is left alone. options: of the methods, as sparse24_decay. Call it like
     the model; backward(loss) after each micro-batch; step() after the last. torch's schedulers work on
@@ -253,6 +254,7 @@ class Precision:
         weight_decay=0.0,
         optimizer="adamw",
         ema_decay=0.999,
+        ema_warmup=False,
         averages=(),
         clip_grad=0.0,
         accumulate=1,
@@ -291,7 +293,7 @@ class Precision:
             with torch.no_grad():
                 self.optimizer.set_exact(p, original)
         average = functools.partial(EMA, self.named_params, low_part=self.low_part, seed=seed)
-        self.ema = average(ema_decay, r.ema, r.ema_update)
+        self.ema = average(ema_decay, r.ema, r.ema_update, warmup=ema_warmup)
         self.averages = {"ema": self.ema, **{spec: average(*parse_average(spec)) for spec in averages}}
         dynamic = r.loss_scale == "dynamic"
         scaling = dict(init_scale=init_loss_scale, growth_factor=growth_factor, backoff_factor=backoff_factor)

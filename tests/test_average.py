@@ -136,3 +136,80 @@ def test_average_and_weight_do_not_share_noise():
     ema.update()  # 0.4 of the way to the neighbour
     average = (ema.shadow["p"] < 1).double()
     assert 0.3 < average.mean() < 0.5 and abs(correlation(moved, average)) < 5 / math.sqrt(20000)
+
+
+# ---- Warm-up -----------------------------------------------------------------------------------------------
+
+
+def walk(steps, n=300):
+    """Weights [n] fp32 of some steps: a random walk away from its start, which ends far from it."""
+    moves = torch.stack([draw(n, seed=1000 + step, scale=0.02) for step in range(steps)])
+    return draw(n, seed=1) + (moves + 0.01).cumsum(0)
+
+
+def averaged(path, decay, dtype="fp32", update="nearest"):
+    """[EMA] with a warm-up over a path [steps, n] from other weights."""
+    p = nn.Parameter(draw(path.shape[1], seed=9, scale=10.0))
+    ema = EMA([("p", p)], decay, dtype, update, warmup=True, compiled=False)
+    with torch.no_grad():
+        for weight in path:
+            p.copy_(weight)
+            ema.update()
+    return ema
+
+
+def shares(decay, steps):
+    """fp64 [steps + 1]: what an average with a warm-up holds of the initial weights and of each step's."""
+    held = torch.ones(1, dtype=torch.float64)
+    for t in range(1, steps + 1):
+        d = min(decay, (1 + t) / (10 + t))
+        held = torch.cat([held * d, torch.tensor([1 - d], dtype=torch.float64)])
+    return held
+
+
+@pytest.mark.parametrize("decay, steps", [(0.999, 500), (0.9, 200), (0.0, 5)])
+def test_an_average_with_a_warm_up_is_its_weighted_sum(decay, steps):
+    path, held = walk(steps), shares(decay, steps)
+    start = draw(path.shape[1], seed=9, scale=10.0)
+    wanted = held @ torch.cat([start[None], path]).double()
+    assert held.sum() == pytest.approx(1, abs=1e-12)
+    ema = averaged(path, decay)
+    torch.testing.assert_close(ema.shadow["p"].double(), wanted, rtol=1e-5, atol=1e-5)
+    assert ema.decay == pytest.approx(min(decay, (1 + steps) / (10 + steps)))
+
+
+def test_after_1000_steps_nothing_of_the_initial_weights_is_left():
+    closed = math.factorial(10) * math.prod(1 / t for t in range(1002, 1011))  # 10! 1001! / 1010!
+    assert shares(0.999, 1000)[0].item() == pytest.approx(closed, rel=1e-9) and closed < 1e-20
+    assert 0.999**1000 > 0.36
+    latest = shares(0.999, 1000)[1:].flip(0).cumsum(0)
+    assert latest[199] > 0.85, "most of it is of the last fifth"
+    ends = [averaged(walk(1000, n=40) if other else walk(1000, n=40), 0.999).shadow["p"] for other in (0, 1)]
+    assert same(*ends)
+
+
+def test_bf16_averages_and_a_resumed_one_obey_the_warm_up():
+    path = walk(400)
+    wanted = averaged(path, 0.999).shadow["p"].double()
+    far = (path[-1].double() - wanted).abs().mean()
+    for update, least, most in (("stochastic", 0, 0.35), ("nearest", 0, 1.0)):
+        error = (averaged(path, 0.999, "bf16", update).shadow["p"].double() - wanted).abs().mean() / far
+        assert least <= error < most, update
+    whole = averaged(path[:60], 0.999, "bf16", "stochastic")
+    half = averaged(path[:30], 0.999, "bf16", "stochastic")
+    p = nn.Parameter(path[29].clone())
+    rest = EMA([("p", p)], 0.999, "bf16", "stochastic", warmup=True, compiled=False)
+    rest.load_state_dict(through_a_file(half.state_dict()))
+    assert rest.decay == pytest.approx(31 / 40)
+    with torch.no_grad():
+        for weight in path[30:60]:
+            p.copy_(weight)
+            rest.update()
+    assert same(rest.shadow["p"], whole.shadow["p"])
+
+
+def test_a_decay_that_is_set_by_hand_is_the_full_one():
+    ema = EMA([("p", nn.Parameter(draw(3)))], 0.9, warmup=True, compiled=False)
+    assert ema.decay == pytest.approx(0.1)
+    ema.step, ema.decay = 10**6, 0.5
+    assert ema.decay == 0.5

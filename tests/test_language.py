@@ -194,11 +194,11 @@ def test_rotation_keeps_lengths_and_reads_differences_of_positions():
 
 def test_sizes_are_equal_and_as_published(monkeypatch):
     monkeypatch.undo()
-    wanted = {"tiny": 0.23e6, "25M": 25.3e6, "100M": 100.9e6}
+    wanted = {"tiny": 0.23e6, "1M": 0.852e6, "3M": 2.75e6, "25M": 25.3e6, "100M": 100.9e6}
     assert list(GPTS) == list(BDHS) == list(wanted)
     for size, count in wanted.items():
         with torch.device("meta"):
-            nets = GPT(*GPTS[size], 512 if size != "tiny" else 128), BDH(*BDHS[size])
+            nets = GPT(*GPTS[size], 128 if size in ("tiny", "1M", "3M") else 512), BDH(*BDHS[size])
         counts = [sum(p.numel() for p in made.parameters()) for made in nets]
         assert counts[1] == pytest.approx(count, rel=0.005)
         assert counts[0] == pytest.approx(counts[1], rel=0.05), size
@@ -264,7 +264,7 @@ def test_a_text_that_just_suffices_is_trained_on():
     "flags, words",
     [
         (["--model", "unet"], "choose gpt or bdh"),
-        (["--size", "S/2"], "choose one of tiny, 25M, 100M"),
+        (["--size", "S/2"], "choose one of tiny, 1M, 3M, 25M, 100M"),
         (["--block", "0"], "a whole number above 0"),
         (["--temperature", "-1"], "a number, 0 or more"),
         (["--model", "bdh", "--sparse24", "srste"], "sparse24"),

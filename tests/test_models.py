@@ -313,9 +313,9 @@ def test_bf16_timesteps_harm_dit_but_cost_monais_unet_only_their_own_rounding():
 @pytest.mark.parametrize(
     "arguments,said",
     [
-        (("unet", "rflow", 1, 10, 8, "XL/2"), ["'XL/2'", "tiny, small, base, large"]),
+        (("unet", "rflow", 1, 10, 8, "XL/2"), ["'XL/2'", "tiny, mini, small, base, large"]),
         (("unet", "segment", 1, 2, 64, "large"), ["'large'", "tiny, small, base"]),
-        (("dit", "ddpm", 1, 10, 8, "huge"), ["'huge'", "tiny, S, B, L, XL"]),
+        (("dit", "ddpm", 1, 10, 8, "huge"), ["'huge'", "tiny, mini, S, B, L, XL"]),
         (("dit", "ddpm", 1, 10, 8, "S/0"), ["'S/0'", "S/4"]),
         (("dit", "ddpm", 1, 10, 8, "S/"), ["'S/'", "S/4"]),
         (("dit", "ddpm", 1, 10, 9), ["image size 9", "8 or 10"]),

@@ -1,0 +1,160 @@
+"""An average in bf16 as other tools keep it: each rule on the same path of weights, beside an fp64 average.
+
+    python experiments/averages.py                   the table, 5,000 steps, half a minute on one core
+    python experiments/averages.py --json FILE       the figures as JSON too
+
+The rules are the arithmetic of three tools, written anew: which decay at which step, which operations, and in
+which dtype each of them rounds. Nothing else of those tools is used.
+
+    diffusers       EMAModel.step (0.42): shadows in the dtype of the weights; decay 0 at the first step, then
+                    min(decay, (1 + t) / (10 + t)); s -= (1 - decay) * (s - p), each operation rounded to bf16
+    foreach         the same with foreach=True: the product is added before it is rounded
+    OneTrainer      EMAModuleWrapper.step: min(decay, (1 + t) / (10 + t)); e += (1 - decay) * (p - e), each
+                    operation rounded, every `interval` steps, 5 unless the user says otherwise
+    OneTrainer sr   with its option for stochastic rounding, which a user has to switch on
+    ai-toolkit      ExponentialMovingAverage.update: constant decay, fp32 arithmetic, stochastic rounding
+
+The path: weights of spread 0.02, as in a large matrix, go their own way at a falling pace, as training moves
+them, and jump to and fro by a hundredth of their spread. They are bf16 values, as these tools hold them. Each
+rule is compared with an fp64 average of the same decay schedule over the same values, so that no figure
+measures the schedule. Two figures a rule: the share of the way from the initial weights that it has covered
+(1 is right), and how far it is from the fp64 average, as a share of the weights' spread.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+BF16 = torch.bfloat16
+STEPS, ENTRIES, SPREAD = 5000, 20_000, 0.02
+DECAYS = (0.99, 0.999, 0.9999)
+
+# ---- The path ----------------------------------------------------------------------------------------------
+
+
+def path(steps=STEPS, n=ENTRIES, seed=0):
+    """Yields bf16 weights [n], first the initial ones, then those after each step."""
+    draw = torch.Generator().manual_seed(seed)
+    start = SPREAD * torch.randn(n, generator=draw)
+    way = SPREAD * torch.randn(n, generator=draw)  # as far as the weights are large, in all
+    yield start.to(BF16)
+    for step in range(1, steps + 1):
+        done = 1 - math.exp(-3 * step / steps)
+        noise = 0.01 * SPREAD * torch.randn(n, generator=draw)
+        yield (start + done * way + noise).to(BF16)
+
+
+# ---- The rules ---------------------------------------------------------------------------------------------
+
+
+def warmed(decay, t):
+    return min(decay, (1 + t) / (10 + t))
+
+
+def diffusers_decay(decay, step):
+    """The decay of update number `step`, from 1: the first copies the weights."""
+    return 0.0 if step <= 1 else warmed(decay, step - 1)
+
+
+def stochastic(x, draw):
+    """fp32 x in bf16, up or down with the probability of the distance: 16 random bits are added and cut."""
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=draw)
+    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(BF16)
+
+
+class Rule:
+    """An average. decay_at(decay, step) from 1 on; update(average, p, one_minus_decay, draw) -> average."""
+
+    def __init__(self, decay_at, update, interval=1):
+        self.decay_at, self.update, self.interval = decay_at, update, interval
+
+    def due(self, step):
+        return step % self.interval == 0
+
+
+def _in_place(s, p, rest, draw):  # three roundings
+    return s - rest * (s - p)
+
+
+def _foreach(s, p, rest, draw):  # two: torch adds with alpha in fp32
+    return torch.sub(s, s - p, alpha=rest)
+
+
+def _added(s, p, rest, draw):
+    return s + rest * (p - s)
+
+
+def _rounded_up_or_down(s, p, rest, draw):
+    s32 = s.float()
+    return stochastic(s32 - rest * (s32 - p.float()), draw)
+
+
+def _fp32(s, p, rest, draw):
+    return s.float() + rest * (p.float() - s.float())
+
+
+def _constant(decay, step):
+    return decay
+
+
+RULES = {
+    "fp32, constant": Rule(_constant, _fp32),
+    "fp32, warm-up": Rule(warmed, _fp32),
+    "diffusers": Rule(diffusers_decay, _in_place),
+    "diffusers, foreach": Rule(diffusers_decay, _foreach),
+    "OneTrainer": Rule(warmed, _added, interval=5),
+    "OneTrainer, every step": Rule(warmed, _added),
+    "OneTrainer, stochastic": Rule(warmed, _rounded_up_or_down),
+    "ai-toolkit": Rule(_constant, _rounded_up_or_down),
+}
+
+# ---- Measuring ---------------------------------------------------------------------------------------------
+
+
+def measure(decay, steps=STEPS, n=ENTRIES, seed=0, rules=RULES):
+    """{rule: (share of the way that the fp64 average went, distance from it over the weights' spread)}."""
+    weights, draw = path(steps, n, seed), torch.Generator().manual_seed(seed + 1)
+    start = next(weights)
+    averages = dict.fromkeys(rules, start)
+    exact = dict.fromkeys(rules, start.double())
+    for step, p in enumerate(weights, 1):
+        wide = p.double()
+        for name, rule in rules.items():
+            if rule.due(step):
+                rest = 1 - rule.decay_at(decay, step)
+                averages[name] = rule.update(averages[name], p, rest, draw)
+                exact[name] = exact[name] + rest * (wide - exact[name])
+    found = {}
+    for name, average in averages.items():
+        way, gone = exact[name] - start.double(), average.double() - start.double()
+        distance = (average.double() - exact[name]).square().mean().sqrt() / SPREAD
+        found[name] = float(gone @ way / (way @ way)), float(distance)
+    return found
+
+
+def main(argv=None):
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the path (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write {decay: {rule: [share, distance]}}")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    found = {f"{decay:g}": measure(decay, args.steps) for decay in DECAYS}
+    print("share of the way covered (1 is right) and distance from the fp64 average / spread of the weights")
+    print(f"{'':24}" + "".join(f"{'decay ' + decay:>20}" for decay in found))
+    for name in RULES:
+        cells = [f"{share:.3f}  {distance:.2%}" for share, distance in (found[d][name] for d in found)]
+        print(f"{name:24}" + "".join(f"{cell:>20}" for cell in cells))
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""experiments/averages.py: rules of other tools, against the tools where they are here; what is measured."""
+
+import json
+import math
+
+import pytest
+import torch
+from common import BF16, draw, same
+
+from experiments import averages
+from experiments.averages import RULES, diffusers_decay, main, measure, path, stochastic, warmed
+
+
+def steps(count=60, n=400):
+    return list(path(count, n))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("decay", [0.9, 0.9999])
+def test_diffusers_rule_is_bit_for_bit_that_of_the_package(foreach, decay):
+    EMAModel = pytest.importorskip("diffusers.training_utils").EMAModel
+    start, *rest = steps()
+    p = torch.nn.Parameter(start.clone())
+    theirs = EMAModel([p], decay=decay, foreach=foreach)
+    rule, ours = RULES["diffusers, foreach" if foreach else "diffusers"], start
+    for step, weights in enumerate(rest, 1):
+        p.data.copy_(weights)
+        theirs.step([p])
+        assert theirs.cur_decay_value == diffusers_decay(decay, step)
+        ours = rule.update(ours, weights, 1 - diffusers_decay(decay, step), None)
+        assert same(ours, theirs.shadow_params[0]), step
+    assert ours.dtype == BF16
+
+
+def test_diffusers_with_the_remedy_is_the_fp32_rule():
+    """Two lines of docs/upstream/diffusers.md: shadows in fp32, and nothing else."""
+    EMAModel = pytest.importorskip("diffusers.training_utils").EMAModel
+    start, *rest = steps()
+    p = torch.nn.Parameter(start.clone())
+    for foreach in (False, True):
+        theirs, exact = EMAModel([p], decay=0.999, foreach=foreach), start.double()
+        theirs.shadow_params = [s.float() for s in theirs.shadow_params]
+        for step, weights in enumerate(rest, 1):
+            p.data.copy_(weights)
+            theirs.step([p])
+            exact = exact + (1 - diffusers_decay(0.999, step)) * (weights.double() - exact)
+        assert theirs.shadow_params[0].dtype == torch.float32
+        torch.testing.assert_close(theirs.shadow_params[0].double(), exact, rtol=1e-5, atol=1e-7)
+        theirs.copy_to([p])
+        assert p.dtype == BF16 and same(p.detach(), theirs.shadow_params[0].to(BF16))
+
+
+def test_schedules():
+    assert [diffusers_decay(0.5, step) for step in (1, 2, 3)] == [0.0, 2 / 11, 3 / 12]
+    assert warmed(0.999, 10**6) == 0.999 and diffusers_decay(0.9, 10**6) == 0.9
+
+
+def test_stochastic_rounding_is_unbiased_and_goes_to_a_neighbour():
+    x = torch.full((200_000,), 1 + 0.3 * 2**-7)  # 0.3 of the way to the next bf16 number
+    found = stochastic(x, torch.Generator().manual_seed(0)).double()
+    assert set(found.tolist()) == {1.0, 1 + 2**-7}
+    assert found.mean() == pytest.approx(x[0].item(), abs=4 * 2**-7 * math.sqrt(0.21 / 200_000))
+    exact = draw(100).to(BF16).float()
+    assert same(stochastic(exact, torch.Generator()), exact.to(BF16))
+
+
+def test_an_interval_skips_steps():
+    assert set(measure(0.9, steps=50, n=200, rules={"OneTrainer": RULES["OneTrainer"]})) == {"OneTrainer"}
+    assert [step for step in range(1, 12) if RULES["OneTrainer"].due(step)] == [5, 10]
+
+
+def test_fp32_arrives_bf16_to_nearest_does_not_and_stochastic_rounding_does():
+    found = measure(0.999, steps=1500, n=2000)
+    for name in ("fp32, constant", "fp32, warm-up"):
+        share, distance = found[name]
+        assert share == pytest.approx(1, abs=1e-4) and distance < 1e-4
+    for name in ("OneTrainer, stochastic", "ai-toolkit"):
+        share, distance = found[name]
+        assert share == pytest.approx(1, abs=0.02) and 0 < distance < 0.1
+    for name in ("diffusers", "diffusers, foreach", "OneTrainer, every step"):
+        assert found[name][1] > 3 * found["OneTrainer, stochastic"][1], name
+
+
+def test_the_command_prints_every_rule_and_writes_json(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(averages, "measure", lambda decay, steps: measure(decay, steps, n=50))
+    assert main(["--steps", "30", "--json", str(tmp_path / "found.json")]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in RULES)
+    assert set(json.loads((tmp_path / "found.json").read_text())) == {"0.99", "0.999", "0.9999"}
