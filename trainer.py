@@ -272,7 +272,7 @@ class Trainer:
     def _seed(self, rank):
         own = (rank,) if rank else ()
         seed = stream(self.config.seed, Stream.GLOBAL, self.step, *own)
-        # torch.manual_seed seeds every kind of device; without a GPU it queues a call and a traceback each time
+        # torch.manual_seed seeds every kind of device; without a GPU it queues a call and a traceback a time
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
