@@ -61,7 +61,7 @@ class Contender:
 
     def __init__(self, flags, folder, steps, device):
         words = [*shlex.split(flags), "--runs", folder, "--device", device.type]
-        words += ["--steps", str(max(1, steps))]
+        words += ["--steps", str(max(1, steps)), "--ema_warmup"]  # few steps: the average must have arrived
         table = strategies.table()
         given = vars(table.parser("bench.py", "").parse_args(words))
         kind = strategies.find(given["task"])
