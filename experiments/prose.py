@@ -174,7 +174,7 @@ def of_figure(found, name, own, base):
     differences = [f[name] - pairs[f["seed"]] for f in own if name in f and f["seed"] in pairs]
     if len(differences) > 1 and all(map(math.isfinite, differences)):
         mean, sd = spread(differences)
-        half = stats.t.isf(0.025, len(differences) - 1) * sd / math.sqrt(len(differences))
+        half = float(stats.t.isf(0.025, len(differences) - 1)) * sd / math.sqrt(len(differences))
         found.add(mean, sd, mean - half, mean + half)
 
 
