@@ -155,8 +155,11 @@ class Stranger(peers.Peer):
     def wanted(self, p, g, pick=torch.flatten):
         return self.wanted_together([p], [g], pick)[0]
 
-    def wanted_together(self, params, gradients, pick):
-        """[fp32 update of each parameter, NaN where it can't be told], all tensors of one group at once."""
+    def wanted_together(self, params, gradients, pick, held=None):
+        """[fp32 update of each parameter, NaN where it can't be told], all tensors of one group at once.
+        held: what `held` says of all of them, flat, where that is known already.
+        """
+        held = None if held is None else held.split([g.numel() for g in gradients])
         found, alike = [None] * len(params), {}
         for i, p in enumerate(params):
             if self._by_arithmetic(p):
@@ -164,7 +167,10 @@ class Stranger(peers.Peer):
             else:
                 found[i] = self._by_a_copy(p, pick)
         for (_, step, _), members in alike.items():
-            update = self._adamw_of([params[i] for i in members], [gradients[i] for i in members], step, pick)
+            values = [self.held(params[i], pick) if held is None else held[i] for i in members]
+            update = self._adamw_of(
+                [params[i] for i in members], [gradients[i] for i in members], step, pick, values
+            )
             lengths = [gradients[i].numel() for i in members]
             for i, part in zip(members, update.split(lengths), strict=True):
                 found[i] = part
@@ -176,11 +182,11 @@ class Stranger(peers.Peer):
         step = self.state.get(p, {}).get("step", self._group(p).get("step"))
         return None if step is None else int(step)
 
-    def _adamw_of(self, params, gradients, step, pick):
+    def _adamw_of(self, params, gradients, step, pick, held):
         group = self._group(params[0])
         lr, wd, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        g, held = torch.cat(gradients), torch.cat([self.held(p, pick) for p in params])
+        g, held = torch.cat(gradients), torch.cat(held)
         m, v = (self._moments(params, gradients, name, pick) for name in ("exp_avg", "exp_avg_sq"))
         if self._coupled(params[0]):
             g, wd = g + wd * held, 0.0

@@ -1,21 +1,33 @@
 """What it costs to watch: a training step with and without a look of watch.Watch, in turn (bench.py watch).
 
-The share of a step is that of one look in `every` steps. Between looks the watch counts, and no more.
+The share of a step is that of one look in `every` steps. Between looks the watch counts, and no more. With
+one thread on a CPU the process's own time is measured: what others take of the machine does not count.
 """
 
 import statistics
+import time
 from functools import partial
 
+import torch
 from tqdm import tqdm
 
-from bench_common import RECIPES, parse_net, prepared, take_turns, timed
+from bench_common import RECIPES, Clock, parse_net, prepared, take_turns, timed
 from watch import Watch
 
 RECIPES_WATCHED = ["fp32", "bf16", "pure_bf16-stochastic"]
 NETS = ["unet:small:32:8", "dit:S/8:64:8", "unet:tiny:8:64"]
 
 
+class OwnTime(Clock):
+    """CPU time of this process."""
+
+    def mark(self):
+        return time.process_time()
+
+
 def watching(args, clock):
+    if args.device.type == "cpu" and torch.get_num_threads() == 1:
+        clock = OwnTime(args.device)
     rows = []
     with tqdm(total=len(args.nets) * 3 * 3 * args.repeats, disable=None, leave=False) as bar:
         for spec in args.nets:
@@ -46,9 +58,15 @@ def _measured(spec, name, args, clock, bar):
             watch.optimizer.register_step_pre_hook(watch._before),
             watch.optimizer.register_step_post_hook(watch._after),
         ]
-        times = timed(step, clock, steps=4)
+        times = timed(followed if every == 1 else step, clock, steps=4)
         watch.remove()
         return times
+
+    def followed():
+        step()
+        if watch.follow:
+            with torch.no_grad():
+                watch._followed()  # what the next step would begin with
 
     turns = {"bare": partial(timed, step, clock, 4)}
     turns |= {"look": partial(watched, 1), "idle": partial(watched, 10**9)}

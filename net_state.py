@@ -62,6 +62,16 @@ def snapshot(net, pick):
     return {name: pick(b).clone() for name, b in _floating(net) if b.dtype == torch.float32}
 
 
+def broken_buffers(net, before, pick):
+    """{name: entries that are not finite} of buffers that were finite at the `snapshot`."""
+    found = {}
+    for name, b in _floating(net):
+        was = before.get(name)
+        if was is not None and bool(was.isfinite().all()):
+            found[name] = int((~pick(b).isfinite()).sum())
+    return {name: count for name, count in found.items() if count}
+
+
 def rounded_buffers(net, before, pick):
     """{name: (what is wrong, relative error or None)} of buffers that hold values of 16 bits.
 

@@ -8,10 +8,12 @@ if __package__:
     from . import net_state
     from .method import roles
     from .verdicts import LIMITS, Finding
+    from .writes import sample
 else:
     import net_state
     from method import roles
     from verdicts import LIMITS, Finding
+    from writes import sample
 
 STILL = 0.02  # a share written that is as good as none
 GAINS = 0.5  # share of a norm's gains that are 1.0
@@ -22,6 +24,8 @@ WRITTEN = "find what freezes or restores it: the optimiser wants to move it, and
 
 def findings(watch):
     """(list of Finding, worst first; {site: share lost, summed over all tensors})."""
+    if not watch.steps:
+        return [Finding("step", "moderate", "no step was done since this watch began", STEPLESS)], {}
     if not watch.looks:
         return [], {}
     seen = Measured(watch)
@@ -35,9 +39,9 @@ def findings(watch):
             *counters(one, name),
         ):
             found.append(finding)
-    found += (
-        decay_of_all(seen) + noise(seen) + gradients(seen) + missing(seen) + standing(seen) + buffers(watch)
-    )
+    for rows in (rates, decay_of_all, noise, gradients, dead_parts, missing, standing):
+        found += rows(seen)
+    found += buffers(watch)
     sites = {f.site for f in found if f.severity != "note"}
     sound = {site: share for site, share in seen.total().items() if site not in sites}
     return sorted(found, key=lambda f: f.rank), sound
@@ -65,8 +69,11 @@ class Measured:
         self.errors, self.moment_errors = watch.errors.columns(), watch.moment_errors.columns()
         self.extra, self.all_steps = watch.extra.columns(), watch.extra
         self.known = getattr(watch.answers, "known", True)
+        # torch's own round to nearest, and often several times a step, which looks like noise
+        self.torchs = type(getattr(watch.answers, "inner", None)).__module__.startswith("torch.optim")
         # small tensors say too little: all that one optimiser writes are rounded alike
-        self.to_nearest = {True: watch.errors.to_nearest, False: watch.moment_errors.to_nearest}
+        sums = {True: watch.errors, False: watch.moment_errors}
+        self.to_nearest = {kind: self.torchs or errors.to_nearest for kind, errors in sums.items()}
         role_of = roles(watch.model)
         norms = {name for name, role in role_of.items() if "norm" in role}
         self.norms = {
@@ -117,7 +124,7 @@ class Tensor:
         error = self.error if site == "update" else self.moment_error
         if error.variance == 0:  # not plain 16 bits: fp32, a master, a compensation, codes
             return tally.unwritten() if self.seen.known or site != "update" else tally.lost
-        nearest = error.to_nearest
+        nearest = self.seen.torchs or error.to_nearest
         if nearest is None:
             nearest = self.seen.to_nearest[site == "update"]
         return tally.lost_to_nearest if nearest else tally.unwritten(error.spread)
@@ -138,10 +145,9 @@ class Tensor:
 
 def updates(one, name, p):
     tally, lost, narrow = one.weight, one.lost("update"), p.dtype in net_state.NARROW
-    if one.facts.rates == {0.0} and one.facts.looks > 2:
-        others = any(facts.rates - {0.0} for facts in one.watch.facts)
-        text = "its learning rate was 0 at each look"
-        yield Finding("update", "moderate" if others else "note", text, "check its group", name, 1.0)
+    others = [facts for facts in one.watch.facts if facts.looks and not _at_zero(facts)]
+    if others and _at_zero(one.facts):
+        yield Finding("update", "moderate", f"its {_at_zero(one.facts)}", "check its group", name, 1.0)
     if lost is not None and lost > LIMITS["update"][0]:
         ones = float((one.watch.pick(p) == 1.0).float().mean())
         unmoved = one.unmoved(p)
@@ -174,6 +180,24 @@ def updates(one, name, p):
         )
 
 
+def _at_zero(facts):
+    """What is wrong with a learning rate that stays 0; "" where nothing is."""
+    if facts.at_zero < 3 or facts.at_zero < 0.25 * facts.looks:
+        return ""
+    if facts.at_zero == facts.looks:
+        return "learning rate was 0 at each look"
+    return f"learning rate has been 0 since step {facts.zero_since}"
+
+
+def rates(seen):
+    """The learning rate of all groups: one that never leaves 0, or ends there long before the loop does."""
+    texts = {_at_zero(facts) for facts in seen.watch.facts if facts.looks}
+    if not texts or "" in texts:
+        return []
+    return [Finding("update", "moderate", f"the {min(texts)}", "check the schedule, and what steps it")]
+
+
+STEPLESS = "does the loop call optimizer.step? GradScaler leaves out steps whose gradients are not finite"
 DECAY = "let decay be part of the fp32 update that is rounded once"
 
 
@@ -263,6 +287,10 @@ def averages(one, name):
         text = f"it goes {rate:.2g} of the way a step, and its decay {decay:g} says {1 - decay:.2g}"
         severity = "severe" if tally.share < 0.1 else "moderate"
         yield Finding("ema", severity, text, "check how the average is updated", name, 1 - tally.share)
+    elif decay is not None and tally.share > 3:
+        rate = tally.share * (1 - decay)
+        text = f"it goes {rate:.2g} of the way a step, and its decay {decay:g} says {1 - decay:.2g}"
+        yield Finding("ema", "moderate", text, "check how the average is updated", name, rate)
     elif decay is not None and decay**watch.steps > 0.1 and 0 < decay < 1:
         remains = decay**watch.steps
         text = f"{remains:.0%} of the start remains after {watch.steps} steps of decay {decay:g}"
@@ -307,6 +335,8 @@ def counters(one, name):
 
 def noise(seen):
     found, remedy = [], "draw new bits for each step and each entry"
+    if seen.torchs:
+        return found
     for site, errors, sums in (
         ("noise", seen.errors, seen.watch.errors),
         ("noise of exp_avg_sq", seen.moment_errors, seen.watch.moment_errors),
@@ -327,6 +357,9 @@ def noise(seen):
             elif error.repeats:
                 text = f"the same noise at every step: errors of two looks correlate by {error.repeats:.2f}"
                 found.append(Finding(site, "moderate", text, remedy, name, error.repeats))
+            elif error.neighbours:
+                text = f"neighbours share their noise: their errors correlate by {error.neighbours:.2f}"
+                found.append(Finding(site, "moderate", text, remedy, name, error.neighbours))
         if sums.to_nearest is False:
             for (a, b), value in sums.shares().items():
                 text = f"shares its noise with {seen.names[a]}: errors correlate by {value:.2f}"
@@ -356,7 +389,7 @@ def gradients(seen):
             )
         elif facts.idle == facts.looks > 2:
             text = "its gradient is 0 at each look"
-            found.append(Finding("grads", "note", text, "is it used and not detached?", name))
+            found.append(Finding("grads", "moderate", text, "is it used and not detached?", name, 0.5))
         share = extra.subnormal / max(1.0, extra.graded)
         if extra.graded >= 8 and share > 0.5:
             text = f"{share:.0%} of its gradients are below fp16's normal range"
@@ -365,7 +398,7 @@ def gradients(seen):
                     "grads", "moderate", text, "scale the loss (torch.amp.GradScaler), or bf16", name, share
                 )
             )
-    found += _faint(seen) + _clipped(watch) + _summed(seen)
+    found += _faint(seen) + _clipped(watch) + _summed(seen) + _forgotten(seen)
     if watch.uncleared:
         text = "gradients of earlier steps are still there when a step begins"
         found.append(
@@ -376,15 +409,15 @@ def gradients(seen):
 
 def _faint(seen):
     """Matrices alone: some biases have no gradient but noise, as those of keys in attention."""
-    matrices = [i for i, (_, p) in enumerate(seen.watch.named) if p.dim() > 1 and seen.extra[i].graded]
+    matrices = [i for i, (_, p) in enumerate(seen.watch.named) if p.dim() > 1 and seen.extra[i].judged]
     faint = sum(seen.extra[i].faint for i in matrices)
-    graded = sum(seen.extra[i].graded for i in matrices)
-    if not graded or faint < 0.5 * graded:
+    judged = sum(seen.extra[i].judged for i in matrices)
+    if not judged or faint < 0.5 * judged:
         return []
-    worst = max(matrices, key=lambda i: seen.extra[i].faint / seen.extra[i].graded)
-    text = f"{faint / graded:.0%} of the second moments are below the optimiser's eps: steps are too short"
+    worst = max(matrices, key=lambda i: seen.extra[i].faint / seen.extra[i].judged)
+    text = f"{faint / judged:.0%} of the second moments are below the optimiser's eps: steps are too short"
     remedy = "a larger clipping norm or loss scale, or a smaller eps"
-    return [Finding("grads", "severe", text, remedy, seen.names[worst], faint / graded)]
+    return [Finding("grads", "severe", text, remedy, seen.names[worst], faint / judged)]
 
 
 def _clipped(watch):
@@ -405,6 +438,58 @@ def _summed(seen):
             severity = "severe" if error > high else "moderate"
             found.append(Finding("accumulate", severity, text, MICRO, seen.names[i], error))
     return found
+
+
+def _forgotten(seen):
+    for i, (cleared, count) in list(seen.watch.forgotten.items())[:1]:
+        text = f"of {count} backward passes before a step the first {cleared} are forgotten"
+        return [
+            Finding("accumulate", "severe", text, "clear gradients after the step alone", seen.names[i], 1.0)
+        ]
+    return []
+
+
+def dead_parts(seen):
+    """Matrices of which an aligned half, third or quarter never has a gradient, as one of a fused qkv."""
+    watch = seen.watch
+    if watch.alive is None or watch.alive[3] < 3:
+        return []
+    tables = {
+        m.weight for m in watch.model.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    }
+    index, lengths, alive, _ = watch.alive
+    found = []
+    for i, part in zip(index, alive.cpu().split(lengths), strict=True):
+        p = watch.named[i][1]
+        if p.dim() < 2 or p in tables or part.all() or not part.any() or hasattr(p, "to_local"):
+            continue
+        dead = dead_part(part, p.shape, watch.most)
+        if dead:
+            remedy = "is it used and not detached?"
+            text = f"{dead} never have a gradient"
+            found.append(Finding("grads", "moderate", text, remedy, seen.names[i], 0.4))
+    return found
+
+
+def dead_part(alive, shape, most):
+    """Which aligned half, third or quarter of the rows or columns is dead as a whole while the rest lives;
+    "" where none is. alive: bool, of a sample (writes.sample) of a tensor of this shape.
+    """
+    places = sample(torch.arange(math.prod(shape)), most)
+    for dim, what in ((0, "rows"), (1, "columns")):
+        size = shape[dim]
+        at = places // math.prod(shape[dim + 1 :]) % size
+        for parts in (2, 3, 4):
+            if size % parts or size < 4 * parts:
+                continue
+            which = at * parts // size
+            entries = torch.bincount(which, minlength=parts)
+            living = torch.bincount(which, alive.float(), minlength=parts) / entries.clamp_min(1)
+            dead = (living == 0).nonzero().flatten().tolist()
+            if len(dead) == 1 and entries[dead[0]] >= 16 and living.sum() > 0.9 * (parts - 1):
+                width = size // parts
+                return f"{what} {dead[0] * width} to {(dead[0] + 1) * width - 1} of {size}"
+    return ""
 
 
 # ---- What is left out --------------------------------------------------------------------------------------
@@ -449,6 +534,9 @@ def standing(seen):
 
 def buffers(watch):
     found = []
+    for name, count in net_state.broken_buffers(watch.model, watch.buffers, watch.pick).items():
+        text = f"{count:,} entries of its sample are not finite; they were when the watch began"
+        found.append(Finding("buffers", "severe", text, "find what writes it", name, 9.0))
     rounded = net_state.rounded_buffers(watch.model, watch.buffers, watch.pick)
     for name, (what, error) in rounded.items():
         text = f"a buffer {what}"

@@ -5,9 +5,9 @@
     print(watch)                                 # a line for each tensor that loses something, worst first
 
 It hangs on the optimiser's step and looks at one step in `every`, on samples of at most 8,192 entries a
-tensor that come from all rows and columns alike. The training keeps its bits: nothing is written, and no
-random number of the process is drawn. A figure is named only where it is certain: what chance can explain is
-not. `bench.py watch` shows what it costs.
+tensor, fewer in small nets, that come from all rows and columns alike. The training keeps its bits: nothing
+is written, and no random number of the process is drawn. A figure is named only where it is certain: what
+chance can explain is not. `bench.py watch` shows what it costs.
 
     watch.findings()      the same for a program: a list of verdicts.Finding, the worst first
     watch.shares()        {tensor: {"update": share lost, "exp_avg_sq": ..., "ema": ...}}
@@ -18,7 +18,9 @@ write_errors, adapters, net_state, verdicts, verdict_rows and the files that pee
 """
 
 import functools
+import itertools
 import math
+import sys
 
 import torch
 
@@ -40,7 +42,7 @@ else:
 
 __all__ = ["StepReport", "Tally", "Watch", "Writes", "sample", "stays"]
 
-MOST = 1 << 12  # entries of a tensor's sample, see writes.sample
+MOST, LEAST = 1 << 12, 5 << 9  # entries of a tensor's sample, see writes.sample
 
 
 class Steps(Sums):
@@ -52,7 +54,8 @@ class Steps(Sums):
         "decay_error",  # variance of `decay`
         "infinite",  # gradients that are not finite
         "graded",  # gradients that are not 0
-        "faint",  # those whose second moment is below the optimiser's eps, squared
+        "judged",  # those of looks at the second moment
+        "faint",  # those of them whose second moment is below the optimiser's eps, squared
         "subnormal",  # those of an fp16 product that have lost bits or nearly all
         "moved",  # weights that the step changed
         "back",  # those of them that were put back before the next step
@@ -67,7 +70,8 @@ class Facts:
         self.first = None  # its sample at the first look
         self.looks = self.idle = 0  # looks with a gradient, and with one that is 0 everywhere
         self.without = 0  # looks without one
-        self.rates = set()  # whether its learning rate was 0
+        self.rates = set()  # its learning rates
+        self.at_zero = self.zero_since = 0  # the last looks at which that was 0, and the step of the first
         self.v_dtype = self.cast = None  # dtype of exp_avg_sq at first; (old, new) once it got narrower
         self.v_zero = None  # the step at which exp_avg_sq was 0 although exp_avg was not
         self.counter = None  # what its step counter said first, and our own count then
@@ -81,15 +85,17 @@ class Watch:
     """See above. model: the net that the optimiser trains, wrapped or not. optimizer: a torch optimiser or
     what wraps one, as Accelerate does. ema: a module, {name: tensor}, torch's AveragedModel, diffusers'
     EMAModel, optim.EMA, or None. every: steps between two looks; the first step is looked at too.
+    most: entries of a sample, see writes.sample; by default an eighth of what a tensor of the net has on
+    average, from LEAST to MOST, so that a look at a small net is as cheap as its steps.
 
     Raises Refused for an optimiser or an average of no known kind.
     """
 
-    def __init__(self, model, optimizer, ema=None, every=50, most=MOST):
+    def __init__(self, model, optimizer, ema=None, every=50, most=None):
         if every < 1:
             raise Refused(f"every={every}: looks are at least one step apart")
         self.model, self.every, self.steps, self.looks = _plain(model), int(every), 0, 0
-        self.depth = 0  # of calls of step within a step
+        self.depth, self.frame = 0, None  # of calls of step within a step; the frame of the outermost
         if not isinstance(self.model, torch.nn.Module):
             raise Refused(f"Watch takes the model as an nn.Module, not {type(model).__name__}")
         self.optimizer = hooked(optimizer)
@@ -97,7 +103,8 @@ class Watch:
         first = next(self.model.parameters(), None)
         if first is None:
             raise Refused("the model has no parameters: there is nothing to watch")
-        self.pick = functools.partial(_picked, most=most, device=first.device)
+        self.most = most or _usual(self.model)
+        self.pick = functools.partial(_picked, most=self.most, device=first.device)
         self.ema = None if ema is None else Average.of(ema, self.model)
         self.buffers = net_state.snapshot(self.model, self.pick)
         self.named, self.copies = self._paired()
@@ -107,6 +114,8 @@ class Watch:
         self.errors, self.moment_errors, self.extra = Errors(count), Errors(count), Steps(count)
         self.facts = [Facts() for _ in self.named]
         self.clips, self.sums_of_gradients, self.uncleared = [], {}, False
+        self.forgotten = {}  # tensor: (backward passes whose gradients were cleared before a step, of all)
+        self.alive = None  # (tensors, lengths, entries that ever had a gradient, looks)
         self.looking = self.follow = self.waiting = False
         self.departed = 0.0  # the largest share of weights that differ from the copies that are stepped
         self.groups, self.orphans = {}, {}
@@ -146,11 +155,24 @@ class Watch:
     def _due(self, step):
         return step == 1 or step % self.every == 0
 
-    @torch.no_grad()
     def _before(self, optimizer, args, kwargs):
+        if self.depth and not _runs(self.frame):
+            self._failed()
         self.depth += 1
         if self.depth > 1:  # a subclass that calls its parent's step, which has the same hooks
             return None
+        self.frame = sys._getframe(1)
+        return self._begin(args, kwargs)
+
+    def _failed(self):
+        """Forget a step that ended by an exception: the hook after it was never called."""
+        self.depth, self.steps = 0, self.steps - 1
+        self.looking = self.follow = self.waiting = False
+        self.writes.look, self.writes.shadows, self.partial = None, {}, {}
+        self._disarm()
+
+    @torch.no_grad()
+    def _begin(self, args, kwargs):
         self.steps += 1
         if self.follow:
             self._followed()
@@ -180,6 +202,8 @@ class Watch:
         scale = kwargs.get("grad_scale", 1.0) / grad_scale(self.optimizer)
         if torch.is_tensor(scale) or scale != 1.0:
             self.clips.append(scale)
+        # by turns, which halves what they cost
+        self.writes.at = {"averages"} if self.looks % 2 and self.ema is not None else {"moments"}
         self.writes.before(self.optimizer, (), {**kwargs, "grad_scale": scale})
         self.looking = self.writes.look is not None
         self._compare_sums(kwargs.get("grads"))
@@ -191,6 +215,7 @@ class Watch:
         self.depth = max(0, self.depth - 1)
         if self.depth:
             return
+        self.frame = None
         if self.looking:
             self._stepped()
         if self._due(self.steps + 1) and not self.compiled:
@@ -202,8 +227,10 @@ class Watch:
             if p.requires_grad and p not in self.groups and p.grad is not None:
                 self.orphans[name] = self.orphans.get(name, False) or bool(p.grad.any())
         here = {} if look is None else {i: k for k, i in enumerate(look.index)}
+        if look is not None:
+            self._living(look)
         quiet = [] if look is None else _zero(look.g, look.lengths)
-        empty = [] if look is None else _zero(look.v, look.lengths)
+        empty = [False] * len(quiet) if look is None or look.v is None else _zero(look.v, look.lengths)
         for i, (_, p) in enumerate(self.named):
             facts = self.facts[i]
             if facts.first is None:
@@ -213,10 +240,20 @@ class Watch:
                 continue
             facts.looks += 1
             facts.idle += quiet[here[i]]
-            facts.rates.add(float(self.groups[p].get("lr", 1.0)))
+            rate = float(self.groups[p].get("lr", 1.0))
+            facts.rates.add(rate)
+            facts.at_zero = 0 if rate else facts.at_zero + 1
+            facts.zero_since = self.steps if facts.at_zero == 1 else facts.zero_since
             state = _state(self.answers, p)
             facts.before = None if state.get("step") is None else float(state["step"])
             self._cast(facts, state, empty[here[i]])
+
+    def _living(self, look):
+        """Which entries have ever had a gradient."""
+        alive, looks = look.g != 0, 1
+        if self.alive is not None and self.alive[:2] == (look.index, look.lengths):
+            alive, looks = alive | self.alive[2], self.alive[3] + 1
+        self.alive = look.index, look.lengths, alive, looks
 
     def _cast(self, facts, state, empty):
         v, m = state.get("exp_avg_sq"), state.get("exp_avg")
@@ -240,8 +277,9 @@ class Watch:
         held, new = look.held.split(look.lengths), look.new.split(look.lengths)
         target = (look.held + look.update).split(look.lengths)
         self.errors.add(look.index, held, target, new, plain)
-        v, aim, new_v = (t.split(look.lengths) for t in (look.v, look.aim, look.new_v))
-        self.moment_errors.add(look.index, v, aim, new_v, look.v_dtypes, [t.clamp_min(1e-30) for t in v])
+        if look.v is not None:
+            v, aim, new_v = (t.split(look.lengths) for t in (look.v, look.aim, look.new_v))
+            self.moment_errors.add(look.index, v, aim, new_v, look.v_dtypes, [t.clamp_min(1e-30) for t in v])
         self._count(look)
         for i, p in zip(look.index, look.params, strict=True):
             self._counter(self.facts[i], _state(self.answers, p).get("step"))
@@ -249,24 +287,39 @@ class Watch:
 
     def _count(self, look):
         decayed = [self._decayed(p) for p in look.params]
-        decay = look.spread(decayed) * -look.held
-        rest = (look.new - look.held) - (look.update - decay)
-        good = rest.isfinite() & decay.isfinite() & look.g.isfinite() & (decay != 0)
-        rest, decay = rest.where(good, 0.0), decay.where(good, 0.0)
-        # scaled: squares of small numbers would be 0 in fp32
-        size = decay.abs().max().clamp_min(1e-30)
-        rest, decay = rest / size, decay / size
-        graded = look.g != 0
-        eps = [self._eps(p) for p in look.params]
-        corrected = look.spread([1 / max(1e-12, 1 - self._beta(p)) for p in look.params])
-        faint = graded & (look.new_v * corrected < look.spread(eps).square())
-        fp16 = look.g.half().float() == look.g
-        tensors = [all_fp16.all() for all_fp16 in fp16.split(look.lengths)]
-        from_fp16 = torch.stack(tensors).repeat_interleave(torch.tensor(look.lengths, device=look.g.device))
-        subnormal = graded & from_fp16 & (look.g.abs() < 2**-14)
+        finite, graded = look.g.isfinite(), look.g != 0
+        rest = decay = torch.zeros_like(look.g)
+        if any(decayed):
+            decay = look.spread(decayed) * -look.held
+            rest = (look.new - look.held) - (look.update - decay)
+            good = rest.isfinite() & decay.isfinite() & finite & (decay != 0)
+            rest, decay = rest.where(good, 0.0), decay.where(good, 0.0)
+            # scaled: squares of small numbers would be 0 in fp32
+            size = decay.abs().max().clamp_min(1e-30)
+            rest, decay = rest / size, decay / size
+        judged = faint = torch.zeros_like(graded)
+        if look.v is not None:
+            eps = [self._eps(p) for p in look.params]
+            corrected = look.spread([1 / max(1e-12, 1 - self._beta(p)) for p in look.params])
+            judged, faint = graded, graded & (look.new_v * corrected < look.spread(eps).square())
+        subnormal = torch.zeros_like(graded)
+        for at in self._from_fp16(look):
+            subnormal[at] = graded[at] & (look.g[at].abs() < 2**-14)
         moved = look.new != look.held
-        rows = [rest * decay, decay * decay, (rest - decay).square() * decay.square(), ~look.g.isfinite()]
-        self.extra.put([*rows, graded, faint, subnormal, moved], look.index, look.lengths)
+        rows = [rest * decay, decay * decay, (rest - decay).square() * decay.square(), ~finite]
+        self.extra.put([*rows, graded, judged, faint, subnormal, moved], look.index, look.lengths)
+
+    @staticmethod
+    def _from_fp16(look):
+        """Slices of the tensors whose gradients are all numbers of fp16: what a product in fp16 gave."""
+        ends = [0, *itertools.accumulate(look.lengths)]
+        first = look.g[torch.tensor(ends[:-1], device=look.g.device)]
+        fits = (first.half().float() == first).tolist()
+        for k, p in enumerate(look.params):
+            at = slice(ends[k], ends[k + 1])
+            may = fits[k] and p.dtype != torch.bfloat16
+            if may and torch.equal(look.g[at].half().float(), look.g[at]):
+                yield at
 
     def _decayed(self, p):
         known = getattr(self.answers, "decayed", None)
@@ -298,14 +351,14 @@ class Watch:
 
     def _followed(self):
         """What was done since the step: whether weights were put back, and what the average took over."""
-        look = self.writes.look
+        look, now = self.writes.look, None
         self.follow = False
         if look is not None:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])
             back = (look.new != look.held) & (now == look.held)
             self.extra.put([back], look.index, look.lengths, first=Steps.fields.index("back"))
             self._copies(look)
-        self._average()
+        self._average(held=now)
 
     def _copies(self, look):
         """How far the model's own weights are from the copies that the optimiser steps."""
@@ -315,7 +368,7 @@ class Watch:
             off = (own != self.pick(p).to(own.dtype)).float().mean()
             self.departed = max(self.departed, float(off))
 
-    def _average(self, last=False):
+    def _average(self, last=False, held=None):
         """Compare the average, once it has moved. Loops that average every few steps are waited for until the
         next look.
         """
@@ -324,12 +377,14 @@ class Watch:
         index, before = self.writes.shadows["ema"]
         shadow = self.ema.shadow
         here = list(zip(index, before, strict=True))
-        same = [torch.equal(self.pick(shadow[self.named[i][0]]), b) for i, b in here]
+        taken = [self.pick(shadow[self.named[i][0]]) for i in index]
+        same = [torch.equal(now, b) for now, b in zip(taken, before, strict=True)]
         if all(same) and not last:
             self.waiting = True
             return
         if not self.waiting:
-            self.writes.averaged()
+            known = self.writes.look is not None and self.writes.look.index == index
+            self.writes.averaged(held if known else None, taken)
         else:  # how many steps it took is not known: only who was left behind
             away = [bool((self.pick(self.named[i][1]).float() != b.float()).any()) for i, b in here]
             stood = [float(s and a) for s, a in zip(same, away, strict=True)]
@@ -342,44 +397,57 @@ class Watch:
 
     def _arm(self):
         """Listen to the gradients of the next step, micro-batch after micro-batch: where they are summed in
-        16 bits, and whether they start from nothing.
+        16 bits, and whether they start from nothing. Some 16 tensors at each look: what sums one of them sums
+        all.
         """
         self.partial = {}
         chosen = [(i, p) for i, (_, p) in enumerate(self.named) if p.requires_grad]
+        turns = 1 + len(chosen) // 16
         for k, (i, p) in enumerate(chosen):
-            if p.dtype in net_state.NARROW or k == 0:
+            if k == 0 or (p.dtype in net_state.NARROW and k % turns == self.looks % turns):
                 self.hooks.append(p.register_hook(functools.partial(self._hear, i, p)))
 
     @torch.no_grad()
     def _hear(self, i, p, g):
         if g.is_sparse:
             return
-        part = self.pick(g).float()
+        part = self.pick(g).float().clone()
         if i not in self.partial:
             left = p.grad is not None and not p.grad.is_sparse and bool(p.grad.any())
-            self.partial[i] = [1, part.clone(), left]
-        else:
-            self.partial[i][0] += 1
-            self.partial[i][1] += part
+            self.partial[i] = Partial(part, left)
+            return
+        partial = self.partial[i]
+        partial.count += 1
+        partial.sum += part
+        if p.grad is None or (i == next(iter(self.partial)) and not p.grad.any()):
+            partial.cleared, partial.last = partial.count - 1, part
+        elif partial.last is not None:
+            partial.last += part
 
-    def _compare_sums(self, grads):
+    def _disarm(self):
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
+
+    def _compare_sums(self, grads):
+        self._disarm()
         one_process = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        for i, (count, exact, left) in self.partial.items() if one_process else ():
+        for i, partial in self.partial.items() if one_process else ():
             p = self.named[i][1]
             g = p.grad if grads is None else grads.get(p)
             if g is None:
                 continue
-            self.uncleared |= left
-            if count > 1 and not left and p.dtype in net_state.NARROW:
-                g, exact = self.pick(g).double(), exact.double()
-                # clipping and averaging over micro-batches scale it
-                scale = float((g * exact).sum() / exact.square().sum().clamp_min(1e-300))
-                error = float((g - scale * exact).norm() / (scale * exact).norm().clamp_min(1e-300))
-                most, times, micro = self.sums_of_gradients.get(i, (0.0, 0, 0))
-                self.sums_of_gradients[i] = most + error, times + 1, count
+            self.uncleared |= partial.left
+            if partial.count < 2 or partial.left:
+                continue
+            g = self.pick(g)
+            error = _apart(g, partial.sum)
+            if p.dtype in net_state.NARROW:
+                most, times, _ = self.sums_of_gradients.get(i, (0.0, 0, 0))
+                self.sums_of_gradients[i] = most + error, times + 1, partial.count
+            # an optimiser that sums by itself takes gradients away, and forgets none; SAM clears them once
+            if partial.cleared > 1 and error > 0.1 and _apart(g, partial.last) < 0.02:
+                self.forgotten[i] = partial.cleared, partial.count
         self.partial = {}
 
     # -- what was found
@@ -402,13 +470,46 @@ class Watch:
         return str(self.diagnosis())
 
 
+class Partial:
+    """The gradients of one tensor, backward pass after backward pass. left: gradients were there before the
+    first one. cleared: passes whose gradients are gone; last: the sum of those since, or None.
+    """
+
+    def __init__(self, part, left):
+        self.count, self.sum, self.left = 1, part, left
+        self.cleared, self.last = 0, None
+
+
+def _apart(g, exact):
+    """Relative distance of a gradient from a sum, but for a factor: clipping and averaging over
+    micro-batches scale it.
+    """
+    g, exact = g.double(), exact.double()
+    scale = float((g * exact).sum() / exact.square().sum().clamp_min(1e-300))
+    return float((g - scale * exact).norm() / (scale * exact).norm().clamp_min(1e-300))
+
+
+def _runs(frame):
+    """Whether a frame is among those that wait for this call."""
+    caller = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
+
+
+def _usual(model):
+    sizes = [p.numel() for p in model.parameters()]
+    return min(MOST, max(LEAST, sum(sizes) // (8 * len(sizes))))
+
+
 def _zero(flat, lengths):
     """Whether all entries of each tensor are 0; a GPU is waited for once."""
     return (~torch.stack([part.any() for part in flat.split(lengths)])).tolist()
 
 
 def _picked(t, most, device):
-    return sample(t, most).to(device)
+    taken = sample(t, most)
+    return taken if taken.device == device else taken.to(device)
 
 
 def _state(answers, p):

@@ -11,9 +11,9 @@ import math
 import torch
 
 if __package__:
-    from .writes import Sums
+    from .writes import Sums, each, rounded, totals
 else:
-    from writes import Sums
+    from writes import Sums, each, rounded, totals
 
 CERTAIN = 6  # standard errors: once in 5e8 looks by chance
 NARROW = (torch.bfloat16, torch.float16)
@@ -36,16 +36,20 @@ class Errors(Sums):
         "variance",  # of that sum, under stochastic rounding
         "moves",  # wanted steps in ulps, at most one each: as many entries are expected to move
         "spread",  # variance of the sum of errors in units of the weights
-        "again",  # products of the errors of two looks: 0 unless noise repeats
+        "again",  # products of the errors of a look and of the two before: 0 unless noise repeats
         "again_variance",
         "again_size",  # what the products would sum up to if the noise were the same
+        "near",  # the same of neighbours in a sample: 0 unless rows share noise
+        "near_variance",
+        "near_size",
         "looks",
         "burst",  # squares of each look's score over its variance: 1 a look, unless the entries share noise
     )
 
     def __init__(self, tensors=1):
         super().__init__(tensors)
-        self.last = None  # (tensors, errors, variances) of the last look
+        self.past = []  # (tensors, errors, variances) of the last two looks
+        self.turn = False  # whether tensors were compared the last time
         self.pairs = {}  # (pairs of tensors) -> float64 [3, pairs]: see `shares`
 
     def add(self, index, old, target, new, dtypes, scales=None):
@@ -59,9 +63,9 @@ class Errors(Sums):
             return
         index, lengths = [index[k] for k in chosen], [old[k].numel() for k in chosen]
         before, aim, after = (torch.cat([part[k] for k in chosen]) for part in (old, target, new))
-        gap = [ulp(target[k], torch.finfo(dtypes[k]).eps) for k in chosen]
-        nearest = torch.cat([target[k].to(dtypes[k]).float() for k in chosen])
-        gap, size = torch.cat(gap), aim.abs()
+        narrow = [dtypes[k] for k in chosen]
+        gap = ulp(aim, each([torch.finfo(dtype).eps for dtype in narrow], lengths, aim))
+        nearest, size = rounded(aim, narrow, lengths), aim.abs()
         f = torch.frac(size / gap)
         f = f.where(aim.isfinite() & (aim != before) & after.isfinite(), 0.0)
         rounds, variance = f > 0, f * (1 - f)
@@ -70,19 +74,23 @@ class Errors(Sums):
         unit = gap if scales is None else gap / torch.cat([scales[k] for k in chosen])
         spread = variance * unit.square()
         rows = [rounds, torch.minimum(f, 1 - f), (after != nearest) & rounds, score, variance, moves, spread]
-        self._sum(index, lengths, [*rows, *self._again(index, score, variance)])
-        self._compare(index, score.split(lengths), variance.split(lengths))
-        self.last = index, score, variance
+        rows += [*self._again(index, score, variance), *_near(score, variance, lengths)]
+        self._sum(index, lengths, rows)
+        self.turn = not self.turn
+        if self.turn:  # every other time, which halves what it costs
+            self._compare(index, score.split(lengths), variance.split(lengths))
+        self.past = [*self.past[-1:], (index, score, variance)]
 
     def _again(self, index, score, variance):
-        if self.last is None or self.last[0] != index:
-            return [torch.zeros_like(score)] * 3
-        both = variance * self.last[2]
-        return [score * self.last[1], both, both.sqrt()]
+        found = [torch.zeros_like(score) for _ in range(3)]
+        for then, past_score, past_variance in self.past:
+            if then == index:
+                both = variance * past_variance
+                found = [a + b for a, b in zip(found, (score * past_score, both, both.sqrt()), strict=True)]
+        return found
 
     def _sum(self, index, lengths, rows):
-        table = torch.stack([row.float() for row in rows])  # [fields that are sums over entries, n]
-        sums = torch.stack([part.sum(1, dtype=torch.float64) for part in table.split(lengths, 1)], 1)
+        sums = totals(rows, lengths)  # of the fields that are sums over entries
         score, variance = sums[3], sums[4]
         enough = variance > 1
         burst = score.square() / variance.clamp_min(1) * enough
@@ -103,8 +111,7 @@ class Errors(Sums):
 
         product = side(scores, 0) * side(scores, 1)
         variance = side(variances, 0) * side(variances, 1)
-        table = torch.stack([product, variance, variance.sqrt()]).split(lengths, 1)
-        sums = torch.stack([part.sum(1, dtype=torch.float64) for part in table], 1)
+        sums = totals([product, variance, variance.sqrt()], lengths)
         key = tuple((index[a], index[b]) for a, b in pairs)
         self.pairs[key] = self.pairs.get(key, 0.0) + sums
 
@@ -134,6 +141,11 @@ class Errors(Sums):
         """Correlation of the errors of two looks where it is certain, else 0.0."""
         return certain(self.again, self.again_variance, self.again_size)
 
+    @property
+    def neighbours(self):
+        """The same of entries that are neighbours in a sample."""
+        return certain(self.near, self.near_variance, self.near_size)
+
     def shares(self):
         """{(tensor, tensor): correlation of their errors} where it is certain."""
         found = {}
@@ -145,9 +157,23 @@ class Errors(Sums):
         return found
 
 
+def _near(score, variance, lengths):
+    """[products of the errors of each entry and the next, their variances, the roots of these]; [n] each."""
+    found = []
+    for row in (score, variance):
+        product = row * row.roll(-1)
+        product[torch.tensor(lengths, device=row.device).cumsum(0) - 1] = 0.0  # the next is another tensor's
+        found.append(product)
+    return [*found, found[1].sqrt()]
+
+
 def certain(product, variance, size):
-    """Correlation of errors, 0.0 unless it is more than chance and more than a fifth."""
+    """Correlation of errors, 0.0 unless it is more than chance and more than a fifth.
+
+    Errors that are larger than rounding makes them, as of several roundings one after the other, say nothing
+    of noise: 0.0 too.
+    """
     if variance < 1 or product < CERTAIN * math.sqrt(variance):
         return 0.0
     value = product / size
-    return value if value > 0.2 else 0.0
+    return value if 0.2 < value < 1.5 else 0.0

@@ -20,6 +20,7 @@ an answer about 4 billion entries costs what one about 65,536 does. `adapters.py
 answer.
 """
 
+import functools
 import math
 
 import torch
@@ -34,13 +35,20 @@ def sample(t, most=1 << 16):
     from every column alike. A stride of 256 would see 16 of the 4,096 columns of a 4096 x 4096 weight.
     Returns a view where `t` is contiguous.
     """
-    flat = local(t).reshape(-1)  # [...] -> [entries]
-    if flat.numel() < 2 * most:
-        return flat
-    stride = max(1, flat.numel() // most)
-    while math.gcd(stride, flat.numel()) > 1:
+    flat = (t.detach() if type(t) in PLAIN else local(t)).reshape(-1)  # [...] -> [entries]
+    n = flat.numel()
+    return flat if n < 2 * most else flat[:: _stride(n, most)]
+
+
+@functools.cache
+def _stride(n, most):
+    stride = max(1, n // most)
+    while math.gcd(stride, n) > 1:
         stride += 1
-    return flat[::stride]
+    return stride
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def local(t):
@@ -48,8 +56,7 @@ def local(t):
     t = t.detach()
     if hasattr(t, "to_local"):
         t = t.to_local()
-    plain = type(t) in (torch.Tensor, torch.nn.Parameter)
-    return t if plain or not hasattr(t, "dequantize") else t.dequantize()  # torchao's codes
+    return t if type(t) in PLAIN or not hasattr(t, "dequantize") else t.dequantize()  # torchao's codes
 
 
 def stays(stored, target):
@@ -159,11 +166,9 @@ class Sums:
     def put(self, rows, index=None, lengths=None, first=0):
         """Add rows, one [n] for each field from `first` on: lengths[0] entries of tensor index[0], and so on.
         """
-        table = torch.stack([row.float() for row in rows])  # [fields, n] -> [fields, tensors that are here]
         if lengths is None:
-            index, lengths = [0], [table.shape[1]]
-        parts = table.split(lengths, 1)
-        found = torch.stack([part.sum(1, dtype=torch.float64) for part in parts], 1)
+            index, lengths = [0], [rows[0].numel()]
+        found = totals(rows, lengths)
         self.sums = self.sums.to(found.device)
         self.sums[first : first + len(rows), index] += found
 
@@ -184,6 +189,14 @@ class Sums:
         return float(self.sums[self.fields.index(name)].sum())
 
 
+def totals(rows, lengths):
+    """Rows [n] of any dtype -> float64 [rows, tensors]: sums over the entries of each tensor."""
+    table = torch.empty(len(rows), rows[0].numel(), device=rows[0].device)  # fp32: torch sums in a tree
+    for i, row in enumerate(rows):
+        table[i] = row
+    return torch.stack([part.sum(1) for part in table.split(lengths, 1)], 1).double()
+
+
 class Tally(Sums):
     """Of the entries of a site: the movement wanted, and what was written of it.
 
@@ -201,11 +214,17 @@ class Tally(Sums):
         before, wanted, and held after. among: the entries that count. scale: what a movement is measured in.
         index, lengths: see `Sums.put`.
         """
-        step, moved = (target - old) / scale, (new - old) / scale
-        among = among & (step != 0) & step.isfinite() & moved.isfinite()
-        threatened = among & stays
+        step, moved = target - old, new - old
+        if torch.is_tensor(scale):
+            step, moved = step / scale, moved / scale
+        # what is not finite times 0 is NaN
+        counts = torch.addcmul(step * 0, moved, torch.zeros_like(moved)) == 0
+        counts &= step != 0
+        if torch.is_tensor(among):
+            counts &= among
+        among, threatened = counts, counts & stays
         step, moved = step.where(among, 0.0), moved.where(among, 0.0)
-        size, along, miss = step.abs(), moved * step.sign(), (moved - step).square()
+        size, along, miss = step.abs(), moved.copysign(moved * step), (moved - step).square()
         of_threatened = [row.where(threatened, 0.0) for row in (size, along, miss)]
         self.put([among, threatened, size, *of_threatened, along, miss], index, lengths)
 
@@ -249,23 +268,55 @@ class Squares(Sums):
     fields = ("square", "steps")  # means of g^2, one a step; steps that were added
 
 
+def rounded(values, dtypes, lengths):
+    """fp32 [n] rounded to nearest in the dtype of each tensor, as fp32."""
+    if len(set(dtypes)) == 1:
+        return values.to(dtypes[0]).float()
+    parts = zip(values.split(lengths), dtypes, strict=True)
+    return torch.cat([part.to(dtype).float() for part, dtype in parts])
+
+
+def each(values, lengths, like):
+    """One number a tensor -> one an entry, fp32 on the device of `like`; 0-dim where all are the same."""
+    if len(set(values)) == 1:
+        return torch.tensor(values[0], dtype=torch.float32, device=like.device)
+    values = torch.tensor(values, dtype=torch.float32, device=like.device)
+    return values[_numbers(tuple(lengths), like.device)]
+
+
+@functools.lru_cache(4)
+def _numbers(lengths, device):
+    """int64 [n]: which tensor an entry is of."""
+    lengths = torch.tensor(lengths, device=device)
+    return torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+
+
 class Look:
     """Flat fp32 samples of all tensors that one step writes, one after the other: before it, and after.
 
     rows: [(number of the tensor, parameter, its gradient [n], fp32)]. index, lengths: the number of each
     tensor and how many entries it has here. What can't be told is NaN. update: what is wanted of the weights;
-    aim: what v should become; `after` adds new (the value held) and new_v.
+    aim: what v should become; `after` adds new (the value held) and new_v. moments: whether to look at v;
+    else v and aim are None.
     """
 
-    def __init__(self, optimizer, rows, pick):
+    def __init__(self, optimizer, rows, pick, moments=True):
         self.optimizer, self.pick = optimizer, pick
         self.index, self.params = [i for i, _, _ in rows], [p for _, p, _ in rows]
         gradients = [g for _, _, g in rows]
         self.lengths = [g.numel() for g in gradients]
         self.dtypes = [p.dtype for p in self.params]
         self.g = torch.cat(gradients)
-        self.stored, self.held = self._stored(), self._held()
+        self.number = _numbers(tuple(self.lengths), self.g.device)
+        self.held = self._held()
+        self.stored = self._stored()
         self.update = torch.cat(self._wanted(gradients))
+        self.v = self.new_v = self.aim = None
+        if moments:
+            self._aim(gradients)
+
+    def _aim(self, gradients):
+        optimizer, pick = self.optimizer, self.pick
         self.v, self.v_dtypes = self._v()  # a dtype of None: there is no such moment
         of = zip(self.params, self.v_dtypes, strict=True)
         betas = [math.nan if dtype is None else optimizer.decay(p, "exp_avg_sq")[0] for p, dtype in of]
@@ -278,6 +329,8 @@ class Look:
         self.aim = beta * self.v + rest * seen * seen
 
     def _stored(self):
+        if torch.equal(rounded(self.held, self.dtypes, self.lengths), self.held):
+            return self.held  # nothing completes these weights
         return torch.cat([self.pick(p).float() for p in self.params])
 
     def _held(self):
@@ -286,7 +339,7 @@ class Look:
     def _wanted(self, gradients):
         together = getattr(self.optimizer, "wanted_together", None)
         if together is not None:
-            return together(self.params, gradients, self.pick)
+            return together(self.params, gradients, self.pick, self.held)
         updates = [
             self.optimizer.wanted(p, g, self.pick) for p, g in zip(self.params, gradients, strict=True)
         ]
@@ -305,19 +358,12 @@ class Look:
     def after(self):
         """Look again, once the step is done."""
         self.new = self._held()
-        self.new_v, _ = self._v()
-
-    def rounded(self, values, dtypes):
-        """fp32 entries rounded to nearest in the dtype of each tensor, as fp32."""
-        if len(set(dtypes)) == 1:
-            return values.to(dtypes[0]).float()
-        parts = zip(values.split(self.lengths), dtypes, strict=True)
-        return torch.cat([part.to(dtype).float() for part, dtype in parts])
+        if self.v is not None:
+            self.new_v, _ = self._v()
 
     def spread(self, values, dtype=torch.float32):
         """One value a tensor -> one an entry."""
-        values = torch.tensor(values, dtype=dtype, device=self.g.device)
-        return values.repeat_interleave(torch.tensor(self.lengths, device=self.g.device))
+        return each(values, self.lengths, self.g).to(dtype)
 
 
 class Writes:
@@ -336,6 +382,7 @@ class Writes:
         self.averages = {name: Tally(count) for name in averages}
         self.squares = Squares(count)
         self.look, self.shadows = None, {}
+        self.at = {"moments", "averages"}  # what the next look compares, beside weights
 
     @torch.no_grad()
     def before(self, optimizer, args, kwargs):
@@ -347,8 +394,8 @@ class Writes:
             g = p.grad if grads is None else grads.get(p)
             if g is not None and not g.is_sparse:
                 rows.append((i, p, self.pick(g).float() * scale))
-        self.look = Look(self.optimizer, rows, self.pick) if rows else None
-        for name, average in self.ema.items():
+        self.look = Look(self.optimizer, rows, self.pick, "moments" in self.at) if rows else None
+        for name, average in self.ema.items() if "averages" in self.at else ():
             self.shadows[name] = self._shadow(average)
 
     def _shadow(self, average):
@@ -372,14 +419,14 @@ class Writes:
         look.after()
         at = dict(index=look.index, lengths=look.lengths)
         target = look.held + look.update
-        stays = look.rounded(target, look.dtypes) == look.stored
+        stays = rounded(target, look.dtypes, look.lengths) == look.stored
         self.weights.add(stays, look.held, target, look.new, **at)
-        if not any(look.v_dtypes):
+        if look.v is None or not any(look.v_dtypes):
             return
         dtypes = [dtype or torch.float32 for dtype in look.v_dtypes]
         # of codes all may stay: with its block's scale a code moves although it stays the same
         coded = look.spread([self.optimizer.coded(p, "exp_avg_sq") for p in look.params], torch.bool)
-        may_stay = coded | (look.rounded(look.aim, dtypes) == look.v)
+        may_stay = coded | (rounded(look.aim, dtypes, look.lengths) == look.v)
         floor = look.v.clamp_min(1e-30)
         shrinks = (look.aim < look.v) & (look.v > 1e-30)
         self.moments.add(may_stay, look.v, look.aim, look.new_v, shrinks, floor, **at)
@@ -389,9 +436,12 @@ class Writes:
         self.squares.put([look.g.square() * share, share], **at)
 
     @torch.no_grad()
-    def averaged(self):
+    def averaged(self, held=None, now=None):
         """Compare what the averages took over. Entries within 2 ulp of their weight are left out: they are as
         near to it as their format lets them be.
+
+        held, now: what the optimiser holds of the tensors that the only average has, flat, and their samples
+        in the average, where that is known already.
         """
         for name, (index, before) in self.shadows.items():
             if not index:
@@ -399,21 +449,21 @@ class Writes:
             average, shadow = self.ema[name], self.ema[name].shadow
             named = [self.named_params[i] for i in index]
             lengths = [t.numel() for t in before]
-            pairs = zip(named, before, strict=True)
-            held = torch.cat([self.optimizer.held(p, self.pick).to(b.device) for (_, p), b in pairs])
+            weights = held
+            if weights is None:
+                pairs = zip(named, before, strict=True)
+                weights = torch.cat([self.optimizer.held(p, self.pick).to(b.device) for (_, p), b in pairs])
             old = torch.cat([b.float() for b in before])
-            now = [self.pick(shadow[key]) for key, _ in named]
-            if all(torch.equal(t, h.to(t.dtype)) for t, h in zip(now, held.split(lengths), strict=True)):
+            taken = now or [self.pick(shadow[key]) for key, _ in named]
+            dtypes = [b.dtype for b in before]
+            new, gap = torch.cat([t.float() for t in taken]), weights - old
+            if torch.equal(new, rounded(weights, dtypes, lengths)):
                 continue  # it took the weights as they are, as most averages do at their first step
-            new, gap = torch.cat([t.float() for t in now]), held - old
             rate = measured_rate(old, new, gap) if average.decay is None else 1 - average.decay
             target = old + rate * gap
-            far, kept = [], []
-            for b, aim, distance in zip(before, target.split(lengths), gap.split(lengths), strict=True):
-                far.append(distance.abs() > 2 * torch.finfo(b.dtype).eps * b.float().abs())
-                kept.append(stays(b, aim))
-            tally = self.averages[name]
-            tally.add(torch.cat(kept), old, target, new, torch.cat(far), index=index, lengths=lengths)
+            far = gap.abs() > 2 * each([torch.finfo(dtype).eps for dtype in dtypes], lengths, old) * old.abs()
+            kept = rounded(target, dtypes, lengths) == old
+            self.averages[name].add(kept, old, target, new, far, index=index, lengths=lengths)
         self.look, self.shadows = None, {}
 
     def excess(self):

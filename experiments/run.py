@@ -13,7 +13,7 @@ message; --retry runs it again. A run that an arm samples from, or starts from, 
 first, and recorded where it belongs. Runs of a pair belong on one kind of CPU, since bf16 products are summed
 in another order on another: a run whose partner was recorded elsewhere is refused without --mixed, and marked
 in the report with it.
-Exit status: 0, 1 a check that differs, 2 a mistake.
+Exit status: 0, 1 a check that differs or a run that another process has, 2 a mistake.
 """
 
 import argparse
@@ -269,6 +269,9 @@ def known_records(experiment, arms, repair):
     return {k: record for e in involved for k, record in records.recorded(e, repair).items()}
 
 
+IN_USE = " is in use by "  # what Folder.lock says in runs.py
+
+
 def follow(experiment, args, todo, runs, wanted, known, done):
     """Run `todo`, and record each run that ends, or compare it with its record; returns the exit status."""
     status, results = 0, execute(todo, args.jobs, runs)
@@ -284,7 +287,11 @@ def follow(experiment, args, todo, runs, wanted, known, done):
         for arm, seed, code in results:
             record = records.make(arm, seed, runs, code)
             bar.update()
-            if not args.check:
+            if code and IN_USE in record["failed"]:
+                # a run that outlives its run.py by the seconds of its last checkpoint: nothing has failed
+                bar.write(f"{arm.name}, seed {seed}: {record['failed']}; run this again", file=sys.stderr)
+                status = 1
+            elif not args.check:
                 if code:
                     bar.write(f"{arm.name}, seed {seed} failed: {record['failed']}", file=sys.stderr)
                 if key(arm, seed) not in done:

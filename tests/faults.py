@@ -122,6 +122,18 @@ def _(loop):
     loop.stochastic(weight_decay=1.0, decay_apart=True)
 
 
+@fault(
+    "the same with a decay of 0.1",
+    "GPT-2",
+    DECAY,
+    missed="in 30 steps a decay of 0.1 is less than what chance rounds away",
+    lr=3e-4,
+    **LOW,
+)
+def _(loop):
+    loop.stochastic(weight_decay=0.1, decay_apart=True)
+
+
 # -- noise
 
 

@@ -285,8 +285,9 @@ def test_entries_that_are_not_finite():
     key = next(iter(shadow))
     shadow[key].fill_(math.nan)
     state["optimizer"]["state"][0]["exp_avg_sq"].fill_(math.inf)
+    next(iter(state["model"].values()))[0] = math.nan
     diagnosis = examined({**checkpoint, "precision": state})
-    assert named(diagnosis) == {"ema": "severe", "exp_avg_sq": "severe"}
+    assert named(diagnosis) == {"weights": "severe", "ema": "severe", "exp_avg_sq": "severe"}
     assert f"{shadow[key].numel():,} entries" in text(diagnosis, "ema")
 
 

@@ -88,7 +88,15 @@ def test_one_layer_that_did_not_train(tmp_path, capsys):
 
 def test_nothing_moved(tmp_path, capsys):
     same = trained(3)[0].state_dict()
-    assert "update" in named(capsys, files(tmp_path, same, same))
+    assert named(capsys, files(tmp_path, same, same)) == {"update": [""]}  # of all of them, not of each
+
+
+def test_tokens_that_never_come_are_not_named(tmp_path, capsys):
+    before, after = (trained(steps, BF16, lr=1e-2)[0].state_dict() for steps in (0, 30))
+    after["0.weight"][5:] = before["0.weight"][5:]
+    assert named(capsys, files(tmp_path, before, after), 0) == {}
+    after["0.weight"][:, 4:] = before["0.weight"][:, 4:]  # columns are no tokens
+    assert named(capsys, files(tmp_path, before, after)) == {"update": ["0.weight"]}
 
 
 def test_states_in_bf16_and_counters(tmp_path, capsys):
@@ -109,7 +117,10 @@ def test_states_in_bf16_and_counters(tmp_path, capsys):
 def test_a_state_cast_between_the_two(tmp_path, capsys):
     early, late = whole(*trained(5)), whole(*trained(30))
     late["optimizer"]["state"][0]["exp_avg_sq"] = late["optimizer"]["state"][0]["exp_avg_sq"].to(BF16)
-    assert "exp_avg_sq" in named(capsys, files(tmp_path, early, late))
+    paths = files(tmp_path, early, late)
+    assert named(capsys, paths)["exp_avg_sq"] == ["optimizer.0"] * 2  # narrow, and not so before
+    found = doctor_offline.compare(*map(doctor_offline.read, paths)).findings
+    assert found[0].text == "it was fp32 before"
 
 
 def test_an_average_that_stands_at_its_start(tmp_path, capsys):
@@ -146,6 +157,7 @@ def bad(tmp_path):
         path.write_bytes(content) if raw else torch.save(content, path)
         return str(path)
 
+    wider = {**trained()[0].state_dict(), "0.weight": torch.ones(41, 16)}
     half = Path(good).read_bytes()[: len(Path(good).read_bytes()) // 2]
     return {
         "missing": (good, str(tmp_path / "nowhere.pt"), "no such file"),
@@ -159,7 +171,7 @@ def bad(tmp_path):
         "code": (good, made("code.pt", pickle.dumps({"w": Runs()}, protocol=2), raw=True), "run code"),
         "an object": (good, made("object.pt", {"w": Runs()}), "run code"),
         "another net": (good, made("other.pt", nn.Linear(3, 3).state_dict()), "different nets"),
-        "another shape": (good, made("shape.pt", nn.Embedding(41, 16).state_dict()), "different nets"),
+        "another shape": (good, made("shape.pt", wider), "0.weight has the shapes"),
     }
 
 

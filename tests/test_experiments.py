@@ -1,5 +1,6 @@
 """experiments/run.py: what a user may get wrong, what is run, what is recorded."""
 
+import errno
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from lab import FAKE, SECOND, TOML, commands, fails, record, records_of, second, write
 
+import runs
 from experiments import definition, report, run
 from experiments import records as log
 from machine import Refused
@@ -317,6 +319,29 @@ def test_a_killed_run_py_leaves_no_run_behind(folder, fake, tmp_path):
         process.kill()
         process.wait()
     assert wait_for(started.with_name("stopped"), seconds=20)
+
+
+def test_a_run_that_another_process_has_is_not_recorded_as_failed(
+    folder, fake, tmp_path, capsys, monkeypatch
+):
+    """As one is that has outlived its run.py, while it writes its last checkpoint."""
+
+    def taken(*args):
+        raise BlockingIOError(errno.EAGAIN, "taken")
+
+    with monkeypatch.context() as patch, pytest.raises(Refused) as refused:
+        patch.setattr(runs.fcntl, "lockf", taken)
+        runs.Folder(tmp_path / "taken").lock()
+    said, whole = str(refused.value), (tmp_path / "train.py").read_text()
+    text = f"import sys\nprint('train.py: ' + {said!r}, file=sys.stderr)\nsys.exit(2)\n"
+    (tmp_path / "train.py").write_text(text)
+    words = ["001", "--seeds", "0", "--arm", "fp32", "--jobs", "1"]
+    assert run.main(words, folder) == 1
+    assert f"fp32, seed 0: {said}; run this again" in capsys.readouterr().err
+    assert log.recorded(definition.load("1", folder)) == {}
+    (tmp_path / "train.py").write_text(whole)
+    assert run.main(words, folder) == 0
+    assert len(log.recorded(definition.load("1", folder))) == 1
 
 
 def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import re
 
 import faults
+import held_out
 import planted
 import pytest
 import recipes_that_work  # noqa: F401  it fills planted.HEALTHY
@@ -28,7 +29,7 @@ def named(case):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", planted.FAULTS, ids=named)
+@pytest.mark.parametrize("case", [*planted.FAULTS, *held_out.HELD_OUT], ids=named)
 def test_a_planted_fault_is_named(case):
     if case.missed:
         pytest.skip(f"it can't be found: {case.missed}")
@@ -57,7 +58,18 @@ def test_there_are_enough_of_them():
 
 def test_the_table_of_the_page_lists_all_faults():
     """`python tests/faults.py` writes it."""
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| .* \|$", PAGE.split(faults.MARK)[1], re.M)[1:]
+    rows = re.findall(
+        r"^\| (.+?) \| (.+?) \| (.+?) \| .* \|$", PAGE.split(faults.MARK)[1].split("\n\n")[0], re.M
+    )[1:]
     rows = [row for row in rows if not row[0].startswith("---")]
     assert [row[:2] for row in rows] == [(case.name, case.client) for case in planted.FAULTS]
     assert [row[2] == "missed" for row in rows] == [bool(case.missed) for case in planted.FAULTS]
+
+
+def test_the_page_tells_what_was_found_at_first_sight():
+    """`python tests/held_out.py` writes it."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (found|missed) \| (.+) \|$", PAGE.split(held_out.MARK)[1], re.M)
+    assert [row[:2] for row in rows] == [(case.name, case.client) for case in held_out.HELD_OUT]
+    assert [row[2] == "found" for row in rows] == [case.name in held_out.FIRST for case in held_out.HELD_OUT]
+    assert [row[3].startswith("missed") for row in rows] == [bool(c.missed) for c in held_out.HELD_OUT]
+    assert f"named {len(held_out.FIRST)} of {len(held_out.HELD_OUT)}" in PAGE

@@ -112,6 +112,86 @@ def test_gradients_of_a_closure_are_seen():
     assert watch.looks == 8 and ("gains", "1.weight") in losing(watch)
 
 
+class Breaks(torch.optim.AdamW):
+    """One step of it ends in an exception: before or after it wrote."""
+
+    def __init__(self, params, at, late):
+        super().__init__(params, lr=1e-3)
+        self.at, self.late, self.calls = at, late, 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls == self.at and not self.late:
+            raise RuntimeError("out of memory")
+        super().step(closure)
+        if self.calls == self.at:
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_step_that_raises_is_forgotten_and_the_next_is_seen(at, late):
+    model = net()
+    optimizer = Breaks(model.parameters(), at, late)
+    shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+    watch = Watch(model, optimizer, shadow, every=2)
+
+    def move():
+        for name, p in model.named_parameters():
+            shadow[name].lerp_(p.detach(), 0.1)
+
+    train(model, optimizer, at - 1, move)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(model, optimizer, 1)
+    assert watch.depth == 1  # the hook after the step was never called
+    looks = watch.looks
+    train(model, optimizer, 12, move)
+    assert watch.depth == 0 and watch.frame is None
+    assert watch.steps == at - 1 + 12 and watch.looks >= looks + 5
+    assert losing(watch) == set(), str(watch)
+
+
+def test_a_closure_that_raises_is_forgotten():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch = Watch(model, optimizer, every=1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    train(model, optimizer, 8, by_closure=True)
+    assert (watch.depth, watch.steps, watch.looks) == (0, 8, 8)
+    assert losing(watch) == set(), str(watch)
+
+
+def test_gradients_that_a_closure_summed_before_it_raised_are_forgotten():
+    model = net(BF16)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, update="stochastic", compiled=False)
+    watch = Watch(model, optimizer, every=1)
+    train(model, optimizer, 3)
+
+    def closure(fails):
+        for seed in range(8):
+            torch.manual_seed(seed)
+            model(torch.randn(32, 16, dtype=BF16)).float().square().mean().backward()
+        assert not fails
+
+    optimizer.zero_grad()
+    with pytest.raises(AssertionError):
+        optimizer.step(lambda: closure(True))
+    assert watch.partial
+    optimizer.zero_grad()
+    train(model, optimizer, 3)
+    assert watch.sums_of_gradients == {} and watch.forgotten == {}
+
+
+def test_a_step_within_a_step_counts_once():
+    model = net()
+    torch.optim.AdamW(model.parameters())  # from now on the step of this class has hooks, and Breaks calls it
+    optimizer = Breaks(model.parameters(), 0, late=False)
+    watch = Watch(model, optimizer, every=1)
+    train(model, optimizer, 6)
+    assert (watch.depth, watch.steps, watch.looks) == (0, 6, 6)
+
+
 def test_a_removed_watch_sees_no_more():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -209,6 +289,7 @@ def test_copies_that_an_optimiser_steps_are_paired_with_the_weights():
     masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-3)
     watch = Watch(model, optimizer, every=1)
+    assert all(watch.copies[name] is p for name, p in model.named_parameters()) and len(watch.copies) == 6
     for _ in range(6):
         x = torch.randn(8, 16, dtype=BF16)
         model(x).float().square().mean().backward()
@@ -260,4 +341,6 @@ def test_the_worst_comes_first_and_the_verdict_last():
 def test_before_the_first_step_there_is_nothing_to_say():
     model = net()
     watch = Watch(model, torch.optim.AdamW(model.parameters()))
-    assert watch.findings() == [] and watch.shares() == {} and "0 steps" in str(watch)
+    assert watch.shares() == {} and "0 steps" in str(watch)
+    assert str(watch).splitlines()[-1].startswith("nothing found here") and watch.diagnosis().status == 1
+    assert losing(watch) == {("step", "")}
