@@ -1,5 +1,6 @@
 """From what a Watch has measured to findings: one function a kind of fault. See watch.py."""
 
+import functools
 import math
 
 import torch
@@ -83,6 +84,11 @@ class Measured:
     def tensor(self, i):
         return Tensor(self, i)
 
+    @functools.cached_property
+    def lost_of_all(self):
+        """Share of the wanted movement of all weights that was not written."""
+        return self.total().get("update", 0.0)
+
     def total(self):
         """{site: share lost of what all tensors wanted}."""
         found = {}
@@ -161,7 +167,8 @@ def updates(one, name, p):
             site, text = "gains", f"{ones:.0%} of the gains are exactly 1.0; {text}"
         low = one.watch.answers.low_part(p)
         rounding = narrow and low is None and tally.threatened > 0.5 * tally.wanted * lost
-        yield Finding(site, "moderate", text, ROUND if rounding else WRITTEN, name, lost)
+        severity = "severe" if one.seen.lost_of_all > LIMITS["update"][1] else "moderate"
+        yield Finding(site, severity, text, ROUND if rounding else WRITTEN, name, lost)
     elif tally.entries and one.seen.known:
         over = (
             tally.arrived - tally.wanted - 6 * math.sqrt(max(tally.miss, one.error.spread))

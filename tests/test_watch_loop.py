@@ -192,6 +192,16 @@ def test_a_step_within_a_step_counts_once():
     assert (watch.depth, watch.steps, watch.looks) == (0, 6, 6)
 
 
+@pytest.mark.parametrize("lr,severity", [(3e-4, "moderate"), (1e-7, "severe")])
+def test_a_training_that_hardly_writes_anything_is_severe(lr, severity):
+    model = net(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    watch = Watch(model, optimizer, every=1)
+    train(model, optimizer)
+    found = {finding.severity for finding in watch.findings() if finding.site in ("update", "gains")}
+    assert found == {severity}
+
+
 def test_a_removed_watch_sees_no_more():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
