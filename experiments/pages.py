@@ -100,7 +100,10 @@ def looks_told(experiment, known):
         if last and result.verdict == "equal" and result.p_equal > even:
             turned.append(f"{arm.name} (p = {result.p_equal:.3f})")
     rest = f"two planned looks would have had the level {even:.3f} each"
-    said += f" With it {', '.join(turned)} would not be called equal: {rest}." if turned else f" {rest}."
+    if turned:
+        said += f" With it {', '.join(turned)} would not be called equal: {rest}."
+    else:
+        said += f" {rest.capitalize()}."
     return [said]
 
 
