@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import bench
 import bench_memory
+import bench_systems
 import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,6 +152,13 @@ def test_the_tables_of_8_and_4_bit_moments_are_the_recorded_ones(name):
         assert table == bench_memory.memory_table(rows)
     else:
         assert table == bench.moments_table(results)
+
+
+@pytest.mark.parametrize("name", bench_systems.TABLES)
+def test_the_tables_of_systems_are_the_recorded_ones(name):
+    results = json.loads((ROOT / "experiments" / "bench" / "cpu-systems.json").read_text())["results"]
+    table = SPEED.split(f"<!-- systems {name} -->\n")[1].split("\n\n")[0]
+    assert table == bench_systems.table_of([row for row in results if row["table"] == name])
 
 
 def test_no_table_of_figures_that_nobody_measured_is_shown():
