@@ -91,6 +91,8 @@ def heading(experiment):
 def verdict_words(experiment, margin, pairs, result, unit=""):
     """A verdict as the pages print it: 'equal within 0.03', 'not shown to differ', 'worse'."""
     said = verdict(pairs, result)
+    if experiment.looks and result is None and pairs:
+        said = WAITS
     if said == "equal" and result.low * result.high > 0:
         worse = (result.mean > 0) == (bool(unit) or experiment.lower_is_better)
         return f"equal within {margin:g}{unit}, slightly {'worse' if worse else 'better'}"
@@ -134,7 +136,7 @@ def difference_columns(experiment, arm, known, values):
     if loss:
         row[f"{kind}, % [95 % CI]"], row[LOSS_ACHIEVED] = interval(loss, 2), cell(loss.achieved, 2)
     said = verdict_words(e, arm.margin, pairs, result)
-    if loss and e.loss_margin:
+    if loss and e.loss_margin and not said.startswith("no verdict"):  # both are read at one look
         side = verdict_words(e, e.loss_margin, loss_pairs, loss, unit=" %")
         said += f"; loss {side}"
     if arm.baseline != e.baseline:
