@@ -70,10 +70,11 @@ def test_a_verdict_follows_the_level_of_its_look_and_waits_between_looks(folder)
         write(folder, toml.replace("0.03", f"{level:.7f}"), records)
         assert report.main([], folder, document) == 0
         assert table(folder)["nearest"]["verdict"] == wanted
-    write(folder, toml, [r for r in records if r["seed"] < 5])
-    assert report.main([], folder, document) == 0
-    assert table(folder)["nearest"]["verdict"] == "no verdict before 6 pairs"
-    assert table(folder)["nearest"]["n"] == "5 of 6"
+    for seeds, due in ((5, 6), (1, 4)):
+        write(folder, toml, [r for r in records if r["seed"] < seeds])
+        assert report.main([], folder, document) == 0
+        assert table(folder)["nearest"]["verdict"] == f"no verdict before {due} pairs"
+        assert table(folder)["nearest"]["n"] == f"{seeds} of 6"
 
 
 # ---- The first page and the prose --------------------------------------------------------------------------
