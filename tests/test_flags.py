@@ -47,7 +47,7 @@ def name_of(config):
         if flag == "data" and ":" in value:
             kind, _, path = value.partition(":")
             value = f"{kind}_{os.path.basename(os.path.normpath(path))}"
-        if flag in ("teacher", "finetune"):
+        if flag in ("teacher", "finetune", "vae"):
             value = f"{flag}_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
         if flag == "sparse24":
             value = "sparse24_" + value
