@@ -35,7 +35,8 @@ from experiments.records import is_number
 SMALL = 12  # whole numbers up to this are counts that anyone can see
 SOURCE = re.compile(r"<!--\s*source:\s*\S.*?-->")
 NO_FIGURES = re.compile(
-    r"`[^`]*`|\]\([^)]*\)|<[^<>]*>|\{\{?[^{}]*\}?\}|arXiv:? ?\d+\.\d+|doi:? ?\S+|(?<![,.])\b0\d\d\b|\b\d+:\d+\b"
+    r"`[^`]*`|\]\([^)]*\)|<[^<>]*>|\{\{?[^{}]*\}?\}|arXiv:? ?\d+\.\d+|doi:? ?\S+"
+    r"|(?<![,.])\b0\d\d\b|\b\d+:\d+\b"
     r"|\b\d+-bits?\b|\b(?:90|95) % (?:CI|confidence|interval)|\bat (?:5|90|95) %"
     r"|\b(?:seeds?|attempts?|items?|experiments?) \d+(?:(?: to |-|, | and )\d+)*"
 )
