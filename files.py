@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def write_atomically(path, write):
     path = Path(path)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     check_regular(path)
+    before = sys.exc_info()[1]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "w+b") as file:
@@ -31,22 +33,38 @@ def write_atomically(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+    except BaseException as error:
         with suppress(OSError):
             beside.unlink()
-        if str(error).startswith("DataLoader worker"):  # it died just now, which torch says by a signal
-            raise
-        full = getattr(error, "errno", None) == errno.ENOSPC
-        with suppress(OSError):
-            full |= shutil.disk_usage(path.parent).free < 1 << 20
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        reason = "no space left on the device" if full else reason
-        kept = "; the one written before is whole" if os.path.exists(path) else ""
-        remedy = "free some space" if full else "give it a place that can be written"
-        raise Refused(
-            f"can't write {path}: {reason}{kept}; {remedy} or choose another --runs folder, "
-            f"then run the same command again"
-        ) from None
+        first = _first(error, before)
+        # torch says by a RuntimeError that a disk is full, and by a signal that a reader has died
+        reader = str(first).startswith("DataLoader worker")
+        if reader or not isinstance(first, (OSError, RuntimeError)):
+            raise first from None
+        raise Refused(_cant_write(path, first)) from None
+
+
+def _first(error, before):
+    """What the chain of exceptions since `before` began with: torch.save ends its file on the way out, and
+    fails at that too.
+    """
+    while error.__context__ is not None and error.__context__ is not before:
+        error = error.__context__
+    return error
+
+
+def _cant_write(path, error):
+    full = getattr(error, "errno", None) == errno.ENOSPC
+    with suppress(OSError):
+        full |= shutil.disk_usage(path.parent).free < 1 << 20
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    reason = "no space left on the device" if full else reason
+    kept = "; the one written before is whole" if os.path.exists(path) else ""
+    remedy = "free some space" if full else "give it a place that can be written"
+    return (
+        f"can't write {path}: {reason}{kept}; {remedy} or choose another --runs folder, "
+        f"then run the same command again"
+    )
 
 
 def check_regular(path):
