@@ -63,6 +63,7 @@ from bench_common import (
 from bench_memory import check_kept, memory
 from flags import Parser, count, natural
 from machine import Refused
+from optimizers import OPTIMIZERS
 from precision import Recipe, recipe
 from recipes import check_machine
 from runs import environment, write_json
@@ -82,7 +83,7 @@ class Contender:
 
     @property
     def ours(self):
-        return self.optimizer in optim.OPTIMIZERS
+        return self.optimizer in OPTIMIZERS
 
 
 # what is known of a peer; any other is one "as its authors publish it"
@@ -112,7 +113,7 @@ def contenders():
     for name in moment_formats():
         label = PRESETS.get(name, name).removeprefix("opt")
         rows[f"stochastic-{label}"] = Contender("stochastic w m v", recipe(**STOCHASTIC, **moments_in(name)))
-    for name in optim.OPTIMIZERS:
+    for name in OPTIMIZERS:
         if name != "adamw":
             rows[f"stochastic-{name}"] = Contender("stochastic, all of it", stochastic, name)
     known = [name for name in PROTECTION if name in peers.PEERS]

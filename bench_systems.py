@@ -65,7 +65,7 @@ class Contender:
         table = strategies.table()
         given = vars(table.parser("bench.py", "").parse_args(words))
         kind = strategies.find(given["task"])
-        config = table.typed({**kind.own_defaults(), **given, **kind.settle(table, given)})
+        config = table.typed({**strategies.defaults(kind, given), **given, **kind.settle(table, given)})
         self.run = Trainer(config.replaced(name="bench"))
         self.run.ready()
 

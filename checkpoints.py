@@ -163,6 +163,9 @@ ROWS_OF_OLD = {name for name, (_, _, needed) in ROWS.items() if needed}
 # ---- Whether it fits a run ---------------------------------------------------------------------------------
 
 
+OPTIONS = {"betas", "eps", "weight_decay", "momentum", "nesterov", "beta2_decay", "clip"}  # of a group
+
+
 def check_optimizer(saved, own, step):
     """Raise ValueError where the optimiser's state `saved` is no state of an optimiser whose own is `own`,
     after `step` steps: other betas, eps or weight_decay than the flags', or steps that were never done.
@@ -172,7 +175,7 @@ def check_optimizer(saved, own, step):
     for part, own_part in zip(saved.get("parts", ()), own.get("parts", ()), strict=True):
         check_optimizer(part, own_part, step)
     for group, own_group in zip(saved["param_groups"], own["param_groups"], strict=True):
-        for name in group.keys() & own_group.keys() & {"betas", "eps", "weight_decay"}:
+        for name in group.keys() & own_group.keys() & OPTIONS:
             its, ours = (
                 list(value) if isinstance(value, tuple) else value for value in (group[name], own_group[name])
             )

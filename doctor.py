@@ -476,7 +476,7 @@ class Examination:
         """Weight decay alone: steps without gradient or momentum. Last, for it spoils the state."""
         precision, c = self.precision, self.config
         optimizer = precision.optimizer
-        if not c.weight_decay or not all(optimizer.clear(p, "exp_avg") for p in precision.params):
+        if not c.weight_decay or not all(optimizer.still(p) for p in precision.params):
             return
         writes = watch.Writes(optimizer, precision.named_params, {})
         grads = {p: torch.zeros_like(p) for p in precision.params}

@@ -4,6 +4,11 @@
     run.ledger().json()                             # the same for a program: ledger.json in a run's folder
 """
 
+if __package__:
+    from .recipes import MOMENTS
+else:
+    from recipes import MOMENTS
+
 
 class Ledger:
     """rows: dicts of site, value, bytes (a parameter, or None) and why; a method's row may have `layers` and
@@ -13,7 +18,7 @@ class Ledger:
     share of the FLOPs.
     """
 
-    STATE = ("weights", "grads", "accumulate", "master", "kahan", "exp_avg", "exp_avg_sq")
+    STATE = ("weights", "grads", "accumulate", "master", "kahan", *MOMENTS)
 
     def __init__(self, rows, parameters, details=None):
         self.rows, self.parameters, self.details = rows, parameters, details or {}
@@ -36,10 +41,11 @@ class Ledger:
         return {**whole, **{name: detail.json() for name, detail in self.details.items()}}
 
     def __str__(self):
-        lines = [f"{'site':<11} {'value':<11} {'bytes/param':>11}  why"]
+        width = max(11, *(len(row["site"]) for row in self.rows))
+        lines = [f"{'site':<{width}} {'value':<11} {'bytes/param':>11}  why"]
         for row in self.rows:
             size = "" if row["bytes"] is None else f"{row['bytes']:.2f}"
-            lines.append(f"{row['site']:<11} {row['value']:<11} {size:>11}  {row['why']}".rstrip())
+            lines.append(f"{row['site']:<{width}} {row['value']:<11} {size:>11}  {row['why']}".rstrip())
             lines += row.get("lines", [])
         total = f"{self.parameters * self.state_bytes / 2**20:.1f} MiB; fp32: 16"
         state = f"weights + gradients + optimiser: {self.state_bytes:.2f} bytes a parameter ({total})"
@@ -67,7 +73,7 @@ def of(run, sites):
         row.update(told.get(site, {}))
         if not run.optimizer.by_recipe and site in ("update", "exp_avg", "exp_avg_sq", "kahan"):
             row["why"] = f"as {run.optimizer_name} does it"
-        elif site in ("exp_avg", "exp_avg_sq") and site not in kept:
+        elif site in MOMENTS and site not in kept:
             row["why"] = f"{run.optimizer_name} keeps none"
         rows.append(row)
     if run.kept:
@@ -83,7 +89,7 @@ def _sizes(run, n):
     """{site: bytes a parameter}, as allocated."""
     weights = sum(p.nbytes for p in run.params)
     averages = sum(t.nbytes for average in run.averages.values() for t in average.shadow.values())
-    sizes = dict.fromkeys(Ledger.STATE, 0.0)
+    sizes = dict.fromkeys([site for site in Ledger.STATE if site in run.recipe.values], 0.0)
     sizes.update((site, size / n) for site, size in run.optimizer.nbytes().items())
     sizes.update(weights=weights / n, grads=weights / n, ema=averages / n)
     sizes["accumulate"] = 4.0 if run.keeps_sums else 0.0
@@ -103,7 +109,7 @@ def _told(run, n):
         whole = sum(p.numel() for m in run.cast.whole for p in m.parameters(recurse=False))
         layers = f"{len(run.cast.whole)} norm layers with running statistics keep {whole:,} weights in fp32"
         told["buffers"] = {"why": f"{sum(b.numel() for b in buffers):,} values; {layers}"}
-    written_low = "bf16" in (r.weights, r.exp_avg, r.exp_avg_sq)
+    written_low = "bf16" in [r.weights, *(r[name] for name in r.moments)]
     if r.update == "nearest" and not written_low:
         lost = "changes of a moment under half a gap between codes are lost"
         told["update"] = {"why": lost if r.coded else ""}

@@ -16,6 +16,8 @@ know no class:
 """
 
 import functools
+import math
+import operator
 
 import torch
 
@@ -68,13 +70,16 @@ class Rounded(torch.optim.Optimizer):
     params: fp32 or bf16 parameters, mixed freely, or groups with options of their own. How bf16 weights are
     written: `update` is 'nearest' or 'stochastic'; `kahan` adds a bf16 compensation buffer (2 bytes);
     `master` 'split' adds an int16 remainder (2 bytes, the exact fp32 master), 'fp32' a full copy (4 bytes).
-    Each moment is held as its keyword says: 'fp32', 'bf16', or codes of `formats.FORMATS` with a scale a
-    block (small tensors in fp32), rounded as `update` says. Rounding noise is a function of (seed, step,
-    place in the parameter list). compiled: fuse the step by torch.compile. Raises Refused for other dtypes of
-    parameters, and for a state_dict of other shapes.
+    Each moment is held as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes of
+    `formats.FORMATS` with a scale a block (small tensors in fp32), rounded as `update` says. Rounding noise
+    is a function of (seed, step, place in the parameter list). compiled: fuse the step by torch.compile.
+    Raises Refused for other dtypes of parameters, and for a state_dict of other shapes.
     """
 
     moments = ()  # names of the values that it keeps for each weight
+    sites = ()  # names of sites that not every optimiser has, see recipes.OF_OPTIMIZERS
+    flags = {}  # {flag: default}, where its own default is another than AdamW's
+    others = None  # the optimiser of the parameters that this one does not take, see optimizers.divided
     signed = {"exp_avg": True, "exp_avg_sq": False}
     by_recipe = True  # whether it writes as the recipe says; peers write in their own way
     PIECE = 1 << 22  # values of a coded tensor that are in fp32 at once: 32 MiB for both moments
@@ -89,13 +94,14 @@ class Rounded(torch.optim.Optimizer):
         master="none",
         seed=0,
         compiled=True,
-        **kinds,
+        kinds=None,
+        **named,
     ):
         self.update, self.kahan, self.master = update, kahan, master
         self.seed, self.compiled = seed, compiled
-        if unknown := set(kinds) - set(self.moments):
+        if unknown := {*named, *(kinds or {})} - set(self.moments):
             raise TypeError(f"{type(self).__name__} has no option '{sorted(unknown)[0]}'")
-        kinds = {name: kinds.get(name, "fp32") for name in self.moments}
+        kinds = {**dict.fromkeys(self.moments, "fp32"), **named, **(kinds or {})}
         self.coders = {name: FORMATS[kind] for name, kind in kinds.items() if kind in FORMATS}
         for coder in self.coders.values():
             coder.require()
@@ -139,8 +145,12 @@ class Rounded(torch.optim.Optimizer):
             self._buckets.append((len(self.param_groups) - 1, bucket))
         self._position += sum(p.numel() for p in params)
 
+    def size(self, p, name):
+        """How many values the moment of p has; 0 where it keeps none."""
+        return p.numel()
+
     def _coded(self, p):
-        return [name for name, coder in self.coders.items() if coder.takes(p.numel())]
+        return [name for name, coder in self.coders.items() if coder.takes(self.size(p, name))]
 
     def _alike(self, i, p):
         # blocks of codes must not cross from one tensor into the next: a coded tensor that ends within a
@@ -150,17 +160,18 @@ class Rounded(torch.optim.Optimizer):
 
     def _new_state(self, bucket):
         first, state = bucket.params[0], {}
-        zeros = functools.partial(torch.zeros, bucket.numel, device=first.device)
+        zeros = functools.partial(torch.zeros, device=first.device)
         for name, dtype in self.dtypes.items():
+            n = sum(self.size(p, name) for p in bucket.params)
             if name in self._coded(first):
-                state[name], state[f"{name}_scale"] = self.coders[name].new(bucket.numel, first.device)
-            else:
-                state[name] = zeros(dtype=dtype)
+                state[name], state[f"{name}_scale"] = self.coders[name].new(n, first.device)
+            elif n:
+                state[name] = zeros(n, dtype=dtype)
         if first.dtype == torch.bfloat16:
             if self.kahan:
-                state["compensation"] = zeros(dtype=torch.bfloat16)
+                state["compensation"] = zeros(bucket.numel, dtype=torch.bfloat16)
             elif self.master == "split":
-                state["remainder"] = zeros(dtype=torch.int16)
+                state["remainder"] = zeros(bucket.numel, dtype=torch.int16)
             elif self.master == "fp32":
                 state["master"] = bucket.gather([p.detach() for p in bucket.params]).float()
         return state
@@ -169,9 +180,9 @@ class Rounded(torch.optim.Optimizer):
         """Views of a bucket's flat state, one a parameter: in its shape, packed codes and scales flat."""
         if flat.numel() == bucket.numel:
             return bucket.views(flat, bucket.params)
-        coder = self.coders[name.removesuffix("_scale")]
-        which = int(name.endswith("_scale"))
-        return flat.split([coder.sizes(p.numel())[which] for p in bucket.params])
+        moment, which = name.removesuffix("_scale"), int(name.endswith("_scale"))
+        coder = self.coders[moment]
+        return flat.split([coder.sizes(self.size(p, moment))[which] for p in bucket.params])
 
     @staticmethod
     def _low(state):
@@ -190,7 +201,7 @@ class Rounded(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_of = grads.get if grads is not None else _own_grad
+        grad_of = grads.get if grads is not None else operator.attrgetter("grad")
         work, tables = [], {}
         for index, bucket in self._buckets:
             for piece in self._pieces(bucket, grad_of):
@@ -207,14 +218,15 @@ class Rounded(torch.optim.Optimizer):
             flat, g = piece.gather(params), piece.gather([grad_of(p) for p in piece.params])
             for row, start, end in rows:
                 state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
-                self._apply(table, row, index, step, flat[start:end], g[start:end], state, grad_scale)
+                at = piece, table, row, index, step
+                self._apply(at, flat[start:end], g[start:end], state, grad_scale)
             piece.scatter(flat, params)
         return loss
 
     def _pieces(self, bucket, grad_of):
         """What a bucket updates at once: all of it, or tensor by tensor where some have no gradient, another
-        dtype of
-        it, or other steps behind them."""
+        dtype of it, or other steps behind them.
+        """
         grads = [grad_of(p) for p in bucket.params]
         steps = {self.state[p]["step"] for p in bucket.params}
         dtypes = {g.dtype for g in grads if g is not None}
@@ -232,8 +244,8 @@ class Rounded(torch.optim.Optimizer):
 
     def _rows(self, table, index, step, piece):
         """[(row of the table, first value, last)] of one piece; a large coded one in parts, so that few of
-        its moments
-        are in fp32 at once. The keys of codes are in the rows that follow."""
+        its moments are in fp32 at once. The keys of codes are in the rows that follow.
+        """
         group, n, rows = self.param_groups[index], piece.numel, []
         numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0, *self.numbers(group, step)]
         coded = self._coded(piece.params[0])
@@ -256,7 +268,8 @@ class Rounded(torch.optim.Optimizer):
             return t[start:end]
         return t[start * coder.bits // 8 : -(-end * coder.bits // 8)]
 
-    def _apply(self, table, row, index, step, p, g, state, grad_scale):
+    def _apply(self, at, p, g, state, grad_scale):
+        _, table, row, index, step = at
         h, key, low = table.numbers[row], table.keys[row], self._low(state)
         moments = [self._loaded(name, state, p.numel()) for name in self.moments]
         self.write(p, g, moments, low, h, key, self.param_groups[index], step, grad_scale)
@@ -296,9 +309,9 @@ class Rounded(torch.optim.Optimizer):
 
     def moment(self, p, name, pick=torch.flatten):
         """A moment of p, flat, as `pick` takes it: as held, or the fp32 values that its codes stand for."""
-        if name not in self.moments:
+        if name not in self.moments or name not in self.state[p]:
             return None
-        return pick(self._loaded(name, self.state[p], p.numel()))
+        return pick(self._loaded(name, self.state[p], self.size(p, name)))
 
     def wanted(self, p, g, pick=torch.flatten):
         """The fp32 update that gradient g (flat, as `pick` takes it) asks of the next step, before any
@@ -335,8 +348,11 @@ class Rounded(torch.optim.Optimizer):
         return float(group["lr"]) * group["weight_decay"]
 
     def decay(self, p, name):
-        """(beta, t): the decay of a moment at the next step, and the steps that its bias correction counts.
+        """(beta, t): the decay of a moment at the next step, NaN for one that it does not keep, and the steps
+        that its bias correction counts.
         """
+        if name not in self.moments:
+            return math.nan, 0
         return self._group(p)["betas"][self.moments.index(name)], self.state[p]["step"]
 
     def coded(self, p, name):
@@ -345,8 +361,12 @@ class Rounded(torch.optim.Optimizer):
 
     def clear(self, p, name):
         """Set the moment of p to zero, in place. False where that can't be done."""
-        self.state[p][f"{name}_scale" if self.coded(p, name) else name].zero_()
-        return True
+        held = self.state[p].get(f"{name}_scale" if self.coded(p, name) else name)
+        return held is not None and held.zero_() is held
+
+    def still(self, p):
+        """Set to zero what moves p without a gradient. False where that can't be done."""
+        return all(self.clear(p, name) for name in self.moments if self.signed.get(name, True))
 
     def _group(self, p):
         return next(group for group in self.param_groups if any(p is q for q in group["params"]))
@@ -360,15 +380,15 @@ class Rounded(torch.optim.Optimizer):
                     if name != "step":
                         total[LOW.get(name, name.removesuffix("_scale"))] += t.nbytes
         for name, coder in self.coders.items():  # tables that all tensors share
-            if self.plain(name) < self._position:
+            if any(self.coded(p, name) for p in self.state):
                 total[name] += coder.table_bytes(self.signed.get(name, True), self.update == "stochastic")
         return total
 
     def plain(self, name):
         """How many parameters keep the moment in fp32 although it is held in codes: those of small tensors.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
-        return sum(p.numel() for p in params if not self.coders[name].takes(p.numel()))
+        sizes = [self.size(p, name) for group in self.param_groups for p in group["params"]]
+        return sum(n for n in sizes if not self.coders[name].takes(n))
 
     def notes(self):
         """{site: text} that the ledger adds to its reasons."""
@@ -376,6 +396,9 @@ class Rounded(torch.optim.Optimizer):
         return {name: f"; {self.plain(name):,} of {n:,} in small tensors stay fp32" for name in self.coders}
 
     # -- around a run
+
+    def announce(self, grads, grad_scale):
+        """Called before `wanted` is asked of the next step, with what that step will be given."""
 
     def attach(self, model):
         """Called once with the model, for optimisers that hang on its gradients."""
@@ -435,10 +458,6 @@ class Rounded(torch.optim.Optimizer):
         for name in shapes:
             state[name].copy_(saved[name])
         state["step"] = int(saved["step"])
-
-
-def _own_grad(p):
-    return p.grad
 
 
 # ---- Optimisers --------------------------------------------------------------------------------------------
@@ -504,9 +523,6 @@ def _weight_kernel(p, m, root, low, h):
     write_weight(x, p, low)
 
 
-OPTIMIZERS = {"adamw": AdamW}
-
-
 # ---- The average -------------------------------------------------------------------------------------------
 
 
@@ -514,10 +530,6 @@ def _ema_kernel(shadow, p, low, h, key, stochastic):
     s = shadow.float()
     s = s + (exact_weight(p, low) - s) * h[0]
     shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
-
-
-def _nothing(p):
-    return None
 
 
 class EMA:
@@ -547,7 +559,7 @@ class EMA:
         self.dtype, self.update_mode = DTYPES[dtype], update
         self.seed, self.compiled = seed, compiled
         self.names, self.params = zip(*named_params, strict=True)
-        self.low_part, self.step = low_part or _nothing, 0
+        self.low_part, self.step = low_part or (lambda p: None), 0
         keys = []
         for p in self.params:
             low = self.low_part(p)

@@ -18,6 +18,7 @@ from flags import (
     positive,
     seed,
 )
+from optimizers import OPTIMIZERS
 
 # ---- What is trained ---------------------------------------------------------------------------------------
 
@@ -63,6 +64,11 @@ TASK = (
 # ---- Training ----------------------------------------------------------------------------------------------
 
 
+# own learning rates of optimisers, for --help
+RATES = {name: kind.flags["lr"] for name, kind in OPTIMIZERS.items() if "lr" in kind.flags}
+RATES = ", ".join(f"{name} has {rate:g}" for name, rate in RATES.items())
+
+
 def training(name, default, help, **options):
     """A flag of the group training."""
     return Flag(name, default, help, "training", **options)
@@ -79,7 +85,7 @@ TRAINING = (
     ),
     training("batch_size", 64, "images a micro-batch, over all processes", type=crowd),
     training("accumulate", 1, "micro-batches a step", type=natural),
-    training("lr", 1e-3, "learning rate", type=positive),
+    training("lr", 1e-3, f"learning rate; where it is not given {RATES}", type=positive),
     training("warmup", 100, "steps of linear warm-up, 0 for none", type=count),
     training(
         "lr_schedule",
@@ -108,7 +114,20 @@ TRAINING = (
         "N (0: not); runs that differ in nothing else show what chaos alone does to a score",
         type=few,
     ),
-    training("beta2", 0.999, "decay of exp_avg_sq", type=fraction),
+    training("beta2", 0.999, "decay of exp_avg_sq, and of lion's exp_avg (0.99 there)", type=fraction),
+    training(
+        "momentum",
+        None,
+        "decay of the momentum of sgd (default: 0.9) and muon (default: 0.95)",
+        type=fraction,
+    ),
+    training(
+        "nesterov",
+        "auto",
+        "whether sgd and muon look a step ahead along the momentum; auto: muon alone",
+        choices=("auto", "on", "off"),
+        titled=True,
+    ),
     training("clip_grad", 1.0, "largest gradient norm, 0 for none", type=amount),
     training(
         "loss_weight",
@@ -146,8 +165,8 @@ TRAINING = (
     training(
         "optimizer",
         "adamw",
-        "adamw (ours), torch, or a peer as published: torchastic, optimi, adamw_bf16, torchao; with "
-        "--opt8bit bitsandbytes",
+        f"ours: {', '.join(OPTIMIZERS)} (matrices of hidden layers; adamw for the rest); torch, or a peer as "
+        "published: torchastic, optimi, adamw_bf16, torchao; with --opt8bit bitsandbytes",
     ),
     training(
         "finetune",

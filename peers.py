@@ -16,12 +16,12 @@ import torch
 if __package__:
     from .formats import FORMATS
     from .machine import Refused, quiet_import
-    from .optim import OPTIMIZERS, Rounded
+    from .optimizers import OPTIMIZERS, divided, kinds
     from .rounding import exact_weight, hash64
 else:
     from formats import FORMATS
     from machine import Refused, quiet_import
-    from optim import OPTIMIZERS, Rounded
+    from optimizers import OPTIMIZERS, divided, kinds
     from rounding import exact_weight, hash64
 
 
@@ -94,6 +94,12 @@ class Peer(torch.optim.Optimizer):
             return False
         found.zero_()
         return True
+
+    def still(self, p):
+        return self.clear(p, "exp_avg")
+
+    def announce(self, grads, grad_scale):
+        """See optim.Rounded."""
 
     def wanted(self, p, g, pick=torch.flatten):
         """The fp32 update of the next step, by AdamW's arithmetic from the moments held; None where they
@@ -366,6 +372,14 @@ class Joined(torch.optim.Optimizer):
         return loss
 
     @property
+    def state(self):
+        return {p: state for part in self.parts for p, state in part.state.items()}
+
+    @state.setter
+    def state(self, value):
+        """torch's constructor sets an empty one."""
+
+    @property
     def compiled(self):
         return all(part.compiled for part in self.parts)
 
@@ -397,6 +411,13 @@ class Joined(torch.optim.Optimizer):
 
     def clear(self, p, name):
         return self.owner[p].clear(p, name)
+
+    def still(self, p):
+        return self.owner[p].still(p)
+
+    def announce(self, grads, grad_scale):
+        for part in self.parts:
+            part.announce(grads, grad_scale)
 
     def set_exact(self, p, value):
         self.owner[p].set_exact(p, value)
@@ -439,22 +460,40 @@ class Joined(torch.optim.Optimizer):
 # ---- The choice --------------------------------------------------------------------------------------------
 
 
-def build(name, params, r, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0):
+def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, **options):
     """The optimiser of recipe `r`: ours by name, a peer by name as its authors publish it, or a stranger's.
 
     name: an entry of NAMES, a subclass of optim.Rounded, or a function params -> torch.optim.Optimizer.
-    params: parameters, or groups with options of their own, `optimizer` among them. Raises Refused when the
-    name is unknown, the package absent, or the peer can't serve the recipe.
+    params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
+    momentum, nesterov; None or left out: the optimiser's own. net: the module that they belong to, which
+    tells hidden layers. Raises Refused when the name is unknown, the package absent, the peer can't serve the
+    recipe, or no optimiser here has a momentum that was given.
     """
-    options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    groups = _groups(params)
-    kinds = [group.pop("optimizer", name) for group in groups]
-    parts = []
-    for kind in dict.fromkeys(kinds):
-        own = [group for group, its in zip(groups, kinds, strict=True) if its == kind]
+    if unknown := set(options) - {*COMMON, *SOME}:
+        raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
+    options = {key: value for key, value in options.items() if value is not None}
+    groups = divided(_groups(params), name, net)
+    of_groups = [group.pop("optimizer", name) for group in groups]
+    parts, r = [], r.keeping(*of_groups)
+    for kind in dict.fromkeys(of_groups):
+        own = [group for group, its in zip(groups, of_groups, strict=True) if its == kind]
         # each counts the places of its parameters from 0: another seed, so that no two share noise
-        parts.append(_one(kind, own, r, dict(options), hash64(seed, len(parts)) if parts else seed))
+        seed_of_part = hash64(seed, len(parts)) if parts else seed
+        parts.append(_one(kind, own, r, {**options, "weight_decay": weight_decay}, seed_of_part))
+    for option in SOME:
+        if option in options and not any(option in part.defaults for part in parts):
+            theirs = " and ".join(key for key, kind in OPTIMIZERS.items() if option in arguments(kind))
+            raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
     return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+COMMON = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # as AdamW has them, for peers
+SOME = ("momentum", "nesterov")  # options of some of ours
+
+
+def arguments(kind):
+    """The names of what a class takes."""
+    return set(inspect.signature(kind).parameters)
 
 
 def title(optimizer, name):
@@ -472,13 +511,15 @@ def _groups(params):
 
 
 def _one(name, params, r, options, seed):
-    own = OPTIMIZERS.get(name, name) if isinstance(name, str) else name
-    if isinstance(own, type) and issubclass(own, Rounded):
-        kinds = {moment: getattr(r, moment) for moment in own.moments if hasattr(r, moment)}
+    if kinds(name):
+        own = kinds(name)[0]
         writing = dict(update=r.update, kahan=r.kahan == "on", master=r.master, seed=seed)
-        for name in {"betas", "eps"} - set(inspect.signature(own).parameters):
-            del options[name]  # Lion has no eps, SGD neither
-        return own(params, **options, **writing, **kinds)
+        writing["kinds"] = {moment: r[moment] for moment in own.moments if moment in r.values}
+        writing.update((site, r[site]) for site in own.sites if site not in own.moments)
+        for option in {"betas", "eps", *SOME} - arguments(own):
+            options.pop(option, None)  # Lion has no eps, SGD neither
+        return own(params, **options, **writing)
+    options = {**COMMON, **{key: value for key, value in options.items() if key not in SOME}}
     rounds_itself = r.update == "stochastic" or r.kahan == "on" or r.master != "none"
     if not isinstance(name, str):
         if rounds_itself or r.coded:

@@ -16,8 +16,8 @@ in any loop:
 bf16 has 8 significant bits: neighbouring values (an ulp) lie 2^-8 to 2^-7 of the value apart, and a change
 below half of that is lost when rounding to nearest. Most of this file follows from that one sentence.
 
-Copy it with machine, rounding, formats, method, buckets, optim, peers, watch, flops, ledger, fp8 and
-sparsity: they need torch alone, side by side or as a package. They set no option of torch for the whole
+Copy it with machine, rounding, formats, method, buckets, optim, optimizers, peers, watch, flops, ledger, fp8
+and sparsity: they need torch alone, side by side or as a package. They set no option of torch for the whole
 process.
 """
 
@@ -233,13 +233,13 @@ class Precision:
 
     model: any nn.Module, on its device, compiled or not. It may take any arguments and return any tree of
     tensors. groups: parameter groups with their own lr, weight_decay or optimizer; None: one group of all
-    that are trained. optimizer: see peers.build. accumulate: micro-batches a step. clip_grad: largest
-    gradient norm, 0 for none. ema_warmup: let the decay of the recipe's average start low, see optim.EMA.
-    averages: further ones beside it, as 'DECAY:DTYPE[:UPDATE]'.
-    init_loss_scale, growth_factor, backoff_factor, growth_interval: as of torch.amp.GradScaler. keep:
-    arguments of forward whose dtype is left alone. options: of the methods, as sparse24_decay. Call it like
-    the model; backward(loss) after each micro-batch; step() after the last. torch's schedulers work on
-    `run.optimizer`. Raises Refused as `recipe` and `peers.build` do.
+    that are trained. optimizer: see peers.build; lr, betas, eps, momentum, nesterov: None for its own.
+    accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none. ema_warmup: let the decay
+    of the recipe's average start low, see optim.EMA. averages: further ones beside it, as
+    'DECAY:DTYPE[:UPDATE]'. init_loss_scale, growth_factor, backoff_factor, growth_interval: as of
+    torch.amp.GradScaler. keep: arguments of forward whose dtype is left alone. options: of the methods, as
+    sparse24_decay. Call it like the model; backward(loss) after each micro-batch; step() after the last.
+    torch's schedulers work on `run.optimizer`. Raises Refused as `recipe` and `peers.build` do.
     """
 
     def __init__(
@@ -248,9 +248,11 @@ class Precision:
         r=None,
         *,
         groups=None,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
+        lr=None,
+        betas=None,
+        eps=None,
+        momentum=None,
+        nesterov=None,
         weight_decay=0.0,
         optimizer="adamw",
         ema_decay=0.999,
@@ -272,6 +274,7 @@ class Precision:
         if first is None:
             raise Refused("the model has no parameters: there is nothing to train")
         self.device = first.device
+        r = r.keeping(optimizer, *(group["optimizer"] for group in groups or () if "optimizer" in group))
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         self.clip_grad, self.accumulate = clip_grad, accumulate
         self.methods = [made for kind in METHODS if (made := kind.attach(net, self.recipe, **options))]
@@ -285,6 +288,7 @@ class Precision:
         self.named_params = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
         self.params = [p for _, p in self.named_params]
         common = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, seed=seed)
+        common.update(momentum=momentum, nesterov=nesterov, net=net)
         self.optimizer = peers.build(optimizer, self._groups(groups), self.recipe, **common)
         self.optimizer_name = peers.title(self.optimizer, optimizer)
         self.optimizer.attach(net)

@@ -19,11 +19,13 @@ if __package__:
     from .formats import FORMATS
     from .machine import Refused, device_facts, support
     from .optim import DTYPES
+    from .optimizers import OPTIMIZERS, kinds
 else:
     import fp8
     from formats import FORMATS
     from machine import Refused, device_facts, support
     from optim import DTYPES
+    from optimizers import OPTIMIZERS, kinds
 
 # ---- Sites -------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,25 @@ SITES = {
     ),
 }
 
+SLOW = {"bf16": "from step 1,000 on it moves by t^-0.8 of a difference, which needs stochastic rounding"}
+
+# those that an optimiser has beside or in place of exp_avg and exp_avg_sq, which are AdamW's
+OF_OPTIMIZERS = {
+    "momentum": Site(("fp32", "bf16", *CODES), {"bf16": "1-momentum is far above an ulp", **CODES}),
+    "row_var": Site(("fp32", "bf16"), {"fp32": "one number a row of a matrix: hardly any bytes", **SLOW}),
+    "col_var": Site(("fp32", "bf16"), {"fp32": "one number a column of a matrix", **SLOW}),
+    "orthogonalise": Site(
+        ("fp32", "bf16"),
+        {
+            "fp32": "Newton-Schulz in full precision",
+            "bf16": "Newton-Schulz as published: singular values end between 0.7 and 1.2 in either",
+        },
+    ),
+}
+# the site whose value they have where nothing is said
+LIKE = {"momentum": "exp_avg", "row_var": "exp_avg_sq", "col_var": "exp_avg_sq"}
+MOMENTS = ("exp_avg", "exp_avg_sq", *LIKE)
+
 # ---- Recipes -----------------------------------------------------------------------------------------------
 
 
@@ -137,7 +158,8 @@ class Recipe:
     """A value for each site, read as an attribute: `r.weights`. The defaults are fp32 everywhere.
 
     Build one with `recipe(...)`, which applies presets, the user's single sites, and the refusals. more:
-    {name: Site} of a task's own sites. fp8: an `fp8.Options` when compute is fp8.
+    {name: Site} of the sites that belong to a task or an optimiser. fp8: an `fp8.Options` when compute is
+    fp8.
     """
 
     def __init__(self, more=None, fp8=None, **values):
@@ -196,9 +218,21 @@ class Recipe:
         return self.generation == "int8" or (self.generation == "fp8" and not self.fp8)
 
     @property
+    def moments(self):
+        """The sites of an optimiser's moments."""
+        return [name for name in MOMENTS if name in self.values]
+
+    @property
     def coded(self):
         """The formats of codes that moments are held in: a subset of formats.FORMATS."""
-        return {self.exp_avg, self.exp_avg_sq} & set(CODES)
+        return {self[name] for name in self.moments} & set(CODES)
+
+    def keeping(self, *optimizers):
+        """The recipe with the sites of these optimisers, names or classes. Raises Refused for a moment that
+        one of them can't hold so.
+        """
+        values, more = _of_optimizers(self.values, optimizers)
+        return Recipe({**more, **self.more}, self.fp8, **values)
 
     @property
     def generation_dtype(self):
@@ -222,6 +256,10 @@ def _losses(r, beta2, ema_decay, lr, weight_decay, micro_batches):
     of_value = f"half a gap between codes ({gap.get(r.exp_avg_sq)} of the value)"
     half_gap = f"a decay by 1-beta2 = {1 - beta2:.2g} under {of_value}"
     slow = 1 - ema_decay < 2**-7
+    factored = [name for name in ("row_var", "col_var") if name in r.values and r[name] == "bf16"]
+    # steps of AdamW and Lion have the size lr
+    step = f"a step of lr={lr:g} on a weight of 0.05 is {lr / 0.05:.2g} of it, and "
+    step = "" if {"momentum", "row_var"} & set(r.values) else step
     # each write of a bf16 average adds noise of up to an ulp, which decays at rate 1-decay only: it settles
     # near ulp * sqrt(1/12 .. 1/4) / sqrt(2 (1-decay)), of which this is the worst
     settled = 0.4 * 2**-8 / math.sqrt(2 * (1 - ema_decay))
@@ -229,8 +267,7 @@ def _losses(r, beta2, ema_decay, lr, weight_decay, micro_batches):
     return [
         (
             bare,
-            f"update=nearest on bf16 weights: a step of lr={lr:g} on a weight of 0.05 is {lr / 0.05:.2g} of "
-            "it, and "
+            f"update=nearest on bf16 weights: {step}"
             f"steps under 2^-9..2^-8 (0.002..0.004) of a weight vanish; add --stochastic, --kahan or "
             "--master split",
         ),
@@ -251,6 +288,12 @@ def _losses(r, beta2, ema_decay, lr, weight_decay, micro_batches):
             f"exp_avg_sq={r.exp_avg_sq}, nearest: {half_gap} is lost: where some gradients of a block drop, "
             "their v "
             f"stays too high and their steps too short; add --stochastic",
+        ),
+        (
+            factored and nearest,
+            f"{' and '.join(factored)} in bf16, nearest: at step t they move by t^-0.8 of a difference, from "
+            "step 1,000 on under half an ulp (2^-8), so they stand still; use --stochastic or --set "
+            "row_var=fp32 --set col_var=fp32",
         ),
         (
             r.ema == "bf16" and r.ema_update == "nearest" and slow,
@@ -302,13 +345,14 @@ def recipe(
     sparse24="none",
     sites=(),
     more=None,
+    optimizer="adamw",
     **fp8_flags,
 ):
     """The recipe that a set of flags composes.
 
-    sites: single settings ("ema=bf16"), applied after the flags. more: {name: Site} of a task. fp8_flags: see
-    FP8_FLAGS. Raises Refused for an unknown site or value and for combinations that make no sense, naming the
-    nearest that does.
+    sites: single settings ("ema=bf16"), applied after the flags. more: {name: Site} of a task. optimizer: its
+    name or class, whose sites the recipe has. fp8_flags: see FP8_FLAGS. Raises Refused for an unknown site or
+    value and for combinations that make no sense, naming the nearest that does.
     """
     if unknown := set(fp8_flags) - set(FP8_FLAGS):
         raise TypeError(f"recipe() got an unexpected keyword argument '{sorted(unknown)[0]}'")
@@ -332,13 +376,17 @@ def recipe(
         values.update(dict.fromkeys(("exp_avg", "exp_avg_sq"), "int8" if opt8bit else "int4"))
     if fp8:
         values["compute"] = "fp8"
-    values.update(_settings(sites, {**SITES, **(more or {})}))
+    own = {site: OF_OPTIMIZERS[site] for kind in kinds(optimizer) for site in kind.sites}
+    said = _settings(sites, {**SITES, **own, **(more or {})}, optimizer)
+    values.update(said)
     if values.get("compute") == "fp16":
         values.setdefault("loss_scale", "dynamic")
     summed = any(setting.startswith("accumulate=") for setting in sites)
     if values["sparse24"] == "srste" and values.get("weights") == "bf16" and not summed:
         # its decay, some 1e-4 of a weight, would be rounded away in a bf16 gradient
         values["accumulate"] = "fp32"
+    values, own = _of_optimizers(values, [optimizer], said)
+    more = {**own, **(more or {})}
     result = Recipe(more, _fp8_options(values.get("compute", "fp32"), fp8_flags), **values)
     for wrong, message in _refusals(result):
         if wrong:
@@ -346,11 +394,53 @@ def recipe(
     return result
 
 
-def _settings(settings, known):
+def _of_optimizers(values, optimizers, said=()):
+    """(values, {site: Site}): with those that the optimisers have, and without those of moments that none of
+    them keeps. said: names of sites that were set one by one.
+    """
+    kept = [kind for name in optimizers for kind in kinds(name)]
+    more = {site: OF_OPTIMIZERS[site] for kind in kept for site in kind.sites}
+    values = dict(values)
+    for site in [site for site in more if site not in values]:
+        values[site] = _unsaid(site, values)
+        if values[site] not in more[site].values:
+            what = f"{LIKE[site]}={values[site]} with --optimizer {_title(optimizers[0])}"
+            few = "its second moments are a number a row and a column, too few for codes"
+            raise Refused(f"{what}: {few}; drop --opt8bit or --opt4bit, or --set {site}=bf16 too")
+    if not all(kinds(name) for name in optimizers):  # a peer, which may keep anything
+        return values, more
+    moments = {moment for kind in kept for moment in kind.moments}
+    for site in ("exp_avg", "exp_avg_sq"):
+        if site in said and site not in moments:
+            its = f"--optimizer {_title(optimizers[0])} keeps no {site}"
+            raise Refused(f"--set {site}={values[site]}: {its}; its moments: {', '.join(sorted(moments))}")
+        if site not in moments and site in values:
+            values[site] = SITES[site].values[0]
+    return values, more
+
+
+def _unsaid(site, values):
+    """The value of an optimiser's site where nothing is said."""
+    if site in LIKE:
+        return values.get(LIKE[site], "fp32")
+    # as the products are; but an exact master promises the bits of fp32
+    low = values.get("compute") in ("bf16", "fp8") and values.get("master", "none") == "none"
+    return "bf16" if low else "fp32"
+
+
+def _title(optimizer):
+    return optimizer if isinstance(optimizer, str) else optimizer.__name__
+
+
+def _settings(settings, known, optimizer):
     """{site: value} of "site=value" texts."""
     values = {}
     for setting in settings:
         site, _, value = setting.partition("=")
+        if site in OF_OPTIMIZERS and site not in known:
+            theirs = " and ".join(name for name in OPTIMIZERS if any(site in k.sites for k in kinds(name)))
+            its = f"{site} is a site of --optimizer {theirs}"
+            raise Refused(f"--set {setting}: {its}, and this is {_title(optimizer)}")
         if site not in known:
             raise Refused(f"--set {setting}: unknown site '{site}'; the sites are {', '.join(known)}")
         parts = value.split("+") if site == "islands" else [value]
@@ -397,9 +487,10 @@ def _refusals(r):
     """[(whether a recipe makes no sense, what is wrong and what does)]."""
     low = r.low_weights
     flag = "fp16" if r.compute == "fp16" else "bf16"
-    bf16_moments = "bf16" in (r.exp_avg, r.exp_avg_sq)
+    bf16_moments = "bf16" in [r[name] for name in r.moments]
     nothing_rounded = not (low and r.master == "none") and not bf16_moments and not r.coded
-    moments = "--set exp_avg=bf16 --set exp_avg_sq=bf16"
+    own = [name for name in r.moments if name in r.more]
+    moments = " ".join(f"--set {name}=bf16" for name in own or ("exp_avg", "exp_avg_sq"))
     instead = f"add --pure_bf16, or {moments}"
     if low:
         instead = f"the master is exact; drop --stochastic or add {moments}"

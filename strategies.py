@@ -32,6 +32,8 @@ from distillation import Distill
 from language import Language
 from latent import VAE
 from machine import Refused, without
+from optimizers import kinds
+from peers import arguments
 from reflow import Reflow
 from slotcontrast import Contrast
 from steve import Steve
@@ -179,11 +181,17 @@ def table(spec=None):
     return flags.Table([*options.BEFORE, *rows(*TASKS.values()), *options.AFTER, *own])
 
 
+def defaults(kind, given):
+    """{flag: default} where the task, or the --optimizer given, has another than the flag's row."""
+    own = kinds(given.get("optimizer", "adamw"))
+    return {**kind.own_defaults(), **(own[0].flags if own else {})}
+
+
 def settled(values):
     """(task class, flags.Table, flags.Config) of the flags of a run, a dict or a Config. Raises Refused."""
     values = values if isinstance(values, dict) else vars(values)
     kind, known = find(values.get("task", "rflow")), table(values.get("task"))
-    config = known.config({**kind.own_defaults(), **values})
+    config = known.config({**defaults(kind, values), **values})
     own = {row.name for row in rows(kind)}
     for row in rows(*TASKS.values()):
         if row.only and row.name not in own and getattr(config, row.name) != row.default:
@@ -193,5 +201,9 @@ def settled(values):
             raise Refused(
                 f"--{row.name} is for --task {several}, and this is --task {config.task}: {add}, or drop it"
             )
+    if kinds(config.optimizer) and config.beta2 != known["beta2"].default:
+        if not any("betas" in arguments(one) for one in kinds(config.optimizer)):
+            its = f"--optimizer {config.optimizer} has no beta2"
+            raise Refused(f"--beta2 {config.beta2:g}: {its}; drop it, or choose adamw, lion or muon")
     kind.check(config)
     return kind, known, config

@@ -252,7 +252,7 @@ class Task:
 
 def recipe_of(config, table, sites):
     """The precision.Recipe of a run. table: of its flags; sites: of its task."""
-    return recipe(sites=config.set, more=sites, **table.pick(config, "recipe"))
+    return recipe(sites=config.set, more=sites, optimizer=config.optimizer, **table.pick(config, "recipe"))
 
 
 def check_options(wanted, config):

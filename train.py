@@ -221,7 +221,7 @@ def train(given, command, table, dry=False):
     kind = strategies.find(given.get("task", DEFAULTS["task"]))
     if given.get("epochs") and "steps" in given:
         raise Refused("--epochs and --steps both say how long to train: give one of them")
-    config = table.typed({**kind.own_defaults(), **given, **kind.settle(table, given)})
+    config = table.typed({**strategies.defaults(kind, given), **given, **kind.settle(table, given)})
     config.name = config.name or table.name(config)
     trainer = Trainer(config, command, dry=dry)
     if dry:

@@ -197,6 +197,7 @@ class Trainer:
         run = Precision(
             net, self.recipe, groups=self.task.groups(net), optimizer=c.optimizer, lr=c.lr,
             betas=(0.9, c.beta2), weight_decay=c.weight_decay, clip_grad=c.clip_grad,
+            momentum=c.momentum, nesterov={"on": True, "off": False}.get(c.nesterov),
             accumulate=c.accumulate, ema_decay=c.ema_decay, ema_warmup=c.ema_warmup,
             averages=[*c.average, *self.task.averages().values()], seed=c.seed,
             **self.table.pick(c, "scaler"), **self.table.pick(c, "method"),

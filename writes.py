@@ -59,6 +59,15 @@ def local(t):
     return t if type(t) in PLAIN or not hasattr(t, "dequantize") else t.dequantize()  # torchao's codes
 
 
+def announce(optimizer, grads, scale):
+    """Tell an optimiser whose update of an entry depends on the whole tensor what its next step will be
+    given; the others need samples alone. grads: {parameter: gradient}, or None for those in place.
+    """
+    listen = getattr(optimizer, "announce", None)
+    if listen is not None:
+        listen(grads, scale)
+
+
 def stays(stored, target):
     """Whether fp32 `target`, rounded to nearest in the dtype of `stored`, is `stored` again. Both [n]."""
     return target.to(stored.dtype) == stored
@@ -77,6 +86,7 @@ class StepReport:
 
     def __init__(self, optimizer, grads, scale, named_params, shadow):
         self.optimizer, self.named_params, self.shadow = optimizer, named_params, shadow
+        announce(optimizer, grads, scale)
         self.before = {p: self._before(p, sample(g), scale) for p, g in grads.items()}
         self.shadow_before = {name: sample(t).clone() for name, t in shadow.items()}
 
@@ -389,6 +399,7 @@ class Writes:
         """Look at what a step with these arguments is about to write."""
         grads = kwargs.get("grads")
         scale = kwargs.get("grad_scale", 1.0)
+        announce(self.optimizer, grads, scale)
         rows = []
         for i, (_, p) in enumerate(self.named_params):
             g = p.grad if grads is None else grads.get(p)

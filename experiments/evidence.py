@@ -377,7 +377,7 @@ def known_flags():
     import recipes
     import strategies
 
-    sites = {**recipes.SITES}
+    sites = {**recipes.SITES, **recipes.OF_OPTIMIZERS}
     for task in strategies.TASKS.values():
         sites |= task.sites
     return strategies.table(), sites

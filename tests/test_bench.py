@@ -20,7 +20,7 @@ import bench_memory
 import bench_systems
 import flags
 import machine
-import optim
+import optimizers
 import options
 import peers
 import precision
@@ -103,7 +103,7 @@ def test_a_bug_of_ours_is_no_line(monkeypatch):
 
 def test_every_peer_of_ours_has_a_contender_and_a_version_range():
     named = {contender.optimizer for contender in bench.CONTENDERS.values() if contender.optimizer}
-    assert named == {*optim.OPTIMIZERS, *peers.PEERS}
+    assert named == {*optimizers.OPTIMIZERS, *peers.PEERS}
     root = Path(bench.__file__).parent
     files = ("requirements.txt", "requirements-bench.txt")
     wanted = "".join((root / name).read_text() for name in files).splitlines()
@@ -122,7 +122,7 @@ def test_moments_of_any_length_are_held_in_codes(tmp_path):
 
 
 NEW = """
-import copy, formats, optim, torch
+import copy, formats, optim, optimizers, torch
 from peers import PEERS, Torch
 
 formats.FORMATS["e4m3-32"] = new = copy.copy(formats.FORMATS["e4m3"])
@@ -139,7 +139,7 @@ class Signs(optim.Rounded):
         m = (g - moments[0]) * h[2] + moments[0]
         return h[3] * m.sign(), (m,)
 
-optim.OPTIMIZERS["signs"] = Signs
+optimizers.OPTIMIZERS["signs"] = Signs
 PEERS["new_peer"] = Torch
 import bench, bench_memory
 

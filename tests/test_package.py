@@ -176,7 +176,7 @@ def test_running_it_changes_no_option_of_the_process(elsewhere):
 
 
 def test_the_library_is_what_it_says():
-    named = "machine rounding formats method optim peers watch ledger fp8 sparsity precision"
+    named = "machine rounding formats method optim optimizers peers watch ledger fp8 sparsity precision"
     assert set(named.split()) <= set(LIBRARY)
     laboratory = "train trainer strategies runs data metrics models doctor bench flags"
     assert not set(laboratory.split()) & set(LIBRARY)

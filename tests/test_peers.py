@@ -11,6 +11,7 @@ from common import BF16, PEERS, RECIPES, batches, net, refused, same, start, thr
 from torch import nn
 
 import optim
+import optimizers
 import peers
 from formats import FORMATS
 from optim import AdamW
@@ -91,7 +92,7 @@ def test_the_update_that_is_expected_is_the_one_that_fp32_weights_take(name, opt
 
 
 PEER_REFUSALS = [
-    ("sgd", {}, ["--optimizer sgd", "unknown", "torchastic"]),
+    ("adam", {}, ["--optimizer adam", "unknown", "sgd", "torchastic"]),
     ("torchastic", {}, ["--optimizer torchastic", "bf16 parameters only", "--pure_bf16"]),
     ("optimi", dict(bf16=True), ["--optimizer optimi", "--pure_bf16"]),
     ("torchao", dict(pure_bf16=True, sites=["islands=norm"]), ["--optimizer torchao", "no islands"]),
@@ -134,7 +135,7 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
 
 
 def test_the_names_are_those_that_can_be_built():
-    assert peers.NAMES[0] == "adamw" and set(peers.NAMES) == {*optim.OPTIMIZERS, *peers.PEERS}
+    assert peers.NAMES[0] == "adamw" and set(peers.NAMES) == {*optimizers.OPTIMIZERS, *peers.PEERS}
     assert set(peers.PEERS) == {*PEERS, "bitsandbytes"}
 
 

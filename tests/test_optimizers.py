@@ -1,0 +1,614 @@
+"""optimizers.py: SGD, Lion, Adafactor and Muon by their equations, in every way of writing; their sites."""
+
+import itertools
+import math
+
+import cli
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import BF16, RECIPES, batches, correlation, draw, held, net, refused, same, same_state
+from torch import nn
+
+import optimizers
+import peers
+import recipes
+import strategies
+from optim import AdamW
+from optimizers import OPTIMIZERS, SGD, Adafactor, Lion, Muon, divided, hidden_matrices, orthogonalised
+from precision import Precision
+from recipes import Recipe, recipe
+from watch import Watch
+from writes import sample
+
+eager = common.eager
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+
+OURS = [name for name in OPTIMIZERS if name != "adamw"]
+each = pytest.mark.parametrize("name", OURS)
+SHAPES = [(7,), (30, 20), (6, 4, 3, 3), (129, 7)]
+MATRICES = [shape for shape in SHAPES if len(shape) > 1]
+DECAY = dict(weight_decay=0.1)
+
+
+def made(name, tensors, dtype=torch.float32, **options):
+    """(parameters that hold `tensors` exactly, an optimiser of them) without a recipe."""
+    params = [nn.Parameter(t.to(dtype, copy=True)) for t in tensors]
+    optimizer = OPTIMIZERS[name](params, compiled=False, **options)
+    for p, t in zip(params, tensors, strict=True):
+        optimizer.set_exact(p, t)
+    return params, optimizer
+
+
+def initial(name, seed=0):
+    shapes = MATRICES if name == "muon" else SHAPES
+    return [draw(*shape, seed=seed + i, scale=0.1) for i, shape in enumerate(shapes)]
+
+
+def feed(optimizer, params, steps, scale=1.0, first=0):
+    """Steps with gradients that bf16 holds exactly."""
+    for step in range(first, first + steps):
+        for i, p in enumerate(params):
+            g = (draw(*p.shape, seed=100 * step + i) * scale).to(BF16)
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+
+
+def against(name, theirs, shapes, steps=30, scale=1.0, tolerance=1e-6, **options):
+    """Ours beside an optimiser of torch that has the same weights as matrices: [out, rest]."""
+    tensors = [draw(*shape, seed=i, scale=0.1) for i, shape in enumerate(shapes)]
+    ours, optimizer = made(name, tensors, **options)
+    flat = [t.flatten(1).clone() if t.dim() > 2 else t.clone() for t in tensors]
+    reference = [nn.Parameter(t) for t in flat]
+    other = theirs(reference)
+    for step in range(steps):
+        for i, (p, q) in enumerate(zip(ours, reference, strict=True)):
+            p.grad = draw(*p.shape, seed=100 * step + i) * scale
+            q.grad = p.grad.view(q.shape).clone()
+        optimizer.step()
+        other.step()
+    for p, q, t in zip(ours, reference, tensors, strict=True):
+        torch.testing.assert_close(p.detach().view(q.shape), q.detach(), rtol=tolerance, atol=tolerance / 10)
+        assert (p.detach() - t).abs().mean() > 100 * tolerance, "the test sees nothing"
+
+
+# ---- By their equations ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_torchs(nesterov):
+    options = dict(lr=0.03, momentum=0.9, nesterov=nesterov)
+    against("sgd", lambda params: torch.optim.SGD(params, **options), SHAPES, **options)
+
+
+@pytest.mark.parametrize("momentum, nesterov", [(0.9, False), (0.8, True), (0.0, False)])
+def test_sgd_with_decoupled_decay_in_fp64(momentum, nesterov):
+    params, optimizer = made("sgd", initial("sgd"), lr=0.03, momentum=momentum, nesterov=nesterov, **DECAY)
+    weights = [p.detach().double() for p in params]
+    buffers = [torch.zeros_like(w) for w in weights]
+    for step in range(20):
+        feed(optimizer, params, 1, first=step)
+        for w, m, p in zip(weights, buffers, params, strict=True):
+            g = p.grad.double()
+            m.mul_(momentum).add_(g)
+            w.mul_(1 - 0.03 * 0.1).sub_(0.03 * (g + momentum * m if nesterov else m))
+    for p, w in zip(params, weights, strict=True):
+        torch.testing.assert_close(p.detach(), w.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_lion_in_fp64():
+    params, optimizer = made("lion", initial("lion"), lr=1e-2, betas=(0.9, 0.99), **DECAY)
+    weights = [p.detach().double() for p in params]
+    moments = [torch.zeros_like(w) for w in weights]
+    for step in range(20):
+        feed(optimizer, params, 1, first=step)
+        for w, m, p in zip(weights, moments, params, strict=True):
+            g = p.grad.double()
+            w.mul_(1 - 1e-2 * 0.1).sub_(1e-2 * (0.9 * m + 0.1 * g).sign())
+            m.mul_(0.99).add_(0.01 * g)
+    for p, w, m in zip(params, weights, moments, strict=True):
+        torch.testing.assert_close(p.detach(), w.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(optimizer.moment(p, "exp_avg"), m.float().flatten(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_adafactor_is_torchs(scale):
+    options = dict(lr=0.01, weight_decay=0.1)
+    theirs = lambda params: torch.optim.Adafactor(params, **options)  # noqa: E731
+    against("adafactor", theirs, SHAPES, scale=scale, tolerance=1e-5, **options)
+
+
+def adafactor_in_fp64(w, m, g, step, lr):
+    """One step of algorithms 4 and 6 of arXiv 1804.04235, with decoupled decay 0.1. m: {name: moment}."""
+    squares, rest = g * g + 1e-30, step**-0.8
+    if w.dim() > 1:
+        m["row"] = (1 - rest) * m.get("row", 0) + rest * squares.mean(1, keepdim=True)
+        m["column"] = (1 - rest) * m.get("column", 0) + rest * squares.mean(0, keepdim=True)
+        v = m["row"] * m["column"] / m["row"].mean()
+    else:
+        v = m["v"] = (1 - rest) * m.get("v", 0) + rest * squares
+    u = g / v.sqrt()
+    u = u / max(1.0, u.square().mean().sqrt().item())
+    size = max(1e-3, w.square().mean().sqrt().item()) * min(lr, step**-0.5)
+    return w * (1 - lr * 0.1) - size * u
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-12])  # torch's own bounds the mean of g^2 at 1.2e-7
+def test_adafactor_by_the_papers_equations_whatever_the_scale_of_gradients(scale):
+    params, optimizer = made("adafactor", initial("adafactor"), lr=0.02, **DECAY)
+    weights = [p.detach().double().clone() for p in params]
+    moments = [{} for _ in params]
+    for step in range(1, 16):
+        feed(optimizer, params, 1, scale, first=step)
+        for i, p in enumerate(params):
+            w, g = weights[i], p.grad.double()
+            view = (lambda t: t.flatten(1)) if w.dim() > 1 else (lambda t: t)
+            weights[i] = adafactor_in_fp64(view(w), moments[i], view(g), step, 0.02).view_as(w)
+    for p, w in zip(params, weights, strict=True):
+        torch.testing.assert_close(p.detach(), w.float(), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs(adjust, nesterov):
+    options = dict(lr=0.01, momentum=0.95, nesterov=nesterov, weight_decay=0.1)
+    theirs = lambda params: torch.optim.Muon(params, **options, adjust_lr_fn=adjust)  # noqa: E731
+    against("muon", theirs, MATRICES, orthogonalise="bf16", adjust=adjust, **options)
+
+
+@pytest.mark.parametrize("shape", [(20, 50), (50, 20), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_newton_schulz_keeps_singular_vectors_and_evens_the_values(shape, dtype):
+    left, _, right = torch.linalg.svd(draw(*shape).double(), full_matrices=False)
+    values = torch.linspace(1, 0.2, min(shape)).double()
+    x = orthogonalised((left @ values.diag() @ right).float(), dtype)
+    assert x.dtype == dtype and x.shape == shape
+    in_their_frame = left.T @ x.double() @ right.T
+    got = in_their_frame.diag()
+    assert 0.6 < got.min() and got.max() < 1.3
+    off = (in_their_frame - got.diag()).abs().max()
+    assert off < (1e-4 if dtype == torch.float32 else 0.05)
+    assert not orthogonalised(torch.zeros(shape), dtype).any()
+
+
+# ---- Writes ------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "nearest": {},
+    "stochastic": dict(update="stochastic"),
+    "kahan": dict(kahan=True),
+    "kahan+stochastic": dict(kahan=True, update="stochastic"),
+}
+KEPT = {"sgd": "momentum", "lion": "exp_avg", "muon": "momentum", "adafactor": "row_var"}
+
+
+def moved_once(name, lr, gradient=0.77, **writing):
+    """(weights after one step from 1.0, their optimiser): 40,000 equal entries, equal fp32 gradients."""
+    p = nn.Parameter(torch.ones(200, 200, dtype=BF16 if writing else torch.float32))
+    optimizer = OPTIMIZERS[name]([p], lr=lr, compiled=False, **writing)
+    optimizer.step(grads={p: torch.full(p.shape, gradient)})
+    return p, optimizer
+
+
+@each
+def test_stochastic_writes_are_right_on_average_and_nearest_ones_are_not(name):
+    step = (1 - moved_once(name, 1e-2)[0].detach().double()).mean().item()
+    lr = 1e-2 * 0.3 * 2**-8 / step  # a step of 0.3 of an ulp below 1
+    wanted = moved_once(name, lr)[0].detach().double().mean().item() - 1
+    assert abs(wanted) == pytest.approx(0.3 * 2**-8, rel=0.02)
+    moved = moved_once(name, lr, update="stochastic")[0].detach().double() - 1
+    assert abs(moved.mean().item() - wanted) < 5 * moved.std().item() / 200
+    assert moved.unique().numel() == 2
+    assert not (moved_once(name, lr, update="nearest")[0].detach() != 1).any()
+
+
+@each
+def test_moments_in_bf16_are_right_on_average_by_noise_of_their_own(name):
+    kept, lr = KEPT[name], {"muon": 0.06}.get(name, 1.5e-3)  # steps of some tenths of an ulp
+    p, exact = moved_once(name, lr)
+    q, low = moved_once(name, lr, update="stochastic", kinds={kept: "bf16"})
+    wanted, value = exact.moment(p, kept).double().mean(), low.moment(q, kept)
+    assert value.dtype == BF16 and value.unique().numel() > 1
+    value, n = value.double(), value.numel()
+    assert abs(value.mean() - wanted) < 5 * value.std() / math.sqrt(n)
+    if n == p.numel():
+        moved = (q.detach() != 1).double().flatten()
+        assert 0.1 < moved.mean() < 0.9 and abs(correlation(moved, value)) < 5 / 200
+
+
+@each
+def test_noise_depends_on_place_step_and_seed_alone(name):
+    def choices(seed, alone):
+        params = [nn.Parameter(torch.ones(100, 100, dtype=BF16)) for _ in range(2)]
+        lr = dict(sgd=1e-3, lion=1e-3, adafactor=1e-3, muon=0.05)[name]
+        optimizer = OPTIMIZERS[name](params, lr=lr, update="stochastic", seed=seed, compiled=False)
+        found = []
+        for _ in range(2):
+            for i, p in enumerate(params):
+                p.grad = None if alone and not i else torch.ones_like(p)
+            before = params[1].detach().clone()
+            optimizer.step()
+            found.append((params[1] != before).double().flatten())
+        return [(params[0] != 1).double().flatten(), *found]
+
+    one, alone, other = choices(0, False), choices(0, True), choices(1, False)
+    assert same(one[1], alone[1]) and same(one[2], alone[2]), "a missing gradient changed the noise"
+    for a, b in itertools.combinations([one[0], one[1], other[1]], 2):
+        assert 0.01 < a.mean() < 0.99 and abs(correlation(a, b)) < 0.05
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+@each
+def test_an_exact_master_has_the_bits_of_fp32(name, master):
+    tensors = initial(name)
+    params, optimizer = made(name, tensors, lr=1e-2, **DECAY)
+    low, exact = made(name, tensors, BF16, lr=1e-2, master=master, **DECAY)
+    feed(optimizer, params, 15)
+    feed(exact, low, 15)
+    for p, q, t in zip(params, low, tensors, strict=True):
+        assert same(held(exact, q), p.detach()) and not same(p.detach(), t)
+        assert q.dtype == BF16 and exact.low_part(q) is not None
+
+
+@each
+def test_kahan_follows_fp32_far_closer_than_nearest(name):
+    lr = dict(sgd=2e-5, lion=1e-5, adafactor=2e-4, muon=2e-5)[name]
+    tensors = initial(name)
+    ends = {}
+    for way in ("fp32", "nearest", "kahan"):
+        dtype = torch.float32 if way == "fp32" else BF16
+        params, optimizer = made(name, tensors, dtype, lr=lr, **WAYS.get(way, {}))
+        for _ in range(60):
+            for i, p in enumerate(params):
+                p.grad = draw(*p.shape, seed=i).to(p.dtype)
+            optimizer.step()
+        ends[way] = torch.cat([held(optimizer, p).flatten() for p in params])
+    start = torch.cat([t.flatten() for t in tensors])
+
+    def off(way):
+        return ((ends[way] - ends["fp32"]).norm() / (ends["fp32"] - start).norm()).item()
+
+    assert off("kahan") < 0.1 < 0.4 < off("nearest")
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("name", ["sgd", "lion", "muon"])
+def test_the_momentum_in_codes(name, kind):
+    common.coder(kind)
+    tensors = [draw(70, 90, seed=1, scale=0.1)]  # 6,300 values: the last block is not full
+    (p,), exact = made(name, tensors, lr=1e-3)
+    (q,), coded = made(name, tensors, lr=1e-3, update="stochastic", kinds={KEPT[name]: kind})
+    feed(exact, [p], 8)
+    feed(coded, [q], 8)
+    assert coded.coded(q, KEPT[name]) and coded.state[q][KEPT[name]].dtype == torch.uint8
+    a, b = exact.moment(p, KEPT[name]), coded.moment(q, KEPT[name])
+    assert (a - b).norm() < (0.05 if kind == "int8" else 0.1) * a.norm()
+    assert coded.nbytes()[KEPT[name]] < 1.4 * 6300 and coded.plain(KEPT[name]) == 0
+    assert coded.still(q) and not coded.moment(q, KEPT[name]).any()
+
+
+def test_nothing_is_read_back_from_a_device():
+    # on the meta device to read a number is an error
+    for name, dtype in itertools.product(OURS, (torch.float32, BF16)):
+        shapes = MATRICES if name == "muon" else SHAPES
+        params = [nn.Parameter(torch.empty(shape, device="meta", dtype=dtype)) for shape in shapes]
+        optimizer = OPTIMIZERS[name](params, update="stochastic", kahan=True, compiled=False)
+        for p in params:
+            p.grad = torch.empty_like(p)
+        optimizer.step(grad_scale=torch.empty((), dtype=torch.float64, device="meta"))
+
+
+# ---- Questions ---------------------------------------------------------------------------------------------
+
+
+@each
+def test_wanted_is_what_an_fp32_step_does(name):
+    params, optimizer = made(name, initial(name), lr=1e-2, **DECAY)
+    feed(optimizer, params, 3)
+    grads = {p: draw(*p.shape, seed=77 + i) for i, p in enumerate(params)}
+    wanted = optimizer.wanted_together(params, [0.5 * g.flatten() for g in grads.values()])
+    before = [p.detach().clone() for p in params]
+    optimizer.step(grads=grads, grad_scale=0.5)
+    for p, old, update in zip(params, before, wanted, strict=True):
+        torch.testing.assert_close(p.detach() - old, update.view_as(p), rtol=1e-4, atol=1e-6)
+        assert optimizer.decayed(p) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_a_sample_of_what_is_wanted_comes_from_the_whole_gradient(name):
+    pick = lambda t: sample(t, 16)  # noqa: E731
+    params, optimizer = made(name, initial(name), lr=1e-2)
+    feed(optimizer, params, 2)
+    grads = {p: draw(*p.shape, seed=i) for i, p in enumerate(params)}
+    some = [0.5 * pick(g) for g in grads.values()]
+    whole = [pick(optimizer.wanted(p, 0.5 * g.flatten()).view_as(p)) for p, g in grads.items()]
+    for p in params:
+        p.grad = None
+    unknown = optimizer.wanted_together(params, some, pick)
+    large = [i for i, p in enumerate(params) if p.numel() >= 32]
+    assert large and all(unknown[i].isnan().all() for i in large)
+    optimizer.announce(grads, 0.5)
+    for a, b in zip(optimizer.wanted_together(params, some, pick), whole, strict=True):
+        assert same(a, b)
+    optimizer.step(grads=grads, grad_scale=0.5)
+    assert optimizer.announced is None
+
+
+def test_moments_are_told_by_name_and_shape():
+    params, optimizer = made("adafactor", initial("adafactor"))
+    feed(optimizer, params, 3)
+    vector, matrix, kernel, _ = params
+    assert optimizer.state[matrix]["row_var"].shape == (30, 1)
+    assert optimizer.state[kernel]["col_var"].shape == (1, 36)
+    assert optimizer.moment(matrix, "exp_avg_sq") is None and not optimizer.clear(matrix, "exp_avg_sq")
+    assert optimizer.moment(vector, "exp_avg_sq").shape == (7,)
+    assert optimizer.decay(vector, "exp_avg_sq") == (pytest.approx(1 - 4**-0.8), math.inf)
+    assert optimizer.still(matrix) and optimizer.moment(matrix, "row_var").all()  # no move without g
+    for name, options in (("sgd", {}), ("lion", {}), ("muon", {})):
+        params, optimizer = made(name, initial(name), **options)
+        assert math.isnan(optimizer.decay(params[0], "exp_avg_sq")[0])
+        assert optimizer.moment(params[0], "exp_avg_sq") is None
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------
+
+WRITINGS = ["fp32", "bf16", "pure_bf16", "stochastic", "kahan", "kahan+stochastic", "split", "fp32 master"]
+WRITINGS += ["opt8bit", "stochastic opt8bit", "split opt8bit", "stochastic opt4bit"]
+COMBINATIONS = [*itertools.product(OURS, WRITINGS)]
+LR = {"sgd": 0.02, "lion": 1e-3}
+
+
+def run_of(name, key, seed=0, **options):
+    if "opt" in key:
+        pytest.importorskip("bitsandbytes" if "8" in key else "torchao")
+    options = {"optimizer": name, "ema_decay": 0.9, "lr": LR.get(name), "clip_grad": 1.0, **options}
+    return Precision(net(seed, width=24), recipe(**RECIPES[key]), **options)
+
+
+def loss_of(run):
+    x, y = batches(1, seed=9)[0]
+    with torch.no_grad():
+        return F.mse_loss(run(x, torch.arange(8.0)), y).item()
+
+
+@pytest.mark.parametrize("name, key", COMBINATIONS, ids=map("-".join, COMBINATIONS))
+def test_every_optimiser_trains_in_every_recipe_and_resumes_bit_for_bit(name, key):
+    if name == "adafactor" and "opt" in key:
+        refused(lambda: run_of(name, key), "--optimizer adafactor", "too few for codes", "drop --opt8bit")
+        return
+    run = run_of(name, key, seed=0)
+    before = loss_of(run)
+    report = common.train(run, 16, measure=True)[-1]
+    assert loss_of(run) < 0.75 * before
+    exact = key in ("fp32", "bf16", "split", "fp32 master", "opt8bit", "opt4bit")
+    assert (0.999 if exact else 0.2) < report["update_survival"] <= 1
+    assert 0 < report["update_ratio"] < 0.5
+    allocated(run)
+    saved = common.through_a_file(run.state_dict())
+    common.train(run, 2, seed=1)
+    other = run_of(name, key, seed=1)
+    other.load_state_dict(saved)
+    common.train(other, 2, seed=1)
+    for p, q in zip(run.params, other.params, strict=True):
+        assert same(p.detach(), q.detach())
+        assert same_state(run.optimizer.state[p], other.optimizer.state[q])
+
+
+def allocated(run):
+    """The ledger's bytes are those of the state."""
+    parts = getattr(run.optimizer, "parts", [run.optimizer])
+    states = [t for state in run.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tables = {id(c): c for part in parts for c in part.coders.values()}
+    told, n = run.ledger().state_bytes, sum(p.numel() for p in run.params)
+    held = sum(t.nbytes for t in states) + 2 * sum(p.nbytes for p in run.params)
+    assert held <= told * n + 0.01 and told * n - held <= 8192 * max(1, len(tables)) * len(parts)
+    if not tables:
+        assert told * n == pytest.approx(held, abs=0.01)
+
+
+def test_sites_have_rows_and_values_of_their_own():
+    run = run_of("muon", "stochastic")
+    rows = {row["site"]: row for row in run.ledger().rows}
+    assert rows["momentum"]["value"] == rows["exp_avg"]["value"] == "bf16"
+    assert rows["momentum"]["bytes"] > rows["exp_avg"]["bytes"] > 0
+    assert rows["orthogonalise"]["value"] == "bf16" and "Newton-Schulz" in str(run.ledger())
+    assert run.optimizer_name == "Muon and AdamW"
+    rows = {row["site"]: row for row in run_of("sgd", "stochastic").ledger().rows}
+    assert rows["exp_avg"]["why"] == rows["exp_avg_sq"]["why"] == "sgd keeps none"
+    assert rows["exp_avg"]["bytes"] == 0 and rows["momentum"]["bytes"] == 2
+    assert "orthogonalise" not in rows and "row_var" not in rows
+    assert {"momentum", "row_var"}.isdisjoint(row["site"] for row in run_of("adamw", "fp32").ledger().rows)
+
+
+def test_sites_follow_the_flags_and_can_be_set():
+    low = dict(pure_bf16=True)
+    assert recipe(**low, optimizer="sgd").momentum == "bf16"
+    assert recipe(**low, master="split", optimizer="muon").orthogonalise == "fp32"  # the bits of fp32
+    assert recipe(bf16=True, optimizer="muon").orthogonalise == "bf16"
+    assert recipe(optimizer="muon").orthogonalise == recipe(optimizer="muon").momentum == "fp32"
+    assert recipe(opt8bit=True, optimizer="sgd").coded == {"int8"}
+    r = recipe(sites=["momentum=bf16", "orthogonalise=bf16"], optimizer="muon")
+    run = Precision(net(), r, optimizer="muon")
+    assert run.recipe == r == r.keeping("muon")
+    muon, adamw = run.optimizer.parts
+    assert (muon.dtype, muon.dtypes["momentum"], adamw.dtypes["exp_avg"]) == (BF16, BF16, torch.float32)
+    assert recipe(optimizer="adamw") == recipe() == Recipe() == Recipe().keeping("adamw")
+    assert recipe(optimizer="torch").moments == ["exp_avg", "exp_avg_sq"]
+    warned = recipe(**low, optimizer="adafactor").warnings()
+    assert any(line.startswith("row_var and col_var in bf16") for line in warned)
+    sound = recipe(**low, stochastic=True, optimizer="adafactor").warnings()
+    assert not any("row_var" in line for line in sound)
+    assert not any("exp_avg_sq" in line for line in recipe(**low, optimizer="sgd").warnings())
+
+
+REFUSED = {
+    "a site of others": (dict(sites=["momentum=bf16"]), ["sgd and muon", "this is adamw"]),
+    "a site of muon": (
+        dict(sites=["orthogonalise=bf16"], optimizer="sgd"),
+        ["--optimizer muon", "this is sgd"],
+    ),
+    "a moment that is not kept": (
+        dict(sites=["exp_avg_sq=bf16"], optimizer="lion"),
+        ["lion keeps no exp_avg_sq", "exp_avg"],
+    ),
+    "a value": (dict(sites=["row_var=int8"], optimizer="adafactor"), ["no value of row_var", "fp32, bf16"]),
+    "codes": (dict(opt8bit=True, optimizer="adafactor"), ["too few for codes", "--set row_var=bf16"]),
+    "nothing rounded": (
+        dict(pure_bf16=True, master="split", stochastic=True, optimizer="sgd"),
+        ["drop --stochastic or add --set momentum=bf16"],
+    ),
+}
+
+
+@pytest.mark.parametrize("flags, words", REFUSED.values(), ids=REFUSED)
+def test_what_an_optimiser_lacks_is_refused_in_one_line(flags, words):
+    refused(lambda: recipe(**flags), *words)
+
+
+def test_options_that_an_optimiser_lacks_are_refused():
+    params = [nn.Parameter(torch.ones(4, 4))]
+    for name in ("adamw", "lion", "adafactor", "torch"):
+        build = lambda name=name: peers.build(name, params, recipe(), momentum=0.5)  # noqa: E731
+        refused(build, "--momentum", "sgd and muon")
+    refused(lambda: peers.build("adamw", params, recipe(), nesterov=True), "--nesterov", "sgd and muon")
+    refused(lambda: strategies.settled({"optimizer": "sgd", "beta2": 0.9}), "--beta2 0.9", "sgd has no beta2")
+    refused(lambda: Muon([nn.Parameter(torch.ones(4))]), "here is a vector", "AdamW")
+    refused(lambda: peers.build("adam", params, recipe()), "unknown", "sgd, lion, adafactor, muon")
+    assert peers.build("sgd", params, recipe(), momentum=0.0).defaults["momentum"] == 0.0
+
+
+def test_defaults_are_the_optimisers_own_until_a_flag_says_otherwise():
+    settled = {name: strategies.settled({"optimizer": name})[2] for name in OPTIMIZERS}
+    assert {name: c.lr for name, c in settled.items()} == {
+        "adamw": 1e-3, "sgd": 0.01, "lion": 1e-4, "adafactor": 0.01, "muon": 1e-3,
+    }  # fmt: skip
+    assert settled["lion"].beta2 == 0.99 and settled["adamw"].beta2 == 0.999
+    assert strategies.settled({"optimizer": "sgd", "lr": 0.3})[2].lr == 0.3
+    for name, config in settled.items():
+        (group, *_) = Precision(net(), optimizer=name).optimizer.param_groups
+        assert group["lr"] == config.lr, "the class and its flags say two things"
+    (group,) = Precision(net(), optimizer="sgd", momentum=0.5, nesterov=True).optimizer.param_groups
+    assert (group["momentum"], group["nesterov"]) == (0.5, True)
+
+
+# ---- Which parameters are whose ----------------------------------------------------------------------------
+
+
+def names_of(model, params):
+    return {name for name, p in model.named_parameters() if any(p is q for q in params)}
+
+
+def test_muon_takes_the_matrices_of_hidden_layers():
+    model = net()
+    run = Precision(model, optimizer="muon")
+    muon, adamw = run.optimizer.parts
+    assert (type(muon), type(adamw)) == (Muon, AdamW)
+    of_muon = names_of(model, [p for group in muon.param_groups for p in group["params"]])
+    assert of_muon == {"middle.weight"}  # not the first convolution, the embedding, the norm, the head
+    assert len(run.optimizer.owner) == len(run.params)
+    bare = divided([{"params": list(model.parameters())}], "muon")  # without names: by shape
+    assert names_of(model, bare[0]["params"]) == {"stem.weight", "middle.weight"}
+
+
+class Text(nn.Module):
+    """A language model with a tied head, a position table that is no module, and a vector that looks like a
+    matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte, self.attn, self.norm = nn.Embedding(20, 8), nn.MultiheadAttention(8, 2), nn.LayerNorm(8)
+        self.up, self.decode = nn.Linear(8, 16), nn.Linear(8, 20, bias=False)
+        self.decode.weight = self.wte.weight
+        self.pos_embed, self.gate = nn.Parameter(torch.zeros(5, 8)), nn.Parameter(torch.zeros(1, 8))
+        self.lm_head = nn.Linear(16, 8)
+
+
+def test_embeddings_heads_and_vectors_are_not_hidden_matrices():
+    model = Text()
+    hidden = {"attn.in_proj_weight", "attn.out_proj.weight", "up.weight"}
+    assert names_of(model, hidden_matrices(model)) == hidden
+    model.roles = {"up": {"head"}}  # as the net declares it
+    assert names_of(model, hidden_matrices(model)) == hidden - {"up.weight"}
+
+
+def test_groups_keep_their_options_and_may_name_an_optimiser():
+    model = net()
+    groups = [
+        {"params": [model.middle.weight, model.middle.bias], "lr": 2e-3, "weight_decay": 0.1},
+        {"params": [p for name, p in model.named_parameters() if "middle" not in name], "optimizer": "sgd"},
+    ]
+    run = Precision(model, recipe(pure_bf16=True, stochastic=True), groups=groups, optimizer="muon")
+    assert [type(part) for part in run.optimizer.parts] == [Muon, AdamW, SGD]
+    found = [(g["lr"], g["weight_decay"], len(g["params"])) for g in run.optimizer.param_groups]
+    assert found == [(2e-3, 0.1, 1), (2e-3, 0.1, 1), (0.01, 0.0, 8)]
+    assert run.recipe.momentum == run.recipe.exp_avg_sq == "bf16"
+    common.train(run, 3)
+    others = [p for p in run.params if p is not model.middle.bias]
+    assert run.optimizer.nbytes()["momentum"] == 2 * sum(p.numel() for p in others)
+
+
+# ---- The doctor --------------------------------------------------------------------------------------------
+
+
+def watched(name, key, lr=None, steps=24):
+    run = run_of(name, key, **({"lr": lr} if lr else {}))
+    watch = Watch(run.model, run.optimizer, run.ema, every=3, most=512)
+    common.train(run, steps)
+    watch.remove()
+    return watch
+
+
+@pytest.mark.parametrize("key", ["fp32", "stochastic", "kahan+stochastic", "split"])
+@each
+def test_watch_is_silent_about_what_works(name, key):
+    watch = watched(name, key)
+    assert [f for f in watch.findings() if f.severity != "note"] == [], str(watch)
+    assert watch.looks >= 8 and watch.shares()["middle.weight"]["update"] < 0.02
+
+
+@each
+def test_watch_names_updates_that_are_lost_to_nearest(name):
+    small = dict(sgd=1e-4, lion=1e-5, adafactor=1e-4, muon=1e-5)[name]
+    watch = watched(name, "pure_bf16", small)
+    lost = {f.tensor for f in watch.findings() if f.site == "update" and f.severity != "note"}
+    assert "middle.weight" in lost, str(watch)
+    assert watch.shares()["middle.weight"]["update"] > 0.3
+
+
+# ---- The command -------------------------------------------------------------------------------------------
+
+
+def test_the_command_resumes_bit_for_bit():
+    flags = "--optimizer muon --momentum 0.9 --nesterov off --weight_decay 0.1 --pure_bf16 --stochastic"
+    flags = flags.split()
+    assert cli.quick(*flags, name="whole") == 0
+    assert cli.quick(*flags, name="run", steps=2) == 0
+    assert cli.quick(*flags, name="run") == 0
+    a, b = (cli.checkpoint(name)["precision"] for name in ("whole", "run"))
+    cli.assert_same(a, b)
+    config = cli.checkpoint()["config"]
+    assert (config["momentum"], config["nesterov"]) == (0.9, "off")
+    assert cli.quick(*flags, "--momentum", "0.8", name="run", steps=6) == 2  # fixed at a resume
+
+
+def test_the_command_refuses_in_one_line(capsys):
+    for flags, words in (
+        ("--optimizer sgd --set exp_avg=bf16", "sgd keeps no exp_avg"),
+        ("--momentum 0.5", "--momentum belongs to --optimizer sgd and muon"),
+        ("--optimizer lion --momentum 1.5", "not a number from 0 to below 1"),
+        ("--optimizer sgd --beta2 0.99", "sgd has no beta2"),
+    ):
+        capsys.readouterr()
+        assert cli.quick(*flags.split()) == 2
+        assert words in cli.one_line(capsys)
+
+
+def test_every_site_of_an_optimiser_is_explained():
+    for name, site in recipes.OF_OPTIMIZERS.items():
+        theirs = [key for key in OPTIMIZERS if any(name in kind.sites for kind in optimizers.kinds(key))]
+        assert theirs and set(site.values) - {"fp32"} <= set(site.why)
+    for kind in OPTIMIZERS.values():
+        assert set(kind.moments) <= set(recipes.MOMENTS) and kind.__doc__
+    assert set(Adafactor.signed.values()) == {False} and Lion.flags["lr"] == 1e-4
