@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import RECIPES, Net, batches, net, refused, start, train
+from test_package import LIBRARY
 from torch import nn
 
 import formats
@@ -147,10 +148,6 @@ def test_a_refusal_is_one_line_also_from_a_worker():
     assert str(Refused(told)) == "the last line"
 
 
-LIBRARY = """machine rounding formats method buckets optim peers watch flops ledger fp8 fp8_layers sparsity
-recipes precision writes write_errors adapters net_state verdicts verdict_rows"""
-
-
 def test_importing_precision_needs_torch_alone():
     root = str(Path(machine.__file__).parent)
     # modules that torch itself brings, at once or with its compiler, are not counted
@@ -162,8 +159,7 @@ def test_importing_precision_needs_torch_alone():
     )
     done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
     new = set(json.loads(done.stdout))
-    library = set(LIBRARY.split())
-    assert "precision" in new and new <= {*library, "torch", *sys.stdlib_module_names}, new
+    assert "precision" in new and new <= {*LIBRARY, "torch", *sys.stdlib_module_names}, new
     assert not new & {"monai", "bitsandbytes", "torchao", "torchastic", "scipy"}
 
 
