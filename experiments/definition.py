@@ -38,6 +38,7 @@ class Arm:
     flags: list  # what it adds to the common ones
     of: str = ""  # it trains nothing: it samples from this arm's run, or reads that run's scores
     after: str = ""  # it trains from the finished run of this arm
+    processes: int = 1  # that train it together, started by torchrun; each has its share of the batch
     note: str = ""
     metric: str = ""  # this one and the next two: where they differ from the experiment's
     margin: float = 0.0
@@ -180,6 +181,8 @@ def _check(experiment, path):
         (all(isinstance(flag, str) for flag in flags), 'flags are strings, as typed: ["--steps", "3000"]'),
         (all(isinstance(level, str) for level in levels), 'levels of a cell are strings: {ema = "bf16"}'),
         (all(math.isfinite(arm.x) for arm in arms), "the x of an arm is a finite number"),
+        (all(arm.processes > 0 for arm in arms), "processes are 1 or more"),
+        (all(arm.processes == 1 for arm in arms if arm.of), "an arm `of` another has no processes"),
         (0 <= experiment.loss_margin < math.inf, "loss_margin is in percent, above 0"),
         (all(isinstance(title, str) for title in experiment.missed), "missed predictions are titles"),
         (_sound_looks(experiment.looks), f"looks are {LOOKS}"),
@@ -258,6 +261,8 @@ def _check_links(arm, path):
 
 # ---- Commands ----------------------------------------------------------------------------------------------
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
 
 def label(arm, seed):
     return f"{arm.experiment.number}-{arm.name}-seed{seed}"
@@ -278,7 +283,8 @@ def command(arm, seed, runs=RUNS):
         return ["train.py", "--sample", f"{runs}/{label(arm.trained, seed)}", *arm.flags, *last]
     start = f"{runs}/{label(arm.start, seed)}"
     flags = [flag.replace("{after}", start) for flag in arm.experiment.common + arm.flags]
-    return ["train.py", *flags, "--seed", str(seed), *last, "--runs", runs]
+    words = ["train.py", *flags, "--seed", str(seed), *last, "--runs", runs]
+    return words if arm.processes == 1 else [*TORCHRUN, str(arm.processes), *words]
 
 
 def typed(arm, seed):

@@ -73,7 +73,8 @@ def validate(arms, seed, runs=RUNS):
     for arm in arms:
         if arm.trained.after and not (Path(runs) / label(arm.trained.start, seed)).exists():
             continue  # its flags name a folder that is still to come
-        words = command(arm.trained, seed, runs)[1:]
+        words = command(arm.trained, seed, runs)
+        words = words[words.index("train.py") + 1 :]
         said, code = io.StringIO(), 0
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
@@ -130,7 +131,11 @@ def typed_in(words, log, folder, environment):
     os.chdir(folder)
     os.environ.update(environment)  # the fork server's is as old as the server
     sys.argv, sys.path[0] = words, folder
-    runpy.run_path(words[0], run_name="__main__")
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def end_with(parent):

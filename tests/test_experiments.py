@@ -54,6 +54,8 @@ def folder(tmp_path, monkeypatch):
         ("note = ", "margin = -1\nnote = ", "margin must be above 0, and finite"),
         ("note = ", "x = inf\nnote = ", "x of an arm is a finite number"),
         ("note = ", "cell = {ema = [1]}\nnote = ", "levels of a cell are strings"),
+        ("note = ", "processes = 0\nnote = ", "processes are 1 or more"),
+        ('of = "fp32"', 'of = "fp32"\nprocesses = 2', "has no processes"),
         ('"--pure_bf16"', '"--export", "/tmp/net.safetensors"', "--export is no flag of an arm"),
         ('"--pure_bf16"', '"--config=/tmp/flags.yaml"', "--config=/tmp/flags.yaml is no flag of an arm"),
         ('["--steps", ', '["--seed", "7", "--steps", ', "--seed is no flag of an arm"),
@@ -319,6 +321,27 @@ def test_a_killed_run_py_leaves_no_run_behind(folder, fake, tmp_path):
         process.kill()
         process.wait()
     assert wait_for(started.with_name("stopped"), seconds=20)
+
+
+ALONE = """
+import os, pathlib
+pathlib.Path('rank' + os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])
+if os.environ['RANK'] != '0':
+    raise SystemExit
+"""
+
+
+def test_an_arm_of_several_processes_is_started_by_torchrun(folder, fake, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(folder, TOML.replace("flags = []", "flags = []\nprocesses = 2", 1))
+    (line,) = commands(capsys, folder, "--seeds", "0", "--arm", "fp32")
+    torchrun = "python -m torch.distributed.run --standalone --nproc_per_node 2 "
+    assert line.startswith(f"{torchrun}train.py --steps 4 ")
+    (tmp_path / "train.py").write_text(ALONE + (tmp_path / "train.py").read_text())
+    assert run.main(["001", "--seeds", "0", "--arm", "fp32"], folder) == 0, capsys.readouterr().err
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    (record,) = log.recorded(definition.load("1", folder)).values()
+    assert record["command"] == line and record["scores"]["ema"]["frechet"] == 2.0
 
 
 def test_a_run_that_another_process_has_is_not_recorded_as_failed(
