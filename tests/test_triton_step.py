@@ -1,0 +1,162 @@
+"""The Triton kernel of AdamW's step: its bits against the CPU's, by Triton's interpreter; the instructions
+that it compiles to; and the bits on a GPU where there is one.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from common import draw
+
+import optim
+import rounding
+from optim import AdamW
+
+ROOT = Path(optim.__file__).parent
+triton = pytest.importorskip("triton", reason="needs Triton, which torch brings along on Linux alone")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LOWS = ("none", "remainder", "compensation", "master")
+CASES = [
+    (weights, moments, low, update)
+    for weights, moments, low, update in itertools.product(DTYPES, DTYPES, LOWS, ("nearest", "stochastic"))
+    if weights == "bf16" or low == "none"
+]
+N = 3000
+
+
+def flat(case):
+    """(p, g, [m, v], low) of a case, with what rounding must leave alone among them."""
+    weights, moments, low, _ = case
+    p, g = draw(N, seed=1).to(DTYPES[weights]), draw(N, seed=2, scale=0.01).to(DTYPES[weights])
+    m = draw(N, seed=3, scale=0.01).to(DTYPES[moments])
+    v = draw(N, seed=4, scale=0.01).square().to(DTYPES[moments])
+    p[0], p[1], g[2], g[3] = float("inf"), float("nan"), float("inf"), float("nan")
+    g[4] = m[4] = v[4] = 0
+    g[5], v[5], m[6] = 1e-30, 0, 1e-39  # squares to 0; a denormal
+    lows = {
+        "none": None,
+        "remainder": draw(N, seed=5, scale=9000).to(torch.int16),
+        "compensation": draw(N, seed=5, scale=1e-3).bfloat16(),
+        "master": p.float() + draw(N, seed=5, scale=1e-4),
+    }
+    return p, g, [m, v], lows[low]
+
+
+def step(case, kernel):
+    """[tensor] after kernel(p, g, moments, low, h, key, optimizer)."""
+    p, g, moments, low = flat(case)
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1, update=case[3])
+    numbers = optimizer.numbers(optimizer.param_groups[0], 7)
+    h = torch.tensor([1 - 1e-4, 0.5, *numbers])
+    kernel(p, g, moments, low, h, rounding.noise_key(3, 7, 12345), optimizer)
+    return [t for t in (p, *moments, low) if t is not None]
+
+
+def generic(p, g, moments, low, h, key, optimizer):
+    stochastic = optimizer.update == "stochastic"
+    rounding.fused(optim._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic)
+
+
+def by_triton(p, g, moments, low, h, key, optimizer):
+    from triton_step import adamw
+
+    adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", False)
+
+
+def differing(ours, theirs):
+    """Entries that differ in value, NaN being equal to NaN."""
+    pairs = zip(ours, theirs, strict=True)
+    return sum(int(((a != b) & ~((a != a) & (b != b))).sum()) for a, b in pairs)
+
+
+# ---- By the interpreter ------------------------------------------------------------------------------------
+
+
+def interpreted():
+    """{case: entries that differ}, in a process whose Triton interprets."""
+    found = {str(case): differing(step(case, generic), step(case, by_triton)) for case in CASES}
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def differences():
+    code = "import test_triton_step as t; t.interpreted()"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_kernel_writes_the_bits_of_the_cpu(case, differences):
+    assert differences[str(case)] == 0
+
+
+# ---- Compiled, without a GPU -------------------------------------------------------------------------------
+
+
+def instructions(exact, kind, capability=80, **options):
+    """{floating-point instruction: how often} of the kernel as compiled for a GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    import triton_step
+
+    pointers = dict(p="*bf16", g="*bf16", m="*fp32", v="*fp32", low="*i16", h="*fp32", key="*i32", n="i32")
+    constants = dict(STOCHASTIC=True, EXACT=exact, KIND=kind, BLOCK=triton_step.BLOCK)
+    signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(fn=triton_step._adamw, signature=signature, constexprs=constants)
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    return set(re.findall(r"\b((?:fma|mul|add|sub|div|sqrt|rcp|ex2)\.[a-z0-9_.]*f32)\b", ptx))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_operation_rounds_once(capability, cache):
+    from triton_step import OPTIONS
+
+    rounds = {f"{name}.rn.f32" for name in ("mul", "add", "sub", "div", "sqrt")}
+    assert instructions(False, 1, capability, **OPTIONS) == rounds
+    # torch's lerp and addcmul, which an exact step equals, do contract
+    assert instructions(True, 1, capability, **OPTIONS) - rounds == {"fma.rn.f32"}
+
+
+def test_without_the_option_products_would_be_contracted(cache):
+    assert "fma.rn.f32" in instructions(False, 0)
+
+
+# ---- On a GPU ----------------------------------------------------------------------------------------------
+
+WRITING = [{}, {"update": "stochastic"}, {"update": "stochastic", "kahan": True}, {"master": "split"}]
+MOMENTS = [{}, {"exp_avg": "bf16", "exp_avg_sq": "bf16"}]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none here")
+@pytest.mark.parametrize("writing, moments", itertools.product(WRITING, MOMENTS), ids=str)
+def test_a_gpu_writes_the_bits_of_a_cpu(writing, moments):
+    weights = [draw(*shape, seed=i).bfloat16() for i, shape in enumerate([(700, 500), (50,), (3, 3)])]
+    found = {}
+    for device in ("cpu", "cuda"):
+        params = [torch.nn.Parameter(w.to(device)) for w in weights]
+        optimizer = AdamW(params, lr=1e-3, weight_decay=0.1, **writing, **moments)
+        for k in range(5):
+            for i, p in enumerate(params):
+                p.grad = draw(*p.shape, seed=100 * k + i).bfloat16().to(device)
+            optimizer.step()
+        found[device] = [p.detach().cpu() for p in params]
+        found[device] += [optimizer.moment(p, name).cpu() for p in params for name in optimizer.moments]
+    assert differing(found["cpu"], found["cuda"]) == 0

@@ -1,0 +1,160 @@
+"""AdamW's step as one Triton kernel for CUDA, with the bits of the step on a CPU. Needs torch and Triton.
+
+    if fits(p, moments, low):
+        adamw(p, g, moments, low, h, key, stochastic, exact)   # flat, in place; h, key: rows of buckets.Table
+
+torch.compile fuses the step on CUDA as well, but may divide, take roots and contract products with other last
+bits. Here each operation rounds once, as IEEE 754 has it, in the order of `optim.AdamW`. So the optimiser
+writes the same bits on either device from the same gradients. Triton's interpreter runs the kernel without a
+GPU: TRITON_INTERPRET=1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024  # entries of one program
+HOLDS = (torch.float32, torch.bfloat16)
+# what completes a weight, see rounding.exact_weight
+ALONE, REMAINDER, COMPENSATION, MASTER = (tl.constexpr(kind) for kind in range(4))
+LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float32: MASTER}
+
+
+def fits(p, moments, low):
+    """Whether the kernel can take these: flat tensors of one device, bf16 or fp32. Codes were decoded."""
+    return all(t.dtype in HOLDS for t in (p, *moments)) and (low is None or low.dtype in LOW)
+
+
+def adamw(p, g, moments, low, h, key, stochastic, exact):
+    """One step on flat p [n], its two moments and its low part, in place.
+
+    h: fp32, the numbers of `AdamW.numbers` behind decay and scale. key: int32 [3 or more], see
+    `rounding.noise_bits`. stochastic: whether bf16 is rounded so; else to nearest. exact: whether the moments
+    are formed as torch's lerp and addcmul do, which round once where a product is added; beta1 is above 0.5.
+    """
+    n = p.numel()
+    kind = ALONE if low is None else LOW[low.dtype]
+    m, v = moments
+    with torch.cuda.device_of(p):
+        grid = (triton.cdiv(n, BLOCK),)
+        low = p if low is None else low  # some pointer: it is not read
+        _adamw[grid](p, g, m, v, low, h, key, n, stochastic, exact, kind, BLOCK, **OPTIONS)
+
+
+# ---- Rounding, as in rounding.py ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(h):
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _noise_bits(i, key):
+    """Two int32 for each place i of a flat vector."""
+    first = _mix(_mix(i + tl.load(key + 2) + tl.load(key)) + tl.load(key + 1))
+    return first, _mix(first ^ 0x5BD1E995)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _value(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _stochastic_round(x, noise):
+    """fp32 with 16 bits below those of bf16 cleared: the cast that follows is exact."""
+    up = _value((_bits(x) + (noise & 0xFFFF)) & -65536)
+    return tl.where(tl.abs(x) < float("inf"), up, x)
+
+
+@triton.jit
+def _nearest(x):
+    """As _stochastic_round, to the nearest, ties to even."""
+    bits = _bits(x)
+    up = _value((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536)
+    return tl.where(tl.abs(x) < float("inf"), up, x)
+
+
+@triton.jit
+def _write(at, x, noise, mask, STOCHASTIC: tl.constexpr):
+    """x rounded to the dtype that `at` points to."""
+    if at.dtype.element_ty == tl.bfloat16:
+        x = _stochastic_round(x, noise) if STOCHASTIC else _nearest(x)
+    tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+# ---- The step ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _adamw(
+    p,
+    g,
+    m,
+    v,
+    low,
+    h,
+    key,
+    n,
+    STOCHASTIC: tl.constexpr,
+    EXACT: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    p, m, v, low = p + i, m + i, v + i, low + i
+    weight = tl.load(p, mask=mask, other=0).to(tl.float32)
+    gradient = tl.load(g + i, mask=mask, other=0).to(tl.float32) * tl.load(h + 1)
+    m_old = tl.load(m, mask=mask, other=0).to(tl.float32)
+    v_old = tl.load(v, mask=mask, other=0).to(tl.float32)
+
+    if EXACT:
+        m_new = tl.fma(tl.load(h + 2), gradient - m_old, m_old)
+        v_new = tl.fma(tl.load(h + 4) * gradient, gradient, v_old * tl.load(h + 3))
+    else:
+        m_new = (gradient - m_old) * tl.load(h + 2) + m_old
+        v_new = tl.load(h + 4) * gradient * gradient + v_old * tl.load(h + 3)
+    root = tl.div_rn(tl.sqrt_rn(v_new), tl.load(h + 5)) + tl.load(h + 6)
+    delta = tl.div_rn(tl.load(h + 7) * m_new, root)
+
+    held = weight
+    if KIND == REMAINDER:
+        held = _value(_bits(weight) + tl.load(low, mask=mask, other=0).to(tl.int32))
+    elif KIND == COMPENSATION:
+        held = weight + tl.load(low, mask=mask, other=0).to(tl.float32)
+    elif KIND == MASTER:
+        held = tl.load(low, mask=mask, other=0)
+    x = held * tl.load(h) + delta
+
+    first, second = weight.to(tl.int32), weight.to(tl.int32)  # of the same types where there is no noise
+    if STOCHASTIC:
+        first, second = _noise_bits(i.to(tl.int32), key)
+    if KIND == ALONE:
+        _write(p, x, first, mask, STOCHASTIC)
+    elif KIND == REMAINDER:
+        bits = _bits(x)
+        high = (bits + 0x8000) & -65536
+        tl.store(p, tl.where(x == x, _value(high), x).to(tl.bfloat16), mask=mask)
+        tl.store(low, tl.where(x == x, bits - high, 0).to(tl.int16), mask=mask)
+    elif KIND == COMPENSATION:
+        near = _stochastic_round(x, 0x8000)
+        tl.store(p, near.to(tl.bfloat16), mask=mask)
+        _write(low, x - near, first, mask, STOCHASTIC)
+    else:
+        tl.store(low, x, mask=mask)
+        _write(p, x, first, mask, False)
+    _write(m, m_new, first >> 16, mask, STOCHASTIC)
+    _write(v, v_new, second, mask, STOCHASTIC)
+
+
+# contracted, a product and a sum would round once
+OPTIONS = {"enable_fp_fusion": False}
