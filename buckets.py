@@ -45,6 +45,10 @@ class Bucket:
         """Flat [numel]: a view of a single contiguous tensor, else a copy."""
         return tensors[0].reshape(-1) if len(tensors) == 1 else _flatten_dense_tensors(tensors)
 
+    def gather_gradients(self, tensors):
+        """As `gather`."""
+        return self.gather(tensors)
+
     def scatter(self, flat, tensors):
         """Copy flat [numel] back, unless it is a view."""
         if len(tensors) > 1 or not tensors[0].is_contiguous():
@@ -52,6 +56,18 @@ class Bucket:
 
     def views(self, flat, tensors):
         return _unflatten_dense_tensors(flat, tensors)
+
+    def length(self, n):
+        """How many of `n` values of a state are held here: all of them, see sharding.Rows."""
+        return n
+
+    def rows(self, size=None):
+        """[(first value, last, position, values of that row that come before)]: what one key of noise is for,
+        in parts of `size`. Noise is numbered from the position on.
+        """
+        size = size or max(1, self.numel)
+        starts = range(0, self.numel, size)
+        return [(start, min(start + size, self.numel), self.start + start, 0) for start in starts]
 
 
 class Table:
@@ -69,6 +85,8 @@ class Table:
         return len(self.numbers) - 1
 
     def fill(self):
+        if not self.keys:  # a rank that holds no row of any tensor
+            self.add([1.0, 1.0], (0, 0, 0))
         self.numbers = self._on_device(torch.tensor(self.numbers, dtype=torch.float32))
         self.keys = self._on_device(torch.tensor(self.keys, dtype=torch.int32))
 
@@ -76,3 +94,8 @@ class Table:
         if self.device.type != "cuda":
             return t.to(self.device)
         return t.pin_memory().to(self.device, non_blocking=True)
+
+
+def scale_of(grad_scale, p):
+    """What the gradient of parameter p is multiplied by. grad_scale: of all, or {parameter: of each}."""
+    return grad_scale.get(p, 1.0) if isinstance(grad_scale, dict) else grad_scale

@@ -11,19 +11,18 @@ A checksum tells damage, not malice. So no code in a file is run, and its plain 
 any stranger; flags.Table.obeyed says which of its flags are taken.
 """
 
-import hashlib
 import os
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from machine import Refused, cpu_threads
+import shards
+from files import digest
+from machine import Refused
 from shapes import check, fields, is_amount, is_finite, is_number, is_text, is_whole, listing, maybe, table
 
 CHECKPOINT = "checkpoint.pt"
-PIECE = 16 << 20  # bytes
 MARK = b"sha256 of the pieces before: "
 TRAILER = len(MARK) + 64  # and hex digits
 END = b"PK\5\6"  # a zip ends with a record of END_BYTES that begins so, and its comment
@@ -39,17 +38,7 @@ def write(file, state):
     file.seek(size - 2)  # the length of the comment, which the zip says before it
     file.write(TRAILER.to_bytes(2, "little"))
     file.flush()
-    file.write(MARK + _digest(file, size).encode())
-
-
-def _digest(file, size):
-    """SHA-256, in hex digits, of the SHA-256s of the pieces of a file's first `size` bytes."""
-
-    def piece(start):
-        return hashlib.sha256(os.pread(file.fileno(), min(PIECE, size - start), start)).digest()
-
-    with ThreadPoolExecutor(min(8, cpu_threads())) as pool:  # hashlib lets other threads run
-        return hashlib.sha256(b"".join(pool.map(piece, range(0, size, PIECE)))).hexdigest()
+    file.write(MARK + digest(file, size).encode())
 
 
 def verify(file, path):
@@ -60,7 +49,7 @@ def verify(file, path):
         f"{path} is damaged: it is not what was written, by its checksum; use another copy, or train again"
     )
     if tail.startswith(MARK):
-        if tail[len(MARK) :] != _digest(file, size - TRAILER).encode():
+        if tail[len(MARK) :] != digest(file, size - TRAILER).encode():
             raise damaged
     else:
         end = tail[-END_BYTES:]
@@ -133,9 +122,12 @@ def read(path):
     try:
         if path.is_dir():
             path = path / CHECKPOINT
-        there = path.is_file()
+        there, shared = path.is_file(), shards.is_there(path)
     except (OSError, ValueError) as error:
         raise Refused(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if shared:  # of many ranks
+        path = shards.pointer(path)
+        return _checked(shards.read(path), path)
     if not there:
         raise Refused(f"no checkpoint at {path}: give the checkpoint.pt of a run, or its folder")
     try:
@@ -148,6 +140,11 @@ def read(path):
         raise Refused(f"can't read {path}: {error.strerror}") from None
     except Exception:  # a broken file can raise nearly everything
         raise _stranger(path) from None
+    return _checked(found, path)
+
+
+def _checked(found, path):
+    """What a file holds, unless no run writes such a thing."""
     if not isinstance(found, dict) or found.get("format") != 1 or not ROWS_OF_OLD <= set(found):
         raise _stranger(path)
     check(found, ROWS, f"{path} is no checkpoint of this program")

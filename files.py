@@ -5,15 +5,19 @@
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import stat
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from machine import Refused
+from machine import Refused, cpu_threads
+
+PIECE = 16 << 20  # bytes that are hashed at once
 
 # ---- Writing -----------------------------------------------------------------------------------------------
 
@@ -87,6 +91,16 @@ def write_json(path, value):
     """`value` as indented JSON, by `write_atomically`."""
     content = json.dumps(value, indent=1, allow_nan=True).encode() + b"\n"
     write_atomically(path, lambda file: file.write(content))
+
+
+def digest(file, size):
+    """SHA-256, in hex digits, of the SHA-256s of the pieces of an open file's first `size` bytes."""
+
+    def piece(start):
+        return hashlib.sha256(os.pread(file.fileno(), min(PIECE, size - start), start)).digest()
+
+    with ThreadPoolExecutor(min(8, cpu_threads())) as pool:  # hashlib lets other threads run
+        return hashlib.sha256(b"".join(pool.map(piece, range(0, size, PIECE)))).hexdigest()
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from machine import Refused
+from ranks import speaks
 
 KINDS = ("result", "draw", "extent", "place", "machine")
 GROUPS = {  # in the order of --help and of names
@@ -195,7 +196,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         line = f"{self.prog}: {Refused(message)} (see {self.prog} --help)"
-        print(line, file=sys.stderr)
+        if speaks():
+            print(line, file=sys.stderr)
         ended = SystemExit(2)
         ended.line = line
         raise ended

@@ -5,8 +5,10 @@
 """
 
 if __package__:
+    from .average import OnCPU
     from .recipes import MOMENTS
 else:
+    from average import OnCPU
     from recipes import MOMENTS
 
 
@@ -88,17 +90,30 @@ def of(run, sites):
 def _sizes(run, n):
     """{site: bytes a parameter}, as allocated."""
     weights = sum(p.nbytes for p in run.params)
-    averages = sum(t.nbytes for average in run.averages.values() for t in average.shadow.values())
+    # of a net that is spread over ranks all of them together
+    one = sum(average.dtype.itemsize for average in run.averages.values())
+    averages = one * sum(p.numel() for p in run.ema.params)
     sizes = dict.fromkeys([site for site in Ledger.STATE if site in run.recipe.values], 0.0)
     sizes.update((site, size / n) for site, size in run.optimizer.nbytes().items())
     sizes.update(weights=weights / n, grads=weights / n, ema=averages / n)
     sizes["accumulate"] = 4.0 if run.keeps_sums else 0.0
+    if run.release is not None:
+        sizes["grads"] = sizes["accumulate"] = 0.0
     return sizes
 
 
 def _told(run, n):
     """{site: what its row says beyond the site's own reason}."""
     r, told = run.recipe, {}
+    if run.over is not None:
+        rows = f"rows over {run.over.ranks} ranks"
+        told["weights"] = {"why": f"in {rows}, as are gradients, states and averages"}
+    if run.release is not None:
+        most = max(p.numel() * (4 if run.keeps_sums else p.element_size()) for p in run.params)
+        once = f"of one tensor at a time, at most {most / 2**20:.2f} MiB"
+        told["grads"] = {"why": f"freed within backward, where each is used (--grad_release): {once}"}
+    if isinstance(run.ema, OnCPU):
+        told["ema"] = {"why": "in the memory of the CPU (--average_on cpu)"}
     fp32 = sum(p.numel() for p in run.params if p.dtype.itemsize == 4) if r.low_weights else 0
     if r.islands != "none":
         told["islands"] = {"why": f"{fp32:,} of {n:,} parameters stay fp32"}

@@ -1,4 +1,4 @@
-"""Optimisers whose arithmetic is fp32 and whose writes are as a recipe says, and the average of the weights.
+"""Optimisers whose arithmetic is fp32 and whose writes are as a recipe says.
 
     optimizer = AdamW(model.parameters(), lr=1e-3, update="stochastic")        # bf16 weights, any loop
     loss.backward()
@@ -22,17 +22,21 @@ import operator
 import torch
 
 if __package__:
-    from .buckets import Bucket, Table
+    from .average import EMA
+    from .buckets import Bucket, Table, scale_of
     from .formats import FORMATS
     from .machine import Refused
-    from .rounding import Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+    from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+    from .sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 else:
-    from buckets import Bucket, Table
+    from average import EMA
+    from buckets import Bucket, Table, scale_of
     from formats import FORMATS
     from machine import Refused
-    from rounding import Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+    from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+    from sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+__all__ = ["DTYPES", "EMA", "FORMATS", "AdamW", "Rounded"]
 # what completes a weight, and its site
 LOW = {"compensation": "kahan", "remainder": "master", "master": "master"}
 
@@ -82,6 +86,7 @@ class Rounded(torch.optim.Optimizer):
     others = None  # the optimiser of the parameters that this one does not take, see optimizers.divided
     signed = {"exp_avg": True, "exp_avg_sq": False}
     by_recipe = True  # whether it writes as the recipe says; peers write in their own way
+    by_rows = True  # whether it steps some rows of a tensor as it steps them all, see sharding
     PIECE = 1 << 22  # values of a coded tensor that are in fp32 at once: 32 MiB for both moments
 
     def __init__(
@@ -108,6 +113,7 @@ class Rounded(torch.optim.Optimizer):
         # of the tensors that are not coded
         self.dtypes = {name: DTYPES.get(kind, torch.float32) for name, kind in kinds.items()}
         self._buckets = []  # (index of the parameter group, bucket)
+        self.rows_of = {}  # parameter that is spread over ranks -> its bucket
         self._position = 0
         super().__init__(params, defaults)
 
@@ -133,9 +139,14 @@ class Rounded(torch.optim.Optimizer):
             if p.dtype not in (torch.float32, torch.bfloat16):
                 what = f"{type(self).__name__} takes fp32 and bf16 parameters, not {p.dtype}"
                 raise Refused(f"{what}: keep fp16 in autocast (--fp16) and the weights in fp32")
-        for bucket in Bucket.group(params, [self._alike(i, p) for i, p in enumerate(params)]):
+        if not self.by_rows and any(map(is_spread, params)):
+            raise Refused(whole_alone(type(self).__name__))
+        alike = [self._alike(i, p) for i, p in enumerate(params)]
+        for bucket in grouped(params, alike, lambda p: BLOCK if self._coded(p) else 1):
             bucket.start += self._position
             bucket.params = [params[i] for i in bucket.indices]
+            if isinstance(bucket, Rows):
+                self.rows_of[bucket.params[0]] = bucket
             bucket.state = self._new_state(bucket)
             for p in bucket.params:
                 self.state[p] = {"step": 0}
@@ -162,10 +173,10 @@ class Rounded(torch.optim.Optimizer):
         first, state = bucket.params[0], {}
         zeros = functools.partial(torch.zeros, device=first.device)
         for name, dtype in self.dtypes.items():
-            n = sum(self.size(p, name) for p in bucket.params)
+            n = bucket.length(sum(self.size(p, name) for p in bucket.params))
             if name in self._coded(first):
                 state[name], state[f"{name}_scale"] = self.coders[name].new(n, first.device)
-            elif n:
+            elif n or isinstance(bucket, Rows):
                 state[name] = zeros(n, dtype=dtype)
         if first.dtype == torch.bfloat16:
             if self.kahan:
@@ -173,14 +184,16 @@ class Rounded(torch.optim.Optimizer):
             elif self.master == "split":
                 state["remainder"] = zeros(bucket.numel, dtype=torch.int16)
             elif self.master == "fp32":
-                state["master"] = bucket.gather([p.detach() for p in bucket.params]).float()
+                state["master"] = bucket.gather([local(p) for p in bucket.params]).float()
         return state
 
     def _shares(self, name, flat, bucket):
         """Views of a bucket's flat state, one a parameter: in its shape, packed codes and scales flat."""
+        moment, which = name.removesuffix("_scale"), int(name.endswith("_scale"))
+        if isinstance(bucket, Rows) and f"{moment}_scale" in bucket.state:
+            return [flat]
         if flat.numel() == bucket.numel:
             return bucket.views(flat, bucket.params)
-        moment, which = name.removesuffix("_scale"), int(name.endswith("_scale"))
         coder = self.coders[moment]
         return flat.split([coder.sizes(self.size(p, moment))[which] for p in bucket.params])
 
@@ -195,68 +208,93 @@ class Rounded(torch.optim.Optimizer):
         """One update. A parameter without a gradient is left alone, as in torch.
 
         grads: {parameter: tensor} in place of p.grad. grad_scale: a number or a 0-dim tensor that multiplies
-        them.
+        them, or one for each of them, {parameter: number}.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         grad_of = grads.get if grads is not None else operator.attrgetter("grad")
-        work, tables = [], {}
-        for index, bucket in self._buckets:
-            for piece in self._pieces(bucket, grad_of):
-                step = self.state[piece.params[0]]["step"] + 1
-                for p in piece.params:
-                    self.state[p]["step"] = step
-                table = tables.setdefault(piece.params[0].device, Table(piece.params[0].device))
-                work.append((index, step, piece, table, self._rows(table, index, step, piece)))
-        for table in tables.values():
-            table.fill()
-            table.numbers[:, SCALE] = grad_scale
-        for index, step, piece, table, rows in work:
-            params = [p.detach() for p in piece.params]
-            flat, g = piece.gather(params), piece.gather([grad_of(p) for p in piece.params])
-            for row, start, end in rows:
-                state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
-                at = piece, table, row, index, step
-                self._apply(at, flat[start:end], g[start:end], state, grad_scale)
-            piece.scatter(flat, params)
+        apart = isinstance(grad_scale, dict)
+        found = [(index, self._pieces(bucket, grad_of, apart)) for index, bucket in self._buckets]
+        work = self.planned([(index, piece) for index, pieces in found for piece in pieces])
+        exchange([item[2] for item in work], grad_of)
+        if not apart and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
+            for table in {id(item[3]): item[3] for item in work}.values():
+                table.numbers[:, SCALE] = grad_scale
+        for item in work:
+            self.carry_out(item, grad_of, grad_scale)
         return loss
 
-    def _pieces(self, bucket, grad_of):
+    def planned(self, pieces):
+        """What `carry_out` takes, an item a piece, of the next step: [(index of the group, piece)] with their
+        rows of one table a device.
+        """
+        work, tables = [], {}
+        for index, piece in pieces:
+            first = piece.params[0]
+            table = tables.setdefault(first.device, Table(first.device))
+            step = self.state[first]["step"] + 1
+            work.append((index, step, piece, table, self._rows(table, index, step, piece)))
+        for table in tables.values():
+            table.fill()
+        return work
+
+    def carry_out(self, item, grad_of, grad_scale):
+        """Update one piece. grad_scale: as of `step`; one for each parameter is still to be written into the
+        table, one for all is there.
+        """
+        index, step, piece, table, rows = item
+        for p in piece.params:
+            self.state[p]["step"] = step
+        params = [local(p) for p in piece.params]
+        flat, g = piece.gather(params), piece.gather_gradients([grad_of(p) for p in piece.params])
+        for row, start, end in rows:
+            if isinstance(grad_scale, dict):
+                table.numbers[row, SCALE] = scale_of(grad_scale, piece.params[0])
+            state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
+            at = piece, table, row, index, step
+            self._apply(at, flat[start:end], g[start:end], state, grad_scale)
+        piece.scatter(flat, params)
+
+    def _pieces(self, bucket, grad_of, apart):
         """What a bucket updates at once: all of it, or tensor by tensor where some have no gradient, another
-        dtype of it, or other steps behind them.
+        dtype of it, or other steps behind them, or where they are to be `apart`.
         """
         grads = [grad_of(p) for p in bucket.params]
+        if all(g is None for g in grads):
+            return []
         steps = {self.state[p]["step"] for p in bucket.params}
         dtypes = {g.dtype for g in grads if g is not None}
-        if all(g is not None for g in grads) and len(steps) == 1 and len(dtypes) == 1:
-            yield bucket
-            return
-        start = bucket.start
-        for p, g in zip(bucket.params, grads, strict=True):
-            if g is not None:  # the same noise as in the bucket: it depends on the position alone
-                alone = Bucket([0], [p], start)
-                alone.params = [p]
-                alone.state = {name: t.view(-1) for name, t in self.state[p].items() if name != "step"}
-                yield alone
+        if not apart and all(g is not None for g in grads) and len(steps) == 1 and len(dtypes) == 1:
+            return [bucket]
+        alone = [bucket] if isinstance(bucket, Rows) else self.tensor_by_tensor(bucket)
+        return [piece for piece, g in zip(alone, grads, strict=True) if g is not None]
+
+    def tensor_by_tensor(self, bucket):
+        """A bucket for each parameter of one, with the same noise: that depends on the position alone."""
+        found, start = [], bucket.start
+        for p in bucket.params:
+            alone = Bucket([0], [p], start)
+            alone.params = [p]
+            alone.state = {name: t.view(-1) for name, t in self.state[p].items() if name != "step"}
+            found.append(alone)
             start += p.numel()
+        return found
 
     def _rows(self, table, index, step, piece):
         """[(row of the table, first value, last)] of one piece; a large coded one in parts, so that few of
         its moments are in fp32 at once. The keys of codes are in the rows that follow.
         """
-        group, n, rows = self.param_groups[index], piece.numel, []
+        group, rows = self.param_groups[index], []
         numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0, *self.numbers(group, step)]
         coded = self._coded(piece.params[0])
-        size = self.PIECE if coded else n
-        for start in range(0, n, size):
-            position = piece.start + start
-            row = table.add(numbers, key_words(self.seed, step, position))
-            rows.append((row, start, min(start + size, n)))
+        for start, end, position, ahead in piece.rows(self.PIECE if coded else None):
+            row = table.add(numbers, key_words(self.seed, step, position, ahead=ahead))
+            rows.append((row, start, end))
             for name in coded:
                 kind = Noise.EXP_AVG + self.moments.index(name)
-                table.add(numbers, key_words(self.seed, step, position, kind))
+                table.add(numbers, key_words(self.seed, step, position, kind, ahead))
         return rows
 
     def _part(self, name, t, start, end):
@@ -305,12 +343,16 @@ class Rounded(torch.optim.Optimizer):
     def held(self, p, pick=torch.flatten):
         """The fp32 value held for parameter p. pick: tensor -> flat, which takes all of it or a sample."""
         low = self.low_part(p)
-        return exact_weight(pick(p.detach()), None if low is None else pick(low))
+        return exact_weight(pick(local(p)), None if low is None else pick(low))
 
     def moment(self, p, name, pick=torch.flatten):
         """A moment of p, flat, as `pick` takes it: as held, or the fp32 values that its codes stand for."""
         if name not in self.moments or name not in self.state[p]:
             return None
+        rows = self.rows_of.get(p)
+        if rows is not None and self.coded(p, name):
+            found = self._loaded(name, self.state[p], rows.numel) if rows.numel else local(p).float()
+            return pick(rows.views(found, [p])[0])
         return pick(self._loaded(name, self.state[p], self.size(p, name)))
 
     def wanted(self, p, g, pick=torch.flatten):
@@ -378,11 +420,27 @@ class Rounded(torch.optim.Optimizer):
             for p in group["params"]:
                 for name, t in self.state[p].items():
                     if name != "step":
-                        total[LOW.get(name, name.removesuffix("_scale"))] += t.nbytes
+                        total[LOW.get(name, name.removesuffix("_scale"))] += self._bytes(p, name, t)
         for name, coder in self.coders.items():  # tables that all tensors share
             if any(self.coded(p, name) for p in self.state):
                 total[name] += coder.table_bytes(self.signed.get(name, True), self.update == "stochastic")
         return total
+
+    def _bytes(self, p, name, t):
+        """Bytes of a state of p, on all ranks together where p is spread over them."""
+        if p not in self.rows_of:
+            return t.nbytes
+        sizes = self.coded_sizes(p, name)
+        return t.element_size() * (sizes(p.numel()) if sizes else p.numel())
+
+    def coded_sizes(self, p, name):
+        """A function, entries of p -> how many values the state `name` has for them, where it is codes or
+        their scales; else None.
+        """
+        moment, which = name.removesuffix("_scale"), int(name.endswith("_scale"))
+        if moment not in self.coders or not self.coded(p, moment):
+            return None
+        return lambda n: self.coders[moment].sizes(n)[which]
 
     def plain(self, name):
         """How many parameters keep the moment in fp32 although it is held in codes: those of small tensors.
@@ -411,7 +469,7 @@ class Rounded(torch.optim.Optimizer):
         """Let parameter p hold fp32 `value` (same shape) as exactly as the recipe can: to nearest, remainders
         filled.
         """
-        write_weight(value.to(p.device, torch.float32), p, self._low(self.state[p]))
+        write_weight(value.to(p.device, torch.float32), local(p), self._low(self.state[p]))
 
     def state_dict(self):
         state = super().state_dict()
@@ -447,7 +505,7 @@ class Rounded(torch.optim.Optimizer):
         for name in self._coded(p):  # saved before codes took any length: encoded now
             coder, old = self.coders[name], saved.get(name)
             kept = torch.is_tensor(old) and (old.shape, old.dtype) == (p.shape, torch.float32)
-            if kept and coder.stayed(p.numel()):
+            if kept and p not in self.rows_of and coder.stayed(p.numel()):
                 signed = self.signed.get(name, True)
                 saved[name], saved[f"{name}_scale"] = coder.new(p.numel(), old.device)
                 coder.encode(old.float().flatten(), saved[name], saved[f"{name}_scale"], signed)
@@ -492,7 +550,11 @@ class AdamW(Rounded):
         m, v = moments
         writes_bf16 = p.dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
         stochastic = self.update == "stochastic" and writes_bf16
-        if not p.is_cpu or stochastic or not m.dtype == v.dtype == torch.float32:
+        exact = not stochastic and m.dtype == v.dtype == torch.float32
+        if p.is_cuda and self.compiled and (triton := _triton_step()) and triton.fits(p, moments, low):
+            exact = exact and group["betas"][0] > 0.5  # torch's lerp goes by another formula below
+            return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact)
+        if not (p.is_cpu and exact):
             return super().write(p, g, moments, low, h, key, group, step, grad_scale)
         # Equal bits are promised here, so torch's own operations form the moments: its lerp and addcmul round
         # once where a product is added, as no sum of two operations does, by way of float64 neither. And
@@ -518,103 +580,19 @@ class AdamW(Rounded):
         return root
 
 
+@functools.cache
+def _triton_step():
+    """The module of the step as a Triton kernel; None where there is no Triton."""
+    try:
+        if __package__:
+            from . import triton_step
+        else:
+            import triton_step
+    except ImportError:
+        return None
+    return triton_step
+
+
 def _weight_kernel(p, m, root, low, h):
     x = exact_weight(p, low) * h[DECAY] + (h[7] * m) / (root / h[5] + h[6])
     write_weight(x, p, low)
-
-
-# ---- The average -------------------------------------------------------------------------------------------
-
-
-def _ema_kernel(shadow, p, low, h, key, stochastic):
-    s = shadow.float()
-    s = s + (exact_weight(p, low) - s) * h[0]
-    shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
-
-
-class EMA:
-    """Exponential moving average of weights: ema += (1-decay)(w - ema), computed in fp32, written as `dtype`
-    and `update` say.
-
-    named_params: [(name, parameter)]. low_part: parameter -> what completes it to the value held (see
-    `rounding.exact_weight`), so that an exact master is averaged, not its bf16 image. warmup: let the decay
-    start low, so that an average of 0.999 has left the initial weights after hundreds of steps, see `decay`.
-    In bf16 to nearest, an entry stops moving once |w - ema| < half an ulp / (1-decay): at decay 0.9999 that
-    is 20 to 40 times the value itself, so the average never leaves its start.
-    """
-
-    def __init__(
-        self,
-        named_params,
-        decay,
-        dtype="fp32",
-        update="nearest",
-        *,
-        warmup=False,
-        low_part=None,
-        seed=0,
-        compiled=True,
-    ):
-        self.full_decay, self.warmup = decay, warmup
-        self.dtype, self.update_mode = DTYPES[dtype], update
-        self.seed, self.compiled = seed, compiled
-        self.names, self.params = zip(*named_params, strict=True)
-        self.low_part, self.step = low_part or (lambda p: None), 0
-        keys = []
-        for p in self.params:
-            low = self.low_part(p)
-            keys.append((p.dtype, p.device, low.dtype if low is not None else None))
-        self._buckets = Bucket.group(self.params, keys)
-        self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
-        for bucket in self._buckets:
-            params, low = self._inputs(bucket)
-            bucket.flat = exact_weight(params, low).detach().to(self.dtype, copy=True)
-            views = bucket.views(bucket.flat, [self.params[i] for i in bucket.indices])
-            for i, view in zip(bucket.indices, views, strict=True):
-                self.shadow[self.names[i]] = view
-
-    @property
-    def decay(self):
-        """The decay of the last update, number t: min(decay, (1 + t) / (10 + t)) with a warm-up, or constant.
-
-        Of the initial weights that leaves 10! (t + 1)! / (t + 10)!, 3e-21 after 1,000 steps; an average of
-        constant decay 0.999 holds 37 % of them then. It is the schedule of TensorFlow's
-        ExponentialMovingAverage. A bias correction (dividing by 1 - decay^t) removes the initial weights too,
-        but keeps those of the first steps, which are hardly better, with nearly the same weight as the last.
-        """
-        return min(self.full_decay, (1 + self.step) / (10 + self.step)) if self.warmup else self.full_decay
-
-    @decay.setter
-    def decay(self, value):
-        self.full_decay = value
-
-    def _inputs(self, bucket):
-        params = [self.params[i].detach() for i in bucket.indices]
-        lows = [self.low_part(self.params[i]) for i in bucket.indices]
-        return bucket.gather(params), None if lows[0] is None else bucket.gather(lows)
-
-    @torch.no_grad()
-    def update(self):
-        """Take one step towards the weights as they are now."""
-        self.step += 1
-        table = Table(self.params[0].device)
-        for bucket in self._buckets:
-            table.add([1 - self.decay], key_words(self.seed, self.step, bucket.start, Noise.AVERAGE))
-        table.fill()
-        stochastic = self.update_mode == "stochastic"
-        for row, bucket in enumerate(self._buckets):
-            params, low = self._inputs(bucket)
-            h, key = table.numbers[row], table.keys[row]
-            fused(_ema_kernel, bucket.flat, params, low, h, key, stochastic, compiled=self.compiled)
-
-    def state_dict(self):
-        return {"step": self.step, "shadow": dict(self.shadow)}
-
-    def load_state_dict(self, state):
-        """Raises Refused for the averages of another model or dtype."""
-        own = {name: (value.shape, value.dtype) for name, value in self.shadow.items()}
-        if {name: (value.shape, value.dtype) for name, value in state["shadow"].items()} != own:
-            raise Refused("the averaged weights belong to another model or another ema dtype")
-        for name, value in state["shadow"].items():
-            self.shadow[name].copy_(value)
-        self.step = state["step"]

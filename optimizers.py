@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 if __package__:
+    from .buckets import scale_of
     from .machine import Refused
     from .method import role, roles
     from .optim import DECAY, DTYPES, SCALE, AdamW, Rounded
     from .rounding import Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
 else:
+    from buckets import scale_of
     from machine import Refused
     from method import role, roles
     from optim import DECAY, DTYPES, SCALE, AdamW, Rounded
@@ -69,7 +71,10 @@ class Lion(Rounded):
     @staticmethod
     def direction(g, moments, h):
         (m,) = moments
-        return h[4] * (m + h[2] * (g - m)).sign(), (m + h[3] * (g - m),)
+        mean = m + h[2] * (g - m)
+        # the sign of NaN is 0 in torch: the entry would stand still for ever, and nobody would see why
+        sign = torch.where(mean == mean, mean.sign(), mean)
+        return h[4] * sign, (m + h[3] * (g - m),)
 
     def decay(self, p, name):
         known = name in self.moments
@@ -86,6 +91,7 @@ class ByTensor(Rounded):
     """
 
     announced = None  # (grads, scale) that `announce` told of
+    by_rows = False
 
     def shape(self, p, name):
         """The shape in which a moment of p is held; None for one that it does not keep."""
@@ -135,6 +141,8 @@ class ByTensor(Rounded):
 
     def _apply(self, at, p, g, state, grad_scale):
         piece, table, row, index, step = at
+        if not piece.numel:  # it holds no moments
+            return
         (parameter,), h = piece.params, table.numbers[row]
         low, stochastic = self._low(state), self.update == "stochastic"
         held, g = exact_weight(p, low), (g.float() * h[SCALE]).view(parameter.shape)
@@ -184,7 +192,7 @@ class ByTensor(Rounded):
             return g.float()
         grads, scale = self.announced or ({}, 1.0)
         found = p.grad if grads is None else grads.get(p)
-        return None if found is None else found.detach().float() * scale
+        return None if found is None else found.detach().float() * scale_of(scale, p)
 
 
 def _write_kernel(x, p, low, key, stochastic):

@@ -130,6 +130,12 @@ TRAINING = (
     ),
     training("clip_grad", 1.0, "largest gradient norm, 0 for none", type=amount),
     training(
+        "clip_tensor",
+        0.0,
+        "in place of --clip_grad: largest norm of each tensor's gradient by itself, 0 for none",
+        type=amount,
+    ),
+    training(
         "loss_weight",
         1.0,
         "multiplies the loss before backward: Adam hardly minds, the range of fp16 gradients does",
@@ -320,6 +326,24 @@ MACHINE = (
         "checkpoint_activations",
         False,
         "keep the input of each block alone for backward, and compute the rest again: less memory, same bits",
+    ),
+    machine(
+        "grad_release",
+        False,
+        "update each parameter within backward and free its gradient: less memory, same bits; with "
+        "--clip_tensor or --clip_grad 0",
+    ),
+    machine(
+        "average_on",
+        "device",
+        "where averages are kept: cpu takes no memory of a GPU, and copies while that goes on",
+        choices=("device", "cpu"),
+    ),
+    machine(
+        "fsdp",
+        False,
+        "under torchrun: spread weights, gradients and states over all processes (fully_shard); the same "
+        "gradients give the same bits on any number of them",
     ),
     machine(
         "profile", 0, "trace so many steps, after five: profile.json, and what takes longest", type=count

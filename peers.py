@@ -14,11 +14,13 @@ import math
 import torch
 
 if __package__:
+    from .buckets import scale_of
     from .formats import FORMATS
     from .machine import Refused, quiet_import
     from .optimizers import OPTIMIZERS, divided, kinds
     from .rounding import exact_weight, hash64
 else:
+    from buckets import scale_of
     from formats import FORMATS
     from machine import Refused, quiet_import
     from optimizers import OPTIMIZERS, divided, kinds
@@ -34,7 +36,7 @@ class Peer(torch.optim.Optimizer):
 
     names = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
     low = None  # name of the state that keeps what rounding lost
-    by_recipe = False
+    by_recipe = by_rows = False
     coders = {}
     compiled = False
 
@@ -51,7 +53,9 @@ class Peer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         grads = {p: p.grad for p in params if p.grad is not None} if grads is None else grads
         grads = {p: grads[p] for p in params if p in grads}
-        if torch.is_tensor(grad_scale) or grad_scale != 1.0:
+        for p, g in grads.items() if isinstance(grad_scale, dict) else ():
+            g.mul_(scale_of(grad_scale, p))
+        if not isinstance(grad_scale, dict) and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
             torch._foreach_mul_(list(grads.values()), float(grad_scale))
         for p, g in grads.items():
             p.grad = g.to(p.dtype)
@@ -360,6 +364,7 @@ class Joined(torch.optim.Optimizer):
         self.owner = {p: part for part in parts for group in part.param_groups for p in group["params"]}
         self.coders = {name: coder for part in parts for name, coder in part.coders.items()}
         self.by_recipe = all(part.by_recipe for part in parts)
+        self.by_rows = all(part.by_rows for part in parts)
 
     @torch.no_grad()
     def step(self, closure=None, *, grads=None, grad_scale=1.0):

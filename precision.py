@@ -16,29 +16,29 @@ in any loop:
 bf16 has 8 significant bits: neighbouring values (an ulp) lie 2^-8 to 2^-7 of the value apart, and a change
 below half of that is lost when rounding to nearest. Most of this file follows from that one sentence.
 
-Copy it with machine, rounding, formats, method, buckets, optim, optimizers, peers, watch, flops, ledger, fp8
-and sparsity: they need torch alone, side by side or as a package. They set no option of torch for the whole
-process.
+Copy it with machine, rounding, formats, method, buckets, sharding, cast, average, release, optim, optimizers,
+peers, watch, flops, ledger, fp8 and sparsity: they need torch alone, side by side or as a package. They set
+no option of torch for the whole process.
 """
 
 import collections
 import copy
-import dataclasses
 import functools
 import inspect
 import re
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 if __package__:
-    from . import fp8, ledger, peers
+    from . import fp8, ledger, peers, sharding
+    from .average import average_kind
+    from .cast import Cast, to
     from .machine import Refused, exact_math
-    from .method import roles
-    from .optim import EMA
     from .recipes import SITES, Recipe, Site, parse_average, recipe
+    from .release import Release, check_release, check_wrapped, clipping
+    from .release import norms_of as release_norms
     from .rounding import exact_weight
     from .sparsity import Sparse24
     from .watch import StepReport
@@ -46,10 +46,13 @@ else:
     import fp8
     import ledger
     import peers
+    import sharding
+    from average import average_kind
+    from cast import Cast, to
     from machine import Refused, exact_math
-    from method import roles
-    from optim import EMA
     from recipes import SITES, Recipe, Site, parse_average, recipe
+    from release import Release, check_release, check_wrapped, clipping
+    from release import norms_of as release_norms
     from rounding import exact_weight
     from sparsity import Sparse24
     from watch import StepReport
@@ -57,93 +60,7 @@ else:
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 METHODS = (Sparse24, fp8.FP8, fp8.Quantised)
 
-# ---- A net in a recipe's dtypes ----------------------------------------------------------------------------
-
-
-def _island_modules(model, islands):
-    """Modules that own parameters and stay fp32. Raises Refused when the net has none of a kind that was
-    asked for.
-    """
-    role_of, chosen = roles(model), []
-    owners = [(name, m) for name, m in model.named_modules() if _own(m)]
-    for island in islands.split("+") if islands != "none" else []:
-        wanted = {"norm": "norm", "embed": "embedding", "final": "head"}[island]
-        found = [m for name, m in owners if wanted in role_of[name]]
-        if not found:
-            none = f"this net has no {island} parameters to keep in fp32"
-            raise Refused(f"--set islands={islands}: {none}; leave {island} out")
-        chosen += [m for m in found if m not in chosen]
-    shared = {p for m in chosen for p in _own(m)}  # a tied head is an island with its embedding
-    return [m for _, m in owners if m in chosen or shared & set(_own(m))]
-
-
-def _own(module):
-    return list(module.parameters(recurse=False))
-
-
-def _keeps_statistics(module):
-    # one kernel takes the statistics and the weights, in one dtype
-    return getattr(module, "running_mean", None) is not None and bool(_own(module))
-
-
-def _to(dtype):
-    def convert(x):
-        if torch.is_tensor(x):
-            return x.to(dtype) if x.is_floating_point() else x
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a leaf to torch's trees, but not to us
-            values = {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
-            return dataclasses.replace(x, **tree_map(convert, values))
-        return x
-
-    return convert
-
-
-def _into_island(module, args, kwargs):
-    return tree_map(_to(torch.float32), (args, kwargs))
-
-
-def _out_of_island(module, args, out):
-    return tree_map(_to(torch.bfloat16), out)
-
-
-class Cast:
-    """A model brought to the recipe's dtypes, in place. islands keep fp32 weights and cast at their borders.
-
-    whole: norm layers with running statistics, whose weights stay fp32 with their buffers.
-    """
-
-    def __init__(self, model, r):
-        self.hooks, self.whole = [], []
-        if not r.low_weights:
-            model.float()
-            return
-        islands = _island_modules(model, r.islands)
-        self.whole = [m for m in model.modules() if _keeps_statistics(m)] if r.buffers == "fp32" else []
-        exact = {p for m in (*islands, *self.whole) for p in m.parameters(recurse=False)}
-        for p in model.parameters():
-            if p.is_floating_point():
-                p.data = p.data.to(torch.float32 if p in exact else torch.bfloat16)
-        for module in model.modules():
-            for name, b in module.named_buffers(recurse=False):
-                if b.is_floating_point():
-                    setattr(module, name, b.to(r.dtype("buffers")))
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
-        names = {m: name for name, m in model.named_modules()}
-        for module in islands:
-            before = module.register_forward_pre_hook(_into_island, with_kwargs=True)
-            after = module.register_forward_hook(_out_of_island)
-            self.hooks.append((names[module], before.id, after.id))
-
-    def undo(self, net):
-        """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
-        for name, before, after in self.hooks:
-            module = net.get_submodule(name)
-            module._forward_pre_hooks.pop(before, None)
-            module._forward_pre_hooks_with_kwargs.pop(before, None)
-            module._forward_hooks.pop(after, None)
-        return net
+# ---- A net, called as a recipe says ------------------------------------------------------------------------
 
 
 class View:
@@ -185,7 +102,7 @@ class View:
         """(args, kwargs) as the net takes them."""
         if not self.recipe.low_weights:
             return args, kwargs
-        low = functools.partial(tree_map, _to(torch.bfloat16))
+        low = functools.partial(tree_map, to(torch.bfloat16))
         names = [*self.arguments, *[None] * len(args)]
         args = tuple(a if name in self.keep else low(a) for a, name in zip(args, names, strict=False))
         return args, {name: a if name in self.keep else low(a) for name, a in kwargs.items()}
@@ -198,10 +115,13 @@ class View:
         except (RuntimeError, ValueError) as error:
             self._explain(error, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
             raise
-        return tree_map(_to(self.recipe.dtype("loss")), out)
+        return tree_map(to(self.recipe.dtype("loss")), out)
 
     def _explain(self, error, arguments):
         """Raises Refused, with the remedy, where an error of torch comes of mixed dtypes."""
+        if "DTensor" in str(error) and "mixed" in str(error):
+            apart = "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it"
+            raise Refused(f"{apart}: train it without --fsdp, or call them in its forward") from error
         if not (self.recipe.low_weights and MIXED.search(str(error))):
             return
         buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
@@ -234,10 +154,13 @@ class Precision:
     model: any nn.Module, on its device, compiled or not. It may take any arguments and return any tree of
     tensors. groups: parameter groups with their own lr, weight_decay or optimizer; None: one group of all
     that are trained. optimizer: see peers.build; lr, betas, eps, momentum, nesterov: None for its own.
-    accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none. ema_warmup: let the decay
-    of the recipe's average start low, see optim.EMA. averages: further ones beside it, as
+    accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none; clip_tensor: the same of
+    each tensor by itself. grad_release: update within backward, see release.py. average_on: where the
+    averages are kept, 'device' or 'cpu'. ema_warmup: let the decay of the recipe's average start low, see
+    average.EMA. averages: further ones beside it, as
     'DECAY:DTYPE[:UPDATE]'. init_loss_scale, growth_factor, backoff_factor, growth_interval: as of
-    torch.amp.GradScaler. keep: arguments of forward whose dtype is left alone. options: of the methods, as
+    torch.amp.GradScaler. keep: arguments of forward whose dtype is left alone. blank: builds the net anew,
+    for the generator of a model that fully_shard has spread, see sharding.py. options: of the methods, as
     sparse24_decay. Call it like the model; backward(loss) after each micro-batch; step() after the last.
     torch's schedulers work on `run.optimizer`. Raises Refused as `recipe` and `peers.build` do.
     """
@@ -259,13 +182,17 @@ class Precision:
         ema_warmup=False,
         averages=(),
         clip_grad=0.0,
+        clip_tensor=0.0,
         accumulate=1,
+        grad_release=False,
+        average_on="device",
         init_loss_scale=2.0**16,
         growth_factor=2.0,
         backoff_factor=0.5,
         growth_interval=2000,
         seed=0,
         keep=("t", "timestep", "timesteps"),
+        blank=None,
         **options,
     ):
         r = r or Recipe()
@@ -276,14 +203,24 @@ class Precision:
         self.device = first.device
         r = r.keeping(optimizer, *(group["optimizer"] for group in groups or () if "optimizer" in group))
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
-        self.clip_grad, self.accumulate = clip_grad, accumulate
+        self.clip_grad, self.clip_tensor, self.accumulate = clip_grad, clip_tensor, accumulate
+        if clip_grad and clip_tensor:
+            raise Refused("--clip_grad and --clip_tensor exclude each other: set one of them to 0")
+        if grad_release:
+            check_release(accumulate=accumulate, clip_grad=clip_grad, loss_scale=self.recipe.loss_scale)
+            check_wrapped(model)
+        # the ranks that the model is spread over, or None
+        self.over, self.blank = sharding.Over.of(net), blank
+        sharding.check(self, grad_release=grad_release, average_on=average_on)
         self.methods = [made for kind in METHODS if (made := kind.attach(net, self.recipe, **options))]
         exact = r.low_weights and (r.master != "none" or r.kahan == "on")
-        originals = [p.detach().float().clone() for p in net.parameters() if p.requires_grad] if exact else []
+        trained = [p for p in net.parameters() if p.requires_grad]
+        originals = [sharding.local(p).float().clone() for p in trained] if exact else []
         self.cast = Cast(net, self.recipe)
         for method in self.methods:
             method.convert(net)
         self.view_of_model = View(net, self.recipe, self.methods, keep)
+        self.release = None  # a release.Release, where backward updates
         self.forward = model
         self.named_params = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
         self.params = [p for _, p in self.named_params]
@@ -291,12 +228,14 @@ class Precision:
         common.update(momentum=momentum, nesterov=nesterov, net=net)
         self.optimizer = peers.build(optimizer, self._groups(groups), self.recipe, **common)
         self.optimizer_name = peers.title(self.optimizer, optimizer)
+        sharding.check_optimizer(self)
         self.optimizer.attach(net)
         self.low_part = self.optimizer.low_part
         for p, original in zip(self.params, originals, strict=False):  # not from its bf16 image
             with torch.no_grad():
                 self.optimizer.set_exact(p, original)
-        average = functools.partial(EMA, self.named_params, low_part=self.low_part, seed=seed)
+        kind = average_kind(average_on, self.device)
+        average = functools.partial(kind, self.named_params, low_part=self.low_part, seed=seed)
         self.ema = average(ema_decay, r.ema, r.ema_update, warmup=ema_warmup)
         self.averages = {"ema": self.ema, **{spec: average(*parse_average(spec)) for spec in averages}}
         dynamic = r.loss_scale == "dynamic"
@@ -308,6 +247,8 @@ class Precision:
         self.skipped = 0
         self.example = None  # (args, kwargs) whose shapes FLOPs are counted on
         self.kept = None  # an activations.Meter of a forward pass, for the ledger
+        if grad_release:
+            self.release = Release(self.optimizer, self._gradient, clip_tensor, self._before_writing)
 
     def _groups(self, groups):
         if groups is None:
@@ -329,6 +270,8 @@ class Precision:
 
     @forward.setter
     def forward(self, wrapper):
+        if self.release is not None:
+            check_wrapped(wrapper)
         self.view_of_model.forward = wrapper
 
     # -- one training step
@@ -347,6 +290,19 @@ class Precision:
         """
         for method in self.methods:
             method.observe(on)
+        if self.release is not None:
+            self.release.watched = self._report() if on else None
+
+    def _report(self):
+        total = self.over and self.over.sum
+        return StepReport(self.optimizer, {}, 1.0, self.named_params, self.ema.shadow, total)
+
+    def _gradient(self, p):
+        """What backward updates p by, where gradients are released."""
+        g = p.grad.float() if self.keeps_sums else p.grad
+        for method in self.methods:
+            method.on_grads({p: g})
+        return g
 
     @property
     def keeps_sums(self):
@@ -376,26 +332,30 @@ class Precision:
         if self.reduce_sums and self.sums:
             self.reduce_sums(list(self.sums.values()))
         grads = self.sums or {p: p.grad for p in self.params if p.grad is not None}
+        norms_of = release_norms if self.over is None else self.over.norms_of
+        if self.over:
+            grads = {p: sharding.local(g) for p, g in grads.items()}
         if any(g.is_sparse for g in grads.values()):
             raise Refused("a sparse gradient can't be rounded: make the nn.Embedding with sparse=False")
-        if not grads:
+        released = self.release is not None and self.release.updated
+        if not grads and not released:
             what = "step() found no gradients: call backward(loss) before it"
             raise Refused(f"{what}, with a loss that depends on the model's parameters")
         self.scaler.unscale_(self.optimizer)
         for method in self.methods:
             method.on_grads(grads)
         report, scale, watched = {}, 1.0, None
-        if self.clip_grad or measure:
-            norms = torch._foreach_norm(list(grads.values()), dtype=torch.float32)
-            norm = torch.linalg.vector_norm(torch.stack(norms))
-            if self.clip_grad:  # a tensor: on CUDA nothing waits for its value
-                wanted = (self.clip_grad / (norm.double() + 1e-6)).clamp(max=1.0)
-                scale = torch.where(norm.isfinite(), wanted, 1.0)
+        norms = norms_of(grads) if grads and (self.clip_grad or self.clip_tensor or measure) else {}
+        if self.clip_grad:
+            scale = clipping(_together(norms.values()), self.clip_grad)
+        if self.clip_tensor and norms:
+            each = clipping(torch.stack(list(norms.values())), self.clip_tensor)
+            scale = dict(zip(norms, each.unbind(), strict=True))
         if measure:
-            report["grad_norm"] = norm.item()
-            report["nonfinite_grads"] = sum(int((~g.isfinite()).sum()) for g in grads.values())
-            watched = StepReport(self.optimizer, grads, scale, self.named_params, self.ema.shadow)
+            report, watched = self._measured(grads, norms, released)
+            watched.add(grads, scale)
         skipped = self.skipped
+        self._before_writing()
         self._optimizer_step(scale)
         for method in self.methods:
             report.update(method.after_step(self.low_part))
@@ -408,10 +368,30 @@ class Precision:
         for average in self.averages.values():
             average.update()
         if measure:
+            self.ema.catch_up()
             report.update(watched.averaged())
         self.sums = {}
         self.optimizer.zero_grad(set_to_none=True)
         return report
+
+    def _measured(self, grads, norms, released):
+        """({grad_norm, nonfinite_grads}, StepReport) of this step, of what backward has updated too."""
+        watched, odd = self._report(), {p: (~g.isfinite()).sum() for p, g in grads.items()}
+        if released:
+            watched = self.release.watched
+            if watched is None:
+                late = "grad_release has freed the gradients that step(measure=True) should measure"
+                raise Refused(f"{late}: call observe(True) before the step's first forward")
+            norms, odd = {**self.release.norms, **norms}, {**self.release.nonfinite, **odd}
+        norm = _together(norms[p] for p in self.params if p in norms)
+        odd = sum(map(int, odd.values()))
+        odd = odd if self.over is None else int(self.over.sum(odd))
+        return dict(grad_norm=norm.item(), nonfinite_grads=odd), watched
+
+    def _before_writing(self):
+        """Averages that are read on a stream of their own are waited for, on the device."""
+        for average in self.averages.values():
+            average.before_writing()
 
     def _optimizer_step(self, scale):
         options = dict(grads=self.sums or None, grad_scale=scale)
@@ -435,6 +415,9 @@ class Precision:
         copy, 'autocast' that copy under bf16, 'fp16' under fp16; 'bf16' a copy in bf16 whatever was trained;
         'int8', and 'fp8' of a net trained otherwise: the autocast copy with its Linear layers quantised
         (fp8.quantise). Raises Refused for a source that this run does not hold.
+
+        Of a model that is spread over ranks all of them call this, and the first has the copy, the others
+        None.
         """
         return self.frozen(source)
 
@@ -448,7 +431,10 @@ class Precision:
             for method in self.methods:
                 if method not in staying:
                     stack.enter_context(method.plain(self.model))
-            net = copy.deepcopy(self.model).requires_grad_(False).eval()
+            net = copy.deepcopy(self.model) if self.over is None else self.over.copy(self.blank, values)
+            if net is None:
+                return None
+            net.requires_grad_(False).eval()
         if r.generation in ("fp32", "bf16", "autocast", "fp16") or r.quantises:
             low = r.generation == "bf16"
             own = r.generation if r.generation in ("fp32", "fp16") else "bf16"
@@ -458,7 +444,9 @@ class Precision:
                 compute=own,
                 islands="none",
             )
-            Cast(self.cast.undo(net), r)
+            Cast(self.cast.undo(net) if self.over is None else net, r)
+        elif self.over:
+            Cast(net, r)
         for name, p in net.named_parameters():
             if name in values:
                 p.copy_(values[name])
@@ -475,13 +463,15 @@ class Precision:
         last ('raw', the fp32 values held) weights, buffers and frozen parameters beside them; pruned under
         sparse24.
 
-        It loads into the net as it was before the run. Raises Refused for a source that this run does not
-        hold.
+        It loads into the net as it was before the run. Of a model that is spread over ranks all of them call
+        this, and the first gets it, on the CPU, the others {}. Raises Refused for a source that this run does
+        not hold.
         """
         if source not in ("raw", *self.averages):
             raise Refused(f"weights '{source}': this run holds {', '.join(['raw', *self.averages])}")
         if source == "raw":
-            trained = {name: exact_weight(p.detach(), self.low_part(p)) for name, p in self.named_params}
+            held = {name: (sharding.local(p), self.low_part(p)) for name, p in self.named_params}
+            trained = {name: exact_weight(*pair) for name, pair in held.items()}
         else:
             trained = self.averages[source].shadow
         own = {p: trained[name] for name, p in self.named_params}
@@ -495,12 +485,16 @@ class Precision:
                     values[name] = own[p]
         for method in self.methods:
             values = method.values(values)
-        return values
+        return values if self.over is None else self.over.gathered(values)
 
     # -- state
 
     def state_dict(self):
-        """Tensors and plain values only: loads with weights_only=True."""
+        """Tensors and plain values only: loads with weights_only=True.
+
+        Of a model that is spread over ranks DTensors and sharding.Chunks, of this rank's parts, as
+        torch.distributed.checkpoint saves and loads them on any number of ranks.
+        """
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -508,11 +502,15 @@ class Precision:
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
         }
-        return {**state, **{method.key: method.state_dict() for method in self.methods if method.key}}
+        state.update((method.key, method.state_dict()) for method in self.methods if method.key)
+        return state if self.over is None else self.over.wrapped(state, self.optimizer, self.averages)
 
     def load_state_dict(self, state):
-        """Take a state_dict of the same recipe. Raises Refused, KeyError or RuntimeError for another one's.
+        """Take a state_dict of the same recipe, of whole tensors too where the model is spread over ranks.
+        Raises Refused, KeyError or RuntimeError for another one's.
         """
+        if self.over:
+            state = self.over.cut(state, self.state_dict())
         saved = state["model"]
         for method in self.methods:
             saved = method.adapt(self.model.state_dict(), saved)
@@ -537,6 +535,11 @@ def _listed(params):
     if torch.is_tensor(params):
         return [params]
     return [p[1] if isinstance(p, tuple) else p for p in params]
+
+
+def _together(norms):
+    """The norm of tensors that have these norms."""
+    return torch.linalg.vector_norm(torch.stack(list(norms)))
 
 
 def _shape(x):

@@ -5,8 +5,10 @@ A single process is a world of one, in which nothing here does anything.
 
 import json
 import os
+import socket
 import time
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,8 @@ class Ranks:
     def __init__(self):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.local = int(os.environ.get("LOCAL_RANK", 0))
-        self.ddp = None
+        self.started = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun, or as it does
+        self.ddp, self.spread = None, False
 
     @property
     def main(self):
@@ -46,10 +49,43 @@ class Ranks:
             name = f"cuda:{self.local}"
         return torch.device(name)
 
-    def meet(self, device):
-        """Join the other processes; they end by themselves."""
-        if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    def meet(self, device, flags=None, alone=False):
+        """Join the other processes; they end by themselves. flags: {name: value}, in which they must agree.
+        alone: meet where there is but one, too. Raises Refused on the first rank, Followed on the others.
+        """
+        if dist.is_initialized() or (self.world == 1 and not alone):
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if not (dist.is_available() and getattr(dist, f"is_{backend}_available")()):
+            missing = f"this torch has no {backend}, by which processes on {device.type} speak to each other"
+            raise Refused(f"{missing}: install a build that has it, or use --device cpu, or one process")
+        try:
+            store, _, _ = next(dist.rendezvous("env://"))
+            self._agree(store, {"device": device.type, **(flags or {})})
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+        except Refused:
+            raise
+        except (ValueError, dist.DistError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            apart = f"the {self.world} processes did not meet ({said})"
+            raise Refused(f"{apart}: start them by torchrun") from None
+
+    def _agree(self, store, flags):
+        """Ask all ranks for their flags before the first word of a backend, which would wait for ever."""
+        store.set(f"flags of {self.rank}", json.dumps(flags))
+        said = ""
+        if self.main:
+            for rank in range(1, self.world):
+                theirs = json.loads(store.get(f"flags of {rank}"))
+                other = [name for name in flags if theirs.get(name) != flags[name]]
+                if other and not said:
+                    its, own = (json.dumps(values.get(other[0])) for values in (theirs, flags))
+                    said = f"rank {rank} was started with --{other[0]} {its}, rank 0 with {own}"
+            store.set("flags differ", said)
+        elif store.get("flags differ"):
+            raise Followed("the flags of the ranks differ")
+        if said:
+            raise Refused(f"{said}: start all with the same command")
 
     def wait(self):
         """Go on when all have come here."""
@@ -85,11 +121,22 @@ class Ranks:
         if self.any(int(refused is not None), device):
             raise refused or Followed("the main process was refused")
 
+    def each(self, act, device):
+        """act() on every rank. Where it is refused on some, all are, and the first of these says why."""
+        refused = None
+        try:
+            act()
+        except Refused as error:
+            refused = error
+        first = self.any(self.world - self.rank if refused else 0, device)
+        if first:
+            raise refused if first == self.world - self.rank else Followed("another rank was refused")
+
     # -- gradients
 
     def wrap(self, run, net):
         """`net`, the model of a Precision `run`, compiled or not, with gradients summed over all ranks."""
-        if self.world == 1:
+        if self.world == 1 or self.spread:
             return net
         dtype = run.recipe.dtype("reduce")
 
@@ -122,6 +169,20 @@ def leave():
     """End what `meet` began."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def speaks():
+    """Whether this process is to say why the run has ended: the first of its processes that asks."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return True
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((host, port), 3).close()  # where nobody listens torch writes a page
+        options = dict(is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.TCPStore(host, port, **options).add(f"has spoken {attempt}", 1) == 1
+    except (LookupError, OSError, RuntimeError, ValueError):  # nobody is left who could have spoken
+        return True
 
 
 # ---- Processes that end before their time ------------------------------------------------------------------

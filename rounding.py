@@ -20,6 +20,8 @@ from contextlib import nullcontext
 
 import torch
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 # ---- Randomness --------------------------------------------------------------------------------------------
 
 
@@ -68,12 +70,12 @@ def stream(seed, kind, step=None, *more):
     return hash64(seed, *at, kind, *more) >> 1
 
 
-def key_words(seed, step, position=0, kind=Noise.WEIGHT):
+def key_words(seed, step, position=0, kind=Noise.WEIGHT, ahead=0):
     """Three int32 for `noise_bits`: two hashed words for (seed, step, kind, high part of position), and the
-    position.
+    position. ahead: how many entries after it begin, where those before are elsewhere.
     """
     key = hash64(seed, step, kind, position >> 32)
-    words = key & 0xFFFFFFFF, key >> 32, position & 0xFFFFFFFF
+    words = key & 0xFFFFFFFF, key >> 32, (position + ahead) & 0xFFFFFFFF
     return [word - (1 << 32) if word >> 31 else word for word in words]
 
 
@@ -130,7 +132,8 @@ def split_master(x):
     high = (bits + 0x8000) & -65536
     # by way of fp32, not of int16: torch.compile vectorises no conversion between int16 and bf16
     weight = torch.where(x == x, high.view(torch.float32), x).to(torch.bfloat16)
-    return weight, torch.where(x == x, bits - high, 0).to(torch.int16)
+    # not torch.where, which makes a tensor of the 0 where it isn't compiled
+    return weight, (bits - high).masked_fill(x != x, 0).to(torch.int16)
 
 
 def exact_weight(p, low=None):
@@ -211,10 +214,12 @@ def fused(kernel, *args, compiled=True):
             build_errors = (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, build_errors):
                 raise
+            result = kernel(*args)  # arguments that can't work are an error here too, and not the compiler's
             if not unfused:
                 what = f"torch.compile can't build the fused step here ({type(error).__name__})"
                 warnings.warn(f"{what}; using the slower eager one", stacklevel=3)
             unfused.add(kernel)
+            return result
     return kernel(*args)
 
 

@@ -2,9 +2,10 @@
 
 runs/NAME/ holds config.json (command and resolved flags), ledger.json (the precision of every site),
 env.json (versions, machine, commit), metrics.jsonl (a line a logged step), samples/*.png, TensorBoard
-events, checkpoint.pt (see checkpoints.py), best.pt (the best validation's) and summary.json (final scores).
-Every file that is read again is written beside its place and renamed, so what was there stays whole until the
-new one is. One process at a time trains in a folder: .lock says which.
+events, checkpoint.pt (see checkpoints.py; of a net that is spread over ranks checkpoint.json and a folder,
+see shards.py), best.pt (the best validation's) and summary.json (final scores). Every file that is read again
+is written beside its place and renamed, so what was there stays whole until the new one is. One process at a
+time trains in a folder: .lock says which.
 """
 
 import errno
@@ -26,6 +27,7 @@ from safetensors.torch import save as safetensors_bytes
 
 import checkpoints
 import shapes
+import shards
 from checkpoints import CHECKPOINT
 from checkpoints import read as read_checkpoint
 from files import check_regular, read_json, read_lines, write_atomically, write_json
@@ -204,7 +206,7 @@ class Folder:
 
     @property
     def has_checkpoint(self):
-        return os.path.lexists(self / CHECKPOINT)
+        return os.path.lexists(self / CHECKPOINT) or shards.is_there(self / CHECKPOINT)
 
     def check(self, differences):
         """Refuse to go on where the folder holds another run, or something else.
@@ -261,7 +263,10 @@ class Folder:
         """The dict of its checkpoint, see `read_checkpoint`. Raises Refused for that of another run;
         differences: as of `check`.
         """
-        found = read_checkpoint(self.path)
+        return self.checked(read_checkpoint(self.path), differences)
+
+    def checked(self, found, differences):
+        """What was read of its checkpoint, unless that is another run's."""
         changed = differences(found["config"])
         if changed:
             other = f"{self / CHECKPOINT} belongs to another model or recipe ({', '.join(changed)})"
@@ -303,6 +308,7 @@ class Folder:
     def save(self, state, name=CHECKPOINT):
         """Replace the checkpoint of this name."""
         write_atomically(self / name, lambda file: checkpoints.write(file, state))
+        shards.remove(self / name)
 
     # -- what a running run writes
 

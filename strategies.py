@@ -182,9 +182,11 @@ def table(spec=None):
 
 
 def defaults(kind, given):
-    """{flag: default} where the task, or the --optimizer given, has another than the flag's row."""
+    """{flag: default} where the task, the --optimizer given or --clip_tensor has another than the flag's row.
+    """
     own = kinds(given.get("optimizer", "adamw"))
-    return {**kind.own_defaults(), **(own[0].flags if own else {})}
+    clipped = {"clip_grad": 0.0} if given.get("clip_tensor") else {}
+    return {**kind.own_defaults(), **(own[0].flags if own else {}), **clipped}
 
 
 def settled(values):

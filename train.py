@@ -28,7 +28,7 @@ import torch
 import strategies
 from flags import Parser, read_yaml
 from machine import Refused, device_facts, recommended_flags, support
-from ranks import Followed, leave, tell
+from ranks import Followed, leave, speaks, tell
 from runs import read_checkpoint
 from trainer import Stopped, Trainer
 from validation import BEST
@@ -392,7 +392,8 @@ def main(argv=None):
         if line is None:
             raise
         if line:
-            print(line, file=sys.stderr)
+            if speaks():
+                print(line, file=sys.stderr)
             tell(line)
         return status
 

@@ -16,59 +16,27 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from activations import Meter, recompute
+import shards
+from activations import Meter, blocks, recompute
+from cast import exact_modules
 from checkpoints import check_optimizer
 from machine import Refused
+from order import SIGNALS, BatchIndices, ignore_signals
 from precision import Precision
 from profiling import Profile
 from ranks import Ranks, lost
 from recipes import check_machine
+from release import check_alone
 from rounding import Stream, stream
 from runs import CHECKPOINT, Folder, check_export, export, peak_memory, start_peak_memory, write_json
+from sharding import policy_note, share_buffers, spread
 from strategies import settled
 from tasks import Rng, check_origin, recipe_of, to_device
 from validation import BEST, Validation, steps_an_epoch
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 class Stopped(Exception):
     """Asked to stop by a signal; the checkpoint is written. args: message, signal number."""
-
-
-# ---- Order of the data -------------------------------------------------------------------------------------
-
-
-class BatchIndices:
-    """Index lists, one a micro-batch, from `start` on: shuffled epochs laid end to end, a rank's own rows.
-
-    Each epoch's order is a function of (seed, epoch).
-    """
-
-    def __init__(self, n, batch_size, seed, start=0, rank=0, world=1):
-        self.n, self.batch_size, self.seed = n, batch_size, seed
-        self.start, self.rank, self.world = start, rank, world
-
-    def __iter__(self):
-        own = self.batch_size // self.world
-        position, epoch, order = self.start * self.batch_size, None, None
-        while True:
-            batch = []
-            for at in range(position + self.rank * own, position + (self.rank + 1) * own):
-                if at // self.n != epoch:
-                    epoch = at // self.n
-                    draw = torch.Generator().manual_seed(stream(self.seed, Stream.ORDER, epoch))
-                    order = torch.randperm(self.n, generator=draw).tolist()
-                batch.append(order[at % self.n])
-            position += self.batch_size
-            yield batch
-
-
-def _ignore_signals(worker):
-    # Ctrl-C reaches every process of a terminal, and SLURM and torchrun signal whole groups: the trainer ends
-    # its own workers once it has written its checkpoint
-    for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
 
 
 # ---- Learning rate -----------------------------------------------------------------------------------------
@@ -122,6 +90,8 @@ class Trainer:
         c, self.command, self.draws = self.config, list(command), draws
         self.ranks = Ranks()
         self.device = self.ranks.device(c.device)
+        # drawing and printing need no other rank
+        self.ranks.spread = c.fsdp and not (dry or draws)
         if c.threads:
             torch.set_num_threads(c.threads)
         self.recipe = recipe_of(c, self.table, self.kind.sites).on(self.device)
@@ -145,6 +115,9 @@ class Trainer:
         c = self.config
         rates = dict(beta2=c.beta2, ema_decay=c.ema_decay, lr=c.lr, weight_decay=c.weight_decay)
         lost = self.recipe.warnings(**rates, micro_batches=c.accumulate)
+        there = ["--average_on cpu changes nothing: the weights are on the CPU too"]
+        lost += there if c.average_on == "cpu" and self.device.type == "cpu" else []
+        lost += [policy_note(self.recipe)] if c.fsdp and policy_note(self.recipe) else []
         return check_machine(self.recipe, self.device) + lost
 
     def _check(self):
@@ -152,6 +125,12 @@ class Trainer:
         if c.batch_size % world:
             shared = f"--batch_size {c.batch_size} can't be shared by {world} processes"
             raise Refused(f"{shared}: use a multiple of {world}")
+        if self.ranks.spread and not self.ranks.started:
+            raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
+        if self.ranks.spread and c.compile:
+            raise Refused("--compile and --fsdp have not been tried together: leave one of them out")
+        if c.grad_release:
+            check_alone(compiled=c.compile, processes=world)
         if c.export:
             check_export(c.export)
 
@@ -193,13 +172,14 @@ class Trainer:
             self._load(net, start)
         if c.perturb and not meta:
             perturb(net, c.perturb)
-        net = net.to(device)
+        net = self._spread(net) if self.ranks.spread else net.to(device)
         run = Precision(
             net, self.recipe, groups=self.task.groups(net), optimizer=c.optimizer, lr=c.lr,
             betas=(0.9, c.beta2), weight_decay=c.weight_decay, clip_grad=c.clip_grad,
             momentum=c.momentum, nesterov={"on": True, "off": False}.get(c.nesterov),
+            clip_tensor=c.clip_tensor, grad_release=c.grad_release, average_on=c.average_on,
             accumulate=c.accumulate, ema_decay=c.ema_decay, ema_warmup=c.ema_warmup,
-            averages=[*c.average, *self.task.averages().values()], seed=c.seed,
+            averages=[*c.average, *self.task.averages().values()], seed=c.seed, blank=self.new_net,
             **self.table.pick(c, "scaler"), **self.table.pick(c, "method"),
         )  # fmt: skip
         run.example = self.task.example()
@@ -209,6 +189,19 @@ class Trainer:
             hooked = f"--optimizer {c.optimizer} takes gradients away by hooks before several processes can"
             raise Refused(f"{hooked} sum them: use --optimizer adamw --stochastic")
         return run
+
+    def _spread(self, net):
+        """`net` over all ranks, each of which has built all of it."""
+        self._meet()
+        islands, whole = exact_modules(net, self.recipe) if self.recipe.low_weights else ((), ())
+        net = spread(net, self.recipe, self.device, blocks(net), [*islands, *whole])
+        share_buffers(net)
+        return net
+
+    def _meet(self):
+        c = self.config
+        alike = {row.name: getattr(c, row.name) for row in self.table.rows if row.kind != "machine"}
+        self.ranks.meet(self.device, {**alike, "fsdp": c.fsdp}, alone=self.ranks.spread)
 
     def _load(self, net, checkpoint):
         """Give `net`, still fp32, the averaged weights of a checkpoint of any recipe."""
@@ -284,11 +277,11 @@ class Trainer:
         Goes on from the run's checkpoint if there is one.
         """
         c, main = self.config, self.ranks.main
-        self.ranks.meet(self.device)
+        self._meet()
         try:
             finished = self._open_folder()
             if finished:
-                if c.export and main:
+                if c.export and (main or self.ranks.spread):
                     self.export(c.export)
                 return finished
             self.ready()
@@ -296,7 +289,7 @@ class Trainer:
                 self.folder.log_to(self.step)
             with self._stoppable():
                 self._train()
-            return self._finish() if main else None
+            return self._finish() if main or self.ranks.spread else None
         except (RuntimeError, ConnectionResetError, EOFError) as error:
             said = lost(error, self.ranks.world)
             if said is None:
@@ -318,7 +311,7 @@ class Trainer:
         """The run's next micro-batches, this rank's rows of them."""
         c, ranks, done = self.config, self.ranks, self.step * self.config.accumulate
         indices = BatchIndices(len(self.train), c.batch_size, c.seed, done, ranks.rank, ranks.world)
-        options = dict(num_workers=c.workers, worker_init_fn=_ignore_signals)
+        options = dict(num_workers=c.workers, worker_init_fn=ignore_signals)
         loader = torch.utils.data.DataLoader(self.train, sampler=indices, batch_size=None, **options)
         # workers start with this mask, so that no signal reaches one before it ignores them
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -366,14 +359,15 @@ class Trainer:
                     self._check_finite(mean, report)
                 pause = time.perf_counter()
                 stopping = self.ranks.any(self.stop, self.device)
-                if main and c.sample_every and self.step % c.sample_every == 0 and not self.finished:
-                    model = self.precision.generator(self._sources()[0])
-                    self._show(self.task.preview(model, self._fixed_rng()), f"step{self.step:06d}")
+                if c.sample_every and self.step % c.sample_every == 0 and not self.finished:
+                    model = self._drawing(self._sources()[0])
+                    if main:
+                        self._show(self.task.preview(model, self._fixed_rng()), f"step{self.step:06d}")
                 due = c.checkpoint_every and self.step % c.checkpoint_every == 0
                 if stopping or self.finished or due:
                     since = float(self.ranks.mean(self.since.clone())) if self.interval else 0.0
                     self._check_finite(since, report)  # a good checkpoint is not replaced by one full of NaN
-                    if main:
+                    if main or self.ranks.spread:
                         self._save(self.seconds + pause - timer, since)
                 timer += time.perf_counter() - pause  # pictures and files are not training
                 if stopping:
@@ -384,16 +378,23 @@ class Trainer:
 
     def _look(self):
         """Scores on held-out data, as {"heldout_<name>": number}; a checkpoint of the best so far is kept."""
-        scores, improved = {}, False
+        scores, improved, model = {}, False, self._drawing(self._sources()[0])
         if self.ranks.main:
-            model = self.precision.generator(self._sources()[0])
             scores = self.task.validate(model, self._fixed_rng())
             improved = self.validation.take(scores, self.step)
         own = self.validation.waited if self.ranks.main else 0
         self.validation.waited = self.ranks.any(own, self.device) or 0  # all ranks end together
+        if self.ranks.spread:
+            improved = bool(self.ranks.any(int(improved), self.device))
         if improved:
             self._save(self.seconds, 0.0, BEST)
         return {f"heldout_{name}": value for name, value in scores.items()}
+
+    def _drawing(self, source):
+        """The net that draws, on the main rank; None on the others, which give it their rows where a net is
+        spread.
+        """
+        return self.precision.generator(source) if self.ranks.main or self.ranks.spread else None
 
     def _bar(self):
         c, hidden = self.config, not self.ranks.main
@@ -451,7 +452,7 @@ class Trainer:
         folder.check(differences)
         self.ranks.first(folder.lock, self.device)
         if folder.has_checkpoint:
-            self.restore(folder.checkpoint(differences))
+            self.restore(self._checkpoint(differences))
         before = folder.summary() if self.finished else None
         if before and self._scored_alike():
             return before
@@ -460,6 +461,14 @@ class Trainer:
             folder.begin(self.command, vars(c), self.precision.ledger(), self.device, self.step)
         self.peak = before and before.get("peak_memory")
         return None
+
+    def _checkpoint(self, differences):
+        """What the folder's checkpoint holds, of a net that is spread this rank's rows alone."""
+        path = self.folder / CHECKPOINT
+        if not (self.ranks.spread and shards.is_there(path)):
+            return self.folder.checkpoint(differences)
+        found = shards.read_parts(path, self.precision, self.ranks, self.device)
+        return self.folder.checked(found, differences)
 
     def _scored_alike(self):
         """Whether the run in the folder was scored as this one is to be."""
@@ -473,7 +482,10 @@ class Trainer:
         progress = dict(step=self.step, seconds=seconds, interval=self.interval, since=since)
         progress["validation"] = self.validation.state_dict()
         state = {"config": vars(self.config), **progress, "precision": self.precision.state_dict()}
-        self.folder.save(state, name)
+        if self.ranks.spread:
+            shards.write(self.folder / name, state, self.ranks, self.device)
+        else:
+            self.folder.save(state, name)
 
     def restore(self, checkpoint):
         """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""
@@ -521,15 +533,23 @@ class Trainer:
         """{source: scores}; pictures go to samples/."""
         scores, sources = {}, self._sources()
         for source in sources:
-            scores[source], pictures = self.task.evaluate(self.precision.generator(source), self._fixed_rng())
+            model = self._drawing(source)
+            if not self.ranks.main:
+                continue
+            scores[source], pictures = self.task.evaluate(model, self._fixed_rng())
             several = len(sources) > 1 or prefix
             self._show(pictures, f"{prefix}{source.replace(':', '_')}" if several else "final")
         return scores
 
     def _finish(self):
         """Score, export, write the summary; then what the methods add to it, which may fail."""
-        print("scoring ...", file=sys.stderr, flush=True)
         c, run, started = self.config, self.precision, time.perf_counter()
+        if not self.ranks.main:  # gives its rows to the nets that are scored and exported
+            self._score()
+            if c.export:
+                self.export(c.export)
+            return None
+        print("scoring ...", file=sys.stderr, flush=True)
         images = self.step * c.batch_size * c.accumulate
         summary = {
             "step": self.step,
@@ -593,4 +613,6 @@ class Trainer:
 
     def export(self, path):
         """Write the averaged weights as safetensors, in the average's dtype."""
-        export(path, self.precision.weights("ema"), vars(self.config), self.step)
+        weights = self.precision.weights("ema")
+        if self.ranks.main:
+            export(path, weights, vars(self.config), self.step)

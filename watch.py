@@ -125,12 +125,14 @@ class Watch:
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
         ]
+        self._hold(True)
 
     def remove(self):
         """Take the watch off the optimiser; what it found stays."""
         for handle in (*self.handles, *self.hooks):
             handle.remove()
         self.handles, self.hooks = [], []
+        self._hold(False)
 
     def _paired(self):
         """([(name, parameter)], copies): those that the optimiser steps, named as in the model.
@@ -174,9 +176,10 @@ class Watch:
     @torch.no_grad()
     def _begin(self, args, kwargs):
         self.steps += 1
+        self.follow &= not self._freed()
         if self.follow:
             self._followed()
-        if not self._due(self.steps):
+        if not self._due(self.steps) or self._freed():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not callable(closure):
@@ -199,9 +202,11 @@ class Watch:
         self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         if self.waiting:
             self._average(last=True)
-        scale = kwargs.get("grad_scale", 1.0) / grad_scale(self.optimizer)
-        if torch.is_tensor(scale) or scale != 1.0:
-            self.clips.append(scale)
+        scale = kwargs.get("grad_scale", 1.0)
+        if not isinstance(scale, dict):  # else each tensor is clipped by its own norm
+            scale = scale / grad_scale(self.optimizer)
+            if torch.is_tensor(scale) or scale != 1.0:
+                self.clips.append(scale)
         # by turns, which halves what they cost
         self.writes.at = {"averages"} if self.looks % 2 and self.ema is not None else {"moments"}
         self.writes.before(self.optimizer, (), {**kwargs, "grad_scale": scale})
@@ -218,8 +223,23 @@ class Watch:
         self.frame = None
         if self.looking:
             self._stepped()
+        # the step after a look too: what became of its weights is seen before that writes
+        self._hold(self.follow or self._due(self.steps + 1))
         if self._due(self.steps + 1) and not self.compiled:
             self._arm()
+
+    def _freed(self):
+        """Whether backward has updated parameters and freed their gradients, see release.Release."""
+        release = getattr(self.optimizer, "released", None)
+        return release is not None and bool(release.updated)
+
+    def _hold(self, on):
+        """Let the next step, which is to be looked at, be the ordinary one: with the same bits, and with all
+        its gradients in memory.
+        """
+        release = getattr(self.optimizer, "released", None)
+        if release is not None:
+            release.hold = on
 
     def _remember(self, look):
         """What is known of each tensor before the step."""

@@ -25,6 +25,11 @@ import math
 
 import torch
 
+if __package__:
+    from .buckets import scale_of
+else:
+    from buckets import scale_of
+
 # ---- Samples -----------------------------------------------------------------------------------------------
 
 
@@ -80,15 +85,24 @@ class StepReport:
     """Counts which entries of weights, moments and average a step changed, of those that it should change.
 
     Make it before the optimiser's step, ask `written` after that step, and `averaged` after the average's.
-    grads: {parameter: gradient}. scale: float or 0-dim tensor that the step multiplies gradients by.
-    named_params: [(name, parameter)]. shadow: {name: tensor of the average}.
+    grads: {parameter: gradient}. scale: float or 0-dim tensor that the step multiplies gradients by, or
+    {parameter: one of these}. A step that is done tensor by tensor adds each before its write.
+    named_params: [(name, parameter)]. shadow: {name: tensor of the average}. total: number -> its sum over
+    ranks, where each has a part of every tensor.
     """
 
-    def __init__(self, optimizer, grads, scale, named_params, shadow):
+    def __init__(self, optimizer, grads, scale, named_params, shadow, total=None):
         self.optimizer, self.named_params, self.shadow = optimizer, named_params, shadow
-        announce(optimizer, grads, scale)
-        self.before = {p: self._before(p, sample(g), scale) for p, g in grads.items()}
+        self.count = functools.partial(_Count, total)
+        self.before = {}
+        self.add(grads, scale)
         self.shadow_before = {name: sample(t).clone() for name, t in shadow.items()}
+
+    @torch.no_grad()
+    def add(self, grads, scale):
+        """Look at parameters that are about to be written."""
+        announce(self.optimizer, grads, scale)
+        self.before.update((p, self._before(p, sample(g), scale_of(scale, p))) for p, g in grads.items())
 
     def _before(self, p, g, scale):
         # cloned: an answer may be a view of what the step is about to overwrite
@@ -110,10 +124,11 @@ class StepReport:
         exp_avg_sq_moved  share of the entries of the second moment that changed, of those that should; left
                           out where the optimiser keeps none
         """
-        wanted, survived = _Count(), _Count()
-        moving, moved = _Count(), _Count()
-        update_squares, weight_squares = _Count(), _Count()
-        for p, (has_grad, held, update, moment) in self.before.items():
+        wanted, survived = self.count(), self.count()
+        moving, moved = self.count(), self.count()
+        update_squares, weight_squares = self.count(), self.count()
+        for p in [p for _, p in self.named_params if p in self.before]:
+            has_grad, held, update, moment = self.before[p]
             after = self.optimizer.held(p, sample)
             if update is None:  # nobody can tell what was wanted: take what was done
                 want, update = has_grad, after - held
@@ -137,26 +152,27 @@ class StepReport:
     def averaged(self):
         """{"ema_moved": share of the average's entries that changed, of those that differ from their weight}.
         """
-        moving, moved = _Count(), _Count()
+        moving, moved = self.count(), self.count()
         for name, p in self.named_params:
-            old = self.shadow_before[name]
+            old, new = self.shadow_before[name].to(p.device), sample(self.shadow[name]).to(p.device)
             differs = self.optimizer.held(p, sample) != old.float()
             moving.add(differs)
-            moved.add(differs & (sample(self.shadow[name]) != old))
+            moved.add(differs & (new != old))
         return {"ema_moved": moved.total() / max(1, moving.total())}
 
 
 class _Count:
     """A sum that stays on its device until it is asked for: a GPU is waited for once, not once a tensor."""
 
-    def __init__(self):
-        self.sum = 0
+    def __init__(self, over=None):
+        self.sum, self.over = 0, over
 
     def add(self, entries):
         self.sum = self.sum + entries.sum()
 
     def total(self):
-        return self.sum.item() if torch.is_tensor(self.sum) else self.sum
+        total = self.sum if self.over is None else self.over(self.sum)
+        return total.item() if torch.is_tensor(total) else total
 
 
 # ---- Many steps, added up ----------------------------------------------------------------------------------
@@ -404,7 +420,7 @@ class Writes:
         for i, (_, p) in enumerate(self.named_params):
             g = p.grad if grads is None else grads.get(p)
             if g is not None and not g.is_sparse:
-                rows.append((i, p, self.pick(g).float() * scale))
+                rows.append((i, p, self.pick(g).float() * scale_of(scale, p)))
         self.look = Look(self.optimizer, rows, self.pick, "moments" in self.at) if rows else None
         for name, average in self.ema.items() if "averages" in self.at else ():
             self.shadows[name] = self._shadow(average)

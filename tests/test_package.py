@@ -182,8 +182,13 @@ def test_the_library_is_what_it_says():
     assert not set(laboratory.split()) & set(LIBRARY)
 
 
+IMPORTED_LATE = {"triton_step": {"triton"}}  # by a function, where there is a GPU: what they may need
+
+
 @pytest.mark.parametrize("name", LIBRARY)
 def test_a_file_of_the_library_needs_torch_alone(name):
     """Packages that a recipe may ask for are imported when it does."""
     needed = imports(ROOT / f"{name}.py", at_start=True) - set(sys.stdlib_module_names) - set(LIBRARY)
-    assert needed <= {"torch"}
+    assert needed <= {"torch", *IMPORTED_LATE.get(name, ())}
+    late = IMPORTED_LATE.keys() & imports(ROOT / f"{name}.py", at_start=True)
+    assert not late

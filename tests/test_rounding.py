@@ -283,6 +283,16 @@ def test_a_full_memory_is_no_missing_compiler(monkeypatch):
     assert not rounding.unfused
 
 
+def test_arguments_that_cannot_work_are_no_missing_compiler(monkeypatch):
+    def add(a, b):
+        return a + b
+
+    monkeypatch.setattr(rounding, "unfused", set())
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(RuntimeError):
+        rounding.fused(add, torch.ones(3), torch.ones(4))
+    assert not rounding.unfused and not [w for w in caught if "torch.compile" in str(w.message)]
+
+
 # ---- On a GPU ----------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from common import BF16, batches, draw, net, refused, same, start, through_a_file, train
 from torch import nn
 
+from cast import _island_modules
 from method import roles
-from precision import Precision, _island_modules
+from precision import Precision
 from recipes import recipe
 
 eager = common.eager

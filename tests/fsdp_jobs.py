@@ -1,0 +1,297 @@
+"""What the ranks of test_fsdp.py do: each function runs on all ranks of a job, see many_ranks.py.
+
+A job trains a small net in a recipe and leaves what came of it, gathered, in a file. All ranks read the same
+batch, so that their mean gradient is one rank's to the bit, on 1, 2 and 4 ranks.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import RECIPES, draw
+from torch import nn
+
+import bench_sharding
+import sharding
+from activations import recompute
+from cast import exact_modules
+from optim import AdamW
+from optimizers import Lion
+from precision import Precision, recipe
+
+STEPS = 3
+MORE = {"norm island": dict(pure_bf16=True, stochastic=True, sites=["islands=norm", "accumulate=fp32"])}
+OPTIONS = {"norm island": dict(accumulate=2)}
+
+
+class Net(nn.Module):
+    """[B, 6] -> [B, 3]: rows that 4 ranks can't share evenly, blocks of codes that rows cut, a frozen weight,
+    running statistics.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 70)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(70, 70), nn.LayerNorm(70)) for _ in range(2)])
+        self.wide = nn.Linear(70, 130, bias=False)
+        self.last = nn.Linear(130, 3)
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x):
+        h = F.silu(self.first(x))
+        for block in self.blocks:
+            h = h + block(h)
+        return self.last(F.silu(self.wide(h))) * self.frozen[0]
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step):
+    x = draw(8, 6, seed=step)
+    return x, x[:, :3].sin()
+
+
+def start(name, spread, flags=None, **options):
+    """A run of a recipe; spread over all ranks by its owner, as torch's own pages show, or on each rank."""
+    net, r = build(), recipe(**({**RECIPES, **MORE}[name] if flags is None else flags))
+    if spread:
+        islands, _ = exact_modules(net, r) if r.low_weights else ((), ())
+        net = sharding.spread(net, r, torch.device("cpu"), net.blocks, islands)
+    return Precision(net, r, lr=1e-2, weight_decay=0.1, ema_decay=0.9, blank=build, **options)
+
+
+def train(run, first=0, last=STEPS, measure=False):
+    for step in range(first, last):
+        for _ in range(run.accumulate):
+            x, y = batch(step)
+            run.backward(F.mse_loss(run(x), y))
+        report = run.step(measure=measure)
+    return report
+
+
+def found(run):
+    """{name: tensor} of all that a run holds, whole; on the first rank."""
+    values = {f"raw/{k}": t for k, t in run.weights("raw").items()}
+    values.update((f"ema/{k}", t) for k, t in run.weights("ema").items())
+    for name, p in run.named_params:
+        part = sharding.part_of(p)
+        low = run.low_part(p)
+        parts = {m: run.optimizer.moment(p, m) for m in run.optimizer.moments}
+        parts.update({} if low is None else {"low": low.reshape(-1)})
+        for kind, t in parts.items():
+            if t is not None:
+                rows = t if part is None else t.view(part.rows)
+                values[f"{kind}/{name}"] = sharding.gathered(rows, part).reshape(p.shape)
+    return {name: t.clone() for name, t in values.items()}
+
+
+def bits(t):
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def differing(a, b):
+    """Names of tensors that differ in a bit."""
+    names = sorted(a.keys() | b.keys())
+    return [n for n in names if n not in a or n not in b or not torch.equal(bits(a[n]), bits(b[n]))]
+
+
+def told(file, content):
+    if dist.get_rank() == 0:
+        Path(file).write_text(json.dumps(content))
+
+
+def meet():
+    dist.init_process_group("gloo")
+
+
+# ---- Jobs --------------------------------------------------------------------------------------------------
+
+
+def same_bits(names, file):
+    """{recipe: names of tensors that differ from those of one rank that spreads nothing}."""
+    meet()
+    result = {}
+    for name in names:
+        options = OPTIONS.get(name, {})
+        one, many = start(name, spread=False, **options), start(name, spread=True, **options)
+        if name == "split":
+            recompute(one.model), recompute(many.model)
+        train(one), train(many)
+        mine, theirs = found(many), found(one)
+        result[name] = differing(mine, theirs) if dist.get_rank() == 0 else []
+        assert dist.get_rank() or len(mine) > 20
+        if one.ledger().state_bytes != many.ledger().state_bytes:
+            result[name].append("bytes a parameter")
+    told(file, result)
+
+
+def pieces(file):
+    """As `same_bits`, of the optimiser alone: odd shapes, a tensor without a gradient, several keys a tensor.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    meet()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    AdamW.PIECE = 1 << 11
+    shapes = [(7, 5), (3,), (1,), (129, 67), (65, 127), (5000,), (4097,), (3, 2000), (16, 6, 3, 3), (16, 256)]
+    modes = {
+        "stochastic": (AdamW, dict(update="stochastic", exp_avg="bf16", exp_avg_sq="bf16")),
+        "int8": (AdamW, dict(update="stochastic", exp_avg="int8", exp_avg_sq="int8")),
+        "int4": (AdamW, dict(master="split", exp_avg="int4", exp_avg_sq="int4")),
+        "lion": (Lion, dict(kahan=True, update="stochastic", exp_avg="e4m3")),
+    }
+    result = {}
+    for name, (kind, options) in modes.items():
+        made = []
+        for spread in (False, True):
+            put = (lambda t: distribute_tensor(t, mesh, [Shard(0)])) if spread else torch.clone
+            params = [nn.Parameter(put(draw(*s, seed=i).bfloat16())) for i, s in enumerate(shapes)]
+            optimizer = kind(params, lr=1e-2, weight_decay=0.1, compiled=False, **options)
+            for step in range(3):
+                for i, p in enumerate(params):
+                    g = draw(*shapes[i], seed=9 * step + i).bfloat16()
+                    p.grad = None if (i, step) == (4, 1) else put(g)
+                optimizer.step(grad_scale=0.7)
+            made.append((params, optimizer))
+        (ones, one), (parts, many) = made
+        different = []
+        for p, q in zip(ones, parts, strict=True):
+            part = sharding.part_of(q)
+            pairs = [(p.detach(), sharding.local(q))]
+            pairs += [(one.moment(p, m).view(p.shape), many.moment(q, m)) for m in one.moments]
+            pairs += [(one.low_part(p), many.low_part(q))] if one.low_part(p) is not None else []
+            for mine, theirs in pairs:
+                whole = sharding.gathered(theirs.view(part.rows), part)
+                different += [] if torch.equal(bits(mine), bits(whole)) else [list(p.shape)]
+        if one.nbytes() != many.nbytes():
+            different.append("nbytes")
+        result[name] = different
+    told(file, result)
+
+
+def clipped(file):
+    """[(norms, update telemetry, a digest of the weights)] of runs that clip, accumulate, and scale the loss.
+    """
+    meet()
+    result = {}
+    for name, options in {
+        "kahan": dict(clip_grad=0.05, accumulate=2),
+        "stochastic": dict(clip_tensor=0.01),
+        "fp16": dict(clip_grad=0.05),
+    }.items():
+        run = start(name, spread=True, **options)
+        report = train(run, measure=True)
+        values = {k: t.double().sum().item() for k, t in run.weights("raw").items()}
+        result[name] = [report, sorted(values.items())]
+    for spread in (False, True):  # the first step alone: a last bit of the norm moves all that follows
+        run = start("kahan", spread=spread, clip_grad=0.05, accumulate=2)
+        result["spread" if spread else "one rank"] = [train(run, last=1, measure=True), []]
+    told(file, result)
+
+
+def overflow(file):
+    """Skipped steps of each rank, where one rank alone has an infinite gradient."""
+    meet()
+    run = start("fp16", spread=True)
+    x, y = batch(0)
+    run.backward(F.mse_loss(run(x), y))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        p = next(p for p in run.params if p.grad.to_local().numel())
+        p.grad.to_local().view(-1)[0] = float("inf")
+    before = run.weights("raw")
+    run.step()
+    skipped = torch.tensor([run.skipped])
+    dist.all_reduce(skipped, op=dist.ReduceOp.MIN)
+    told(file, {"skipped": skipped.item(), "moved": differing(before, run.weights("raw"))})
+
+
+def saved(name, folder, file):
+    """Train, save by torch.distributed.checkpoint as its pages show, train on; what it then holds."""
+    from torch.distributed.checkpoint import save
+
+    meet()
+    run = start(name, spread=True)
+    train(run)
+    save({"run": run.state_dict()}, checkpoint_id=folder)
+    train(run, STEPS, 2 * STEPS)
+    values = found(run)
+    if dist.get_rank() == 0:
+        torch.save(values, file)
+
+
+def loaded(name, folder, file, whole):
+    """{names of tensors that differ} from those of `file`, after loading what other ranks saved."""
+    from torch.distributed.checkpoint import load
+
+    meet()
+    run = start(name, spread=True)
+    state = {"run": run.state_dict()}
+    load(state, checkpoint_id=folder)
+    run.load_state_dict(state["run"])
+    train(run, STEPS, 2 * STEPS)
+    values = found(run)
+    told(whole, differing(values, torch.load(file)) if dist.get_rank() == 0 else [])
+
+
+def drawn(file):
+    """What the generator of a spread net gives, beside that of one that is not."""
+    meet()
+    one, many = start("stochastic", spread=False), start("stochastic", spread=True)
+    train(one), train(many)
+    view, other = many.generator("ema"), one.generator("ema")
+    x = batch(7)[0]
+    same = view is None or torch.equal(view(x), other(x))
+    told(file, {"same": bool(same)})
+
+
+def measured(names, file):
+    """{recipe: (bytes that the first rank holds, bytes that bench_sharding says)}."""
+    meet()
+    result = {}
+    for name in names:
+        run = start(name, spread=True)
+        x, y = batch(0)
+        run.backward(F.mse_loss(run(x), y))
+        own = [t for p in run.params for t in (sharding.local(p), sharding.local(p.grad))]
+        own += [t for p in run.params for k, t in run.optimizer.state[p].items() if k != "step"]
+        own += run.ema.shadow.values()
+        said = bench_sharding.held(start(name, spread=False), dist.get_world_size())
+        result[name] = [sum(t.nbytes for t in own), said]
+    told(file, result)
+
+
+def refused(file):
+    """{what was tried: the line}."""
+    from machine import Refused
+
+    meet()
+    tries = {
+        "adafactor": lambda: start("stochastic", spread=True, optimizer="adafactor"),
+        "muon": lambda: start("stochastic", spread=True, optimizer="muon"),
+        "torch": lambda: start("fp32", spread=True, optimizer="torch"),
+        "fp8": lambda: start("", True, dict(fp8=True, fp8_backend="emulate")),
+        "sparse24": lambda: start("", True, dict(pure_bf16=True, stochastic=True, sparse24="srste")),
+        "int8": lambda: start("", True, dict(bf16=True, sites=["generation=int8"])),
+        "grad_release": lambda: start("stochastic", spread=True, grad_release=True),
+        "average_on": lambda: start("stochastic", spread=True, average_on="cpu"),
+    }
+    said = {}
+    for name, act in tries.items():
+        try:
+            act()
+            said[name] = None
+        except Refused as error:
+            said[name] = str(error)
+    run = start("stochastic", spread=True)
+    run.blank = None
+    try:
+        run.generator()
+    except Refused as error:
+        said["generator"] = str(error)
+    told(file, said)

@@ -1,0 +1,642 @@
+"""release.py: updates within backward have the bits of the ordinary step, and hold no gradient. Beside it:
+how many small tensors a step makes, and averages that are kept on the CPU.
+"""
+
+import copy
+import functools
+import weakref
+
+import cli
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import BF16, RECIPES, batches, net, refused, same, same_state, start, through_a_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from average import EMA, OnCPU, average_kind
+from bench_memory import Allocations
+from optim import AdamW
+from precision import Precision, recipe
+from release import Release
+from watch import Watch
+
+eager = common.eager
+OURS = ["adamw", "sgd", "lion", "adafactor", "muon"]
+RELEASED = [name for name in RECIPES if name != "fp16"]
+
+
+def steps(run, count=4, first=0, measure=False, gaps=False):
+    """Train Net; with gaps every second step leaves its time_embed without a gradient. Returns reports."""
+    reports = []
+    for step, (x, y) in list(enumerate(batches(first + count)))[first:]:
+        run.observe(measure)
+        t = None if gaps and step % 2 == 0 else torch.arange(8.0)
+        run.backward(F.mse_loss(run(x, t), y))
+        reports.append(run.step(measure=measure))
+    return reports
+
+
+def equal(run, other):
+    """Whether two runs hold the same bits: weights, states and averages."""
+    for (name, p), q in zip(run.named_params, other.params, strict=True):
+        assert same(p.detach(), q.detach()), name
+        assert same_state(run.optimizer.state[p], other.optimizer.state[q]), name
+    for name, average in run.averages.items():
+        for key, value in average.shadow.items():
+            assert same(value, other.averages[name].shadow[key]), (name, key)
+    return True
+
+
+def twins(flags, **options):
+    """(a run, the same run that releases)."""
+    make = functools.partial(start, flags, weight_decay=0.1, averages=["0.9:bf16:stochastic"], seed=3)
+    return (
+        make(net(width=16), **options),
+        make(net(width=16), **{k: v for k, v in options.items() if k != "accumulate"}, grad_release=True),
+    )
+
+
+# ---- The same bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_every_recipe_has_the_bits_of_the_ordinary_step(name):
+    plain, released = twins(name, lr=1e-2)
+    steps(plain, 3), steps(released, 3)  # in buckets of many tensors, and one by one
+    assert equal(plain, released)
+    steps(plain, 2, 3, gaps=True), steps(released, 2, 3, gaps=True)
+    assert equal(plain, released)
+    untrained = twins(name)[0]
+    assert any(not same(p.detach(), q.detach()) for p, q in zip(plain.params, untrained.params, strict=True))
+
+
+WRITES = [{}, dict(opt8bit=True), *(dict(pure_bf16=True, **more) for more in (
+    dict(stochastic=True), dict(kahan=True), dict(master="split"), dict(stochastic=True, opt8bit=True),
+))]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", OURS[1:])
+@pytest.mark.parametrize("flags", WRITES, ids=str)
+def test_every_optimiser_has_the_bits_of_the_ordinary_step(optimizer, flags):
+    if optimizer == "adafactor" and "opt8bit" in flags:
+        flags = {**flags, "sites": ["row_var=bf16", "col_var=bf16"]}
+    runs = [
+        Precision(net(), recipe(**flags, optimizer=optimizer), optimizer=optimizer, lr=1e-2, grad_release=on)
+        for on in (False, True)
+    ]
+    for run in runs:
+        steps(run, 3)
+    assert equal(*runs)
+
+
+METHODS = [dict(sparse24="srste"), dict(sparse24="magnitude"), dict(fp8=True)]
+
+
+@pytest.mark.parametrize("flags", METHODS, ids=str)
+def test_methods_see_each_gradient(flags):
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+            self.head = nn.Linear(32, 1)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + F.gelu(block(x))
+            return self.head(x)
+
+    runs, backend = [], {"fp8_backend": "emulate"} if "fp8" in flags else {}
+    for on in (False, True):
+        torch.manual_seed(0)
+        r = recipe(pure_bf16=True, stochastic=True, **flags, **backend)
+        runs.append(Precision(Blocks(), r, lr=1e-2, grad_release=on))
+        for step in range(3):
+            x = common.draw(8, 32, seed=step)
+            runs[-1].backward(runs[-1](x).square().mean())
+            runs[-1].step()
+    assert equal(*runs)
+
+
+@pytest.mark.parametrize("name", ["fp32", "stochastic", "stochastic opt8bit"])
+def test_each_tensor_is_clipped_by_its_own_norm(name):
+    plain, released = twins(name, clip_tensor=1e-3)
+    assert all(
+        abs(a["grad_norm"] - b["grad_norm"]) == 0
+        for a, b in zip(steps(plain, measure=True), steps(released, measure=True), strict=True)
+    )
+    assert equal(plain, released)
+    # SGD without momentum moves each tensor by lr times its clipped gradient; short ones are left
+    run = start("fp32", optimizer="sgd", lr=1.0, momentum=0.0, clip_tensor=1e-3, grad_release=True)
+    before = [p.detach().clone() for p in run.params]
+    steps(run, 1, first=1)
+    moved = [(p.detach() - old).norm().item() for p, old in zip(run.params, before, strict=True)]
+    assert max(moved) == pytest.approx(1e-3, rel=1e-3) and sum(m > 0.99e-3 for m in moved) > 1
+    assert min(moved) < 0.9e-3
+
+
+@pytest.mark.parametrize("name", ["fp32", "stochastic", "split opt8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_telemetry_tells_the_same(name, optimizer):
+    flags = dict(RECIPES[name], optimizer=optimizer)
+    runs = [Precision(net(), recipe(**flags), optimizer=optimizer, grad_release=on) for on in (False, True)]
+    plain, released = (steps(run, measure=True) for run in runs)
+    assert plain == released and {"update_survival", "grad_norm", "ema_moved"} <= set(released[-1])
+    steps(runs[0]), steps(runs[1])
+    assert equal(*runs), "a look changes nothing"
+
+
+def test_a_measured_step_says_so_before_its_forward():
+    run = start("stochastic", grad_release=True)
+    (x, y) = batches(1)[0]
+    run.backward(F.mse_loss(run(x), y))
+    refused(lambda: run.step(measure=True), "observe(True)")
+
+
+def test_resume_is_exact_and_may_change_its_mind():
+    whole, first = twins("stochastic opt8bit")
+    steps(whole, 4)
+    steps(first, 2)
+    state = through_a_file(first.state_dict())
+    for run in twins("stochastic opt8bit"):
+        run.load_state_dict(copy.deepcopy(state))
+        steps(run, 2, first=2)
+        assert equal(whole, run)
+
+
+# ---- Nets of every kind ------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A table that is read at both ends, a layer that is used twice, blocks that may be computed again."""
+
+    def __init__(self, again=None):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.never = nn.Linear(2, 2)
+        self.again = again
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for _ in range(2):
+            if self.again is None:
+                x = x + F.gelu(self.layer(x))
+            else:
+                x = x + checkpoint(lambda x: F.gelu(self.layer(x)), x, use_reentrant=self.again)
+        return self.head(x)
+
+
+def tied(on, again=None, flags=None, count=4):
+    torch.manual_seed(0)
+    run = Precision(Tied(again), recipe(**(flags or RECIPES["stochastic"])), lr=1e-2, grad_release=on)
+    ids = torch.randint(0, 16, (4, 12), generator=torch.Generator().manual_seed(1))
+    for _ in range(count):
+        logits = run(ids[:, :-1])
+        run.backward(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize("again", [None, False])
+@pytest.mark.parametrize("flags", [{}, RECIPES["stochastic opt4bit"]], ids=str)
+def test_tied_weights_layers_used_twice_and_blocks_computed_again(again, flags):
+    run = tied(True, again, flags)
+    assert equal(tied(False, None, flags), run)
+    assert run.optimizer.state[run.model.never.weight]["step"] == 0
+
+
+def test_a_second_gradient_in_one_step_is_refused():
+    run = start("stochastic", grad_release=True)
+    (x, y) = batches(1)[0]
+    run.backward(F.mse_loss(run(x), y))
+    refused(lambda: run.backward(F.mse_loss(run(x), y)), "second gradient", "step()")
+    refused(lambda: tied(True, again=True, count=1), "second gradient", "use_reentrant=False")
+
+
+def test_a_weight_that_a_later_product_reads_ends_in_an_error_and_not_in_other_numbers():
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):  # the second layer's weight is read, without a gradient of its own, before it
+            return self.second(self.first(x) @ self.second.weight.detach())
+
+    run = Precision(Read(), recipe(), grad_release=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run.backward(run(torch.randn(3, 4)).square().mean())
+
+
+def test_a_part_that_is_frozen_later_and_one_that_thaws():
+    def trained(on):
+        run = start("stochastic", grad_release=on)
+        steps(run, 1)
+        run.model.stem.requires_grad_(False)
+        steps(run, 1)
+        run.model.stem.requires_grad_(True)
+        steps(run, 2)
+        return run
+
+    assert equal(trained(False), trained(True))
+
+
+def test_no_gradient_at_all_is_refused_as_ever():
+    run = start("fp32", grad_release=True)
+    refused(run.step, "found no gradients")
+
+
+# ---- In a loop of one's own --------------------------------------------------------------------------------
+
+
+def stranger(make, on):
+    """README's loop with an optimiser alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 70), nn.ReLU(), nn.Linear(70, 1))
+    model.to(BF16)
+    optimizer = make(model.parameters(), compiled=False)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if on:
+        Release(optimizer)
+    x, losses = common.draw(64, 8).to(BF16), []
+    for _ in range(20):
+        loss = F.mse_loss(model(x), x[:, :1] * 2)
+        loss.backward()
+        assert all((p.grad is None) == on for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return model, optimizer, losses
+
+
+def adamw(params, **more):
+    return AdamW(params, lr=1e-2, update="stochastic", exp_avg="bf16", exp_avg_sq="bf16", **more)
+
+
+def test_six_lines_of_a_strangers_loop():
+    plain, released = stranger(adamw, False), stranger(adamw, True)
+    assert plain[2] == released[2] and released[2][-1] < 0.3 * released[2][0]
+    for p, q in zip(plain[0].parameters(), released[0].parameters(), strict=True):
+        assert same(p.detach(), q.detach()) and same_state(plain[1].state[p], released[1].state[q])
+
+
+def test_removed_it_is_the_ordinary_step():
+    model = nn.Linear(4, 4)
+    optimizer = AdamW(model.parameters(), compiled=False)
+    release = Release(optimizer)
+    release.remove()
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad is not None and optimizer.released is None
+
+
+def test_transformers_gpt2():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32)
+    ids, runs = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0)), []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0))
+        runs.append(Precision(model, recipe(**RECIPES["stochastic"]), lr=1e-2, grad_release=on))
+        for step in range(3):
+            torch.manual_seed(step)
+            runs[-1].backward(runs[-1](ids, labels=ids).loss)
+            runs[-1].step()
+    assert equal(*runs)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_watch_sees_what_it_sees_of_the_ordinary_step(early):
+    found = []
+    for on in (False, True):
+        run = start("pure_bf16", lr=1e-4, grad_release=on)
+        watch = Watch(run.model, run.optimizer, run.ema, every=2) if early else None
+        steps(run, 1) if not early else None
+        watch = watch or Watch(run.model, run.optimizer, run.ema, every=2)
+        steps(run, 7, first=1)
+        found.append((str(watch), watch.shares()))
+        assert run.release is None or not run.release.hold or watch._due(watch.steps + 1)
+    assert found[0] == found[1]
+
+
+def test_a_watch_that_was_there_first_leaves_out_the_step_it_could_not_see():
+    run = start("pure_bf16", lr=1e-4, grad_release=True)
+    run.release.remove()
+    watch = Watch(run.model, run.optimizer, every=50)
+    run.release = Release(run.optimizer)
+    steps(run, 2)
+    assert watch.steps == 2 and watch.looks == 0 and "without a gradient" not in str(watch)
+
+
+# ---- What it refuses ---------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "clip_grad": (dict(clip_grad=1.0), {}, "--clip_tensor 1"),
+    "accumulate": (dict(accumulate=4), {}, "--accumulate 1"),
+    "fp16": ({}, dict(fp16=True), "--bf16"),
+    "torch": (dict(optimizer="torch"), {}, "use adamw, sgd, lion, adafactor or muon"),
+    "both": (dict(clip_grad=1.0, clip_tensor=1.0), {}, "exclude each other"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_needs_all_gradients_is_refused_with_what_does_not(case):
+    options, flags, said = REFUSED[case]
+    refused(lambda: start(flags, grad_release=True, **options), said)
+
+
+def test_compiled_and_distributed_nets_are_refused(monkeypatch):
+    refused(lambda: Precision(torch.compile(net()), grad_release=True), "--compile")
+    run = start("fp32", grad_release=True)
+    with pytest.raises(Exception, match="--compile"):
+        run.forward = torch.compile(run.model)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    refused(lambda: steps(run, 1), "several processes")
+
+
+def test_sparse_gradients_are_refused():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(8, 4, sparse=True)
+
+        def forward(self, ids):
+            return self.table(ids)
+
+    run = Precision(Table(), grad_release=True)
+    refused(lambda: run.backward(run(torch.arange(3)).sum()), "sparse=False")
+
+
+# ---- The command -------------------------------------------------------------------------------------------
+
+folder = pytest.fixture(cli.in_a_folder_of_its_own.__wrapped__, name="folder") if hasattr(
+    cli.in_a_folder_of_its_own, "__wrapped__"
+) else cli.in_a_folder_of_its_own  # fmt: skip
+PURE = ("--pure_bf16", "--stochastic", "--clip_tensor", 1)
+
+
+def test_the_command_and_its_resume(folder, capsys):
+    assert cli.quick(*PURE, name="plain") == 0
+    assert cli.quick(*PURE, "--grad_release", name="run", steps=2) == 0
+    assert "freed within backward" in capsys.readouterr().out
+    assert cli.quick(*PURE, "--grad_release", "--average_on", "cpu", name="run") == 0
+    assert "--average_on cpu" in capsys.readouterr().out
+    states = [cli.checkpoint(name)["precision"] for name in ("plain", "run")]
+    cli.assert_same(*states)
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in cli.metrics("run")]
+    plain = [{k: v for k, v in row.items() if k != "seconds"} for row in cli.metrics("plain")]
+    assert [row.keys() for row in rows] == [row.keys() for row in plain]
+    assert [(row["loss"], row["grad_norm"]) for row in rows] == [(r["loss"], r["grad_norm"]) for r in plain]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ((), "--clip_tensor 1"),
+        (("--clip_grad", 0, "--accumulate", 2), "--accumulate 1"),
+        (("--clip_grad", 0, "--compile"), "--compile"),
+        (("--clip_grad", 0, "--fp16"), "--bf16"),
+        (("--clip_grad", 1, "--clip_tensor", 1), "exclude each other"),
+        (("--clip_grad", 0, "--optimizer", "torch"), "muon"),
+    ],
+)
+def test_the_command_refuses_in_one_line(folder, flags, said, capsys, tmp_path):
+    assert cli.quick("--grad_release", *flags) == 2
+    assert said in cli.one_line(capsys) and not list(tmp_path.iterdir())
+
+
+def test_several_processes_are_refused(folder, capsys, monkeypatch, tmp_path):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert cli.quick("--grad_release", *PURE) == 2
+    assert "one process" in cli.one_line(capsys) and not list(tmp_path.iterdir())
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------
+
+
+def layers(count=6, width=128):
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+
+
+@pytest.mark.parametrize("states, bytes_", [("opt8bit", 4.03), ("opt4bit", 3.06)])
+def test_bytes_a_parameter_as_allocated(states, bytes_):
+    pytest.importorskip({"opt8bit": "bitsandbytes", "opt4bit": "torchao"}[states])
+    measured(states, False)  # makes the tables that all optimisers share
+    ordinary, _ = measured(states, False)
+    released, ledger = measured(states, True)
+    assert ordinary == pytest.approx(bytes_ + 2, abs=0.02) and released == pytest.approx(bytes_, abs=0.02)
+    assert ledger.state_bytes == pytest.approx(bytes_, abs=0.03), "with tables of codes, of 2 KB"
+    row = next(row for row in ledger.rows if row["site"] == "grads")
+    assert row["bytes"] == 0 and "freed within backward" in row["why"] and "0.03 MiB" in row["why"]
+
+
+def measured(states, on):
+    """(bytes a parameter that are held after backward, but for the average; the ledger)."""
+    with Allocations() as meter:
+        r = recipe(pure_bf16=True, stochastic=True, **{states: True})
+        run = Precision(layers(), r, grad_release=on, lr=1e-4)
+        for _ in range(2):
+            loss = run(torch.ones(2, 128)).square().mean()
+            run.backward(loss)
+            meter.mark("after backward")
+            run.step()
+    average = sum(t.nbytes for t in run.ema.shadow.values())
+    return (meter.held["after backward"] - average) / sum(p.numel() for p in run.params), run.ledger()
+
+
+def test_one_gradient_is_there_at_a_time():
+    run, alive, most = Precision(layers(), recipe(), grad_release=True), weakref.WeakSet(), 0
+    update = run.release.gradient
+
+    def seen(p):
+        nonlocal most
+        alive.add(p.grad)
+        most = max(most, len(alive))
+        return update(p)
+
+    run.release.gradient = seen
+    run.observe(True)  # telemetry holds none either
+    run.backward(run(torch.ones(2, 128)).square().mean())
+    assert most <= 2 and not len(alive)
+    run.step(measure=True)
+
+
+# ---- Small tensors -----------------------------------------------------------------------------------------
+
+
+class Small(TorchDispatchMode):
+    """Counts the tensors below 1 KB that are made, each memory once."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.kept, self.known = 0, [], set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        given = {t.untyped_storage()._cdata for t in leaves if torch.is_tensor(t)}
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...)
+            given = set()
+        for t in torch.utils._pytree.tree_leaves(out):
+            if torch.is_tensor(t) and t.untyped_storage().nbytes() < 1024:
+                if t.untyped_storage()._cdata not in self.known | given:
+                    self.count += 1
+                    self.kept.append(t)  # so that no address is used again
+                    self.known.add(t.untyped_storage()._cdata)
+        return out
+
+
+def small_tensors(count, make, on=False):
+    """How many one step of `count` parameters and its average make."""
+    params = [nn.Parameter(common.draw(40, 40, seed=i).to(BF16)) for i in range(count)]
+    optimizer = make(params)
+    average = EMA([(str(i), p) for i, p in enumerate(params)], 0.9, compiled=False)
+    if on:
+        Release(optimizer)
+    found = []
+    for _ in range(2):
+        for p in params if not on else ():
+            p.grad = torch.ones_like(p)
+        with Small() as small:
+            if on:
+                torch.cat([p.view(-1) for p in params]).sum().backward()
+            optimizer.step()
+            average.update()
+        found.append(small.count)
+    return found[-1]
+
+
+MAKES = {
+    "stochastic": functools.partial(adamw, compiled=False),
+    "split": functools.partial(AdamW, master="split", compiled=False),
+    "fp32 moments": functools.partial(AdamW, compiled=False),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_step_makes_a_fixed_number_of_small_tensors(name):
+    few, many = (small_tensors(count, MAKES[name]) for count in (10, 400))  # one bucket, and three
+    assert few == many == 4, "a table of numbers and one of keys, of the step and of the average"
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_so_does_a_step_within_backward(name):
+    few, many = (small_tensors(count, MAKES[name], on=True) for count in (10, 100))
+    assert many <= few == 4 + 2, "as many, and two of the loss; a long table is not small"
+
+
+# ---- Averages on the CPU -----------------------------------------------------------------------------------
+
+
+class Slow:
+    """A Traffic whose copies are done at the last moment that its promises allow."""
+
+    def __init__(self):
+        self.waiting, self.copies = [], 0
+
+    def memory(self, n, dtype):
+        return torch.full((n,), 77).to(dtype)
+
+    def copy(self, pairs):
+        self.waiting += pairs
+        self.copies += 1
+
+    def wait(self):
+        for targets, sources in self.waiting:
+            for target, source in zip(targets, sources(), strict=True):
+                if target is not None:
+                    target.copy_(source)
+        self.waiting = []
+
+    before_writing = wait
+
+
+def moved_to_the_cpu(run):
+    """The run, with averages as they are kept on the CPU beside a GPU."""
+    for name, old in run.averages.items():
+        dtype = {torch.float32: "fp32", BF16: "bf16"}[old.dtype]
+        options = dict(low_part=run.low_part, warmup=old.warmup, seed=old.seed, traffic=Slow())
+        run.averages[name] = OnCPU(run.named_params, old.full_decay, dtype, old.update_mode, **options)
+    run.ema = run.averages["ema"]
+    return run
+
+
+@pytest.mark.parametrize("name", ["fp32", "stochastic", "kahan", "split opt8bit", "bf16 average"])
+@pytest.mark.parametrize("release", [False, True])
+def test_an_average_on_the_cpu_has_the_same_bits(name, release):
+    make = functools.partial(start, name, lr=1e-2, averages=["0.9:bf16:stochastic"], ema_warmup=True)
+    plain, ours = make(net()), moved_to_the_cpu(make(net(), grad_release=release))
+    steps(plain), steps(ours)
+    assert ours.ema.behind and ours.ema.traffic.copies == len(ours.ema._buckets) + 4
+    assert equal(plain, ours) and not ours.ema.behind
+    assert steps(plain, 1, 4, measure=True) == steps(ours, 1, 4, measure=True)
+    again = moved_to_the_cpu(make(net(), grad_release=release))
+    steps(again, 1)
+    again.load_state_dict(through_a_file(ours.state_dict()))
+    steps(plain, 2, 5), steps(again, 2, 5)
+    assert equal(plain, again)
+    for key, value in plain.weights("ema").items():
+        assert same(value, again.weights("ema")[key])
+    x = batches(1)[0][0]
+    assert same(plain.generator()(x), again.generator()(x))
+
+
+def test_a_write_that_does_not_wait_would_be_seen():
+    plain, ours = start("fp32", lr=1e-2), moved_to_the_cpu(start("fp32", lr=1e-2))
+    ours._before_writing = lambda: None
+    steps(plain), steps(ours)
+    assert not same(plain.ema.shadow["stem.weight"], ours.ema.shadow["stem.weight"])
+
+
+def test_where_an_average_is_kept():
+    assert average_kind("cpu", torch.device("cuda")) is OnCPU
+    assert average_kind("cpu", torch.device("cpu")) is EMA is average_kind("device", torch.device("cuda"))
+    refused(lambda: start("fp32", average_on="disk"), "device or on the cpu")
+
+
+# ---- On a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["stochastic", "stochastic opt8bit", "split"])
+def test_released_steps_on_cuda_have_the_same_bits(name):
+    runs = [start(name, net(width=16).cuda(), lr=1e-2, grad_release=on) for on in (False, True)]
+    for run in runs:
+        for x, y in batches(4, device="cuda"):
+            run.backward(F.mse_loss(run(x), y))
+            run.step()
+    assert equal(*runs)
+
+
+@pytest.mark.gpu
+def test_an_average_on_the_cpu_follows_one_on_cuda():
+    runs = [start("stochastic", net().cuda(), lr=1e-2, average_on=where) for where in ("device", "cpu")]
+    for run in runs:
+        for x, y in batches(8, device="cuda"):
+            run.backward(F.mse_loss(run(x), y))
+            run.step()
+    for key, value in runs[0].ema.shadow.items():
+        own = runs[1].ema.shadow[key]
+        assert own.device.type == "cpu"
+        torch.testing.assert_close(own, value.cpu(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", [False, True])
+def test_a_step_on_cuda_waits_for_nothing(on):
+    run = start("stochastic", net(width=16).cuda(), clip_tensor=1.0, grad_release=on)
+    made = batches(3, device="cuda")
+    for step, (x, y) in enumerate(made):
+        if step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            run.backward(F.mse_loss(run(x), y))
+            run.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
