@@ -15,6 +15,7 @@ import time
 import warnings
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import models
 from formats import FORMATS
@@ -121,7 +122,9 @@ def prepared(net, flags, device):
     torch.manual_seed(0)
     with device:
         model = built(net)
-    run = Precision(model, recipe(**flags), **ADAMW)
+    flags = dict(flags)
+    release = flags.pop("grad_release", False)
+    run = Precision(model, recipe(**flags), grad_release=release, **ADAMW)
     generator = torch.Generator().manual_seed(0)
     x, velocity = (torch.randn(batch, 3, side, side, generator=generator).to(device) for _ in range(2))
     t, y = torch.linspace(0, 999, batch, device=device), torch.arange(batch) % 10
@@ -143,11 +146,57 @@ def state_bytes(optimizer):
     """Bytes of all tensors in an optimiser's state and tables of codes, storage that several share counted
     once.
     """
-    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tensors = [t for state in optimizer.state.values() for _, t in tensors_in(state)]
     for form in getattr(optimizer, "coders", {}).values():
         tensors += getattr(form, "tables", {}).values()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def tensors_in(state, path=""):
+    """[(where, plain tensor)] of a state: of dicts and lists within it, and of classes of tensors that hold
+    others, as torchao's and SDNQ's codes do.
+    """
+    if is_traceable_wrapper_subclass(state):
+        names = state.__tensor_flatten__()[0]
+        state = {name: getattr(state, name) for name in names}
+    if torch.is_tensor(state):
+        return [(path, state)]
+    if isinstance(state, (list, tuple)):
+        state = dict(enumerate(state))
+    if not isinstance(state, dict):
+        return []
+    parts = [tensors_in(value, f"{path}.{name}" if path else str(name)) for name, value in state.items()]
+    return [found for part in parts for found in part]
+
+
+# ---- Moments -----------------------------------------------------------------------------------------------
+
+
+def after_a_drop(optimizer, p, read, before, after, bar=None, beta2=None, quiet=False):
+    """(v of the entries whose gradients dropped, v of the others), each over the exact mean v.
+
+    Standard normal gradients for `before` steps, then every other entry's times 0.01 for `after` steps: in
+    each block of codes the scale stays, while half of the values should fall. read() gives exp_avg_sq [n] as
+    the optimiser holds it. The draws are made on the CPU. beta2: that of the optimiser's groups unless given.
+    quiet: let a quarter of the entries have small gradients all along, and count them nowhere. They are what
+    the smallest code of a block stands for, so that the dropped ones lie between a block's two ends.
+    """
+    generator, places = torch.Generator().manual_seed(0), torch.arange(p.numel())
+    dropped = places % 2 == 0
+    heights = torch.where(places % 4 == 1, 1e-3, 1.0) if quiet else torch.ones(())
+    exact, beta2 = torch.zeros(p.numel()), beta2 or optimizer.param_groups[0]["betas"][1]
+    for step in range(before + after):
+        grad = torch.randn(p.numel(), generator=generator) * heights
+        grad = torch.where(dropped, 0.01 * grad, grad) if step >= before else grad
+        exact = beta2 * exact + (1 - beta2) * grad.square()
+        p.grad = grad.to(p.device, p.dtype).view_as(p)
+        optimizer.step()
+        if bar:
+            bar.update()
+    held = read().cpu()
+    others = places % 4 == 3 if quiet else ~dropped
+    return tuple((held[half].mean() / exact[half].mean()).item() for half in (dropped, others))
 
 
 # ---- Time --------------------------------------------------------------------------------------------------

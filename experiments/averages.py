@@ -130,12 +130,16 @@ def measure(decay, steps=STEPS, n=ENTRIES, seed=0, rules=RULES):
                 rest = 1 - rule.decay_at(decay, step)
                 averages[name] = rule.update(averages[name], p, rest, draw)
                 exact[name] = exact[name] + rest * (wide - exact[name])
-    found = {}
-    for name, average in averages.items():
-        way, gone = exact[name] - start.double(), average.double() - start.double()
-        distance = (average.double() - exact[name]).square().mean().sqrt() / SPREAD
-        found[name] = float(gone @ way / (way @ way)), float(distance)
-    return found
+    return {name: progress(start, average, exact[name]) for name, average in averages.items()}
+
+
+def progress(start, average, exact):
+    """(share of the way from `start` to `exact`, fp64, that `average` has covered, its distance from `exact`
+    over the weights' spread); all [n].
+    """
+    way, gone = exact - start.double(), average.double() - start.double()
+    distance = (average.double() - exact).square().mean().sqrt() / SPREAD
+    return float(gone @ way / (way @ way)), float(distance)
 
 
 def main(argv=None):

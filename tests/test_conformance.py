@@ -1,0 +1,582 @@
+"""bench.py conformance: each planted defect is called by its name and nothing else is; ours keeps to what it
+claims; bad input.
+"""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import common
+import pytest
+import torch
+from common import BF16
+from torch.distributed.tensor import DTensor
+
+import bench
+import bench_conformance
+import conformance
+import rounding
+import subjects
+from bench_common import state_bytes
+from bench_conformance import ASKED, AVERAGE_CHECKS, CHECKS, TABLES, asked
+from conformance import Size
+from experiments import averages
+from subjects import Subject
+
+eager = common.eager
+SMALL = Size(side=128, steps=30, decay_steps=125, before=40, after=350, path=(800, 1000))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(conformance, "SIZE", SMALL)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def found(subject, *checks):
+    """{check: Result} of the findings."""
+    results = {check: asked(ASKED[subject.kind][check], subject) for check in checks or ASKED[subject.kind]}
+    return {check: result for check, result in results.items() if result.verdict == "finding"}
+
+
+# ---- Planted defects ---------------------------------------------------------------------------------------
+
+
+class Right(torch.optim.Optimizer):
+    """AdamW on bf16 weights with fp32 arithmetic; noise goes by (seed, step, place). The rest breaks it."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, seed=0):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+        self.seed = seed
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        start = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, exp_avg=self.zeros(p), exp_avg_sq=self.zeros(p))
+                state["step"] += 1
+                self.update(p, self.gradient(p), state, group, start)
+                start += p.numel()
+
+    def load_state_dict(self, state):
+        """torch's loader casts states to the dtype of the weights."""
+        saved = [entry for _, entry in sorted(state["state"].items())]
+        super().load_state_dict(state)
+        for mine, theirs in zip(self.state.values(), saved, strict=True):
+            mine.update({name: copy.deepcopy(theirs[name]) for name in theirs})
+
+    def zeros(self, p):
+        return torch.zeros_like(p, dtype=torch.float32)
+
+    def gradient(self, p):
+        return p.grad.float()
+
+    def update(self, p, g, state, group, start):
+        (beta1, beta2), t = group["betas"], state["step"]
+        m = state["exp_avg"].float().lerp(g, 1 - beta1)
+        v = state["exp_avg_sq"].float().lerp(g * g, 1 - beta2)
+        state["exp_avg"].copy_(m)
+        state["exp_avg_sq"].copy_(v)
+        step = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + 1e-8)
+        x = self.decayed(p, group["lr"] * group["weight_decay"]) - group["lr"] * step
+        p.copy_(self.rounded(x, self.draw(p, t, start)) if p.dtype == BF16 else x)
+
+    def decayed(self, p, share):
+        return p.float() * (1 - share)
+
+    def draw(self, p, step, start):
+        """int32 like p, from a long row of which the tensor takes its place."""
+        generator = torch.Generator().manual_seed(self.key(p, step, start))
+        row = torch.randint(0, 1 << 16, (start + p.numel(),), generator=generator, dtype=torch.int32)
+        return row[start:].view(p.shape)
+
+    def key(self, p, step, start):
+        return 1000 * step + self.seed
+
+    def rounded(self, x, noise):
+        up = ((x.view(torch.int32) + noise) & -65536).view(torch.float32)
+        return torch.where(x.isfinite(), up, x).to(BF16)
+
+
+class Nearest(Right):
+    def rounded(self, x, noise):
+        return x.to(BF16)
+
+
+class Truncated(Right):
+    """Seven eighths of the noise that is needed: too often down."""
+
+    def rounded(self, x, noise):
+        return super().rounded(x, noise - (noise >> 3))
+
+
+class SharedByTensors(Right):
+    def draw(self, p, step, start):
+        return super().draw(p, step, 0)
+
+
+class SameEachStep(Right):
+    def key(self, p, step, start):
+        return self.seed
+
+
+class SameForEachSeed(Right):
+    def key(self, p, step, start):
+        return 1000 * step
+
+
+class BeginsAgain(Right):
+    """A generator that is not saved."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def draw(self, p, step, start):
+        return torch.randint(0, 1 << 16, p.shape, generator=self.generator, dtype=torch.int32)
+
+
+class KeyedByShape(Right):
+    def key(self, p, step, start):
+        return 1000 * step + self.seed + p.numel()
+
+
+class Unkeyed(Right):
+    """Draws differ from run to run, whatever the seed."""
+
+    drawn = 0
+
+    def key(self, p, step, start):
+        Unkeyed.drawn += 1
+        return Unkeyed.drawn
+
+
+class FrozenV(Right):
+    def zeros(self, p):
+        return torch.zeros_like(p)
+
+
+class DecayOfItsOwn(Right):
+    def decayed(self, p, share):
+        return p.mul(1 - share).float()
+
+
+class Forgets(Right):
+    """The counter that corrects the bias is no part of the state."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for state in self.state.values():
+            state["step"] = 0
+
+
+class CastByTheLoader(Right):
+    load_state_dict = torch.optim.Optimizer.load_state_dict
+
+
+class Spreads(Right):
+    """A sum over the tensor, as a norm that clips: what is no number reaches all."""
+
+    def gradient(self, p):
+        return p.grad.float() + 0 * p.grad.sum()
+
+
+class Hides(Right):
+    def gradient(self, p):
+        return p.grad.float().nan_to_num()
+
+    def decayed(self, p, share):
+        return super().decayed(p, share).nan_to_num()
+
+
+class NoNumbersBelow(Right):
+    """A fixed floor under weights."""
+
+    def decayed(self, p, share):
+        return torch.where(p.float().abs() < 1e-30, 0.0, p.float()) * (1 - share)
+
+
+class NoScalars(Right):
+    def gradient(self, p):
+        return p.grad.float()[:] if p.numel() else p.grad[0]
+
+
+def own(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+class Shards(Right):
+    """It takes DTensors, and draws the noise of a shard's place in the whole tensor."""
+
+    def zeros(self, p):
+        return super().zeros(own(p))
+
+    def gradient(self, p):
+        return own(p.grad).float()
+
+    def update(self, p, g, state, group, start):
+        super().update(own(p), g, state, group, start + self.first(p))
+
+    def first(self, p):
+        return p.device_mesh.get_rank() * own(p).numel() if isinstance(p, DTensor) else 0
+
+
+class AlikeOnAllRanks(Shards):
+    def first(self, p):
+        return 0
+
+
+class OfTheGlobalGenerator(Shards):
+    """No defect, as torchao and torchastic do it: the program has to save torch's generator."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0):
+        super().__init__(params, lr, betas, weight_decay)
+
+    def draw(self, p, step, start):
+        return torch.randint(0, 1 << 16, p.shape, dtype=torch.int32)
+
+
+WRITES = {"write of 1/10 ulp", "write of 1/3 ulp", "write of 1/2 ulp"}
+PLANTED = {
+    Right: {},
+    OfTheGlobalGenerator: {},
+    Shards: {},
+    AlikeOnAllRanks: {"noise of ranks": "share their noise (+1.00)", "sharded": "get other bits"},
+    Nearest: dict.fromkeys(WRITES, "writes are biased") | {"decay alone": "weight decay alone: 0%"},
+    Truncated: dict.fromkeys(WRITES, "writes are biased") | {"decay alone": "weight decay alone"},
+    SharedByTensors: {"noise of tensors": "share their noise", "split in two": "get other bits"},
+    SameEachStep: {"noise of steps": "repeats from step to step", "noise after resume": "begins again"}
+    | {"decay alone": "weight decay alone"},
+    SameForEachSeed: {"noise of seeds": "other seeds share"},
+    BeginsAgain: {"noise after resume": "begins again", "exact resume": "differs in"},
+    KeyedByShape: {"split in two": "get other bits"},
+    FrozenV: {"v after a drop": "times too high"},
+    DecayOfItsOwn: {"decay alone": "weight decay alone: 0%"},
+    Forgets: {"exact resume": "differs in", "noise after resume": "begins again"},
+    CastByTheLoader: {"exact resume": "gives states of other dtypes"},
+    Spreads: {"NaN": "NaN spreads from one entry to 16383 others", "infinity": "to 16383 others"},
+    Hides: {"NaN": "NaN in a gradient is turned into a number; NaN in a weight is"},
+    NoNumbersBelow: {"extremes": "a zero gradient changes"},
+    NoScalars: {"sizes": "size empty"},
+}
+
+
+def planted(kind):
+    seed = set() if kind is OfTheGlobalGenerator else {"seed"}
+    return Subject(kind.__name__, kind, {"lr", "betas", "weight_decay"} | seed)
+
+
+@pytest.mark.parametrize("kind", PLANTED, ids=lambda kind: kind.__name__)
+def test_a_planted_defect_is_called_by_its_name_and_nothing_else_is(kind):
+    findings = found(planted(kind))
+    said = {check: result.said for check, result in findings.items()}
+    assert set(said) == set(PLANTED[kind]), said
+    for check, words in PLANTED[kind].items():
+        assert words in said[check]
+
+
+def test_every_check_has_a_defect_that_it_finds():
+    told = {check for checks in PLANTED.values() for check in checks}
+    assert told == set(CHECKS) - {"compiled", "state B/param"}, "the first has a test of its own"
+
+
+def test_noise_that_nobody_can_repeat_is_found():
+    findings = found(planted(Unkeyed), "noise of seeds", "exact resume")
+    assert "two runs of one seed differ" in findings["noise of seeds"].said and "exact resume" in findings
+
+
+def test_shards_get_the_bits_of_the_whole_or_are_not_claimed():
+    shown = {kind: asked(CHECKS["sharded"], planted(kind)) for kind in (Right, Shards, AlikeOnAllRanks)}
+    assert shown[Right].shown == "takes no DTensor" and "DTensor" in shown[Right].figures["error"]
+    assert shown[Shards].shown == "same bits" and shown[Shards].verdict == "holds"
+    # the second shard alone: its noise is another than that of its place
+    assert 0 < shown[AlikeOnAllRanks].figures["differ"] < 0.5
+    assert abs(asked(CHECKS["noise of ranks"], planted(Shards)).figures["correlation"]) < 0.1
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_step_that_takes_no_dtensor_is_compiled_again_for_others():
+    def kernel(p):
+        if isinstance(p, DTensor):
+            raise RuntimeError("got mixed torch.Tensor and DTensor")
+        p.sub_(0.02)
+
+    class Fused(Right):
+        def update(self, p, g, state, group, start):
+            rounding.fused(kernel, p)
+
+    with pytest.warns(UserWarning, match="eager"):
+        result = asked(CHECKS["sharded"], planted(Fused))
+    assert result.shown == "takes no DTensor" and kernel not in rounding.unfused
+
+
+def test_noise_of_the_global_generator_is_told_where_it_needs_the_program():
+    subject = planted(OfTheGlobalGenerator)
+    assert asked(CHECKS["exact resume"], subject).shown == "by torch's generator"
+    for check, shown in (("sharded", "by torch's generator"), ("noise of ranks", "+1.000 if seeded alike")):
+        result = asked(CHECKS[check], subject)
+        assert (result.verdict, result.shown) == ("not claimed", shown)
+    again = asked(CHECKS["noise after resume"], subject)
+    assert again.verdict == "holds" and again.figures["anew"] > 0.9
+    assert "where a script seeds torch's generator at each start" in again.said
+
+
+@pytest.mark.parametrize("fraction", [1 / 10, 1 / 3, 1 / 2])
+def test_the_mean_of_writes_and_its_standard_error_are_those_of_the_draws(fraction):
+    result = conformance.writes(planted(Right), fraction, SMALL)
+    draws = 128 * 128 // 4 * 30
+    assert result.figures["draws"] == draws > 100_000
+    for mean, error in zip(result.figures["mean"], result.figures["standard_error"], strict=True):
+        assert error == pytest.approx(math.sqrt(fraction * (1 - fraction) / draws), rel=0.1)
+        assert abs(mean) < 5 * error
+    lost = conformance.writes(planted(Nearest), 1 / 3, SMALL).figures
+    # counted away from zero: a step that shortens a weight and is lost leaves it too long
+    assert lost["mean"] == pytest.approx([1 / 3, -1 / 3, -1 / 3, 1 / 3], rel=1e-3)
+    cut = conformance.writes(planted(Truncated), fraction, SMALL).figures["mean"]
+    assert all(mean < -0.01 for mean in cut), "down, whatever the sign"
+
+
+def test_an_optimiser_of_other_steps_is_measured_in_its_own():
+    class Doubled(Right):
+        def update(self, p, g, state, group, start):
+            super().update(p, g, state, {**group, "lr": 2 * group["lr"]}, start)
+
+    class Bf16Only(Right):
+        def gradient(self, p):
+            assert p.dtype == BF16, "only bfloat16"
+            return super().gradient(p)
+
+    for kind in (Doubled, Bf16Only):
+        subject = planted(kind)
+        assert subject.unit(64) == pytest.approx(2 if kind is Doubled else 1, rel=1e-2)
+        assert not found(subject, *WRITES) and subject.fp32 == (kind is Doubled)
+
+    class Bf16Nearest(Bf16Only, Nearest):
+        """What it wants is not to be seen on the weights themselves."""
+
+    findings = found(planted(Bf16Nearest), *WRITES)
+    assert all("writes are biased: " in findings[check].said for check in WRITES)
+
+
+def test_what_holds_of_each_entry_alone_is_not_claimed_where_entries_are_coupled():
+    class ByNorm(Right):
+        """Steps of the length of the whole gradient, and vectors are refused when it is made."""
+
+        def __init__(self, params, *args, **options):
+            params = list(params)
+            assert all(p.dim() == 2 for p in params), "matrices alone"
+            super().__init__(params, *args, **options)
+
+        def update(self, p, g, state, group, start):
+            state["exp_avg"].copy_(g)
+            x = p.float() - group["lr"] * g / g.norm() * g.numel() ** 0.5
+            p.copy_(self.rounded(x, self.draw(p, state["step"], start)) if p.dtype == BF16 else x)
+
+    subject = planted(ByNorm)
+    assert not subject.elementwise and planted(Right).elementwise
+    results = {check: asked(ask, subject) for check, ask in CHECKS.items()}
+    coupled = {check for check, result in results.items() if result.shown == conformance.COUPLED}
+    assert coupled == {"split in two", "sharded", "NaN", "extremes"}
+    assert results["sizes"].shown == "1 of 7, 6 refused" and results["sizes"].verdict == "holds"
+    assert results["v after a drop"].shown != "1.00", "it keeps none"
+    assert not any(results[check].verdict == "finding" for check in WRITES)
+
+
+def test_decay_by_way_of_the_gradient_is_no_finding():
+    class Coupled(Right):
+        def update(self, p, g, state, group, start):
+            g = g + group["weight_decay"] * p.float()
+            super().update(p, g, state, {**group, "weight_decay": 0.0}, start)
+
+    assert asked(CHECKS["decay alone"], planted(Coupled)).shown == "not decoupled"
+
+
+@pytest.mark.compiled
+def test_a_compiled_step_that_drops_a_rounding_is_found():
+    class Fused(Right):
+        wrong = True
+
+        def update(self, p, g, state, group, start):
+            wrong = self.wrong
+
+            @torch.compile(backend="eager")
+            def step(p):
+                p.sub_(0.05 if wrong and torch.compiler.is_compiling() else 0.02)
+
+            step(p)
+
+    wrong = asked(CHECKS["compiled"], planted(Fused))
+    assert wrong.verdict == "finding" and "other values than the eager one" in wrong.said
+    Fused.wrong = False
+    assert asked(CHECKS["compiled"], planted(Fused)).shown == "same bits"
+    assert asked(CHECKS["compiled"], planted(Right)).shown == "compiles nothing"
+
+
+# ---- Ours and others ---------------------------------------------------------------------------------------
+
+# what ours is known to lose: to nearest all, with Kahan the moments, which it writes to nearest
+LOSES = {"nearest": {*WRITES, "decay alone", "v after a drop"}, "kahan": {"v after a drop"}}
+# what it does wrong today: codes whose block takes its scale from what is no number; codes of 4 bits, which
+# have no value under a sixteenth of their block's largest
+WRONG = {"stochastic-8bit": {"NaN", "infinity"}, "stochastic-4bit": {"NaN", "infinity", "v after a drop"}}
+
+
+@pytest.mark.parametrize("name", subjects.OURS)
+def test_ours_keeps_to_what_it_claims(name):
+    if "bit" in name:
+        pytest.importorskip("bitsandbytes" if "8bit" in name else "torchao")
+    checks = set(CHECKS) - (set() if name == "nearest" else {"write of 1/10 ulp", "write of 1/2 ulp"})
+    findings = found(subjects.subject(f"ours:{name}", "cpu"), *checks)
+    told = {check: result.said for check, result in findings.items()}
+    assert set(told) == LOSES.get(name, set()) | WRONG.get(name, set()), told
+
+
+def test_averages_arrive_or_stand_still():
+    shown = {}
+    for name in ("ours:ema-fp32", "ours:ema-bf16", "ours:ema-bf16-stochastic", "torch-ema"):
+        subject = subjects.subject(name, "cpu")
+        results = {check: asked(ask, subject) for check, ask in AVERAGE_CHECKS.items()}
+        findings = [check for check, result in results.items() if result.verdict == "finding"]
+        stands = name in ("ours:ema-bf16", "torch-ema")
+        assert findings == (["way, distance"] if stands else []), name
+        assert ("does not arrive" in results["way, distance"].said) == stands
+        shown[name] = results["way, distance"].figures["share"]
+    assert shown["ours:ema-bf16"] < 0.9 and abs(shown["ours:ema-fp32"] - 1) < 1e-4
+
+
+@pytest.mark.parametrize("name", subjects.TOOLS)
+def test_rules_of_tools_are_measured_as_the_experiment_measures_them(name):
+    rule = subjects.TOOLS[name]
+    wanted = averages.measure(subjects.DECAY, *SMALL.path, rules={rule: averages.RULES[rule]})[rule]
+    found = asked(AVERAGE_CHECKS["way, distance"], subjects.subject(name, "cpu")).figures
+    assert (found["share"], found["distance"]) == pytest.approx(wanted, abs=1e-2)
+
+
+def test_bytes_of_states_that_hold_other_tensors_are_counted_once():
+    pytest.importorskip("torchao")
+    subject = subjects.subject("torchao-8bit", "cpu")
+    params, optimizer = subject.start([torch.ones(256, 256)])
+    subjects.feed(params, optimizer, [torch.ones(256, 256)])
+    # codes of both moments, a scale a block of 256, the two tables of 256 values
+    assert state_bytes(optimizer) == pytest.approx(2 * (65536 + 4 * 256 + 4 * 256), rel=0.02)
+
+
+ROOT = Path(bench.__file__).parent
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_the_page_are_those_of_the_record(name):
+    rows = json.loads((ROOT / "experiments" / "bench" / "cpu-conformance.json").read_text())["results"]
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    shown = page.split(f"<!-- {name} -->\n")[1].split("\n\n")[0]
+    assert shown == bench_conformance.table(rows, TABLES[name])
+
+
+# ---- The command -------------------------------------------------------------------------------------------
+
+MINE = """
+import torch
+
+class Mine(torch.optim.SGD):
+    def __init__(self, params, lr, momentum=0.0, dtype=None):
+        super().__init__(params, lr=lr, momentum=momentum)
+        assert dtype in (None, torch.float32)
+
+class Inner(torch.optim.AdamW):
+    def __init__(self, params, lr, weight_decay=0.0, seed=0):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+class HandsOn(Inner):
+    def __init__(self, params, more=0, **options):
+        super().__init__(params, **options)
+
+class Groups(torch.optim.AdamW):
+    def __init__(self, params, **options):
+        super().__init__(params, **{**options, "eps": 1e-9})
+
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+class Slow:
+    def __init__(self, parameters, decay, update_after=0):
+        self.decay = decay
+        self.shadow_params = [p.detach().float().clone() for p in parameters]
+    def update(self, parameters):
+        for s, p in zip(self.shadow_params, parameters):
+            s.lerp_(p.detach().float(), 1 - self.decay)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("import no_such_package")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command_writes_every_figure_and_its_status_tells(mine, capsys):
+    names = ["mine.py:Slow(decay=0.99)", "mine.py:Mine(momentum=0.9, dtype=torch.float32)", "ours:ema-fp32"]
+    argv = ["conformance", "--device", "cpu", "--out", "found.json"]
+    assert bench.main([*argv, names[0], names[2]]) == 0
+    assert "all holds" in capsys.readouterr().out
+    assert bench.main([*argv, *names]) == 1
+    out = capsys.readouterr().out
+    record = json.loads((mine / "found.json").read_text())
+    assert record["bench"] == "conformance" and record["settings"]["names"] == names
+    rows = record["results"]
+    lists = zip(names, (AVERAGE_CHECKS, CHECKS, AVERAGE_CHECKS), strict=True)
+    wanted = [(name, check) for name, checks in lists for check in checks]
+    assert [(row["name"], row["check"]) for row in rows] == wanted
+    biased = next(row for row in rows if row["check"] == "write of 1/3 ulp")
+    assert biased["verdict"] == "finding" and biased["figures"]["draws"] > 100_000
+    assert f"{names[1]}: writes are biased: nothing of a step of 0.33 ulp is written" in out
+    assert all(check in out for check in (*CHECKS, *AVERAGE_CHECKS))
+    assert "| write of 1/3 ulp | **" in bench_conformance.table(rows, names[1:2])
+
+
+def test_what_a_constructor_takes_is_known_through_the_classes_that_it_hands_keywords_to(mine):
+    assert subjects.subject("mine.py:HandsOn(more=1)", "cpu").takes == {"lr", "weight_decay", "seed"}
+    assert subjects.subject("mine.py:Groups", "cpu").takes == {"lr", "betas", "weight_decay"}
+    assert subjects.subject("mine.py:Mine", "cpu").takes == {"lr"}
+    given = subjects.subject("torch.optim:AdamW(betas=(0.8, 0.9), lr=3.0)", "cpu")
+    group = given.start([torch.ones(2)], 0.5)[1].param_groups[0]
+    assert group["betas"] == given.betas == (0.8, 0.9) and group["lr"] == 0.5, "lr belongs to the checks"
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("nonsense", "write module:Class"),
+        ("ours:fastest", "ours are nearest, stochastic"),
+        ("no_such_package:AdamW", "can't be imported"),
+        ("no_such.py:AdamW", "there is no file"),
+        ("broken.py:AdamW", "no_such_package"),
+        ("torch.optim:Adamw", "has no class Adamw"),
+        ("torch.nn:Linear", "neither derives from torch.optim.Optimizer nor is an average"),
+        ("torch.optim:AdamW(lr)", "plain values"),
+        ("torch.optim:AdamW(eps=one)", "plain values"),
+        ("torch.optim:AdamW(eps=1", "plain values"),
+        ("torch.optim:AdamW(decay=1)", "unexpected keyword argument 'decay'"),
+        ("torch.optim:AdamW(eps=-1)", "Invalid epsilon"),
+        ("mine.py:NoRate", "takes no lr"),
+        ("mine.py:Slow(update_before=1)", "update_before"),
+    ],
+)
+def test_bad_input_gets_one_line_and_status_2(mine, name, words, capsys):
+    assert bench.main(["conformance", name, "--device", "cpu", "--out", "found.json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and not (mine / "found.json").exists()
+    assert err.count("\n") == 1 and err.startswith(f"bench.py: {name.partition('(')[0]}") and words in err
+
+
+def test_a_package_that_is_absent_is_a_line_unless_it_was_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(subjects, "NAMES", ["ours:ema-fp32", "absent"])
+    monkeypatch.setitem(subjects.PEERS, "absent", "no_such_package:AdamW")
+    assert bench.main(["conformance", "--device", "cpu"]) == 0
+    assert "absent: not asked: absent: no_such_package can't be imported" in capsys.readouterr().out
+    assert bench.main(["conformance", "absent"]) == 2
