@@ -6,8 +6,11 @@
                                   is kept for backward, by recipe and batch (bench_memory.py)
     python bench.py systems       segmentation, language and video, as documents compare configurations
                                   (bench_systems.py)
+    python bench.py peers         a whole step in a bare loop, Lightning, Accelerate and here (bench_peers.py)
     python bench.py moments       whether exp_avg_sq falls when half of the gradients drop to a hundredth
     python bench.py watch         what watch.Watch costs of a step (bench_watch.py)
+    python bench.py conformance   what any optimiser or average of low precision keeps to, as figures
+                                  (bench_conformance.py)
     python bench.py --gpu         everything that needs a GPU, on nets of real size (bench_gpu.py)
 
 What it shows: the fused step is the fastest of those that round stochastically or carry a Kahan compensation,
@@ -36,11 +39,14 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import bench_conformance
 import bench_gpu
+import bench_peers
 import bench_systems
 import bench_watch
 import optim
 import peers
+import subjects
 from bench_common import (
     ADAMW,
     PRESETS,
@@ -48,6 +54,7 @@ from bench_common import (
     RECIPES,
     STOCHASTIC,
     Clock,
+    after_a_drop,
     cell,
     check_nets,
     forget_tables,
@@ -357,27 +364,6 @@ for kind in ("bf16", *moment_formats()):
     HOLDERS += [f"{kind} nearest", f"{kind} stochastic"]
 
 
-def after_a_drop(optimizer, p, read, before, after, bar=None):
-    """(v of the entries whose gradients dropped, v of the others), each over the exact mean v.
-
-    Standard normal gradients for `before` steps, then every other entry's times 0.01 for `after` steps: in
-    each block of codes the scale stays, while half of the values should fall. read() gives exp_avg_sq [n] as
-    the optimiser holds it. The draws are made on the CPU.
-    """
-    generator, dropped = torch.Generator().manual_seed(0), torch.arange(p.numel()) % 2 == 0
-    exact, beta2 = torch.zeros(p.numel()), optimizer.param_groups[0]["betas"][1]
-    for step in range(before + after):
-        grad = torch.randn(p.numel(), generator=generator)
-        grad = torch.where(dropped, 0.01 * grad, grad) if step >= before else grad
-        exact = beta2 * exact + (1 - beta2) * grad.square()
-        p.grad = grad.to(p.device)
-        optimizer.step()
-        if bar:
-            bar.update()
-    held = read().cpu()
-    return tuple((held[half].mean() / exact[half].mean()).item() for half in (dropped, ~dropped))
-
-
 def holder(name, device="cpu"):
     """(optimiser, its parameter of 4,096 zeros, callable that reads exp_avg_sq) for 'bitsandbytes' or
     '<exp_avg_sq> <update>' of ours.
@@ -426,7 +412,9 @@ COMMANDS = {
     "memory": memory,
     "moments": moments,
     "systems": bench_systems.systems,
+    "peers": bench_peers.peers,
     "watch": bench_watch.watching,
+    "conformance": bench_conformance.conforming,
 }
 
 
@@ -475,9 +463,14 @@ def build_parser():
     choice(sub, "--only", names, names, "tables (default: all): " + ", ".join(names))
     steps = "steps that each is trained to before it is scored, 0 for no scores (default: 300)"
     sub.add_argument("--train", type=count, default=300, help=steps)
+    sub = command("peers", 9, "a step of the same net in other people's loops")
+    names = list(bench_peers.NETS)
+    choice(sub, "--only", names, names, "nets (default: all): " + ", ".join(names))
     sub = command("watch", 9, "a step with and without watch.Watch")
     nets(sub, bench_watch.NETS)
     sub.add_argument("--every", type=natural, default=50, help="steps between two looks (default: 50)")
+    sub = command("conformance", None, "what optimisers and averages of low precision keep to")
+    bench_conformance.add_arguments(sub)
     bench_gpu.add_command(commands)
     return parser
 
@@ -498,6 +491,8 @@ def check(args):
         check_nets(args.nets)
     if args.bench == "memory":
         check_kept(args)
+    if args.bench == "conformance":
+        args.subjects = subjects.chosen(args.names, args.device)
     wanted = [RECIPES[name] for name in args.recipes] if args.bench == "training" else []
     if args.bench in ("memory", "moments"):
         wanted += [moments_in(name) for name in moment_formats()]
@@ -506,7 +501,7 @@ def check(args):
 
 
 def measure(args, argv):
-    """Run a command that was parsed, and write what it found."""
+    """Run a command that was parsed, and write what it found. Returns the exit status."""
     if args.threads:
         torch.set_num_threads(args.threads)
     check(args)
@@ -515,14 +510,16 @@ def measure(args, argv):
     device = machine["gpu"] if args.device.type == "cuda" else machine["cpu"]
     print(f"{device}, {machine['threads']} threads, {bf16}, torch {machine['torch']}", flush=True)
     rows = COMMANDS[args.bench](args, Clock(args.device))
+    status = bench_conformance.status(rows) if args.bench == "conformance" else 0
     if not args.out:
-        return
-    settings = {name: value for name, value in vars(args).items() if name not in ("bench", "out")}
+        return status
+    settings = {name: value for name, value in vars(args).items() if name not in ("bench", "out", "subjects")}
     settings["device"] = str(args.device)
     record = dict(bench=args.bench, command=shlex.join(["python", "bench.py", *argv]))
     record.update(date=datetime.date.today().isoformat(), machine=machine, settings=settings, results=rows)
     write_json(args.out, record)
     print(f"every single {'time' if 'repeats' in settings else 'figure'} is in {args.out}")
+    return status
 
 
 def main(argv=None):
@@ -533,14 +530,13 @@ def main(argv=None):
     try:
         if args.bench == "gpu":
             return bench_gpu.main(args, argv)
-        measure(args, argv)
+        return measure(args, argv)
     except Refused as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 import bench
 import bench_gpu
 import bench_memory
+import bench_peers
 import bench_systems
 import flags
 import machine
@@ -307,13 +308,15 @@ def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, 
 
 
 def test_the_flags_in_the_table_of_bytes_are_those_of_train():
-    table = flags.Table(options.PRECISION)
+    table = flags.Table(options.PRECISION + options.MACHINE)
     parser = table.parser("train.py", "")
     for write, writing in bench_memory.WRITES.items():
         for state, holding in bench_memory.STATES.items():
             config = table.config(vars(parser.parse_args(f"{write} {state}".split())))
             typed = precision.recipe(sites=config.set, **table.pick(config, "recipe"))
-            assert typed == precision.recipe(**writing, **holding), (write, state)
+            own = {name: value for name, value in writing.items() if name != "grad_release"}
+            assert typed == precision.recipe(**own, **holding), (write, state)
+            assert config.grad_release == ("grad_release" in writing)
 
 
 def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
@@ -337,10 +340,45 @@ def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     assert f"| int8, stochastic | {rows[5]['dropped']:.2f} | {rows[5]['others']:.2f} |" in table
 
 
+def test_peers_take_turns_with_other_peoples_loops(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")
+    small = "--task rflow --model dit --size tiny/4 --image_size 8 --batch_size 2 --clip_grad 1"
+    monkeypatch.setattr(bench_peers, "NETS", {"small": small})
+    out = tmp_path / "record.json"
+    assert bench.main(["peers", "--only", "small", "--repeats", "2", "--out", str(out)]) == 0
+    rows = [row for row in json.loads(out.read_text())["results"] if row["net"] == "small"]
+    assert {(row["loop"], row["kind"]) for row in rows} == set(bench_peers.ROWS)
+    assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 and not row["note"] for row in rows)
+    assert next(row["ratio"] for row in rows if f"{row['loop']}, {row['kind']}" == bench_peers.FIRST) == 1
+    printed = capsys.readouterr().out
+    assert "| Lightning | " in printed and "| Accelerate | - | " in printed
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("loop", ["bare loop", "Lightning", "Accelerate"])
+def test_a_peers_loop_trains_its_net(loop, tmp_path):
+    """Each step feeds one batch, moves the weights and the average: none is left out to look fast."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")
+    flags = "--task rflow --model dit --size tiny/4 --image_size 8 --batch_size 2 --lr 1e-2"
+    job = bench_peers.Job(flags, str(tmp_path), torch.device("cpu"))
+    clipped = []
+    job.clip, clip = lambda net: clipped.append(clip(net)), job.clip
+    step = bench_peers.LOOPS[loop](job, "bf16")
+    for _ in range(3):
+        step()
+    counted, before = job.count, [p.detach().clone() for p in job.net.parameters()]
+    step()
+    assert job.count == counted + 1 and (clipped or loop == "Accelerate")
+    moved = [not torch.equal(p, old) for p, old in zip(job.net.parameters(), before, strict=True)]
+    assert all(moved)
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "optimizers | training | memory | moments | systems | watch | --gpu"),
+        ([], "optimizers | training | memory | moments | systems | peers | watch | conformance | --gpu"),
         (["optimizers", "--parameters", "0"], "whole number above 0"),
         (["optimizers", "--repeats", "many"], "whole number above 0"),
         (["optimizers", "--only", "adam"], "adam"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_package import LIBRARY
 
 import bench
 import bench_memory
@@ -167,17 +168,7 @@ def test_no_table_of_figures_that_nobody_measured_is_shown():
 
 def test_the_files_of_the_library_are_all_that_precision_imports():
     named = README.split("<!-- library -->\n```\n")[1].split("```")[0].split()
-    reached, left = set(), ["precision.py"]
-    while left:
-        name = left.pop()
-        reached.add(name)
-        block = (ROOT / name).read_text().partition("if __package__:")[2].partition("else:")[0]
-        for line in block.splitlines():
-            found = re.match(r"    from \.(\w*) import (.*)", line)
-            if found:
-                modules = [found[1]] if found[1] else found[2].split(", ")
-                left += [f"{m}.py" for m in modules if f"{m}.py" not in reached]
-    assert sorted(named) == sorted(reached)
+    assert sorted(named) == sorted(f"{name}.py" for name in LIBRARY)
 
 
 def test_ci_runs_the_readmes_test_command():
