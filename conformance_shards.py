@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import rounding
 from conformance import (
     COUPLED,
     NOISY,
@@ -44,13 +43,11 @@ def run(subject, weights, gradients, lr, rows, seed):
 @contextlib.contextmanager
 def as_rank(rank):
     """Within it this process is one of RANKS, which hear nothing of each other. Gives their mesh."""
-    unfused = set(rounding.unfused)
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (RANKS,))
     finally:
         dist.destroy_process_group()
-        rounding.unfused &= unfused  # that a step takes no DTensor is no sign that it can't be compiled
 
 
 def on_ranks(subject, weights, gradients, lr, seed):
