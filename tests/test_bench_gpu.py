@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import average
 import bench
 import bench_gpu
 import formats
@@ -260,14 +261,14 @@ def test_a_record_knows_the_sources_that_its_figures_depend_on():
     own = imported("bench_gpu")
     assert "bench" not in own, "bench imports bench_gpu: that would be a circle"
     # what reads flags, writes files or tells of a run changes no figure
-    others = {"flags", "runs", "files", "shapes", "checkpoints"}
+    others = {"flags", "runs", "files", "shapes", "checkpoints", "shards", "ranks"}
     others |= {"adapters", "net_state", "verdicts", "verdict_rows", "write_errors"}
     assert set(bench_gpu.SOURCES) == {"bench_gpu", *own} - others
 
 
 def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
     made = {optim._kernel(optim.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
-    monkeypatch.setattr(bench_gpu.rounding, "unfused", {optim._ema_kernel, *made})
+    monkeypatch.setattr(bench_gpu.rounding, "unfused", {average._ema_kernel, *made})
     assert bench_gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
 
 
