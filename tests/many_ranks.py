@@ -56,6 +56,8 @@ def rank(number, world, port, job, words, messages, folder):
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     os.dup2(os.open(messages, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     signal.alarm(LONGEST)
+    # torch makes its pool of threads anew after a fork, which two threads of autograd must not do at once
+    torch.set_num_threads(1)
     status = 70
     try:
         status = train.main(words) if job is None else getattr(fsdp_jobs, job)(*words)

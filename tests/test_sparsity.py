@@ -124,6 +124,7 @@ def test_a_net_without_such_layers_is_refused_in_one_line():
 
 
 def test_srste_is_its_formula():
+    torch.manual_seed(0)
     # W <- W - lr (g(W masked) + lambda (not mask) W), arXiv 2102.04010, three steps in float64
     x, target, lr, decay = normal(16, 8).double(), normal(16, 3, seed=1).double(), 0.1, 0.3
     layer = nn.Linear(8, 3).double()
