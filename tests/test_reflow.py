@@ -42,7 +42,6 @@ from trainer import Trainer
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 digits = test_strategies.digits
 
-pytestmark = pytest.mark.xdist_group("reflow")  # one worker trains its teachers, not each
 TEACHER = "runs/teacher"
 REFLOW = ["--task", "reflow", "--teacher", TEACHER, "--pairs", 50, "--teacher_steps", 4]
 
