@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import common
+import torch
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.utils  # noqa: F401
 
@@ -25,25 +26,32 @@ import train
 LONGEST = 100  # seconds that a process may take to end
 
 
-def run(words, environment, messages):
+def forked(act, environment, messages):
+    """The number of a process that ends with the status that act() gives; its output goes to `messages`."""
     number = os.fork()
     if number:
         return number
     os.setsid()
+    # torch makes its pool of threads anew after a fork, which two threads of autograd must not do at once
+    torch.set_num_threads(1)
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     os.dup2(os.open(messages, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     status = 70
     try:
-        status = train.main(words)
+        status = act()
     except SystemExit as ended:
         status = ended.code
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(status or 0)
+
+
+def run(words, environment, messages):
+    return forked(lambda: train.main(words), environment, messages)
 
 
 def wait(number):

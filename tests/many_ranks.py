@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,13 +23,12 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.utils  # noqa: F401
+from forked import LONGEST, forked, wait
 
 import rounding
 import runs
 import train
 from formats import FORMATS
-
-LONGEST = 100  # seconds that a rank may take to end
 
 
 def port():
@@ -45,40 +43,15 @@ def ranks(world, *more):
 
 
 def rank(number, world, port, job, words, messages, folder):
-    child = os.fork()
-    if child:
-        return child
-    os.setsid()
-    os.chdir(folder)
-    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    os.dup2(os.open(messages, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    signal.alarm(LONGEST)
-    # torch makes its pool of threads anew after a fork, which two threads of autograd must not do at once
-    torch.set_num_threads(1)
-    status = 70
-    try:
-        status = train.main(words) if job is None else getattr(fsdp_jobs, job)(*words)
-    except SystemExit as ended:
-        status = ended.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stderr.flush()
-        os._exit(status or 0)
+    place = dict(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world))
+    place.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
+    def act():
+        os.chdir(folder)
+        signal.alarm(LONGEST)
+        return train.main(words) if job is None else getattr(fsdp_jobs, job)(*words)
 
-def wait(number):
-    end = time.monotonic() + LONGEST
-    while time.monotonic() < end:
-        found, status = os.waitpid(number, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(number, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    return forked(act, place, messages)
 
 
 if __name__ == "__main__":
