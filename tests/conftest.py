@@ -18,3 +18,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):  # not item.keywords: they name the folders above too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
+
+
+@pytest.fixture(autouse=True)
+def accelerate_begins_anew():
+    """Accelerate keeps the mode of a process's first Accelerator and refuses another one."""
+    yield
+    if accelerate := sys.modules.get("accelerate"):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
