@@ -243,7 +243,7 @@ class Precision:
         scaling["growth_interval"] = growth_interval
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dynamic, **scaling)
         self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
-        self.reduce_sums = None  # set by a distributed trainer: sums `self.sums` over the ranks
+        self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
         self.skipped = 0
         self.example = None  # (args, kwargs) whose shapes FLOPs are counted on
         self.kept = None  # an activations.Meter of a forward pass, for the ledger
@@ -330,7 +330,7 @@ class Precision:
         """
         self.optimizer.collect()
         if self.reduce_sums and self.sums:
-            self.reduce_sums(list(self.sums.values()))
+            self.reduce_sums(self.sums)
         grads = self.sums or {p: p.grad for p in self.params if p.grad is not None}
         norms_of = release_norms if self.over is None else self.over.norms_of
         if self.over:

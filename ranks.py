@@ -12,9 +12,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
+import reduction
 from machine import Refused
 
 
@@ -134,27 +134,17 @@ class Ranks:
 
     # -- gradients
 
-    def wrap(self, run, net):
-        """`net`, the model of a Precision `run`, compiled or not, with gradients summed over all ranks."""
+    def wrap(self, run, net, seed=0, step=lambda: 0):
+        """`net`, the model of a Precision `run`, compiled or not, with gradients averaged over all ranks.
+
+        seed, step: what their rounding goes by, see reduction.py.
+        """
         if self.world == 1 or self.spread:
             return net
-        dtype = run.recipe.dtype("reduce")
-
-        def reduce_bucket(state, bucket):
-            buffer = bucket.buffer()
-            sent = buffer.to(dtype).div_(self.world)
-            done = dist.all_reduce(sent, async_op=True).get_future()
-            return done.then(lambda future: buffer.copy_(future.value()[0]))
-
-        def reduce_sums(sums):
-            sent = _flatten_dense_tensors(sums).to(dtype).div_(self.world)  # all of them travel as one
-            dist.all_reduce(sent)
-            for total, mean in zip(sums, _unflatten_dense_tensors(sent, sums), strict=True):
-                total.copy_(mean)
-
+        mean = reduction.mean(run.recipe, run.params, seed, step)
         self.ddp = DistributedDataParallel(net)
-        self.ddp.register_comm_hook(None, reduce_bucket)
-        run.reduce_sums = reduce_sums
+        self.ddp.register_comm_hook(None, mean.hook)
+        run.reduce_sums = mean.sums
         return self.ddp
 
     def synchronised(self, run, last):

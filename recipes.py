@@ -124,7 +124,14 @@ SITES = {
     ),
     "reduce": Site(
         ("fp32", "bf16"),
-        {"fp32": "gradients of all ranks are summed in fp32", "bf16": "half the traffic, one rounding more"},
+        {
+            "fp32": "gradients of all ranks are summed in fp32",
+            "bf16": "half the traffic; sums over W ranks are rounded W - 1 times",
+        },
+    ),
+    "reduce_update": Site(
+        ("nearest", "stochastic"),
+        {"stochastic": "gradients of all ranks are summed in fp32 and rounded once, without bias"},
     ),
     "sparse24": Site(
         ("none", "magnitude", "srste"),
@@ -553,6 +560,10 @@ def _refusals(r):
         (
             r.ema_update == "stochastic" and r.ema == "fp32",
             "ema_update=stochastic with ema=fp32: nothing is rounded; add --set ema=bf16 or drop it",
+        ),
+        (
+            r.reduce_update == "stochastic" and r.reduce == "fp32",
+            "reduce_update=stochastic with reduce=fp32: nothing is rounded; add --set reduce=bf16 or drop it",
         ),
     ]
 

@@ -47,6 +47,7 @@ class Noise(enum.IntEnum):
     AVERAGE = 1
     EXP_AVG = 2  # codes of the first moment, and those of each further one from here on
     EXP_AVG_SQ = 3
+    REDUCE = 1 << 16  # gradients that processes send each other
 
 
 def hash64(*words):

@@ -351,6 +351,10 @@ def check(run, grad_release, average_on):
         (r.fp8, f"--fp8 needs whole tensors, and {rows}: use --bf16 or --pure_bf16 --stochastic"),
         (r.sparse24 != "none", f"--sparse24 needs whole tensors, and {rows}: leave one of the two out"),
         (r.quantises, f"--set generation={r.generation} needs whole tensors, and {rows}: leave one out"),
+        (
+            r.reduce_update == "stochastic",
+            "--set reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way; leave it out",
+        ),
         (grad_release, "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out"),
         (average_on == "cpu", "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
     ):

@@ -304,7 +304,7 @@ class Trainer:
         net = self.precision.model
         self.train = self.task.train_set(self)
         net = torch.compile(net) if self.config.compile else net
-        self.precision.forward = self.ranks.wrap(self.precision, net)
+        self.precision.forward = self.ranks.wrap(self.precision, net, self.config.seed, lambda: self.step)
         self.batches = self._read()
 
     def _read(self):

@@ -1,4 +1,5 @@
-"""What the ranks of test_fsdp.py do: each function runs on all ranks of a job, see many_ranks.py.
+"""What the ranks of test_fsdp.py and test_reduction.py do: each function runs on all ranks of a job, see
+many_ranks.py.
 
 A job trains a small net in a recipe and leaves what came of it, gathered, in a file. All ranks read the same
 batch, so that their mean gradient is one rank's to the bit, on 1, 2 and 4 ranks.
@@ -14,6 +15,7 @@ from common import RECIPES, draw
 from torch import nn
 
 import bench_sharding
+import reduction
 import sharding
 from activations import recompute
 from cast import exact_modules
@@ -295,3 +297,47 @@ def refused(file):
     except Refused as error:
         said["generator"] = str(error)
     told(file, said)
+
+
+# ---- Means of gradients ------------------------------------------------------------------------------------
+
+SHAPES = [(40, 7), (3,), (129,)]
+
+
+def gradients(rank, dtype, size=1.0):
+    """[gradient of each of three parameters] on a rank."""
+    drawn = [draw(*shape, seed=10 * rank + i) for i, shape in enumerate(SHAPES)]
+    return [(size * g).to(dtype) for g in drawn]
+
+
+def reduced(dtype, file):
+    """The means, by parameter, for buckets in two ways, at three steps."""
+    meet()
+    step, dtype = [0], getattr(torch, dtype)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    mean = reduction.Stochastic(params, 5, lambda: step[0])
+    own, found = gradients(dist.get_rank(), dtype), []
+    for step[0] in range(3):
+        for buckets in ([0, 1, 2],), ([2, 0], [1]):
+            means = [None] * len(params)
+            for places in buckets:
+                flat = torch.cat([own[i].flatten() for i in places])
+                parts = mean.mean(flat, [params[i] for i in places]).split([own[i].numel() for i in places])
+                for i, part in zip(places, parts, strict=True):
+                    means[i] = part.float().tolist()
+            found.append(means)
+    told(file, found)
+
+
+def over_steps(steps, file):
+    """The mean over many steps of what each way makes of the same gradients."""
+    meet()
+    step = [0]
+    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    own = torch.cat([g.flatten() for g in gradients(dist.get_rank(), torch.bfloat16)])
+    mean, total = reduction.Stochastic(params, 5, lambda: step[0]), torch.zeros(len(own), dtype=torch.float64)
+    for step[0] in range(steps):
+        total += mean.mean(own, params).double()
+    nearest = {"all": own.float()}
+    reduction.Nearest(torch.bfloat16).sums(nearest)
+    told(file, dict(stochastic=(total / steps).tolist(), nearest=nearest["all"].tolist()))

@@ -4,7 +4,6 @@ nothing; checkpoints that any number of ranks reads; a rank that is killed. Real
 
 import json
 import os
-import re
 import shutil
 import signal
 import time
@@ -13,8 +12,10 @@ from pathlib import Path
 import cli
 import fsdp_jobs
 import pytest
+import rank_server
 import torch
 from cli import ROOT, assert_same, command, process
+from rank_server import ranks_messages, told
 from safetensors.torch import load_file
 
 import bench_sharding
@@ -24,6 +25,7 @@ import shards
 from machine import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+ranks, server = rank_server.ranks, rank_server.server
 
 TASK = '''
 import torch.nn.functional as F
@@ -70,65 +72,6 @@ class Lines(Task):
 RUN = "--batch_size 8 --sample_every 0 --warmup 0 --threads 1 --log_every 2 --clip_grad 0".split()
 RUN += ["--device", "cpu"]
 LOW = ["--pure_bf16", "--stochastic", "--opt8bit"]
-
-
-@pytest.fixture(scope="module")
-def server():
-    child = process(ROOT / "tests/many_ranks.py", stdin=-1)
-    assert child.stdout.readline() == "ready\n", child.stderr.read()[-2000:]
-    yield child
-    child.stdin.close()
-    child.wait(10)
-
-
-@pytest.fixture
-def ranks(server):
-    """ranks(world, job or None, *words) -> exit statuses; ranks.start gives process numbers instead."""
-    running = []
-
-    def ask(*words):
-        server.stdin.write(json.dumps(words) + "\n")
-        server.stdin.flush()
-        return json.loads(server.stdout.readline())
-
-    def start(world, job, *words):
-        words = [word if job else str(word) for word in words]
-        begin.messages = Path(f"messages-{len(list(Path().glob('messages-*')))}").absolute()
-        found = ask("ranks", world, job, words, str(begin.messages), os.getcwd())
-        running.extend(found)
-        return found
-
-    def alone(number, world, port, *words):
-        begin.messages = Path("messages-alone").absolute()
-        running.append(ask("rank", number, world, port, None, words, str(begin.messages), os.getcwd()))
-        return running[-1]
-
-    def wait(number):
-        running.remove(number)
-        return ask("wait", number)
-
-    def begin(world, job, *words):
-        return [wait(number) for number in start(world, job, *words)]
-
-    def said():
-        return re.findall(r"train\.py: [^\r\n]+", begin.messages.read_text())
-
-    begin.start, begin.wait, begin.said = start, wait, said
-    begin.alone, begin.port = alone, lambda: ask("port")
-    yield begin
-    for number in list(running):
-        os.kill(number, signal.SIGKILL)
-        wait(number)
-
-
-def told(ranks, world, job, *words):
-    """What the first rank of a job found."""
-    assert ranks(world, job, *words, "told.json") == [0] * world, ranks_messages(ranks)
-    return json.loads(Path("told.json").read_text())
-
-
-def ranks_messages(ranks):
-    return ranks.messages.read_text()[-9000:]
 
 
 # ---- The same bits -----------------------------------------------------------------------------------------

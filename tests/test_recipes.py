@@ -69,8 +69,8 @@ COMPOSED = [  # flags -> the sites that differ from fp32 everywhere
     ),
     (dict(pure_bf16=True, sites=["exp_avg=fp32", "exp_avg=bf16"]), PURE),  # the last one wins
     (
-        dict(sites=["generation=autocast", "loss=bf16", "reduce=bf16"]),
-        dict(generation="autocast", loss="bf16", reduce="bf16"),
+        dict(sites=["generation=autocast", "loss=bf16", "reduce=bf16", "reduce_update=stochastic"]),
+        dict(generation="autocast", loss="bf16", reduce="bf16", reduce_update="stochastic"),
     ),
     (dict(pure_bf16=True, sites=["buffers=bf16"]), PURE | dict(buffers="bf16")),
     (
@@ -90,7 +90,7 @@ def test_flags_compose_recipes(flags, sites):
 
 
 # sites whose default says nothing: that nothing is done
-SILENT = "kahan compute loss_scale grads exp_avg exp_avg_sq ema_update islands sparse24".split()
+SILENT = "kahan compute loss_scale grads exp_avg exp_avg_sq ema_update reduce_update islands sparse24".split()
 
 
 def test_every_default_is_a_value_and_every_value_has_a_reason():
@@ -152,8 +152,8 @@ def test_every_single_setting_resolves_or_is_refused_in_one_line():
             except Refused as error:
                 assert "\n" not in str(error)
     everything = {(site, value) for site, spec in SITES.items() for value in spec.values}
-    # takes two settings at once (COMPOSED has it)
-    assert everything - resolved == {("ema_update", "stochastic")}
+    # each takes two settings at once (COMPOSED has them)
+    assert everything - resolved == {("ema_update", "stochastic"), ("reduce_update", "stochastic")}
 
 
 def test_further_averages_are_named_by_decay_dtype_and_rounding():
@@ -212,6 +212,7 @@ REFUSED = [
         ["no tensor is written in bf16", "drop --stochastic"],
     ),
     (dict(sites=["ema_update=stochastic"]), ["ema_update=stochastic with ema=fp32", "--set ema=bf16"]),
+    (dict(sites=["reduce_update=stochastic"]), ["with reduce=fp32", "--set reduce=bf16"]),
 ]
 
 

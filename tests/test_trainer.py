@@ -30,6 +30,7 @@ from cli import (
 import metrics as metrics_module
 import precision
 import ranks
+import reduction
 import runs
 import tasks
 import train
@@ -300,12 +301,14 @@ def test_sums_of_gradients_travel_as_one(monkeypatch):
     run.ranks.world, sent = 2, []
     wrapped = SimpleNamespace(register_comm_hook=lambda *hook: None)
     monkeypatch.setattr(ranks, "DistributedDataParallel", lambda net: wrapped)
-    monkeypatch.setattr(ranks.dist, "all_reduce", lambda t: sent.append(t.clone()) or t.mul_(3))
+    monkeypatch.setattr(reduction.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(reduction.dist, "all_reduce", lambda t: sent.append(t.clone()) or t.mul_(3))
     run.ranks.wrap(run.precision, run.precision.model)
-    sums = [torch.full((2, 3), 4.0), torch.full((5,), 6.0)]
+    sums = {"one": torch.full((2, 3), 4.0), "other": torch.full((5,), 6.0)}
     run.precision.reduce_sums(sums)
     assert [len(t) for t in sent] == [11]
-    assert torch.equal(sums[0], torch.full((2, 3), 6.0)) and torch.equal(sums[1], torch.full((5,), 9.0))
+    assert torch.equal(sums["one"], torch.full((2, 3), 6.0))
+    assert torch.equal(sums["other"], torch.full((5,), 9.0))
 
 
 def test_eager_fp8_on_a_gpu_is_slow_and_that_is_said():

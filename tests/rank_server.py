@@ -1,0 +1,70 @@
+"""Fixtures and questions of tests whose ranks are real processes: forks of tests/many_ranks.py."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from cli import ROOT, process
+
+
+@pytest.fixture(scope="module")
+def server():
+    child = process(ROOT / "tests/many_ranks.py", stdin=-1)
+    assert child.stdout.readline() == "ready\n", child.stderr.read()[-2000:]
+    yield child
+    child.stdin.close()
+    child.wait(10)
+
+
+@pytest.fixture
+def ranks(server):
+    """ranks(world, job or None, *words) -> exit statuses; ranks.start gives process numbers instead."""
+    running = []
+
+    def ask(*words):
+        server.stdin.write(json.dumps(words) + "\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline())
+
+    def start(world, job, *words):
+        words = [word if job else str(word) for word in words]
+        begin.messages = Path(f"messages-{len(list(Path().glob('messages-*')))}").absolute()
+        found = ask("ranks", world, job, words, str(begin.messages), os.getcwd())
+        running.extend(found)
+        return found
+
+    def alone(number, world, port, *words):
+        begin.messages = Path("messages-alone").absolute()
+        running.append(ask("rank", number, world, port, None, words, str(begin.messages), os.getcwd()))
+        return running[-1]
+
+    def wait(number):
+        running.remove(number)
+        return ask("wait", number)
+
+    def begin(world, job, *words):
+        return [wait(number) for number in start(world, job, *words)]
+
+    def said():
+        return re.findall(r"train\.py: [^\r\n]+", begin.messages.read_text())
+
+    begin.start, begin.wait, begin.said = start, wait, said
+    begin.alone, begin.port = alone, lambda: ask("port")
+    yield begin
+    for number in list(running):
+        os.kill(number, signal.SIGKILL)
+        wait(number)
+
+
+def told(ranks, world, job, *words):
+    """What the first rank of a job found."""
+    assert ranks(world, job, *words, "told.json") == [0] * world, ranks_messages(ranks)
+    return json.loads(Path("told.json").read_text())
+
+
+def ranks_messages(ranks):
+    """What the ranks of the last job said."""
+    return ranks.messages.read_text()[-9000:]
