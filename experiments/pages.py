@@ -24,6 +24,7 @@ from experiments.analysis import (
     verdict,
 )
 from experiments.evidence import Evidence
+from experiments.records import noted
 from experiments.tables import cell, decimals_of, markdown, percent
 from machine import Refused
 
@@ -189,6 +190,10 @@ def facts(experiment, known, here):
     if here:
         commits = {str(r.get("commit"))[:9] + ("" if r.get("clean") else " with changes") for r in here}
         said.append(f"Commit {', '.join(sorted(commits))}.")
+    for check in noted(e):
+        which = f"{check['arm']}, seed {check['seed']}, on {check['machine']} at commit {check['commit'][:9]}"
+        outcome = "the same" if check["same"] else "NOT the same"
+        said.append(f"Run again: {which}: {outcome}: {check['said']}.")
     return said
 
 

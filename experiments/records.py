@@ -120,6 +120,28 @@ def append(experiment, record):
         file.write(json.dumps(record) + "\n")
 
 
+def note(arm, seed, same, said, record, machine):
+    """Keep what a check of one run came to, in checks.jsonl beside the records."""
+    found = dict(arm=arm.name, seed=seed, same=same, said=said, machine=machine)
+    found.update({name: record.get(name) for name in ("commit", "clean")})
+    with open(arm.experiment.folder / "checks.jsonl", "a") as file:
+        file.write(json.dumps(found) + "\n")
+
+
+def noted(experiment):
+    """The checks of an experiment; of several of one run on one kind of machine, the last.
+
+    Raises Refused for a line that is none.
+    """
+    path, found = experiment.folder / "checks.jsonl", {}
+    for number, c in enumerate(read_lines(path) if path.exists() else [], start=1):
+        texts = isinstance(c, dict) and all(is_text(c.get(k)) for k in ("arm", "said", "machine", "commit"))
+        if not texts or not is_whole(c.get("seed")):
+            raise Refused(f"{path}, line {number}: not what run.py --check --note writes: delete it")
+        found[c["arm"], c["seed"], c["machine"]] = c
+    return list(found.values())
+
+
 def recorded(experiment, repair=False):
     """{key: record} of an experiment; of several for one run, the last.
 

@@ -4,6 +4,7 @@
     python experiments/run.py 001 --dry_run                their commands
     python experiments/run.py 001 --arm fp32 --seeds 0-2   some of them
     python experiments/run.py 001 --check --seeds 0        again, in a temporary folder, beside the record
+    python experiments/run.py 001 --check --note           and keep what came out, for the experiment's page
     python experiments/run.py 001 --mixed                  also beside records of another kind of CPU
 
 An experiment is a folder NNN-slug with an experiment.toml (definition.py has its keys); results.jsonl takes a
@@ -305,6 +306,8 @@ def follow(experiment, args, todo, runs, wanted, known, done):
                 others = [r for k, r in known.items() if k[:2] == key(arm, seed)[:2]]
                 same, said = records.compare(arm, known[key(arm, seed)], record, others)
                 bar.write(f"{arm.name}, seed {seed}: {'same' if same else 'DIFFERENT'}: {said}")
+                if args.note:
+                    records.note(arm, seed, same, said, record, machine_of(record))
                 status |= not same
     return status
 
@@ -335,6 +338,7 @@ def parse(argv):
     jobs = "runs at once, one thread each (default: the cores, %(default)s here)"
     add("--jobs", type=int, default=cpu_threads(), help=jobs)
     add("--check", action="store_true", help="run again in a temporary folder and compare with the record")
+    add("--note", action="store_true", help="with --check: keep what came out in checks.jsonl")
     add("--mixed", action="store_true", help="run also what is paired with a record of another kind of CPU")
     add("--retry", action="store_true", help="run those again that failed")
     add("--dry_run", action="store_true", help="print the commands and stop")
@@ -346,6 +350,8 @@ def main(argv=None, root=HERE):
     args = parse(argv)
     try:
         args.seeds = read_seeds(args.seeds) if args.seeds else None
+        if args.note and not args.check:
+            raise Refused("--note keeps what a check came to: add --check")
         if args.jobs < 1:
             raise Refused("--jobs is 1 or more")
         experiment = load(args.number, Path(root).resolve())

@@ -76,6 +76,7 @@ def test_unknown_experiment_arm_and_seed_name_what_exists(folder, capsys):
     assert "0 1 2 or 0-11" in fails(capsys, folder, "001", "--seeds", "first")
     assert "0 1 2 or 0-11" in fails(capsys, folder, "001", "--seeds", "3-1")
     assert "no record of arm fp32, seed 0" in fails(capsys, folder, "001", "--check")
+    assert "add --check" in fails(capsys, folder, "001", "--note")
 
 
 def test_a_flag_that_train_refuses_stops_before_the_first_run(folder, capsys):
@@ -381,7 +382,17 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     assert sampled["scores"]["ema"]["frechet"] != ema["frechet"]
     assert run.main(["001", "--check", "--arm", "fp32", "--seeds", "0"], folder) == 0
     assert "same: all scores equal to the last bit" in capsys.readouterr().out
+    assert not (folder / "001-rounding/checks.jsonl").exists()
+    check = ["001", "--check", "--arm", "fp32", "--seeds", "0"]
+    assert run.main([*check, "--note"], folder) == 0
+    (noted,) = log.noted(definition.load("1", folder))
+    assert noted["same"] and (noted["arm"], noted["seed"]) == ("fp32", 0)
     assert report.main(["--runs", str(folder.parent / "runs")], folder, folder.parent / "EXPERIMENTS.md") == 0
+    page = (folder / "001-rounding/README.md").read_text()
+    (folder / "001-rounding/checks.jsonl").write_text("{}\n")
+    with pytest.raises(Refused, match="line 1: not what run.py --check --note writes"):
+        log.noted(definition.load("1", folder))
+    assert "Run again: fp32, seed 0, on" in page and "the same: all scores equal to the last bit." in page
     drawn = {p.name for p in (folder / "001-rounding").glob("*.png")}
     assert drawn == {"samples.png", "loss_by_timestep.png", "curves.png"}
 
