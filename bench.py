@@ -101,7 +101,11 @@ PROTECTION = {
     "adamw_bf16": "compensated w, stochastic w m",
     "bitsandbytes": "none",
     "torch": "none",
+    "heavyball": "stochastic w m v",
+    "sdnq": "stochastic w",
+    "sdnq-8bit": "stochastic w",
 }
+UNLISTED = ("heavyball", "sdnq", "sdnq-8bit")  # peers that train.py does not offer, see subjects.PEERS
 
 
 def contenders():
@@ -123,11 +127,13 @@ def contenders():
     for name in OPTIMIZERS:
         if name != "adamw":
             rows[f"stochastic-{name}"] = Contender("stochastic, all of it", stochastic, name)
-    known = [name for name in PROTECTION if name in peers.PEERS]
+    known = [name for name in PROTECTION if name in peers.PEERS and name not in UNLISTED]
     for name in [*known, *(name for name in peers.PEERS if name not in PROTECTION)]:
         r = recipe(**PURE, opt8bit=True) if name == "bitsandbytes" else pure
         protection = PROTECTION.get(name, "as its authors publish it")
         rows[name.replace("_", "-")] = Contender(protection, r, name)
+    for name in UNLISTED:
+        rows[name] = Contender(PROTECTION[name], pure, None)
     rows["torch-fused"] = Contender("none", pure, None)
     rows["copy"] = Contender("moves the bytes of a step", pure, None)
     return rows
@@ -135,6 +141,7 @@ def contenders():
 
 CONTENDERS = contenders()
 LAYOUTS = ["mixed", "large"]
+COPIED = 14  # bytes a parameter: a step on bf16 reads w, g, m, v and writes w, m, v, as does copying 7 bytes
 
 
 def layout_shapes(layout, n):
@@ -161,11 +168,13 @@ def make_step(name, params):
     """
     contender = CONTENDERS[name]
     if name == "copy":
-        # a step on bf16 reads w, g, m, v and writes w, m, v: 14 bytes a parameter, as many as copying 7
-        source = torch.ones(7 * sum(p.numel() for p in params), dtype=torch.uint8, device=params[0].device)
+        moved = COPIED // 2 * sum(p.numel() for p in params)
+        source = torch.ones(moved, dtype=torch.uint8, device=params[0].device)
         return partial(torch.zeros_like(source).copy_, source), None
     if name == "torch-fused":
         made = torch.optim.AdamW(params, **ADAMW, fused=True)
+    elif name in UNLISTED:
+        made = subjects.subject(name, params[0].device).over(params, **ADAMW)
     else:
         made = peers.build(contender.optimizer, params, contender.recipe, **ADAMW)
     return getattr(made, "inner", made).step, made  # a peer's own step, without our adapter
@@ -209,7 +218,7 @@ class Contest:
         """(row, step or None) of a contender after its first steps."""
         contender = CONTENDERS[name]
         row = dict(layout=self.layout, tensors=len(self.weights), name=name, protection=contender.protection)
-        row.update(note="", first_step_s=None, state_bytes=None, ms=[])
+        row.update(note="", first_step_s=None, state_bytes=None, moved_bytes=COPIED, ms=[])
         dtype = contender.recipe.dtype("weights")
         params = [torch.nn.Parameter(w.to(self.args.device, dtype)) for w in self.weights]
         for p, g in zip(params, self.grads[dtype], strict=True):
@@ -231,6 +240,8 @@ class Contest:
             return row, None
         if optimizer is not None:
             row["state_bytes"] = state_bytes(optimizer) / self.args.parameters
+            # weights, gradients and states are read, weights and states written
+            row["moved_bytes"] = 3 * dtype.itemsize + 2 * row["state_bytes"]
         return row, step
 
 
@@ -242,23 +253,27 @@ def optimizers(args, clock):
     for layout in args.layouts:
         _print_layout(layout, [row for row in rows if row["layout"] == layout], args)
     ours = [name for name, contender in CONTENDERS.items() if contender.ours]
-    print("\nratio: to ours, stochastic. w weights, m exp_avg, v exp_avg_sq. ours: " + ", ".join(ours))
+    print("\nratio: to ours, stochastic. of copy: bytes a second that a step moves, over those of copying.")
+    print("w weights, m exp_avg, v exp_avg_sq. ours: " + ", ".join(ours))
     return rows
 
 
 def _print_layout(layout, rows, args):
-    unit = next((statistics.median(row["ms"]) for row in rows if row["name"] == "stochastic"), None)
+    medians = {row["name"]: statistics.median(row["ms"]) for row in rows if row["ms"]}
+    unit, copied = medians.get("stochastic"), medians.get("copy")
     count = f"{args.parameters:,} parameters in {rows[0]['tensors']} tensors"
     print(f"\n{layout}: {count}, {args.repeats} rounds")
-    heads = f"{'optimiser':<18}{'ms (median)':>12}{'fastest':>9}{'ratio':>8}{'state B/param':>15}"
-    print(f"{heads}{'first step s':>14}  protects small updates")
+    heads = f"{'optimiser':<18}{'ms (median)':>12}{'fastest':>9}{'ratio':>8}{'of copy':>9}"
+    print(f"{heads}{'state B/param':>15}{'first step s':>14}  protects small updates")
     for row in sorted(rows, key=_median):
         if row["note"]:
             print(f"{row['name']:<18}{row['note']}")
             continue
         median = _median(row)
         ratio = "-" if unit is None else f"{median / unit:.2f}"
-        figures = f"{median:>12.2f}{min(row['ms']):>9.2f}{ratio:>8}{cell(row['state_bytes'], '.2f'):>15}"
+        share = "-" if copied is None else f"{row['moved_bytes'] / COPIED * copied / median:.0%}"
+        figures = f"{median:>12.2f}{min(row['ms']):>9.2f}{ratio:>8}{share:>9}"
+        figures += f"{cell(row['state_bytes'], '.2f'):>15}"
         print(f"{row['name']:<18}{figures}{row['first_step_s']:>14.2f}  {row['protection']}")
 
 

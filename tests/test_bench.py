@@ -81,6 +81,33 @@ def test_ratio_is_to_ours_stochastic(tmp_path, capsys):
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert float(lines["stochastic"][3]) == 1
     assert float(lines["torch"][3]) == pytest.approx(medians["torch"] / medians["stochastic"], abs=0.006)
+    assert lines["torch"][4] == "-"  # nothing was copied
+
+
+def test_bytes_moved_are_compared_with_copying(tmp_path, capsys):
+    names = ["stochastic", "fp32", "split", "copy"]
+    result = run(tmp_path, *SMALL, "--repeats", "3", "--only", *names)
+    rows = {row["name"]: row for row in result["results"]}
+    assert [rows[name]["moved_bytes"] for name in names] == [14, 28, 26, 14]
+    a_byte = {name: sorted(row["ms"])[1] / row["moved_bytes"] for name, row in rows.items()}
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    for name in names:
+        share = float(lines[name][4].rstrip("%")) / 100
+        assert share == pytest.approx(a_byte["copy"] / a_byte[name], abs=0.006), name
+
+
+def test_a_peer_that_train_py_does_not_offer_takes_part(tmp_path, monkeypatch, capsys):
+    (tmp_path / "heavyball.py").write_text(
+        "import torch\n\n\nclass AdamW(torch.optim.AdamW):\n"
+        "    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), storage_dtype=None):\n"
+        "        super().__init__(params, lr=lr, betas=betas)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "sdnq", None)
+    rows = {row["name"]: row for row in run(tmp_path, *SMALL, "--only", "heavyball", "sdnq")["results"]}
+    assert rows["heavyball"]["ms"] and not rows["heavyball"]["note"] and rows["sdnq"]["ms"] == []
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("sdnq "))
+    assert line.split(maxsplit=1)[1].startswith("not installed: pip install")
 
 
 def test_a_peer_that_is_not_installed_is_a_line(tmp_path, capsys, monkeypatch):
@@ -314,9 +341,11 @@ def test_the_flags_in_the_table_of_bytes_are_those_of_train():
         for state, holding in bench_memory.STATES.items():
             config = table.config(vars(parser.parse_args(f"{write} {state}".split())))
             typed = precision.recipe(sites=config.set, **table.pick(config, "recipe"))
-            own = {name: value for name, value in writing.items() if name != "grad_release"}
+            apart = ("grad_release", "states_on")
+            own = {name: value for name, value in writing.items() if name not in apart}
             assert typed == precision.recipe(**own, **holding), (write, state)
             assert config.grad_release == ("grad_release" in writing)
+            assert config.states_on == writing.get("states_on", "device")
 
 
 def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
