@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import models
 from formats import FORMATS
 from machine import Refused
+from offload import Offload
 from precision import Precision, recipe
 
 ADAMW = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -123,12 +124,42 @@ def prepared(net, flags, device):
     with device:
         model = built(net)
     flags = dict(flags)
-    release = flags.pop("grad_release", False)
-    run = Precision(model, recipe(**flags), grad_release=release, **ADAMW)
+    options = {name: flags.pop(name) for name in ("grad_release", "states_on") if name in flags}
+    if options.get("states_on") == "cpu" and device.type == "cpu":
+        options["states_on"] = Offload(OneMemory())
+    run = Precision(model, recipe(**flags), **options, **ADAMW)
     generator = torch.Generator().manual_seed(0)
     x, velocity = (torch.randn(batch, 3, side, side, generator=generator).to(device) for _ in range(2))
     t, y = torch.linspace(0, 999, batch, device=device), torch.arange(batch) % 10
     return run, (x, t, y.to(device)), velocity
+
+
+class OneMemory:
+    """The traffic of an offload.Offload where there is no GPU: the same rooms and copies, made at once.
+    rooms: bytes of those of all steps.
+    """
+
+    def __init__(self):
+        self.rooms = 0
+
+    def memory(self, t):
+        return t
+
+    def room(self, n):
+        self.rooms += n
+        return torch.empty(n, dtype=torch.uint8)
+
+    def copy(self, way, pairs, after):
+        for target, source in pairs:
+            target.copy_(source)
+
+    def now(self):
+        """Nothing is ever under way."""
+
+    def need(self, copied):
+        """As `now`."""
+
+    wait = need
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ FOLDER = ROOT / "experiments" / "bench"
 # the files that a figure depends on
 SOURCES = (
     *("bench_common", "bench_gpu", "models", "machine", "rounding", "formats", "method", "buckets", "optim"),
-    *("triton_step", "optimizers", "average", "sharding", "release", "peers", "watch", "writes", "flops"),
-    *("ledger", "fp8", "fp8_layers", "sparsity", "recipes", "cast", "precision"),
+    *("exact_step", "triton_step", "optimizers", "average", "sharding", "release", "offload", "peers"),
+    *("watch", "writes", "flops", "ledger", "fp8", "fp8_layers", "sparsity", "recipes", "cast", "precision"),
 )
 
 # 32x32 with patches of 2: 256 tokens, as the latents of 256x256 images in the DiT paper

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
+import offload
 import optim
 from activations import Meter, recompute
 from bench_common import (
@@ -83,14 +84,17 @@ def ways_to_hold():
 # how weights are written (rows) and moments held (columns), as flags of train.py
 KAHAN = dict(PURE, kahan=True)
 RELEASED = dict(STOCHASTIC, grad_release=True)
-WAYS = ({}, PURE, STOCHASTIC, RELEASED, KAHAN, dict(KAHAN, stochastic=True), dict(PURE, master="split"))
+OFFLOADED = dict(STOCHASTIC, states_on="cpu")
+WAYS = ({}, PURE, STOCHASTIC, RELEASED, OFFLOADED)
+WAYS += (KAHAN, dict(KAHAN, stochastic=True), dict(PURE, master="split"))
 WRITES = {typed(flags): flags for flags in WAYS}
 STATES = ways_to_hold()
 
 
 def memory(args, clock):
     """Rows (dicts): net, flags, bytes a parameter of the weights, gradients and optimiser states allocated,
-    and the ledger's word for it.
+    and the ledger's word for it; on_cpu: those of them that a GPU holds within a step alone, and rooms: what
+    it holds then.
     """
     rows = []
     with tqdm(total=len(args.nets) * len(WRITES) * len(STATES), disable=None, leave=False) as bar:
@@ -126,6 +130,9 @@ def allocated(spec, flags, args):
     n = sum(p.numel() for p in run.params)
     row = dict(net=spec, flags=typed(flags), parameters=n)
     row.update((name, size[name] / n) for name in ("weights", "gradients", "states"))
+    if run.away is not None:
+        kept, once = offload.sizes(run.optimizer)
+        row.update(on_cpu=kept / n, rooms=getattr(run.away.traffic, "rooms", once) / n)
     return {**row, "bytes_per_parameter": sum(size.values()) / n, "ledger": run.ledger().state_bytes}
 
 
@@ -138,10 +145,15 @@ def memory_table(rows):
     heads = [f"with `{state}`" if state else "alone" for state in states]
     lines = [f"| flags | {' | '.join(heads)} |", "|---" * (len(states) + 1) + "|"]
     for write in writes:
-        sizes = [rows[f"{write} {state}".strip()]["bytes_per_parameter"] for state in states]
+        cells = [_cell(rows[f"{write} {state}".strip()]) for state in states]
         name = f"`{write}`" if write else "(none)"
-        lines.append(f"| {name} | {' | '.join(f'{size:.2f}' for size in sizes)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cell(row):
+    size, away = row["bytes_per_parameter"], row.get("on_cpu")
+    return f"{size:.2f}" if away is None else f"{size:.2f}, {size - away:.2f} of them on the GPU"
 
 
 # ---- What is kept for backward -----------------------------------------------------------------------------

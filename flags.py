@@ -168,6 +168,11 @@ natural = checked(int, lambda v: 0 < v <= MOST, f"a whole number above 0, up to 
 count = checked(int, lambda v: 0 <= v <= MOST, f"a whole number, 0 or more, up to {MOST}")
 several = checked(int, lambda v: 1 < v <= MILLIONS, f"a whole number above 1, up to {MILLIONS}")
 crowd = checked(int, lambda v: 0 < v <= MILLIONS, f"a whole number above 0, up to {MILLIONS}")
+crowd_or_auto = checked(
+    lambda text: text if text == "auto" else int(text),
+    lambda v: v == "auto" or 0 < v <= MILLIONS,
+    f"a whole number above 0, up to {MILLIONS}, or auto",
+)
 thousand = checked(int, lambda v: 0 < v <= 1000, "a whole number from 1 to 1000")
 few = checked(int, lambda v: 0 <= v <= 1000, "a whole number from 0 to 1000")
 seed = checked(int, lambda v: 0 <= v < 2**63, "a whole number, 0 or more, below 2**63")

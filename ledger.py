@@ -5,9 +5,11 @@
 """
 
 if __package__:
+    from . import offload
     from .average import OnCPU
     from .recipes import MOMENTS
 else:
+    import offload
     from average import OnCPU
     from recipes import MOMENTS
 
@@ -17,13 +19,14 @@ class Ledger:
     `lines`.
 
     parameters: how many are trained. details: {name: what a method covers}, with str(), json() and share, the
-    share of the FLOPs.
+    share of the FLOPs. away: (bytes a parameter that are in the memory of the CPU, bytes of them that are on
+    the GPU at once within a step), or None.
     """
 
     STATE = ("weights", "grads", "accumulate", "master", "kahan", *MOMENTS)
 
-    def __init__(self, rows, parameters, details=None):
-        self.rows, self.parameters, self.details = rows, parameters, details or {}
+    def __init__(self, rows, parameters, details=None, away=None):
+        self.rows, self.parameters, self.details, self.away = rows, parameters, details or {}, away
         self.state_bytes = sum(row["bytes"] for row in rows if row["site"] in self.STATE)
 
     @property
@@ -40,6 +43,8 @@ class Ledger:
         rows = [{key: value for key, value in row.items() if key != "lines"} for row in self.rows]
         whole = {"parameters": self.parameters, "bytes_per_parameter": self.state_bytes, "sites": rows}
         whole["flops_share"] = self.flops_share
+        if self.away:
+            whole["bytes_per_parameter_on_cpu"], whole["bytes_within_a_step"] = self.away
         return {**whole, **{name: detail.json() for name, detail in self.details.items()}}
 
     def __str__(self):
@@ -51,6 +56,9 @@ class Ledger:
             lines += row.get("lines", [])
         total = f"{self.parameters * self.state_bytes / 2**20:.1f} MiB; fp32: 16"
         state = f"weights + gradients + optimiser: {self.state_bytes:.2f} bytes a parameter ({total})"
+        if self.away:
+            once = f"at most {self.away[1] / 2**20:.1f} MiB at once on the GPU within a step"
+            state += f"; {self.away[0]:.2f} of them in the memory of the CPU, {once}"
         lines.append(f"{self.parameters:,} parameters; {state}")
         return "\n".join([*lines, *map(str, self.details.values())])
 
@@ -84,7 +92,10 @@ def of(run, sites):
     details = {}
     for method in run.methods:
         details.update(method.details())
-    return Ledger(rows, n, details)
+    if run.away is None:
+        return Ledger(rows, n, details)
+    kept, once = offload.sizes(run.optimizer)
+    return Ledger(rows, n, details, (kept / n, once))
 
 
 def _sizes(run, n):

@@ -22,6 +22,7 @@ import operator
 import torch
 
 if __package__:
+    from . import exact_step
     from .average import EMA
     from .buckets import Bucket, Table, scale_of
     from .formats import FORMATS
@@ -29,6 +30,7 @@ if __package__:
     from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
     from .sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 else:
+    import exact_step
     from average import EMA
     from buckets import Bucket, Table, scale_of
     from formats import FORMATS
@@ -77,7 +79,8 @@ class Rounded(torch.optim.Optimizer):
     Each moment is held as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes of
     `formats.FORMATS` with a scale a block (small tensors in fp32), rounded as `update` says. Rounding noise
     is a function of (seed, step, place in the parameter list). compiled: fuse the step by torch.compile.
-    Raises Refused for other dtypes of parameters, and for a state_dict of other shapes.
+    away: an offload.Offload, which keeps the moments in the memory of the CPU. Raises Refused for other
+    dtypes of parameters, and for a state_dict of other shapes.
     """
 
     moments = ()  # names of the values that it keeps for each weight
@@ -100,10 +103,11 @@ class Rounded(torch.optim.Optimizer):
         seed=0,
         compiled=True,
         kinds=None,
+        away=None,
         **named,
     ):
         self.update, self.kahan, self.master = update, kahan, master
-        self.seed, self.compiled = seed, compiled
+        self.seed, self.compiled, self.away = seed, compiled, away
         if unknown := {*named, *(kinds or {})} - set(self.moments):
             raise TypeError(f"{type(self).__name__} has no option '{sorted(unknown)[0]}'")
         kinds = {**dict.fromkeys(self.moments, "fp32"), **named, **(kinds or {})}
@@ -172,12 +176,14 @@ class Rounded(torch.optim.Optimizer):
     def _new_state(self, bucket):
         first, state = bucket.params[0], {}
         zeros = functools.partial(torch.zeros, device=first.device)
+        home = first.device if self.away is None else self.away.home
         for name, dtype in self.dtypes.items():
             n = bucket.length(sum(self.size(p, name) for p in bucket.params))
             if name in self._coded(first):
-                state[name], state[f"{name}_scale"] = self.coders[name].new(n, first.device)
+                state[name], state[f"{name}_scale"] = self.coders[name].new(n, home)
             elif n or isinstance(bucket, Rows):
-                state[name] = zeros(n, dtype=dtype)
+                state[name] = torch.zeros(n, dtype=dtype, device=home)
+        state = state if self.away is None else self.away.keep(state)
         if first.dtype == torch.bfloat16:
             if self.kahan:
                 state["compensation"] = zeros(bucket.numel, dtype=torch.bfloat16)
@@ -222,7 +228,7 @@ class Rounded(torch.optim.Optimizer):
         if not apart and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
             for table in {id(item[3]): item[3] for item in work}.values():
                 table.numbers[:, SCALE] = grad_scale
-        for item in work:
+        for item in work if self.away is None else self.away.passing(work):
             self.carry_out(item, grad_of, grad_scale)
         return loss
 
@@ -353,7 +359,16 @@ class Rounded(torch.optim.Optimizer):
         if rows is not None and self.coded(p, name):
             found = self._loaded(name, self.state[p], rows.numel) if rows.numel else local(p).float()
             return pick(rows.views(found, [p])[0])
-        return pick(self._loaded(name, self.state[p], self.size(p, name)))
+        return pick(self._loaded(name, self._settled(p, name), self.size(p, name))).to(p.device)
+
+    def _settled(self, p, *names):
+        """The state of p after the last step, wherever it is; codes of these moments on the device of p."""
+        state = self.state[p]
+        if self.away is None:
+            return state
+        self.away.settle()
+        codes = [key for name in names for key in (name, f"{name}_scale") if self.coded(p, name)]
+        return {**state, **{key: state[key].to(p.device) for key in codes}}
 
     def wanted(self, p, g, pick=torch.flatten):
         """The fp32 update that gradient g (flat, as `pick` takes it) asks of the next step, before any
@@ -403,7 +418,7 @@ class Rounded(torch.optim.Optimizer):
 
     def clear(self, p, name):
         """Set the moment of p to zero, in place. False where that can't be done."""
-        held = self.state[p].get(f"{name}_scale" if self.coded(p, name) else name)
+        held = self._settled(p).get(f"{name}_scale" if self.coded(p, name) else name)
         return held is not None and held.zero_() is held
 
     def still(self, p):
@@ -451,7 +466,10 @@ class Rounded(torch.optim.Optimizer):
     def notes(self):
         """{site: text} that the ledger adds to its reasons."""
         n = self._position
-        return {name: f"; {self.plain(name):,} of {n:,} in small tensors stay fp32" for name in self.coders}
+        found = {name: f"; {self.plain(name):,} of {n:,} in small tensors stay fp32" for name in self.coders}
+        for name in self.moments if self.away is not None else ():
+            found[name] = found.get(name, "") + "; in the memory of the CPU (--states_on cpu)"
+        return found
 
     # -- around a run
 
@@ -472,6 +490,8 @@ class Rounded(torch.optim.Optimizer):
         write_weight(value.to(p.device, torch.float32), local(p), self._low(self.state[p]))
 
     def state_dict(self):
+        if self.away is not None:
+            self.away.settle()
         state = super().state_dict()
         return {**state, "codes": self._formats()} if self.coders else state
 
@@ -484,6 +504,8 @@ class Rounded(torch.optim.Optimizer):
         torch's own loader casts floating states to the parameter's dtype: fp32 moments of bf16 weights would
         come back in bf16.
         """
+        if self.away is not None:
+            self.away.settle()
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         if len(ids) != len(params) or len(state_dict["param_groups"]) != len(self.param_groups):
@@ -556,28 +578,7 @@ class AdamW(Rounded):
             return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact)
         if not (p.is_cpu and exact):
             return super().write(p, g, moments, low, h, key, group, step, grad_scale)
-        # Equal bits are promised here, so torch's own operations form the moments: its lerp and addcmul round
-        # once where a product is added, as no sum of two operations does, by way of float64 neither. And
-        # torch.sqrt on a CPU is not correctly rounded where it comes from MKL, a compiled one is. In pieces,
-        # so that what is computed on the way stays in the cache: a large vector made anew costs as much as
-        # its arithmetic.
-        for start in range(0, p.numel(), 1 << 20):
-            at = slice(start, start + (1 << 20))
-            root = self._moments(g[at], m[at], v[at], h, group["betas"], grad_scale)
-            rest = None if low is None else low[at]
-            fused(_weight_kernel, p[at], m[at], root, rest, h, compiled=self.compiled)
-
-    @staticmethod
-    def _moments(g, m, v, h, betas, grad_scale):
-        """Update both moments, fp32 [n], in place, as torch.optim.AdamW does; returns the root of the second.
-        """
-        root = torch.empty_like(v)
-        for start in range(0, v.numel(), 1 << 16):
-            at = slice(start, start + (1 << 16))
-            part = g[at].float() if grad_scale == 1 else g[at].float() * h[SCALE]
-            m[at].lerp_(part, 1 - betas[0])
-            torch.sqrt(v[at].mul_(betas[1]).addcmul_(part, part, value=1 - betas[1]), out=root[at])
-        return root
+        exact_step.adamw(p, g, m, v, low, h, group["betas"], grad_scale, self.compiled)
 
 
 @functools.cache
@@ -591,8 +592,3 @@ def _triton_step():
     except ImportError:
         return None
     return triton_step
-
-
-def _weight_kernel(p, m, root, low, h):
-    x = exact_weight(p, low) * h[DECAY] + (h[7] * m) / (root / h[5] + h[6])
-    write_weight(x, p, low)

@@ -121,8 +121,8 @@ class ByTensor(Rounded):
     def _whole(self, p, state):
         """{name: fp32 moment of p in its shape}, of those that it keeps."""
         names = [name for name in self.moments if name in state]
-        loaded = {name: self._loaded(name, state, self.size(p, name)).float() for name in names}
-        return {name: t.view(self.shape(p, name)) for name, t in loaded.items()}
+        loaded = {name: self._loaded(name, state, self.size(p, name)).to(p.device) for name in names}
+        return {name: t.float().view(self.shape(p, name)) for name, t in loaded.items()}
 
     # -- one step
 
@@ -180,7 +180,7 @@ class ByTensor(Rounded):
         whole = self._gradient(p, g)
         if whole is None:
             return torch.full_like(g, math.nan, dtype=torch.float32)
-        group, state = self._group(p), self.state[p]
+        group, state = self._group(p), self._settled(p, *self.moments)
         held = exact_weight(p.detach(), self.low_part(p))
         numbers = self.numbers(group, state["step"] + 1)
         delta, _ = self.update_tensor(whole.view(p.shape), self._whole(p, state), numbers, held)

@@ -10,6 +10,7 @@ from flags import (
     checked,
     count,
     crowd,
+    crowd_or_auto,
     few,
     fraction,
     inner,
@@ -83,7 +84,14 @@ TRAINING = (
         kind="extent",
         type=count,
     ),
-    training("batch_size", 64, "images a micro-batch, over all processes", type=crowd),
+    training(
+        "batch_size",
+        64,
+        "images a micro-batch, over all processes; auto: the largest power of two whose steps fit into the "
+        "memory of a GPU, found before the run",
+        type=crowd_or_auto,
+        titled=True,
+    ),
     training("accumulate", 1, "micro-batches a step", type=natural),
     training("lr", 1e-3, f"learning rate; where it is not given {RATES}", type=positive),
     training("warmup", 100, "steps of linear warm-up, 0 for none", type=count),
@@ -337,6 +345,13 @@ MACHINE = (
         "average_on",
         "device",
         "where averages are kept: cpu takes no memory of a GPU, and copies while that goes on",
+        choices=("device", "cpu"),
+    ),
+    machine(
+        "states_on",
+        "device",
+        "where the optimiser's moments are kept: cpu takes memory of a GPU for two buckets of them at once; "
+        "same bits, and a slower step",
         choices=("device", "cpu"),
     ),
     machine(

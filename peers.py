@@ -465,14 +465,15 @@ class Joined(torch.optim.Optimizer):
 # ---- The choice --------------------------------------------------------------------------------------------
 
 
-def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, **options):
+def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **options):
     """The optimiser of recipe `r`: ours by name, a peer by name as its authors publish it, or a stranger's.
 
     name: an entry of NAMES, a subclass of optim.Rounded, or a function params -> torch.optim.Optimizer.
     params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
     momentum, nesterov; None or left out: the optimiser's own. net: the module that they belong to, which
-    tells hidden layers. Raises Refused when the name is unknown, the package absent, the peer can't serve the
-    recipe, or no optimiser here has a momentum that was given.
+    tells hidden layers. away: an offload.Offload for the moments of ours. Raises Refused when the name is
+    unknown, the package absent, the peer can't serve the recipe, or no optimiser here has a momentum that was
+    given.
     """
     if unknown := set(options) - {*COMMON, *SOME}:
         raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
@@ -484,7 +485,8 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, **options):
         own = [group for group, its in zip(groups, of_groups, strict=True) if its == kind]
         # each counts the places of its parameters from 0: another seed, so that no two share noise
         seed_of_part = hash64(seed, len(parts)) if parts else seed
-        parts.append(_one(kind, own, r, {**options, "weight_decay": weight_decay}, seed_of_part))
+        own_options = {**options, "weight_decay": weight_decay}
+        parts.append(_one(kind, own, r, own_options, seed_of_part, away))
     for option in SOME:
         if option in options and not any(option in part.defaults for part in parts):
             theirs = " and ".join(key for key, kind in OPTIMIZERS.items() if option in arguments(kind))
@@ -515,10 +517,11 @@ def _groups(params):
     return [{"params": params}]
 
 
-def _one(name, params, r, options, seed):
+def _one(name, params, r, options, seed, away=None):
     if kinds(name):
         own = kinds(name)[0]
         writing = dict(update=r.update, kahan=r.kahan == "on", master=r.master, seed=seed)
+        writing.update({} if away is None else {"away": away})
         writing["kinds"] = {moment: r[moment] for moment in own.moments if moment in r.values}
         writing.update((site, r[site]) for site in own.sites if site not in own.moments)
         for option in {"betas", "eps", *SOME} - arguments(own):

@@ -16,9 +16,9 @@ in any loop:
 bf16 has 8 significant bits: neighbouring values (an ulp) lie 2^-8 to 2^-7 of the value apart, and a change
 below half of that is lost when rounding to nearest. Most of this file follows from that one sentence.
 
-Copy it with machine, rounding, formats, method, buckets, sharding, cast, average, release, optim, optimizers,
-peers, watch, flops, ledger, fp8 and sparsity: they need torch alone, side by side or as a package. They set
-no option of torch for the whole process.
+Copy it with machine, rounding, formats, method, buckets, sharding, cast, average, release, offload, optim,
+optimizers, peers, watch, flops, ledger, fp8 and sparsity: they need torch alone, side by side or as a
+package. They set no option of torch for the whole process.
 """
 
 import collections
@@ -36,6 +36,7 @@ if __package__:
     from .average import average_kind
     from .cast import Cast, to
     from .machine import Refused, exact_math
+    from .offload import check_offload, offloaded
     from .recipes import SITES, Recipe, Site, parse_average, recipe
     from .release import Release, check_release, check_wrapped, clipping
     from .release import norms_of as release_norms
@@ -50,6 +51,7 @@ else:
     from average import average_kind
     from cast import Cast, to
     from machine import Refused, exact_math
+    from offload import check_offload, offloaded
     from recipes import SITES, Recipe, Site, parse_average, recipe
     from release import Release, check_release, check_wrapped, clipping
     from release import norms_of as release_norms
@@ -156,8 +158,8 @@ class Precision:
     that are trained. optimizer: see peers.build; lr, betas, eps, momentum, nesterov: None for its own.
     accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none; clip_tensor: the same of
     each tensor by itself. grad_release: update within backward, see release.py. average_on: where the
-    averages are kept, 'device' or 'cpu'. ema_warmup: let the decay of the recipe's average start low, see
-    average.EMA. averages: further ones beside it, as
+    averages are kept, 'device' or 'cpu'; states_on: the same of moments, see offload.py. ema_warmup: let the
+    decay of the recipe's average start low, see average.EMA. averages: further ones beside it, as
     'DECAY:DTYPE[:UPDATE]'. init_loss_scale, growth_factor, backoff_factor, growth_interval: as of
     torch.amp.GradScaler. keep: arguments of forward whose dtype is left alone. blank: builds the net anew,
     for the generator of a model that fully_shard has spread, see sharding.py. options: of the methods, as
@@ -186,6 +188,7 @@ class Precision:
         accumulate=1,
         grad_release=False,
         average_on="device",
+        states_on="device",
         init_loss_scale=2.0**16,
         growth_factor=2.0,
         backoff_factor=0.5,
@@ -211,7 +214,8 @@ class Precision:
             check_wrapped(model)
         # the ranks that the model is spread over, or None
         self.over, self.blank = sharding.Over.of(net), blank
-        sharding.check(self, grad_release=grad_release, average_on=average_on)
+        sharding.check(self, grad_release=grad_release, average_on=average_on, states_on=states_on)
+        check_offload(states_on, grad_release)
         self.methods = [made for kind in METHODS if (made := kind.attach(net, self.recipe, **options))]
         exact = r.low_weights and (r.master != "none" or r.kahan == "on")
         trained = [p for p in net.parameters() if p.requires_grad]
@@ -226,9 +230,12 @@ class Precision:
         self.params = [p for _, p in self.named_params]
         common = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, seed=seed)
         common.update(momentum=momentum, nesterov=nesterov, net=net)
+        self.away = offloaded(states_on, self.device)  # what keeps the moments elsewhere, or None
+        common.update(away=self.away)
         self.optimizer = peers.build(optimizer, self._groups(groups), self.recipe, **common)
         self.optimizer_name = peers.title(self.optimizer, optimizer)
         sharding.check_optimizer(self)
+        check_offload(states_on, optimizer=self.optimizer)
         self.optimizer.attach(net)
         self.low_part = self.optimizer.low_part
         for p, original in zip(self.params, originals, strict=False):  # not from its bf16 image

@@ -342,7 +342,7 @@ def _key(key, held):
     return int(key) if number and key not in held else key
 
 
-def check(run, grad_release, average_on):
+def check(run, grad_release, average_on, states_on):
     """Raise Refused for what a Precision `run` whose model is spread can't be trained with."""
     if run.over is None:
         return
@@ -357,6 +357,7 @@ def check(run, grad_release, average_on):
         ),
         (grad_release, "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out"),
         (average_on == "cpu", "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
+        (states_on != "device", "--states_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
     ):
         if wrong:
             raise Refused(said)

@@ -207,5 +207,7 @@ def settled(values):
         if not any("betas" in arguments(one) for one in kinds(config.optimizer)):
             its = f"--optimizer {config.optimizer} has no beta2"
             raise Refused(f"--beta2 {config.beta2:g}: {its}; drop it, or choose adamw, lion or muon")
+    if config.batch_size == "auto":
+        raise Refused("--batch_size auto is a number once a run begins, and this is none yet: give a number")
     kind.check(config)
     return kind, known, config

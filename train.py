@@ -25,6 +25,7 @@ from contextlib import contextmanager
 
 import torch
 
+import batch_size
 import strategies
 from flags import Parser, read_yaml
 from machine import Refused, device_facts, recommended_flags, support
@@ -223,6 +224,8 @@ def train(given, command, table, dry=False):
         raise Refused("--epochs and --steps both say how long to train: give one of them")
     config = table.typed({**strategies.defaults(kind, given), **given, **kind.settle(table, given)})
     config.name = config.name or table.name(config)
+    if config.batch_size == "auto":
+        config.batch_size = batch_size.chosen(config, table, dry)
     trainer = Trainer(config, command, dry=dry)
     if dry:
         print("\n".join(f"--{name} {value}" for name, value in vars(trainer.config).items()) + "\n")

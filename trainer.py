@@ -82,13 +82,14 @@ class Trainer:
 
     config: {flag: value} or a flags.Config; a flag that is missing has its default. dry: shapes without
     memory, to print. draws: the weights will come from a checkpoint, nothing is trained. folder: where the
-    run lies, when that is not --runs/--name. Raises Refused before anything is written.
+    run lies, when that is not --runs/--name. ranks: the processes, when these are not all that were started.
+    Raises Refused before anything is written.
     """
 
-    def __init__(self, config, command=(), dry=False, draws=False, folder=None):
+    def __init__(self, config, command=(), dry=False, draws=False, folder=None, ranks=None):
         self.kind, self.table, self.config = settled(config)
         c, self.command, self.draws = self.config, list(command), draws
-        self.ranks = Ranks()
+        self.ranks = ranks or Ranks()
         self.device = self.ranks.device(c.device)
         # drawing and printing need no other rank
         self.ranks.spread = c.fsdp and not (dry or draws)
@@ -115,8 +116,9 @@ class Trainer:
         c = self.config
         rates = dict(beta2=c.beta2, ema_decay=c.ema_decay, lr=c.lr, weight_decay=c.weight_decay)
         lost = self.recipe.warnings(**rates, micro_batches=c.accumulate)
-        there = ["--average_on cpu changes nothing: the weights are on the CPU too"]
-        lost += there if c.average_on == "cpu" and self.device.type == "cpu" else []
+        for name in ("average_on", "states_on") if self.device.type == "cpu" else ():
+            there = f"--{name} cpu changes nothing: the weights are on the CPU too"
+            lost += [there] if getattr(c, name) == "cpu" else []
         lost += [policy_note(self.recipe)] if c.fsdp and policy_note(self.recipe) else []
         return check_machine(self.recipe, self.device) + lost
 
@@ -178,7 +180,7 @@ class Trainer:
             betas=(0.9, c.beta2), weight_decay=c.weight_decay, clip_grad=c.clip_grad,
             momentum=c.momentum, nesterov={"on": True, "off": False}.get(c.nesterov),
             clip_tensor=c.clip_tensor, grad_release=c.grad_release, average_on=c.average_on,
-            accumulate=c.accumulate, ema_decay=c.ema_decay, ema_warmup=c.ema_warmup,
+            states_on=c.states_on, accumulate=c.accumulate, ema_decay=c.ema_decay, ema_warmup=c.ema_warmup,
             averages=[*c.average, *self.task.averages().values()], seed=c.seed, blank=self.new_net,
             **self.table.pick(c, "scaler"), **self.table.pick(c, "method"),
         )  # fmt: skip

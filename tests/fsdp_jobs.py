@@ -282,6 +282,7 @@ def refused(file):
         "int8": lambda: start("", True, dict(bf16=True, sites=["generation=int8"])),
         "grad_release": lambda: start("stochastic", spread=True, grad_release=True),
         "average_on": lambda: start("stochastic", spread=True, average_on="cpu"),
+        "states_on": lambda: start("stochastic", spread=True, states_on="cpu"),
     }
     said = {}
     for name, act in tries.items():

@@ -8,6 +8,7 @@ import torch
 from common import BF16, MODES, SHAPES, draw, gradients, held, make, same
 from torch import nn
 
+import exact_step
 import rounding
 from buckets import Bucket
 from optim import AdamW
@@ -101,12 +102,19 @@ def test_a_compiled_step_equals_torch_adamw_on_gradients_of_every_size():
         optimizer.step()
         theirs.step()
     assert not rounding.unfused, "nothing was compiled"
+    assert exact_step.rounds_once(), "the moments were not"
     assert all(same(held(optimizer, p), q.detach()) for p, q in zip(params, reference, strict=True))
 
 
-def test_a_step_with_a_scale_equals_torch_adamw_on_scaled_gradients():
+def test_a_kernel_that_rounds_a_product_is_not_used(monkeypatch):
+    monkeypatch.setattr(exact_step, "_fma", lambda a, b, c: a * b + c)
+    assert not exact_step.rounds_once.__wrapped__()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_step_with_a_scale_equals_torch_adamw_on_scaled_gradients(compiled):
     initial = [draw(n, seed=n, scale=0.1) for n in LENGTHS]
-    params, optimizer = make("split", initial, 1e-2)
+    params, optimizer = make("split", initial, 1e-2, compiled)
     reference = [nn.Parameter(t.clone()) for t in initial]
     theirs = torch.optim.AdamW(reference, 1e-2, weight_decay=0.0)
     for step in range(4):

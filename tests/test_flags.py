@@ -112,7 +112,7 @@ def test_names(given, name):
 # ---- What goes on, what may differ -------------------------------------------------------------------------
 
 FREE = """steps log_every sample_every checkpoint_every workers device name runs export weights samples
-sample_batch threads compile teacher checkpoint_activations fsdp grad_release average_on early_stop
+sample_batch threads compile teacher checkpoint_activations fsdp grad_release average_on states_on early_stop
 epochs profile""".split()
 AT_SAMPLE = """set sample_steps guidance samples sample_batch weights seed threads data sparse24 export runs
 name device task length prompt temperature top_k vae""".split()

@@ -1,0 +1,78 @@
+"""AdamW's step on a CPU with the bits of torch.optim.AdamW, where weights and moments are exact fp32.
+
+    adamw(p, g, m, v, low, h, betas, grad_scale)   # flat, in place; h: the numbers of optim.AdamW
+
+Two of torch's operations stand in the way of one fused kernel. Its lerp and addcmul round once where a
+product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU is not correctly rounded
+where it comes from MKL (one value in 160 differs in its last bit), while a compiled one is. So the step is
+three passes: moments, root, weights.
+"""
+
+import functools
+import importlib
+
+import torch
+
+if __package__:
+    from .rounding import exact_weight, fused, write_weight
+else:
+    from rounding import exact_weight, fused, write_weight
+
+PIECE = 1 << 22  # values whose root is held at once: 16 MiB
+INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
+DECAY, SCALE = 0, 1  # see optim._kernel
+
+
+def adamw(p, g, m, v, low, h, betas, grad_scale=1.0, compiled=True):
+    """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]."""
+    one_rounding = compiled and betas[0] > 0.5 and rounds_once()
+    for start in range(0, p.numel(), PIECE):
+        at = slice(start, start + PIECE)
+        if one_rounding:
+            fused(_moment_kernel, g[at], m[at], v[at], h)
+            root = v[at].sqrt()
+        else:
+            root = moments(g[at], m[at], v[at], h, betas, grad_scale)
+        fused(_weight_kernel, p[at], m[at], root, None if low is None else low[at], h, compiled=compiled)
+
+
+def moments(g, m, v, h, betas, grad_scale=1.0):
+    """Update m and v in place by torch's own operations; returns the root of v."""
+    root = torch.empty_like(v)
+    for start in range(0, v.numel(), INNER):
+        at = slice(start, start + INNER)
+        part = g[at].float() if grad_scale == 1 else g[at].float() * h[SCALE]
+        m[at].lerp_(part, 1 - betas[0])
+        torch.sqrt(v[at].mul_(betas[1]).addcmul_(part, part, value=1 - betas[1]), out=root[at])
+    return root
+
+
+def _fma(a, b, c):
+    """a * b + c, rounded once."""
+    return torch.ops.prims.fma(a, b, c) if torch.compiler.is_compiling() else torch.addcmul(c, a, b)
+
+
+def _moment_kernel(g, m, v, h):
+    g = g.float() * h[SCALE]
+    m.copy_(_fma(h[2].expand_as(m), g - m, m))  # torch's lerp, of a weight below a half
+    v.copy_(_fma(h[4] * g, g, v * h[3]))
+
+
+def _weight_kernel(p, m, root, low, h):
+    x = exact_weight(p, low) * h[DECAY] + (h[7] * m) / (root / h[5] + h[6])
+    write_weight(x, p, low)
+
+
+@functools.cache
+def rounds_once():
+    """Whether `_moment_kernel` has the bits of `moments` here: that depends on torch and the compiler."""
+    draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0))
+    betas, g, m, v = (0.9, 0.999), draw(), draw(), draw().square()
+    own, h = (m.clone(), v.clone()), torch.tensor([1, 1, 1 - betas[0], betas[1], 1 - betas[1]])
+    moments(g, m, v, h, betas)
+    try:
+        importlib.import_module("torch._inductor.inductor_prims")  # names prims.fma
+        fused(_moment_kernel, g, *own, h)
+    except (ImportError, AttributeError, RuntimeError):  # a torch that has no such operation
+        return False
+    return torch.equal(own[0], m) and torch.equal(own[1], v)

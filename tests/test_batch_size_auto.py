@@ -1,0 +1,342 @@
+"""--batch_size auto: the search, what it leaves behind, and where it is refused. See batch_size.py."""
+
+import gc
+import json
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import cli
+import common
+import pytest
+import torch
+
+import batch_size
+import checkpoints
+import train
+import trainer
+from batch_size import MARGIN, largest, smallest, survives
+from files import write_atomically
+from machine import Refused
+from ranks import Ranks
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+
+# ---- The search --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 7, 8, 100, 127, 128, 10**9])
+@pytest.mark.parametrize("most", [1, 2, 3, 100, 128, 1000])
+def test_the_largest_power_of_two_is_found(limit, most):
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= limit
+
+    found = largest(fits, most)
+    powers = [2**k for k in range(40) if 2**k <= min(limit, most)]
+    assert found == max(powers, default=0)
+    assert len(tried) == len(set(tried)) and all(size <= most for size in tried)
+    assert sum(size > limit for size in tried) <= 2, "it stops where memory does, and looks at one example"
+
+
+def raising(error):
+    def step():
+        raise error
+
+    return step
+
+
+def test_a_step_that_runs_out_of_memory_does_not_fit():
+    assert survives(lambda: None)
+    assert not survives(raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")))
+    assert not survives(raising(torch.cuda.OutOfMemoryError("no more than that")))
+    assert not survives(raising(RuntimeError("CUDA error: out of memory")))
+    assert not survives(raising(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("x"), Refused("no")])
+def test_other_errors_are_their_own(error):
+    with pytest.raises(type(error)):
+        survives(raising(error))
+
+
+def test_all_processes_take_the_smallest_number():
+    for numbers, wanted in (([8, 4, 16], 4), ([8, 0], 0), ([0, 0], 0), ([5], 5)):
+        for own in numbers:
+            ranks = SimpleNamespace(any=lambda n, device, all_=numbers: max(-m for m in all_) or None)
+            assert smallest(own, ranks, None) == wanted
+    assert smallest(8, Ranks(), None) == 8 and smallest(0, Ranks(), None) == 0
+
+
+# ---- The command, where a CPU plays the GPU ----------------------------------------------------------------
+
+
+class Memory:
+    """Stands in for batch_size.Memory: that of a machine that has none to speak of."""
+
+    total = 8 << 30
+
+    def __init__(self, device):
+        self.cleared = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        """Nothing was changed."""
+
+    def clear(self):
+        self.cleared += 1
+
+    def used(self):
+        return 3 << 30
+
+
+class Full:
+    """Lets steps of more than `limit` examples run out of memory, at the point that `where` names."""
+
+    def __init__(self, monkeypatch, limit, where="backward"):
+        self.limit, self.sizes, self.trainers = limit, [], weakref.WeakSet()
+        step, backward = trainer.Trainer.train_step, trainer.Precision.backward
+
+        def train_step(run, measure):
+            size = run.config.batch_size // run.ranks.world
+            self.sizes.append((size, measure))
+            self.trainers.add(run)
+            self.size = size
+            result = step(run, measure)
+            if where == "after" and size > self.limit:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return result
+
+        def full(precision, loss):
+            if where == "backward" and self.size > self.limit:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return backward(precision, loss)
+
+        monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
+        monkeypatch.setattr(trainer.Precision, "backward", full)
+        monkeypatch.setattr(batch_size, "Memory", Memory)
+        monkeypatch.setattr(batch_size, "check", lambda *_: None)
+
+
+def auto(*flags, name="auto", steps=4):
+    quick = [word for word in cli.QUICK if word not in ("--batch_size", "8")]
+    return cli.command(*quick, "--name", name, "--steps", steps, "--batch_size", "auto", *flags)
+
+
+def steps_of(name):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in cli.metrics(name)]
+
+
+FLAGS = {
+    "fp32": (),
+    "stochastic": ("--pure_bf16", "--stochastic", "--accumulate", 3, "--checkpoint_every", 2),
+    "dit": ("--model", "dit", "--average", "0.9:bf16", "--ema_warmup", "--workers", 1, "--validate_every", 2),
+}
+CASES = ("typed", "auto")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_run_has_the_bits_of_a_number_that_was_typed(name, monkeypatch, capsys):
+    typed = cli.command(*cli.QUICK, "--name", "typed", "--steps", 4, *FLAGS[name], "--batch_size", 16)
+    assert typed == 0
+    with monkeypatch.context() as patch:
+        full = Full(patch, 16, "after" if name == "fp32" else "backward")
+        assert auto(*FLAGS[name]) == 0
+    said = capsys.readouterr().out
+    assert "--batch_size auto: 16 (3.0 of 8.0 GiB with 16 examples here; twice as many do not fit)" in said
+    assert said.count("--batch_size auto") == 1
+    own = [full.sizes.index((n, True)) for n in (2, 4, 8, 16, 32)]
+    assert own == sorted(own) and max(size for size, _ in full.sizes) == 32
+    cli.assert_same(*(cli.checkpoint(name)["precision"] for name in ("typed", "auto")))
+    assert steps_of("typed") == steps_of("auto")
+    configs = [cli.checkpoint(name)["config"] for name in ("typed", "auto")]
+    assert configs[0].pop("name") != configs[1].pop("name") and configs[0] == configs[1]
+    assert configs[1]["batch_size"] == 16
+    assert cli.summary("typed")["scores"] == cli.summary("auto")["scores"]
+    listed = [{path.name for path in Path("runs", name).iterdir()} for name in CASES]
+    assert len({frozenset(n for n in names if "events" not in n) for names in listed}) == 1
+
+
+def test_it_resumes_with_its_number_and_without_a_search(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        full = Full(patch, 8)
+        assert auto(steps=2) == 0
+        full.limit = 64  # more memory now: the number stays
+        patch.setattr(batch_size, "tried", lambda *_: pytest.fail("it searched"))
+        capsys.readouterr()
+        assert auto() == 0
+    assert "--batch_size auto: 8, with which the run in runs/auto began" in capsys.readouterr().out
+    assert cli.quick(name="typed") == 0
+    cli.assert_same(*(cli.checkpoint(name)["precision"] for name in CASES))
+    assert cli.quick(name="auto", steps=6) == 0, "the number itself goes on too"
+    assert auto(steps=6) == 0, "on a CPU as well, and where it has ended"
+    assert auto("--dry_run") == 0 and "--batch_size 8\n" in capsys.readouterr().out
+    assert cli.quick("--batch_size", 16, name="auto", steps=8) == 2
+    assert "--batch_size was 8 and is 16" in cli.one_line(capsys)
+
+
+def test_a_run_without_a_name_is_found_again(monkeypatch, capsys):
+    quick = [word for word in cli.QUICK if word not in ("--batch_size", "8")]
+    with monkeypatch.context() as patch:
+        Full(patch, 4)
+        assert cli.command(*quick, "--steps", 2, "--batch_size", "auto") == 0
+    (folder,) = [path for path in Path("runs").iterdir() if (path / "config.json").exists()]
+    assert "batch_size_auto" in folder.name
+    assert json.loads((folder / "config.json").read_text())["flags"]["batch_size"] == 4
+    assert cli.command(*quick, "--steps", 2, "--batch_size", "auto") == 0
+    assert f"the run in {folder} began" in capsys.readouterr().out
+    assert cli.command("--sample", folder, "--samples", 20) == 0
+
+
+def test_the_trial_leaves_nothing_in_memory_and_no_state_of_torch(monkeypatch):
+    full = Full(monkeypatch, 8)
+    before = torch.random.get_rng_state()
+    config = train.FLAGS.typed({"name": "run", "batch_size": "auto"})
+    values = dict(vars(config))
+    assert batch_size.chosen(config, train.FLAGS) == 8
+    assert vars(config) == values and torch.equal(before, torch.random.get_rng_state())
+    gc.collect()
+    assert not full.trainers and full.sizes and not Path("runs").exists()
+
+
+def test_no_batch_is_larger_than_the_data(monkeypatch, capsys):
+    Full(monkeypatch, 10**6)
+    cli.plant_folder("photos", 40)  # of these some are held out
+    given = dict(name="run", batch_size="auto", data="folder:photos", image_size=8)
+    assert batch_size.chosen(train.FLAGS.typed(given), train.FLAGS) == 32
+    assert "32 (3.0 of 8.0 GiB with 32 examples here; there are no more" in capsys.readouterr().out
+
+
+def test_where_not_even_one_example_fits(monkeypatch, capsys):
+    full = Full(monkeypatch, 0)
+    assert auto() == 2
+    assert "not even one example" in cli.one_line(capsys) and not Path("runs").exists()
+    assert [size for size, _ in full.sizes] == [2, 1]
+
+
+def test_one_example_is_a_batch(monkeypatch, capsys):
+    Full(monkeypatch, 1)
+    config = train.FLAGS.typed({"name": "run", "batch_size": "auto"})
+    assert batch_size.chosen(config, train.FLAGS) == 1 and "auto: 1 (" in capsys.readouterr().out
+
+
+# ---- Several processes -------------------------------------------------------------------------------------
+
+RANKS = """
+import sys
+
+sys.path[:0] = {paths!r}
+import pytest
+import test_batch_size_auto as tests
+import two_ranks
+
+full, started = tests.Full(pytest.MonkeyPatch(), 0), two_ranks.rank
+
+def rank(number, port):
+    full.limit = {limits!r}[number]  # in a fork of its own
+    started(number, port)
+
+two_ranks.rank = rank
+sys.argv[1:] = {words!r}
+sys.exit(two_ranks.main())
+"""
+
+
+def two_ranks(limits, *words):
+    here = Path(__file__).resolve().parent
+    paths, words = [str(here), str(here.parent)], [str(word) for word in words]
+    Path("in_two.py").write_text(RANKS.format(paths=paths, limits=limits, words=words))
+    return subprocess.run([sys.executable, "in_two.py"], capture_output=True, text=True, timeout=300)
+
+
+def test_two_processes_take_the_smallest_number():
+    quick = [word for word in cli.QUICK if word not in ("--batch_size", "8")]
+    words = [*quick, "--name", "run", "--steps", 2, "--threads", 1, "--batch_size", "auto"]
+    done = two_ranks([16, 4], *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("--batch_size auto: 8 (") == 1, done.stdout
+    assert cli.checkpoint()["config"]["batch_size"] == 8 and cli.checkpoint()["step"] == 2
+
+
+# ---- Where it is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ((), "memory of a CPU is shared"),
+        (("--device", "cpu"), "--accumulate"),
+        (("--dry_run",), "memory of a CPU"),
+    ],
+)
+def test_a_cpu_is_refused(flags, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert auto(*flags) == 2
+    assert said in cli.one_line(capsys) and not list(tmp_path.iterdir())
+
+
+def test_what_a_gpu_refuses():
+    cuda, config = torch.device("cuda"), train.FLAGS.typed({"batch_size": "auto"})
+    common.refused(lambda: batch_size.check(config, cuda, True), "--dry_run", "give a number")
+    common.refused(lambda: batch_size.check(config.replaced(fsdp=True), cuda, False), "--fsdp")
+    assert batch_size.check(config, cuda, False) is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "Auto", "auto8", "", "nan", "9" * 20])
+def test_bad_values_get_the_one_line(value, capsys, tmp_path):
+    assert cli.command("--steps", 1, f"--batch_size={value}") == 2
+    assert f"is not a whole number above 0, up to {10**7}, or auto" in cli.one_line(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_flags_may_say_it(capsys, tmp_path):
+    (tmp_path / "run.yaml").write_text("batch_size: auto\n")
+    assert cli.command("--config", "run.yaml", "--device", "cpu") == 2
+    assert "memory of a CPU" in cli.one_line(capsys)
+
+
+def test_a_checkpoint_that_says_it_is_refused(capsys):
+    assert cli.quick() == 0
+    path = Path("runs/run/checkpoint.pt")
+    state = torch.load(path, weights_only=True)
+    state["config"]["batch_size"] = "auto"
+    write_atomically(path, lambda file: checkpoints.write(file, state))
+    capsys.readouterr()
+    assert cli.command("--sample", "runs/run", "--samples", 20) == 2
+    assert "--batch_size auto" in cli.one_line(capsys)
+
+
+def test_the_margin_is_a_share():
+    assert 0.05 <= MARGIN <= 0.2
+
+
+# ---- On a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_search_on_cuda(capsys):
+    total = torch.cuda.get_device_properties(0).total_memory
+    taken = torch.empty(int(torch.cuda.mem_get_info()[0] - (3 << 30)), dtype=torch.uint8, device="cuda")
+    assert auto("--image_size", 64, "--data", "synthetic", "--task", "segment", "--size", "small") == 0
+    said = capsys.readouterr().out
+    assert "--batch_size auto: " in said and f"of {total / 2**30:.1f} GiB" in said
+    number = cli.checkpoint("auto")["config"]["batch_size"]
+    assert number >= 2 and number & (number - 1) == 0
+    assert torch.cuda.max_memory_reserved() < taken.nbytes + (3 << 30)
+    torch.empty(2 << 30, dtype=torch.uint8, device="cuda")  # the fraction of the search is gone
+
+
+@pytest.mark.gpu
+def test_a_run_on_cuda_has_the_bits_of_a_number_that_was_typed(capsys):
+    assert auto("--data", "synthetic", "--task", "segment", "--image_size", 16, "--bf16") == 0
+    number = cli.checkpoint("auto")["config"]["batch_size"]
+    flags = ("--data", "synthetic", "--task", "segment", "--image_size", 16, "--bf16", "--batch_size", number)
+    assert cli.quick(*flags, name="typed") == 0
+    losses = [[row["loss"] for row in cli.metrics(name)] for name in CASES]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # CUDA's sums are not always in one order
