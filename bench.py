@@ -18,7 +18,7 @@ in tensors of mixed sizes as in a real net and in a few large ones; bf16 speeds 
 multiplies in bf16; telemetry costs under 2 % of a step. Contenders take turns, in an order shuffled for each
 round, so that other load on the machine meets all of them alike. A figure is the median over the rounds;
 --out FILE keeps every single time. Optimisers and formats come from their registries: a new one is one more
-row here. Cost on 2 cores: about 2 minutes and 3 GiB for `optimizers` (more the first time: torchao compiles
+row here. Cost on 2 cores: about 4 minutes and 3 GiB for `optimizers` (more the first time: torchao compiles
 each shape), about 5 minutes for `training`, 2 minutes and 2 GiB for `memory`, 2 minutes for `moments`. Bad
 input ends with one line and exit status 2.
 """
@@ -176,7 +176,9 @@ def make_step(name, params):
     elif name in UNLISTED:
         made = subjects.subject(name, params[0].device).over(params, **ADAMW)
     else:
-        made = peers.build(contender.optimizer, params, contender.recipe, **ADAMW)
+        other = contender.ours and contender.optimizer != "adamw"  # its eps may be another thing
+        options = {key: ADAMW[key] for key in (("lr", "weight_decay") if other else ADAMW)}
+        made = peers.build(contender.optimizer, params, contender.recipe, **options)
     return getattr(made, "inner", made).step, made  # a peer's own step, without our adapter
 
 

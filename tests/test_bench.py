@@ -96,6 +96,13 @@ def test_bytes_moved_are_compared_with_copying(tmp_path, capsys):
         assert share == pytest.approx(a_byte["copy"] / a_byte[name], abs=0.006), name
 
 
+def test_every_optimiser_of_ours_takes_part(tmp_path):
+    names = [name for name, contender in bench.CONTENDERS.items() if contender.ours]
+    result = run(tmp_path, *SMALL, "--repeats", "1", "--only", *names)
+    assert {"stochastic", "stochastic-adafactor", "stochastic-muon"} < set(names)
+    assert all(row["ms"] and not row["note"] for row in result["results"])
+
+
 def test_a_peer_that_train_py_does_not_offer_takes_part(tmp_path, monkeypatch, capsys):
     (tmp_path / "heavyball.py").write_text(
         "import torch\n\n\nclass AdamW(torch.optim.AdamW):\n"

@@ -15,6 +15,7 @@ from test_package import LIBRARY
 
 import bench
 import bench_memory
+import bench_peers
 import bench_systems
 import train
 
@@ -120,6 +121,13 @@ def test_the_times_in_the_readme_are_the_recorded_ones():
     for name, mixed, large in bench_rows():
         times = [f"{median[BENCH_NAMES[name], layout]:.1f}" for layout in ("mixed", "large")]
         assert [mixed, large] == times
+
+
+def test_the_loops_in_the_readme_are_the_recorded_ones():
+    results = json.loads((ROOT / "experiments" / "bench" / "cpu-peers.json").read_text())["results"]
+    for net in bench_peers.NETS:
+        head, *lines = bench_peers.table_of([row for row in results if row["net"] == net]).splitlines()
+        assert "\n".join([head.replace("loop", net, 1), *lines]) in SPEED, net
 
 
 TRAINING = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| `([\w-]+\.json)`, `([^`]+)` \|", SPEED, re.M)
