@@ -240,7 +240,7 @@ def test_accumulation_averages(name):
 def test_ranks_can_sum_their_gradients():
     run = start(dict(pure_bf16=True, master="split", sites=["accumulate=fp32"]), accumulate=2)
     handed = []
-    run.reduce_sums = lambda tensors: handed.append([t.dtype for t in tensors])
+    run.reduce_sums = lambda sums: handed.append([t.dtype for t in sums.values()])
     train(run, 1)
     assert handed == [[torch.float32] * len(run.params)]
 
