@@ -20,7 +20,7 @@ else:
 
 PIECE = 1 << 22  # values whose root is held at once: 16 MiB
 INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
-DECAY, SCALE = 0, 1  # see optim._kernel
+DECAY, SCALE = 0, 1  # the first numbers of h: 1 - lr * weight decay, and the factor of the gradient
 
 
 def adamw(p, g, m, v, low, h, betas, grad_scale=1.0, compiled=True):

@@ -25,6 +25,7 @@ if __package__:
     from . import exact_step
     from .average import EMA
     from .buckets import Bucket, Table, scale_of
+    from .exact_step import DECAY, SCALE
     from .formats import FORMATS
     from .machine import Refused
     from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
@@ -33,6 +34,7 @@ else:
     import exact_step
     from average import EMA
     from buckets import Bucket, Table, scale_of
+    from exact_step import DECAY, SCALE
     from formats import FORMATS
     from machine import Refused
     from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
@@ -43,8 +45,6 @@ __all__ = ["DTYPES", "EMA", "FORMATS", "AdamW", "Rounded"]
 LOW = {"compensation": "kahan", "remainder": "master", "master": "master"}
 
 # ---- Rounded -----------------------------------------------------------------------------------------------
-
-DECAY, SCALE = 0, 1  # the first numbers of a row: 1 - lr * weight decay, and the factor of the gradient
 
 
 @functools.cache

@@ -16,9 +16,8 @@ in any loop:
 bf16 has 8 significant bits: neighbouring values (an ulp) lie 2^-8 to 2^-7 of the value apart, and a change
 below half of that is lost when rounding to nearest. Most of this file follows from that one sentence.
 
-Copy it with machine, rounding, formats, method, buckets, sharding, cast, average, release, offload, optim,
-optimizers, peers, watch, flops, ledger, fp8 and sparsity: they need torch alone, side by side or as a
-package. They set no option of torch for the whole process.
+Copy it with the files that the README lists: they need torch alone, side by side or as a package. They set
+no option of torch for the whole process.
 """
 
 import collections

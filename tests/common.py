@@ -219,3 +219,14 @@ def train(run, count, seed=0, measure=False):
             run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
         reports.append(run.step(measure=measure))
     return reports
+
+
+def steps(run, count=4, first=0, measure=False, gaps=False):
+    """Train Net; with gaps every second step leaves its time_embed without a gradient. Returns reports."""
+    reports = []
+    for step, (x, y) in list(enumerate(batches(first + count)))[first:]:
+        run.observe(measure)
+        t = None if gaps and step % 2 == 0 else torch.arange(8.0)
+        run.backward(F.mse_loss(run(x, t), y))
+        reports.append(run.step(measure=measure))
+    return reports

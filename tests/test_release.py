@@ -11,7 +11,7 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, RECIPES, batches, net, refused, same, same_state, start, through_a_file
+from common import BF16, RECIPES, batches, net, refused, same, same_state, start, steps, through_a_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -26,17 +26,6 @@ from watch import Watch
 eager = common.eager
 OURS = ["adamw", "sgd", "lion", "adafactor", "muon"]
 RELEASED = [name for name in RECIPES if name != "fp16"]
-
-
-def steps(run, count=4, first=0, measure=False, gaps=False):
-    """Train Net; with gaps every second step leaves its time_embed without a gradient. Returns reports."""
-    reports = []
-    for step, (x, y) in list(enumerate(batches(first + count)))[first:]:
-        run.observe(measure)
-        t = None if gaps and step % 2 == 0 else torch.arange(8.0)
-        run.backward(F.mse_loss(run(x, t), y))
-        reports.append(run.step(measure=measure))
-    return reports
 
 
 def equal(run, other):

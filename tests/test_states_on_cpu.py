@@ -14,7 +14,7 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, RECIPES, batches, net, refused, same_state, start, through_a_file
+from common import BF16, RECIPES, batches, net, refused, same_state, start, steps, through_a_file
 from torch import nn
 
 import bench_memory
@@ -138,17 +138,6 @@ def meet(places, others):
 
 
 # ---- The same bits -----------------------------------------------------------------------------------------
-
-
-def steps(run, count=4, first=0, measure=False, gaps=False):
-    """Train Net; with gaps every second step leaves its time_embed without a gradient. Returns reports."""
-    reports = []
-    for step, (x, y) in list(enumerate(batches(first + count)))[first:]:
-        run.observe(measure)
-        t = None if gaps and step % 2 == 0 else torch.arange(8.0)
-        run.backward(F.mse_loss(run(x, t), y))
-        reports.append(run.step(measure=measure))
-    return reports
 
 
 def equal(run, other):
