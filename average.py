@@ -13,23 +13,32 @@ import functools
 import torch
 
 if __package__:
-    from .buckets import Table
+    from .buckets import Bucket, Table
     from .machine import Refused
-    from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded
+    from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, written
     from .sharding import grouped, local
 else:
-    from buckets import Table
+    from buckets import Bucket, Table
     from machine import Refused
-    from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded
+    from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, written
     from sharding import grouped, local
 
 # ---- The average -------------------------------------------------------------------------------------------
 
 
-def _ema_kernel(shadow, p, low, h, key, stochastic):
-    s = shadow.float()
-    s = s + (exact_weight(p, low) - s) * h[0]
+def _ema_kernel(shadow, held, low, h, key, stochastic):
+    s, held = shadow.float(), exact_weight(held, low)
+    s = s + (held - s) * h[0]
     shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
+
+
+def move_along(average, x, p, low, noise=None):
+    """In a kernel that has written fp32 x [n] into weight `p` and its low part by `write_weight`: move the
+    average of it. average: what `EMA.along` gave; None: do nothing.
+    """
+    if average is not None:
+        flat, *how = average
+        _ema_kernel(flat, written(x, p.dtype, low, noise), None, *how)
 
 
 class EMA:
@@ -65,6 +74,9 @@ class EMA:
             low = self.low_part(p)
             keys.append((p.dtype, p.device, low.dtype if low is not None else None))
         self._buckets = grouped(self.params, keys)
+        alone = [bucket for bucket in self._buckets if len(bucket.indices) == 1 and type(bucket) is Bucket]
+        self.alone = {self.params[bucket.indices[0]]: bucket for bucket in alone}
+        self._rows, self._table = None, None  # {bucket: row of the table}, of what is still to move
         self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
         for bucket in self._buckets:
             params, low = self._inputs(bucket)
@@ -96,8 +108,19 @@ class EMA:
     @torch.no_grad()
     def update(self):
         """Take one step towards the weights as they are now."""
-        self.step += 1
+        self._begin()
         self._move()
+
+    def along(self, p):
+        """(flat average, h, key, stochastic) for a kernel that writes all of parameter p and moves its
+        average in the same pass, see `move_along`; None where p shares a vector with others. `update` moves
+        what is left.
+        """
+        if p not in self.alone:
+            return None
+        self._begin()
+        row = self._rows.pop(self.alone[p], None)
+        return None if row is None else self._at(self.alone[p], row)
 
     def before_writing(self):
         """Called before the weights are next written."""
@@ -105,19 +128,29 @@ class EMA:
     def catch_up(self):
         """Called before the average is read by another way than `shadow`."""
 
-    def _move(self):
-        table = Table(self._buckets[0].flat.device)
-        moving = [bucket for bucket in self._buckets if bucket.numel]
-        for bucket in moving:
-            ((_, _, position, ahead),) = bucket.rows()
-            words = key_words(self.seed, self.step, position, Noise.AVERAGE, ahead)
-            table.add([1 - self.decay], words)
-        table.fill()
+    def _begin(self):
+        """Number the next step, unless `along` has begun it."""
+        if self._rows is not None:
+            return
+        self.step += 1
+        self._rows, self._table = {}, Table(self._buckets[0].flat.device)
+        for bucket in self._buckets:
+            if bucket.numel:
+                ((_, _, position, ahead),) = bucket.rows()
+                words = key_words(self.seed, self.step, position, Noise.AVERAGE, ahead)
+                self._rows[bucket] = self._table.add([1 - self.decay], words)
+        self._table.fill()
+
+    def _at(self, bucket, row):
         stochastic = self.update_mode == "stochastic"
-        for row, bucket in enumerate(moving):
+        return bucket.flat, self._table.numbers[row], self._table.keys[row], stochastic
+
+    def _move(self):
+        for bucket, row in self._rows.items():
+            flat, *how = self._at(bucket, row)
             params, low = self._inputs(bucket)
-            h, key = table.numbers[row], table.keys[row]
-            fused(_ema_kernel, bucket.flat, params, low, h, key, stochastic, compiled=self.compiled)
+            fused(_ema_kernel, flat, params, low, *how, compiled=self.compiled)
+        self._rows = None
 
     def state_dict(self):
         return {"step": self.step, "shadow": dict(self.shadow)}
@@ -129,7 +162,7 @@ class EMA:
             raise Refused("the averaged weights belong to another model or another ema dtype")
         for name, value in state["shadow"].items():
             self.shadow[name].copy_(value)
-        self.step = state["step"]
+        self.step, self._rows = state["step"], None
 
 
 # ---- On the CPU --------------------------------------------------------------------------------------------
@@ -169,9 +202,12 @@ class OnCPU(EMA):
     @torch.no_grad()
     def update(self):
         self.catch_up()
-        self.step += 1
+        self._begin()
         self._take(self._buckets)
         self.behind = True
+
+    def along(self, p):
+        return None
 
     def before_writing(self):
         self.traffic.before_writing()

@@ -5,46 +5,71 @@
 Two of torch's operations stand in the way of one fused kernel. Its lerp and addcmul round once where a
 product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU is not correctly rounded
 where it comes from MKL (one value in 160 differs in its last bit), while a compiled one is. So the step is
-three passes: moments, root, weights.
+three passes: moments, root, weights. The root is written into memory that is kept: new memory costs more than
+a pass, since the system clears each of its pages when it is first touched.
 """
 
 import functools
 import importlib
+import threading
 
 import torch
 
 if __package__:
+    from .average import move_along
     from .rounding import exact_weight, fused, write_weight
 else:
+    from average import move_along
     from rounding import exact_weight, fused, write_weight
 
-PIECE = 1 << 22  # values whose root is held at once: 16 MiB
+PIECE = 1 << 21  # values whose root is held at once: 8 MiB
 INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
 DECAY, SCALE = 0, 1  # the first numbers of h: 1 - lr * weight decay, and the factor of the gradient
 
 
-def adamw(p, g, m, v, low, h, betas, grad_scale=1.0, compiled=True):
-    """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]."""
+def adamw(p, g, m, v, low, h, betas, grad_scale=1.0, average=None, compiled=True):
+    """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]. average: what
+    moves along, see average.EMA.along.
+    """
     one_rounding = compiled and betas[0] > 0.5 and rounds_once()
     for start in range(0, p.numel(), PIECE):
         at = slice(start, start + PIECE)
+        root = _kept_memory()[: v[at].numel()]
         if one_rounding:
             fused(_moment_kernel, g[at], m[at], v[at], h)
-            root = v[at].sqrt()
+            torch.sqrt(v[at], out=root)
         else:
-            root = moments(g[at], m[at], v[at], h, betas, grad_scale)
-        fused(_weight_kernel, p[at], m[at], root, None if low is None else low[at], h, compiled=compiled)
+            moments(g[at], m[at], v[at], h, betas, root, grad_scale)
+        part = None if low is None else low[at]
+        fused(_weight_kernel, p[at], m[at], root, part, h, part_of(average, at), compiled=compiled)
 
 
-def moments(g, m, v, h, betas, grad_scale=1.0):
-    """Update m and v in place by torch's own operations; returns the root of v."""
-    root = torch.empty_like(v)
+def part_of(average, at):
+    """What moves along with entries `at`, a slice, with the noise of their places; None: nothing does."""
+    if average is None:
+        return None
+    flat, h, key, stochastic = average
+    if stochastic and at.start:
+        key = key + torch.tensor([0, 0, at.start, 0], dtype=torch.int32)
+    return flat[at], h, key, stochastic
+
+
+def _kept_memory():
+    if not hasattr(_of_thread, "root"):
+        _of_thread.root = torch.empty(PIECE)
+    return _of_thread.root
+
+
+_of_thread = threading.local()
+
+
+def moments(g, m, v, h, betas, root, grad_scale=1.0):
+    """Update m and v in place by torch's own operations, and write the root of v into `root`."""
     for start in range(0, v.numel(), INNER):
         at = slice(start, start + INNER)
         part = g[at].float() if grad_scale == 1 else g[at].float() * h[SCALE]
         m[at].lerp_(part, 1 - betas[0])
         torch.sqrt(v[at].mul_(betas[1]).addcmul_(part, part, value=1 - betas[1]), out=root[at])
-    return root
 
 
 def _fma(a, b, c):
@@ -58,9 +83,10 @@ def _moment_kernel(g, m, v, h):
     v.copy_(_fma(h[4] * g, g, v * h[3]))
 
 
-def _weight_kernel(p, m, root, low, h):
+def _weight_kernel(p, m, root, low, h, average):
     x = exact_weight(p, low) * h[DECAY] + (h[7] * m) / (root / h[5] + h[6])
     write_weight(x, p, low)
+    move_along(average, x, p, low)
 
 
 @functools.cache
@@ -69,7 +95,7 @@ def rounds_once():
     draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0))
     betas, g, m, v = (0.9, 0.999), draw(), draw(), draw().square()
     own, h = (m.clone(), v.clone()), torch.tensor([1, 1, 1 - betas[0], betas[1], 1 - betas[1]])
-    moments(g, m, v, h, betas)
+    moments(g, m, v, h, betas, torch.empty_like(v))
     try:
         importlib.import_module("torch._inductor.inductor_prims")  # names prims.fma
         fused(_moment_kernel, g, *own, h)

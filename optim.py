@@ -23,7 +23,7 @@ import torch
 
 if __package__:
     from . import exact_step
-    from .average import EMA
+    from .average import EMA, move_along
     from .buckets import Bucket, Table, scale_of
     from .exact_step import DECAY, SCALE
     from .formats import FORMATS
@@ -32,7 +32,7 @@ if __package__:
     from .sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 else:
     import exact_step
-    from average import EMA
+    from average import EMA, move_along
     from buckets import Bucket, Table, scale_of
     from exact_step import DECAY, SCALE
     from formats import FORMATS
@@ -53,7 +53,7 @@ def _kernel(direction):
     recipe.
     """
 
-    def kernel(p, g, moments, low, h, key, stochastic):
+    def kernel(p, g, moments, low, h, key, stochastic, average):
         old = [m.float() for m in moments]
         delta, new = direction(g.float() * h[SCALE], old, h)
         # weight decay belongs to the fp32 update: lr*wd near 1e-6 of a weight would never survive a write of
@@ -64,6 +64,7 @@ def _kernel(direction):
             first, second = noise_bits(p.numel(), key)
             bits = [first, first >> 16, second, second >> 16]
         write_weight(x, p, low, bits[0])
+        move_along(average, x, p, low, bits[0])
         for m, value, noise in zip(moments, new, bits[1:], strict=False):
             m.copy_(rounded(value, m.dtype, noise))
 
@@ -79,13 +80,16 @@ class Rounded(torch.optim.Optimizer):
     Each moment is held as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes of
     `formats.FORMATS` with a scale a block (small tensors in fp32), rounded as `update` says. Rounding noise
     is a function of (seed, step, place in the parameter list). compiled: fuse the step by torch.compile.
-    away: an offload.Offload, which keeps the moments in the memory of the CPU. Raises Refused for other
+    away: an offload.Offload, which keeps the moments in the memory of the CPU. `average` may be set to an EMA
+    of the same parameters whose `update` follows each step: what it can, the step then moves in the pass that
+    writes the weights. Raises Refused for other
     dtypes of parameters, and for a state_dict of other shapes.
     """
 
     moments = ()  # names of the values that it keeps for each weight
     sites = ()  # names of sites that not every optimiser has, see recipes.OF_OPTIMIZERS
     flags = {}  # {flag: default}, where its own default is another than AdamW's
+    average = None  # an EMA that is moved along
     others = None  # the optimiser of the parameters that this one does not take, see optimizers.divided
     signed = {"exp_avg": True, "exp_avg_sq": False}
     by_recipe = True  # whether it writes as the recipe says; peers write in their own way
@@ -260,8 +264,15 @@ class Rounded(torch.optim.Optimizer):
                 table.numbers[row, SCALE] = scale_of(grad_scale, piece.params[0])
             state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
             at = piece, table, row, index, step
-            self._apply(at, flat[start:end], g[start:end], state, grad_scale)
+            average = self._moved_along(piece, rows)
+            self._apply(at, flat[start:end], g[start:end], state, grad_scale, average)
         piece.scatter(flat, params)
+
+    def _moved_along(self, piece, rows):
+        """The average of what one kernel call writes; None where it is to follow by itself."""
+        if self.average is None or type(piece) is not Bucket or len(piece.params) > 1 or len(rows) > 1:
+            return None
+        return self.average.along(piece.params[0])
 
     def _pieces(self, bucket, grad_of, apart):
         """What a bucket updates at once: all of it, or tensor by tensor where some have no gradient, another
@@ -312,22 +323,24 @@ class Rounded(torch.optim.Optimizer):
             return t[start:end]
         return t[start * coder.bits // 8 : -(-end * coder.bits // 8)]
 
-    def _apply(self, at, p, g, state, grad_scale):
+    def _apply(self, at, p, g, state, grad_scale, average=None):
         _, table, row, index, step = at
         h, key, low = table.numbers[row], table.keys[row], self._low(state)
         moments = [self._loaded(name, state, p.numel()) for name in self.moments]
-        self.write(p, g, moments, low, h, key, self.param_groups[index], step, grad_scale)
+        self.write(p, g, moments, low, h, key, self.param_groups[index], grad_scale, average)
         coded = [name for name in self.coders if f"{name}_scale" in state]
         for further, name in enumerate(coded, row + 1):
             key = table.keys[further] if self.update == "stochastic" else None
             value, signed = moments[self.moments.index(name)], self.signed.get(name, True)
             self.coders[name].encode(value, state[name], state[f"{name}_scale"], signed, key, self.compiled)
 
-    def write(self, p, g, moments, low, h, key, group, step, grad_scale):
-        """Update flat p [n], its moments (fp32 or bf16) and its low part, in place, from gradient g [n]."""
+    def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
+        """Update flat p [n], its moments (fp32 or bf16) and its low part, in place, from gradient g [n].
+        average: what moves along, see average.EMA.along, or None.
+        """
         stochastic = self.update == "stochastic"
         kernel = _kernel(self.direction)
-        fused(kernel, p, g, moments, low, h, key, stochastic, compiled=self.compiled)
+        fused(kernel, p, g, moments, low, h, key, stochastic, average, compiled=self.compiled)
 
     def _loaded(self, name, state, n):
         if f"{name}_scale" not in state:
@@ -568,17 +581,17 @@ class AdamW(Rounded):
         v = h[4] * g * g + v * h[3]
         return (h[7] * m) / (v.sqrt() / h[5] + h[6]), (m, v)
 
-    def write(self, p, g, moments, low, h, key, group, step, grad_scale):
+    def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
         m, v = moments
         writes_bf16 = p.dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
         stochastic = self.update == "stochastic" and writes_bf16
         exact = not stochastic and m.dtype == v.dtype == torch.float32
         if p.is_cuda and self.compiled and (triton := _triton_step()) and triton.fits(p, moments, low):
             exact = exact and group["betas"][0] > 0.5  # torch's lerp goes by another formula below
-            return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact)
+            return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact, average)
         if not (p.is_cpu and exact):
-            return super().write(p, g, moments, low, h, key, group, step, grad_scale)
-        exact_step.adamw(p, g, m, v, low, h, group["betas"], grad_scale, self.compiled)
+            return super().write(p, g, moments, low, h, key, group, grad_scale, average)
+        exact_step.adamw(p, g, m, v, low, h, group["betas"], grad_scale, average, self.compiled)
 
 
 @functools.cache

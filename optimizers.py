@@ -139,7 +139,10 @@ class ByTensor(Rounded):
             table.add(numbers, key_words(self.seed, step, piece.start, kind))
         return [(row, 0, piece.numel)]
 
-    def _apply(self, at, p, g, state, grad_scale):
+    def _moved_along(self, piece, rows):
+        return None  # the direction needs the whole tensor, and is not in the kernel that writes
+
+    def _apply(self, at, p, g, state, grad_scale, average=None):
         piece, table, row, index, step = at
         if not piece.numel:  # it holds no moments
             return

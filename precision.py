@@ -243,6 +243,8 @@ class Precision:
         kind = average_kind(average_on, self.device)
         average = functools.partial(kind, self.named_params, low_part=self.low_part, seed=seed)
         self.ema = average(ema_decay, r.ema, r.ema_update, warmup=ema_warmup)
+        for part in getattr(self.optimizer, "parts", [self.optimizer]):
+            part.average = self.ema
         self.averages = {"ema": self.ema, **{spec: average(*parse_average(spec)) for spec in averages}}
         dynamic = r.loss_scale == "dynamic"
         scaling = dict(init_scale=init_loss_scale, growth_factor=growth_factor, backoff_factor=backoff_factor)

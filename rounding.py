@@ -173,6 +173,27 @@ def write_weight(x, p, low=None, noise=None):
         p.copy_(x)
 
 
+def written(x, dtype, low=None, noise=None):
+    """The fp32 value that is held once `write_weight` has written x into a weight of `dtype`.
+
+    It is formed from bits: a fused kernel that read it back from the weight would skip the cast to bf16.
+    low: a tensor of the dtype of the weight's low part.
+    """
+    if low is None:
+        return _on_grid(x, noise) if dtype == torch.bfloat16 else x
+    if low.dtype != torch.bfloat16:
+        return x
+    nearest = _on_grid(x, 0x8000)
+    return nearest + _on_grid(x - nearest, noise)
+
+
+def _on_grid(x, noise):
+    """`rounded` to bf16, as fp32 whose low 16 bits are zero."""
+    bits = x.view(torch.int32)
+    noise = 0x7FFF + ((bits >> 16) & 1) if noise is None else noise & 0xFFFF  # to nearest: ties to even
+    return torch.where(x.isfinite(), ((bits + noise) & -65536).view(torch.float32), x)
+
+
 # ---- Fused kernels -----------------------------------------------------------------------------------------
 
 RECOMPILE_LIMIT = 64  # one graph a combination of dtypes; torch's default is 8

@@ -17,6 +17,8 @@ BLOCK = 1024  # entries of one program
 HOLDS = (torch.float32, torch.bfloat16)
 # what completes a weight, see rounding.exact_weight
 ALONE, REMAINDER, COMPENSATION, MASTER = (tl.constexpr(kind) for kind in range(4))
+# what becomes of the average: nothing, a step, a step that is rounded stochastically
+STAYS, MOVES, NOISY = (tl.constexpr(mode) for mode in range(3))
 LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float32: MASTER}
 
 
@@ -25,12 +27,13 @@ def fits(p, moments, low):
     return all(t.dtype in HOLDS for t in (p, *moments)) and (low is None or low.dtype in LOW)
 
 
-def adamw(p, g, moments, low, h, key, stochastic, exact):
+def adamw(p, g, moments, low, h, key, stochastic, exact, average=None):
     """One step on flat p [n], its two moments and its low part, in place.
 
     h: fp32, the numbers of `AdamW.numbers` behind decay and scale. key: int32 [3 or more], see
     `rounding.noise_bits`. stochastic: whether bf16 is rounded so; else to nearest. exact: whether the moments
     are formed as torch's lerp and addcmul do, which round once where a product is added; beta1 is above 0.5.
+    average: what moves along, see average.EMA.along, or None.
     """
     n = p.numel()
     kind = ALONE if low is None else LOW[low.dtype]
@@ -38,7 +41,9 @@ def adamw(p, g, moments, low, h, key, stochastic, exact):
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(n, BLOCK),)
         low = p if low is None else low  # some pointer: it is not read
-        _adamw[grid](p, g, m, v, low, h, key, n, stochastic, exact, kind, BLOCK, **OPTIONS)
+        mode = STAYS if average is None else NOISY if average[3] else MOVES
+        own = (p, h, key) if average is None else average[:3]
+        _adamw[grid](p, g, m, v, low, h, key, *own, n, stochastic, exact, kind, mode, BLOCK, **OPTIONS)
 
 
 # ---- Rounding, as in rounding.py ---------------------------------------------------------------------------
@@ -85,10 +90,11 @@ def _nearest(x):
 
 @triton.jit
 def _write(at, x, noise, mask, STOCHASTIC: tl.constexpr):
-    """x rounded to the dtype that `at` points to."""
+    """x rounded to the dtype that `at` points to; returns it in fp32."""
     if at.dtype.element_ty == tl.bfloat16:
         x = _stochastic_round(x, noise) if STOCHASTIC else _nearest(x)
     tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+    return x
 
 
 # ---- The step ----------------------------------------------------------------------------------------------
@@ -103,10 +109,14 @@ def _adamw(
     low,
     h,
     key,
+    average,
+    average_h,
+    average_key,
     n,
     STOCHASTIC: tl.constexpr,
     EXACT: tl.constexpr,
     KIND: tl.constexpr,
+    AVERAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -138,8 +148,9 @@ def _adamw(
     first, second = weight.to(tl.int32), weight.to(tl.int32)  # of the same types where there is no noise
     if STOCHASTIC:
         first, second = _noise_bits(i.to(tl.int32), key)
+    now = x  # what is held once it is written
     if KIND == ALONE:
-        _write(p, x, first, mask, STOCHASTIC)
+        now = _write(p, x, first, mask, STOCHASTIC)
     elif KIND == REMAINDER:
         bits = _bits(x)
         high = (bits + 0x8000) & -65536
@@ -148,12 +159,19 @@ def _adamw(
     elif KIND == COMPENSATION:
         near = _stochastic_round(x, 0x8000)
         tl.store(p, near.to(tl.bfloat16), mask=mask)
-        _write(low, x - near, first, mask, STOCHASTIC)
+        now = near + _write(low, x - near, first, mask, STOCHASTIC)
     else:
         tl.store(low, x, mask=mask)
         _write(p, x, first, mask, False)
     _write(m, m_new, first >> 16, mask, STOCHASTIC)
     _write(v, v_new, second, mask, STOCHASTIC)
+    if AVERAGE != STAYS:
+        average = average + i
+        old = tl.load(average, mask=mask, other=0).to(tl.float32)
+        noise = weight.to(tl.int32)
+        if AVERAGE == NOISY:
+            noise, _ = _noise_bits(i.to(tl.int32), average_key)
+        _write(average, old + (now - old) * tl.load(average_h), noise, mask, AVERAGE == NOISY)
 
 
 # contracted, a product and a sum would round once

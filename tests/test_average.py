@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from common import BF16, SHAPES, correlation, draw, gradients, make, refused, same, through_a_file
+from common import BF16, MODES, SHAPES, correlation, draw, gradients, make, refused, same, through_a_file
 from torch import nn
 
+import exact_step
 from buckets import Bucket
 from optim import EMA, AdamW
 
@@ -102,6 +103,37 @@ def test_compiled_average_equals_eager(kahan):
             ema.update()
         results.append(ema.shadow)
     assert all(same(results[0][n], results[1][n]) for n in "ab")
+
+
+# compiled, dtype and update of the average
+KINDS = [(True, "fp32", "nearest"), *((False, "bf16", update) for update in ("nearest", "stochastic"))]
+
+
+@pytest.mark.parametrize("compiled, dtype, update", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_average_that_moves_with_the_step_has_the_same_bits(mode, compiled, dtype, update, monkeypatch):
+    monkeypatch.setattr(Bucket, "SMALL", 1000)
+    monkeypatch.setattr(exact_step, "PIECE", 512)  # the noise of an average goes on from piece to piece
+    initial = [draw(n, seed=n, scale=0.1) for n in (1500, 7, 2001, 90)]
+
+    def go(along):
+        params, optimizer = make(mode, initial, 1e-2, compiled, weight_decay=0.1)
+        named = list(zip("abcd", params, strict=True))
+        options = dict(low_part=optimizer.low_part, seed=3, compiled=compiled)
+        ema = EMA(named, 0.9, dtype, update, **options)
+        optimizer.average = ema if along else None
+        for step in range(3):
+            for i, p in enumerate(params[: 3 if step == 1 else 4]):  # one is left alone once
+                p.grad = draw(*p.shape, seed=10 * step + i).to(p.dtype)
+            before = ema.shadow["a"].clone()
+            optimizer.step()
+            assert same(before, ema.shadow["a"]) != along, "large ones alone move along"
+            ema.update()
+            optimizer.zero_grad()
+        return [*params, *ema.shadow.values()], ema.step
+
+    (together, step), (apart, _) = go(True), go(False)
+    assert step == 3 and all(same(a, b) for a, b in zip(together, apart, strict=True))
 
 
 def test_average_resumes_bit_for_bit_and_refuses_others():

@@ -16,7 +16,7 @@ from common import draw
 
 import optim
 import rounding
-from optim import AdamW
+from optim import EMA, AdamW
 
 ROOT = Path(optim.__file__).parent
 triton = pytest.importorskip("triton", reason="needs Triton, which torch brings along on Linux alone")
@@ -28,6 +28,7 @@ CASES = [
     for weights, moments, low, update in itertools.product(DTYPES, DTYPES, LOWS, ("nearest", "stochastic"))
     if weights == "bf16" or low == "none"
 ]
+AVERAGES = (None, ("fp32", False), ("bf16", False), ("bf16", True))  # dtype, stochastic
 N = 3000
 
 
@@ -49,25 +50,29 @@ def flat(case):
     return p, g, [m, v], lows[low]
 
 
-def step(case, kernel):
-    """[tensor] after kernel(p, g, moments, low, h, key, optimizer)."""
+def step(case, average, kernel):
+    """[tensor] after kernel(p, g, moments, low, h, key, optimizer, average)."""
     p, g, moments, low = flat(case)
+    if average is not None:
+        dtype, stochastic = average
+        shadow = draw(N, seed=6).to(DTYPES[dtype])
+        average = shadow, torch.tensor([1e-2]), rounding.noise_key(4, 7, 12345), stochastic
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1, update=case[3])
     numbers = optimizer.numbers(optimizer.param_groups[0], 7)
     h = torch.tensor([1 - 1e-4, 0.5, *numbers])
-    kernel(p, g, moments, low, h, rounding.noise_key(3, 7, 12345), optimizer)
-    return [t for t in (p, *moments, low) if t is not None]
+    kernel(p, g, moments, low, h, rounding.noise_key(3, 7, 12345), optimizer, average)
+    return [t for t in (p, *moments, low, average and average[0]) if t is not None]
 
 
-def generic(p, g, moments, low, h, key, optimizer):
+def generic(p, g, moments, low, h, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    rounding.fused(optim._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic)
+    rounding.fused(optim._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic, average)
 
 
-def by_triton(p, g, moments, low, h, key, optimizer):
+def by_triton(p, g, moments, low, h, key, optimizer, average):
     from triton_step import adamw
 
-    adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", False)
+    adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", False, average)
 
 
 def differing(ours, theirs):
@@ -80,8 +85,11 @@ def differing(ours, theirs):
 
 
 def interpreted():
-    """{case: entries that differ}, in a process whose Triton interprets."""
-    found = {str(case): differing(step(case, generic), step(case, by_triton)) for case in CASES}
+    """{case: entries that differ}, in a process whose Triton interprets. Averages take turns."""
+    found = {}
+    for k, case in enumerate(CASES):
+        average = AVERAGES[(k + k // len(AVERAGES)) % len(AVERAGES)]
+        found[str(case)] = differing(step(case, average, generic), step(case, average, by_triton))
     print(json.dumps(found))
 
 
@@ -111,8 +119,9 @@ def instructions(exact, kind, capability=80, **options):
 
     import triton_step
 
-    pointers = dict(p="*bf16", g="*bf16", m="*fp32", v="*fp32", low="*i16", h="*fp32", key="*i32", n="i32")
-    constants = dict(STOCHASTIC=True, EXACT=exact, KIND=kind, BLOCK=triton_step.BLOCK)
+    pointers = dict(p="*bf16", g="*bf16", m="*fp32", v="*fp32", low="*i16", h="*fp32", key="*i32")
+    pointers.update(average="*bf16", average_h="*fp32", average_key="*i32", n="i32")
+    constants = dict(STOCHASTIC=True, EXACT=exact, KIND=kind, AVERAGE=2, BLOCK=triton_step.BLOCK)
     signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=triton_step._adamw, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
@@ -153,10 +162,14 @@ def test_a_gpu_writes_the_bits_of_a_cpu(writing, moments):
     for device in ("cpu", "cuda"):
         params = [torch.nn.Parameter(w.to(device)) for w in weights]
         optimizer = AdamW(params, lr=1e-3, weight_decay=0.1, **writing, **moments)
+        named = list(zip("abc", params, strict=True))
+        optimizer.average = EMA(named, 0.9, low_part=optimizer.low_part)
         for k in range(5):
             for i, p in enumerate(params):
                 p.grad = draw(*p.shape, seed=100 * k + i).bfloat16().to(device)
             optimizer.step()
-        found[device] = [p.detach().cpu() for p in params]
+            optimizer.average.update()
+        found[device] = [t.cpu() for t in optimizer.average.shadow.values()]
+        found[device] += [p.detach().cpu() for p in params]
         found[device] += [optimizer.moment(p, name).cpu() for p in params for name in optimizer.moments]
     assert differing(found["cpu"], found["cuda"]) == 0
