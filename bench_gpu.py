@@ -57,8 +57,9 @@ ROOT = Path(__file__).resolve().parent
 FOLDER = ROOT / "experiments" / "bench"
 # the files that a figure depends on
 SOURCES = (
-    *("bench_common", "bench_gpu", "models", "machine", "rounding", "formats", "method", "buckets", "optim"),
-    *("exact_step", "triton_step", "optimizers", "average", "sharding", "release", "offload", "peers"),
+    *("bench_common", "bench_gpu", "models", "attention", "machine", "rounding", "formats", "method"),
+    *("buckets", "optim", "exact_step", "triton_step", "optimizers", "average", "sharding", "release"),
+    *("offload", "peers"),
     *("watch", "writes", "flops", "ledger", "fp8", "fp8_layers", "sparsity", "recipes", "cast", "precision"),
 )
 

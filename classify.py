@@ -20,13 +20,12 @@ torch's DistributedDataParallel, and the first one's running statistics are kept
 
 import math
 from collections import OrderedDict
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention import kernel
 from machine import Refused
 from tasks import Task, picture
 
@@ -120,16 +119,12 @@ def vit(channels, num_classes, image_size, size=None):
     """
     from torchvision.models import VisionTransformer  # it takes a second, which --help does not wait for
 
-    from models import SHORT
-
     class ViT(VisionTransformer):
         roles = {"conv_proj": {"embedding"}}
 
         def forward(self, x):
-            # as in models.Attention: backward of the flash kernel is slow in bf16 on a CPU
             tokens = (self.image_size // self.patch_size) ** 2 + 1
-            short = x.device.type == "cpu" and tokens <= SHORT
-            with sdpa_kernel(SDPBackend.MATH) if short else nullcontext():
+            with kernel(x.device, torch.bfloat16, tokens):  # autocast takes it to bf16, although x is fp32
                 return super().forward(x)
 
     size = size or "tiny"

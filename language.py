@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attention import attend
 from flags import Flag, amount, natural
 from fp8 import Scaling
 from machine import Refused
@@ -137,8 +138,7 @@ class Layer(nn.Module):
     def attention(self, x):
         # [B, T, 3 width] -> [B, T, 3, heads, width / heads] -> three of [B, heads, T, width / heads]
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(mixed.transpose(1, 2).flatten(2))
+        return self.proj(attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class GPT(nn.Module):

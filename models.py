@@ -25,13 +25,12 @@ DiffusionModelUNet.
 import math
 import re
 from collections import OrderedDict
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention import SHORT, attend
 from machine import Refused, without
 
 with without("transformers"):
@@ -64,8 +63,6 @@ DITS = {
     "XL": (28, 1152, 16),
 }
 FREQUENCIES = 256  # width of DiT's sinusoid of t, as in the authors' code
-# tokens up to which a CPU runs plain attention in bf16 faster than the flash kernel, see Attention
-SHORT = 128
 
 
 def check_image_size(net, image_size, multiple, least):
@@ -210,14 +207,8 @@ class Attention(nn.Module):
         # [B, tokens, 3 width] -> [B, tokens, 3, heads, width / heads] -> 3 x [B, heads, tokens, width /
         # heads]
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        # The backward pass of torch's CPU flash kernel in bf16 takes 12 ms where the plain one takes 0.7
-        # (torch 2.14, batch 64, 4 heads, 16 tokens). Both sum in fp32. Chosen here and not around the whole
-        # net, so that activation checkpointing recomputes with the same kernel.
-        short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
-        with sdpa_kernel(SDPBackend.MATH) if short else nullcontext():
-            x = F.scaled_dot_product_attention(q, k, v)
         # [B, heads, tokens, width / heads] -> [B, tokens, width]
-        return self.proj(x.transpose(1, 2).flatten(2))
+        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

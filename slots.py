@@ -17,16 +17,13 @@ import math
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention import attend
 from recipes import Recipe, Site
 from video import Video
 
 EPSILON = 1e-8  # what slot attention adds before it divides
-# tokens up to which a CPU runs plain attention in bf16 faster than the flash kernel, see models.Attention
-SHORT = 128
 
 SITES = {
     "softmax": Site(
@@ -134,9 +131,7 @@ class Attention(nn.Module):
         context = x if context is None else context
         q, k, v = self.split(self.q(x)), self.split(self.k(context)), self.split(self.v(context))
         dropout = self.dropout if self.training else 0.0
-        short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= SHORT
-        with sdpa_kernel(SDPBackend.MATH) if short else nullcontext():
-            x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
+        x = attend(q, k, v, dropout_p=dropout, is_causal=self.causal)
         return self.proj(x.transpose(1, 2).flatten(2))
 
     def split(self, x):

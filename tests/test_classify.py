@@ -176,13 +176,14 @@ def test_the_patch_suits_the_image(size, patch):
 def test_the_vit_is_torchvisions():
     from torchvision.models import VisionTransformer
 
+    torch.manual_seed(0)
     ours = classify.vit(3, 10, 32).eval()
     layers, width, heads = classify.VITS["tiny"]
     theirs = VisionTransformer(32, 4, layers, heads, width, 4 * width, num_classes=10).eval()
     nn.init.normal_(theirs.heads.head.weight)  # zero in a new net
     ours.load_state_dict(theirs.state_dict())
     x = common.draw(2, 3, 32, 32)
-    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)  # by another kernel of attention
 
 
 def test_a_frozen_vit_computes_what_the_trained_one_does(small):

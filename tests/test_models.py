@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import attention
+import language
 import models
 from machine import Refused
 
@@ -182,14 +184,15 @@ def test_bf16_and_autocast_stay_close_to_fp32(model, size, image_size):
     "dtype,tokens,flash",
     [
         (torch.bfloat16, 16, False),
-        (torch.bfloat16, models.SHORT + 1, True),
+        (torch.bfloat16, attention.SHORT + 1, True),
         (torch.float32, 16, True),
     ],
 )
-def test_cpu_attention_avoids_the_slow_bf16_flash_kernel_on_few_tokens(dtype, tokens, flash):
-    attention = models.Attention(64, 2).to(dtype)
+@pytest.mark.parametrize("build", [models.Attention, language.Layer])
+def test_cpu_attention_avoids_the_slow_bf16_flash_kernel_on_few_tokens(build, dtype, tokens, flash):
+    layer = build(64, 2).to(dtype)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        attention(torch.randn(2, tokens, 64, dtype=dtype))
+        layer(torch.randn(2, tokens, 64, dtype=dtype))
     assert any("flash_attention" in event.key for event in profile.key_averages()) == flash
 
 

@@ -1,0 +1,29 @@
+"""Attention by the kernel that is fast on the device at hand. Needs torch alone; copy it.
+
+    x = attend(q, k, v, is_causal=True)     # as F.scaled_dot_product_attention
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# tokens up to which a CPU runs plain attention in bf16 faster than the flash kernel, whose backward pass
+# takes 12 ms there where the plain one takes 0.7 (torch 2.14, batch 64, 4 heads, 16 tokens), 41 where that
+# takes 10 (batch 16, 4 heads, 128 tokens), and as long as the plain one at 256
+SHORT = 128
+
+
+def attend(q, k, v, **options):
+    """F.scaled_dot_product_attention. q [B, heads, N, d], k and v [B, heads, M, d] -> [B, heads, N, d]."""
+    with kernel(q.device, q.dtype, k.shape[2]):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def kernel(device, dtype, tokens):
+    """A context with the kernel for `tokens` keys in `dtype`. Both kernels sum in fp32. Enter it around each
+    attention and not around a whole net, so that activation checkpointing recomputes with the same kernel.
+    """
+    plain = device.type == "cpu" and dtype == torch.bfloat16 and tokens <= SHORT
+    return sdpa_kernel(SDPBackend.MATH) if plain else nullcontext()
