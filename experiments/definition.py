@@ -167,7 +167,9 @@ def _check(experiment, path):
     """Refuse values of the right type that make no sense."""
     arms, seeds = experiment.arms, experiment.seeds
     names = [arm.name for arm in arms]
-    flags = experiment.common + [flag for arm in arms for flag in arm.flags]
+    # an arm that only samples may draw its images from another seed
+    chosen = [flag for arm in arms for flag in arm.flags if not (arm.of and flag == "--seed")]
+    flags = experiment.common + chosen
     margins = [experiment.margin, *(arm.margin for arm in arms if arm.margin != 0)]
     levels = [level for arm in arms for level in arm.cell.values()]
     sound_names = all(re.fullmatch(r"[A-Za-z0-9][\w.+=-]*", name) for name in names)
@@ -276,7 +278,8 @@ def key(arm, seed):
 def command(arm, seed, runs=RUNS):
     """The words after `python` of one run, whose folder is runs/<label>.
 
-    An arm that only samples leaves its files in the folder that it samples from.
+    An arm that only samples leaves its files in the folder that it samples from; it draws images from the
+    seed that trained it, unless it has a --seed of its own.
     """
     last = ["--threads", "1", "--name", label(arm, seed)]
     if arm.of:

@@ -69,6 +69,14 @@ def test_a_wrong_toml_is_one_line(folder, capsys, old, new, said):
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
 
 
+def test_an_arm_that_samples_may_draw_from_another_seed(folder, capsys):
+    assert 'of = "fp32"\nflags = [' in TOML
+    write(folder, TOML.replace('of = "fp32"\nflags = [', 'of = "fp32"\nflags = ["--seed", "7", ', 1))
+    assert run.main(["001", "--dry_run", "--seeds", "0"], folder) == 0
+    drawn = [line for line in capsys.readouterr().out.splitlines() if "--sample" in line]
+    assert any("--seed 7 " in line and line.endswith("sampler-seed0") for line in drawn)
+
+
 def test_unknown_experiment_arm_and_seed_name_what_exists(folder, capsys):
     assert "001-rounding" in fails(capsys, folder, "002")
     assert "fp32, nearest, sampler" in fails(capsys, folder, "001", "--arm", "kahan")
