@@ -67,6 +67,35 @@ def renew(answers):
         answers.groups = {p: group for group in answers.param_groups for p in group["params"]}
 
 
+def steps_of(state):
+    """What a state's step counter says; None where it has none, or something else by that name."""
+    step = state.get("step")
+    if torch.is_tensor(step):
+        step = step.item() if step.numel() == 1 else None
+    return float(step) if isinstance(step, (int, float)) else None
+
+
+def check_states(optimizer, named):
+    """Raise Refused for a state that torch's AdamW or Adam could not step. named: [(name, parameter)]."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for name, p in named:
+        state = optimizer.state.get(p)
+        if not state:
+            continue  # it begins at the first gradient
+        fix = "restore the optimiser's state, or clear it to begin anew"
+        for moment in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(groups[p].get("amsgrad")):
+            held = state.get(moment)
+            if not torch.is_tensor(held):
+                raise Refused(f"the optimiser's state of {name} has no {moment}: {fix}")
+            if held.shape != p.shape:
+                shapes = f"the shape {list(held.shape)}, and the parameter {list(p.shape)}"
+                raise Refused(f"{moment} of {name} has {shapes}: {fix}")
+        if steps_of(state) is None:
+            raise Refused(f"the optimiser's state of {name} has no number of steps: {fix}")
+
+
 # what a state that completes a bf16 weight is called, here and elsewhere
 LOW = ("kahan_comp", "compensation", "remainder", "shift", "master", "master_param", "fp32_param")
 ADAMW = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
@@ -87,6 +116,7 @@ class Stranger(peers.Peer):
     def __init__(self, inner):
         super().__init__(inner)
         self.silent = set()  # parameters whose copy could not be stepped
+        self.accumulated = None  # {parameter: {name: (its state, what the copy made of it)}}, if wanted
         self.exact = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) or type(inner).__name__ in ADAMW
         self.known = self.exact or type(inner).__module__.startswith("torch.optim")
         self.elementwise = type(inner).__module__.startswith("torch.optim.")
@@ -117,7 +147,7 @@ class Stranger(peers.Peer):
         if not self.known and "adamw" not in type(self.inner).__name__.lower():
             return math.nan, 0
         group, state = self._group(p), self.state.get(p, {})
-        step = state.get("step", 0)
+        step = steps_of(state) or 0
         beta = group["betas"][0 if name == "exp_avg" else 1] if "betas" in group else group.get("alpha")
         return (math.nan if beta is None else float(beta)), int(step)
 
@@ -211,14 +241,28 @@ class Stranger(peers.Peer):
         twin.grad = take(p.grad).float() / grad_scale(self.inner)
         try:
             with torch.random.fork_rng(devices=[p.device] if p.is_cuda else []), torch.no_grad():
-                self._step(p, twin, take)
+                states = self._step(p, twin, take)
         except Exception:  # a stranger's code may need what a copy of one tensor does not have
             self.silent.add(p)
             return None
+        if self.accumulated is not None and self.known:
+            self.accumulated[p] = dict(self._accumulators(p, states, pick))
         update = twin.detach() - take(p).float()
         return update if self.elementwise else pick(update)
 
+    def _accumulators(self, p, stepped, pick):
+        """(name, (fp32 sample of a state of p, and of the one that a step of the copy left)): all but second
+        moments, which are looked at by themselves.
+        """
+        for name, value in self.state.get(p, {}).items():
+            if accumulates(name, value) and name not in self.names["exp_avg_sq"] and name in stepped:
+                after = stepped[name].flatten() if self.elementwise else pick(stepped[name])
+                before = pick(value).float().clone()
+                if after.shape == before.shape:
+                    yield name, (before, after.float())
+
     def _step(self, p, twin, take):
+        """Step the copy; its states then."""
         inner, state = self.inner, {}
         for name, value in self.state.get(p, {}).items():
             if torch.is_tensor(value):
@@ -235,6 +279,12 @@ class Stranger(peers.Peer):
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(other, hooks, OrderedDict())
         inspect.unwrap(type(inner).step)(other)
+        return other.state[twin]
+
+
+def accumulates(name, value):
+    """Whether a state is a sum over steps: a tensor of fractions that does not complete the weight."""
+    return torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0 and name not in LOW
 
 
 LOW_DTYPES = (torch.float32, torch.bfloat16, torch.int16)

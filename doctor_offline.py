@@ -5,14 +5,17 @@
 A checkpoint is a safetensors file, or what torch.save wrote (.pt, .pth, .bin, .ckpt), of which no code is
 run. It may hold weights alone, or weights, optimiser states and averages in any nest of dicts. For each
 tensor it tells the share of entries that did not change, and norm gains that are exactly 1.0; of optimiser
-states, second moments that only grow, and step counters in 16 bits or that did not count; of averages, those
-that equal their start. Two files can't tell why: `watch.Watch` in the training loop can.
+states, second moments that only grow or were reset, and step counters in 16 bits or that did not count; of
+averages, those that equal their start. States that can't be what their groups claim are bad input. Two files
+can't tell why: `watch.Watch` in the training loop can.
 """
 
 import dataclasses
+import math
 import pickle
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -30,12 +33,15 @@ USAGE = "usage: python doctor.py BEFORE AFTER, two checkpoints; python train.py 
 
 @dataclasses.dataclass
 class Checkpoint:
-    """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}."""
+    """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}. groups:
+    {where an optimiser stands: its param_groups}.
+    """
 
     path: Path
     weights: dict = dataclasses.field(default_factory=dict)
     averages: dict = dataclasses.field(default_factory=dict)
     states: dict = dataclasses.field(default_factory=dict)
+    groups: dict = dataclasses.field(default_factory=dict)
 
 
 def read(path):
@@ -56,7 +62,9 @@ def _loaded(path):
             from safetensors.torch import load_file
 
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, at sparse tensors
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if "allowed global" in str(error) or "Unsupported class" in str(error):
             said = "it holds more than tensors and plain values, and loading it would run code"
@@ -73,9 +81,12 @@ WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
 def _sort(tree, found, path):
     """Put the tensors of a nest of dicts and lists where they belong."""
     if isinstance(tree, dict) and isinstance(tree.get("state"), dict) and "param_groups" in tree:
+        found.groups[path] = _groups(tree["param_groups"], found.path)
         for key, state in tree["state"].items():
             if isinstance(state, dict):
                 found.states[f"{path}{key}"] = state
+                for name, value in state.items():
+                    _check(value, f"{name} of {path}{key}", found.path)
         return
     if isinstance(tree, dict) and "shadow_params" in tree:  # diffusers' EMAModel
         tree = {"ema": {f"{i}": t for i, t in enumerate(tree["shadow_params"])}}
@@ -87,14 +98,33 @@ def _sort(tree, found, path):
         if torch.is_tensor(value):
             if value.dim() == 0 and not path:
                 continue
+            _check(value, name, found.path)
             (found.averages if AVERAGE.search(name) else found.weights)[name] = value
         elif isinstance(value, (dict, list, tuple)):
             _sort(value, found, f"{name}.")
 
 
+def _check(value, name, path):
+    """Refuse a tensor whose values can't be compared."""
+    if torch.is_tensor(value) and value.layout != torch.strided:
+        raise Refused(f"{path}: {name} is sparse ({value.layout}); save it with to_dense()")
+    if torch.is_tensor(value) and value.is_meta:
+        raise Refused(f"{path}: {name} is on the meta device and holds no values; save the values")
+
+
+def _groups(groups, path):
+    """param_groups as a list of dicts whose "params" are lists. Raises Refused for anything else."""
+    whole = isinstance(groups, (list, tuple))
+    if not whole or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+        raise Refused(f"{path}: param_groups of an optimiser are no list of groups with their params")
+    return groups
+
+
 def _pairs(before, after, what, files):
     """[(name, tensor before, tensor after)] of floating tensors. Raises Refused for other names or shapes."""
-    one, two = ({k: t for k, t in side.items() if t.is_floating_point()} for side in (before, after))
+    sides = ({k: t for k, t in side.items() if t.is_floating_point()} for side in (before, after))
+    # numbers of 8 bits can't be compared as they are
+    one, two = ({k: t.float() if t.itemsize == 1 else t for k, t in side.items()} for side in sides)
     for name in [*one, *two]:
         for side, path in zip((one, two), files, strict=True):
             if name not in side:
@@ -124,7 +154,11 @@ def compare(before, after):
         sound["unchanged entries"] = share / max(1, sum(a.numel() for _, a, _ in pairs))
     averages = _pairs(before.averages, after.averages, "average", files) if before.averages else []
     found += _averages(averages, before, after, any(moved.values()))
+    for side in (before, after):
+        check_states(side)
+    found += _left_out(before, after, moved)
     found += _states(before.states, after.states)
+    found += _reset(after)
     found.sort(key=lambda finding: finding.rank)
     sites = {f.site for f in found if f.severity != "note"}
     kept = {} if "update" in sites or "gains" in sites else sound
@@ -227,7 +261,7 @@ def _states(before, after):
             remedy = "put states back as they were saved"
             yield Finding("exp_avg_sq", "moderate", "it was fp32 before", remedy, key, 2.0)
         step = state.get("step")
-        if torch.is_tensor(step) and step.numel() == 1 and step.dtype in NARROW:
+        if torch.is_tensor(step) and step.dtype in NARROW:
             kind, most = str(step.dtype).removeprefix("torch."), 256 if step.dtype == torch.bfloat16 else 2048
             severity = "severe" if float(step) >= most else "moderate"
             text = f"its step counter is {kind} and says {float(step):g}: it can't count beyond {most}"
@@ -241,6 +275,137 @@ def _states(before, after):
 def _second(state):
     found = state.get("exp_avg_sq")
     return found if torch.is_tensor(found) else None
+
+
+# ---- States that can't be ----------------------------------------------------------------------------------
+
+BUFFERS = re.compile(r"running_(mean|var)$|num_batches_tracked$|inv_freq$")
+SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # as their parameter, in most
+
+
+def check_states(found):
+    """Raise Refused for a state that can't be what the param_groups of a Checkpoint claim: what torch's AdamW
+    and Adam keep, and what others keep for most parameters of a group.
+    """
+    for key, state in found.states.items():
+        if "step" in state and _count(state["step"]) is None and _holds(found, key):
+            said = repr(state["step"]).replace("\n", " ")[:60]
+            raise Refused(f"{found.path}: step of {key} says {said}, which is no number of steps")
+    for path, groups in found.groups.items():
+        shapes = {key: found.weights[name].shape for key, name in _owners(found, path).items()}
+        for group in groups:
+            held = {key: found.states[key] for key in _keys(path, group) if _holds(found, key)}
+            _check_names(group, held, found.path)
+            _check_shapes(group, held, shapes, found.path)
+
+
+def _keys(path, group):
+    return [f"{path}{i}" for i in group["params"]]
+
+
+def _holds(found, key):
+    return any(value is not None for value in found.states.get(key, {}).values())
+
+
+def _adamw(group):
+    """Whether it is a group of torch's AdamW or Adam, by the options that it has."""
+    return {"betas", "eps", "amsgrad", "capturable"} <= set(group)
+
+
+def _keeps(group):
+    """Whether its parameters have a state once they have been stepped; SGD's have with momentum alone."""
+    return _adamw(group) or bool(group.get("momentum") and "dampening" in group)
+
+
+def _count(step):
+    """A number of steps; None for what is none."""
+    if torch.is_tensor(step):
+        step = step.item() if step.numel() == 1 else None
+    known = isinstance(step, (int, float)) and math.isfinite(step) and step >= 0
+    return float(step) if known else None
+
+
+def _check_names(group, held, path):
+    needed = [n for n in SHAPED if 2 * sum(torch.is_tensor(s.get(n)) for s in held.values()) > len(held)]
+    if _adamw(group):
+        needed = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
+    for key, state in held.items():
+        for name in needed:
+            parts = [name, f"{name}_row", f"{name}_col"]
+            there = [state[part] for part in parts if part in state]
+            if not there or (name in SHAPED and not any(map(torch.is_tensor, there))):
+                what = f"the state of {key} has no {name}, which its optimiser keeps"
+                raise Refused(f"{path}: {what}: it is cut, or another optimiser's")
+
+
+def _check_shapes(group, held, shapes, path):
+    """Each moment has the shape of its weight, or of the other moment where that is all that is known."""
+    for name in SHAPED:
+        pairs = {}
+        for key, state in held.items():
+            moment, first = (state.get(n) for n in (name, "exp_avg"))
+            if torch.is_tensor(moment) and moment.is_floating_point():
+                other = first.shape if torch.is_tensor(first) and first.is_floating_point() else moment.shape
+                pairs[key] = moment.shape, shapes.get(key, other)
+        wrong = [key for key, (shape, wanted) in pairs.items() if shape != wanted]
+        if wrong and (_adamw(group) or 2 * len(wrong) < len(pairs)):
+            shape, wanted = map(list, pairs[wrong[0]])
+            raise Refused(f"{path}: {name} of {wrong[0]} has the shape {shape}, and its parameter {wanted}")
+
+
+def _owners(found, path):
+    """{key of a state: name of its weight}: by name where the optimiser has them, else by order where that
+    fits. {} where it can't be known.
+    """
+    weights = {n: t for n, t in found.weights.items() if t.is_floating_point() and not BUFFERS.search(n)}
+    ends = {_end(name): name for name in weights}
+    keys, names = [], []
+    for group in found.groups[path]:
+        given = group.get("param_names")
+        names += given if isinstance(given, list) and len(given) == len(group["params"]) else group["params"]
+        keys += _keys(path, group)
+    by_name = {k: ends[_end(str(n))] for k, n in zip(keys, names, strict=True) if _end(str(n)) in ends}
+    if by_name or len(found.groups[path]) > 1 or len(keys) != len(weights):
+        return by_name
+    by_order, fits = dict(zip(keys, weights, strict=True)), []
+    for key, name in by_order.items():
+        moments = [t for n, t in found.states.get(key, {}).items() if n in SHAPED and torch.is_tensor(t)]
+        fits += [any(t.shape == weights[name].shape for t in moments)] if moments else []
+    return by_order if sum(fits) >= 0.75 * len(fits) else {}
+
+
+def _left_out(before, after, moved):
+    """Notes of parameters without a state: they may never have had a gradient. Raises Refused where they did:
+    they moved, or had a state before.
+    """
+    for path, groups in after.groups.items():
+        owners, count, empty, alone = _owners(after, path), 0, [], True
+        for group in groups:
+            keys = _keys(path, group)
+            none = [key for key in keys if not _holds(after, key)]
+            alone &= len(none) == len(keys)
+            count += len(keys)
+            empty += none if _keeps(group) or len(none) < len(keys) else []
+        if not empty:
+            continue
+        text = f"{len(empty)} of {count} parameters have no state"
+        if any(_holds(before, key) for key in empty):
+            raise Refused(f"{after.path}: {text}, although they had one in {before.path}: it was lost")
+        if any(moved.get(owners.get(key)) for key in empty) or (alone and any(moved.values())):
+            raise Refused(f"{after.path}: {text}, although they moved: it was lost, or not saved")
+        yield Finding("state", "note", text, "expected of those that never had a gradient")
+
+
+def _reset(found):
+    """Second moments of 0 after steps. One tensor may never have had a gradient but 0; all of them did."""
+    counts = {key: _count(state.get("step")) or 0 for key, state in found.states.items()}
+    held = [key for key in counts if counts[key] and _second(found.states[key]) is not None]
+    zero = [key for key in held if not _second(found.states[key]).any()]
+    for key in zero:
+        first = found.states[key].get("exp_avg")
+        if len(zero) == len(held) or (torch.is_tensor(first) and first.any()):
+            text = f"all zero after {counts[key]:g} steps: the second moment was reset"
+            yield Finding("exp_avg_sq", "severe", text, "restore exp_avg_sq at a resume", key, 3.0)
 
 
 # ---- The command -------------------------------------------------------------------------------------------

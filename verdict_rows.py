@@ -7,11 +7,13 @@ import torch
 
 if __package__:
     from . import net_state
+    from .adapters import accumulates, steps_of
     from .method import roles
     from .verdicts import LIMITS, Finding
     from .writes import sample
 else:
     import net_state
+    from adapters import accumulates, steps_of
     from method import roles
     from verdicts import LIMITS, Finding
     from writes import sample
@@ -40,7 +42,8 @@ def findings(watch):
             *counters(one, name),
         ):
             found.append(finding)
-    for rows in (rates, decay_of_all, noise, gradients, dead_parts, missing, standing):
+    whole = rates, decay_of_all, accumulators, slow_counters, noise, gradients, dead_parts, missing, standing
+    for rows in whole:
         found += rows(seen)
     found += buffers(watch)
     sites = {f.site for f in found if f.severity != "note"}
@@ -243,8 +246,13 @@ def moments(one, name):
         )
         yield Finding("exp_avg_sq", "moderate", text, remedy, name, 1.0)
         return
-    if facts.v_zero is not None and facts.v_zero > 1:
-        text = f"all zero at step {facts.v_zero}, while exp_avg is not"
+    if facts.v_reset:
+        step, share = facts.v_reset
+        text = f"all zero at step {step}, after steps with gradients: it was reset"
+        if share is not None:
+            text = f"{share:.0%} of it is less at step {step} than beta2 leaves of it: it was reset"
+        elif facts.v_dtype == torch.float16:
+            text = f"all zero at step {step}: it was reset, or fp16 holds no squares so small"
         yield Finding("exp_avg_sq", "severe", text, "restore exp_avg_sq at a resume", name, 2.0)
         return
     changes = one.grown.entries + tally.entries
@@ -257,6 +265,35 @@ def moments(one, name):
         text = f"{lost:.0%} of the shrinking of v is lost: it can grow and not shrink"
         remedy = "fp32 or stochastically rounded exp_avg_sq, or beta2 0.99"
         yield Finding("exp_avg_sq", "moderate", text, remedy, name, lost)
+
+
+def accumulators(seen):
+    """The other states of optimisers that are no AdamW: sums that rounding to nearest freezes. Of torch's own
+    it is measured what they should have written.
+    """
+    watch, lost, found = seen.watch, {}, []
+    for site, sums in watch.accumulators.items() if seen.torchs else ():
+        lost[site] = [max(one.unwritten(), one.lost_to_nearest) for one in sums.columns()]
+        for name, share in zip(seen.names, lost[site], strict=True):
+            if share > LIMITS["exp_avg_sq"][0]:
+                text = f"{share:.0%} of what it should take over is not written"
+                found.append(Finding(site, "moderate", text, "fp32 states", name, share))
+    named = {f.site for f in found}
+    return found + [note for note in _narrow_states(watch, lost) if note.site not in named]
+
+
+def _narrow_states(watch, lost):
+    """Notes of states in 16 bits. lost: {name of a state: shares lost, tensor by tensor}."""
+    held, exact = {}, getattr(watch.answers, "exact", None)
+    for _, p in watch.named if exact is not None else ():
+        for site, value in watch.state(p).items():
+            judged = site == "exp_avg_sq" or (exact and site == "exp_avg")
+            if accumulates(site, value) and value.dtype in net_state.NARROW and not judged:
+                held[site, _short(value.dtype)] = held.get((site, _short(value.dtype)), 0) + 1
+    for (site, dtype), count in held.items():
+        share = f"up to {max(lost[site]):.0%} of a tensor's" if site in lost else "how much, is not known"
+        text = f"held in {dtype} for {count} tensors; lost of what it should take over: {share}"
+        yield Finding(site, "note", text, "fp32 states, where it decays slowly")
 
 
 # ---- Averages ----------------------------------------------------------------------------------------------
@@ -335,6 +372,20 @@ def counters(one, name):
     elif facts.behind > max(2, 0.1 * one.watch.steps) and facts.looks == one.watch.looks:
         text = f"its step counter is {facts.behind:g} behind the {one.watch.steps} steps done"
         yield Finding("step", "note", text, "expected where it has no gradient at some steps", name, 0.1)
+
+
+def slow_counters(seen):
+    """Counters of all tensors that count too few steps. One alone may lack gradients between two looks."""
+    watch = seen.watch
+    behind = [f.behind for f in watch.facts if f.counted is not None and f.looks == watch.looks]
+    rest = [p for f, (_, p) in zip(watch.facts, watch.named, strict=True) if f.looks != watch.looks]
+    stuck = any(f.counted and f.counted[1] for f in watch.facts)  # which is named tensor by tensor
+    if stuck or not behind or any(steps_of(watch.state(p)) for p in rest):
+        return []
+    if min(behind) <= max(4, 0.25 * watch.steps):
+        return []
+    text = f"the step counters of all tensors are {min(behind):g} or more behind the {watch.steps} steps done"
+    return [Finding("step", "moderate", text, "count each step: bias corrections go by it", "", 1.0)]
 
 
 # ---- Noise -------------------------------------------------------------------------------------------------
@@ -428,11 +479,22 @@ def _faint(seen):
 
 
 def _clipped(watch):
-    scales = [float(scale) for scale in watch.clips]
-    if not scales or sorted(scales)[len(scales) // 2] > 1e-3:
+    scales = sorted(float(scale) for scale in watch.clips)
+    few = sorted(left for left, norm in watch.shrunk if _tiny(left, norm))
+    if 2 * len(few) > len(watch.shrunk):
+        scales = few  # within p.grad, as torch's clip_grad_norm_ does
+    if not scales or scales[len(scales) // 2] > 1e-3:
         return []
-    text = f"clipping leaves {sorted(scales)[len(scales) // 2]:.1g} of the gradient's norm"
+    text = f"clipping leaves {scales[len(scales) // 2]:.1g} of the gradient's norm"
     return [Finding("grads", "moderate", text, "clip at the norm that is usual, not far below it", "", 1.0)]
+
+
+def _tiny(left, norm):
+    """Whether hardly anything is left of a gradient: neither a loss scale that was taken off, a power of 2 or
+    one that leaves a norm as they usually are.
+    """
+    mantissa, _ = math.frexp(left)
+    return 0 < left < 1e-3 and norm < 1e-3 and min(mantissa - 0.5, 1 - mantissa) > 1e-5
 
 
 def _summed(seen):

@@ -26,19 +26,19 @@ import torch
 
 if __package__:
     from . import net_state, verdict_rows
-    from .adapters import Average, answering, grad_scale, hooked, renew
+    from .adapters import Average, answering, check_states, grad_scale, hooked, renew, steps_of
     from .machine import Refused
     from .verdicts import Diagnosis
     from .write_errors import Errors
-    from .writes import StepReport, Sums, Tally, Writes, sample, stays
+    from .writes import StepReport, Sums, Tally, Writes, sample, stays, totals
 else:
     import net_state
     import verdict_rows
-    from adapters import Average, answering, grad_scale, hooked, renew
+    from adapters import Average, answering, check_states, grad_scale, hooked, renew, steps_of
     from machine import Refused
     from verdicts import Diagnosis
     from write_errors import Errors
-    from writes import StepReport, Sums, Tally, Writes, sample, stays
+    from writes import StepReport, Sums, Tally, Writes, sample, stays, totals
 
 __all__ = ["StepReport", "Tally", "Watch", "Writes", "sample", "stays"]
 
@@ -73,7 +73,7 @@ class Facts:
         self.rates = set()  # its learning rates
         self.at_zero = self.zero_since = 0  # the last looks at which that was 0, and the step of the first
         self.v_dtype = self.cast = None  # dtype of exp_avg_sq at first; (old, new) once it got narrower
-        self.v_zero = None  # the step at which exp_avg_sq was 0 although exp_avg was not
+        self.v_reset = None  # (step, share of exp_avg_sq below what beta2 leaves of it; None for all 0)
         self.counter = None  # what its step counter said first, and our own count then
         self.counted = None  # (dtype of the counter, looks in which it did not count, its last value)
         self.behind = 0  # how many steps less than we it has counted
@@ -88,7 +88,7 @@ class Watch:
     most: entries of a sample, see writes.sample; by default an eighth of what a tensor of the net has on
     average, from LEAST to MOST, so that a look at a small net is as cheap as its steps.
 
-    Raises Refused for an optimiser or an average of no known kind.
+    Raises Refused for an optimiser or an average of no known kind, and for states of AdamW that are cut.
     """
 
     def __init__(self, model, optimizer, ema=None, every=50, most=None):
@@ -108,13 +108,17 @@ class Watch:
         self.ema = None if ema is None else Average.of(ema, self.model)
         self.buffers = net_state.snapshot(self.model, self.pick)
         self.named, self.copies = self._paired()
+        check_states(self.optimizer, self.named)
         count = len(self.named)
         averages = {} if self.ema is None else {"ema": self.ema}
         self.writes = Writes(self.answers, self.named, averages, self.pick)
         self.errors, self.moment_errors, self.extra = Errors(count), Errors(count), Steps(count)
         self.facts = [Facts() for _ in self.named]
         self.clips, self.sums_of_gradients, self.uncleared = [], {}, False
+        self.shrunk = []  # (what is left of a gradient when a step begins, norm of all gradients then)
+        self.accumulators = {}  # {name of a state: Tally}, of optimisers that step copies
         self.forgotten = {}  # tensor: (backward passes whose gradients were cleared before a step, of all)
+        self.seconds = None  # (step, tensors, lengths, exp_avg_sq after it) of the last look
         self.alive = None  # (tensors, lengths, entries that ever had a gradient, looks)
         self.looking = self.follow = self.waiting = False
         self.departed = 0.0  # the largest share of weights that differ from the copies that are stepped
@@ -199,6 +203,9 @@ class Watch:
 
     def _look(self, kwargs):
         renew(self.answers)
+        check_states(self.optimizer, self.named)
+        if hasattr(self.answers, "accumulated"):
+            self.answers.accumulated = {}
         self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         if self.waiting:
             self._average(last=True)
@@ -250,7 +257,8 @@ class Watch:
         if look is not None:
             self._living(look)
         quiet = [] if look is None else _zero(look.g, look.lengths)
-        empty = [False] * len(quiet) if look is None or look.v is None else _zero(look.v, look.lengths)
+        if look is not None and look.v is not None:
+            self._resets(look, quiet)
         for i, (_, p) in enumerate(self.named):
             facts = self.facts[i]
             if facts.first is None:
@@ -265,8 +273,8 @@ class Watch:
             facts.at_zero = 0 if rate else facts.at_zero + 1
             facts.zero_since = self.steps if facts.at_zero == 1 else facts.zero_since
             state = _state(self.answers, p)
-            facts.before = None if state.get("step") is None else float(state["step"])
-            self._cast(facts, state, empty[here[i]])
+            facts.before = steps_of(state)
+            self._cast(facts, state)
 
     def _living(self, look):
         """Which entries have ever had a gradient."""
@@ -275,7 +283,40 @@ class Watch:
             alive, looks = alive | self.alive[2], self.alive[3] + 1
         self.alive = look.index, look.lengths, alive, looks
 
-    def _cast(self, facts, state, empty):
+    def _resets(self, look, quiet):
+        """Find second moments that are less than beta2 leaves of them: 0 beside an exp_avg, 0 in all tensors
+        after steps, or entries far below those of the last look.
+        """
+        sums = totals([look.v], look.lengths)[0].tolist()
+        here = [k for k, dtype in enumerate(look.v_dtypes) if dtype is not None and not quiet[k]]
+        whole, fell = not any(sums[k] for k in here), self._fell(look)
+        for k in here:
+            p, facts = look.params[k], self.facts[look.index[k]]
+            m = None if sums[k] else self.answers.moment(p, "exp_avg", self.pick)
+            # no smaller: fp32 holds no square of that
+            beside = m is not None and m.abs().max() > 1e-15
+            if not sums[k] and (beside or (whole and steps_of(_state(self.answers, p)))):
+                facts.v_reset = self.steps, None
+            elif fell[k] > 0.1:
+                facts.v_reset = self.steps, fell[k]
+
+    def _fell(self, look):
+        """Share of each tensor's exp_avg_sq that is far less than beta2 leaves of the last look's."""
+        then, index, lengths, before = self.seconds or (0, None, None, None)
+        if (index, lengths) != (look.index, look.lengths):
+            return [0.0] * len(look.lengths)
+        least, steps = [], self.steps - then - 1
+        for p, dtype in zip(look.params, look.v_dtypes, strict=True):
+            beta = self.answers.decay(p, "exp_avg_sq")[0] if dtype is not None else math.nan
+            t = steps_of(_state(self.answers, p)) or self.steps
+            # codes round too coarsely, and what has become small may be rounded away
+            known = beta**steps > 0.2 and t > steps and not self.answers.coded(p, "exp_avg_sq")
+            # an average that corrects its own bias forgets more at first
+            least.append(0.7 * beta**steps * (1 - beta ** (t - steps)) / (1 - beta**t) if known else 0.0)
+        fell = look.v < look.spread(least) * before
+        return (totals([fell], lengths)[0].cpu() / torch.tensor(lengths)).tolist()
+
+    def _cast(self, facts, state):
         v, m = state.get("exp_avg_sq"), state.get("exp_avg")
         if not torch.is_tensor(v) or not torch.is_tensor(m) or type(v) is not torch.Tensor:
             return
@@ -283,8 +324,6 @@ class Watch:
             facts.v_dtype = v.dtype
         elif v.element_size() < facts.v_dtype.itemsize and facts.cast is None:
             facts.cast = facts.v_dtype, v.dtype, self.steps
-        if empty and m.any() and not v.any():
-            facts.v_zero = self.steps
 
     def _stepped(self):
         """Compare what the step wrote, and what its counters count."""
@@ -300,10 +339,26 @@ class Watch:
         if look.v is not None:
             v, aim, new_v = (t.split(look.lengths) for t in (look.v, look.aim, look.new_v))
             self.moment_errors.add(look.index, v, aim, new_v, look.v_dtypes, [t.clamp_min(1e-30) for t in v])
+            self.seconds = self.steps, look.index, look.lengths, look.new_v
+        self._accumulated()
         self._count(look)
         for i, p in zip(look.index, look.params, strict=True):
             self._counter(self.facts[i], _state(self.answers, p).get("step"))
         self.looking, self.follow = False, True
+
+    def _accumulated(self):
+        """Compare the other states with those of the fp32 copies that were stepped."""
+        stepped = getattr(self.answers, "accumulated", None) or {}
+        for i, (_, p) in enumerate(self.named):
+            for name, (before, aim) in stepped.get(p, {}).items():
+                held = _state(self.answers, p).get(name)
+                now = self.pick(held) if torch.is_tensor(held) else before[:0]
+                if now.shape == before.shape:
+                    tally = self.accumulators.setdefault(name, Tally(len(self.named)))
+                    still = stays(before.to(now.dtype), aim) & (before.to(now.dtype) == before)
+                    tally.add(still, before, aim, now.float(), index=[i], lengths=[now.numel()])
+        if stepped:
+            self.answers.accumulated = {}
 
     def _count(self, look):
         decayed = [self._decayed(p) for p in look.params]
@@ -356,9 +411,10 @@ class Watch:
 
     def _counter(self, facts, after):
         """Compare a tensor's step counter with itself before the step, and with our own count."""
-        if after is None:
+        value = steps_of({"step": after})
+        if value is None:
             return
-        dtype, value = after.dtype if torch.is_tensor(after) else None, float(after)
+        dtype = after.dtype if torch.is_tensor(after) else None
         _, stuck, last = facts.counted or (dtype, 0, None)
         if last is not None and value < last:
             facts.fell, facts.counter = (last, value), None
@@ -458,19 +514,36 @@ class Watch:
             if g is None:
                 continue
             self.uncleared |= partial.left
-            if partial.count < 2 or partial.left:
+            if partial.left:
                 continue
             g = self.pick(g)
-            error = _apart(g, partial.sum)
+            error, left = _apart(g, partial.sum)
+            if error < 0.02:
+                self.shrunk.append((left, self._norm() if left < 1e-3 else math.nan))
+            if partial.count < 2:
+                continue
             if p.dtype in net_state.NARROW:
                 most, times, _ = self.sums_of_gradients.get(i, (0.0, 0, 0))
                 self.sums_of_gradients[i] = most + error, times + 1, partial.count
             # an optimiser that sums by itself takes gradients away, and forgets none; SAM clears them once
-            if partial.cleared > 1 and error > 0.1 and _apart(g, partial.last) < 0.02:
+            if partial.cleared > 1 and error > 0.1 and _apart(g, partial.last)[0] < 0.02:
                 self.forgotten[i] = partial.cleared, partial.count
         self.partial = {}
 
+    def _norm(self):
+        """Norm of all gradients, from their samples."""
+        look = self.writes.look
+        if look is None:
+            return math.nan
+        squares = totals([look.g.square()], look.lengths)[0].tolist()
+        sizes = [p.numel() / n for p, n in zip(look.params, look.lengths, strict=True)]
+        return math.sqrt(sum(s * size for s, size in zip(squares, sizes, strict=True)))
+
     # -- what was found
+
+    def state(self, p):
+        """What the optimiser keeps for a parameter, a dict."""
+        return _state(self.answers, p)
 
     def findings(self):
         """List of verdicts.Finding, the worst first; those of severity "note" lose nothing."""
@@ -501,12 +574,12 @@ class Partial:
 
 
 def _apart(g, exact):
-    """Relative distance of a gradient from a sum, but for a factor: clipping and averaging over
-    micro-batches scale it.
+    """(relative distance of a gradient from a sum, but for a factor, and that factor): clipping and averaging
+    over micro-batches scale it.
     """
     g, exact = g.double(), exact.double()
     scale = float((g * exact).sum() / exact.square().sum().clamp_min(1e-300))
-    return float((g - scale * exact).norm() / (scale * exact).norm().clamp_min(1e-300))
+    return float((g - scale * exact).norm() / (scale * exact).norm().clamp_min(1e-300)), scale
 
 
 def _runs(frame):

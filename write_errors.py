@@ -78,7 +78,8 @@ class Errors(Sums):
         self._sum(index, lengths, rows)
         self.turn = not self.turn
         if self.turn:  # every other time, which halves what it costs
-            self._compare(index, score.split(lengths), variance.split(lengths))
+            alone = _less_means(score, rounds, lengths)
+            self._compare(index, alone.split(lengths), variance.split(lengths))
         self.past = [*self.past[-1:], (index, score, variance)]
 
     def _again(self, index, score, variance):
@@ -155,6 +156,14 @@ class Errors(Sums):
                 if value:
                     found[pair] = value
         return found
+
+
+def _less_means(score, rounds, lengths):
+    """Errors less their tensor's mean: tensors that all err to one side don't share noise by that. [n]"""
+    sums, counts = totals([score, rounds], lengths)
+    means = (sums / counts.clamp_min(1)).to(score.dtype)
+    each_mean = means.repeat_interleave(torch.tensor(lengths, device=means.device), output_size=len(score))
+    return (score - each_mean).where(rounds, 0.0)
 
 
 def _near(score, variance, lengths):

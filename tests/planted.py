@@ -147,8 +147,9 @@ def uniform(optimizer, number, shape, step):
 
 @dataclass
 class Case:
-    """plant(loop) changes a Loop; plant(steps) -> Watch where `client` is none of NETS. expect: pairs (site,
-    part of a tensor's name) that must be named, none for healthy ones. missed: why it can't be found.
+    """plant(loop) changes a Loop, or trains it and gives its Watch; plant(steps) -> Watch where `client` is
+    none of NETS. expect: (site, part of a tensor's name[, words]) that must be named, none for healthy ones.
+    missed: why it can't be found.
     """
 
     name: str
@@ -189,10 +190,12 @@ def says(case, watch):
     """(whether each expected site and tensor is named, the findings that lose something)."""
     losing = [f for f in watch.findings() if f.severity != "note"]
 
-    def named(site, part):
-        return any(f.site.startswith(site) and part in f.tensor for f in losing)
+    return bool(losing) and all(any(fits(f, *wanted) for f in losing) for wanted in case.expect), losing
 
-    return bool(losing) and all(named(site, part) for site, part in case.expect), losing
+
+def fits(finding, site, part, words=""):
+    """Whether a finding names this site and tensor, in these words."""
+    return finding.site.startswith(site) and part in finding.tensor and words in finding.text
 
 
 # ---- Frameworks

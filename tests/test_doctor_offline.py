@@ -1,16 +1,19 @@
 """Two checkpoints of any program: what is named, what is healthy, and that bad input ends in one line."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 import doctor_offline
+import optim
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = torch.bfloat16
@@ -41,6 +44,15 @@ def whole(net, optimizer, average):
         "step": 7,
         "args": {"lr": 1e-3, "names": ["a", None]},
     }
+
+
+@functools.cache
+def kept(steps):
+    return whole(*trained(steps))
+
+
+def saved(steps):
+    return copy.deepcopy(kept(steps))
 
 
 def files(tmp_path, before, after, suffix="pt"):
@@ -137,6 +149,176 @@ def test_a_counter_that_did_not_count(tmp_path, capsys):
     early, late = whole(*trained(5)), whole(*trained(30))
     late["optimizer"]["state"][3]["step"] = early["optimizer"]["state"][3]["step"]
     assert named(capsys, files(tmp_path, early, late)) == {"step": ["optimizer.3"]}
+
+
+# ---- Optimiser states --------------------------------------------------------------------------------------
+
+
+def states(checkpoint):
+    return checkpoint["optimizer"]["state"]
+
+
+def without(*names):
+    def change(checkpoint):
+        for state in states(checkpoint).values():
+            for name in names:
+                del state[name]
+
+    return change
+
+
+def of_one(name, value):
+    return lambda checkpoint: states(checkpoint)[3].update({name: value})
+
+
+def lost(*numbers):
+    return lambda checkpoint: [states(checkpoint).pop(i) for i in numbers]
+
+
+def grouped(value):
+    return lambda checkpoint: checkpoint["optimizer"].update(param_groups=value)
+
+
+# what spoils the later of two whole checkpoints, whose optimiser steps 5 parameters -> words of the line
+IMPOSSIBLE = {
+    "three of five lost": (lost(0, 1, 3), "3 of 5 parameters have no state, although they had one in"),
+    "all lost": (lost(0, 1, 2, 3, 4), "5 of 5 parameters have no state"),
+    "no exp_avg_sq": (without("exp_avg_sq"), "has no exp_avg_sq"),
+    "no exp_avg_sq of one": (lambda c: states(c)[3].pop("exp_avg_sq"), "optimizer.3 has no exp_avg_sq"),
+    "no exp_avg": (without("exp_avg"), "has no exp_avg"),
+    "no step": (without("step"), "has no step"),
+    "a state of nothing": (without("step", "exp_avg", "exp_avg_sq"), "5 of 5 parameters have no state"),
+    "exp_avg_sq of another shape": (of_one("exp_avg_sq", torch.ones(7)), "optimizer.3 has the shape [7]"),
+    "exp_avg_sq that is turned": (of_one("exp_avg_sq", torch.ones(16, 8)), "optimizer.3 has the shape"),
+    "exp_avg_sq a number": (of_one("exp_avg_sq", 3.0), "has no exp_avg_sq"),
+    "step a string": (of_one("step", "seven"), "optimizer.3 says 'seven'"),
+    "step a list": (of_one("step", [1, 2]), "is no number of steps"),
+    "step of two": (of_one("step", torch.ones(2)), "is no number of steps"),
+    "step not finite": (of_one("step", torch.tensor(float("nan"))), "is no number of steps"),
+    "step below 0": (of_one("step", -5), "is no number of steps"),
+    "step None": (of_one("step", None), "is no number of steps"),
+    "no groups": (grouped(3), "param_groups"),
+    "a group without parameters": (grouped([{"lr": 1.0}]), "param_groups"),
+    "a group of anything": (grouped([7]), "param_groups"),
+    "parameters that are no list": (grouped([{"params": 3}]), "param_groups"),
+    "a sparse weight": (lambda c: c["model"].update({"2.weight": torch.eye(16).to_sparse()}), "is sparse"),
+    "a weight on meta": (lambda c: c["model"].update({"2.weight": torch.ones(8, 16, device="meta")}), "meta"),
+    "a sparse state": (of_one("exp_avg_sq", torch.ones(8, 16).to_sparse()), "is sparse"),
+    "a state on meta": (of_one("exp_avg", torch.ones(8, 16, device="meta")), "meta"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("spoil, words", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_states_that_can_not_be_are_one_line_and_status_2(tmp_path, capsys, spoil, words):
+    early, late = saved(5), saved(30)
+    spoil(late)
+    assert doctor_offline.main(files(tmp_path, early, late)) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1, said
+    assert words in said.err and "after.pt" in said.err, said
+
+
+def test_a_parameter_that_moved_has_a_state(tmp_path, capsys):
+    early, late = saved(5), saved(30)
+    for checkpoint in (early, late):
+        lost(0, 1, 3)(checkpoint)
+    assert doctor_offline.main(files(tmp_path, early, late)) == 2
+    assert "3 of 5 parameters have no state, although they moved" in capsys.readouterr().err
+
+
+def test_the_optimiser_alone_tells_too(tmp_path, capsys):
+    early, late = ({"optimizer": saved(steps)["optimizer"]} for steps in (5, 30))
+    assert named(capsys, files(tmp_path, early, late), 0) == {}
+    lost(0, 3)(late)
+    assert doctor_offline.main(files(tmp_path, early, late)) == 2
+    assert "2 of 5 parameters have no state, although they had one" in capsys.readouterr().err
+
+
+def test_a_second_moment_that_was_reset_is_a_finding(tmp_path, capsys):
+    early, late = saved(5), saved(30)
+    for state in states(late).values():
+        state["exp_avg_sq"].zero_()
+    assert named(capsys, files(tmp_path, early, late)) == {"exp_avg_sq": [f"optimizer.{i}" for i in range(5)]}
+    for state in states(late).values():  # of all tensors even without exp_avg, which would tell of one alone
+        state["exp_avg"].zero_()
+    assert set(named(capsys, files(tmp_path, early, late))) == {"exp_avg_sq"}
+
+
+def test_a_tensor_whose_gradients_were_all_zero_is_no_reset(tmp_path, capsys):
+    early, late = saved(5), saved(30)
+    for state in (states(early)[3], states(late)[3]):
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+    late["model"]["2.weight"] = early["model"]["2.weight"]
+    assert "exp_avg_sq" not in named(capsys, files(tmp_path, early, late))  # that it did not move is named
+
+
+def test_a_parameter_without_a_gradient_has_no_state(tmp_path, capsys):
+    """It did not move either: a note, and no refusal."""
+    early, late = saved(5), saved(30)
+    for checkpoint in (early, late):
+        del states(checkpoint)[1]
+    late["model"]["1.weight"] = early["model"]["1.weight"] = torch.rand(16)
+    words = files(tmp_path, early, late)
+    assert named(capsys, words) == {"update": ["model.1.weight"]}
+    found = doctor_offline.compare(*map(doctor_offline.read, words)).findings
+    notes = [(f.severity, f.text) for f in found if f.site == "state"]
+    assert notes == [("note", "1 of 5 parameters have no state")]
+
+
+def test_an_optimiser_before_its_first_step_has_no_state(tmp_path, capsys):
+    assert named(capsys, files(tmp_path, saved(0), saved(30)), 0) == {}
+
+
+@pytest.mark.parametrize("momentum, status", [(0.0, 0), (0.9, 2)])
+def test_sgd_has_a_state_where_it_has_momentum(tmp_path, capsys, momentum, status):
+    early, late = saved(5), saved(30)
+    for checkpoint in (early, late):
+        sgd = torch.optim.SGD([torch.ones(1, requires_grad=True)], momentum=momentum).state_dict()
+        checkpoint["optimizer"] = {**sgd, "param_groups": [{**sgd["param_groups"][0], "params": [0, 1, 2]}]}
+    assert doctor_offline.main(files(tmp_path, early, late)) == status
+    said = capsys.readouterr()
+    assert ("3 of 3 parameters have no state" in said.err) == (status == 2), said
+
+
+OTHERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "AMSGrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "two groups": lambda p: torch.optim.AdamW([{"params": p[3:]}, {"params": p[:3], "weight_decay": 0.0}]),
+    "ours": lambda p: optim.AdamW(p, lr=1e-3, compiled=False),
+    "ours in 8 bits": lambda p: optim.AdamW(p, lr=1e-2, compiled=False, exp_avg="int8", exp_avg_sq="int8"),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_states_of_other_optimisers_are_healthy(tmp_path, capsys, make):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8))
+    optimizer, pair = make(list(net.parameters())), []
+    for _ in range(2):
+        for _ in range(9):
+            optimizer.zero_grad()
+            net(torch.randn(16, 32)).square().mean().backward()
+            optimizer.step()
+        pair.append(copy.deepcopy({"model": net.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert named(capsys, files(tmp_path, *pair), 0) == {}
+
+
+def test_weights_in_8_bits_are_compared(tmp_path, capsys):
+    before, after = ({"w": torch.randn(64, generator=seed).to(torch.float8_e4m3fn)} for seed in seeds(2))
+    assert named(capsys, files(tmp_path, before, after), 0) == {}
+    assert named(capsys, files(tmp_path, before, before)) == {"update": [""]}
+
+
+def seeds(count):
+    return [torch.Generator().manual_seed(i) for i in range(count)]
 
 
 # ---- Bad input ---------------------------------------------------------------------------------------------

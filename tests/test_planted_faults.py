@@ -50,6 +50,12 @@ def test_a_loop_that_works_is_healthy(case):
     assert watch.diagnosis().status == 0 and watch.looks >= 3
 
 
+def test_noise_that_is_biased_in_all_tensors_is_not_called_shared():
+    case = next(case for case in planted.FAULTS if case.name == "noise only in [0, 1/2)")
+    texts = [f.text for f in case.run(STEPS).findings() if f.site == "noise"]
+    assert len(texts) >= 3 and all("errs toward zero" in text for text in texts)
+
+
 def test_there_are_enough_of_them():
     found = [case for case in planted.FAULTS if not case.missed]
     assert len(found) >= 24 and len({case.client for case in found}) >= 4

@@ -170,6 +170,18 @@ def test_the_tables_of_systems_are_the_recorded_ones(name):
     assert table == bench_systems.table_of([row for row in results if row["table"] == name])
 
 
+def test_the_planted_faults_are_those_of_the_doctors_page():
+    def rows(page):
+        table = page.split("<!-- faults -->\n")[1].split("\n\n")[0]
+        return [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines()[2:]]
+
+    shown = rows(README)
+    assert shown == rows((ROOT / "docs" / "doctor.md").read_text())
+    named = sum(cells[2] != "missed" for cells in shown)
+    assert f"The {len(shown)} planted faults" in README
+    assert f"Of {len(shown)} planted faults" in README and f"it names {named} by site" in README
+
+
 def test_no_table_of_figures_that_nobody_measured_is_shown():
     assert "not measured |" not in PAGES
 

@@ -14,7 +14,7 @@ from test_watch_loop import eager, losing, net, train
 import verdict_rows
 from verdict_rows import dead_part
 from watch import Partial, Watch
-from writes import sample
+from writes import Tally, sample
 
 eager = eager
 BF16 = torch.bfloat16
@@ -124,6 +124,29 @@ def shared(value):
 
 def clips(scale):
     return lambda watch: watch.clips.extend([scale] * 7)
+
+
+def shrunk(left, norm):
+    """What most looks saw: 6 of the healthy loop saw nothing of it."""
+    return lambda watch: watch.shrunk.extend([(left, norm)] * 7)
+
+
+def accumulated(**values):
+    def change(watch):
+        watch.answers.inner, watch.answers.exact = watch.optimizer, True  # a copy of an optimiser loses them
+        watch.accumulators["momentum_buffer"] = Tally(len(watch.named))
+        put(watch.accumulators["momentum_buffer"], number(watch, LAST), **{**WANTED, **values})
+
+    return change
+
+
+def stated(dtype):
+    def change(watch):
+        p = dict(watch.named)[LAST]
+        watch.answers.inner, watch.answers.exact = watch.optimizer, True
+        watch.optimizer.state[p]["momentum_buffer"] = torch.ones_like(p, dtype=dtype)
+
+    return change
 
 
 def summed(error):
@@ -265,7 +288,30 @@ ROWS = {
         facts(cast=(torch.float32, BF16, 3)),
         None,
     ),
-    "v zero": ("exp_avg_sq", "severe", "all zero at step 4", facts(v_zero=4), facts(v_zero=1)),
+    "v zero": ("exp_avg_sq", "severe", "all zero at step 4", facts(v_reset=(4, None)), facts(v_reset=None)),
+    "v zero in fp16": (
+        "exp_avg_sq",
+        "severe",
+        "fp16 holds no squares so small",
+        facts(v_reset=(4, None), v_dtype=torch.half),
+        facts(v_reset=(4, None), v_dtype=BF16),
+    ),
+    "v fell": ("exp_avg_sq", "severe", "60% of it is less at step 4", facts(v_reset=(4, 0.6)), None),
+    "a state that stands": (
+        "momentum_buffer",
+        "moderate",
+        "40% of what it should take over is not written",
+        accumulated(arrived=0.6),
+        accumulated(arrived=0.8),
+    ),
+    "a state in bf16": (
+        "momentum_buffer",
+        "note",
+        "held in bf16 for 1 tensors; lost of what it should take over: up to 20% of a tensor's",
+        lambda w: (accumulated(arrived=0.8)(w), stated(BF16)(w)),
+        lambda w: (accumulated(arrived=0.8)(w), stated(torch.float32)(w)),
+    ),
+    "a state in bf16 of who knows": ("momentum_buffer", "note", "how much, is not known", stated(BF16), None),
     "v shrinks": (
         "exp_avg_sq",
         "moderate",
@@ -325,6 +371,27 @@ ROWS = {
     ),
     "step narrow": ("step", "moderate", "can't count beyond 2048", facts(counted=(torch.half, 0, 5.0)), None),
     "step behind": ("step", "note", "5 behind the 12", facts(behind=5), facts(behind=2)),
+    "all steps behind": (
+        "step",
+        "moderate",
+        "of all tensors are 5 or more behind the 12",
+        all_of(behind=5),
+        all_of(behind=4),
+    ),
+    "one step in time": (
+        "step",
+        "moderate",
+        "behind the 12",
+        all_of(behind=6),
+        lambda w: (all_of(behind=6)(w), facts(behind=0)(w)),
+    ),
+    "half of the steps without": (  # gradients that come and go in the rhythm of the looks
+        "step",
+        "moderate",
+        "behind the 12",
+        all_of(behind=6),
+        lambda w: (all_of(behind=6)(w), facts(looks=0)(w)),
+    ),
     "noise in lumps": (
         "noise",
         "moderate",
@@ -379,6 +446,21 @@ ROWS = {
         extra(graded=7, subnormal=7),
     ),
     "faint": ("grads", "severe", "60% of the second moments", faint(0.6), faint(0.4)),
+    "clipped in place": (
+        "grads",
+        "moderate",
+        "clipping leaves 3e-07",
+        shrunk(3e-7, 1e-6),
+        shrunk(3e-3, 1e-6),
+    ),
+    "a loss scale": ("grads", "moderate", "clipping leaves", shrunk(3e-7, 1e-6), shrunk(2.0**-16, 1e-6)),
+    "a loss scale and a clip": (
+        "grads",
+        "moderate",
+        "clipping leaves",
+        shrunk(3e-7, 1e-6),
+        shrunk(3e-7, 1.0),
+    ),
     "clipped": ("grads", "moderate", "clipping leaves 0.0005", clips(5e-4), clips(2e-3)),
     "summed": ("accumulate", "moderate", "8 micro-batches of gradients is 0.50%", summed(5e-3), summed(3e-3)),
     "summed badly": ("accumulate", "severe", "20.00% off", summed(0.2), summed(0.3)),

@@ -81,6 +81,7 @@ def test_spoilt_noise_shows(noise, what):
         assert getattr(column, what)
     if what == "bias":
         assert written(noise).bias < 0  # less is added, so less is rounded up
+        assert written(noise).shares() == {}  # each errs by itself, although all err to one side
 
 
 def test_noise_that_tensors_share_names_the_pairs():
