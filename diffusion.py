@@ -22,6 +22,7 @@ from machine import Refused, without
 from optim import DTYPES
 from recipes import Site
 from tasks import Task, picture
+from verdicts import Finding
 
 TIMESTEPS = 1000
 BINS = 10
@@ -105,11 +106,15 @@ class Generation(Task):
         "sampler": (0.002, 0.1),
         # the same with the noise schedule as one use leaves it
         "scheduler": (0.002, 0.1),
+        # how far the sampler's states are from where their timesteps say, in units of the noise. A right one
+        # gives 0.00, one that noises anew the spread of its noise; one that stands still 1, a wrong sign 2
+        "path": (0.15, 0.5),
         **latent.LIMITS,
     }
     implied = {"size": "tiny", "data": "digits"}
     unprinted = ("trace", "loss_by_timestep")
     in_latents = True  # whether the task takes --vae
+    answer = noised = None  # of tasks that don't tell them, the sampler's path isn't examined
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
@@ -314,6 +319,30 @@ class Generation(Task):
         text = f"{count} images drawn in {steps} steps differ by {change:.1%} from those of an fp32 state"
         exam.judge("sampler", change, text, "--set sampler=fp32")
         self.probe_schedule(exam, net, batch, start, reference)
+        if self.noised and self.answer:
+            self.probe_path(exam, images, labels, noise)
+
+    def probe_path(self, exam, images, labels, noise):
+        """Whether the sampler goes from noise to the images [B, C, H, W] where its net answers perfectly, and
+        by states that are as noisy as their timesteps say. No weights are needed, and no training.
+        """
+        task, n = exam.task(timesteps="fp32", sampler="fp32", scheduler="fp32"), len(images)
+        t = task.bin_timesteps((torch.arange(n, device=images.device) + 0.5) / n)
+        learnt = task.errors(_Perfect(task, images, noise), images, labels, noise, t, weighted=False).mean()
+        if not learnt < 0.001:
+            text = "not known whether the sampler leads to clean images: this loss learns something else"
+            exam.found.append(Finding("path", "note", text, "look at the pictures"))
+            return
+        net = _Perfect(task, images, noise)
+        start = task.noised(images, noise, task.bin_timesteps(torch.ones(n, device=images.device)))
+        end = task.sample(net, labels, start, self.config.sample_steps)
+        missed = exam.relative(noise + end - images, noise)
+        text = (
+            f"with a perfect net the sampler's states are up to {net.off:.0%} of the noise away from where "
+            f"their timesteps say, and its images {missed:.0%} from the true ones"
+        )
+        remedy = "let each step of `sample` go where `noised` puts the next timestep, from noise to 0"
+        exam.judge("path", max(net.off, missed), text, remedy)
 
     def probe_schedule(self, exam, net, batch, start, reference):
         """What using the noise schedule does to it; here it holds nothing that could change.
@@ -339,6 +368,24 @@ class _Spy:
     def __call__(self, x, t, labels):
         self.x, self.t = x, t
         return torch.zeros_like(x)
+
+
+class _Perfect:
+    """A net that answers what leads from anywhere to `images` [B, C, H, W]. `off`: by how much, at most, what
+    it was called with was noisier or cleaner than its timestep says, in units of `noise`.
+    """
+
+    def __init__(self, task, images, noise):
+        self.task, self.images, self.size, self.off = task, images, noise.square().mean().sqrt(), 0.0
+
+    def __call__(self, x, t, labels):
+        images = self.images.repeat(len(x) // len(self.images), 1, 1, 1)  # guidance asks twice at once
+        nothing, t = torch.zeros_like(images), t.float().clamp(0, TIMESTEPS)
+        added = x.float() - self.task.noised(images, nothing, t)
+        sigma = self.task.noised(nothing, nothing + 1, t).clamp_min(1e-6)
+        held = added.square().mean().sqrt() / self.size
+        self.off = max(self.off, float((held - sigma.square().mean().sqrt()).abs()))
+        return self.task.answer(images, added / sigma)
 
 
 def _range(name, x):
@@ -391,8 +438,15 @@ class RFlow(Generation):
         timesteps weigh alike.
         """
         t = t.to(self.recipe.dtype("timesteps"))
-        velocity = self.predict(model, self.scheduler.add_noise(images, noise, t), t, labels)
-        return F.mse_loss(velocity, (self.sign * (images - noise)).to(velocity.dtype), reduction="none")
+        velocity = self.predict(model, self.noised(images, noise, t), t, labels)
+        return F.mse_loss(velocity, self.answer(images, noise).to(velocity.dtype), reduction="none")
+
+    def noised(self, images, noise, t):
+        return self.scheduler.add_noise(images, noise, t)
+
+    def answer(self, images, noise):
+        """What a perfect net says about a point between images and noise: the velocity."""
+        return self.sign * (images - noise)
 
     def clean(self, x, velocity, t):
         """(the clean images that a velocity at x [B, C, H, W] stands for, a weight [B] for each).
@@ -455,6 +509,12 @@ class DDPM(Generation):
         """
         dtype = self.recipe.dtype("scheduler")
         return self.scheduler.add_noise(images.to(dtype), noise.to(dtype), t).float()
+
+    def noised(self, images, noise, t):
+        return self.add_noise(images, noise, t.long().clamp(max=TIMESTEPS - 1))
+
+    def answer(self, images, noise):
+        return noise
 
     def errors(self, model, images, labels, noise, t, weighted=True):
         """Squared noise errors [B, C, H, W] at integer timesteps t [B], weighted by min(SNR, gamma) / SNR

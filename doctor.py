@@ -9,7 +9,7 @@ It reads the run and writes nothing. It concludes nothing from the recipe: it lo
 takes it some steps further on its own data, by its own code. Each write to a weight, second moment or average
 is compared with what fp32 arithmetic wanted to write (see watch.py). What the net computes is compared with
 an fp32 copy of itself, and what its buffers hold with fp32 ones. A task examines sites of its own by the
-probes that it brings: timesteps, the sampler's state, a noise schedule.
+probes that it brings: timesteps, the sampler's state and path, a noise schedule.
 
 Kahan compensation mends the weights alone: an exp_avg_sq beside it that is rounded to nearest is a finding,
 and none with --stochastic beside it. So is one in 8-bit codes to nearest, and one in 4-bit codes.

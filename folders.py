@@ -9,6 +9,7 @@ have changed. Only the formats below are ever opened, whatever a file is called.
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import time
@@ -243,6 +244,8 @@ def _look(path, is_mask):
 def decode_volume(path: Path) -> np.ndarray:
     """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine)."""
     import nibabel
+    # it tells of what it can't read in lines of its own, and raises an error as well
+    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
     with reading(path, "a NIfTI volume"):
         voxels = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj, dtype=np.float32)
     shape = (*voxels.shape, 1, 1)[:3]

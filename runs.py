@@ -90,6 +90,8 @@ def check_export(path):
     if not os.path.isdir(path.absolute().parent):
         missing = f"--export {path}: there is no folder {path.parent}"
         raise Refused(f"{missing}; make it, or name another")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise Refused(f"--export {path}: nothing may be written in {path.parent}; name another folder")
     check_regular(path)
     if not os.path.exists(path):
         return

@@ -64,7 +64,7 @@ def drawn_from(path):
     """The hash of what a picture shows."""
     from PIL import Image
 
-    with Image.open(path) as picture:
+    with Image.open(path, formats=["PNG"]) as picture:
         source = picture.info.get("Source")
     return json.loads(OLDER.read_text()).get(source, source)
 

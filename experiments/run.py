@@ -356,8 +356,12 @@ def main(argv=None, root=HERE):
             raise Refused("--jobs is 1 or more")
         experiment = load(args.number, Path(root).resolve())
         args.runs = args.runs if args.runs == RUNS else os.path.abspath(args.runs)
+        folder = os.getcwd()
         os.chdir(ROOT)  # the commands are those of the repository's folder
-        return run(experiment, args)
+        try:
+            return run(experiment, args)
+        finally:
+            os.chdir(folder)
     except Refused as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,10 @@ decides where is written.
 import io
 import json
 import os
+import shutil
+import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import attacked
@@ -15,18 +19,19 @@ import lab
 import numpy as np
 import pytest
 import torch
-from attacked import BASE, again, is_refused, line_of
+from attacked import BASE, again, is_refused
 from cli import command, content, picture
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from safetensors.torch import load_file, save_file
 
 import runs
-from experiments import report, run
+from experiments import figures, report, run
 from machine import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 trained, mine = attacked.trained, attacked.mine
 LONG = "9" * 20
+NOBODY = 65534
 
 # ---- Flags -------------------------------------------------------------------------------------------------
 
@@ -345,14 +350,76 @@ def test_a_folder_of_partial_files_alone_is_none(capsys):
     assert left <= {"config.json.part"}  # of the old form, which had no number
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
-@pytest.mark.parametrize("name", ["config.json", "checkpoint.pt", "metrics.jsonl", "."])
-def test_what_may_not_be_read(name, mine, capsys):
-    (mine / name).chmod(0)
+@pytest.fixture
+def by_nobody(trained, monkeypatch):
+    """by_nobody(act) -> (its exit status, what it wrote to stderr): act() in the folder of a run that belongs
+    to a user who is not root, by that user. Root may read and write everything.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # the folders of tests are closed to others
+        monkeypatch.chdir(folder)
+        shutil.copytree(trained / "runs", "runs")
+        np.savez("data.npz", **arrays())
+        if os.geteuid() == 0:
+            for path in (Path(folder), *Path(folder).rglob("*")):
+                os.chown(path, NOBODY, NOBODY)
+        yield as_nobody
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o700)
+
+
+def as_nobody(act):
+    read, write = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(write)
+        with open(read) as messages:
+            said = messages.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
+    status = 70
     try:
-        assert line_of(capsys, again())
+        if os.geteuid() == 0:
+            os.setgroups([]), os.setgid(NOBODY), os.setuid(NOBODY)
+        torch.set_num_threads(1)  # a fork makes torch's threads anew
+        sys.stderr = open(write, "w")
+        status = act()
+    except BaseException:
+        traceback.print_exc()
     finally:
-        (mine / name).chmod(0o700)
+        sys.stderr.flush()
+        os._exit(min(status or 0, 255))
+
+
+MEDMNIST = ["--data", "medmnist:data.npz"]
+CLOSED = {  # what may not be read, or written: (file, its mode, what is asked)
+    "config.json": ("runs/run/config.json", 0, again),
+    "checkpoint.pt": ("runs/run/checkpoint.pt", 0, again),
+    "metrics.jsonl": ("runs/run/metrics.jsonl", 0, again),
+    "summary.json": ("runs/run/summary.json", 0, lambda: again(steps=2)),
+    "the folder": ("runs/run", 0, again),
+    "a run that is read-only": ("runs/run", 0o500, again),
+    "runs that are read-only": ("runs", 0o500, lambda: command(*BASE, "--name", "new", "--steps", 1)),
+    "sampling of a read-only run": ("runs/run/samples", 0o500, lambda: command("--sample", "runs/run")),
+    "sampling of what is closed": ("runs/run/checkpoint.pt", 0, lambda: command("--sample", "runs/run")),
+    "diagnosis": ("runs/run/checkpoint.pt", 0, lambda: command("--diagnose", "runs/run")),
+    "finetuning": ("runs/run/checkpoint.pt", 0, lambda: command(*BASE, "--finetune", "runs/run")),
+    "data": ("data.npz", 0, lambda: command(*BASE, *MEDMNIST, "--steps", 1)),
+    "an export": ("runs", 0o500, lambda: again("--export", "runs/x.safetensors")),
+}
+
+
+def test_nobody_may_as_long_as_nothing_is_closed(by_nobody):
+    status, said = by_nobody(again)
+    assert status == 0 and "train.py: " not in said and os.stat("runs/run/summary.json").st_uid != 0
+    assert by_nobody(os.geteuid)[0] != 0
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_what_may_not_be_read_or_written(name, by_nobody):
+    path, mode, act = CLOSED[name]
+    Path(path).chmod(mode)
+    status, said = by_nobody(act)
+    lines = [line for line in said.split("\n") if line and "step/s" not in line and line != "scoring ..."]
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("train.py: "), said
 
 
 # ---- Data --------------------------------------------------------------------------------------------------
@@ -501,6 +568,25 @@ def test_a_line_of_results(line, capsys, tmp_path):
     assert run.main(["001", "--dry_run"], root) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("run.py: ")
+
+
+def test_who_calls_it_keeps_the_folder(tmp_path, capsys):
+    lab.write(tmp_path / "experiments", lab.TOML)
+    for words in (["001", "--dry_run"], ["001", "--seeds", "99"]):
+        run.main(words, tmp_path / "experiments")
+        assert Path.cwd() == tmp_path
+    capsys.readouterr()
+
+
+def test_a_picture_of_the_log_opens_as_a_png_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: pytest.fail("Ghostscript"))
+    path = tmp_path / "effects.png"
+    for kind in ("EPS", "GIF"):
+        path.write_bytes(as_format(kind))
+        with pytest.raises(UnidentifiedImageError):
+            figures.drawn_from(path)
+    path.write_bytes(as_format("PNG"))
+    assert figures.drawn_from(path) is None
 
 
 # ---- How many ----------------------------------------------------------------------------------------------

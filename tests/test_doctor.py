@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import diffusion
 import doctor
 import precision
 import rounding
@@ -119,7 +120,7 @@ def test_it_is_silent_on_healthy_runs(flags):
     diagnosis = examined(trained(*flags))
     assert named(diagnosis) == {} and diagnosis.status == 0
     assert str(diagnosis).endswith("healthy: nothing is losing information")
-    generation = {"timesteps", "sampler"} if "segment" not in flags else set()
+    generation = {"timesteps", "sampler", "path"} if "segment" not in flags else set()
     casts = {"fp8 zeroed", "fp8 clipped"} if "--fp8" in flags else set()
     decay = {"weight decay"} if "--weight_decay" in flags else set()
     always = {"update", "exp_avg_sq", "ema", "compute", "loss"}
@@ -168,6 +169,97 @@ def test_a_planted_fault_is_named_and_nothing_else(flags, sites, expected):
     assert named(diagnosis) == expected and diagnosis.status == 1
     blamed = min(expected, key=lambda site: expected[site] != "severe")
     assert str(diagnosis).splitlines()[-1].endswith(f": {blamed}")
+
+
+# ---- Where the sampler goes --------------------------------------------------------------------------------
+
+
+def negated(kind):
+    advance = kind.advance
+    return "advance", lambda self, answer, *more: advance(self, -answer, *more)
+
+
+def halved(kind):
+    advance = kind.advance
+    return "advance", lambda self, answer, t, x, *more: (x + advance(self, answer, t, x, *more)) / 2
+
+
+def backwards(kind):
+    times = kind.times
+    return "times", lambda self, steps: times(self, steps)[::-1]
+
+
+def told_the_other_end(kind):
+    sample = kind.sample
+
+    def wrong(self, model, *more):
+        return sample(self, lambda x, t, labels: model(x, diffusion.TIMESTEPS - t, labels), *more)
+
+    return "sample", wrong
+
+
+@pytest.mark.parametrize("task", ["rflow", "ddpm"])
+@pytest.mark.parametrize("wrong", [negated, backwards, told_the_other_end, halved])
+def test_a_sampler_that_goes_the_wrong_way(wrong, task, monkeypatch):
+    checkpoint = trained("--task", task)
+    monkeypatch.setattr(strategies.TASKS[task], *wrong(strategies.TASKS[task]))
+    diagnosis = examined(checkpoint)
+    severity, verdict = ("moderate", "lost quality") if wrong is halved else ("severe", "bad samples")
+    assert named(diagnosis)["path"] == severity and "path" not in diagnosis.sound
+    assert str(diagnosis).splitlines()[-1].endswith(f"to blame for {verdict}: path")
+
+
+WAYS = {
+    "the other sign": ["--velocity", "noise-clean"],
+    "guidance": ["--guidance", "2"],
+    "in one step": ["--sample_steps", "1"],
+    "consistency, which noises anew": ["--task", "consistency"],
+    "ddpm in 100 steps": ["--task", "ddpm", "--sample_steps", "100"],
+}
+
+
+@pytest.mark.parametrize("flags", WAYS.values(), ids=WAYS)
+def test_ways_that_lead_to_the_image(flags):
+    diagnosis = examined(trained(*flags))
+    assert named(diagnosis) == {} and diagnosis.sound["path"] < 0.05
+
+
+ANCESTRAL = """
+import torch
+from diffusion import DDPM, RFlow
+
+
+class Ancestral(DDPM):
+    def advance(self, noise, t, x, following):  # arXiv 2010.02502, equation 12 with eta = 1
+        a, b = self.schedule[t], self.schedule[following] if following else torch.tensor(1.0).double()
+        clean = (x - (1 - a).sqrt() * noise) / a.sqrt()
+        fresh = ((1 - b) / (1 - a) * (1 - a / b)).sqrt()
+        drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(t))
+        return (b.sqrt() * clean + (1 - b - fresh**2).sqrt() * noise + fresh * drawn).float()
+
+
+class Clean(RFlow):  # its net answers with the clean image
+    def errors(self, model, images, labels, noise, t, weighted=True):
+        return (self.predict(model, self.scheduler.add_noise(images, noise, t), t, labels) - images) ** 2
+
+    def advance(self, clean, t, x, following):
+        return x + (t - following) / t * (clean - x)
+"""
+
+
+@pytest.mark.parametrize("name", ["Ancestral", "Clean"])
+def test_a_sampler_of_ones_own_is_no_false_alarm(name, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(ANCESTRAL)
+    diagnosis = examined(trained("--task", f"{path}:{name}", "--sample_steps", "50"))
+    assert named(diagnosis) == {}
+    if name == "Clean":
+        assert "not known" in text(diagnosis, "path")
+    else:
+        assert diagnosis.sound["path"] < 0.08
+
+
+# ---- Figures -----------------------------------------------------------------------------------------------
 
 
 def at_rate(checkpoint, lr):

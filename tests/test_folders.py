@@ -4,10 +4,12 @@
 """
 import json
 import os
+import struct
 import time
 from multiprocessing import get_context
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 import torch
@@ -260,6 +262,24 @@ def test_names_are_shown_without_what_a_terminal_obeys(name, tmp_path):
     with open(tmp_path / name, "wb") as file:
         file.write(b"no")
     refused("cannot read", repr(name)[1:-1], spec=f"folder:{tmp_path}")  # in one printable line
+
+
+HEADERS = {  # (place, form, values)
+    "dimensions": (40, "<8h", 9, 16, 16, 20, 1, 1, 1, 1),
+    "offset": (108, "<f", -1e9),
+    "type": (70, "<h", 0),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_volume_whose_header_is_wrong_is_one_line(name, tmp_path, caplog):
+    nibabel.save(nibabel.Nifti1Image(np.zeros((16, 16, 20), np.float32), np.eye(4)), tmp_path / "a.nii")
+    place, form, *values = HEADERS[name]
+    content = bytearray((tmp_path / "a.nii").read_bytes())
+    struct.pack_into(form, content, place, *values)
+    (tmp_path / "a.nii").write_bytes(content)
+    refused("a.nii", "NIfTI", spec=f"nifti:{tmp_path}")
+    assert not caplog.records  # nibabel's own, which go to stderr
 
 
 def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
