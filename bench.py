@@ -104,8 +104,10 @@ PROTECTION = {
     "heavyball": "stochastic w m v",
     "sdnq": "stochastic w",
     "sdnq-8bit": "stochastic w",
+    "flashoptim": "w in 24 bits",
 }
-UNLISTED = ("heavyball", "sdnq", "sdnq-8bit")  # peers that train.py does not offer, see subjects.PEERS
+# peers that train.py does not offer, see subjects.PEERS
+UNLISTED = ("heavyball", "sdnq", "sdnq-8bit", "flashoptim")
 
 
 def contenders():
@@ -477,12 +479,17 @@ def build_parser():
     sub.add_argument("--batches", nargs="+", type=natural, default=[2, 8, 32], help="default: 2 8 32")
     sub = command("systems", 9, "a step of other systems than diffusion, as documents compare them")
     names = list(bench_systems.TABLES)
-    choice(sub, "--only", names, names, "tables (default: all): " + ", ".join(names))
+    apart = list(bench_systems.APART)
+    said = f"tables (default: all of these): {', '.join(names)}; or {' '.join(apart)}"
+    choice(sub, "--only", names + apart, names, said)
     steps = "steps that each is trained to before it is scored, 0 for no scores (default: 300)"
     sub.add_argument("--train", type=count, default=300, help=steps)
     sub = command("peers", 9, "a step of the same net in other people's loops")
     names = list(bench_peers.NETS)
     choice(sub, "--only", names, names, "nets (default: all): " + ", ".join(names))
+    tasks = list(bench_peers.TASKS)
+    each = "these tasks (all: no name) beside a bare loop, in fp32: " + "; ".join(tasks)
+    sub.add_argument("--tasks", nargs="*", choices=tasks, metavar="NAME", help=each)
     sub = command("watch", 9, "a step with and without watch.Watch")
     nets(sub, bench_watch.NETS)
     sub.add_argument("--every", type=natural, default=50, help="steps between two looks (default: 50)")

@@ -185,8 +185,8 @@ def state_bytes(optimizer):
 
 
 def tensors_in(state, path=""):
-    """[(where, plain tensor)] of a state: of dicts and lists within it, and of classes of tensors that hold
-    others, as torchao's and SDNQ's codes do.
+    """[(where, plain tensor)] of a state: of dicts and lists within it, of classes of tensors that hold
+    others, as torchao's and SDNQ's codes do, and of other classes that hold tensors, as FlashOptim's do.
     """
     if is_traceable_wrapper_subclass(state):
         names = state.__tensor_flatten__()[0]
@@ -196,7 +196,7 @@ def tensors_in(state, path=""):
     if isinstance(state, (list, tuple)):
         state = dict(enumerate(state))
     if not isinstance(state, dict):
-        return []
+        state = {name: t for name, t in getattr(state, "__dict__", {}).items() if torch.is_tensor(t)}
     parts = [tensors_in(value, f"{path}.{name}" if path else str(name)) for name, value in state.items()]
     return [found for part in parts for found in part]
 

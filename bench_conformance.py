@@ -210,8 +210,9 @@ TABLES = {
 
 
 def table(rows, names):
-    """Markdown: checks down, the subjects of `names` across, findings bold."""
+    """Markdown: checks down, the subjects of `names` that were asked across, findings bold."""
     cells = {(row["name"], row["check"]): row for row in rows}
+    names = [name for name in names if any(name == asked for asked, _ in cells)]
     kind = next(row["kind"] for row in rows if row["name"] in names)
     lines = [f"| check | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for check in ASKED[kind]:

@@ -45,7 +45,7 @@ def write_atomically(path, write):
         reader = str(first).startswith("DataLoader worker")
         if reader or not isinstance(first, (OSError, RuntimeError)):
             raise first from None
-        raise Refused(_cant_write(path, first)) from None
+        raise Refused(cant_write(path, first)) from None
 
 
 def _first(error, before):
@@ -57,18 +57,25 @@ def _first(error, before):
     return error
 
 
-def _cant_write(path, error):
-    full = getattr(error, "errno", None) == errno.ENOSPC
+def cant_write(path, error):
+    """What a person reads where an exception kept the file `path` from being written."""
+    number = getattr(error, "errno", None)
+    full = number in (errno.ENOSPC, errno.EDQUOT)
     with suppress(OSError):
         full |= shutil.disk_usage(path.parent).free < 1 << 20
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    reason = "no space left on the device" if full else reason
+    reason = "no space left on the device" if full else getattr(error, "strerror", None) or first_line(error)
     kept = "; the one written before is whole" if os.path.exists(path) else ""
-    remedy = "free some space" if full else "give it a place that can be written"
+    free = full or number == errno.EFBIG  # a limit of the user's
+    remedy = "free some space" if free else "give it a place that can be written"
     return (
         f"can't write {path}: {reason}{kept}; {remedy} or choose another --runs folder, "
         f"then run the same command again"
     )
+
+
+def first_line(error):
+    """The first line with words in an exception's text, or its class's name."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def check_regular(path):

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import reduction
+from files import first_line
 from machine import Refused
+
+# that processes wait for one another until all have met. torchrun ends them all where one ends, so that those
+# it starts may wait for one that reads its libraries from a slow disk
+MEETING = timedelta(seconds=600 if "TORCHELASTIC_RUN_ID" in os.environ else 60)
+WAITING = timedelta(minutes=30)  # and afterwards: one of them scores, the others wait
+ABSENT = "a process has ended, or was not started; the same command on all starts again"
 
 
 class Followed(Refused):
@@ -60,32 +67,51 @@ class Ranks:
             missing = f"this torch has no {backend}, by which processes on {device.type} speak to each other"
             raise Refused(f"{missing}: install a build that has it, or use --device cpu, or one process")
         try:
-            store, _, _ = next(dist.rendezvous("env://"))
+            store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
             self._agree(store, {"device": device.type, **(flags or {})})
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+            own = dict(store=store, rank=self.rank, world_size=self.world)
+            dist.init_process_group(backend, **own, timeout=MEETING)
         except Refused:
             raise
-        except (ValueError, dist.DistError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            apart = f"the {self.world} processes did not meet ({said})"
+        except ValueError as error:
+            apart = f"the {self.world} processes did not meet ({first_line(error)})"
             raise Refused(f"{apart}: start them by torchrun") from None
+        except RuntimeError as error:  # as those of dist are
+            apart = f"the {self.world} processes did not meet ({first_line(error)})"
+            raise Refused(f"{apart}: {ABSENT}") from None
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # old torch
+        set_timeout(WAITING)
+        store.set_timeout(WAITING)
 
     def _agree(self, store, flags):
         """Ask all ranks for their flags before the first word of a backend, which would wait for ever."""
         store.set(f"flags of {self.rank}", json.dumps(flags))
         said = ""
         if self.main:
-            for rank in range(1, self.world):
-                theirs = json.loads(store.get(f"flags of {rank}"))
-                other = [name for name in flags if theirs.get(name) != flags[name]]
-                if other and not said:
-                    its, own = (json.dumps(values.get(other[0])) for values in (theirs, flags))
-                    said = f"rank {rank} was started with --{other[0]} {its}, rank 0 with {own}"
+            ranks = range(1, self.world)
+            said = next(filter(None, (self._differs(store, rank, flags) for rank in ranks)), "")
             store.set("flags differ", said)
         elif store.get("flags differ"):
+            store.set(f"told {self.rank}", "")
             raise Followed("the flags of the ranks differ")
         if said:
-            raise Refused(f"{said}: start all with the same command")
+            with suppress(RuntimeError):  # the store may end with this process
+                store.wait([f"told {rank}" for rank in range(1, self.world)], timedelta(seconds=5))
+            raise Refused(said)
+
+    @staticmethod
+    def _differs(store, rank, flags):
+        """What keeps a rank from training with this one, a line, or None."""
+        try:
+            theirs = json.loads(store.get(f"flags of {rank}"))
+        except dist.DistStoreError:
+            return f"rank {rank} did not come within {MEETING.seconds} seconds: {ABSENT}"
+        other = [name for name in flags if theirs.get(name) != flags[name]]
+        if not other:
+            return None
+        its, own = (json.dumps(values.get(other[0])) for values in (theirs, flags))
+        differ = f"rank {rank} was started with --{other[0]} {its}, rank 0 with {own}"
+        return f"{differ}: start all with the same command"
 
     def wait(self):
         """Go on when all have come here."""

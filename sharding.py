@@ -390,10 +390,13 @@ def spread(net, r, device, blocks=(), apart=()):
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     options = dict(mesh=mesh, mp_policy=policy(r))
+    # autocast gives these 16-bit inputs and reads their gains in fp32, beside fp32 statistics
+    exact = keeping_statistics(net) if policy_dtype(r) else []
+    exact_options = dict(mesh=mesh, mp_policy=dataclasses.replace(policy(r), param_dtype=None))
     try:
-        for module in [*apart, *_callable(blocks)]:
+        for module in [*exact, *apart, *_callable(blocks)]:
             if next(module.parameters(), None) is not None and not hasattr(module, "reshard"):
-                fully_shard(module, **options)
+                fully_shard(module, **(exact_options if module in exact else options))
         fully_shard(net, **options)
     except (ValueError, AssertionError, NotImplementedError) as error:
         said = (str(error).splitlines() or [""])[0]
@@ -405,7 +408,8 @@ def policy(r):
     """The MixedPrecisionPolicy of a recipe.
 
     fp32 weights that autocast reads in bf16 or fp16 are gathered in that dtype: half the bytes. So gains of
-    norms are read in 16 bits too; they are held and stepped in fp32. bf16 weights travel as they are.
+    norms without running statistics are read in 16 bits too; they are held and stepped in fp32. bf16 weights
+    travel as they are.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -418,7 +422,8 @@ def policy_note(r):
     """What is lost by that, a line, or None."""
     if not policy_dtype(r):
         return None
-    return f"--fsdp gathers weights in {r.compute}: gains of norms are read so too, and stepped in fp32"
+    but = "gains of norms, but those with running statistics, are read so too, and stepped in fp32"
+    return f"--fsdp gathers weights in {r.compute}: {but}"
 
 
 def policy_dtype(r):
@@ -435,11 +440,16 @@ def _callable(blocks):
             yield block
 
 
+def keeping_statistics(net):
+    """The norms of a net that have running statistics."""
+    return [m for m in net.modules() if getattr(m, "running_mean", None) is not None]
+
+
 def share_buffers(net):
     """Let floating buffers that training changes (running statistics) be those of the first rank at each
     forward, as DistributedDataParallel does.
     """
-    own = [m for m in net.modules() if getattr(m, "running_mean", None) is not None]
+    own = keeping_statistics(net)
 
     def from_first(module, args):
         if module.training and torch.is_grad_enabled():

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 
-from files import check_regular, digest, read_json, write_json
+from files import cant_write, check_regular, digest, first_line, read_json, write_json
 from machine import Refused
-from ranks import lost
-from sharding import Chunk
+from ranks import Followed, lost
+from sharding import Chunk, local
 
 NAMES = ("checkpoint", "best")  # what checkpoints of many ranks are called
 DTYPES = {str(d).removeprefix("torch."): d for d in (
@@ -42,25 +42,41 @@ def pointer(path):
     return Path(path).with_suffix(".json")
 
 
+def file_of(path):
+    """The file that is there of the checkpoint that is called `path`."""
+    return pointer(path) if is_there(path) else Path(path)
+
+
 DAMAGED = "{} is damaged: it is not what was written, by its checksum; use another copy, or train again"
 
 # ---- Trees -------------------------------------------------------------------------------------------------
 
 
-def _apart(x, tensors, key=""):
-    """A nest of dicts, lists and tuples as JSON takes it; its tensors go into `tensors`, {key: tensor}."""
+def _apart(x, tensors, key="", first=None):
+    """A nest of dicts, lists and tuples as JSON takes it; its tensors go into `tensors`, {key: tensor}. What
+    has several names, as tied weights have, goes there by the first. first: {memory: key}.
+    """
+    first = {} if first is None else first
     if torch.is_tensor(x):
+        key = first.setdefault(_memory(x), key)
         tensors[key], shape = x, x.whole_shape if isinstance(x, Chunk) else x.shape
         dtype = str(x.dtype).removeprefix("torch.")
         return {"$tensor": key, "size": list(x.shape), "shape": list(shape), "dtype": dtype}
     if isinstance(x, dict):
         if all(isinstance(k, str) for k in x) and not any(k.startswith("$") for k in x):
-            return {k: _apart(v, tensors, f"{key}/{k}") for k, v in x.items()}
-        return {"$pairs": [[k, _apart(v, tensors, f"{key}/{k}")] for k, v in x.items()]}
+            return {k: _apart(v, tensors, f"{key}/{k}", first) for k, v in x.items()}
+        return {"$pairs": [[k, _apart(v, tensors, f"{key}/{k}", first)] for k, v in x.items()]}
     if isinstance(x, (list, tuple)):
-        values = [_apart(v, tensors, f"{key}/{i}") for i, v in enumerate(x)]
+        values = [_apart(v, tensors, f"{key}/{i}", first) for i, v in enumerate(x)]
         return values if isinstance(x, list) else {"$tuple": values}
     return x
+
+
+def _memory(x):
+    """What two names of one tensor have in common; the same names on every rank, those without rows too."""
+    own = x.tensor if isinstance(x, Chunk) else local(x)
+    # the storage itself: the address of an empty one is 0
+    return own.untyped_storage()._cdata, own.storage_offset(), own.dtype, x.shape, own.stride()
 
 
 def _together(x, tensor_of):
@@ -83,7 +99,7 @@ def write(path, state, ranks, device):
     """Write a checkpoint from all ranks. path: as of a checkpoint.pt; state: a dict of format 1 whose tensors
     may be DTensors and Chunks. Raises Refused on the first rank, Followed on the others.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+    from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter, save
 
     tensors = {}
     tree = _apart({"format": 1, **state}, tensors)
@@ -92,9 +108,12 @@ def write(path, state, ranks, device):
     part = file.with_name(f"{name}.part")
     ranks.first(lambda: _make(file, part), device)
     tensors = {key: t.detach() for key, t in tensors.items()}
+    writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
+    # what all ranks hold is the first one's: running statistics begin each step as these
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     _together_or_refused(
-        lambda: save(tensors, storage_writer=HuggingFaceStorageWriter(str(part), save_distributed=True)),
-        f"can't write {part}",
+        lambda: save(tensors, storage_writer=writer, planner=planner),
+        lambda error: cant_write(file, error),
         ranks,
     )
     sums = _sums(part, ranks, device)
@@ -162,8 +181,10 @@ def _sum(content):
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _together_or_refused(act, said, ranks):
-    """act(), which all ranks do together; an error on one of them is one line."""
+def _together_or_refused(act, line_of, ranks):
+    """act(), which all ranks do together. An error on one of them is one line, line_of(error), of the first.
+    Where another process has ended, which may be that one, all raise Refused.
+    """
     from torch.distributed.checkpoint import CheckpointException
 
     try:
@@ -171,9 +192,10 @@ def _together_or_refused(act, said, ranks):
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))
         failure = failure[0] if isinstance(failure, tuple) else failure
-        line = (str(failure).splitlines() or [type(failure).__name__])[0]
-        gone = lost(RuntimeError(line), ranks.world)
-        raise Refused(gone or f"{said}: {line}; the checkpoint written before is whole") from None
+        gone = lost(RuntimeError(first_line(failure)), ranks.world)
+        if not (gone or ranks.main):
+            raise Followed("the ranks could not do it together") from None
+        raise Refused(gone or line_of(failure)) from None
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------
@@ -270,7 +292,9 @@ def read_parts(path, run, ranks, device):
         other = f"{folder} belongs to another model or recipe"
         raise Refused(f"{other}: use the flags it was trained with, or another --name")
     _together_or_refused(
-        lambda: load(own, storage_reader=HuggingFaceStorageReader(str(folder))), f"can't read {folder}", ranks
+        lambda: load(own, storage_reader=HuggingFaceStorageReader(str(folder))),
+        lambda error: f"can't read {folder}: {first_line(error)}",
+        ranks,
     )
     return _together(content["state"], lambda leaf: own[leaf["$tensor"]])
 

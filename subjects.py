@@ -218,6 +218,7 @@ PEERS = {
     "heavyball": "heavyball:AdamW(storage_dtype='bfloat16')",
     "sdnq": "sdnq.optim:AdamW",
     "sdnq-8bit": "sdnq.optim:AdamW(use_quantized_buffers=True)",
+    "flashoptim": "flashoptim:FlashAdamW(master_weight_bits=24)",  # on CUDA alone
     "torch-ema": "torch.optim.swa_utils:AveragedModel",
     "diffusers-ema": "diffusers.training_utils:EMAModel",
 }

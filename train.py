@@ -23,6 +23,19 @@ import threading
 import warnings
 from contextlib import contextmanager
 
+if __name__ == "__main__":  # not where it is imported: importing the libraries below takes seconds
+    DEFAULT = signal.SIG_DFL, signal.default_int_handler
+    SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    EARLY = {signum: signal.getsignal(signum) for signum in SIGNALS if signal.getsignal(signum) in DEFAULT}
+
+    def too_early(signum, frame):
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"stopped before anything was written\n")
+        os._exit(128 + signum)
+
+    for signum in EARLY:
+        signal.signal(signum, too_early)
+
 import torch
 
 import batch_size
@@ -31,6 +44,7 @@ from flags import Parser, read_yaml
 from machine import Refused, device_facts, recommended_flags, support
 from ranks import Followed, leave, speaks, tell
 from runs import read_checkpoint
+from shards import file_of
 from trainer import Stopped, Trainer
 from validation import BEST
 
@@ -203,7 +217,7 @@ def print_summary(trainer, summary):
         found = summary["validation"]
         print(
             f"{'stopped early: ' * found['stopped']}best held-out {found['watched']} "
-            f"{_cell(found['best'])} at step {found['step']}, kept as {trainer.folder}/{BEST}"
+            f"{_cell(found['best'])} at step {found['step']}, kept as {file_of(trainer.folder / BEST)}"
         )
     print(f"pictures: {trainer.folder}/samples/   curves: tensorboard --logdir {trainer.config.runs}")
 
@@ -402,4 +416,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    for signum, handler in EARLY.items():
+        signal.signal(signum, handler)
     sys.exit(main())

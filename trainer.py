@@ -20,6 +20,7 @@ import shards
 from activations import Meter, blocks, recompute
 from cast import exact_modules
 from checkpoints import check_optimizer
+from files import first_line
 from machine import Refused
 from order import SIGNALS, BatchIndices, ignore_signals
 from precision import Precision
@@ -496,8 +497,7 @@ class Trainer:
             check_optimizer(state["optimizer"], run.optimizer.state_dict(), checkpoint["step"])
             run.load_state_dict(state)
         except (LookupError, RuntimeError, ValueError, TypeError, AttributeError, OverflowError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            other = f"the checkpoint belongs to another model or recipe ({said})"
+            other = f"the checkpoint belongs to another model or recipe ({first_line(error)})"
             raise Refused(f"{other}: use the flags it was trained with") from None
         self.step, self.seconds = checkpoint["step"], checkpoint["seconds"]
         self.interval = checkpoint["interval"]

@@ -1,12 +1,20 @@
 """What the ranks of test_fsdp.py and test_reduction.py do: each function runs on all ranks of a job, see
 many_ranks.py.
 
+    torchrun --nproc_per_node=2 tests/fsdp_jobs.py pieces '"cuda"' '"told.json"'    # a job, its words in JSON
+
 A job trains a small net in a recipe and leaves what came of it, gathered, in a file. All ranks read the same
 batch, so that their mean gradient is one rank's to the bit, on 1, 2 and 4 ranks.
 """
 
 import json
+import os
+import signal
+import sys
+from datetime import timedelta
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -30,7 +38,7 @@ OPTIONS = {"norm island": dict(accumulate=2)}
 
 class Net(nn.Module):
     """[B, 6] -> [B, 3]: rows that 4 ranks can't share evenly, blocks of codes that rows cut, a frozen weight,
-    running statistics.
+    a tied one.
     """
 
     def __init__(self):
@@ -39,13 +47,16 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(70, 70), nn.LayerNorm(70)) for _ in range(2)])
         self.wide = nn.Linear(70, 130, bias=False)
         self.last = nn.Linear(130, 3)
+        self.tied = nn.Linear(130, 3)
+        self.tied.weight = self.last.weight
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
 
     def forward(self, x):
         h = F.silu(self.first(x))
         for block in self.blocks:
             h = h + block(h)
-        return self.last(F.silu(self.wide(h))) * self.frozen[0]
+        h = F.silu(self.wide(h))
+        return (self.last(h) + self.tied(h)) * self.frozen[0]
 
 
 def build():
@@ -58,19 +69,19 @@ def batch(step):
     return x, x[:, :3].sin()
 
 
-def start(name, spread, flags=None, **options):
+def start(name, spread, flags=None, device="cpu", **options):
     """A run of a recipe; spread over all ranks by its owner, as torch's own pages show, or on each rank."""
-    net, r = build(), recipe(**({**RECIPES, **MORE}[name] if flags is None else flags))
+    net, r = build().to(device), recipe(**({**RECIPES, **MORE}[name] if flags is None else flags))
     if spread:
         islands, _ = exact_modules(net, r) if r.low_weights else ((), ())
-        net = sharding.spread(net, r, torch.device("cpu"), net.blocks, islands)
+        net = sharding.spread(net, r, torch.device(device), net.blocks, islands)
     return Precision(net, r, lr=1e-2, weight_decay=0.1, ema_decay=0.9, blank=build, **options)
 
 
 def train(run, first=0, last=STEPS, measure=False):
     for step in range(first, last):
         for _ in range(run.accumulate):
-            x, y = batch(step)
+            x, y = (t.to(run.params[0].device) for t in batch(step))
             run.backward(F.mse_loss(run(x), y))
         report = run.step(measure=measure)
     return report
@@ -107,19 +118,21 @@ def told(file, content):
         Path(file).write_text(json.dumps(content))
 
 
-def meet():
-    dist.init_process_group("gloo")
+def meet(device="cpu"):
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
 # ---- Jobs --------------------------------------------------------------------------------------------------
 
 
-def same_bits(names, file):
+def same_bits(names, device, file):
     """{recipe: names of tensors that differ from those of one rank that spreads nothing}."""
-    meet()
+    meet(device)
     result = {}
     for name in names:
-        options = OPTIONS.get(name, {})
+        options = dict(OPTIONS.get(name, {}), device=device)
         one, many = start(name, spread=False, **options), start(name, spread=True, **options)
         if name == "split":
             recompute(one.model), recompute(many.model)
@@ -132,14 +145,18 @@ def same_bits(names, file):
     told(file, result)
 
 
-def pieces(file):
+def bf16(device, shape, seed):
+    return draw(*shape, seed=seed).to(device, torch.bfloat16)
+
+
+def pieces(device, file):
     """As `same_bits`, of the optimiser alone: odd shapes, a tensor without a gradient, several keys a tensor.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    meet()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    meet(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     AdamW.PIECE = 1 << 11
     shapes = [(7, 5), (3,), (1,), (129, 67), (65, 127), (5000,), (4097,), (3, 2000), (16, 6, 3, 3), (16, 256)]
     modes = {
@@ -153,11 +170,11 @@ def pieces(file):
         made = []
         for spread in (False, True):
             put = (lambda t: distribute_tensor(t, mesh, [Shard(0)])) if spread else torch.clone
-            params = [nn.Parameter(put(draw(*s, seed=i).bfloat16())) for i, s in enumerate(shapes)]
+            params = [nn.Parameter(put(bf16(device, s, i))) for i, s in enumerate(shapes)]
             optimizer = kind(params, lr=1e-2, weight_decay=0.1, compiled=False, **options)
             for step in range(3):
                 for i, p in enumerate(params):
-                    g = draw(*shapes[i], seed=9 * step + i).bfloat16()
+                    g = bf16(device, shapes[i], 9 * step + i)
                     p.grad = None if (i, step) == (4, 1) else put(g)
                 optimizer.step(grad_scale=0.7)
             made.append((params, optimizer))
@@ -300,6 +317,19 @@ def refused(file):
     told(file, said)
 
 
+def hurried(*words):
+    """train.py with a tenth of its patience; rank 1 is killed where it has met the others and not their
+    backend, if the words say so.
+    """
+    import ranks
+    import train
+
+    ranks.MEETING = timedelta(seconds=2)
+    if "DIES" in words and os.environ["RANK"] == "1":
+        dist.init_process_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+    return train.main([word for word in words if word != "DIES"])
+
+
 # ---- Means of gradients ------------------------------------------------------------------------------------
 
 SHAPES = [(40, 7), (3,), (129,)]
@@ -342,3 +372,7 @@ def over_steps(steps, file):
     nearest = {"all": own.float()}
     reduction.Nearest(torch.bfloat16).sums(nearest)
     told(file, dict(stochastic=(total / steps).tolist(), nearest=nearest["all"].tolist()))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*map(json.loads, sys.argv[2:]))

@@ -2,11 +2,14 @@
 that has imported everything once.
 
 It says "ready", and then takes a JSON list a line. ["ranks", world, job or null, words, file of messages,
-folder] answers with the process numbers of the ranks; ["rank", number, world, port, ...] starts one of them,
-at a port that ["port"] tells; ["wait", number] answers with an exit status, negative for a signal. A rank
-that does not end is killed. Kernels are not compiled.
+folder] answers with the process numbers of the ranks, whose store a process of its own hosts, as torchrun
+does; ["rank", number, world, port, ...] starts one of them without it, at a port that ["port"] tells;
+["wait", number] answers with an exit status, negative for a signal. A rank that does not end is killed.
+What ranks print is in a file beside that of their messages.
+Kernels are not compiled.
 """
 
+import functools
 import json
 import os
 import signal
@@ -19,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import fsdp_jobs
 import torch._dynamo
+import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.utils.tensorboard  # noqa: F401
@@ -37,19 +41,40 @@ def port():
         return free.getsockname()[1]
 
 
+@functools.cache
+def host():
+    """(pipe to ask, pipe that answers) of a process that keeps stores, and ends with this one."""
+    (asked, ask), (told, tell) = os.pipe(), os.pipe()
+    if not os.fork():
+        os.close(ask)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        stores = []
+        while os.read(asked, 1):
+            stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            os.write(tell, b"%5d" % stores[-1].port)
+        os._exit(0)
+    return ask, told
+
+
 def ranks(world, *more):
-    place = port()
-    return [rank(number, world, place, *more) for number in range(world)]
+    ask, told = host()
+    os.write(ask, b".")
+    port = int(os.read(told, 5))
+    return [rank(number, world, port, *more, "True") for number in range(world)]
 
 
-def rank(number, world, port, job, words, messages, folder):
+def rank(number, world, port, job, words, messages, folder, hosted="False"):
     place = dict(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world))
-    place.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    place.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE=hosted)
 
     def act():
         os.chdir(folder)
         signal.alarm(LONGEST)
-        return train.main(words) if job is None else getattr(fsdp_jobs, job)(*words)
+        os.dup2(os.open(f"{messages}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        try:
+            return train.main(words) if job is None else getattr(fsdp_jobs, job)(*words)
+        finally:
+            sys.stdout.flush()
 
     return forked(act, place, messages)
 

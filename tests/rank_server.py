@@ -36,9 +36,9 @@ def ranks(server):
         running.extend(found)
         return found
 
-    def alone(number, world, port, *words):
+    def alone(number, world, port, *words, job=None):
         begin.messages = Path("messages-alone").absolute()
-        running.append(ask("rank", number, world, port, None, words, str(begin.messages), os.getcwd()))
+        running.append(ask("rank", number, world, port, job, words, str(begin.messages), os.getcwd()))
         return running[-1]
 
     def wait(number):
@@ -51,7 +51,10 @@ def ranks(server):
     def said():
         return re.findall(r"train\.py: [^\r\n]+", begin.messages.read_text())
 
-    begin.start, begin.wait, begin.said = start, wait, said
+    def printed():
+        return Path(f"{begin.messages}.out").read_text()
+
+    begin.start, begin.wait, begin.said, begin.printed = start, wait, said, printed
     begin.alone, begin.port = alone, lambda: ask("port")
     yield begin
     for number in list(running):

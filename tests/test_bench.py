@@ -117,6 +117,38 @@ def test_a_peer_that_train_py_does_not_offer_takes_part(tmp_path, monkeypatch, c
     assert line.split(maxsplit=1)[1].startswith("not installed: pip install")
 
 
+FLASH = """
+import torch
+
+class Held:
+    def __init__(self, p):
+        self._quantized = torch.zeros(p.numel(), dtype=torch.int8)
+
+class FlashAdamW(torch.optim.SGD):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, master_weight_bits=24):
+        if not {gpu}:
+            raise NotImplementedError("Quantization requires a CUDA device.")
+        super().__init__(params, lr=lr)
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = dict(exp_avg=Held(p), exp_avg_sq=Held(p))
+"""
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_flashoptim_takes_part_where_a_gpu_is(gpu, tmp_path, monkeypatch, capsys):
+    (tmp_path / "flashoptim.py").write_text(FLASH.replace("{gpu}", str(gpu)))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashoptim", raising=False)
+    (row,) = run(tmp_path, *SMALL, "--layouts", "large", "--only", "flashoptim")["results"]
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("flashoptim "))
+    assert bool(row["ms"]) == gpu and ("requires a CUDA device" in line) != gpu
+    if gpu:
+        assert row["state_bytes"] == 2.0  # codes that an object of its own holds
+    monkeypatch.delitem(sys.modules, "flashoptim")
+
+
 def test_a_peer_that_is_not_installed_is_a_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optimi", None)
     result = run(tmp_path, *SMALL, "--repeats", "2", "--only", "optimi", "torch")

@@ -18,9 +18,12 @@ import pytest
 from cli import ROOT, assert_same, checkpoint, command, metrics, process, summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from runs import read_checkpoint
+
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 RUN = "--task classify --batch_size 8 --samples 20 --sample_every 0 --warmup 0 --threads 1".split()
 RUN += ["--log_every", "2"]
+LONG = ["--steps", "200", "--pure_bf16", "--stochastic"]  # long enough to be met by a signal
 MOMENTS = {0: 4, 2: 1}  # at which a run is killed, by its --workers
 
 
@@ -33,15 +36,29 @@ def server():
     child.wait(10)
 
 
-@pytest.fixture
-def start(server):
-    """start(*flags) -> the number of a process that trains; what is left of them ends with the test."""
-    started, files = [], {}
-
+@pytest.fixture(scope="module")
+def ask(server):
     def ask(*words):
         server.stdin.write(json.dumps(words) + "\n")
         server.stdin.flush()
         return int(server.stdout.readline())
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def left_alone(ask, tmp_path_factory):
+    """The folder of a run of LONG that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("left_alone")
+    words = [*RUN, *LONG, "--runs", str(folder), "--name", "whole"]
+    assert ask("wait", ask("run", words, {}, str(folder / "messages"))) == 0
+    return folder / "whole"
+
+
+@pytest.fixture
+def start(ask):
+    """start(*flags) -> the number of a process that trains; what is left of them ends with the test."""
+    started, files = [], {}
 
     def begin(*flags, **environment):
         words = [*RUN, "--runs", os.path.abspath("runs"), "--name", "run", *map(str, flags)]
@@ -131,13 +148,16 @@ SIGNALLED = [(signal.SIGTERM, ("--workers", 2)), (signal.SIGINT, ("--workers", 1
 
 
 @pytest.mark.parametrize("number,flags", SIGNALLED, ids=str)
-def test_a_signal_to_the_group_leaves_a_checkpoint_and_one_line(number, flags, start):
-    run = start("--steps", 10**6, *flags)
+def test_a_signal_to_the_group_leaves_a_checkpoint_and_one_line(number, flags, start, left_alone):
+    run = start(*LONG, *flags)
     until(has_logged())
     os.killpg(run, number)
     assert start.wait(run) == 128 + number
-    assert re.fullmatch(r"stopped at step \d+ of 1000000; the same command resumes from there", start.said())
-    assert checkpoint()["step"] >= 4
+    assert re.fullmatch(r"stopped at step \d+ of 200; the same command resumes from there", start.said())
+    assert 4 <= checkpoint()["step"] < 200
+    assert start.wait(start(*LONG, *flags)) == 0
+    Path("runs/whole").symlink_to(left_alone)
+    same_run("run", "whole")
 
 
 def test_a_signal_while_workers_start_is_one_line_too(start):
@@ -149,6 +169,25 @@ def test_a_signal_while_workers_start_is_one_line_too(start):
         os.killpg(run, signal.SIGTERM)
         assert start.wait(run) == 143
         assert "the same command resumes" in start.said()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=str)
+def test_a_signal_while_libraries_import_is_one_line(number, tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = process(ROOT / "train.py", *RUN, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
+    assert child.stdout.readline() == "importing\n"
+    child.send_signal(number)
+    out, err = child.communicate(timeout=20)
+    assert (out, err) == ("", "stopped before anything was written\n")
+    assert child.returncode == 128 + number and [p.name for p in tmp_path.glob("*")] == ["torch.py"]
+
+
+def test_nohup_holds_while_libraries_import(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("import signal\nprint(signal.getsignal(signal.SIGHUP).name)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = process(ROOT / "train.py", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert child.communicate(timeout=20)[0] == "SIG_IGN\n"
 
 
 # ---- The lock ----------------------------------------------------------------------------------------------
@@ -176,18 +215,20 @@ def test_where_there_are_no_locks_it_says_so_and_goes_on(monkeypatch, capsys):
     assert "can't be locked here (No locks available)" in capsys.readouterr().err
 
 
-def test_ranks_share_one_lock_and_one_that_is_killed_ends_them_all(start):
-    def ranks(steps):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        common = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        flags = ["--steps", steps, "--checkpoint_every", 2]
-        return [start(*flags, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+def two_ranks(start, *flags):
+    """The numbers of the two processes of one run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return [start(*flags, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
 
-    first = ranks(10**6)
+
+def test_ranks_share_one_lock_and_one_that_is_killed_ends_them_all(start):
+    flags = ["--steps", 10**6, "--checkpoint_every", 2]
+    first = two_ranks(start, *flags)
     until(has_logged(2))
-    second = ranks(10**6)
+    second = two_ranks(start, *flags)
     assert [start.wait(number) for number in reversed(second)] == [2, 2]
     assert "runs/run is in use by process" in start.said()
     os.kill(first[1], signal.SIGKILL)
@@ -195,6 +236,34 @@ def test_ranks_share_one_lock_and_one_that_is_killed_ends_them_all(start):
     assert "another process of this run has ended; the same command resumes" in start.said()
     done = checkpoint()["step"]
     assert start.wait(start("--steps", done + 1)) == 0  # on one rank, too
+
+
+def test_a_rank_killed_at_any_moment_under_fsdp_resumes_bit_for_bit(start):
+    flags = ["--fsdp", "--steps", 24, "--checkpoint_every", 2, "--pure_bf16", "--stochastic"]
+    assert list(map(start.wait, two_ranks(start, *flags, "--name", "whole"))) == [0, 0], start.said()
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    draw, ends = random.Random(seed), []
+    for lines in sorted(draw.sample(range(11), 3)):
+        numbers = two_ranks(start, *flags)
+        until(has_logged(lines))
+        time.sleep(draw.uniform(0, 0.1))
+        killed = numbers.pop(draw.randrange(2))
+        os.kill(killed, signal.SIGKILL)
+        # as torchrun ends the others; one that still waits for the first to come hears no SIGTERM
+        os.kill(numbers[0], signal.SIGTERM)
+        late = threading.Timer(5, os.kill, (numbers[0], signal.SIGKILL))
+        late.start()
+        ends.append((start.wait(killed), start.wait(numbers[0])))
+        late.cancel()
+    print("ends", ends)
+    assert any(killed == -signal.SIGKILL for killed, _ in ends)
+    assert list(map(start.wait, two_ranks(start, *flags))) == [0, 0], start.said()
+    one, other = (read_checkpoint(f"runs/{name}") for name in ("run", "whole"))
+    assert one["step"] == other["step"] == 24
+    assert_same(one["precision"], other["precision"])
+    assert metrics("run") == metrics("whole") and summary("run")["scores"] == summary("whole")["scores"]
+    assert not list(Path("runs/run").glob("*.part")), ends
 
 
 # ---- A full disk -------------------------------------------------------------------------------------------

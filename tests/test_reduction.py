@@ -88,5 +88,6 @@ def test_a_resumed_run_repeats_its_bits(flags, run, ranks):
 
 def test_fully_shard_refuses_it(run, ranks):
     assert run(2, "--fsdp", *LOW, "--steps", 2) == [2, 2]
-    assert "reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way" in ranks.said()[0]
+    (said,) = ranks.said()
+    assert "reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way" in said
     assert not Path("runs/on").exists()
