@@ -6,6 +6,8 @@ norm alike and keep an average of the weights. They take turns step by step, so 
 alike; the figure of each is a ratio to the bare loop in fp32. "bf16 weights" is what each loop offers under
 that name: rounding to nearest and an average in bf16, except here, where weights round stochastically and the
 average is fp32.
+
+With --tasks: a step of each task in fp32, in the bare loop and here, with the task's own net, data and loss.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
+from attention import attend
 from bench_common import take_turns, timed
 from bench_systems import Contender
 from machine import Refused, quiet_import
@@ -67,8 +70,17 @@ class Job:
         if self.config.clip_grad:
             nn.utils.clip_grad_norm_(net.parameters(), self.config.clip_grad)
 
-    def average(self, net):
-        return AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(self.config.ema_decay))
+    def average(self, net, decay=None):
+        decay = self.config.ema_decay if decay is None else decay
+        return AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def averages(self, net):
+        """All averages that a run keeps: its own, and the one that a task's loss reads as its target."""
+        found = [self.average(net)]
+        for spec in self.task.averages().values():
+            found.append(self.average(net, float(spec.partition(":")[0])))
+            self.task.target = lambda model, target=found[-1].module: target
+        return found
 
 
 class In16(nn.Module):
@@ -90,7 +102,7 @@ def _to(dtype):
 def bare(job, kind):
     """step() of a loop of torch alone."""
     net = In16(job.net) if kind == "bf16 weights" else job.net
-    optimizer, average, batches = job.optimizer(net), job.average(net), job.batches()
+    optimizer, averages, batches = job.optimizer(net), job.averages(net), job.batches()
 
     def step():
         with torch.autocast(job.run.device.type, torch.bfloat16, enabled=kind == "bf16"):
@@ -99,7 +111,8 @@ def bare(job, kind):
         job.clip(net)
         optimizer.step()
         optimizer.zero_grad()
-        average.update_parameters(net)
+        for average in averages:
+            average.update_parameters(net)
 
     return step
 
@@ -209,22 +222,34 @@ def stepper(loop, kind, flags, folder, device):
 # ---- What the machine could do -----------------------------------------------------------------------------
 
 
+def operations(device, dtype):
+    """{name: a call} of bare operations in a dtype. Attention is forward and backward, of the GPT's shape."""
+    a, x = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((1024, 1024), (8, 64, 64, 64)))
+    kernel = torch.randn(64, 64, 3, 3, device=device, dtype=dtype)
+    heads = [torch.randn(16, 4, 128, 32, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+    def attention(attend):
+        out = attend(*heads, is_causal=True)
+        torch.autograd.grad(out, heads, out.detach())
+
+    return {
+        "matmul": lambda: torch.mm(a, a),
+        "convolution": lambda: F.conv2d(x, kernel),
+        "attention as torch chooses it": lambda: attention(F.scaled_dot_product_attention),
+        "attention as chosen here": lambda: attention(attend),
+    }
+
+
 def machine_ratios(device, clock, repeats):
-    """{name: seconds in fp32 / seconds in bf16} of a bare product and a bare convolution, taken by turns."""
-    a, x = torch.randn(1024, 1024, device=device), torch.randn(8, 64, 64, 64, device=device)
-    kernel = torch.randn(64, 64, 3, 3, device=device)
-
-    def act(name, dtype):
-        p, q = (a, a) if name == "matmul" else (x, kernel)
-        p, q = p.to(dtype), q.to(dtype)
-        call = torch.mm if name == "matmul" else F.conv2d
-        return lambda: timed(lambda: call(p, q), clock, 3)
-
-    cells = [(name, dtype) for name in ("matmul", "convolution") for dtype in (torch.float32, torch.bfloat16)]
-    with tqdm(total=len(cells) * repeats, disable=None, leave=False) as bar, torch.no_grad():
-        times = take_turns({cell: act(*cell) for cell in cells}, repeats, bar)
+    """{name: seconds in fp32 / seconds in bf16} of bare operations, taken by turns."""
+    calls = {dtype: operations(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    cells = [(name, dtype) for name in calls[torch.float32] for dtype in calls]
+    with tqdm(total=len(cells) * repeats, disable=None, leave=False) as bar:
+        acts = {(name, dtype): calls[dtype][name] for name, dtype in cells}
+        turns = {cell: lambda act=act: timed(act, clock, 3) for cell, act in acts.items()}
+        times = take_turns(turns, repeats, bar)
     ms = {cell: statistics.median(each) for cell, each in times.items()}
-    return {name: ms[name, torch.float32] / ms[name, torch.bfloat16] for name in ("matmul", "convolution")}
+    return {name: ms[name, torch.float32] / ms[name, torch.bfloat16] for name in calls[torch.float32]}
 
 
 # ---- The command -------------------------------------------------------------------------------------------
@@ -234,6 +259,8 @@ WARM_UP = 4  # steps: compiling, states, and the batch that Lightning fetches ah
 
 def peers(args, clock):
     """Rows (dicts): net, loop, kind, ms of each round, or a note."""
+    if args.tasks is not None:
+        return beside_bare(args, clock)
     ratios = machine_ratios(args.device, clock, args.repeats)
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     print(f"bf16 against fp32, bare operations of this machine: {shown}", flush=True)
@@ -318,3 +345,88 @@ def draw(rows, path):
         axis.set_xlabel("speed of a step, bare fp32 loop = 1", fontsize=8)
         axis.margins(x=0.12)
     figure.savefig(path, dpi=110)
+
+
+# ---- Each task beside a bare loop --------------------------------------------------------------------------
+
+# a row of what a task is: its flags. {flow}, {vae}: folders of runs of one step
+TASKS = {
+    "classify, CNN": "--task classify",
+    "classify, ResNet-18": "--task classify --model resnet18",
+    "classify, ViT": "--task classify --model vit",
+    "segment": "--task segment",
+    "language, BDH": "--task language --model bdh",
+    "vae": "--task vae",
+    "rflow in latents": "--task rflow --vae {vae}",
+    "rflow, perceptual": "--task rflow --perceptual 0.1",
+    "consistency": "--task consistency",
+    "distill": "--task distill --teacher {flow}",
+    "steve": "--task steve",
+    "slotcontrast": "--task slotcontrast",
+}
+STARTED = {"flow": "--task rflow", "vae": "--task vae"}
+ROUND = 300  # ms of steps that a loop does in a row, at least
+BESIDE = ("bare loop", "ours")
+
+
+def beside_bare(args, clock):
+    """Rows (dicts): task, loop, flags, steps a round, ms a step of each round."""
+    rows, names = [], args.tasks or list(TASKS)
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        asked = "".join(TASKS[name] for name in names)
+        started = {name: start(name, folder, args.device) for name in STARTED if f"{{{name}}}" in asked}
+        with tqdm(total=len(names) * 2 * (args.repeats + 1), disable=None, leave=False) as bar:
+            for name in names:
+                rows += task_rows(name, TASKS[name].format(**started), folder, args, clock, bar)
+    print(tasks_table(rows), flush=True)
+    return rows
+
+
+def start(name, folder, device):
+    """The folder of a run of one step, which other tasks start from."""
+    import train
+
+    words = f"--steps 1 --samples 16 --sample_steps 2 --sample_every 0 --ema_warmup --name {name}"
+    words = [*STARTED[name].split(), *words.split(), "--runs", folder, "--device", device.type]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        status = train.main(words)
+    if status:
+        raise Refused(f"the run of one step that {name} is did not end: {said.getvalue().strip()[-200:]}")
+    return f"{folder}/{name}"
+
+
+def task_rows(name, flags, folder, args, clock, bar):
+    """The two rows of one task, whose loops take turns."""
+    steps = {}
+    for loop in BESIDE:
+        bar.set_postfix_str(f"{name}: first steps of {loop}")
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            steps[loop] = stepper(loop, "fp32", flags, folder, args.device)
+            for _ in range(WARM_UP):
+                steps[loop]()
+        bar.update()
+    count = max(1, round(ROUND / timed(steps["ours"], clock)))
+    actions = {loop: lambda step=step: timed(step, clock, count) for loop, step in steps.items()}
+    times = take_turns(actions, args.repeats, bar)
+    shared = dict(task=name, kind="fp32", flags=TASKS[name], steps=count)
+    return [dict(shared, loop=loop, ms=times[loop]) for loop in BESIDE]
+
+
+def beside(rows, task):
+    """[time of a step here / that of the bare loop, of each round] of a task."""
+    bare, ours = (next(r["ms"] for r in rows if (r["task"], r["loop"]) == (task, loop)) for loop in BESIDE)
+    return [b / a for a, b in zip(bare, ours, strict=True)]
+
+
+def tasks_table(rows):
+    """Markdown: a line a task."""
+    lines = ["| task | command | bare loop, ms | ours, ms | ours / bare loop | half of the rounds |"]
+    lines.append("|---" * 6 + "|")
+    for task in dict.fromkeys(row["task"] for row in rows):
+        bare, ours = (next(r for r in rows if (r["task"], r["loop"]) == (task, loop)) for loop in BESIDE)
+        ratios = beside(rows, task)
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        cells = [task, f"`{bare['flags']}`", *(f"{statistics.median(row['ms']):.0f}" for row in (bare, ours))]
+        cells += [f"{statistics.median(ratios):.2f}", f"{low:.2f} to {high:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -4,7 +4,8 @@ Each row of a table is a command of train.py, set up by the Trainer itself. All 
 step by step, so that other load meets them alike. Columns: items a second and seconds an epoch of the median
 step, the speed as a ratio to the first row, bytes a parameter of weights, gradients and states, what a
 forward pass keeps for backward, and the held-out score after --train steps. A row that this machine can't
-run says why.
+run says why. Two more tables, dvae-512 and dvae-4096, are of STEVE's discrete VAE by itself, with so many
+tokens, and have no score.
 """
 
 import contextlib
@@ -15,11 +16,16 @@ import tempfile
 import time
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from tqdm import tqdm
 
 import strategies
-from bench_common import cell, take_turns
+from activations import Meter
+from bench_common import ADAMW, cell, take_turns
 from machine import Refused
+from precision import Precision
+from steve import BITS, PATCH
 from trainer import Trainer
 from validation import steps_an_epoch
 
@@ -53,6 +59,20 @@ TABLES = {
         "bf16, batch 6": f"{STEVE} --batch_size 6 --bf16",
         "pure bf16 stochastic, batch 6": f"{STEVE} --batch_size 6 {STOCHASTIC}",
     },
+}
+
+# tables that run where --only names them; a record of their own holds them
+APART = {
+    f"dvae-{size}": {
+        name: f"--task steve --vocab_size {size} --batch_size 2 {flags}".strip()
+        for name, flags in {
+            "fp32": "",
+            "bf16": "--bf16",
+            "pure bf16 stochastic": STOCHASTIC,
+            "pure bf16 stochastic, logits too": f"{STOCHASTIC} --set logits=bf16",
+        }.items()
+    }
+    for size in (512, 4096)
 }
 
 
@@ -100,6 +120,55 @@ class Contender:
         return run.task.watched[0], scores[run.task.watched[0]]
 
 
+class Reconstruct(nn.Module):
+    """Frames [B, 3, H, W] through a discrete VAE and back. bits: of the noise, as steve.STEVE has them."""
+
+    def __init__(self, dvae):
+        super().__init__()
+        self.dvae = dvae
+
+    def forward(self, frames, bits):
+        return self.dvae.decode(self.dvae.sample(self.dvae.encode(frames), bits, 1.0)[0])
+
+
+class Alone(Contender):
+    """The discrete VAE of a run of --task steve, trained by itself on the frames of one batch."""
+
+    def __init__(self, flags, folder, steps, device):
+        super().__init__(flags, folder, steps, device)
+        run = self.run
+        torch.manual_seed(0)
+        net = Reconstruct(run.task.net().dvae).to(run.device)
+        self.precision = Precision(net, run.precision.recipe, **ADAMW)
+        self.frames = next(run._read())[0].to(run.device).flatten(0, 1)  # [B T, 3, H, W]
+        n, _, h, w = self.frames.shape
+        self.shape = n, run.task.vocabulary, h // PATCH, w // PATCH
+
+    def step(self):
+        started = time.perf_counter()
+        bits = torch.randint(2**BITS, self.shape, dtype=torch.int32, device=self.run.device)
+        with Meter(self.precision.model) as self.kept:
+            loss = F.mse_loss(self.precision(self.frames, bits), self.frames)
+        self.precision.backward(loss)
+        self.precision.step()
+        return (time.perf_counter() - started) * 1e3
+
+    def row(self):
+        config = self.run.config
+        return {
+            "batch_size": config.batch_size,
+            "epoch_steps": steps_an_epoch(config, self.run.task.train_count()),
+            "items": "frames",
+            "items_a_step": self.shape[0],
+            "parameters": sum(p.numel() for p in self.precision.params),
+            "bytes_per_parameter": self.precision.ledger().state_bytes,
+            "kept": self.kept.json(),
+        }
+
+    def score(self, steps):
+        return "score", None
+
+
 def systems(args, clock):
     """Rows (dicts) of all tables."""
     rows = []
@@ -112,16 +181,17 @@ def systems(args, clock):
 
 def compare(table, args, folder):
     """Rows of one table: its contenders take turns."""
-    rows, contenders = [], {}
-    total = len(TABLES[table]) * (args.repeats + 2)
+    rows, contenders, named = [], {}, {**TABLES, **APART}[table]
+    total = len(named) * (args.repeats + 2)
     with tqdm(total=total, disable=None, leave=False) as bar:
-        for name, flags in TABLES[table].items():
+        for name, flags in named.items():
             bar.set_postfix_str(f"{table}: first step of {name}")
             row = dict(table=table, name=name, flags=flags, note="", ms=[])
             rows.append(row)
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
-                    contenders[name] = contender = Contender(flags, folder, args.train, args.device)
+                    made = Alone if table in APART else Contender
+                    contenders[name] = contender = made(flags, folder, args.train, args.device)
             except Refused as error:
                 row["note"] = str(error)
                 continue
