@@ -48,7 +48,7 @@ def scores(experiment, arm, known):
     """{seed: score} of an arm, in the order of the seeds."""
     found = {}
     for seed, record in records_of(experiment, arm, known).items():
-        figure = score(record, arm.metric, experiment.lower_is_better)
+        figure = score(record, arm.metric, arm.lower_is_better)
         if figure is not None:
             found[seed] = figure
     return found
@@ -66,7 +66,7 @@ def comparison(experiment, arm, known):
     if len(differences) < 2:
         return len(differences), None
     due, level = look_of(experiment, len(differences))
-    lower = experiment.lower_is_better
+    lower = arm.lower_is_better
     result = stats.equivalence(differences, arm.margin, level, lower_is_better=lower)
     if experiment.looks and len(differences) != due:
         result = dataclasses.replace(result, verdict=WAITS)

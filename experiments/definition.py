@@ -43,13 +43,15 @@ class Arm:
     metric: str = ""  # this one and the next two: where they differ from the experiment's
     margin: float = 0.0
     baseline: str = ""
+    higher_is_better: bool = False  # its metric counts up, in an experiment whose own counts down
     cell: dict = dataclasses.field(default_factory=dict)  # {factor: level} of a factorial experiment
     series: str = ""  # with x: a point of the curve of this name
     x: float = 0.0
     headline: str = ""  # "net: recipe", its row in the figure that EXPERIMENTS.md opens with
 
-    # load sets four more: `experiment`, the one it belongs to; `trained`, the arm whose run it reads, or
-    # itself; `source`, the arm whose records hold its scores; `start`, the arm it trains after, or itself
+    # load sets five more: `experiment`, the one it belongs to; `lower_is_better`, of its metric; `trained`,
+    # the arm whose run it reads, or itself; `source`, the arm whose records hold its scores; `start`, the arm
+    # it trains after, or itself
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,6 +121,7 @@ def load(number, root=HERE, loaded=None):
         arm.experiment = experiment
         arm.metric = arm.metric or experiment.metric
         arm.margin = arm.margin or experiment.margin
+        arm.lower_is_better = experiment.lower_is_better and not arm.higher_is_better
         arm.baseline = experiment.arm(arm.baseline or experiment.baseline).name
     for arm in experiment.arms:
         _link(arm, root, loaded)

@@ -200,6 +200,17 @@ def system_kept(rows, table, name):
     return own["kept"]["total"] / first["kept"]["total"]
 
 
+def system_fits(rows, table, name):
+    """How many times as many items fit into the bytes that the first row keeps for backward."""
+    own, first = system(rows, table, name), first_of(rows, table)
+    return own["items_a_step"] / first["items_a_step"] / system_kept(rows, table, name)
+
+
+def loop_speed(rows, net, loop, kind):
+    """Speed of a step against the bare loop in fp32."""
+    return row_of(rows, net=net, loop=loop, kind=kind)["ratio"]
+
+
 def score(rows, table, name):
     row = system(rows, table, name)
     if "score" not in row:
@@ -218,17 +229,20 @@ BENCH_FIGURES = {  # what a record's "bench" says: {figure: (function of its row
         "share": (share, percent),
         "kept": (kept, percent),
         "again": (again, percent),
+        "fits": (lambda *at: 1 / kept(*at), "{:.1f}"),
         "billion": (billion, "{:.1f}"),
     },
     "training": {"speed": (trained_speed, "{:.1f}")},
     "systems": {
         "speed": (system_speed, "{:.2f}"),
         "kept": (system_kept, percent),
+        "fits": (system_fits, "{:.1f}"),
         "rate": (lambda *at: 1e3 / item_ms(system(*at)), "{:.0f}"),
         "epoch": (lambda *at: ms(system(*at)) * system(*at)["epoch_steps"] / 1e3, "{:.1f}"),
         "bytes": (lambda *at: system(*at)["bytes_per_parameter"], "{:.2f}"),
         "score": (score, "{:.3f}"),
     },
+    "peers": {"speed": (loop_speed, "{:.2f}")},
     "optimizers": {"times": (times, "{:.1f}")},
     "moments": {"excess": (lambda rows, name: row_of(rows, name=name)["dropped"], "{:.2f}")},
 }

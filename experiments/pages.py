@@ -244,7 +244,7 @@ def fewer_seeds(experiment, known):
             continue
         (n, own), (more, result) = comparison(experiment, arm, known), comparison(there, theirs, known)
         if more > n and own and result.verdict != own.verdict and theirs.baseline != theirs.name:
-            words = tables.verdict_words(there, theirs.margin, more, result)
+            words = tables.verdict_words(theirs, theirs.margin, more, result)
             told.append(f"{arm.name} ({words} over the {more} seeds of {there.number})")
     return [f"Over more seeds another verdict: {', '.join(told)}."] if told else []
 
@@ -395,7 +395,7 @@ def effect_rows(experiments, known):
                 continue
             net, _, recipe = arm.headline.rpartition(": ")
             kind, _, loss = loss_comparison(e, arm, known)
-            sign = 1 if e.lower_is_better else -1
+            sign = 1 if arm.lower_is_better else -1
             low, high = sorted(sign * end / arm.margin for end in (result.low, result.high))
             row = {"net": net, "recipe": recipe, "n": pairs, "verdict": verdict(pairs, result), "kind": kind}
             row |= {"number": e.number, "score": [sign * result.mean / arm.margin, low, high]}

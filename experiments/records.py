@@ -69,6 +69,7 @@ FIELDS = {  # key: (test, what it is, which records must have it)
     "seconds": (is_number, "a number", "finished"),
     "scoring_seconds": (is_number, "a number", "finished"),
     "bytes_per_parameter": (is_number, "a number", "finished"),
+    "activation_bytes": (maybe(is_number), "a number", "none"),
     "final_loss": (is_number, "a number", "finished"),
     "flops_share": (is_numbers, "a table of numbers", "none"),
     "gradient_snr": (is_numbers, "a table of numbers", "none"),

@@ -27,7 +27,8 @@ from experiments.records import value
 
 DIFFERENCE, ACHIEVED = "difference [95 % CI]", "achieved margin"
 LOSS_ACHIEVED, HARM, BYTES = "achieved, %", "share of nearest's harm: score, loss", "bytes a parameter"
-LAST_COLUMNS = ("training loss", BYTES, "seconds")
+KEPT = "kept for backward, MiB"
+LAST_COLUMNS = ("training loss", BYTES, KEPT, "seconds")
 
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
@@ -88,13 +89,19 @@ def heading(experiment):
     return experiment.metric if len(metrics) == 1 else experiment.metric.rpartition(".")[2]
 
 
-def verdict_words(experiment, margin, pairs, result, unit=""):
+def score_title(experiment):
+    """The column of scores: the metric's name, or "score" where arms read metrics of several names."""
+    names = {arm.metric.rpartition(".")[2] for arm in experiment.arms}
+    return heading(experiment) if len(names) == 1 else "score"
+
+
+def verdict_words(arm, margin, pairs, result, unit=""):
     """A verdict as the pages print it: 'equal within 0.03', 'not shown to differ', 'worse'."""
-    said = verdict(pairs, result)
+    said, experiment = verdict(pairs, result), arm.experiment
     if experiment.looks and result is None and pairs:
         said = WAITS
     if said == "equal" and result.low * result.high > 0:
-        worse = (result.mean > 0) == (bool(unit) or experiment.lower_is_better)
+        worse = (result.mean > 0) == (bool(unit) or arm.lower_is_better)
         return f"equal within {margin:g}{unit}, slightly {'worse' if worse else 'better'}"
     if said == WAITS:
         return f"no verdict before {look_of(experiment, pairs)[0]} pairs"
@@ -111,7 +118,8 @@ def columns(experiment, known):
 def arm_row(experiment, arm, known):
     """{column: text} of one arm; columns without a value are left out."""
     values = list(scores(experiment, arm, known).values())
-    row = {"arm": arm.name, "adds": adds(arm), heading(experiment): spread(values, decimals_of(arm.margin))}
+    row = {"arm": arm.name, "adds": adds(arm)}
+    row[score_title(experiment)] = spread(values, decimals_of(arm.margin))
     row |= difference_columns(experiment, arm, known, values)
     finished = [r for r in records_of(experiment, arm, known).values() if "scores" in r]
     if finished:
@@ -135,9 +143,9 @@ def difference_columns(experiment, arm, known, values):
             row[ACHIEVED] += f" ({percent(result.achieved / abs(mean))})"
     if loss:
         row[f"{kind}, % [95 % CI]"], row[LOSS_ACHIEVED] = interval(loss, 2), cell(loss.achieved, 2)
-    said = verdict_words(e, arm.margin, pairs, result)
+    said = verdict_words(arm, arm.margin, pairs, result)
     if loss and e.loss_margin and not said.startswith("no verdict"):  # both are read at one look
-        side = verdict_words(e, e.loss_margin, loss_pairs, loss, unit=" %")
+        side = verdict_words(arm, e.loss_margin, loss_pairs, loss, unit=" %")
         said += f"; loss {side}"
     if arm.baseline != e.baseline:
         said += f" (against {arm.baseline})"
@@ -178,6 +186,8 @@ def cost_columns(arm, finished):
         "training loss": spread([r["final_loss"] for r in finished], 4),
         BYTES: f"{first['bytes_per_parameter']:.5g}",
     }
+    if first.get("activation_bytes"):
+        found[KEPT] = f"{first['activation_bytes'] / 2**20:.3g}"
     if shares := first.get("flops_share"):
         parts = [f"{share:.1%} in {covers(arm, name)}" for name, share in shares.items()]
         found["of the FLOPs"] = ", ".join(parts)
@@ -205,10 +215,11 @@ def names_of(rows):
 
 
 def shown(rows, experiment):
-    wanted = {"arm", heading(experiment), DIFFERENCE, ACHIEVED, LOSS_ACHIEVED, HARM, "verdict", "n", BYTES}
+    wanted = {"arm", score_title(experiment), DIFFERENCE, ACHIEVED, LOSS_ACHIEVED, HARM, "verdict", "n"}
+    wanted |= {BYTES, KEPT}
     names = [name for name in names_of(rows) if name in wanted or name.endswith(" loss, % [95 % CI]")]
-    order = ["arm", heading(experiment), DIFFERENCE, ACHIEVED, "held-out loss, % [95 % CI]"]
-    order += ["training loss, % [95 % CI]", LOSS_ACHIEVED, HARM, "verdict", "n", BYTES]
+    order = ["arm", score_title(experiment), DIFFERENCE, ACHIEVED, "held-out loss, % [95 % CI]"]
+    order += ["training loss, % [95 % CI]", LOSS_ACHIEVED, HARM, "verdict", "n", BYTES, KEPT]
     names = [name for name in order if name in names and any(row.get(name, "-") != "-" for row in rows)]
     return markdown([names] + [[row.get(name, "-") for name in names] for row in rows])
 

@@ -260,6 +260,42 @@ def test_an_arm_may_read_another_score_of_a_run_or_have_its_own_baseline(folder,
     assert rows["pair"]["verdict"].endswith("(against nearest)")
 
 
+def test_an_arm_may_read_a_score_that_counts_up_beside_one_that_counts_down(folder):
+    """Its verdict, and a rule of CLAIMS.md, take the other side; the column is of more than one metric."""
+    same = 'flags = []\nmetric = "ema.label_accuracy"\nmargin = 0.1\nbaseline = "fp32-up"\n'
+    same += "higher_is_better = true\n"
+    arms = "".join(f'[[arms]]\nname = "{arm}-up"\nof = "{arm}"\n{same}' for arm in ("fp32", "nearest"))
+    write(folder, TOML + arms)
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    for r in records:
+        r["scores"]["ema"]["label_accuracy"] = 0.9 + r["seed"] / 1e3 - 0.3 * (r["arm"] == "nearest")
+    write(folder, TOML + arms, records)
+    assert report.main([], folder, document) == 0
+    rows = table(folder)
+    assert rows["nearest-up"]["score"].startswith("0.603 ") and rows["fp32"]["score"].startswith("1.")
+    assert rows["nearest-up"]["verdict"].startswith("worse") and rows["nearest"]["verdict"] == "worse"
+    write(folder, (TOML + arms).replace("higher_is_better = true", "higher_is_better = false"), records)
+    assert report.main([], folder, document) == 0
+    assert table(folder)["nearest-up"]["verdict"].startswith("better")
+
+
+def test_what_is_kept_for_backward_is_a_column_where_a_record_has_it(folder):
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    write(folder, TOML, records)
+    assert report.main([], folder, document) == 0
+    assert "kept for backward" not in page(folder) and "kept for backward, MiB" not in table(folder)["fp32"]
+    for r in records:
+        if r["arm"] != "sampler":
+            r["activation_bytes"] = 5 * 2**20 // (2 if r["arm"] == "nearest" else 1)
+    write(folder, TOML, records)
+    assert report.main([], folder, document) == 0
+    for rows in (table(folder), shown(folder)):
+        kept = [rows[arm]["kept for backward, MiB"] for arm in ("fp32", "nearest", "sampler")]
+        assert kept == ["5", "2.5", "-"]
+
+
 CELLS = {"stochastic-fp32": 0.1, "stochastic-bf16": 10.0, "nearest-fp32": 0.3, "nearest-bf16": 15.0}
 
 
@@ -377,7 +413,7 @@ def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, c
     assert rows["nearest"]["of the FLOPs"] == "95.3% in FP8"
     assert rows["sampler"]["of the FLOPs"] == "50.0% in int8"
     assert rows["fp32"]["of the FLOPs"] == rows["fp32"]["in bf16, dB"] == "-"
-    assert rows["noise"]["frechet"] == "40.000 ± 0.000" and rows["fp32"]["training loss"] != "-"
+    assert rows["noise"]["score"] == "40.000 ± 0.000" and rows["fp32"]["training loss"] != "-"
     for r in records:
         if r["arm"] == "nearest":
             r["gradient_snr"] = {"bf16": 40.0}
