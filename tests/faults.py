@@ -165,7 +165,7 @@ def _(loop):
     "the same with a decay of 0.1",
     "GPT-2",
     DECAY,
-    missed="in 30 steps a decay of 0.1 is less than what chance rounds away",
+    missed="a decay of 0.1 is less than what chance rounds away, in 300 steps too",
     lr=3e-4,
     **LOW,
 )
