@@ -207,7 +207,7 @@ class OnCPU(EMA):
         self.behind = True
 
     def along(self, p):
-        return None
+        return None  # it is elsewhere
 
     def before_writing(self):
         self.traffic.before_writing()
