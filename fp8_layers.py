@@ -115,12 +115,28 @@ def roll(history, scale, tops, algo="max", margin=0):
 # ---- Products ----------------------------------------------------------------------------------------------
 
 
+def _cpu_scales_rows():
+    """Whether torch._scaled_mm takes a scale for each row on a CPU; torch 2.11 does not."""
+    codes = torch.zeros(16, 16, dtype=E4M3.dtype, device="cpu")
+    scales = torch.ones(16, 1, device="cpu")
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+CPU_SCALES_ROWS = _cpu_scales_rows()  # not asked within a product, which torch.compile traces
+
+
 def scaled_mm_refusal(device, a, b):
     """Why torch._scaled_mm can't multiply dtypes a and b on a device, or None."""
     if a == b == torch.float8_e5m2:
         return "no kernel multiplies e5m2 by e5m2"
     if device.type == "cuda" and not hopper(device):
         return "FP8 tensor cores start at compute capability 8.9"
+    if device.type == "cpu" and not CPU_SCALES_ROWS:
+        return f"torch {torch.__version__} takes one scale a tensor on a CPU"
     return None if device.type in ("cuda", "cpu", "meta") else f"torch has no FP8 product on {device.type}"
 
 
@@ -344,8 +360,10 @@ def backend_refusal(backend, options, device):
         module, error = try_import("torchao.float8")
         if module is None:
             return f"torchao can't be imported ({error}); pip install -r requirements.txt"
+        if device.type == "cpu":
+            return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if options.recipe == "rowwise" else None
         needs = "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
-        return None if device.type == "cpu" or hopper(device) else needs
+        return None if hopper(device) else needs
     if device.type == "mps":
         return "torch has no float8 on mps"
     return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if backend == "scaled_mm" else None

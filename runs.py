@@ -147,9 +147,12 @@ def environment(device):
 
 
 def _git(*words):
-    done = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, check=False
-    )
+    """What git says of this folder, or None where it is no clone, or there is no git."""
+    words = ["git", "-C", str(Path(__file__).parent), *words]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
