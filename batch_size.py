@@ -6,7 +6,7 @@ begins: that has the bits of a run whose --batch_size was typed. Its flags hold 
 without a search.
 
 Powers of two, because kernels like them, and because all sizes together then cost less than twice the last
-one. No batch is larger than the training data. A tenth of the memory stays free, for scores, pictures and
+one. No batch is larger than the training data. A tenth of the free memory stays free, for scores, pictures and
 what fragments it. Several processes try by themselves, and all take the smallest of their numbers.
 """
 
@@ -22,7 +22,7 @@ from ranks import Ranks
 from runs import Folder
 from trainer import Trainer
 
-MARGIN = 0.1  # share of the memory that stays free
+MARGIN = 0.1  # share of the free memory that stays free
 FULL = ("out of memory", "ALLOC_FAILED")  # how CUDA's libraries say it where torch's allocator does not
 
 # ---- The search --------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Memory:
         self.clear()
         free, self.total = torch.cuda.mem_get_info(self.device)
         own = torch.cuda.memory_reserved(self.device)
-        share = (1 - MARGIN) * (free + own) / self.total
+        share = (own + (1 - MARGIN) * free) / self.total
         torch.cuda.set_per_process_memory_fraction(share, self.device)
         return self
 
