@@ -21,6 +21,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def on_a_cpu(request, monkeypatch):
+    """Hides a GPU from all tests but those marked gpu: they compare bits, which a GPU does not repeat."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that a test starts
+
+
+@pytest.fixture(autouse=True)
 def accelerate_begins_anew():
     """Accelerate keeps the mode of a process's first Accelerator and refuses another one."""
     yield

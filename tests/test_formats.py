@@ -297,4 +297,13 @@ def test_codes_on_cuda_are_those_of_the_cpu(kind, signed):
             its_key = key and noise_key(*key, device=device)
             c.encode(x.to(device), codes, scales, signed, its_key)
             values.append(c.decode(codes, scales, x.numel(), signed).cpu())
+        if kind == "int8" and key is None:  # bitsandbytes' kernel for CPUs misses the nearest code
+            values[0] = nearest_of(c.table(signed, x.device), x, scales.cpu(), c.block)
         assert (values[0] != values[1]).float().mean() < 0.01, key
+
+
+def nearest_of(table, x, scales, block):
+    """fp32 [n]: x [n] rounded to the nearest of the table's values times its block's scale."""
+    scales = scales.repeat_interleave(block)[: x.numel()]
+    places = (x.double() / scales)[:, None].sub(table.double()).abs().argmin(1)
+    return table[places] * scales
