@@ -32,6 +32,19 @@ def _ema_kernel(shadow, held, low, h, key, stochastic):
     shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
 
 
+@functools.cache
+def triton_step():
+    """The module of the step and the average as Triton kernels; None where there is no Triton."""
+    try:
+        if __package__:
+            from . import triton_step
+        else:
+            import triton_step
+    except ImportError:
+        return None
+    return triton_step
+
+
 def move_along(average, x, p, low, noise=None):
     """In a kernel that has written fp32 x [n] into weight `p` and its low part by `write_weight`: move the
     average of it. average: what `EMA.along` gave; None: do nothing.
@@ -149,7 +162,11 @@ class EMA:
         for bucket, row in self._rows.items():
             flat, *how = self._at(bucket, row)
             params, low = self._inputs(bucket)
-            fused(_ema_kernel, flat, params, low, *how, compiled=self.compiled)
+            triton = triton_step() if flat.is_cuda and self.compiled else None
+            if triton and triton.fits(flat, [params], low):
+                triton.ema(flat, params, low, *how)
+            else:
+                fused(_ema_kernel, flat, params, low, *how, compiled=self.compiled)
         self._rows = None
 
     def state_dict(self):

@@ -6,8 +6,8 @@ begins: that has the bits of a run whose --batch_size was typed. Its flags hold 
 without a search.
 
 Powers of two, because kernels like them, and because all sizes together then cost less than twice the last
-one. No batch is larger than the training data. A tenth of the free memory stays free, for scores, pictures and
-what fragments it. Several processes try by themselves, and all take the smallest of their numbers.
+one. No batch is larger than the training data. A tenth of the free memory stays free, for scores, pictures
+and what fragments it. Several processes try by themselves, and all take the smallest of their numbers.
 """
 
 import gc

@@ -23,7 +23,7 @@ import torch
 
 if __package__:
     from . import exact_step
-    from .average import EMA, move_along
+    from .average import EMA, move_along, triton_step
     from .buckets import Bucket, Table, scale_of
     from .exact_step import DECAY, SCALE
     from .formats import FORMATS
@@ -32,7 +32,7 @@ if __package__:
     from .sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 else:
     import exact_step
-    from average import EMA, move_along
+    from average import EMA, move_along, triton_step
     from buckets import Bucket, Table, scale_of
     from exact_step import DECAY, SCALE
     from formats import FORMATS
@@ -586,22 +586,9 @@ class AdamW(Rounded):
         writes_bf16 = p.dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
         stochastic = self.update == "stochastic" and writes_bf16
         exact = not stochastic and m.dtype == v.dtype == torch.float32
-        if p.is_cuda and self.compiled and (triton := _triton_step()) and triton.fits(p, moments, low):
+        if p.is_cuda and self.compiled and (triton := triton_step()) and triton.fits(p, moments, low):
             exact = exact and group["betas"][0] > 0.5  # torch's lerp goes by another formula below
             return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact, average)
         if not (p.is_cpu and exact):
             return super().write(p, g, moments, low, h, key, group, grad_scale, average)
         exact_step.adamw(p, g, m, v, low, h, group["betas"], grad_scale, average, self.compiled)
-
-
-@functools.cache
-def _triton_step():
-    """The module of the step as a Triton kernel; None where there is no Triton."""
-    try:
-        if __package__:
-            from . import triton_step
-        else:
-            import triton_step
-    except ImportError:
-        return None
-    return triton_step

@@ -1,9 +1,11 @@
-"""AdamW's step as one Triton kernel for CUDA, with the bits of the step on a CPU. Needs torch and Triton.
+"""AdamW's step and the average as Triton kernels for CUDA, with the bits of those on a CPU. Needs torch and
+Triton.
 
     if fits(p, moments, low):
         adamw(p, g, moments, low, h, key, stochastic, exact)   # flat, in place; h, key: rows of buckets.Table
+    ema(average, p, low, h, key, stochastic)
 
-torch.compile fuses the step on CUDA as well, but may divide, take roots and contract products with other last
+torch.compile fuses them on CUDA as well, but may divide, take roots and contract products with other last
 bits. Here each operation rounds once, as IEEE 754 has it, in the order of `optim.AdamW`. So the optimiser
 writes the same bits on either device from the same gradients. Triton's interpreter runs the kernel without a
 GPU: TRITON_INTERPRET=1.
@@ -44,6 +46,17 @@ def adamw(p, g, moments, low, h, key, stochastic, exact, average=None):
         mode = STAYS if average is None else NOISY if average[3] else MOVES
         own = (p, h, key) if average is None else average[:3]
         _adamw[grid](p, g, m, v, low, h, key, *own, n, stochastic, exact, kind, mode, BLOCK, **OPTIONS)
+
+
+def ema(average, p, low, h, key, stochastic):
+    """Move flat average [n] towards the weights p [n] and their low part, in place, as average.EMA does. h:
+    fp32, its first number is 1 - decay. Arguments as of `adamw`.
+    """
+    kind = ALONE if low is None else LOW[low.dtype]
+    with torch.cuda.device_of(p):
+        grid = (triton.cdiv(p.numel(), BLOCK),)
+        low, mode = p if low is None else low, NOISY if stochastic else MOVES
+        _ema[grid](p, low, average, h, key, p.numel(), kind, mode, BLOCK, **OPTIONS)
 
 
 # ---- Rounding, as in rounding.py ---------------------------------------------------------------------------
@@ -97,6 +110,39 @@ def _write(at, x, noise, mask, STOCHASTIC: tl.constexpr):
     return x
 
 
+@triton.jit
+def _held(weight, low, mask, KIND: tl.constexpr):
+    """fp32 that a weight and what `low` points to stand for, see rounding.exact_weight."""
+    if KIND == REMAINDER:
+        weight = _value(_bits(weight) + tl.load(low, mask=mask, other=0).to(tl.int32))
+    elif KIND == COMPENSATION:
+        weight = weight + tl.load(low, mask=mask, other=0).to(tl.float32)
+    elif KIND == MASTER:
+        weight = tl.load(low, mask=mask, other=0)
+    return weight
+
+
+# ---- The average -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _move(average, now, h, key, i, mask, AVERAGE: tl.constexpr):
+    """Entries i of an average towards `now`, fp32."""
+    old = tl.load(average + i, mask=mask, other=0).to(tl.float32)
+    noise = now.to(tl.int32, bitcast=True)  # of the same type where there is none
+    if AVERAGE == NOISY:
+        noise, _ = _noise_bits(i.to(tl.int32), key)
+    _write(average + i, old + (now - old) * tl.load(h), noise, mask, AVERAGE == NOISY)
+
+
+@triton.jit
+def _ema(p, low, average, h, key, n, KIND: tl.constexpr, AVERAGE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    weight = tl.load(p + i, mask=mask, other=0).to(tl.float32)
+    _move(average, _held(weight, low + i, mask, KIND), h, key, i, mask, AVERAGE)
+
+
 # ---- The step ----------------------------------------------------------------------------------------------
 
 
@@ -136,13 +182,7 @@ def _adamw(
     root = tl.div_rn(tl.sqrt_rn(v_new), tl.load(h + 5)) + tl.load(h + 6)
     delta = tl.div_rn(tl.load(h + 7) * m_new, root)
 
-    held = weight
-    if KIND == REMAINDER:
-        held = _value(_bits(weight) + tl.load(low, mask=mask, other=0).to(tl.int32))
-    elif KIND == COMPENSATION:
-        held = weight + tl.load(low, mask=mask, other=0).to(tl.float32)
-    elif KIND == MASTER:
-        held = tl.load(low, mask=mask, other=0)
+    held = _held(weight, low, mask, KIND)
     x = held * tl.load(h) + delta
 
     first, second = weight.to(tl.int32), weight.to(tl.int32)  # of the same types where there is no noise
@@ -166,12 +206,7 @@ def _adamw(
     _write(m, m_new, first >> 16, mask, STOCHASTIC)
     _write(v, v_new, second, mask, STOCHASTIC)
     if AVERAGE != STAYS:
-        average = average + i
-        old = tl.load(average, mask=mask, other=0).to(tl.float32)
-        noise = weight.to(tl.int32)
-        if AVERAGE == NOISY:
-            noise, _ = _noise_bits(i.to(tl.int32), average_key)
-        _write(average, old + (now - old) * tl.load(average_h), noise, mask, AVERAGE == NOISY)
+        _move(average, now, average_h, average_key, i, mask, AVERAGE)
 
 
 # contracted, a product and a sum would round once

@@ -13,20 +13,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    """Without `-m gpu` no test sees a GPU, and no process that it starts: they compare bits, which a GPU does
+    not repeat.
+    """
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # not item.keywords: they name the folders above too
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
-
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(request, monkeypatch):
-    """Hides a GPU from all tests but those marked gpu: they compare bits, which a GPU does not repeat."""
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that a test starts
+                reason = "needs a CUDA device, and torch finds none here; where there is one, pytest -m gpu"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -299,7 +299,8 @@ def test_codes_on_cuda_are_those_of_the_cpu(kind, signed):
             values.append(c.decode(codes, scales, x.numel(), signed).cpu())
         if kind == "int8" and key is None:  # bitsandbytes' kernel for CPUs misses the nearest code
             values[0] = nearest_of(c.table(signed, x.device), x, scales.cpu(), c.block)
-        assert (values[0] != values[1]).float().mean() < 0.01, key
+        # CUDA divides with another last bit, so that scales differ in theirs
+        assert (~torch.isclose(*values, rtol=1e-6, atol=0)).float().mean() < 0.01, key
 
 
 def nearest_of(table, x, scales, block):
