@@ -79,11 +79,6 @@ MEASURED = (  # in this order
 RECIPES = {name: common.RECIPES[name] for name in MEASURED}
 # what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
 DRY = ("bf16", "fp8-scaled_mm-rowwise", *GENERATE)
-TABLE_ROWS = (
-    *("fp32", "tf32", "bf16", "pure_bf16-stochastic", "fp8-torchao-tensorwise", "fp8-torchao-rowwise"),
-    *("fp8-te-delayed", "pure_bf16-stochastic-opt8bit-fp8", *GENERATE),
-)
-
 WARM_UP = 10  # steps before any figure
 ROUND_MS = 200  # steps enough for that make a round, so that the queue of kernels is as full as in a training
 
@@ -390,30 +385,30 @@ def records(folder=FOLDER):
     return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("gpu-*.json"))]
 
 
-def readme_table(found):
-    """A table of records, a block each: images a second, eager / compiled; 'not measured' where none is."""
-    return "\n\n".join(_block(record) for record in found or [None])
+HEADS = ("images a second", "compiled", "x bf16", "peak GiB", "bytes a parameter")
 
 
-def _block(record):
-    rows = {key(row): row for row in record["results"]} if record else {}
-    first = record["machine"]["gpu"] if record else "recipe"
-    lines = [f"| {first} | " + " | ".join(NETS.values()) + " |", "|---|" + "---|" * len(NETS)]
-    for name in TABLE_ROWS:
-        figures = [_figure([rows.get((net, name, on)) for on in (False, True)]) for net in NETS]
-        lines.append(f"| `{name}` | " + " | ".join(figures) + " |")
-    return "\n".join(lines)
+def docs_table(record):
+    """What was measured, as docs/speed.md shows it: a table a net, a line a recipe. `x bf16`, peak and bytes
+    are those of the eager step, where there is one.
+    """
+    rows = {key(row): row for row in record["results"] if row["status"] == "measured"}
+    tables = []
+    for net in dict.fromkeys(net for net, *_ in rows):
+        lines = [f"| {NETS.get(net, net)} | " + " | ".join(HEADS) + " |", "|---" * (len(HEADS) + 1) + "|"]
+        for name in RECIPES:
+            eager, compiled = (rows.get((net, name, on)) for on in (False, True))
+            if eager or compiled:
+                lines.append(f"| `{name}` | " + " | ".join(_docs_figures(eager, compiled)) + " |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
-def _figure(here):
-    """What a net came to under a recipe. here: its row eager and compiled, or None."""
-    shown = []
-    for row in here:
-        measured_here = row and row["status"] == "measured"
-        shown.append(f"{images_per_second(row):.0f}" if measured_here else "-")
-    if set(shown) != {"-"}:
-        return " / ".join(shown)
-    return "can't run" if any(here) else "not measured"
+def _docs_figures(eager, compiled):
+    speeds = [f"{images_per_second(row):.0f}" if row else "-" for row in (eager, compiled)]
+    row = eager or compiled
+    peak = row["peak_bytes"] and row["peak_bytes"] / 2**30
+    return [*speeds, times(row), common.cell(peak, ".2f"), common.cell(row["bytes_per_parameter"], ".2f")]
 
 
 # ---- The command -------------------------------------------------------------------------------------------
@@ -487,7 +482,7 @@ def main(args, argv):
         print(f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}: {counts}", flush=True)
         left = measure_all(todo, rows, partial(save, path, header, rows), args, rounds, device)
         record = {**header, "results": list(rows.values())}
-        print("\n" + (page(record) if args.dry_run else readme_table([record])))
+        print("\n" + (page(record) if args.dry_run else docs_table(record)))
         if not args.dry_run or args.out:
             print(f"\nall figures are in {path}, tables in {path.with_suffix('.md')}")
         if left:

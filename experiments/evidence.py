@@ -222,6 +222,12 @@ def times(rows, layout, name, other):
     return ms(row_of(rows, layout=layout, name=name)) / ms(row_of(rows, layout=layout, name=other))
 
 
+def gpu_speed(rows, net, recipe, other):
+    """Speed of an eager step against that of another recipe, each as measured by itself."""
+    eager = [row for row in rows if not row["compile"]]
+    return ms(row_of(eager, net=net, recipe=other)) / ms(row_of(eager, net=net, recipe=recipe))
+
+
 BENCH_FIGURES = {  # what a record's "bench" says: {figure: (function of its rows, how it is written)}
     "memory": {
         "bytes": (part_of, "{:.2f}"),
@@ -233,6 +239,7 @@ BENCH_FIGURES = {  # what a record's "bench" says: {figure: (function of its row
         "billion": (billion, "{:.1f}"),
     },
     "training": {"speed": (trained_speed, "{:.1f}")},
+    "gpu": {"speed": (gpu_speed, "{:.2f}")},
     "systems": {
         "speed": (system_speed, "{:.2f}"),
         "kept": (system_kept, percent),

@@ -212,21 +212,23 @@ def test_a_process_that_hangs_or_ends_is_replaced():
     worker.close()
 
 
-def test_the_readmes_table_says_what_was_not_measured(dry):
-    assert set(re.findall(r"\| ([^|`]+?) (?=\|)", bench_gpu.readme_table([]).split("\n", 2)[2])) == {
-        "not measured"
-    }
+def test_the_table_of_the_docs_has_what_was_measured():
     net, other = list(bench_gpu.NETS)[:2]
-    row = dict(
-        net=net, recipe="bf16", compile=False, status="measured", batch_size=64, ms=[100.0, 64.0, 32.0]
-    )
-    record = dict(
-        machine=dict(gpu="NVIDIA X"),
-        results=[row, dict(net=other, recipe="bf16", compile=True, status="refused")],
-    )
-    (line,) = [line for line in bench_gpu.readme_table([record]).splitlines() if line.startswith("| `bf16`")]
-    assert line == "| `bf16` | 1000 / - | can't run | not measured |"
-    assert bench_gpu.readme_table([record]).startswith("| NVIDIA X | DiT-B/2 | DiT-XL/2 | U-Net |")
+    row = dict(net=net, recipe="bf16", compile=False, status="measured", batch_size=64)
+    row.update(ms=[100.0, 64.0, 32.0], reference_ms=[128.0], peak_bytes=3 << 29, bytes_per_parameter=16)
+    refused = dict(net=other, recipe="bf16", compile=True, status="refused")
+    table = bench_gpu.docs_table(dict(results=[row, refused]))
+    assert table.splitlines()[2:] == ["| `bf16` | 1000 | - | 2.00 | 1.50 | 16.00 |"]
+    assert table.startswith("| DiT-B/2 | images a second |")
+
+
+def test_the_docs_show_every_record():
+    said = (bench_gpu.ROOT / "docs" / "speed.md").read_text()
+    found = bench_gpu.records()
+    assert said.count("<!-- gpu ") == len(found) > 0
+    for record in found:
+        gpu = record["machine"]["gpu"]
+        assert f"<!-- gpu {gpu} -->\n{bench_gpu.docs_table(record)}\n" in said, gpu
 
 
 def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
