@@ -277,7 +277,10 @@ class AdamWBF16(Published):
     @classmethod
     def make(cls, params, options):
         module = quiet_import("adamw_bf16", "--optimizer adamw_bf16", "adamw-bf16")
-        return cls(module.AdamWBF16(params, **options))
+        inner = module.AdamWBF16(params, **options)
+        if not hasattr(inner, "_cuda_graph_capture_health_check"):  # its name in torch 2.14 and before 2.11
+            inner._cuda_graph_capture_health_check = inner._accelerator_graph_capture_health_check
+        return cls(inner)
 
     def clear(self, p, name):
         return False  # a step without gradient would not be weight decay alone

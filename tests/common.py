@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fp8_layers
 import rounding
 from formats import FORMATS
 from machine import Refused
@@ -17,6 +18,9 @@ from precision import Precision, recipe
 from rounding import exact_weight
 
 BF16 = torch.bfloat16
+cpu_scales_rows = pytest.mark.skipif(
+    not fp8_layers.CPU_SCALES_ROWS, reason="this torch multiplies FP8 on a CPU with one scale a tensor alone"
+)
 
 
 @pytest.fixture(autouse=True)

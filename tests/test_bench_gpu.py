@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common import cpu_scales_rows
 
 import average
 import bench
@@ -39,6 +40,7 @@ def dry(tmp_path_factory):
     return folder, *dry_run(folder)
 
 
+@cpu_scales_rows
 def test_a_dry_run_runs_every_recipe(dry):
     folder, record, rows = dry
     assert {name for net, name, _ in rows if net == "dit:tiny:8:2"} == set(bench_gpu.RECIPES)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from common import cpu_scales_rows
 from eight_bit import Bare, Net, draw, net, snr
 from torch import nn
 
@@ -108,6 +109,7 @@ def kernel_calls(monkeypatch):
 @pytest.mark.parametrize("a, b", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("out", [BF16, torch.float32])
+@cpu_scales_rows
 def test_scaled_mm_and_emulation_agree_to_the_order_of_sums(a, b, rows, out, monkeypatch):
     """Equal up to the last bit of the output: bf16 sums may fall on either side of a middle, rarely."""
 
@@ -150,6 +152,7 @@ def test_every_code_decodes_to_its_value(dtype):
 
 
 @pytest.mark.parametrize("backend", ["scaled_mm", "emulate"])
+@cpu_scales_rows
 def test_the_backend_asked_for_multiplies(backend, monkeypatch):
     calls = kernel_calls(monkeypatch)
     model = net()
@@ -159,6 +162,7 @@ def test_the_backend_asked_for_multiplies(backend, monkeypatch):
     assert {how for *_, how in covered.layers.values()} == {backend}
 
 
+@cpu_scales_rows
 def test_e5m2_is_never_multiplied_by_e5m2_in_the_kernel():
     """CUDA refuses it; the CPU's kernel would take it, and does not get it."""
     for device in ("cpu", "meta"):
@@ -195,6 +199,7 @@ def test_all_three_products_use_operands_of_the_format(form):
         assert least < snr(got, exact) < least + 6
 
 
+@cpu_scales_rows
 def test_hybrid_gradients_are_e5m2(monkeypatch):
     """Seen at the kernel: forward multiplies e4m3 by e4m3; both backward products take e5m2 first."""
     calls = kernel_calls(monkeypatch)
@@ -233,6 +238,7 @@ def test_rowwise_keeps_what_one_scale_loses():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@cpu_scales_rows
 def test_rows_are_padded_with_zeros_and_nothing_else_shows(rows, monkeypatch):
     calls = kernel_calls(monkeypatch)
     layer = fp8.Linear(nn.Linear(16, 32), Options())
@@ -269,6 +275,7 @@ DELAYED = Options(recipe="delayed", amax_history_len=3)
 SHARES = [f"fp8_{what}_{name}" for what in ("underflow", "saturated") for name in ("input", "weight", "grad")]
 
 
+@cpu_scales_rows
 def test_delayed_scaling_uses_past_steps_and_records_this_one():
     scaling = Scaling(DELAYED)
     w = torch.eye(16)
@@ -347,10 +354,10 @@ def steps(model, covered, call, shape, autocast):
 
 
 COMPILED = [  # kind, recipe, backend, compiler, autocast
-    (Net, "tensorwise", "scaled_mm", "aot_eager", True),
-    (Net, "rowwise", "scaled_mm", "aot_eager", False),
+    pytest.param(Net, "tensorwise", "scaled_mm", "aot_eager", True, marks=cpu_scales_rows),
+    pytest.param(Net, "rowwise", "scaled_mm", "aot_eager", False, marks=cpu_scales_rows),
     (Net, "delayed", "emulate", "aot_eager", True),
-    (Net, "delayed", "scaled_mm", "eager", False),
+    pytest.param(Net, "delayed", "scaled_mm", "eager", False, marks=cpu_scales_rows),
     (Bare, "delayed", "emulate", "aot_eager", False),
     (Bare, "rowwise", "emulate", "eager", True),
 ]

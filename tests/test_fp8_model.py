@@ -9,7 +9,7 @@ import types
 import common
 import pytest
 import torch
-from common import refused, through_a_file
+from common import cpu_scales_rows, refused, through_a_file
 from eight_bit import Bare, Net, dit, draw, method, net, snr
 from torch import nn
 
@@ -47,6 +47,7 @@ def test_convert_covers_by_shape_and_place_under_the_same_names():
     assert type(model.first) is fp8.Linear
 
 
+@cpu_scales_rows
 def test_the_report_counts_flops_by_hand():
     model = net()
     covered = convert(model)
@@ -71,6 +72,7 @@ def test_the_report_counts_flops_by_hand():
 
 
 @pytest.mark.parametrize("model, least, most", [("dit", 0.9, 0.99), ("unet", 0.001, 0.1)])
+@cpu_scales_rows
 def test_most_of_a_dit_is_covered_and_little_of_a_unet(model, least, most, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train.main(["--dry_run", "--fp8", "--model", model]) == 0
@@ -220,6 +222,7 @@ def test_options_that_make_no_sense(options, words):
     refused(lambda: Options(**options), *words)
 
 
+@cpu_scales_rows
 def test_transformer_engine_absent_is_said_with_what_works(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
@@ -257,6 +260,7 @@ def test_a_meta_device_settles_nothing():
         ((), {}, "scaled_mm"),
     ],
 )
+@cpu_scales_rows
 def test_auto_on_hopper(installed, options, chosen, monkeypatch):
     class Module:
         autocast = None
@@ -377,6 +381,7 @@ def test_transformer_engine_draws_from_finished_nets(fake_te):
     "options", [dict(), dict(recipe="rowwise"), dict(recipe="rowwise", format="e4m3")], ids=str
 )
 @pytest.mark.parametrize("flags", [{}, dict(pure_bf16=True)], ids=str)
+@cpu_scales_rows
 def test_torchao_agrees_with_ours_on_a_cpu(options, flags):
     pytest.importorskip("torchao")
     x = draw(20, 16)
@@ -397,6 +402,7 @@ def test_torchao_agrees_with_ours_on_a_cpu(options, flags):
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+@cpu_scales_rows
 def test_torchao_takes_what_leaves_an_attention(name):
     pytest.importorskip("torchao")
     model = nn.Sequential(nn.Linear(32, 32))
