@@ -303,6 +303,19 @@ def test_codes_on_cuda_are_those_of_the_cpu(kind, signed):
         assert (~torch.isclose(*values, rtol=1e-6, atol=0)).float().mean() < 0.01, key
 
 
+def test_bitsandbytes_on_a_cpu_misses_the_nearest_code_and_stochastic_codes_do_not():
+    """docs/upstream/bitsandbytes-cpu.md; once this fails, its kernel is mended and the docs are old."""
+    c, x = coder("int8"), torch.full((256 * 64,), 2e-6)
+    x[::256] = 1.0
+    means = {}
+    for key in (None, noise_key(0, 1)):
+        codes, scales = c.new(x.numel(), "cpu")
+        c.encode(x, codes, scales, False, key)
+        small = c.decode(codes, scales, x.numel(), False)[x < 1]
+        means[key is None] = (small.double().mean() / 2e-6).item()
+    assert means[True] > 5 and means[False] == pytest.approx(1, abs=0.1)
+
+
 def nearest_of(table, x, scales, block):
     """fp32 [n]: x [n] rounded to the nearest of the table's values times its block's scale."""
     scales = scales.repeat_interleave(block)[: x.numel()]
