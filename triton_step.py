@@ -7,9 +7,9 @@ Triton.
 
 torch.compile fuses them on CUDA as well, but may divide, take roots and contract products with other last
 bits. Here each operation rounds once, as IEEE 754 has it, in the order of `optim.AdamW`. So the optimiser
-writes the same bits on either device from the same gradients. Triton's interpreter runs the kernel without a
-GPU: TRITON_INTERPRET=1. The exact
-step is one root apart: on a CPU it is MKL's, of which one in 160 has another last bit, and here the nearest.
+writes the same bits on either device from the same gradients. The exact step is one root apart: on a CPU it
+is MKL's, of which one in 160 has another last bit, and here the nearest. Triton's interpreter runs the
+kernels without a GPU: TRITON_INTERPRET=1.
 """
 
 import torch
