@@ -79,6 +79,7 @@ MEASURED = (  # in this order
 RECIPES = {name: common.RECIPES[name] for name in MEASURED}
 # what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
 DRY = ("bf16", "fp8-scaled_mm-rowwise", *GENERATE)
+
 WARM_UP = 10  # steps before any figure
 ROUND_MS = 200  # steps enough for that make a round, so that the queue of kernels is as full as in a training
 
