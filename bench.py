@@ -9,6 +9,8 @@
     python bench.py peers         a whole step in a bare loop, Lightning, Accelerate and here (bench_peers.py)
     python bench.py moments       whether exp_avg_sq falls when half of the gradients drop to a hundredth
     python bench.py watch         what watch.Watch costs of a step (bench_watch.py)
+    python bench.py first         how long each task's first command takes, and what comes out
+                                  (bench_first.py)
     python bench.py conformance   what any optimiser or average of low precision keeps to, as figures
                                   (bench_conformance.py)
     python bench.py --gpu         everything that needs a GPU, on nets of real size (bench_gpu.py)
@@ -40,6 +42,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import bench_conformance
+import bench_first
 import bench_gpu
 import bench_peers
 import bench_systems
@@ -433,6 +436,7 @@ COMMANDS = {
     "systems": bench_systems.systems,
     "peers": bench_peers.peers,
     "watch": bench_watch.watching,
+    "first": bench_first.first,
     "conformance": bench_conformance.conforming,
 }
 
@@ -493,6 +497,11 @@ def build_parser():
     sub = command("watch", 9, "a step with and without watch.Watch")
     nets(sub, bench_watch.NETS)
     sub.add_argument("--every", type=natural, default=50, help="steps between two looks (default: 50)")
+    sub = command("first", None, "how long each task's first command takes, and what comes out")
+    names = list(bench_first.FIRST)
+    choice(sub, "--only", names, names, "commands to run (default: all): " + ", ".join(names))
+    sub.add_argument("--steps", type=natural, help="other than each task's own number, to try it")
+    sub.add_argument("--runs", metavar="DIR", help="keep the runs here (default: they are deleted)")
     sub = command("conformance", None, "what optimisers and averages of low precision keep to")
     bench_conformance.add_arguments(sub)
     bench_gpu.add_command(commands)
