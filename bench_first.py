@@ -107,8 +107,24 @@ def _measured(name, runs, args):
     )
 
 
+def table(rows):
+    """Markdown of the rows: what docs/speed.md shows."""
+    lines = ["| command | steps | first picture, minutes | end, minutes | what comes out |"]
+    lines += ["|---|---|---|---|---|"]
+    for row in rows:
+        seen = min(row["pictures"].values()) / 60
+        times = f"{seen:.1f} | {minutes(row)}"
+        lines.append(f"| `{row['command']}` | {row['steps']:,} | {times} | {result(row)} |")
+    return "\n".join(lines)
+
+
+def minutes(row):
+    """'1.8': from the start of the command to its end."""
+    return f"{row['seconds'] / 60:.1f}"
+
+
 def _line(row):
-    return f"{row['name']:<14}{row['seconds'] / 60:>6.1f} minutes  {result(row)}"
+    return f"{row['name']:<14}{minutes(row):>6} minutes  {result(row)}"
 
 
 def result(row):

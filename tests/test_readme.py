@@ -18,6 +18,9 @@ import bench_memory
 import bench_peers
 import bench_systems
 import train
+from experiments import claims, definition
+from experiments.evidence import Evidence
+from experiments.records import recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -150,6 +153,37 @@ def test_the_scores_of_the_default_run_are_the_recorded_ones():
     for name, *cells in rows:
         columns = record["scores"]["ema"], record["reference"]["floor"], record["reference"]["ceiling"]
         assert cells == [f"{c[name]:.4f}" for c in columns]
+
+
+FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIMENTS.md refers to them
+    "Equal to fp32 on the U-Net within {001/stochastic.achieved_share}; on the DiT not shown to differ",
+    "within {008/kahan.achieved_share} on the U-Net, where the held-out loss changes by {008/kahan.held_out}",
+    "within {008/kahan-stochastic.achieved_share} on the U-Net and "
+    "{011/kahan-stochastic.achieved_share} on the DiT",
+    "within {024/stochastic-opt8bit.achieved_share} on the U-Net and "
+    "{018/stochastic-opt8bit.achieved_share} on the DiT",
+    "within {024/stochastic-opt4bit.achieved_share} on the U-Net, where the training loss changes by "
+    "{024/stochastic-opt4bit.loss_change}; on the DiT the distance changes by "
+    "{018/stochastic-opt4bit.change}",
+    "within {001/stochastic.achieved_share}, and its held-out loss changes by {001/stochastic.held_out} (",
+    "as usual, to {001/plain.loss_change} from fp32's",
+    "nearest changes the held-out loss by {036/nearest.held_out}, stochastic rounding by "
+    "{036/stochastic.held_out}",
+    "they are {037/nearest.held_out} and {037/stochastic.held_out}, the second known to within "
+    "{037/stochastic.held_out_achieved}",
+    "nearest is at {043/nearest.held_out}, stochastic rounding at {043/stochastic.held_out} and autocast at "
+    "{043/bf16.held_out}",
+]
+
+
+def test_the_figures_of_experiments_in_the_readme_are_the_recorded_ones():
+    loaded = {}
+    experiments = [definition.load(number, loaded=loaded) for number in definition.folders()]
+    known = {key: record for e in experiments for key, record in recorded(e).items()}
+    evidence = Evidence(experiments, known, ROOT / "experiments", ROOT)
+    said = " ".join(README.split())
+    for sentence in FROM_THE_LOG:
+        assert claims.filled(sentence, evidence)[0] in said
 
 
 @pytest.mark.parametrize("name", ["memory", "moments"])
