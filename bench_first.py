@@ -21,6 +21,8 @@ from machine import Refused
 
 ROOT = Path(__file__).resolve().parent
 RECIPE = "--pure_bf16 --stochastic"
+SHORT = "--steps 500 --ema_decay 0.99"  # an average of the default 0.999 has not arrived by then
+RESNET = "--task classify --model resnet18"
 DISTILL = "--task distill --teacher {runs}/teacher"
 
 
@@ -42,18 +44,18 @@ FIRST = {
     "default": First("digits", RECIPE, "frechet", "Fréchet distance"),
     "dit": First("diffusion transformer", "--model dit", "frechet", "Fréchet distance"),
     "ddpm": First("noise prediction", "--task ddpm --steps 5000", "frechet", "Fréchet distance"),
-    "segment": First("segmentation", "--task segment --steps 500", "mean_iou", "IoU"),
+    "segment": First("segmentation", f"--task segment {SHORT}", "mean_iou", "IoU"),
     "classify": First("classification", "--task classify", "accuracy", "accuracy"),
-    "resnet18": First("", "--task classify --model resnet18", "accuracy", "accuracy"),
-    "vit": First("", "--task classify --model vit", "accuracy", "accuracy"),
+    "resnet18": First("classification, ResNet-18", f"{RESNET} {SHORT}", "accuracy", "accuracy"),
+    "vit": First("classification, ViT", "--task classify --model vit", "accuracy", "accuracy"),
     "language": First("language", "--task language", "bits_a_byte", "bits a byte"),
-    "bdh": First("", "--task language --model bdh", "bits_a_byte", "bits a byte"),
+    "bdh": First("language, BDH", f"--task language --model bdh {SHORT}", "bits_a_byte", "bits a byte"),
     "vae": First("autoencoder", "--task vae", "psnr", "dB PSNR"),
     "latent": First("latent diffusion", "--vae {runs}/vae", "frechet", "Fréchet distance", ("vae",)),
     "steve": First("objects in video", "--task steve", "fg_ari", "FG-ARI"),
     "slotcontrast": First("objects in video", "--task slotcontrast", "fg_ari", "FG-ARI"),
     "consistency": First("one to four steps", "--task consistency", "frechet", "Fréchet distance"),
-    "teacher": First("", "", "frechet", "Fréchet distance"),
+    "teacher": First("its teacher", "", "frechet", "Fréchet distance"),
     "distill": First("half the steps", DISTILL, "frechet", "Fréchet distance", ("teacher",)),
     "perceptual": First("a perceptual term", "--perceptual 0.1", "frechet", "Fréchet distance"),
 }
