@@ -257,14 +257,20 @@ def train(given, command, table, dry=False):
     return 0
 
 
+LATE = 0.1  # of the initial weights in an average: more shows in what it draws
+
+
 def advice(trainer):
-    """What would make a run faster: a line each."""
-    slow = trainer.recipe.fp8 and trainer.device.type == "cuda" and not trainer.config.compile
-    return (
-        ["--fp8 without --compile: each cast is kernels of its own, which can be slower than --bf16"]
-        if slow
-        else []
-    )
+    """What would make a run faster or its result better: a line each."""
+    c, found = trainer.config, []
+    if trainer.recipe.fp8 and trainer.device.type == "cuda" and not c.compile:
+        slow = "each cast is kernels of its own, which can be slower than --bf16"
+        found.append(f"--fp8 without --compile: {slow}")
+    left = c.ema_decay**c.steps
+    if left > LATE and c.ema_decay < 1 and not c.ema_warmup:
+        late = f"after {c.steps:,} steps the average, which scores and pictures are of, still holds"
+        found.append(f"--ema_decay {c.ema_decay:g}: {late} {left:.0%} of the initial weights; add --ema_warmup")
+    return found
 
 
 def sample(path, given, command, table):

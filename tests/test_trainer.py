@@ -311,13 +311,21 @@ def test_sums_of_gradients_travel_as_one(monkeypatch):
     assert torch.equal(sums["other"], torch.full((5,), 9.0))
 
 
-def test_eager_fp8_on_a_gpu_is_slow_and_that_is_said():
-    def said(fp8, device, compiled):
-        recipe, config = SimpleNamespace(fp8=fp8), SimpleNamespace(compile=compiled)
-        return train.advice(SimpleNamespace(recipe=recipe, device=torch.device(device), config=config))
+def advised(fp8=None, device="cpu", **config):
+    config = SimpleNamespace(**{**train.DEFAULTS, **config})
+    recipe = SimpleNamespace(fp8=fp8)
+    return train.advice(SimpleNamespace(recipe=recipe, device=torch.device(device), config=config))
 
-    assert "--compile" in said(object(), "cuda", False)[0]
-    assert said(object(), "cuda", True) == said(None, "cuda", False) == said(object(), "cpu", False) == []
+
+def test_eager_fp8_on_a_gpu_is_slow_and_that_is_said():
+    assert "--compile" in advised(fp8=object(), device="cuda")[0]
+    assert advised(object(), "cuda", compile=True) == advised(None, "cuda") == advised(object()) == []
+
+
+def test_an_average_that_does_not_arrive_is_said():
+    [said] = advised(steps=500)
+    assert "500 steps" in said and "61% of the initial weights" in said and "--ema_warmup" in said
+    assert advised(steps=500, ema_warmup=True) == advised(steps=500, ema_decay=0.99) == advised() == []
 
 
 def test_rates_survive_a_checkpoint_written_during_the_warm_up():
