@@ -126,7 +126,7 @@ class Flag:
             options.update(action="append", metavar=self.metavar)
         else:
             options.update(type=self.type, choices=self.choices, metavar=self.metavar)
-        if self.default not in (None, [], "") and self.default is not False:
+        if self.default not in (None, [], "") and self.default is not False and "(default:" not in text:
             text += f" (default: {self.default})"
         group.add_argument(f"--{self.name}", help=text, **options)
 

@@ -27,7 +27,8 @@ TASK = (
     Flag(
         "task",
         "rflow",
-        "what is trained, see the list in strategies.py; or a task of your own",
+        "what is trained. Images: rflow (rectified flow), ddpm, reflow, distill, consistency, vae. Others: "
+        "segment, classify, language, steve and slotcontrast (video). Or a task of your own (default: rflow)",
         kind="place",
         metavar="TASK|FILE.py:CLASS",
         may=("sample", "diagnose"),
@@ -36,20 +37,22 @@ TASK = (
     Flag(
         "model",
         "unet",
-        "the net: unet (MONAI's) or dit (diffusion transformer); some tasks have others",
+        "the net: unet (MONAI's) or dit (diffusion transformer); for classify cnn, resnet18 or vit, for "
+        "language gpt or bdh (default: the first of these)",
         fits=True,
     ),
     Flag(
         "size",
         None,
-        "size of the net: tiny, small, base ...; dit: tiny, S/2, B/2, L/2, XL/2 (default: tiny)",
+        "size of the net: tiny, small, base ...; dit: tiny, S/2, B/2, L/2, XL/2; language: tiny, 1M, 3M, "
+        "25M, 100M (default: tiny)",
         fits=True,
     ),
     Flag(
         "data",
         None,
         "digits (default), synthetic (default for segment), folder:PATH, cifar10:PATH, mnist:PATH, "
-        "fashion_mnist[:PATH], medmnist:FILE.npz, nifti:PATH",
+        "fashion_mnist[:PATH], medmnist:FILE.npz, nifti:PATH; language: text:FILE; video: sprites",
         kind="place",
         may=("sample", "diagnose"),
         fits=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import flags
+import language
 import strategies
 import train
 from flags import Config, Flag, Table, natural
@@ -273,3 +274,16 @@ def test_all_rows_are_whole():
         assert row.help and row.help[0] == row.help[0].strip() and not row.help.endswith("."), row.name
         assert row.default is None or isinstance(row.default, (bool, int, float, str, list)), row.name
         assert row.choices is None or row.default in row.choices, row.name
+
+
+def test_help_names_every_task_and_every_net_of_language_and_classification():
+    said = {row.name: row.help for row in strategies.table().rows}
+    assert all(re.search(rf"\b{name}\b", said["task"]) for name in strategies.TASKS)
+    for kind in (strategies.Classify, strategies.Language):
+        assert all(re.search(rf"\b{name}\b", said["model"]) for name in kind.nets(kind.__new__(kind)))
+    assert all(size in said["size"] for size in language.GPTS) and list(language.GPTS) == list(language.BDHS)
+
+
+def test_a_default_is_said_once():
+    lines = " ".join(train.build_parser().format_help().split()).split(" --")
+    assert not [line for line in lines if line.count("(default:") > 1 and "sgd" not in line]
