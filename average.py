@@ -45,6 +45,16 @@ def triton_step():
     return triton_step
 
 
+def part_of(average, at):
+    """What moves along with entries `at`, a slice, with the noise of their places; None: nothing does."""
+    if average is None:
+        return None
+    flat, h, key, stochastic = average
+    if stochastic and at.start:
+        key = key + torch.tensor([0, 0, at.start, 0], dtype=torch.int32)
+    return flat[at], h, key, stochastic
+
+
 def move_along(average, x, p, low, noise=None):
     """In a kernel that has written fp32 x [n] into weight `p` and its low part by `write_weight`: move the
     average of it. average: what `EMA.along` gave; None: do nothing.

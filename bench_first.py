@@ -29,7 +29,7 @@ DISTILL = "--task distill --teacher {runs}/teacher"
 @dataclass(frozen=True)
 class First:
     """A first command. task: README's name for it. flags: of train.py. score: the one that README shows, a
-    key of the averaged weights' scores. said: its name there. needs: whose run it starts from.
+    key of the averaged weights' scores. said: its words there. needs: whose run it starts from.
     """
 
     task: str
@@ -41,23 +41,23 @@ class First:
 
 # name of the run's folder: what makes it; in this order, for some start from the run of an earlier one
 FIRST = {
-    "default": First("digits", RECIPE, "frechet", "Fréchet distance"),
-    "dit": First("diffusion transformer", "--model dit", "frechet", "Fréchet distance"),
-    "ddpm": First("noise prediction", "--task ddpm --steps 5000", "frechet", "Fréchet distance"),
-    "segment": First("segmentation", f"--task segment {SHORT}", "mean_iou", "IoU"),
-    "classify": First("classification", "--task classify", "accuracy", "accuracy"),
-    "resnet18": First("classification, ResNet-18", f"{RESNET} {SHORT}", "accuracy", "accuracy"),
-    "vit": First("classification, ViT", "--task classify --model vit", "accuracy", "accuracy"),
-    "language": First("language", "--task language", "bits_a_byte", "bits a byte"),
-    "bdh": First("language, BDH", f"--task language --model bdh {SHORT}", "bits_a_byte", "bits a byte"),
-    "vae": First("autoencoder", "--task vae", "psnr", "dB PSNR"),
-    "latent": First("latent diffusion", "--vae {runs}/vae", "frechet", "Fréchet distance", ("vae",)),
-    "steve": First("objects in video", "--task steve", "fg_ari", "FG-ARI"),
-    "slotcontrast": First("objects in video", "--task slotcontrast", "fg_ari", "FG-ARI"),
-    "consistency": First("one to four steps", "--task consistency", "frechet", "Fréchet distance"),
-    "teacher": First("its teacher", "", "frechet", "Fréchet distance"),
-    "distill": First("half the steps", DISTILL, "frechet", "Fréchet distance", ("teacher",)),
-    "perceptual": First("a perceptual term", "--perceptual 0.1", "frechet", "Fréchet distance"),
+    "default": First("digits", RECIPE, "frechet", "Fréchet distance {}"),
+    "dit": First("diffusion transformer", "--model dit", "frechet", "Fréchet distance {}"),
+    "ddpm": First("noise prediction", "--task ddpm --steps 5000", "frechet", "Fréchet distance {}"),
+    "segment": First("segmentation", f"--task segment {SHORT}", "mean_iou", "IoU {}"),
+    "classify": First("classification", "--task classify", "accuracy", "accuracy {}"),
+    "resnet18": First("classification, ResNet-18", f"{RESNET} {SHORT}", "accuracy", "accuracy {}"),
+    "vit": First("classification, ViT", "--task classify --model vit", "accuracy", "accuracy {}"),
+    "language": First("language", "--task language", "bits_a_byte", "{} bits a byte"),
+    "bdh": First("language, BDH", f"--task language --model bdh {SHORT}", "bits_a_byte", "{} bits a byte"),
+    "vae": First("autoencoder", "--task vae", "psnr", "PSNR {} dB"),
+    "latent": First("latent diffusion", "--vae {runs}/vae", "frechet", "Fréchet distance {}", ("vae",)),
+    "steve": First("objects in video", "--task steve", "fg_ari", "FG-ARI {}"),
+    "slotcontrast": First("objects in video", "--task slotcontrast", "fg_ari", "FG-ARI {}"),
+    "consistency": First("one to four steps", "--task consistency", "frechet", "Fréchet distance {}"),
+    "teacher": First("its teacher", "", "frechet", "Fréchet distance {}"),
+    "distill": First("half the steps", DISTILL, "frechet", "Fréchet distance {}", ("teacher",)),
+    "perceptual": First("a perceptual term", "--perceptual 0.1", "frechet", "Fréchet distance {}"),
 }
 
 
@@ -132,4 +132,4 @@ def _line(row):
 def result(row):
     """'Fréchet distance 0.088': what came out, in README's words."""
     how = FIRST[row["name"]]
-    return f"{how.said} {row['scores'][how.score]:.3g}"
+    return how.said.format(f"{row['scores'][how.score]:.3g}")

@@ -16,10 +16,10 @@ import threading
 import torch
 
 if __package__:
-    from .average import move_along
+    from .average import move_along, part_of
     from .rounding import exact_weight, fused, write_weight
 else:
-    from average import move_along
+    from average import move_along, part_of
     from rounding import exact_weight, fused, write_weight
 
 PIECE = 1 << 21  # values whose root is held at once: 8 MiB
@@ -42,16 +42,6 @@ def adamw(p, g, m, v, low, h, betas, grad_scale=1.0, average=None, compiled=True
             moments(g[at], m[at], v[at], h, betas, root, grad_scale)
         part = None if low is None else low[at]
         fused(_weight_kernel, p[at], m[at], root, part, h, part_of(average, at), compiled=compiled)
-
-
-def part_of(average, at):
-    """What moves along with entries `at`, a slice, with the noise of their places; None: nothing does."""
-    if average is None:
-        return None
-    flat, h, key, stochastic = average
-    if stochastic and at.start:
-        key = key + torch.tensor([0, 0, at.start, 0], dtype=torch.int32)
-    return flat[at], h, key, stochastic
 
 
 def _kept_memory():

@@ -136,6 +136,31 @@ def test_an_average_that_moves_with_the_step_has_the_same_bits(mode, compiled, d
     assert step == 3 and all(same(a, b) for a, b in zip(together, apart, strict=True))
 
 
+@pytest.mark.parametrize("dtype, update", [("fp32", "nearest"), ("bf16", "stochastic")])
+def test_an_average_moves_along_with_each_part_of_a_coded_tensor(dtype, update, monkeypatch):
+    monkeypatch.setattr(Bucket, "SMALL", 4096)
+
+    def go(piece, along):
+        monkeypatch.setattr(AdamW, "PIECE", piece)
+        p = nn.Parameter(draw(5000, seed=1).to(BF16))
+        kinds = dict(exp_avg="e4m3", exp_avg_sq="e4m3")
+        optimizer = AdamW([p], lr=1e-2, update="stochastic", compiled=False, **kinds)
+        ema = EMA([("p", p)], 0.9, dtype, update, low_part=optimizer.low_part, seed=3, compiled=False)
+        optimizer.average = ema if along else None
+        for step in range(3):
+            p.grad = draw(5000, seed=10 + step).to(BF16)
+            before = ema.shadow["p"].clone()
+            optimizer.step()
+            halves = zip(before.chunk(2), ema.shadow["p"].chunk(2), strict=True)
+            assert all(same(a, b) != along for a, b in halves)
+            ema.update()
+        return p, ema.shadow["p"]
+
+    whole = go(1 << 20, along=False)
+    for piece, along in [(1 << 20, True), (1024, True), (1024, False)]:
+        assert all(same(a, b) for a, b in zip(whole, go(piece, along), strict=True))
+
+
 def test_average_resumes_bit_for_bit_and_refuses_others():
     def go(ema, p, steps):
         for step in steps:

@@ -1,0 +1,64 @@
+"""bench.py first: each task's first command to its end, and the minutes that the README shows."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import bench
+import bench_first
+import train
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+RECORD = json.loads((ROOT / "experiments" / "bench" / "cpu-first.json").read_text())
+ROWS = {row["name"]: row for row in RECORD["results"]}
+
+
+def test_a_first_command_is_run_to_its_end_and_seen(tmp_path):
+    out = tmp_path / "record.json"
+    asked = ["--only", "classify", "--steps", "4", "--threads", "1", "--out", str(out)]
+    assert bench.main(["first", *asked]) == 0
+    [row] = json.loads(out.read_text())["results"]
+    assert row["steps"] == 4 and row["command"] == "python train.py --task classify"
+    assert 0 < row["pictures"]["final.png"] < row["seconds"] and row["training_seconds"] < row["seconds"]
+    assert 0 <= row["scores"]["accuracy"] <= 1 and "accuracy" in bench_first.result(row)
+
+
+def test_what_a_command_starts_from_is_run_before_it():
+    assert bench_first.with_needs(["distill", "latent"]) == ["vae", "latent", "teacher", "distill"]
+
+
+def test_a_command_that_fails_ends_the_measurement_in_one_line(monkeypatch, capsys):
+    broken = replace(bench_first.FIRST["classify"], flags="--task classify --data folder:nowhere")
+    monkeypatch.setitem(bench_first.FIRST, "classify", broken)
+    assert bench.main(["first", "--only", "classify"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "nowhere" in said and "exit status 2" in said and "\n" not in said
+
+
+@pytest.mark.parametrize("first", bench_first.FIRST.values(), ids=bench_first.FIRST)
+def test_first_commands_are_commands_of_train(first):
+    train.build_parser().parse_args(first.flags.format(runs="runs").split())
+
+
+def test_the_record_is_of_every_first_command_to_its_end():
+    assert list(ROWS) == list(bench_first.FIRST)
+    assert RECORD["settings"]["steps"] is None and RECORD["machine"]["clean"]
+
+
+def test_the_first_commands_in_the_docs_are_the_recorded_ones():
+    said = (ROOT / "docs" / "speed.md").read_text()
+    assert f"<!-- first -->\n{bench_first.table(RECORD['results'])}\n" in said
+    assert "ends within five minutes" in said and all(row["seconds"] < 300 for row in ROWS.values())
+
+
+def test_minutes_and_results_in_the_readme_are_the_recorded_ones():
+    table = README.split("<!-- first commands -->\n")[1].split("\n\n")[0]
+    rows = [line.strip("|").split(" | ") for line in table.splitlines()[2:]]
+    recorded = {row["command"]: [bench_first.minutes(row), bench_first.result(row)] for row in ROWS.values()}
+    shown = {cells[1].strip("`").replace(" --name vae", ""): cells[2:4] for cells in rows}
+    not_timed = {command for command, cells in shown.items() if cells == ["-", "-"]}
+    assert all("--finetune" in command for command in not_timed)
+    assert {c: cells for c, cells in shown.items() if c not in not_timed}.items() <= recorded.items()
