@@ -285,25 +285,37 @@ def value(record, metric):
 
 
 def compare(arm, old, new, records):
-    """(same, message) of a run made again.
+    """(same, message) of a run made again, of the scores that the old record holds.
 
-    On the same CPU it is the same to the last bit; elsewhere within 4 sd of the arm's seeds or 4 margins.
+    On the same CPU they are the same to the last bit; elsewhere within 4 sd of the arm's seeds or 4 margins.
     """
     if "failed" in old or "failed" in new:
         if old.get("failed") == new.get("failed"):
             return True, f"failed as recorded: {old['failed']}"
         ends = [record.get("failed", "finished") for record in (old, new)]
         return False, f"recorded: {ends[0]}; now: {ends[1]}"
-    if json.dumps(old["scores"], sort_keys=True) == json.dumps(new["scores"], sort_keys=True):
+    figures = [dict(_leaves(record["scores"])) for record in (old, new)]
+    moved = [name for name, x in figures[0].items() if repr(figures[1].get(name)) != repr(x)]
+    if not moved:
         return True, "all scores equal to the last bit"
     a, b = value(old, arm.metric), value(new, arm.metric)
     commits = [str(record.get("commit"))[:7] for record in (old, new)]
     said = f"{arm.metric} {a:.6g} recorded (commit {commits[0]}), {b:.6g} now (commit {commits[1]})"
     before, now = ({**record.get("env", {}), "python": 0} for record in (old, new))
     if before == now and not now.get("gpu"):
-        return False, f"{said}; same CPU and torch, where equal bits are expected"
+        some = f"{len(moved)} of {len(figures[0])} scores differ, the first {moved[0]}"
+        return False, f"{said}; {some}; same CPU and torch, where equal bits are expected"
     spread = [value(record, arm.metric) for record in records if "failed" not in record]
     sd = statistics.stdev(spread) if len(spread) > 2 else 0
     tolerance = 4 * max(arm.margin, sd)
     said += f"; another machine or torch than recorded, tolerance {tolerance:.3g}"
     return abs(a - b) <= tolerance, said
+
+
+def _leaves(value, path=""):
+    """("ema.trace.3.t", number or text) of each leaf of nested dicts and lists."""
+    if not isinstance(value, (dict, list)):
+        yield path[1:], value
+        return
+    for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(part, f"{path}.{name}")

@@ -420,6 +420,12 @@ def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
     assert verdict(again(0.0)) and not verdict(again(1e-12))
     assert verdict(again(1.9, cpu="other")) and not verdict(again(2.1, cpu="other"))  # 4 margins
     assert not verdict({**again(0.0), "failed": "the loss is nan"})
+    newer, gone = again(0.0), again(0.0)
+    newer["scores"]["ema"]["trace"] = [{"t": 0}]  # a score that is new since
+    assert verdict(newer)
+    del gone["scores"]["ema"]["label_accuracy"]
+    same, said = log.compare(arm, old, gone, [])
+    assert not same and "1 of 5 scores differ, the first ema.label_accuracy" in said
 
 
 # ---- What experiments share --------------------------------------------------------------------------------
