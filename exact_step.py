@@ -4,9 +4,9 @@
 
 Two of torch's operations stand in the way of one fused kernel. Its lerp and addcmul round once where a
 product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU is not correctly rounded
-where it comes from MKL (one value in 160 differs in its last bit), while a compiled one is. So the step is
-three passes: moments, root, weights. The root is written into memory that is kept: new memory costs more than
-a pass, since the system clears each of its pages when it is first touched.
+where it comes from MKL (by the CPU, one value in 160 or in six differs in its last bit), while a compiled one
+is. So the step is three passes: moments, root, weights. The root is written into memory that is kept: new
+memory costs more than a pass, since the system clears each of its pages when it is first touched.
 """
 
 import functools
