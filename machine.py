@@ -4,6 +4,7 @@ Needs torch alone; copy it.
     print(support(*device_facts("cpu")))        # {'fp32': ('native', ...), 'bf16': ('emulated', ...), ...}
 """
 
+import functools
 import importlib
 import logging
 import os
@@ -121,6 +122,25 @@ def hopper(device):
     if torch.device(device).type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+VECTOR_MATH = (torch.sqrt, torch.exp, torch.expm1, torch.log, torch.log1p, torch.log2, torch.log10)
+VECTOR_MATH += (torch.sin, torch.cos, torch.tan, torch.tanh, torch.atan)
+VECTOR_MATH += (torch.erf, torch.erfc, torch.erfinv, torch.lgamma)
+
+
+@functools.cache
+def settle_vector_math():
+    """Call each function of a CPU's vector library once in this process, on one thread.
+
+    The library (oneMKL) chooses a kernel at the first call. Where several threads make that call together,
+    one of them can compute its share in low accuracy, thousands of ulp off (pytorch issue 188792, on Xeons
+    with AVX-512): a run would differ from its repetition.
+    """
+    for dtype in (torch.float32, torch.float64):
+        few = torch.full((16,), 0.5, dtype=dtype, device="cpu")  # too few values to be shared among threads
+        for function in VECTOR_MATH:
+            function(few)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ if __package__:
     from .buckets import Bucket, Table, scale_of
     from .exact_step import DECAY, SCALE
     from .formats import FORMATS
-    from .machine import Refused
+    from .machine import Refused, settle_vector_math
     from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
     from .sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 else:
@@ -36,7 +36,7 @@ else:
     from buckets import Bucket, Table, scale_of
     from exact_step import DECAY, SCALE
     from formats import FORMATS
-    from machine import Refused
+    from machine import Refused, settle_vector_math
     from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
     from sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 
@@ -112,6 +112,7 @@ class Rounded(torch.optim.Optimizer):
         away=None,
         **named,
     ):
+        settle_vector_math()
         self.update, self.kahan, self.master = update, kahan, master
         self.seed, self.compiled, self.away = seed, compiled, away
         if unknown := {*named, *(kinds or {})} - set(self.moments):

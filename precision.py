@@ -34,7 +34,7 @@ if __package__:
     from . import fp8, ledger, peers, sharding
     from .average import average_kind
     from .cast import Cast, to
-    from .machine import Refused, exact_math
+    from .machine import Refused, exact_math, settle_vector_math
     from .offload import check_offload, offloaded
     from .recipes import SITES, Recipe, Site, parse_average, recipe
     from .release import Release, check_release, check_wrapped, clipping
@@ -49,7 +49,7 @@ else:
     import sharding
     from average import average_kind
     from cast import Cast, to
-    from machine import Refused, exact_math
+    from machine import Refused, exact_math, settle_vector_math
     from offload import check_offload, offloaded
     from recipes import SITES, Recipe, Site, parse_average, recipe
     from release import Release, check_release, check_wrapped, clipping
@@ -197,6 +197,7 @@ class Precision:
         blank=None,
         **options,
     ):
+        settle_vector_math()
         r = r or Recipe()
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         first = next(net.parameters(), None)

@@ -16,11 +16,14 @@ import torch.nn.functional as F
 from common import RECIPES, Net, batches, net, refused, start, train
 from test_package import LIBRARY
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import formats
 import machine
 import recipes
 from machine import Refused, exact_math, quiet_import, recommended_flags, support, try_import
+from optim import AdamW
+from precision import Precision
 from recipes import check_machine, recipe
 
 eager = common.eager
@@ -246,6 +249,32 @@ def restored():
     torch.set_float32_matmul_precision(before[0][0])
     torch.backends.cudnn.allow_tf32 = before[0][1]
     assert tf32() == before[0]
+
+
+@pytest.mark.parametrize("build", ["optimizer", "precision"])
+def test_vector_functions_are_first_called_on_few_values(build):
+    """Where threads share a first call, one may compute its part in low accuracy (pytorch issue 188792)."""
+    sizes = {}
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.__name__.split(".")[0].removesuffix("_")
+            if torch.is_tensor(args[0] if args else None):
+                sizes.setdefault((name, args[0].dtype), args[0].numel())
+            return function(*args, **kwargs or {})
+
+    model = nn.Linear(300, 300)
+    machine.settle_vector_math.cache_clear()
+    with Calls():
+        if build == "optimizer":
+            optimizer = AdamW(model.parameters(), compiled=False)
+            optimizer.step(grads={p: torch.ones_like(p) for p in model.parameters()})
+        else:
+            run = Precision(model, recipe())
+            run.backward(run(torch.ones(300, 300)).tanh().sum())
+    for function in machine.VECTOR_MATH:
+        for dtype in (torch.float32, torch.float64):
+            assert sizes[function.__name__, dtype] == 16, function
 
 
 @pytest.mark.parametrize("outside", [("highest", True), ("high", False), ("medium", True)])
