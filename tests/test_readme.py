@@ -225,6 +225,10 @@ def test_the_files_of_the_library_are_all_that_precision_imports():
     assert sorted(named) == sorted(f"{name}.py" for name in LIBRARY)
 
 
+def test_every_file_stands_in_the_readme():
+    assert not [path.name for path in ROOT.glob("*.py") if not re.search(rf"\b{path.name}\b", README)]
+
+
 def test_ci_runs_the_readmes_test_command():
     block = README.split("<!-- tests -->")[1].split("```")[1]
     for part in ("-r requirements.txt", "-r requirements-bench.txt", "ruff check .", "python -m pytest"):
