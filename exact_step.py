@@ -1,6 +1,6 @@
 """AdamW's step on a CPU with the bits of torch.optim.AdamW, where weights and moments are exact fp32.
 
-    adamw(p, g, m, v, low, h, betas, grad_scale)   # flat, in place; h: the numbers of optim.AdamW
+    adamw(p, g, m, v, low, h, betas, eps)   # flat, in place; h: the numbers of optim.AdamW
 
 Two of torch's operations stand in the way of one fused kernel. Its lerp and addcmul round once where a
 product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU is not correctly rounded
@@ -24,20 +24,22 @@ else:
 
 PIECE = 1 << 21  # values whose root is held at once: 8 MiB
 INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
+SMALLEST = 2.0**-126  # normal number
 DECAY, SCALE = 0, 1  # the first numbers of h: 1 - lr * weight decay, and the factor of the gradient
 
 
-def adamw(p, g, m, v, low, h, betas, grad_scale=1.0, average=None, compiled=True):
+def adamw(p, g, m, v, low, h, betas, eps, grad_scale=1.0, average=None, compiled=True):
     """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]. average: what
     moves along, see average.EMA.along.
     """
     one_rounding = compiled and betas[0] > 0.5 and rounds_once()
+    floored = vanishes(betas[1], eps)
     for start in range(0, p.numel(), PIECE):
         at = slice(start, start + PIECE)
         root = _kept_memory()[: v[at].numel()]
         if one_rounding:
-            fused(_moment_kernel, g[at], m[at], v[at], h)
-            torch.sqrt(v[at], out=root)
+            fused(_moment_kernel, g[at], m[at], v[at], root, h, floored)
+            torch.sqrt(root, out=root)
         else:
             moments(g[at], m[at], v[at], h, betas, root, grad_scale)
         part = None if low is None else low[at]
@@ -67,10 +69,22 @@ def _fma(a, b, c):
     return torch.ops.prims.fma(a, b, c) if torch.compiler.is_compiling() else torch.addcmul(c, a, b)
 
 
-def _moment_kernel(g, m, v, h):
+def vanishes(beta2, eps):
+    """Whether the root of SMALLEST, 2^-63, is lost when eps is added to it, at any step.
+
+    Then v may be raised to it before its root is taken. MKL takes the roots of zeros 5 times as slowly as
+    others, those of denormals 35 times, and v is zero wherever a weight has had no gradient, as the outer
+    taps of a 3x3 kernel on an image of one pixel.
+    """
+    return eps * (1 - beta2) ** 0.5 > 2.0**-37  # 2^-63 / (1 - beta2)^(1/2) is below a quarter ulp of eps
+
+
+def _moment_kernel(g, m, v, root, h, floored):
     g = g.float() * h[SCALE]
     m.copy_(_fma(h[2].expand_as(m), g - m, m))  # torch's lerp, of a weight below a half
-    v.copy_(_fma(h[4] * g, g, v * h[3]))
+    new = _fma(h[4] * g, g, v * h[3])
+    v.copy_(new)
+    root.copy_(new.clamp(min=SMALLEST) if floored else new)
 
 
 def _weight_kernel(p, m, root, low, h, average):
@@ -88,7 +102,7 @@ def rounds_once():
     moments(g, m, v, h, betas, torch.empty_like(v))
     try:
         importlib.import_module("torch._inductor.inductor_prims")  # names prims.fma
-        fused(_moment_kernel, g, *own, h)
+        fused(_moment_kernel, g, *own, torch.empty_like(g), h, True)
     except (ImportError, AttributeError, RuntimeError):  # a torch that has no such operation
         return False
     return torch.equal(own[0], m) and torch.equal(own[1], v)

@@ -598,4 +598,4 @@ class AdamW(Rounded):
             return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact, average)
         if not (p.is_cpu and exact):
             return super().write(p, g, moments, low, h, key, group, grad_scale, average)
-        exact_step.adamw(p, g, m, v, low, h, group["betas"], grad_scale, average, self.compiled)
+        exact_step.adamw(p, g, m, v, low, h, group["betas"], group["eps"], grad_scale, average, self.compiled)

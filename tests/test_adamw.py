@@ -106,6 +106,26 @@ def test_a_compiled_step_equals_torch_adamw_on_gradients_of_every_size():
     assert all(same(held(optimizer, p), q.detach()) for p, q in zip(params, reference, strict=True))
 
 
+@pytest.mark.parametrize("eps, floored", [(1e-8, True), (1e-30, False)], ids=str)
+def test_second_moments_of_zero_and_denormal_ones_give_the_bits_of_torch(eps, floored):
+    """Their roots are slow, so they are raised, where eps swallows the difference."""
+    assert exact_step.vanishes(0.999, eps) == floored
+    initial = draw(5000, seed=1, scale=0.1)
+    p, q = nn.Parameter(initial.clone()), nn.Parameter(initial.clone())
+    sizes = torch.tensor([0.0, 1e-23, 1e-21, 1e-20, 3e-18, 1e-17, 1e-12, 1.0]).repeat(625)
+    optimizer = AdamW([p], 1e-2, eps=eps)
+    theirs = torch.optim.AdamW([q], 1e-2, eps=eps, weight_decay=0.0)
+    for step in range(6):
+        p.grad = draw(5000, seed=10 + step) * sizes
+        p.grad[::3] *= step != 2  # a gradient that vanishes once
+        q.grad = p.grad.clone()
+        optimizer.step()
+        theirs.step()
+    v = optimizer.state[p]["exp_avg_sq"]
+    assert (v == 0).any() and ((v > 0) & (v < exact_step.SMALLEST)).any()
+    assert same(p.detach(), q.detach()) and same(v, theirs.state[q]["exp_avg_sq"])
+
+
 def test_a_kernel_that_rounds_a_product_is_not_used(monkeypatch):
     monkeypatch.setattr(exact_step, "_fma", lambda a, b, c: a * b + c)
     assert not exact_step.rounds_once.__wrapped__()
