@@ -196,15 +196,17 @@ class Contest:
         shapes = layout_shapes(layout, args.parameters)
         self.weights = [torch.randn(s, generator=generator) * 0.05 for s in shapes]
         sources = [torch.randn(s, generator=generator) * 1e-3 for s in shapes]
-        self.grads, self.fresh = {}, {}
+        self.grads, self.fresh, self.params = {}, {}, {}
         for dtype in (torch.bfloat16, torch.float32):
             self.grads[dtype] = [g.to(args.device, dtype) for g in sources]
             self.fresh[dtype] = [g.clone() for g in self.grads[dtype]]
 
     def refill(self, name):
-        """The gradients as after a backward; adamw-bf16 leaves zeros behind."""
+        """The gradients as after a backward: adamw-bf16 leaves zeros behind, heavyball none at all."""
         dtype = CONTENDERS[name].recipe.dtype("weights")
         torch._foreach_copy_(self.grads[dtype], self.fresh[dtype])
+        for p, g in zip(self.params[name], self.grads[dtype], strict=True):
+            p.grad = g
 
     def rows(self):
         """Rows (dicts): name, protection, ms of each round, bytes of state a parameter, or a note why not."""
@@ -228,13 +230,13 @@ class Contest:
         row.update(note="", first_step_s=None, state_bytes=None, moved_bytes=COPIED, ms=[])
         dtype = contender.recipe.dtype("weights")
         params = [torch.nn.Parameter(w.to(self.args.device, dtype)) for w in self.weights]
-        for p, g in zip(params, self.grads[dtype], strict=True):
-            p.grad = g
+        self.params[name] = params
+        self.refill(name)
         try:
             step, optimizer = make_step(name, params)
             forget_tables(optimizer)
-            self.refill(name)
             row["first_step_s"] = timed(step, self.clock) / 1e3
+            self.refill(name)
             timed(step, self.clock)
         except Refused as error:
             missing = "pip install" in str(error)

@@ -84,6 +84,22 @@ def test_ratio_is_to_ours_stochastic(tmp_path, capsys):
     assert lines["torch"][4] == "-"  # nothing was copied
 
 
+def test_an_optimiser_that_drops_its_gradients_is_given_them_before_each_step(monkeypatch):
+    seen = []
+
+    def make_step(name, params):
+        def step():
+            seen.append(all(p.grad is not None and p.grad.any() for p in params))
+            for p in params:
+                p.grad = None
+
+        return step, None
+
+    monkeypatch.setattr(bench, "make_step", make_step)
+    assert bench.main(["optimizers", "--only", "nearest", "--parameters", "5000", "--repeats", "3"]) == 0
+    assert len(seen) == 2 * (2 + 3) and all(seen)  # in both layouts
+
+
 def test_bytes_moved_are_compared_with_copying(tmp_path, capsys):
     names = ["stochastic", "fp32", "split", "copy"]
     result = run(tmp_path, *SMALL, "--repeats", "3", "--only", *names)
