@@ -311,14 +311,14 @@ def test_sums_of_gradients_travel_as_one(monkeypatch):
     assert torch.equal(sums["other"], torch.full((5,), 9.0))
 
 
-def advised(fp8=None, device="cpu", **config):
+def advised(fp8=None, kind="cpu", **config):
     config = SimpleNamespace(**{**train.DEFAULTS, **config})
     recipe = SimpleNamespace(fp8=fp8)
-    return train.advice(SimpleNamespace(recipe=recipe, device=torch.device(device), config=config))
+    return train.advice(SimpleNamespace(recipe=recipe, device=torch.device(kind), config=config))
 
 
 def test_eager_fp8_on_a_gpu_is_slow_and_that_is_said():
-    assert "--compile" in advised(fp8=object(), device="cuda")[0]
+    assert "--compile" in advised(object(), "cuda")[0]
     assert advised(object(), "cuda", compile=True) == advised(None, "cuda") == advised(object()) == []
 
 
