@@ -28,11 +28,10 @@ DISTILL = "--task distill --teacher {runs}/teacher"
 
 @dataclass(frozen=True)
 class First:
-    """A first command. task: README's name for it. flags: of train.py. score: the one that README shows, a
-    key of the averaged weights' scores. said: its words there. needs: whose run it starts from.
+    """A first command. flags: of train.py. score: the one that README shows, a key of the averaged weights'
+    scores. said: its words there. needs: whose run it starts from.
     """
 
-    task: str
     flags: str
     score: str
     said: str
@@ -41,23 +40,23 @@ class First:
 
 # name of the run's folder: what makes it; in this order, for some start from the run of an earlier one
 FIRST = {
-    "default": First("digits", RECIPE, "frechet", "Fréchet distance {}"),
-    "dit": First("diffusion transformer", "--model dit", "frechet", "Fréchet distance {}"),
-    "ddpm": First("noise prediction", "--task ddpm --steps 5000", "frechet", "Fréchet distance {}"),
-    "segment": First("segmentation", f"--task segment {SHORT}", "mean_iou", "IoU {}"),
-    "classify": First("classification", "--task classify", "accuracy", "accuracy {}"),
-    "resnet18": First("classification, ResNet-18", f"{RESNET} {SHORT}", "accuracy", "accuracy {}"),
-    "vit": First("classification, ViT", "--task classify --model vit", "accuracy", "accuracy {}"),
-    "language": First("language", "--task language", "bits_a_byte", "{} bits a byte"),
-    "bdh": First("language, BDH", f"--task language --model bdh {SHORT}", "bits_a_byte", "{} bits a byte"),
-    "vae": First("autoencoder", "--task vae", "psnr", "PSNR {} dB"),
-    "latent": First("latent diffusion", "--vae {runs}/vae", "frechet", "Fréchet distance {}", ("vae",)),
-    "steve": First("objects in video", "--task steve", "fg_ari", "FG-ARI {}"),
-    "slotcontrast": First("objects in video", "--task slotcontrast", "fg_ari", "FG-ARI {}"),
-    "consistency": First("one to four steps", "--task consistency", "frechet", "Fréchet distance {}"),
-    "teacher": First("its teacher", "", "frechet", "Fréchet distance {}"),
-    "distill": First("half the steps", DISTILL, "frechet", "Fréchet distance {}", ("teacher",)),
-    "perceptual": First("a perceptual term", "--perceptual 0.1", "frechet", "Fréchet distance {}"),
+    "default": First(RECIPE, "frechet", "Fréchet distance {}"),
+    "dit": First("--model dit", "frechet", "Fréchet distance {}"),
+    "ddpm": First("--task ddpm --steps 5000", "frechet", "Fréchet distance {}"),
+    "segment": First(f"--task segment {SHORT}", "mean_iou", "IoU {}"),
+    "classify": First("--task classify", "accuracy", "accuracy {}"),
+    "resnet18": First(f"{RESNET} {SHORT}", "accuracy", "accuracy {}"),
+    "vit": First("--task classify --model vit", "accuracy", "accuracy {}"),
+    "language": First("--task language", "bits_a_byte", "{} bits a byte"),
+    "bdh": First(f"--task language --model bdh {SHORT}", "bits_a_byte", "{} bits a byte"),
+    "vae": First("--task vae", "psnr", "PSNR {} dB"),
+    "latent": First("--vae {runs}/vae", "frechet", "Fréchet distance {}", ("vae",)),
+    "steve": First("--task steve", "fg_ari", "FG-ARI {}"),
+    "slotcontrast": First("--task slotcontrast", "fg_ari", "FG-ARI {}"),
+    "consistency": First("--task consistency", "frechet", "Fréchet distance {}"),
+    "teacher": First("", "frechet", "Fréchet distance {}"),
+    "distill": First(DISTILL, "frechet", "Fréchet distance {}", ("teacher",)),
+    "perceptual": First("--perceptual 0.1", "frechet", "Fréchet distance {}"),
 }
 
 

@@ -268,7 +268,7 @@ def advice(trainer):
         found.append(f"--fp8 without --compile: {slow}")
     left = c.ema_decay**c.steps
     if left > LATE and c.ema_decay < 1 and not c.ema_warmup:
-        late = f"after {c.steps:,} steps the average, whose scores and pictures follow, holds {left:.0%}"
+        late = f"after {c.steps:,} steps the average that is scored and drawn holds {left:.0%}"
         found.append(f"--ema_decay {c.ema_decay:g}: {late} of the initial weights; add --ema_warmup")
     return found
 

@@ -165,7 +165,8 @@ FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIM
     "within {024/stochastic-opt4bit.achieved_share} on the U-Net, where the training loss changes by "
     "{024/stochastic-opt4bit.loss_change}; on the DiT the distance changes by "
     "{018/stochastic-opt4bit.change}",
-    "within {001/stochastic.achieved_share}, and its held-out loss changes by {001/stochastic.held_out} (",
+    "within {001/stochastic.achieved_share}, and its held-out loss changes by {001/stochastic.held_out}, its "
+    "training loss by {001/stochastic.loss_change} (",
     "as usual, to {001/plain.loss_change} from fp32's",
     "nearest changes the held-out loss by {036/nearest.held_out}, stochastic rounding by "
     "{036/stochastic.held_out}",
