@@ -317,23 +317,20 @@ class Trainer:
         options = dict(num_workers=c.workers, worker_init_fn=ignore_signals)
         loader = torch.utils.data.DataLoader(self.train, sampler=indices, batch_size=None, **options)
         # workers start with this mask, so that no signal reaches one before it ignores them
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGCHLD])
         try:
             return iter(loader)
         finally:
+            if c.workers:
+                # torch's handler raises for a worker that was killed, wherever the process is just then.
+                # Without it the loader says so, up to 5 seconds later, where it waits for a batch
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _end_workers(self):
-        """Torch's handler of SIGCHLD raises for a worker that was killed, wherever the process is just then:
-        not here, where they are to end.
-        """
         workers, self.batches = self.batches, None
         if hasattr(workers, "_shutdown_workers"):
-            before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            try:
-                workers._shutdown_workers()
-            finally:
-                signal.signal(signal.SIGCHLD, before)
+            workers._shutdown_workers()
 
     def _train(self):
         c, main, begun, shown = self.config, self.ranks.main, self.step, {}
