@@ -196,7 +196,7 @@ def needed(experiment, known):
 
 
 def levels(experiment, known):
-    """{"real images": score, "noise": score}, where the task has them.
+    """{"real images": score, "noise": score}, where the task has them; of videos those of masks.
 
     They depend on the number of samples, so they are those of the baseline's own records, not of the training
     that it samples from.
@@ -207,7 +207,9 @@ def levels(experiment, known):
     if finished is None:
         return {}
     name, reference = experiment.metric.rpartition(".")[2], finished["reference"]
-    ends = {"real images": "floor", "noise": "ceiling"}
+    masks = name.endswith("ari")
+    best, worst = ("true masks", "upright stripes") if masks else ("real images", "noise")
+    ends = {best: "floor", worst: "ceiling"}
     found = {title: reference.get(end, {}).get(name) for title, end in ends.items()}
     return {title: level for title, level in found.items() if is_number(level)}
 

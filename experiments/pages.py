@@ -183,7 +183,7 @@ def facts(experiment, known, here):
         said.append(f"Pairs whose two runs were recorded on different kinds of CPU: {', '.join(each)}.")
     expected = len({arm for a in e.arms for arm in (a.source, a.trained)}) * len(e.seeds)
     machines = ", ".join(sorted({machine_of(r) for r in here}))
-    spent = f" Cost to reproduce: {cost(needed(e, known).values())}." if here else ""
+    spent = f" Cost of these records: {cost(needed(e, known).values())}." if here else ""
     said.append(f"{len(here)} of {expected} runs, {machines or 'none yet'}.{spent}")
     if any("of" in r and "trained_on" not in r for r in here):
         said.append("Records of arms that only sample name the machine and commit of the training here.")
@@ -323,10 +323,11 @@ def link(experiment, root_name):
 
 def index(experiments, known, root_name):
     """A line an experiment."""
-    rows = [["", "question", "finding", "verdicts", "n", "achieved margin", "cost to reproduce"]]
+    rows = [["", "question", "finding", "verdicts", "n", "achieved margin", "cost of its records"]]
     for e in experiments:
         counts, pairs, achieved = {}, set(), []
-        for arm in e.arms:
+        begun, whole = any(k[0] == e.number for k in known), complete(e, known)
+        for arm in e.arms if begun else ():  # what it reads of others alone is told there
             n, result = comparison(e, arm, known)
             if arm.name == arm.baseline or not result:
                 continue
@@ -337,11 +338,10 @@ def index(experiments, known, root_name):
                 achieved.append((result.achieved, arm.margin))
         said = [f"{counts[name]} {word}" for name, word in VERDICTS.items() if name in counts]
         number = f'<a id="experiment-{e.number}"></a>[{e.number}]({link(e, root_name)})'
-        begun, whole = any(k[0] == e.number for k in known), complete(e, known)
         state = "no finding written yet" if whole else "unfinished" if begun else "not run yet"
         finding = e.verdict or state
         row = [number, e.question, finding, ", ".join(said) or "-", n_told(e, pairs)]
-        row += [achieved_told(achieved, e), cost(needed(e, known).values())]
+        row += [achieved_told(achieved, e), cost(needed(e, known).values() if begun else ())]
         rows.append([text.replace("|", "\\|").replace("\n", " ").strip() for text in row])
     return markdown(rows)
 

@@ -79,7 +79,7 @@ def test_every_command_of_the_readme_parses(command):
     assert set(given) <= set(train.FLAGS.defaults()) | {"dry_run", "check", "sample", "diagnose", "config"}
 
 
-BYTES = re.findall(r"^\| `(--[^`]*)` \| ([\d.]+) \|", README, re.M)
+BYTES = re.findall(r"^\| `(--[^`]*)` \| ([\d.]+) \|", README.split("<!-- speeds -->")[0], re.M)
 
 
 @pytest.mark.parametrize("row", BYTES, ids=lambda row: row[0])
@@ -144,6 +144,48 @@ def test_the_speeds_of_training_in_the_readme_are_the_recorded_ones(row):
     assert ratios == list(row[:2])
 
 
+SPEEDS = {  # README's column: record, and {flags: name there}
+    "U-Net": ("cpu-training-64x64", "unet:small:64:8", "recipe"),
+    "DiT S/8": ("cpu-training-64x64", "dit:S/8:64:8", "recipe"),
+    "BDH": ("cpu-systems", "language", "name"),
+    "H100": ("gpu-nvidia-h100-80gb-hbm3", "dit:B/2:32:64", "recipe"),
+}
+NAMED = {  # flags: what records call them
+    "`--bf16`": ("bf16",),
+    "`--pure_bf16 --stochastic`": ("pure_bf16-stochastic",),
+    "`--pure_bf16 --kahan`": ("pure_bf16-kahan",),
+    "`--pure_bf16 --master split`": ("pure_bf16-split",),
+    "`--opt8bit`": ("opt8bit",),
+    "`--bf16 --opt8bit`": ("bf16, 8-bit states",),
+    "`--pure_bf16 --stochastic --opt8bit`": ("pure bf16 stochastic, 8-bit states",),
+    "`--fp8`": ("fp8 (emulated)", "fp8-torchao-tensorwise"),
+}
+
+
+def speeds_of(column):
+    """{what the record calls a recipe: its speed, fp32's 1}."""
+    file, net, name = next(SPEEDS[key] for key in SPEEDS if key in column)
+    rows = json.loads((ROOT / "experiments" / "bench" / f"{file}.json").read_text())["results"]
+    found = {}
+    for row in rows:
+        if row.get("net", row.get("table")) == net and row.get("ms") and not row.get("compile"):
+            beside = statistics.median(row["reference_ms"]) if "reference_ms" in row else 1.0
+            found[row[name]] = beside * row.get("items_a_step", 1) / statistics.median(row["ms"])
+    return {recipe: speed / found["fp32"] for recipe, speed in found.items()}
+
+
+def test_the_speeds_of_recipes_are_the_recorded_ones():
+    head, _, *lines = README.split("<!-- speeds -->\n")[1].split("\n\n")[0].splitlines()
+    columns = [cell.strip() for cell in head.split("|")[2:-1]]
+    assert len(lines) == len(NAMED) and len(columns) == len(SPEEDS)
+    for line in lines:
+        flags, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        for column, cell in zip(columns, cells, strict=True):
+            speeds = speeds_of(column)
+            known = [f"{speeds[name]:.1f}" for name in NAMED[flags] if name in speeds]
+            assert cell.partition(",")[0] == (known[0] if known else "-"), (flags, column)
+
+
 def test_the_scores_of_the_default_run_are_the_recorded_ones():
     lines = (ROOT / "experiments" / "000-default-run" / "results.jsonl").read_text().splitlines()
     record = next(r for r in map(json.loads, lines) if r["arm"] == "pure-bf16-stochastic" and r["seed"] == 0)
@@ -168,8 +210,11 @@ FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIM
     "within {001/stochastic.achieved_share}, and its held-out loss changes by {001/stochastic.held_out}, its "
     "training loss by {001/stochastic.loss_change} (",
     "as usual, to {001/plain.loss_change} from fp32's",
-    "nearest changes the held-out loss by {036/nearest.held_out}, stochastic rounding by "
-    "{036/stochastic.held_out}",
+    "the held-out loss of the U-Net rises by {012/nearest-lr-1e-3.held_out} at the default rate, and by "
+    "{012/nearest-lr-1e-4.held_out} at `--lr 1e-4`",
+    "stochastic rounding is equal within {000/pure-bf16-stochastic.achieved_share} ([000]",
+    "nearest changes the held-out loss by {036/nearest.held_out}, and is worse; stochastic rounding changes "
+    "it by {036/stochastic.held_out}, not yet",
     "they are {037/nearest.held_out} and {037/stochastic.held_out}, the second known to within "
     "{037/stochastic.held_out_achieved}",
     "nearest is at {043/nearest.held_out}, stochastic rounding at {043/stochastic.held_out} and autocast at "
@@ -214,7 +259,9 @@ def test_the_planted_faults_are_those_of_the_doctors_page():
     assert shown == rows((ROOT / "docs" / "doctor.md").read_text())
     named = sum(cells[2] != "missed" for cells in shown)
     assert f"The {len(shown)} planted faults" in README
-    assert f"Of {len(shown)} planted faults" in README and f"it names {named} by site" in README
+    with_tensor = sum("`" in cells[2] for cells in shown)
+    assert f"Of {len(shown)} planted faults" in README
+    assert f"`Watch` names {named}, {with_tensor} of them with a tensor" in README
 
 
 def test_no_table_of_figures_that_nobody_measured_is_shown():
