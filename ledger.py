@@ -82,7 +82,7 @@ def of(run, sites):
         row["why"] += notes.get(site, "")
         row.update(told.get(site, {}))
         if not run.optimizer.by_recipe and site in ("update", "exp_avg", "exp_avg_sq", "kahan"):
-            row["why"] = f"as {run.optimizer_name} does it"
+            row.update(_of_a_peer(run, site, value))
         elif site in MOMENTS and site not in kept:
             row["why"] = f"{run.optimizer_name} keeps none"
         rows.append(row)
@@ -96,6 +96,13 @@ def of(run, sites):
         return Ledger(rows, n, details)
     kept, once = offload.sizes(run.optimizer)
     return Ledger(rows, n, details, (kept / n, once))
+
+
+def _of_a_peer(run, site, value):
+    writes, own = getattr(run.optimizer, "writes", {}), f"as {run.optimizer_name} does it"
+    if site in MOMENTS and writes and value != "fp32":
+        own = f"written {'to nearest' if writes['moments'] == 'nearest' else 'stochastically'}, {own}"
+    return {"value": writes.get(site, value), "why": own}
 
 
 def _sizes(run, n):

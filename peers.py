@@ -17,12 +17,14 @@ if __package__:
     from .buckets import scale_of
     from .formats import FORMATS
     from .machine import Refused, quiet_import
+    from .optim import own_attributes
     from .optimizers import OPTIMIZERS, divided, kinds
     from .rounding import exact_weight, hash64
 else:
     from buckets import scale_of
     from formats import FORMATS
     from machine import Refused, quiet_import
+    from optim import own_attributes
     from optimizers import OPTIMIZERS, divided, kinds
     from rounding import exact_weight, hash64
 
@@ -36,6 +38,7 @@ class Peer(torch.optim.Optimizer):
 
     names = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
     low = None  # name of the state that keeps what rounding lost
+    writes = {}  # {site: how it is written}: update, kahan, moments and decay, where not as the recipe says
     by_recipe = by_rows = False
     coders = {}
     compiled = False
@@ -55,7 +58,7 @@ class Peer(torch.optim.Optimizer):
         grads = {p: grads[p] for p in params if p in grads}
         for p, g in grads.items() if isinstance(grad_scale, dict) else ():
             g.mul_(scale_of(grad_scale, p))
-        if not isinstance(grad_scale, dict) and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
+        if grads and not isinstance(grad_scale, dict) and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
             torch._foreach_mul_(list(grads.values()), float(grad_scale))
         for p, g in grads.items():
             p.grad = g.to(p.dtype)
@@ -151,6 +154,9 @@ class Peer(torch.optim.Optimizer):
 
     # -- state
 
+    def __getstate__(self):
+        return own_attributes(self)
+
     def set_exact(self, p, value):
         p.copy_(value)
 
@@ -217,6 +223,7 @@ class Torchastic(Published):
 
     package = "torchastic"
     names = {"exp_avg": ("ema",), "exp_avg_sq": ("ema_squared",)}
+    writes = {"update": "stochastic", "moments": "stochastic"}
 
     @classmethod
     def make(cls, params, options):
@@ -249,6 +256,7 @@ class Optimi(Published):
 
     package = "torch-optimi"
     low, low_bytes = "kahan_comp", 2
+    writes = {"kahan": "on", "moments": "nearest", "decay": "nearest"}
 
     @classmethod
     def make(cls, params, options):
@@ -273,6 +281,7 @@ class AdamWBF16(Published):
 
     package = "adamw-bf16"
     low, low_bytes = "shift", 2
+    writes = {"update": "stochastic", "kahan": "on", "moments": "nearest"}
 
     @classmethod
     def make(cls, params, options):
@@ -290,6 +299,7 @@ class Torchao(Published):
     """torchao's _AdamW with stochastic rounding of bf16 weights. Its learning rate must stay a tensor."""
 
     package = "torchao"
+    writes = {"update": "stochastic", "moments": "nearest"}
 
     @classmethod
     def make(cls, params, options):
@@ -368,6 +378,15 @@ class Joined(torch.optim.Optimizer):
         self.coders = {name: coder for part in parts for name, coder in part.coders.items()}
         self.by_recipe = all(part.by_recipe for part in parts)
         self.by_rows = all(part.by_rows for part in parts)
+
+    def __getstate__(self):
+        return own_attributes(self)
+
+    def add_param_group(self, param_group):
+        if hasattr(self, "owner"):
+            whose = "several optimisers step as one here, and a later group belongs to none of them"
+            raise Refused(f"{whose}: give all groups at the start")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure=None, *, grads=None, grad_scale=1.0):

@@ -20,12 +20,14 @@ if __package__:
     from .machine import Refused, device_facts, support
     from .optim import DTYPES
     from .optimizers import OPTIMIZERS, kinds
+    from .peers import PEERS
 else:
     import fp8
     from formats import FORMATS
     from machine import Refused, device_facts, support
     from optim import DTYPES
     from optimizers import OPTIMIZERS, kinds
+    from peers import PEERS
 
 # ---- Sites -------------------------------------------------------------------------------------------------
 
@@ -247,18 +249,28 @@ class Recipe:
         low = self.generation == "bf16" or (self.low_weights and self.generation == "compute")
         return torch.bfloat16 if low else torch.float32
 
-    def warnings(self, *, beta2=0.999, ema_decay=0.999, lr=1e-3, weight_decay=0.0, micro_batches=1):
+    def warnings(
+        self, *, beta2=0.999, ema_decay=0.999, lr=1e-3, weight_decay=0.0, micro_batches=1, optimizer="adamw"
+    ):
         """Recipes that run but lose something: one line each, with the arithmetic. [] for a healthy recipe.
+        optimizer: its name; one of `peers.PEERS` writes in its own way.
         """
-        rows = _losses(self, beta2, ema_decay, lr, weight_decay, micro_batches)
+        rows = _losses(self, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer)
         lost = [text for wrong, text in rows if wrong]
         return lost + [site.warn[self[name]] for name, site in self.sites.items() if self[name] in site.warn]
 
 
-def _losses(r, beta2, ema_decay, lr, weight_decay, micro_batches):
+def _losses(r, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer):
     """[(whether a recipe loses something, what it loses and what keeps it)]."""
-    nearest = r.update == "nearest"
-    bare = r.low_weights and nearest and r.kahan == "off" and r.master == "none"
+    written = {"update": r.update, "kahan": r.kahan, "moments": r.update}
+    written.update(PEERS[optimizer].writes if optimizer in PEERS else {})
+    nearest = written["moments"] == "nearest"
+    bare = r.low_weights and (written["update"], written["kahan"], r.master) == ("nearest", "off", "none")
+    undecayed = bare or (r.low_weights and written.get("decay") == "nearest")
+
+    def keeps(remedy):
+        return f"use --stochastic without --optimizer {optimizer}" if optimizer in PEERS else remedy
+
     gap = {"int8": "0.35 % to 28 %", "int4": "3 % to 50 %", "e4m3": "3 % to 6 %", "e5m2": "6 % to 12 %"}
     of_value = f"half a gap between codes ({gap.get(r.exp_avg_sq)} of the value)"
     half_gap = f"a decay by 1-beta2 = {1 - beta2:.2g} under {of_value}"
@@ -275,26 +287,24 @@ def _losses(r, beta2, ema_decay, lr, weight_decay, micro_batches):
         (
             bare,
             f"update=nearest on bf16 weights: {step}"
-            f"steps under 2^-9..2^-8 (0.002..0.004) of a weight vanish; add --stochastic, --kahan or "
-            "--master split",
+            "steps under 2^-9..2^-8 (0.002..0.004) of a weight vanish; "
+            + keeps("add --stochastic, --kahan or --master split"),
         ),
         (
-            bare and weight_decay,
+            undecayed and weight_decay,
             f"weight decay moves a weight by lr*wd = {lr * weight_decay:.2g} of itself, below half an ulp "
-            "(0.002): "
-            f"alone it is always lost in bf16; --stochastic keeps it",
+            "(0.002): alone it is always lost in bf16; " + keeps("--stochastic keeps it"),
         ),
         (
             r.exp_avg_sq == "bf16" and nearest and 1 - beta2 < 2**-8,
             f"exp_avg_sq=bf16, nearest: decaying by 1-beta2 = {1 - beta2:.2g} is under half an ulp "
-            "(2^-9..2^-8), so v "
-            f"can grow and never shrink; use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99",
+            "(2^-9..2^-8), so v can grow and never shrink; "
+            + keeps("use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99"),
         ),
         (
             r.exp_avg_sq in CODES and nearest,
             f"exp_avg_sq={r.exp_avg_sq}, nearest: {half_gap} is lost: where some gradients of a block drop, "
-            "their v "
-            f"stays too high and their steps too short; add --stochastic",
+            "their v stays too high and their steps too short; " + keeps("add --stochastic"),
         ),
         (
             factored and nearest,

@@ -116,7 +116,7 @@ class Trainer:
         """What this machine only emulates, and what the recipe loses: a line each."""
         c = self.config
         rates = dict(beta2=c.beta2, ema_decay=c.ema_decay, lr=c.lr, weight_decay=c.weight_decay)
-        lost = self.recipe.warnings(**rates, micro_batches=c.accumulate)
+        lost = self.recipe.warnings(**rates, micro_batches=c.accumulate, optimizer=c.optimizer)
         for name in ("average_on", "states_on") if self.device.type == "cpu" else ():
             there = f"--{name} cpu changes nothing: the weights are on the CPU too"
             lost += [there] if getattr(c, name) == "cpu" else []

@@ -1,5 +1,6 @@
 """peers.py: other people's optimisers by name, and the choice by name."""
 
+import copy
 import itertools
 import math
 
@@ -13,6 +14,7 @@ from torch import nn
 import optim
 import optimizers
 import peers
+import precision
 from formats import FORMATS
 from optim import AdamW
 from recipes import Recipe, recipe
@@ -145,3 +147,65 @@ def test_a_peer_is_known_before_its_first_step(name):
     made = peers.build(name, [nn.Parameter(torch.ones(3, dtype=BF16))], recipe(pure_bf16=True))
     assert isinstance(made, peers.PEERS[name]) and not made.by_recipe and made.nbytes()["exp_avg"] == 6
     assert peers.title(made, name) == name
+
+
+# ---- How peers write, as the ledger and the warnings say it ------------------------------------------------
+
+WRITES = {  # optimiser: the ledger's rows, and what --dry_run warns of with weight decay
+    "torch": ({"update": "nearest", "kahan": "off"}, ["update=nearest", "weight decay", "exp_avg_sq=bf16"]),
+    "torchastic": ({"update": "stochastic", "kahan": "off"}, []),
+    "optimi": ({"update": "nearest", "kahan": "on"}, ["weight decay", "exp_avg_sq=bf16"]),
+    "adamw_bf16": ({"update": "stochastic", "kahan": "on"}, ["exp_avg_sq=bf16"]),
+    "torchao": ({"update": "stochastic", "kahan": "off"}, ["exp_avg_sq=bf16"]),
+}
+
+
+@pytest.mark.parametrize("optimizer", PEERS)
+def test_the_ledger_says_how_a_peer_writes(optimizer):
+    pytest.importorskip(optimizer)
+    rows, warned = WRITES[optimizer]
+    run = start("pure_bf16", optimizer=optimizer)
+    told = {row["site"]: row["value"] for row in run.ledger().rows}
+    assert {site: told[site] for site in rows} == rows
+    lines = run.recipe.warnings(weight_decay=0.01, optimizer=optimizer)
+    assert [any(line.startswith(start) for start in warned) for line in lines] == [True] * len(warned)
+    assert all(line.endswith(f"use --stochastic without --optimizer {optimizer}") for line in lines)
+
+
+def test_a_part_without_gradients_is_passed_by():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, both):
+            return self.b(self.a(x)) if both else self.a(x)
+
+    model = Two()
+    groups = [{"params": model.a.parameters()}, {"params": model.b.parameters(), "optimizer": sgd}]
+    run = peers_run(model, groups)
+    for both in (True, False):
+        before = model.b.weight.detach().clone()
+        run.backward(run(torch.ones(2, 8), both).square().mean())
+        run.step()
+        assert torch.equal(before, model.b.weight) != both
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def peers_run(model, groups=None, **options):
+    return precision.Precision(model, recipe(), groups=groups, clip_grad=1e-3, **options)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", sgd])
+def test_a_copy_of_a_run_steps_itself(optimizer):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    run = peers_run(model, optimizer=optimizer)
+    torch.optim.lr_scheduler.StepLR(run.optimizer, 10)
+    other, before = copy.deepcopy(run), [p.detach().clone() for p in run.params]
+    other.backward(other(torch.ones(2, 8)).sum())
+    other.step()
+    assert all(map(torch.equal, run.params, before))
+    assert not any(map(torch.equal, other.params, before))
