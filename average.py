@@ -14,13 +14,13 @@ import torch
 
 if __package__:
     from .buckets import Bucket, Table
-    from .machine import Refused
-    from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, written
+    from .machine import Refused, check_choice
+    from .rounding import DTYPES, UPDATES, Noise, exact_weight, fused, key_words, noise_bits, rounded, written
     from .sharding import grouped, local
 else:
     from buckets import Bucket, Table
-    from machine import Refused
-    from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, written
+    from machine import Refused, check_choice
+    from rounding import DTYPES, UPDATES, Noise, exact_weight, fused, key_words, noise_bits, rounded, written
     from sharding import grouped, local
 
 # ---- The average -------------------------------------------------------------------------------------------
@@ -87,6 +87,8 @@ class EMA:
         seed=0,
         compiled=True,
     ):
+        check_choice("dtype", dtype, ("fp32", "bf16"))
+        check_choice("update", update, UPDATES)
         self.full_decay, self.warmup = decay, warmup
         self.dtype, self.update_mode = DTYPES[dtype], update
         self.seed, self.compiled = seed, compiled
@@ -104,9 +106,17 @@ class EMA:
         for bucket in self._buckets:
             params, low = self._inputs(bucket)
             bucket.flat = exact_weight(params, low).detach().to(self.dtype, copy=True)
-            views = bucket.views(bucket.flat, [self.params[i] for i in bucket.indices])
-            for i, view in zip(bucket.indices, views, strict=True):
-                self.shadow[self.names[i]] = view
+            self._share(bucket)
+
+    def _share(self, bucket):
+        views = bucket.views(bucket.flat, [self.params[i] for i in bucket.indices])
+        for i, view in zip(bucket.indices, views, strict=True):
+            self.shadow[self.names[i]] = view
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        for bucket in self._buckets:
+            self._share(bucket)  # plain pickle makes a tensor of its own of each view
 
     @property
     def decay(self):
@@ -264,7 +274,7 @@ class Traffic:
         self.stream, self.done = torch.cuda.Stream(device), torch.cuda.Event()
 
     def memory(self, n, dtype):
-        return torch.empty(n, dtype=dtype, pin_memory=True)
+        return torch.empty(n, dtype=dtype, device="cpu", pin_memory=True)
 
     def copy(self, pairs):
         """Start to copy, after what the GPU was given so far. pairs: [(targets, function that gives the

@@ -46,10 +46,20 @@ def _keeps_statistics(module):
     return getattr(module, "running_mean", None) is not None and bool(_own(module))
 
 
+def narrowed(x, dtype):
+    """x in `dtype`, where finite values stay finite: a mask of torch.finfo(torch.float32).min would become
+    -inf in bf16, and a softmax over a row of -inf is NaN.
+    """
+    top = torch.finfo(dtype).max
+    if torch.finfo(x.dtype).max > top:
+        x = torch.where(x.isfinite(), x.clamp(-top, top), x)
+    return x.to(dtype)
+
+
 def to(dtype):
     def convert(x):
         if torch.is_tensor(x):
-            return x.to(dtype) if x.is_floating_point() else x
+            return narrowed(x, dtype) if x.is_floating_point() else x
         if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a leaf to torch's trees, but not to us
             values = {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
             return dataclasses.replace(x, **tree_map(convert, values))

@@ -25,6 +25,7 @@ else:
 PIECE = 1 << 21  # values whose root is held at once: 8 MiB
 INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
 SMALLEST = 2.0**-126  # normal number
+PLAIN = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaults are
 DECAY, SCALE = 0, 1  # the first numbers of h: 1 - lr * weight decay, and the factor of the gradient
 
 
@@ -48,7 +49,7 @@ def adamw(p, g, m, v, low, h, betas, eps, grad_scale=1.0, average=None, compiled
 
 def _kept_memory():
     if not hasattr(_of_thread, "root"):
-        _of_thread.root = torch.empty(PIECE)
+        _of_thread.root = torch.empty(PIECE, **PLAIN)
     return _of_thread.root
 
 
@@ -96,9 +97,9 @@ def _weight_kernel(p, m, root, low, h, average):
 @functools.cache
 def rounds_once():
     """Whether `_moment_kernel` has the bits of `moments` here: that depends on torch and the compiler."""
-    draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0))
+    draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0), **PLAIN)
     betas, g, m, v = (0.9, 0.999), draw(), draw(), draw().square()
-    own, h = (m.clone(), v.clone()), torch.tensor([1, 1, 1 - betas[0], betas[1], 1 - betas[1]])
+    own, h = (m.clone(), v.clone()), torch.tensor([1, 1, 1 - betas[0], betas[1], 1 - betas[1]], **PLAIN)
     moments(g, m, v, h, betas, torch.empty_like(v))
     try:
         importlib.import_module("torch._inductor.inductor_prims")  # names prims.fma

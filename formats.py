@@ -67,7 +67,7 @@ class Format:
         """n zeros: (codes uint8, scales fp32)."""
         codes, scales = self.sizes(n)
         zeros = functools.partial(torch.zeros, device=device)
-        return zeros(codes, dtype=torch.uint8), zeros(scales)
+        return zeros(codes, dtype=torch.uint8), zeros(scales, dtype=torch.float32)
 
     def table_bytes(self, signed, stochastic):
         """Bytes of the tables that all moments of one kind share."""

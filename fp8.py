@@ -258,7 +258,10 @@ class FP8(Coverage):
         """Swap the layers of `model`, in place. alone: Transformer Engine's need no context around them."""
         if self.device.type == "meta":
             return
-        for name, linear in self.linears.items():
+        places = {}  # a layer may have several names
+        for name, module in model.named_modules(remove_duplicate=False):
+            places.setdefault(module, []).append(name)
+        for linear in self.linears.values():
             if self.options.backend == "te":
                 new = fp8_layers.te_linear(linear, self.te_recipe, alone)
             elif self.options.backend == "torchao":
@@ -269,16 +272,18 @@ class FP8(Coverage):
             for attribute, value in vars(linear).items():
                 if attribute.startswith(HOOKS):  # other people's stay in force, and can be removed as before
                     setattr(new, attribute, value)
-            parent, _, attribute = name.rpartition(".")
-            self.swaps.append((model.get_submodule(parent), attribute, linear, new))
-            setattr(model.get_submodule(parent), attribute, new)
+            for place in places[linear]:
+                parent, _, attribute = place.rpartition(".")
+                self.swaps.append((model.get_submodule(parent), attribute, linear, new))
+            for parent, attribute, _, layer in self.swaps:
+                setattr(parent, attribute, layer)
         ours = "emulate" if self.options.backend == "emulate" else "scaled_mm"
         for scaling in self.functional.values():
             scaling.switch(dataclasses.replace(self.options, backend=ours), self.device)
 
     @property
     def scalings(self):
-        own = [new.scaling for *_, new in self.swaps if isinstance(new, Linear)]
+        own = [new.scaling for new in dict.fromkeys(new for *_, new in self.swaps) if isinstance(new, Linear)]
         return own + list(self.functional.values())
 
     def context(self):

@@ -277,8 +277,9 @@ class Scaling(nn.Module):
         """FP8 on as `options` say; state is made anew."""
         self.options = options
         if options.recipe == "delayed":
-            self.register_buffer("amax_history", torch.zeros(options.amax_history_len, 3, device=device))
-            self.register_buffer("scale", torch.zeros(3, device=device))  # 0: no past
+            new = dict(dtype=torch.float32, device=device)
+            self.register_buffer("amax_history", torch.zeros(options.amax_history_len, 3, **new))
+            self.register_buffer("scale", torch.zeros(3, **new))  # 0: no past
 
     def decide(self, k, n):
         """Say in `left_out`, once, whether a w of k inputs and n outputs stays out of FP8."""

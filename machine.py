@@ -28,6 +28,12 @@ class Refused(ValueError):
         super().__init__(line if len(line) <= 1000 else f"{line[:500]} ... {line[-400:]}")
 
 
+def check_choice(what, value, choices):
+    """Raises Refused for a value that is none of the choices."""
+    if value not in choices:
+        raise Refused(f"{what}={value!r}: unknown; choose from {', '.join(choices)}")
+
+
 # ---- Optional packages -------------------------------------------------------------------------------------
 
 

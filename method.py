@@ -117,7 +117,9 @@ def roles(net):
     """{qualified name: set of roles} of all modules. A net may declare its own: `roles = {"name.of.a.part":
     {"head"}}`.
     """
-    declared = getattr(net, "roles", {})
+    declared = getattr(net, "roles", None)
+    if not isinstance(declared, dict):  # a net may have something else of that name
+        declared = {}
 
     def of(name, module):
         for part, its_roles in declared.items():

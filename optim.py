@@ -15,6 +15,7 @@ know no class:
     nbytes()                    bytes of state by site
 """
 
+import copy
 import functools
 import math
 import operator
@@ -27,8 +28,18 @@ if __package__:
     from .buckets import Bucket, Table, scale_of
     from .exact_step import DECAY, SCALE
     from .formats import FORMATS
-    from .machine import Refused, settle_vector_math
-    from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+    from .machine import Refused, check_choice, settle_vector_math
+    from .rounding import (
+        DTYPES,
+        UPDATES,
+        Noise,
+        exact_weight,
+        fused,
+        key_words,
+        noise_bits,
+        rounded,
+        write_weight,
+    )
     from .sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 else:
     import exact_step
@@ -36,8 +47,18 @@ else:
     from buckets import Bucket, Table, scale_of
     from exact_step import DECAY, SCALE
     from formats import FORMATS
-    from machine import Refused, settle_vector_math
-    from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+    from machine import Refused, check_choice, settle_vector_math
+    from rounding import (
+        DTYPES,
+        UPDATES,
+        Noise,
+        exact_weight,
+        fused,
+        key_words,
+        noise_bits,
+        rounded,
+        write_weight,
+    )
     from sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
 
 __all__ = ["DTYPES", "EMA", "FORMATS", "AdamW", "Rounded"]
@@ -69,6 +90,18 @@ def _kernel(direction):
             m.copy_(rounded(value, m.dtype, noise))
 
     return kernel
+
+
+MASTERS = "none", "split", "fp32"
+SPARSE = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
+
+
+def own_attributes(optimizer):
+    """What a copy of an optimiser takes along: all but hooks and a scheduler's `step`, which are bound to the
+    original. torch's own __getstate__ keeps three attributes alone.
+    """
+    kept = vars(optimizer).items()
+    return {name: value for name, value in kept if name != "step" and not name.startswith("_optimizer_")}
 
 
 class Rounded(torch.optim.Optimizer):
@@ -113,11 +146,17 @@ class Rounded(torch.optim.Optimizer):
         **named,
     ):
         settle_vector_math()
+        check_choice("update", update, UPDATES)
+        check_choice("master", master, MASTERS)
+        if kahan and master != "none":
+            raise Refused(f"kahan beside master={master!r}: an exact master loses nothing; drop kahan")
         self.update, self.kahan, self.master = update, kahan, master
         self.seed, self.compiled, self.away = seed, compiled, away
         if unknown := {*named, *(kinds or {})} - set(self.moments):
             raise TypeError(f"{type(self).__name__} has no option '{sorted(unknown)[0]}'")
         kinds = {**dict.fromkeys(self.moments, "fp32"), **named, **(kinds or {})}
+        for name, kind in kinds.items():
+            check_choice(name, kind, ("fp32", "bf16", *FORMATS))
         self.coders = {name: FORMATS[kind] for name, kind in kinds.items() if kind in FORMATS}
         for coder in self.coders.values():
             coder.require()
@@ -161,9 +200,7 @@ class Rounded(torch.optim.Optimizer):
             bucket.state = self._new_state(bucket)
             for p in bucket.params:
                 self.state[p] = {"step": 0}
-            for name, flat in bucket.state.items():
-                for p, share in zip(bucket.params, self._shares(name, flat, bucket), strict=True):
-                    self.state[p][name] = share
+            self._share(bucket)
             self._buckets.append((len(self.param_groups) - 1, bucket))
         self._position += sum(p.numel() for p in params)
 
@@ -199,6 +236,11 @@ class Rounded(torch.optim.Optimizer):
             elif self.master == "fp32":
                 state["master"] = bucket.gather([local(p) for p in bucket.params]).float()
         return state
+
+    def _share(self, bucket):
+        for name, flat in bucket.state.items():
+            for p, share in zip(bucket.params, self._shares(name, flat, bucket), strict=True):
+                self.state[p][name] = share
 
     def _shares(self, name, flat, bucket):
         """Views of a bucket's flat state, one a parameter: in its shape, packed codes and scales flat."""
@@ -287,6 +329,8 @@ class Rounded(torch.optim.Optimizer):
         grads = [grad_of(p) for p in bucket.params]
         if all(g is None for g in grads):
             return []
+        if any(g is not None and g.is_sparse for g in grads):
+            raise Refused(SPARSE)
         steps = {self.state[p]["step"] for p in bucket.params}
         dtypes = {g.dtype for g in grads if g is not None}
         if not apart and all(g is not None for g in grads) and len(steps) == 1 and len(dtypes) == 1:
@@ -355,8 +399,14 @@ class Rounded(torch.optim.Optimizer):
         codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
         return self.coders[name].decode(codes, scales, n, self.signed.get(name, True), self.compiled)
 
-    def __getstate__(self):  # torch's keeps its own attributes alone
-        return dict(self.__dict__)
+    def __getstate__(self):
+        return own_attributes(self)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if "_buckets" in state and self.away is None:
+            for _, bucket in self._buckets:
+                self._share(bucket)  # plain pickle makes a tensor of its own of each view
 
     # -- questions
 
@@ -528,9 +578,10 @@ class Rounded(torch.optim.Optimizer):
             self.away.settle()
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        if len(ids) != len(params) or len(state_dict["param_groups"]) != len(self.param_groups):
-            theirs = f"optimiser state of {len(ids)} parameters in {len(state_dict['param_groups'])} groups"
-            raise Refused(f"{theirs} does not fit a model with {len(params)}: it belongs to another model")
+        own, theirs = ([len(g["params"]) for g in o] for o in (self.param_groups, state_dict["param_groups"]))
+        if theirs != own:
+            theirs = f"optimiser state of {sum(theirs)} parameters in groups of {theirs}"
+            raise Refused(f"{theirs} does not fit a model with groups of {own}: it belongs to another model")
         # format 1 does not tell: it had these two, of other shapes; all codes of 8 bits have the same
         old = {name: kind for name, kind in self._formats().items() if kind in ("int8", "int4")}
         codes = state_dict.get("codes", old)
@@ -540,7 +591,7 @@ class Rounded(torch.optim.Optimizer):
         for p, i in zip(params, ids, strict=True):
             self._load(p, state_dict["state"].get(i, {}))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+            group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
 
     def _load(self, p, saved):
         saved, state = dict(saved), self.state[p]

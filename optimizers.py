@@ -295,7 +295,8 @@ class Muon(ByTensor):
     def add_param_group(self, param_group):
         params = [param_group["params"]] if torch.is_tensor(param_group["params"]) else param_group["params"]
         param_group = {**param_group, "params": list(params)}
-        if any(p.dim() < 2 for p in param_group["params"] if torch.is_tensor(p)):
+        given = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
+        if any(p.dim() < 2 for p in given if torch.is_tensor(p)):
             alone = "Muon takes matrices and kernels of convolutions, and here is a vector"
             raise Refused(f"{alone}: give biases, norms, embeddings and heads to AdamW (peers.build does)")
         super().add_param_group(param_group)

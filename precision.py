@@ -36,6 +36,7 @@ if __package__:
     from .cast import Cast, to
     from .machine import Refused, exact_math, settle_vector_math
     from .offload import check_offload, offloaded
+    from .optim import SPARSE
     from .recipes import SITES, Recipe, Site, parse_average, recipe
     from .release import Release, check_release, check_wrapped, clipping
     from .release import norms_of as release_norms
@@ -51,6 +52,7 @@ else:
     from cast import Cast, to
     from machine import Refused, exact_math, settle_vector_math
     from offload import check_offload, offloaded
+    from optim import SPARSE
     from recipes import SITES, Recipe, Site, parse_average, recipe
     from release import Release, check_release, check_wrapped, clipping
     from release import norms_of as release_norms
@@ -60,6 +62,7 @@ else:
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 METHODS = (Sparse24, fp8.FP8, fp8.Quantised)
+PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 # ---- A net, called as a recipe says ------------------------------------------------------------------------
 
@@ -198,12 +201,19 @@ class Precision:
         **options,
     ):
         settle_vector_math()
+        taken = {name for kind in METHODS for name in inspect.signature(kind.attach).parameters}
+        if unknown := set(options) - taken:
+            raise TypeError(f"Precision() got an unexpected keyword argument '{sorted(unknown)[0]}'")
         r = r or Recipe()
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        if isinstance(net, PARALLEL):
+            kind = type(net).__name__
+            raise Refused(f"the model is a {kind}: give the net in it, then run.forward = {kind}(run.model)")
         first = next(net.parameters(), None)
         if first is None:
             raise Refused("the model has no parameters: there is nothing to train")
         self.device = first.device
+        groups = None if groups is None else list(groups)
         r = r.keeping(optimizer, *(group["optimizer"] for group in groups or () if "optimizer" in group))
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         self.clip_grad, self.clip_tensor, self.accumulate = clip_grad, clip_tensor, accumulate
@@ -223,17 +233,23 @@ class Precision:
         self.cast = Cast(net, self.recipe)
         for method in self.methods:
             method.convert(net)
+        if self.methods and any(isinstance(m, torch.nn.TransformerEncoderLayer) for m in net.modules()):
+            # in eval without gradients torch's fast path reads the weights, and calls no layer
+            torch.backends.mha.set_fastpath_enabled(False)
         self.view_of_model = View(net, self.recipe, self.methods, keep)
         self.release = None  # a release.Release, where backward updates
         self.forward = model
         self.named_params = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
         self.params = [p for _, p in self.named_params]
+        for p in self.params:
+            p.grad = None  # what an earlier backward left belongs to no step of this run
         common = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, seed=seed)
         common.update(momentum=momentum, nesterov=nesterov, net=net)
         self.away = offloaded(states_on, self.device)  # what keeps the moments elsewhere, or None
         common.update(away=self.away)
         self.optimizer = peers.build(optimizer, self._groups(groups), self.recipe, **common)
         self.optimizer_name = peers.title(self.optimizer, optimizer)
+        self.grouped = sum(len(group["params"]) for group in self.optimizer.param_groups)
         sharding.check_optimizer(self)
         check_offload(states_on, optimizer=self.optimizer)
         self.optimizer.attach(net)
@@ -281,6 +297,11 @@ class Precision:
     def forward(self, wrapper):
         if self.release is not None:
             check_wrapped(wrapper)
+        if isinstance(wrapper, PARALLEL[0]) and self.recipe.low_weights:
+            # its hooks are on what gathered fp32 gradients, and a change of dtype makes that anew
+            if "BFloat16" not in wrapper._get_ddp_logging_data().get("dtypes", "BFloat16"):
+                early = "this DistributedDataParallel was made of fp32 weights, and averages no gradient now"
+                raise Refused(f"{early}: make it of run.model after Precision")
         self.view_of_model.forward = wrapper
 
     # -- one training step
@@ -337,6 +358,10 @@ class Precision:
         see watch.StepReport; grad_norm; nonfinite_grads: entries; loss_scale and skipped_steps for fp16; and
         what the methods tell after observe(True).
         """
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self.grouped:
+            late = "the optimiser has parameters that this run does not average, clip or sum"
+            whole = "make Precision while all that is ever trained has requires_grad=True, and freeze it then"
+            raise Refused(f"{late}: {whole}")
         self.optimizer.collect()
         if self.reduce_sums and self.sums:
             self.reduce_sums(self.sums)
@@ -345,7 +370,7 @@ class Precision:
         if self.over:
             grads = {p: sharding.local(g) for p, g in grads.items()}
         if any(g.is_sparse for g in grads.values()):
-            raise Refused("a sparse gradient can't be rounded: make the nn.Embedding with sparse=False")
+            raise Refused(SPARSE)
         released = self.release is not None and self.release.updated
         if not grads and not released:
             what = "step() found no gradients: call backward(loss) before it"
@@ -543,6 +568,8 @@ def _listed(params):
     """
     if torch.is_tensor(params):
         return [params]
+    if isinstance(params, set | frozenset):
+        raise Refused("groups: a set has no order that a resume could rely on; give a list of parameters")
     return [p[1] if isinstance(p, tuple) else p for p in params]
 
 

@@ -23,10 +23,10 @@ import torch
 
 if __package__:
     from .machine import Refused
-    from .optim import Rounded
+    from .optim import SPARSE, Rounded
 else:
     from machine import Refused
-    from optim import Rounded
+    from optim import SPARSE, Rounded
 
 # ---- Norms -------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Release:
             ways = "do one backward pass a step, then step(), and checkpoint with use_reentrant=False"
             raise Refused(f"grad_release: {two}, and was updated by the first: {ways}")
         if p.grad.is_sparse:
-            raise Refused("a sparse gradient can't be rounded: make the nn.Embedding with sparse=False")
+            raise Refused(SPARSE)
         if not self.items:
             self._begin()
         part, item = self.items[p]

@@ -21,6 +21,7 @@ from contextlib import nullcontext
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+UPDATES = "nearest", "stochastic"  # how a bf16 number is written
 
 # ---- Randomness --------------------------------------------------------------------------------------------
 

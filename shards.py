@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import warnings
 from contextlib import suppress
@@ -165,8 +166,9 @@ def _settle(file, part, name, tree, sums):
 
 
 def _forget(file, kept=None):
-    for old in file.parent.glob(f"{file.stem}-[0-9]*"):
-        if old != kept and old.is_dir() and not old.is_symlink():
+    written = re.compile(rf"{re.escape(file.stem)}-\d{{8,}}(-\d+)?(\.part)?")
+    for old in file.parent.iterdir():
+        if old != kept and written.fullmatch(old.name) and old.is_dir() and not old.is_symlink():
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -263,8 +263,8 @@ class Watch:
             facts = self.facts[i]
             if facts.first is None:
                 facts.first = self.pick(p).clone()
-            if i not in here:
-                facts.without += 1
+            if i not in here:  # a sparse gradient is one, though it is not looked at
+                facts.without += p.numel() > 0 and (p.grad is None or not p.grad.is_sparse)
                 continue
             facts.looks += 1
             facts.idle += quiet[here[i]]

@@ -419,7 +419,7 @@ class Writes:
         rows = []
         for i, (_, p) in enumerate(self.named_params):
             g = p.grad if grads is None else grads.get(p)
-            if g is not None and not g.is_sparse:
+            if g is not None and not g.is_sparse and p.numel():
                 rows.append((i, p, self.pick(g).float() * scale_of(scale, p)))
         self.look = Look(self.optimizer, rows, self.pick, "moments" in self.at) if rows else None
         for name, average in self.ema.items() if "averages" in self.at else ():

@@ -45,6 +45,39 @@ def quick(*flags, name="run", steps=4):
     return command(*QUICK, "--name", name, "--steps", steps, *flags)
 
 
+@pytest.fixture
+def stepped(monkeypatch):
+    """[(recipe, whether weights changed)] of each training step in this process."""
+    found, step = [], trainer.Trainer.train_step
+
+    def watched(self, *args, **options):
+        before = [p.detach().clone() for p in self.precision.params]
+        result = step(self, *args, **options)
+        found.append((self.recipe, not all(map(torch.equal, before, self.precision.params))))
+        return result
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", watched)
+    return found
+
+
+def assert_trained(stepped, flags, steps):
+    """Each of the steps changed weights, by the recipe that the flags name."""
+    assert len(stepped) == steps and all(moved for _, moved in stepped)
+    r, words = stepped[0][0], flags.split()
+    assert r.low_weights == ("--pure_bf16" in words) and r.update == PLAIN_OR["--stochastic" in words]
+    compute = {"--bf16": "bf16", "--fp16": "fp16", "--fp8": "fp8", "--pure_bf16": "bf16"}
+    assert r.compute == next((compute[word] for word in compute if word in words), "fp32")
+    assert (r.exp_avg == "int8") == ("--opt8bit" in words) and (r.kahan == "on") == ("--kahan" in words)
+    for setting in [words[i + 1] for i, word in enumerate(words) if word == "--set"]:
+        site, _, value = setting.partition("=")
+        assert r[site] == value
+    for site in ("master", "sparse24"):
+        assert r[site] == (words[words.index(f"--{site}") + 1] if f"--{site}" in words else "none")
+
+
+PLAIN_OR = "nearest", "stochastic"
+
+
 def checkpoint(name="run"):
     return torch.load(f"runs/{name}/checkpoint.pt", weights_only=True)
 

@@ -270,3 +270,9 @@ def test_a_decay_that_is_set_by_hand_is_the_full_one():
     assert ema.decay == pytest.approx(0.1)
     ema.step, ema.decay = 10**6, 0.5
     assert ema.decay == 0.5
+
+
+def test_a_misspelt_average_is_refused():
+    named = [("p", nn.Parameter(torch.ones(4)))]
+    refused(lambda: EMA(named, 0.9, "bf16", "Stochastic"), "choose from nearest, stochastic")
+    refused(lambda: EMA(named, 0.9, "fp16"), "choose from fp32, bf16")

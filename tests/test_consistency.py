@@ -10,7 +10,18 @@ import common
 import pytest
 import test_strategies
 import torch
-from cli import after_step, assert_same, checkpoint, command, content, metrics, one_line, quick, summary
+from cli import (
+    after_step,
+    assert_same,
+    assert_trained,
+    checkpoint,
+    command,
+    content,
+    metrics,
+    one_line,
+    quick,
+    summary,
+)
 from common import same
 from test_strategies import batch, make, velocity_to
 
@@ -23,6 +34,7 @@ from tasks import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+stepped = cli.stepped
 digits = test_strategies.digits
 
 CONSISTENCY = ["--task", "consistency"]
@@ -259,7 +271,7 @@ def test_it_learns_to_draw_in_two_steps():
 
 RECIPES = [
     "--bf16",
-    "--fp16",
+    "--fp16 --init_loss_scale 16",
     "--pure_bf16 --set target=bf16",
     "--pure_bf16 --stochastic --set target=bf16 --set target_update=stochastic",
     "--pure_bf16 --kahan",
@@ -273,10 +285,11 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("flags", RECIPES)
-def test_recipes_train(flags):
+def test_recipes_train(flags, stepped):
     if "opt8bit" in flags:
         pytest.importorskip("bitsandbytes")
     assert learn(*flags.split(), "--set", "generation=autocast", steps=2) == 0
+    assert_trained(stepped, flags, steps=2)
 
 
 LOW = "--pure_bf16 --stochastic --set target=bf16 --set target_update=stochastic"

@@ -12,7 +12,19 @@ import common
 import pytest
 import test_strategies
 import torch
-from cli import QUICK, after_step, assert_same, checkpoint, command, content, draw, metrics, one_line, summary
+from cli import (
+    QUICK,
+    after_step,
+    assert_same,
+    assert_trained,
+    checkpoint,
+    command,
+    content,
+    draw,
+    metrics,
+    one_line,
+    summary,
+)
 from test_strategies import Recorder, batch, make, rmse
 
 import train
@@ -23,6 +35,7 @@ from tasks import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+stepped = cli.stepped
 digits = test_strategies.digits
 
 TEACHER = "runs/teacher"
@@ -182,17 +195,18 @@ def test_a_teacher_draws_in_its_own_recipe_with_its_own_guidance(teachers):
     "flags",
     [
         "--bf16",
-        "--fp16",
+        "--fp16 --init_loss_scale 16",
         "--pure_bf16 --stochastic --opt8bit",
         "--pure_bf16 --master split",
         "--pure_bf16 --optimizer torchastic --set ema=bf16",
         "--set timesteps=bf16 --accumulate 2",
     ],
 )
-def test_recipes_train(flags, teachers):
+def test_recipes_train(flags, teachers, stepped):
     if "opt8bit" in flags:
         pytest.importorskip("bitsandbytes")
     assert student(*flags.split(), steps=2) == 0
+    assert_trained(stepped, flags, steps=2)
 
 
 # ---- Resume ------------------------------------------------------------------------------------------------

@@ -496,3 +496,25 @@ def test_int8_without_torchao_is_one_line(monkeypatch):
     instead = "pip install torchao, or use --set generation=bf16"
     asked = recipe(sites=["generation=int8"])
     refused(lambda: Precision(net(), asked), "generation=int8 needs the package torchao", instead)
+
+
+def test_a_layer_of_several_names_is_in_fp8_under_each():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(32, 32)
+            self.again, self.layers, self.out = self.first, nn.ModuleList([self.first]), nn.Linear(32, 4)
+
+        def forward(self, x):
+            return self.out(self.again(self.layers[0](x)))
+
+    model = Shared()
+    run = Precision(model, recipe(fp8=True, fp8_backend="emulate", fp8_recipe="delayed", amax_history_len=4))
+    assert model.first is model.again is model.layers[0] and isinstance(model.first, fp8_layers.Linear)
+    run.backward(run(draw(16, 32)).square().mean())
+    run.step()
+    history = model.first.scaling.amax_history
+    assert history[-1].all() and not history[:-1].any()  # rolled once, whatever its names
+    with method(run, FP8).plain(model):
+        assert type(model.again) is nn.Linear and model.again is model.layers[0]
+    assert isinstance(model.layers[0], fp8_layers.Linear)

@@ -463,3 +463,12 @@ def test_two_gpus_train_to_the_bits_of_one(job, words):
     assert process(*launch, ROOT / "tests/fsdp_jobs.py", job, *given).wait(300) == 0
     found = json.loads(Path("told.json").read_text())
     assert found and not any(found.values()), found
+
+
+def test_a_new_checkpoint_removes_old_ones_and_no_folder_of_the_users():
+    kept = ["checkpoint-00000100-backup", "checkpoint-1", "checkpoint-00000100.old", "best-00000100"]
+    gone = ["00000100", "00000100-2", "00000120.part", "123456789"]
+    for name in [*kept, *(f"checkpoint-{number}" for number in gone)]:
+        Path(name).mkdir()
+    shards._forget(Path("checkpoint.json").absolute(), Path("checkpoint-00000120").absolute())
+    assert sorted(path.name for path in Path().iterdir()) == sorted(kept)

@@ -345,3 +345,5 @@ def test_the_smallest_accepted_image_trains(model, task, image_size):
     out = net(x) if task == "segment" else net(x, t, y)
     out.square().mean().backward()
     assert out.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in net.parameters() if p.grad is not None)
+    assert sum(bool(p.grad.any()) for p in net.parameters() if p.grad is not None) > 10

@@ -10,7 +10,17 @@ import common
 import pytest
 import test_strategies
 import torch
-from cli import after_step, assert_same, checkpoint, command, content, metrics, one_line, quick
+from cli import (
+    after_step,
+    assert_same,
+    assert_trained,
+    checkpoint,
+    command,
+    content,
+    metrics,
+    one_line,
+    quick,
+)
 from test_strategies import batch, make, noise_from, velocity_to
 
 import metrics as scores
@@ -20,6 +30,7 @@ from perceptual import Perceptual
 from tasks import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+stepped = cli.stepped
 digits = test_strategies.digits
 
 
@@ -147,12 +158,13 @@ def test_the_loss_falls(capsys):
         "--task ddpm --bf16",
         "--pure_bf16 --set perceptual=bf16",
         "--pure_bf16 --optimizer torch --set perceptual=bf16 --set ema=bf16",
-        "--fp16",
+        "--fp16 --init_loss_scale 16",
         "--pure_bf16 --stochastic --set loss=bf16",
     ],
 )
-def test_recipes_train_with_it(flags):
+def test_recipes_train_with_it(flags, stepped):
     assert quick("--perceptual", 0.1, *flags.split(), steps=2) == 0
+    assert_trained(stepped, flags, steps=2)
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one(monkeypatch):

@@ -544,3 +544,34 @@ def test_before_the_first_step_there_is_nothing_to_say():
     assert watch.shares() == {} and "0 steps" in str(watch)
     assert str(watch).splitlines()[-1].startswith("nothing found here") and watch.diagnosis().status == 1
     assert losing(watch) == {("step", "")}
+
+
+@pytest.mark.parametrize("first", [lambda: nn.Linear(8, 0), lambda: nn.Embedding(4, 0)])
+def test_empty_parameters_are_passed_by(first):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.work = first(), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.work(x)
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watched = Watch(model, optimizer, every=1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    assert watched.looks == 3 and "first.weight" not in str(watched)
+
+
+def test_sparse_gradients_are_gradients():
+    model = nn.Embedding(4, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    watched = Watch(model, optimizer, every=1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    assert "never has a gradient" not in str(watched)
