@@ -56,10 +56,10 @@ def narrowed(x, dtype):
     return x.to(dtype)
 
 
-def to(dtype):
+def to(dtype, cast=torch.Tensor.to):
     def convert(x):
         if torch.is_tensor(x):
-            return narrowed(x, dtype) if x.is_floating_point() else x
+            return cast(x, dtype) if x.is_floating_point() else x
         if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a leaf to torch's trees, but not to us
             values = {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
             return dataclasses.replace(x, **tree_map(convert, values))

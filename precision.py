@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 if __package__:
     from . import fp8, ledger, peers, sharding
     from .average import average_kind
-    from .cast import Cast, to
+    from .cast import Cast, narrowed, to
     from .machine import Refused, exact_math, settle_vector_math
     from .offload import check_offload, offloaded
     from .optim import SPARSE
@@ -49,7 +49,7 @@ else:
     import peers
     import sharding
     from average import average_kind
-    from cast import Cast, to
+    from cast import Cast, narrowed, to
     from machine import Refused, exact_math, settle_vector_math
     from offload import check_offload, offloaded
     from optim import SPARSE
@@ -106,7 +106,7 @@ class View:
         """(args, kwargs) as the net takes them."""
         if not self.recipe.low_weights:
             return args, kwargs
-        low = functools.partial(tree_map, to(torch.bfloat16))
+        low = functools.partial(tree_map, to(torch.bfloat16, narrowed))
         names = [*self.arguments, *[None] * len(args)]
         args = tuple(a if name in self.keep else low(a) for a, name in zip(args, names, strict=False))
         return args, {name: a if name in self.keep else low(a) for name, a in kwargs.items()}
