@@ -11,7 +11,10 @@ that entry alone. Needs torch alone; copy it.
 import copy
 import inspect
 import math
+import random
+import sys
 from collections import OrderedDict, defaultdict
+from contextlib import contextmanager
 
 import torch
 
@@ -160,8 +163,10 @@ class Stranger(peers.Peer):
     def gradient(self, p, g, pick=torch.flatten):
         """The gradient that the moments take: with weight decay where that goes by way of the gradient."""
         decay = self._group(p).get("weight_decay", 0.0)
-        through = type(self.inner).__name__ in COUPLED or (self.exact and self._coupled(p))
-        return g + decay * self.held(p, pick) if decay and through else g
+        group = self._group(p)
+        coupled = type(self.inner).__name__ in COUPLED and not group.get("decoupled_weight_decay")
+        g = -g if group.get("maximize") else g
+        return g + decay * self.held(p, pick) if decay and (coupled or self.exact and self._coupled(p)) else g
 
     def _coupled(self, p):
         # torch's Adam adds it to the gradient, AdamW does not; since 2.7 a group tells
@@ -240,7 +245,7 @@ class Stranger(peers.Peer):
         twin = torch.nn.Parameter(take(p).float().clone())
         twin.grad = take(p.grad).float() / grad_scale(self.inner)
         try:
-            with torch.random.fork_rng(devices=[p.device] if p.is_cuda else []), torch.no_grad():
+            with undrawn(p.device), torch.no_grad():
                 states = self._step(p, twin, take)
         except Exception:  # a stranger's code may need what a copy of one tensor does not have
             self.silent.add(p)
@@ -272,14 +277,48 @@ class Stranger(peers.Peer):
             else:
                 state[name] = copy.deepcopy(value)
         other = object.__new__(type(inner))  # copying would run its __setstate__, which changes shared groups
-        vars(other).update(vars(inner))
-        vars(other).pop("step", None)  # a scheduler's wrapper, bound to the optimiser itself
-        other.param_groups = [{**self._group(p), "params": [twin]}]
+        # a scheduler's wrapper of `step` is bound to the optimiser itself
+        shared = ("step", "param_groups", "state")
+        own = {name: value for name, value in vars(inner).items() if name not in shared}
+        vars(other).update({name: apart(value) for name, value in own.items()})
+        group = {name: apart(value) for name, value in self._group(p).items() if name != "params"}
+        other.param_groups = [{**group, "params": [twin]}]
         other.state = defaultdict(dict, {twin: state} if state else {})
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(other, hooks, OrderedDict())
         inspect.unwrap(type(inner).step)(other)
         return other.state[twin]
+
+
+def apart(value):
+    """What a copy of an optimiser may change without changing the original's: small tensors, generators, and
+    lists and dicts of them. Parameters and large tensors stay the same, which it would take long to copy.
+    """
+    if torch.is_tensor(value):
+        small = not isinstance(value, torch.nn.Parameter) and value.numel() <= 1 << 12
+        return value.detach().clone() if small else value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if type(value) is dict:
+        return {key: apart(held) for key, held in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(apart, value))
+    drawn = type(value).__module__.partition(".")[0] in ("random", "numpy")
+    return copy.deepcopy(value) if drawn else value
+
+
+@contextmanager
+def undrawn(device):
+    """Within it, what is drawn from the global generators of torch, Python and numpy is not missing later."""
+    drawn, numpy = random.getstate(), sys.modules.get("numpy")
+    held = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(drawn)
+        if numpy:
+            numpy.random.set_state(held)
 
 
 def accumulates(name, value):
@@ -296,14 +335,27 @@ def grad_scale(optimizer):
     return 1.0 if scale is None else float(scale)
 
 
+def skips(optimizer):
+    """Whether a fused optimiser will pass by the step that begins: GradScaler has told it of an overflow."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
 # ---- Averages ----------------------------------------------------------------------------------------------
 
 
 class Average:
-    """An average of the weights, whoever keeps it. read: () -> {name: tensor}; decays: () -> number, None."""
+    """An average of the weights, whoever keeps it. read: () -> {name: tensor}; decays: () -> number, None.
+    counts: () -> how often it was updated, None where nobody counts.
+    """
 
-    def __init__(self, read, decays):
-        self.read, self.decays = read, decays
+    def __init__(self, read, decays, counts=lambda: None):
+        self.read, self.decays, self.counts = read, decays, counts
+
+    @property
+    def begun(self):
+        """Whether it may have been updated: SWA begins late in a run."""
+        return self.counts() != 0
 
     @property
     def shadow(self):
@@ -334,7 +386,11 @@ class Average:
         for holder in ("module", "ema_model", "averaged_model", "model"):
             inner = getattr(ema, holder, None)
             if isinstance(inner, torch.nn.Module):
-                return cls(_parameters(inner), lambda: _decay_of_module(ema))._fitting(names)
+
+                def counts():
+                    return int(ema.n_averaged) if hasattr(ema, "n_averaged") else None
+
+                return cls(_parameters(inner), lambda: _decay_of_module(ema), counts)._fitting(names)
         if isinstance(ema, torch.nn.Module):
             return cls(_parameters(ema), _unknown)._fitting(names)
         raise Refused(

@@ -304,7 +304,7 @@ def averages(one, name):
     if tally is None:
         return
     stood = one.extra.stood
-    if stood and stood >= 1 and not tally.arrived:
+    if stood and stood >= 1 and not tally.arrived and watch.ema.begun:
         text = "the average has not moved between two looks, and is away from its weight"
         yield Finding("ema", "severe", text, "update it after each step, in fp32", name, 2.0)
         return
@@ -573,13 +573,14 @@ def missing(seen):
             found.append(Finding("optimizer", "severe", text, remedy, next(iter(watch.copies)), 5.0))
         return found
     for name, p in watch.model.named_parameters():
-        if p.requires_grad and p not in watch.groups:
+        if p.requires_grad and p not in watch.groups and p not in watch.elsewhere:
             graded = p.grad is not None and bool(p.grad.any())
             severity = "severe" if graded or watch.orphans.get(name) else "note"
             text = (
                 "it has gradients, and is in no group of the optimiser" if severity == "severe" else NOWHERE
             )
-            found.append(Finding("optimizer", severity, text, "add it to the optimiser's groups", name, 4.0))
+            remedy = "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]"
+            found.append(Finding("optimizer", severity, text, remedy, name, 4.0))
     return found
 
 

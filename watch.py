@@ -26,7 +26,7 @@ import torch
 
 if __package__:
     from . import net_state, verdict_rows
-    from .adapters import Average, answering, check_states, grad_scale, hooked, renew, steps_of
+    from .adapters import Average, answering, check_states, grad_scale, hooked, renew, skips, steps_of
     from .machine import Refused
     from .verdicts import Diagnosis
     from .write_errors import Errors
@@ -34,7 +34,7 @@ if __package__:
 else:
     import net_state
     import verdict_rows
-    from adapters import Average, answering, check_states, grad_scale, hooked, renew, steps_of
+    from adapters import Average, answering, check_states, grad_scale, hooked, renew, skips, steps_of
     from machine import Refused
     from verdicts import Diagnosis
     from write_errors import Errors
@@ -85,13 +85,14 @@ class Watch:
     """See above. model: the net that the optimiser trains, wrapped or not. optimizer: a torch optimiser or
     what wraps one, as Accelerate does. ema: a module, {name: tensor}, torch's AveragedModel, diffusers'
     EMAModel, optim.EMA, or None. every: steps between two looks; the first step is looked at too.
+    others: further optimisers of this net, whose parameters are theirs, as with Muon beside AdamW.
     most: entries of a sample, see writes.sample; by default an eighth of what a tensor of the net has on
     average, from LEAST to MOST, so that a look at a small net is as cheap as its steps.
 
     Raises Refused for an optimiser or an average of no known kind, and for states of AdamW that are cut.
     """
 
-    def __init__(self, model, optimizer, ema=None, every=50, most=None):
+    def __init__(self, model, optimizer, ema=None, every=50, most=None, others=()):
         if every < 1:
             raise Refused(f"every={every}: looks are at least one step apart")
         self.model, self.every, self.steps, self.looks = _plain(model), int(every), 0, 0
@@ -100,6 +101,8 @@ class Watch:
             raise Refused(f"Watch takes the model as an nn.Module, not {type(model).__name__}")
         self.optimizer = hooked(optimizer)
         self.answers = answering(self.optimizer)
+        groups = [group for other in others for group in hooked(other).param_groups]
+        self.elsewhere = {p for group in groups for p in group["params"]}
         first = next(self.model.parameters(), None)
         if first is None:
             raise Refused("the model has no parameters: there is nothing to watch")
@@ -183,7 +186,7 @@ class Watch:
         self.follow &= not self._freed()
         if self.follow:
             self._followed()
-        if not self._due(self.steps) or self._freed():
+        if not self._due(self.steps) or self._freed() or skips(self.optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not callable(closure):
@@ -211,9 +214,9 @@ class Watch:
             self._average(last=True)
         scale = kwargs.get("grad_scale", 1.0)
         if not isinstance(scale, dict):  # else each tensor is clipped by its own norm
-            scale = scale / grad_scale(self.optimizer)
             if torch.is_tensor(scale) or scale != 1.0:
                 self.clips.append(scale)
+            scale = scale / grad_scale(self.optimizer)
         # by turns, which halves what they cost
         self.writes.at = {"averages"} if self.looks % 2 and self.ema is not None else {"moments"}
         self.writes.before(self.optimizer, (), {**kwargs, "grad_scale": scale})
@@ -251,7 +254,7 @@ class Watch:
     def _remember(self, look):
         """What is known of each tensor before the step."""
         for name, p in self.model.named_parameters() if not self.copies else ():
-            if p.requires_grad and p not in self.groups and p.grad is not None:
+            if p.requires_grad and p not in self.groups and p not in self.elsewhere and p.grad is not None:
                 self.orphans[name] = self.orphans.get(name, False) or bool(p.grad.any())
         here = {} if look is None else {i: k for k, i in enumerate(look.index)}
         if look is not None:
@@ -513,8 +516,10 @@ class Watch:
             g = p.grad if grads is None else grads.get(p)
             if g is None:
                 continue
-            self.uncleared |= partial.left
-            if partial.left:
+            # what another optimiser's backward left is no fault where it is cleared before its own
+            left = partial.left and not partial.cleared
+            self.uncleared |= left
+            if left:
                 continue
             g = self.pick(g)
             error, left = _apart(g, partial.sum)
