@@ -40,7 +40,7 @@ if __package__:
         rounded,
         write_weight,
     )
-    from .sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
+    from .sharding import BLOCK, Rows, cut, exchange, grouped, is_spread, local, whole_alone, wrapped_states
 else:
     import exact_step
     from average import EMA, move_along, part_of, triton_step
@@ -59,7 +59,7 @@ else:
         rounded,
         write_weight,
     )
-    from sharding import BLOCK, Rows, exchange, grouped, is_spread, local, whole_alone
+    from sharding import BLOCK, Rows, cut, exchange, grouped, is_spread, local, whole_alone, wrapped_states
 
 __all__ = ["DTYPES", "EMA", "FORMATS", "AdamW", "Rounded"]
 # what completes a weight, and its site
@@ -562,7 +562,7 @@ class Rounded(torch.optim.Optimizer):
     def state_dict(self):
         if self.away is not None:
             self.away.settle()
-        state = super().state_dict()
+        state = wrapped_states(self, super().state_dict()) if self.rows_of else super().state_dict()
         return {**state, "codes": self._formats()} if self.coders else state
 
     def _formats(self):
@@ -576,6 +576,8 @@ class Rounded(torch.optim.Optimizer):
         """
         if self.away is not None:
             self.away.settle()
+        if self.rows_of:
+            state_dict = cut(state_dict, self.state_dict())
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         own, theirs = ([len(g["params"]) for g in o] for o in (self.param_groups, state_dict["param_groups"]))

@@ -537,7 +537,7 @@ class Precision:
             "skipped": self.skipped,
         }
         state.update((method.key, method.state_dict()) for method in self.methods if method.key)
-        return state if self.over is None else self.over.wrapped(state, self.optimizer, self.averages)
+        return state if self.over is None else self.over.wrapped(state, self.averages)
 
     def load_state_dict(self, state):
         """Take a state_dict of the same recipe, of whole tensors too where the model is spread over ranks.

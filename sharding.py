@@ -289,15 +289,11 @@ class Over:
 
     # -- states
 
-    def wrapped(self, state, optimizer, averages):
-        """The state_dict of a run with DTensors and Chunks in place of this rank's parts."""
+    def wrapped(self, state, averages):
+        """The state_dict of a run with DTensors in place of this rank's parts of averages; an optimiser's are
+        wrapped already.
+        """
         found = {}
-        for own in getattr(optimizer, "parts", [optimizer]):
-            for p, bucket in own.rows_of.items():
-                for name, t in own.state[p].items():
-                    if name != "step":
-                        sizes = own.coded_sizes(p, name)
-                        found[id(t)] = chunk(t, bucket, sizes) if sizes else as_dtensor(t, bucket.part)
         for average in averages.values():
             for name, p in zip(average.names, average.params, strict=True):
                 if self.parts[p] is not None:
@@ -306,29 +302,47 @@ class Over:
 
     def cut(self, state, held):
         """A saved state_dict, of DTensors and Chunks or of whole tensors, as this rank holds it: `held`."""
-        found = _cut(state, held)
+        found = cut(state, held)
         for name, t in held["model"].items():  # a module takes DTensors
             if is_spread(t) and name in found["model"]:
                 found["model"][name] = as_dtensor(found["model"][name].to(t.device, t.dtype), part_of(t))
         return found
 
 
-def _cut(saved, held):
+def wrapped_states(optimizer, state):
+    """The state_dict of an optim.Rounded with DTensors and Chunks in place of this rank's rows, as
+    torch.distributed.checkpoint takes them: plain tensors would be those of one rank for all.
+    """
+    found = {}
+    for p, bucket in optimizer.rows_of.items():
+        for name, t in optimizer.state[p].items():
+            if name != "step":
+                sizes = optimizer.coded_sizes(p, name)
+                found[id(t)] = chunk(t, bucket, sizes) if sizes else as_dtensor(t, bucket.part)
+    return tree_map(lambda t: found.get(id(t), t), state)
+
+
+def cut(saved, held):
+    """A saved state, of DTensors and Chunks or of whole tensors, as this rank holds it: `held`. What is cut
+    already stays.
+    """
     if isinstance(saved, dict):
         held = held if isinstance(held, dict) else {}
         named = {}
         for key, t in saved.items():  # torch.distributed.checkpoint puts some of it under texts for numbers
             old = named.get(_key(key, held))
             named[_key(key, held)] = {**old, **t} if isinstance(old, dict) else t
-        return {key: _cut(t, held.get(key)) for key, t in named.items()}
+        return {key: cut(t, held.get(key)) for key, t in named.items()}
     if isinstance(saved, list) and isinstance(held, list) and len(saved) == len(held):
-        return [_cut(*pair) for pair in zip(saved, held, strict=True)]
+        return [cut(*pair) for pair in zip(saved, held, strict=True)]
     if isinstance(saved, Chunk):
         return saved.tensor
     if not torch.is_tensor(saved):
         return saved
     if is_spread(saved):
         return local(saved)
+    if isinstance(held, Chunk) and saved.numel() == held.tensor.numel():
+        return saved
     if isinstance(held, Chunk):
         return saved.reshape(-1)[held.first : held.first + held.tensor.numel()]
     part = part_of(held) if torch.is_tensor(held) else None

@@ -258,6 +258,46 @@ def loaded(name, folder, file, whole):
     told(whole, differing(values, torch.load(file)) if dist.get_rank() == 0 else [])
 
 
+def of_a_stranger(kind, folder, file):
+    """Of each rank the states that differ after torch's own functions have saved and loaded an AdamW of ours.
+    """
+    from torch.distributed.checkpoint import load, save
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    meet()
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 70), nn.SiLU(), nn.Linear(70, 130))
+        fully_shard(net)
+        writing = dict(update="stochastic", exp_avg=kind, exp_avg_sq=kind, compiled=False)
+        return net, AdamW(net.parameters(), lr=1e-2, **writing)
+
+    net, optimizer = made()
+    for step in range(3):
+        net(draw(8, 6, seed=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = dict(zip(("net", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    save(states, checkpoint_id=folder)
+    other, its = made()
+    states = dict(zip(("net", "optimizer"), get_state_dict(other, its), strict=True))
+    load(states, checkpoint_id=folder)
+    set_state_dict(other, its, model_state_dict=states["net"], optim_state_dict=states["optimizer"])
+    differ = []
+    for i, (p, q) in enumerate(zip(net.parameters(), other.parameters(), strict=True)):
+        mine, loaded = optimizer.state[p], its.state[q]
+        differ += [f"{name} of {i}" for name in mine if not equal(mine[name], loaded[name])]
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, differ)
+    told(file, every)
+
+
+def equal(a, b):
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
 def drawn(file):
     """What the generator of a spread net gives, beside that of one that is not."""
     meet()

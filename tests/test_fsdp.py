@@ -167,6 +167,13 @@ def test_a_state_goes_through_dcp_to_another_number_of_ranks(name, saving, loadi
     assert told(ranks, loading, "loaded", name, "folder", "whole.pt") == []
 
 
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_each_rank_of_a_strangers_loop_gets_its_own_moments_back(kind, ranks):
+    if kind == "int8":
+        pytest.importorskip("bitsandbytes")
+    assert told(ranks, 2, "of_a_stranger", kind, "folder") == [[], []]
+
+
 @pytest.fixture
 def run(ranks):
     """run(world, *flags): train.py of a small task; on one process without torchrun where world is 0."""
