@@ -87,6 +87,8 @@ def _measured(name, runs, args):
     command += ["--device", args.device.type]
     if args.threads:
         command += ["--threads", str(args.threads)]
+    if (Path(runs) / name).exists():
+        raise Refused(f"--runs {runs}: it holds {name} already, which would go on; choose another folder")
     began, start = time.time(), time.perf_counter()
     ended = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - start

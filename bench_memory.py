@@ -221,7 +221,8 @@ def billion_table(rows, allocated_rows, batch):
     lines = ["| recipe | weights | gradients | states | kept for backward | together |", "|---" * 6 + "|"]
     for name, flags in KEPT.items():
         alone = {key: value for key, value in flags.items() if key not in (*FP8, "bf16")}
-        held = next(row for row in allocated_rows if row["flags"] == typed(alone))
+        own = [row for row in allocated_rows if row.get("net", rows[0]["net"]) == rows[0]["net"]]
+        held = next(row for row in own if row["flags"] == typed(alone))
         sizes = [held[part] * BILLION / 1e9 for part in ("weights", "gradients", "states")]
         sizes.append(SAID / 1e9 * total[name] / total["fp32"])
         lines.append(f"| {name} | {' | '.join(f'{size:.1f}' for size in [*sizes, sum(sizes)])} |")

@@ -113,6 +113,8 @@ def loss_comparison(experiment, arm, known):
     """
     base_arm = experiment.arm(arm.baseline)
     sides = [finished(records_of(experiment, a, known)) for a in (arm, base_arm)]
+    runs = [r for a in (arm, base_arm) for r in records_of(experiment, a, known).values()]
+    diverged = any(DIVERGED.search(r.get("failed", "")) for r in runs)  # the others would speak for it
     own, base = (
         {s: held_out(r, weights_of(a)) for s, r in side.items()}
         for a, side in zip((arm, base_arm), sides, strict=True)
@@ -124,7 +126,7 @@ def loss_comparison(experiment, arm, known):
     seeds = [seed for seed in own if seed in base and base[seed][1] > 0]
     changes = [100 * (own[seed][1] / base[seed][1] - 1) for seed in seeds]
     same_task = task_of(arm) == task_of(base_arm)  # another task has another loss
-    if len(changes) < 2 or not same_task or not all(map(math.isfinite, changes)):
+    if diverged or len(changes) < 2 or not same_task or not all(map(math.isfinite, changes)):
         return kind, len(changes), None
     due, level = look_of(experiment, len(changes))
     return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)

@@ -12,11 +12,13 @@ import statistics
 
 from experiments import claims, figures, stats, tables
 from experiments.analysis import (
+    WAITS,
     across,
     comparison,
     factorials,
     finite_scores,
     levels,
+    look_of,
     loss_comparison,
     machine_of,
     needed,
@@ -216,21 +218,24 @@ def margin_told(experiment, known):
 
 def together(experiment, known):
     """How many verdicts stand after Holm's correction, where many stand together."""
-    found = [comparison(experiment, arm, known)[1] for arm in experiment.arms if arm.name != arm.baseline]
-    found = [result for result in found if result]
+    arms = [arm for arm in experiment.arms if arm.name != arm.baseline]
+    found = {arm.name: comparison(experiment, arm, known) for arm in arms}
+    found = {name: (n, result) for name, (n, result) in found.items() if result and result.verdict != WAITS}
     if len(found) < 5:
         return ""
-    losses = [loss_comparison(experiment, a, known)[2] for a in experiment.arms if a.name != a.baseline]
-    differ, equal = [r.p_difference for r in found], [r.p_equal for r in found]
+    losses = [loss_comparison(experiment, arm, known)[2] for arm in arms if arm.name in found]
+    differ, equal = ([getattr(r, p) for _, r in found.values()] for p in ("p_difference", "p_equal"))
     loss = [r.p_difference for r in losses if r]
+    level = min(look_of(experiment, n)[1] for n, _ in found.values())  # of the look that is read here
 
     def alone(ps):
-        return sum(x < 0.05 for x in ps)
+        return sum(x < level for x in ps)
 
+    kept = [stats.holm(ps, level) for ps in (differ, equal, loss)]
     return (
-        f"{len(found)} comparisons stand together. Each alone at 5 %, {alone(differ)} differ in the score, "
-        f"{alone(equal)} are equal within their margin, and {alone(loss)} differ in the loss; with Holm's "
-        f"correction for so many {stats.holm(differ)}, {stats.holm(equal)} and {stats.holm(loss)}."
+        f"{len(found)} comparisons stand together. Each alone at {100 * level:g} %, {alone(differ)} differ "
+        f"in the score, {alone(equal)} are equal within their margin, and {alone(loss)} differ in the loss; "
+        f"with Holm's correction for so many {kept[0]}, {kept[1]} and {kept[2]}."
     )
 
 

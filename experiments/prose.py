@@ -143,8 +143,8 @@ def of_arm(found, experiment, arm, known):
     own, base = scores(e, arm, known), scores(e, base_arm, known)
     found.add(*spread(list(own.values())))
     pairs, result = comparison(e, arm, known)
-    _, _, loss = loss_comparison(e, arm, known)
-    mean = statistics.fmean(base.values()) if base else 0
+    _, loss_pairs, loss = loss_comparison(e, arm, known)
+    mean = statistics.fmean([base[seed] for seed in own if seed in base] or [0])
     if result:
         ends = ninety(result.mean, result.p_difference, pairs)
         values = [result.mean, result.low, result.high, result.achieved, *ends]
@@ -154,7 +154,7 @@ def of_arm(found, experiment, arm, known):
             found.ratio(statistics.fmean(own.values()) / mean)
     if loss:
         found.percent.update([loss.mean, loss.low, loss.high, loss.achieved])
-        found.percent.update(ninety(loss.mean, loss.p_difference, pairs))
+        found.percent.update(ninety(loss.mean, loss.p_difference, loss_pairs))
         found.add(loss.p_difference)
     found.share(*(x for x in of_nearest(e, arm, known) if x is not None))
     sources = weights_of(arm), "raw"

@@ -137,8 +137,8 @@ def difference_columns(experiment, arm, known, values):
         return {**row, "verdict": "baseline", "n": str(len(values)), "detectable": "-"}
     if result:
         row[DIFFERENCE], row[ACHIEVED] = interval(result, digits), cell(result.achieved, digits)
-        base = scores(e, e.arm(arm.baseline), known)
-        mean = statistics.fmean(base[seed] for seed in base)
+        own, base = (scores(e, a, known) for a in (arm, e.arm(arm.baseline)))
+        mean = statistics.fmean(base[seed] for seed in base if seed in own)
         if math.isfinite(result.achieved) and math.isfinite(mean) and mean:
             row[ACHIEVED] += f" ({percent(result.achieved / abs(mean))})"
     if loss:

@@ -176,6 +176,30 @@ def test_many_verdicts_have_a_note(folder):
     assert "6 comparisons stand together." in page(folder) and "with Holm's correction" in page(folder)
 
 
+def test_what_waits_for_a_look_is_not_counted(folder):
+    more = "".join(f'[[arms]]\nname = "a{i}"\nflags = ["--lr", "1e-{i + 2}"]\n' for i in range(4))
+    looks = "looks = [{pairs = 3, level = 0.025}, {pairs = 6, level = 0.035}]\n"
+    toml = TOML.replace("[[arms]]", looks + "[[arms]]", 1) + more
+    write(folder, toml)
+    shifted = records_of(definition.load("1", folder), shift=(0.0, 0.9, 0.01, 0.02, 0.0, 0.01, 0.9))
+    write(folder, toml, [r for r in shifted if r["seed"] < 4])  # one more than the first look takes
+    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
+    assert "no verdict before 6 pairs" in page(folder) and "stand together" not in page(folder)
+    write(folder, toml, shifted)
+    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
+    assert "6 comparisons stand together. Each alone at 3.5 %" in page(folder)
+
+
+def test_no_loss_is_judged_by_the_runs_that_did_not_diverge(folder):
+    experiment = definition.load("1", folder)
+    records = [{**r, "final_loss": 1.0 + 0.001 * r["seed"]} for r in records_of(experiment)]
+    known = {("001", r["arm"], r["seed"]): r for r in records}
+    arm = experiment.arm("nearest")
+    assert analysis.loss_comparison(experiment, arm, known)[2] is not None
+    known["001", "nearest", 0] = {"arm": "nearest", "seed": 0, "failed": "the loss is nan at step 2"}
+    assert analysis.loss_comparison(experiment, arm, known)[2] is None
+
+
 def test_again_changes_nothing_and_the_prose_stays(folder):
     experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
     write(folder, TOML, records_of(experiment))
