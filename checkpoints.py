@@ -96,6 +96,7 @@ ROWS = {  # key: (test, what it is, whether every checkpoint has it)
     "interval": (is_whole, "a whole number, 0 or more", True),
     "since": (is_finite, "a number", True),
     "precision": (table(), "a table", True),
+    "data": (lambda x: isinstance(x, str), "a fingerprint", False),
     "validation": (
         fields({"best": maybe(is_number), "step": maybe(is_whole), "waited": is_whole}),
         "the state of a validation",

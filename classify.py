@@ -44,6 +44,8 @@ def cnn(channels, num_classes, image_size, size=None):
     """x [B, C, H, W] -> logits [B, num_classes]. Each stage but the first begins by halving the image."""
     size = size or "tiny"
     _check_size("cnn", size, CNNS)
+    if image_size < 4:
+        raise Refused(f"image size {image_size} is too small for cnn, which halves it twice: use 8 or more")
     widths, depth = CNNS[size]
     layers, before = OrderedDict(), channels
     for stage, width in enumerate(widths):

@@ -101,8 +101,7 @@ class Flag:
         """
         if self.kind != "place" or not value:
             return value
-        parts = value.removesuffix("checkpoint.pt").split(":", 1)
-        return ":".join(os.path.basename(os.path.normpath(part)) for part in parts)
+        return ":".join(map(_tail, value.removesuffix("checkpoint.pt").split(":", 1)))
 
     def named(self, value):
         """The parts of a folder's name that a value makes: [] for the default."""
@@ -180,6 +179,12 @@ positive = checked(float, lambda v: 0 < v <= LARGEST, f"a number above 0, up to 
 amount = checked(float, lambda v: 0 <= v <= LARGEST, f"a number, 0 or more, up to {LARGEST:g}")
 share = checked(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
 fraction = checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
+
+
+def _tail(place):
+    """The last part of a path; of the best checkpoint of a run with the run's, since all have that name."""
+    folder, name = os.path.split(os.path.normpath(place))
+    return os.path.join(os.path.basename(folder), name) if name == "best.pt" else name
 
 
 def _inside(name):

@@ -205,7 +205,7 @@ def decode_mask(path: Path, content: io.BytesIO | None = None) -> np.ndarray:
     with reading(path, "a mask"), _open(content or path, MASK_FORMATS) as image:
         if image.mode not in ("1", "L", "P", "I") and not image.mode.startswith("I;16"):
             raise Refused(f"mask {path} is {image.mode}: save it as one channel of integer class ids")
-        return np.asarray(image).astype(np.int64)
+        return np.asarray(ImageOps.exif_transpose(image)).astype(np.int64)
 
 
 def is_grey(mode: str) -> bool:

@@ -221,8 +221,9 @@ class Task:
         """
         c, heldout, total = self.config, self.data.heldout, 0.0
         count = min(len(heldout), VALIDATED)
+        chosen = [i * len(heldout) // count for i in range(count)]  # of all classes, where these come in turn
         for start in range(0, count, c.batch_size):
-            index = list(range(start, min(start + c.batch_size, count)))
+            index = chosen[start : start + c.batch_size]
             batch = to_device(heldout[index], rng.device)
             total += float(self.loss(model, batch, rng, c.steps)) * len(index)
         return {"loss": total / count}

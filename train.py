@@ -399,6 +399,9 @@ def main(argv=None):
     warnings.filterwarnings("ignore", module="torchao|bitsandbytes|monai")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what a terminal can't show is no error
+            stream.reconfigure(errors="backslashreplace")
     try:
         with ended_by(signal.SIGTERM, signal.SIGHUP):
             return run(argv)

@@ -21,6 +21,7 @@ from activations import Meter, blocks, recompute
 from cast import exact_modules
 from checkpoints import check_optimizer
 from files import first_line
+from flags import MOST
 from machine import Refused
 from order import SIGNALS, BatchIndices, ignore_signals
 from precision import Precision
@@ -145,6 +146,8 @@ class Trainer:
     def _validation(self):
         """When the held-out data are looked at. Settles --steps where --epochs says it."""
         c, epoch = self.config, steps_an_epoch(self.config, self.task.train_count())
+        if c.epochs * epoch > MOST:
+            raise Refused(f"--epochs {c.epochs}: an epoch is {epoch} steps; use {MOST // epoch} or fewer")
         if c.epochs:
             c.steps = c.epochs * epoch
         every = c.validate_every or (epoch if c.epochs or c.early_stop else 0)
@@ -452,7 +455,11 @@ class Trainer:
         folder.check(differences)
         self.ranks.first(folder.lock, self.device)
         if folder.has_checkpoint:
-            self.restore(self._checkpoint(differences))
+            checkpoint = self._checkpoint(differences)
+            if checkpoint.get("data") and self._content() not in ("", checkpoint["data"]):
+                other = f"{folder} holds a run on other data than --data {c.data} is now"
+                raise Refused(f"{other}: give this one another --name")
+            self.restore(checkpoint)
         before = folder.summary() if self.finished else None
         if before and self._scored_alike():
             return before
@@ -482,10 +489,15 @@ class Trainer:
         progress = dict(step=self.step, seconds=seconds, interval=self.interval, since=since)
         progress["validation"] = self.validation.state_dict()
         state = {"config": vars(self.config), **progress, "precision": self.precision.state_dict()}
+        state["data"] = self._content()
         if self.ranks.spread:
             shards.write(self.folder / name, state, self.ranks, self.device)
         else:
             self.folder.save(state, name)
+
+    def _content(self):
+        """What stands for the content of the data; "" where a task of a file does not tell."""
+        return str(getattr(self.data, "fingerprint", ""))
 
     def restore(self, checkpoint):
         """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""

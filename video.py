@@ -274,7 +274,13 @@ def _clips(root):
 def _folders_of(root, suffixes):
     """{folder: its images} of the folders in `root`, by name."""
     inner = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return {path.name: folders.listing(path, suffixes, deep=False) for path in inner}
+    return {path.name: sorted(folders.listing(path, suffixes, deep=False), key=_in_time) for path in inner}
+
+
+def _in_time(path):
+    """frame2 before frame10."""
+    parts = re.split(r"([0-9]+)", path.name)  # text and numbers in turn
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], path.name
 
 
 def _pair(root, name, frames, masks):

@@ -7,7 +7,9 @@ reader of Fashion-MNIST.
 import gzip
 import json
 import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import cli
 import common
@@ -15,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cli import assert_same, checkpoint, command, metrics, one_line, picture, summary
+from cli import assert_same, checkpoint, command, content, metrics, one_line, picture, summary
+from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, recall_score
 from torch import nn
 
@@ -23,6 +26,7 @@ import classify
 import data
 import metrics as scores
 import optim
+import tasks
 import trainer
 from classify import Classify
 from precision import Precision, recipe
@@ -465,3 +469,61 @@ def test_fashion_mnist_is_trained_on(small, monkeypatch):
                  "--sample_steps", 1, name="images", steps=1) == 0
     found = json.loads(Path("runs/images/summary.json").read_text())["scores"]["ema"]
     assert math.isfinite(found["frechet"])
+
+
+# ---- What a run was trained on -----------------------------------------------------------------------------
+
+
+def plant_classes(root, shade):
+    for name, grey in (("dark", 0), ("light", 128)):
+        (root / name).mkdir(parents=True)
+        for i in range(20):
+            Image.new("L", (8, 8), grey + shade + i).save(root / name / f"{i}.png")
+
+
+def test_a_run_does_not_go_on_with_other_data_of_the_same_name(small, capsys):
+    for folder, shade in (("x", 10), ("y", 60)):
+        plant_classes(Path(folder, "train"), shade)
+    assert command(*QUICK, "--data", "folder:x/train", "--steps", 2) == 0
+    (run,) = [path for path in Path("runs").iterdir() if (path / "summary.json").exists()]
+    before = content(run)
+    capsys.readouterr()
+    for steps in (2, 4):
+        assert command(*QUICK, "--data", "folder:y/train", "--steps", steps, "--name", run.name) == 2
+        assert "other data" in one_line(capsys)
+    assert content(run) == before
+    shutil.move("x", "elsewhere")
+    assert command(*QUICK, "--data", "folder:elsewhere/train", "--steps", 4, "--name", run.name) == 0
+
+
+def test_the_best_checkpoints_of_two_runs_are_two(small):
+    for seed in (1, 2):
+        assert command(*QUICK, "--steps", 2, "--validate_every", 1, "--seed", seed, "--name", f"r{seed}") == 0
+        assert command(*QUICK, "--steps", 1, "--finetune", f"runs/r{seed}/best.pt") == 0
+    tuned = [path.name for path in Path("runs").iterdir() if "finetune" in path.name]
+    assert len(tuned) == 2 and all("best" in name for name in tuned)
+
+
+def test_epochs_beyond_the_largest_number_of_steps_are_refused(capsys):
+    assert command(*QUICK, "--epochs", 200_000_000) == 2
+    assert "or fewer" in one_line(capsys) and not Path("runs").exists()
+
+
+def test_images_too_small_for_the_cnn_are_refused():
+    common.refused(lambda: classify.cnn(1, 10, 3), "too small for cnn")
+    assert classify.cnn(1, 10, 4)(torch.ones(2, 1, 4, 4)).shape == (2, 10)
+
+
+def test_a_look_sees_all_classes_of_a_sorted_set():
+    labels, seen = torch.arange(1000) // 100, []
+
+    class Sorted(tasks.Task):
+        def __init__(self):
+            self.config, self.data = SimpleNamespace(batch_size=64, steps=1), SimpleNamespace(heldout=labels)
+
+        def loss(self, model, batch, rng, step):
+            seen.extend(batch.tolist())
+            return torch.tensor(0.0)
+
+    Sorted().validate(None, SimpleNamespace(device="cpu"))
+    assert set(seen) == set(range(10)) and len(seen) == tasks.VALIDATED

@@ -586,3 +586,11 @@ def test_several_processes_at_once(tmp_path):
     for i in range(10):
         load(f"folder:{tmp_path / 'data'}", index=tmp_path / "index" / str(i))
         assert len(list(Path(tmp_path / "index" / str(i)).iterdir())) == 1
+
+
+def test_a_mask_is_turned_as_its_image_is(tmp_path):
+    photo, exif = np.zeros((16, 16), np.uint8), Image.Exif()
+    photo[:8] = 1
+    exif[0x0112] = 6
+    save(tmp_path / "mask.png", photo, exif=exif)
+    assert (folders.decode_mask(tmp_path / "mask.png") == (np.arange(16) >= 8)).all()

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from sklearn.metrics import adjusted_rand_score
 
+import folders
 import strategies
 import video
 import video_metrics
@@ -271,3 +272,12 @@ def test_other_refusals(tmp_path):
         common.refused(lambda spec=spec: load("", data=spec), "learns from clips; use --data sprites")
     common.refused(lambda: load("", data="sprites", image_size=8), "too small")
     assert Path(tmp_path).exists()
+
+
+def test_frames_are_in_the_order_of_their_numbers(tmp_path):
+    for clip in ("a", "b", "c"):
+        (tmp_path / clip).mkdir()
+        for t in range(12):
+            Image.new("L", (16, 16), 20 * t).save(tmp_path / clip / f"frame{t}.png")
+    found = video._folders_of(tmp_path, folders.IMAGES)
+    assert [path.stem for path in found["a"]] == [f"frame{t}" for t in range(12)]
