@@ -180,7 +180,7 @@ class Figures(Method):
     seen = []
 
     @classmethod
-    def attach(cls, model, recipe, **_):
+    def attach(cls, model, recipe, sparse24_decay=None, **_):
         return cls()
 
     def finish(self, run, loss):

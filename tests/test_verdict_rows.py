@@ -58,7 +58,7 @@ def averages(decay=None, dtype=torch.float32, **values):
     def change(watch):
         put(watch.writes.averages["ema"], number(watch, LAST), **values)
         shadow = {name: t.to(dtype) for name, t in watch.ema.shadow.items()}
-        watch.ema = SimpleNamespace(shadow=shadow, decay=decay)
+        watch.ema = SimpleNamespace(shadow=shadow, decay=decay, begun=True)
 
     return change
 
@@ -108,7 +108,8 @@ def errors(kind="errors", **values):
     )
 
     def change(watch):
-        watch.answers.inner = None  # torch's own never round stochastically
+        # torch's own never round stochastically
+        watch.answers.inner = SimpleNamespace(state=watch.answers.state)
         put(getattr(watch, kind), number(watch, LAST), **{**usual, **values})
 
     return change
@@ -133,7 +134,7 @@ def shrunk(left, norm):
 
 def accumulated(**values):
     def change(watch):
-        watch.answers.inner, watch.answers.exact = watch.optimizer, True  # a copy of an optimiser loses them
+        watch.answers.inner, watch.answers.exact = watch.optimizer, True
         watch.accumulators["momentum_buffer"] = Tally(len(watch.named))
         put(watch.accumulators["momentum_buffer"], number(watch, LAST), **{**WANTED, **values})
 
