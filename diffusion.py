@@ -129,6 +129,9 @@ class Generation(Task):
     def check(cls, config):
         perceptual.check(config)
         latent_diffusion.check(config, cls.in_latents)
+        if config.guidance != 1 and config.label_dropout == 0:
+            untrained = "reads the net without a label, which --label_dropout 0 never trains"
+            raise Refused(f"--guidance {config.guidance:g} {untrained}: train with --label_dropout 0.1")
 
     @classmethod
     def load(cls, config, index=None):

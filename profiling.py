@@ -39,6 +39,9 @@ class Profile:
     def close(self):
         """Write and print what was traced so far."""
         if self.running is None:
+            if self.left:
+                late = f"--profile: the run ended before step {WARM + 1}, where a trace begins"
+                print(late, file=sys.stderr)
             return
         if self.cuda:
             torch.cuda.synchronize()

@@ -236,6 +236,7 @@ BAD_INPUT = {
     "--lr -1": "--lr",
     "--ema_decay 1": "below 1",
     "--label_dropout 2": "from 0 to 1",
+    "--label_dropout 0 --guidance 3": "never trains",
     "--sample_steps 1001": "from 1 to 1000",
     "--task paint": "invalid choice",
     "--sample nowhere": "no checkpoint at nowhere",
