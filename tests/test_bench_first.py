@@ -8,6 +8,7 @@ import pytest
 
 import bench
 import bench_first
+import bench_memory
 import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,3 +63,22 @@ def test_minutes_and_results_in_the_readme_are_the_recorded_ones():
     not_timed = {command for command, cells in shown.items() if cells == ["-", "-"]}
     assert all("--finetune" in command for command in not_timed)
     assert {c: cells for c, cells in shown.items() if c not in not_timed}.items() <= recorded.items()
+
+
+def test_a_folder_that_holds_the_run_is_refused_since_it_would_go_on(tmp_path, capsys):
+    (tmp_path / "classify").mkdir()
+    assert bench.main(["first", "--only", "classify", "--steps", "4", "--runs", str(tmp_path)]) == 2
+    assert "choose another folder" in capsys.readouterr().err
+    assert not list((tmp_path / "classify").iterdir())
+
+
+def test_a_billion_parameters_take_the_bytes_of_their_own_net():
+    def parts(net, states):
+        held = dict(weights=2.0, gradients=2.0, states=states)
+        names = {bench_memory.typed({k: v for k, v in flags.items() if k not in (*bench_memory.FP8, "bf16")})
+                 for flags in bench_memory.KEPT.values()}
+        return [dict(net=net, flags=name, **held) for name in names]
+
+    rows = [dict(net="b", recipe=name, batch=1, again=False, total=8) for name in bench_memory.KEPT]
+    table = bench_memory.billion_table(rows, parts("a", 9.0) + parts("b", 3.0), 1)
+    assert " 3.0 |" in table and " 9.0 |" not in table
