@@ -275,8 +275,8 @@ class FP8(Coverage):
             for place in places[linear]:
                 parent, _, attribute = place.rpartition(".")
                 self.swaps.append((model.get_submodule(parent), attribute, linear, new))
-            for parent, attribute, _, layer in self.swaps:
-                setattr(parent, attribute, layer)
+        for parent, attribute, _, new in self.swaps:
+            setattr(parent, attribute, new)
         ours = "emulate" if self.options.backend == "emulate" else "scaled_mm"
         for scaling in self.functional.values():
             scaling.switch(dataclasses.replace(self.options, backend=ours), self.device)
