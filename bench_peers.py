@@ -364,7 +364,7 @@ TASKS = {
     "steve": "--task steve",
     "slotcontrast": "--task slotcontrast",
 }
-STARTED = {"flow": "--task rflow", "vae": "--task vae"}
+STARTED = {"flow": "--task rflow --samples 16 --sample_steps 2", "vae": "--task vae"}
 ROUND = 300  # ms of steps that a loop does in a row, at least
 BESIDE = ("bare loop", "ours")
 
@@ -386,7 +386,7 @@ def start(name, folder, device):
     """The folder of a run of one step, which other tasks start from."""
     import train
 
-    words = f"--steps 1 --samples 16 --sample_steps 2 --sample_every 0 --ema_warmup --name {name}"
+    words = f"--steps 1 --sample_every 0 --ema_warmup --name {name}"
     words = [*STARTED[name].split(), *words.split(), "--runs", folder, "--device", device.type]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
         status = train.main(words)

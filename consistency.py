@@ -61,7 +61,6 @@ class Consistency(Student):
             "weights themselves",
             "generation",
             type=fraction,
-            only=True,
         ),
         Flag(
             "intervals",
@@ -69,7 +68,6 @@ class Consistency(Student):
             "for --task consistency: into how many intervals time is cut, at first",
             "generation",
             type=natural,
-            only=True,
         ),
         Flag(
             "double_every",
@@ -78,7 +76,6 @@ class Consistency(Student):
             "for never",
             "generation",
             type=count,
-            only=True,
         ),
     )
     sites = {**Student.sites, **SITES}

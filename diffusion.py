@@ -249,8 +249,9 @@ class Generation(Task):
         c, d = self.config, self.data
         labels = (torch.arange(c.samples) % max(1, d.num_classes)).to(rng.device)
         images, trace, first = [], [], None
-        for part in labels.split(c.sample_batch):
-            noise = rng.normal(len(part), *self.space.shape)
+        # drawn at once: torch's generator goes on elsewhere after a count that is no multiple of 16
+        noises = rng.normal(c.samples, *self.space.shape).split(c.sample_batch)
+        for part, noise in zip(labels.split(c.sample_batch), noises, strict=True):
             drawn = self.sample(model, part, noise, c.sample_steps, None if images else trace)
             first = drawn if first is None else first
             images.append(self.space.decode(drawn).cpu())

@@ -17,6 +17,7 @@ new flag is one row.
 
 import argparse
 import difflib
+import hashlib
 import os
 import re
 import stat
@@ -49,8 +50,8 @@ class Flag:
     raises ValueError or argparse.ArgumentTypeError for what it can't take. may: of "resume", "sample" and
     "diagnose", beside what `kind` allows. titled: whether the flag's own name precedes its value in the
     folder's name, as numbers always have it. fits: whether weights fit only runs with the same value, so
-    that --finetune and --teacher compare it. only: whether it is refused beside a task that does not bring
-    it. to: who takes it as a keyword of the same name, "recipe", "method" or "scaler".
+    that --finetune and --teacher compare it. to: who takes it as a keyword of the same name, "recipe",
+    "method" or "scaler".
     """
 
     name: str
@@ -64,7 +65,6 @@ class Flag:
     may: tuple = ()
     titled: bool = False
     fits: bool = False
-    only: bool = False
     to: str = ""
 
     def __post_init__(self):
@@ -303,11 +303,13 @@ class Table:
                 continue
             default = self[key].default
             if isinstance(default, bool):
-                if not isinstance(value, bool):
+                if str(value).lower() not in SWITCH:
                     parser.error(f"--config {path}: {key} is true or false, not {value!r}")
-                words += [f"--{key}"] if value else []
+                words += [f"--{key}"] if SWITCH[value.lower()] else []
             elif isinstance(default, list):
                 words += [f"--{key}={item}" for item in _items(value)]
+            elif isinstance(value, (dict, list)):
+                parser.error(f"--config {path}: {key} is one value, not a {KINDS_OF_NODE[type(value)]}")
             else:
                 words.append(f"--{key}={value}")
         return vars(parser.parse_args(words))
@@ -322,14 +324,20 @@ class Table:
 
     # -- comparing
 
-    def name(self, config):
+    def name(self, config, unlike=False):
         """A folder's name, of the flags that differ from their defaults: 'pure_bf16-stochastic', 'default'.
+
+        unlike: whether it ends with a hash of the values where it can't show all of them, so that two of them
+        never have one name.
         """
         parts = []
         for row in self.rows:
             parts += row.named(getattr(config, row.name))
-        parts = [re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts]
-        return "-".join(parts)[:200] or "default"
+        shown = [re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts]
+        name = "-".join(shown)
+        if unlike and (shown != [part.replace("=", "_") for part in parts] or len(name) > 200):
+            return f"{name[:190]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}".lstrip("-")
+        return name[:200] or "default"
 
     def fixed(self, config):
         """{flag: what is compared} of the flags that can't change when a run goes on."""
@@ -361,12 +369,25 @@ class Table:
         return [row for row in self.rows if row.fits]
 
 
+KINDS_OF_NODE = {dict: "mapping", list: "list"}
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 def read_yaml(path, parser):
-    """The mapping in a YAML file; anything else is an error of the parser."""
+    """The mapping in a YAML file, its values as they stand there, texts; anything else is an error of the
+    parser.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that stands twice, of which YAML's own takes the last."""
+        """Refuses a key that stands twice, of which YAML's own takes the last. A value is what its flag makes
+        of the text: YAML's own reading of 12:30 is 750, and that of yes is true.
+        """
+
+        yaml_implicit_resolvers = {
+            first: [(tag, form) for tag, form in forms if tag.endswith((":null", ":merge"))]
+            for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
 
         def construct_mapping(self, node, deep=False):
             keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
@@ -411,7 +432,7 @@ def _translated(values, path, parser):
         if key == "precision":
             if str(value) not in TRAINER_PRECISION:
                 parser.error(f"{where} is {value}; choose {', '.join(TRAINER_PRECISION)}, or a flag as --fp8")
-            flag, value = TRAINER_PRECISION[str(value)], True
+            flag, value = TRAINER_PRECISION[str(value)], "true"
         elif flag is None:
             known = ", ".join(f"{name} (--{flag})" for name, flag in TRAINER.items())
             parser.error(f"{where} is unknown; of trainer these are read: precision (--bf16 ...), {known}")
@@ -424,8 +445,8 @@ def _translated(values, path, parser):
 
 
 def _items(value):
-    """The words of a flag that may be repeated: {ema: bf16, kahan: on} -> ['ema=bf16', 'kahan=on']."""
+    """The words of a flag that may be repeated: {ema: bf16, kahan: true} -> ['ema=bf16', 'kahan=on']."""
     if isinstance(value, dict):
-        words = {True: "on", False: "off"}  # YAML reads the value of 'kahan: on' as true
-        return [f"{k}={words[v] if isinstance(v, bool) else v}" for k, v in value.items()]
+        words = {"true": "on", "false": "off"}
+        return [f"{k}={words.get(str(v), v)}" for k, v in value.items()]
     return value if isinstance(value, list) else [value]

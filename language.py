@@ -254,14 +254,14 @@ class BDH(nn.Module):
 
 def drawing(name, default, help, **options):
     """A flag that says how a text is continued; it may differ from run to --sample."""
-    return Flag(name, default, help, "generation", kind="draw", only=True, **options)
+    return Flag(name, default, help, "generation", kind="draw", **options)
 
 
 class Language(Task):
     """Predicts the next byte of a text."""
 
     flags = (
-        Flag("block", 128, "bytes of context", type=natural, fits=True, only=True),
+        Flag("block", 128, "bytes of context", type=natural, fits=True),
         drawing("prompt", "", "text to continue (default: the start of the held-out text)"),
         drawing("length", 256, "bytes to write", type=natural),
         drawing("temperature", 0.8, "how evenly a byte is chosen; 0 takes the likeliest", type=amount),
@@ -278,6 +278,11 @@ class Language(Task):
 
     def __str__(self):
         return f"{self.config.model} of size {self.config.size or self.implied['size']}"
+
+    @classmethod
+    def check(cls, config):
+        if config.image_size is not None:
+            raise Refused(f"--image_size {config.image_size}: a text has no images; drop it")
 
     @classmethod
     def load(cls, config, index=None):

@@ -278,15 +278,13 @@ class VAE(Task):
             "with --task vae: channels of a latent (default: by --size)",
             type=natural,
             fits=True,
-            only=True,
         ),
-        Flag("kl_weight", 1e-6, "with --task vae: weight of the KL in nats an image", type=amount, only=True),
+        Flag("kl_weight", 1e-6, "with --task vae: weight of the KL in nats an image", type=amount),
         Flag(
             "adversarial",
             0.0,
             "with --task vae: weight of a patch discriminator's loss, for both sides; 0 for none",
             type=amount,
-            only=True,
         ),
         perceptual.PERCEPTUAL,
     )

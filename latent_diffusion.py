@@ -53,7 +53,6 @@ FLAGS = (
         may=("sample", "diagnose"),
         titled=True,
         fits=True,
-        only=True,
     ),
     Flag(
         "latent_scale",
@@ -61,7 +60,6 @@ FLAGS = (
         "with --vae: what latents are multiplied by (default: 1 / std of the training latents, measured)",
         "generation",
         type=positive,
-        only=True,
     ),
     Flag(
         "vae_weights",
@@ -70,7 +68,6 @@ FLAGS = (
         "refused (default: those that --vae holds)",
         "generation",
         fits=True,
-        only=True,
     ),
 )
 SITES = {

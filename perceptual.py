@@ -28,7 +28,6 @@ PERCEPTUAL = Flag(
     "and the true one, in the layers of the net that scores; 0 for none",
     "generation",
     type=amount,
-    only=True,
 )
 SITE = Site(
     ("fp32", "bf16"),

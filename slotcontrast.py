@@ -165,9 +165,8 @@ class Contrast(Slots):
             None,
             "weight of the slot-contrastive loss (default: 0.05 for tiny, 0.5 for base)",
             type=amount,
-            only=True,
         ),
-        Flag("contrast_temperature", 0.1, "its temperature", type=positive, only=True),
+        Flag("contrast_temperature", 0.1, "its temperature", type=positive),
     )
     judged = {"softmax": ("masks", "slots"), "logits": ("contrast",), "recurrent": ("masks", "slots")}
     defaults = {"batch_size": 8, "ema_decay": 0.99}

@@ -237,7 +237,6 @@ class Steve(Slots):
             "tokens of the discrete VAE (default: 64 for tiny, 512 for base)",
             type=several,
             fits=True,
-            only=True,
         ),
         Flag(
             "temperature_steps",
@@ -245,11 +244,10 @@ class Steve(Slots):
             "steps in which the temperature of the Gumbel-softmax falls from 1 to 0.1 (default: 500 for "
             "tiny, 30000 for base)",
             type=natural,
-            only=True,
         ),
-        Flag("lr_dvae", 1.0, "learning rate of the discrete VAE, times --lr", type=positive, only=True),
-        Flag("lr_encoder", 0.3333, "learning rate of the slot encoder, times --lr", type=positive, only=True),
-        Flag("lr_decoder", 1.0, "learning rate of the token decoder, times --lr", type=positive, only=True),
+        Flag("lr_dvae", 1.0, "learning rate of the discrete VAE, times --lr", type=positive),
+        Flag("lr_encoder", 0.3333, "learning rate of the slot encoder, times --lr", type=positive),
+        Flag("lr_decoder", 1.0, "learning rate of the token decoder, times --lr", type=positive),
     )
     sites = {**SITES, "gumbel": GUMBEL}
     limits = {

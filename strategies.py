@@ -195,8 +195,8 @@ def settled(values):
     kind, known = find(values.get("task", "rflow")), table(values.get("task"))
     config = known.config({**defaults(kind, values), **values})
     own = {row.name for row in rows(kind)}
-    for row in rows(*TASKS.values()):
-        if row.only and row.name not in own and getattr(config, row.name) != row.default:
+    for row in rows(*TASKS.values()):  # a task's flag does nothing beside another
+        if row.name not in own and getattr(config, row.name) != row.default:
             bring = [name for name, task in TASKS.items() if row.name in {row.name for row in rows(task)}]
             several = ", ".join(bring[:-1]) + " and " * (len(bring) > 1) + bring[-1]
             add = f"add --task {bring[0]}" if len(bring) == 1 else "add one of these"
@@ -207,6 +207,9 @@ def settled(values):
         if not any("betas" in arguments(one) for one in kinds(config.optimizer)):
             its = f"--optimizer {config.optimizer} has no beta2"
             raise Refused(f"--beta2 {config.beta2:g}: {its}; drop it, or choose adamw, lion or muon")
+    if config.weight_decay_on != known["weight_decay_on"].default and not config.weight_decay:
+        what = f"--weight_decay_on {config.weight_decay_on}: nothing decays without --weight_decay"
+        raise Refused(f"{what}; add that, or drop it")
     if config.batch_size == "auto":
         raise Refused("--batch_size auto is a number once a run begins, and this is none yet: give a number")
     kind.check(config)

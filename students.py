@@ -36,7 +36,6 @@ TEACHER = Flag(
     metavar="CHECKPOINT",
     may=("resume",),  # a teacher is told by its weights, not by its path
     titled=True,
-    only=True,
 )
 TEACHER_STEPS = Flag(
     "teacher_steps",
@@ -169,7 +168,7 @@ class Student(RFlow):
     def start(self, run):
         if not self.config.teacher:
             return super().start(run)
-        check_options(self.recipe, self.config)
+        check_options(self.recipe, self.config, run.table)
         teacher = self.read_teacher(run)
         check_machine(teacher.recipe, run.device)
         self._check_known(teacher, run)

@@ -310,7 +310,7 @@ def _label(step, given, table):
     named = {name: value for name, value in given.items() if table[name].kind != "machine"}
     parts = [f"step{step:06d}"]
     if named:
-        parts.append(table.name(table.typed(named)))
+        parts.append(table.name(table.typed(named), unlike=True))
     return "-".join(parts)
 
 

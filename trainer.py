@@ -104,6 +104,9 @@ class Trainer:
         self.data = self.kind.load(c, None if dry else self._index())
         self.task = self.kind(self.data, self.recipe, c)
         self.validation = self._validation()
+        if c.init_scale != 1 and self.task.starts_elsewhere:
+            brought = "scales new weights, and these come from a checkpoint"
+            raise Refused(f"--init_scale {c.init_scale:g} {brought}: drop it, or train from scratch")
         self.step, self.seconds, self.peak = 0, 0.0, None
         self.interval, self.since = 0, 0.0  # steps and sum of their losses since the last logged line
         self.train = self.batches = self.stop = None
@@ -460,6 +463,9 @@ class Trainer:
                 other = f"{folder} holds a run on other data than --data {c.data} is now"
                 raise Refused(f"{other}: give this one another --name")
             self.restore(checkpoint)
+        if self.step > c.steps:
+            longer = f"{folder} has {self.step:,} steps behind it, and --steps is {c.steps:,}"
+            raise Refused(f"{longer}: give a shorter run another --name")
         before = folder.summary() if self.finished else None
         if before and self._scored_alike():
             return before

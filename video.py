@@ -352,7 +352,6 @@ class Video(Task):
             4,
             "frames a clip, of --data sprites or cut from those of a folder",
             type=several,
-            only=True,
         ),
         Flag(
             "slots",
@@ -360,9 +359,8 @@ class Video(Task):
             "how many parts a clip is divided into at most (default: 5 for tiny, 15 for base)",
             type=several,
             fits=True,
-            only=True,
         ),
-        Flag("clips", CLIPS, "clips of --data sprites to train on", type=natural, only=True),
+        Flag("clips", CLIPS, "clips of --data sprites to train on", type=natural),
     )
 
     sizes = {}  # {--size: what the net is built of}, each with `slots`
@@ -388,6 +386,8 @@ class Video(Task):
             raise Refused(f"--image_size {c.image_size} is too small for clips: give at least 16")
         if word == "sprites" and not where:
             return sprites(c.image_size or SIDE, c.frames, c.seed, c.clips)
+        if c.clips != CLIPS:
+            raise Refused(f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it")
         if word == "folder" and where:
             return folder(where, c.image_size or 64, c.frames, index)
         raise Refused(

@@ -9,7 +9,7 @@ from cli import command, content
 
 import rounding
 
-BASE = "--task classify --batch_size 8 --samples 20 --log_every 1 --sample_every 0 --warmup 0".split()
+BASE = "--task classify --batch_size 8 --log_every 1 --sample_every 0 --warmup 0".split()
 
 
 @pytest.fixture(scope="module")

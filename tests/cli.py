@@ -15,12 +15,15 @@ import pytest
 import torch
 from PIL import Image
 
+import diffusion
 import rounding
+import strategies
 import train
 import trainer
 
 ROOT = Path(trainer.__file__).parent
-QUICK = "--batch_size 8 --samples 20 --sample_steps 2 --log_every 2 --sample_every 0 --warmup 0".split()
+LOOP = "--batch_size 8 --log_every 2 --sample_every 0 --warmup 0".split()
+QUICK = [*LOOP, *"--samples 20 --sample_steps 2".split()]  # of a task that draws images
 SEGMENT = ["--task", "segment", "--image_size", "16"]
 
 
@@ -42,7 +45,9 @@ def command(*flags):
 
 
 def quick(*flags, name="run", steps=4):
-    return command(*QUICK, "--name", name, "--steps", steps, *flags)
+    task = strategies.find(flags[flags.index("--task") + 1]) if "--task" in flags else diffusion.RFlow
+    words = QUICK if issubclass(task, diffusion.Generation) else LOOP
+    return command(*words, "--name", name, "--steps", steps, *flags)
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ YAML = {
     "steps: .inf": "not a whole number",
     "lr: .nan": "not a number",
     "lr: ''": "not a number",
-    "lr: [1]": "not a number",
+    "lr: [1]": "lr is one value, not a list",
     "bf16: maybe": "true or false",
     "bf16: 1": "true or false",
     "name: ../x": "--name",

@@ -199,6 +199,17 @@ def test_a_tasks_row_takes_the_place_of_a_general_one():
     assert list(table.defaults()) == list(train.DEFAULTS)
 
 
+def test_two_prompts_never_have_one_name():
+    def named(**given):
+        return train.FLAGS.name(train.FLAGS.typed(given), unlike=True)
+
+    prompts = ["a", "a?", "a!", "a b", "a_b", "привет", "слово", "x" * 300, "x" * 300 + "y", "\udce9", ""]
+    names = [named(prompt=prompt) for prompt in prompts]
+    assert len(set(names)) == len(names) and all(name.isascii() and len(name) < 201 for name in names)
+    assert named(set=["ema=bf16"], sample_steps=10) == "ema_bf16-sample_steps10"  # as ever
+    assert train.FLAGS.name(train.FLAGS.typed({"prompt": "a?"})) == "a"
+
+
 def test_yaml_reads_as_typed(tmp_path, capsys):
     table, path = train.FLAGS, tmp_path / "run.yaml"
     parser = train.build_parser()
@@ -207,7 +218,12 @@ def test_yaml_reads_as_typed(tmp_path, capsys):
     )
     given = {"lr": 1e-4, "bf16": True, "set": ["ema=bf16", "kahan=on"], "average": ["0.9:bf16"]}
     assert table.read_yaml(path, parser) == given
+    path.write_text("bf16: yes\nfp16: No\nnesterov: on\nprompt: 12:30\nname: 2026-11-23\nlr: ~\nsteps: 010")
+    given = {"bf16": True, "nesterov": "on", "prompt": "12:30", "name": "2026-11-23", "steps": 10}
+    assert table.read_yaml(path, parser) == given  # YAML's own: true, False, True, 750, a date, None, 8
     for text, said in (
+        ("prompt: [a, b]", "prompt is one value, not a list"),
+        ("bf16: {a: b}", "bf16 is true or false"),
         ("stepz: 3", "unknown key 'stepz'"),
         ("bf16: 1", "true or false"),
         ("- a", "flag: value"),

@@ -21,7 +21,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from runs import read_checkpoint
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-RUN = "--task classify --batch_size 8 --samples 20 --sample_every 0 --warmup 0 --threads 1".split()
+RUN = "--task classify --batch_size 8 --sample_every 0 --warmup 0 --threads 1".split()
 RUN += ["--log_every", "2"]
 LONG = ["--steps", "200", "--pure_bf16", "--stochastic"]  # long enough to be met by a signal
 MOMENTS = {0: 4, 2: 1}  # at which a run is killed, by its --workers

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cli import (
+    LOOP,
     QUICK,
     after_step,
     assert_same,
@@ -40,7 +41,7 @@ from recipes import recipe
 from tasks import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-VAE = ["--task", "vae", *QUICK]
+VAE = ["--task", "vae", *LOOP]
 IN_LATENTS = ["--vae", "runs/vae", *QUICK]
 
 

@@ -98,12 +98,11 @@ def test_a_folder_from_before_a_flag_existed_goes_on(capsys):
     assert quick() == 0
     path = Path("runs/run/config.json")
     old = json.loads(path.read_text())
-    del old["flags"]["growth_interval"]
+    del old["flags"]["loss_weight"]
     path.write_text(json.dumps(old))
     capsys.readouterr()
-    assert quick(
-        "--growth_interval", "7", steps=6
-    ) == 2 and "--growth_interval was 2000 and is 7" in one_line(capsys)
+    assert quick("--loss_weight", "7", steps=6) == 2
+    assert "--loss_weight was 1.0 and is 7.0" in one_line(capsys)
     assert quick(steps=6) == 0 and json.loads(Path("runs/run/summary.json").read_text())["step"] == 6
 
 
@@ -209,7 +208,7 @@ BAD_INPUT = {
     "--config binary.yaml": "not YAML",
     "--config flag.yaml": "true or false",
     "--config value.yaml": "'bf17' is no value of ema",
-    "--config nested.yaml": "not a number",
+    "--config nested.yaml": "lr is one value, not a mapping",
     "--config nowhere.yaml": "nowhere.yaml",
     "--config empty": "empty",
     "--bf16 --pure_bf16": "exclude each other",
@@ -247,6 +246,15 @@ BAD_INPUT = {
     "--export nowhere/ema.safetensors": "no folder nowhere",
     "--data folder:three --image_size 8": "add images",
     "--pure_bf16 --model dit --set islands=norm": "islands",
+    "--task classify --samples 20": "--samples is for --task rflow, reflow, distill, consistency and ddpm",
+    "--task vae --guidance 2": "add one of these, or drop it",
+    "--pairs 5": "--pairs is for --task reflow, and this is --task rflow: add --task reflow",
+    "--task ddpm --velocity noise-clean": "--velocity is for --task rflow",
+    "--task language --image_size 16": "a text has no images",
+    "--task steve --data folder:three --clips 5": "--clips 5 is of --data sprites",
+    "--bf16 --growth_interval 7": "--growth_interval 7 says how the loss is scaled, which --fp16 alone does",
+    "--backoff_factor 0.25": "--fp16 alone does",
+    "--weight_decay_on all": "nothing decays without --weight_decay",
 }
 
 

@@ -27,6 +27,7 @@ from cli import (
     summary,
 )
 
+import diffusion
 import metrics as metrics_module
 import precision
 import ranks
@@ -57,6 +58,11 @@ def test_a_profile_traces_the_steps_asked_for_and_changes_no_number(capfd):
 
 def test_a_run_that_ends_while_it_is_traced_writes_the_trace():
     assert quick("--profile", 50, steps=7) == 0 and Path("runs/run/profile.json").exists()
+
+
+def test_a_run_too_short_for_a_trace_says_so(capfd):
+    assert quick("--profile", 2, steps=3) == 0 and not Path("runs/run/profile.json").exists()
+    assert "--profile: the run ended before step 6, where a trace begins" in capfd.readouterr().err
 
 
 # ---- Learning rate and weight decay ------------------------------------------------------------------------
@@ -220,6 +226,34 @@ def test_peak_memory_is_that_of_training(monkeypatch):
     monkeypatch.setattr(trainer, "peak_memory", lambda device: 7 << 20)
     assert quick("--samples", 30) == 0  # scored again, nothing trained
     assert summary()["peak_memory"] == 5 << 20
+
+
+def test_a_shorter_run_does_not_pass_a_longer_one_off_as_its_own(capsys):
+    assert quick() == 0
+    before = content("runs/run")
+    capsys.readouterr()
+    assert quick(steps=2) == 2
+    assert "runs/run has 4 steps behind it, and --steps is 2" in one_line(capsys)
+    assert content("runs/run") == before
+
+
+def test_a_scale_of_new_weights_is_refused_beside_trained_ones(capsys):
+    assert quick(name="old", steps=1) == 0
+    capsys.readouterr()
+    assert quick("--finetune", "runs/old", "--init_scale", 2) == 2
+    assert "--init_scale 2 scales new weights" in one_line(capsys) and not Path("runs/run").exists()
+
+
+def test_the_noise_of_an_image_does_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
+    """Images of 10x10 pixels: torch's generator goes on elsewhere after a count that is no multiple of 16."""
+    quickly = functools.partial(metrics_module.yardstick, steps=2)
+    monkeypatch.setattr(metrics_module, "yardstick", quickly)
+    assert quick("--model", "dit", "--image_size", 10, steps=1) == 0
+    monkeypatch.setattr(diffusion.Generation, "sample", lambda self, model, labels, noise, *rest: noise)
+    for name, few in (("few", 3), ("all", 250)):
+        assert command("--sample", "runs/run", "--sample_batch", few, "--name", name) == 0
+    few, whole = (Path(f"runs/run/samples/{name}-ema.png") for name in ("few", "all"))
+    assert few.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.parametrize("end", ["finished", "stopped", "refused", "crashed"])

@@ -125,10 +125,10 @@ def test_a_resumed_run_has_waited_as_long_and_kept_the_same_best(monkeypatch):
 
 
 def test_epochs_say_the_steps_and_when_to_look():
-    assert command(*cli.QUICK, *SEGMENT, "--name", "run", "--epochs", 2, "--batch_size", 64) == 0
+    assert command(*cli.LOOP, *SEGMENT, "--name", "run", "--epochs", 2, "--batch_size", 64) == 0
     assert checkpoint()["step"] == 8  # 256 images
     assert [row["step"] for row in metrics() if "heldout_mean_iou" in row] == [4, 8]
-    assert command(*cli.QUICK, *SEGMENT, "--name", "run", "--epochs", 3, "--batch_size", 64) == 0
+    assert command(*cli.LOOP, *SEGMENT, "--name", "run", "--epochs", 3, "--batch_size", 64) == 0
     assert checkpoint()["step"] == 12
 
 
