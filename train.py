@@ -343,6 +343,8 @@ def run(argv):
 # ---- How it ends -------------------------------------------------------------------------------------------
 
 RESUMES = "the same command resumes from the last checkpoint"
+KEPT = "the last checkpoint is whole"
+OVERFLOWN = "without overflow"
 MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "size calculation overflowed")
 
 
@@ -382,14 +384,16 @@ def said_of(error):
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             full = "no space left on the device: free some, then run the same command again"
-            return f"train.py: {full}; the last checkpoint is whole", 2
+            return f"train.py: {full}; {KEPT}", 2
         if error.errno is not None:
             where = f"{error.filename}: " if error.filename is not None else ""
             return f"train.py: {Refused(where + error.strerror)}", 2
     text = str(error)
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(s in text for s in MEMORY):
-        smaller = "a smaller --batch_size, --samples, --sample_batch or --size needs less"
+        smaller = "a smaller --batch_size or --size needs less, and --sample_batch where images are drawn"
         return f"train.py: not enough memory: {smaller}; {RESUMES}", 2
+    if isinstance(error, RuntimeError) and OVERFLOWN in text:  # of torch, for a number that it is given
+        return f"train.py: a step is too large for fp32: use a smaller --lr; {KEPT}", 2
     return None, 1
 
 

@@ -404,3 +404,8 @@ def test_names_of_folders():
 def test_the_folder_is_named_after_the_flags():
     assert command(*QUICK, "--steps", 1, "--kahan", "--pure_bf16") == 0
     assert os.listdir("runs") == ["steps1-batch_size8-warmup0-pure_bf16-kahan-sample_steps2-samples20"]
+
+
+def test_a_learning_rate_whose_step_no_float_holds(capsys):
+    assert quick("--optimizer", "torch", "--lr", 1e38, "--checkpoint_every", 1) == 2
+    assert "a step is too large for fp32: use a smaller --lr" in capsys.readouterr().err.splitlines()[-1]
