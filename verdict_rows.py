@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import torch
 
@@ -180,7 +181,9 @@ def updates(one, name, p):
             text = f"it moves {tally.share:.1f} times as far as the optimiser wants"
             yield Finding("update", "severe", text, "find what else writes it", name, over)
     back = one.extra.back / max(1.0, one.extra.moved)
-    if back > GAINS and one.extra.moved >= 8:
+    # a mask puts a part back, and to 0
+    masked = one.extra.masked == one.extra.back and back < 0.99
+    if back > GAINS and one.extra.moved >= 8 and not masked:
         text = f"{back:.0%} of the entries that a step moved were put back before the next step"
         yield Finding("update", "severe", text, "find what restores this weight", name, back)
     gone = decay_lost(one.extra)
@@ -525,7 +528,8 @@ def dead_parts(seen):
         return []
     tables = {
         m.weight for m in watch.model.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-    }
+    }  # and tables that are bare parameters, of which a short sequence reads a part: pos_embed, wpe
+    tables |= {p for name, p in watch.named if re.search("pos|emb|wpe", name.rpartition(".")[2])}
     index, lengths, alive, _ = watch.alive
     found = []
     for i, part in zip(index, alive.cpu().split(lengths), strict=True):

@@ -57,8 +57,9 @@ class Steps(Sums):
         "judged",  # those of looks at the second moment
         "faint",  # those of them whose second moment is below the optimiser's eps, squared
         "subnormal",  # those of an fp16 product that have lost bits or nearly all
-        "moved",  # weights that the step changed
+        "moved",  # weights that the step changed, of looks that were followed to the next step
         "back",  # those of them that were put back before the next step
+        "masked",  # those of these that were put back to 0
         "stood",  # looks between which the average did not move, although away from its weight
     )
 
@@ -383,9 +384,8 @@ class Watch:
         subnormal = torch.zeros_like(graded)
         for at in self._from_fp16(look):
             subnormal[at] = graded[at] & (look.g[at].abs() < 2**-14)
-        moved = look.new != look.held
         rows = [rest * decay, decay * decay, (rest - decay).square() * decay.square(), ~finite]
-        self.extra.put([*rows, graded, judged, faint, subnormal, moved], look.index, look.lengths)
+        self.extra.put([*rows, graded, judged, faint, subnormal], look.index, look.lengths)
 
     @staticmethod
     def _from_fp16(look):
@@ -434,8 +434,10 @@ class Watch:
         self.follow = False
         if look is not None:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])
-            back = (look.new != look.held) & (now == look.held)
-            self.extra.put([back], look.index, look.lengths, first=Steps.fields.index("back"))
+            moved = look.new != look.held
+            back = moved & (now == look.held)
+            rows = [moved, back, back & (look.held == 0)]
+            self.extra.put(rows, look.index, look.lengths, first=Steps.fields.index("moved"))
             self._copies(look)
         self._average(held=now)
 
@@ -499,7 +501,7 @@ class Watch:
         partial.count += 1
         partial.sum += part
         if p.grad is None or (i == next(iter(self.partial)) and not p.grad.any()):
-            partial.cleared, partial.last = partial.count - 1, part
+            partial.cleared, partial.last, partial.times = partial.count - 1, part, partial.times + 1
         elif partial.last is not None:
             partial.last += part
 
@@ -530,8 +532,9 @@ class Watch:
             if p.dtype in net_state.NARROW:
                 most, times, _ = self.sums_of_gradients.get(i, (0.0, 0, 0))
                 self.sums_of_gradients[i] = most + error, times + 1, partial.count
-            # an optimiser that sums by itself takes gradients away, and forgets none; SAM clears them once
-            if partial.cleared > 1 and error > 0.1 and _apart(g, partial.last)[0] < 0.02:
+            # an optimiser that sums by itself takes gradients away, and forgets none; SAM clears them once,
+            # and so does a discriminator, of what backward passes for its generator have left
+            if partial.times > 1 and error > 0.1 and _apart(g, partial.last)[0] < 0.02:
                 self.forgotten[i] = partial.cleared, partial.count
         self.partial = {}
 
@@ -570,12 +573,13 @@ class Watch:
 
 class Partial:
     """The gradients of one tensor, backward pass after backward pass. left: gradients were there before the
-    first one. cleared: passes whose gradients are gone; last: the sum of those since, or None.
+    first one. cleared: passes whose gradients are gone, in so many `times`; last: the sum of those since, or
+    None.
     """
 
     def __init__(self, part, left):
         self.count, self.sum, self.left = 1, part, left
-        self.cleared, self.last = 0, None
+        self.cleared, self.times, self.last = 0, 0, None
 
 
 def _apart(g, exact):

@@ -154,8 +154,9 @@ def summed(error):
     return lambda watch: watch.sums_of_gradients.update({number(watch, LAST): (7 * error, 7, 8)})
 
 
-def heard(cleared, last):
-    """A look at a step after 4 backward passes, gradients having been cleared before the last one or not."""
+def heard(cleared, last, times=0):
+    """A look at a step after 4 backward passes, gradients having been cleared before the last one or not, one
+    by one or so many `times`."""
 
     def change(watch):
         i = number(watch, LAST)
@@ -163,6 +164,7 @@ def heard(cleared, last):
         parts = torch.randn(4, 256)
         partial = Partial(parts.sum(0), False)
         partial.count, partial.cleared, partial.last = 4, cleared, parts[3]
+        partial.times = times or cleared
         watch.partial = {i: partial}
         p.grad = (parts[3] if last else parts.sum(0)).view_as(p)
         watch._compare_sums(None)
@@ -473,6 +475,7 @@ ROWS = {
         heard(3, False),
     ),
     "SAM": ("accumulate", "severe", "the first 2", heard(2, True), heard(1, True)),
+    "a generator's": ("accumulate", "severe", "the first 2", heard(2, True), heard(2, True, times=1)),
     "uncleared": (
         "grads",
         "severe",

@@ -640,6 +640,67 @@ def test_another_nets_backward_through_this_one_is_no_fault():
     assert severe(watched) == []
 
 
+def test_two_steps_of_a_generator_before_one_of_its_judge_are_no_fault():
+    """Their backward passes leave gradients in the judge, which one zero_grad clears."""
+    judge, maker = small(), small(1)
+    own, other = (torch.optim.AdamW(m.parameters()) for m in (judge, maker))
+    into = nn.Linear(4, 16)
+    watched = Watch(judge, own, every=1)
+    for _ in range(8):
+        for _ in range(2):
+            maker.zero_grad()
+            judge(into(maker(torch.randn(8, 16)))).mean().backward()
+            other.step()
+        judge.zero_grad()
+        judge(torch.randn(8, 16)).square().mean().backward()
+        judge(into(maker(torch.randn(8, 16))).detach()).square().mean().backward()
+        own.step()
+    assert severe(watched) == []
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.0])
+def test_a_mask_puts_weights_back_to_0_and_is_no_fault_unless_all_are(kept):
+    model = small()
+    matrix = next(model.parameters())
+    with torch.no_grad():
+        masked = torch.rand_like(matrix) >= kept
+        matrix[masked] = 0
+    optimizer = torch.optim.AdamW(model.parameters())
+    watched = Watch(model, optimizer, every=1)
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            matrix[masked] = 0
+    found = severe(watched)
+    assert found == [] if kept else "100% of the entries that a step moved were put back" in found[0]
+
+
+class Positions(nn.Module):
+    """A table of positions as many nets have it, as a bare parameter, and a matrix as bare as it."""
+
+    def __init__(self):
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.randn(1, 64, 32))
+        self.kernel = nn.Parameter(torch.randn(64, 32))
+
+    def forward(self, x):
+        return torch.tanh((x + self.pos_embed[:, :32]) @ self.kernel[:32])
+
+
+def test_positions_beyond_the_length_of_a_sequence_are_no_dead_part():
+    model = Positions()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watched = Watch(model, optimizer, every=1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 32, 32)).square().mean().backward()
+        optimizer.step()
+    dead = [f.tensor for f in watched.findings() if "never have a gradient" in f.text]
+    assert dead == ["kernel"]
+
+
 def test_steps_that_a_fused_optimiser_skips_are_passed_by():
     model = small()
     optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
