@@ -247,7 +247,7 @@ class Generation(Task):
         Scores also hold loss_by_timestep and the trace of ranges of the first images.
         """
         c, d = self.config, self.data
-        labels = (torch.arange(c.samples) % max(1, d.num_classes)).to(rng.device)
+        labels = self._wanted(c.samples, rng.device)
         images, trace, first = [], [], None
         # drawn at once: torch's generator goes on elsewhere after a count that is no multiple of 16
         noises = rng.normal(c.samples, *self.space.shape).split(c.sample_batch)
@@ -256,7 +256,7 @@ class Generation(Task):
             first = drawn if first is None else first
             images.append(self.space.decode(drawn).cpu())
         images = torch.cat(images)  # [samples, C, H, W]
-        net, _, _, real = self._real(rng.device)
+        net, _, _, real, _ = self._real(rng.device)
         wanted = labels.cpu() if d.num_classes else None
         scores = metrics.generation_scores(net, images, wanted, real)
         held_images, held_labels = self._heldout(rng.device)
@@ -271,21 +271,26 @@ class Generation(Task):
         and of the same count.
         """
         if self._reference is None:
-            net, images, labels, real = self._real()
+            net, images, labels, real, _ = self._real()
             self._reference = metrics.reference_scores(net, images, labels, real, count=self.config.samples)
         return self._reference
 
     def _real(self, device="cpu"):
-        """(feature net, training images, their labels or None, held-out images): read once, for all scores
-        of a run.
+        """(feature net, training images, their labels or None, held-out images and labels): read once, for
+        all scores of a run.
         """
         if self._yardstick is None:
             c, d = self.config, self.data
             device = device if torch.device(device).type == "cuda" else "cpu"
             net = metrics.yardstick(d, f"{c.runs}/feature_nets").to(device)
             images, labels = metrics.subset(d.train, c.samples)
-            self._yardstick = net, images, labels if d.num_classes else None, metrics.subset(d.heldout)[0]
+            self._yardstick = net, images, labels if d.num_classes else None, *metrics.subset(d.heldout)
         return self._yardstick
+
+    def _wanted(self, count, device):
+        """int64 [count]: labels to draw, in the held-out images' proportions."""
+        *_, labels = self._real(device)
+        return metrics.labels_like(labels, self.data.num_classes, count).to(device)
 
     def _heldout(self, device, count=HELDOUT):
         images, labels = metrics.subset(self.data.heldout, HELDOUT)

@@ -35,6 +35,26 @@ def subset(part, count: int = FITTED_ON) -> tuple[torch.Tensor, torch.Tensor]:
     return part[torch.randperm(len(part), generator=draw)[:count].tolist()]
 
 
+BALANCED = 1.25  # the largest class over the smallest, up to which a set counts as balanced
+
+
+def labels_like(labels: torch.Tensor, classes: int, count: int) -> torch.Tensor:
+    """int64 [count]: labels to draw, mixed, in the proportions of `labels` int64 [M], those of real images.
+
+    In turn, each as often as the others, where all classes are about as frequent: a stratified split of a
+    balanced set. 0 throughout for a set without labels.
+    """
+    sizes = torch.bincount(labels, minlength=classes).double() if classes else torch.ones(1)
+    if sizes.max() <= BALANCED * sizes.min():
+        return torch.arange(count) % len(sizes)
+    exact = sizes * count / sizes.sum()
+    each = exact.floor().long()
+    left = (exact - each).argsort(descending=True, stable=True)[: count - int(each.sum())]
+    each[left] += 1  # largest remainders
+    places = torch.cat([(torch.arange(n) + 0.5) / n for n in each.tolist()])
+    return torch.arange(len(sizes)).repeat_interleave(each)[places.argsort(stable=True)]
+
+
 def yardstick(data, folder: str | Path, seed: int = 0, steps: int = 1000) -> FeatureNet:
     """The net in whose features samples of a labelled data.Data are scored, on the CPU.
 

@@ -209,8 +209,8 @@ class Student(RFlow):
     def validate(self, model, rng):
         """{"frechet"} of as many images as Task.validate looks at, drawn as at the end."""
         d = self.data
-        net, _, _, real = self._real(rng.device)
-        labels = (torch.arange(VALIDATED) % max(1, d.num_classes)).to(rng.device)
+        net, _, _, real, _ = self._real(rng.device)
+        labels = self._wanted(VALIDATED, rng.device)
         noise = rng.normal(len(labels), d.channels, d.image_size, d.image_size)
         images = self.sample(model, labels, noise, self.config.sample_steps)
         return {"frechet": metrics.generation_scores(net, images.cpu(), None, real)["frechet"]}

@@ -305,6 +305,19 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(another, tmp_path):
     assert metrics.yardstick(another, tmp_path / "file", steps=3).supervised
 
 
+def test_labels_are_drawn_in_the_proportions_of_the_real_ones():
+    def like(*sizes, count=1000):
+        labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        return metrics.labels_like(labels, len(sizes), count)
+
+    assert torch.equal(like(35, 36, 37), torch.arange(1000) % 3)  # a balanced set: in turn
+    drawn = like(90, 9, 1, 0)
+    assert drawn.bincount(minlength=4).tolist() == [900, 90, 10, 0]
+    assert drawn[:100].bincount(minlength=4).tolist() == [90, 9, 1, 0]  # mixed, for a picture
+    assert like(2, 1, count=4).tolist() == [0, 0, 1, 0] and len(like(70, 20, 10, count=7)) == 7
+    assert metrics.labels_like(torch.zeros(5, dtype=torch.int64), 0, 3).tolist() == [0, 0, 0]
+
+
 def test_a_subset_is_the_same_each_time_and_mixed():
     part = data.Tensors(torch.zeros(100, 1, 8, 8), torch.arange(100) // 50, 8)
     labels = metrics.subset(part, 40)[1]
