@@ -80,10 +80,9 @@ def first(args, clock):
 
 def _measured(name, runs, args):
     """The row of a command. Raises Refused when the command fails."""
-    flags = FIRST[name].flags.format(runs=runs)
-    if args.steps:
-        flags += f" --steps {args.steps}"
-    command = [sys.executable, str(ROOT / "train.py"), *shlex.split(flags), "--name", name, "--runs", runs]
+    typed = FIRST[name].flags + (f" --steps {args.steps}" if args.steps else "")
+    flags = shlex.split(typed.format(runs=runs))
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--name", name, "--runs", runs]
     command += ["--device", args.device.type]
     if args.threads:
         command += ["--threads", str(args.threads)]
@@ -100,7 +99,7 @@ def _measured(name, runs, args):
     pictures = sorted((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime)
     return dict(
         name=name,
-        command=shlex.join(["python", "train.py", *shlex.split(FIRST[name].flags.format(runs="runs"))]),
+        command=shlex.join(["python", "train.py", *shlex.split(typed.format(runs="runs"))]),
         seconds=seconds,
         training_seconds=summary["seconds"],
         steps=summary["step"],

@@ -171,6 +171,9 @@ class Alone(Contender):
 
 def systems(args, clock):
     """Rows (dicts) of all tables."""
+    timed = args.repeats + 2  # steps, which train as well
+    if 0 < args.train < timed:
+        raise Refused(f"--train {args.train}: timing takes {timed} steps; give as many, or 0 for no score")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for table in args.only:

@@ -378,6 +378,8 @@ def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, 
     table = {"fp32": small, "bf16": f"{small} --bf16", "fp8": f"{small} --fp8 --fp8_backend te"}
     monkeypatch.setattr(bench_systems, "TABLES", {"segment": table})
     argv = ["systems", "--only", "segment", "--repeats", "2", "--train", "6"]
+    assert bench.main([*argv[:-1], "3"]) == 2
+    assert "--train 3: timing takes 4 steps" in capsys.readouterr().err
     rows = run(tmp_path, *argv)["results"]
     assert [row["name"] for row in rows] == list(table)
     assert "here works" in rows[2]["note"] and not rows[2]["ms"]
