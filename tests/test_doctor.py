@@ -22,7 +22,8 @@ import train
 import trainer
 from rounding import Stream
 
-QUICK = "--batch_size 8 --sample_steps 5 --warmup 0".split()
+LOOP = "--batch_size 8 --warmup 0".split()
+QUICK = [*LOOP, "--sample_steps", "5"]  # of a task that draws images
 STEPS = 20
 
 
@@ -36,8 +37,10 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 @functools.cache
 def trained(*flags):
     """Checkpoint (a dict) after STEPS real steps of the tiny net with these flags."""
-    table = train.strategies.table(train.task_of(list(flags)))
-    given = vars(train.build_parser(table).parse_args([*QUICK, "--steps", str(STEPS), *flags]))
+    name = train.task_of(list(flags)) or "rflow"
+    table, draws = strategies.table(name), issubclass(strategies.find(name), diffusion.Generation)
+    words = QUICK if draws else LOOP
+    given = vars(train.build_parser(table).parse_args([*words, "--steps", str(STEPS), *flags]))
     run = trainer.Trainer(given)
     c, data = run.config, run.task.train_set(run)
     run.batches = (data[i] for i in trainer.BatchIndices(len(data), c.batch_size, c.seed))
