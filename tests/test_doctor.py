@@ -22,8 +22,8 @@ import train
 import trainer
 from rounding import Stream
 
-LOOP = "--batch_size 8 --warmup 0".split()
-QUICK = [*LOOP, "--sample_steps", "5"]  # of a task that draws images
+BRIEF = "--batch_size 8 --warmup 0".split()
+QUICK = [*BRIEF, "--sample_steps", "5"]  # of a task that draws images
 STEPS = 20
 
 
@@ -39,7 +39,7 @@ def trained(*flags):
     """Checkpoint (a dict) after STEPS real steps of the tiny net with these flags."""
     name = train.task_of(list(flags)) or "rflow"
     table, draws = strategies.table(name), issubclass(strategies.find(name), diffusion.Generation)
-    words = QUICK if draws else LOOP
+    words = QUICK if draws else BRIEF
     given = vars(train.build_parser(table).parse_args([*words, "--steps", str(STEPS), *flags]))
     run = trainer.Trainer(given)
     c, data = run.config, run.task.train_set(run)
