@@ -213,10 +213,10 @@ FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIM
     "the held-out loss of the U-Net rises by {012/nearest-lr-1e-3.held_out} at the default rate, and by "
     "{012/nearest-lr-1e-4.held_out} at `--lr 1e-4`",
     "stochastic rounding is equal within {000/pure-bf16-stochastic.achieved_share} ([000]",
-    "nearest changes the held-out loss by {036/nearest.held_out}, and is worse; stochastic rounding changes "
-    "it by {036/stochastic.held_out}, not yet",
-    "they are {037/nearest.held_out} and {037/stochastic.held_out}, the second known to within "
-    "{037/stochastic.held_out_achieved}",
+    "nearest changes the held-out loss of a U-Net by {036/nearest.held_out}, and stochastic rounding is "
+    "equal to fp32 within {036/stochastic.held_out_achieved} of it",
+    "nearest is at {037/nearest.held_out} and stochastic rounding at {037/stochastic.held_out}, known to "
+    "within {037/stochastic.held_out_achieved}",
     "equal to fp32's within {035/stochastic-1e-5.held_out_achieved} with stochastic rounding, and within "
     "{035/stochastic-1e-6.held_out_achieved} at the lower rate",
     "nearest is at {043/nearest.held_out}, stochastic rounding at {043/stochastic.held_out} and autocast at "
