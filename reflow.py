@@ -77,7 +77,7 @@ class Reflow(Student):
         super().check(config)
 
     def start(self, run):
-        check_options(self.recipe, self.config, run.table)
+        check_options(self.recipe, self.config)
         self.teacher = teacher = self.read_teacher(run)
         path = run.folder / PAIRS
         if not path.exists():

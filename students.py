@@ -168,7 +168,7 @@ class Student(RFlow):
     def start(self, run):
         if not self.config.teacher:
             return super().start(run)
-        check_options(self.recipe, self.config, run.table)
+        check_options(self.recipe, self.config)
         teacher = self.read_teacher(run)
         check_machine(teacher.recipe, run.device)
         self._check_known(teacher, run)

@@ -171,7 +171,7 @@ class Task:
         run: the Trainer. Asked also when the run goes on from a checkpoint of its own.
         """
         c = self.config
-        check_options(self.recipe, c, run.table)
+        check_options(self.recipe, c)
         if not c.finetune:
             check_origin(self.recipe, None)
         if not c.finetune or run.folder.has_checkpoint:
@@ -256,14 +256,8 @@ def recipe_of(config, table, sites):
     return recipe(sites=config.set, more=sites, optimizer=config.optimizer, **table.pick(config, "recipe"))
 
 
-def check_options(wanted, config, table):
-    """Raise Refused for an option of a method, or of a loss scale, that recipe `wanted` does not train with.
-    table: of the run's flags.
-    """
-    for name, value in table.pick(config, "scaler").items():
-        if wanted.loss_scale != "dynamic" and value != table[name].default:
-            says = f"--{name} {value:g} says how the loss is scaled, which --fp16 alone does"
-            raise Refused(f"{says}: add that, or drop it")
+def check_options(wanted, config):
+    """Raise Refused for an option of a method that recipe `wanted` does not train with."""
     if config.sparse24_decay is not None and wanted.sparse24 != "srste":
         decay = f"--sparse24_decay {config.sparse24_decay:g}"
         raise Refused(f"{decay} belongs to --sparse24 srste: add that, or drop it")

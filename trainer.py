@@ -124,6 +124,9 @@ class Trainer:
         for name in ("average_on", "states_on") if self.device.type == "cpu" else ():
             there = f"--{name} cpu changes nothing: the weights are on the CPU too"
             lost += [there] if getattr(c, name) == "cpu" else []
+        for name, value in self.table.pick(c, "scaler").items():
+            if self.recipe.loss_scale != "dynamic" and value != self.table[name].default:
+                lost.append(f"--{name} {value:g} changes nothing: --fp16 alone scales the loss")
         lost += [policy_note(self.recipe)] if c.fsdp and policy_note(self.recipe) else []
         return check_machine(self.recipe, self.device) + lost
 

@@ -252,8 +252,6 @@ BAD_INPUT = {
     "--task ddpm --velocity noise-clean": "--velocity is for --task rflow",
     "--task language --image_size 16": "a text has no images",
     "--task steve --data folder:three --clips 5": "--clips 5 is of --data sprites",
-    "--bf16 --growth_interval 7": "--growth_interval 7 says how the loss is scaled, which --fp16 alone does",
-    "--backoff_factor 0.25": "--fp16 alone does",
     "--weight_decay_on all": "nothing decays without --weight_decay",
 }
 
@@ -290,6 +288,13 @@ def test_a_real_process_says_one_line_too():
 
 
 # ---- Flags -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, said", [("--bf16", True), ("--fp16", False), ("--pure_bf16", True)])
+def test_flags_of_a_loss_scale_that_is_not_there_are_said_to_change_nothing(flags, said, capsys):
+    assert command("--dry_run", "--growth_interval", 7, *flags.split()) == 0
+    line = "warning: --growth_interval 7 changes nothing: --fp16 alone scales the loss"
+    assert (line in capsys.readouterr().out) == said
 
 
 def test_a_yaml_file_equals_the_flags_and_the_command_line_wins(capsys):
