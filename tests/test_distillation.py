@@ -258,7 +258,8 @@ REFUSED = {
     "--task distill --teacher runs/half1": "nothing left to halve",
     "--task distill --teacher runs/teacher --finetune runs/teacher": "drop --finetune",
     "--task distill --teacher runs/teacher --model dit": "--model dit differs from the teacher's unet",
-    "--task distill --teacher runs/teacher --pairs 5 --target_decay 0.9": "is for --task consistency",
+    "--task distill --teacher runs/teacher --pairs 5": "--pairs is for --task reflow",
+    "--task distill --teacher runs/teacher --target_decay 0.9": "is for --task consistency",
     "--task reflow --teacher runs/half2": "was trained with --task distill",
     "--teacher runs/teacher": "is for --task reflow, distill and consistency, and this is --task rflow",
 }

@@ -14,6 +14,7 @@ import pytest
 import test_strategies
 import torch
 from cli import (
+    LOOP,
     QUICK,
     ROOT,
     after_step,
@@ -53,8 +54,8 @@ def trained(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("trained")
 
-    def steps(n):
-        return [*QUICK, "--runs", folder, "--steps", n]
+    def steps(n, words=QUICK):
+        return [*words, "--runs", folder, "--steps", n]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rounding._compiled", common.uncompiled)
@@ -64,7 +65,7 @@ def trained(tmp_path_factory):
         dit += "--optimizer torchastic --ema_decay 0.5 --lr 3e-2 --guidance 3"
         assert command(*steps(2), *dit.split()) == 0
         assert command(*steps(1), "--name", "ddpm", "--task", "ddpm") == 0
-        assert command(*steps(1), "--name", "segment", "--task", "segment", "--image_size", 16) == 0
+        assert command(*steps(1, LOOP), "--name", "segment", "--task", "segment", "--image_size", 16) == 0
     return folder
 
 
