@@ -549,12 +549,18 @@ def measure(args, argv):
     if not args.out:
         return status
     settings = {name: value for name, value in vars(args).items() if name not in ("bench", "out", "subjects")}
+    settings = {name: _named(value) for name, value in settings.items()}
     settings["device"] = str(args.device)
-    record = dict(bench=args.bench, command=shlex.join(["python", "bench.py", *argv]))
+    record = dict(bench=args.bench, command=shlex.join(["python", "bench.py", *map(_named, argv)]))
     record.update(date=datetime.date.today().isoformat(), machine=machine, settings=settings, results=rows)
     write_json(args.out, record)
     print(f"every single {'time' if 'repeats' in settings else 'figure'} is in {args.out}")
     return status
+
+
+def _named(word):
+    """A path by its last part alone: a record says nothing of the folders of a machine."""
+    return os.path.basename(word) if isinstance(word, str) and os.path.isabs(word) else word
 
 
 def main(argv=None):

@@ -21,7 +21,9 @@ def test_a_first_command_is_run_to_its_end_and_seen(tmp_path):
     out = tmp_path / "record.json"
     asked = ["--only", "classify", "--steps", "4", "--threads", "1", "--out", str(out)]
     assert bench.main(["first", *asked]) == 0
-    [row] = json.loads(out.read_text())["results"]
+    record = json.loads(out.read_text())
+    [row] = record["results"]
+    assert record["command"].endswith("--threads 1 --out record.json")  # no folder of this machine
     assert row["steps"] == 4 and row["command"] == "python train.py --task classify --steps 4"
     assert 0 < row["pictures"]["final.png"] < row["seconds"] and row["training_seconds"] < row["seconds"]
     assert 0 <= row["scores"]["accuracy"] <= 1 and "accuracy" in bench_first.result(row)
