@@ -548,8 +548,8 @@ def measure(args, argv):
     status = bench_conformance.status(rows) if args.bench == "conformance" else 0
     if not args.out:
         return status
-    settings = {name: value for name, value in vars(args).items() if name not in ("bench", "out", "subjects")}
-    settings = {name: _named(value) for name, value in settings.items()}
+    own = {name: value for name, value in vars(args).items() if name not in ("bench", "out", "subjects")}
+    settings = {name: _named(value) for name, value in own.items()}
     settings["device"] = str(args.device)
     record = dict(bench=args.bench, command=shlex.join(["python", "bench.py", *map(_named, argv)]))
     record.update(date=datetime.date.today().isoformat(), machine=machine, settings=settings, results=rows)

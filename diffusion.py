@@ -250,9 +250,9 @@ class Generation(Task):
         labels = self._wanted(c.samples, rng.device)
         images, trace, first = [], [], None
         # drawn at once: torch's generator goes on elsewhere after a count that is no multiple of 16
-        noises = rng.normal(c.samples, *self.space.shape).split(c.sample_batch)
+        noises = rng.normal(c.samples, *self.space.shape, device="cpu").split(c.sample_batch)
         for part, noise in zip(labels.split(c.sample_batch), noises, strict=True):
-            drawn = self.sample(model, part, noise, c.sample_steps, None if images else trace)
+            drawn = self.sample(model, part, noise.to(rng.device), c.sample_steps, None if images else trace)
             first = drawn if first is None else first
             images.append(self.space.decode(drawn).cpu())
         images = torch.cat(images)  # [samples, C, H, W]

@@ -42,13 +42,13 @@ class Rng:
         self.generator = torch.Generator().manual_seed(seed)
         self.rank, self.world, self.device = rank, world, device
 
-    def _own(self, x):
+    def _own(self, x, device=None):
         n = len(x) // self.world
-        return x[self.rank * n : (self.rank + 1) * n].to(self.device)
+        return x[self.rank * n : (self.rank + 1) * n].to(device or self.device)
 
-    def normal(self, n, *shape):
-        """fp32 [n, *shape], standard normal."""
-        return self._own(torch.randn(n * self.world, *shape, generator=self.generator))
+    def normal(self, n, *shape, device=None):
+        """fp32 [n, *shape], standard normal. device: where it lies, if not on the Rng's."""
+        return self._own(torch.randn(n * self.world, *shape, generator=self.generator), device)
 
     def uniform(self, n):
         """fp32 [n] in [0, 1)."""

@@ -249,11 +249,18 @@ def test_the_noise_of_an_image_does_not_depend_on_how_many_are_drawn_at_once(mon
     quickly = functools.partial(metrics_module.yardstick, steps=2)
     monkeypatch.setattr(metrics_module, "yardstick", quickly)
     assert quick("--model", "dit", "--image_size", 10, steps=1) == 0
+    normal = tasks.Rng.normal
+    lies = []
+    monkeypatch.setattr(
+        tasks.Rng, "normal", lambda self, n, *s, **on: lies.append((n, on)) or normal(self, n, *s, **on)
+    )
     monkeypatch.setattr(diffusion.Generation, "sample", lambda self, model, labels, noise, *rest: noise)
     for name, few in (("few", 3), ("all", 250)):
         assert command("--sample", "runs/run", "--sample_batch", few, "--name", name) == 0
     few, whole = (Path(f"runs/run/samples/{name}-ema.png") for name in ("few", "all"))
     assert few.read_bytes() == whole.read_bytes()
+    # a GPU holds that of the images drawn at once, not of all
+    assert [on for n, on in lies if n == 20] == [{"device": "cpu"}] * 2
 
 
 @pytest.mark.parametrize("end", ["finished", "stopped", "refused", "crashed"])
