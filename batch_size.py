@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 
 from flags import MILLIONS
-from machine import Refused
+from machine import Refused, out_of_memory
 from ranks import Ranks
 from runs import Folder
 from trainer import Trainer
 
 MARGIN = 0.1  # share of the free memory that stays free
-FULL = ("out of memory", "ALLOC_FAILED")  # how CUDA's libraries say it where torch's allocator does not
 
 # ---- The search --------------------------------------------------------------------------------------------
 
@@ -42,10 +41,8 @@ def survives(step):
     """Whether step() ends before memory does. Other errors are its own."""
     try:
         step()
-    except torch.OutOfMemoryError:
-        return False
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in FULL):
+        if not out_of_memory(error):
             raise
         return False
     return True
@@ -154,8 +151,7 @@ def chosen(config, table, dry=False):
         return size
     device = ranks.device(config.device)
     check(config, device, dry)
-    alike = {row.name: getattr(config, row.name) for row in table.rows if row.kind != "machine"}
-    ranks.meet(device, {**alike, "fsdp": config.fsdp})
+    ranks.meet(device, table.shared(config))
     ranks.any(1, device)  # what processes need to speak to each other is taken before memory is measured
     own, most, used, total = tried(config, device, ranks.world)
     size = smallest(own, ranks, device) * ranks.world

@@ -65,18 +65,18 @@ from bench_common import (
     moments_in,
     parse_net,
     prepared,
-    quiet,
     state_bytes,
     take_turns,
     timed,
 )
 from bench_memory import check_kept, memory
+from files import write_json
 from flags import Parser, count, natural
-from machine import Refused
+from machine import Refused, quiet_libraries
 from optimizers import OPTIMIZERS
 from precision import Recipe, recipe
 from recipes import check_machine
-from runs import environment, write_json
+from runs import environment
 
 # ---- Optimisers --------------------------------------------------------------------------------------------
 
@@ -567,7 +567,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     words = ["gpu", *(word for word in argv if word != "--gpu")] if "--gpu" in argv else argv
     args = build_parser().parse_args(words)
-    quiet()
+    quiet_libraries()
     try:
         if args.bench == "gpu":
             return bench_gpu.main(args, argv)

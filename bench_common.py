@@ -1,4 +1,4 @@
-"""What both benches share: nets and recipes by name, a clock, turns, and a process to measure in.
+"""What the benches share: nets and recipes by name, a clock, turns, and a process to measure in.
 
     net = parse_net("unet:small:64:8")                 # ('unet', 'small', 64, 8)
     run, inputs, velocity = prepared(net, RECIPES["bf16"], torch.device("cpu"))
@@ -7,19 +7,17 @@
 `bench.py` compares ways to train on the machine at hand, `bench_gpu.py` every recipe on a GPU.
 """
 
-import logging
 import multiprocessing
 import random
 import signal
 import time
-import warnings
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import models
 from formats import FORMATS
-from machine import Refused
+from machine import Refused, quiet_libraries
 from offload import Offload
 from precision import Precision, recipe
 
@@ -299,7 +297,7 @@ class Lost(Exception):
 
 def _serve(function, pipe):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the other one ends this one
-    quiet()
+    quiet_libraries()
     try:
         while True:
             pipe.send(function(pipe.recv()))
@@ -362,10 +360,3 @@ class Here:
 def cell(value, spec):
     """A figure of a table, '-' where there is none."""
     return "-" if value is None else format(value, spec)
-
-
-def quiet():
-    """No messages of libraries about things that this machine does not have."""
-    warnings.filterwarnings("ignore", module="torchao|bitsandbytes|monai")
-    for name in ("torch.utils.cpp_extension", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -28,7 +28,8 @@ import conformance_shards
 from bench_common import tensors_in
 from conformance import Result, differing, judged, nothing, unequal
 from experiments.averages import path, progress
-from subjects import BF16, DECAY, NAMES, OURS, PEERS, drawn, first_line
+from machine import first_line
+from subjects import BF16, DECAY, NAMES, OURS, PEERS, drawn
 
 # ---- What is asked -----------------------------------------------------------------------------------------
 

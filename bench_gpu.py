@@ -46,11 +46,12 @@ from tqdm import tqdm
 import bench_common as common
 import rounding
 from bench_common import Clock, Here, Lost, Worker, check_nets, parse_net, prepared, take_turns, timed
+from files import write_atomically, write_json
 from flags import natural
-from machine import Refused
+from machine import Refused, first_line, out_of_memory
 from precision import recipe
 from recipes import check_machine
-from runs import environment, write_atomically, write_json
+from runs import environment
 from sparsity import KernelLinear
 
 ROOT = Path(__file__).resolve().parent
@@ -60,7 +61,7 @@ SOURCES = (
     *("bench_common", "bench_gpu", "models", "attention", "machine", "rounding", "formats", "method"),
     *("buckets", "optim", "exact_step", "triton_step", "optimizers", "average", "sharding", "release"),
     *("offload", "peers"),
-    *("watch", "writes", "flops", "ledger", "fp8", "fp8_layers", "sparsity", "recipes", "cast", "precision"),
+    *("writes", "flops", "ledger", "fp8", "fp8_layers", "sparsity", "recipes", "cast", "precision"),
 )
 
 # 32x32 with patches of 2: 256 tokens, as the latents of 256x256 images in the DiT paper
@@ -174,11 +175,6 @@ def generator(run, ledger, inputs, compiled, dry):
     return step
 
 
-def out_of_memory(error):
-    said = "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
-    return said or isinstance(error, torch.OutOfMemoryError)
-
-
 def free(cell):
     """Give back what a cell held; compiled code too, whose guards would tell one cell's net from the next
     until dynamo gives up.
@@ -260,8 +256,7 @@ def measure(cell, *, device, rounds, dry=False):
             note = f"out of memory on {size:.0f} GiB: give --nets a smaller batch"
             row.update(status="out of memory", note=note)
         else:
-            said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            row.update(status="failed", note=f"{type(error).__name__}: {said[:200]}".rstrip(": "))
+            row.update(status="failed", note=f"{type(error).__name__}: {first_line(error)[:200]}")
     free(cell)  # after the exception and its frames are gone
     return row
 
@@ -379,11 +374,6 @@ def _page_line(cell, row):
     note = (row["note"] or row.get("how", "")).replace("|", "\\|")
     compiled = "yes" if cell["compile"] else "no"
     return f"| `{cell['recipe']}` | {compiled} | {' | '.join(figures)} | {note} |"
-
-
-def records(folder=FOLDER):
-    """The GPU records of a folder."""
-    return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("gpu-*.json"))]
 
 
 HEADS = ("images a second", "compiled", "x bf16", "peak GiB", "bytes a parameter")

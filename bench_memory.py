@@ -9,7 +9,6 @@ here, of the 8 GB that the document gives fp32.
 
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 import offload
@@ -29,41 +28,6 @@ from bench_common import (
 )
 from precision import recipe
 from recipes import check_machine
-
-# ---- Real allocations --------------------------------------------------------------------------------------
-
-
-class Allocations:
-    """What torch's allocator gives out on the CPU while it is entered: all of it, what fused kernels and
-    autograd take on the way too.
-
-        with Allocations() as meter:
-            ...
-            meter.mark("after backward")
-        meter.held                      # {name of a mark: bytes given out until then and not given back}
-        meter.peak                      # most of them at once
-    """
-
-    def __enter__(self):
-        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        self.profile.__enter__()
-        return self
-
-    def mark(self, name):
-        with record_function(f"mark {name}"):
-            pass
-
-    def __exit__(self, *error):
-        self.profile.__exit__(*error)
-        self.held, self.peak, size = {}, 0, 0
-        events = self.profile.profiler.kineto_results.events()
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
-                size += event.nbytes()
-                self.peak = max(self.peak, size)
-            elif event.name().startswith("mark "):
-                self.held[event.name().removeprefix("mark ")] = size
-
 
 # ---- Weights, gradients, states ----------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
+import cast
 from attention import attend
 from bench_common import take_turns, timed
 from bench_systems import Contender
@@ -91,12 +92,8 @@ class In16(nn.Module):
         self.net = net.bfloat16()
 
     def forward(self, *args, **kwargs):
-        args, kwargs = tree_map(_to(torch.bfloat16), (args, kwargs))
-        return tree_map(_to(torch.float32), self.net(*args, **kwargs))
-
-
-def _to(dtype):
-    return lambda t: t.to(dtype) if torch.is_tensor(t) and t.is_floating_point() else t
+        args, kwargs = tree_map(cast.to(torch.bfloat16), (args, kwargs))
+        return tree_map(cast.to(torch.float32), self.net(*args, **kwargs))
 
 
 def bare(job, kind):

@@ -84,9 +84,7 @@ class Contender:
         words += ["--steps", str(max(1, steps)), "--ema_warmup"]  # few steps: the average must have arrived
         table = strategies.table()
         given = vars(table.parser("bench.py", "").parse_args(words))
-        kind = strategies.find(given["task"])
-        config = table.typed({**strategies.defaults(kind, given), **given, **kind.settle(table, given)})
-        self.run = Trainer(config.replaced(name="bench"))
+        self.run = Trainer(strategies.typed(table, given).replaced(name="bench"))
         self.run.ready()
 
     def step(self):

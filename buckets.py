@@ -10,8 +10,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 class Bucket:
     """Tensors of one dtype and device that a kernel sees as one flat vector: a large one as a view, small
-    ones copied
-    together."""
+    ones copied together.
+    """
 
     SMALL = 1 << 18  # elements; below it the fixed cost of a call outweighs the copies
 
@@ -72,8 +72,8 @@ class Bucket:
 
 class Table:
     """The numbers and noise keys of all kernel calls of a step, as one tensor each: on CUDA two copies a
-    step, not two
-    a bucket, and none that waits."""
+    step, not two a bucket, and none that waits.
+    """
 
     def __init__(self, device):
         self.device, self.numbers, self.keys = device, [], []

@@ -11,6 +11,7 @@ A checksum tells damage, not malice. So no code in a file is run, and its plain 
 any stranger; flags.Table.obeyed says which of its flags are taken.
 """
 
+import hashlib
 import os
 import zipfile
 from pathlib import Path
@@ -112,6 +113,15 @@ STATE_ROWS = {  # the same of the state of a precision.Precision
 }
 
 
+def fingerprint(weights):
+    """SHA-256 of {name: tensor}: their names, dtypes, shapes and bytes."""
+    found = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        found.update(value.contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def read(path):
     """The dict of a checkpoint file, or of the one in a run's folder; no code in it is run.
 
@@ -146,7 +156,7 @@ def read(path):
 
 def _checked(found, path):
     """What a file holds, unless no run writes such a thing."""
-    if not isinstance(found, dict) or found.get("format") != 1 or not ROWS_OF_OLD <= set(found):
+    if not isinstance(found, dict) or found.get("format") != 1 or not NEEDED <= set(found):
         raise _stranger(path)
     check(found, ROWS, f"{path} is no checkpoint of this program")
     check(found["precision"], STATE_ROWS, f"{path} is no checkpoint of this program")
@@ -155,7 +165,7 @@ def _checked(found, path):
     return found
 
 
-ROWS_OF_OLD = {name for name, (_, _, needed) in ROWS.items() if needed}
+NEEDED = {name for name, (_, _, needed) in ROWS.items() if needed}
 
 
 # ---- Whether it fits a run ---------------------------------------------------------------------------------

@@ -210,10 +210,6 @@ class Classify(Task):
             )
         return net
 
-    def example(self):
-        size = self.data.image_size
-        return (torch.empty(2, self.data.channels, size, size, device="meta"),), {}
-
     # -- training
 
     def loss(self, model, batch, rng, step):

@@ -20,7 +20,8 @@ from torch import nn
 
 import adapters
 from bench_common import after_a_drop, state_bytes, tensors_in
-from subjects import BF16, GRADIENT, ULP, WEIGHT, drawn, feed, first_line, full, values
+from machine import first_line
+from subjects import BF16, GRADIENT, ULP, WEIGHT, drawn, feed, full, values
 from writes import local
 
 
@@ -522,11 +523,15 @@ def extremes(subject, size):
     return judged(not wrong, "as they should" if not wrong else f"{len(wrong)} wrong", "; ".join(wrong))
 
 
-def layouts():
-    """{name: weights}: odd sizes, none at all, no dimension, and one whose entries are not in order."""
+def layouts(device="cpu"):
+    """{name: bf16 weights}: odd sizes, none at all, no dimension, and two whose entries are not in order."""
+
+    def weights(*shape):
+        return torch.full(shape, WEIGHT, dtype=BF16, device=device)
+
     sizes = {"1": (1,), "7": (7,), "4097": (4097,), "empty": (0,), "0-d": ()}
-    found = {name: torch.full(shape, WEIGHT) for name, shape in sizes.items()}
-    return {**found, "not contiguous": full(64).T, "every other": torch.full((4200,), WEIGHT)[::2]}
+    found = {name: weights(*shape) for name, shape in sizes.items()}
+    return {**found, "not contiguous": weights(64, 64).T, "every other": weights(4200)[::2]}
 
 
 def sizes(subject, size):
@@ -534,17 +539,12 @@ def sizes(subject, size):
     are looked at too. A step of four ulps, which no rounding hides. A class may refuse one when it is made.
     """
     lr, failed, refused = 4 * ULP / subject.unit(64), {}, []
-    for name, weights in layouts().items():
+    for name in layouts():
         try:
-            for beside in ([], [full(64)]):
+            for beside in ([], [full(64).to(subject.device, BF16)]):
                 with drawn(15):
                     # made here: Subject.start would copy the entries into order
-                    params = [nn.Parameter(w.to(subject.device, BF16).clone()) for w in [weights, *beside]]
-                    if name == "not contiguous":
-                        params[0] = nn.Parameter(full(64).to(subject.device, BF16).T)
-                    if name == "every other":
-                        both = torch.full((4200,), WEIGHT, dtype=BF16, device=subject.device)
-                        params[0] = nn.Parameter(both[::2])
+                    params = [nn.Parameter(w) for w in [layouts(subject.device)[name], *beside]]
                     try:
                         optimizer = subject.over(params, lr)
                     except Exception:

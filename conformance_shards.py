@@ -26,7 +26,8 @@ from conformance import (
     random_weights,
     worst_of,
 )
-from subjects import BF16, ULP, drawn, feed, first_line, full, values
+from machine import first_line
+from subjects import BF16, ULP, drawn, feed, full, values
 
 RANKS = 2
 

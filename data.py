@@ -125,8 +125,8 @@ class Tensors(torch.utils.data.Dataset):
         if images.dtype == torch.uint8:
             images = images.float() / 127.5 - 1
         if target.ndim > 1:
-            target = _square_mask(target, self.size)
-        return _square(images, self.size), target.long()
+            target = square_mask(target, self.size)
+        return square(images, self.size), target.long()
 
     def labels(self):
         """int64 [N]"""
@@ -156,18 +156,18 @@ class Files(torch.utils.data.Dataset):
         if i in self.cache:
             return self.cache[i]
         path, target = self.items[i]
-        image = _square(folders.decode(path, self.channels)[None], self.size)[0]
+        image = square(folders.decode(path, self.channels)[None], self.size)[0]
         if self.values is None:
             target = torch.tensor(target)
         else:
             classes = torch.from_numpy(np.searchsorted(self.values, folders.decode_mask(target)))
-            target = _square_mask(classes[None], self.size)[0].long()
+            target = square_mask(classes[None], self.size)[0].long()
         if len(self.cache) < self.room:
             self.cache[i] = image, target
         return image, target
 
 
-def _square(x, size, **how):
+def square(x, size, **how):
     """[B, C, H, W] -> its central square as [B, C, size, size]."""
     side = min(x.shape[-2:])
     top, left = ((n - side) // 2 for n in x.shape[-2:])
@@ -180,9 +180,9 @@ def _square(x, size, **how):
     return F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(-1, 1)
 
 
-def _square_mask(x, size):
+def square_mask(x, size):
     # "nearest-exact" has its pixel centres where bilinear has them; "nearest" shifts masks against images.
-    return _square(x[:, None].float(), size, mode="nearest-exact")[:, 0]
+    return square(x[:, None].float(), size, mode="nearest-exact")[:, 0]
 
 
 def _data(name, wish, train, heldout, channels, num_classes, size, content, yardstick=None, classes=()):
@@ -425,12 +425,12 @@ def _nifti(wish):
         keep = (unit > 0.1).mean((1, 2)) >= 0.02
         if not keep.any():
             raise Refused(f"volume {file} has no slice with anything to see: remove it")
-        images.append(_square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size))
+        images.append(square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size))
         owners += [name] * len(images[-1])
         content += [name, *(folders.sha256(path) for path in (file, mask_file) if path)]
         if wish.masks:
             mask = folders.decode_mask_volume(mask_file, file, volume.shape)
-            targets.append(_square_mask(torch.from_numpy(mask[keep]), size))
+            targets.append(square_mask(torch.from_numpy(mask[keep]), size))
             values.append(np.unique(mask))
         else:
             targets.append(torch.zeros(len(images[-1])))

@@ -19,8 +19,8 @@ import metrics
 import perceptual
 from flags import Flag, amount, several, share, thousand
 from machine import Refused, without
-from optim import DTYPES
 from recipes import Site
+from rounding import DTYPES
 from tasks import Task, picture
 from verdicts import Finding
 
@@ -293,8 +293,8 @@ class Generation(Task):
         return metrics.labels_like(labels, self.data.num_classes, count).to(device)
 
     def _heldout(self, device, count=HELDOUT):
-        images, labels = metrics.subset(self.data.heldout, HELDOUT)
-        return images[:count].to(device), labels[:count].to(device)
+        images, labels = metrics.subset(self.data.heldout, count)
+        return images.to(device), labels.to(device)
 
     # -- what the sites lose
 

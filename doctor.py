@@ -30,9 +30,10 @@ import runs
 import verdicts
 import watch
 from machine import Refused
+from order import BatchIndices
 from rounding import Stream
 from tasks import Rng, to_device
-from trainer import BatchIndices, Trainer
+from trainer import Trainer
 from verdicts import WIDTH, Diagnosis, Finding
 
 __all__ = ["LIMITS", "WIDTH", "Diagnosis", "Examination", "Finding", "diagnose", "relative"]

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from machine import Refused, cpu_threads
+from machine import Refused, cpu_threads, first_line
 
 PIECE = 16 << 20  # bytes that are hashed at once
 
@@ -71,11 +71,6 @@ def cant_write(path, error):
         f"can't write {path}: {reason}{kept}; {remedy} or choose another --runs folder, "
         f"then run the same command again"
     )
-
-
-def first_line(error):
-    """The first line with words in an exception's text, or its class's name."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def check_regular(path):

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from files import write_atomically
 from machine import exact_math
-from runs import write_atomically
 
 DIGITS_FILE = Path(__file__).with_name("digits_features.safetensors")
 FORMAT = 1  # of a stored net; raise it when the net or its fitting changes, so that kept nets are fitted anew

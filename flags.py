@@ -266,6 +266,11 @@ class Table:
         names = [row.name for row in self.rows if row.kind != "machine" and row.name in values]
         return self.config({name: values[name] for name in names})
 
+    def shared(self, config):
+        """{flag: value} of the flags that all processes of a run must share."""
+        names = [row.name for row in self.rows if row.kind != "machine"]
+        return {name: getattr(config, name) for name in [*names, "fsdp"]}
+
     def pick(self, config, to):
         """{flag: value} of the flags that go `to` "recipe", "method" or "scaler" as keywords."""
         return {row.name: getattr(config, row.name) for row in self.rows if row.to == to}

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from files import write_atomically
 from machine import Refused
-from runs import write_atomically
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MASKS = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them
@@ -146,10 +146,10 @@ def volumes(root: Path, masks: bool) -> list:
     return found
 
 
-def held_out(root: Path, names: list[str]) -> set[str]:
+def held_out(root: Path, names: list[str], noun: str = "image") -> set[str]:
     """The tenth of the names whose hashes are smallest: adding files moves few others from part to part."""
     if len(names) < 2:
-        raise Refused(f"{root} holds a single image: give at least two, one to train on and one to hold out")
+        raise Refused(f"{root} holds a single {noun}: give at least two, one to train on and one to hold out")
     ranked = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
     return set(ranked[:max(1, round(len(names) / 10))])
 

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 
 if __package__:
-    from .machine import hopper, quiet_import
+    from .machine import quiet_import
     from .rounding import fused, noise_bits
 else:
-    from machine import hopper, quiet_import
+    from machine import quiet_import
     from rounding import fused, noise_bits
 
 SMALLEST = 4096  # values; both libraries keep the moments of smaller tensors in full
@@ -46,10 +46,6 @@ class Format:
 
     def require(self):
         """Raises Refused where a package that the format needs is not installed."""
-
-    def native(self, device):
-        """Whether the device multiplies operands in this format."""
-        return False
 
     def takes(self, n):
         """Whether the moment of a tensor of n values is coded; else it stays fp32."""
@@ -123,9 +119,6 @@ class Float8(Format):
         self.top = torch.finfo(dtype).max
         self.why = f"8-bit floats ({name}) in blocks of {self.block}"
 
-    def native(self, device):
-        return hopper(device)
-
     def cast(self, x, scale):
         """x * scale in this format, to nearest, values beyond its largest becoming that one; NaN stays.
 
@@ -136,8 +129,8 @@ class Float8(Format):
 
     def values(self, codes):
         """fp32, exactly: what codes in this dtype stand for. By table on a CPU, where torch's own conversion
-        takes 2 to
-        15 times as long."""
+        takes 2 to 15 times as long.
+        """
         if codes.device.type != "cpu":
             return codes.float()
         if not codes.is_contiguous():

@@ -68,7 +68,6 @@ __all__ = [
     "Quantised",
     "Scaling",
     "convert",
-    "gradient_snr",
     "matmul",
     "quantise",
     "resolve",
@@ -390,13 +389,13 @@ class FP8(Coverage):
         return {"gradient_snr": {"fp8": fp8, "bf16": bf16}}
 
 
-def convert(model, options=None, flag="--fp8", instead="--bf16"):
+def convert(model, options=None):
     """Put `model`'s products in FP8, in place, over the same parameters, under the same names -> `FP8`.
 
-    flag, instead: words of a refusal. A model on the meta device keeps its layers, the report alone is made.
-    Raises Refused when no layer is eligible, or when the options can't run on the model's device.
+    A model on the meta device keeps its layers, the report alone is made. Raises Refused when no layer is
+    eligible, or when the options can't run on the model's device.
     """
-    covered = FP8(model, options or Options(), flag, instead)
+    covered = FP8(model, options or Options())
     covered.convert(model)
     return covered
 
@@ -505,13 +504,6 @@ def signal_to_noise(low, exact):
             noise[name] = (low[name].double() - g.double()).square().sum().item()
     signal["all"], noise["all"] = sum(signal.values()), sum(noise.values())
     return {name: _decibel(signal[name], noise[name]) for name in signal}
-
-
-def gradient_snr(low, reference, loss):
-    """`signal_to_noise` of the gradients of two models whose named_parameters agree, say FP8 and fp32 copies
-    of one net. loss(model) -> scalar on one batch; one batch is a noisy measure, so average over several.
-    """
-    return signal_to_noise(gradients(low, low, loss), gradients(reference, reference, loss))
 
 
 def _decibel(signal, noise):

@@ -11,10 +11,10 @@ from torch import nn
 
 if __package__:
     from .formats import FORMATS
-    from .machine import Refused, hopper, try_import
+    from .machine import Refused, fp8_cores, try_import
 else:
     from formats import FORMATS
-    from machine import Refused, hopper, try_import
+    from machine import Refused, fp8_cores, try_import
 
 # the operands of the three products of a layer: y = x w, dx = g w^T, dw = x^T g
 INPUT, WEIGHT, GRAD = range(3)
@@ -37,8 +37,7 @@ MULTIPLE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How products are taken in FP8; see the top of fp8.py. margin: delayed scaling stays 2^margin below
-    the top of the format.
+    """How products are taken in FP8; see the top of fp8.py.
 
     Raises Refused for unknown values, and for amax settings of a recipe that keeps no history.
     """
@@ -48,7 +47,6 @@ class Options:
     recipe: str = "tensorwise"
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
-    margin: int = 0
 
     def __post_init__(self):
         for name, values in CHOICES.items():
@@ -57,8 +55,8 @@ class Options:
                 raise Refused(f"--{flag} {getattr(self, name)}: unknown; choose from {', '.join(values)}")
         if self.amax_history_len < 1:
             raise Refused(f"--amax_history_len {self.amax_history_len}: a history has 1 step or more")
-        history = self.amax_history_len, self.amax_compute_algo, self.margin
-        if self.recipe != "delayed" and history != (1024, "max", 0):
+        history = self.amax_history_len, self.amax_compute_algo
+        if self.recipe != "delayed" and history != (1024, "max"):
             raise Refused(
                 f"--fp8_recipe {self.recipe} keeps no history of amax: --amax_history_len and "
                 f"--amax_compute_algo need --fp8_recipe delayed"
@@ -85,21 +83,21 @@ def amax_of(x, dim=None):
     return torch.maximum(-low, high).float()
 
 
-def current_scale(amax, top, margin=0):
-    """top / amax / 2^margin, at most the largest fp32; 1 where amax is 0.
+def current_scale(amax, top):
+    """top / amax, at most the largest fp32; 1 where amax is 0.
 
     An infinite amax gives 0: its product is NaN, and seen.
     """
-    scale = (top / amax / 2**margin).clamp(max=torch.finfo(torch.float32).max)
+    scale = (top / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(amax == 0, 1.0, scale)
 
 
-def delayed_scale(amax, old, top, margin=0):
+def delayed_scale(amax, old, top):
     """Transformer Engine's rule: `current_scale`, but the old scale where amax is 0, infinite or NaN."""
-    return torch.where((amax > 0) & amax.isfinite(), current_scale(amax, top, margin), old)
+    return torch.where((amax > 0) & amax.isfinite(), current_scale(amax, top), old)
 
 
-def roll(history, scale, tops, algo="max", margin=0):
+def roll(history, scale, tops, algo="max"):
     """End a step of delayed scaling, in place, as Transformer Engine does.
 
     history [N, S]: row 0 the amax of this step, then those of past steps, the oldest first; scale [S];
@@ -107,7 +105,7 @@ def roll(history, scale, tops, algo="max", margin=0):
     history is rolled by -1 and row 0 cleared.
     """
     amax = history.amax(0) if algo == "max" else history[0].clone()
-    scale.copy_(delayed_scale(amax, scale, tops, margin))
+    scale.copy_(delayed_scale(amax, scale, tops))
     history.copy_(history.roll(-1, 0))
     history[0] = 0
 
@@ -133,7 +131,7 @@ def scaled_mm_refusal(device, a, b):
     """Why torch._scaled_mm can't multiply dtypes a and b on a device, or None."""
     if a == b == torch.float8_e5m2:
         return "no kernel multiplies e5m2 by e5m2"
-    if device.type == "cuda" and not hopper(device):
+    if device.type == "cuda" and not fp8_cores(device):
         return "FP8 tensor cores start at compute capability 8.9"
     if device.type == "cpu" and not CPU_SCALES_ROWS:
         return f"torch {torch.__version__} takes one scale a tensor on a CPU"
@@ -197,7 +195,7 @@ class _Scaler:
         """x [M, N], an operand of a product that sums along dim -> (fp8 [M, N], fp32 inverse scale)."""
         form = self.options.formats[operand]
         amax = amax_of(x, dim if self.rowwise else None)
-        scale = current_scale(amax, form.top, self.options.margin)
+        scale = current_scale(amax, form.top)
         if self.scale is not None:
             old = self.scale[operand].view(1, 1)
             scale = torch.where(old > 0, old, scale)
@@ -312,7 +310,7 @@ class Scaling(nn.Module):
         """End a step of delayed scaling."""
         if self.options is not None and self.options.recipe == "delayed":
             tops = self.scale.new_tensor([form.top for form in self.options.formats])
-            roll(self.amax_history, self.scale, tops, self.options.amax_compute_algo, self.options.margin)
+            roll(self.amax_history, self.scale, tops, self.options.amax_compute_algo)
 
 
 def matmul(x, w, state):
@@ -352,7 +350,7 @@ def backend_refusal(backend, options, device):
         if not hasattr(te, "autocast"):
             return "this Transformer Engine is too old; requirements-te.txt installs another"
         needs = "Transformer Engine needs an NVIDIA GPU of compute capability 8.9 or later"
-        return None if hopper(device) else needs
+        return None if fp8_cores(device) else needs
     if backend == "torchao":
         if options.recipe == "delayed":
             return "torchao has no delayed scaling"
@@ -364,7 +362,7 @@ def backend_refusal(backend, options, device):
         if device.type == "cpu":
             return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if options.recipe == "rowwise" else None
         needs = "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
-        return None if hopper(device) else needs
+        return None if fp8_cores(device) else needs
     if device.type == "mps":
         return "torch has no float8 on mps"
     return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if backend == "scaled_mm" else None
@@ -380,7 +378,8 @@ def resolve(options, device):
     if device.type == "meta":
         return options
     if options.backend == "auto":
-        candidates = ("te", "torchao", "scaled_mm", "emulate") if hopper(device) else ("scaled_mm", "emulate")
+        libraries = ("te", "torchao") if fp8_cores(device) else ()
+        candidates = (*libraries, "scaled_mm", "emulate")
         for backend in candidates:
             refusal = backend_refusal(backend, options, device)
             if refusal is None:
@@ -404,7 +403,6 @@ def te_recipe(options):
         fp8_format=form,
         amax_history_len=options.amax_history_len,
         amax_compute_algo=options.amax_compute_algo,
-        margin=options.margin,
     )
 
 

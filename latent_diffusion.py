@@ -15,13 +15,14 @@ a hash. So a resumed run and --sample read the same numbers, and another VAE at 
 The VAE's folder may move: --vae may be given anew to both.
 """
 
-import hashlib
 import math
 from pathlib import Path
 
 import torch
 
 import metrics
+from checkpoints import fingerprint
+from checkpoints import read as read_checkpoint
 from data import CACHE_BYTES, Tensors
 from flags import Flag, positive
 from latent import (
@@ -36,7 +37,6 @@ from latent import (
     spread,
 )
 from machine import Refused
-from runs import read_checkpoint
 
 MEASURED = 1000  # training images, at most, that the latent scale is taken from
 DIGITS = 16  # of a hash
@@ -110,15 +110,6 @@ def settle(task, table, given):
     vae.check(data, config.vae_weights)
     scale = config.latent_scale or vae.scale(data)
     return {**shared, "latent_scale": scale, "vae_weights": config.vae_weights or vae.fingerprint}
-
-
-def fingerprint(weights):
-    """SHA-256 of {name: tensor}: their names, dtypes, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name, value in sorted(weights.items()):
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 # ---- A trained VAE -----------------------------------------------------------------------------------------

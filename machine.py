@@ -34,6 +34,17 @@ def check_choice(what, value, choices):
         raise Refused(f"{what}={value!r}: unknown; choose from {', '.join(choices)}")
 
 
+def first_line(error):
+    """The first line with words in an exception's text, or its class's name."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def out_of_memory(error):
+    """Whether an exception says that a GPU's memory is full, as torch or CUDA's libraries do."""
+    full = "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
+    return full or isinstance(error, torch.OutOfMemoryError)
+
+
 # ---- Optional packages -------------------------------------------------------------------------------------
 
 
@@ -50,7 +61,7 @@ def try_import(name):
             warnings.simplefilter("ignore")
             return importlib.import_module(name), None
     except Exception as error:  # a library that finds no CUDA raises what it likes
-        return None, str(error).splitlines()[0] if str(error) else type(error).__name__
+        return None, first_line(error)
     finally:
         logging.disable(quiet)
 
@@ -70,6 +81,13 @@ def without(package):
     finally:
         if absent:
             del sys.modules[package]
+
+
+def quiet_libraries():
+    """No messages of libraries about things that this machine does not have."""
+    warnings.filterwarnings("ignore", module="torchao|bitsandbytes|monai")
+    for name in ("torch.utils.cpp_extension", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def quiet_import(name, need, package=None):
@@ -123,11 +141,9 @@ def device_facts(device):
     return kind, None, cpu_features() if kind == "cpu" else set()
 
 
-def hopper(device):
+def fp8_cores(device):
     """Whether a device has FP8 tensor cores: an NVIDIA GPU of compute capability 8.9 or later."""
-    if torch.device(device).type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return support(*device_facts(device))["fp8"][0] == "native"
 
 
 VECTOR_MATH = (torch.sqrt, torch.exp, torch.expm1, torch.log, torch.log1p, torch.log2, torch.log10)

@@ -115,8 +115,7 @@ class Rounded(torch.optim.Optimizer):
     is a function of (seed, step, place in the parameter list). compiled: fuse the step by torch.compile.
     away: an offload.Offload, which keeps the moments in the memory of the CPU. `average` may be set to an EMA
     of the same parameters whose `update` follows each step: what it can, the step then moves in the pass that
-    writes the weights. Raises Refused for other
-    dtypes of parameters, and for a state_dict of other shapes.
+    writes the weights. Raises Refused for other dtypes of parameters, and for a state_dict of other shapes.
     """
 
     moments = ()  # names of the values that it keeps for each weight

@@ -16,16 +16,18 @@ from torch import nn
 
 if __package__:
     from .buckets import scale_of
+    from .exact_step import DECAY, SCALE
     from .machine import Refused
     from .method import role, roles
-    from .optim import DECAY, DTYPES, SCALE, AdamW, Rounded
-    from .rounding import Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+    from .optim import AdamW, Rounded
+    from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
 else:
     from buckets import scale_of
+    from exact_step import DECAY, SCALE
     from machine import Refused
     from method import role, roles
-    from optim import DECAY, DTYPES, SCALE, AdamW, Rounded
-    from rounding import Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
+    from optim import AdamW, Rounded
+    from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
 
 # ---- Entry by entry ----------------------------------------------------------------------------------------
 

@@ -68,9 +68,9 @@ TASK = (
 # ---- Training ----------------------------------------------------------------------------------------------
 
 
-# own learning rates of optimisers, for --help
-RATES = {name: kind.flags["lr"] for name, kind in OPTIMIZERS.items() if "lr" in kind.flags}
-RATES = ", ".join(f"{name} has {rate:g}" for name, rate in RATES.items())
+RATES = ", ".join(  # own learning rates of optimisers, for --help
+    f"{name} has {kind.flags['lr']:g}" for name, kind in OPTIMIZERS.items() if "lr" in kind.flags
+)
 
 
 def training(name, default, help, **options):

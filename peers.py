@@ -109,25 +109,8 @@ class Peer(torch.optim.Optimizer):
         """See optim.Rounded."""
 
     def wanted(self, p, g, pick=torch.flatten):
-        """The fp32 update of the next step, by AdamW's arithmetic from the moments held; None where they
-        don't tell.
-        """
+        """The fp32 update that the next step asks for; None where the moments held don't tell."""
         return None
-
-    def _adamw(self, p, g, pick):
-        group, state = self._group(p), self.state.get(p, {})
-        held, lr = self.held(p, pick), float(group["lr"])
-        m, v = (self.moment(p, name, pick) for name in ("exp_avg", "exp_avg_sq"))
-        if state and (m is None or v is None):
-            return None
-        (beta1, t), (beta2, _) = (self.decay(p, name) for name in ("exp_avg", "exp_avg_sq"))
-        corrections = (1.0, 1.0) if math.isinf(t) else (1 - beta1 ** (t + 1), 1 - beta2 ** (t + 1))
-        m = torch.zeros_like(held) if m is None else m.float()
-        v = torch.zeros_like(held) if v is None else v.float()
-        m = m + (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * g * g
-        step = m / corrections[0] / ((v / corrections[1]).sqrt() + group["eps"])
-        return -lr * (step + group["weight_decay"] * held)
 
     def decay(self, p, name):
         step = self.state.get(p, {}).get("step", 0)
@@ -192,6 +175,22 @@ class Published(Peer):
 
     low_bytes = 0  # bytes a parameter of the state `low`
 
+    def wanted(self, p, g, pick=torch.flatten):
+        """By AdamW's arithmetic from the moments held; None where these don't tell."""
+        group, state = self._group(p), self.state.get(p, {})
+        held, lr = self.held(p, pick), float(group["lr"])
+        m, v = (self.moment(p, name, pick) for name in ("exp_avg", "exp_avg_sq"))
+        if state and (m is None or v is None):
+            return None
+        (beta1, t), (beta2, _) = (self.decay(p, name) for name in ("exp_avg", "exp_avg_sq"))
+        corrections = (1.0, 1.0) if math.isinf(t) else (1 - beta1 ** (t + 1), 1 - beta2 ** (t + 1))
+        m = torch.zeros_like(held) if m is None else m.float()
+        v = torch.zeros_like(held) if v is None else v.float()
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        step = m / corrections[0] / ((v / corrections[1]).sqrt() + group["eps"])
+        return -lr * (step + group["weight_decay"] * held)
+
     def moment_bytes(self, p):
         """Bytes of one moment of p; known before the first step allocates it."""
         return p.numel() * p.element_size()
@@ -211,9 +210,6 @@ class Torch(Published):
     @classmethod
     def make(cls, params, options):
         return cls(torch.optim.AdamW(params, **options))
-
-    def wanted(self, p, g, pick=torch.flatten):
-        return self._adamw(p, g, pick)
 
 
 class Torchastic(Published):
@@ -247,9 +243,6 @@ class Torchastic(Published):
                 if hasattr(p, "acc_grad"):
                     del p.acc_grad
 
-    def wanted(self, p, g, pick=torch.flatten):
-        return self._adamw(p, g, pick)
-
 
 class Optimi(Published):
     """torch-optimi's AdamW with Kahan summation. Its moments are kept corrected: their decay starts at 0."""
@@ -268,9 +261,6 @@ class Optimi(Published):
         beta = group["beta1" if name == "exp_avg" else "beta2"]
         t = int(group.get("step", 0)) + 1
         return 1 - (1 - beta) / (1 - beta**t), math.inf
-
-    def wanted(self, p, g, pick=torch.flatten):
-        return self._adamw(p, g, pick)
 
 
 class AdamWBF16(Published):
@@ -291,6 +281,9 @@ class AdamWBF16(Published):
             inner._cuda_graph_capture_health_check = inner._accelerator_graph_capture_health_check
         return cls(inner)
 
+    def wanted(self, p, g, pick=torch.flatten):
+        return None
+
     def clear(self, p, name):
         return False  # a step without gradient would not be weight decay alone
 
@@ -305,9 +298,6 @@ class Torchao(Published):
     def make(cls, params, options):
         module = quiet_import("torchao.optim", "--optimizer torchao", "torchao")
         return cls(module._AdamW(params, **options, bf16_stochastic_round=True))
-
-    def wanted(self, p, g, pick=torch.flatten):
-        return self._adamw(p, g, pick)
 
 
 class Bitsandbytes(Published):
@@ -337,9 +327,6 @@ class Bitsandbytes(Published):
             return super().clear(p, name)
         self.state[p][f"absmax{1 if name == 'exp_avg' else 2}"].zero_()  # codes are zero where their scale is
         return True
-
-    def wanted(self, p, g, pick=torch.flatten):
-        return self._adamw(p, g, pick)
 
     def nbytes(self):
         tables = {name: FORMATS["int8"].table_bytes(name == "exp_avg", False) for name in self.names}

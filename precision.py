@@ -42,7 +42,7 @@ if __package__:
     from .release import norms_of as release_norms
     from .rounding import exact_weight
     from .sparsity import Sparse24
-    from .watch import StepReport
+    from .writes import StepReport
 else:
     import fp8
     import ledger
@@ -58,7 +58,7 @@ else:
     from release import norms_of as release_norms
     from rounding import exact_weight
     from sparsity import Sparse24
-    from watch import StepReport
+    from writes import StepReport
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 METHODS = (Sparse24, fp8.FP8, fp8.Quantised)
@@ -82,13 +82,12 @@ class View:
         self.forward = net  # a compiled or distributed wrapper may take its place
         self.device = next(net.parameters()).device
         self.arguments = list(inspect.signature(net.forward).parameters)
-        self.compiles = False
 
     @contextmanager
     def context(self):
         """What forward runs in: autocast for 8- and 16-bit products of fp32 weights, TF32 as the recipe says,
-        and what
-        the methods ask for."""
+        and what the methods ask for.
+        """
         r = self.recipe
         with ExitStack() as stack:
             stack.enter_context(self.exact())
@@ -355,7 +354,7 @@ class Precision:
         """Clip, update weights and averages, clear gradients. Returns {} or, with `measure`, what rounding
         did:
 
-        see watch.StepReport; grad_norm; nonfinite_grads: entries; loss_scale and skipped_steps for fp16; and
+        see writes.StepReport; grad_norm; nonfinite_grads: entries; loss_scale and skipped_steps for fp16; and
         what the methods tell after observe(True).
         """
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self.grouped:

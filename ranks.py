@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import reduction
-from files import first_line
-from machine import Refused
+from machine import Refused, first_line
 
 # that processes wait for one another until all have met. torchrun ends them all where one ends, so that those
 # it starts may wait for one that reads its libraries from a slow disk

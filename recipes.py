@@ -18,16 +18,16 @@ if __package__:
     from . import fp8
     from .formats import FORMATS
     from .machine import Refused, device_facts, support
-    from .optim import DTYPES
     from .optimizers import OPTIMIZERS, kinds
     from .peers import PEERS
+    from .rounding import DTYPES
 else:
     import fp8
     from formats import FORMATS
     from machine import Refused, device_facts, support
-    from optim import DTYPES
     from optimizers import OPTIMIZERS, kinds
     from peers import PEERS
+    from rounding import DTYPES
 
 # ---- Sites -------------------------------------------------------------------------------------------------
 
@@ -315,15 +315,13 @@ def _losses(r, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer):
         (
             r.ema == "bf16" and r.ema_update == "nearest" and slow,
             f"ema=bf16, nearest: an entry moves only while |w-ema| > {2**-9 / (1 - ema_decay):.2g} |ema| "
-            "(half an ulp "
-            f"over 1-decay): the average freezes far from the weights; use --set ema=fp32 (default) or "
-            f"ema_update=stochastic",
+            "(half an ulp over 1-decay): the average freezes far from the weights; use --set ema=fp32 "
+            "(default) or ema_update=stochastic",
         ),
         (
             r.ema == "bf16" and r.ema_update == "stochastic" and slow,
             f"ema=bf16, stochastic: unbiased, but rounding noise of an entry settles near {settled:.1%} of "
-            "its value; "
-            f"--set ema=fp32 (default) has none",
+            "its value; --set ema=fp32 (default) has none",
         ),
         (
             r.compute == "fp16" and r.loss_scale == "none",
@@ -333,8 +331,7 @@ def _losses(r, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer):
         (
             r.low_weights and r.accumulate == "bf16" and micro_batches > 1,
             f"accumulate=bf16 over {micro_batches} micro-batches: relative error near {summed:.2%} of the "
-            "gradient; "
-            f"--set accumulate=fp32 costs 4 bytes a parameter",
+            "gradient; --set accumulate=fp32 costs 4 bytes a parameter",
         ),
     ]
 
@@ -515,8 +512,7 @@ def _refusals(r):
         (
             low and r.compute not in ("bf16", "fp8"),
             f"weights=bf16 with compute={r.compute}: bf16 weights are multiplied in bf16; use compute=bf16, "
-            "or "
-            f"--{flag} with fp32 weights",
+            f"or --{flag} with fp32 weights",
         ),
         (
             r.loss_scale == "dynamic" and r.compute != "fp16",
@@ -525,8 +521,7 @@ def _refusals(r):
         (
             r.grads != r.weights,
             f"grads={r.grads} with weights={r.weights}: autograd leaves a gradient in its weight's dtype; "
-            "set "
-            f"accumulate=fp32 for an fp32 sum of micro-batches",
+            "set accumulate=fp32 for an fp32 sum of micro-batches",
         ),
         (
             not low and r.accumulate == "bf16",
@@ -549,8 +544,7 @@ def _refusals(r):
         (
             r.kahan == "on" and r.master != "none",
             f"kahan=on with master={r.master}: the master is exact, there is nothing to compensate; drop one "
-            "of the "
-            f"two",
+            "of the two",
         ),
         (
             r.update == "stochastic" and nothing_rounded,
@@ -564,8 +558,7 @@ def _refusals(r):
         (
             r.sparse24 != "none" and r.quantises,
             f"generation={r.generation} with sparse24={r.sparse24}: sparse kernels read weights in bf16; "
-            "drop one of "
-            f"the two",
+            "drop one of the two",
         ),
         (
             r.ema_update == "stochastic" and r.ema == "fp32",

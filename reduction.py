@@ -61,10 +61,10 @@ class Stochastic:
     params: all parameters of the net, in order. step: a function that tells the number of the step.
     """
 
-    def __init__(self, params, seed, step, compiled=True):
+    def __init__(self, params, seed, step):
         ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
         self.starts = {p: end - p.numel() for p, end in zip(params, ends, strict=True)}
-        self.seed, self.step, self.compiled = seed, step, compiled
+        self.seed, self.step = seed, step
 
     def hook(self, state, bucket):
         """As Nearest.hook. It waits for what it sends, so backward does not go on meanwhile on a CPU."""
@@ -112,7 +112,7 @@ class Stochastic:
         if rows:
             table.fill()
         for row, start, stop in rows:
-            fused(_kernel, out[start:stop], values[start:stop], table.keys[row], compiled=self.compiled)
+            fused(_kernel, out[start:stop], values[start:stop], table.keys[row])
 
 
 def _kernel(out, values, key):

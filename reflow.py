@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from data import Tensors
 from diffusion import BINS
+from files import write_atomically
 from flags import Flag, natural
 from machine import Refused
 from recipes import check_machine
 from rounding import Stream, stream
-from runs import write_atomically
 from students import TEACHER, TEACHER_STEPS, Student
 from tasks import Rng, check_options
 

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map
 
 if __package__:
     from .buckets import Bucket
-    from .machine import Refused
+    from .machine import Refused, first_line
 else:
     from buckets import Bucket
-    from machine import Refused
+    from machine import Refused, first_line
 
 BLOCK = 256  # entries; a multiple of every format's block
 
@@ -413,7 +413,7 @@ def spread(net, r, device, blocks=(), apart=()):
                 fully_shard(module, **(exact_options if module in exact else options))
         fully_shard(net, **options)
     except (ValueError, AssertionError, NotImplementedError) as error:
-        said = (str(error).splitlines() or [""])[0]
+        said = first_line(error)
         raise Refused(f"--fsdp can't spread this net ({said}): train it without --fsdp") from None
     return net.to(device)
 

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
-from files import cant_write, check_regular, digest, first_line, read_json, write_json
-from machine import Refused
+from files import cant_write, check_regular, digest, read_json, write_json
+from machine import Refused, first_line
 from ranks import Followed, lost
 from sharding import Chunk, local
 

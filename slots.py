@@ -82,8 +82,8 @@ class Numerics:
     recipe: of the run; None is fp32.
     """
 
-    def __init__(self, recipe=None, sites=SITES):
-        recipe = recipe or Recipe(sites)
+    def __init__(self, recipe=None):
+        recipe = recipe or Recipe(SITES)
         self.softmax = recipe.dtype("softmax")
         self.logits = recipe.dtype("logits")
         self.recurrent = recipe.dtype("recurrent")

@@ -61,10 +61,6 @@ class Segment(Task):
 
         return SEGMENTING
 
-    def example(self):
-        size = self.data.image_size
-        return (torch.empty(2, self.data.channels, size, size, device="meta"),), {}
-
     def loss(self, model, batch, rng, step):
         """Dice + cross-entropy of images [B, C, H, W] against masks [B, H, W]. Nothing in it is random."""
         images, masks = batch
@@ -187,6 +183,14 @@ def defaults(kind, given):
     own = kinds(given.get("optimizer", "adamw"))
     clipped = {"clip_grad": 0.0} if given.get("clip_tensor") else {}
     return {**kind.own_defaults(), **(own[0].flags if own else {}), **clipped}
+
+
+def typed(table, given):
+    """flags.Config of the flags typed, {flag: value}: with the defaults of their task and optimiser, and with
+    what the task settles. Raises Refused.
+    """
+    kind = find(given.get("task", "rflow"))
+    return table.typed({**defaults(kind, given), **given, **kind.settle(table, given)})
 
 
 def settled(values):

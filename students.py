@@ -9,17 +9,18 @@ weights and its own guidance. The student has its net, starts from its weights i
 once trained needs no teacher.
 """
 
-import hashlib
 
 import torch
 
 import metrics
+from checkpoints import fingerprint
+from checkpoints import read as read_checkpoint
 from diffusion import TIMESTEPS, RFlow
+from files import read_json, write_json
 from flags import Flag, thousand
 from machine import Refused
 from precision import Precision
 from recipes import check_machine
-from runs import read_checkpoint, read_json, write_json
 from tasks import VALIDATED, check_options, recipe_of
 
 FLOWS = ("rflow", "reflow")  # tasks whose runs can teach: velocities at any time
@@ -69,11 +70,7 @@ class Teacher:
     @property
     def fingerprint(self):
         """SHA-256 of the averaged weights, their names, dtypes and shapes."""
-        digest = hashlib.sha256()
-        for name, value in sorted(self.average["shadow"].items()):
-            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-            digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        return fingerprint(self.average["shadow"])
 
     def check(self, task):
         """Raise Refused unless the weights fit the net of `task`, which the data shape."""

@@ -24,7 +24,7 @@ import optim
 import peers
 from bench_common import PURE, STOCHASTIC
 from experiments.averages import RULES
-from machine import Refused, try_import
+from machine import Refused, first_line, try_import
 from precision import recipe
 
 BF16 = torch.bfloat16
@@ -130,10 +130,6 @@ def values(t):
 
 def full(side, value=WEIGHT):
     return torch.full((side, side), value)
-
-
-def first_line(error):
-    return (str(error).strip().splitlines() or [""])[0][:160]
 
 
 class Model(nn.Module):

@@ -14,17 +14,17 @@ knows a task by name. `--task FILE.py:CLASS` trains a class of your own. The lea
             x, y = batch
             return F.mse_loss(model(x), y)
 
-strategies.py lists the tasks that come with the program; diffusion.py and reflow.py hold the larger ones.
+strategies.py lists the tasks that come with the program, and holds the smallest.
 """
 
 import torch
 import torch.nn.functional as F
 
 import data as datasets
+from checkpoints import read as read_checkpoint
 from machine import Refused
 from method import roles
 from recipes import recipe
-from runs import read_checkpoint
 
 VALIDATED = 256  # held-out items that `Task.validate` looks at
 

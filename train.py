@@ -13,14 +13,12 @@ The same command again resumes an interrupted run. Bad input ends with one line 
 """
 
 import errno
-import logging
 import math
 import os
 import signal
 import sys
 import textwrap
 import threading
-import warnings
 from contextlib import contextmanager
 
 if __name__ == "__main__":  # not where it is imported: importing the libraries below takes seconds
@@ -40,10 +38,10 @@ import torch
 
 import batch_size
 import strategies
+from checkpoints import read as read_checkpoint
 from flags import Parser, read_yaml
-from machine import Refused, device_facts, recommended_flags, support
+from machine import Refused, device_facts, quiet_libraries, recommended_flags, support
 from ranks import Followed, leave, speaks, tell
-from runs import read_checkpoint
 from shards import file_of
 from trainer import Stopped, Trainer
 from validation import BEST
@@ -233,10 +231,9 @@ def _rate(trainer, summary):
 
 def train(given, command, table, dry=False):
     """Train, or with `dry` print what would be trained. given: the flags typed."""
-    kind = strategies.find(given.get("task", DEFAULTS["task"]))
     if given.get("epochs") and "steps" in given:
         raise Refused("--epochs and --steps both say how long to train: give one of them")
-    config = table.typed({**strategies.defaults(kind, given), **given, **kind.settle(table, given)})
+    config = strategies.typed(table, given)
     config.name = config.name or table.name(config)
     if config.batch_size == "auto":
         config.batch_size = batch_size.chosen(config, table, dry)
@@ -399,9 +396,7 @@ def said_of(error):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    # messages of libraries about things that this machine does not have
-    warnings.filterwarnings("ignore", module="torchao|bitsandbytes|monai")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    quiet_libraries()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a terminal can't show is no error

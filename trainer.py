@@ -20,9 +20,8 @@ import shards
 from activations import Meter, blocks, recompute
 from cast import exact_modules
 from checkpoints import check_optimizer
-from files import first_line
 from flags import MOST
-from machine import Refused
+from machine import Refused, first_line
 from order import SIGNALS, BatchIndices, ignore_signals
 from precision import Precision
 from profiling import Profile
@@ -138,7 +137,8 @@ class Trainer:
         if self.ranks.spread and not self.ranks.started:
             raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
         if self.ranks.spread and c.compile:
-            raise Refused("--compile and --fsdp have not been tried together: leave one of them out")
+            hooks = "torch's compiler stops at each hook of fully_shard, so little is compiled"
+            raise Refused(f"--compile with --fsdp: {hooks}; leave one of them out")
         if c.grad_release:
             check_alone(compiled=c.compile, processes=world)
         if c.export:
@@ -212,8 +212,7 @@ class Trainer:
 
     def _meet(self):
         c = self.config
-        alike = {row.name: getattr(c, row.name) for row in self.table.rows if row.kind != "machine"}
-        self.ranks.meet(self.device, {**alike, "fsdp": c.fsdp}, alone=self.ranks.spread)
+        self.ranks.meet(self.device, self.table.shared(c), alone=self.ranks.spread)
 
     def _load(self, net, checkpoint):
         """Give `net`, still fp32, the averaged weights of a checkpoint of any recipe."""

@@ -338,13 +338,12 @@ def averages(one, name):
         rate = tally.share * (1 - decay)
         text = f"it goes {rate:.2g} of the way a step, and its decay {decay:g} says {1 - decay:.2g}"
         yield Finding("ema", "moderate", text, "check how the average is updated", name, rate)
-    elif decay is not None and decay**watch.steps > 0.1 and 0 < decay < 1:
+    elif one.i == 0 and decay is not None and decay**watch.steps > 0.1 and 0 < decay < 1:
         remains = decay**watch.steps
         text = f"{remains:.0%} of the start remains after {watch.steps} steps of decay {decay:g}"
-        late = watch.steps >= 3000 and one.i == 0
-        if late or one.i == 0:
-            remedy = f"a decay of {max(0.0, 1 - 3 / watch.steps):.4g} or less, or more steps"
-            yield Finding("ema", "moderate" if late else "note", f"young: {text}", remedy, "", remains)
+        remedy = f"a decay of {max(0.0, 1 - 3 / watch.steps):.4g} or less, or more steps"
+        severity = "moderate" if watch.steps >= 3000 else "note"
+        yield Finding("ema", severity, f"young: {text}", remedy, "", remains)
 
 
 WRITTEN_AVERAGE = "update all tensors of the average after each step"

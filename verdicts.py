@@ -89,8 +89,6 @@ class Diagnosis:
         if read[0].severity == "severe":
             return f"most likely to blame for {self.harm}: {read[0].title}"
         harmless = f"nothing found here causes {self.harm} by itself"
-        if self.harm == "bad samples":
-            harmless = "nothing found here ruins samples by itself"
         return f"{harmless}; most likely to blame for lost quality: {read[0].title}"
 
     def __str__(self):

@@ -11,7 +11,6 @@ steve.py and slotcontrast.py hold the two tasks, slots.py the encoder that both 
 
 import hashlib
 import re
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 
 import folders
 import video_metrics
-from data import _square, _square_mask
+from data import square, square_mask
 from flags import Flag, natural, several
 from machine import Refused
 from tasks import Task, picture
@@ -153,7 +152,7 @@ class Windows(torch.utils.data.Dataset):
     """
 
     def __init__(self, windows, size):
-        self.windows, self.size, self.kept, self.bytes = windows, size, OrderedDict(), 0
+        self.windows, self.size, self.kept, self.bytes = windows, size, {}, 0
 
     def __len__(self):
         return len(self.windows)
@@ -165,7 +164,7 @@ class Windows(torch.utils.data.Dataset):
         if i in self.kept:
             return self.kept[i]
         frames, masks, ids = self.windows[i]
-        found = (torch.stack([_square(folders.decode(path, 3)[None], self.size)[0] for path in frames]),)
+        found = (torch.stack([square(folders.decode(path, 3)[None], self.size)[0] for path in frames]),)
         if masks is not None:
             found += (torch.stack([self._mask(path, ids) for path in masks]),)
         self.bytes += sum(part.nbytes for part in found)
@@ -176,7 +175,7 @@ class Windows(torch.utils.data.Dataset):
     def _mask(self, path, ids):
         mask = folders.decode_mask(path)
         numbers = np.where(mask == 0, 0, np.searchsorted(ids, mask) + 1)
-        return _square_mask(torch.from_numpy(numbers)[None], self.size)[0].long()
+        return square_mask(torch.from_numpy(numbers)[None], self.size)[0].long()
 
 
 CACHE_BYTES = 512 * 2**20
@@ -234,7 +233,7 @@ def folder(root, size, frames, index=None):
     for name, files in clips.items():
         _check_clip(name, files, frames, about)
         ids[name] = _ids(root, name, files, masks[name], about) if masks else None
-    chosen = folders.held_out(root, list(clips))
+    chosen = folders.held_out(root, list(clips), "clip")
 
     def windows(names):
         for name in names:

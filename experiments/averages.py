@@ -29,8 +29,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 BF16 = torch.bfloat16
 STEPS, ENTRIES, SPREAD = 5000, 20_000, 0.02
 DECAYS = (0.99, 0.999, 0.9999)

@@ -34,8 +34,8 @@ from experiments.analysis import verdict  # noqa: E402
 from experiments.definition import HERE, ROOT, folders, load, tomllib  # noqa: E402
 from experiments.evidence import Evidence, Pending  # noqa: E402
 from experiments.records import recorded  # noqa: E402
+from files import write_atomically  # noqa: E402
 from machine import Refused  # noqa: E402
-from runs import write_atomically  # noqa: E402
 
 PAGE = "CLAIMS.md"
 VERDICTS = {  # what each means, in the order of the page's first paragraph
@@ -303,8 +303,8 @@ def render(documents, rows):
         "within margins that were set before the runs, as [EXPERIMENTS.md](EXPERIMENTS.md) explains.",
         "`python experiments/report.py` writes this page from `experiments/claims.toml` and the records.",
     ]
-    wrong = [f"- **{row.claim.id}** {row.claim.claim} {row.text}" for row in rows]
-    wrong = [line for line, row in zip(wrong, rows, strict=True) if row.verdict == "does not hold"]
+    wrong = [row for row in rows if row.verdict == "does not hold"]
+    wrong = [f"- **{row.claim.id}** {row.claim.claim} {row.text}" for row in wrong]
     if wrong:
         parts += ["## What does not hold", "\n".join(wrong)]
     for number, document in documents.items():

@@ -11,12 +11,21 @@ import ast
 import dataclasses
 import functools
 import json
-import math
 import statistics
 from pathlib import Path
 
-from experiments.analysis import comparison, levels, loss_comparison, of_nearest, records_of, scores, verdict
+from experiments.analysis import (
+    comparison,
+    levels,
+    loss_comparison,
+    machine_of,
+    of_nearest,
+    records_of,
+    scores,
+    verdict,
+)
 from experiments.records import value
+from experiments.tables import decimals_of
 from machine import Refused
 
 
@@ -25,11 +34,6 @@ class Pending(Exception):
 
 
 # ---- Figures of an arm -------------------------------------------------------------------------------------
-
-
-def places(margin):
-    """Decimals that show a hundredth of the margin's leading digit."""
-    return max(0, 2 - math.floor(math.log10(margin)))
 
 
 def percent(x):
@@ -122,7 +126,7 @@ ARM_WORDS = {
 def written(seen, x, form):
     if callable(form):
         return form(x)
-    return form.format(x) if "{" in form else f"{x:{form}.{places(seen.arm.margin)}f}"
+    return form.format(x) if "{" in form else f"{x:{form}.{decimals_of(seen.arm.margin)}f}"
 
 
 # ---- Figures of a benchmark's record -----------------------------------------------------------------------
@@ -392,7 +396,7 @@ class Evidence:
                 return set()
         except Pending:
             return set()
-        names = {fact.get("gpu") or fact.get("cpu") or "unknown machine" for fact in facts}
+        names = {machine_of({"env": fact}) for fact in facts}
         return {name.replace("(R)", "") for name in names}
 
 

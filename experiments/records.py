@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 from experiments.definition import RUNS, key, label, typed
+from files import read_json, read_lines, write_atomically
 from machine import Refused
-from runs import environment, read_json, read_lines, read_metrics, write_atomically
+from runs import environment, read_metrics
 from shapes import is_number, is_text, is_whole, listing, maybe, table
 
 MACHINE = ("cpu", "gpu", "bf16", "torch", "python")

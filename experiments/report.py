@@ -30,8 +30,8 @@ from experiments.analysis import (  # noqa: E402
 from experiments.definition import HERE, ROOT, RUNS, folders, key, label, load  # noqa: E402
 from experiments.records import recorded  # noqa: E402
 from experiments.tables import heading  # noqa: E402
+from files import write_atomically  # noqa: E402
 from machine import Refused  # noqa: E402
-from runs import write_atomically  # noqa: E402
 
 # ---- Figures -----------------------------------------------------------------------------------------------
 

@@ -49,7 +49,8 @@ def flags_of(words):
 
     table = strategies.table(train.task_of(words))
     given = vars(train.build_parser(table).parse_args(words))
-    return {**table.defaults(), **strategies.find(given.get("task", "rflow")).own_defaults(), **given}
+    kind = strategies.find(given.get("task", "rflow"))
+    return {**table.defaults(), **strategies.defaults(kind, given), **given}
 
 
 def dry_run(words):

@@ -149,7 +149,7 @@ def difference_columns(experiment, arm, known, values):
         said += f"; loss {side}"
     if arm.baseline != e.baseline:
         said += f" (against {arm.baseline})"
-    both = [share for share in of_nearest(e, arm, known)]
+    both = list(of_nearest(e, arm, known))
     if any(share is not None for share in both):
         row[HARM] = ", ".join("-" if share is None else percent(share) for share in both)
     n, mixed = str(pairs), across(e, arm, known)

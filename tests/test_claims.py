@@ -9,7 +9,7 @@ import pytest
 from lab import TOML, records_of, write
 from scipy import stats
 
-from experiments import claims, definition, evidence, report
+from experiments import claims, definition, evidence, report, tables
 from experiments.records import recorded
 from machine import Refused
 
@@ -430,7 +430,7 @@ def test_figures_of_the_page_are_those_of_the_log():
             if len(pairs) < 2 or line.endswith("| not measured yet |"):
                 continue
             x = statistics.fmean(own.values()) if figure == "mean" else statistics.fmean(pairs)
-            places = evidence.places(arm.margin)
+            places = tables.decimals_of(arm.margin)
             assert (f"{x:.{places}f}" if figure == "mean" else f"{x:+.{places}f}") in line, (claim.id, name)
             checked += 1
     assert checked > 40

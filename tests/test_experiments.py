@@ -18,6 +18,7 @@ import runs
 from experiments import definition, report, run
 from experiments import records as log
 from machine import Refused
+from optimizers import OPTIMIZERS
 
 
 @pytest.fixture(autouse=True)
@@ -309,6 +310,11 @@ def wait_for(path, seconds=120):
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.05)
     return path.exists()
+
+
+def test_a_drawing_has_the_defaults_of_its_training():
+    run.dry_sample(["--clip_tensor", "1"])  # which takes the place of the default of --clip_grad
+    assert run.flags_of(["--optimizer", "lion"])["lr"] == OPTIMIZERS["lion"].flags["lr"]
 
 
 def test_a_killed_run_py_leaves_no_run_behind(folder, fake, tmp_path):

@@ -48,7 +48,6 @@ def test_amax_and_current_scale():
     assert fp8_layers.amax_of(torch.tensor([[1.0, math.nan]])).isnan().all()
     got = fp8_layers.current_scale(torch.tensor([2.0, 0.0, 1e-45, math.inf]), 448.0)
     assert got.tolist() == [224.0, 1.0, pytest.approx(FLOAT32_MAX), 0.0]
-    assert fp8_layers.current_scale(torch.tensor(2.0), 448.0, margin=3) == 28.0
 
 
 TOPS = torch.tensor([448.0, 448.0, 57344.0])
@@ -56,20 +55,14 @@ TOPS = torch.tensor([448.0, 448.0, 57344.0])
 
 @pytest.mark.parametrize("algo, wanted", [("max", 8.0), ("most_recent", 2.0)])
 def test_delayed_scale_is_transformer_engines_rule(algo, wanted):
-    """FP8_MAX / amax / 2^margin from the largest or the latest amax; then the history is rolled by -1 and its
-    first row cleared.
+    """FP8_MAX / amax from the largest or the latest amax; then the history is rolled by -1 and its first row
+    cleared.
     """
-    for margin in (0, 2):
-        history = torch.tensor([2.0, 8.0, 1.0, 4.0])[:, None].repeat(1, 3)
-        scale = torch.full((3,), 5.0)
-        fp8_layers.roll(history, scale, TOPS, algo, margin)
-        assert torch.equal(scale, TOPS / wanted / 2**margin)
-        assert history[:, 0].tolist() == [
-            0.0,
-            1.0,
-            4.0,
-            2.0,
-        ]  # 8, the oldest, is gone; 2, the latest, is last
+    history = torch.tensor([2.0, 8.0, 1.0, 4.0])[:, None].repeat(1, 3)
+    scale = torch.full((3,), 5.0)
+    fp8_layers.roll(history, scale, TOPS, algo)
+    assert torch.equal(scale, TOPS / wanted)
+    assert history[:, 0].tolist() == [0.0, 1.0, 4.0, 2.0]  # 8, the oldest, is gone; 2, the latest, is last
 
 
 def test_delayed_scale_stays_where_amax_says_nothing():

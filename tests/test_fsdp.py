@@ -417,7 +417,7 @@ def test_without_torchrun_it_says_how_to_start(run, capsys):
         (["--batch_size", 9], "use a multiple of 2"),
         (["--fp8", "--fp8_backend", "emulate"], "--fp8 needs whole tensors"),
         (["--optimizer", "muon"], "adamw, sgd or lion"),
-        (["--compile"], "--compile and --fsdp have not been tried together: leave one of them out"),
+        (["--compile"], "--compile with --fsdp: torch's compiler stops at each hook of fully_shard"),
         (["--nosuch", 1], "unrecognized arguments: --nosuch 1"),
         (["--task", "nosuch"], "nosuch"),
     ],

@@ -28,7 +28,7 @@ def imports(path, at_start=False):
 
 
 def library(name="precision", above=()):
-    """Names of the files that precision.py needs, itself included; what a file needs comes before it."""
+    """Names of the files that a file needs, itself included; what a file needs comes before it."""
     assert name not in above, f"imports in a circle: {' -> '.join([*above, name])}"
     ours = {path.stem for path in ROOT.glob("*.py")}
     found = []
@@ -37,7 +37,8 @@ def library(name="precision", above=()):
     return [*found, name]
 
 
-LIBRARY = library()
+WATCH = [name for name in library("watch") if name not in library()]  # for the Watch alone
+LIBRARY = [*library(), *WATCH]
 
 # What a stranger's project does with the copy: it trains by several recipes, and prints the options of the
 # process before the import, after it and at the end.

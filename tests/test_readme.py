@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_package import LIBRARY
+from test_package import LIBRARY, WATCH
 
 import bench
 import bench_memory
@@ -271,9 +271,10 @@ def test_no_table_of_figures_that_nobody_measured_is_shown():
     assert "not measured |" not in PAGES
 
 
-def test_the_files_of_the_library_are_all_that_precision_imports():
-    named = README.split("<!-- library -->\n```\n")[1].split("```")[0].split()
-    assert sorted(named) == sorted(f"{name}.py" for name in LIBRARY)
+def test_the_files_of_the_library_are_all_that_precision_and_watch_import():
+    *lines, last = README.split("<!-- library -->\n```\n")[1].split("\n```")[0].splitlines()
+    assert sorted(last.split()) == sorted(f"{name}.py" for name in WATCH)
+    assert sorted(" ".join(lines).split()) == sorted({f"{name}.py" for name in LIBRARY} - set(last.split()))
 
 
 def test_every_file_stands_in_the_readme():

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from common import BF16, RECIPES, batches, net, refused, same, same_state, start, steps, through_a_file
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from average import EMA, OnCPU, average_kind
-from bench_memory import Allocations
 from optim import AdamW
 from precision import Precision, recipe
 from release import Release
@@ -26,6 +26,38 @@ from watch import Watch
 eager = common.eager
 OURS = ["adamw", "sgd", "lion", "adafactor", "muon"]
 RELEASED = [name for name in RECIPES if name != "fp16"]
+
+
+class Allocations:
+    """What torch's allocator gives out on the CPU while it is entered: all of it, what fused kernels and
+    autograd take on the way too.
+
+        with Allocations() as meter:
+            ...
+            meter.mark("after backward")
+        meter.held                      # {name of a mark: bytes given out until then and not given back}
+        meter.peak                      # most of them at once
+    """
+
+    def __enter__(self):
+        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self.profile.__enter__()
+        return self
+
+    def mark(self, name):
+        with record_function(f"mark {name}"):
+            pass
+
+    def __exit__(self, *error):
+        self.profile.__exit__(*error)
+        self.held, self.peak, size = {}, 0, 0
+        events = self.profile.profiler.kineto_results.events()
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+                size += event.nbytes()
+                self.peak = max(self.peak, size)
+            elif event.name().startswith("mark "):
+                self.held[event.name().removeprefix("mark ")] = size
 
 
 def equal(run, other):

@@ -267,7 +267,7 @@ def test_other_refusals(tmp_path):
     common.refused(lambda: load(tmp_path, frames=4), "has 3 frames, and --frames is 4: give --frames 3")
     common.refused(lambda: load(tmp_path / "nowhere"), "does not exist")
     plant(tmp_path / "single", clips=1)
-    common.refused(lambda: load(tmp_path / "single"), "at least two")
+    common.refused(lambda: load(tmp_path / "single"), "holds a single clip: give at least two")
     for spec in ("digits", "sprites:x", "folder:", "nifti:x"):
         common.refused(lambda spec=spec: load("", data=spec), "learns from clips; use --data sprites")
     common.refused(lambda: load("", data="sprites", image_size=8), "too small")
