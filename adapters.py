@@ -137,6 +137,8 @@ class Stranger(peers.Peer):
 
     def held(self, p, pick=torch.flatten):
         low = self.low_part(p)
+        if low is not None and low.dtype == torch.float32:
+            return pick(low)  # however the weight was rounded from it
         return peers.exact_weight(pick(p.detach()), None if low is None else pick(low))
 
     def decoded(self, held, p, name):

@@ -89,6 +89,8 @@ class EMA:
     ):
         check_choice("dtype", dtype, ("fp32", "bf16"))
         check_choice("update", update, UPDATES)
+        if not 0 <= decay <= 1:
+            raise Refused(f"decay={decay}: it must lie from 0 to 1")
         self.full_decay, self.warmup = decay, warmup
         self.dtype, self.update_mode = DTYPES[dtype], update
         self.seed, self.compiled = seed, compiled

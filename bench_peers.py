@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import cast
@@ -92,8 +91,8 @@ class In16(nn.Module):
         self.net = net.bfloat16()
 
     def forward(self, *args, **kwargs):
-        args, kwargs = tree_map(cast.to(torch.bfloat16), (args, kwargs))
-        return tree_map(cast.to(torch.float32), self.net(*args, **kwargs))
+        args, kwargs = cast.to(torch.bfloat16, (args, kwargs))
+        return cast.to(torch.float32, self.net(*args, **kwargs))
 
 
 def bare(job, kind):

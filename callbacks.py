@@ -41,7 +41,7 @@ def lightning_watch(ema=None, every=50, show=True):
         watch = None
 
         def on_train_start(self, trainer, module):
-            self.watch = Watch(module, trainer.optimizers[0], ema, every)
+            self.watch = Watch(module, trainer.optimizers[0], ema, every, others=trainer.optimizers[1:])
 
         def on_train_end(self, trainer, module):
             self.watch.remove()

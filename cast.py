@@ -2,11 +2,15 @@
 it.
 """
 
+import collections
+import copy
 import dataclasses
+import operator
+import types
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 if __package__:
     from . import sharding
@@ -51,29 +55,54 @@ def narrowed(x, dtype):
     -inf in bf16, and a softmax over a row of -inf is NaN.
     """
     top = torch.finfo(dtype).max
-    if torch.finfo(x.dtype).max > top:
+    if torch.finfo(x.dtype).max > top and x.layout == torch.strided:
         x = torch.where(x.isfinite(), x.clamp(-top, top), x)
     return x.to(dtype)
 
 
-def to(dtype, cast=torch.Tensor.to):
+def _parts(x):
+    """({key: value}, set(x, key, value)) of an object that torch's trees take for a leaf, and that may hold
+    tensors; (None, None) of any other.
+    """
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
+        return {name: getattr(x, name) for name in names}, object.__setattr__
+    if isinstance(x, types.SimpleNamespace):
+        return dict(vars(x)), setattr
+    if isinstance(x, dict | collections.UserDict):
+        return dict(x), operator.setitem
+    if isinstance(x, list):
+        return dict(enumerate(x)), operator.setitem
+    return None, None
+
+
+def to(dtype, tree, cast=torch.Tensor.to):
+    """`tree` with its floating tensors in dtype; itself where they are already, since a net may write into
+    what it is given. cast: (tensor, dtype) -> tensor.
+    """
+
     def convert(x):
         if torch.is_tensor(x):
             return cast(x, dtype) if x.is_floating_point() else x
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):  # a leaf to torch's trees, but not to us
-            values = {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
-            return dataclasses.replace(x, **tree_map(convert, values))
+        parts, put = _parts(x)
+        new = {key: to(dtype, value, cast) for key, value in (parts or {}).items()}
+        changed = {key: value for key, value in new.items() if value is not parts[key]}
+        x = copy.copy(x) if changed else x
+        for key, value in changed.items():
+            put(x, key, value)
         return x
 
-    return convert
+    leaves, form = tree_flatten(tree)
+    new = [convert(leaf) for leaf in leaves]
+    return tree_unflatten(new, form) if any(a is not b for a, b in zip(new, leaves, strict=True)) else tree
 
 
 def _into_island(module, args, kwargs):
-    return tree_map(to(torch.float32), (args, kwargs))
+    return to(torch.float32, (args, kwargs))
 
 
 def _out_of_island(module, args, out):
-    return tree_map(to(torch.bfloat16), out)
+    return to(torch.bfloat16, out)
 
 
 def exact_modules(model, r):
@@ -90,6 +119,11 @@ class Cast:
 
     def __init__(self, model, r):
         self.hooks, self.whole = [], []
+        for module in model.modules():  # of an earlier Precision, whose islands these need not be
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for number in [i for i, hook in hooks.items() if hook in (_into_island, _out_of_island)]:
+                    del hooks[number]
+                    module._forward_pre_hooks_with_kwargs.pop(number, None)
         if not r.low_weights:
             model.float()
             return

@@ -44,6 +44,9 @@ class Format:
 
     name, bits, block, why = "", 8, 256, ""
 
+    def __reduce__(self):
+        return format_of, (self.name,)  # there is one of each, which may hold a module
+
     def require(self):
         """Raises Refused where a package that the format needs is not installed."""
 
@@ -339,3 +342,8 @@ FORMATS = {
     "int8": Int8(),
     "int4": Int4(),
 }
+
+
+def format_of(name):
+    """The format of a name."""
+    return FORMATS[name]

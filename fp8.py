@@ -90,6 +90,8 @@ def layer_refusal(name, module, its_roles):
         return "last layer"
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is more than an nn.Linear"
+    if "weight" not in module._parameters:
+        return "its weight is computed from others"
     if not name:
         return "the model is this one layer: wrap it in a module"
     return fp8_layers.shape_refusal(module.in_features, module.out_features)

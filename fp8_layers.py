@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 if __package__:
     from .formats import FORMATS
@@ -236,6 +237,7 @@ class _Product(torch.autograd.Function):
         return product(a, b, out_dtype, scaler.emulated)
 
     @staticmethod
+    @once_differentiable  # codes know nothing of the inputs they stand for
     def backward(ctx, g):
         scaler, (x_dtype, w_dtype), saved = ctx.scaler, ctx.dtypes, ctx.saved_tensors
         dx = dw = None

@@ -93,6 +93,25 @@ def _kernel(direction):
 
 
 MASTERS = "none", "split", "fp32"
+# what torch's optimisers can do, and these can't: {option of a group: what it would be}
+NOT_OURS = {"maximize": "goes uphill (maximize)", "amsgrad": "keeps the largest second moment (amsgrad)"}
+REMEDIES = {
+    torch.float16: "keep fp16 in autocast (--fp16) and the weights in fp32",
+    torch.float64: "call model.float() before",
+    torch.complex64: "hold real and imaginary parts in fp32",
+    torch.complex128: "hold real and imaginary parts in fp32",
+}
+
+
+def check_numbers(group):
+    """Raises Refused for an option of a parameter group with which training can't be meant."""
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        value = group.get(name, 0.0)
+        if isinstance(value, str) or not 0 <= float(value) < math.inf:
+            raise Refused(f"{name}={value!r}: it must be a number, 0 or more")
+    betas = group.get("betas", ())
+    if betas and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+        raise Refused(f"betas={betas}: two numbers from 0 to below 1")
 SPARSE = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
 
 
@@ -182,12 +201,13 @@ class Rounded(torch.optim.Optimizer):
     # -- state
 
     def add_param_group(self, param_group):
+        check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         for p in params:
             if p.dtype not in (torch.float32, torch.bfloat16):
                 what = f"{type(self).__name__} takes fp32 and bf16 parameters, not {p.dtype}"
-                raise Refused(f"{what}: keep fp16 in autocast (--fp16) and the weights in fp32")
+                raise Refused(f"{what}: {REMEDIES.get(p.dtype, 'leave it out of the groups')}")
         if not self.by_rows and any(map(is_spread, params)):
             raise Refused(whole_alone(type(self).__name__))
         alike = [self._alike(i, p) for i, p in enumerate(params)]
@@ -568,7 +588,8 @@ class Rounded(torch.optim.Optimizer):
         return {name: coder.name for name, coder in self.coders.items()}
 
     def load_state_dict(self, state_dict):
-        """Take a state_dict of the same recipe. Raises Refused for one of another model or recipe.
+        """Take a state_dict of the same recipe, or of torch's AdamW where states are fp32. Raises Refused for
+        one of another model or recipe.
 
         torch's own loader casts floating states to the parameter's dtype: fp32 moments of bf16 weights would
         come back in bf16.
@@ -589,6 +610,11 @@ class Rounded(torch.optim.Optimizer):
         if codes != self._formats():
             theirs = ", ".join(f"{name} in {kind}" for name, kind in codes.items()) or "no codes"
             raise Refused(f"optimiser state with {theirs}: it was written by another model or recipe")
+        for group in state_dict["param_groups"]:
+            if other := next((what for name, what in NOT_OURS.items() if group.get(name)), None):
+                raise Refused(f"optimiser state of a training that {other}: {type(self).__name__} does not")
+            if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+                raise Refused("optimiser state of Adam with L2 decay: AdamW's decay is another; set it to 0")
         for p, i in zip(params, ids, strict=True):
             self._load(p, state_dict["state"].get(i, {}))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -596,6 +622,11 @@ class Rounded(torch.optim.Optimizer):
 
     def _load(self, p, saved):
         saved, state = dict(saved), self.state[p]
+        if not saved and self._low(state) is None:  # torch keeps nothing of a parameter without a step
+            for name in state.keys() - {"step"}:
+                state[name].zero_()
+            state["step"] = 0
+            return
         for name in self._coded(p):  # saved before codes took any length: encoded now
             coder, old = self.coders[name], saved.get(name)
             kept = torch.is_tensor(old) and (old.shape, old.dtype) == (p.shape, torch.float32)

@@ -543,6 +543,9 @@ def _one(name, params, r, options, seed, away=None):
             ours = "stochastic, kahan, master and moments in codes belong to ours"
             raise Refused(f"this optimiser rounds in its own way: {ours}")
         made = name(params)
+        closure = inspect.signature(type(made).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise Refused(f"{title(made, None)} asks for a closure at each step, and step() here has none")
         return made if hasattr(made, "held") else Peer(made)
     if name not in PEERS:
         raise Refused(f"--optimizer {name}: unknown; choose from {', '.join(NAMES)}")

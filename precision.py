@@ -74,14 +74,17 @@ class View:
     A loss that the net forms inside comes back in the loss's dtype too, but a net of bf16 weights that forms
     it from bf16 logits has rounded it by then: write `logits.float()` there, as transformers does. The view
     holds no optimiser and shares nothing with a run but what it is given. keep: names of arguments of forward
-    that are left as they are (timesteps have a precision of their own). Integer inputs are left too.
+    that are left as they are (timesteps have a precision of their own), and keys of a dict that is one. A
+    forward of `*args` has no names: pass such an argument by keyword. Integer inputs are left too.
     """
 
     def __init__(self, net, r, methods=(), keep=()):
-        self.net, self.recipe, self.methods, self.keep = net, r, methods, keep
+        self.net, self.recipe, self.methods = net, r, methods
+        self.keep = {keep} if isinstance(keep, str) else set(keep)
         self.forward = net  # a compiled or distributed wrapper may take its place
         self.device = next(net.parameters()).device
-        self.arguments = list(inspect.signature(net.forward).parameters)
+        inner = net.get_base_model() if hasattr(net, "get_base_model") else net  # PEFT's says *args
+        self.arguments = list(inspect.signature(inner.forward).parameters)
 
     @contextmanager
     def context(self):
@@ -105,10 +108,16 @@ class View:
         """(args, kwargs) as the net takes them."""
         if not self.recipe.low_weights:
             return args, kwargs
-        low = functools.partial(tree_map, to(torch.bfloat16, narrowed))
         names = [*self.arguments, *[None] * len(args)]
-        args = tuple(a if name in self.keep else low(a) for a, name in zip(args, names, strict=False))
-        return args, {name: a if name in self.keep else low(a) for name, a in kwargs.items()}
+        args = tuple(self._low(name, a) for name, a in zip(names, args, strict=False))
+        return args, {name: self._low(name, a) for name, a in kwargs.items()}
+
+    def _low(self, name, value):
+        if name in self.keep:
+            return value
+        if type(value) is dict and self.keep & value.keys():  # a batch, whose keys are names too
+            return {key: self._low(key, part) for key, part in value.items()}
+        return to(torch.bfloat16, value, narrowed)
 
     def __call__(self, *args, **kwargs):
         args, kwargs = self.cast(args, kwargs)
@@ -118,7 +127,7 @@ class View:
         except (RuntimeError, ValueError) as error:
             self._explain(error, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
             raise
-        return tree_map(to(self.recipe.dtype("loss")), out)
+        return to(self.recipe.dtype("loss"), out)
 
     def _explain(self, error, arguments):
         """Raises Refused, with the remedy, where an error of torch comes of mixed dtypes."""
@@ -128,7 +137,7 @@ class View:
         if not (self.recipe.low_weights and MIXED.search(str(error))):
             return
         buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
-        kept = [name for name in self.keep if _is_fp32(arguments.get(name))]
+        kept = [name for name in sorted(self.keep) if _is_fp32(arguments.get(name))]
         hints = []
         if buffers and self.recipe.buffers == "fp32":
             what = f"an fp32 buffer ({', '.join(buffers[:3])}) may have met bf16 activations"
@@ -211,6 +220,15 @@ class Precision:
         first = next(net.parameters(), None)
         if first is None:
             raise Refused("the model has no parameters: there is nothing to train")
+        if not any(p.requires_grad for p in net.parameters()):
+            raise Refused("no parameter has requires_grad=True: there is nothing to train")
+        for what, value, least in (
+            ("clip_grad", clip_grad, 0),
+            ("clip_tensor", clip_tensor, 0),
+            ("accumulate", accumulate, 1),
+        ):
+            if not value >= least:
+                raise Refused(f"{what}={value}: it must be {least} or more")
         self.device = first.device
         groups = None if groups is None else list(groups)
         r = r.keeping(optimizer, *(group["optimizer"] for group in groups or () if "optimizer" in group))
@@ -344,6 +362,9 @@ class Precision:
         with self.view_of_model.exact():
             self.scaler.scale(loss / self.accumulate).backward()
         if self.keeps_sums:
+            if self.reduce_sums is None and not getattr(self.forward, "require_backward_grad_sync", True):
+                apart = "micro-batches are summed in fp32 apart from p.grad: DDP would average the last alone"
+                raise Refused(f"{apart}: leave no_sync() out, or take sites=('accumulate=bf16',)")
             for p in self.params:
                 if p.grad is not None:
                     self.sums[p] = p.grad.float() if p not in self.sums else self.sums[p].add_(p.grad)
@@ -403,9 +424,15 @@ class Precision:
         if measure:
             self.ema.catch_up()
             report.update(watched.averaged())
+        self.zero_grad()
+        return report
+
+    def zero_grad(self):
+        """Forget the gradients since the last step, sums of micro-batches in fp32 included: those of a batch
+        that is not to count, or what the backward pass of another run has left in this net. step() ends so.
+        """
         self.sums = {}
         self.optimizer.zero_grad(set_to_none=True)
-        return report
 
     def _measured(self, grads, norms, released):
         """({grad_norm, nonfinite_grads}, StepReport) of this step, of what backward has updated too."""
@@ -464,7 +491,7 @@ class Precision:
             for method in self.methods:
                 if method not in staying:
                     stack.enter_context(method.plain(self.model))
-            net = copy.deepcopy(self.model) if self.over is None else self.over.copy(self.blank, values)
+            net = _copied(self.model) if self.over is None else self.over.copy(self.blank, values)
             if net is None:
                 return None
             net.requires_grad_(False).eval()
@@ -560,6 +587,14 @@ class Precision:
     def ledger(self):
         """The precision of this run: a `ledger.Ledger` of (site, value, bytes a parameter or None, why)."""
         return ledger.of(self, self.recipe.sites)
+
+
+def _copied(net):
+    """A copy of a net. What a forward pass has left in its modules, an auxiliary loss for one, is detached:
+    torch copies no tensor with a graph.
+    """
+    left = [value for module in net.modules() for value in vars(module).values() if torch.is_tensor(value)]
+    return copy.deepcopy(net, {id(value): value.detach().clone() for value in left if value.grad_fn})
 
 
 def _listed(params):

@@ -142,12 +142,19 @@ def exact_weight(p, low=None):
     """The fp32 value that an optimiser holds for weight `p`, given what completes it.
 
     low: None (p itself), int16 (the remainder of a split master), bf16 (a Kahan buffer) or fp32 (a master).
+    What others wrote into p, weights of a file or a mask, counts: the old low part is not to undo it.
     """
     if low is None:
         return p.float()
+    if low.dtype == torch.bfloat16:
+        return p.float() + low.float()
+    bits = p.float().view(torch.int32)
     if low.dtype == torch.int16:
-        return (p.float().view(torch.int32) + low.to(torch.int32)).view(torch.float32)
-    return p.float() + low.float() if low.dtype == torch.bfloat16 else low
+        low = low.to(torch.int32)
+        # no weight that is written here is 0 with a remainder below 0, which would make a NaN of it
+        return (bits + torch.where((bits & 0x7FFFFFFF) == 0, low.clamp(min=0), low)).view(torch.float32)
+    away = bits - low.view(torch.int32) + 0x8000  # to nearest, a weight is half of its last bit away at most
+    return torch.where((away >= 0) & (away <= 0x10000), low, p.float())
 
 
 def write_weight(x, p, low=None, noise=None):

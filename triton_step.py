@@ -114,12 +114,17 @@ def _write(at, x, noise, mask, STOCHASTIC: tl.constexpr):
 @triton.jit
 def _held(weight, low, mask, KIND: tl.constexpr):
     """fp32 that a weight and what `low` points to stand for, see rounding.exact_weight."""
+    bits = _bits(weight)
     if KIND == REMAINDER:
-        weight = _value(_bits(weight) + tl.load(low, mask=mask, other=0).to(tl.int32))
+        remainder = tl.load(low, mask=mask, other=0).to(tl.int32)
+        remainder = tl.where((bits & 0x7FFFFFFF) == 0, tl.maximum(remainder, 0), remainder)
+        weight = _value(bits + remainder)
     elif KIND == COMPENSATION:
         weight = weight + tl.load(low, mask=mask, other=0).to(tl.float32)
     elif KIND == MASTER:
-        weight = tl.load(low, mask=mask, other=0)
+        master = tl.load(low, mask=mask, other=0)
+        away = bits - _bits(master) + 0x8000
+        weight = tl.where((away >= 0) & (away <= 0x10000), master, weight)
     return weight
 
 

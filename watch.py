@@ -59,7 +59,7 @@ class Steps(Sums):
         "subnormal",  # those of an fp16 product that have lost bits or nearly all
         "moved",  # weights that the step changed, of looks that were followed to the next step
         "back",  # those of them that were put back before the next step
-        "masked",  # those of these that were put back to 0
+        "masked",  # those of these that were put back to 0, or to the bound of all: masks, WGAN's clipping
         "stood",  # looks between which the average did not move, although away from its weight
     )
 
@@ -124,6 +124,8 @@ class Watch:
         self.forgotten = {}  # tensor: (backward passes whose gradients were cleared before a step, of all)
         self.seconds = None  # (step, tensors, lengths, exp_avg_sq after it) of the last look
         self.alive = None  # (tensors, lengths, entries that ever had a gradient, looks)
+        self.rarely = False  # whether the average moves once in some looks
+        self.count = None  # (its counter, the step that changed it last, the most steps between changes)
         self.looking = self.follow = self.waiting = False
         self.departed = 0.0  # the largest share of weights that differ from the copies that are stepped
         self.groups, self.orphans = {}, {}
@@ -436,7 +438,9 @@ class Watch:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])
             moved = look.new != look.held
             back = moved & (now == look.held)
-            rows = [moved, back, back & (look.held == 0)]
+            tops = [part.abs().max().expand(part.numel()) for part in now.split(look.lengths)]
+            bound = (look.held == 0) | (look.held.abs() == torch.cat(tops))
+            rows = [moved, back, back & bound]
             self.extra.put(rows, look.index, look.lengths, first=Steps.fields.index("moved"))
             self._copies(look)
         self._average(held=now)
@@ -455,6 +459,7 @@ class Watch:
         """
         if self.ema is None or not self.writes.shadows:
             return
+        self._counted()
         index, before = self.writes.shadows["ema"]
         shadow = self.ema.shadow
         here = list(zip(index, before, strict=True))
@@ -468,11 +473,27 @@ class Watch:
             self.writes.averaged(held if known else None, taken)
         else:  # how many steps it took is not known: only who was left behind
             away = [bool((self.pick(self.named[i][1]).float() != b.float()).any()) for i, b in here]
-            stood = [float(s and a) for s, a in zip(same, away, strict=True)]
-            sums = self.extra.sums
-            sums[len(Steps.fields) - 1, index] += torch.tensor(stood, dtype=sums.dtype, device=sums.device)
             self.writes.shadows = {}
+            self.rarely |= not all(same)
+            none_due = self._none_due()
+            looks = self.extra.sums[Steps.fields.index("stood")]
+            for i, stood, off in zip(index, same, away, strict=True):
+                if not (all(same) and none_due):
+                    looks[i] = (looks[i] + float(off)) * stood
         self.waiting = False
+
+    def _counted(self):
+        """Notice that the average's counter has changed."""
+        count, (known, at, most) = self.ema.counts(), self.count or (None, 0, 0)
+        if count != known:
+            most = max(most, self.steps - at) if known is not None else most
+            self.count = count, self.steps, most
+
+    def _none_due(self):
+        """Whether all of the average may stand between two looks: SWA moves once an epoch."""
+        if self.count is None or self.count[0] is None:
+            return self.rarely
+        return self.steps - self.count[1] <= self.count[2]
 
     # -- sums of micro-batches
 

@@ -1,0 +1,395 @@
+"""Loops that others write, and what went wrong in them: weights that something else writes, containers of
+every kind, two nets that train each other, numbers that make no sense, states of torch's optimisers.
+"""
+
+import collections
+import copy
+import dataclasses
+import pickle
+import types
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import BF16, refused
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from optim import AdamW
+from precision import Precision, recipe
+from rounding import exact_weight, split_master
+from watch import Watch
+
+LOW = dict(pure_bf16=True, stochastic=True)
+eager = common.eager
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def trained(run, steps, after=lambda: None):
+    for i in range(steps):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
+        run.backward(run(x).square().mean())
+        run.step()
+        after()
+
+
+# ---- Weights that something else writes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_weights_of_a_file_count_whatever_the_master_was(master):
+    run = Precision(net(), recipe(pure_bf16=True, master=master), lr=1e-4)
+    trained(run, 1)
+    written = {name: torch.full_like(w, 0.5) for name, w in run.model.state_dict().items()}
+    written["0.bias"] = torch.zeros(16, dtype=BF16)
+    run.model.load_state_dict(written)
+    for p in run.params:
+        held = run.optimizer.held(p).view(p.shape)
+        assert ((held - p.float()).abs() <= 2**-8 * p.float().abs() + 1e-38).all()  # half of the last bit
+    trained(run, 3)
+    for name, w in run.weights("raw").items():
+        assert (w - written[name]).abs().max() < 4e-3, name
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_masks_and_bounds_hold_under_a_master(master):
+    run = Precision(net(), recipe(pure_bf16=True, master=master), lr=1e-2)
+    first, mask = run.model[0].weight, torch.arange(8) % 2
+
+    @torch.no_grad()
+    def bound():
+        first.mul_(mask)
+        run.model[2].weight.clamp_(min=0)
+
+    trained(run, 5, bound)
+    assert not any(p.isnan().any() for p in run.params)
+    assert not first[:, ::2].any() and run.model[2].weight.min() == 0
+
+
+def test_the_exact_weight_of_all_that_is_written_here_is_what_was_written():
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (1 << 20,), dtype=torch.int64, generator=draw)
+    edges = torch.tensor([0.0, 1e-45, 1e-40, 1.0, 3.4e38, torch.inf])
+    x = torch.cat([bits.to(torch.int32).view(torch.float32), edges, -edges])
+    x = x[~x.isnan()]
+    for low in (split_master(x), (x.to(BF16), x)):
+        assert torch.equal(exact_weight(*low).view(torch.int32), x.view(torch.int32))
+
+
+# ---- Containers --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Out:
+    x: torch.Tensor
+    aux: torch.Tensor = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self):
+        self.x = self.x / 2
+
+
+class Returns(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(8, 4), kind
+
+    def forward(self, x, notes=None):
+        y = self.layer(x)
+        if notes is not None:
+            notes.append(y) if isinstance(notes, list) else notes.update(y=y)
+        if self.kind is Out:
+            out = Out(y)
+            out.aux = y.mean()
+            return out
+        if self.kind is types.SimpleNamespace:
+            return self.kind(x=y)
+        return self.kind([y]) if issubclass(self.kind, list) else self.kind(x=y)
+
+
+class Rows(list):
+    pass
+
+
+class Named(dict):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Out, Rows, Named, collections.UserDict, types.SimpleNamespace])
+@pytest.mark.parametrize("flags", [{}, LOW], ids=["fp32", "bf16"])
+def test_a_net_returns_what_it_likes(kind, flags):
+    torch.manual_seed(0)
+    run, x = Precision(Returns(kind), recipe(**flags)), torch.ones(2, 8)
+    own, out = run.model(x.to(next(run.model.parameters()).dtype)), run(x)
+    assert type(out) is kind
+    parts = []
+    for o in (own, out):
+        parts.append(list(o) if kind is Rows else list((vars(o) if hasattr(o, "x") else o).values()))
+    assert [p.dtype for p in parts[1]] == [torch.float32] * len(parts[0])
+    assert all(torch.equal(a.float(), b) for a, b in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("flags", [{}, LOW], ids=["fp32", "bf16"])
+def test_a_net_writes_into_what_it_is_given(flags):
+    run = Precision(Returns(Named), recipe(**flags))
+    listed, cache = [], {}
+    run(torch.ones(2, 8), listed), run(torch.ones(2, 8), notes=cache)
+    assert len(listed) == len(cache) == 1
+
+
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, t=None):
+        self.seen = x["t"] if isinstance(x, dict) else t
+        return self.layer(x["x"] if isinstance(x, dict) else x)
+
+
+class Adapted(nn.Module):
+    """As PEFT wraps a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = Timed()
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args, **kwargs):
+        return self.base(*args, **kwargs)
+
+
+def test_timesteps_keep_their_bits_in_wrappers_and_batches():
+    t, run, plain = torch.tensor([999.0, 703.5]), Precision(Adapted(), recipe(**LOW)), Timed()
+    run(torch.ones(2, 4), t)
+    assert torch.equal(run.model.base.seen, t)
+    Precision(plain, recipe(**LOW))({"x": torch.ones(2, 4), "t": t})
+    assert torch.equal(plain.seen, t)
+
+
+def test_a_name_alone_is_kept():
+    run = Precision(Timed(), recipe(**LOW), keep="target")  # of which t is a part
+    run(torch.ones(2, 4), torch.ones(2))
+    assert run.model.seen.dtype == BF16
+
+
+def test_a_sparse_input_is_cast():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, edges, x):
+            return self.layer(x) * edges.values().sum()
+
+    run = Precision(Graph(), recipe(**LOW))
+    assert run(torch.eye(8).to_sparse().coalesce(), torch.ones(8, 8)).isfinite().all()
+
+
+# ---- Steps -------------------------------------------------------------------------------------------------
+
+
+def test_two_nets_that_train_each_other_learn_as_torchs():
+    def made():
+        torch.manual_seed(0)
+        return nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def losses(g, d, i):
+        torch.manual_seed(i)
+        z, x = torch.randn(16, 4), torch.randn(16, 8)
+        yield (F.softplus(-d(x)) + F.softplus(d(g(z).detach()))).mean()
+        yield F.softplus(-d(g(z))).mean()
+
+    nets = made()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.0) for m in nets]
+    runs = [Precision(m, lr=1e-2) for m in made()]
+    for i in range(20):
+        for (one, other), k in zip(zip(losses(*nets, i), losses(*runs, i), strict=True), (1, 0), strict=True):
+            optimizers[k].zero_grad()
+            one.backward()
+            optimizers[k].step()
+            runs[k].zero_grad()
+            runs[k].backward(other)
+            runs[k].step()
+    for m, run in zip(nets, runs, strict=True):
+        for p, q in zip(m.parameters(), run.params, strict=True):
+            assert torch.equal(p, q)
+
+
+def test_zero_grad_forgets_sums_of_micro_batches():
+    run = Precision(net(), recipe(sites=("accumulate=fp32",), **LOW), lr=1e-2, accumulate=2)
+    run.backward(1e6 * run(torch.ones(2, 8)).sum())
+    assert run.sums
+    run.zero_grad()
+    assert not run.sums and all(p.grad is None for p in run.params)
+
+
+def test_a_net_that_keeps_its_auxiliary_loss_draws():
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.loss = nn.Linear(8, 4), None
+
+        def forward(self, x):
+            y = self.layer(x)
+            self.loss = y.square().mean()
+            return y
+
+    run = Precision(Router())
+    run.backward(run(torch.ones(2, 8)).mean() + run.model.loss)
+    run.step()
+    assert run.generator()(torch.ones(2, 8)).shape == (2, 4) and run.model.loss.grad_fn is not None
+
+
+def test_a_second_run_of_a_net_with_islands():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    Precision(model, recipe(sites=("islands=norm",), **LOW))
+    assert Precision(model)(torch.ones(2, 8)).dtype == torch.float32
+    assert not model[1]._forward_pre_hooks and not model[1]._forward_hooks
+
+
+def test_products_in_fp8_have_no_second_derivative():
+    layers = nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)
+    run = Precision(nn.Sequential(*layers), recipe(fp8=True, fp8_backend="emulate"))
+    x = torch.randn(16, 32, requires_grad=True)
+    (g,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        g.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "e4m3"])
+def test_codes_are_copied_and_pickled(kind):
+    torch.manual_seed(0)
+    layer = nn.Linear(128, 64)
+    optimizer = AdamW(layer.parameters(), exp_avg=kind, exp_avg_sq=kind, compiled=False)
+    for p in layer.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.coders["exp_avg"] is optimizer.coders["exp_avg"]
+        for p, q in zip(layer.parameters(), twin.param_groups[0]["params"], strict=True):
+            assert torch.equal(optimizer.moment(p, "exp_avg"), twin.moment(q, "exp_avg"))
+
+
+# ---- What makes no sense -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(dict(lr=lr) for lr in (-1e-2, float("nan"), "1e-3")),
+        *(dict(betas=betas) for betas in ((0.9, 1.5), (1.0, 0.999), (0.9,))),
+        dict(eps=-1.0),
+        dict(weight_decay=-1.0),
+        dict(ema_decay=1.5),
+        dict(clip_grad=-1.0),
+        dict(clip_tensor=-1.0),
+        dict(accumulate=0),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_sense(options):
+    name = next(iter(options)).removeprefix("ema_")
+    refused(lambda: Precision(net(), recipe(), **options), f"{name}=")
+
+
+def test_nothing_to_train():
+    refused(lambda: Precision(net().requires_grad_(False)), "no parameter has requires_grad=True")
+
+
+def test_an_optimiser_that_asks_for_a_closure():
+    refused(lambda: Precision(net(), optimizer=torch.optim.LBFGS), "LBFGS asks for a closure")
+
+
+def test_dtypes_that_have_a_remedy():
+    refused(lambda: AdamW(nn.Linear(2, 2).double().parameters()), "call model.float() before")
+    refused(lambda: AdamW(nn.Linear(2, 2).half().parameters()), "--fp16")
+
+
+def test_computed_weights_stay_out_of_fp8():
+    computed = nn.utils.weight_norm(nn.Linear(32, 32))
+    run = Precision(nn.Sequential(computed, nn.Linear(32, 32), nn.Linear(32, 32)), recipe(fp8=True))
+    assert run(torch.randn(16, 32)).isfinite().all()
+    assert "its weight is computed from others" in str(run.methods[0])
+
+
+# ---- States of torch's optimisers --------------------------------------------------------------------------
+
+
+def stepped(kind, **options):
+    model = net()
+    unused = nn.Linear(2, 2)
+    optimizer = kind([*model.parameters(), *unused.parameters()], lr=1e-2, **options)
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer.state_dict()
+
+
+def ours(model, state):
+    optimizer = AdamW([*model.parameters(), *nn.Linear(2, 2).parameters()], lr=1e-2, compiled=False)
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def test_a_parameter_without_a_step_is_no_other_model():
+    model, state = stepped(torch.optim.AdamW)
+    optimizer = ours(model, state)
+    assert [optimizer.state[p]["step"] for p in optimizer.param_groups[0]["params"]] == [1] * 4 + [0] * 2
+
+
+@pytest.mark.parametrize(
+    "kind, options, said",
+    [
+        (torch.optim.AdamW, dict(maximize=True), "uphill"),
+        (torch.optim.AdamW, dict(amsgrad=True), "amsgrad"),
+        (torch.optim.Adam, dict(weight_decay=0.1), "L2 decay"),
+    ],
+    ids=["maximize", "amsgrad", "l2"],
+)
+def test_states_of_another_rule_are_refused(kind, options, said):
+    model, state = stepped(kind, **options)
+    refused(lambda: ours(model, state), said)
+
+
+# ---- Watch -------------------------------------------------------------------------------------------------
+
+
+def looked_at(every, average_every, begin=0):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    average = AveragedModel(model)
+    watch = Watch(model, optimizer, average, every=every)
+    for i in range(300):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        F.mse_loss(model(x), x[:, :4].tanh()).backward()
+        optimizer.step()
+        if i >= begin and (i + 1) % average_every == 0:
+            average.update_parameters(model)
+    return watch
+
+
+@pytest.mark.parametrize("average_every, begin", [(50, 100), (15, 0)])
+def test_an_average_once_an_epoch_is_no_finding(average_every, begin):
+    assert "healthy" in str(looked_at(10, average_every, begin)).splitlines()[-1]
+
+
+def test_a_critic_that_is_clipped_is_no_finding():
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(16, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+    optimizer = torch.optim.RMSprop(critic.parameters(), lr=5e-4)
+    watch = Watch(critic, optimizer, every=5)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (critic(torch.randn(64, 16)) - critic(torch.randn(64, 16) + 1)).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in critic.parameters():
+                p.clamp_(-0.01, 0.01)
+    assert not [finding for finding in watch.findings() if finding.site == "update"]
