@@ -79,6 +79,7 @@ class Consistency(Student):
         ),
     )
     sites = {**Student.sites, **SITES}
+    draws_times = False
     _target = _first = None
 
     @classmethod

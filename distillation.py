@@ -29,6 +29,8 @@ FIRST_STEPS = 8  # of a teacher that draws in any number
 class Distill(Student):
     """One round of progressive distillation. A batch is images and labels, as for rflow."""
 
+    draws_times = False
+
     flags = (TEACHER, TEACHER_STEPS)
     teachers = (*FLOWS, "distill")
 

@@ -109,6 +109,7 @@ class Student(RFlow):
 
     teachers = FLOWS  # tasks whose runs can teach this one
     watched = ("frechet", "lower")  # a loss on real images with independent noise is not what students learn
+    draws_times = True  # whether training draws timesteps as --timestep_sampling says
     live = None
     in_latents = False
 
@@ -150,6 +151,11 @@ class Student(RFlow):
             raise Refused(
                 f"--finetune with --task {config.task}: a student starts from its teacher's weights; drop "
                 "--finetune, or give that run as --teacher"
+            )
+        if not cls.draws_times and config.timestep_sampling != "uniform":
+            raise Refused(
+                f"--timestep_sampling {config.timestep_sampling}: --task {config.task} has times of its own; "
+                "drop it"
             )
 
     @property

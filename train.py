@@ -263,6 +263,9 @@ def advice(trainer):
     if trainer.recipe.fp8 and trainer.device.type == "cuda" and not c.compile:
         slow = "each cast is kernels of its own, which can be slower than --bf16"
         found.append(f"--fp8 without --compile: {slow}")
+    if c.lr_schedule != "constant" and c.warmup >= c.steps:
+        late = f"--warmup {c.warmup} does not end before --steps {c.steps}"
+        found.append(f"--lr_schedule {c.lr_schedule} never begins: {late}")
     left = c.ema_decay**c.steps
     if left > LATE and c.ema_decay < 1 and not c.ema_warmup:
         late = f"after {c.steps:,} steps the average that is scored and drawn holds {left:.0%}"
@@ -280,6 +283,8 @@ def sample(path, given, command, table):
             f"--sample draws from trained weights: --{fixed or 'task'} can't differ from their training; "
             "drop it"
         )
+    if given.get("vae") and not trained["vae"]:
+        raise Refused(f"--vae {given['vae']}: this run was trained on images, not in latents; drop it")
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     values = {**trained, "runs": shared(folder), **given}
     values["set"] = trained["set"] + given.get("set", [])

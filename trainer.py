@@ -30,7 +30,7 @@ from recipes import check_machine
 from release import check_alone
 from rounding import Stream, stream
 from runs import CHECKPOINT, Folder, check_export, export, peak_memory, start_peak_memory, write_json
-from sharding import policy_note, share_buffers, spread
+from sharding import local, policy_note, share_buffers, spread
 from strategies import settled
 from tasks import Rng, check_origin, recipe_of, to_device
 from validation import BEST, Validation, steps_an_epoch
@@ -126,6 +126,8 @@ class Trainer:
         for name, value in self.table.pick(c, "scaler").items():
             if self.recipe.loss_scale != "dynamic" and value != self.table[name].default:
                 lost.append(f"--{name} {value:g} changes nothing: --fp16 alone scales the loss")
+        if self.ranks.world == 1 and (self.recipe.reduce, self.recipe.reduce_update) != ("fp32", "nearest"):
+            lost.append("--set reduce and reduce_update change nothing: this is one process")
         lost += [policy_note(self.recipe)] if c.fsdp and policy_note(self.recipe) else []
         return check_machine(self.recipe, self.device) + lost
 
@@ -375,6 +377,7 @@ class Trainer:
                 if stopping or self.finished or due:
                     since = float(self.ranks.mean(self.since.clone())) if self.interval else 0.0
                     self._check_finite(since, report)  # a good checkpoint is not replaced by one full of NaN
+                    self._check_weights()
                     if main or self.ranks.spread:
                         self._save(self.seconds + pause - timer, since)
                 timer += time.perf_counter() - pause  # pictures and files are not training
@@ -447,6 +450,16 @@ class Trainer:
         remedy = "lower --lr, add --clip_grad 1 or --warmup, or use a wider format (--bf16 for --fp16)"
         kept = f"metrics.jsonl and the last checkpoint in {self.folder} are kept"
         raise Refused(f"the loss is {loss} at step {self.step}{grads}: {remedy}; {kept}")
+
+    def _check_weights(self):
+        """The last step's loss was taken before it wrote the weights."""
+        named = ((name, local(p.detach())) for name, p in self.precision.named_params)
+        bad = next((name for name, w in named if not w.isfinite().all()), "")
+        if not self.ranks.any(int(bool(bad)), self.device):
+            return
+        what = f"weights are not finite after step {self.step}{f', {bad} for one' if bad else ''}"
+        kept = f"metrics.jsonl and the checkpoint before, if there is one, in {self.folder} are kept"
+        raise Refused(f"{what}: lower --lr, or add --clip_grad 1 or --warmup; {kept}")
 
     # -- the folder
 

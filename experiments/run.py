@@ -181,7 +181,6 @@ def execute(todo, jobs, runs):
                     continue
                 waiting.remove((arm, seed))
                 log = Path(runs) / f"{label(arm, seed)}.log"
-                log.parent.mkdir(parents=True, exist_ok=True)
                 if needed in failed:
                     log.write_text(f"the run of {arm.of or arm.after} that it needs failed\n")
                     yield arm, seed, 1
@@ -235,6 +234,7 @@ def run(experiment, args):
             raise Refused(f"experiment {number} has {what}; run it first")
         if not (args.check or args.mixed):
             refuse_mixed_pairs(experiment, [run for run in todo if key(*run) not in done], known)
+        Path(runs).mkdir(parents=True, exist_ok=True)
         validate(dict.fromkeys(arm for arm, _ in todo), seeds[0], runs)
         return follow(experiment, args, todo, runs, wanted, known, done)
 
@@ -319,6 +319,8 @@ def read_seeds(words):
         spans = [[int(end) for end in word.split("-")] for word in words]
     except ValueError:
         spans = []
+    if not all(len(span) < 3 and span[0] <= span[-1] for span in spans):
+        spans = []
     seeds = [seed for span in spans for seed in range(span[0], span[-1] + 1)]
     if not seeds:
         raise Refused(f"--seeds {' '.join(words)}: write numbers or ranges, as in 0 1 2 or 0-11")
@@ -365,6 +367,10 @@ def main(argv=None, root=HERE):
             os.chdir(folder)
     except Refused as error:
         print(f"run.py: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename or args.runs}: {error.strerror}"
+        print(f"run.py: can't keep runs: {where}; choose another --runs folder", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

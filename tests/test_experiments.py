@@ -70,6 +70,24 @@ def test_a_wrong_toml_is_one_line(folder, capsys, old, new, said):
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("",), "'' is no number of an experiment"),
+        (("001", "--seeds", "3-1", "0"), "write numbers or ranges"),
+        (("001", "--seeds", "1-2-3"), "write numbers or ranges"),
+    ],
+)
+def test_numbers_that_are_none(words, said, folder, capsys):
+    assert said in fails(capsys, folder, *words, "--dry_run")
+
+
+def test_a_file_where_runs_would_be_kept(folder, fake, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    said = fails(capsys, folder, "001", "--arm", "fp32", "--seeds", "0", "--runs", str(tmp_path / "file"))
+    assert "choose another --runs folder" in said
+
+
 def test_an_arm_that_samples_may_draw_from_another_seed(folder, capsys):
     assert 'of = "fp32"\nflags = [' in TOML
     write(folder, TOML.replace('of = "fp32"\nflags = [', 'of = "fp32"\nflags = ["--seed", "7", ', 1))

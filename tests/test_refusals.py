@@ -297,6 +297,48 @@ def test_flags_of_a_loss_scale_that_is_not_there_are_said_to_change_nothing(flag
     assert (line in capsys.readouterr().out) == said
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--steps 50 --lr_schedule cosine", "--lr_schedule cosine never begins: --warmup 100 does not end"),
+        ("--steps 101 --lr_schedule cosine", ""),
+        ("--pure_bf16 --set reduce=bf16", "--set reduce and reduce_update change nothing: this is one"),
+        ("--pure_bf16", ""),
+    ],
+)
+def test_flags_that_change_nothing_are_said_to(flags, said, capsys):
+    assert command("--dry_run", "--ema_warmup", *flags.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    warned = [line for line in lines if "never begins" in line or "reduce and" in line]
+    assert warned == [] if not said else said in warned[0]
+
+
+@pytest.mark.parametrize("task", ["consistency", "distill --teacher_steps 8"])
+def test_students_with_times_of_their_own(task, capsys):
+    assert quick(name="teacher") == 0
+    flags = ["--task", *task.split(), "--teacher", "runs/teacher", "--timestep_sampling", "logit-normal"]
+    capsys.readouterr()
+    assert command(*flags, "--dry_run") == 2
+    assert "--timestep_sampling logit-normal" in one_line(capsys)
+
+
+def test_a_vae_for_a_run_that_has_none(capsys):
+    assert quick() == 0
+    capsys.readouterr()
+    assert command("--sample", "runs/run", "--vae", "runs/vae") == 2
+    assert "was trained on images, not in latents" in one_line(capsys)
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(capsys):
+    flags = ["--checkpoint_every", 1, "--log_every", 1, "--warmup", 0]
+    assert quick(*flags, steps=1) == 0
+    before = Path("runs/run/checkpoint.pt").read_bytes()
+    assert quick(*flags, "--loss_weight", "3e38", "--clip_grad", 0, name="other", steps=1) == 2
+    assert "weights are not finite after step 1" in capsys.readouterr().err
+    assert not Path("runs/other/checkpoint.pt").exists() and not Path("runs/other/summary.json").exists()
+    assert Path("runs/run/checkpoint.pt").read_bytes() == before
+
+
 def test_a_yaml_file_equals_the_flags_and_the_command_line_wins(capsys):
     Path("run.yaml").write_text(
         "steps: 7\nlr: 1e-4\npure_bf16: true\nstochastic: true\nfp16: false\nmodel: dit\ndata:\nset: "
