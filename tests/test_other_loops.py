@@ -230,6 +230,19 @@ def test_zero_grad_forgets_sums_of_micro_batches():
     assert not run.sums and all(p.grad is None for p in run.params)
 
 
+def test_sums_that_ddp_would_not_see_are_refused():
+    run = Precision(net(), recipe(sites=("accumulate=fp32",), **LOW), accumulate=2)
+
+    class Wrapped(nn.Module):  # as DistributedDataParallel within no_sync()
+        require_backward_grad_sync = False
+
+        def forward(self, x):
+            return run.model(x)
+
+    run.forward = Wrapped()
+    refused(lambda: run.backward(run(torch.ones(2, 8)).sum()), "leave no_sync() out")
+
+
 def test_a_net_that_keeps_its_auxiliary_loss_draws():
     class Router(nn.Module):
         def __init__(self):
@@ -370,7 +383,7 @@ def looked_at(every, average_every, begin=0):
         optimizer.zero_grad()
         F.mse_loss(model(x), x[:, :4].tanh()).backward()
         optimizer.step()
-        if i >= begin and (i + 1) % average_every == 0:
+        if i >= begin and (i + 4) % average_every == 0:  # between two looks
             average.update_parameters(model)
     return watch
 
