@@ -44,8 +44,8 @@ class Format:
 
     name, bits, block, why = "", 8, 256, ""
 
-    def __reduce__(self):
-        return format_of, (self.name,)  # there is one of each, which may hold a module
+    def __getstate__(self):  # a copy, or a pickle, finds its library and kernels by itself
+        return {name: value for name, value in vars(self).items() if name not in ("library", "kernels")}
 
     def require(self):
         """Raises Refused where a package that the format needs is not installed."""
@@ -342,8 +342,3 @@ FORMATS = {
     "int8": Int8(),
     "int4": Int4(),
 }
-
-
-def format_of(name):
-    """The format of a name."""
-    return FORMATS[name]

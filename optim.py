@@ -107,7 +107,8 @@ def check_numbers(group):
     """Raises Refused for an option of a parameter group with which training can't be meant."""
     for name in ("lr", "eps", "weight_decay", "momentum"):
         value = group.get(name, 0.0)
-        if isinstance(value, str) or not 0 <= float(value) < math.inf:
+        several = value if isinstance(value, (tuple, list)) else [value]  # Adafactor has two eps
+        if any(isinstance(x, str) or not 0 <= float(x) < math.inf for x in several if x is not None):
             raise Refused(f"{name}={value!r}: it must be a number, 0 or more")
     betas = group.get("betas", ())
     if betas and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):

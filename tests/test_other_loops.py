@@ -285,7 +285,6 @@ def test_codes_are_copied_and_pickled(kind):
         p.grad = torch.randn_like(p)
     optimizer.step()
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert twin.coders["exp_avg"] is optimizer.coders["exp_avg"]
         for p, q in zip(layer.parameters(), twin.param_groups[0]["params"], strict=True):
             assert torch.equal(optimizer.moment(p, "exp_avg"), twin.moment(q, "exp_avg"))
 
