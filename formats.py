@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 
 if __package__:
-    from .machine import quiet_import
+    from .machine import fp8_cores, quiet_import
     from .rounding import fused, noise_bits
 else:
-    from machine import quiet_import
+    from machine import fp8_cores, quiet_import
     from rounding import fused, noise_bits
 
 SMALLEST = 4096  # values; both libraries keep the moments of smaller tensors in full
@@ -49,6 +49,10 @@ class Format:
 
     def require(self):
         """Raises Refused where a package that the format needs is not installed."""
+
+    def native(self, device):
+        """Whether the device multiplies operands in this format."""
+        return False
 
     def takes(self, n):
         """Whether the moment of a tensor of n values is coded; else it stays fp32."""
@@ -121,6 +125,9 @@ class Float8(Format):
         self.name, self.dtype, self.mantissa, self.least = name, dtype, mantissa, least
         self.top = torch.finfo(dtype).max
         self.why = f"8-bit floats ({name}) in blocks of {self.block}"
+
+    def native(self, device):
+        return fp8_cores(device)
 
     def cast(self, x, scale):
         """x * scale in this format, to nearest, values beyond its largest becoming that one; NaN stays.

@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 
 if __package__:
     from .formats import FORMATS
-    from .machine import Refused, fp8_cores, try_import
+    from .machine import Refused, try_import
 else:
     from formats import FORMATS
-    from machine import Refused, fp8_cores, try_import
+    from machine import Refused, try_import
 
 # the operands of the three products of a layer: y = x w, dx = g w^T, dw = x^T g
 INPUT, WEIGHT, GRAD = range(3)
@@ -132,7 +132,7 @@ def scaled_mm_refusal(device, a, b):
     """Why torch._scaled_mm can't multiply dtypes a and b on a device, or None."""
     if a == b == torch.float8_e5m2:
         return "no kernel multiplies e5m2 by e5m2"
-    if device.type == "cuda" and not fp8_cores(device):
+    if device.type == "cuda" and not E4M3.native(device):
         return "FP8 tensor cores start at compute capability 8.9"
     if device.type == "cpu" and not CPU_SCALES_ROWS:
         return f"torch {torch.__version__} takes one scale a tensor on a CPU"
@@ -352,7 +352,7 @@ def backend_refusal(backend, options, device):
         if not hasattr(te, "autocast"):
             return "this Transformer Engine is too old; requirements-te.txt installs another"
         needs = "Transformer Engine needs an NVIDIA GPU of compute capability 8.9 or later"
-        return None if fp8_cores(device) else needs
+        return None if E4M3.native(device) else needs
     if backend == "torchao":
         if options.recipe == "delayed":
             return "torchao has no delayed scaling"
@@ -364,7 +364,7 @@ def backend_refusal(backend, options, device):
         if device.type == "cpu":
             return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if options.recipe == "rowwise" else None
         needs = "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
-        return None if fp8_cores(device) else needs
+        return None if E4M3.native(device) else needs
     if device.type == "mps":
         return "torch has no float8 on mps"
     return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if backend == "scaled_mm" else None
@@ -380,7 +380,7 @@ def resolve(options, device):
     if device.type == "meta":
         return options
     if options.backend == "auto":
-        libraries = ("te", "torchao") if fp8_cores(device) else ()
+        libraries = ("te", "torchao") if E4M3.native(device) else ()
         candidates = (*libraries, "scaled_mm", "emulate")
         for backend in candidates:
             refusal = backend_refusal(backend, options, device)

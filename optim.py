@@ -93,6 +93,7 @@ def _kernel(direction):
 
 
 MASTERS = "none", "split", "fp32"
+SPARSE = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
 # what torch's optimisers can do, and these can't: {option of a group: what it would be}
 NOT_OURS = {"maximize": "goes uphill (maximize)", "amsgrad": "keeps the largest second moment (amsgrad)"}
 REMEDIES = {
@@ -113,7 +114,6 @@ def check_numbers(group):
     betas = group.get("betas", ())
     if betas and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
         raise Refused(f"betas={betas}: two numbers from 0 to below 1")
-SPARSE = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
 
 
 def own_attributes(optimizer):

@@ -275,9 +275,9 @@ def test_auto_on_hopper(installed, options, chosen, monkeypatch):
         return (Module, None) if name in present else (None, "absent")
 
     monkeypatch.setattr(fp8_layers, "try_import", try_import)
-    monkeypatch.setattr(fp8_layers, "fp8_cores", lambda device: True)
+    monkeypatch.setattr("formats.fp8_cores", lambda device: True)
     assert fp8.resolve(Options(**options), "cuda").backend == chosen
-    monkeypatch.setattr(fp8_layers, "fp8_cores", lambda device: False)
+    monkeypatch.setattr("formats.fp8_cores", lambda device: False)
     assert fp8.resolve(Options(**options), "cuda").backend == "emulate"
     assert fp8.resolve(Options(**options), "cpu").backend == "scaled_mm"
     if "te" in installed:
@@ -337,7 +337,7 @@ def fake_te(monkeypatch):
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["transformer_engine"].pytorch = sys.modules["transformer_engine.pytorch"]
-    monkeypatch.setattr(fp8_layers, "fp8_cores", lambda device: True)
+    monkeypatch.setattr("formats.fp8_cores", lambda device: True)
     return log
 
 
