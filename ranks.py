@@ -3,6 +3,7 @@
 A single process is a world of one, in which nothing here does anything.
 """
 
+import gc
 import json
 import os
 import socket
@@ -181,8 +182,11 @@ class Ranks:
 
 
 def leave():
-    """End what `meet` began."""
+    """End what `meet` began: the group, and its threads where nobody holds it any more. One that still runs
+    while Python ends can abort the process (pytorch 179291).
+    """
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -250,6 +250,7 @@ def train(given, command, table, dry=False):
     summary = trainer.fit()
     if trainer.ranks.main:
         print_summary(trainer, summary)
+    del trainer  # its DistributedDataParallel holds what leave() is to end
     leave()
     return 0
 

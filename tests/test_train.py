@@ -410,7 +410,7 @@ def test_other_data_and_labels_of_none(monkeypatch):
 # ---- Several processes -------------------------------------------------------------------------------------
 
 
-def torchrun(*flags, status=0):
+def torchrun(*flags, status=0, program=ROOT / "train.py"):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -423,7 +423,7 @@ def torchrun(*flags, status=0):
             "torch.distributed.run",
             "--nproc_per_node=2",
             "--standalone",
-            str(ROOT / "train.py"),
+            str(program),
             *QUICK,
             *map(str, flags),
         ],
@@ -462,6 +462,24 @@ def test_two_processes_train_what_one_does_and_resume():
     assert summary("two")["scores"]["ema"]["frechet"] == pytest.approx(
         summary("one")["scores"]["ema"]["frechet"], rel=1e-2
     )
+
+
+THREADS_LEFT = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import pathlib, train
+assert train.main() == 0
+left = {{path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")}}
+print("left:", *(name for name in left if "gloo" in name))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux alone tells the names of threads")
+def test_no_thread_of_the_process_group_outlives_a_run(tmp_path):
+    """One that lets go of a tensor while Python ends aborts its process, and the run with it."""
+    program = tmp_path / "program.py"
+    program.write_text(THREADS_LEFT)
+    lines = torchrun("--steps", 2, program=program).stdout.splitlines()
+    assert [line for line in lines if line.startswith("left:")] == ["left:"] * 2
 
 
 def test_two_processes_in_pure_bf16_with_accumulation_and_a_bf16_reduction():
