@@ -48,17 +48,6 @@ SITES = {
             "its end by several percent; use --set sampler=fp32 (default)"
         },
     ),
-    "scheduler": Site(
-        ("fp32", "bf16"),
-        {
-            "fp32": "noise schedule is only ever called with fp32 samples",
-            "bf16": "unguarded: one bf16 call turns MONAI's schedule buffers into bf16",
-        },
-        {
-            "bf16": "scheduler=bf16: MONAI keeps alphas_cumprod in the dtype of its last call; in bf16 the "
-            "first timesteps have sigma = 0; use --set scheduler=fp32 (default)"
-        },
-    ),
 }
 
 
@@ -104,8 +93,6 @@ class Generation(Task):
         # relative RMS change of the images drawn. An fp32 state gives 0 exactly; 0.2 % is a fifth of a grey
         # level in eight bits
         "sampler": (0.002, 0.1),
-        # the same with the noise schedule as one use leaves it
-        "scheduler": (0.002, 0.1),
         # how far the sampler's states are from where their timesteps say, in units of the noise. A right one
         # gives 0.00, one that noises anew the spread of its noise; one that stands still 1, a wrong sign 2
         "path": (0.15, 0.5),
@@ -114,6 +101,7 @@ class Generation(Task):
     implied = {"size": "tiny", "data": "digits"}
     unprinted = ("trace", "loss_by_timestep")
     in_latents = True  # whether the task takes --vae
+    guard = {}  # sites of one kind of generation that the doctor keeps exact where it asks of another
     answer = noised = None  # of tasks that don't tell them, the sampler's path isn't examined
 
     def __init__(self, data, recipe, config):
@@ -306,7 +294,7 @@ class Generation(Task):
         images, labels = self._heldout(exam.device, exam.images)
         self.space.probe(exam, self.recipe)
         batch, images = (images, labels), self.space.mean(images)
-        exact, rng, net = exam.task(timesteps="fp32", scheduler="fp32"), exam.rng(1), exam.net()
+        exact, rng, net = exam.task(timesteps="fp32", **self.guard), exam.rng(1), exam.net()
         noise, spy = rng.normal(*images.shape), _Spy()
         exact.errors(spy, images, labels, noise, exact.draw_timesteps(rng, len(images)))
         x, t = spy.x, spy.t  # noised images and their timesteps
@@ -323,8 +311,8 @@ class Generation(Task):
         steps = self.config.sample_steps
         count = int(max(2, min(len(x), exam.work / (exam.pixels * steps))))
         start = labels[:count], rng.normal(count, *x.shape[1:]), steps
-        reference = exam.task(sampler="fp32", scheduler="fp32").sample(net, *start)
-        change = exam.relative(exam.task(scheduler="fp32").sample(net, *start), reference)
+        reference = exam.task(sampler="fp32", **self.guard).sample(net, *start)
+        change = exam.relative(exam.task(**self.guard).sample(net, *start), reference)
         text = f"{count} images drawn in {steps} steps differ by {change:.1%} from those of an fp32 state"
         exam.judge("sampler", change, text, "--set sampler=fp32")
         self.probe_schedule(exam, net, batch, start, reference)
@@ -335,7 +323,7 @@ class Generation(Task):
         """Whether the sampler goes from noise to the images [B, C, H, W] where its net answers perfectly, and
         by states that are as noisy as their timesteps say. No weights are needed, and no training.
         """
-        task, n = exam.task(timesteps="fp32", sampler="fp32", scheduler="fp32"), len(images)
+        task, n = exam.task(timesteps="fp32", sampler="fp32", **self.guard), len(images)
         t = task.bin_timesteps((torch.arange(n, device=images.device) + 0.5) / n)
         learnt = task.errors(_Perfect(task, images, noise), images, labels, noise, t, weighted=False).mean()
         if not learnt < 0.001:
@@ -469,10 +457,30 @@ class RFlow(Generation):
         return self.scheduler.step(self.sign * velocity, t, x, following)[0]
 
 
+SCHEDULER = Site(
+    ("fp32", "bf16"),
+    {
+        "fp32": "noise schedule is only ever called with fp32 samples",
+        "bf16": "unguarded: one bf16 call turns MONAI's schedule buffers into bf16",
+    },
+    {
+        "bf16": "scheduler=bf16: MONAI keeps alphas_cumprod in the dtype of its last call; in bf16 the "
+        "first timesteps have sigma = 0; use --set scheduler=fp32 (default)"
+    },
+)
+
+
 class DDPM(Generation):
     flags = (
         Flag("min_snr", 5.0, "gamma of min-SNR weighting for ddpm, 0 for none", "generation", type=amount),
     )
+    sites = {**Generation.sites, "scheduler": SCHEDULER}
+    limits = {
+        **Generation.limits,
+        # relative RMS change of the images drawn with the noise schedule as one use leaves it
+        "scheduler": (0.002, 0.1),
+    }
+    guard = {"scheduler": "fp32"}
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)

@@ -48,7 +48,8 @@ def read(path):
     """A Checkpoint. Raises Refused for what is no file of tensors."""
     path = Path(path)
     if not path.is_file():
-        raise Refused(f"{path}: no such file; give a .safetensors file or one that torch.save wrote")
+        found = "a folder, and not a checkpoint" if path.is_dir() else "no such file"
+        raise Refused(f"{path}: {found}; give a .safetensors file or one that torch.save wrote")
     found = Checkpoint(path)
     _sort(_loaded(path), found, "")
     if not (found.weights or found.averages or found.states):

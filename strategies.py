@@ -190,16 +190,15 @@ def typed(table, given):
     what the task settles. Raises Refused.
     """
     kind = find(given.get("task", "rflow"))
-    return table.typed({**defaults(kind, given), **given, **kind.settle(table, given)})
+    config = table.typed({**defaults(kind, given), **given})
+    _refuse_foreign(kind, config)
+    return config.replaced(**kind.settle(table, given))
 
 
-def settled(values):
-    """(task class, flags.Table, flags.Config) of the flags of a run, a dict or a Config. Raises Refused."""
-    values = values if isinstance(values, dict) else vars(values)
-    kind, known = find(values.get("task", "rflow")), table(values.get("task"))
-    config = known.config({**defaults(kind, values), **values})
+def _refuse_foreign(kind, config):
+    """Raise Refused where a flag of another task is set: it would do nothing beside this one."""
     own = {row.name for row in rows(kind)}
-    for row in rows(*TASKS.values()):  # a task's flag does nothing beside another
+    for row in rows(*TASKS.values()):
         if row.name not in own and getattr(config, row.name) != row.default:
             bring = [name for name, task in TASKS.items() if row.name in {row.name for row in rows(task)}]
             several = ", ".join(bring[:-1]) + " and " * (len(bring) > 1) + bring[-1]
@@ -207,6 +206,14 @@ def settled(values):
             raise Refused(
                 f"--{row.name} is for --task {several}, and this is --task {config.task}: {add}, or drop it"
             )
+
+
+def settled(values):
+    """(task class, flags.Table, flags.Config) of the flags of a run, a dict or a Config. Raises Refused."""
+    values = values if isinstance(values, dict) else vars(values)
+    kind, known = find(values.get("task", "rflow")), table(values.get("task"))
+    config = known.config({**defaults(kind, values), **values})
+    _refuse_foreign(kind, config)
     if kinds(config.optimizer) and config.beta2 != known["beta2"].default:
         if not any("betas" in arguments(one) for one in kinds(config.optimizer)):
             its = f"--optimizer {config.optimizer} has no beta2"

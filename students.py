@@ -121,9 +121,9 @@ class Student(RFlow):
 
         def compare(row, its, own):
             if row.told(its) != row.told(own):
+                differs = f"--{row.name} {own} differs from the teacher's {its or '(none)'}"
                 raise Refused(
-                    f"--{row.name} {own} differs from the teacher's {its}: the student starts from the "
-                    f"weights of {teacher.path}; drop --{row.name}"
+                    f"{differs}: the student starts from the weights of {teacher.path}; drop --{row.name}"
                 )
 
         rows = [row for row in table.fitting() if row.name != "task"]

@@ -35,6 +35,7 @@ from experiments.definition import HERE, ROOT, folders, load, tomllib  # noqa: E
 from experiments.evidence import Evidence, Pending  # noqa: E402
 from experiments.records import recorded  # noqa: E402
 from files import write_atomically  # noqa: E402
+from flags import Parser  # noqa: E402
 from machine import Refused  # noqa: E402
 
 PAGE = "CLAIMS.md"
@@ -344,7 +345,7 @@ def unnamed(claims, experiments):
 
 def main(argv=None):
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="claims.py", description=__doc__, formatter_class=form)
+    parser = Parser(prog="claims.py", description=__doc__, formatter_class=form)
     parser.add_argument("--check", action="store_true", help=f"write nothing; exit status 1 if {PAGE} is old")
     args = parser.parse_args(argv)
     try:

@@ -31,6 +31,7 @@ from experiments.definition import HERE, ROOT, RUNS, folders, key, label, load  
 from experiments.records import recorded  # noqa: E402
 from experiments.tables import heading  # noqa: E402
 from files import write_atomically  # noqa: E402
+from flags import Parser  # noqa: E402
 from machine import Refused  # noqa: E402
 
 # ---- Figures -----------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def said_of(path, base):
 
 def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="report.py", description=__doc__, formatter_class=form)
+    parser = Parser(prog="report.py", description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("numbers", nargs="*", metavar="NNN", help="experiments (default: all, and the two pages about them)")
     add("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date or wrong")

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import records  # noqa: E402
 from experiments.analysis import machine_of  # noqa: E402
 from experiments.definition import HERE, ROOT, RUNS, command, key, label, load, typed  # noqa: E402
+from flags import Parser  # noqa: E402
 from machine import Refused, cpu_threads  # noqa: E402
 from runs import environment  # noqa: E402
 
@@ -328,7 +329,7 @@ def read_seeds(words):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="run.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
