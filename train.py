@@ -332,6 +332,9 @@ def run(argv):
     given = vars(parser.parse_args(argv))
     verbs = {name: given.pop(name) for name in VERBS if name in given}
     if "check" in verbs:
+        typed = [*given, *({"config"} & verbs.keys())]
+        if typed:
+            raise Refused(f"--check looks at the machine alone: drop --{typed[0]}; --dry_run reads it")
         return print_check()
     if "config" in verbs:
         given = {**table.read_yaml(verbs["config"], parser), **given}

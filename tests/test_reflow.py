@@ -361,6 +361,7 @@ REFUSED = {
     "--task reflow --teacher notes.txt": "no checkpoint of this program",
     "--task reflow --teacher runs/ddpm": "was trained with --task ddpm",
     "--task reflow --teacher runs/segment": "was trained with --task segment",
+    "--task reflow --teacher runs/teacher --length 64": "--length is for --task language",
     "--task reflow --teacher runs/teacher --model dit": "--model dit differs from the teacher's unet",
     "--task reflow --teacher runs/teacher --size small": "--size small differs from the teacher's tiny",
     "--task reflow --teacher runs/teacher --image_size 16": "--image_size 16 differs from the teacher's 8",

@@ -242,6 +242,8 @@ BAD_INPUT = {
     "--sample empty": "no checkpoint at empty",
     "--sample=": "no checkpoint",
     "--check --dry_run": "not allowed with",
+    "--check --pure_bf16": "looks at the machine alone",
+    "--set scheduler=bf16": "unknown site 'scheduler'",
     "--samples 1": "above 1",
     "--export nowhere/ema.safetensors": "no folder nowhere",
     "--data folder:three --image_size 8": "add images",
