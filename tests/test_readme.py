@@ -218,6 +218,10 @@ FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIM
     "equal to fp32 within {036/stochastic.held_out_achieved} of it",
     "nearest is at {037/nearest.held_out} and stochastic rounding at {037/stochastic.held_out}, known to "
     "within {037/stochastic.held_out_achieved}",
+    "stochastic rounding is equal to fp32 within {038/gpt-stochastic.held_out_achieved} of the held-out "
+    "loss, and with 8-bit states within {038/gpt-stochastic-opt8bit.held_out_achieved}; nearest is at "
+    "{038/gpt-nearest.held_out}. On BDH nearest is at {038/bdh-nearest.held_out}, and stochastic rounding at "
+    "{038/bdh-stochastic.held_out},",
     "equal to fp32's within {035/stochastic-1e-5.held_out_achieved} with stochastic rounding, and within "
     "{035/stochastic-1e-6.held_out_achieved} at the lower rate",
     "nearest is at {043/nearest.held_out}, stochastic rounding at {043/stochastic.held_out} and autocast at "
