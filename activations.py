@@ -13,6 +13,7 @@ compiled net keeps is counted too. Needs torch alone, and works in any loop.
 """
 
 import functools
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -119,8 +120,8 @@ def blocks(model):
 def recompute(model):
     """Let each block keep its inputs alone, and compute the rest again in backward, with the same bits.
 
-    torch.utils.checkpoint without reentrance; dropout draws the same numbers again. Returns how many blocks
-    there are. Raises Refused when the net has none.
+    torch.utils.checkpoint without reentrance; dropout draws the same numbers again, and BatchNorm's running
+    statistics move once. Returns how many blocks there are. Raises Refused when the net has none.
     """
     found = blocks(model)
     if not found:
@@ -136,4 +137,24 @@ def recompute(model):
 def _again(forward, block, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
-    return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+    moved = _moved(block)
+    contexts = {"context_fn": lambda: (nullcontext(), _at_rest(moved))} if moved else {}
+    return checkpoint(forward, block, *args, use_reentrant=False, **contexts, **kwargs)
+
+
+def _moved(block):
+    """The norms of a block whose running statistics a forward pass moves."""
+    return [m for m in block.modules() if getattr(m, "track_running_stats", False) and m.training]
+
+
+@contextmanager
+def _at_rest(norms):
+    """Within it these norms move copies of their statistics, not the statistics."""
+    own = [dict(norm._buffers) for norm in norms]
+    for norm, buffers in zip(norms, own, strict=True):
+        norm._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, own, strict=True):
+            norm._buffers.update(buffers)

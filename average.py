@@ -64,6 +64,10 @@ def move_along(average, x, p, low, noise=None):
         _ema_kernel(flat, written(x, p.dtype, low, noise), None, *how)
 
 
+def no_low_part(p):
+    """The low part of weights that are what they are stored as."""
+
+
 class EMA:
     """Exponential moving average of weights: ema += (1-decay)(w - ema), computed in fp32, written as `dtype`
     and `update` say.
@@ -95,7 +99,7 @@ class EMA:
         self.dtype, self.update_mode = DTYPES[dtype], update
         self.seed, self.compiled = seed, compiled
         self.names, self.params = zip(*named_params, strict=True)
-        self.low_part, self.step = low_part or (lambda p: None), 0
+        self.low_part, self.step = low_part or no_low_part, 0
         keys = []
         for p in self.params:
             low = self.low_part(p)

@@ -27,6 +27,7 @@ from torch import nn
 
 from attention import kernel
 from machine import Refused
+from ranks import Ranks
 from tasks import Task, picture
 
 VALIDATED = 1024  # held-out images that validate and preview look at
@@ -203,10 +204,11 @@ class Classify(Task):
                 "one kernel takes both: drop one of the two"
             )
         # where the last maps are one pixel, a single image leaves nothing to take a variance of
-        if c.model == "resnet18" and c.batch_size == 1 and self.data.image_size <= 8:
+        world = Ranks().world
+        if c.model == "resnet18" and c.batch_size <= world and self.data.image_size <= 8:
             raise Refused(
-                f"--batch_size 1: images of {self.data.image_size} pixels end as one pixel in resnet18, and "
-                "BatchNorm needs two values: use --batch_size 2 or more"
+                f"--batch_size {c.batch_size}: images of {self.data.image_size} pixels end as one pixel in "
+                f"resnet18, and BatchNorm needs two values: use --batch_size {2 * world} or more"
             )
         return net
 

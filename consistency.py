@@ -190,6 +190,7 @@ class Target:
             self.view = self.run.frozen(self.spec, generation="compute")
             self.held = [(p, average.shadow[name]) for name, p in self.view.net.named_parameters()]
             return
+        average.catch_up()  # of --average_on cpu, which counts a step before the numbers are there
         ours, theirs = zip(*self.held, strict=True)
         torch._foreach_copy_(ours, theirs)
 

@@ -247,6 +247,7 @@ def _folder(wish):
         targets, values = [label for _, _, label in triples], None
     channels = 1 if all(folders.is_grey(image.mode) for image in seen) else 3
     chosen = folders.held_out(root, [name for name, *_ in triples])
+    chosen = chosen if wish.masks else folders.with_every_class(chosen, triples)
     train = Files([rest for name, *rest in triples if name not in chosen], channels, size, values)
     heldout = Files([rest for name, *rest in triples if name in chosen], channels, size, values)
     content = [(t[0], image.sha256, target) for t, image, target in zip(triples, seen, targets, strict=True)]

@@ -21,7 +21,7 @@ from flags import Flag, amount, several, share, thousand
 from machine import Refused, without
 from recipes import Site
 from rounding import DTYPES
-from tasks import Task, picture
+from tasks import Task, picture, two_of_each
 from verdicts import Finding
 
 TIMESTEPS = 1000
@@ -123,13 +123,7 @@ class Generation(Task):
 
     @classmethod
     def load(cls, config, index=None):
-        data = super().load(config, index)
-        if min(len(data.train), len(data.heldout)) < 2:
-            raise Refused(
-                f"{data.name} has {len(data.train)} images to train on and {len(data.heldout)} held out, "
-                "and the scores need two of each: add images, 30 or more"
-            )
-        return data
+        return two_of_each(super().load(config, index))
 
     def nets(self):
         from models import (

@@ -150,8 +150,23 @@ def held_out(root: Path, names: list[str], noun: str = "image") -> set[str]:
     """The tenth of the names whose hashes are smallest: adding files moves few others from part to part."""
     if len(names) < 2:
         raise Refused(f"{root} holds a single {noun}: give at least two, one to train on and one to hold out")
-    ranked = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+    ranked = sorted(names, key=_hash)
     return set(ranked[:max(1, round(len(names) / 10))])
+
+
+def with_every_class(chosen: set[str], triples: list) -> set[str]:
+    """`chosen`, and the name with the smallest hash of each class of two or more that has none in it."""
+    chosen, classes = set(chosen), {}
+    for name, _, label in triples:
+        classes.setdefault(label, []).append(name)
+    for names in classes.values():
+        if len(names) > 1 and not chosen.intersection(names):
+            chosen.add(min(names, key=_hash))
+    return chosen
+
+
+def _hash(name):
+    return hashlib.sha256(os.fsencode(name)).digest()
 
 
 def check_extents(triples: list, images: list, masks: list):

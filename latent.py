@@ -35,7 +35,7 @@ import perceptual
 from flags import Flag, amount, natural
 from machine import Refused, exact_math, without
 from recipes import Site
-from tasks import VALIDATED, Task, picture
+from tasks import VALIDATED, Task, picture, two_of_each
 
 # size: (channels per level, residual blocks per level, latent channels). Each level but the first halves the
 # image. tiny leaves half of the values of an 8x8 digit: 2x4x4 of 64.
@@ -304,6 +304,10 @@ class VAE(Task):
     @classmethod
     def check(cls, config):
         perceptual.check(config)
+
+    @classmethod
+    def load(cls, config, index=None):
+        return two_of_each(super().load(config, index))
 
     def nets(self):
         return {"kl": self._build}

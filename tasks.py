@@ -251,6 +251,16 @@ class Task:
 # ---- What tasks share --------------------------------------------------------------------------------------
 
 
+def two_of_each(data):
+    """`data`, which scores compare part with part. Raises Refused for a part of a single image."""
+    if min(len(data.train), len(data.heldout)) < 2:
+        raise Refused(
+            f"{data.name} has {len(data.train)} images to train on and {len(data.heldout)} held out, and the "
+            "scores need two of each: add images, 30 or more"
+        )
+    return data
+
+
 def recipe_of(config, table, sites):
     """The precision.Recipe of a run. table: of its flags; sites: of its task."""
     return recipe(sites=config.set, more=sites, optimizer=config.optimizer, **table.pick(config, "recipe"))

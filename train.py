@@ -213,10 +213,11 @@ def print_summary(trainer, summary):
     )
     if "validation" in summary:
         found = summary["validation"]
-        print(
-            f"{'stopped early: ' * found['stopped']}best held-out {found['watched']} "
-            f"{_cell(found['best'])} at step {found['step']}, kept as {file_of(trainer.folder / BEST)}"
-        )
+        best = f"best held-out {found['watched']} {_cell(found['best'])} at step {found['step']}, kept as "
+        best += str(file_of(trainer.folder / BEST))
+        if found["step"] is None:
+            best = f"no held-out {found['watched']} was found, so there is no {BEST}"
+        print("stopped early: " * found["stopped"] + best)
     print(f"pictures: {trainer.folder}/samples/   curves: tensorboard --logdir {trainer.config.runs}")
 
 
@@ -267,6 +268,11 @@ def advice(trainer):
     if c.lr_schedule != "constant" and c.warmup >= c.steps:
         late = f"--warmup {c.warmup} does not end before --steps {c.steps}"
         found.append(f"--lr_schedule {c.lr_schedule} never begins: {late}")
+    first = trainer.validation.every
+    if first > c.steps:
+        asked = "--early_stop" if c.early_stop else "--validate_every"
+        late = f"the first look is after {first:,} steps, and --steps is {c.steps:,}"
+        found.append(f"{asked} never looks at held-out data: {late}; use a smaller --validate_every")
     left = c.ema_decay**c.steps
     if left > LATE and c.ema_decay < 1 and not c.ema_warmup:
         late = f"after {c.steps:,} steps the average that is scored and drawn holds {left:.0%}"

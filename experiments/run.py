@@ -184,6 +184,7 @@ def execute(todo, jobs, runs):
                 log = Path(runs) / f"{label(arm, seed)}.log"
                 if needed in failed:
                     log.write_text(f"the run of {arm.of or arm.after} that it needs failed\n")
+                    failed.add(key(arm, seed))
                     yield arm, seed, 1
                     continue
                 words = command(arm, seed, runs), str(log), os.getcwd(), dict(os.environ)

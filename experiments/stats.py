@@ -71,7 +71,7 @@ def _equivalence(differences, margin, alpha, lower_is_better):
 def _tail(distance, error, n):
     """Probability that a t of n - 1 degrees of freedom lies that many standard errors up."""
     if error == 0:
-        return 0.0 if distance > 0 else 0.5
+        return 0.5 if distance == 0 else float(distance < 0)
     return float(stats.t.sf(distance / error, n - 1))
 
 

@@ -1,5 +1,6 @@
 """What a forward pass keeps for backward: counted against sums by hand; given up without a changed bit."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -128,6 +129,30 @@ def test_dropout_draws_the_same_again():
         torch.manual_seed(1)
         found.append(torch.autograd.grad(model(x).sum(), list(model.parameters())))
     assert all(map(torch.equal, *found))
+
+
+def test_running_statistics_move_once():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)]
+            self.layers = nn.ModuleList(parts)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    plain, x = Net(), torch.randn(16, 8)
+    again = copy.deepcopy(plain)
+    recompute(again)
+    for net in (plain, again):
+        for _ in range(3):
+            net(x).square().mean().backward()
+    assert_same(plain.state_dict(), again.state_dict())
+    grads = ([p.grad for p in net.parameters()] for net in (plain, again))
+    assert all(map(torch.equal, *grads))
 
 
 def test_a_net_names_its_blocks_or_its_outermost_lists_do():

@@ -29,6 +29,7 @@ import optim
 import tasks
 import trainer
 from classify import Classify
+from machine import Refused
 from precision import Precision, recipe
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -360,10 +361,19 @@ def test_bad_input_ends_with_one_line_and_nothing_left(capsys, monkeypatch):
         assert not Path("runs").exists()
 
 
+def test_a_process_of_one_image_has_nothing_to_take_a_variance_of(monkeypatch):
+    assert task(model="resnet18", batch_size=2).net()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refused, match="--batch_size 4 or more"):
+        task(model="resnet18", batch_size=2).net()
+
+
 def test_folders_name_the_class_without_an_image(capsys):
     folder(30, 30, 1)
     assert quick("--data", "folder:photos", "--image_size", 8) == 2
     assert "class 2 (c) of 3 has no image held out" in one_line(capsys)
+    folder(30, 30, 2)  # of each class that has two images one is held out
+    assert data.load("folder:photos", image_size=8).heldout.labels().bincount()[2] == 1
     folder(30, 30, 30)
     assert quick("--data", "folder:photos", "--image_size", 8, steps=1) == 0
     found = data.load("folder:photos", image_size=8)

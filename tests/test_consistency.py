@@ -23,6 +23,7 @@ from cli import (
     summary,
 )
 from common import same
+from test_release import moved_to_the_cpu
 from test_strategies import batch, make, velocity_to
 
 import train
@@ -159,6 +160,22 @@ def test_the_target_is_an_average_written_out(held, flags, digits):
     compute = torch.bfloat16 if flags else torch.float32
     read = {name: p.detach() for name, p in task.target(run).view.net.named_parameters()}
     assert_same(read, {name: shadow[name].to(compute) for name in read})
+
+
+def test_a_target_that_is_kept_on_the_cpu_is_read_when_it_is_there(digits):
+    """Beside a GPU such an average counts its step before the numbers are moved."""
+    task = make(Consistency, digits, target_decay=0.5)
+    losses = []
+    for moved in (lambda run: run, moved_to_the_cpu):
+        run = moved(running(task))
+        told = []
+        for step in range(5):
+            loss = task.loss(run, batch(digits, 8), Rng(step), step)
+            told.append(float(loss.detach()))
+            run.backward(loss)
+            run.step()
+        losses.append(told)
+    assert losses[0] == losses[1] and len(set(losses[0])) == 5
 
 
 def test_a_bf16_target_stands_still_and_stochastic_rounding_moves_it(digits):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,6 +247,37 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "environment", lambda device: ENVIRONMENT)
     monkeypatch.setattr(log, "environment", lambda device: ENVIRONMENT)
+
+
+def test_no_link_of_a_chain_starts_after_one_that_failed(tmp_path, monkeypatch):
+    started = []
+
+    class Ended:
+        """A process that has ended once it is started: the first arm's with 2."""
+
+        def __init__(self, target, args):
+            self.name, self.exitcode = args[0], None
+
+        def start(self):
+            started.append(self.name)
+            self.exitcode = 2 if self.name == "a" else 0
+
+    monkeypatch.setattr(run, "server", lambda: SimpleNamespace(Process=Ended))
+    monkeypatch.setattr(run, "command", lambda arm, seed, runs: arm.name)
+    monkeypatch.setattr(run, "label", lambda arm, seed: arm.name)
+    monkeypatch.setattr(run, "key", lambda arm, seed: (arm.name, seed))
+
+    def arm(name, of=None, after=None):
+        made = SimpleNamespace(name=name, of=of and of.name, after=after and after.name)
+        made.trained, made.start = of or made, after or made
+        return made
+
+    a, d = arm("a"), arm("d")
+    b = arm("b", after=a)
+    chain = [a, b, arm("c", of=b), d]
+    found = list(run.execute([(arm, 0) for arm in chain], 2, tmp_path))
+    assert {arm.name: status for arm, _, status in found} == {"a": 2, "b": 1, "c": 1, "d": 0}
+    assert started == ["a", "d"]
 
 
 def test_records_hold_scores_and_failures(folder, fake, capsys):

@@ -24,6 +24,7 @@ from cli import (
     draw,
     metrics,
     one_line,
+    picture,
     summary,
 )
 from PIL import Image
@@ -462,6 +463,7 @@ REFUSED = {
     "--task vae --size small --image_size 10": "needs a multiple of 4",
     "--task vae --set perceptual=bf16": "--perceptual",
     "--kl_weight 1": "this is --task rflow",
+    "--task vae --data folder:few --image_size 8": "1 held out, and the scores need two of each",
 }
 
 
@@ -480,6 +482,8 @@ def odd(trained, tmp_path_factory):
         spoil("large", lambda state, _: state["precision"]["model"].update(_extra_state=torch.tensor(16)))
         spoil("nan", lambda _, shadow: shadow["vae.post_quant_conv.conv.bias"].fill_(float("nan")))
         Path("notes.txt").write_text("no checkpoint")
+        for i in range(4):
+            picture(Path(f"few/{i}.png"), size=8)
     return folder
 
 

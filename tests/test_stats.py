@@ -48,6 +48,7 @@ def test_significant_and_within_the_margin_is_equal():
     found = equivalence([0.10, 0.11, 0.12, 0.10], margin=0.5)
     assert found.low > 0 and found.verdict == "equal"
     assert verdict([0.0, 0.0], margin=1e-9) == "equal"  # runs that agree bit for bit
+    assert equivalence([2.0, 2.0, 2.0], 1.0).p_equal == 1.0 and equivalence([1.0, 1.0], 1.0).p_equal == 0.5
     assert verdict([0.1, -0.1], margin=0.5) == "undecided"  # a small mean of two pairs shows nothing
 
 

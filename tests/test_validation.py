@@ -65,6 +65,13 @@ def test_held_out_scores_are_those_of_the_final_evaluation():
     ]
 
 
+def test_a_run_that_is_too_short_for_a_look_says_so(capsys):
+    assert quick(*LOOK[:-1], 9, "--early_stop", 3, steps=2) == 0
+    said = capsys.readouterr().out
+    assert "--early_stop never looks at held-out data: the first look is after 9 steps" in said
+    assert "so there is no best.pt" in said and not Path("runs/run/best.pt").exists()
+
+
 def test_looking_changes_no_bit_of_the_training():
     assert quick(*LOOK, steps=4) == 0
     assert quick(*LOOK[:-2], name="blind", steps=4) == 0
