@@ -463,7 +463,6 @@ REFUSED = {
     "--task vae --size small --image_size 10": "needs a multiple of 4",
     "--task vae --set perceptual=bf16": "--perceptual",
     "--kl_weight 1": "this is --task rflow",
-    "--task vae --data folder:few --image_size 8": "1 held out, and the scores need two of each",
 }
 
 
@@ -482,8 +481,6 @@ def odd(trained, tmp_path_factory):
         spoil("large", lambda state, _: state["precision"]["model"].update(_extra_state=torch.tensor(16)))
         spoil("nan", lambda _, shadow: shadow["vae.post_quant_conv.conv.bias"].fill_(float("nan")))
         Path("notes.txt").write_text("no checkpoint")
-        for i in range(4):
-            picture(Path(f"few/{i}.png"), size=8)
     return folder
 
 
@@ -495,6 +492,13 @@ def test_what_does_not_fit_is_one_line_and_leaves_nothing(flags, odd, monkeypatc
     assert command(*flags.split()) == 2
     assert REFUSED[flags] in one_line(capsys)
     assert content(".") == before
+
+
+def test_a_folder_that_its_scores_can_not_use_is_refused_before_training(capsys):
+    for i in range(4):
+        picture(Path(f"photos/{i}.png"), size=8)
+    assert command(*QUICK, "--task", "vae", "--data", "folder:photos", "--image_size", 8) == 2
+    assert "1 held out, and the scores need two of each" in one_line(capsys) and not Path("runs").exists()
 
 
 def test_another_vae_at_the_same_path_is_refused(vae, few, capsys):
