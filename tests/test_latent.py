@@ -497,7 +497,7 @@ def test_what_does_not_fit_is_one_line_and_leaves_nothing(flags, odd, monkeypatc
 def test_a_folder_that_its_scores_can_not_use_is_refused_before_training(capsys):
     for i in range(4):
         picture(Path(f"photos/{i}.png"), size=8)
-    assert command(*QUICK, "--task", "vae", "--data", "folder:photos", "--image_size", 8) == 2
+    assert command(*LOOP, "--task", "vae", "--data", "folder:photos", "--image_size", 8) == 2
     assert "1 held out, and the scores need two of each" in one_line(capsys) and not Path("runs").exists()
 
 
