@@ -10,14 +10,15 @@ in any loop:
         loss = F.mse_loss(run(x), y)         # run(...) is the model, called with any arguments
         run.backward(loss)                   # loss scaling, accumulation
         run.step()                           # AdamW, rounding, average
-    net = run.generator()                    # a frozen copy that holds the averaged weights
+    net = run.generator()                    # called like the model, with the averaged weights
     print(run.ledger())                      # site, value, bytes, why
 
 bf16 has 8 significant bits: neighbouring values (an ulp) lie 2^-8 to 2^-7 of the value apart, and a change
 below half of that is lost when rounding to nearest. Most of this file follows from that one sentence.
 
 Copy it with the files that the README lists: they need torch alone, side by side or as a package. They set
-no option of torch for the whole process.
+one option of torch for the whole process: where FP8 or 2:4 sparsity meets an nn.TransformerEncoderLayer, its fast
+path, which would pass by them, is turned off.
 """
 
 import collections
