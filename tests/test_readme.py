@@ -216,8 +216,8 @@ FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIM
     "stochastic rounding is equal within {000/pure-bf16-stochastic.achieved_share} ([000]",
     "nearest changes the held-out loss of a U-Net by {036/nearest.held_out}, and stochastic rounding is "
     "equal to fp32 within {036/stochastic.held_out_achieved} of it",
-    "nearest is at {037/nearest.held_out} and stochastic rounding at {037/stochastic.held_out} (95 % interval "
-    "{037/stochastic.held_out_low} to {037/stochastic.held_out_high}), not shown to differ",
+    "nearest is at {037/nearest.held_out} and stochastic rounding at {037/stochastic.held_out} (95 % "
+    "interval {037/stochastic.held_out_low} to {037/stochastic.held_out_high}), not shown to differ",
     "stochastic rounding is equal to fp32 within {038/gpt-stochastic.held_out_achieved} of the held-out "
     "loss, and with 8-bit states within {038/gpt-stochastic-opt8bit.held_out_achieved}; nearest is at "
     "{038/gpt-nearest.held_out}. On BDH nearest is at {038/bdh-nearest.held_out}, and stochastic rounding at "
