@@ -17,8 +17,8 @@ bf16 has 8 significant bits: neighbouring values (an ulp) lie 2^-8 to 2^-7 of th
 below half of that is lost when rounding to nearest. Most of this file follows from that one sentence.
 
 Copy it with the files that the README lists: they need torch alone, side by side or as a package. They set
-one option of torch for the whole process: where FP8 or 2:4 sparsity meets an nn.TransformerEncoderLayer, its fast
-path, which would pass by them, is turned off.
+one option of torch for the whole process: where FP8 or 2:4 sparsity meets an nn.TransformerEncoderLayer, its
+fast path, which would pass by them, is turned off.
 """
 
 import collections
