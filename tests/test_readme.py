@@ -200,6 +200,10 @@ def test_the_scores_of_the_default_run_are_the_recorded_ones():
 
 FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIMENTS.md refers to them
     "Equal to fp32 on the U-Net within {001/stochastic.achieved_share}; on the DiT not shown to differ",
+    "Equal to fp32 within {001/bf16.achieved_share} on the U-Net and {011/bf16.achieved_share} on the DiT",
+    "(the held-out loss changes by {019/hybrid-tensorwise.held_out}) and not shown to be equal; with "
+    "`--fp8_recipe delayed` equal within {019/hybrid-delayed.achieved_share}",
+    "Equal within {024/opt8bit.achieved_share} on the U-Net and {018/opt8bit.achieved_share} on the DiT",
     "within {008/kahan.achieved_share} on the U-Net, where the held-out loss changes by {008/kahan.held_out}",
     "within {008/kahan-stochastic.achieved_share} on the U-Net and "
     "{011/kahan-stochastic.achieved_share} on the DiT",
