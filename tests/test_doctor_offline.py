@@ -343,7 +343,7 @@ def bad(tmp_path):
     half = Path(good).read_bytes()[: len(Path(good).read_bytes()) // 2]
     return {
         "missing": (good, str(tmp_path / "nowhere.pt"), "no such file"),
-        "a folder": (good, str(tmp_path), "no such file"),
+        "a folder": (good, str(tmp_path), "a folder, and not a checkpoint"),
         "a number": (good, made("number.pt", 3), "no named tensors"),
         "a tensor": (good, made("tensor.pt", torch.ones(3)), "no named tensors"),
         "empty": (good, made("empty.pt", b"", raw=True), "cut short"),
