@@ -109,20 +109,20 @@ def test_blocks_computed_again_give_the_same_bits_from_less_memory(name, flags):
     assert inputs_kept.total < 0.4 * all_kept.total
 
 
+class Layers(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), inner(), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def test_dropout_draws_the_same_again():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            parts = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
-            self.layers = nn.ModuleList(parts)
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
     torch.manual_seed(0)
-    model, x, found = Net(), torch.randn(4, 8), []
+    model, x, found = Layers(lambda: nn.Dropout(0.5)), torch.randn(4, 8), []
     for again in (False, True):
         if again:
             recompute(model)
@@ -132,19 +132,8 @@ def test_dropout_draws_the_same_again():
 
 
 def test_running_statistics_move_once():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            parts = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)]
-            self.layers = nn.ModuleList(parts)
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
     torch.manual_seed(0)
-    plain, x = Net(), torch.randn(16, 8)
+    plain, x = Layers(lambda: nn.BatchNorm1d(8)), torch.randn(16, 8)
     again = copy.deepcopy(plain)
     recompute(again)
     for net in (plain, again):
