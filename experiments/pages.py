@@ -328,7 +328,7 @@ def link(experiment, root_name):
 
 def index(experiments, known, root_name):
     """A line an experiment."""
-    rows = [["", "question", "finding", "verdicts", "n", "achieved margin", "cost of its records"]]
+    rows = [["", "experiment", "finding", "verdicts", "n", "achieved margin", "cost of its records"]]
     for e in experiments:
         counts, pairs, achieved = {}, set(), []
         begun, whole = any(k[0] == e.number for k in known), complete(e, known)
@@ -345,7 +345,7 @@ def index(experiments, known, root_name):
         number = f'<a id="experiment-{e.number}"></a>[{e.number}]({link(e, root_name)})'
         state = "no finding written yet" if whole else "unfinished" if begun else "not run yet"
         finding = e.verdict or state
-        row = [number, e.question, finding, ", ".join(said) or "-", n_told(e, pairs)]
+        row = [number, e.title, finding, ", ".join(said) or "-", n_told(e, pairs)]
         row += [achieved_told(achieved, e), cost(needed(e, known).values() if begun else ())]
         rows.append([text.replace("|", "\\|").replace("\n", " ").strip() for text in row])
     return markdown(rows)
