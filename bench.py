@@ -115,7 +115,7 @@ UNLISTED = ("heavyball", "sdnq", "sdnq-8bit", "flashoptim")
 
 def contenders():
     """{name: Contender}: ways to write with AdamW, formats of its moments, our other optimisers, peers, and
-    two yardsticks.
+    three yardsticks.
     """
     pure, stochastic = recipe(**PURE), recipe(**STOCHASTIC)
     rows = {
@@ -140,6 +140,7 @@ def contenders():
     for name in UNLISTED:
         rows[name] = Contender(PROTECTION[name], pure, None)
     rows["torch-fused"] = Contender("none", pure, None)
+    rows["torch-fused-fp32"] = Contender("fp32 weights", Recipe(), None)
     rows["copy"] = Contender("moves the bytes of a step", pure, None)
     return rows
 
@@ -176,7 +177,7 @@ def make_step(name, params):
         moved = COPIED // 2 * sum(p.numel() for p in params)
         source = torch.ones(moved, dtype=torch.uint8, device=params[0].device)
         return partial(torch.zeros_like(source).copy_, source), None
-    if name == "torch-fused":
+    if name.startswith("torch-fused"):
         made = torch.optim.AdamW(params, **ADAMW, fused=True)
     elif name in UNLISTED:
         made = subjects.subject(name, params[0].device).over(params, **ADAMW)
