@@ -69,7 +69,8 @@ def test_optimizers_writes_every_single_time(tmp_path, capsys):
         assert len(row["ms"]) == 2 and min(row["ms"]) > 0 and row["first_step_s"] > 0 and not row["note"]
     state = {row["name"]: row["state_bytes"] for row in result["results"] if row["layout"] == "large"}
     assert [state[n] for n in ("stochastic", "kahan", "split", "fp32", "torchastic")] == [4, 6, 10, 8, 4]
-    assert state["torch-fused"] == 4 and state["torch-fused-fp32"] == 8 and state["copy"] is None
+    fused = [state[n] for n in ("torch-fused", "torch-fused-fp32")]  # torch counts steps in tensors
+    assert fused == pytest.approx([4, 8], abs=0.01) and state["copy"] is None
     table = capsys.readouterr().out
     for layout in ("mixed", "large"):
         part = table[table.index(f"\n{layout}: 6,000 parameters") :]
