@@ -297,7 +297,8 @@ def draw_effects_of_recipes(plt, data):
     said = "bars: 95 % intervals of paired differences; band: the margin; colour: the verdict on the score"
     axes[1].set_title("hollow: training loss, where no held-out loss is recorded", fontsize=8)
     axes[0].set_title("green equal, red worse, orange not shown to differ", fontsize=8)
-    picture.suptitle(said, fontsize=9)
+    inch = 1 / size[1]  # of the height, which grows with the rows
+    picture.suptitle(said, fontsize=9, y=1 - 0.1 * inch, va="top")
     picture.tight_layout()
     return picture
 
@@ -310,5 +311,5 @@ FIGURES = {  # name of the file: (how it is drawn, its version, what the pages c
     "samples": (draw_strips, 1, "samples of each arm from the same noise"),
     "loss_by_timestep": (draw_bins, 1, "loss by timestep"),
     "curves": (draw_curves, 1, "training curves"),
-    "effects": (draw_effects_of_recipes, 1, "differences of the main recipes from fp32"),
+    "effects": (draw_effects_of_recipes, 2, "differences of the main recipes from fp32"),
 }
