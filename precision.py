@@ -242,7 +242,9 @@ class Precision:
             check_wrapped(model)
         # the ranks that the model is spread over, or None
         self.over, self.blank = sharding.Over.of(net), blank
-        sharding.check(self, grad_release=grad_release, average_on=average_on, states_on=states_on)
+        if self.over is not None:
+            where = dict(average_on=average_on, states_on=states_on)
+            sharding.check(self.recipe, grad_release=grad_release, **where)
         check_offload(states_on, grad_release)
         self.methods = [made for kind in METHODS if (made := kind.attach(net, self.recipe, **options))]
         exact = r.low_weights and (r.master != "none" or r.kahan == "on")
@@ -268,7 +270,8 @@ class Precision:
         self.optimizer = peers.build(optimizer, self._groups(groups), self.recipe, **common)
         self.optimizer_name = peers.title(self.optimizer, optimizer)
         self.grouped = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        sharding.check_optimizer(self)
+        if self.over is not None:
+            sharding.check_optimizer(self)
         check_offload(states_on, optimizer=self.optimizer)
         self.optimizer.attach(net)
         self.low_part = self.optimizer.low_part

@@ -356,11 +356,10 @@ def _key(key, held):
     return int(key) if number and key not in held else key
 
 
-def check(run, grad_release, average_on, states_on):
-    """Raise Refused for what a Precision `run` whose model is spread can't be trained with."""
-    if run.over is None:
-        return
-    r, rows = run.recipe, "a rank of fully_shard (--fsdp) has rows of them"
+def check(r, *, compiled=False, grad_release=False, average_on="device", states_on="device"):
+    """Raise Refused for what a net that is spread, or is to be, can't be trained with. r: the Recipe."""
+    rows = "a rank of fully_shard (--fsdp) has rows of them"
+    hooks = "torch's compiler stops at each hook of fully_shard, so little is compiled"
     for wrong, said in (
         (r.fp8, f"--fp8 needs whole tensors, and {rows}: use --bf16 or --pure_bf16 --stochastic"),
         (r.sparse24 != "none", f"--sparse24 needs whole tensors, and {rows}: leave one of the two out"),
@@ -369,6 +368,7 @@ def check(run, grad_release, average_on, states_on):
             r.reduce_update == "stochastic",
             "--set reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way; leave it out",
         ),
+        (compiled, f"--compile with --fsdp: {hooks}; leave one of them out"),
         (grad_release, "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out"),
         (average_on == "cpu", "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
         (states_on != "device", "--states_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
@@ -378,9 +378,10 @@ def check(run, grad_release, average_on, states_on):
 
 
 def check_optimizer(run):
-    """The same of its optimiser."""
-    if run.over is not None and not run.optimizer.by_rows:
-        raise Refused(whole_alone(run.optimizer_name))
+    """The same of the optimiser of a Precision."""
+    for part in getattr(run.optimizer, "parts", [run.optimizer]):
+        if not part.by_rows:
+            raise Refused(whole_alone(type(part).__name__ if part.by_recipe else run.optimizer_name))
 
 
 def whole_alone(name):

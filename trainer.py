@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import sharding
 import shards
 from activations import Meter, blocks, recompute
 from cast import exact_modules
@@ -30,7 +31,7 @@ from recipes import check_machine
 from release import check_alone
 from rounding import Stream, stream
 from runs import CHECKPOINT, Folder, check_export, export, peak_memory, start_peak_memory, write_json
-from sharding import local, policy_note, share_buffers, spread
+from sharding import local, policy_note, share_buffers
 from strategies import settled
 from tasks import Rng, check_origin, recipe_of, to_device
 from validation import BEST, Validation, steps_an_epoch
@@ -92,8 +93,8 @@ class Trainer:
         c, self.command, self.draws = self.config, list(command), draws
         self.ranks = ranks or Ranks()
         self.device = self.ranks.device(c.device)
-        # drawing and printing need no other rank
-        self.ranks.spread = c.fsdp and not (dry or draws)
+        self.spreads = c.fsdp and not draws
+        self.ranks.spread = self.spreads and not dry  # drawing and printing need no other rank
         if c.threads:
             torch.set_num_threads(c.threads)
         self.recipe = recipe_of(c, self.table, self.kind.sites).on(self.device)
@@ -138,9 +139,9 @@ class Trainer:
             raise Refused(f"{shared}: use a multiple of {world}")
         if self.ranks.spread and not self.ranks.started:
             raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
-        if self.ranks.spread and c.compile:
-            hooks = "torch's compiler stops at each hook of fully_shard, so little is compiled"
-            raise Refused(f"--compile with --fsdp: {hooks}; leave one of them out")
+        if self.spreads:
+            given = dict(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
+            sharding.check(self.recipe, compiled=c.compile, **given)
         if c.grad_release:
             check_alone(compiled=c.compile, processes=world)
         if c.export:
@@ -196,6 +197,8 @@ class Trainer:
             averages=[*c.average, *self.task.averages().values()], seed=c.seed, blank=self.new_net,
             **self.table.pick(c, "scaler"), **self.table.pick(c, "method"),
         )  # fmt: skip
+        if self.spreads:
+            sharding.check_optimizer(run)
         run.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)
@@ -208,7 +211,7 @@ class Trainer:
         """`net` over all ranks, each of which has built all of it."""
         self._meet()
         islands, whole = exact_modules(net, self.recipe) if self.recipe.low_weights else ((), ())
-        net = spread(net, self.recipe, self.device, blocks(net), [*islands, *whole])
+        net = sharding.spread(net, self.recipe, self.device, blocks(net), [*islands, *whole])
         share_buffers(net)
         return net
 

@@ -432,6 +432,30 @@ def test_bad_flags_are_one_line_of_one_rank(flags, word, ranks):
     assert not Path("runs").exists()
 
 
+CAN_NOT = [
+    "--fp8 --fp8_backend emulate",
+    "--pure_bf16 --stochastic --sparse24 srste",
+    "--bf16 --set generation=int8",
+    "--set reduce=bf16 --set reduce_update=stochastic",
+    "--grad_release",
+    "--average_on cpu",
+    "--states_on cpu",
+    "--compile",
+    "--optimizer muon",
+    "--pure_bf16 --stochastic --optimizer adafactor",
+    "--optimizer torch",
+]
+
+
+@pytest.mark.parametrize("flags", CAN_NOT)
+def test_a_dry_run_refuses_what_a_run_does_in_the_same_line(flags, ranks, capsys):
+    Path("lines.py").write_text(TASK)
+    words = ["--task", "lines.py:Lines", "--fsdp", *RUN, *flags.split()]
+    assert ranks(1, None, *words) == [2], ranks_messages(ranks)
+    assert command(*words, "--dry_run") == 2
+    assert [cli.one_line(capsys)] == ranks.said() and not Path("runs").exists()
+
+
 def test_ranks_with_other_flags_are_refused(run, ranks):
     port, numbers = ranks.port(), []
     for rank, lr in enumerate(("0.1", "0.2")):

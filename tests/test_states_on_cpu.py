@@ -443,8 +443,7 @@ def test_what_else_is_refused():
     with pytest.raises(Refused, match="fully_shard"):
         import sharding
 
-        spread = type("Run", (), dict(over=object(), recipe=recipe()))
-        sharding.check(spread, grad_release=False, average_on="device", states_on="cpu")
+        sharding.check(recipe(), states_on="cpu")
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------
