@@ -2,15 +2,15 @@
 
     python bench_sharding.py                # the table in the README: seconds, no memory, no GPU
 
-Held are the first rank's rows, which are the most, of weights, gradients, states and the average, as
-`--dry_run` counts them for one process. Gathered is what a block needs whole for a moment: its weights and
-the next one's, which are fetched ahead, its gradients, and the weights that are in no block. Activations are
-neither, see `bench.py memory`. tests/test_fsdp.py compares "held" with what real ranks allocate.
+What is held and what is gathered are told in ledger.py; `train.py --fsdp --dry_run` says them of any run.
+Activations are neither, see `bench.py memory`. tests/test_fsdp.py compares "held" with what real ranks
+allocate.
 """
 
 import torch
 
 from activations import blocks
+from ledger import WORLDS, gathered, held
 from models import DiT
 from precision import Precision, recipe
 
@@ -26,27 +26,7 @@ RECIPES = {
     "`--pure_bf16 --stochastic --opt8bit`": dict(pure_bf16=True, stochastic=True, opt8bit=True),
     "`--pure_bf16 --stochastic --opt4bit`": dict(pure_bf16=True, stochastic=True, opt4bit=True),
 }
-WORLDS = (1, 8, 64)
 GIB = 1 << 30
-
-
-def held(run, world):
-    """Bytes that the first of `world` ranks holds of a Precision `run`, which may be on the meta device."""
-    total, average = 0.0, sum(average.dtype.itemsize for average in run.averages.values())
-    for p in run.params:
-        rows = p.shape[0] if p.dim() else 1
-        share = -(-rows // world) / max(1, rows)
-        states = sum(t.nbytes for name, t in run.optimizer.state[p].items() if name != "step")
-        total += share * (2 * p.nbytes + states + average * p.numel())
-    return total
-
-
-def gathered(run, parts):
-    """Bytes of whole weights and gradients that are there at once, at most. parts: the blocks."""
-    compute = 2 if run.recipe.compute in ("bf16", "fp16") else 4
-    sizes = [sum(p.numel() for p in block.parameters()) for block in parts]
-    rest = sum(p.numel() for p in run.params) - sum(sizes)
-    return compute * (3 * max(sizes, default=0) + rest)
 
 
 def rows(nets=NETS):

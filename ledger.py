@@ -2,6 +2,7 @@
 
     print(run.ledger())                             # site, value, bytes a parameter as allocated, why
     run.ledger().json()                             # the same for a program: ledger.json in a run's folder
+    of_a_rank(run, blocks)                          # what each of 1, 8 and 64 ranks would hold, in a line
 """
 
 if __package__:
@@ -147,3 +148,39 @@ def _told(run, n):
         lost = "changes of a moment under half a gap between codes are lost"
         told["update"] = {"why": lost if r.coded else ""}
     return told
+
+
+# ---- A rank of several -------------------------------------------------------------------------------------
+
+WORLDS = (1, 8, 64)  # numbers of ranks that are told where none is given
+
+
+def held(run, world):
+    """Bytes that the first of `world` ranks holds of a Precision that is not spread and may be on the meta
+    device. Its rows are the most: of weights, gradients, their sums, states and averages.
+    """
+    total, average = 0.0, sum(average.dtype.itemsize for average in run.averages.values())
+    for p in run.params:
+        rows = p.shape[0] if p.dim() else 1
+        share = -(-rows // world) / max(1, rows)
+        states = sum(t.nbytes for name, t in run.optimizer.state[p].items() if name != "step")
+        sums = 4 if run.keeps_sums and p.dtype.itemsize < 4 else 0
+        total += share * (2 * p.nbytes + states + (average + sums) * p.numel())
+    return total
+
+
+def gathered(run, parts):
+    """Bytes that a rank has whole at once, at most: the weights and gradients of a block, the weights of the
+    next one, which are fetched ahead, and those in no block. parts: the blocks.
+    """
+    compute = 2 if run.recipe.compute in ("bf16", "fp16") else 4
+    sizes = [sum(p.numel() for p in block.parameters()) for block in parts]
+    rest = sum(p.numel() for p in run.params) - sum(sizes)
+    return compute * (3 * max(sizes, default=0) + rest)
+
+
+def of_a_rank(run, parts, worlds=WORLDS):
+    """The two of these in a line, for each number of ranks."""
+    sizes = ", ".join(f"{held(run, world) / 2**20:.1f} MiB of {world}" for world in worlds)
+    once = f"and for a moment {gathered(run, parts) / 2**20:.1f} MiB of whole blocks"
+    return f"a rank holds, of weights, gradients, states and averages: {sizes}; {once}"

@@ -243,6 +243,8 @@ def train(given, command, table, dry=False):
         print("\n".join(f"--{name} {value}" for name, value in vars(trainer.config).items()) + "\n")
     if trainer.ranks.main:
         print(f"{trainer.data}\n{trainer.task} on {trainer.device}\n{trainer.precision.ledger()}")
+        if dry and config.fsdp:
+            print(trainer.told_of_a_rank())
         for note in [*trainer.notes, *advice(trainer)]:
             print(f"warning: {note}")
         print(flush=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import ledger
 import sharding
 import shards
 from activations import Meter, blocks, recompute
@@ -214,6 +215,13 @@ class Trainer:
         net = sharding.spread(net, self.recipe, self.device, blocks(net), [*islands, *whole])
         share_buffers(net)
         return net
+
+    def told_of_a_rank(self):
+        """What a rank of --fsdp is to hold, a line: of as many as were started, or of several numbers of them
+        where this is one.
+        """
+        world, run = self.ranks.world, self.precision
+        return ledger.of_a_rank(run, blocks(run.model), [world] if world > 1 else ledger.WORLDS)
 
     def _meet(self):
         c = self.config

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from common import RECIPES, draw
 from torch import nn
 
-import bench_sharding
+import ledger
 import reduction
 import sharding
 from activations import recompute
@@ -310,7 +310,7 @@ def drawn(file):
 
 
 def measured(names, file):
-    """{recipe: (bytes that the first rank holds, bytes that bench_sharding says)}."""
+    """{recipe: (bytes that the first rank holds, bytes that the ledger says)}."""
     meet()
     result = {}
     for name in names:
@@ -320,7 +320,7 @@ def measured(names, file):
         own = [t for p in run.params for t in (sharding.local(p), sharding.local(p.grad))]
         own += [t for p in run.params for k, t in run.optimizer.state[p].items() if k != "step"]
         own += run.ema.shadow.values()
-        said = bench_sharding.held(start(name, spread=False), dist.get_world_size())
+        said = ledger.held(start(name, spread=False), dist.get_world_size())
         result[name] = [sum(t.nbytes for t in own), said]
     told(file, result)
 

@@ -97,6 +97,13 @@ class Norms(Lines):
         self.looks += 1
         return {"error": float(self.looks)}
 '''
+DIT = """
+
+class Dit(Lines):
+    def net(self):
+        from models import DiT
+        return DiT(4, 1000, 32, 2, 2, 128, 4)
+"""
 RUN = "--batch_size 8 --sample_every 0 --warmup 0 --threads 1 --log_every 2 --clip_grad 0".split()
 RUN += ["--device", "cpu"]
 LOW = ["--pure_bf16", "--stochastic", "--opt8bit"]
@@ -155,6 +162,25 @@ def test_a_rank_holds_the_bytes_that_the_table_says(world, ranks):
 
 def test_the_table_in_the_readme_is_what_the_arithmetic_says():
     assert bench_sharding.table() in (ROOT / "README.md").read_text()
+
+
+SIZE = r" ([\d.]+) MiB"
+
+
+@pytest.mark.parametrize("flags", bench_sharding.RECIPES)
+def test_a_dry_run_says_what_a_rank_holds_as_the_table_does(flags, capsys, monkeypatch):
+    Path("lines.py").write_text(TASK + DIT)
+    given = [] if flags == "(none)" else flags.strip("`").split()
+    words = ["--task", "lines.py:Dit", "--fsdp", "--dry_run", *RUN, *given]
+    monkeypatch.setattr(bench_sharding, "GIB", 1 << 20)
+    table = {row[1]: row[2:] for row in bench_sharding.rows({"small": (2, 128, 4)})}[flags]
+    for world, columns in (("1", [1, 2, 3]), ("8", [2])):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        assert command(*words) == 0
+        (line,) = re.findall(r"a rank holds, .*", capsys.readouterr().out)
+        held, once = line.split(";")
+        assert re.findall(rf"{SIZE} of \d+", held) == [table[i] for i in columns]
+        assert re.findall(SIZE, once) == table[:1]
 
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
