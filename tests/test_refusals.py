@@ -283,6 +283,17 @@ def test_what_several_processes_cannot_do(flags, said, capsys, monkeypatch):
     assert said in one_line(capsys) and not Path("runs").exists()
 
 
+@pytest.mark.parametrize("flags", [[], ["--fsdp"]], ids=str)
+def test_processes_whose_torch_has_no_way_to_speak_are_refused(flags, capsys, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    no_training(monkeypatch)
+    assert quick("--device", "cpu", *flags) == 2
+    line = one_line(capsys)
+    assert "this torch has no gloo" in line and "one process" in line and not Path("runs").exists()
+
+
 def test_a_real_process_says_one_line_too():
     child = process(ROOT / "train.py", "--data", "folder:nowhere")
     out, err = child.communicate(timeout=120)
