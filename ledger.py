@@ -181,6 +181,6 @@ def gathered(run, parts):
 
 def of_a_rank(run, parts, worlds=WORLDS):
     """The two of these in a line, for each number of ranks."""
-    sizes = ", ".join(f"{held(run, world) / 2**20:.1f} MiB of {world}" for world in worlds)
+    sizes = ", ".join(f"{held(run, world) / 2**20:.1f} MiB as one of {world}" for world in worlds)
     once = f"and for a moment {gathered(run, parts) / 2**20:.1f} MiB of whole blocks"
     return f"a rank holds, of weights, gradients, states and averages: {sizes}; {once}"

@@ -112,9 +112,9 @@ LOW = ["--pure_bf16", "--stochastic", "--opt8bit"]
 # ---- The same bits -----------------------------------------------------------------------------------------
 
 RECIPES = {
-    1: ["stochastic opt8bit"],
-    2: ["fp32", "split", "stochastic opt4bit", "bf16 average", "norm island"],
-    4: ["stochastic", "kahan+stochastic", "stochastic opt8bit"],
+    1: ["stochastic opt8bit", "kahan", "sgd"],
+    2: ["fp32", "split", "stochastic opt4bit", "bf16 average", "norm island", "fp32 master", "sgd nearest"],
+    4: ["stochastic", "kahan+stochastic", "stochastic opt8bit", "pure_bf16", "kahan", "sgd", "lion"],
 }
 
 
@@ -179,7 +179,7 @@ def test_a_dry_run_says_what_a_rank_holds_as_the_table_does(flags, capsys, monke
         assert command(*words) == 0
         (line,) = re.findall(r"a rank holds, .*", capsys.readouterr().out)
         held, once = line.split(";")
-        assert re.findall(rf"{SIZE} of \d+", held) == [table[i] for i in columns]
+        assert re.findall(rf"{SIZE} as one of \d+", held) == [table[i] for i in columns]
         assert re.findall(SIZE, once) == table[:1]
 
 
