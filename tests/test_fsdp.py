@@ -408,6 +408,55 @@ def test_a_rank_that_is_killed_before_they_met_ends_the_others(moment, ranks):
     assert "Traceback" not in ranks.messages.read_text() and not Path("runs").exists()
 
 
+@pytest.fixture
+def torchrun(monkeypatch):
+    """torchrun(*flags): one that starts train.py on two processes, as a person would; it ends with the test.
+    """
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # building fused kernels takes longer than these runs
+    Path("lines.py").write_text(TASK)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, ROOT / "train.py"]
+    started = []
+
+    def start(*flags):
+        started.append(process(*launch, "--fsdp", "--task", "lines.py:Lines", *RUN, *LOW[:2], *flags))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.terminate()  # ends its workers too
+        child.communicate(timeout=60)
+
+
+def worker(child, rank):
+    """The number of the worker of this rank, of a torchrun that has started its workers."""
+    found = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    (number,) = [n for n in found if f"RANK={rank}" in Path(f"/proc/{n}/environ").read_text().split("\0")]
+    return int(number)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux alone tells the workers of torchrun")
+def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_finishes(torchrun):
+    words = ["--name", "run", "--steps", 120, "--checkpoint_every", 20]
+    first = torchrun(*words)
+    end = time.monotonic() + 200  # three processes import their libraries
+    while not Path("runs/run/checkpoint.json").exists():
+        assert first.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(worker(first, 1), signal.SIGKILL)
+    begun = time.monotonic()
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 1 and time.monotonic() - begun < 30
+    # as the survivor hears of it: by its connection, or by torchrun's SIGTERM; torchrun's page repeats it
+    ours = r"^(?! ).*(another process of this run has ended|interrupted); the same command resumes"
+    assert len(re.findall(ours, said, re.M)) == 1, said
+    assert 20 <= checkpoints.read("runs/run")["step"] < 120
+    again = torchrun(*words)
+    out, said = again.communicate(timeout=200)
+    assert again.returncode == 0, said[-3000:]
+    assert "120 steps in" in out and checkpoints.read("runs/run")["step"] == 120
+    assert [row["step"] for row in cli.metrics()] == list(range(2, 121, 2))
+
+
 # ---- Bad input ---------------------------------------------------------------------------------------------
 
 
