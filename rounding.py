@@ -114,7 +114,7 @@ def stochastic_round(x, noise):
     kept carries with just that probability. Infinities and NaN stay as they are.
     """
     rounded_bits = ((x.view(torch.int32) + (noise & 0xFFFF)) & -65536).view(torch.float32)
-    return torch.where(x.isfinite(), rounded_bits, x).to(torch.bfloat16)
+    return torch.where(x == x, rounded_bits, x).to(torch.bfloat16)  # infinity carries nothing: it stays
 
 
 def rounded(x, dtype, noise=None):
@@ -199,7 +199,7 @@ def _on_grid(x, noise):
     """`rounded` to bf16, as fp32 whose low 16 bits are zero."""
     bits = x.view(torch.int32)
     noise = 0x7FFF + ((bits >> 16) & 1) if noise is None else noise & 0xFFFF  # to nearest: ties to even
-    return torch.where(x.isfinite(), ((bits + noise) & -65536).view(torch.float32), x)
+    return torch.where(x == x, ((bits + noise) & -65536).view(torch.float32), x)
 
 
 # ---- Fused kernels -----------------------------------------------------------------------------------------
