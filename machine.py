@@ -62,6 +62,8 @@ def try_import(name):
             return importlib.import_module(name), None
     except Exception as error:  # a library that finds no CUDA raises what it likes
         return None, first_line(error)
+    except SystemExit as error:
+        return None, f"it calls sys.exit({error.code!r})"
     finally:
         logging.disable(quiet)
 

@@ -229,7 +229,7 @@ NAMES = [*(f"ours:{name}" for name in (*OURS, *OUR_AVERAGES)), *PEERS, *TOOLS]
 
 def chosen(names, device):
     """The subjects of a command line; 'all' or no name stands for NAMES, but for what is not installed.
-    Raises Refused for what can't be imported, or can't be made.
+    Raises Refused for what can't be imported, made or stepped.
     """
     found, absent = [], []
     for name in names or ["all"]:
@@ -359,7 +359,7 @@ def _imported(name, module):
     found = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(found)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise Refused(f"{name}: {file} can't be imported ({why})") from None
     return "", found
@@ -400,14 +400,20 @@ def _average(name, made, takes, options, where):
 
 
 def _tried(subject):
-    """Make one and step it. Raises Refused, in one line, where its constructor fails."""
+    """Make one and step it. Raises Refused, in one line, where that fails."""
+    doing = "made for"
     try:
-        if subject.kind == "average":
-            model, average = subject.start(torch.ones(64, dtype=BF16))
-        else:
-            params, optimizer = subject.start([full(8)])
-    except Exception as error:
+        with drawn(0), torch.compiler.set_stance("force_eager"):
+            if subject.kind == "average":
+                weight = torch.ones(64, dtype=BF16)
+                model, average = subject.start(weight)
+                step = functools.partial(subject.follow, model, average, weight)
+            else:
+                step = functools.partial(feed, *subject.start([full(8)]), [full(8, GRADIENT)])
+            doing = "stepped with"
+            step()
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise Refused(f"{subject.name}: it can't be made for bf16 weights ({why})") from None
+        raise Refused(f"{subject.name}: it can't be {doing} bf16 weights ({why})") from None
     if subject.kind == "average":
         adapters.Average.of(average, model)

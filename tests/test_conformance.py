@@ -507,6 +507,10 @@ class Slow:
     def update(self, parameters):
         for s, p in zip(self.shadow_params, parameters):
             s.lerp_(p.detach().float(), 1 - self.decay)
+
+class NeverMoves(Slow):
+    def update(self, parameters):
+        raise RuntimeError("no step")
 """
 
 
@@ -514,7 +518,9 @@ class Slow:
 def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "broken.py").write_text("import no_such_package")
+    (tmp_path / "script_that_ends.py").write_text("import sys\nsys.exit(5)")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
@@ -564,6 +570,11 @@ def test_what_a_constructor_takes_is_known_through_the_classes_that_it_hands_key
         ("torch.optim:AdamW(eps=-1)", "Invalid epsilon"),
         ("mine.py:NoRate", "takes no lr"),
         ("mine.py:Slow(update_before=1)", "update_before"),
+        ("mine.py:NeverMoves", "can't be stepped with bf16 weights (RuntimeError: no step)"),
+        ("torch.optim:LBFGS", "argument: 'closure'"),
+        ("torch.optim:SparseAdam", "does not support dense gradients"),
+        ("script_that_ends.py:Mine", "can't be imported (SystemExit: 5)"),
+        ("script_that_ends:Mine", "can't be imported (it calls sys.exit(5))"),
     ],
 )
 def test_bad_input_gets_one_line_and_status_2(mine, name, words, capsys):
