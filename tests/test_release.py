@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from average import EMA, OnCPU, average_kind
 from optim import AdamW
+from peers import build
 from precision import Precision, recipe
 from release import Release
 from watch import Watch
@@ -552,6 +553,42 @@ def test_so_does_a_step_within_backward(name):
     assert many <= few == 4 + 2, "as many, and two of the loss; a long table is not small"
 
 
+class HostCopies(TorchDispatchMode):
+    """Counts what a GPU's step would wait for: tensors made of numbers, and numbers read from tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = self.read = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made += func is torch.ops.aten.lift_fresh.default
+        self.read += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def host_copies(count, flags):
+    """(tensors made of numbers, numbers read) in the second step of `count` parameters."""
+    params = [nn.Parameter(common.draw(64, 65, seed=i).to(BF16)) for i in range(count)]  # enough for codes
+    optimizer = build(flags.get("optimizer", "adamw"), params, recipe(**flags), lr=1e-3)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with HostCopies() as copies:
+            optimizer.step()
+    return copies.made, copies.read
+
+
+STEPS = ["stochastic", "kahan", "split", "stochastic opt8bit", "stochastic opt4bit", "fp8 moments"]
+STEPS = {name: RECIPES[name] for name in STEPS}
+STEPS |= {name: dict(RECIPES["stochastic"], optimizer=name) for name in OURS[1:]}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_copies_a_fixed_number_of_tensors_from_the_host_and_reads_none(name):
+    few, many = (host_copies(count, STEPS[name]) for count in (2, 20))
+    assert few == many == (2, 0), "a table of numbers and one of keys"
+
+
 # ---- Averages on the CPU -----------------------------------------------------------------------------------
 
 
@@ -649,9 +686,12 @@ def test_an_average_on_the_cpu_follows_one_on_cuda():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("on", [False, True])
-def test_a_step_on_cuda_waits_for_nothing(on):
-    run = start("stochastic", net(width=16).cuda(), clip_tensor=1.0, grad_release=on)
+@pytest.mark.parametrize("clip, on", [("grad", False), ("tensor", False), ("tensor", True)])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_on_cuda_waits_for_nothing(name, clip, on):
+    flags, options = STEPS[name], {f"clip_{clip}": 1.0, "grad_release": on}
+    model = net(width=32).cuda()  # large enough for codes
+    run = start(flags, model, optimizer=flags.get("optimizer", "adamw"), **options)
     made = batches(3, device="cuda")
     for step, (x, y) in enumerate(made):
         if step == 2:
