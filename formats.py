@@ -83,6 +83,11 @@ class Format:
         is x. signed: whether x may be negative. One value is not unbiased: an unsigned one between 0 and the
         smallest positive code takes that code, since a zero under the root of exp_avg_sq would make a step of
         exp_avg / eps.
+
+        A NaN or an infinity leaves the other entries of its block as they would be beside a zero. In the
+        8-bit floats it becomes NaN; in a table, which has none, zero or the nearest to that: the weight it
+        belongs to is no number by then. The nearest int8 codes are bitsandbytes' own: there an infinity
+        reaches all of its block.
         """
         n = x.numel()
         whole = n // self.block
@@ -113,6 +118,11 @@ class Format:
     def _decode_rows(self, codes, scales, signed, compiled):
         """fp32 [blocks, block]."""
         raise NotImplementedError
+
+
+def finite(x):
+    """x [any shape], fp32, with zeros for NaN and infinities: one of them would become its block's scale."""
+    return torch.where(x.abs() < math.inf, x, 0.0)
 
 
 # ---- 8-bit floats ------------------------------------------------------------------------------------------
@@ -164,8 +174,8 @@ def _float8_values(dtype):
 @functools.cache
 def _float8_kernel(form, signed):
     def kernel(x, codes, scales, key):
-        scale = x.abs().amax(1) / form.top  # [blocks]
-        y = torch.where(scale[:, None] == 0, 0.0, x / scale[:, None])
+        scale = finite(x).abs().amax(1) / form.top  # [blocks]
+        y = torch.where(scale[:, None] == 0, 0.0, x / scale[:, None]) - (x - x)  # NaN if x is not finite
         # the gap between neighbours at y: 2^(exponent - mantissa), constant below the smallest normal number
         exponent = ((y.view(torch.int32) >> 23) & 0xFF) - 127
         gap = torch.exp2((exponent.clamp(min=form.least) - form.mantissa).float())
@@ -207,10 +217,11 @@ def stochastic_codes(x, table, line, key, signed):
     or -0.8875 on the other): the scale is chosen so that both sides of the block fit, where the libraries
     clip.
     """
-    scale = x.amax(1)
+    known = finite(x)
+    scale = known.amax(1)
     if signed:
-        scale = torch.maximum(scale, x.amin(1) / table[0])
-    y = torch.where(scale[:, None] == 0, 0.0, x / scale[:, None])
+        scale = torch.maximum(scale, known.amin(1) / table[0])
+    y = torch.where(scale[:, None] == 0, 0.0, x / scale[:, None]) - (x - x)  # NaN takes the code of zero
     # where on the line |y| lies, by comparison with each stretch: reading tables is the one thing that
     # torch.compile can't vectorise here
     code = torch.zeros_like(y)
@@ -329,7 +340,7 @@ class Int4(Table):
             return library.dequant_with_qmap(pairs, table, scales).view(-1)
 
         def nearest(x, codes, scales, table):
-            scaled, new_scales = library.scale_tensor(x, block)
+            scaled, new_scales = library.scale_tensor(finite(x), block)
             codes.copy_(_packed(library.quantize_4bit_with_qmap(scaled, table)))
             scales.copy_(new_scales)
 
