@@ -2,6 +2,7 @@
 that it compiles to; and the bits on a GPU where there is one.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -10,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from common import draw
 
+import exact_step
 import optim
 import rounding
 from average import _ema_kernel
@@ -28,6 +31,12 @@ CASES = [
     (weights, moments, low, update)
     for weights, moments, low, update in itertools.product(DTYPES, DTYPES, LOWS, ("nearest", "stochastic"))
     if weights == "bf16" or low == "none"
+]
+# where AdamW.write asks for the bits of torch's lerp and addcmul
+EXACT = [
+    case
+    for case in CASES
+    if case[1] == "fp32" and (case[3] == "nearest" or case[2] in ("remainder", "master"))
 ]
 AVERAGES = (None, ("fp32", False), ("bf16", False), ("bf16", True))  # dtype, stochastic
 N = 3000
@@ -70,10 +79,19 @@ def generic(p, g, moments, low, h, key, optimizer, average):
     rounding.fused(optim._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic, average)
 
 
-def by_triton(p, g, moments, low, h, key, optimizer, average):
+def exact(p, g, moments, low, h, key, optimizer, average):
+    """exact_step.adamw, with the nearest root of each second moment: MKL misses it in one of 160."""
+    m, v = moments
+    root = torch.empty(N)
+    exact_step.moments(g, m, v, h, optimizer.param_groups[0]["betas"], root, h[1])
+    root.copy_(torch.from_numpy(np.sqrt(v.numpy())))
+    exact_step._weight_kernel(p, m, root, low, h, average)
+
+
+def by_triton(p, g, moments, low, h, key, optimizer, average, exact=False):
     from triton_step import adamw
 
-    adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", False, average)
+    adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", exact, average)
 
 
 def averaged(low, average, kernel):
@@ -104,12 +122,30 @@ def differing(ours, theirs):
 # ---- By the interpreter ------------------------------------------------------------------------------------
 
 
+def rounds_fma_once():
+    """The interpreter's tl.fma rounds the product, and then the sum. In fp64 the product is exact, and the
+    sum so near that rounding it again makes no difference here.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def fma(self, x, y, z):
+        wide = x.data.astype(np.float64) * y.data + z.data
+        return TensorHandle(wide.astype(np.float32), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = fma
+
+
 def interpreted():
     """{case: entries that differ}, in a process whose Triton interprets. Averages take turns."""
     found = {}
     for k, case in enumerate(CASES):
         average = AVERAGES[(k + k // len(AVERAGES)) % len(AVERAGES)]
         found[str(case)] = differing(step(case, average, generic), step(case, average, by_triton))
+    rounds_fma_once()
+    for k, case in enumerate(EXACT):
+        average = AVERAGES[k % len(AVERAGES)]
+        ours = step(case, average, functools.partial(by_triton, exact=True))
+        found[f"exact {case}"] = differing(step(case, average, exact), ours)
     for low, kind in itertools.product(LOWS, AVERAGES[1:]):
         both = (averaged(low, kind, kernel) for kernel in (generic_average, average_by_triton))
         found[str((low, kind))] = differing(*both)
@@ -130,6 +166,11 @@ def differences():
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_kernel_writes_the_bits_of_the_cpu(case, differences):
     assert differences[str(case)] == 0
+
+
+@pytest.mark.parametrize("case", EXACT, ids="-".join)
+def test_the_exact_step_has_the_bits_of_torchs_operations(case, differences):
+    assert differences[f"exact {case}"] == 0
 
 
 @pytest.mark.parametrize("low, average", itertools.product(LOWS, AVERAGES[1:]), ids=str)
