@@ -532,7 +532,8 @@ def all_flags(arm):
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.folder.name)
-def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment):
+def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where run.py types them: a task may be a file
     beside = {"average", "weights"}  # what is kept and scored beside the main average is no training
     for arm in experiment.arms:
         base = experiment.arm(arm.baseline)
