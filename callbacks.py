@@ -34,7 +34,7 @@ def transformers_watch(ema=None, every=50, show=True):
 
 
 def lightning_watch(ema=None, every=50, show=True):
-    """A Lightning Callback that watches the first optimiser; the weights of others are known to be theirs."""
+    """A Lightning Callback that watches what the first optimiser of the module trains."""
     lightning = quiet_import("lightning", "lightning_watch")
 
     class WatchCallback(lightning.Callback):
