@@ -82,7 +82,7 @@ class Claim:
     def references(self):
         """All evidence, that of the placeholders and of the rule included, each once."""
         found = list(self.evidence)
-        for inside in re.findall(r"\{([^{}]*)\}", self.said + self.rule):
+        for inside in re.findall(r"\{([^{}]*)\}", self.said + self.why + self.rule):
             is_bench = inside.startswith("bench:")
             found.append(inside.split()[0] if is_bench else "arm:" + inside.rpartition(".")[0])
         found += [f"arm:{name}" for name in self.ruling_arms]
@@ -177,6 +177,7 @@ def row_for(claim, evidence):
     try:
         pending = check_references(claim, evidence)
         said, missing = filled(claim.said, evidence)
+        why, _ = filled(claim.why, evidence)
         verdict_here = decided(claim, evidence, pending)
     except Refused as error:
         raise Refused(f"claims.toml: item {claim.id}: {error}") from None
@@ -192,7 +193,7 @@ def row_for(claim, evidence):
     if verdict_here != "not measured yet":
         machines = machines.union(*map(evidence.machine, names))
     links = ", ".join(dict.fromkeys(link(name, evidence) for name in names))
-    words = [sentence(part) for part in (said, claim.why) if part]
+    words = [sentence(part) for part in (said, why) if part]
     if links:
         words.append(f"({links})" if words else links)
     return Row(claim, verdict_here, " ".join(words), machines)

@@ -338,8 +338,9 @@ def parse(argv):
     )
     add = parser.add_argument
     add("number", metavar="NNN", help="number of the experiment")
-    add("--arm", nargs="+", help="these arms (default: all; with --check the baseline)")
-    add("--seeds", nargs="+", metavar="SEED", help="0 1 2 or 0-11 (default: all; with --check the first)")
+    several = dict(nargs="+", action="extend")  # a flag given twice adds to itself
+    add("--arm", **several, help="these arms (default: all; with --check the baseline)")
+    add("--seeds", **several, metavar="SEED", help="0 1 2 or 0-11 (default: all; with --check the first)")
     jobs = "runs at once, one thread each (default: the cores, %(default)s here)"
     add("--jobs", type=int, default=cpu_threads(), help=jobs)
     add("--check", action="store_true", help="run again in a temporary folder and compare with the record")

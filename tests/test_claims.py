@@ -243,6 +243,8 @@ def test_what_is_not_measured_may_name_what_has_no_records(root):
     assert row(root, **entry).verdict == "not measured" and "near it" not in row(root, **entry).text
     record_all(root)
     assert row(root, **entry).text.startswith("Near it ") and "No GPU." in row(root, **entry).text
+    entry = dict(verdict="not measured", why="no GPU; nearest has {001/nearest.mean}")
+    assert row(root, **entry).text.startswith("No GPU; nearest has 2.")
 
 
 def test_what_is_planned_may_be_missing_until_it_has_records(root):

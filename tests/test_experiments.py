@@ -226,6 +226,8 @@ def test_what_is_recorded_is_skipped(folder, capsys):
         return names_in(commands(capsys, folder, *words))
 
     assert names("--arm", "fp32", "nearest", "--seeds", "0", "1") == ["001-fp32-seed1"]
+    twice = ("--arm", "fp32", "--arm", "nearest", "--seeds", "0", "--seeds", "1")
+    assert names(*twice) == ["001-fp32-seed1"]
     assert names("--arm", "nearest", "--seeds", "1", "--retry") == ["001-nearest-seed1"]
     # the run that an arm samples from is needed again when its folder is gone, and not when it is there
     assert names("--arm", "sampler", "--seeds", "0") == ["001-fp32-seed0", "001-sampler-seed0"]

@@ -361,8 +361,9 @@ def test_a_parameter_without_a_step_is_no_other_model():
         (torch.optim.AdamW, dict(maximize=True), "uphill"),
         (torch.optim.AdamW, dict(amsgrad=True), "amsgrad"),
         (torch.optim.Adam, dict(weight_decay=0.1), "L2 decay"),
+        (torch.optim.RAdam, dict(), "RAdam"),
     ],
-    ids=["maximize", "amsgrad", "l2"],
+    ids=["maximize", "amsgrad", "l2", "radam"],
 )
 def test_states_of_another_rule_are_refused(kind, options, said):
     model, state = stepped(kind, **options)

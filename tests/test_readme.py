@@ -112,9 +112,13 @@ BENCH_NAMES = {
     "torchastic": "torchastic",
     "torchao, stochastic": "torchao",
     "torch-optimi, Kahan": "optimi",
+    "HeavyBall, stochastic": "heavyball",
     "adamw-bf16": "adamw-bf16",
+    "SDNQ": "sdnq",
     "bitsandbytes 8-bit": "bitsandbytes",
     "torch, fused": "torch-fused",
+    "ours, fp32 weights": "fp32",
+    "torch, fused, fp32 weights": "torch-fused-fp32",
 }
 
 
@@ -132,6 +136,12 @@ def test_the_loops_in_the_readme_are_the_recorded_ones():
     for net in bench_peers.NETS:
         head, *lines = bench_peers.table_of([row for row in results if row["net"] == net]).splitlines()
         assert "\n".join([head.replace("loop", net, 1), *lines]) in SPEED, net
+    older = json.loads((ROOT / "experiments" / "bench" / "cpu-peers-intel.json").read_text())["results"]
+    ratio = {(row["loop"], row["net"]): f"{row['ratio']:.2f}" for row in older if row["kind"] == "bf16"}
+    ours, bare = ([ratio[loop, net] for net in bench_peers.NETS] for loop in ("ours", "bare loop"))
+    said = " ".join(SPEED.split())
+    assert "{} times fp32's speed on the U-Net, {} on the DiT and {} on the GPT".format(*ours) in said
+    assert "a bare loop had {}, {} and {}".format(*bare) in said
 
 
 TRAINING = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| `([\w-]+\.json)`, `([^`]+)` \|", SPEED, re.M)
