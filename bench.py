@@ -7,6 +7,8 @@
     python bench.py systems       segmentation, language and video, as documents compare configurations
                                   (bench_systems.py)
     python bench.py peers         a whole step in a bare loop, Lightning, Accelerate and here (bench_peers.py)
+    python bench.py sharding      what each process holds of a net under --fsdp, beside what --dry_run says
+                                  (bench_sharding.py)
     python bench.py moments       whether exp_avg_sq falls when half of the gradients drop to a hundredth
     python bench.py watch         what watch.Watch costs of a step (bench_watch.py)
     python bench.py first         how long each task's first command takes, and what comes out
@@ -45,6 +47,7 @@ import bench_conformance
 import bench_first
 import bench_gpu
 import bench_peers
+import bench_sharding
 import bench_systems
 import bench_watch
 import optim
@@ -435,6 +438,7 @@ COMMANDS = {
     "optimizers": optimizers,
     "training": training,
     "memory": memory,
+    "sharding": bench_sharding.measured,
     "moments": moments,
     "systems": bench_systems.systems,
     "peers": bench_peers.peers,
@@ -484,6 +488,9 @@ def build_parser():
     sub = command("memory", None, "bytes a parameter of every combination, as allocated")
     nets(sub, ["dit:S/8:64:1", "unet:small:64:1"])
     sub.add_argument("--batches", nargs="+", type=natural, default=[2, 8, 32], help="default: 2 8 32")
+    sub = command("sharding", None, "bytes of each process under --fsdp, as allocated and by arithmetic")
+    nets(sub, ["dit:S/8:64:2"])
+    sub.add_argument("--ranks", type=natural, default=2, help="processes, on the CPU (default: 2)")
     sub = command("systems", 9, "a step of other systems than diffusion, as documents compare them")
     names = list(bench_systems.TABLES)
     apart = list(bench_systems.APART)
@@ -513,6 +520,10 @@ def build_parser():
 
 def check(args):
     """Choose the device, and find what can't work before it is measured. Raises Refused."""
+    if args.bench == "sharding":
+        if args.device == "cuda":
+            raise Refused("--device cuda: sharding counts bytes of processes on the CPU, the same on a GPU")
+        args.device = "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch finds no CUDA device here; use --device cpu")
     cuda = args.device != "cpu" and torch.cuda.is_available()
@@ -523,7 +534,7 @@ def check(args):
             raise Refused(f"--out {args.out}: that is a folder; name a file")
         if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
             raise Refused(f"--out {args.out}: no such folder, or no right to write there; name a file")
-    if args.bench in ("training", "memory", "watch"):
+    if args.bench in ("training", "memory", "watch", "sharding"):
         check_nets(args.nets)
     if args.bench == "memory":
         check_kept(args)

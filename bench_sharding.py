@@ -1,15 +1,27 @@
 """What each of several GPUs holds of a net that `train.py --fsdp` spreads over them, from shapes alone.
 
     python bench_sharding.py                # the table in the README: seconds, no memory, no GPU
+    python bench.py sharding --ranks 2      # beside what real processes allocate: a DiT-S/8, a minute
 
 What is held and what is gathered are told in ledger.py; `train.py --fsdp --dry_run` says them of any run.
-Activations are neither, see `bench.py memory`. tests/test_fsdp.py compares "held" with what real ranks
-allocate.
+Activations are neither, see `bench.py memory`. tests/test_fsdp.py makes the same comparison for a small net.
 """
 
-import torch
+import json
+import socket
+import tempfile
+from itertools import product
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import sharding
 from activations import blocks
+from bench_common import built, parse_net
 from ledger import WORLDS, gathered, held
 from models import DiT
 from precision import Precision, recipe
@@ -47,6 +59,63 @@ def table():
     head = ["net", "flags", "gathered", *(f"{world} GPU{'s' * (world > 1)}" for world in WORLDS)]
     lines = [f"| {' | '.join(line)} |" for line in (head, *rows())]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+# ---- Measured ----------------------------------------------------------------------------------------------
+
+
+def measured(args, clock):
+    """Rows of `bench.py sharding`: {net, flags, rank, ranks, held, said}, bytes; gloo, on the CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as out:
+        words = (args.ranks, port, args.threads or 1, list(product(args.nets, RECIPES)), out)
+        mp.spawn(of_a_process, words, nprocs=args.ranks)
+        rows = [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(args.ranks)]
+    rows = [row for turn in zip(*rows, strict=True) for row in turn]
+    print(measured_table(rows))
+    return rows
+
+
+def of_a_process(rank, ranks, port, threads, cases, out):
+    """Write the rows of a rank. cases: [(net, flags)]."""
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    rows = []
+    for net, flags in tqdm(cases, unit="recipe", disable=True if rank else None):
+        sizes = allocated(parse_net(net), recipe(**RECIPES[flags]), ranks)
+        rows.append(dict(net=net, flags=flags, rank=rank, ranks=ranks, **sizes))
+    Path(out, f"{rank}.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def allocated(net, r, ranks):
+    """{held: bytes of what this process holds of a spread net after a backward pass; said: by `held`}."""
+    torch.manual_seed(0)
+    said = held(Precision(built(net), r), ranks)
+    whole = built(net)
+    run = Precision(sharding.spread(whole, r, torch.device("cpu"), blocks(whole)), r)
+    _, _, side, batch = net
+    x = torch.randn(batch, 3, side, side)
+    run.backward(F.mse_loss(run(x, torch.linspace(0, 999, batch), torch.arange(batch) % 10), x))
+    own = [t for p in run.params for t in (sharding.local(p), sharding.local(p.grad))]
+    own += [t for p in run.params for name, t in run.optimizer.state[p].items() if name != "step"]
+    own += run.ema.shadow.values()
+    return dict(held=sum(t.nbytes for t in own), said=said)
+
+
+def measured_table(rows):
+    """Markdown: a line a net and recipe, of its first rank, which holds the most."""
+    ranks = rows[0]["ranks"]
+    lines = [f"| net | flags | one of {ranks} holds, MiB | by arithmetic | off by |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row["rank"] == 0:
+            sizes = " | ".join(f"{row[name] / 2**20:.1f}" for name in ("held", "said"))
+            off = 100 * (row["held"] / row["said"] - 1)
+            lines.append(f"| {row['net']} | {row['flags']} | {sizes} | {off:+.4f} % |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

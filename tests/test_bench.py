@@ -18,6 +18,7 @@ import bench
 import bench_gpu
 import bench_memory
 import bench_peers
+import bench_sharding
 import bench_systems
 import flags
 import machine
@@ -417,6 +418,14 @@ def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
         "| (none) | 8.00 | 8.00 |",
         "| `--pure_bf16` | 8.00 | 6.00 |",
     ]
+
+
+def test_processes_hold_what_arithmetic_says(tmp_path, capsys):
+    rows = run(tmp_path, "sharding", "--nets", "dit:tiny:8:2", "--ranks", "2")["results"]
+    assert [(row["flags"], row["rank"]) for row in rows] == [(f, r) for f in bench_sharding.RECIPES for r in (0, 1)]
+    for row in rows:  # a block of codes that ranks share is held by each of them
+        assert row["held"] == pytest.approx(row["said"], rel=0.04 if "bit" in row["flags"] else 1e-3)
+    assert "| one of 2 holds, MiB |" in capsys.readouterr().out
 
 
 def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
