@@ -109,12 +109,12 @@ def allocated(net, r, ranks):
 def measured_table(rows):
     """Markdown: a line a net and recipe, of its first rank, which holds the most."""
     ranks = rows[0]["ranks"]
-    lines = [f"| net | flags | one of {ranks} holds, MiB | by arithmetic | off by |", "|---|---|---|---|---|"]
+    lines = [f"| net | flags | one of {ranks} holds, MiB | by arithmetic | bytes off |", "|---|---|---|---|---|"]
     for row in rows:
         if row["rank"] == 0:
             sizes = " | ".join(f"{row[name] / 2**20:.1f}" for name in ("held", "said"))
-            off = 100 * (row["held"] / row["said"] - 1)
-            lines.append(f"| {row['net']} | {row['flags']} | {sizes} | {off:+.4f} % |")
+            off = round(row["held"] - row["said"])
+            lines.append(f"| {row['net']} | {row['flags']} | {sizes} | {off} |")
     return "\n".join(lines)
 
 

@@ -422,7 +422,8 @@ def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
 
 def test_processes_hold_what_arithmetic_says(tmp_path, capsys):
     rows = run(tmp_path, "sharding", "--nets", "dit:tiny:8:2", "--ranks", "2")["results"]
-    assert [(row["flags"], row["rank"]) for row in rows] == [(f, r) for f in bench_sharding.RECIPES for r in (0, 1)]
+    wanted = [(flags, rank) for flags in bench_sharding.RECIPES for rank in (0, 1)]
+    assert [(row["flags"], row["rank"]) for row in rows] == wanted
     for row in rows:  # a block of codes that ranks share is held by each of them
         assert row["held"] == pytest.approx(row["said"], rel=0.04 if "bit" in row["flags"] else 1e-3)
     assert "| one of 2 holds, MiB |" in capsys.readouterr().out

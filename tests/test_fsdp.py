@@ -164,6 +164,12 @@ def test_the_table_in_the_readme_is_what_the_arithmetic_says():
     assert bench_sharding.table() in (ROOT / "README.md").read_text()
 
 
+def test_the_bytes_of_two_processes_are_the_recorded_ones():
+    results = json.loads((ROOT / "experiments/bench/cpu-sharding.json").read_text())["results"]
+    assert {row["flags"] for row in results} == set(bench_sharding.RECIPES)
+    assert bench_sharding.measured_table(results) in (ROOT / "docs/many_gpus.md").read_text()
+
+
 SIZE = r" ([\d.]+) MiB"
 
 
