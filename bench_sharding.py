@@ -109,7 +109,8 @@ def allocated(net, r, ranks):
 def measured_table(rows):
     """Markdown: a line a net and recipe, of its first rank, which holds the most."""
     ranks = rows[0]["ranks"]
-    lines = [f"| net | flags | one of {ranks} holds, MiB | by arithmetic | bytes off |", "|---|---|---|---|---|"]
+    head = f"| net | flags | one of {ranks} holds, MiB | by arithmetic | bytes off |"
+    lines = [head, "|---" * 5 + "|"]
     for row in rows:
         if row["rank"] == 0:
             sizes = " | ".join(f"{row[name] / 2**20:.1f}" for name in ("held", "said"))
