@@ -29,6 +29,10 @@ def segments(arm):
     return "segment" in arm.trained.experiment.common + arm.trained.flags
 
 
+def writes_text(arm):
+    return "language" in arm.trained.experiment.common + arm.trained.flags
+
+
 def score(record, metric, lower_is_better):
     """Score of a run: infinitely bad if it diverged, None if it failed for a reason that measures nothing."""
     if "failed" not in record:

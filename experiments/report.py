@@ -26,6 +26,7 @@ from experiments.analysis import (  # noqa: E402
     segments,
     series,
     weights_of,
+    writes_text,
 )
 from experiments.definition import HERE, ROOT, RUNS, folders, key, label, load  # noqa: E402
 from experiments.records import recorded  # noqa: E402
@@ -90,11 +91,13 @@ def range_panels(traces):
 def strips(experiment, known, runs):
     """[(arm, pixels)] of the first seed's pictures, one row of ten images each.
 
-    [] unless every finished arm's picture is there.
+    [] unless every finished arm's picture is there, and of text, whose pictures are no rows of images.
     """
     import numpy as np
     from PIL import Image
 
+    if any(map(writes_text, experiment.arms)):
+        return []
     seed, rows, seen = experiment.seeds[0], [], set()
     for arm in experiment.arms:
         record, weights = known.get(key(arm.source, seed)), weights_of(arm)
