@@ -234,6 +234,9 @@ FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIM
     "interval {037/stochastic.held_out_low} to {037/stochastic.held_out_high}), not shown to differ",
     "ends at {045/plain.held_out} on that U-Net and at {046/plain.held_out} on that DiT, with an fp32 "
     "average at {045/plain-fp32-average.held_out} and {046/plain-fp32-average.held_out}, by three pairs",
+    "ends at {047/gpt-plain.held_out} on the GPT and at {047/bdh-plain.held_out} on BDH, with an fp32 "
+    "average at {047/gpt-plain-fp32-average.held_out} and {047/bdh-plain-fp32-average.held_out}, by three",
+    "diffusers' rule is {048/diffusers-0.999.held_out} against an fp32 average",
     "stochastic rounding is equal to fp32 within {038/gpt-stochastic.held_out_achieved} of the held-out "
     "loss, and with 8-bit states within {038/gpt-stochastic-opt8bit.held_out_achieved}; nearest is at "
     "{038/gpt-nearest.held_out}. On BDH nearest is at {038/bdh-nearest.held_out}, and stochastic rounding at "
