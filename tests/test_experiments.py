@@ -461,6 +461,11 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     assert "Run again: fp32, seed 0, on" in page and "the same: all scores equal to the last bit." in page
     drawn = {p.name for p in (folder / "001-rounding").glob("*.png")}
     assert drawn == {"samples.png", "loss_by_timestep.png", "curves.png"}
+    one = definition.load("1", folder)
+    known = log.recorded(one)
+    assert report.strips(one, known, folder.parent / "runs")
+    monkeypatch.setattr(report, "writes_text", lambda arm: True)  # its pictures are no rows of images
+    assert report.strips(one, known, folder.parent / "runs") == []
 
 
 def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
