@@ -48,6 +48,8 @@ def name_of(config):
         if flag == "data" and ":" in value:
             kind, _, path = value.partition(":")
             value = f"{kind}_{os.path.basename(os.path.normpath(path))}"
+        if flag == "task":  # of a file, by its last part
+            value = os.path.basename(value)
         if flag in ("teacher", "finetune", "vae"):
             value = f"{flag}_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
         if flag == "sparse24":
