@@ -522,7 +522,7 @@ def check(args):
     """Choose the device, and find what can't work before it is measured. Raises Refused."""
     if args.bench == "sharding":
         if args.device == "cuda":
-            raise Refused("--device cuda: sharding counts bytes of processes on the CPU, the same on a GPU")
+            raise Refused("--device cuda: sharding counts bytes of processes on the CPU; leave --device out")
         args.device = "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch finds no CUDA device here; use --device cpu")

@@ -100,10 +100,14 @@ def allocated(net, r, ranks):
     _, _, side, batch = net
     x = torch.randn(batch, 3, side, side)
     run.backward(F.mse_loss(run(x, torch.linspace(0, 999, batch), torch.arange(batch) % 10), x))
+    return dict(held=bytes_of(run), said=said)
+
+
+def bytes_of(run):
+    """Of the weights, gradients, states and average that this process holds of a spread Precision."""
     own = [t for p in run.params for t in (sharding.local(p), sharding.local(p.grad))]
     own += [t for p in run.params for name, t in run.optimizer.state[p].items() if name != "step"]
-    own += run.ema.shadow.values()
-    return dict(held=sum(t.nbytes for t in own), said=said)
+    return sum(t.nbytes for t in [*own, *run.ema.shadow.values()])
 
 
 def measured_table(rows):

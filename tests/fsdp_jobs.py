@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from common import RECIPES, draw
 from torch import nn
 
+import bench_sharding
 import ledger
 import reduction
 import sharding
@@ -327,11 +328,8 @@ def measured(names, file):
         run = start(name, spread=True)
         x, y = batch(0)
         run.backward(F.mse_loss(run(x), y))
-        own = [t for p in run.params for t in (sharding.local(p), sharding.local(p.grad))]
-        own += [t for p in run.params for k, t in run.optimizer.state[p].items() if k != "step"]
-        own += run.ema.shadow.values()
         said = ledger.held(start(name, spread=False), dist.get_world_size())
-        result[name] = [sum(t.nbytes for t in own), said]
+        result[name] = [bench_sharding.bytes_of(run), said]
     told(file, result)
 
 
