@@ -615,7 +615,7 @@ class Rounded(torch.optim.Optimizer):
             if other := next((what for name, what in NOT_OURS.items() if group.get(name)), None):
                 raise Refused(f"optimiser state of a training that {other}: {type(self).__name__} does not")
             if "decoupled_weight_decay" in group and "amsgrad" not in group:  # its states look like AdamW's
-                raise Refused(f"optimiser state of RAdam, another rule: begin {type(self).__name__} without it")
+                raise Refused(f"optimiser state of RAdam: start {type(self).__name__} without it, a new rule")
             if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
                 raise Refused("optimiser state of Adam with L2 decay: AdamW's decay is another; set it to 0")
         for p, i in zip(params, ids, strict=True):
