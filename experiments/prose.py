@@ -11,7 +11,8 @@ need a source. What is allowed:
     one of another experiment        in a paragraph that links to its page
     `code`, 8x8, bf16, 8-bit, 2:4    no figures, as are numbers of experiments and papers (011, arXiv),
                                      levels ("95 % interval"), and whole numbers up to 12
-    a line with a source             <!-- source: metrics.jsonl of 001/plain seeds 0-1 -->, or FACTS, arXiv
+    what stands before a source      <!-- source: final_loss of 001/plain over 001/fp32 -->, on its line: such
+                                     a source (sources.py) is computed; words (a file, arXiv) are believed
 """
 
 import math
@@ -20,20 +21,12 @@ import statistics
 
 from scipy import stats
 
-from experiments import pages
-from experiments.analysis import (
-    comparison,
-    held_out,
-    loss_comparison,
-    of_nearest,
-    records_of,
-    scores,
-    weights_of,
-)
-from experiments.records import is_number
+from experiments import pages, sources
+from experiments.analysis import comparison, loss_comparison, of_nearest, records_of, scores, weights_of
+from experiments.sources import Figures, NoFigure, flat, spread, summary
 
 SMALL = 12  # whole numbers up to this are counts that anyone can see
-SOURCE = re.compile(r"<!--\s*source:\s*\S.*?-->")
+SOURCE = re.compile(r"<!--\s*source:\s*(\S.*?)\s*-->")
 NO_FIGURES = re.compile(
     r"`[^`]*`|\]\([^)]*\)|<[^<>]*>|\{\{?[^{}]*\}?\}|arXiv:? ?\d+\.\d+|doi:? ?\S+"
     r"|(?<![,.])\b0\d\d\b|\b\d+:\d+\b"
@@ -76,33 +69,6 @@ def paragraphs(text):
             continue
         found.append([])
     return [part for part in found if part]
-
-
-class Figures:
-    """What the records of an experiment give: plain numbers, and numbers in percent."""
-
-    def __init__(self):
-        self.plain, self.percent = set(), set()
-
-    def add(self, *values):
-        self.plain.update(float(x) for x in values if is_number(x) and math.isfinite(x))
-
-    def share(self, *values):
-        """Parts of a whole, in percent."""
-        self.percent.update(100 * x for x in values if is_number(x) and math.isfinite(x))
-
-    def ratio(self, x):
-        """One figure over another: times as much, or percent more or less."""
-        if is_number(x) and math.isfinite(x) and x:
-            self.plain.update((float(x), 1 / x))
-            self.share(x, 1 - x, x - 1)
-
-    def have(self, places, value, signed, percent):
-        for x in self.percent if percent else self.plain:
-            x = x if signed else abs(x)
-            if math.isclose(round(x, places), value, rel_tol=1e-9, abs_tol=1e-12):
-                return True
-        return False
 
 
 # ---- What the records of an experiment give ----------------------------------------------------------------
@@ -157,8 +123,8 @@ def of_arm(found, experiment, arm, known):
         found.percent.update(ninety(loss.mean, loss.p_difference, loss_pairs))
         found.add(loss.p_difference)
     found.share(*(x for x in of_nearest(e, arm, known) if x is not None))
-    sources = weights_of(arm), "raw"
-    sides = [[flat(r, sources) for r in records_of(e, a, known).values()] for a in (arm, base_arm)]
+    weights = weights_of(arm), "raw"
+    sides = [[flat(r, weights) for r in records_of(e, a, known).values()] for a in (arm, base_arm)]
     for name in dict.fromkeys(name for side in sides[0] for name in side if name != "seed"):
         of_figure(found, name, *sides)
 
@@ -174,16 +140,7 @@ def of_figure(found, name, own, base):
     pairs = {f["seed"]: f[name] for f in base if name in f}
     differences = [f[name] - pairs[f["seed"]] for f in own if name in f and f["seed"] in pairs]
     if len(differences) > 1 and all(map(math.isfinite, differences)):
-        mean, sd = spread(differences)
-        half = float(stats.t.isf(0.025, len(differences) - 1)) * sd / math.sqrt(len(differences))
-        found.add(mean, sd, mean - half, mean + half)
-
-
-def spread(values):
-    finite = [x for x in values if math.isfinite(x)]
-    if not finite:
-        return []
-    return [statistics.fmean(finite), statistics.stdev(finite) if len(finite) > 1 else 0.0]
+        found.add(*summary(differences))
 
 
 def ninety(mean, p, pairs):
@@ -192,26 +149,6 @@ def ninety(mean, p, pairs):
         return []
     half = stats.t.isf(0.05, pairs - 1) * abs(mean) / stats.t.isf(p / 2, pairs - 1)
     return [mean - half, mean + half]
-
-
-PASSED_OVER = re.compile(r"pixel_|kid$|sliced_wasserstein$")  # scores that no page shows
-
-
-def flat(record, sources):
-    """{name: number} of a finished record, of scores those of these weights; of a curve its end."""
-    if "failed" in record:
-        return {}
-    found = {name: x for name, x in record.items() if is_number(x)}
-    for source in sources:
-        own = record["scores"].get(source, {})
-        found |= {f"{source}.{k}": x for k, x in own.items() if is_number(x) and not PASSED_OVER.match(k)}
-        found[f"{source}.held_out"] = held_out(record, source)[1]
-    for group in ("flops_share", "gradient_snr"):
-        found |= {f"{group}.{name}": x for name, x in record.get(group, {}).items()}
-    for name, curve in record.get("curves", {}).items():
-        if curve and is_number(curve[-1]):
-            found[f"curve.{name}"] = curve[-1]
-    return found
 
 
 # ---- The check ---------------------------------------------------------------------------------------------
@@ -236,9 +173,25 @@ def check(experiments, chosen, known, root):
             if path.name == pages.FRONT:
                 wanted = []  # its figures are references; a typed one has a source
             for i, line in part:
-                if SOURCE.search(line):
-                    continue
-                for written, *figure in numbers(line):
-                    if not any(figures(number).have(*figure) for number in wanted):
-                        found.append((path, i, written))
+                found += [(path, i, what) for what in of_line(line, wanted, figures, by_number, known)]
+    return found
+
+
+def of_line(line, wanted, figures, experiments, known):
+    """The numbers of a line, and its sources, that no record gives."""
+    *told, rest = SOURCE.split(line)  # text, source, text, source, ..., text
+    found = []
+    for text, source in [*zip(told[::2], told[1::2], strict=True), (rest, "")]:
+        try:
+            own = sources.figures_of(source, experiments, known)
+        except NoFigure as error:
+            found.append(f"the source {error}")
+            continue
+        if source and own is None:
+            continue  # words are taken at their word
+        for written, *figure in numbers(text):
+            whole = figure[0] == 0 and not figure[-1]  # of the page, such as a number of steps
+            given = [*([own] if own else []), *(map(figures, wanted) if whole or not own else [])]
+            if not any(x.have(*figure) for x in given):
+                found.append(written)
     return found

@@ -136,3 +136,45 @@ def test_numbers_in_prose_have_a_record(folder, capsys):
     toml = folder / "001-rounding/experiment.toml"
     toml.write_text(toml.read_text().replace("margin = 0.5", "margin = 0.5\nunchecked_prose = true"))
     assert offenders("It was 0.987.") == [], "switched off"
+
+
+def test_a_source_is_computed_and_a_wrong_one_is_told(folder, capsys):
+    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    records = records_of(experiment)
+    write(folder, TOML, records)
+    assert report.main([], folder, document) == 0
+    empty = page(folder)
+
+    def offenders(line, source):
+        prose = f"It is {line}. <!-- source: {source} -->"
+        (folder / "001-rounding/README.md").write_text(empty.replace("## What follows", prose))
+        capsys.readouterr()
+        report.main(["--check"], folder, document)
+        return re.findall(r"README.md:\d+: no record gives (.*)", capsys.readouterr().out)
+
+    a, b = scores_of(records, "nearest"), scores_of(records, "fp32")
+    d, share = (a - b)[2:5], 100 * (a / b - 1)
+    half = stats.t.ppf(0.975, 2) * d.std(ddof=1) / 3**0.5
+    minus = "ema.frechet of 001/nearest minus 001/fp32"
+    sound = f"{d.mean():+.5f} [{d.mean() - half:+.5f}, {d.mean() + half:+.5f}], {a[3] - b[3]:+.5f} at one"
+    assert offenders(sound, f"{minus}, seeds 2-4") == []
+    assert offenders(f"{a[3] - b[3]:+.5f}", f"{minus}, seed 3") == []
+    of_another = f"{a[0] - b[0]:+.5f}"
+    assert offenders(of_another, f"{minus}, seeds 2-4") == [of_another]
+    assert offenders(f"{b.mean():.5f}", minus) == [f"{b.mean():.5f}"], "on the page, and not what is named"
+    over = "ema.frechet of 001/nearest over 001/fp32"
+    assert offenders(f"{share.mean():+.3f} % [{share.min():+.3f}]", over) == []
+    assert offenders(f"{share.mean() + 0.1:+.3f} %", over) == [f"{share.mean() + 0.1:+.3f} %"]
+    both = f"{minus}; final_loss of 001/fp32"
+    loss = np.array([r["final_loss"] for r in records if r["arm"] == "fp32"])
+    assert offenders(f"{(a - b).mean():+.5f}, and the loss {loss.mean():.5f}", both) == []
+    own = "ema.frechet of 001/nearest over final_loss of 001/fp32"
+    assert offenders(f"{np.mean(a / loss):.4f}", own) == []
+    for wrong, said in (
+        ("ema.frechet of 001/near minus 001/fp32", "the source 001/near (no such arm)"),
+        ("ema.frechet of 009/fp32", "the source 009/fp32 (no such arm)"),
+        ("raw.beauty of 001/fp32", "the source raw.beauty of 001/fp32 (no such figure)"),
+        (f"{minus}, seed 77", f"the source {minus}, seed 77 (no run of these seeds)"),
+    ):
+        assert offenders("fine", wrong) == [said]
+    assert offenders("1.2345", "a measurement of the author") == [], "words"
