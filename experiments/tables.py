@@ -10,6 +10,7 @@ import io
 import math
 import shlex
 import statistics
+from collections import Counter
 
 from experiments.analysis import (
     WAITS,
@@ -220,7 +221,9 @@ def shown(rows, experiment):
     names = [name for name in names_of(rows) if name in wanted or name.endswith(" loss, % [95 % CI]")]
     order = ["arm", score_title(experiment), DIFFERENCE, ACHIEVED, "held-out loss, % [95 % CI]"]
     order += ["training loss, % [95 % CI]", LOSS_ACHIEVED, HARM, "verdict", "n", BYTES, KEPT]
-    names = [name for name in order if name in names and any(row.get(name, "-") != "-" for row in rows)]
+    told = Counter(name for row in rows for name in order if row.get(name, "-") != "-")
+    least = {KEPT: 2}  # older records lack it, and one arm alone compares with nothing
+    names = [name for name in order if name in names and told[name] >= least.get(name, 1)]
     return markdown([names] + [[row.get(name, "-") for name in names] for row in rows])
 
 
