@@ -214,7 +214,8 @@ FROM_THE_LOG = [  # what README says of experiments, with the figures as EXPERIM
     "(the held-out loss changes by {019/hybrid-tensorwise.held_out}) and not shown to be equal; with "
     "`--fp8_recipe delayed` equal within {019/hybrid-delayed.achieved_share}",
     "Equal within {024/opt8bit.achieved_share} on the U-Net and {018/opt8bit.achieved_share} on the DiT",
-    "within {008/kahan.achieved_share} on the U-Net, where the held-out loss changes by {008/kahan.held_out}",
+    "within {008/kahan.achieved_share} on the U-Net, where the held-out loss changes by {008/kahan.held_out}"
+    ", and {011/kahan.achieved_share} on the DiT, where it changes by {011/kahan.held_out}",
     "within {008/kahan-stochastic.achieved_share} on the U-Net and "
     "{011/kahan-stochastic.achieved_share} on the DiT",
     "within {024/stochastic-opt8bit.achieved_share} on the U-Net and "
