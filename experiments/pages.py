@@ -194,7 +194,7 @@ def facts(experiment, known, here):
         said.append(f"Commit {', '.join(sorted(commits))}.")
     for check in noted(e):
         which = f"{check['arm']}, seed {check['seed']}, on {check['machine']} at commit {check['commit'][:9]}"
-        outcome = "the same" if check["same"] else "NOT the same"
+        outcome = "passed" if check["same"] else "FAILED"
         said.append(f"Run again: {which}: {outcome}: {check['said']}.")
     return said
 

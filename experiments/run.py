@@ -308,7 +308,7 @@ def follow(experiment, args, todo, runs, wanted, known, done):
             elif key(arm, seed) in wanted:
                 others = [r for k, r in known.items() if k[:2] == key(arm, seed)[:2]]
                 same, said = records.compare(arm, known[key(arm, seed)], record, others)
-                bar.write(f"{arm.name}, seed {seed}: {'same' if same else 'DIFFERENT'}: {said}")
+                bar.write(f"{arm.name}, seed {seed}: {'passed' if same else 'FAILED'}: {said}")
                 if args.note:
                     records.note(arm, seed, same, said, record, machine_of(record))
                 status |= not same

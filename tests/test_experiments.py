@@ -311,7 +311,7 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     check = ["001", "--check", "--arm", "sampler", "nearest", "--seeds", "1"]
     assert run.main(check, folder) == 0  # it fails again, as recorded
     path.write_text(before.replace('"frechet": 3.0', '"frechet": 3.0001'))
-    assert run.main(check, folder) == 1 and "sampler, seed 1: DIFFERENT" in capsys.readouterr().out
+    assert run.main(check, folder) == 1 and "sampler, seed 1: FAILED" in capsys.readouterr().out
     # a training repeated for an arm that samples from it, its folder being gone, is recorded once
     shutil.rmtree(folder.parent / "runs")
     path.write_text("".join(line for line in before.splitlines(keepends=True) if '"of"' not in line))
@@ -447,7 +447,7 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     assert len(ema["loss_by_timestep"]) == 10 and ema["trace"][-1]["t"] == 0
     assert sampled["scores"]["ema"]["frechet"] != ema["frechet"]
     assert run.main(["001", "--check", "--arm", "fp32", "--seeds", "0"], folder) == 0
-    assert "same: all scores equal to the last bit" in capsys.readouterr().out
+    assert "passed: all scores equal to the last bit" in capsys.readouterr().out
     assert not (folder / "001-rounding/checks.jsonl").exists()
     check = ["001", "--check", "--arm", "fp32", "--seeds", "0"]
     assert run.main([*check, "--note"], folder) == 0
@@ -458,7 +458,7 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     (folder / "001-rounding/checks.jsonl").write_text("{}\n")
     with pytest.raises(Refused, match="line 1: not what run.py --check --note writes"):
         log.noted(definition.load("1", folder))
-    assert "Run again: fp32, seed 0, on" in page and "the same: all scores equal to the last bit." in page
+    assert "Run again: fp32, seed 0, on" in page and "passed: all scores equal to the last bit." in page
     drawn = {p.name for p in (folder / "001-rounding").glob("*.png")}
     assert drawn == {"samples.png", "loss_by_timestep.png", "curves.png"}
     one = definition.load("1", folder)
