@@ -28,10 +28,10 @@ import torch.nn.functional as F
 
 if __package__:
     from .machine import fp8_cores, quiet_import
-    from .rounding import fused, noise_bits, reduces
+    from .rounding import fused, noise_bits
 else:
     from machine import fp8_cores, quiet_import
-    from rounding import fused, noise_bits, reduces
+    from rounding import fused, noise_bits
 
 SMALLEST = 4096  # values; both libraries keep the moments of smaller tensors in full
 
@@ -173,7 +173,6 @@ def _float8_values(dtype):
 
 @functools.cache
 def _float8_kernel(form, signed):
-    @reduces
     def kernel(x, codes, scales, key):
         scale = finite(x).abs().amax(1) / form.top  # [blocks]
         y = torch.where(scale[:, None] == 0, 0.0, x / scale[:, None]) - (x - x)  # NaN if x is not finite
@@ -241,7 +240,6 @@ def stochastic_codes(x, table, line, key, signed):
 
 @functools.cache
 def _stochastic_kernel(signed):
-    @reduces
     def kernel(x, codes, scales, table, line, key):
         new, new_scales = stochastic_codes(x, table, line, key, signed)
         codes.copy_(new if codes.shape == x.shape else _packed(new))
@@ -341,7 +339,6 @@ class Int4(Table):
             pairs = torch.stack([codes >> 4, codes & 15], dim=-1)
             return library.dequant_with_qmap(pairs, table, scales).view(-1)
 
-        @reduces
         def nearest(x, codes, scales, table):
             scaled, new_scales = library.scale_tensor(finite(x), block)
             codes.copy_(_packed(library.quantize_4bit_with_qmap(scaled, table)))
