@@ -182,8 +182,7 @@ def share(own, harm):
 
 
 def machine_of(record):
-    """The kind of machine: a GPU's name, or a CPU's without the clock that some hosts add to it ("@ 2.10GHz").
-    """
+    """The kind of machine: a GPU's name, or a CPU's without the clock that some hosts add ("@ 2.10GHz")."""
     facts = record.get("env", {})
     return facts.get("gpu") or (facts.get("cpu") or "").partition(" @ ")[0] or "unknown machine"
 
