@@ -167,6 +167,17 @@ def test_pairs_of_two_kinds_of_cpu_are_marked(folder):
     assert "different kinds of CPU: nearest 4 of 6." in page(folder)
 
 
+def test_a_clock_in_a_cpus_name_makes_no_other_kind(folder):
+    experiment = definition.load("1", folder)
+    records = records_of(experiment)
+    for r in records:
+        clock = " @ 2.10GHz" if r["arm"] == "nearest" else ""
+        r["env"] = {**r["env"], "cpu": "Intel(R) Xeon(R) Processor" + clock}
+    write(folder, TOML, records)
+    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
+    assert "across CPUs" not in str(table(folder)) and "different kinds of CPU" not in page(folder)
+
+
 def test_many_verdicts_have_a_note(folder):
     more = "".join(f'[[arms]]\nname = "a{i}"\nflags = ["--lr", "1e-{i + 2}"]\n' for i in range(4))
     write(folder, TOML + more)
