@@ -379,7 +379,8 @@ def test_the_floor_draws_each_class_as_often_as_the_samples_do(digits, net):
     wanted = torch.tensor([3] * 40 + [7] * 10 + [0] * 10**4)
     chosen = metrics._as_often(torch.randperm(len(labels), generator=draw()), labels, wanted)
     counts = torch.bincount(labels[chosen], minlength=10)
-    assert counts.tolist() == [int((labels == 0).sum()), 0, 0, 40, 0, 0, 0, 10, 0, 0]  # of zeros all there are
+    zeros = int((labels == 0).sum())  # all there are
+    assert counts.tolist() == [zeros, 0, 0, 40, 0, 0, 0, 10, 0, 0]
     assert len(chosen.unique()) == len(chosen)
 
     def floors(draws):
