@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import increment_version
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # each operation rounds once: no product is contracted with a sum
@@ -130,6 +131,7 @@ def adamw(p, g, moments, low, h, key, stochastic, average=None, exact=False, flo
         setattr(step, name, None if t is None else t.data_ptr())
     step.moments = tuple(_moment(m) for m in moments)
     library().adamw(ctypes.byref(step))
+    _written(p, low, flat, *moments)
 
 
 class Codes(NamedTuple):
@@ -150,6 +152,13 @@ def encode(x, codes):
     n = x.numel()
     moment = ctypes.byref(_moment(codes))
     library().encode_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(n), moment, _threads(n))
+    _written(codes)
+
+
+@functools.cache
+def chart_of(coder, signed):
+    """The `chart` of a format with tables, kept for the process."""
+    return chart(coder.line(signed, torch.device("cpu")))
 
 
 def chart(line):
@@ -173,6 +182,13 @@ def _moment(m):
     if isinstance(m, Codes):
         return Moment(KINDS[m.data.dtype], m.signed, *(t.data_ptr() for t in m[:5]))
     return Moment(KINDS[m.dtype], False, m.data_ptr())
+
+
+def _written(*changed):
+    """Tell autograd, which sees no write by pointer: a backward that needs the old values is an error."""
+    for t in changed:
+        if t is not None:
+            increment_version(t[:2] if isinstance(t, Codes) else t)
 
 
 def _threads(n):

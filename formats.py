@@ -281,9 +281,7 @@ class Table(Format):
     def by_cpu_step(self, codes, scales, signed, key):
         if self.bits != 8 or key is None or not codes.is_cpu or cpu_step.library() is None:
             return None
-        if ("chart", signed) not in self.tables:
-            self.tables["chart", signed] = cpu_step.chart(self.line(signed, codes.device))
-        table, chart = self.table(signed, codes.device), self.tables["chart", signed]
+        table, chart = self.table(signed, codes.device), cpu_step.chart_of(self, signed)
         return None if chart is None else cpu_step.Codes(codes, scales, table, chart, key, signed)
 
     def table_bytes(self, signed, stochastic):

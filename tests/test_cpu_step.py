@@ -115,6 +115,21 @@ def test_fp32_weights_are_written_with_the_bits_of_the_torch_code(kinds):
 
 
 @needs_kernel
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_autograd_sees_what_it_writes(kinds):
+    p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = AdamW([p], update="stochastic", **kinds)
+    loss = (p * p).sum()
+    states = [t for name, t in optimizer.state[p].items() if name != "step"]
+    before = [t._version for t in (p, *states)]
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(t._version > old for t, old in zip((p, *states), before, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@needs_kernel
 def test_the_number_of_threads_changes_no_bit(threads):
     threads(1)
     alone = trained(KINDS["int8"])
