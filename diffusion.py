@@ -249,12 +249,12 @@ class Generation(Task):
         return scores, {"samples": picture(images[: 10 * PREVIEW_ROWS], 10)}
 
     def reference(self):
-        """{"floor": scores of real training images, "ceiling": scores of noise}, against the held-out ones
-        and of the same count.
+        """{"floor": scores of real training images, "ceiling": scores of noise}, against the held-out ones,
+        with the labels of the samples.
         """
         if self._reference is None:
-            net, images, labels, real, _ = self._real()
-            self._reference = metrics.reference_scores(net, images, labels, real, count=self.config.samples)
+            wanted = self._wanted(self.config.samples, "cpu")
+            self._reference = metrics.reference_scores(*self._real()[:4], wanted=wanted)
         return self._reference
 
     def _real(self, device="cpu"):
@@ -265,7 +265,7 @@ class Generation(Task):
             c, d = self.config, self.data
             device = device if torch.device(device).type == "cuda" else "cpu"
             net = metrics.yardstick(d, f"{c.runs}/feature_nets").to(device)
-            images, labels = metrics.subset(d.train, c.samples)
+            images, labels = metrics.subset(d.train, 2 * c.samples)  # enough of each class
             self._yardstick = net, images, labels if d.num_classes else None, *metrics.subset(d.heldout)
         return self._yardstick
 

@@ -6,7 +6,8 @@ Two of torch's operations stand in the way of one fused kernel. Its lerp and add
 product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU is not correctly rounded
 where it comes from MKL (by the CPU, one value in 160 or in six differs in its last bit), while a compiled one
 is. So the step is three passes: moments, root, weights. The root is written into memory that is kept: new
-memory costs more than a pass, since the system clears each of its pages when it is first touched.
+memory costs more than a pass, since the system clears each of its pages when it is first touched. Where
+`in_one_pass` says so, `cpu_step` does all three in one: it calls MKL's root for what is in the cache.
 """
 
 import functools
@@ -16,9 +17,11 @@ import threading
 import torch
 
 if __package__:
+    from . import cpu_step
     from .average import move_along, part_of
     from .rounding import exact_weight, fused, write_weight
 else:
+    import cpu_step
     from average import move_along, part_of
     from rounding import exact_weight, fused, write_weight
 
@@ -94,16 +97,40 @@ def _weight_kernel(p, m, root, low, h, average):
     move_along(average, x, p, low)
 
 
+def in_one_pass(betas):
+    """Whether `cpu_step.adamw` has the bits of `moments` here, for these betas."""
+    return betas[0] > 0.5 and cpu_step.root() is not None and _known_to_cpu_step()
+
+
+@functools.cache
+def _known_to_cpu_step():
+    g, own, h = _trial()
+    theirs = [t.clone() for t in own]
+    moments(g, *theirs, h, BETAS, torch.empty_like(g))
+    cpu_step.adamw(torch.zeros_like(g), g, own, None, h, torch.zeros(3, dtype=torch.int32), False, exact=True)
+    return all(map(torch.equal, own, theirs))
+
+
+BETAS = 0.9, 0.999
+
+
+def _trial():
+    """(gradient, [m, v], numbers of a step) of some random values, to compare two ways to the moments."""
+    draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0), **PLAIN)
+    beta1, beta2 = BETAS
+    numbers = torch.tensor([1, 1, 1 - beta1, beta2, 1 - beta2, 1, 1, 0], **PLAIN)
+    return draw(), [draw(), draw().square()], numbers
+
+
 @functools.cache
 def rounds_once():
     """Whether `_moment_kernel` has the bits of `moments` here: that depends on torch and the compiler."""
-    draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0), **PLAIN)
-    betas, g, m, v = (0.9, 0.999), draw(), draw(), draw().square()
-    own, h = (m.clone(), v.clone()), torch.tensor([1, 1, 1 - betas[0], betas[1], 1 - betas[1]], **PLAIN)
-    moments(g, m, v, h, betas, torch.empty_like(v))
+    g, own, h = _trial()
+    theirs = [t.clone() for t in own]
+    moments(g, *theirs, h, BETAS, torch.empty_like(g))
     try:
         importlib.import_module("torch._inductor.inductor_prims")  # names prims.fma
         fused(_moment_kernel, g, *own, torch.empty_like(g), h, True)
     except (ImportError, AttributeError, RuntimeError):  # a torch that has no such operation
         return False
-    return torch.equal(own[0], m) and torch.equal(own[1], v)
+    return all(map(torch.equal, own, theirs))

@@ -27,9 +27,11 @@ import torch
 import torch.nn.functional as F
 
 if __package__:
+    from . import cpu_step
     from .machine import fp8_cores, quiet_import
     from .rounding import fused, noise_bits
 else:
+    import cpu_step
     from machine import fp8_cores, quiet_import
     from rounding import fused, noise_bits
 
@@ -75,6 +77,12 @@ class Format:
     def table_bytes(self, signed, stochastic):
         """Bytes of the tables that all moments of one kind share."""
         return 0
+
+    def by_cpu_step(self, codes, scales, signed, key):
+        """uint8 codes and their scales as `cpu_step` takes them, to be written by the noise of `key`; None
+        where it can't.
+        """
+        return None
 
     def encode(self, x, codes, scales, signed, key=None, compiled=True):
         """Write fp32 x [n] into codes and scales, in place.
@@ -270,6 +278,12 @@ class Table(Format):
             self.tables["line", signed, device] = broken_line(self._published(signed)).to(device)
         return self.tables["line", signed, device]
 
+    def by_cpu_step(self, codes, scales, signed, key):
+        if self.bits != 8 or key is None or not codes.is_cpu or cpu_step.library() is None:
+            return None
+        table, chart = self.table(signed, codes.device), cpu_step.chart_of(self, signed)
+        return None if chart is None else cpu_step.Codes(codes, scales, table, chart, key, signed)
+
     def table_bytes(self, signed, stochastic):
         cpu = torch.device("cpu")
         return self.table(signed, cpu).nbytes + (self.line(signed, cpu).nbytes if stochastic else 0)
@@ -278,6 +292,8 @@ class Table(Format):
         table = self.table(signed, x.device)
         if key is None:
             self._nearest(x, codes, scales, table, compiled)
+        elif compiled and (ours := self.by_cpu_step(codes, scales, signed, key)):
+            cpu_step.encode(x, ours)
         else:
             line = self.line(signed, x.device)
             fused(_stochastic_kernel(signed), x, codes, scales, table, line, key, compiled=compiled)

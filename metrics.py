@@ -182,21 +182,39 @@ def generation_scores(net: FeatureNet, samples: torch.Tensor, labels: torch.Tens
 
 
 def reference_scores(net: FeatureNet, train_images: torch.Tensor, train_labels: torch.Tensor | None,
-                     heldout_images: torch.Tensor, seed: int = 0, count: int | None = None) -> dict:
+                     heldout_images: torch.Tensor, seed: int = 0, wanted: torch.Tensor | None = None) -> dict:
     """{"floor", "ceiling"}: generation_scores of real training images, and of noise N(0, 1), for samples.
 
-    Both use `count` images, drawn without replacement by `seed`; all training images if None or more than
-    there are. Give the number of samples that will be scored: the Fréchet distance depends on it. A
-    stratified split is more alike than chance, so the floor of KID can be below 0. The net was fitted on the
-    training images, so the floor's label accuracy flatters; the held-out accuracy is what a perfect sampler
-    can reach.
+    wanted: int64 [N], the labels of the samples that will be scored. Both use N images, since the Fréchet
+    distance depends on their number, and the floor draws each class as often as the samples do, by `seed`,
+    without replacement: of a class with fewer images, all. All training images where it is None. A stratified
+    split is more alike than chance, so the floor of KID can be below 0. The net was fitted on the training
+    images, so the floor's label accuracy flatters; the held-out accuracy is what a perfect sampler can reach.
     """
     draw = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(train_images), generator=draw)[:count]
+    chosen = torch.randperm(len(train_images), generator=draw)
+    if wanted is not None:
+        chosen = _as_often(chosen, train_labels, wanted)
     labels = None if train_labels is None else train_labels[chosen]
     noise = torch.randn(len(chosen), *train_images.shape[1:], generator=draw)
     return {"floor": generation_scores(net, train_images[chosen], labels, heldout_images),
             "ceiling": generation_scores(net, noise, labels, heldout_images)}
+
+
+def _as_often(order: torch.Tensor, labels: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+    """The places in `order` int64 [M] whose labels come as often as in `wanted` int64 [N], the first ones.
+
+    labels: int64 [M], or None for a set without, whose first N places are taken.
+    """
+    if labels is None:
+        return order[: len(wanted)]
+    labels = labels.cpu()[order]
+    before = torch.zeros_like(labels)  # how many of its class stand before each place
+    for label in labels.unique():
+        own = labels == label
+        before[own] = torch.arange(int(own.sum()))
+    most = torch.bincount(wanted, minlength=int(labels.max()) + 1)
+    return order[before < most[labels]]
 
 
 # ---- Segmentation ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import operator
 import torch
 
 if __package__:
-    from . import exact_step
+    from . import cpu_step, exact_step
     from .average import EMA, move_along, part_of, triton_step
     from .buckets import Bucket, Table, scale_of
     from .exact_step import DECAY, SCALE
@@ -42,6 +42,7 @@ if __package__:
     )
     from .sharding import BLOCK, Rows, cut, exchange, grouped, is_spread, local, whole_alone, wrapped_states
 else:
+    import cpu_step
     import exact_step
     from average import EMA, move_along, part_of, triton_step
     from buckets import Bucket, Table, scale_of
@@ -399,11 +400,15 @@ class Rounded(torch.optim.Optimizer):
         h, key, low = table.numbers[row], table.keys[row], self._low(state)
         moments = [self._loaded(name, state, p.numel()) for name in self.moments]
         self.write(p, g, moments, low, h, key, self.param_groups[index], grad_scale, average)
-        coded = [name for name in self.coders if f"{name}_scale" in state]
-        for further, name in enumerate(coded, row + 1):
-            key = table.keys[further] if self.update == "stochastic" else None
+        for name, key in self._code_keys(state, table, row).items():
             value, signed = moments[self.moments.index(name)], self.signed.get(name, True)
             self.coders[name].encode(value, state[name], state[f"{name}_scale"], signed, key, self.compiled)
+
+    def _code_keys(self, state, table, row):
+        """{moment that is coded: key of the noise of its codes, or None where they are the nearest}."""
+        coded = [name for name in self.coders if f"{name}_scale" in state]
+        stochastic = self.update == "stochastic"
+        return {name: table.keys[at] if stochastic else None for at, name in enumerate(coded, row + 1)}
 
     def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
         """Update flat p [n], its moments (fp32 or bf16) and its low part, in place, from gradient g [n].
@@ -674,11 +679,35 @@ class AdamW(Rounded):
         v = h[4] * g * g + v * h[3]
         return (h[7] * m) / (v.sqrt() / h[5] + h[6]), (m, v)
 
-    def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
-        m, v = moments
+    def _apply(self, at, p, g, state, grad_scale, average=None):
+        _, table, row, index, _ = at
+        group, low = self.param_groups[index], self._low(state)
+        exact = self._exact(p, low, [state[name] for name in self.moments])
+        keys = self._code_keys(state, table, row)
+        moments = [self._in_place(name, state, keys) for name in self.moments]
+        able = self.compiled and cpu_step.fits(p, g) and not any(m is None for m in moments)
+        if not able or (exact and not exact_step.in_one_pass(group["betas"])):
+            return super()._apply(at, p, g, state, grad_scale, average)
+        how = dict(exact=exact, floored=exact_step.vanishes(group["betas"][1], group["eps"]))
+        stochastic = self.update == "stochastic"
+        cpu_step.adamw(p, g, moments, low, table.numbers[row], table.keys[row], stochastic, average, **how)
+
+    def _in_place(self, name, state, keys):
+        """A moment as `cpu_step` takes it: as it is held, None if those codes are not known there."""
+        if name not in keys:
+            return state[name]
+        codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
+        return self.coders[name].by_cpu_step(codes, scales, self.signed.get(name, True), keys[name])
+
+    def _exact(self, p, low, moments):
+        """Whether the step is to have the bits of torch.optim.AdamW: weights and moments are exact fp32."""
         writes_bf16 = p.dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
         stochastic = self.update == "stochastic" and writes_bf16
-        exact = not stochastic and m.dtype == v.dtype == torch.float32
+        return not stochastic and all(m.dtype in (torch.float32, torch.uint8) for m in moments)
+
+    def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
+        m, v = moments
+        exact = self._exact(p, low, moments)
         if p.is_cuda and self.compiled and (triton := triton_step()) and triton.fits(p, moments, low):
             exact = exact and group["betas"][0] > 0.5  # torch's lerp goes by another formula below
             return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact, average)

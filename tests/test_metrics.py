@@ -362,13 +362,38 @@ def test_scores_worsen_with_damage(digits, net, references):
     assert metrics.generation_scores(net, images, (labels + 1) % 10, heldout)["label_accuracy"] < 0.05
 
 
-def test_reference_scores_use_as_many_images_as_asked(digits, net, references):
-    few = metrics.reference_scores(net, *digits[:3], count=200)
+def test_reference_scores_use_as_many_images_as_there_are_samples(digits, net, references):
+    wanted = torch.arange(200) % 10
+    few = metrics.reference_scores(net, *digits[:3], wanted=wanted)
     assert few["floor"]["frechet"] > references["floor"]["frechet"]  # the bias of a small sample
-    assert few == metrics.reference_scores(net, *digits[:3], count=200)
-    other = metrics.reference_scores(net, *digits[:3], count=200, seed=1)
+    assert few == metrics.reference_scores(net, *digits[:3], wanted=wanted)
+    other = metrics.reference_scores(net, *digits[:3], wanted=wanted, seed=1)
     assert few["floor"] != other["floor"] and few["ceiling"] != other["ceiling"]
-    assert metrics.reference_scores(net, *digits[:3], count=10**6) == references
+    images, _, heldout = digits[:3]
+    unlabelled = metrics.reference_scores(net, images, None, heldout, wanted=torch.zeros(10**6).long())
+    assert unlabelled["floor"] == {**references["floor"], "label_accuracy": None}
+
+
+def test_the_floor_draws_each_class_as_often_as_the_samples_do(digits, net):
+    images, labels, heldout = digits[:3]
+    wanted = torch.tensor([3] * 40 + [7] * 10 + [0] * 10**4)
+    chosen = metrics._as_often(torch.randperm(len(labels), generator=draw()), labels, wanted)
+    counts = torch.bincount(labels[chosen], minlength=10)
+    zeros = int((labels == 0).sum())  # all there are
+    assert counts.tolist() == [zeros, 0, 0, 40, 0, 0, 0, 10, 0, 0]
+    assert len(chosen.unique()) == len(chosen)
+
+    def floors(draws):
+        return np.array([metrics.reference_scores(net, *digits[:3], **d)["floor"]["frechet"] for d in draws])
+
+    # 300 at random meet classes more or less often than the held-out images have them, and score worse for it
+    balanced = floors([{"seed": seed, "wanted": torch.arange(300) % 10} for seed in range(8)])
+    at_random = []
+    for seed in range(8):
+        some = torch.randperm(len(labels), generator=draw(seed))[:300]
+        scores = metrics.generation_scores(net, images[some], labels[some], heldout)
+        at_random.append(scores["frechet"])
+    assert balanced.mean() < 0.8 * np.mean(at_random)
 
 
 def test_samples_are_clamped_for_all_but_the_pixel_figures(digits, net):

@@ -1,0 +1,195 @@
+"""AdamW's step and the codes of its moments on a CPU, as one compiled pass with the bits of the torch code.
+Needs torch and GCC; copy it with cpu_step.cpp.
+
+    if fits(p, g):
+        adamw(p, g, moments, low, h, key, stochastic, average)   # flat, in place; h, key: rows of a Table
+
+torch.compile makes a kernel of the same step, in which reading tables is not vectorised and noise is hashed
+in several instructions more. This one is written by hand for AVX-512: the first call compiles it, some two
+seconds, and keeps the result beside torch's own compiled kernels. Where that can't be, `fits` says no and
+torch.compile does the step, with the same bits.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import increment_version
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# each operation rounds once: no product is contracted with a sum
+FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
+KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
+FEW = 1 << 15  # values below which a second thread costs more than it does
+
+
+# ---- The library -------------------------------------------------------------------------------------------
+
+
+class Moment(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("has_sign", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("data", "scales", "table", "chart", "key")),
+    ]
+
+
+TENSORS = "p", "g", "l", "shadow", "h", "average_h", "key", "average_key"
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        ("n", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("weight", "gradient", "low", "stochastic", "average")),
+        *((name, ctypes.c_int32) for name in ("average_stochastic", "threads", "exact", "floored")),
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        ("root", ctypes.c_void_p),
+        ("moments", Moment * 2),
+    ]
+
+
+@functools.cache
+def library():
+    """The compiled cpu_step.cpp; None where the CPU has no AVX-512, or there is no GCC."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    try:
+        return ctypes.CDLL(str(_built()))
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+
+
+def _built():
+    """The path of the compiled library. Raises what `library` catches."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compiler = cpp_builder.get_cpp_compiler()
+    if not cpp_builder.is_gcc():
+        raise RuntimeError(f"{compiler} is not GCC")
+    target = subprocess.run([compiler, *FLAGS, "-Q", "--help=target"], check=True, capture_output=True).stdout
+    name = hashlib.sha256(SOURCE.read_bytes() + target + " ".join(FLAGS).encode()).hexdigest()[:20]
+    path = Path(cache_dir()) / "cpu_step" / f"{name}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")  # processes that build it together do not meet
+        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(own)], check=True, capture_output=True)
+        own.replace(path)
+    return path
+
+
+@functools.cache
+def root():
+    """The address of the function that torch.sqrt calls on a CPU, MKL's; 0 where torch rounds roots to the
+    nearest, as the CPU does; None where it does neither.
+    """
+    x = torch.rand(1 << 14, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    wanted = torch.sqrt(x)
+    if torch.equal(wanted, torch.sqrt(x.double()).float()):
+        return 0
+    try:
+        found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).vmsSqrt
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    own = torch.empty_like(x)
+    found(x.numel(), x.data_ptr(), own.data_ptr(), MODE)
+    return ctypes.cast(found, ctypes.c_void_p).value if torch.equal(own, wanted) else None
+
+
+MODE = 0x140102  # VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE, as torch calls it
+
+
+# ---- The step ----------------------------------------------------------------------------------------------
+
+
+def fits(p, g):
+    """Whether `adamw` can take weights p and gradients g: flat tensors, on a CPU that has what it needs."""
+    return p.is_cpu and {p.dtype, g.dtype} <= {torch.float32, torch.bfloat16} and library() is not None
+
+
+def adamw(p, g, moments, low, h, key, stochastic, average=None, exact=False, floored=False):
+    """One step on flat p [n], its two moments and its low part, in place.
+
+    exact: with the bits of torch's lerp, addcmul and sqrt, see exact_step; `floored` as its `vanishes` says.
+    moments: two of fp32 or bf16 [n], or `Codes`. h: fp32, the numbers of `AdamW.numbers` behind decay and
+    scale. key: int32, see `rounding.noise_bits`. average: what moves along, see average.EMA.along, or None.
+    """
+    flat, average_h, average_key, own = average or (None, None, None, False)
+    tensors = p, g, low, flat, h, average_h, key, average_key
+    kinds = (KINDS[None if t is None else t.dtype] for t in (p, g, low))
+    step = Step(p.numel(), *kinds, stochastic, KINDS[None if flat is None else flat.dtype], own)
+    step.threads, step.exact, step.floored = _threads(p.numel()), exact, floored
+    step.root = root() or None if exact else None
+    for name, t in zip(TENSORS, tensors, strict=True):
+        setattr(step, name, None if t is None else t.data_ptr())
+    step.moments = tuple(_moment(m) for m in moments)
+    library().adamw(ctypes.byref(step))
+    _written(p, low, flat, *moments)
+
+
+class Codes(NamedTuple):
+    """A moment in codes of 8 bits, and what writes it: uint8 [n], scales fp32 [n / 256], what codes stand for
+    fp32 [256], the `chart` of that table's line, the key of the noise int32 [3], and whether it has a sign.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    table: torch.Tensor
+    chart: torch.Tensor
+    key: torch.Tensor
+    signed: bool
+
+
+def encode(x, codes):
+    """Write fp32 x [n] into `codes`, stochastically."""
+    n = x.numel()
+    moment = ctypes.byref(_moment(codes))
+    library().encode_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(n), moment, _threads(n))
+    _written(codes)
+
+
+@functools.cache
+def chart_of(coder, signed):
+    """The `chart` of a format with tables, kept for the process."""
+    return chart(coder.line(signed, torch.device("cpu")))
+
+
+def chart(line):
+    """fp32 [80]: a `formats.broken_line` [S, 3] as vectors of sixteen; None if it does not fit into them.
+
+    Slot 0 is all below the first row, slots 1 to S are the rows. Four vectors give the start of each slot,
+    that of the next, its code and its rise. The last holds, in 16 bits each, the slot in which the powers of
+    two from 2^-31 to 1 lie: a value goes on from there, past two rows at most.
+    """
+    value, first, rise = (torch.cat([torch.zeros(1), column]) for column in line.unbind(1))
+    powers = 2.0 ** torch.arange(-31, 2)
+    slots = torch.searchsorted(line[:, 0].contiguous(), powers, right=True)
+    if len(value) > 16 or slots.diff().max() > 2 or slots[0] != (line[:, 0] <= 0).sum():
+        return None
+    after = torch.cat([value[1:], torch.tensor([torch.inf])])
+    rows = [F.pad(row, (0, 16 - len(row)), value=torch.inf) for row in (value, after, first, rise)]
+    return torch.cat([*rows, slots[:32].to(torch.int16).view(torch.float32)])
+
+
+def _moment(m):
+    if isinstance(m, Codes):
+        return Moment(KINDS[m.data.dtype], m.signed, *(t.data_ptr() for t in m[:5]))
+    return Moment(KINDS[m.dtype], False, m.data_ptr())
+
+
+def _written(*changed):
+    """Tell autograd, which sees no write by pointer: a backward that needs the old values is an error."""
+    for t in changed:
+        if t is not None:
+            increment_version(t[:2] if isinstance(t, Codes) else t)
+
+
+def _threads(n):
+    return 1 if n < FEW else torch.get_num_threads()

@@ -1,0 +1,215 @@
+"""The compiled pass of AdamW's step on a CPU: its bits against those of the torch code, and the step without
+it.
+"""
+
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from common import draw
+from step_cases import AVERAGES, CASES, differing, step
+
+import cpu_step
+import optim
+from formats import FORMATS
+from optim import EMA, AdamW
+from rounding import noise_key
+
+CPU = torch.device("cpu")
+needs_kernel = pytest.mark.skipif(cpu_step.library() is None, reason="needs AVX-512 and GCC")
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nearest_root(monkeypatch):
+    """The torch code without torch.compile, with the nearest root that a compiled one has: MKL misses it in
+    one of 160.
+    """
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda v: torch.from_numpy(np.sqrt(v.numpy())))
+
+
+# ---- The step ----------------------------------------------------------------------------------------------
+
+
+def eager(p, g, moments, low, h, key, optimizer, average):
+    stochastic = optimizer.update == "stochastic"
+    optim._kernel(optimizer.direction)(p, g, moments, low, h, key, stochastic, average)
+
+
+def by_cpu_step(p, g, moments, low, h, key, optimizer, average):
+    cpu_step.adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", average)
+
+
+@needs_kernel
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_step_has_the_bits_of_the_torch_code(case, nearest_root):
+    for average in AVERAGES:
+        assert differing(step(case, average, eager), step(case, average, by_cpu_step)) == 0, average
+
+
+KINDS = {
+    "int8": dict(exp_avg="int8", exp_avg_sq="int8"),
+    "one in bf16": dict(exp_avg="int8", exp_avg_sq="bf16"),
+    "another in fp32": dict(exp_avg="fp32", exp_avg_sq="int8"),
+    "int8 and a split master": dict(exp_avg="int8", exp_avg_sq="int8", master="split"),
+    "int8 and Kahan": dict(exp_avg="int8", exp_avg_sq="int8", kahan=True),
+    "bf16": dict(exp_avg="bf16", exp_avg_sq="bf16"),
+    "exact": dict(master="split"),
+}
+
+
+def trained(kinds, steps=5, dtype=torch.bfloat16, spoilt=False):
+    """[tensor]: weights, states and an average after some steps of tensors of many sizes."""
+    shapes = (300, 231), (4096,), (5000,), (33, 17), (7,), (2**20 + 300,)
+    weights = [draw(*shape, seed=i, scale=0.05).to(dtype) for i, shape in enumerate(shapes)]
+    params = [torch.nn.Parameter(weight) for weight in weights]
+    optimizer = AdamW(params, lr=1e-3, weight_decay=0.1, update="stochastic", seed=3, **kinds)
+    average = EMA([(str(i), p) for i, p in enumerate(params)], 0.9, low_part=optimizer.low_part)
+    optimizer.average = average
+    for at in range(steps):
+        for i, p in enumerate(params):
+            size = 10 ** (-6 * torch.rand(p.shape, generator=torch.Generator().manual_seed(at)))
+            p.grad = (draw(*p.shape, seed=100 * at + i) * size).to(dtype)
+            if spoilt and at == 2:
+                p.grad.view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        optimizer.step(grad_scale=0.5 if at == 1 else 1.0)
+        average.update()
+    states = [t for p in params for name, t in sorted(optimizer.state[p].items()) if name != "step"]
+    return [p.detach() for p in params] + states + list(average.shadow.values())
+
+
+@needs_kernel
+@pytest.mark.parametrize("spoilt", (False, True), ids=("finite", "with NaN and infinities"))
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_an_optimiser_writes_the_same_bits_without_it(kinds, spoilt, nearest_root):
+    ours = trained(kinds, spoilt=spoilt)
+    assert differing(ours, trained({**kinds, "compiled": False}, spoilt=spoilt)) == 0
+
+
+@needs_kernel
+def test_it_is_what_steps(monkeypatch):
+    calls = []
+    monkeypatch.setattr(cpu_step, "adamw", lambda *args, **how: calls.append(args))
+    monkeypatch.setattr(optim, "fused", None)
+    for kinds in ("int8", "bf16", "exact"):
+        calls.clear()
+        trained(KINDS[kinds], steps=1)
+        assert calls
+
+
+@needs_kernel
+@pytest.mark.parametrize("kinds", ({}, KINDS["int8"]), ids=("fp32 moments", "int8"))
+def test_fp32_weights_are_written_with_the_bits_of_the_torch_code(kinds):
+    """Those of torch.optim.AdamW, see test_adamw.py."""
+    ours = trained(kinds, dtype=torch.float32)
+    assert differing(ours, trained({**kinds, "compiled": False}, dtype=torch.float32)) == 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_autograd_sees_what_it_writes(kinds):
+    p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = AdamW([p], update="stochastic", **kinds)
+    loss = (p * p).sum()
+    states = [t for name, t in optimizer.state[p].items() if name != "step"]
+    before = [t._version for t in (p, *states)]
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(t._version > old for t, old in zip((p, *states), before, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@needs_kernel
+def test_the_number_of_threads_changes_no_bit(threads):
+    threads(1)
+    alone = trained(KINDS["int8"])
+    threads(3)
+    assert differing(alone, trained(KINDS["int8"])) == 0
+
+
+# ---- Codes -------------------------------------------------------------------------------------------------
+
+
+def both(x, signed, seed=0):
+    """((codes, scales) by the torch code, the same by cpu_step) of fp32 x [n]."""
+    coder, key = FORMATS["int8"], noise_key(seed, 2, 3)
+    theirs, ours = coder.new(x.numel(), CPU), coder.new(x.numel(), CPU)
+    coder.encode(x, *theirs, signed, key, compiled=False)
+    cpu_step.encode(x, coder.by_cpu_step(*ours, signed, key))
+    return theirs, ours
+
+
+@needs_kernel
+@pytest.mark.parametrize("signed", (True, False))
+@pytest.mark.parametrize("n", (1, 15, 256, 1000, 2**16 + 77))
+def test_codes_have_the_bits_of_the_torch_code(n, signed):
+    x = draw(n, seed=1) * 10 ** (-9 * torch.rand(n, generator=torch.Generator().manual_seed(1)))
+    x = x if signed else x.abs()
+    x[::7] = 0
+    for spoilt in (False, True):
+        if spoilt:
+            x[n // 2 :: 300], x[n // 3 :: 300], x[n // 4 :: 300] = torch.nan, torch.inf, 1e-41
+        theirs, ours = both(x, signed)
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+
+
+@needs_kernel
+@pytest.mark.parametrize("signed", (True, False))
+def test_every_stretch_of_codes_is_found(signed):
+    """Values at each end of a stretch, a bit below and above, in a block whose largest is 1."""
+    ends = FORMATS["int8"].line(signed, CPU)[:, 0]
+    above, below = (ends.nextafter(torch.tensor(end)) for end in (2.0, -1.0))
+    near = torch.cat([ends, above, below.clamp(min=0)])
+    x = torch.cat([near, -near if signed else near, torch.ones(1), torch.zeros(256 - 2 * len(near) - 1)])
+    for seed in range(20):
+        theirs, ours = both(x, signed, seed)
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+
+
+def test_packed_codes_and_the_nearest_ones_are_left_to_others():
+    for name, key in (("int4", noise_key(0, 0)), ("e4m3", noise_key(0, 0)), ("int8", None)):
+        coder = FORMATS[name]
+        assert coder.by_cpu_step(*coder.new(4096, CPU), True, key) is None
+
+
+def test_a_table_with_three_ends_within_a_power_of_two_has_no_chart():
+    line = torch.tensor([[0.0, 0, 1], [0.3, 1, 2], [0.4, 2, 3]])
+    assert cpu_step.chart(line) is not None
+    line = torch.cat([line, torch.tensor([[0.45, 3, 4.0]])])
+    assert cpu_step.chart(line) is None
+
+
+# ---- Where it can't be -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def afresh():
+    cpu_step.library.cache_clear()
+    yield
+    cpu_step.library.cache_clear()
+
+
+def test_a_cpu_without_avx512_does_without(afresh, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert cpu_step.library() is None
+    assert not cpu_step.fits(torch.zeros(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("error", (subprocess.CalledProcessError(1, "g++"), OSError("no such file")), ids=str)
+def test_a_compiler_that_fails_leaves_the_step_to_torch(afresh, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(cpu_step.subprocess, "run", fail)
+    assert cpu_step.library() is None
+    assert torch.isfinite(trained(KINDS["int8"], steps=1)[0].float()).all()
