@@ -59,8 +59,8 @@ FOLDER = ROOT / "experiments" / "bench"
 # the files that a figure depends on
 SOURCES = (
     *("bench_common", "bench_gpu", "models", "attention", "machine", "rounding", "formats", "method"),
-    *("buckets", "optim", "exact_step", "triton_step", "optimizers", "average", "sharding", "release"),
-    *("offload", "peers"),
+    *("buckets", "optim", "cpu_step", "exact_step", "triton_step", "optimizers", "average", "sharding"),
+    *("release", "offload", "peers"),
     *("writes", "flops", "ledger", "fp8", "fp8_layers", "sparsity", "recipes", "cast", "precision"),
 )
 

@@ -1,6 +1,7 @@
 // AdamW's step and the codes of its moments on a CPU with AVX-512, in one pass, with the bits of optim.py,
-// rounding.py and formats.py. cpu_step.py compiles it and says what the fields hold. GCC alone: sixteen values
-// are one of its vectors, (F) and (I) read the bits of one as the other, and `mask ? a : b` picks by lane.
+// rounding.py and formats.py. cpu_step.py compiles it and says what the fields hold. GCC alone: sixteen
+// values are one of its vectors, (F) and (I) read the bits of one as the other, and `mask ? a : b` picks by
+// lane.
 
 #include <cstdint>
 #include <immintrin.h>
@@ -10,16 +11,17 @@ typedef int32_t I __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 
 enum Kind { NONE, FP32, BF16, INT16, CODES };
-// values of a vector, of a block of codes, and of what a thread takes at once: that stays in its first cache
-const int LANES = 16, BLOCK = 256, CHUNK = 1024;
+// values of a vector, of the largest block of codes, and of what a thread takes at once: whole blocks, which
+// stay in its caches and are worth a call of MKL
+const int LANES = 16, BLOCK = 256, CHUNK = 4096;
 const F INFINITE = F{} + __builtin_inff();
 const float SMALLEST = 0x1p-126f;  // normal number, see exact_step.vanishes
 
 struct Moment {
-    int32_t kind, has_sign;
-    void* data;
+    int32_t kind, bits, has_sign;
+    void* data;          // codes of 4 bits: two to a byte, the first above the second
     float* scales;       // one a block
-    const float* table;  // [256] what the codes stand for
+    const float* table;  // [2^bits] what the codes stand for
     const float* chart;  // [80] the table's broken line, see cpu_step.chart
     const int32_t* key;  // [3] of the noise of the codes
 };
@@ -57,7 +59,7 @@ static inline void write_int16(void* to, int64_t at, Mask mask, I x) {
     _mm256_mask_storeu_epi16((int16_t*)to + at, mask, _mm512_cvtepi32_epi16((__m512i)x));
 }
 
-// ---- Noise and rounding, as in rounding.py -----------------------------------------------------------------
+// ---- Noise and rounding, as in rounding.py ----------------------------------------------------------------
 
 static inline U mix(U h) {
     h = (h ^ (h >> 16)) * 0x7FEB352Du;
@@ -93,7 +95,7 @@ static inline F write(int kind, void* to, int64_t at, Mask mask, F x, bool stoch
     return x;
 }
 
-// ---- Weights: rounding.exact_weight, write_weight and written ----------------------------------------------
+// ---- Weights: rounding.exact_weight, write_weight and written ---------------------------------------------
 
 static inline F held(const Step& s, int64_t at, Mask mask) {
     F p = read(s.weight, s.p, at, mask);
@@ -128,16 +130,39 @@ static inline F write_weight(const Step& s, int64_t at, Mask mask, F x, U first)
     return x;
 }
 
-// ---- Codes: formats.stochastic_codes -----------------------------------------------------------------------
+// ---- Codes: formats.stochastic_codes ----------------------------------------------------------------------
+
+static inline int block_of(const Moment& m) { return m.bits == 8 ? 256 : 128; }
+
+// The bytes that pairs of values fill
+static inline Mask bytes_of(Mask mask) { return first_of((__builtin_popcount(mask) + 1) / 2); }
+
+static inline F pick(F from, I places) { return (F)_mm512_permutexvar_ps((__m512i)places, (__m512)from); }
 
 static inline F decoded(const Moment& m, int64_t at, Mask mask) {
-    I code = (I)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, (const uint8_t*)m.data + at));
-    return (F)_mm512_i32gather_ps((__m512i)code, m.table, 4) * m.scales[at / BLOCK];
+    if (m.bits == 8) {
+        I code = (I)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, (const uint8_t*)m.data + at));
+        return (F)_mm512_i32gather_ps((__m512i)code, m.table, 4) * m.scales[at / block_of(m)];
+    }
+    __m128i pairs = _mm_maskz_loadu_epi8(bytes_of(mask), (const uint8_t*)m.data + at / 2);
+    __m128i wide = _mm_cvtepu8_epi16(pairs);
+    __m128i apart = _mm_or_si128(_mm_srli_epi16(wide, 4), _mm_slli_epi16(wide, 8));
+    I code = (I)_mm512_cvtepu8_epi32(apart) & 15;
+    return pick((F)_mm512_loadu_ps(m.table), code) * m.scales[at / block_of(m)];
+}
+
+// Write sixteen codes
+static inline void write_codes(const Moment& m, int64_t at, Mask mask, I code) {
+    __m128i narrow = _mm512_cvtepi32_epi8((__m512i)code);
+    if (m.bits == 8) {
+        _mm_mask_storeu_epi8((uint8_t*)m.data + at, mask, narrow);
+    } else {
+        __m128i pairs = _mm_or_si128(_mm_slli_epi16(narrow, 4), _mm_srli_epi16(narrow, 8));
+        _mm_mask_storeu_epi8((uint8_t*)m.data + at / 2, bytes_of(mask), _mm_cvtepi16_epi8(pairs));
+    }
 }
 
 static inline F finite(F x) { return (F)((I)x & 0x7FFFFFFF) < INFINITE ? x : F{}; }
-
-static inline F pick(F from, I places) { return (F)_mm512_permutexvar_ps((__m512i)places, (__m512)from); }
 
 static void encode(const Moment& m, const F* x, int64_t at, int n) {
     F low{}, high{};
@@ -152,7 +177,7 @@ static void encode(const Moment& m, const F* x, int64_t at, int n) {
         float other = low[lane] / m.table[0];
         scale = other > scale ? other : scale;
     }
-    m.scales[at / BLOCK] = scale;
+    m.scales[at / block_of(m)] = scale;
 
     auto row = [&m](int i) { return (F)_mm512_loadu_ps(m.chart + i * LANES); };
     const F value = row(0), next = row(1), first = row(2), rise = row(3);
@@ -177,18 +202,23 @@ static void encode(const Moment& m, const F* x, int64_t at, int n) {
 
         I code = __builtin_convertvector(exact, I);
         code -= exact - __builtin_convertvector(code, F) > uniform[k / LANES];
-        int zero = BLOCK / 2 - 1;
+        int last = (1 << m.bits) - 1, zero = last / 2;
         if (m.has_sign)
             code = y < 0 ? zero - code : zero + code;
         else
             code = (y > 0) & (code == 0) & (int)-(m.table[0] == 0) ? I{} + 1 : code;
-        code = code < 0 ? I{} : code > 255 ? I{} + 255 : code;
-        __m128i narrow = _mm512_cvtepi32_epi8((__m512i)code);
-        _mm_mask_storeu_epi8((uint8_t*)m.data + at + k, first_of(n - k), narrow);
+        code = code < 0 ? I{} : code > last ? I{} + last : code;
+        write_codes(m, at + k, first_of(n - k), code);
     }
 }
 
-// ---- The step ----------------------------------------------------------------------------------------------
+// Write n values from `at` on, the first of a block, block by block
+static void encode_blocks(const Moment& m, const F* x, int64_t at, int n) {
+    for (int k = 0, block = block_of(m); k < n; k += block)
+        encode(m, x + k / LANES, at + k, n - k < block ? n - k : block);
+}
+
+// ---- The step ---------------------------------------------------------------------------------------------
 
 static const int64_t MODE = 0x140102;  // of MKL, as torch calls it: high accuracy, denormals kept, no errors
 
@@ -230,8 +260,9 @@ static void step_chunk(const Step s, int64_t start, int n) {
         F now[2] = {m, v};
         U low = s.stochastic ? first[i] : U{}, bits[2] = {low >> 16, s.stochastic ? second[i] : U{}};
         for (int j = 0; j < 2; j++) {
-            kept[j][i] = (F)_mm512_maskz_mov_ps(mask, (__m512)now[j]);  // zeros beyond the last, for a scale
             const Moment& to = s.moments[j];
+            if (s.root || to.kind == CODES)  // with zeros beyond the last value, for a scale
+                kept[j][i] = (F)_mm512_maskz_mov_ps(mask, (__m512)now[j]);
             if (to.kind != CODES)
                 write(to.kind, to.data, at, mask, now[j], s.stochastic, bits[j]);
         }
@@ -245,8 +276,7 @@ static void step_chunk(const Step s, int64_t start, int n) {
         for (int i = 0; i * LANES < n; i++) weight(i, kept[0][i], root[i], s.stochastic ? first[i] : U{});
     }
     for (int j = 0; j < 2; j++)
-        for (int k = 0; k < n && s.moments[j].kind == CODES; k += BLOCK)
-            encode(s.moments[j], kept[j] + k / LANES, start + k, n - k < BLOCK ? n - k : BLOCK);
+        if (s.moments[j].kind == CODES) encode_blocks(s.moments[j], kept[j], start, n);
 }
 
 template <class Work> static void in_chunks(int64_t n, int threads, Work work) {
@@ -267,7 +297,6 @@ extern "C" void encode_all(const float* x, int64_t n, const Moment* m, int threa
         F values[CHUNK / LANES];
         for (int k = 0; k < n; k += LANES)
             values[k / LANES] = read(FP32, x, start + k, first_of(n - k));
-        for (int k = 0; k < n; k += BLOCK)
-            encode(*m, values + k / LANES, start + k, n - k < BLOCK ? n - k : BLOCK);
+        encode_blocks(*m, values, start, n);
     });
 }

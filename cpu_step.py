@@ -34,8 +34,7 @@ FEW = 1 << 15  # values below which a second thread costs more than it does
 
 class Moment(ctypes.Structure):
     _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("has_sign", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("kind", "bits", "has_sign")),
         *((name, ctypes.c_void_p) for name in ("data", "scales", "table", "chart", "key")),
     ]
 
@@ -135,8 +134,9 @@ def adamw(p, g, moments, low, h, key, stochastic, average=None, exact=False, flo
 
 
 class Codes(NamedTuple):
-    """A moment in codes of 8 bits, and what writes it: uint8 [n], scales fp32 [n / 256], what codes stand for
-    fp32 [256], the `chart` of that table's line, the key of the noise int32 [3], and whether it has a sign.
+    """A moment in codes of 8 or 4 bits, as `formats.Int8` and `Int4` have them, and what writes it: codes
+    uint8, scales fp32, what codes stand for fp32 [2^bits], the `chart` of that table's line, the key of the
+    noise int32 [3], and whether it has a sign.
     """
 
     data: torch.Tensor
@@ -180,8 +180,9 @@ def chart(line):
 
 def _moment(m):
     if isinstance(m, Codes):
-        return Moment(KINDS[m.data.dtype], m.signed, *(t.data_ptr() for t in m[:5]))
-    return Moment(KINDS[m.dtype], False, m.data_ptr())
+        bits = len(m.table).bit_length() - 1
+        return Moment(KINDS[m.data.dtype], bits, m.signed, *(t.data_ptr() for t in m[:5]))
+    return Moment(KINDS[m.dtype], 0, False, m.data_ptr())
 
 
 def _written(*changed):

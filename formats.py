@@ -279,7 +279,7 @@ class Table(Format):
         return self.tables["line", signed, device]
 
     def by_cpu_step(self, codes, scales, signed, key):
-        if self.bits != 8 or key is None or not codes.is_cpu or cpu_step.library() is None:
+        if key is None or not codes.is_cpu or cpu_step.library() is None:
             return None
         table, chart = self.table(signed, codes.device), cpu_step.chart_of(self, signed)
         return None if chart is None else cpu_step.Codes(codes, scales, table, chart, key, signed)

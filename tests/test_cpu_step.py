@@ -61,6 +61,8 @@ KINDS = {
     "another in fp32": dict(exp_avg="fp32", exp_avg_sq="int8"),
     "int8 and a split master": dict(exp_avg="int8", exp_avg_sq="int8", master="split"),
     "int8 and Kahan": dict(exp_avg="int8", exp_avg_sq="int8", kahan=True),
+    "int4": dict(exp_avg="int4", exp_avg_sq="int4"),
+    "4 and 8 bits": dict(exp_avg="int4", exp_avg_sq="int8"),
     "bf16": dict(exp_avg="bf16", exp_avg_sq="bf16"),
     "exact": dict(master="split"),
 }
@@ -140,9 +142,9 @@ def test_the_number_of_threads_changes_no_bit(threads):
 # ---- Codes -------------------------------------------------------------------------------------------------
 
 
-def both(x, signed, seed=0):
+def both(form, x, signed, seed=0):
     """((codes, scales) by the torch code, the same by cpu_step) of fp32 x [n]."""
-    coder, key = FORMATS["int8"], noise_key(seed, 2, 3)
+    coder, key = FORMATS[form], noise_key(seed, 2, 3)
     theirs, ours = coder.new(x.numel(), CPU), coder.new(x.numel(), CPU)
     coder.encode(x, *theirs, signed, key, compiled=False)
     cpu_step.encode(x, coder.by_cpu_step(*ours, signed, key))
@@ -150,34 +152,36 @@ def both(x, signed, seed=0):
 
 
 @needs_kernel
+@pytest.mark.parametrize("form", ("int8", "int4"))
 @pytest.mark.parametrize("signed", (True, False))
 @pytest.mark.parametrize("n", (1, 15, 256, 1000, 2**16 + 77))
-def test_codes_have_the_bits_of_the_torch_code(n, signed):
+def test_codes_have_the_bits_of_the_torch_code(n, signed, form):
     x = draw(n, seed=1) * 10 ** (-9 * torch.rand(n, generator=torch.Generator().manual_seed(1)))
     x = x if signed else x.abs()
     x[::7] = 0
     for spoilt in (False, True):
         if spoilt:
             x[n // 2 :: 300], x[n // 3 :: 300], x[n // 4 :: 300] = torch.nan, torch.inf, 1e-41
-        theirs, ours = both(x, signed)
+        theirs, ours = both(form, x, signed)
         assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
 
 
 @needs_kernel
+@pytest.mark.parametrize("form", ("int8", "int4"))
 @pytest.mark.parametrize("signed", (True, False))
-def test_every_stretch_of_codes_is_found(signed):
+def test_every_stretch_of_codes_is_found(signed, form):
     """Values at each end of a stretch, a bit below and above, in a block whose largest is 1."""
-    ends = FORMATS["int8"].line(signed, CPU)[:, 0]
+    ends = FORMATS[form].line(signed, CPU)[:, 0]
     above, below = (ends.nextafter(torch.tensor(end)) for end in (2.0, -1.0))
     near = torch.cat([ends, above, below.clamp(min=0)])
     x = torch.cat([near, -near if signed else near, torch.ones(1), torch.zeros(256 - 2 * len(near) - 1)])
     for seed in range(20):
-        theirs, ours = both(x, signed, seed)
+        theirs, ours = both(form, x, signed, seed)
         assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
 
 
-def test_packed_codes_and_the_nearest_ones_are_left_to_others():
-    for name, key in (("int4", noise_key(0, 0)), ("e4m3", noise_key(0, 0)), ("int8", None)):
+def test_floats_of_8_bits_and_the_nearest_codes_are_left_to_others():
+    for name, key in (("e4m3", noise_key(0, 0)), ("int8", None), ("int4", None)):
         coder = FORMATS[name]
         assert coder.by_cpu_step(*coder.new(4096, CPU), True, key) is None
 
@@ -207,9 +211,9 @@ def test_a_cpu_without_avx512_does_without(afresh, monkeypatch):
 
 @pytest.mark.parametrize("error", (subprocess.CalledProcessError(1, "g++"), OSError("no such file")), ids=str)
 def test_a_compiler_that_fails_leaves_the_step_to_torch(afresh, monkeypatch, error):
-    def fail(*args, **kwargs):
+    def fail():
         raise error
 
-    monkeypatch.setattr(cpu_step.subprocess, "run", fail)
+    monkeypatch.setattr(cpu_step, "_built", fail)
     assert cpu_step.library() is None
     assert torch.isfinite(trained(KINDS["int8"], steps=1)[0].float()).all()

@@ -37,6 +37,11 @@ def library(name="precision", above=()):
     return [*found, name]
 
 
+def files_of(name):
+    """A module's file, and the C++ that it compiles where it has some."""
+    return [path for path in (ROOT / f"{name}.py", ROOT / f"{name}.cpp") if path.exists()]
+
+
 WATCH = [name for name in library("watch") if name not in library()]  # for the Watch alone
 LIBRARY = [*library(), *WATCH]
 
@@ -139,8 +144,8 @@ def elsewhere(tmp_path_factory):
     project = tmp_path_factory.mktemp("project")
     (project / "mylib").mkdir()
     (project / "mylib" / "__init__.py").touch()
-    for name in LIBRARY:
-        shutil.copy(ROOT / f"{name}.py", project / "mylib")
+    for path in (path for name in LIBRARY for path in files_of(name)):
+        shutil.copy(path, project / "mylib")
     (project / "main.py").write_text(SCRIPT)
     (project / "work").mkdir()
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSTARTUP")}

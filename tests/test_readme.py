@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_package import LIBRARY, WATCH
+from test_package import LIBRARY, WATCH, files_of
 
 import bench
 import bench_memory
@@ -297,8 +297,9 @@ def test_no_table_of_figures_that_nobody_measured_is_shown():
 
 def test_the_files_of_the_library_are_all_that_precision_and_watch_import():
     *lines, last = README.split("<!-- library -->\n```\n")[1].split("\n```")[0].splitlines()
-    assert sorted(last.split()) == sorted(f"{name}.py" for name in WATCH)
-    assert sorted(" ".join(lines).split()) == sorted({f"{name}.py" for name in LIBRARY} - set(last.split()))
+    assert sorted(last.split()) == sorted(path.name for name in WATCH for path in files_of(name))
+    wanted = {path.name for name in LIBRARY for path in files_of(name)}
+    assert sorted(" ".join(lines).split()) == sorted(wanted - set(last.split()))
 
 
 def test_every_file_stands_in_the_readme():
