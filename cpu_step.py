@@ -4,10 +4,10 @@ Needs torch and GCC; copy it with cpu_step.cpp.
     if fits(p, g):
         adamw(p, g, moments, low, h, key, stochastic, average)   # flat, in place; h, key: rows of a Table
 
-torch.compile makes a kernel of the same step, in which reading tables is not vectorised and noise is hashed
-in several instructions more. This one is written by hand for AVX-512: the first call compiles it, some two
-seconds, and keeps the result beside torch's own compiled kernels. Where that can't be, `fits` says no and
-torch.compile does the step, with the same bits.
+torch.compile makes a kernel of the same step, whose one loop waits for each hash of noise, and which can't
+vectorise the reading of tables. This one is written by hand for AVX-512: the first call compiles it, which
+takes some seconds, and keeps the result beside torch's own compiled kernels. Where that can't be, `fits` says
+no and torch.compile does the step, with the same bits.
 """
 
 import ctypes
