@@ -109,6 +109,7 @@ BENCH_NAMES = {
     "ours, `--kahan`": "kahan",
     "ours, `--master split`": "split",
     "ours, `--stochastic --opt8bit`": "stochastic-8bit",
+    "ours, `--stochastic --opt4bit`": "stochastic-4bit",
     "torchastic": "torchastic",
     "torchao, stochastic": "torchao",
     "torch-optimi, Kahan": "optimi",
@@ -136,7 +137,7 @@ def test_the_loops_in_the_readme_are_the_recorded_ones():
     for net in bench_peers.NETS:
         head, *lines = bench_peers.table_of([row for row in results if row["net"] == net]).splitlines()
         assert "\n".join([head.replace("loop", net, 1), *lines]) in SPEED, net
-    older = json.loads((ROOT / "experiments" / "bench" / "cpu-peers-intel.json").read_text())["results"]
+    older = json.loads((ROOT / "experiments" / "bench" / "cpu-peers-amd.json").read_text())["results"]
     ratio = {(row["loop"], row["net"]): f"{row['ratio']:.2f}" for row in older if row["kind"] == "bf16"}
     ours, bare = ([ratio[loop, net] for net in bench_peers.NETS] for loop in ("ours", "bare loop"))
     said = " ".join(SPEED.split())
