@@ -142,7 +142,7 @@ class Codes(NamedTuple):
     data: torch.Tensor
     scales: torch.Tensor
     table: torch.Tensor
-    chart: torch.Tensor
+    chart: ctypes.Array
     key: torch.Tensor
     signed: bool
 
@@ -155,10 +155,14 @@ def encode(x, codes):
     _written(codes)
 
 
-@functools.cache
-def chart_of(coder, signed):
-    """The `chart` of a format with tables, kept for the process."""
-    return chart(coder.line(signed, torch.device("cpu")))
+@functools.lru_cache(maxsize=16)
+def chart_of(line):
+    """The `chart` of a line as a C array, kept for the process like the code that reads it."""
+    found = chart(line)
+    if found is None:
+        return None
+    plain = bytes(found.view(torch.uint8).tolist())
+    return (ctypes.c_char * len(plain)).from_buffer_copy(plain)
 
 
 def chart(line):
@@ -168,12 +172,12 @@ def chart(line):
     that of the next, its code and its rise. The last holds, in 16 bits each, the slot in which the powers of
     two from 2^-31 to 1 lie: a value goes on from there, past two rows at most.
     """
-    value, first, rise = (torch.cat([torch.zeros(1), column]) for column in line.unbind(1))
-    powers = 2.0 ** torch.arange(-31, 2)
+    value, first, rise = F.pad(line, (0, 0, 1, 0)).unbind(1)
+    powers = 2.0 ** torch.arange(-31, 2, dtype=line.dtype, device=line.device)
     slots = torch.searchsorted(line[:, 0].contiguous(), powers, right=True)
     if len(value) > 16 or slots.diff().max() > 2 or slots[0] != (line[:, 0] <= 0).sum():
         return None
-    after = torch.cat([value[1:], torch.tensor([torch.inf])])
+    after = F.pad(value[1:], (0, 1), value=torch.inf)
     rows = [F.pad(row, (0, 16 - len(row)), value=torch.inf) for row in (value, after, first, rise)]
     return torch.cat([*rows, slots[:32].to(torch.int16).view(torch.float32)])
 
@@ -181,7 +185,9 @@ def chart(line):
 def _moment(m):
     if isinstance(m, Codes):
         bits = len(m.table).bit_length() - 1
-        return Moment(KINDS[m.data.dtype], bits, m.signed, *(t.data_ptr() for t in m[:5]))
+        data, scales, table, key = (t.data_ptr() for t in (m.data, m.scales, m.table, m.key))
+        chart = ctypes.addressof(m.chart)
+        return Moment(KINDS[m.data.dtype], bits, m.signed, data, scales, table, chart, key)
     return Moment(KINDS[m.dtype], 0, False, m.data_ptr())
 
 

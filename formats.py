@@ -281,7 +281,8 @@ class Table(Format):
     def by_cpu_step(self, codes, scales, signed, key):
         if key is None or not codes.is_cpu or cpu_step.library() is None:
             return None
-        table, chart = self.table(signed, codes.device), cpu_step.chart_of(self, signed)
+        table, line = self.table(signed, codes.device), self.line(signed, codes.device)
+        chart = cpu_step.chart_of(line)
         return None if chart is None else cpu_step.Codes(codes, scales, table, chart, key, signed)
 
     def table_bytes(self, signed, stochastic):

@@ -35,6 +35,13 @@ def nearest_root(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda v: torch.from_numpy(np.sqrt(v.numpy())))
 
 
+@pytest.fixture
+def afresh():
+    cpu_step.library.cache_clear()
+    yield
+    cpu_step.library.cache_clear()
+
+
 # ---- The step ----------------------------------------------------------------------------------------------
 
 
@@ -193,14 +200,21 @@ def test_a_table_with_three_ends_within_a_power_of_two_has_no_chart():
     assert cpu_step.chart(line) is None
 
 
+@needs_kernel
+def test_what_torch_makes_by_default_does_not_matter(afresh):
+    cpu_step.chart_of.cache_clear()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            own = FORMATS["int8"].by_cpu_step(*FORMATS["int8"].new(4096, CPU), True, noise_key(0, 0))
+    finally:
+        torch.set_default_dtype(before)
+    wanted = cpu_step.chart(FORMATS["int8"].line(True, CPU)).view(torch.uint8)
+    assert bytes(own.chart) == bytes(wanted.tolist())
+
+
 # ---- Where it can't be -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def afresh():
-    cpu_step.library.cache_clear()
-    yield
-    cpu_step.library.cache_clear()
 
 
 def test_a_cpu_without_avx512_does_without(afresh, monkeypatch):
