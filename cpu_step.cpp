@@ -27,9 +27,11 @@ struct Moment {
 };
 
 struct Step {
-    int64_t n;
+    int64_t count;              // tensors of weights, and of gradients; all else is one vector for all of them
+    const int64_t* ends;        // where each of them ends in that vector
+    void **weights, **gradients;
     int32_t weight, gradient, low, stochastic, average, average_stochastic, threads, exact, floored;
-    void *p, *g, *l, *shadow;
+    void *p, *g, *l, *shadow;  // p, g: of the tensor at hand, as if it began where the vector does
     const float *h, *average_h;
     const int32_t *key, *average_key;
     void (*root)(int32_t, const float*, float*, int64_t);  // of MKL; null for the nearest root
@@ -225,7 +227,7 @@ static const int64_t MODE = 0x140102;  // of MKL, as torch calls it: high accura
 static inline F fma(float a, F b, F c) { return (F)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)c); }
 static inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
-static void step_chunk(const Step s, int64_t start, int n) {
+static void step_chunk(const Step& s, int64_t start, int n) {
     F kept[2][CHUNK / LANES], root[CHUNK / LANES];
     U first[CHUNK / LANES], second[CHUNK / LANES];
     const float rate = s.h[7], corrected = s.h[5], eps = s.h[6], decay = s.h[0];
@@ -279,21 +281,34 @@ static void step_chunk(const Step s, int64_t start, int n) {
         if (s.moments[j].kind == CODES) encode_blocks(s.moments[j], kept[j], start, n);
 }
 
-template <class Work> static void in_chunks(int64_t n, int threads, Work work) {
-    int64_t chunks = (n + CHUNK - 1) / CHUNK;
+// Do work(tensor, start, n) for each chunk of each tensor, of which number i ends at ends[i]
+template <class Work> static void in_chunks(int count, const int64_t* ends, int threads, Work work) {
+    auto begin = [ends](int i) { return i ? ends[i - 1] : 0; };
+    auto chunks = [&](int i) { return (ends[i] - begin(i) + CHUNK - 1) / CHUNK; };
+    int64_t all = 0;
+    for (int i = 0; i < count; i++) all += chunks(i);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t c = 0; c < chunks; c++) {
-        int64_t start = c * CHUNK;
-        work(start, (int)(n - start < CHUNK ? n - start : CHUNK));
+    for (int64_t c = 0; c < all; c++) {
+        int i = 0;
+        int64_t left = c;
+        while (left >= chunks(i)) left -= chunks(i++);
+        int64_t start = begin(i) + left * CHUNK;
+        work(i, start, (int)(ends[i] - start < CHUNK ? ends[i] - start : CHUNK));
     }
 }
 
 extern "C" void adamw(const Step* s) {
-    in_chunks(s->n, s->threads, [s](int64_t start, int n) { step_chunk(*s, start, n); });
+    in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
+        int64_t before = i ? s->ends[i - 1] : 0;
+        Step own = *s;
+        own.p = (char*)s->weights[i] - before * (s->weight == FP32 ? 4 : 2);
+        own.g = (char*)s->gradients[i] - before * (s->gradient == FP32 ? 4 : 2);
+        step_chunk(own, start, n);
+    });
 }
 
 extern "C" void encode_all(const float* x, int64_t n, const Moment* m, int threads) {
-    in_chunks(n, threads, [=](int64_t start, int n) {
+    in_chunks(1, &n, threads, [=](int, int64_t start, int n) {
         F values[CHUNK / LANES];
         for (int k = 0; k < n; k += LANES)
             values[k / LANES] = read(FP32, x, start + k, first_of(n - k));

@@ -13,6 +13,7 @@ no and torch.compile does the step, with the same bits.
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -39,15 +40,16 @@ class Moment(ctypes.Structure):
     ]
 
 
-TENSORS = "p", "g", "l", "shadow", "h", "average_h", "key", "average_key"
+TENSORS = "l", "shadow", "h", "average_h", "key", "average_key"
 
 
 class Step(ctypes.Structure):
     _fields_ = [
-        ("n", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("ends", "weights", "gradients")),
         *((name, ctypes.c_int32) for name in ("weight", "gradient", "low", "stochastic", "average")),
         *((name, ctypes.c_int32) for name in ("average_stochastic", "threads", "exact", "floored")),
-        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_void_p) for name in ("p", "g", *TENSORS)),
         ("root", ctypes.c_void_p),
         ("moments", Moment * 2),
     ]
@@ -109,28 +111,44 @@ MODE = 0x140102  # VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE, as torch calls 
 
 
 def fits(p, g):
-    """Whether `adamw` can take weights p and gradients g: flat tensors, on a CPU that has what it needs."""
-    return p.is_cpu and {p.dtype, g.dtype} <= {torch.float32, torch.bfloat16} and library() is not None
+    """Whether `adamw` can take weights p and gradients g, tensors or lists of them, each of one dtype:
+    contiguous ones, on a CPU that has what it needs.
+    """
+    both = [*_listed(p), *_listed(g)]
+    ours = all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in both)
+    return ours and library() is not None
+
+
+FLOATS = torch.float32, torch.bfloat16
 
 
 def adamw(p, g, moments, low, h, key, stochastic, average=None, exact=False, floored=False):
-    """One step on flat p [n], its two moments and its low part, in place.
+    """One step on p [n], its two moments and its low part, in place.
 
-    exact: with the bits of torch's lerp, addcmul and sqrt, see exact_step; `floored` as its `vanishes` says.
-    moments: two of fp32 or bf16 [n], or `Codes`. h: fp32, the numbers of `AdamW.numbers` behind decay and
-    scale. key: int32, see `rounding.noise_bits`. average: what moves along, see average.EMA.along, or None.
+    p, g: weights and their gradients, a tensor or a list of them, whose values follow each other in all else.
+    moments: two of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. h: fp32, the numbers of
+    `AdamW.numbers` behind decay and scale. key: int32, see `rounding.noise_bits`. average: what moves along,
+    see average.EMA.along, or None. exact: with the bits of torch's lerp, addcmul and sqrt, see exact_step;
+    `floored` as its `vanishes` says.
     """
+    weights, gradients = _listed(p), _listed(g)
     flat, average_h, average_key, own = average or (None, None, None, False)
-    tensors = p, g, low, flat, h, average_h, key, average_key
-    kinds = (KINDS[None if t is None else t.dtype] for t in (p, g, low))
-    step = Step(p.numel(), *kinds, stochastic, KINDS[None if flat is None else flat.dtype], own)
-    step.threads, step.exact, step.floored = _threads(p.numel()), exact, floored
+    ends = list(itertools.accumulate(t.numel() for t in weights))
+    numbered = (ctypes.c_int64 * len(ends))(*ends)
+    lists = [(ctypes.c_void_p * len(ends))(*(t.data_ptr() for t in some)) for some in (weights, gradients)]
+    kinds = [KINDS[None if t is None else t.dtype] for t in (weights[0], gradients[0], low, flat)]
+    step = Step(len(ends), *map(ctypes.addressof, (numbered, *lists)), *kinds[:3], stochastic, kinds[3], own)
+    step.threads, step.exact, step.floored = _threads(ends[-1]), exact, floored
     step.root = root() or None if exact else None
-    for name, t in zip(TENSORS, tensors, strict=True):
+    for name, t in zip(TENSORS, (low, flat, h, average_h, key, average_key), strict=True):
         setattr(step, name, None if t is None else t.data_ptr())
     step.moments = tuple(_moment(m) for m in moments)
     library().adamw(ctypes.byref(step))
-    _written(p, low, flat, *moments)
+    _written(*weights, low, flat, *moments)
+
+
+def _listed(t):
+    return t if isinstance(t, (list, tuple)) else [t]
 
 
 class Codes(NamedTuple):

@@ -323,8 +323,11 @@ class Rounded(torch.optim.Optimizer):
         index, step, piece, table, rows = item
         for p in piece.params:
             self.state[p]["step"] = step
-        params = [local(p) for p in piece.params]
-        flat, g = piece.gather(params), piece.gather_gradients([grad_of(p) for p in piece.params])
+        params, grads = [local(p) for p in piece.params], [grad_of(p) for p in piece.params]
+        if len(params) > 1 and type(piece) is Bucket and len(rows) == 1:
+            if self.by_cpu_step((piece, table, rows[0][0], index, step), params, grads, piece.state):
+                return
+        flat, g = piece.gather(params), piece.gather_gradients(grads)
         average = self._moved_along(piece, rows)
         for row, start, end in rows:
             if isinstance(grad_scale, dict):
@@ -334,6 +337,12 @@ class Rounded(torch.optim.Optimizer):
             along = part_of(average, slice(start, end))
             self._apply(at, flat[start:end], g[start:end], state, grad_scale, along)
         piece.scatter(flat, params)
+
+    def by_cpu_step(self, at, p, g, state, average=None):
+        """Update p from g, flat or lists of tensors, which then need no copies, by `cpu_step`; returns
+        whether that was possible.
+        """
+        return False
 
     def _moved_along(self, piece, rows):
         """The average of what the kernel writes; None where it is to follow by itself."""
@@ -680,17 +689,23 @@ class AdamW(Rounded):
         return (h[7] * m) / (v.sqrt() / h[5] + h[6]), (m, v)
 
     def _apply(self, at, p, g, state, grad_scale, average=None):
-        _, table, row, index, _ = at
+        if not self.by_cpu_step(at, p, g, state, average):
+            super()._apply(at, p, g, state, grad_scale, average)
+
+    def by_cpu_step(self, at, p, g, state, average=None):
+        piece, table, row, index, _ = at
+        if not self.compiled or not cpu_step.fits(p, g):
+            return False
         group, low = self.param_groups[index], self._low(state)
-        exact = self._exact(p, low, [state[name] for name in self.moments])
+        exact = self._exact(piece.params[0].dtype, low, [state[name] for name in self.moments])
         keys = self._code_keys(state, table, row)
         moments = [self._in_place(name, state, keys) for name in self.moments]
-        able = self.compiled and cpu_step.fits(p, g) and not any(m is None for m in moments)
-        if not able or (exact and not exact_step.in_one_pass(group["betas"])):
-            return super()._apply(at, p, g, state, grad_scale, average)
+        if any(m is None for m in moments) or (exact and not exact_step.in_one_pass(group["betas"])):
+            return False
         how = dict(exact=exact, floored=exact_step.vanishes(group["betas"][1], group["eps"]))
         stochastic = self.update == "stochastic"
         cpu_step.adamw(p, g, moments, low, table.numbers[row], table.keys[row], stochastic, average, **how)
+        return True
 
     def _in_place(self, name, state, keys):
         """A moment as `cpu_step` takes it: as it is held, None if those codes are not known there."""
@@ -699,15 +714,15 @@ class AdamW(Rounded):
         codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
         return self.coders[name].by_cpu_step(codes, scales, self.signed.get(name, True), keys[name])
 
-    def _exact(self, p, low, moments):
+    def _exact(self, dtype, low, moments):
         """Whether the step is to have the bits of torch.optim.AdamW: weights and moments are exact fp32."""
-        writes_bf16 = p.dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
+        writes_bf16 = dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
         stochastic = self.update == "stochastic" and writes_bf16
         return not stochastic and all(m.dtype in (torch.float32, torch.uint8) for m in moments)
 
     def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
         m, v = moments
-        exact = self._exact(p, low, moments)
+        exact = self._exact(p.dtype, low, moments)
         if p.is_cuda and self.compiled and (triton := triton_step()) and triton.fits(p, moments, low):
             exact = exact and group["betas"][0] > 0.5  # torch's lerp goes by another formula below
             return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact, average)

@@ -10,6 +10,7 @@ import torch
 from common import draw
 from step_cases import AVERAGES, CASES, differing, step
 
+import buckets
 import cpu_step
 import optim
 from formats import FORMATS
@@ -113,6 +114,33 @@ def test_it_is_what_steps(monkeypatch):
         calls.clear()
         trained(KINDS[kinds], steps=1)
         assert calls
+
+
+@needs_kernel
+@pytest.mark.parametrize("kinds", ({}, KINDS["bf16"], KINDS["int8"]), ids=("fp32", "bf16", "int8"))
+def test_small_tensors_are_updated_where_they_are(kinds, monkeypatch):
+    params = [torch.nn.Parameter(draw(*shape).bfloat16()) for shape in ((300,), (64, 80), (64, 80), (7,))]
+    optimizer = AdamW(params, update="stochastic", **kinds)
+    assert any(len(bucket.params) > 1 for _, bucket in optimizer._buckets)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    monkeypatch.setattr(buckets, "_flatten_dense_tensors", None)
+    optimizer.step()
+    assert all((p != draw(*p.shape).bfloat16()).any() for p in params)
+
+
+@needs_kernel
+def test_tensors_in_another_order_of_memory_are_copied(nearest_root):
+    def weights(compiled):
+        kernel = draw(32, 16, 3, 3).bfloat16().to(memory_format=torch.channels_last)
+        params = [torch.nn.Parameter(kernel), torch.nn.Parameter(draw(9).bfloat16())]
+        optimizer = AdamW(params, lr=1e-2, update="stochastic", compiled=compiled, **KINDS["bf16"])
+        for seed in range(3):
+            params[0].grad, params[1].grad = draw(32, 16, 3, 3, seed=seed).bfloat16(), draw(9).bfloat16()
+            optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    assert differing(weights(True), weights(False)) == 0
 
 
 @needs_kernel
