@@ -187,9 +187,10 @@ def reference_scores(net: FeatureNet, train_images: torch.Tensor, train_labels: 
 
     wanted: int64 [N], the labels of the samples that will be scored. Both use N images, since the Fréchet
     distance depends on their number, and the floor draws each class as often as the samples do, by `seed`,
-    without replacement: of a class with fewer images, all. All training images where it is None. A stratified
-    split is more alike than chance, so the floor of KID can be below 0. The net was fitted on the training
-    images, so the floor's label accuracy flatters; the held-out accuracy is what a perfect sampler can reach.
+    without replacement; others stand in where a class has too few. All training images where it is None.
+    A stratified split is more alike than chance, so the floor of KID can be below 0. The net was fitted on
+    the training images, so the floor's label accuracy flatters; the held-out accuracy is what a perfect
+    sampler can reach.
     """
     draw = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(train_images), generator=draw)
@@ -202,7 +203,8 @@ def reference_scores(net: FeatureNet, train_images: torch.Tensor, train_labels: 
 
 
 def _as_often(order: torch.Tensor, labels: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """The places in `order` int64 [M] whose labels come as often as in `wanted` int64 [N], the first ones.
+    """N of the places in `order` int64 [M], whose labels come as often as in `wanted` int64 [N]: the first
+    ones of each class, and the first of the others where a class has too few.
 
     labels: int64 [M], or None for a set without, whose first N places are taken.
     """
@@ -214,7 +216,8 @@ def _as_often(order: torch.Tensor, labels: torch.Tensor | None, wanted: torch.Te
         own = labels == label
         before[own] = torch.arange(int(own.sum()))
     most = torch.bincount(wanted, minlength=int(labels.max()) + 1)
-    return order[before < most[labels]]
+    fits = before < most[labels]
+    return torch.cat([order[fits], order[~fits]])[: len(wanted)]
 
 
 # ---- Segmentation ------------------------------------------------------------------------------------------
