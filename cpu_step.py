@@ -114,9 +114,9 @@ def fits(p, g):
     """Whether `adamw` can take weights p and gradients g, tensors or lists of them, each of one dtype:
     contiguous ones, on a CPU that has what it needs.
     """
-    both = [*_listed(p), *_listed(g)]
-    ours = all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in both)
-    return ours and library() is not None
+    if not _listed(p)[0].is_cpu or library() is None:
+        return False
+    return all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in (*_listed(p), *_listed(g)))
 
 
 FLOATS = torch.float32, torch.bfloat16
