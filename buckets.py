@@ -87,8 +87,9 @@ class Table:
     def fill(self):
         if not self.keys:  # a rank that holds no row of any tensor
             self.add([1.0, 1.0], (0, 0, 0))
-        self.numbers = self._on_device(torch.tensor(self.numbers, dtype=torch.float32, device="cpu"))
-        self.keys = self._on_device(torch.tensor(self.keys, dtype=torch.int32, device="cpu"))
+        self.all_numbers = self._on_device(torch.tensor(self.numbers, dtype=torch.float32, device="cpu"))
+        all_keys = self._on_device(torch.tensor(self.keys, dtype=torch.int32, device="cpu"))
+        self.numbers, self.keys = self.all_numbers.unbind(), all_keys.unbind()
 
     def _on_device(self, t):
         if self.device.type != "cuda":

@@ -297,7 +297,7 @@ class Rounded(torch.optim.Optimizer):
         exchange([item[2] for item in work], grad_of)
         if not apart and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
             for table in {id(item[3]): item[3] for item in work}.values():
-                table.numbers[:, SCALE] = grad_scale
+                table.all_numbers[:, SCALE] = grad_scale
         for item in work if self.away is None else self.away.passing(work):
             self.carry_out(item, grad_of, grad_scale)
         return loss
@@ -331,9 +331,12 @@ class Rounded(torch.optim.Optimizer):
         average = self._moved_along(piece, rows)
         for row, start, end in rows:
             if isinstance(grad_scale, dict):
-                table.numbers[row, SCALE] = scale_of(grad_scale, piece.params[0])
-            state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
+                table.numbers[row][SCALE] = scale_of(grad_scale, piece.params[0])
             at = piece, table, row, index, step
+            if len(rows) == 1:
+                self._apply(at, flat, g, piece.state, grad_scale, average)
+                break
+            state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
             along = part_of(average, slice(start, end))
             self._apply(at, flat[start:end], g[start:end], state, grad_scale, along)
         piece.scatter(flat, params)
