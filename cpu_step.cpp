@@ -4,38 +4,58 @@
 // lane.
 
 #include <cstdint>
+#include <cstring>
 #include <immintrin.h>
+#include <utility>
 
 typedef float F __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 
+#define ALWAYS __attribute__((always_inline))
+#define INLINE inline ALWAYS
+
 enum Kind { NONE, FP32, BF16, INT16, CODES };
+enum Root { NEAREST, OF_MKL, CALLED };  // how a square root is taken, see cpu_step.root
 // values of a vector, of the largest block of codes, and of what a thread takes at once: whole blocks, which
 // stay in its caches and are worth a call of MKL
 const int LANES = 16, BLOCK = 256, CHUNK = 4096;
+const int AHEAD = 2048;  // bytes, by which memory is asked before they are needed
 const F INFINITE = F{} + __builtin_inff();
 const float SMALLEST = 0x1p-126f;  // normal number, see exact_step.vanishes
 
 struct Moment {
-    int32_t kind, bits, has_sign;
-    void* data;          // codes of 4 bits: two to a byte, the first above the second
+    int32_t bits, has_sign;
+    void* data;          // values, or codes; codes of 4 bits: two to a byte, the first above the second
     float* scales;       // one a block
     const float* table;  // [2^bits] what the codes stand for
     const float* chart;  // [80] the table's broken line, see cpu_step.chart
     const int32_t* key;  // [3] of the noise of the codes
 };
 
+// What sort of step it is. A loop that is compiled for one sort alone is spared a dozen branches a vector, so
+// it gets this by value: of what lies in memory, a compiler must assume that each write changes it.
+struct Sort {
+    int32_t weight, gradient, low, moments[2], stochastic, exact, root;
+};
+
 struct Step {
-    int64_t count;              // tensors of weights, and of gradients; all else is one vector for all of them
-    const int64_t* ends;        // where each of them ends in that vector
+    Sort sort;
+    int64_t count;        // tensors of weights, and of gradients; all else is one vector for all of them
+    const int64_t* ends;  // where each of them ends in that vector
     void **weights, **gradients;
-    int32_t weight, gradient, low, stochastic, average, average_stochastic, threads, exact, floored;
-    void *p, *g, *l, *shadow;  // p, g: of the tensor at hand, as if it began where the vector does
+    int32_t average, average_stochastic, threads, floored;
+    void *low, *shadow;
     const float *h, *average_h;
     const int32_t *key, *average_key;
-    void (*root)(int32_t, const float*, float*, int64_t);  // of MKL; null for the nearest root
+    void (*called)(int32_t, const float*, float*, int64_t);  // MKL's root of many values
     Moment moments[2];
+};
+
+// The step of one tensor
+struct Own : Step {
+    void *p, *g;        // as if they began where the vector does
+    uint32_t words[2];  // of the noise's key, with the position of the first value
 };
 
 // ---- Vectors in memory: those of sixteen values that a mask has -------------------------------------------
@@ -53,13 +73,39 @@ static inline F read(int kind, const void* from, int64_t at, Mask mask) {
     return (F)(read_int16(from, at, mask) << 16);
 }
 
+// Ask memory for what lies behind this place. The CPU does that by itself, but not past the end of a page.
+// Inlined by force: GCC drops calls of a function that does nothing else.
+static INLINE void fetch(int bits, const void* from, int64_t at) {
+    _mm_prefetch((const char*)from + at * bits / 8 + AHEAD, _MM_HINT_T0);
+}
+
+static INLINE int bits_of(int kind) { return kind == FP32 ? 32 : 16; }
+
 static inline void write_fp32(void* to, int64_t at, Mask mask, F x) {
     _mm512_mask_storeu_ps((float*)to + at, mask, (__m512)x);
+}
+
+// The upper halves
+static inline void write_bf16(void* to, int64_t at, Mask mask, U x) {
+    const __m512i upper = _mm512_set_epi16(31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31,
+                                           31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    __m512i halves = _mm512_permutexvar_epi16(upper, (__m512i)x);
+    _mm256_mask_storeu_epi16((int16_t*)to + at, mask, _mm512_castsi512_si256(halves));
 }
 
 static inline void write_int16(void* to, int64_t at, Mask mask, I x) {
     _mm256_mask_storeu_epi16((int16_t*)to + at, mask, _mm512_cvtepi32_epi16((__m512i)x));
 }
+
+// Do work(i, mask) for each vector of n values
+template <class Work> static INLINE void each(int n, Work work) {
+    int i = 0;
+    for (; (i + 1) * LANES <= n; i++) work(i, first_of(LANES));
+    if (i * LANES < n) work(i, first_of(n - i * LANES));
+}
+
+static inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+static inline F fnma(F a, F b, F c) { return (F)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
 // ---- Noise and rounding, as in rounding.py ----------------------------------------------------------------
 
@@ -69,65 +115,62 @@ static inline U mix(U h) {
     return h ^ (h >> 16);
 }
 
-static inline U noise(const int32_t* key, int64_t at) {
-    U place = (U)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) + (uint32_t)at;
+const U LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+static inline U hash(U place, const int32_t* key) {
     return mix(mix(place + (uint32_t)key[2] + (uint32_t)key[0]) + (uint32_t)key[1]);
 }
 
+static inline U noise(const int32_t* key, int64_t at) { return hash(LANE + (uint32_t)at, key); }
+
 static inline U further(U first) { return mix(first ^ 0x5BD1E995u); }
 
-// fp32 whose low 16 bits are zero
-static inline F stochastic_round(F x, U noise) {
-    return x == x ? (F)((I)((U)x + (noise & 0xFFFF)) & -65536) : x;
-}
+static inline bool any_nan(F x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q); }
 
-static inline F nearest(F x) {
-    U bits = (U)x;
-    return x == x ? (F)((I)(bits + 0x7FFF + ((bits >> 16) & 1)) & -65536) : x;
-}
-
-// Write x, rounded if the kind is bf16; returns what was written
-static inline F write(int kind, void* to, int64_t at, Mask mask, F x, bool stochastic, U noise) {
+// Write x, rounded if the kind is bf16, by noise of 16 bits or to nearest; returns what was written. nan: it
+// may be one.
+static INLINE F write(int kind, void* to, int64_t at, Mask mask, F x, bool nan, bool stochastic, U noise) {
     if (kind == FP32) {
         write_fp32(to, at, mask, x);
         return x;
     }
-    x = stochastic ? stochastic_round(x, noise) : nearest(x);
-    write_int16(to, at, mask, x == x ? (I)((U)x >> 16) : I{} + 0x7FC0);
-    return x;
+    U bits = (U)x + (stochastic ? noise : 0x7FFF + (((U)x >> 16) & 1));
+    if (__builtin_expect(nan, false)) bits = x == x ? bits : U{} + 0x7FC00000;
+    write_bf16(to, at, mask, bits);
+    return (F)((I)bits & -65536);
 }
 
 // ---- Weights: rounding.exact_weight, write_weight and written ---------------------------------------------
 
-static inline F held(const Step& s, int64_t at, Mask mask) {
-    F p = read(s.weight, s.p, at, mask);
+static INLINE F held(const Own& s, Sort sort, int64_t at, Mask mask) {
+    F p = read(sort.weight, s.p, at, mask);
     I bits = (I)p;
-    if (s.low == BF16) return p + read(BF16, s.l, at, mask);
-    if (s.low == INT16) {
-        I rest = read_int16(s.l, at, mask);
+    if (sort.low == BF16) return p + read(BF16, s.low, at, mask);
+    if (sort.low == INT16) {
+        I rest = read_int16(s.low, at, mask);
         return (F)(bits + (((bits & 0x7FFFFFFF) == 0) & (rest < 0) ? I{} : rest));
     }
-    if (s.low == FP32) {
-        F master = read(FP32, s.l, at, mask);
+    if (sort.low == FP32) {
+        F master = read(FP32, s.low, at, mask);
         I away = bits - (I)master + 0x8000;
         return (away >= 0) & (away <= 0x10000) ? master : p;
     }
     return p;
 }
 
-static inline F write_weight(const Step& s, int64_t at, Mask mask, F x, U first) {
-    if (s.low == NONE) return write(s.weight, s.p, at, mask, x, s.stochastic, first);
-    if (s.low == BF16) {
-        F near = write(BF16, s.p, at, mask, x, true, U{} + 0x8000);
-        return near + write(BF16, s.l, at, mask, x - near, s.stochastic, first);
+static INLINE F write_weight(const Own& s, Sort sort, int64_t at, Mask mask, F x, bool nan, U noise) {
+    if (sort.low == NONE) return write(sort.weight, s.p, at, mask, x, nan, sort.stochastic, noise);
+    if (sort.low == BF16) {
+        F near = write(BF16, s.p, at, mask, x, nan, true, U{} + 0x8000);
+        return near + write(BF16, s.low, at, mask, x - near, true, sort.stochastic, noise);
     }
-    if (s.low == INT16) {
+    if (sort.low == INT16) {
         I bits = (I)x, high = (bits + 0x8000) & -65536;
-        write(BF16, s.p, at, mask, x == x ? (F)high : x, false, first);
-        write_int16(s.l, at, mask, x == x ? bits - high : I{});
+        write(BF16, s.p, at, mask, x == x ? (F)high : x, nan, false, noise);
+        write_int16(s.low, at, mask, x == x ? bits - high : I{});
     } else {
-        write_fp32(s.l, at, mask, x);
-        write(s.weight, s.p, at, mask, x, false, first);
+        write_fp32(s.low, at, mask, x);
+        write(sort.weight, s.p, at, mask, x, nan, false, noise);
     }
     return x;
 }
@@ -154,9 +197,9 @@ static inline F decoded(const Moment& m, int64_t at, Mask mask) {
 }
 
 // Write sixteen codes
-static inline void write_codes(const Moment& m, int64_t at, Mask mask, I code) {
+static INLINE void write_codes(const Moment& m, int bits, int64_t at, Mask mask, I code) {
     __m128i narrow = _mm512_cvtepi32_epi8((__m512i)code);
-    if (m.bits == 8) {
+    if (bits == 8) {
         _mm_mask_storeu_epi8((uint8_t*)m.data + at, mask, narrow);
     } else {
         __m128i pairs = _mm_or_si128(_mm_slli_epi16(narrow, 4), _mm_srli_epi16(narrow, 8));
@@ -164,121 +207,200 @@ static inline void write_codes(const Moment& m, int64_t at, Mask mask, I code) {
     }
 }
 
-static inline F finite(F x) { return (F)((I)x & 0x7FFFFFFF) < INFINITE ? x : F{}; }
+// x, and one more where a < b, or where they are equal if that counts
+static INLINE I one_more(I x, F a, F b, bool equal) {
+    Mask where = equal ? _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ)
+                       : _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ);
+    return (I)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1));
+}
 
-static void encode(const Moment& m, const F* x, int64_t at, int n) {
-    F low{}, high{};
-    for (int k = 0; k < n; k += LANES) {  // lanes after the last value are zero
-        F known = finite(x[k / LANES]);
-        low = known < low ? known : low;
-        high = known > high ? known : high;
+// Encode n values of one block, with zeros after the last one up to a whole vector
+template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t at, int n) {
+    F high{}, low{}, known{};
+    for (int k = 0; k < n; k += LANES) {
+        __m512 own = (__m512)x[k / LANES];
+        high = (F)_mm512_max_ps(own, (__m512)high);
+        low = (F)_mm512_min_ps(own, (__m512)low);
+        known = fma((F)own, F{}, known);
     }
-    float scale = 0;
-    for (int lane = 0; lane < LANES; lane++) scale = high[lane] > scale ? high[lane] : scale;
-    for (int lane = 0; lane < LANES && m.has_sign; lane++) {
-        float other = low[lane] / m.table[0];
-        scale = other > scale ? other : scale;
+    if (any_nan(known)) {  // what is not finite becomes zero
+        for (int k = 0; k < n; k += LANES) {
+            F own = x[k / LANES];
+            x[k / LANES] = (F)((I)own & 0x7FFFFFFF) < INFINITE ? own : F{};
+        }
+        return encode<BITS, SIGN>(m, x, at, n);
     }
+    float most = _mm512_reduce_max_ps((__m512)high), least = _mm512_reduce_min_ps((__m512)low);
+    float scale = SIGN && least / m.table[0] > most ? least / m.table[0] : most;
     m.scales[at / block_of(m)] = scale;
 
     auto row = [&m](int i) { return (F)_mm512_loadu_ps(m.chart + i * LANES); };
     const F value = row(0), next = row(1), first = row(2), rise = row(3);
     const __m512i slots = (__m512i)row(4);
-    F uniform[BLOCK / LANES];  // by itself, as in step_chunk
+    const float divisor = scale == 0 ? __builtin_inff() : scale;
+    const int last = (1 << BITS) - 1, zero = last / 2, least_above_zero = m.table[0] == 0;
+    F uniform[BLOCK / LANES];  // by itself: a hash is a long chain, and many of them at once hide that
+    U place = LANE + (uint32_t)at;
     for (int k = 0; k < n; k += LANES) {
-        I bits = (I)(noise(m.key, at + k) & 0xFFFFFF);
+        I bits = (I)(hash(place, m.key) & 0xFFFFFF);
+        place += LANES;
         uniform[k / LANES] = __builtin_convertvector(bits, F) * 0x1p-24f;
     }
-    for (int k = 0; k < n; k += LANES) {
-        F y = scale == 0 ? F{} : x[k / LANES] / scale;
-        y = finite(x[k / LANES]) == x[k / LANES] ? y : F{};
+    each(n, [&](int i, Mask mask) ALWAYS {
+        F y = x[i] / divisor;
         F size = (F)((I)y & 0x7FFFFFFF);
         // which stretch: by the exponent, within which two more of them begin at most
         I exponent = ((I)size >> 23) - 96;
         exponent = exponent < 0 ? I{} : exponent;
-        __m512i pair = _mm512_permutexvar_epi32(_mm512_srli_epi32((__m512i)exponent, 1), slots);
-        I slot = (I)_mm512_srlv_epi32(pair, (__m512i)((exponent & 1) << 4)) & 0xFFFF;
-        slot -= size >= pick(next, slot);  // true is -1
-        slot -= size >= pick(next, slot);
+        I slot = (I)_mm512_maskz_permutexvar_epi16(0x55555555, (__m512i)exponent, slots);
+        slot = one_more(slot, pick(next, slot), size, true);
+        slot = one_more(slot, pick(next, slot), size, true);
         F exact = pick(first, slot) + (size - pick(value, slot)) * pick(rise, slot);
 
         I code = __builtin_convertvector(exact, I);
-        code -= exact - __builtin_convertvector(code, F) > uniform[k / LANES];
-        int last = (1 << m.bits) - 1, zero = last / 2;
-        if (m.has_sign)
+        code = one_more(code, uniform[i], exact - __builtin_convertvector(code, F), false);
+        if (SIGN)
             code = y < 0 ? zero - code : zero + code;
         else
-            code = (y > 0) & (code == 0) & (int)-(m.table[0] == 0) ? I{} + 1 : code;
+            code = (y > 0) & (code == 0) ? I{} + least_above_zero : code;
         code = code < 0 ? I{} : code > last ? I{} + last : code;
-        write_codes(m, at + k, first_of(n - k), code);
-    }
+        write_codes(m, BITS, at + i * LANES, mask, code);
+    });
 }
 
-// Write n values from `at` on, the first of a block, block by block
-static void encode_blocks(const Moment& m, const F* x, int64_t at, int n) {
+// Encode n values from `at` on, the first of a block
+static void encode_blocks(const Moment& m, F* x, int64_t at, int n) {
+    auto encode_one = m.bits == 8 ? m.has_sign ? encode<8, true> : encode<8, false>
+                                  : m.has_sign ? encode<4, true> : encode<4, false>;
     for (int k = 0, block = block_of(m); k < n; k += block)
-        encode(m, x + k / LANES, at + k, n - k < block ? n - k : block);
+        encode_one(m, x + k / LANES, at + k, n - k < block ? n - k : block);
 }
 
 // ---- The step ---------------------------------------------------------------------------------------------
 
 static const int64_t MODE = 0x140102;  // of MKL, as torch calls it: high accuracy, denormals kept, no errors
 
-static inline F fma(float a, F b, F c) { return (F)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)c); }
-static inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+// The root as MKL takes it on an Intel CPU with AVX-512: an estimate of 1 / sqrt(x), good to 14 bits, and one
+// step of Newton's. Small values are moved by an even power of two first.
+static inline F root_of_mkl(F x) {
+    const __m512 up = _mm512_set1_ps(0x1p126f), down = _mm512_set1_ps(0x1p-63f);
+    Mask small = _mm512_cmplt_ps_mask((__m512)x, _mm512_set1_ps(0x1p-60f));
+    F moved = (F)_mm512_mask_mul_ps((__m512)x, small, (__m512)x, up);
+    F inverse = (F)_mm512_rsqrt14_ps((__m512)moved);
+    F near = moved * inverse;
+    F root = fma(fnma(near, near, moved), 0.5f * inverse, near);
+    root = (F)_mm512_mask_mul_ps((__m512)root, small, (__m512)root, down);
+    return (x == 0) | (x == INFINITE) ? x : root;
+}
 
-static void step_chunk(const Step& s, int64_t start, int n) {
+static inline F root_of(int kind, F x) {
+    return kind == OF_MKL ? root_of_mkl(x) : (F)_mm512_sqrt_ps((__m512)x);
+}
+
+static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
     F kept[2][CHUNK / LANES], root[CHUNK / LANES];
-    U first[CHUNK / LANES], second[CHUNK / LANES];
-    const float rate = s.h[7], corrected = s.h[5], eps = s.h[6], decay = s.h[0];
+    const float decay = s.h[0], scale = s.h[1], a = s.h[2], b = s.h[3], c = s.h[4];
+    const float corrected = s.h[5], eps = s.h[6], rate = s.h[7];
 
-    auto weight = [&](int i, F m, F root, U first) {
+    // the noise of vector i, then of i + 1, ...: a hash is a long chain, of which each turn does one link for
+    // each of the next three
+    U place = LANE + (uint32_t)start + s.words[0], half{}, next{}, first{};
+    auto draw = [&]() ALWAYS {
+        first = next;
+        next = mix(half + s.words[1]);
+        half = mix(place);
+        place += LANES;
+    };
+    if (sort.stochastic) draw(), draw();
+
+    auto fetch_all = [&](int i) ALWAYS {
         int64_t at = start + i * LANES;
-        Mask mask = first_of(n - i * LANES);
-        F x = held(s, at, mask) * decay + (rate * m) / (root / corrected + eps);
-        F now = write_weight(s, at, mask, x, first);
+        fetch(bits_of(sort.weight), s.p, at);
+        fetch(bits_of(sort.gradient), s.g, at);
+        if (sort.low != NONE) fetch(bits_of(sort.low), s.low, at);
+        if (s.average != NONE) fetch(bits_of(s.average), s.shadow, at);
+        for (int j = 0; j < 2; j++) {
+            const Moment& m = s.moments[j];
+            fetch(sort.moments[j] == CODES ? m.bits : bits_of(sort.moments[j]), m.data, at);
+        }
+    };
+    auto moments = [&](int i, Mask mask) ALWAYS {
+        int64_t at = start + i * LANES;
+        F g = read(sort.gradient, s.g, at, mask) * scale, old[2];
+        for (int j = 0; j < 2; j++) {
+            const Moment& from = s.moments[j];
+            int kind = sort.moments[j];
+            old[j] = kind == CODES ? decoded(from, at, mask) : read(kind, from.data, at, mask);
+        }
+        F m = sort.exact ? fma(F{} + a, g - old[0], old[0]) : (g - old[0]) * a + old[0];
+        F v = sort.exact ? fma(c * g, g, old[1] * b) : c * g * g + old[1] * b;
+        return std::pair(m, v);
+    };
+    auto weight = [&](int i, Mask mask, F m, F root) ALWAYS {
+        return held(s, sort, start + i * LANES, mask) * decay + (rate * m) / (root / corrected + eps);
+    };
+    auto write_moments = [&](int i, Mask mask, F m, F v, bool nan) ALWAYS {
+        int64_t at = start + i * LANES;
+        F now[2] = {m, v};
+        U bits[2] = {first >> 16, sort.stochastic ? further(first) & 0xFFFF : U{}};
+        for (int j = 0; j < 2; j++) {
+            int kind = sort.moments[j];
+            if (sort.root == CALLED || kind == CODES)  // with zeros beyond the last value, for a scale
+                kept[j][i] = (F)_mm512_maskz_mov_ps(mask, (__m512)now[j]);
+            if (kind != CODES)
+                write(kind, s.moments[j].data, at, mask, now[j], nan, sort.stochastic, bits[j]);
+        }
+    };
+    auto write_rest = [&](int i, Mask mask, F x, bool nan) ALWAYS {
+        int64_t at = start + i * LANES;
+        F now = write_weight(s, sort, at, mask, x, nan, first & 0xFFFF);
         if (s.average == NONE) return;
         F shadow = read(s.average, s.shadow, at, mask);
         shadow += (now - shadow) * s.average_h[0];
-        U own = s.average_stochastic ? noise(s.average_key, at) : U{};
-        write(s.average, s.shadow, at, mask, shadow, s.average_stochastic, own);
+        U own = s.average_stochastic ? noise(s.average_key, at) & 0xFFFF : U{};
+        write(s.average, s.shadow, at, mask, shadow, any_nan(shadow), s.average_stochastic, own);
     };
 
-    if (s.stochastic) {  // by itself: a hash is a long chain, and many of them at once hide that
-        for (int i = 0; i * LANES < n; i++) first[i] = noise(s.key, start + i * LANES);
-        for (int i = 0; i * LANES < n; i++) second[i] = further(first[i]);
-    }
-    const float *h = s.h, scale = h[1];
-    for (int i = 0, k = 0; k < n; i++, k += LANES) {
-        int64_t at = start + k;
-        Mask mask = first_of(n - k);
-        F g = read(s.gradient, s.g, at, mask) * scale, old[2];
-        for (int j = 0; j < 2; j++) {
-            const Moment& m = s.moments[j];
-            old[j] = m.kind == CODES ? decoded(m, at, mask) : read(m.kind, m.data, at, mask);
-        }
-        F m = s.exact ? fma(h[2], g - old[0], old[0]) : (g - old[0]) * h[2] + old[0];
-        F v = s.exact ? fma(h[4] * g, g, old[1] * h[3]) : h[4] * g * g + old[1] * h[3];
-        F now[2] = {m, v};
-        U low = s.stochastic ? first[i] : U{}, bits[2] = {low >> 16, s.stochastic ? second[i] : U{}};
-        for (int j = 0; j < 2; j++) {
-            const Moment& to = s.moments[j];
-            if (s.root || to.kind == CODES)  // with zeros beyond the last value, for a scale
-                kept[j][i] = (F)_mm512_maskz_mov_ps(mask, (__m512)now[j]);
-            if (to.kind != CODES)
-                write(to.kind, to.data, at, mask, now[j], s.stochastic, bits[j]);
-        }
-        if (s.root)
+    if (sort.root == CALLED) {
+        each(n, [&](int i, Mask mask) ALWAYS {
+            auto [m, v] = moments(i, mask);
+            write_moments(i, mask, m, v, true);
             root[i] = s.floored ? (v < SMALLEST ? F{} + SMALLEST : v) : v;
-        else
-            weight(i, m, (F)_mm512_sqrt_ps((__m512)v), low);
-    }
-    if (s.root) {
-        s.root(n, (const float*)root, (float*)root, MODE);
-        for (int i = 0; i * LANES < n; i++) weight(i, kept[0][i], root[i], s.stochastic ? first[i] : U{});
+        });
+        s.called(n, (const float*)root, (float*)root, MODE);
+        each(n, [&](int i, Mask mask) ALWAYS {
+            F x = weight(i, mask, kept[0][i], root[i]);
+            write_rest(i, mask, x, any_nan(x));
+        });
+    } else {
+        each(n, [&](int i, Mask mask) ALWAYS {
+            if (sort.stochastic) draw();
+            fetch_all(i);
+            auto [m, v] = moments(i, mask);
+            F x = weight(i, mask, m, root_of(sort.root, v));
+            bool nan = any_nan(x);  // as it is where m or v is
+            write_moments(i, mask, m, v, nan);
+            write_rest(i, mask, x, nan);
+        });
     }
     for (int j = 0; j < 2; j++)
-        if (s.moments[j].kind == CODES) encode_blocks(s.moments[j], kept[j], start, n);
+        if (sort.moments[j] == CODES) encode_blocks(s.moments[j], kept[j], start, n);
+}
+
+// Do the step if it is of this sort, with a loop of its own
+static INLINE bool done(Sort own, const Own& s, int64_t start, int n) {
+    if (std::memcmp(&own, &s.sort, sizeof own)) return false;
+    step_chunk(s, own, start, n);
+    return true;
+}
+
+static void step(const Own& s, int64_t start, int n) {
+    if (done({FP32, FP32, NONE, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
+    if (done({BF16, BF16, INT16, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
+    if (done({BF16, BF16, NONE, {BF16, BF16}, true, false, NEAREST}, s, start, n)) return;
+    if (done({BF16, BF16, BF16, {BF16, BF16}, false, false, NEAREST}, s, start, n)) return;
+    if (done({BF16, BF16, NONE, {CODES, CODES}, true, false, NEAREST}, s, start, n)) return;
+    step_chunk(s, s.sort, start, n);
 }
 
 // Do work(tensor, start, n) for each chunk of each tensor, of which number i ends at ends[i]
@@ -300,11 +422,20 @@ template <class Work> static void in_chunks(int count, const int64_t* ends, int 
 extern "C" void adamw(const Step* s) {
     in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
         int64_t before = i ? s->ends[i - 1] : 0;
-        Step own = *s;
-        own.p = (char*)s->weights[i] - before * (s->weight == FP32 ? 4 : 2);
-        own.g = (char*)s->gradients[i] - before * (s->gradient == FP32 ? 4 : 2);
-        step_chunk(own, start, n);
+        Own own{*s};
+        own.p = (char*)s->weights[i] - before * (s->sort.weight == FP32 ? 4 : 2);
+        own.g = (char*)s->gradients[i] - before * (s->sort.gradient == FP32 ? 4 : 2);
+        if (s->sort.stochastic) own.words[0] = s->key[0] + s->key[2], own.words[1] = s->key[1];
+        step(own, start, n);
     });
+}
+
+extern "C" void roots(int kind, decltype(Step::called) called, const float* x, float* roots, int64_t n) {
+    if (kind == CALLED) return called(n, x, roots, MODE);
+    for (int64_t at = 0; at < n; at += LANES) {
+        Mask mask = first_of(n - at < LANES ? n - at : LANES);
+        write_fp32(roots, at, mask, root_of(kind, read(FP32, x, at, mask)));
+    }
 }
 
 extern "C" void encode_all(const float* x, int64_t n, const Moment* m, int threads) {

@@ -4,10 +4,10 @@ Needs torch and GCC; copy it with cpu_step.cpp.
     if fits(p, g):
         adamw(p, g, moments, low, h, key, stochastic, average)   # flat, in place; h, key: rows of a Table
 
-torch.compile makes a kernel of the same step, whose one loop waits for each hash of noise, and which can't
-vectorise the reading of tables. This one is written by hand for AVX-512: the first call compiles it, which
-takes some seconds, and keeps the result beside torch's own compiled kernels. Where that can't be, `fits` says
-no and torch.compile does the step, with the same bits.
+torch.compile makes a kernel of the same step, whose one loop waits for each hash of noise and at the start of
+each page of memory, and which can't vectorise the reading of tables. This one is written by hand for AVX-512:
+the first call compiles it, which takes some seconds, and keeps the result beside torch's compiled kernels.
+Where that can't be, `fits` says no and torch.compile does the step, with the same bits.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 SOURCE = Path(__file__).with_suffix(".cpp")
 # each operation rounds once: no product is contracted with a sum
 FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
-KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
+KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
 FEW = 1 << 15  # values below which a second thread costs more than it does
 
 
@@ -35,22 +35,21 @@ FEW = 1 << 15  # values below which a second thread costs more than it does
 
 class Moment(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "bits", "has_sign")),
+        *((name, ctypes.c_int32) for name in ("bits", "has_sign")),
         *((name, ctypes.c_void_p) for name in ("data", "scales", "table", "chart", "key")),
     ]
 
 
-TENSORS = "l", "shadow", "h", "average_h", "key", "average_key"
-
-
 class Step(ctypes.Structure):
     _fields_ = [
+        *((name, ctypes.c_int32) for name in ("of_weight", "of_gradient", "of_low")),
+        ("of_moments", ctypes.c_int32 * 2),
+        *((name, ctypes.c_int32) for name in ("stochastic", "exact", "root")),
         ("count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("ends", "weights", "gradients")),
-        *((name, ctypes.c_int32) for name in ("weight", "gradient", "low", "stochastic", "average")),
-        *((name, ctypes.c_int32) for name in ("average_stochastic", "threads", "exact", "floored")),
-        *((name, ctypes.c_void_p) for name in ("p", "g", *TENSORS)),
-        ("root", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("of_average", "average_stochastic", "threads", "floored")),
+        *((name, ctypes.c_void_p) for name in ("low", "shadow", "h", "average_h", "key", "average_key")),
+        ("called", ctypes.c_void_p),
         ("moments", Moment * 2),
     ]
 
@@ -85,26 +84,50 @@ def _built():
     return path
 
 
+NEAREST, OF_MKL, CALLED = range(3)  # as in cpu_step.cpp
+
+
 @functools.cache
 def root():
-    """The address of the function that torch.sqrt calls on a CPU, MKL's; 0 where torch rounds roots to the
-    nearest, as the CPU does; None where it does neither.
+    """(kind, address): how torch.sqrt takes a root on this CPU. NEAREST: rounded to the nearest. OF_MKL: as
+    the library MKL does on an Intel CPU with AVX-512, which rounds one in 160 to the other neighbour. CALLED:
+    in another way of MKL's, by the function at that address. None where it is none of these.
     """
-    x = torch.rand(1 << 14, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    wanted = torch.sqrt(x)
-    if torch.equal(wanted, torch.sqrt(x.double()).float()):
-        return 0
+    for kind in (NEAREST, OF_MKL):
+        if all(torch.equal(roots(x, kind), torch.sqrt(x)) for x in _trials()):
+            return kind, None
+    address = _root_of_mkl()
+    if address and all(torch.equal(roots(x, CALLED, address), torch.sqrt(x)) for x in _trials(1 << 16)):
+        return CALLED, address
+    return None
+
+
+def _root_of_mkl():
+    """The address of the function of MKL that torch.sqrt calls; None where there is none."""
     try:
         found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).vmsSqrt
     except (OSError, AttributeError):
         return None
-    found.argtypes, found.restype = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
-    own = torch.empty_like(x)
-    found(x.numel(), x.data_ptr(), own.data_ptr(), MODE)
-    return ctypes.cast(found, ctypes.c_void_p).value if torch.equal(own, wanted) else None
+    return ctypes.cast(found, ctypes.c_void_p).value
 
 
-MODE = 0x140102  # VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE, as torch calls it
+def _trials(size=1 << 24):
+    """fp32 values, some at a time: from zero on, then those of two powers of two, or the first of them. The
+    roots of all others have the same digits.
+    """
+    whole = dict(device="cpu", dtype=torch.int32)
+    ends = torch.tensor([0x7F7FFFFF, 0x7F800000], **whole)
+    yield torch.cat([torch.arange(0, 1 << 28, 257, **whole), ends]).view(torch.float32)
+    for start in range(0x3F800000, 0x3F800000 + size, 1 << 20):
+        yield torch.arange(start, start + min(size, 1 << 20), **whole).view(torch.float32)
+
+
+def roots(x, kind, address=None):
+    """The roots of fp32 x [n], as the step takes them."""
+    found = torch.empty_like(x)
+    place = (ctypes.c_void_p(at) for at in (address, x.data_ptr(), found.data_ptr()))
+    library().roots(kind, *place, ctypes.c_int64(x.numel()))
+    return found
 
 
 # ---- The step ----------------------------------------------------------------------------------------------
@@ -132,19 +155,40 @@ def adamw(p, g, moments, low, h, key, stochastic, average=None, exact=False, flo
     `floored` as its `vanishes` says.
     """
     weights, gradients = _listed(p), _listed(g)
-    flat, average_h, average_key, own = average or (None, None, None, False)
+    flat, average_h, average_key, average_stochastic = average or (None, None, None, False)
+    of_root, called = root() if exact else (NEAREST, None)
     ends = list(itertools.accumulate(t.numel() for t in weights))
-    numbered = (ctypes.c_int64 * len(ends))(*ends)
-    lists = [(ctypes.c_void_p * len(ends))(*(t.data_ptr() for t in some)) for some in (weights, gradients)]
-    kinds = [KINDS[None if t is None else t.dtype] for t in (weights[0], gradients[0], low, flat)]
-    step = Step(len(ends), *map(ctypes.addressof, (numbered, *lists)), *kinds[:3], stochastic, kinds[3], own)
-    step.threads, step.exact, step.floored = _threads(ends[-1]), exact, floored
-    step.root = root() or None if exact else None
-    for name, t in zip(TENSORS, (low, flat, h, average_h, key, average_key), strict=True):
-        setattr(step, name, None if t is None else t.data_ptr())
-    step.moments = tuple(_moment(m) for m in moments)
+    lists = (ctypes.c_int64 * len(ends))(*ends), _addresses(weights), _addresses(gradients)
+    step = Step(
+        *map(_kind, (weights[0], gradients[0], low)),
+        tuple(map(_kind, moments)),
+        stochastic and not exact,  # what is exact needs no noise
+        exact,
+        of_root,
+        len(ends),
+        *map(ctypes.addressof, lists),
+        _kind(flat),
+        average_stochastic,
+        _threads(ends[-1]),
+        floored,
+        *map(_address, (low, flat, h, average_h, key, average_key)),
+        called,
+        tuple(map(_moment, moments)),
+    )
     library().adamw(ctypes.byref(step))
     _written(*weights, low, flat, *moments)
+
+
+def _kind(t):
+    return 0 if t is None else KINDS[t.data.dtype]  # of a tensor, or of Codes
+
+
+def _address(t):
+    return None if t is None else t.data_ptr()
+
+
+def _addresses(tensors):
+    return (ctypes.c_void_p * len(tensors))(*map(_address, tensors))
 
 
 def _listed(t):
@@ -205,15 +249,14 @@ def _moment(m):
         bits = len(m.table).bit_length() - 1
         data, scales, table, key = (t.data_ptr() for t in (m.data, m.scales, m.table, m.key))
         chart = ctypes.addressof(m.chart)
-        return Moment(KINDS[m.data.dtype], bits, m.signed, data, scales, table, chart, key)
-    return Moment(KINDS[m.dtype], 0, False, m.data_ptr())
+        return Moment(bits, m.signed, data, scales, table, chart, key)
+    return Moment(0, False, m.data_ptr())
 
 
 def _written(*changed):
     """Tell autograd, which sees no write by pointer: a backward that needs the old values is an error."""
-    for t in changed:
-        if t is not None:
-            increment_version(t[:2] if isinstance(t, Codes) else t)
+    parts = (t[:2] if isinstance(t, Codes) else (t,) for t in changed if t is not None)
+    increment_version(list(itertools.chain.from_iterable(parts)))
 
 
 def _threads(n):

@@ -7,7 +7,7 @@ product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a
 where it comes from MKL (by the CPU, one value in 160 or in six differs in its last bit), while a compiled one
 is. So the step is three passes: moments, root, weights. The root is written into memory that is kept: new
 memory costs more than a pass, since the system clears each of its pages when it is first touched. Where
-`in_one_pass` says so, `cpu_step` does all three in one: it calls MKL's root for what is in the cache.
+`in_one_pass` says so, `cpu_step` does all three in one: it takes roots as MKL does.
 """
 
 import functools

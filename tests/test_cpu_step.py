@@ -151,6 +151,49 @@ def test_fp32_weights_are_written_with_the_bits_of_the_torch_code(kinds):
     assert differing(ours, trained({**kinds, "compiled": False}, dtype=torch.float32)) == 0
 
 
+EXACT = pytest.mark.parametrize(
+    ("kinds", "dtype"), [({}, torch.float32), (KINDS["exact"], torch.bfloat16)], ids=("fp32", "split")
+)
+
+
+@needs_kernel
+@EXACT
+def test_a_root_by_a_call_of_mkl_has_the_same_bits(kinds, dtype, monkeypatch):
+    """As on a CPU whose root has none of the known formulas."""
+    address = cpu_step._root_of_mkl()
+    if address is None:
+        pytest.skip("this torch has no MKL")
+    wanted = trained({**kinds, "compiled": False}, dtype=dtype)
+    monkeypatch.setattr(cpu_step, "root", lambda: (cpu_step.CALLED, address))
+    assert differing(trained(kinds, dtype=dtype), wanted) == 0
+
+
+@needs_kernel
+@EXACT
+def test_a_root_of_no_known_kind_leaves_the_step_to_torch(kinds, dtype, monkeypatch):
+    wanted = trained({**kinds, "compiled": False}, dtype=dtype)
+    monkeypatch.setattr(cpu_step, "root", lambda: None)
+    assert differing(trained(kinds, dtype=dtype), wanted) == 0
+
+
+@needs_kernel
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_roots_of_every_size():
+    """Of each power of two, zeros, denormals, the largest number, infinity, NaN and what is below zero."""
+    sizes = torch.arange(-149, 128).double().exp2()[:, None] * (1 + torch.rand(64, dtype=torch.float64))
+    ends = torch.tensor([0, -0.0, torch.inf, torch.nan, -1, torch.finfo(torch.float32).max])
+    x = torch.cat([sizes.flatten().float(), ends, torch.full((3,), 1e-45)])
+    nearest = torch.from_numpy(np.sqrt(x.numpy()))
+    assert differing([cpu_step.roots(x, cpu_step.NEAREST)], [nearest]) == 0
+    of_mkl = cpu_step.roots(x, cpu_step.OF_MKL)
+    apart = (of_mkl.view(torch.int32) - nearest.view(torch.int32)).abs()[~nearest.isnan()]
+    assert apart.max() == 1 and 0 < (apart > 0).float().mean() < 0.02
+    assert (of_mkl.isnan() == nearest.isnan()).all()
+    kind, address = cpu_step.root() or (None, None)
+    if kind is not None:
+        assert differing([cpu_step.roots(x, kind, address)], [torch.sqrt(x)]) == 0
+
+
 @needs_kernel
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_autograd_sees_what_it_writes(kinds):
