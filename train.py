@@ -372,17 +372,19 @@ def _end(signum, frame):
 
 @contextmanager
 def ended_by(*signals):
-    """Within it these signals raise Ended, unless the caller ignores or handles them."""
-    mine = [signum for signum in signals if signal.getsignal(signum) == signal.SIG_DFL]
+    """Within it these signals raise Ended, unless the caller ignores or handles them. Gives those that do."""
+    by_default = signal.SIG_DFL, signal.default_int_handler
+    before = {signum: signal.getsignal(signum) for signum in signals}
+    mine = {signum: handler for signum, handler in before.items() if handler in by_default}
     if threading.current_thread() is not threading.main_thread():
-        mine = []
+        mine = {}
     for signum in mine:
         signal.signal(signum, _end)
     try:
-        yield
+        yield mine
     finally:
-        for signum in mine:
-            signal.signal(signum, signal.SIG_DFL)
+        for signum, handler in mine.items():
+            signal.signal(signum, handler)
 
 
 def said_of(error):
@@ -418,9 +420,20 @@ def main(argv=None):
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a terminal can't show is no error
             stream.reconfigure(errors="backslashreplace")
+    with ended_by(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) as heard:
+        return ended(argv, heard)
+
+
+def ended(argv, heard):
+    """The exit status of run(argv), once its last words are said. heard: signals that end it, and after it
+    are ignored: torchrun sends SIGTERM to all processes once one has died, while they say so.
+    """
     try:
-        with ended_by(signal.SIGTERM, signal.SIGHUP):
+        try:
             return run(argv)
+        finally:
+            for signum in heard:
+                signal.signal(signum, signal.SIG_IGN)
     except BrokenPipeError:  # whatever read the output has ended, as head does
         # what is left to print goes nowhere, not into a second error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -190,6 +190,32 @@ def test_nohup_holds_while_libraries_import(tmp_path, monkeypatch):
     assert child.communicate(timeout=20)[0] == "SIG_IGN\n"
 
 
+LAST_WORDS = """
+import os, signal, sys
+import train
+
+def speaks():
+    print("asked")
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # of torchrun, for one that has died
+        os.kill(os.getpid(), signum)
+    return True
+
+train.speaks = speaks
+before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+status = train.main(["--sample", "runs/nothing.pt"])
+assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+sys.exit(status)
+"""
+
+
+def test_a_signal_during_the_last_words_does_not_cut_them_off(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    child = process("-c", LAST_WORDS)
+    out, err = child.communicate(timeout=60)
+    assert out == "asked\n"
+    assert child.returncode == 2 and err.count("\n") == 1 and "runs/nothing.pt" in err, err
+
+
 # ---- The lock ----------------------------------------------------------------------------------------------
 
 
