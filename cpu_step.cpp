@@ -196,12 +196,12 @@ static inline F decoded(const Moment& m, int64_t at, Mask mask) {
     return pick((F)_mm512_loadu_ps(m.table), code) * m.scales[at / block_of(m)];
 }
 
-// Write sixteen codes
+// Write sixteen codes; one above the last becomes the last
 static INLINE void write_codes(const Moment& m, int bits, int64_t at, Mask mask, I code) {
-    __m128i narrow = _mm512_cvtepi32_epi8((__m512i)code);
     if (bits == 8) {
-        _mm_mask_storeu_epi8((uint8_t*)m.data + at, mask, narrow);
+        _mm_mask_storeu_epi8((uint8_t*)m.data + at, mask, _mm512_cvtusepi32_epi8((__m512i)code));
     } else {
+        __m128i narrow = _mm512_cvtepi32_epi8(_mm512_min_epu32((__m512i)code, _mm512_set1_epi32(15)));
         __m128i pairs = _mm_or_si128(_mm_slli_epi16(narrow, 4), _mm_srli_epi16(narrow, 8));
         _mm_mask_storeu_epi8((uint8_t*)m.data + at / 2, bytes_of(mask), _mm_cvtepi16_epi8(pairs));
     }
@@ -238,7 +238,7 @@ template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t
     const F value = row(0), next = row(1), first = row(2), rise = row(3);
     const __m512i slots = (__m512i)row(4);
     const float divisor = scale == 0 ? __builtin_inff() : scale;
-    const int last = (1 << BITS) - 1, zero = last / 2, least_above_zero = m.table[0] == 0;
+    const int zero = (1 << BITS) / 2 - 1, least_above_zero = m.table[0] == 0;
     F uniform[BLOCK / LANES];  // by itself: a hash is a long chain, and many of them at once hide that
     U place = LANE + (uint32_t)at;
     for (int k = 0; k < n; k += LANES) {
@@ -250,9 +250,8 @@ template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t
         F y = x[i] / divisor;
         F size = (F)((I)y & 0x7FFFFFFF);
         // which stretch: by the exponent, within which two more of them begin at most
-        I exponent = ((I)size >> 23) - 96;
-        exponent = exponent < 0 ? I{} : exponent;
-        I slot = (I)_mm512_maskz_permutexvar_epi16(0x55555555, (__m512i)exponent, slots);
+        __m512i exponent = _mm512_subs_epu16((__m512i)((I)size >> 23), _mm512_set1_epi32(96));  // 0 at least
+        I slot = (I)_mm512_maskz_permutexvar_epi16(0x55555555, exponent, slots);
         slot = one_more(slot, pick(next, slot), size, true);
         slot = one_more(slot, pick(next, slot), size, true);
         F exact = pick(first, slot) + (size - pick(value, slot)) * pick(rise, slot);
@@ -263,8 +262,7 @@ template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t
             code = y < 0 ? zero - code : zero + code;
         else
             code = (y > 0) & (code == 0) ? I{} + least_above_zero : code;
-        code = code < 0 ? I{} : code > last ? I{} + last : code;
-        write_codes(m, BITS, at + i * LANES, mask, code);
+        write_codes(m, BITS, at + i * LANES, mask, SIGN ? (code < 0 ? I{} : code) : code);
     });
 }
 
