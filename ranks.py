@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import socket
+import sys
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -14,8 +15,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 import reduction
+from lifeline import Lifeline
 from machine import Refused, first_line
 
 # that processes wait for one another until all have met. torchrun ends them all where one ends, so that those
@@ -71,6 +74,8 @@ class Ranks:
             self._agree(store, {"device": device.type, **(flags or {})})
             own = dict(store=store, rank=self.rank, world_size=self.world)
             dist.init_process_group(backend, **own, timeout=MEETING)
+            if self.world > 1:
+                _keep_in_touch(self.rank, store)
         except Refused:
             raise
         except ValueError as error:
@@ -181,6 +186,32 @@ class Ranks:
         return self.ddp.no_sync() if alone else nullcontext()
 
 
+lifelines = []  # of this process: one while it needs the others
+
+
+def _keep_in_touch(rank, store):
+    """Have this process end where another has, whose end the backend may have missed."""
+
+    def ended():
+        line = f"train.py: {GONE}"
+        if speaks():
+            tqdm.write(line, file=sys.stderr)
+        tell(line)
+        os._exit(2)  # the thread that trains waits in the backend, where no exception reaches it
+
+    try:
+        lifelines.append(Lifeline(rank, os.environ["MASTER_ADDR"], store, ended))
+    except OSError as error:
+        late = f"where another process is killed, this one may wait for {WAITING.seconds // 60} minutes"
+        print(f"warning: rank {rank} does not reach rank 0 ({error}): {late}", file=sys.stderr)
+
+
+def part():
+    """From here on each process ends when it likes."""
+    while lifelines:
+        lifelines.pop().end()
+
+
 def leave():
     """End what `meet` began: the group, and its threads where nobody holds it any more. One that still runs
     while Python ends can abort the process (pytorch 179291).
@@ -206,6 +237,7 @@ def speaks():
 
 # ---- Processes that end before their time ------------------------------------------------------------------
 
+GONE = "another process of this run has ended; the same command resumes"
 READER = "a process that reads data was ended from outside, or for want of memory"
 LOST = {  # what an error says of another process: what a person reads
     "DataLoader worker": READER,
@@ -223,7 +255,7 @@ def lost(error, world):
         if sign in text:
             return f"{said}; the same command resumes"
     if world > 1 and any(sign in text.lower() for sign in PEERS):
-        return "another process of this run has ended; the same command resumes"
+        return GONE
     return None
 
 

@@ -27,7 +27,7 @@ from machine import Refused, first_line
 from order import SIGNALS, BatchIndices, ignore_signals
 from precision import Precision
 from profiling import Profile
-from ranks import Ranks, lost
+from ranks import Ranks, lost, part
 from recipes import check_machine
 from release import check_alone
 from rounding import Stream, stream
@@ -300,20 +300,9 @@ class Trainer:
 
         Goes on from the run's checkpoint if there is one.
         """
-        c, main = self.config, self.ranks.main
         self._meet()
         try:
-            finished = self._open_folder()
-            if finished:
-                if c.export and (main or self.ranks.spread):
-                    self.export(c.export)
-                return finished
-            self.ready()
-            if main:
-                self.folder.log_to(self.step)
-            with self._stoppable():
-                self._train()
-            return self._finish() if main or self.ranks.spread else None
+            summary = self._fit()
         except (RuntimeError, ConnectionResetError, EOFError) as error:
             said = lost(error, self.ranks.world)
             if said is None:
@@ -322,6 +311,22 @@ class Trainer:
         finally:
             self._end_workers()
             self.folder.close()
+        part()
+        return summary
+
+    def _fit(self):
+        c, main = self.config, self.ranks.main
+        finished = self._open_folder()
+        if finished:
+            if c.export and (main or self.ranks.spread):
+                self.export(c.export)
+            return finished
+        self.ready()
+        if main:
+            self.folder.log_to(self.step)
+        with self._stoppable():
+            self._train()
+        return self._finish() if main or self.ranks.spread else None
 
     def ready(self):
         """What the first step needs: training data, and the net as it is called."""

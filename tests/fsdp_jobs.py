@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -376,6 +377,36 @@ def hurried(*words):
     if "DIES" in words and os.environ["RANK"] == "1":
         dist.init_process_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
     return train.main([word for word in words if word != "DIES"])
+
+
+def slow(mine, where, seconds, *words):
+    """train.py, in which the ranks of `mine` take `seconds` more for their third step or for the last thing
+    that they do together, and tell by a file that they are there. Others ask after a second.
+    """
+    import lifeline
+    import train
+    import trainer
+
+    lifeline.GRACE = 1
+    step, part, rank = trainer.Trainer.train_step, trainer.part, os.environ["RANK"]
+
+    def wait():
+        if rank in mine:
+            Path(f"waits-{rank}").touch()
+            time.sleep(seconds)
+
+    def slow_step(self, **options):
+        if where == "step" and self.step == 2:
+            wait()
+        return step(self, **options)
+
+    def slow_part():
+        if where == "part":
+            wait()
+        return part()
+
+    trainer.Trainer.train_step, trainer.part = slow_step, slow_part
+    return train.main(list(words))
 
 
 # ---- Means of gradients ------------------------------------------------------------------------------------

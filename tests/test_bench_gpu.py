@@ -265,7 +265,7 @@ def test_a_record_knows_the_sources_that_its_figures_depend_on():
     own = imported("bench_gpu")
     assert "bench" not in own, "bench imports bench_gpu: that would be a circle"
     # what reads flags, writes files or tells of a run changes no figure
-    others = {"flags", "runs", "files", "shapes", "checkpoints", "shards", "ranks", "reduction"}
+    others = {"flags", "runs", "files", "shapes", "checkpoints", "shards", "ranks", "lifeline", "reduction"}
     others |= {"adapters", "net_state", "verdicts", "verdict_rows", "write_errors"}
     assert set(bench_gpu.SOURCES) == {"bench_gpu", *own} - others
 

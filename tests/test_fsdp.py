@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import bench_sharding
 import checkpoints
 import sharding
 import shards
+from lifeline import Lifeline
 from machine import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -365,6 +367,55 @@ def test_a_killed_rank_ends_all_in_one_line_and_fewer_ranks_resume(run, ranks):
     assert not list(Path("runs/run").glob("*.part"))
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_ranks_that_wait_on_for_a_killed_one_end_all_the_same(killed, run, ranks):
+    """As gloo makes them, once in some hundred times, and NCCL always."""
+    mine = [rank for rank in range(4) if rank != killed]
+    words = ["--fsdp", "--task", "lines.py:Lines", *RUN, *LOW, "--name", "run", "--steps", 9]
+    numbers = ranks.start(4, "slow", "".join(map(str, mine)), "step", 10**6, *map(str, words))
+    for rank in mine:
+        until(Path(f"waits-{rank}").exists, ranks)
+    os.kill(numbers[killed], signal.SIGKILL)
+    begun = time.monotonic()
+    assert sorted(map(ranks.wait, numbers)) == [-9, 2, 2, 2], ranks_messages(ranks)
+    assert time.monotonic() - begun < 20
+    (said,) = ranks.said()
+    assert said == "train.py: another process of this run has ended; the same command resumes"
+    assert "Traceback" not in ranks.messages.read_text()
+    assert run(2, "--steps", 9) == [0, 0], ranks_messages(ranks)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_that_has_done_its_part_ends_before_the_others(early, ranks):
+    """Its connection is closed for longer than a killed one's may be."""
+    Path("lines.py").write_text(TASK)
+    words = ["--task", "lines.py:Lines", *RUN, "--name", "run", "--steps", 2]
+    numbers = ranks.start(2, "slow", str(1 - early), "part", 4, *map(str, words))
+    assert ranks.wait(numbers[early]) == 0
+    begun = time.monotonic()
+    assert ranks.wait(numbers[1 - early]) == 0, ranks_messages(ranks)
+    assert time.monotonic() - begun > 2
+
+
+def test_a_stranger_at_the_lifeline_ends_nobody(monkeypatch):
+    monkeypatch.setattr("lifeline.GRACE", 0)
+    kept, ended = {}, []
+
+    class Store:
+        set, get = kept.__setitem__, kept.get
+
+    first = Lifeline(0, "127.0.0.1", Store, lambda: ended.append("first"))
+    second = Lifeline(1, "127.0.0.1", Store, lambda: ended.append("second"))
+    port, token = json.loads(kept["lifeline"])
+    for said, expected in (("", []), ("x" * len(token), []), (token, ["first"])):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(said.encode())
+        time.sleep(0.2)
+        assert ended == expected
+    first.end()
+    second.end()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_the_process_groups_stop_ranks_with_workers(signum, run, ranks):
     numbers = run.start(2, "--steps", 10**6, "--checkpoint_every", 2, "--workers", 1)
@@ -390,11 +441,15 @@ def test_a_killed_worker_ends_all_in_one_line(run, ranks):
     assert "Traceback" not in ranks.messages.read_text()
 
 
-def checkpointed(ranks):
+def until(true, ranks):
     end = time.monotonic() + 60
-    while not Path("runs/run/checkpoint.json").exists():
+    while not true():
         assert time.monotonic() < end, ranks_messages(ranks)
         time.sleep(0.01)
+
+
+def checkpointed(ranks):
+    until(Path("runs/run/checkpoint.json").exists, ranks)
 
 
 @pytest.mark.parametrize("moment", ["before it comes", "as they meet"])
