@@ -1,7 +1,7 @@
-// AdamW's step and the codes of its moments on a CPU with AVX-512, in one pass, with the bits of optim.py,
-// rounding.py and formats.py. cpu_step.py compiles it and says what the fields hold. GCC alone: sixteen
-// values are one of its vectors, (F) and (I) read the bits of one as the other, and `mask ? a : b` picks by
-// lane.
+// The step of AdamW, SGD and Lion and the codes of their moments on a CPU with AVX-512, in one pass, with the
+// bits of optim.py, optimizers.py, rounding.py and formats.py. cpu_step.py compiles it and says what the
+// fields hold. GCC alone: sixteen values are one of its vectors, (F) and (I) read the bits of one as the
+// other, and `mask ? a : b` picks by lane.
 
 #include <cstdint>
 #include <cstring>
@@ -16,6 +16,7 @@ typedef uint32_t U __attribute__((vector_size(64)));
 #define INLINE inline ALWAYS
 
 enum Kind { NONE, FP32, BF16, INT16, CODES };
+enum Rule { ADAMW, SGD, LION };
 enum Root { NEAREST, OF_MKL, CALLED };  // how a square root is taken, see cpu_step.root
 // values of a vector, of the largest block of codes, and of what a thread takes at once: whole blocks, which
 // stay in its caches and are worth a call of MKL
@@ -36,7 +37,7 @@ struct Moment {
 // What sort of step it is. A loop that is compiled for one sort alone is spared a dozen branches a vector, so
 // it gets this by value: of what lies in memory, a compiler must assume that each write changes it.
 struct Sort {
-    int32_t weight, gradient, low, moments[2], stochastic, exact, root;
+    int32_t rule, weight, gradient, low, moments[2], stochastic, exact, root;
 };
 
 struct Step {
@@ -299,6 +300,7 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
     F kept[2][CHUNK / LANES], root[CHUNK / LANES];
     const float decay = s.h[0], scale = s.h[1], a = s.h[2], b = s.h[3], c = s.h[4];
     const float corrected = s.h[5], eps = s.h[6], rate = s.h[7];
+    const int count = sort.rule == ADAMW ? 2 : 1;  // of moments
 
     // the noise of vector i, then of i + 1, ...: a hash is a long chain, of which each turn does one link for
     // each of the next three
@@ -317,18 +319,28 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
         fetch(bits_of(sort.gradient), s.g, at);
         if (sort.low != NONE) fetch(bits_of(sort.low), s.low, at);
         if (s.average != NONE) fetch(bits_of(s.average), s.shadow, at);
-        for (int j = 0; j < 2; j++) {
+        for (int j = 0; j < count; j++) {
             const Moment& m = s.moments[j];
             fetch(sort.moments[j] == CODES ? m.bits : bits_of(sort.moments[j]), m.data, at);
         }
     };
+    // the new moments; where there is but one, the step that it asks for is the second
     auto moments = [&](int i, Mask mask) ALWAYS {
         int64_t at = start + i * LANES;
         F g = read(sort.gradient, s.g, at, mask) * scale, old[2];
-        for (int j = 0; j < 2; j++) {
+        for (int j = 0; j < count; j++) {
             const Moment& from = s.moments[j];
             int kind = sort.moments[j];
             old[j] = kind == CODES ? decoded(from, at, mask) : read(kind, from.data, at, mask);
+        }
+        if (sort.rule == SGD) {
+            F m = old[0] * a + g;
+            return std::pair(m, s.h[5] * (b * g + c * m));
+        }
+        if (sort.rule == LION) {
+            F mean = old[0] + a * (g - old[0]);
+            F sign = mean > 0 ? F{} + 1 : mean < 0 ? F{} - 1 : mean == 0 ? F{} : mean;
+            return std::pair(old[0] + b * (g - old[0]), c * sign);
         }
         F m = sort.exact ? fma(F{} + a, g - old[0], old[0]) : (g - old[0]) * a + old[0];
         F v = sort.exact ? fma(c * g, g, old[1] * b) : c * g * g + old[1] * b;
@@ -341,7 +353,7 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
         int64_t at = start + i * LANES;
         F now[2] = {m, v};
         U bits[2] = {first >> 16, sort.stochastic ? further(first) & 0xFFFF : U{}};
-        for (int j = 0; j < 2; j++) {
+        for (int j = 0; j < count; j++) {
             int kind = sort.moments[j];
             if (sort.root == CALLED || kind == CODES)  // with zeros beyond the last value, for a scale
                 kept[j][i] = (F)_mm512_maskz_mov_ps(mask, (__m512)now[j]);
@@ -375,13 +387,14 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
             if (sort.stochastic) draw();
             fetch_all(i);
             auto [m, v] = moments(i, mask);
-            F x = weight(i, mask, m, root_of(sort.root, v));
-            bool nan = any_nan(x);  // as it is where m or v is
+            F x = sort.rule == ADAMW ? weight(i, mask, m, root_of(sort.root, v))
+                                     : held(s, sort, start + i * LANES, mask) * decay + v;
+            bool nan = any_nan(x) || (sort.rule == LION && any_nan(m));  // as it is where m or v is
             write_moments(i, mask, m, v, nan);
             write_rest(i, mask, x, nan);
         });
     }
-    for (int j = 0; j < 2; j++)
+    for (int j = 0; j < count; j++)
         if (sort.moments[j] == CODES) encode_blocks(s.moments[j], kept[j], start, n);
 }
 
@@ -393,11 +406,13 @@ static INLINE bool done(Sort own, const Own& s, int64_t start, int n) {
 }
 
 static void step(const Own& s, int64_t start, int n) {
-    if (done({FP32, FP32, NONE, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
-    if (done({BF16, BF16, INT16, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
-    if (done({BF16, BF16, NONE, {BF16, BF16}, true, false, NEAREST}, s, start, n)) return;
-    if (done({BF16, BF16, BF16, {BF16, BF16}, false, false, NEAREST}, s, start, n)) return;
-    if (done({BF16, BF16, NONE, {CODES, CODES}, true, false, NEAREST}, s, start, n)) return;
+    if (done({ADAMW, FP32, FP32, NONE, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
+    if (done({ADAMW, BF16, BF16, INT16, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
+    if (done({ADAMW, BF16, BF16, NONE, {BF16, BF16}, true, false, NEAREST}, s, start, n)) return;
+    if (done({ADAMW, BF16, BF16, BF16, {BF16, BF16}, false, false, NEAREST}, s, start, n)) return;
+    if (done({ADAMW, BF16, BF16, NONE, {CODES, CODES}, true, false, NEAREST}, s, start, n)) return;
+    if (done({SGD, BF16, BF16, NONE, {BF16, NONE}, true, false, NEAREST}, s, start, n)) return;
+    if (done({LION, BF16, BF16, NONE, {BF16, NONE}, true, false, NEAREST}, s, start, n)) return;
     step_chunk(s, s.sort, start, n);
 }
 
@@ -417,7 +432,7 @@ template <class Work> static void in_chunks(int count, const int64_t* ends, int 
     }
 }
 
-extern "C" void adamw(const Step* s) {
+extern "C" void update(const Step* s) {
     in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
         int64_t before = i ? s->ends[i - 1] : 0;
         Own own{*s};

@@ -1,8 +1,8 @@
-"""AdamW's step and the codes of its moments on a CPU, as one compiled pass with the bits of the torch code.
-Needs torch and GCC; copy it with cpu_step.cpp.
+"""The step of AdamW, SGD and Lion and the codes of their moments on a CPU, as one compiled pass with the bits
+of the torch code. Needs torch and GCC; copy it with cpu_step.cpp.
 
     if fits(p, g):
-        adamw(p, g, moments, low, h, key, stochastic, average)   # flat, in place; h, key: rows of a Table
+        update("adamw", p, g, moments, low, h, key, stochastic)   # flat, in place; h, key: rows of a Table
 
 torch.compile makes a kernel of the same step, whose one loop waits for each hash of noise and at the start of
 each page of memory, and which can't vectorise the reading of tables. This one is written by hand for AVX-512:
@@ -26,6 +26,7 @@ from torch.autograd.graph import increment_version
 SOURCE = Path(__file__).with_suffix(".cpp")
 # each operation rounds once: no product is contracted with a sum
 FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
+RULES = {"adamw": 0, "sgd": 1, "lion": 2}  # as in cpu_step.cpp
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
 FEW = 1 << 15  # values below which a second thread costs more than it does
 
@@ -42,7 +43,7 @@ class Moment(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("of_weight", "of_gradient", "of_low")),
+        *((name, ctypes.c_int32) for name in ("rule", "of_weight", "of_gradient", "of_low")),
         ("of_moments", ctypes.c_int32 * 2),
         *((name, ctypes.c_int32) for name in ("stochastic", "exact", "root")),
         ("count", ctypes.c_int64),
@@ -134,7 +135,7 @@ def roots(x, kind, address=None):
 
 
 def fits(p, g):
-    """Whether `adamw` can take weights p and gradients g, tensors or lists of them, each of one dtype:
+    """Whether `update` can take weights p and gradients g, tensors or lists of them, each of one dtype:
     contiguous ones, on a CPU that has what it needs.
     """
     if not _listed(p)[0].is_cpu or library() is None:
@@ -145,12 +146,12 @@ def fits(p, g):
 FLOATS = torch.float32, torch.bfloat16
 
 
-def adamw(p, g, moments, low, h, key, stochastic, average=None, exact=False, floored=False):
-    """One step on p [n], its two moments and its low part, in place.
+def update(rule, p, g, moments, low, h, key, stochastic, average=None, exact=False, floored=False):
+    """One step on p [n], its moments and its low part, in place. rule: of RULES.
 
     p, g: weights and their gradients, a tensor or a list of them, whose values follow each other in all else.
-    moments: two of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. h: fp32, the numbers of
-    `AdamW.numbers` behind decay and scale. key: int32, see `rounding.noise_bits`. average: what moves along,
+    moments: of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. h: fp32, the `numbers` of the
+    optimiser behind decay and scale. key: int32, see `rounding.noise_bits`. average: what moves along,
     see average.EMA.along, or None. exact: with the bits of torch's lerp, addcmul and sqrt, see exact_step;
     `floored` as its `vanishes` says.
     """
@@ -160,6 +161,7 @@ def adamw(p, g, moments, low, h, key, stochastic, average=None, exact=False, flo
     ends = list(itertools.accumulate(t.numel() for t in weights))
     lists = (ctypes.c_int64 * len(ends))(*ends), _addresses(weights), _addresses(gradients)
     step = Step(
+        RULES[rule],
         *map(_kind, (weights[0], gradients[0], low)),
         tuple(map(_kind, moments)),
         stochastic and not exact,  # what is exact needs no noise
@@ -175,7 +177,7 @@ def adamw(p, g, moments, low, h, key, stochastic, average=None, exact=False, flo
         called,
         tuple(map(_moment, moments)),
     )
-    library().adamw(ctypes.byref(step))
+    library().update(ctypes.byref(step))
     _written(*weights, low, flat, *moments)
 
 

@@ -98,7 +98,7 @@ def _weight_kernel(p, m, root, low, h, average):
 
 
 def in_one_pass(betas):
-    """Whether `cpu_step.adamw` has the bits of `moments` here, for these betas."""
+    """Whether `cpu_step.update` has the bits of `moments` here, for these betas."""
     return betas[0] > 0.5 and cpu_step.root() is not None and _known_to_cpu_step()
 
 
@@ -107,7 +107,8 @@ def _known_to_cpu_step():
     g, own, h = _trial()
     theirs = [t.clone() for t in own]
     moments(g, *theirs, h, BETAS, torch.empty_like(g))
-    cpu_step.adamw(torch.zeros_like(g), g, own, None, h, torch.zeros(3, dtype=torch.int32), False, exact=True)
+    p, key = torch.zeros_like(g), torch.zeros(3, dtype=torch.int32)
+    cpu_step.update("adamw", p, g, own, None, h, key, False, exact=True)
     return all(map(torch.equal, own, theirs))
 
 

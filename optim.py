@@ -341,11 +341,37 @@ class Rounded(torch.optim.Optimizer):
             self._apply(at, flat[start:end], g[start:end], state, grad_scale, along)
         piece.scatter(flat, params)
 
+    @property
+    def rule(self):
+        """The name by which `cpu_step` knows its direction; None for one that it does not know."""
+        return RULES.get(self.direction)
+
     def by_cpu_step(self, at, p, g, state, average=None):
         """Update p from g, flat or lists of tensors, which then need no copies, by `cpu_step`; returns
         whether that was possible.
         """
-        return False
+        piece, table, row, index, _ = at
+        if not (self.rule and self.compiled and cpu_step.fits(p, g)):
+            return False
+        low, keys = self._low(state), self._code_keys(state, table, row)
+        moments = [self._in_place(name, state, keys) for name in self.moments]
+        how = self._exactly(piece.params[0].dtype, low, state, self.param_groups[index])
+        if how is None or any(m is None for m in moments):
+            return False
+        h, key, stochastic = table.numbers[row], table.keys[row], self.update == "stochastic"
+        cpu_step.update(self.rule, p, g, moments, low, h, key, stochastic, average, **how)
+        return True
+
+    def _in_place(self, name, state, keys):
+        """A moment as `cpu_step` takes it: as it is held, None if those codes are not known there."""
+        if name not in keys:
+            return state[name]
+        codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
+        return self.coders[name].by_cpu_step(codes, scales, self.signed.get(name, True), keys[name])
+
+    def _exactly(self, dtype, low, state, group):
+        """Options of `cpu_step.update`: whose bits it is to have. None where it can't."""
+        return {}
 
     def _moved_along(self, piece, rows):
         """The average of what the kernel writes; None where it is to follow by itself."""
@@ -408,6 +434,8 @@ class Rounded(torch.optim.Optimizer):
         return t[start * coder.bits // 8 : -(-end * coder.bits // 8)]
 
     def _apply(self, at, p, g, state, grad_scale, average=None):
+        if self.by_cpu_step(at, p, g, state, average):
+            return
         _, table, row, index, step = at
         h, key, low = table.numbers[row], table.keys[row], self._low(state)
         moments = [self._loaded(name, state, p.numel()) for name in self.moments]
@@ -691,31 +719,11 @@ class AdamW(Rounded):
         v = h[4] * g * g + v * h[3]
         return (h[7] * m) / (v.sqrt() / h[5] + h[6]), (m, v)
 
-    def _apply(self, at, p, g, state, grad_scale, average=None):
-        if not self.by_cpu_step(at, p, g, state, average):
-            super()._apply(at, p, g, state, grad_scale, average)
-
-    def by_cpu_step(self, at, p, g, state, average=None):
-        piece, table, row, index, _ = at
-        if not self.compiled or not cpu_step.fits(p, g):
-            return False
-        group, low = self.param_groups[index], self._low(state)
-        exact = self._exact(piece.params[0].dtype, low, [state[name] for name in self.moments])
-        keys = self._code_keys(state, table, row)
-        moments = [self._in_place(name, state, keys) for name in self.moments]
-        if any(m is None for m in moments) or (exact and not exact_step.in_one_pass(group["betas"])):
-            return False
-        how = dict(exact=exact, floored=exact_step.vanishes(group["betas"][1], group["eps"]))
-        stochastic = self.update == "stochastic"
-        cpu_step.adamw(p, g, moments, low, table.numbers[row], table.keys[row], stochastic, average, **how)
-        return True
-
-    def _in_place(self, name, state, keys):
-        """A moment as `cpu_step` takes it: as it is held, None if those codes are not known there."""
-        if name not in keys:
-            return state[name]
-        codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
-        return self.coders[name].by_cpu_step(codes, scales, self.signed.get(name, True), keys[name])
+    def _exactly(self, dtype, low, state, group):
+        if not self._exact(dtype, low, [state[name] for name in self.moments]):
+            return {}
+        floored = exact_step.vanishes(group["betas"][1], group["eps"])
+        return dict(exact=True, floored=floored) if exact_step.in_one_pass(group["betas"]) else None
 
     def _exact(self, dtype, low, moments):
         """Whether the step is to have the bits of torch.optim.AdamW: weights and moments are exact fp32."""
@@ -724,6 +732,8 @@ class AdamW(Rounded):
         return not stochastic and all(m.dtype in (torch.float32, torch.uint8) for m in moments)
 
     def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
+        if self.rule is None:  # a subclass with a direction of its own
+            return super().write(p, g, moments, low, h, key, group, grad_scale, average)
         m, v = moments
         exact = self._exact(p.dtype, low, moments)
         if p.is_cuda and self.compiled and (triton := triton_step()) and triton.fits(p, moments, low):
@@ -732,3 +742,6 @@ class AdamW(Rounded):
         if not (p.is_cpu and exact):
             return super().write(p, g, moments, low, h, key, group, grad_scale, average)
         exact_step.adamw(p, g, m, v, low, h, group["betas"], group["eps"], grad_scale, average, self.compiled)
+
+
+RULES = {AdamW.direction: "adamw"}  # {a direction: its name in cpu_step}

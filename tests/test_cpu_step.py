@@ -1,4 +1,4 @@
-"""The compiled pass of AdamW's step on a CPU: its bits against those of the torch code, and the step without
+"""The compiled pass of a step on a CPU: its bits against those of the torch code, and the step without
 it.
 """
 
@@ -7,7 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from common import draw
+from common import draw, uncompiled
 from step_cases import AVERAGES, CASES, differing, step
 
 import buckets
@@ -15,6 +15,7 @@ import cpu_step
 import optim
 from formats import FORMATS
 from optim import EMA, AdamW
+from optimizers import SGD, Lion
 from rounding import noise_key
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def eager(p, g, moments, low, h, key, optimizer, average):
 
 
 def by_cpu_step(p, g, moments, low, h, key, optimizer, average):
-    cpu_step.adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", average)
+    cpu_step.update("adamw", p, g, moments, low, h, key, optimizer.update == "stochastic", average)
 
 
 @needs_kernel
@@ -76,12 +77,12 @@ KINDS = {
 }
 
 
-def trained(kinds, steps=5, dtype=torch.bfloat16, spoilt=False):
+def trained(kinds, steps=5, dtype=torch.bfloat16, spoilt=False, optimizer=AdamW):
     """[tensor]: weights, states and an average after some steps of tensors of many sizes."""
     shapes = (300, 231), (4096,), (5000,), (33, 17), (7,), (2**20 + 300,)
     weights = [draw(*shape, seed=i, scale=0.05).to(dtype) for i, shape in enumerate(shapes)]
     params = [torch.nn.Parameter(weight) for weight in weights]
-    optimizer = AdamW(params, lr=1e-3, weight_decay=0.1, update="stochastic", seed=3, **kinds)
+    optimizer = optimizer(params, lr=1e-3, weight_decay=0.1, seed=3, **{"update": "stochastic", **kinds})
     average = EMA([(str(i), p) for i, p in enumerate(params)], 0.9, low_part=optimizer.low_part)
     optimizer.average = average
     for at in range(steps):
@@ -105,15 +106,60 @@ def test_an_optimiser_writes_the_same_bits_without_it(kinds, spoilt, nearest_roo
     assert differing(ours, trained({**kinds, "compiled": False}, spoilt=spoilt)) == 0
 
 
+OTHERS = {
+    "SGD": (SGD, {}),
+    "SGD, Nesterov": (SGD, {"nesterov": True}),
+    "SGD without momentum": (SGD, {"momentum": 0.0}),
+    "Lion": (Lion, {}),
+}
+WRITES = {
+    "stochastic": {},
+    "nearest": {"update": "nearest"},
+    "Kahan": {"kahan": True},
+    "a split master": {"master": "split"},
+    "an fp32 master": {"master": "fp32"},
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("form", ("fp32", "bf16", "int8", "int4"))
+@pytest.mark.parametrize("writes", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_other_optimisers_write_the_same_bits_without_it(other, writes, form):
+    kind, options = other
+    how = {**options, **writes, "kinds": {kind.moments[0]: form}}
+    for spoilt in (False, True):
+        ours = trained(how, steps=4, spoilt=spoilt, optimizer=kind)
+        theirs = trained({**how, "compiled": False}, steps=4, spoilt=spoilt, optimizer=kind)
+        assert differing(ours, theirs) == 0
+
+
 @needs_kernel
 def test_it_is_what_steps(monkeypatch):
     calls = []
-    monkeypatch.setattr(cpu_step, "adamw", lambda *args, **how: calls.append(args))
+    monkeypatch.setattr(cpu_step, "update", lambda rule, *args, **how: calls.append(rule))
     monkeypatch.setattr(optim, "fused", None)
-    for kinds in ("int8", "bf16", "exact"):
+    lion, sgd = dict(kinds={"exp_avg": "int8"}), dict(kinds={"momentum": "bf16"})
+    for kinds, kind in ((KINDS["int8"], AdamW), (KINDS["exact"], AdamW), (lion, Lion), (sgd, SGD)):
+        trained(kinds, steps=1, optimizer=kind)
+        assert set(calls) == {kind.__name__.lower()}
         calls.clear()
-        trained(KINDS[kinds], steps=1)
-        assert calls
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kind", (AdamW, SGD, Lion))
+def test_a_direction_of_ones_own_is_what_steps(kind, dtype, monkeypatch):
+    monkeypatch.setattr("rounding._compiled", uncompiled)
+    class Own(kind):
+        @staticmethod
+        def direction(g, moments, h):
+            return -0.5 * g, moments
+
+    p = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    Own([p], lr=1e-3).step()
+    assert (p == -0.5).all()
 
 
 @needs_kernel

@@ -110,6 +110,8 @@ BENCH_NAMES = {
     "ours, `--master split`": "split",
     "ours, `--stochastic --opt8bit`": "stochastic-8bit",
     "ours, `--stochastic --opt4bit`": "stochastic-4bit",
+    "ours, `--stochastic --optimizer sgd`": "stochastic-sgd",
+    "ours, `--stochastic --optimizer lion`": "stochastic-lion",
     "torchastic": "torchastic",
     "torchao, stochastic": "torchao",
     "torch-optimi, Kahan": "optimi",
