@@ -21,19 +21,29 @@ FAREWELL = b"."
 ASKED = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
+def _server(host):
+    """A socket that listens, at a free port, to all that reach this machine as `host`."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+
+
 class Lifeline:
     """ended(): is called from a thread, GRACE seconds after a connection has closed without a farewell. The
     first process may have many of them, the others have one: where the first ends, all learn of it.
 
     store: has set(key, text) and get(key), which waits for it. Raises OSError where there is no way to the
-    first process.
+    first process, or for it to listen.
     """
 
     def __init__(self, rank, host, store, ended):
         self.ended, self.done, self.open, self.listener = ended, False, [], None
         if rank == 0:
-            family = socket.getaddrinfo(host, None)[0][0]
-            self.listener = socket.create_server(("", 0), family=family)
+            try:
+                self.listener = _server(host)
+            except OSError:
+                store.set("lifeline", json.dumps([0, ""]))  # where nobody is
+                raise
             token = secrets.token_hex(16)  # a stranger's connection, as of a scanner of ports, has none
             store.set("lifeline", json.dumps([self.listener.getsockname()[1], token]))
             self._in_a_thread(self._listen, token.encode())

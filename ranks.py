@@ -203,7 +203,7 @@ def _keep_in_touch(rank, store):
         lifelines.append(Lifeline(rank, os.environ["MASTER_ADDR"], store, ended))
     except OSError as error:
         late = f"where another process is killed, this one may wait for {WAITING.seconds // 60} minutes"
-        print(f"warning: rank {rank} does not reach rank 0 ({error}): {late}", file=sys.stderr)
+        print(f"warning: rank {rank} can't tell when others end ({error}): {late}", file=sys.stderr)
 
 
 def part():

@@ -2,6 +2,7 @@
 nothing; checkpoints that any number of ranks reads; a rank that is killed. Real processes, gloo, tiny nets.
 """
 
+import errno
 import json
 import os
 import re
@@ -397,14 +398,17 @@ def test_a_rank_that_has_done_its_part_ends_before_the_others(early, ranks):
     assert time.monotonic() - begun > 2
 
 
-def test_a_stranger_at_the_lifeline_ends_nobody(monkeypatch):
+@pytest.mark.parametrize("host", ("127.0.0.1", "localhost", "::1"))
+def test_a_stranger_at_the_lifeline_ends_nobody(host, monkeypatch):
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("needs IPv6")
     monkeypatch.setattr("lifeline.GRACE", 0)
     kept, ended = {}, []
 
     class Store:
         set, get = kept.__setitem__, kept.get
 
-    first = Lifeline(0, "127.0.0.1", Store, lambda: ended.append("first"))
+    first = Lifeline(0, host, Store, lambda: ended.append("first"))
     second = Lifeline(1, "127.0.0.1", Store, lambda: ended.append("second"))
     port, token = json.loads(kept["lifeline"])
     for said, expected in (("", []), ("x" * len(token), []), (token, ["first"])):
@@ -414,6 +418,22 @@ def test_a_stranger_at_the_lifeline_ends_nobody(monkeypatch):
         assert ended == expected
     first.end()
     second.end()
+
+
+def test_ranks_that_can_not_hold_a_lifeline_are_told(monkeypatch):
+    kept = {}
+
+    class Store:
+        set, get = kept.__setitem__, kept.get
+
+    monkeypatch.setattr("socket.create_server", _no_address)
+    for rank in (0, 1):
+        with pytest.raises(OSError):
+            Lifeline(rank, "127.0.0.1", Store, None)
+
+
+def _no_address(*_, **__):
+    raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
