@@ -106,33 +106,26 @@ def test_an_optimiser_writes_the_same_bits_without_it(kinds, spoilt, nearest_roo
     assert differing(ours, trained({**kinds, "compiled": False}, spoilt=spoilt)) == 0
 
 
-OTHERS = {
-    "SGD": (SGD, {}),
-    "SGD, Nesterov": (SGD, {"nesterov": True}),
-    "SGD without momentum": (SGD, {"momentum": 0.0}),
-    "Lion": (Lion, {}),
-}
-WRITES = {
-    "stochastic": {},
-    "nearest": {"update": "nearest"},
-    "Kahan": {"kahan": True},
-    "a split master": {"master": "split"},
-    "an fp32 master": {"master": "fp32"},
-}
+OTHERS = {"SGD": (SGD, {}), "SGD, Nesterov": (SGD, {"nesterov": True}), "Lion": (Lion, {})}
+WRITES = [
+    *(("stochastic", {}, form) for form in ("fp32", "bf16", "int8", "int4")),
+    *(("nearest", {"update": "nearest"}, form) for form in ("bf16", "int8")),
+    ("Kahan", {"kahan": True}, "bf16"),
+    ("a split master", {"master": "split"}, "fp32"),
+    ("an fp32 master", {"master": "fp32"}, "fp32"),
+]
 
 
 @needs_kernel
-@pytest.mark.parametrize("form", ("fp32", "bf16", "int8", "int4"))
-@pytest.mark.parametrize("writes", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("name, writes, form", WRITES)
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_other_optimisers_write_the_same_bits_without_it(other, writes, form):
+def test_other_optimisers_write_the_same_bits_without_it(other, name, writes, form):
     kind, options = other
     how = {**options, **writes, "kinds": {kind.moments[0]: form}}
-    for spoilt in (False, True):
-        ours = trained(how, steps=4, spoilt=spoilt, optimizer=kind)
-        theirs = trained({**how, "compiled": False}, steps=4, spoilt=spoilt, optimizer=kind)
-        assert differing(ours, theirs) == 0
+    ours = trained(how, steps=4, spoilt=True, optimizer=kind)
+    theirs = trained({**how, "compiled": False}, steps=4, spoilt=True, optimizer=kind)
+    assert differing(ours, theirs) == 0
 
 
 @needs_kernel
