@@ -298,9 +298,11 @@ static inline F root_of(int kind, F x) {
 
 static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
     F kept[2][CHUNK / LANES], root[CHUNK / LANES];
+    const bool adamw = sort.rule == ADAMW;
+    const int count = adamw ? 2 : 1;  // of moments
+    // what `direction` reads as h[2], h[3], ...: AdamW has six of them, SGD four, Lion three
     const float decay = s.h[0], scale = s.h[1], a = s.h[2], b = s.h[3], c = s.h[4];
-    const float corrected = s.h[5], eps = s.h[6], rate = s.h[7];
-    const int count = sort.rule == ADAMW ? 2 : 1;  // of moments
+    const float d = sort.rule == LION ? 0 : s.h[5], eps = adamw ? s.h[6] : 0, rate = adamw ? s.h[7] : 0;
 
     // the noise of vector i, then of i + 1, ...: a hash is a long chain, of which each turn does one link for
     // each of the next three
@@ -335,7 +337,7 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
         }
         if (sort.rule == SGD) {
             F m = old[0] * a + g;
-            return std::pair(m, s.h[5] * (b * g + c * m));
+            return std::pair(m, d * (b * g + c * m));
         }
         if (sort.rule == LION) {
             F mean = old[0] + a * (g - old[0]);
@@ -347,7 +349,7 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
         return std::pair(m, v);
     };
     auto weight = [&](int i, Mask mask, F m, F root) ALWAYS {
-        return held(s, sort, start + i * LANES, mask) * decay + (rate * m) / (root / corrected + eps);
+        return held(s, sort, start + i * LANES, mask) * decay + (rate * m) / (root / d + eps);
     };
     auto write_moments = [&](int i, Mask mask, F m, F v, bool nan) ALWAYS {
         int64_t at = start + i * LANES;
@@ -387,9 +389,9 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
             if (sort.stochastic) draw();
             fetch_all(i);
             auto [m, v] = moments(i, mask);
-            F x = sort.rule == ADAMW ? weight(i, mask, m, root_of(sort.root, v))
-                                     : held(s, sort, start + i * LANES, mask) * decay + v;
-            bool nan = any_nan(x) || (sort.rule == LION && any_nan(m));  // as it is where m or v is
+            F x = adamw ? weight(i, mask, m, root_of(sort.root, v))
+                        : held(s, sort, start + i * LANES, mask) * decay + v;
+            bool nan = any_nan(x);  // as it is where m or v is
             write_moments(i, mask, m, v, nan);
             write_rest(i, mask, x, nan);
         });

@@ -1,7 +1,7 @@
 """Tells a process that another one of its run has ended, which the library they speak through may not.
 
-gloo now and then waits on for the answer of a process that was killed, and NCCL always does, until half an
-hour has passed. So each process keeps a connection to the first one, which carries nothing but a farewell.
+gloo now and then waits on for the answer of a process that was killed, and NCCL does (nccl issue 585), until
+their time is over. So each process keeps a connection to the first one, which carries nothing but a farewell.
 The operating system closes it when a process ends, by whatever. Needs no torch; copy it.
 
     line = Lifeline(rank, host, store, ended)    # on all processes; host: where the first one is

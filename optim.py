@@ -344,7 +344,7 @@ class Rounded(torch.optim.Optimizer):
     @property
     def rule(self):
         """The name by which `cpu_step` knows its direction; None for one that it does not know."""
-        return RULES.get(self.direction)
+        return BY_HAND.get(self.direction)
 
     def by_cpu_step(self, at, p, g, state, average=None):
         """Update p from g, flat or lists of tensors, which then need no copies, by `cpu_step`; returns
@@ -744,4 +744,4 @@ class AdamW(Rounded):
         exact_step.adamw(p, g, m, v, low, h, group["betas"], group["eps"], grad_scale, average, self.compiled)
 
 
-RULES = {AdamW.direction: "adamw"}  # {a direction: its name in cpu_step}
+BY_HAND = {AdamW.direction: "adamw"}  # {direction: the rule of `cpu_step` that does the same}

@@ -19,14 +19,14 @@ if __package__:
     from .exact_step import DECAY, SCALE
     from .machine import Refused
     from .method import role, roles
-    from .optim import RULES, AdamW, Rounded
+    from .optim import BY_HAND, AdamW, Rounded
     from .rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
 else:
     from buckets import scale_of
     from exact_step import DECAY, SCALE
     from machine import Refused
     from method import role, roles
-    from optim import RULES, AdamW, Rounded
+    from optim import BY_HAND, AdamW, Rounded
     from rounding import DTYPES, Noise, exact_weight, fused, key_words, noise_bits, rounded, write_weight
 
 # ---- Entry by entry ----------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Lion(Rounded):
         return (self._group(p)["betas"][1], math.inf) if known else (math.nan, 0)
 
 
-RULES.update({SGD.direction: "sgd", Lion.direction: "lion"})
+BY_HAND.update({SGD.direction: "sgd", Lion.direction: "lion"})
 
 # ---- Tensor by tensor --------------------------------------------------------------------------------------
 

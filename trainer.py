@@ -303,6 +303,9 @@ class Trainer:
         self._meet()
         try:
             summary = self._fit()
+        except Stopped:
+            part()  # all of them have agreed to
+            raise
         except (RuntimeError, ConnectionResetError, EOFError) as error:
             said = lost(error, self.ranks.world)
             if said is None:

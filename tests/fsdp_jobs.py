@@ -380,8 +380,8 @@ def hurried(*words):
 
 
 def slow(mine, where, seconds, *words):
-    """train.py, in which the ranks of `mine` take `seconds` more for their third step or for the last thing
-    that they do together, and tell by a file that they are there. Others ask after a second.
+    """train.py, in which the ranks of `mine` take `seconds` more for their third "step", before they "part"
+    from the others, or for the end of their "workers". A file tells that they are there. A second of GRACE.
     """
     import lifeline
     import train
@@ -389,6 +389,7 @@ def slow(mine, where, seconds, *words):
 
     lifeline.GRACE = 1
     step, part, rank = trainer.Trainer.train_step, trainer.part, os.environ["RANK"]
+    end_workers = trainer.Trainer._end_workers
 
     def wait():
         if rank in mine:
@@ -405,7 +406,12 @@ def slow(mine, where, seconds, *words):
             wait()
         return part()
 
-    trainer.Trainer.train_step, trainer.part = slow_step, slow_part
+    def slow_end(self):
+        if where == "workers":
+            wait()
+        return end_workers(self)
+
+    trainer.Trainer.train_step, trainer.part, trainer.Trainer._end_workers = slow_step, slow_part, slow_end
     return train.main(list(words))
 
 

@@ -144,6 +144,7 @@ def test_it_is_what_steps(monkeypatch):
 @pytest.mark.parametrize("kind", (AdamW, SGD, Lion))
 def test_a_direction_of_ones_own_is_what_steps(kind, dtype, monkeypatch):
     monkeypatch.setattr("rounding._compiled", uncompiled)
+
     class Own(kind):
         @staticmethod
         def direction(g, moments, h):
