@@ -43,17 +43,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import bench_conformance
-import bench_first
-import bench_gpu
-import bench_peers
-import bench_sharding
-import bench_systems
-import bench_watch
-import optim
-import peers
-import subjects
-from bench_common import (
+from benchmarks import conformance_command, first, gpu, loops, sharding, subjects, systems, watch
+from benchmarks.common import (
     ADAMW,
     PRESETS,
     PURE,
@@ -72,14 +63,15 @@ from bench_common import (
     take_turns,
     timed,
 )
-from bench_memory import check_kept, memory
-from files import write_json
-from flags import Parser, count, natural
-from machine import Refused, quiet_libraries
-from optimizers import OPTIMIZERS
-from precision import Recipe, recipe
-from recipes import check_machine
-from runs import environment
+from benchmarks.memory import check_kept, memory
+from harness.files import write_json
+from harness.flags import Parser, count, natural
+from harness.run_folder import environment
+from lowprec.machine import Refused, quiet_libraries
+from lowprec.optimizers import peers, rounded
+from lowprec.optimizers.by_tensor import OPTIMIZERS
+from lowprec.precision import Recipe, recipe
+from lowprec.recipes import check_machine
 
 # ---- Optimisers --------------------------------------------------------------------------------------------
 
@@ -402,7 +394,7 @@ def holder(name, device="cpu"):
         still = dict(ADAMW, lr=0.0, weight_decay=0.0)
         made = peers.build(kind, [p], recipe(opt8bit=True), **still)
     else:
-        made = optim.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update)
+        made = rounded.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update)
 
     def read():
         return made.moment(p, "exp_avg_sq").float()
@@ -438,13 +430,13 @@ COMMANDS = {
     "optimizers": optimizers,
     "training": training,
     "memory": memory,
-    "sharding": bench_sharding.measured,
+    "sharding": sharding.measured,
     "moments": moments,
-    "systems": bench_systems.systems,
-    "peers": bench_peers.peers,
-    "watch": bench_watch.watching,
-    "first": bench_first.first,
-    "conformance": bench_conformance.conforming,
+    "systems": systems.systems,
+    "peers": loops.peers,
+    "watch": watch.watching,
+    "first": first.first,
+    "conformance": conformance_command.conforming,
 }
 
 
@@ -492,29 +484,29 @@ def build_parser():
     nets(sub, ["dit:S/8:64:2"])
     sub.add_argument("--ranks", type=natural, default=2, help="processes, on the CPU (default: 2)")
     sub = command("systems", 9, "a step of other systems than diffusion, as documents compare them")
-    names = list(bench_systems.TABLES)
-    apart = list(bench_systems.APART)
+    names = list(systems.TABLES)
+    apart = list(systems.APART)
     said = f"tables (default: all of these): {', '.join(names)}; or {' '.join(apart)}"
     choice(sub, "--only", names + apart, names, said)
     steps = "steps that each is trained to before it is scored, 0 for no scores (default: 300)"
     sub.add_argument("--train", type=count, default=300, help=steps)
     sub = command("peers", 9, "a step of the same net in other people's loops")
-    names = list(bench_peers.NETS)
+    names = list(loops.NETS)
     choice(sub, "--only", names, names, "nets (default: all): " + ", ".join(names))
-    tasks = list(bench_peers.TASKS)
+    tasks = list(loops.TASKS)
     each = "these tasks (all: no name) beside a bare loop, in fp32: " + "; ".join(tasks)
     sub.add_argument("--tasks", nargs="*", choices=tasks, metavar="NAME", help=each)
     sub = command("watch", 9, "a step with and without watch.Watch")
-    nets(sub, bench_watch.NETS)
+    nets(sub, watch.NETS)
     sub.add_argument("--every", type=natural, default=50, help="steps between two looks (default: 50)")
     sub = command("first", None, "how long each task's first command takes, and what comes out")
-    names = list(bench_first.FIRST)
+    names = list(first.FIRST)
     choice(sub, "--only", names, names, "commands to run (default: all): " + ", ".join(names))
     sub.add_argument("--steps", type=natural, help="other than each task's own number, to try it")
     sub.add_argument("--runs", metavar="DIR", help="keep the runs here (default: they are deleted)")
     sub = command("conformance", None, "what optimisers and averages of low precision keep to")
-    bench_conformance.add_arguments(sub)
-    bench_gpu.add_command(commands)
+    conformance_command.add_arguments(sub)
+    gpu.add_command(commands)
     return parser
 
 
@@ -557,7 +549,7 @@ def measure(args, argv):
     device = machine["gpu"] if args.device.type == "cuda" else machine["cpu"]
     print(f"{device}, {machine['threads']} threads, {bf16}, torch {machine['torch']}", flush=True)
     rows = COMMANDS[args.bench](args, Clock(args.device))
-    status = bench_conformance.status(rows) if args.bench == "conformance" else 0
+    status = conformance_command.status(rows) if args.bench == "conformance" else 0
     if not args.out:
         return status
     own = {name: value for name, value in vars(args).items() if name not in ("bench", "out", "subjects")}
@@ -582,7 +574,7 @@ def main(argv=None):
     quiet_libraries()
     try:
         if args.bench == "gpu":
-            return bench_gpu.main(args, argv)
+            return gpu.main(args, argv)
         return measure(args, argv)
     except Refused as error:
         print(f"bench.py: {error}", file=sys.stderr)

@@ -24,17 +24,15 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-import doctor_offline
-import rounding
-import runs
-import verdicts
-import watch
-from machine import Refused
-from order import BatchIndices
-from rounding import Stream
-from tasks import Rng, to_device
+from harness import run_folder
+from harness.batches import BatchIndices
+from lowprec import rounding
+from lowprec.machine import Refused
+from lowprec.rounding import Stream
+from lowprec.watch import compare, verdicts, watch
+from lowprec.watch.verdicts import WIDTH, Diagnosis, Finding
+from tasks.task import Rng, to_device
 from trainer import Trainer
-from verdicts import WIDTH, Diagnosis, Finding
 
 __all__ = ["LIMITS", "WIDTH", "Diagnosis", "Examination", "Finding", "diagnose", "relative"]
 STEPS = 8  # further steps in memory
@@ -83,7 +81,7 @@ def diagnose(path, table, flags):
     fixed = table.refused(flags, "diagnose")
     if fixed:
         raise Refused(f"--diagnose examines a run as it was trained: --{fixed} can't differ; drop it")
-    checkpoint = runs.read_checkpoint(path)
+    checkpoint = run_folder.read_checkpoint(path)
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     # steps of full size, as in most of the run: without warm-up or schedule
     here = {"device": "auto", "threads": 0, "export": "", "warmup": 0, "lr_schedule": "constant", **flags}
@@ -121,7 +119,7 @@ class Examination:
 
     def __init__(self, config, checkpoint, folder):
         self.checkpoint, self.found, self.sound = checkpoint, [], {}
-        self.metrics = runs.read_metrics(folder / "metrics.jsonl")
+        self.metrics = run_folder.read_metrics(folder / "metrics.jsonl")
         self.trainer = trainer = Trainer(config, draws=True, folder=folder)
         self.config, self.device, self.data = trainer.config, trainer.device, trainer.data
         self.precision, self.recipe = trainer.precision, trainer.recipe
@@ -507,4 +505,4 @@ def _rounded_to_bf16(b, made):
 
 
 if __name__ == "__main__":
-    sys.exit(doctor_offline.main())
+    sys.exit(compare.main())

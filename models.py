@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import SHORT, attend
-from machine import Refused, without
+from lowprec.attention import SHORT, attend
+from lowprec.machine import Refused, without
 
 with without("transformers"):
     from monai.networks.blocks import ResidualUnit

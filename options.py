@@ -3,7 +3,7 @@
 A task brings rows of its own, which stand between BEFORE and AFTER: see tasks.Task.
 """
 
-from flags import (
+from harness.flags import (
     LARGEST,
     Flag,
     amount,
@@ -19,7 +19,7 @@ from flags import (
     positive,
     seed,
 )
-from optimizers import OPTIMIZERS
+from lowprec.optimizers.by_tensor import OPTIMIZERS
 
 # ---- What is trained ---------------------------------------------------------------------------------------
 

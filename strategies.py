@@ -22,22 +22,22 @@ from pathlib import Path
 
 import torch
 
-import flags
-import metrics
 import options
-from classify import Classify
-from consistency import Consistency
-from diffusion import DDPM, RFlow
-from distillation import Distill
-from language import Language
-from latent import VAE
-from machine import Refused, without
-from optimizers import kinds
-from peers import arguments
-from reflow import Reflow
-from slotcontrast import Contrast
-from steve import Steve
-from tasks import Task, picture
+from harness import flags
+from lowprec.machine import Refused, without
+from lowprec.optimizers.by_tensor import kinds
+from lowprec.optimizers.peers import arguments
+from tasks import metrics
+from tasks.classify import Classify
+from tasks.consistency import Consistency
+from tasks.diffusion import DDPM, RFlow
+from tasks.distillation import Distill
+from tasks.language import Language
+from tasks.reflow import Reflow
+from tasks.slotcontrast import Contrast
+from tasks.steve import Steve
+from tasks.task import Task, picture
+from tasks.vae import VAE
 
 # ---- Segmentation ------------------------------------------------------------------------------------------
 

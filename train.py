@@ -36,15 +36,15 @@ if __name__ == "__main__":  # not where it is imported: importing the libraries 
 
 import torch
 
-import batch_size
 import strategies
-from checkpoints import read as read_checkpoint
-from flags import Parser, read_yaml
-from machine import Refused, device_facts, quiet_libraries, recommended_flags, support
-from ranks import Followed, leave, speaks, tell
-from shards import file_of
+from harness import batch_size
+from harness.checkpoints import read as read_checkpoint
+from harness.flags import Parser, read_yaml
+from harness.ranks import Followed, leave, speaks, tell
+from harness.shards import file_of
+from harness.validation import BEST
+from lowprec.machine import Refused, device_facts, quiet_libraries, recommended_flags, support
 from trainer import Stopped, Trainer
-from validation import BEST
 
 FLAGS = strategies.table()
 DEFAULTS = FLAGS.defaults()

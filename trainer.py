@@ -16,26 +16,33 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import ledger
-import sharding
-import shards
-from activations import Meter, blocks, recompute
-from cast import exact_modules
-from checkpoints import check_optimizer
-from flags import MOST
-from machine import Refused, first_line
-from order import SIGNALS, BatchIndices, ignore_signals
-from precision import Precision
-from profiling import Profile
-from ranks import Ranks, lost, part
-from recipes import check_machine
-from release import check_alone
-from rounding import Stream, stream
-from runs import CHECKPOINT, Folder, check_export, export, peak_memory, start_peak_memory, write_json
-from sharding import local, policy_note, share_buffers
+from harness import shards
+from harness.batches import SIGNALS, BatchIndices, ignore_signals
+from harness.checkpoints import check_optimizer
+from harness.flags import MOST
+from harness.profiling import Profile
+from harness.ranks import Ranks, lost, part
+from harness.run_folder import (
+    CHECKPOINT,
+    Folder,
+    check_export,
+    export,
+    peak_memory,
+    start_peak_memory,
+    write_json,
+)
+from harness.validation import BEST, Validation, steps_an_epoch
+from lowprec import fsdp, ledger
+from lowprec.activations import Meter, blocks, recompute
+from lowprec.cast import exact_modules
+from lowprec.fsdp import local, policy_note, share_buffers
+from lowprec.machine import Refused, first_line
+from lowprec.optimizers.release import check_alone
+from lowprec.precision import Precision
+from lowprec.recipes import check_machine
+from lowprec.rounding import Stream, stream
 from strategies import settled
-from tasks import Rng, check_origin, recipe_of, to_device
-from validation import BEST, Validation, steps_an_epoch
+from tasks.task import Rng, check_origin, recipe_of, to_device
 
 
 class Stopped(Exception):
@@ -142,7 +149,7 @@ class Trainer:
             raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
         if self.spreads:
             given = dict(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
-            sharding.check(self.recipe, compiled=c.compile, **given)
+            fsdp.check(self.recipe, compiled=c.compile, **given)
         if c.grad_release:
             check_alone(compiled=c.compile, processes=world)
         if c.export:
@@ -199,7 +206,7 @@ class Trainer:
             **self.table.pick(c, "scaler"), **self.table.pick(c, "method"),
         )  # fmt: skip
         if self.spreads:
-            sharding.check_optimizer(run)
+            fsdp.check_optimizer(run)
         run.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)
@@ -212,7 +219,7 @@ class Trainer:
         """`net` over all ranks, each of which has built all of it."""
         self._meet()
         islands, whole = exact_modules(net, self.recipe) if self.recipe.low_weights else ((), ())
-        net = sharding.spread(net, self.recipe, self.device, blocks(net), [*islands, *whole])
+        net = fsdp.spread(net, self.recipe, self.device, blocks(net), [*islands, *whole])
         share_buffers(net)
         return net
 

@@ -15,8 +15,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments import claims, figures, pages, prose, tables  # noqa: E402
-from experiments.analysis import (  # noqa: E402
+from experiments.log import (
+    claims,  # noqa: E402
+    figures,  # noqa: E402
+    pages,  # noqa: E402
+    prose,  # noqa: E402
+    tables,  # noqa: E402
+)
+from experiments.log.analysis import (  # noqa: E402
     bins,
     by_bytes,
     curves,
@@ -28,12 +34,12 @@ from experiments.analysis import (  # noqa: E402
     weights_of,
     writes_text,
 )
-from experiments.definition import HERE, ROOT, RUNS, folders, key, label, load  # noqa: E402
-from experiments.records import recorded  # noqa: E402
-from experiments.tables import heading  # noqa: E402
-from files import write_atomically  # noqa: E402
-from flags import Parser  # noqa: E402
-from machine import Refused  # noqa: E402
+from experiments.log.definition import HERE, ROOT, RUNS, folders, key, label, load  # noqa: E402
+from experiments.log.records import recorded  # noqa: E402
+from experiments.log.tables import heading  # noqa: E402
+from harness.files import write_atomically  # noqa: E402
+from harness.flags import Parser  # noqa: E402
+from lowprec.machine import Refused  # noqa: E402
 
 # ---- Figures -----------------------------------------------------------------------------------------------
 

@@ -33,12 +33,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments import records  # noqa: E402
-from experiments.analysis import machine_of  # noqa: E402
-from experiments.definition import HERE, ROOT, RUNS, command, key, label, load, typed  # noqa: E402
-from flags import Parser  # noqa: E402
-from machine import Refused, cpu_threads  # noqa: E402
-from runs import environment  # noqa: E402
+from experiments.log import records  # noqa: E402
+from experiments.log.analysis import machine_of  # noqa: E402
+from experiments.log.definition import HERE, ROOT, RUNS, command, key, label, load, typed  # noqa: E402
+from harness.flags import Parser  # noqa: E402
+from harness.run_folder import environment  # noqa: E402
+from lowprec.machine import Refused, cpu_threads  # noqa: E402
 
 # ---- The house: all that this file asks of train.py and trainer.py -----------------------------------------
 

@@ -7,7 +7,7 @@ import common
 import pytest
 from cli import command, content
 
-import rounding
+from lowprec import rounding
 
 BASE = "--task classify --batch_size 8 --log_every 1 --sample_every 0 --warmup 0".split()
 

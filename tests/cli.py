@@ -15,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-import diffusion
-import rounding
 import strategies
 import train
 import trainer
+from lowprec import rounding
+from tasks import diffusion
 
 ROOT = Path(trainer.__file__).parent
 LOOP = "--batch_size 8 --log_every 2 --sample_every 0 --warmup 0".split()

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import fp8_layers
-import rounding
-from formats import FORMATS
-from machine import Refused
-from optim import AdamW
-from precision import Precision, recipe
-from rounding import exact_weight
+from lowprec import rounding
+from lowprec.formats import FORMATS
+from lowprec.layers import fp8_product
+from lowprec.machine import Refused
+from lowprec.optimizers.rounded import AdamW
+from lowprec.precision import Precision, recipe
+from lowprec.rounding import exact_weight
 
 BF16 = torch.bfloat16
 cpu_scales_rows = pytest.mark.skipif(
-    not fp8_layers.CPU_SCALES_ROWS, reason="this torch multiplies FP8 on a CPU with one scale a tensor alone"
+    not fp8_product.CPU_SCALES_ROWS, reason="this torch multiplies FP8 on a CPU with one scale a tensor alone"
 )
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import fp8
 import models
+from lowprec.layers import fp8
 
 
 def draw(*shape, seed=0, scale=1.0, dtype=torch.float32):

@@ -15,8 +15,8 @@ import planted
 import torch
 from planted import BF16, FAULTS, by_accelerate, by_lightning, by_task, by_trainer, fault
 
-import optim
-import rounding
+from lowprec import rounding
+from lowprec.optimizers import rounded
 
 # ---- Weights, moments, counters ----------------------------------------------------------------------------
 
@@ -40,13 +40,13 @@ def _(loop):
 
 @fault("bf16 exp_avg_sq to nearest, beside exact weights", "GPT-2", ("exp_avg_sq", "attn"), **LOW)
 def _(loop):
-    loop.opt(optim.AdamW, master="split", exp_avg_sq="bf16", compiled=False)
+    loop.opt(rounded.AdamW, master="split", exp_avg_sq="bf16", compiled=False)
     loop.before.append(functools.partial(fading, loop))
 
 
 @fault("8-bit codes of both moments, to nearest", "DiT", ("exp_avg_sq", "ff.net"), **LOW)
 def _(loop):
-    loop.opt(optim.AdamW, master="split", exp_avg="int8", exp_avg_sq="int8", compiled=False)
+    loop.opt(rounded.AdamW, master="split", exp_avg="int8", exp_avg_sq="int8", compiled=False)
     loop.before.append(functools.partial(fading, loop))
 
 
@@ -233,7 +233,7 @@ def _(loop):
 
 @fault("an average 50 times slower than its decay", "GPT-2", ("ema", "wpe"))
 def _(loop):
-    loop.ema = optim.EMA(list(loop.net.named_parameters()), 0.9, compiled=False)
+    loop.ema = rounded.EMA(list(loop.net.named_parameters()), 0.9, compiled=False)
     loop.averaging.append(functools.partial(slow_update, loop, 0.998))
 
 
@@ -394,7 +394,7 @@ def _(loop):
 
 @fault("Kahan's compensation emptied between two steps", "GPT-2", ("update", ""), lr=1e-5, **LOW)
 def _(loop):
-    loop.opt(optim.AdamW, kahan=True, compiled=False)
+    loop.opt(rounded.AdamW, kahan=True, compiled=False)
     loop.after.append(lambda step: [s["compensation"].zero_() for s in loop.optimizer.state.values()])
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.utils  # noqa: F401
 
-import rounding
-import runs
 import train
+from harness import run_folder
+from lowprec import rounding
 
 LONGEST = 100  # seconds that a process may take to end
 
@@ -68,7 +68,7 @@ def wait(number):
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
     rounding._compiled = common.uncompiled
-    runs.environment("cpu")
+    run_folder.environment("cpu")
     print("ready", flush=True)
     for line in sys.stdin:
         act, *arguments = json.loads(line)

@@ -23,15 +23,14 @@ import torch.nn.functional as F
 from common import RECIPES, draw
 from torch import nn
 
-import bench_sharding
-import ledger
-import reduction
-import sharding
-from activations import recompute
-from cast import exact_modules
-from optim import AdamW
-from optimizers import Lion
-from precision import Precision, recipe
+from benchmarks import sharding
+from harness import reduction
+from lowprec import fsdp, ledger
+from lowprec.activations import recompute
+from lowprec.cast import exact_modules
+from lowprec.optimizers.by_tensor import Lion
+from lowprec.optimizers.rounded import AdamW
+from lowprec.precision import Precision, recipe
 
 STEPS = 3
 MORE = {
@@ -86,7 +85,7 @@ def start(name, spread, flags=None, device="cpu", **options):
     net, r = build().to(device), recipe(**({**RECIPES, **MORE}[name] if flags is None else flags))
     if spread:
         islands, _ = exact_modules(net, r) if r.low_weights else ((), ())
-        net = sharding.spread(net, r, torch.device(device), net.blocks, islands)
+        net = fsdp.spread(net, r, torch.device(device), net.blocks, islands)
     return Precision(net, r, lr=1e-2, weight_decay=0.1, ema_decay=0.9, blank=build, **options)
 
 
@@ -104,14 +103,14 @@ def found(run):
     values = {f"raw/{k}": t for k, t in run.weights("raw").items()}
     values.update((f"ema/{k}", t) for k, t in run.weights("ema").items())
     for name, p in run.named_params:
-        part = sharding.part_of(p)
+        part = fsdp.part_of(p)
         low = run.low_part(p)
         parts = {m: run.optimizer.moment(p, m) for m in run.optimizer.moments}
         parts.update({} if low is None else {"low": low.reshape(-1)})
         for kind, t in parts.items():
             if t is not None:
                 rows = t if part is None else t.view(part.rows)
-                values[f"{kind}/{name}"] = sharding.gathered(rows, part).reshape(p.shape)
+                values[f"{kind}/{name}"] = fsdp.gathered(rows, part).reshape(p.shape)
     return {name: t.clone() for name, t in values.items()}
 
 
@@ -193,12 +192,12 @@ def pieces(device, file):
         (ones, one), (parts, many) = made
         different = []
         for p, q in zip(ones, parts, strict=True):
-            part = sharding.part_of(q)
-            pairs = [(p.detach(), sharding.local(q))]
+            part = fsdp.part_of(q)
+            pairs = [(p.detach(), fsdp.local(q))]
             pairs += [(one.moment(p, m).view(p.shape), many.moment(q, m)) for m in one.moments]
             pairs += [(one.low_part(p), many.low_part(q))] if one.low_part(p) is not None else []
             for mine, theirs in pairs:
-                whole = sharding.gathered(theirs.view(part.rows), part)
+                whole = fsdp.gathered(theirs.view(part.rows), part)
                 different += [] if torch.equal(bits(mine), bits(whole)) else [list(p.shape)]
         if one.nbytes() != many.nbytes():
             different.append("nbytes")
@@ -330,13 +329,13 @@ def measured(names, file):
         x, y = batch(0)
         run.backward(F.mse_loss(run(x), y))
         said = ledger.held(start(name, spread=False), dist.get_world_size())
-        result[name] = [bench_sharding.bytes_of(run), said]
+        result[name] = [sharding.bytes_of(run), said]
     told(file, result)
 
 
 def refused(file):
     """{what was tried: the line}."""
-    from machine import Refused
+    from lowprec.machine import Refused
 
     meet()
     tries = {
@@ -370,8 +369,8 @@ def hurried(*words):
     """train.py with a tenth of its patience; rank 1 is killed where it has met the others and not their
     backend, if the words say so.
     """
-    import ranks
     import train
+    from harness import ranks
 
     ranks.MEETING = timedelta(seconds=2)
     if "DIES" in words and os.environ["RANK"] == "1":
@@ -383,9 +382,9 @@ def slow(mine, where, seconds, *words):
     """train.py, in which the ranks of `mine` take `seconds` more for their third "step", before they "part"
     from the others, or for the end of their "workers". A file tells that they are there. A second of GRACE.
     """
-    import lifeline
     import train
     import trainer
+    from harness import lifeline
 
     lifeline.GRACE = 1
     step, part, rank = trainer.Trainer.train_step, trainer.part, os.environ["RANK"]

@@ -16,7 +16,7 @@ from faults import seeded
 from planted import BF16, Case, by_trainer
 from torch import nn
 
-import rounding
+from lowprec import rounding
 
 HELD_OUT = []
 LOW = dict(dtype=BF16)
@@ -257,9 +257,9 @@ def _(loop):
 
 @held_out("an average whose decay and rate are swapped", "U-Net", ("ema", "conv_in"))
 def _(loop):
-    import optim
+    from lowprec.optimizers import rounded
 
-    loop.ema = optim.EMA(list(loop.net.named_parameters()), 0.99, compiled=False)
+    loop.ema = rounded.EMA(list(loop.net.named_parameters()), 0.99, compiled=False)
 
     def swapped(step):
         loop.ema.decay = 0.01

@@ -5,7 +5,8 @@ import json
 
 import numpy as np
 
-from experiments import definition, run
+from experiments import run
+from experiments.log import definition
 
 # ---- An experiment -----------------------------------------------------------------------------------------
 

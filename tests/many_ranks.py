@@ -29,10 +29,10 @@ import torch.utils.tensorboard  # noqa: F401
 import torchvision.utils  # noqa: F401
 from forked import LONGEST, forked, wait
 
-import rounding
-import runs
 import train
-from formats import FORMATS
+from harness import run_folder
+from lowprec import rounding
+from lowprec.formats import FORMATS
 
 
 def port():
@@ -82,7 +82,7 @@ def rank(number, world, port, job, words, messages, folder, hosted="False"):
 if __name__ == "__main__":
     rounding._compiled = common.uncompiled
     torch.set_num_threads(1)
-    runs.environment("cpu")
+    run_folder.environment("cpu")
     for form in FORMATS.values():
         form.require()
     print("ready", flush=True)

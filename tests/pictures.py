@@ -4,8 +4,8 @@ import pytest
 import torch
 from PIL import Image
 
-from data import load
-from machine import Refused
+from lowprec.machine import Refused
+from tasks.data import load
 
 
 def everything(part):

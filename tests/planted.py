@@ -17,9 +17,9 @@ import test_clients as clients  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-import rounding  # noqa: E402
-from precision import View, recipe  # noqa: E402
-from watch import Watch  # noqa: E402
+from lowprec import rounding  # noqa: E402
+from lowprec.precision import View, recipe  # noqa: E402
+from lowprec.watch.watch import Watch  # noqa: E402
 
 BF16 = torch.bfloat16
 NETS = {"GPT-2": clients.gpt2, "Llama": clients.llama, "U-Net": clients.unet, "DiT": clients.dit}
@@ -231,7 +231,7 @@ def by_lightning(steps, spoil=None, average=False):
     """A Lightning module with automatic optimisation, whose step runs forward and backward in a closure."""
     import lightning
 
-    import callbacks
+    from lowprec.watch import callbacks
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -265,7 +265,7 @@ def by_trainer(steps, spoil=None, **options):
 
     import transformers
 
-    import callbacks
+    from lowprec.watch import callbacks
 
     torch.manual_seed(0)
     client = clients.gpt2()

@@ -5,9 +5,9 @@ import itertools
 import torch
 from common import draw
 
-import optim
-import rounding
-from optim import AdamW
+from lowprec import rounding
+from lowprec.optimizers import rounded
+from lowprec.optimizers.rounded import AdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOWS = ("none", "remainder", "compensation", "master")
@@ -54,7 +54,7 @@ def step(case, average, kernel):
 
 def generic(p, g, moments, low, h, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    rounding.fused(optim._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic, average)
+    rounding.fused(rounded._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic, average)
 
 
 def differing(ours, theirs):

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from cli import SEGMENT, assert_same, checkpoint, command, one_line, quick, summary
 from torch import nn
 
-from activations import Meter, blocks, recompute
-from machine import Refused
+from lowprec.activations import Meter, blocks, recompute
+from lowprec.machine import Refused
+from lowprec.precision import Precision, recipe
 from models import GENERATIVE, SEGMENTING
-from precision import Precision, recipe
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 eager = common.eager

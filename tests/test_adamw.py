@@ -8,10 +8,10 @@ import torch
 from common import BF16, MODES, SHAPES, draw, gradients, held, make, same
 from torch import nn
 
-import exact_step
-import rounding
-from buckets import Bucket
-from optim import AdamW
+from lowprec import rounding
+from lowprec.kernels import exact_step
+from lowprec.optimizers.buckets import Bucket
+from lowprec.optimizers.rounded import AdamW
 
 # ---- Bit for bit -------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import rounding
-from machine import Refused
-from precision import Precision, recipe
+from lowprec import rounding
+from lowprec.machine import Refused
+from lowprec.precision import Precision, recipe
 
 BF16 = torch.bfloat16
 LOW = dict(pure_bf16=True, stochastic=True)

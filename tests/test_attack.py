@@ -25,9 +25,10 @@ from cli import command, content, picture
 from PIL import Image, UnidentifiedImageError
 from safetensors.torch import load_file, save_file
 
-import runs
-from experiments import figures, report, run
-from machine import Refused
+from experiments import report, run
+from experiments.log import figures
+from harness import run_folder
+from lowprec.machine import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 trained, mine = attacked.trained, attacked.mine
@@ -164,7 +165,7 @@ def test_an_export_replaces_safetensors_and_empty_files_alone(mine, capsys):
     # what came to stand there while it trained is not replaced either
     Path("late.safetensors").write_text("mine")
     with pytest.raises(Refused, match="no safetensors"):
-        runs.export("late.safetensors", {"w": torch.zeros(1)}, {}, 1)
+        run_folder.export("late.safetensors", {"w": torch.zeros(1)}, {}, 1)
     assert Path("late.safetensors").read_text() == "mine"
 
 

@@ -7,9 +7,9 @@ import torch
 from common import BF16, MODES, SHAPES, correlation, draw, gradients, make, refused, same, through_a_file
 from torch import nn
 
-import exact_step
-from buckets import Bucket
-from optim import EMA, AdamW
+from lowprec.kernels import exact_step
+from lowprec.optimizers.buckets import Bucket
+from lowprec.optimizers.rounded import EMA, AdamW
 
 
 def test_fp32_average_equals_its_closed_form():

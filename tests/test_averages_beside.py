@@ -9,7 +9,7 @@ from cli import ROOT, command, one_line, quick, summary
 from common import BF16, same
 
 import strategies
-from experiments.averages import DECAYS, RULES, path
+from benchmarks.averages import DECAYS, RULES, path
 
 TASK = f"{ROOT}/experiments/048-averages-of-others/task.py:Flow"
 FLAGS = ["--task", TASK, "--pure_bf16", "--stochastic", "--weights", "all"]

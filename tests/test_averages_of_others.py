@@ -7,8 +7,8 @@ import pytest
 import torch
 from common import BF16, draw, same
 
-from experiments import averages
-from experiments.averages import RULES, diffusers_decay, main, measure, path, stochastic, warmed
+from benchmarks import averages
+from benchmarks.averages import RULES, diffusers_decay, main, measure, path, stochastic, warmed
 
 
 def steps(count=60, n=400):

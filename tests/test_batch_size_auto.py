@@ -13,14 +13,13 @@ import common
 import pytest
 import torch
 
-import batch_size
-import checkpoints
 import train
 import trainer
-from batch_size import MARGIN, largest, smallest, survives
-from files import write_atomically
-from machine import Refused
-from ranks import Ranks
+from harness import batch_size, checkpoints
+from harness.batch_size import MARGIN, largest, smallest, survives
+from harness.files import write_atomically
+from harness.ranks import Ranks
+from lowprec.machine import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 

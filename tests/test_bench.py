@@ -15,18 +15,11 @@ import pytest
 import torch
 
 import bench
-import bench_gpu
-import bench_memory
-import bench_peers
-import bench_sharding
-import bench_systems
-import flags
-import machine
-import optimizers
 import options
-import peers
-import precision
-import recipes
+from benchmarks import gpu, loops, memory, sharding, systems
+from harness import flags
+from lowprec import machine, precision, recipes
+from lowprec.optimizers import by_tensor, peers
 
 SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
 
@@ -189,7 +182,7 @@ def test_a_bug_of_ours_is_no_line(monkeypatch):
 
 def test_every_peer_of_ours_has_a_contender_and_a_version_range():
     named = {contender.optimizer for contender in bench.CONTENDERS.values() if contender.optimizer}
-    assert named == {*optimizers.OPTIMIZERS, *peers.PEERS}
+    assert named == {*by_tensor.OPTIMIZERS, *peers.PEERS}
     root = Path(bench.__file__).parent
     files = ("requirements.txt", "requirements-bench.txt")
     wanted = "".join((root / name).read_text() for name in files).splitlines()
@@ -246,7 +239,7 @@ def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
     contenders, states, holders = ast.literal_eval(done.stdout.splitlines()[-1])
     for found, known, new in (
         (contenders, list(bench.CONTENDERS), {"stochastic-e4m3-32", "stochastic-signs", "new-peer"}),
-        (states, list(bench_memory.STATES), {"--set exp_avg=e4m3-32 --set exp_avg_sq=e4m3-32"}),
+        (states, list(memory.STATES), {"--set exp_avg=e4m3-32 --set exp_avg_sq=e4m3-32"}),
         (holders, bench.HOLDERS, {"e4m3-32 nearest", "e4m3-32 stochastic"}),
     ):
         assert set(found) == {*known, *new} and [name for name in found if name not in new] == known
@@ -261,7 +254,7 @@ def test_the_rows_that_stood_before_the_registries_keep_their_order():
     names = "stochastic nearest kahan kahan-stochastic split fp32 stochastic-8bit stochastic-4bit torchastic "
     names += "torchao optimi adamw-bf16 bitsandbytes torch torch-fused copy"
     assert [name for name in bench.CONTENDERS if name in names.split()] == names.split()
-    assert list(bench_memory.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
+    assert list(memory.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
     kinds = ("bf16", "int8", "int4")
     before = [f"{kind} {update}" for kind in kinds for update in ("nearest", "stochastic")]
     assert bench.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
@@ -319,7 +312,7 @@ def test_training_writes_every_single_time(tmp_path, capsys):
 
 def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
     monkeypatch.setattr(recipes, "check_machine", lambda *_: [])  # a CPU has no TF32, but takes the setting
-    monkeypatch.setattr(bench_gpu, "check_machine", lambda *_: [])
+    monkeypatch.setattr(gpu, "check_machine", lambda *_: [])
     exact = machine.exact_math
     monkeypatch.setattr(precision.View, "exact", lambda self: exact(self.recipe.compute == "tf32"))
     knobs = torch.backends.cuda.matmul, torch.backends.cudnn.conv
@@ -338,8 +331,8 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
         runs[name](False)
     assert seen == [["tf32", "tf32"], ["ieee", "ieee"], ["tf32", "tf32"]]
     cell = dict(net="dit:tiny:8:2", recipe="tf32", compile=False)
-    step, _ = bench_gpu.contender(cell, cpu, dry=True)
-    reference, _ = bench_gpu.contender(bench_gpu.reference_of(cell), cpu, dry=True)
+    step, _ = gpu.contender(cell, cpu, dry=True)
+    reference, _ = gpu.contender(gpu.reference_of(cell), cpu, dry=True)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
     try:
         for turn, expected in ((step, "tf32"), (reference, "ieee"), (step, "tf32")):
@@ -354,7 +347,7 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
 def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys):
     every = run(tmp_path, "memory", "--nets", "dit:tiny:8:2", "--batches", "2", "4")["results"]
     rows, kept = ([row for row in every if ("again" in row) == again] for again in (False, True))
-    assert len(rows) == len(bench_memory.WRITES) * len(bench_memory.STATES)
+    assert len(rows) == len(memory.WRITES) * len(memory.STATES)
     for row in rows:
         assert row["bytes_per_parameter"] == pytest.approx(row["ledger"], abs=1e-9), row["flags"]
         assert row["bytes_per_parameter"] == pytest.approx(
@@ -368,7 +361,7 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys)
     )
     table = capsys.readouterr().out
     assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} | " in table
-    assert len(kept) == 2 * 2 * len(bench_memory.KEPT)
+    assert len(kept) == 2 * 2 * len(memory.KEPT)
     total = {(row["recipe"], row["batch"], row["again"]): row["total"] for row in kept}
     assert total["stochastic", 4, False] < 0.7 * total["fp32", 4, False]
     assert total["fp32", 4, True] < 0.4 * total["fp32", 4, False] < 0.9 * total["fp32", 2, False] * 2
@@ -379,7 +372,7 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys)
 def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, monkeypatch):
     small = "--task segment --image_size 16 --batch_size 8"
     table = {"fp32": small, "bf16": f"{small} --bf16", "fp8": f"{small} --fp8 --fp8_backend te"}
-    monkeypatch.setattr(bench_systems, "TABLES", {"segment": table})
+    monkeypatch.setattr(systems, "TABLES", {"segment": table})
     argv = ["systems", "--only", "segment", "--repeats", "2", "--train", "6"]
     assert bench.main([*argv[:-1], "3"]) == 2
     assert "--train 3: timing takes 4 steps" in capsys.readouterr().err
@@ -397,8 +390,8 @@ def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, 
 def test_the_flags_in_the_table_of_bytes_are_those_of_train():
     table = flags.Table(options.PRECISION + options.MACHINE)
     parser = table.parser("train.py", "")
-    for write, writing in bench_memory.WRITES.items():
-        for state, holding in bench_memory.STATES.items():
+    for write, writing in memory.WRITES.items():
+        for state, holding in memory.STATES.items():
             config = table.config(vars(parser.parse_args(f"{write} {state}".split())))
             typed = precision.recipe(sites=config.set, **table.pick(config, "recipe"))
             apart = ("grad_release", "states_on")
@@ -411,7 +404,7 @@ def test_the_flags_in_the_table_of_bytes_are_those_of_train():
 def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
     rows = {name: dict(bytes_per_parameter=8.0) for name in ("", "--opt8bit", "--pure_bf16")}
     rows["--pure_bf16 --opt8bit"] = dict(bytes_per_parameter=6.0)
-    lines = bench_memory.memory_table(rows).splitlines()
+    lines = memory.memory_table(rows).splitlines()
     assert lines == [
         "| flags | alone | with `--opt8bit` |",
         "|---|---|---|",
@@ -422,7 +415,7 @@ def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
 
 def test_processes_hold_what_arithmetic_says(tmp_path, capsys):
     rows = run(tmp_path, "sharding", "--nets", "dit:tiny:8:2", "--ranks", "2")["results"]
-    wanted = [(flags, rank) for flags in bench_sharding.RECIPES for rank in (0, 1)]
+    wanted = [(flags, rank) for flags in sharding.RECIPES for rank in (0, 1)]
     assert [(row["flags"], row["rank"]) for row in rows] == wanted
     for row in rows:  # a block of codes that ranks share is held by each of them
         assert row["held"] == pytest.approx(row["said"], rel=0.04 if "bit" in row["flags"] else 1e-3)
@@ -442,13 +435,13 @@ def test_peers_take_turns_with_other_peoples_loops(tmp_path, capsys, monkeypatch
     pytest.importorskip("lightning")
     pytest.importorskip("accelerate")
     small = "--task rflow --model dit --size tiny/4 --image_size 8 --batch_size 2 --clip_grad 1"
-    monkeypatch.setattr(bench_peers, "NETS", {"small": small})
+    monkeypatch.setattr(loops, "NETS", {"small": small})
     out = tmp_path / "record.json"
     assert bench.main(["peers", "--only", "small", "--repeats", "2", "--out", str(out)]) == 0
     rows = [row for row in json.loads(out.read_text())["results"] if row["net"] == "small"]
-    assert {(row["loop"], row["kind"]) for row in rows} == set(bench_peers.ROWS)
+    assert {(row["loop"], row["kind"]) for row in rows} == set(loops.ROWS)
     assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 and not row["note"] for row in rows)
-    assert next(row["ratio"] for row in rows if f"{row['loop']}, {row['kind']}" == bench_peers.FIRST) == 1
+    assert next(row["ratio"] for row in rows if f"{row['loop']}, {row['kind']}" == loops.FIRST) == 1
     printed = capsys.readouterr().out
     assert "| Lightning | " in printed and "| Accelerate | - | " in printed
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -460,10 +453,10 @@ def test_a_peers_loop_trains_its_net(loop, tmp_path):
     pytest.importorskip("lightning")
     pytest.importorskip("accelerate")
     flags = "--task rflow --model dit --size tiny/4 --image_size 8 --batch_size 2 --lr 1e-2"
-    job = bench_peers.Job(flags, str(tmp_path), torch.device("cpu"))
+    job = loops.Job(flags, str(tmp_path), torch.device("cpu"))
     clipped = []
     job.clip, clip = lambda net: clipped.append(clip(net)), job.clip
-    step = bench_peers.LOOPS[loop](job, "bf16")
+    step = loops.LOOPS[loop](job, "bf16")
     for _ in range(3):
         step()
     counted, before = job.count, [p.detach().clone() for p in job.net.parameters()]

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import bench
-import bench_first
-import bench_memory
 import train
+from benchmarks import first, memory
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -26,41 +25,41 @@ def test_a_first_command_is_run_to_its_end_and_seen(tmp_path):
     assert record["command"].endswith("--threads 1 --out record.json")  # no folder of this machine
     assert row["steps"] == 4 and row["command"] == "python train.py --task classify --steps 4"
     assert 0 < row["pictures"]["final.png"] < row["seconds"] and row["training_seconds"] < row["seconds"]
-    assert 0 <= row["scores"]["accuracy"] <= 1 and "accuracy" in bench_first.result(row)
+    assert 0 <= row["scores"]["accuracy"] <= 1 and "accuracy" in first.result(row)
 
 
 def test_what_a_command_starts_from_is_run_before_it():
-    assert bench_first.with_needs(["distill", "latent"]) == ["vae", "latent", "teacher", "distill"]
+    assert first.with_needs(["distill", "latent"]) == ["vae", "latent", "teacher", "distill"]
 
 
 def test_a_command_that_fails_ends_the_measurement_in_one_line(monkeypatch, capsys):
-    broken = replace(bench_first.FIRST["classify"], flags="--task classify --data folder:nowhere")
-    monkeypatch.setitem(bench_first.FIRST, "classify", broken)
+    broken = replace(first.FIRST["classify"], flags="--task classify --data folder:nowhere")
+    monkeypatch.setitem(first.FIRST, "classify", broken)
     assert bench.main(["first", "--only", "classify"]) == 2
     said = capsys.readouterr().err.strip()
     assert "nowhere" in said and "exit status 2" in said and "\n" not in said
 
 
-@pytest.mark.parametrize("first", bench_first.FIRST.values(), ids=bench_first.FIRST)
+@pytest.mark.parametrize("first", first.FIRST.values(), ids=first.FIRST)
 def test_first_commands_are_commands_of_train(first):
     train.build_parser().parse_args(first.flags.format(runs="runs").split())
 
 
 def test_the_record_is_of_every_first_command_to_its_end():
-    assert list(ROWS) == list(bench_first.FIRST)
+    assert list(ROWS) == list(first.FIRST)
     assert RECORD["settings"]["steps"] is None and RECORD["machine"]["clean"]
 
 
 def test_the_first_commands_in_the_docs_are_the_recorded_ones():
     said = (ROOT / "docs" / "speed.md").read_text()
-    assert f"<!-- first -->\n{bench_first.table(RECORD['results'])}\n" in said
+    assert f"<!-- first -->\n{first.table(RECORD['results'])}\n" in said
     assert "ends within five minutes" in said and all(row["seconds"] < 300 for row in ROWS.values())
 
 
 def test_minutes_and_results_in_the_readme_are_the_recorded_ones():
     table = README.split("<!-- first commands -->\n")[1].split("\n\n")[0]
     rows = [line.strip("|").split(" | ") for line in table.splitlines()[2:]]
-    recorded = {row["command"]: [bench_first.minutes(row), bench_first.result(row)] for row in ROWS.values()}
+    recorded = {row["command"]: [first.minutes(row), first.result(row)] for row in ROWS.values()}
     shown = {cells[1].strip("`").replace(" --name vae", ""): cells[2:4] for cells in rows}
     not_timed = {command for command, cells in shown.items() if cells == ["-", "-"]}
     assert all("--finetune" in command for command in not_timed)
@@ -77,10 +76,10 @@ def test_a_folder_that_holds_the_run_is_refused_since_it_would_go_on(tmp_path, c
 def test_a_billion_parameters_take_the_bytes_of_their_own_net():
     def parts(net, states):
         held = dict(weights=2.0, gradients=2.0, states=states)
-        names = {bench_memory.typed({k: v for k, v in flags.items() if k not in (*bench_memory.FP8, "bf16")})
-                 for flags in bench_memory.KEPT.values()}
+        names = {memory.typed({k: v for k, v in flags.items() if k not in (*memory.FP8, "bf16")})
+                 for flags in memory.KEPT.values()}
         return [dict(net=net, flags=name, **held) for name in names]
 
-    rows = [dict(net="b", recipe=name, batch=1, again=False, total=8) for name in bench_memory.KEPT]
-    table = bench_memory.billion_table(rows, parts("a", 9.0) + parts("b", 3.0), 1)
+    rows = [dict(net="b", recipe=name, batch=1, again=False, total=8) for name in memory.KEPT]
+    table = memory.billion_table(rows, parts("a", 9.0) + parts("b", 3.0), 1)
     assert " 3.0 |" in table and " 9.0 |" not in table

@@ -13,12 +13,11 @@ import pytest
 import torch
 from common import cpu_scales_rows
 
-import average
 import bench
-import bench_gpu
-import formats
-import optim
-from machine import Refused
+from benchmarks import gpu
+from lowprec import formats
+from lowprec.machine import Refused
+from lowprec.optimizers import average, rounded
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +30,7 @@ def eager():
 def dry_run(folder, *more):
     assert bench.main(["--gpu", "--dry_run", "--out", str(folder), *more]) == 0
     record = json.loads((folder / "gpu-dry-run.json").read_text())
-    return record, {bench_gpu.key(row): row for row in record["results"]}
+    return record, {gpu.key(row): row for row in record["results"]}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +42,8 @@ def dry(tmp_path_factory):
 @cpu_scales_rows
 def test_a_dry_run_runs_every_recipe(dry):
     folder, record, rows = dry
-    assert {name for net, name, _ in rows if net == "dit:tiny:8:2"} == set(bench_gpu.RECIPES)
-    assert {(net, on) for net, _, on in rows} == {(net, on) for net in bench_gpu.TINY for on in (False, True)}
+    assert {name for net, name, _ in rows if net == "dit:tiny:8:2"} == set(gpu.RECIPES)
+    assert {(net, on) for net, _, on in rows} == {(net, on) for net in gpu.TINY for on in (False, True)}
     for (_, name, _), row in rows.items():
         if row["status"] == "refused":
             assert name == "tf32" or name.startswith(("fp8-te-", "fp8-torchao-delayed")), row["note"]
@@ -56,7 +55,7 @@ def test_a_dry_run_runs_every_recipe(dry):
         )
         assert row["peak_bytes"] is None, "the resident set of one process says nothing about one recipe"
         assert (row["flops_share"] is not None) == ("fp8" in name or "2:4" in name)
-    share = {net[:3]: rows[net, "fp8-scaled_mm-rowwise", False]["flops_share"] for net in bench_gpu.TINY}
+    share = {net[:3]: rows[net, "fp8-scaled_mm-rowwise", False]["flops_share"] for net in gpu.TINY}
     assert share["dit"] > 0.9 > 0.1 > share["une"]
     losses = [row["loss"] for (net, *_), row in rows.items() if "loss" in row and net.startswith("dit")]
     assert len(losses) > 12 and max(losses) - min(losses) < 1e-3 * losses[0], (
@@ -71,12 +70,12 @@ def test_a_dry_run_runs_every_recipe(dry):
 def test_the_page_has_a_line_a_cell(dry):
     folder, record, rows = dry
     text = (folder / "gpu-dry-run.md").read_text()
-    assert text == bench_gpu.page(record)
+    assert text == gpu.page(record)
     lines = {
         (m[1], m[2] == "yes"): m[0]
         for m in re.finditer(r"^\| `([^`]+)` \| (yes|no) \|.*$", text.split("## unet")[0], re.M)
     }
-    assert set(lines) == {(cell["recipe"], cell["compile"]) for cell in bench_gpu.cells(["dit:tiny:8:2"])}
+    assert set(lines) == {(cell["recipe"], cell["compile"]) for cell in gpu.cells(["dit:tiny:8:2"])}
     assert lines["bf16", False].startswith(
         f"| `bf16` | no | {2e3 / rows['dit:tiny:8:2', 'bf16', False]['ms'][0]:.1f} | 1.00 | - | 16.00 | - | "
     )
@@ -92,19 +91,19 @@ def test_run_again_it_measures_what_is_missing_or_was_refused(dry, tmp_path, mon
     (tmp_path / "gpu-dry-run.json").write_text(json.dumps({**record, "results": kept}))
     seen = []
     monkeypatch.setattr(
-        bench_gpu,
+        gpu,
         "measure",
-        lambda cell, **_: seen.append(bench_gpu.key(cell)) or {**rows[bench_gpu.key(cell)], "loss": -1.0},
+        lambda cell, **_: seen.append(gpu.key(cell)) or {**rows[gpu.key(cell)], "loss": -1.0},
     )
     _, again = dry_run(tmp_path)
-    refused = {k for k, row in rows.items() if row["status"] == "refused"} - {bench_gpu.key(kept[1])}
+    refused = {k for k, row in rows.items() if row["status"] == "refused"} - {gpu.key(kept[1])}
     assert set(seen) == {k for k in rows if k[1] in ("bf16", "fp32")} | refused
     assert set(again) == set(rows) and all(
-        again[bench_gpu.key(row)] == row for row in kept if bench_gpu.key(row) not in seen
+        again[gpu.key(row)] == row for row in kept if gpu.key(row) not in seen
     )
     seen.clear()
     dry_run(tmp_path, "--retry", "--only", kept[1]["recipe"])
-    assert bench_gpu.key(kept[1]) in seen
+    assert gpu.key(kept[1]) in seen
 
 
 def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
@@ -121,11 +120,11 @@ def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
 def test_a_library_that_came_since_is_no_other_machine(dry):
     machine = dry[1]["machine"]
     newer = {**machine, "libraries": {**machine["libraries"], "transformer_engine": "2.9"}}
-    assert bench_gpu.same(machine, newer) and bench_gpu.same(newer, machine)
-    assert not bench_gpu.same(
+    assert gpu.same(machine, newer) and gpu.same(newer, machine)
+    assert not gpu.same(
         newer, {**newer, "libraries": {**newer["libraries"], "transformer_engine": "3.0"}}
     )
-    assert not bench_gpu.same(machine, {**machine, "torch": "2.0"})
+    assert not gpu.same(machine, {**machine, "torch": "2.0"})
 
 
 FAULTS = {
@@ -137,8 +136,8 @@ FAULTS = {
 
 
 def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
-    saved, real = [], bench_gpu.save
-    monkeypatch.setattr(bench_gpu, "save", lambda *args: saved.append(1) or real(*args))
+    saved, real = [], gpu.save
+    monkeypatch.setattr(gpu, "save", lambda *args: saved.append(1) or real(*args))
 
     def contender(cell, device, dry):
         if cell["recipe"] in FAULTS:
@@ -147,7 +146,7 @@ def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, 
             batch_size=2, parameters=1, bytes_per_parameter=8.0, flops_share=None
         )
 
-    monkeypatch.setattr(bench_gpu, "contender", contender)
+    monkeypatch.setattr(gpu, "contender", contender)
     names = [*FAULTS, "pure_bf16-split"]
     _, rows = dry_run(tmp_path, "--nets", "dit:tiny:8:2", "--only", *names, "--compile", "off")
     rows = {row["recipe"]: row for row in rows.values()}
@@ -170,27 +169,27 @@ def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, 
 def test_the_budget_ends_between_cells(tmp_path, monkeypatch, capsys):
     clock = iter(range(0, 1000, 4))
     monkeypatch.setattr(
-        bench_gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
+        gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
     )
-    monkeypatch.setattr(bench_gpu, "measure", lambda cell, **_: {**cell, "status": "refused", "note": "said"})
+    monkeypatch.setattr(gpu, "measure", lambda cell, **_: {**cell, "status": "refused", "note": "said"})
     _, rows = dry_run(tmp_path, "--nets", "dit:tiny:8:2", "--budget", "10")
     assert len(rows) == 2 and "are left: run the same command again" in capsys.readouterr().out
 
 
 def test_the_budgets_end_is_no_fault_of_the_cell(monkeypatch):
-    class Slow(bench_gpu.Here):
+    class Slow(gpu.Here):
         def do(self, cell, seconds):
-            raise bench_gpu.Lost("took longer", timeout=True)
+            raise gpu.Lost("took longer", timeout=True)
 
-    monkeypatch.setattr(bench_gpu, "Here", Slow)
-    todo, rows = bench_gpu.cells(["dit:tiny:8:2"]), {}
+    monkeypatch.setattr(gpu, "Here", Slow)
+    todo, rows = gpu.cells(["dit:tiny:8:2"]), {}
     args = SimpleNamespace(dry_run=True, budget=5, cell_limit=300)
     assert (
-        bench_gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == len(todo)
+        gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == len(todo)
         and not rows
     )
     args = SimpleNamespace(dry_run=True, budget=None, cell_limit=300)
-    assert bench_gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == 0
+    assert gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == 0
     assert {row["note"] for row in rows.values()} == {"took longer"} and len(rows) == len(todo)
 
 
@@ -201,11 +200,11 @@ def test_a_process_that_hangs_or_ends_is_replaced():
         (os._exit, 3, "exit status 3"),
         (math.sqrt, -1, "exit status 1"),
     ):
-        worker = bench_gpu.Worker(function, "fork")
-        with pytest.raises(bench_gpu.Lost, match=words) as lost:
+        worker = gpu.Worker(function, "fork")
+        with pytest.raises(gpu.Lost, match=words) as lost:
             worker.do(argument, 1 if function is time.sleep else 60)
         assert worker.process is None and lost.value.timeout == (function is time.sleep)
-    worker = bench_gpu.Worker(math.sqrt, "fork")
+    worker = gpu.Worker(math.sqrt, "fork")
     assert worker.do(4, 60) == 2.0
     process = worker.process
     assert worker.do(9, 60) == 3.0 and worker.process is process
@@ -215,22 +214,22 @@ def test_a_process_that_hangs_or_ends_is_replaced():
 
 
 def test_the_table_of_the_docs_has_what_was_measured():
-    net, other = list(bench_gpu.NETS)[:2]
+    net, other = list(gpu.NETS)[:2]
     row = dict(net=net, recipe="bf16", compile=False, status="measured", batch_size=64)
     row.update(ms=[100.0, 64.0, 32.0], reference_ms=[128.0], peak_bytes=3 << 29, bytes_per_parameter=16)
     refused = dict(net=other, recipe="bf16", compile=True, status="refused")
-    table = bench_gpu.docs_table(dict(results=[row, refused]))
+    table = gpu.docs_table(dict(results=[row, refused]))
     assert table.splitlines()[2:] == ["| `bf16` | 1000 | - | 2.00 | 1.50 | 16.00 |"]
     assert table.startswith("| DiT-B/2 | images a second |")
 
 
 def test_the_docs_show_every_record():
-    said = (bench_gpu.ROOT / "docs" / "speed.md").read_text()
-    found = [json.loads(path.read_text()) for path in sorted(bench_gpu.FOLDER.glob("gpu-*.json"))]
+    said = (gpu.ROOT / "docs" / "speed.md").read_text()
+    found = [json.loads(path.read_text()) for path in sorted(gpu.FOLDER.glob("gpu-*.json"))]
     assert said.count("<!-- gpu ") == len(found) > 0
     for record in found:
-        gpu = record["machine"]["gpu"]
-        assert f"<!-- gpu {gpu} -->\n{bench_gpu.docs_table(record)}\n" in said, gpu
+        name = record["machine"]["gpu"]
+        assert f"<!-- gpu {name} -->\n{gpu.docs_table(record)}\n" in said, name
 
 
 def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
@@ -267,13 +266,13 @@ def test_a_record_knows_the_sources_that_its_figures_depend_on():
     # what reads flags, writes files or tells of a run changes no figure
     others = {"flags", "runs", "files", "shapes", "checkpoints", "shards", "ranks", "lifeline", "reduction"}
     others |= {"adapters", "net_state", "verdicts", "verdict_rows", "write_errors"}
-    assert set(bench_gpu.SOURCES) == {"bench_gpu", *own} - others
+    assert set(gpu.SOURCES) == {"bench_gpu", *own} - others
 
 
 def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
-    made = {optim._kernel(optim.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
-    monkeypatch.setattr(bench_gpu.rounding, "unfused", {average._ema_kernel, *made})
-    assert bench_gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
+    made = {rounded._kernel(rounded.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
+    monkeypatch.setattr(gpu.rounding, "unfused", {average._ema_kernel, *made})
+    assert gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
 
 
 @pytest.mark.gpu

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import bench
-import bench_peers
-import bench_systems
+from benchmarks import loops, systems
 
 ROOT = Path(bench.__file__).parent
 TINY = "--model dit --size tiny/4 --image_size 8 --batch_size 2"
@@ -22,9 +21,9 @@ TASKS = {
 
 
 def test_tasks_take_turns_with_a_bare_loop(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_peers, "TASKS", TASKS)
-    monkeypatch.setattr(bench_peers, "STARTED", {"flow": f"--task rflow {TINY}"})
-    monkeypatch.setattr(bench_peers, "ROUND", 1)
+    monkeypatch.setattr(loops, "TASKS", TASKS)
+    monkeypatch.setattr(loops, "STARTED", {"flow": f"--task rflow {TINY}"})
+    monkeypatch.setattr(loops, "ROUND", 1)
     out = tmp_path / "record.json"
     assert bench.main(["peers", "--tasks", "--repeats", "3", "--threads", "1", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
@@ -33,25 +32,25 @@ def test_tasks_take_turns_with_a_bare_loop(tmp_path, capsys, monkeypatch):
     assert [(r["task"], r["loop"]) for r in rows] == [(t, b) for t in TASKS for b in ("bare loop", "ours")]
     assert all(len(r["ms"]) == 3 and min(r["ms"]) > 0 and r["steps"] > 0 for r in rows)
     assert all(r["flags"] == TASKS[r["task"]] for r in rows)  # and no folder of this machine
-    assert bench_peers.tasks_table(rows) in capsys.readouterr().out
+    assert loops.tasks_table(rows) in capsys.readouterr().out
     assert not out.with_suffix(".png").exists()
 
 
 def test_the_table_of_tasks_is_of_ratios_within_a_round():
     rows = [dict(task="a", loop="bare loop", flags="--task a", ms=[1.0, 10.0, 2.0, 1.0])]
     rows += [dict(task="a", loop="ours", flags="--task a", ms=[1.1, 11.0, 3.0, 1.0])]
-    assert bench_peers.beside(rows, "a") == pytest.approx([1.1, 1.1, 1.5, 1.0])
-    line = bench_peers.tasks_table(rows).splitlines()[-1]
+    assert loops.beside(rows, "a") == pytest.approx([1.1, 1.1, 1.5, 1.0])
+    line = loops.tasks_table(rows).splitlines()[-1]
     assert line == "| a | `--task a` | 2 | 2 | 1.10 | 1.02 to 1.40 |"
 
 
 def test_a_bare_loop_keeps_the_average_that_a_consistency_model_learns_from(tmp_path):
     """Without it the bare loop would have less to do, and the loss another target."""
     flags = f"--task consistency {TINY} --target_decay 0.5 --lr 1e-2"
-    job = bench_peers.Job(flags, str(tmp_path), torch.device("cpu"))
+    job = loops.Job(flags, str(tmp_path), torch.device("cpu"))
     asked, loss = [], job.loss
     job.loss = lambda net, batch: (asked.append(job.task.target(net)), loss(net, batch))[1]
-    step = bench_peers.bare(job, "fp32")
+    step = loops.bare(job, "fp32")
     step()
     first = [p.detach().clone() for p in job.net.parameters()]
     step()
@@ -75,18 +74,18 @@ def test_the_tasks_in_the_docs_are_the_recorded_ones():
     assert record.exists() == ("<!-- tasks -->" in said), "the record and the table come together"
     if record.exists():
         rows = json.loads(record.read_text())["results"]
-        assert f"<!-- tasks -->\n{bench_peers.tasks_table(rows)}\n" in said
-        assert list(dict.fromkeys(r["task"] for r in rows)) == list(bench_peers.TASKS)
+        assert f"<!-- tasks -->\n{loops.tasks_table(rows)}\n" in said
+        assert list(dict.fromkeys(r["task"] for r in rows)) == list(loops.TASKS)
 
 
 def test_the_discrete_vae_by_itself_keeps_what_the_record_says(tmp_path, monkeypatch):
     """Bytes are no times: any machine finds them again."""
     path = ROOT / "experiments" / "bench" / "cpu-dvae.json"
     recorded = {(r["table"], r["name"]): r for r in json.loads(path.read_text())["results"]}
-    assert {table for table, _ in recorded} == set(bench_systems.APART)
+    assert {table for table, _ in recorded} == set(systems.APART)
     kept = ["fp32", "pure bf16 stochastic, logits too"]
-    rows = {name: bench_systems.APART["dvae-512"][name] for name in kept}
-    monkeypatch.setattr(bench_systems, "APART", {"dvae-512": rows})
+    rows = {name: systems.APART["dvae-512"][name] for name in kept}
+    monkeypatch.setattr(systems, "APART", {"dvae-512": rows})
     out = tmp_path / "record.json"
     argv = ["systems", "--only", "dvae-512", "--train", "0", "--repeats", "1", "--out", str(out)]
     assert bench.main(argv) == 0
@@ -101,4 +100,4 @@ def test_the_discrete_vae_by_itself_keeps_what_the_record_says(tmp_path, monkeyp
 
 def test_tables_apart_run_where_they_are_named_alone():
     args = bench.build_parser().parse_args(["systems"])
-    assert args.only == list(bench_systems.TABLES) and not set(args.only) & set(bench_systems.APART)
+    assert args.only == list(systems.TABLES) and not set(args.only) & set(systems.APART)

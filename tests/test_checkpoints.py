@@ -15,8 +15,8 @@ import torch
 from attacked import BASE, again, is_refused, line_of
 from cli import command, content
 
-import checkpoints
-from machine import Refused
+from harness import checkpoints
+from lowprec.machine import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 trained, mine = attacked.trained, attacked.mine

@@ -9,9 +9,10 @@ import pytest
 from lab import TOML, records_of, write
 from scipy import stats
 
-from experiments import claims, definition, evidence, report, tables
-from experiments.records import recorded
-from machine import Refused
+from experiments import report
+from experiments.log import claims, definition, evidence, tables
+from experiments.log.records import recorded
+from lowprec.machine import Refused
 
 ROOT = definition.ROOT
 ITEMS = {"000": 40, "001": 41, "002": 41, "003": 50, "004": 49}  # of the five documents, as they were counted

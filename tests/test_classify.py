@@ -22,15 +22,14 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, recall_score
 from torch import nn
 
-import classify
-import data
-import metrics as scores
-import optim
-import tasks
 import trainer
-from classify import Classify
-from machine import Refused
-from precision import Precision, recipe
+from lowprec.machine import Refused
+from lowprec.optimizers import rounded
+from lowprec.precision import Precision, recipe
+from tasks import classify, data
+from tasks import metrics as scores
+from tasks.classify import Classify
+from tasks.task import VALIDATED, Task
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 QUICK = "--task classify --batch_size 16 --log_every 2 --sample_every 0 --warmup 0 --threads 1".split()
@@ -212,7 +211,7 @@ def test_running_statistics_keep_fp32_beside_bf16_weights(small, buffers):
     norm, seen = run.model.norm1_0, []
     norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     assert run.model.conv1_0.weight.dtype == torch.bfloat16
-    assert norm.running_mean.dtype == norm.running_var.dtype == optim.DTYPES[buffers]
+    assert norm.running_mean.dtype == norm.running_var.dtype == rounded.DTYPES[buffers]
     images, labels = data.load("digits").train[list(range(640))]
     for part in range(20):
         rows = slice(32 * part, 32 * part + 32)
@@ -527,7 +526,7 @@ def test_images_too_small_for_the_cnn_are_refused():
 def test_a_look_sees_all_classes_of_a_sorted_set():
     labels, seen = torch.arange(1000) // 100, []
 
-    class Sorted(tasks.Task):
+    class Sorted(Task):
         def __init__(self):
             self.config, self.data = SimpleNamespace(batch_size=64, steps=1), SimpleNamespace(heldout=labels)
 
@@ -536,4 +535,4 @@ def test_a_look_sees_all_classes_of_a_sorted_set():
             return torch.tensor(0.0)
 
     Sorted().validate(None, SimpleNamespace(device="cpu"))
-    assert set(seen) == set(range(10)) and len(seen) == tasks.VALIDATED
+    assert set(seen) == set(range(10)) and len(seen) == VALIDATED

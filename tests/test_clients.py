@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import rounding
-from precision import Precision, recipe
+from lowprec import rounding
+from lowprec.precision import Precision, recipe
 
 STEPS, HALF = 30, 15
 BF16 = torch.bfloat16

@@ -14,15 +14,12 @@ from common import BF16
 from torch.distributed.tensor import DTensor
 
 import bench
-import bench_conformance
-import conformance
-import rounding
-import subjects
-from bench_common import state_bytes
-from bench_conformance import ASKED, AVERAGE_CHECKS, CHECKS, TABLES, asked
-from conformance import Size
-from experiments import averages
-from subjects import Subject
+from benchmarks import averages, conformance, conformance_command, subjects
+from benchmarks.common import state_bytes
+from benchmarks.conformance import Size
+from benchmarks.conformance_command import ASKED, AVERAGE_CHECKS, CHECKS, TABLES, asked
+from benchmarks.subjects import Subject
+from lowprec import rounding
 
 eager = common.eager
 SMALL = Size(side=128, steps=30, decay_steps=125, before=40, after=350, path=(800, 1000))
@@ -470,7 +467,7 @@ def test_the_tables_of_the_page_are_those_of_the_record(name):
     rows = json.loads((ROOT / "experiments" / "bench" / "cpu-conformance.json").read_text())["results"]
     page = (ROOT / "docs" / "conformance.md").read_text()
     shown = page.split(f"<!-- {name} -->\n")[1].split("\n\n")[0]
-    assert shown == bench_conformance.table(rows, TABLES[name])
+    assert shown == conformance_command.table(rows, TABLES[name])
 
 
 # ---- The command -------------------------------------------------------------------------------------------
@@ -540,7 +537,7 @@ def test_the_command_writes_every_figure_and_its_status_tells(mine, capsys):
     assert biased["verdict"] == "finding" and biased["figures"]["draws"] > 100_000
     assert f"{names[1]}: writes are biased: nothing of a step of 0.33 ulp is written" in out
     assert all(check in out for check in (*CHECKS, *AVERAGE_CHECKS))
-    assert "| write of 1/3 ulp | **" in bench_conformance.table(rows, names[1:2])
+    assert "| write of 1/3 ulp | **" in conformance_command.table(rows, names[1:2])
 
 
 def test_what_a_constructor_takes_is_known_through_the_classes_that_it_hands_keywords_to(mine):

@@ -27,11 +27,11 @@ from test_release import moved_to_the_cpu
 from test_strategies import batch, make, velocity_to
 
 import train
-from consistency import HUBER, Consistency, fresh, pseudo_huber
-from diffusion import TIMESTEPS
-from precision import Precision, recipe
-from rounding import stochastic_round
-from tasks import Rng
+from lowprec.precision import Precision, recipe
+from lowprec.rounding import stochastic_round
+from tasks.consistency import HUBER, Consistency, fresh, pseudo_huber
+from tasks.diffusion import TIMESTEPS
+from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own

@@ -10,13 +10,12 @@ import torch
 from common import draw, uncompiled
 from step_cases import AVERAGES, CASES, differing, step
 
-import buckets
-import cpu_step
-import optim
-from formats import FORMATS
-from optim import EMA, AdamW
-from optimizers import SGD, Lion
-from rounding import noise_key
+from lowprec.formats import FORMATS
+from lowprec.kernels import cpu_step
+from lowprec.optimizers import buckets, rounded
+from lowprec.optimizers.by_tensor import SGD, Lion
+from lowprec.optimizers.rounded import EMA, AdamW
+from lowprec.rounding import noise_key
 
 CPU = torch.device("cpu")
 needs_kernel = pytest.mark.skipif(cpu_step.library() is None, reason="needs AVX-512 and GCC")
@@ -49,7 +48,7 @@ def afresh():
 
 def eager(p, g, moments, low, h, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    optim._kernel(optimizer.direction)(p, g, moments, low, h, key, stochastic, average)
+    rounded._kernel(optimizer.direction)(p, g, moments, low, h, key, stochastic, average)
 
 
 def by_cpu_step(p, g, moments, low, h, key, optimizer, average):
@@ -132,7 +131,7 @@ def test_other_optimisers_write_the_same_bits_without_it(other, name, writes, fo
 def test_it_is_what_steps(monkeypatch):
     calls = []
     monkeypatch.setattr(cpu_step, "update", lambda rule, *args, **how: calls.append(rule))
-    monkeypatch.setattr(optim, "fused", None)
+    monkeypatch.setattr(rounded, "fused", None)
     lion, sgd = dict(kinds={"exp_avg": "int8"}), dict(kinds={"momentum": "bf16"})
     for kinds, kind in ((KINDS["int8"], AdamW), (KINDS["exact"], AdamW), (lion, Lion), (sgd, SGD)):
         trained(kinds, steps=1, optimizer=kind)
@@ -143,7 +142,7 @@ def test_it_is_what_steps(monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("kind", (AdamW, SGD, Lion))
 def test_a_direction_of_ones_own_is_what_steps(kind, dtype, monkeypatch):
-    monkeypatch.setattr("rounding._compiled", uncompiled)
+    monkeypatch.setattr("lowprec.rounding._compiled", uncompiled)
 
     class Own(kind):
         @staticmethod

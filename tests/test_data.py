@@ -14,7 +14,7 @@ import pytest
 import torch
 from pictures import check, everything, grey, refused, same
 
-from data import load
+from tasks.data import load
 
 # ---- Words -------------------------------------------------------------------------------------------------
 

@@ -28,10 +28,10 @@ from cli import (
 from test_strategies import Recorder, batch, make, rmse
 
 import train
-from diffusion import BINS, RFlow
-from distillation import Distill
-from runs import read_checkpoint
-from tasks import Rng
+from harness.run_folder import read_checkpoint
+from tasks.diffusion import BINS, RFlow
+from tasks.distillation import Distill
+from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -51,7 +51,7 @@ def trained(tmp_path_factory):
         assert command(*QUICK, "--runs", folder, "--steps", steps, *flags) == 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rounding._compiled", common.uncompiled)
+        patch.setattr("lowprec.rounding._compiled", common.uncompiled)
         quickly(60, *"--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.9".split())
         quickly(1, *"--name ddpm --task ddpm".split())
         quickly(1, *"--name backward --velocity noise-clean --pure_bf16 --guidance 2".split())

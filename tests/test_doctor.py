@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import diffusion
 import doctor
-import precision
-import rounding
 import strategies
 import train
 import trainer
-from rounding import Stream
+from lowprec import precision, rounding
+from lowprec.rounding import Stream
+from tasks import diffusion
 
 BRIEF = "--batch_size 8 --warmup 0".split()
 QUICK = [*BRIEF, "--sample_steps", "5"]  # of a task that draws images

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import doctor_offline
-import optim
+from lowprec.optimizers import rounded
+from lowprec.watch import compare
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = torch.bfloat16
@@ -65,9 +65,9 @@ def files(tmp_path, before, after, suffix="pt"):
 def named(capsys, words, status=1):
     """{site: tensors} of what the command prints."""
     capsys.readouterr()
-    assert doctor_offline.main(words) == status, capsys.readouterr()
+    assert compare.main(words) == status, capsys.readouterr()
     said = capsys.readouterr().out
-    found = doctor_offline.compare(*map(doctor_offline.read, words)).findings
+    found = compare.compare(*map(compare.read, words)).findings
     sites = {}
     for f in found:
         if f.severity != "note":
@@ -131,7 +131,7 @@ def test_a_state_cast_between_the_two(tmp_path, capsys):
     late["optimizer"]["state"][0]["exp_avg_sq"] = late["optimizer"]["state"][0]["exp_avg_sq"].to(BF16)
     paths = files(tmp_path, early, late)
     assert named(capsys, paths)["exp_avg_sq"] == ["optimizer.0"] * 2  # narrow, and not so before
-    found = doctor_offline.compare(*map(doctor_offline.read, paths)).findings
+    found = compare.compare(*map(compare.read, paths)).findings
     assert found[0].text == "it was fp32 before"
 
 
@@ -213,7 +213,7 @@ IMPOSSIBLE = {
 def test_states_that_can_not_be_are_one_line_and_status_2(tmp_path, capsys, spoil, words):
     early, late = saved(5), saved(30)
     spoil(late)
-    assert doctor_offline.main(files(tmp_path, early, late)) == 2
+    assert compare.main(files(tmp_path, early, late)) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1, said
     assert words in said.err and "after.pt" in said.err, said
@@ -223,7 +223,7 @@ def test_a_parameter_that_moved_has_a_state(tmp_path, capsys):
     early, late = saved(5), saved(30)
     for checkpoint in (early, late):
         lost(0, 1, 3)(checkpoint)
-    assert doctor_offline.main(files(tmp_path, early, late)) == 2
+    assert compare.main(files(tmp_path, early, late)) == 2
     assert "3 of 5 parameters have no state, although they moved" in capsys.readouterr().err
 
 
@@ -231,7 +231,7 @@ def test_the_optimiser_alone_tells_too(tmp_path, capsys):
     early, late = ({"optimizer": saved(steps)["optimizer"]} for steps in (5, 30))
     assert named(capsys, files(tmp_path, early, late), 0) == {}
     lost(0, 3)(late)
-    assert doctor_offline.main(files(tmp_path, early, late)) == 2
+    assert compare.main(files(tmp_path, early, late)) == 2
     assert "2 of 5 parameters have no state, although they had one" in capsys.readouterr().err
 
 
@@ -262,7 +262,7 @@ def test_a_parameter_without_a_gradient_has_no_state(tmp_path, capsys):
     late["model"]["1.weight"] = early["model"]["1.weight"] = torch.rand(16)
     words = files(tmp_path, early, late)
     assert named(capsys, words) == {"update": ["model.1.weight"]}
-    found = doctor_offline.compare(*map(doctor_offline.read, words)).findings
+    found = compare.compare(*map(compare.read, words)).findings
     notes = [(f.severity, f.text) for f in found if f.site == "state"]
     assert notes == [("note", "1 of 5 parameters have no state")]
 
@@ -277,7 +277,7 @@ def test_sgd_has_a_state_where_it_has_momentum(tmp_path, capsys, momentum, statu
     for checkpoint in (early, late):
         sgd = torch.optim.SGD([torch.ones(1, requires_grad=True)], momentum=momentum).state_dict()
         checkpoint["optimizer"] = {**sgd, "param_groups": [{**sgd["param_groups"][0], "params": [0, 1, 2]}]}
-    assert doctor_offline.main(files(tmp_path, early, late)) == status
+    assert compare.main(files(tmp_path, early, late)) == status
     said = capsys.readouterr()
     assert ("3 of 3 parameters have no state" in said.err) == (status == 2), said
 
@@ -292,8 +292,8 @@ OTHERS = {
     "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "two groups": lambda p: torch.optim.AdamW([{"params": p[3:]}, {"params": p[:3], "weight_decay": 0.0}]),
-    "ours": lambda p: optim.AdamW(p, lr=1e-3, compiled=False),
-    "ours in 8 bits": lambda p: optim.AdamW(p, lr=1e-2, compiled=False, exp_avg="int8", exp_avg_sq="int8"),
+    "ours": lambda p: rounded.AdamW(p, lr=1e-3, compiled=False),
+    "ours in 8 bits": lambda p: rounded.AdamW(p, lr=1e-2, compiled=False, exp_avg="int8", exp_avg_sq="int8"),
 }
 
 
@@ -361,13 +361,13 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for what, (before, after, words) in bad(tmp_path).items():
         for pair in ((before, after), (after, before)):
-            assert doctor_offline.main(list(pair)) == 2, what
+            assert compare.main(list(pair)) == 2, what
             said = capsys.readouterr()
             assert said.out == "" and said.err.count("\n") == 1, (what, said)
             assert said.err.startswith("doctor.py: ") and words in said.err, (what, said)
     assert not Path("was-run").exists()
     for words in ([], ["one"], ["a", "b", "c"]):
-        assert doctor_offline.main(words) == 2 and "usage" in capsys.readouterr().err
+        assert compare.main(words) == 2 and "usage" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path):

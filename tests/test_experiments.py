@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from lab import FAKE, SECOND, TOML, commands, fails, record, records_of, second, write
 
-import runs
-from experiments import definition, report, run
-from experiments import records as log
-from machine import Refused
-from optimizers import OPTIMIZERS
+from experiments import report, run
+from experiments.log import definition
+from experiments.log import records as log
+from harness import run_folder
+from lowprec.machine import Refused
+from lowprec.optimizers.by_tensor import OPTIMIZERS
 
 
 @pytest.fixture(autouse=True)
@@ -420,8 +421,8 @@ def test_a_run_that_another_process_has_is_not_recorded_as_failed(
         raise BlockingIOError(errno.EAGAIN, "taken")
 
     with monkeypatch.context() as patch, pytest.raises(Refused) as refused:
-        patch.setattr(runs.fcntl, "lockf", taken)
-        runs.Folder(tmp_path / "taken").lock()
+        patch.setattr(run_folder.fcntl, "lockf", taken)
+        run_folder.Folder(tmp_path / "taken").lock()
     said, whole = str(refused.value), (tmp_path / "train.py").read_text()
     text = f"import sys\nprint('train.py: ' + {said!r}, file=sys.stderr)\nsys.exit(2)\n"
     (tmp_path / "train.py").write_text(text)

@@ -5,8 +5,8 @@ import errno
 import pytest
 import torch
 
-from files import write_atomically
-from machine import Refused
+from harness.files import write_atomically
+from lowprec.machine import Refused
 
 INTERRUPTS = {
     "reader": lambda: RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed."),

@@ -10,9 +10,9 @@ import pytest
 import torch
 from cli import after_step, assert_same, checkpoint, command, metrics, one_line, summary
 
-import language
 import train
-from runs import read_checkpoint
+from harness.run_folder import read_checkpoint
+from tasks import language
 from trainer import perturb
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-import flags
-import language
 import strategies
 import train
-from flags import Config, Flag, Table, natural
+from harness import flags
+from harness.flags import Config, Flag, Table, natural
+from tasks import language
 
-ROOT = Path(flags.__file__).parent
+ROOT = Path(flags.__file__).parent.parent
 
 
 def recorded():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from flops import module_flops, tensors
+from lowprec.layers.flops import module_flops, tensors
 
 
 def product(rows, k, n):

@@ -17,10 +17,9 @@ from pictures import check, everything, grey, refused, rgb, same, save
 from PIL import Image
 from torch.utils.data import DataLoader
 
-import data
-import folders
-from data import load
-from machine import Refused
+from lowprec.machine import Refused
+from tasks import data, folders
+from tasks.data import load
 
 # ---- Folders, generation -----------------------------------------------------------------------------------
 

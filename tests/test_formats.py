@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from common import FLOATS, KINDS, TABLES, coder, same
 
-import formats
-import rounding
-from rounding import noise_key
+from lowprec import formats, rounding
+from lowprec.rounding import noise_key
 
 eager = common.eager
 

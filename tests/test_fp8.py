@@ -8,11 +8,10 @@ from common import cpu_scales_rows
 from eight_bit import Bare, Net, draw, net, snr
 from torch import nn
 
-import fp8
-import fp8_layers
-from formats import FORMATS
-from fp8 import Options, Scaling, convert
-from fp8_layers import INPUT
+from lowprec.formats import FORMATS
+from lowprec.layers import fp8, fp8_product
+from lowprec.layers.fp8 import Options, Scaling, convert
+from lowprec.layers.fp8_product import INPUT
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -41,12 +40,12 @@ def test_cast_is_torchs_within_the_range_and_clamps_beyond(dtype):
 
 def test_amax_and_current_scale():
     x = torch.tensor([[1.0, -3.0, 0.5], [0.25, 0.0, 2.0]], dtype=BF16)
-    assert fp8_layers.amax_of(x).tolist() == [[3.0]]
-    assert fp8_layers.amax_of(x, 1).tolist() == [[3.0], [2.0]] and fp8_layers.amax_of(x, 0).tolist() == [
+    assert fp8_product.amax_of(x).tolist() == [[3.0]]
+    assert fp8_product.amax_of(x, 1).tolist() == [[3.0], [2.0]] and fp8_product.amax_of(x, 0).tolist() == [
         [1.0, 3.0, 2.0]
     ]
-    assert fp8_layers.amax_of(torch.tensor([[1.0, math.nan]])).isnan().all()
-    got = fp8_layers.current_scale(torch.tensor([2.0, 0.0, 1e-45, math.inf]), 448.0)
+    assert fp8_product.amax_of(torch.tensor([[1.0, math.nan]])).isnan().all()
+    got = fp8_product.current_scale(torch.tensor([2.0, 0.0, 1e-45, math.inf]), 448.0)
     assert got.tolist() == [224.0, 1.0, pytest.approx(FLOAT32_MAX), 0.0]
 
 
@@ -60,18 +59,18 @@ def test_delayed_scale_is_transformer_engines_rule(algo, wanted):
     """
     history = torch.tensor([2.0, 8.0, 1.0, 4.0])[:, None].repeat(1, 3)
     scale = torch.full((3,), 5.0)
-    fp8_layers.roll(history, scale, TOPS, algo)
+    fp8_product.roll(history, scale, TOPS, algo)
     assert torch.equal(scale, TOPS / wanted)
     assert history[:, 0].tolist() == [0.0, 1.0, 4.0, 2.0]  # 8, the oldest, is gone; 2, the latest, is last
 
 
 def test_delayed_scale_stays_where_amax_says_nothing():
     amax = torch.tensor([0.0, math.inf, math.nan, 1e-44, 3.0])
-    got = fp8_layers.delayed_scale(amax, torch.full((5,), 7.0), 448.0)
+    got = fp8_product.delayed_scale(amax, torch.full((5,), 7.0), 448.0)
     assert got[:3].tolist() == [7.0] * 3 and got[3] == FLOAT32_MAX and got[4] == pytest.approx(448 / 3)
     history, scale = torch.zeros(1, 3), torch.tensor([7.0, 7.0, 7.0])
     history[0, 1] = 14.0
-    fp8_layers.roll(history, scale, TOPS)  # a history of one step
+    fp8_product.roll(history, scale, TOPS)  # a history of one step
     assert scale.tolist() == [7.0, 32.0, 7.0] and not history.any()
 
 
@@ -79,7 +78,7 @@ def test_amax_is_forgotten_after_the_length_of_the_history():
     history, scale, seen = torch.zeros(4, 3), torch.zeros(3), []
     for amax in [16.0, 1, 1, 1, 1, 1]:
         history[0] = amax
-        fp8_layers.roll(history, scale, TOPS)
+        fp8_product.roll(history, scale, TOPS)
         seen.append(448 / scale[0].item())
     assert seen == [16, 16, 16, 16, 1, 1]
 
@@ -107,18 +106,18 @@ def test_scaled_mm_and_emulation_agree_to_the_order_of_sums(a, b, rows, out, mon
     """Equal up to the last bit of the output: bf16 sums may fall on either side of a middle, rarely."""
 
     def quantised(x, dtype, dim):
-        amax = fp8_layers.amax_of(x, dim if rows else None)
-        scale = fp8_layers.current_scale(amax, torch.finfo(dtype).max)
+        amax = fp8_product.amax_of(x, dim if rows else None)
+        scale = fp8_product.current_scale(amax, torch.finfo(dtype).max)
         return FORMS[dtype].cast(x, scale), scale.reciprocal()
 
     left, right = quantised(draw(48, 256), a, 1), quantised(draw(256, 32, seed=1, scale=0.01), b, 0)
     calls = kernel_calls(monkeypatch)
-    kernel = fp8_layers.product(left, right, out)
+    kernel = fp8_product.product(left, right, out)
     assert len(calls) == 1 and kernel.dtype == out
-    emulated = fp8_layers.product(left, right, out, emulated=True)
+    emulated = fp8_product.product(left, right, out, emulated=True)
     assert len(calls) == 1 and emulated.dtype == out
-    monkeypatch.setattr(fp8_layers, "scaled_mm_refusal", lambda *args: "no")
-    assert torch.equal(fp8_layers.product(left, right, out), emulated) and len(calls) == 1
+    monkeypatch.setattr(fp8_product, "scaled_mm_refusal", lambda *args: "no")
+    assert torch.equal(fp8_product.product(left, right, out), emulated) and len(calls) == 1
     exact = (left[0].double() @ right[0].double()) * left[1].double() * right[1].double()
     ulp = 2**-8 if out == BF16 or rows else 2**-20
     for got in (kernel, emulated):
@@ -132,16 +131,16 @@ def test_autocast_does_not_round_the_operands_again():
     codes = form.cast(draw(48, 256), 100.0), form.cast(draw(256, 32, seed=1), 100.0)
     pairs = [(x, torch.full((1, 1), 0.0123)) for x in codes]
     for emulated in (False, True):
-        exact = fp8_layers.product(*pairs, BF16, emulated)
+        exact = fp8_product.product(*pairs, BF16, emulated)
         with torch.autocast("cpu", BF16):
-            assert torch.equal(fp8_layers.product(*pairs, BF16, emulated), exact)
+            assert torch.equal(fp8_product.product(*pairs, BF16, emulated), exact)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_code_decodes_to_its_value(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
     for x in (codes, codes.t(), codes[:, ::2]):
-        torch.testing.assert_close(fp8_layers.decode(x), x.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(fp8_product.decode(x), x.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", ["scaled_mm", "emulate"])
@@ -159,9 +158,9 @@ def test_the_backend_asked_for_multiplies(backend, monkeypatch):
 def test_e5m2_is_never_multiplied_by_e5m2_in_the_kernel():
     """CUDA refuses it; the CPU's kernel would take it, and does not get it."""
     for device in ("cpu", "meta"):
-        assert "e5m2" in fp8_layers.scaled_mm_refusal(torch.device(device), E5M2, E5M2)
-        assert fp8_layers.scaled_mm_refusal(torch.device(device), E5M2, E4M3) is None
-    assert "mps" in fp8_layers.scaled_mm_refusal(torch.device("mps"), E4M3, E4M3)
+        assert "e5m2" in fp8_product.scaled_mm_refusal(torch.device(device), E5M2, E5M2)
+        assert fp8_product.scaled_mm_refusal(torch.device(device), E5M2, E4M3) is None
+    assert "mps" in fp8_product.scaled_mm_refusal(torch.device("mps"), E4M3, E4M3)
 
 
 def reference_product(x, w, g, options):

@@ -13,12 +13,11 @@ from common import cpu_scales_rows, refused, through_a_file
 from eight_bit import Bare, Net, dit, draw, method, net, snr
 from torch import nn
 
-import fp8
-import fp8_layers
 import models
 import train
-from fp8 import FP8, Options, convert
-from precision import Precision, Recipe, recipe
+from lowprec.layers import fp8, fp8_product
+from lowprec.layers.fp8 import FP8, Options, convert
+from lowprec.precision import Precision, Recipe, recipe
 
 BF16 = torch.bfloat16
 eager = common.eager
@@ -274,10 +273,10 @@ def test_auto_on_hopper(installed, options, chosen, monkeypatch):
     def try_import(name):
         return (Module, None) if name in present else (None, "absent")
 
-    monkeypatch.setattr(fp8_layers, "try_import", try_import)
-    monkeypatch.setattr("formats.fp8_cores", lambda device: True)
+    monkeypatch.setattr(fp8_product, "try_import", try_import)
+    monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: True)
     assert fp8.resolve(Options(**options), "cuda").backend == chosen
-    monkeypatch.setattr("formats.fp8_cores", lambda device: False)
+    monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: False)
     assert fp8.resolve(Options(**options), "cuda").backend == "emulate"
     assert fp8.resolve(Options(**options), "cpu").backend == "scaled_mm"
     if "te" in installed:
@@ -337,7 +336,7 @@ def fake_te(monkeypatch):
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["transformer_engine"].pytorch = sys.modules["transformer_engine.pytorch"]
-    monkeypatch.setattr("formats.fp8_cores", lambda device: True)
+    monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: True)
     return log
 
 
@@ -513,11 +512,11 @@ def test_a_layer_of_several_names_is_in_fp8_under_each():
 
     model = Shared()
     run = Precision(model, recipe(fp8=True, fp8_backend="emulate", fp8_recipe="delayed", amax_history_len=4))
-    assert model.first is model.again is model.layers[0] and isinstance(model.first, fp8_layers.Linear)
+    assert model.first is model.again is model.layers[0] and isinstance(model.first, fp8_product.Linear)
     run.backward(run(draw(16, 32)).square().mean())
     run.step()
     history = model.first.scaling.amax_history
     assert history[-1].all() and not history[:-1].any()  # rolled once, whatever its names
     with method(run, FP8).plain(model):
         assert type(model.again) is nn.Linear and model.again is model.layers[0]
-    assert isinstance(model.layers[0], fp8_layers.Linear)
+    assert isinstance(model.layers[0], fp8_product.Linear)

@@ -13,13 +13,12 @@ from common import refused, through_a_file
 from eight_bit import dit, draw, method, net, snr
 from torch import nn
 
-import fp8
-import fp8_layers
-import recipes
 import train
-from fp8 import FP8, Options
-from precision import Precision, Recipe, recipe
-from runs import read_checkpoint
+from harness.run_folder import read_checkpoint
+from lowprec import recipes
+from lowprec.layers import fp8, fp8_product
+from lowprec.layers.fp8 import FP8, Options
+from lowprec.precision import Precision, Recipe, recipe
 from trainer import Trainer
 
 BF16 = torch.bfloat16
@@ -228,7 +227,7 @@ def test_resume_is_bit_exact(tmp_path, monkeypatch):
     for name, value in whole["averages"]["ema"]["shadow"].items():
         assert torch.equal(value, parts["averages"]["ema"]["shadow"][name]), name
     rows = [json.loads(line) for line in metrics.splitlines()]
-    kinds = [f"fp8_{what}_{name}" for what in ("underflow", "saturated") for name in fp8_layers.OPERANDS]
+    kinds = [f"fp8_{what}_{name}" for what in ("underflow", "saturated") for name in fp8_product.OPERANDS]
     assert all(0 <= row[share] < 0.5 for row in rows for share in kinds)
     found = json.loads(Path("runs/run/ledger.json").read_text())["fp8"]
     assert len(found["layers"]) == 20 and found["recipe"] == "delayed" and found["flops_share"] > 0.9

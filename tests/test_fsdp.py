@@ -21,13 +21,12 @@ from cli import ROOT, assert_same, command, process
 from rank_server import ranks_messages, told
 from safetensors.torch import load_file
 
-import bench_sharding
-import checkpoints
-import ranks as ranks_py
-import sharding
-import shards
-from lifeline import Lifeline
-from machine import Refused
+from benchmarks import sharding
+from harness import checkpoints, shards
+from harness import ranks as ranks_py
+from harness.lifeline import Lifeline
+from lowprec import fsdp
+from lowprec.machine import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks, server = rank_server.ranks, rank_server.server
@@ -165,25 +164,25 @@ def test_a_rank_holds_the_bytes_that_the_table_says(world, ranks):
 
 
 def test_the_table_in_the_readme_is_what_the_arithmetic_says():
-    assert bench_sharding.table() in (ROOT / "README.md").read_text()
+    assert sharding.table() in (ROOT / "README.md").read_text()
 
 
 def test_the_bytes_of_two_processes_are_the_recorded_ones():
     results = json.loads((ROOT / "experiments/bench/cpu-sharding.json").read_text())["results"]
-    assert {row["flags"] for row in results} == set(bench_sharding.RECIPES)
-    assert bench_sharding.measured_table(results) in (ROOT / "docs/many_gpus.md").read_text()
+    assert {row["flags"] for row in results} == set(sharding.RECIPES)
+    assert sharding.measured_table(results) in (ROOT / "docs/many_gpus.md").read_text()
 
 
 SIZE = r" ([\d.]+) MiB"
 
 
-@pytest.mark.parametrize("flags", bench_sharding.RECIPES)
+@pytest.mark.parametrize("flags", sharding.RECIPES)
 def test_a_dry_run_says_what_a_rank_holds_as_the_table_does(flags, capsys, monkeypatch):
     Path("lines.py").write_text(TASK + DIT)
     given = [] if flags == "(none)" else flags.strip("`").split()
     words = ["--task", "lines.py:Dit", "--fsdp", "--dry_run", *RUN, *given]
-    monkeypatch.setattr(bench_sharding, "GIB", 1 << 20)
-    table = {row[1]: row[2:] for row in bench_sharding.rows({"small": (2, 128, 4)})}[flags]
+    monkeypatch.setattr(sharding, "GIB", 1 << 20)
+    table = {row[1]: row[2:] for row in sharding.rows({"small": (2, 128, 4)})}[flags]
     for world, columns in (("1", [1, 2, 3]), ("8", [2])):
         monkeypatch.setenv("WORLD_SIZE", world)
         assert command(*words) == 0
@@ -649,7 +648,7 @@ def test_a_tree_of_values_comes_back_from_json():
 
 
 def test_a_plain_tensor_is_no_part():
-    assert sharding.part_of(torch.zeros(3)) is None and sharding.Over.of(fsdp_jobs.build()) is None
+    assert fsdp.part_of(torch.zeros(3)) is None and fsdp.Over.of(fsdp_jobs.build()) is None
 
 
 # ---- On GPUs -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from common import BF16, RECIPES, batches, draw, net, refused, same, start, train
 from torch import nn
 
-from rounding import exact_weight
+from lowprec.rounding import exact_weight
 
 eager = common.eager
 GENERATIONS = ["compute", "fp32", "bf16", "autocast", "fp16"]

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from cli import after_step, assert_same, checkpoint, command, content, metrics, one_line, summary
 from common import same
 
-import language
 import strategies
-from fp8 import Scaling
-from language import BDH, BDHS, GPT, GPTS, TEXT, Language, Text, Windows, choose, rotary, rotate
-from machine import Refused
-from precision import Precision, recipe
-from runs import read_checkpoint
-from tasks import Rng
+from harness.run_folder import read_checkpoint
+from lowprec.layers.fp8 import Scaling
+from lowprec.machine import Refused
+from lowprec.precision import Precision, recipe
+from tasks import language
+from tasks.language import BDH, BDHS, GPT, GPTS, TEXT, Language, Text, Windows, choose, rotary, rotate
+from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 

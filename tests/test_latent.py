@@ -30,16 +30,14 @@ from cli import (
 from PIL import Image
 from torch import nn
 
-import data
-import latent
-import latent_diffusion
-import perceptual
 import strategies
 import train
-from latent import Autoencoder, Frozen, Ranges
-from latent_diffusion import Latents, TrainedVAE
-from recipes import recipe
-from tasks import Rng
+from lowprec.recipes import recipe
+from tasks import data, latent_space, perceptual
+from tasks import vae as latent
+from tasks.latent_space import Latents, TrainedVAE
+from tasks.task import Rng
+from tasks.vae import Autoencoder, Frozen, Ranges
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 VAE = ["--task", "vae", *LOOP]
@@ -56,7 +54,7 @@ def trained(tmp_path_factory):
     """The folder of a run of --task vae that knows digits a little, made once."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rounding._compiled", common.uncompiled)
+        patch.setattr("lowprec.rounding._compiled", common.uncompiled)
         flags = ["--batch_size", 32, "--lr", 3e-3, "--ema_decay", 0.9, "--runs", folder, "--name", "vae"]
         assert command(*VAE, *flags, "--steps", 60, "--log_every", 10, "--sample_every", 30) == 0
     return folder / "vae"
@@ -110,7 +108,7 @@ def test_the_net_is_monais_autoencoder_with_noise_from_outside(size, side, shape
 
 
 def latent_roles(net):
-    from method import roles
+    from lowprec.layers.method import roles
 
     return roles(net)
 
@@ -234,7 +232,7 @@ def test_latents_are_drawn_anew_and_decoded_back(vae, digits):
 
 def test_a_set_too_large_to_keep_is_encoded_at_every_step(vae, few, monkeypatch):
     assert command(*IN_LATENTS, "--steps", 3, "--name", "kept") == 0
-    monkeypatch.setattr(latent_diffusion, "CACHE_BYTES", 1000)
+    monkeypatch.setattr(latent_space, "CACHE_BYTES", 1000)
     assert command(*IN_LATENTS, "--steps", 3, "--name", "anew") == 0
     kept, anew = ([row["loss"] for row in metrics(name)] for name in ("kept", "anew"))
     assert kept == pytest.approx(anew, rel=1e-5)
@@ -472,7 +470,7 @@ def odd(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("odd")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("rounding._compiled", common.uncompiled)
+        patch.setattr("lowprec.rounding._compiled", common.uncompiled)
         shutil.copytree(trained, "runs/vae")
         assert command(*QUICK, "--name", "flow", "--steps", 1) == 0
         assert command(*IN_LATENTS, "--name", "inside", "--steps", 1) == 0
@@ -528,7 +526,7 @@ def test_data_and_size_are_the_vaes_unless_given(vae, capsys):
 
 
 def test_pixels_change_nothing(digits):
-    space, images = latent_diffusion.Pixels(digits), batch(digits)[0]
+    space, images = latent_space.Pixels(digits), batch(digits)[0]
     same = SimpleNamespace()
     assert space.draw(images, same) is images and space.decode(images) is images
     assert space.train_set(digits.train, "cpu") is digits.train and space.shape == (1, 8, 8)

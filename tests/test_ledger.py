@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from common import BF16, PEERS, RECIPES, batches, every_recipe, net, start
 from torch import nn
 
-from recipes import SITES, Site, recipe
+from lowprec.recipes import SITES, Site, recipe
 
 eager = common.eager
 

@@ -14,17 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import RECIPES, Net, batches, net, refused, start, train
-from test_package import LIBRARY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import formats
-import machine
-import recipes
-from machine import Refused, exact_math, quiet_import, recommended_flags, support, try_import
-from optim import AdamW
-from precision import Precision
-from recipes import check_machine, recipe
+from lowprec import formats, machine, recipes
+from lowprec.machine import Refused, exact_math, quiet_import, recommended_flags, support, try_import
+from lowprec.optimizers.rounded import AdamW
+from lowprec.precision import Precision
+from lowprec.recipes import check_machine, recipe
 
 eager = common.eager
 
@@ -147,12 +144,12 @@ def test_a_refusal_is_one_line_also_from_a_worker():
     two = str(Refused("one\ntwo"))
     assert len(two.splitlines()) == 1 and two.startswith("one") and two.endswith("two")
     assert isinstance(Refused("x"), ValueError) and str(Refused("ü: 3 % of it")) == "ü: 3 % of it"
-    told = "Caught Refused in DataLoader worker process 0.\nTraceback ...\nmachine.Refused: the last line\n"
+    told = "Caught Refused in DataLoader worker 0.\nTraceback\nlowprec.machine.Refused: the last line\n"
     assert str(Refused(told)) == "the last line"
 
 
 def test_importing_precision_needs_torch_alone():
-    root = str(Path(machine.__file__).parent)
+    root = str(Path(machine.__file__).parent.parent)
     # modules that torch itself brings, at once or with its compiler, are not counted
     code = (
         "import json, sys, torch, torch._inductor.config, torch.utils.flop_counter\n"
@@ -162,7 +159,7 @@ def test_importing_precision_needs_torch_alone():
     )
     done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
     new = set(json.loads(done.stdout))
-    assert "precision" in new and new <= {*LIBRARY, "torch", *sys.stdlib_module_names}, new
+    assert "precision" in new and new <= {"precision", "lowprec", "torch", *sys.stdlib_module_names}, new
     assert not new & {"monai", "bitsandbytes", "torchao", "torchastic", "scipy"}
 
 

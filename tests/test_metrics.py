@@ -14,10 +14,8 @@ import pytest
 import torch
 from scipy import linalg
 
-import data
-import fit_features
-import metrics
-from machine import Refused, exact_math
+from lowprec.machine import Refused, exact_math
+from tasks import data, feature_net, metrics
 
 
 def draw(seed=0):
@@ -157,10 +155,10 @@ def test_the_committed_digits_net_reads_heldout_digits(digits, net):
     with torch.no_grad():
         accuracy = (net(digits[2]).argmax(1) == digits[3]).double().mean().item()
     assert accuracy >= 0.97
-    with fit_features.safetensors.safe_open(fit_features.DIGITS_FILE, "pt") as file:
+    with feature_net.safetensors.safe_open(feature_net.DIGITS_FILE, "pt") as file:
         noted = json.loads(file.metadata()["feature_net"])
     assert accuracy == pytest.approx(noted["heldout_accuracy"], abs=0.005)
-    assert fit_features.DIGITS_FILE.stat().st_size < 1_000_000
+    assert feature_net.DIGITS_FILE.stat().st_size < 1_000_000
     assert not net.training and not any(parameter.requires_grad for parameter in net.parameters())
 
 
@@ -185,13 +183,13 @@ def test_digits_of_another_size_are_scored_by_the_same_net(net, size):
 
 @pytest.mark.parametrize("channels, size", [(1, 8), (3, 11), (2, 64)])
 def test_any_size_and_channels(channels, size):
-    net = fit_features.FeatureNet(channels, 5, size)
+    net = feature_net.FeatureNet(channels, 5, size)
     assert net(torch.zeros(2, channels, size, size)).shape == (2, 5)
     assert net.features(torch.zeros(2, channels, 3 * size, size)).shape == (2, 32)
     checkerboard = (torch.arange(3 * size)[:, None] + torch.arange(3 * size)) % 2 * 2.0 - 1
     assert net.resize(checkerboard.expand(1, channels, -1, -1)).abs().max() < 0.1  # antialiased
     with pytest.raises(ValueError, match="at least 8x8"):
-        fit_features.FeatureNet(1, 5, 7)
+        feature_net.FeatureNet(1, 5, 7)
 
 
 def test_bf16_images_are_scored_in_fp32_whatever_the_run_has_set(digits, net):
@@ -210,7 +208,7 @@ def test_bf16_images_are_scored_in_fp32_whatever_the_run_has_set(digits, net):
 
 
 def test_the_precision_inside_is_ieee_fp32(net):
-    seen, watched = [], fit_features.FeatureNet(1, 10, 8)
+    seen, watched = [], feature_net.FeatureNet(1, 10, 8)
 
     def settings(*_):
         conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
@@ -228,7 +226,7 @@ def test_the_precision_inside_is_ieee_fp32(net):
 def test_fitting_is_reproducible_and_leaves_the_global_generator_alone(digits):
     state = torch.get_rng_state()
     with torch.no_grad():
-        nets = [fit_features.fit_feature_net(*digits[:2], 10, seed, steps=5) for seed in (0, 0, 1)]
+        nets = [feature_net.fit_feature_net(*digits[:2], 10, seed, steps=5) for seed in (0, 0, 1)]
     assert torch.equal(torch.get_rng_state(), state)
     first, same, other = (torch.cat([p.flatten() for p in fitted.parameters()]) for fitted in nets)
     assert torch.equal(first, same) and not torch.equal(first, other)
@@ -236,7 +234,7 @@ def test_fitting_is_reproducible_and_leaves_the_global_generator_alone(digits):
 
 
 def test_a_net_without_labels_learns_rotations(digits):
-    fitted = fit_features.fit_feature_net(digits[0], None, 0, seed=0, steps=150)
+    fitted = feature_net.fit_feature_net(digits[0], None, 0, seed=0, steps=150)
     assert fitted.num_classes == 4 and not fitted.supervised
     turned = torch.cat([torch.rot90(digits[2], turns, (2, 3)) for turns in range(4)])
     with torch.no_grad():
@@ -262,7 +260,7 @@ def test_a_net_is_fitted_once_and_again_when_its_file_is_damaged(another, tmp_pa
     def kept(found=another):
         return metrics.yardstick(found, tmp_path / "kept", steps=3)
 
-    fits, fit = [], fit_features.fit_feature_net
+    fits, fit = [], feature_net.fit_feature_net
     monkeypatch.setattr(metrics, "fit_feature_net", lambda *args: fits.append(1) or fit(*args))
     first = weights(kept())
     [path] = (tmp_path / "kept").iterdir()
@@ -274,7 +272,7 @@ def test_a_net_is_fitted_once_and_again_when_its_file_is_damaged(another, tmp_pa
     for damage in (b"", b"not a net", content[:len(content) // 2], other_format):
         path.write_bytes(damage)
         with pytest.raises(ValueError, match="not a feature net"):
-            fit_features.load_feature_net(path)
+            feature_net.load_feature_net(path)
         assert torch.equal(weights(kept()), first)
         assert path.read_bytes() == content
     assert len(fits) == 5
@@ -293,7 +291,7 @@ def test_a_kept_net_is_read_without_the_images(another, tmp_path):
 
 def test_the_committed_net_is_for_the_set_and_not_for_its_name(another, tmp_path):
     """`--data medmnist:digits.npz` has the name of the built-in digits, and not their net."""
-    committed = weights(fit_features.load_feature_net(fit_features.DIGITS_FILE))
+    committed = weights(feature_net.load_feature_net(feature_net.DIGITS_FILE))
     assert torch.equal(weights(metrics.yardstick(data.load("digits"), tmp_path)), committed)
     assert not list(tmp_path.iterdir())
     fitted = metrics.yardstick(dataclasses.replace(another, name="digits"), tmp_path, steps=3)
@@ -327,11 +325,11 @@ def test_a_subset_is_the_same_each_time_and_mixed():
 
 def test_a_write_that_fails_leaves_the_old_net(net, tmp_path, monkeypatch):
     path = tmp_path / "net.safetensors"
-    fit_features.save_feature_net(net, path)
+    feature_net.save_feature_net(net, path)
     content = path.read_bytes()
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(Refused, match="no space"):
-        fit_features.save_feature_net(net, path)
+        feature_net.save_feature_net(net, path)
     assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
 
 

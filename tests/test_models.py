@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import attention
-import language
 import models
-from machine import Refused
+from lowprec import attention
+from lowprec.machine import Refused
+from tasks import language
 
 GENERATIVE = [("unet", "tiny"), ("dit", "tiny")]
 EVERY_SIZE = (

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from common import BF16, FLOATS, KINDS, PACKAGE, TABLES, coder, draw, refused, same_state, through_a_file
 from torch import nn
 
-import peers
-from optim import AdamW
-from precision import Precision
-from recipes import recipe
-from rounding import exact_weight
+from lowprec.optimizers import peers
+from lowprec.optimizers.rounded import AdamW
+from lowprec.precision import Precision
+from lowprec.recipes import recipe
+from lowprec.rounding import exact_weight
 
 eager = common.eager
 

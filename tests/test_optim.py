@@ -27,10 +27,10 @@ from common import (
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import exact_step
-from buckets import Bucket
-from machine import Refused
-from optim import DTYPES, EMA, AdamW
+from lowprec.kernels import exact_step
+from lowprec.machine import Refused
+from lowprec.optimizers.buckets import Bucket
+from lowprec.optimizers.rounded import DTYPES, EMA, AdamW
 
 # ---- Noise of a step ---------------------------------------------------------------------------------------
 

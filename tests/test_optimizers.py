@@ -11,16 +11,24 @@ import torch.nn.functional as F
 from common import BF16, RECIPES, batches, correlation, draw, held, net, refused, same, same_state
 from torch import nn
 
-import optimizers
-import peers
-import recipes
 import strategies
-from optim import AdamW
-from optimizers import OPTIMIZERS, SGD, Adafactor, Lion, Muon, divided, hidden_matrices, orthogonalised
-from precision import Precision
-from recipes import Recipe, recipe
-from watch import Watch
-from writes import sample
+from lowprec import recipes
+from lowprec.optimizers import by_tensor, peers
+from lowprec.optimizers.by_tensor import (
+    OPTIMIZERS,
+    SGD,
+    Adafactor,
+    Lion,
+    Muon,
+    divided,
+    hidden_matrices,
+    orthogonalised,
+)
+from lowprec.optimizers.rounded import AdamW
+from lowprec.precision import Precision
+from lowprec.recipes import Recipe, recipe
+from lowprec.watch.watch import Watch
+from lowprec.watch.writes import sample
 
 eager = common.eager
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -607,7 +615,7 @@ def test_the_command_refuses_in_one_line(capsys):
 
 def test_every_site_of_an_optimiser_is_explained():
     for name, site in recipes.OF_OPTIMIZERS.items():
-        theirs = [key for key in OPTIMIZERS if any(name in kind.sites for kind in optimizers.kinds(key))]
+        theirs = [key for key in OPTIMIZERS if any(name in kind.sites for kind in by_tensor.kinds(key))]
         assert theirs and set(site.values) - {"fp32"} <= set(site.why)
     for kind in OPTIMIZERS.values():
         assert set(kind.moments) <= set(recipes.MOMENTS) and kind.__doc__

@@ -16,10 +16,10 @@ from common import BF16, refused
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from optim import AdamW
-from precision import Precision, recipe
-from rounding import exact_weight, split_master
-from watch import Watch
+from lowprec.optimizers.rounded import AdamW
+from lowprec.precision import Precision, recipe
+from lowprec.rounding import exact_weight, split_master
+from lowprec.watch.watch import Watch
 
 LOW = dict(pure_bf16=True, stochastic=True)
 eager = common.eager

@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from common import BF16, PEERS, RECIPES, batches, net, refused, same, start, through_a_file, train
 from torch import nn
 
-import optim
-import optimizers
-import peers
-import precision
-from formats import FORMATS
-from optim import AdamW
-from recipes import Recipe, recipe
+from lowprec import precision
+from lowprec.formats import FORMATS
+from lowprec.optimizers import by_tensor, peers, rounded
+from lowprec.optimizers.rounded import AdamW
+from lowprec.recipes import Recipe, recipe
 
 eager = common.eager
 
@@ -129,7 +127,7 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
         writing = (optimizer.update, optimizer.kahan, optimizer.master, optimizer.seed)
         assert writing == (r.update, r.kahan == "on", r.master, 9)
         for name in ("exp_avg", "exp_avg_sq"):
-            assert optimizer.dtypes[name] == optim.DTYPES.get(r[name], torch.float32)
+            assert optimizer.dtypes[name] == rounded.DTYPES.get(r[name], torch.float32)
             assert optimizer.coders.get(name) is FORMATS.get(r[name])
         group = optimizer.param_groups[0]
         assert {name: group[name] for name in options} == options
@@ -137,7 +135,7 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
 
 
 def test_the_names_are_those_that_can_be_built():
-    assert peers.NAMES[0] == "adamw" and set(peers.NAMES) == {*optimizers.OPTIMIZERS, *peers.PEERS}
+    assert peers.NAMES[0] == "adamw" and set(peers.NAMES) == {*by_tensor.OPTIMIZERS, *peers.PEERS}
     assert set(peers.PEERS) == {*PEERS, "bitsandbytes"}
 
 

@@ -23,11 +23,11 @@ from cli import (
 )
 from test_strategies import batch, make, noise_from, velocity_to
 
-import metrics as scores
-from diffusion import DDPM, TIMESTEPS, RFlow
-from fit_features import DIGITS_FILE, fit_feature_net, load_feature_net
-from perceptual import Perceptual
-from tasks import Rng
+from tasks import metrics as scores
+from tasks.diffusion import DDPM, TIMESTEPS, RFlow
+from tasks.feature_net import DIGITS_FILE, fit_feature_net, load_feature_net
+from tasks.perceptual import Perceptual
+from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 stepped = cli.stepped

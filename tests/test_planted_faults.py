@@ -12,7 +12,7 @@ import planted
 import pytest
 import recipes_that_work  # noqa: F401  it fills planted.HEALTHY
 
-import rounding
+from lowprec import rounding
 
 STEPS = int(os.environ.get("WATCH_STEPS", "24"))
 PAGE = faults.PAGE.read_text()

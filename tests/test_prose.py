@@ -7,7 +7,8 @@ import pytest
 from lab import TOML, page, records_of, second, table, write
 from scipy import stats
 
-from experiments import definition, report, run
+from experiments import report, run
+from experiments.log import definition
 
 
 @pytest.fixture(autouse=True)

@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_package import LIBRARY, WATCH, files_of
 
 import bench
-import bench_memory
-import bench_peers
-import bench_systems
 import train
-from experiments import claims, definition
-from experiments.evidence import Evidence
-from experiments.records import recorded
+from benchmarks import loops, memory, systems
+from experiments.log import claims, definition
+from experiments.log.evidence import Evidence
+from experiments.log.records import recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -136,12 +133,12 @@ def test_the_times_in_the_readme_are_the_recorded_ones():
 
 def test_the_loops_in_the_readme_are_the_recorded_ones():
     results = json.loads((ROOT / "experiments" / "bench" / "cpu-peers.json").read_text())["results"]
-    for net in bench_peers.NETS:
-        head, *lines = bench_peers.table_of([row for row in results if row["net"] == net]).splitlines()
+    for net in loops.NETS:
+        head, *lines = loops.table_of([row for row in results if row["net"] == net]).splitlines()
         assert "\n".join([head.replace("loop", net, 1), *lines]) in SPEED, net
     older = json.loads((ROOT / "experiments" / "bench" / "cpu-peers-amd.json").read_text())["results"]
     ratio = {(row["loop"], row["net"]): f"{row['ratio']:.2f}" for row in older if row["kind"] == "bf16"}
-    ours, bare = ([ratio[loop, net] for net in bench_peers.NETS] for loop in ("ours", "bare loop"))
+    ours, bare = ([ratio[loop, net] for net in loops.NETS] for loop in ("ours", "bare loop"))
     said = " ".join(SPEED.split())
     assert "{} times fp32's speed on the U-Net, {} on the DiT and {} on the GPT".format(*ours) in said
     assert "a bare loop had {}, {} and {}".format(*bare) in said
@@ -268,16 +265,16 @@ def test_the_tables_of_8_and_4_bit_moments_are_the_recorded_ones(name):
     table = FORMATS.split(f"<!-- {name} -->\n")[1].split("\n\n")[0]
     if name == "memory":
         rows = {row["flags"]: row for row in results if row["net"] == "dit:S/8:64:1" and "weights" in row}
-        assert table == bench_memory.memory_table(rows)
+        assert table == memory.memory_table(rows)
     else:
         assert table == bench.moments_table(results)
 
 
-@pytest.mark.parametrize("name", bench_systems.TABLES)
+@pytest.mark.parametrize("name", systems.TABLES)
 def test_the_tables_of_systems_are_the_recorded_ones(name):
     results = json.loads((ROOT / "experiments" / "bench" / "cpu-systems.json").read_text())["results"]
     table = SPEED.split(f"<!-- systems {name} -->\n")[1].split("\n\n")[0]
-    assert table == bench_systems.table_of([row for row in results if row["table"] == name])
+    assert table == systems.table_of([row for row in results if row["table"] == name])
 
 
 def test_the_planted_faults_are_those_of_the_doctors_page():
@@ -296,17 +293,6 @@ def test_the_planted_faults_are_those_of_the_doctors_page():
 
 def test_no_table_of_figures_that_nobody_measured_is_shown():
     assert "not measured |" not in PAGES
-
-
-def test_the_files_of_the_library_are_all_that_precision_and_watch_import():
-    *lines, last = README.split("<!-- library -->\n```\n")[1].split("\n```")[0].splitlines()
-    assert sorted(last.split()) == sorted(path.name for name in WATCH for path in files_of(name))
-    wanted = {path.name for name in LIBRARY for path in files_of(name)}
-    assert sorted(" ".join(lines).split()) == sorted(wanted - set(last.split()))
-
-
-def test_every_file_stands_in_the_readme():
-    assert not [path.name for path in ROOT.glob("*.py") if not re.search(rf"\b{path.name}\b", README)]
 
 
 def test_ci_runs_the_readmes_test_command():

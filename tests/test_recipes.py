@@ -7,8 +7,8 @@ import pytest
 import torch
 from common import BF16, refused
 
-from machine import Refused
-from recipes import SITES, Recipe, Site, parse_average, recipe
+from lowprec.machine import Refused
+from lowprec.recipes import SITES, Recipe, Site, parse_average, recipe
 
 # ---- Flags -------------------------------------------------------------------------------------------------
 

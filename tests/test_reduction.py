@@ -13,7 +13,7 @@ from cli import assert_same, checkpoint
 from rank_server import ranks_messages, told
 from test_fsdp import RUN, TASK
 
-from rounding import Noise, hash64, noise_bits, noise_key, stochastic_round
+from lowprec.rounding import Noise, hash64, noise_bits, noise_key, stochastic_round
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks, server = rank_server.ranks, rank_server.server

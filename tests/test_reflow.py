@@ -34,10 +34,10 @@ from safetensors.torch import load_file
 from test_strategies import Recorder, batch, make, rmse
 
 import train
-from diffusion import BINS, TIMESTEPS
-from reflow import PAIRS, Reflow
-from runs import read_checkpoint
-from tasks import Rng
+from harness.run_folder import read_checkpoint
+from tasks.diffusion import BINS, TIMESTEPS
+from tasks.reflow import PAIRS, Reflow
+from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
         return [*words, "--runs", folder, "--steps", n]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rounding._compiled", common.uncompiled)
+        patch.setattr("lowprec.rounding._compiled", common.uncompiled)
         curved = "--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.95"
         assert command(*steps(120), *curved.split()) == 0
         dit = "--name dit --model dit --size tiny/4 --velocity noise-clean --image_size 16 --pure_bf16 "

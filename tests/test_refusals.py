@@ -25,10 +25,10 @@ from cli import (
     summary,
 )
 
-import recipes
 import train
 import trainer
-from flags import Config, Table
+from harness.flags import Config, Table
+from lowprec import recipes
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 

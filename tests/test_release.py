@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from average import EMA, OnCPU, average_kind
-from optim import AdamW
-from peers import build
-from precision import Precision, recipe
-from release import Release
-from watch import Watch
+from lowprec.optimizers.average import EMA, OnCPU, average_kind
+from lowprec.optimizers.peers import build
+from lowprec.optimizers.release import Release
+from lowprec.optimizers.rounded import AdamW
+from lowprec.precision import Precision, recipe
+from lowprec.watch.watch import Watch
 
 eager = common.eager
 OURS = ["adamw", "sgd", "lion", "adafactor", "muon"]

@@ -11,9 +11,10 @@ from lab import SECOND, TOML, commands, page, record, records_of, second, shown,
 from scipy import stats
 
 import strategies
-from experiments import analysis, definition, figures, pages, report, run
-from experiments import records as log
-from experiments.stats import equivalence
+from experiments import report, run
+from experiments.log import analysis, definition, figures, pages
+from experiments.log import records as log
+from experiments.log.stats import equivalence
 
 ROOT = definition.ROOT
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from common import BF16, SPECIALS, bits_of, correlation, draw, from_bits, held, make, same
 
-import cpu_step
-import rounding
-from optim import EMA
-from rounding import (
+from lowprec import rounding
+from lowprec.kernels import cpu_step
+from lowprec.optimizers.rounded import EMA
+from lowprec.rounding import (
     Noise,
     Stream,
     exact_weight,

@@ -9,8 +9,8 @@ import torch
 from cli import assert_same
 from safetensors.torch import load_file
 
-import runs
-from machine import Refused
+from harness import run_folder
+from lowprec.machine import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -26,30 +26,30 @@ def test_tied_weights_and_buffers_are_exported():
         "empty": torch.zeros(0),
         "none": torch.zeros(0),
     }
-    runs.export("net.safetensors", weights, {"lr": 1e-3}, 7)
+    run_folder.export("net.safetensors", weights, {"lr": 1e-3}, 7)
     assert_same(load_file("net.safetensors"), weights)
 
 
 def test_lines_of_json():
     path = Path("rows.jsonl")
-    assert runs.read_lines(path) == []
+    assert run_folder.read_lines(path) == []
     path.write_bytes(b'{"a": 1}\n\n{"a": NaN}\n{"a": 3, "b')
-    first, second = runs.read_lines(path)
+    first, second = run_folder.read_lines(path)
     assert first == {"a": 1} and math.isnan(second["a"])
     path.write_bytes(b'{"a": 1}\n{"a": 2}')
-    assert runs.read_lines(path) == [{"a": 1}, {"a": 2}]
+    assert run_folder.read_lines(path) == [{"a": 1}, {"a": 2}]
     for bad in (b'{"a": 1}\n[2]\n', b'{"a": 1}\n\xff\xfe\n', b'{"a": 1}\n{"a"\n{"a": 3}\n'):
         path.write_bytes(bad)
         with pytest.raises(Refused, match=r"rows\.jsonl, line 2 is no JSON object"):
-            runs.read_lines(path)
+            run_folder.read_lines(path)
 
 
 def test_json_that_is_no_object():
     for bad in (b"[1]", b"{", b"\xff"):
         Path("x.json").write_bytes(bad)
         with pytest.raises(Refused, match="x.json"):
-            runs.read_json("x.json")
+            run_folder.read_json("x.json")
     with pytest.raises(Refused, match="no.json"):
-        runs.read_json("no.json")
-    runs.write_json("x.json", {"a": math.inf})
-    assert runs.read_json("x.json") == {"a": math.inf} and not list(Path().glob("*.part"))
+        run_folder.read_json("no.json")
+    run_folder.write_json("x.json", {"a": math.inf})
+    assert run_folder.read_json("x.json") == {"a": math.inf} and not list(Path().glob("*.part"))

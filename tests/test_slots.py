@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import slotcontrast
-import slots
-import steve
 import strategies
-import video
-from machine import Refused
-from precision import Precision, recipe
-from tasks import Rng
+from lowprec.machine import Refused
+from lowprec.precision import Precision, recipe
+from tasks import slotcontrast, slots, steve, video
+from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 FLAGS = strategies.table()

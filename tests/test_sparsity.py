@@ -14,10 +14,10 @@ from eight_bit import method
 from torch import nn
 
 import models
-import sparsity
-from precision import Precision, recipe
-from rounding import exact_weight
-from sparsity import Sparse24, two_of_four
+from lowprec.layers import sparsity
+from lowprec.layers.sparsity import Sparse24, two_of_four
+from lowprec.precision import Precision, recipe
+from lowprec.rounding import exact_weight
 
 BF16 = torch.bfloat16
 gpu = pytest.mark.gpu

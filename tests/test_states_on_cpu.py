@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from common import BF16, RECIPES, batches, net, refused, same_state, start, steps, through_a_file
 from torch import nn
 
-import bench_memory
-import buckets
-import precision
 import train
-from machine import Refused
-from offload import Offload, Traffic, check_offload, offloaded, size_of, sizes, views
-from optim import AdamW
-from optimizers import OPTIMIZERS
-from precision import Precision, recipe
-from watch import Watch
+from benchmarks import memory
+from lowprec import precision
+from lowprec.machine import Refused
+from lowprec.optimizers import buckets
+from lowprec.optimizers.by_tensor import OPTIMIZERS
+from lowprec.optimizers.offload import Offload, Traffic, check_offload, offloaded, size_of, sizes, views
+from lowprec.optimizers.rounded import AdamW
+from lowprec.precision import Precision, recipe
+from lowprec.watch.watch import Watch
 
 eager = common.eager
 
@@ -380,13 +380,13 @@ def test_a_plan_says_what_the_gpu_holds(name):
 def test_bench_memory_counts_both_memories():
     args = type("Args", (), dict(device=torch.device("cpu")))
     plain, away = (
-        bench_memory.allocated("dit:tiny:8:2", dict(bench_memory.STOCHASTIC, **more), args)
+        memory.allocated("dit:tiny:8:2", dict(memory.STOCHASTIC, **more), args)
         for more in ({}, dict(states_on="cpu"))
     )
     assert away["bytes_per_parameter"] == plain["bytes_per_parameter"] == away["ledger"] == 8
     assert away["on_cpu"] == 4 and "on_cpu" not in plain and 0 < away["rooms"] < 4.01
-    assert bench_memory.OFFLOADED in bench_memory.WAYS
-    table = bench_memory.memory_table({"": plain, "--pure_bf16 --stochastic --states_on cpu": away})
+    assert memory.OFFLOADED in memory.WAYS
+    table = memory.memory_table({"": plain, "--pure_bf16 --stochastic --states_on cpu": away})
     assert "| 8.00, 4.00 of them on the GPU |" in table
 
 
@@ -441,9 +441,9 @@ def test_what_else_is_refused():
     refused(lambda: start("fp32", states_on="cpu", grad_release=True), "leave one out")
     assert check_offload("device", grad_release=True) is None
     with pytest.raises(Refused, match="fully_shard"):
-        import sharding
+        from lowprec import fsdp
 
-        sharding.check(recipe(), states_on="cpu")
+        fsdp.check(recipe(), states_on="cpu")
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------

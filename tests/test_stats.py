@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from experiments.stats import equivalence, power_n
+from experiments.log.stats import equivalence, power_n
 
 
 def verdict(differences, margin, **options):

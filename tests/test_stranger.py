@@ -11,17 +11,16 @@ import torch.nn.functional as F
 from common import BF16, batches, correlation, draw, net, refused, same, start, through_a_file, train
 from torch import nn
 
-import optim
-import peers
-from precision import Precision
-from recipes import recipe
+from lowprec.optimizers import peers, rounded
+from lowprec.precision import Precision
+from lowprec.recipes import recipe
 
 eager = common.eager
 
 # ---- A stranger's optimiser --------------------------------------------------------------------------------
 
 
-class Lion(optim.Rounded):
+class Lion(rounded.Rounded):
     """Lion (arXiv 2302.06675): the sign of a mean of gradient and momentum."""
 
     moments = ("exp_avg",)
@@ -184,7 +183,7 @@ def test_each_group_is_stepped_by_its_own_optimiser_and_options(flags):
     groups = in_groups(model)
     adamw = torch.optim.AdamW(groups[0]["params"], lr=2e-3, weight_decay=0.1)
     lion = Lion(groups[1]["params"], lr=5e-4, betas=(0.9, 0.99))
-    assert [type(part) for part in run.optimizer.parts] == [optim.AdamW, Lion]
+    assert [type(part) for part in run.optimizer.parts] == [rounded.AdamW, Lion]
     schedules = [cosine(run), *(torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in (adamw, lion))]
     for step in range(8):
         for p, q in zip(run.params, model.parameters(), strict=True):

@@ -8,14 +8,14 @@ import common
 import pytest
 import torch
 
-import data
 import models
 import strategies
-from diffusion import BINS, DDPM, TIMESTEPS, RFlow
-from machine import Refused
-from precision import Precision, recipe
+from lowprec.machine import Refused
+from lowprec.precision import Precision, recipe
 from strategies import Segment
-from tasks import Rng, Task, check_origin, picture, to_device
+from tasks import data
+from tasks.diffusion import BINS, DDPM, TIMESTEPS, RFlow
+from tasks.task import Rng, Task, check_origin, picture, to_device
 
 FLAGS = strategies.table()
 
@@ -529,7 +529,7 @@ def test_batches_of_any_nest_reach_the_device():
 def test_real_images_and_their_net_are_read_once_a_run(digits, monkeypatch):
     task, calls = make(RFlow, digits), []
     original = strategies.metrics.yardstick
-    monkeypatch.setattr("metrics.yardstick", lambda *args: calls.append(args) or original(*args))
+    monkeypatch.setattr("tasks.metrics.yardstick", lambda *args: calls.append(args) or original(*args))
     for _ in range(2):
         task.evaluate(Recorder(), Rng(0))
     task.reference()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cli import ROOT
 
-from runs import read_checkpoint
+from harness.run_folder import read_checkpoint
 
 # What a person would write: own data, net, flag, loss, scores, and a site of its own that the loss reads.
 MINE = '''

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from common import BF16, RECIPES, batches, draw, every_recipe, same, start, train
 from torch import nn
 
-from buckets import Bucket
+from lowprec.optimizers.buckets import Bucket
 
 eager = common.eager
 

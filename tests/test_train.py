@@ -37,10 +37,10 @@ from cli import (
 from PIL import Image
 from safetensors.torch import load_file
 
-import metrics as metrics_module
-import tasks
 import train
 import trainer
+from tasks import metrics as metrics_module
+from tasks import task
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -329,7 +329,7 @@ def test_ctrl_c_outside_of_the_loop_is_one_line(monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tasks.datasets, "load", interrupted)
+    monkeypatch.setattr(task.datasets, "load", interrupted)
     assert quick() == 130
     assert capsys.readouterr().err == "interrupted; the same command resumes from the last checkpoint\n"
 

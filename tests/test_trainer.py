@@ -27,17 +27,14 @@ from cli import (
     summary,
 )
 
-import diffusion
-import metrics as metrics_module
-import precision
-import ranks
-import reduction
-import runs
-import tasks
 import train
 import trainer
-from machine import Refused
-from method import Method
+from harness import ranks, reduction, run_folder
+from lowprec import precision
+from lowprec.layers.method import Method
+from lowprec.machine import Refused
+from tasks import diffusion, task
+from tasks import metrics as metrics_module
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -108,7 +105,7 @@ def test_groups_keep_learning_rates_of_their_own(monkeypatch):
         params = list(net.parameters())
         return [{"params": params[:4], "lr": 1e-2}, {"params": params[4:]}]
 
-    monkeypatch.setattr(tasks.Task, "groups", groups)
+    monkeypatch.setattr(task.Task, "groups", groups)
     found = []
     after = trainer.Trainer._set_rates
 
@@ -249,10 +246,10 @@ def test_the_noise_of_an_image_does_not_depend_on_how_many_are_drawn_at_once(mon
     quickly = functools.partial(metrics_module.yardstick, steps=2)
     monkeypatch.setattr(metrics_module, "yardstick", quickly)
     assert quick("--model", "dit", "--image_size", 10, steps=1) == 0
-    normal = tasks.Rng.normal
+    normal = task.Rng.normal
     lies = []
     monkeypatch.setattr(
-        tasks.Rng, "normal", lambda self, n, *s, **on: lies.append((n, on)) or normal(self, n, *s, **on)
+        task.Rng, "normal", lambda self, n, *s, **on: lies.append((n, on)) or normal(self, n, *s, **on)
     )
     monkeypatch.setattr(diffusion.Generation, "sample", lambda self, model, labels, noise, *rest: noise)
     for name, few in (("few", 3), ("all", 250)):
@@ -266,10 +263,12 @@ def test_the_noise_of_an_image_does_not_depend_on_how_many_are_drawn_at_once(mon
 @pytest.mark.parametrize("end", ["finished", "stopped", "refused", "crashed"])
 def test_files_are_closed_however_a_run_ends(end, monkeypatch):
     folders = []
-    original = runs.Folder.log_to
-    monkeypatch.setattr(
-        runs.Folder, "log_to", lambda self, step: folders.append((self, original(self, step), self._metrics))
-    )
+    original = run_folder.Folder.log_to
+
+    def log_to(self, step):
+        folders.append((self, original(self, step), self._metrics))
+
+    monkeypatch.setattr(run_folder.Folder, "log_to", log_to)
 
     def act(run):
         if end == "stopped":
@@ -317,7 +316,7 @@ def test_ranks_drop_out_differently_and_round_alike(monkeypatch):
     rank.
     """
     drawn = {}
-    monkeypatch.setattr(trainer, "Rng", lambda seed, *of_ranks: tasks.Rng(seed))
+    monkeypatch.setattr(trainer, "Rng", lambda seed, *of_ranks: task.Rng(seed))
     for rank in (0, 1):
         run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8, "log_every": 1})
         run.ranks.rank = rank

@@ -17,13 +17,12 @@ import torch
 from common import draw
 from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, generic, step
 
-import exact_step
-import optim
-import rounding
-from average import _ema_kernel
-from optim import EMA, AdamW
+from lowprec import rounding
+from lowprec.kernels import exact_step
+from lowprec.optimizers.average import _ema_kernel
+from lowprec.optimizers.rounded import EMA, AdamW
 
-ROOT = Path(optim.__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
 triton = pytest.importorskip("triton", reason="needs Triton, which torch brings along on Linux alone")
 
 # where AdamW.write asks for the bits of torch's lerp and addcmul
@@ -42,7 +41,7 @@ def exact(p, g, moments, low, h, key, optimizer, average):
 
 
 def by_triton(p, g, moments, low, h, key, optimizer, average, exact=False):
-    from triton_step import adamw
+    from lowprec.kernels.triton_step import adamw
 
     adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", exact, average)
 
@@ -57,7 +56,7 @@ def averaged(low, average, kernel):
 
 
 def average_by_triton(*args):
-    from triton_step import ema
+    from lowprec.kernels.triton_step import ema
 
     ema(*args)
 
@@ -133,7 +132,7 @@ def instructions(exact, kind, capability=80, **options):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    import triton_step
+    from lowprec.kernels import triton_step
 
     pointers = dict(p="*bf16", g="*bf16", m="*fp32", v="*fp32", low="*i16", h="*fp32", key="*i32")
     pointers.update(average="*bf16", average_h="*fp32", average_key="*i32", n="i32")
@@ -151,7 +150,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_operation_rounds_once(capability, cache):
-    from triton_step import OPTIONS
+    from lowprec.kernels.triton_step import OPTIONS
 
     rounds = {f"{name}.rn.f32" for name in ("mul", "add", "sub", "div", "sqrt")}
     assert instructions(False, 1, capability, **OPTIONS) == rounds

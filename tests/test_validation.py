@@ -12,8 +12,8 @@ from cli import SEGMENT, after_step, assert_same, checkpoint, command, metrics, 
 import strategies
 import train
 import trainer
-from runs import read_checkpoint
-from validation import Validation, steps_an_epoch
+from harness.run_folder import read_checkpoint
+from harness.validation import Validation, steps_an_epoch
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 LOOK = [*SEGMENT, "--lr", 1e-2, "--ema_decay", 0, "--validate_every", 2]

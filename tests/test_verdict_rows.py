@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_watch_loop import eager, losing, net, train
 
-import verdict_rows
-from verdict_rows import dead_part
-from watch import Partial, Watch
-from writes import Tally, sample
+from lowprec.watch import findings
+from lowprec.watch.findings import dead_part
+from lowprec.watch.watch import Partial, Watch
+from lowprec.watch.writes import Tally, sample
 
 eager = eager
 BF16 = torch.bfloat16
@@ -526,7 +526,7 @@ def changed(watch, change):
 
 
 def says(watch, site, severity, words):
-    found, _ = verdict_rows.findings(watch)
+    found, _ = findings.findings(watch)
     return [f for f in found if (f.site, f.severity) == (site, severity) and words in f.text]
 
 

@@ -12,11 +12,9 @@ import torch
 from PIL import Image
 from sklearn.metrics import adjusted_rand_score
 
-import folders
 import strategies
-import video
-import video_metrics
-from steve import Steve
+from tasks import folders, video, video_metrics
+from tasks.steve import Steve
 
 FLAGS = strategies.table("steve" if "steve" in strategies.TASKS else f"{video.__file__[:-8]}steve.py:Steve")
 

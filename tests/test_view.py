@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from common import BF16, batches, draw, net, refused, same, start, through_a_file, train
 from torch import nn
 
-from cast import _island_modules
-from method import roles
-from precision import Precision
-from recipes import recipe
+from lowprec.cast import _island_modules
+from lowprec.layers.method import roles
+from lowprec.precision import Precision
+from lowprec.recipes import recipe
 
 eager = common.eager
 LOW = dict(pure_bf16=True, stochastic=True)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rounding import stochastic_round
-from write_errors import Errors, certain, ulp
+from lowprec.rounding import stochastic_round
+from lowprec.watch.write_errors import Errors, certain, ulp
 
 N, LOOKS = 2000, 6
 BF16 = torch.bfloat16

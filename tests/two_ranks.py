@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import common
 
-import rounding
 import train
+from lowprec import rounding
 
 
 def rank(number, port):

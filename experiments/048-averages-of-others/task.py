@@ -8,10 +8,10 @@ of the rule and the decay, as in `diffusers:0.999`.
 
 import torch
 
-from average import EMA
-from diffusion import RFlow
-from experiments.averages import DECAYS, RULES
-from machine import Refused
+from benchmarks.averages import DECAYS, RULES
+from lowprec.machine import Refused
+from lowprec.optimizers.average import EMA
+from tasks.diffusion import RFlow
 
 
 class Ruled(EMA):

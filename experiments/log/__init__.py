@@ -1,0 +1,1 @@
+"""How the log is made: definitions, records, statistics, tables, pages and figures."""

@@ -1,0 +1,383 @@
+"""What the records of an experiment say: scores and differences, effects of factors, curves, ranges.
+
+Everything here takes an Experiment and `known`, {key: record} of all experiments, and returns plain data.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+import statistics
+
+from experiments.log import figures, stats
+from experiments.log.definition import key, look_of
+from experiments.log.records import is_number, value
+
+WAITS = "waits"  # a verdict between two looks that were planned
+LOSSES = ("loss", "nats_a_byte", "l1")  # scores that are a loss on held-out data, beside loss_by_timestep
+DIVERGED = re.compile(r"the loss is (nan|-?inf)")
+
+# ---- Scores ------------------------------------------------------------------------------------------------
+
+
+def weights_of(arm):
+    """The weights whose scores an arm reads: 'ema' of 'ema.frechet'."""
+    return arm.metric.rpartition(".")[0]
+
+
+def segments(arm):
+    return "segment" in arm.trained.experiment.common + arm.trained.flags
+
+
+def writes_text(arm):
+    return "language" in arm.trained.experiment.common + arm.trained.flags
+
+
+def score(record, metric, lower_is_better):
+    """Score of a run: infinitely bad if it diverged, None if it failed for a reason that measures nothing."""
+    if "failed" not in record:
+        return value(record, metric)
+    if not DIVERGED.search(record["failed"]):
+        return None  # killed, out of memory
+    return math.inf if lower_is_better else -math.inf
+
+
+def records_of(experiment, arm, known):
+    """{seed: record} of the runs that an arm's scores are read from, in the order of the seeds."""
+    keys = {seed: key(arm.source, seed) for seed in experiment.seeds}
+    return {seed: known[k] for seed, k in keys.items() if k in known}
+
+
+def scores(experiment, arm, known):
+    """{seed: score} of an arm, in the order of the seeds."""
+    found = {}
+    for seed, record in records_of(experiment, arm, known).items():
+        figure = score(record, arm.metric, arm.lower_is_better)
+        if figure is not None:
+            found[seed] = figure
+    return found
+
+
+def finite_scores(experiment, arm, known):
+    return [v for v in scores(experiment, arm, known).values() if math.isfinite(v)]
+
+
+def comparison(experiment, arm, known):
+    """(pairs, stats.Equivalence, or None with fewer than two) of an arm against its baseline."""
+    own = scores(experiment, arm, known)
+    base = scores(experiment, experiment.arm(arm.baseline), known)
+    differences = [own[seed] - base[seed] for seed in own if seed in base]
+    if len(differences) < 2:
+        return len(differences), None
+    due, level = look_of(experiment, len(differences))
+    lower = arm.lower_is_better
+    result = stats.equivalence(differences, arm.margin, level, lower_is_better=lower)
+    if experiment.looks and len(differences) != due:
+        result = dataclasses.replace(result, verdict=WAITS)
+    return len(differences), result
+
+
+def verdict(pairs, result):
+    if result:
+        return result.verdict
+    return "no pairs yet" if pairs == 0 else "undecided"
+
+
+# ---- Held-out loss -----------------------------------------------------------------------------------------
+
+
+def held_out(record, weights):
+    """(what it is, figure) of the loss of a finished run on held-out data; of its training without one.
+
+    `weights` are those whose scores are read, "" for a figure of the training.
+    """
+    own = record.get("scores", {}).get(weights, {})
+    bins = own.get("loss_by_timestep")
+    if bins and all(is_number(loss) for loss in bins):
+        return "held-out loss", statistics.fmean(bins)
+    for name in LOSSES:
+        if is_number(own.get(name)):
+            return "held-out loss", own[name]
+    return "training loss", record["final_loss"]
+
+
+def task_of(arm):
+    flags = ["--task", "", *arm.trained.experiment.common, *arm.trained.flags]
+    return [word for flag, word in zip(flags, flags[1:], strict=False) if flag == "--task"][-1]
+
+
+def finished(records):
+    return {seed: r for seed, r in records.items() if "failed" not in r}
+
+
+def loss_comparison(experiment, arm, known):
+    """(what it is, pairs, stats.Equivalence or None) of an arm's loss against its baseline's, in percent.
+
+    Paired as the scores are. None where a run failed, or where the two train on different tasks.
+    """
+    base_arm = experiment.arm(arm.baseline)
+    sides = [finished(records_of(experiment, a, known)) for a in (arm, base_arm)]
+    runs = [r for a in (arm, base_arm) for r in records_of(experiment, a, known).values()]
+    diverged = any(DIVERGED.search(r.get("failed", "")) for r in runs)  # the others would speak for it
+    own, base = (
+        {s: held_out(r, weights_of(a)) for s, r in side.items()}
+        for a, side in zip((arm, base_arm), sides, strict=True)
+    )
+    kinds = {kind for side in (own, base) for kind, _ in side.values()}
+    kind = "held-out loss" if kinds == {"held-out loss"} else "training loss"
+    if len(kinds) > 1:  # the one that both have
+        own, base = ({s: (kind, r["final_loss"]) for s, r in side.items()} for side in sides)
+    seeds = [seed for seed in own if seed in base and base[seed][1] > 0]
+    changes = [100 * (own[seed][1] / base[seed][1] - 1) for seed in seeds]
+    same_task = task_of(arm) == task_of(base_arm)  # another task has another loss
+    if diverged or len(changes) < 2 or not same_task or not all(map(math.isfinite, changes)):
+        return kind, len(changes), None
+    due, level = look_of(experiment, len(changes))
+    return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
+
+
+# ---- The harm of rounding to nearest -----------------------------------------------------------------------
+
+
+def nearest_of(experiment, arm):
+    """The arm that rounds to nearest beside this one: its flags are those of the baseline and --pure_bf16."""
+    base = experiment.arm(arm.baseline)
+    for other in experiment.arms:
+        if other.baseline != base.name or other.metric.rpartition(".")[2] != arm.metric.rpartition(".")[2]:
+            continue
+        same_weights = weights_of(other) == weights_of(base) and other is not arm and not other.source.of
+        own, plain = (training_flags(a.trained) for a in (other, base))
+        if same_weights and sorted(own) == sorted([*plain, "--pure_bf16"]):
+            return other
+    return None
+
+
+def training_flags(arm):
+    """The flags of a training without those that only keep or score something beside it."""
+    flags, kept = arm.experiment.common + arm.flags, []
+    for before, flag in zip(["", *flags], flags, strict=False):
+        if flag not in ("--average", "--weights") and before not in ("--average", "--weights"):
+            kept.append(flag)
+    return kept
+
+
+def of_nearest(experiment, arm, known):
+    """(share of nearest's harm to the score, to the loss) of an arm; None where nearest does none."""
+    nearest = nearest_of(experiment, arm)
+    if nearest is None:
+        return None, None
+    scores_of = [comparison(experiment, a, known)[1] for a in (arm, nearest)]
+    losses_of = [loss_comparison(experiment, a, known)[2] for a in (arm, nearest)]
+    return share(*scores_of), share(*losses_of)
+
+
+def share(own, harm):
+    """Of two Equivalences the ratio of means, where the second's interval excludes 0."""
+    if own is None or harm is None or not harm.low * harm.high > 0 or not math.isfinite(own.mean):
+        return None
+    return own.mean / harm.mean
+
+
+# ---- Machines ----------------------------------------------------------------------------------------------
+
+
+def machine_of(record):
+    """The kind of machine: a GPU's name, or a CPU's without the clock that some hosts add ("@ 2.10GHz")."""
+    facts = record.get("env", {})
+    return facts.get("gpu") or (facts.get("cpu") or "").partition(" @ ")[0] or "unknown machine"
+
+
+def across(experiment, arm, known):
+    """How many pairs of an arm with its baseline were recorded on two kinds of machine."""
+    own, base = (records_of(experiment, a, known) for a in (arm, experiment.arm(arm.baseline)))
+    return sum(machine_of(own[seed]) != machine_of(base[seed]) for seed in own if seed in base)
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------
+
+
+def needed(experiment, known):
+    """{key: record} of all runs that an experiment's scores come from, other experiments' included."""
+    wanted = {key(a, 0)[:2] for arm in experiment.arms for a in (arm.source, arm.trained)}
+    return {k: r for k, r in known.items() if k[:2] in wanted and k[2] in experiment.seeds}
+
+
+def levels(experiment, known):
+    """{"real images": score, "noise": score}, where the task has them; of videos those of masks.
+
+    They depend on the number of samples, so they are those of the baseline's own records, not of the training
+    that it samples from.
+    """
+    arms = [experiment.arm(experiment.baseline), *experiment.arms]
+    records = [r for arm in arms for r in records_of(experiment, arm, known).values()]
+    finished = next((r for r in records if r.get("reference")), None)
+    if finished is None:
+        return {}
+    name, reference = experiment.metric.rpartition(".")[2], finished["reference"]
+    masks = name.endswith("ari")
+    best, worst = ("true masks", "upright stripes") if masks else ("real images", "noise")
+    ends = {best: "floor", worst: "ceiling"}
+    found = {title: reference.get(end, {}).get(name) for title, end in ends.items()}
+    return {title: level for title, level in found.items() if is_number(level)}
+
+
+# ---- Curves, factors, ranges -------------------------------------------------------------------------------
+
+
+def series(experiment, known):
+    """{series: [(x, mean, sd)]} of the arms that are points of a curve."""
+    found = {}
+    for arm in experiment.arms:
+        values = finite_scores(experiment, arm, known)
+        if arm.series and values:
+            sd = statistics.stdev(values) if len(values) > 1 else 0.0
+            found.setdefault(arm.series, []).append((arm.x, statistics.fmean(values), sd))
+    return found
+
+
+def by_bytes(experiment, known):
+    """[(arm, bytes a parameter, mean score, low, high, verdict)], most bytes first, of the arms that ran.
+
+    low and high: the 95 % interval of the arm's paired difference from its baseline, around its mean. The
+    spread over seeds, which all arms share, is not in it. The baseline's own are None.
+    """
+    points = []
+    for arm in experiment.arms:
+        held = [r for r in records_of(experiment, arm, known).values() if "bytes_per_parameter" in r]
+        values = finite_scores(experiment, arm, known)
+        if not held or not values:
+            continue
+        pairs, result = comparison(experiment, arm, known)
+        mean, low, high, said = statistics.fmean(values), None, None, verdict(pairs, result)
+        if arm.name == arm.baseline:
+            said = "baseline"
+        elif result and math.isfinite(result.mean):
+            low, high = (mean + end - result.mean for end in (result.low, result.high))
+        points.append((arm.name, round(held[0]["bytes_per_parameter"], 2), mean, low, high, said))
+    return sorted(points, key=lambda point: -point[1])
+
+
+def factorials(experiment, known):
+    """Groups of arms with the same factors, for which all cells and seeds are there: their cells and effects.
+
+    Effects are factors on the score: means of log scores, paired by seed, with t intervals. A main effect is
+    the faulty level against the baseline's level, averaged over all other factors. That of a pair is the
+    first's effect where the second is faulty over where it isn't.
+    """
+    groups = []
+    for names in dict.fromkeys(tuple(arm.cell) for arm in experiment.arms if arm.cell):
+        arms = [arm for arm in experiment.arms if tuple(arm.cell) == names]
+        values = {arm: scores(experiment, arm, known) for arm in arms}
+        seeds = [s for s in experiment.seeds if all(0 < values[arm].get(s, 0) < math.inf for arm in arms)]
+        group = factorial(names, arms, values, seeds) if len(seeds) > 1 else None
+        if group and group["effects"]:
+            groups.append(group)
+    return groups
+
+
+def factorial(names, arms, values, seeds):
+    """One group: `names` of the factors, `values` {arm: {seed: score}}."""
+    half = len(names) // 2  # the first half of the factors spans the rows, the second the columns
+    rows, columns = (
+        list(dict.fromkeys(tuple(arm.cell[name] for name in part) for arm in arms))
+        for part in (names[:half], names[half:])
+    )
+    mean = {tuple(arm.cell.values()): statistics.fmean(values[arm][seed] for seed in seeds) for arm in arms}
+    return {
+        "title": f"{len(names)} factors, {len(arms)} cells, {len(seeds)} seeds",
+        "effects": effects(names, arms, values, seeds),
+        "rows": [_words(names[:half], row) for row in rows],
+        "columns": [_words(names[half:], column) for column in columns],
+        "cells": [[mean.get(row + column) for column in columns] for row in rows],
+    }
+
+
+def _words(names, spot):
+    return ", ".join(f"{name} {setting}" for name, setting in zip(names, spot, strict=True))
+
+
+def effects(names, arms, values, seeds):
+    """[(name, times, low, high)] of each factor, then of each pair, that has cells on every side."""
+    healthy = next((arm.cell for arm in arms if arm.name == arm.baseline), arms[0].cell)
+    faults = {arm: tuple(arm.cell[name] != healthy[name] for name in names) for arm in arms}
+
+    def mean_logs(*wanted):
+        """{seed: mean log score} of the cells with these factors (index, faulty); None without a cell."""
+        chosen = [arm for arm in arms if all(faults[arm][i] == faulty for i, faulty in wanted)]
+        if not chosen:
+            return None
+        return {s: statistics.fmean(math.log10(values[arm][s]) for arm in chosen) for s in seeds}
+
+    found = []
+    for i, name in enumerate(names):
+        faulty, sound = mean_logs((i, True)), mean_logs((i, False))
+        if faulty and sound:
+            fault = next(arm.cell[name] for arm in arms if faults[arm][i])
+            found.append(_times(f"{name} {fault}", [faulty[s] - sound[s] for s in seeds]))
+    for i, j in itertools.combinations(range(len(names)), 2):
+        sides = itertools.product((True, False), repeat=2)
+        corners = [mean_logs((i, first), (j, second)) for first, second in sides]
+        if all(corners):
+            both, only_first, only_second, none = corners
+            logs = [both[s] - only_second[s] - only_first[s] + none[s] for s in seeds]
+            found.append(_times(f"{names[i]} x {names[j]}", logs))
+    return found
+
+
+def _times(name, logs):
+    result = stats.equivalence(logs, 1.0)
+    return (name, *(10**v for v in (result.mean, result.low, result.high)))
+
+
+def ranges(experiment, known):
+    """{arm: [{"t", "x_min", ...}]}: the traces of generation, mean over seeds."""
+    found = {}
+    for arm in experiment.arms if experiment.ranges else ():
+        own = [own_scores(arm, r).get("trace") for r in records_of(experiment, arm, known).values()]
+        steps = zip(*filter(None, own), strict=False)
+        means = [{k: statistics.fmean(step[k] for step in at) for k in at[0]} for at in steps]
+        if means:
+            found[arm.name] = means
+    return found
+
+
+def own_scores(arm, record):
+    """Every score of the weights that an arm reads, {} if the run has none."""
+    return record.get("scores", {}).get(weights_of(arm), {})
+
+
+def bins(experiment, known):
+    """{arm: (timesteps, loss)}, means over seeds; cells of a factorial experiment are left out."""
+    found = {}
+    for arm in experiment.arms:
+        own = [own_scores(arm, r) for r in records_of(experiment, arm, known).values()]
+        losses = [scores["loss_by_timestep"] for scores in own if "loss_by_timestep" in scores]
+        if losses and not arm.cell:
+            count = len(losses[0])
+            found[arm.name] = [(k + 0.5) * 1000 / count for k in range(count)], mean_curve(losses)
+    return found
+
+
+def curves(experiment, known):
+    """{figure of the training: {arm: (steps, values)}}, means over the seeds that ran longest."""
+    panels, trained = {}, set()
+    for arm in experiment.arms:
+        if arm.trained in trained:
+            continue
+        trained.add(arm.trained)
+        own = [r["curves"] for r in records_of(experiment, arm, known).values() if r.get("curves")]
+        longest = max((curve["step"] for curve in own), key=len, default=[])
+        for name in figures.LABELS:
+            same = [curve[name] for curve in own if name in curve and curve["step"] == longest]
+            if same:
+                panels.setdefault(name, {})[arm.name] = longest, mean_curve(same)
+    return panels
+
+
+def mean_curve(rows):
+    """Elementwise mean of equally long lists, over the finite entries; NaN where there are none."""
+    means = []
+    for column in zip(*rows, strict=False):
+        finite = [v for v in column if v is not None and math.isfinite(v)]
+        means.append(statistics.fmean(finite) if finite else math.nan)
+    return means

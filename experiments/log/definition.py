@@ -1,0 +1,299 @@
+"""What an experiment is: a folder NNN-slug with an experiment.toml, whose keys are the fields below.
+
+    load("001")                  the Experiment
+    typed(arm, seed)             the command of one run, as a person types it
+
+An arm may be `of` another, its own experiment's or, as "001/fp32", another's: with flags it samples from that
+training, without it reads its scores. An arm `after` another starts from that one's finished run, whose
+folder is {after} in its flags.
+"""
+
+import dataclasses
+import math
+import re
+import shlex
+from pathlib import Path
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
+
+from lowprec.machine import Refused
+
+HERE = Path(__file__).resolve().parent.parent  # experiments/
+ROOT = HERE.parent
+RUNS = "runs/experiments"
+# An arm may not hold these flags: run.py sets the first four, and the others do something else than train, or
+# write to a place of their own.
+NOT_AN_ARMS = (
+    *("--name", "--runs", "--seed", "--threads"),
+    *("--export", "--config", "--dry_run", "--check", "--sample", "--diagnose"),
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Arm:
+    name: str
+    flags: list  # what it adds to the common ones
+    of: str = ""  # it trains nothing: it samples from this arm's run, or reads that run's scores
+    after: str = ""  # it trains from the finished run of this arm
+    processes: int = 1  # that train it together, started by torchrun; each has its share of the batch
+    note: str = ""
+    metric: str = ""  # this one and the next two: where they differ from the experiment's
+    margin: float = 0.0
+    baseline: str = ""
+    higher_is_better: bool = False  # its metric counts up, in an experiment whose own counts down
+    cell: dict = dataclasses.field(default_factory=dict)  # {factor: level} of a factorial experiment
+    series: str = ""  # with x: a point of the curve of this name
+    x: float = 0.0
+    headline: str = ""  # "net: recipe", its row in the figure that EXPERIMENTS.md opens with
+
+    # load sets five more: `experiment`, the one it belongs to; `lower_is_better`, of its metric; `trained`,
+    # the arm whose run it reads, or itself; `source`, the arm whose records hold its scores; `start`, the arm
+    # it trains after, or itself
+
+
+@dataclasses.dataclass(eq=False)
+class Experiment:
+    title: str
+    question: str
+    prediction: str
+    margin: float  # in the unit of metric, fixed before the runs
+    metric: str  # "ema.frechet": weights (ema, raw, or an --average), then a score; or see records.value
+    seeds: list
+    common: list  # flags of every training, as typed
+    baseline: str
+    arms: list
+    believed: str = ""
+    lower_is_better: bool = True
+    verdict: str = ""  # the author's, once the results are there
+    x_label: str = ""  # what the x of the arms is
+    ranges: bool = False  # report the ranges that generation runs through
+    by_bytes: bool = False  # draw the score against bytes a parameter
+    loss_margin: float = 0.0  # of the held-out loss, in percent of the baseline's; 0: none was fixed
+    # when verdicts are read, planned before the runs: {pairs = 12, level = 0.03} each, in order, level being
+    # that of a one-sided test; `unplanned = true` where it was not. Without any: once, at all seeds, at 0.05
+    looks: list = dataclasses.field(default_factory=list)
+    missed: list = dataclasses.field(default_factory=list)  # titles of its missed predictions
+    unchecked_prose: bool = False  # leave the numbers in README.md's prose unchecked
+
+    # load sets two more: `number` ("007") and `folder`
+
+    def arm(self, name):
+        found = next((a for a in self.arms if a.name == name), None)
+        if found is None:
+            names = ", ".join(a.name for a in self.arms)
+            raise Refused(f"experiment {self.number} has no arm '{name}'; it has {names}")
+        return found
+
+
+# ---- Reading -----------------------------------------------------------------------------------------------
+
+
+def folders(root=HERE):
+    """{number: folder} of all experiments."""
+    found = sorted(Path(root).glob("[0-9][0-9][0-9]-*/experiment.toml"))
+    return {path.parent.name[:3]: path.parent for path in found}
+
+
+def load(number, root=HERE, loaded=None):
+    """The Experiment of a number ("007" or "7").
+
+    `loaded` {number: Experiment} holds those read before. Raises Refused.
+    """
+    if not str(number).isdigit():
+        raise Refused(f"'{number}' is no number of an experiment: write one, as in 007")
+    number, loaded = str(number).zfill(3), {} if loaded is None else loaded
+    if number in loaded:
+        return loaded[number]
+    known = folders(root)
+    if number not in known:
+        names = ", ".join(folder.name for folder in known.values())
+        raise Refused(f"no experiment {number}; there are: {names or 'none yet'}")
+    path = known[number] / "experiment.toml"
+    experiment = _fill(Experiment, _read_toml(path), path)
+    experiment.number, experiment.folder = number, known[number]
+    loaded[number] = experiment
+    if not experiment.arms or not all(isinstance(table, dict) for table in experiment.arms):
+        raise Refused(f"{path}: arms are tables: [[arms]] with name and flags")
+    experiment.arms = [_fill(Arm, table, f"{path}: an arm") for table in experiment.arms]
+    _check(experiment, path)
+    for arm in experiment.arms:
+        arm.experiment = experiment
+        arm.metric = arm.metric or experiment.metric
+        arm.margin = arm.margin or experiment.margin
+        arm.lower_is_better = experiment.lower_is_better and not arm.higher_is_better
+        arm.baseline = experiment.arm(arm.baseline or experiment.baseline).name
+    for arm in experiment.arms:
+        _link(arm, root, loaded)
+        _check_links(arm, path)
+    return experiment
+
+
+LEVEL = 0.05  # of the one look that is planned where nothing is said
+
+
+def look_of(experiment, pairs):
+    """(pairs of the look that so many pairs are, or are on the way to; its level)."""
+    looks = experiment.looks or [{"pairs": len(experiment.seeds), "level": LEVEL}]
+    due = next((look for look in looks if look["pairs"] >= pairs), looks[-1])
+    return due["pairs"], due["level"]
+
+
+def _read_toml(path):
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise Refused(f"{path} is not TOML that this program reads: its tables are nested too deep") from None
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}; it is a file that this user can read") from None
+
+
+def _fill(kind, table, where):
+    """A dataclass of this kind from a table of TOML, each value checked against the type of its field."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key, value in table.items():
+        if key not in fields:
+            raise Refused(f"{where}: unknown key '{key}'; the keys are {', '.join(fields)}")
+        wanted = fields[key].type
+        fits = type(value) is wanted or (wanted is float and type(value) is int)
+        if not fits:
+            raise Refused(f"{where}: {key} is a {wanted.__name__}, not {value!r}")
+    for name, field in fields.items():
+        if field.default is field.default_factory is dataclasses.MISSING and name not in table:
+            raise Refused(f"{where}: '{name}' is missing")
+    return kind(**table)
+
+
+def _check(experiment, path):
+    """Refuse values of the right type that make no sense."""
+    arms, seeds = experiment.arms, experiment.seeds
+    names = [arm.name for arm in arms]
+    # an arm that only samples may draw its images from another seed
+    chosen = [flag for arm in arms for flag in arm.flags if not (arm.of and flag == "--seed")]
+    flags = experiment.common + chosen
+    margins = [experiment.margin, *(arm.margin for arm in arms if arm.margin != 0)]
+    levels = [level for arm in arms for level in arm.cell.values()]
+    sound_names = all(re.fullmatch(r"[A-Za-z0-9][\w.+=-]*", name) for name in names)
+    sound_seeds = bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
+    for sound, what in [
+        (len(set(names)) == len(names), "two arms have one name"),
+        (sound_names, "names of arms become folders: letters, digits and _.+=- only"),
+        (all(0 < margin < math.inf for margin in margins), "margin must be above 0, and finite"),
+        (sound_seeds, "seeds are whole numbers, 0 or more"),
+        (not sound_seeds or len(set(seeds)) == len(seeds), "a seed is listed twice"),
+        (all(isinstance(flag, str) for flag in flags), 'flags are strings, as typed: ["--steps", "3000"]'),
+        (all(isinstance(level, str) for level in levels), 'levels of a cell are strings: {ema = "bf16"}'),
+        (all(math.isfinite(arm.x) for arm in arms), "the x of an arm is a finite number"),
+        (all(arm.processes > 0 for arm in arms), "processes are 1 or more"),
+        (all(arm.processes == 1 for arm in arms if arm.of), "an arm `of` another has no processes"),
+        (0 <= experiment.loss_margin < math.inf, "loss_margin is in percent, above 0"),
+        (all(isinstance(title, str) for title in experiment.missed), "missed predictions are titles"),
+        (_sound_looks(experiment.looks), f"looks are {LOOKS}"),
+    ]:
+        if not sound:
+            raise Refused(f"{path}: {what}")
+    if experiment.looks and len(seeds := experiment.seeds) > experiment.looks[-1]["pairs"]:
+        last = experiment.looks[-1]["pairs"]
+        used = f"its looks are used up at {last} pairs, and it has {len(seeds)} seeds"
+        raise Refused(f"{path}: {used}; looks are planned before the runs: take a new number for more")
+    for flag in flags:
+        if flag.partition("=")[0] in NOT_AN_ARMS:
+            raise Refused(f"{path}: {flag} is no flag of an arm: {', '.join(NOT_AN_ARMS)} are left to run.py")
+
+
+LOOKS = "tables in order: {pairs = 6, level = 0.03}; level above 0 and up to 0.05"
+
+
+def _sound_looks(looks):
+    for look in looks:
+        needed = {"pairs", "level"}
+        if not isinstance(look, dict) or not needed <= set(look) <= {*needed, "unplanned"}:
+            return False
+        pairs, level = look["pairs"], look["level"]
+        if type(pairs) is not int or pairs < 2 or type(level) is not float or not 0 < level <= LEVEL:
+            return False
+        if type(look.get("unplanned", False)) is not bool:
+            return False
+    counts = [look["pairs"] for look in looks]
+    return counts == sorted(set(counts))
+
+
+# ---- Links between arms ------------------------------------------------------------------------------------
+
+
+def _link(arm, root, loaded, seen=()):
+    """Set arm.trained, arm.source and arm.start from its `of` and `after`.
+
+    Both name an arm of its experiment or, as "001/fp32", of another.
+    """
+    where = f"{arm.experiment.folder / 'experiment.toml'}: arm {arm.name}"
+    arm.trained = arm.source = arm.start = arm
+
+    def named(words):
+        number, _, name = words.rpartition("/")
+        other = (load(number, root, loaded) if number else arm.experiment).arm(name)
+        if other in (arm, *seen):
+            raise Refused(f"{where} leads back to itself by way of {words}")
+        _link(other, root, loaded, (arm, *seen))
+        return other
+
+    if arm.of:
+        other = named(arm.of)
+        arm.trained = other.trained
+        arm.source = arm if arm.flags else other.source
+    if arm.after:
+        other = named(arm.after)
+        arm.start = other.trained
+    needs_run = arm.after or (arm.of and arm.flags)
+    if needs_run and other.source is not other.trained:
+        why = "which trains nothing itself; name the arm that trains"
+        raise Refused(f"{where} needs the run of {other.name}, {why}")
+
+
+def _check_links(arm, path):
+    for other in (arm.trained, arm.start):
+        for seed in arm.experiment.seeds:
+            if seed not in other.experiment.seeds:
+                needed = f"{other.name} of experiment {other.experiment.number}, which has no seed {seed}"
+                raise Refused(f"{path}: arm {arm.name} needs {needed}; add it there")
+    fills_in = any("{after}" in flag for flag in arm.flags)
+    if bool(arm.after) != fills_in or (arm.after and arm.of):
+        rule = "an arm with `after` trains (no `of`), and {after} stands in its flags for that run's folder"
+        raise Refused(f"{path}: arm {arm.name}: {rule}")
+
+
+# ---- Commands ----------------------------------------------------------------------------------------------
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+
+def label(arm, seed):
+    return f"{arm.experiment.number}-{arm.name}-seed{seed}"
+
+
+def key(arm, seed):
+    """What a run and its record are found by."""
+    return arm.experiment.number, arm.name, seed
+
+
+def command(arm, seed, runs=RUNS):
+    """The words after `python` of one run, whose folder is runs/<label>.
+
+    An arm that only samples leaves its files in the folder that it samples from; it draws images from the
+    seed that trained it, unless it has a --seed of its own.
+    """
+    last = ["--threads", "1", "--name", label(arm, seed)]
+    if arm.of:
+        return ["train.py", "--sample", f"{runs}/{label(arm.trained, seed)}", *arm.flags, *last]
+    start = f"{runs}/{label(arm.start, seed)}"
+    flags = [flag.replace("{after}", start) for flag in arm.experiment.common + arm.flags]
+    words = ["train.py", *flags, "--seed", str(seed), *last, "--runs", runs]
+    return words if arm.processes == 1 else [*TORCHRUN, str(arm.processes), *words]
+
+
+def typed(arm, seed):
+    return shlex.join(["python", *command(arm, seed)])

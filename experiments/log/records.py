@@ -1,0 +1,322 @@
+"""Records of runs: experiments/*/results.jsonl has a line a run, made from the files that the run left.
+
+A record holds the arm, the seed and the command, where it ran (env, commit, clean; of an arm that only
+samples also trained_on, where its training ran), and what came of it: scores {source of weights: {name:
+figure}}, the reference scores of real images and noise, seconds, final_loss, curves; or, of a run that
+failed, its last message. FIELDS says which of them a report relies on.
+"""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from experiments.log.definition import RUNS, key, label, typed
+from harness.files import read_json, read_lines, write_atomically
+from harness.run_folder import environment, read_metrics
+from harness.shapes import is_number, is_text, is_whole, listing, maybe, table
+from lowprec.machine import Refused
+
+MACHINE = ("cpu", "gpu", "bf16", "torch", "python")
+CODE = ("commit", "clean")
+CURVES = ("step", "loss", "update_survival", "exp_avg_sq_moved", "ema_moved", "loss_scale")
+
+# ---- What a record is --------------------------------------------------------------------------------------
+
+
+def is_numbers(x):
+    return table(is_number)(x)
+
+
+def is_curve(x):
+    return listing(maybe(is_number))(x)
+
+
+def is_curves(x):
+    return table(is_curve)(x) and (not x or "step" in x)
+
+
+def is_trace(x):
+    return isinstance(x, list) and all(is_numbers(step) for step in x)
+
+
+def is_figure(name, x):
+    if name == "trace":
+        return is_trace(x)
+    if name == "loss_by_timestep":
+        return is_curve(x)
+    return x is None or is_number(x) or isinstance(x, list)
+
+
+def is_scores(x):
+    if not isinstance(x, dict) or not all(isinstance(figures, dict) for figures in x.values()):
+        return False
+    return all(is_figure(name, v) for figures in x.values() for name, v in figures.items())
+
+
+def is_environment(x):
+    return isinstance(x, dict) and all(x.get(k) is None or is_text(x[k]) for k in ("cpu", "gpu"))
+
+
+FIELDS = {  # key: (test, what it is, which records must have it)
+    "arm": (is_text, "the name of an arm", "all"),
+    "seed": (is_whole, "a whole number", "all"),
+    "command": (is_text, "the command of a run", "all"),
+    "failed": (is_text, "the message of a run that failed", "none"),
+    "env": (is_environment, "a table of the machine's facts", "none"),
+    "scores": (is_scores, "a table of scores for each source of weights", "finished"),
+    "reference": (is_scores, "a table of reference scores", "none"),
+    "seconds": (is_number, "a number", "finished"),
+    "scoring_seconds": (is_number, "a number", "finished"),
+    "bytes_per_parameter": (is_number, "a number", "finished"),
+    "activation_bytes": (maybe(is_number), "a number", "none"),
+    "final_loss": (is_number, "a number", "finished"),
+    "flops_share": (is_numbers, "a table of numbers", "none"),
+    "gradient_snr": (is_numbers, "a table of numbers", "none"),
+    "curves": (is_curves, "a table of equally long lists of numbers", "none"),
+}
+
+
+def check(record, where):
+    """Raise Refused unless a report can rely on this record."""
+    finished = "failed" not in record or "scores" in record
+    for name, (test, what, needed) in FIELDS.items():
+        if name in record:
+            if not test(record[name]):
+                raise Refused(f"{where} is no record of a run: its '{name}' is not {what}; mend or delete it")
+        elif needed == "all" or (needed == "finished" and finished):
+            raise Refused(f"{where} is no record of a run: it has no '{name}'; mend or delete it")
+
+
+# ---- results.jsonl -----------------------------------------------------------------------------------------
+
+
+def read(path, repair=False):
+    """Records of results.jsonl, [] without one.
+
+    A half-written last line is left out with a warning, and cut off with `repair`.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    records = read_lines(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    numbers = [i for i, line in enumerate(lines, start=1) if line.strip()]
+    for i, record in zip(numbers, records, strict=False):
+        check(record, f"{path}, line {i}")
+    if len(records) < len(numbers):
+        said = "the last line is half written and ignored; its run is repeated"
+        print(f"warning: {path}: {said}", file=sys.stderr)
+        lines = lines[: numbers[-1] - 1]
+    whole = b"".join(lines)
+    if whole and not whole.endswith(b"\n"):
+        whole += b"\n"
+    if repair and len(whole) != path.stat().st_size:
+        write_atomically(path, lambda file: file.write(whole))
+    return records
+
+
+def append(experiment, record):
+    with open(experiment.folder / "results.jsonl", "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def note(arm, seed, same, said, record, machine):
+    """Keep what a check of one run came to, in checks.jsonl beside the records."""
+    found = dict(arm=arm.name, seed=seed, same=same, said=said, machine=machine)
+    found.update({name: record.get(name) for name in ("commit", "clean")})
+    with open(arm.experiment.folder / "checks.jsonl", "a") as file:
+        file.write(json.dumps(found) + "\n")
+
+
+def noted(experiment):
+    """The checks of an experiment; of several of one run on one kind of machine, the last.
+
+    Raises Refused for a line that is none.
+    """
+    path, found = experiment.folder / "checks.jsonl", {}
+    for number, c in enumerate(read_lines(path) if path.exists() else [], start=1):
+        texts = isinstance(c, dict) and all(is_text(c.get(k)) for k in ("arm", "said", "machine", "commit"))
+        if not texts or not is_whole(c.get("seed")):
+            raise Refused(f"{path}, line {number}: not what run.py --check --note writes: delete it")
+        found[c["arm"], c["seed"], c["machine"]] = c
+    return list(found.values())
+
+
+def recorded(experiment, repair=False):
+    """{key: record} of an experiment; of several for one run, the last.
+
+    Raises Refused for records of other arms or flags.
+    """
+    path, found = experiment.folder / "results.jsonl", {}
+    names = [arm.name for arm in experiment.arms]
+    for record in read(path, repair):
+        name, seed = record["arm"], record["seed"]
+        if name not in names:
+            raise Refused(
+                f"{path} holds arm '{name}', which experiment.toml lacks: put it back, or delete its lines"
+            )
+        arm = experiment.arm(name)
+        if record["command"] != typed(arm, seed):
+            raise Refused(
+                f"{path}: arm {name}, seed {seed} was run with other flags than experiment.toml has now: "
+                f"give the changed arm another name, or delete its lines"
+            )
+        found[key(arm, seed)] = record
+    return found
+
+
+# ---- From a run to its record ------------------------------------------------------------------------------
+
+
+def make(arm, seed, runs, code):
+    """The record of a run that ended with this exit status, from the files in its folder.
+
+    final_loss is the mean over the last tenth of the steps.
+    """
+    record = {"arm": arm.name, "seed": seed, "command": typed(arm, seed)}
+    if arm.of:
+        record["of"] = arm.of
+    folder = Path(runs) / label(arm.trained, seed)
+    if (folder / "env.json").exists():
+        env = read_json(folder / "env.json")
+        if not {*MACHINE, *CODE} <= set(env) or not is_environment(env):
+            raise Refused(f"{folder}/env.json tells of no machine: remove that folder, and run again")
+        if arm.of:  # it was sampled here and now, whatever machine and code trained it
+            record["trained_on"] = {k: env[k] for k in ("cpu", "gpu", "commit")}
+            env = environment("cuda" if env["gpu"] else "cpu")
+        record["env"] = {k: env[k] for k in MACHINE}
+        record |= {k: env[k] for k in CODE}
+    final_loss, curves = _curves(folder / "metrics.jsonl")
+    curves = {} if arm.of else {"curves": curves}
+    if code != 0:
+        return record | {"failed": _last_message(arm, seed, runs), "exit": code, "curves": {}} | curves
+    record |= _results(arm, seed, folder) | {"final_loss": final_loss} | curves
+    check(record, f"what {folder} holds")
+    return record
+
+
+def _results(arm, seed, folder):
+    """Scores and cost. Of an arm that only samples: its own scores, and the figures of the training."""
+    summary, ledger = read_json(folder / "summary.json"), {}
+    result = summary
+    if arm.of:
+        result = read_json(folder / "samples" / f"{label(arm, seed)}.json")
+        ledger = result.get("ledger", {})
+    elif (folder / "ledger.json").exists():
+        ledger = read_json(folder / "ledger.json")
+    if not is_scores(result.get("scores")) or not is_scores(result.get("reference")):
+        raise Refused(f"{folder} holds scores that are none: remove that folder, and run again")
+    found = {
+        "scores": {source: _short_scores(scores) for source, scores in result["scores"].items()},
+        "reference": {end: _without_pixels(scores) for end, scores in result["reference"].items()},
+        "seconds": 0.0 if arm.of else summary.get("seconds"),
+        "scoring_seconds": result.get("scoring_seconds", 0.0),
+    }
+    for name in ("images_per_second", "peak_memory", "bytes_per_parameter", "gradient_snr"):
+        if name in summary:
+            found[name] = summary[name]
+    activations = summary.get("activations")
+    if isinstance(activations, dict) and not arm.of:
+        found["activation_bytes"] = activations.get("total")
+    if ledger.get("flops_share"):
+        found["flops_share"] = ledger["flops_share"]
+    return found
+
+
+def _short_scores(scores):
+    return {name: _thinned(v) if name == "trace" else v for name, v in scores.items()}
+
+
+def _without_pixels(scores):
+    return {name: v for name, v in scores.items() if not name.startswith("pixel_")}
+
+
+def _thinned(trace, most=11):
+    """The trace of ranges at about `most` even steps, first and last included, numbers to 4 digits."""
+    if not trace:
+        return []
+    at = sorted({round(i * (len(trace) - 1) / (most - 1)) for i in range(most)})
+    return [{k: float(f"{v:.4g}") for k, v in trace[i].items()} for i in at]
+
+
+def _curves(path, most=30):
+    """(mean loss of the last tenth of the steps, {name: values} at about `most` steps, the last included)."""
+    rows = read_metrics(path)
+    if not rows:
+        return 0.0, {}
+    every = -(-len(rows) // most)
+    kept = rows[::-1][::every][::-1]
+    last = [row["loss"] for row in rows if "loss" in row and row["step"] > 0.9 * rows[-1]["step"]]
+    names = [name for name in CURVES if any(name in row for row in rows)]
+    return sum(last) / max(1, len(last)), {name: [_short(row.get(name)) for row in kept] for name in names}
+
+
+def _short(x):
+    return float(f"{x:.5g}") if isinstance(x, float) else x
+
+
+def _last_message(arm, seed, runs):
+    log = Path(runs) / f"{label(arm, seed)}.log"
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    last = re.split(r"[\r\n]+", text)[-1]
+    return last.removeprefix("train.py: ").replace(str(runs), RUNS) or "no message"
+
+
+# ---- What a record says ------------------------------------------------------------------------------------
+
+
+def value(record, metric):
+    """A figure of a finished run.
+
+    A score, as in "ema.frechet", "0.9999:bf16.frechet", "raw.mean_dice", or a figure of the training, as in
+    "final_loss", "gradient_snr.fp8". "ema.loss_by_timestep" is the mean over its bins, the held-out loss.
+    Raises Refused.
+    """
+    source, _, name = metric.rpartition(".")
+    try:
+        holder = {**record, **record["scores"]}[source] if source else record
+        return statistics.fmean(holder[name]) if name == "loss_by_timestep" else float(holder[name])
+    except (KeyError, TypeError, ValueError):
+        scores = record["scores"].items()
+        held = [f"{source}.{k}" for source, own in scores for k, v in own.items() if is_number(v)]
+        where = f"arm {record['arm']}, seed {record['seed']}"
+        raise Refused(f"{where}: no score '{metric}'; its record holds {', '.join(held)}") from None
+
+
+def compare(arm, old, new, records):
+    """(same, message) of a run made again, of the scores that the old record holds.
+
+    On the same CPU they are the same to the last bit; elsewhere within 4 sd of the arm's seeds or 4 margins.
+    """
+    if "failed" in old or "failed" in new:
+        if old.get("failed") == new.get("failed"):
+            return True, f"failed as recorded: {old['failed']}"
+        ends = [record.get("failed", "finished") for record in (old, new)]
+        return False, f"recorded: {ends[0]}; now: {ends[1]}"
+    figures = [dict(_leaves(record["scores"])) for record in (old, new)]
+    moved = [name for name, x in figures[0].items() if repr(figures[1].get(name)) != repr(x)]
+    if not moved:
+        return True, "all scores equal to the last bit"
+    a, b = value(old, arm.metric), value(new, arm.metric)
+    commits = [str(record.get("commit"))[:7] for record in (old, new)]
+    said = f"{arm.metric} {a:.6g} recorded (commit {commits[0]}), {b:.6g} now (commit {commits[1]})"
+    before, now = ({**record.get("env", {}), "python": 0} for record in (old, new))
+    if before == now and not now.get("gpu"):
+        some = f"{len(moved)} of {len(figures[0])} scores differ, the first {moved[0]}"
+        return False, f"{said}; {some}; same CPU and torch, where equal bits are expected"
+    spread = [value(record, arm.metric) for record in records if "failed" not in record]
+    sd = statistics.stdev(spread) if len(spread) > 2 else 0
+    tolerance = 4 * max(arm.margin, sd)
+    said += f"; another machine or torch than recorded, tolerance {tolerance:.3g}"
+    return abs(a - b) <= tolerance, said
+
+
+def _leaves(value, path=""):
+    """("ema.trace.3.t", number or text) of each leaf of nested dicts and lists."""
+    if not isinstance(value, (dict, list)):
+        yield path[1:], value
+        return
+    for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(part, f"{path}.{name}")

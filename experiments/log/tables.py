@@ -1,0 +1,235 @@
+"""The table of an experiment: what its page shows of each arm, and what a file beside it keeps.
+
+columns(experiment, known)     [{column: text}] of the arms, every column that there is
+shown(rows, experiment)        Markdown of the few that a reader compares by
+csv_text(rows)                 all of them, as experiments/NNN-slug/table.csv
+"""
+
+import csv
+import io
+import math
+import shlex
+import statistics
+from collections import Counter
+
+from experiments.log.analysis import (
+    WAITS,
+    across,
+    comparison,
+    loss_comparison,
+    of_nearest,
+    records_of,
+    scores,
+    verdict,
+    weights_of,
+)
+from experiments.log.definition import look_of
+from experiments.log.records import value
+
+DIFFERENCE, ACHIEVED = "difference [95 % CI]", "achieved margin"
+LOSS_ACHIEVED, HARM, BYTES = "achieved, %", "share of nearest's harm: score, loss", "bytes a parameter"
+KEPT = "kept for backward, MiB"
+LAST_COLUMNS = ("training loss", BYTES, KEPT, "seconds")
+
+# ---- Numbers -----------------------------------------------------------------------------------------------
+
+
+def cell(x, decimals, sign=""):
+    if x is None or math.isnan(x):
+        return "-"
+    return f"{x:{sign}.{decimals}f}" if math.isfinite(x) else f"{x:{sign}}"
+
+
+def interval(result, decimals):
+    """'+0.100 [+0.050, +0.150]'"""
+    mean, low, high = (cell(x, decimals, "+") for x in (result.mean, result.low, result.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def spread(values, decimals):
+    """'mean ± sd'"""
+    if not values:
+        return "-"
+    mean = cell(statistics.fmean(values), decimals)
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return mean
+    return f"{mean} ± {cell(statistics.stdev(values), decimals)}"
+
+
+def decimals_of(margin):
+    """Decimals that show a hundredth of the margin's leading digit."""
+    return max(0, 2 - math.floor(math.log10(margin)))
+
+
+def percent(x):
+    """'3.1 %' of 0.031; three digits at most."""
+    size = abs(100 * x)
+    return f"{100 * x:.0f} %" if size >= 9.95 else f"{100 * x:.1f} %" if size >= 0.95 else f"{100 * x:.2f} %"
+
+
+def markdown(rows):
+    head, *body = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
+
+
+# ---- Words -------------------------------------------------------------------------------------------------
+
+
+def adds(arm):
+    """What an arm adds to the common flags, in words."""
+    flags = f"`{shlex.join(arm.flags)}`" if arm.flags else ""
+    said = flags or "-"
+    if arm.of:
+        said = f"samples from {arm.of}: {flags}" if flags else f"reads {arm.metric} of {arm.of}"
+    return f"{said} ({arm.note})" if arm.note else said
+
+
+def heading(experiment):
+    """The metric's name; without its weights where arms read different ones."""
+    metrics = {arm.metric for arm in experiment.arms}
+    return experiment.metric if len(metrics) == 1 else experiment.metric.rpartition(".")[2]
+
+
+def score_title(experiment):
+    """The column of scores: the metric's name, or "score" where arms read metrics of several names."""
+    names = {arm.metric.rpartition(".")[2] for arm in experiment.arms}
+    return heading(experiment) if len(names) == 1 else "score"
+
+
+def verdict_words(arm, margin, pairs, result, unit=""):
+    """A verdict as the pages print it: 'equal within 0.03', 'not shown to differ', 'worse'."""
+    said, experiment = verdict(pairs, result), arm.experiment
+    if experiment.looks and result is None and pairs:
+        said = WAITS
+    if said == "equal" and result.low * result.high > 0:
+        worse = (result.mean > 0) == (bool(unit) or arm.lower_is_better)
+        return f"equal within {margin:g}{unit}, slightly {'worse' if worse else 'better'}"
+    if said == WAITS:
+        return f"no verdict before {look_of(experiment, pairs)[0]} pairs"
+    return {"equal": f"equal within {margin:g}{unit}", "undecided": "not shown to differ"}.get(said, said)
+
+
+# ---- Rows --------------------------------------------------------------------------------------------------
+
+
+def columns(experiment, known):
+    return [arm_row(experiment, arm, known) for arm in experiment.arms]
+
+
+def arm_row(experiment, arm, known):
+    """{column: text} of one arm; columns without a value are left out."""
+    values = list(scores(experiment, arm, known).values())
+    row = {"arm": arm.name, "adds": adds(arm)}
+    row[score_title(experiment)] = spread(values, decimals_of(arm.margin))
+    row |= difference_columns(experiment, arm, known, values)
+    finished = [r for r in records_of(experiment, arm, known).values() if "scores" in r]
+    if finished:
+        row |= score_columns(arm, finished) | cost_columns(arm, finished)
+    return row
+
+
+def difference_columns(experiment, arm, known, values):
+    """The columns about the differences of an arm, with these scores, from its baseline."""
+    e, digits = experiment, decimals_of(arm.margin)
+    pairs, result = comparison(e, arm, known)
+    kind, loss_pairs, loss = loss_comparison(e, arm, known)
+    row = {DIFFERENCE: "-", ACHIEVED: "-", f"{kind}, % [95 % CI]": "-", LOSS_ACHIEVED: "-"}
+    if arm.baseline == arm.name:
+        return {**row, "verdict": "baseline", "n": str(len(values)), "detectable": "-"}
+    if result:
+        row[DIFFERENCE], row[ACHIEVED] = interval(result, digits), cell(result.achieved, digits)
+        own, base = (scores(e, a, known) for a in (arm, e.arm(arm.baseline)))
+        mean = statistics.fmean(base[seed] for seed in base if seed in own)
+        if math.isfinite(result.achieved) and math.isfinite(mean) and mean:
+            row[ACHIEVED] += f" ({percent(result.achieved / abs(mean))})"
+    if loss:
+        row[f"{kind}, % [95 % CI]"], row[LOSS_ACHIEVED] = interval(loss, 2), cell(loss.achieved, 2)
+    said = verdict_words(arm, arm.margin, pairs, result)
+    if loss and e.loss_margin and not said.startswith("no verdict"):  # both are read at one look
+        side = verdict_words(arm, e.loss_margin, loss_pairs, loss, unit=" %")
+        said += f"; loss {side}"
+    if arm.baseline != e.baseline:
+        said += f" (against {arm.baseline})"
+    both = list(of_nearest(e, arm, known))
+    if any(share is not None for share in both):
+        row[HARM] = ", ".join("-" if share is None else percent(share) for share in both)
+    n, mixed = str(pairs), across(e, arm, known)
+    n += f" of {len(e.seeds)}" if pairs < len(e.seeds) else ""
+    n += f", {mixed} across CPUs" if mixed else ""
+    smallest = cell(result.smallest_effect, digits) if result else "-"
+    more = {"p of no difference": p(result, "p_difference"), "p of a margin or more": p(result, "p_equal")}
+    return {**row, "verdict": said, "n": n, "detectable": smallest, **more}
+
+
+def p(result, which):
+    return f"{getattr(result, which):.2g}" if result else "-"
+
+
+def score_columns(arm, finished):
+    """Scores beside the arm's own, where every finished run has them."""
+    found, weights = {}, weights_of(arm)
+    _, _, name = arm.metric.rpartition(".")
+    extra = {
+        "label accuracy": (weights, "label_accuracy", 3),
+        f"raw.{name}": ("raw", name, decimals_of(arm.margin)),
+    }
+    for title, (source, score_name, places) in extra.items():
+        metric = f"{source}.{score_name}"
+        held = all(r["scores"].get(source, {}).get(score_name) is not None for r in finished)
+        if held and metric != arm.metric:
+            found[title] = spread([value(r, metric) for r in finished], places)
+    return found
+
+
+def cost_columns(arm, finished):
+    first = finished[0]
+    found = {
+        "training loss": spread([r["final_loss"] for r in finished], 4),
+        BYTES: f"{first['bytes_per_parameter']:.5g}",
+    }
+    if first.get("activation_bytes"):
+        found[KEPT] = f"{first['activation_bytes'] / 2**20:.3g}"
+    if shares := first.get("flops_share"):
+        parts = [f"{share:.1%} in {covers(arm, name)}" for name, share in shares.items()]
+        found["of the FLOPs"] = ", ".join(parts)
+    if all("gradient_snr" in r for r in finished):
+        for name, title in (("fp8", "gradient SNR in FP8, dB"), ("bf16", "in bf16, dB")):
+            found[title] = spread([value(r, f"gradient_snr.{name}") for r in finished], 1)
+    found["seconds"] = cell(statistics.fmean(r["seconds"] + r["scoring_seconds"] for r in finished), 0)
+    return found
+
+
+def covers(arm, name):
+    """What a share in a record's flops_share is in: 'FP8', '2:4', or the value of the generation site."""
+    settings = [flag.partition("=")[2] for flag in arm.source.flags if flag.startswith("generation=")]
+    setting = settings[-1] if settings else "8 bits"
+    return {"fp8": "FP8", "sparse24": "2:4", "generation": setting}.get(name, name)
+
+
+# ---- The two forms -----------------------------------------------------------------------------------------
+
+
+def names_of(rows):
+    names = list(dict.fromkeys(column for row in rows for column in row))
+    # these stand last also where a column before them belongs to later arms only
+    return sorted(names, key=lambda c: LAST_COLUMNS.index(c) if c in LAST_COLUMNS else -1)
+
+
+def shown(rows, experiment):
+    wanted = {"arm", score_title(experiment), DIFFERENCE, ACHIEVED, LOSS_ACHIEVED, HARM, "verdict", "n"}
+    wanted |= {BYTES, KEPT}
+    names = [name for name in names_of(rows) if name in wanted or name.endswith(" loss, % [95 % CI]")]
+    order = ["arm", score_title(experiment), DIFFERENCE, ACHIEVED, "held-out loss, % [95 % CI]"]
+    order += ["training loss, % [95 % CI]", LOSS_ACHIEVED, HARM, "verdict", "n", BYTES, KEPT]
+    told = Counter(name for row in rows for name in order if row.get(name, "-") != "-")
+    least = {KEPT: 2}  # older records lack it, and one arm alone compares with nothing
+    names = [name for name in order if name in names and told[name] >= least.get(name, 1)]
+    return markdown([names] + [[row.get(name, "-") for name in names] for row in rows])
+
+
+def csv_text(rows):
+    names, file = names_of(rows), io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([[row.get(name, "-") for name in names] for row in rows])
+    return file.getvalue()

@@ -1,0 +1,1 @@
+"""What holds a run, whatever it trains: flags, its folder, checkpoints, several processes."""

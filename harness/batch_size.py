@@ -1,0 +1,170 @@
+"""--batch_size auto: the largest batch whose training steps fit into the memory of a GPU.
+
+Real steps (forward, backward, update, average, telemetry) are taken with 2, 4, 8 ... examples a process
+until memory does not suffice. They belong to a run of its own, which is thrown away before the real one
+begins: that has the bits of a run whose --batch_size was typed. Its flags hold the number, so it resumes
+without a search.
+
+Powers of two, because kernels like them, and because all sizes together then cost less than twice the last
+one. No batch is larger than the training data. A tenth of the free memory stays free, for scores, pictures
+and what fragments it. Several processes try by themselves, and all take the smallest of their numbers.
+"""
+
+import gc
+import tempfile
+from pathlib import Path
+
+import torch
+
+from harness.flags import MILLIONS
+from harness.ranks import Ranks
+from harness.run_folder import Folder
+from lowprec.machine import Refused, out_of_memory
+from trainer import Trainer
+
+MARGIN = 0.1  # share of the free memory that stays free
+
+# ---- The search --------------------------------------------------------------------------------------------
+
+
+def largest(fits, most):
+    """The largest power of two, at most `most`, up to which fits(size) holds, from 2 on; 1 where that alone
+    fits, and 0 where nothing does.
+    """
+    found, size = 0, 2
+    while size <= most and fits(size):
+        found, size = size, 2 * size
+    return found or int(most >= 1 and fits(1))
+
+
+def survives(step):
+    """Whether step() ends before memory does. Other errors are its own."""
+    try:
+        step()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+class Trial:
+    """A run that is thrown away, on the device of this process alone. folder: where it may leave files.
+    several: whether the real one will hold gradients twice, as DistributedDataParallel does.
+    """
+
+    def __init__(self, config, folder, several):
+        alone = Ranks()
+        alone.rank, alone.world = 0, 1
+        few = dict(batch_size=2, accumulate=min(2, config.accumulate), workers=0)  # 2: sums are held too
+        self.trainer = trainer = Trainer(config.replaced(**few), folder=folder, ranks=alone)
+        trainer.ready()
+        params = trainer.precision.params if several else ()
+        self.ballast = [torch.empty_like(p) for p in params]
+
+    def steps(self, size):
+        """Two steps with batches of this size, one of them measured."""
+        trainer = self.trainer
+        trainer.config.batch_size, trainer.step = size, 0
+        trainer.batches = trainer._read()
+        for measured in (True, False):
+            trainer.train_step(measured)
+
+
+class Memory:
+    """That of one GPU while sizes are tried: what exceeds the margin is out of memory."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        self.clear()
+        free, self.total = torch.cuda.mem_get_info(self.device)
+        own = torch.cuda.memory_reserved(self.device)
+        share = (own + (1 - MARGIN) * free) / self.total
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
+        return self
+
+    def __exit__(self, *error):
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        self.clear()
+
+    def clear(self):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def used(self):
+        """Most bytes that torch has held since `clear`."""
+        return torch.cuda.max_memory_reserved(self.device)
+
+
+def tried(config, device, world):
+    """(largest batch of one process or 0, most there could be, bytes it took, bytes there are)."""
+    cuda = [device] if device.type == "cuda" else []
+    with Memory(device) as memory, torch.random.fork_rng(devices=cuda):
+        with tempfile.TemporaryDirectory() as folder:
+            found = _searched(config, Path(folder) / "trial", world, memory)
+    if config.compile:  # else the run's net would be compiled for sizes that vary
+        torch._dynamo.reset()
+    return *found, memory.total
+
+
+def _searched(config, folder, world, memory):
+    trial, used = Trial(config, folder, world > 1), {}
+    most = max(1, min(len(trial.trainer.train), MILLIONS) // world)
+
+    def fits(size):
+        memory.clear()
+        fine = survives(lambda: trial.steps(size))
+        used[size] = memory.used()
+        return fine
+
+    found = largest(fits, most)
+    return found, most, used.get(found, 0)
+
+
+# ---- The choice --------------------------------------------------------------------------------------------
+
+
+def check(config, device, dry):
+    """Raise Refused where no search can be had."""
+    if device.type != "cuda":
+        shared = "the memory of a CPU is shared with all else, so nothing says when it is full"
+        raise Refused(f"--batch_size auto: {shared}; give a number, and add up several by --accumulate")
+    if dry:
+        raise Refused("--batch_size auto is found by real steps, and --dry_run takes none: give a number")
+    if config.fsdp:
+        together = "tries sizes on each process by itself, and --fsdp has no step of one process"
+        raise Refused(f"--batch_size auto {together}: give a number, or leave --fsdp out")
+
+
+def chosen(config, table, dry=False):
+    """The number that --batch_size auto stands for, over all processes: that of the run in the folder, or one
+    that is found. Says which, in a line. Raises Refused where there is none.
+    """
+    folder, ranks = Folder(Path(config.runs) / config.name), Ranks()
+    if (folder / "config.json").exists():
+        size = folder.flags().get("batch_size", table["batch_size"].default)
+        if ranks.main:
+            print(f"--batch_size auto: {size}, with which the run in {folder} began")
+        return size
+    device = ranks.device(config.device)
+    check(config, device, dry)
+    ranks.meet(device, table.shared(config))
+    ranks.any(1, device)  # what processes need to speak to each other is taken before memory is measured
+    own, most, used, total = tried(config, device, ranks.world)
+    size = smallest(own, ranks, device) * ranks.world
+    if not size:
+        less = "--checkpoint_activations, --pure_bf16 --stochastic --opt8bit or a smaller --size needs less"
+        raise Refused(f"--batch_size auto: the steps of not even one example fit: {less}")
+    if ranks.main:
+        memory = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB with {own} examples here"
+        why = "there are no more to train on" if 2 * own > most else "twice as many do not fit"
+        print(f"--batch_size auto: {size} ({memory}; {why})")
+    return size
+
+
+def smallest(number, ranks, device):
+    """The smallest of the numbers of all processes."""
+    return -(ranks.any(-number, device) or 0)

@@ -1,0 +1,170 @@
+"""Files that are whole or not there: an atomic writer, and readers of JSON that refuse in one line.
+
+    write_atomically(path, write)    what was there stays until the new file is complete
+    read_json, read_lines            an object; the objects of a .jsonl
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from lowprec.machine import Refused, cpu_threads, first_line
+
+PIECE = 16 << 20  # bytes that are hashed at once
+
+# ---- Writing -----------------------------------------------------------------------------------------------
+
+
+def write_atomically(path, write):
+    """Let write(file) fill a file beside `path`, then rename it over. Raises Refused when it can't be
+    written.
+    """
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    check_regular(path)
+    before = sys.exc_info()[1]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "w+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException as error:
+        with suppress(OSError):
+            beside.unlink()
+        first = _first(error, before)
+        # torch says by a RuntimeError that a disk is full, and by a signal that a reader has died
+        reader = str(first).startswith("DataLoader worker")
+        if reader or not isinstance(first, (OSError, RuntimeError)):
+            raise first from None
+        raise Refused(cant_write(path, first)) from None
+
+
+def _first(error, before):
+    """What the chain of exceptions since `before` began with: torch.save ends its file on the way out, and
+    fails at that too.
+    """
+    while error.__context__ is not None and error.__context__ is not before:
+        error = error.__context__
+    return error
+
+
+def cant_write(path, error):
+    """What a person reads where an exception kept the file `path` from being written."""
+    number = getattr(error, "errno", None)
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    with suppress(OSError):
+        full |= shutil.disk_usage(path.parent).free < 1 << 20
+    reason = "no space left on the device" if full else getattr(error, "strerror", None) or first_line(error)
+    kept = "; the one written before is whole" if os.path.exists(path) else ""
+    free = full or number == errno.EFBIG  # a limit of the user's
+    remedy = "free some space" if free else "give it a place that can be written"
+    return (
+        f"can't write {path}: {reason}{kept}; {remedy} or choose another --runs folder, "
+        f"then run the same command again"
+    )
+
+
+def check_regular(path):
+    """Raise Refused where something else than a file stands at `path`: renaming a file over a device, a pipe
+    or a link would take it away.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise Refused(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from None
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link"}
+    if not stat.S_ISREG(mode):
+        what = kinds.get(stat.S_IFMT(mode), "a device or a pipe")
+        raise Refused(f"can't write {path}: {what} stands there; name a file, or remove it")
+
+
+def write_json(path, value):
+    """`value` as indented JSON, by `write_atomically`."""
+    content = json.dumps(value, indent=1, allow_nan=True).encode() + b"\n"
+    write_atomically(path, lambda file: file.write(content))
+
+
+def digest(file, size):
+    """SHA-256, in hex digits, of the SHA-256s of the pieces of an open file's first `size` bytes."""
+
+    def piece(start):
+        return hashlib.sha256(os.pread(file.fileno(), min(PIECE, size - start), start)).digest()
+
+    with ThreadPoolExecutor(min(8, cpu_threads())) as pool:  # hashlib lets other threads run
+        return hashlib.sha256(b"".join(pool.map(piece, range(0, size, PIECE)))).hexdigest()
+
+
+# ---- Reading -----------------------------------------------------------------------------------------------
+
+
+def _content(path):
+    """The bytes of a file. Raises Refused for what can't be read and for anything else than a file, of which
+    a pipe never ends. FileNotFoundError is the caller's.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise Refused(f"{path} can't be read: it is no file; remove it")
+        return Path(path).read_bytes()
+    except (FileNotFoundError, Refused):
+        raise
+    except (OSError, ValueError) as error:
+        raise Refused(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_json(path):
+    """The object (a dict) that a JSON file holds. Raises Refused when the file is not there or holds
+    anything else.
+    """
+    try:
+        content = _content(path)
+    except FileNotFoundError as error:
+        raise Refused(f"can't read {path}: {error.strerror}") from None
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise Refused(f"{path} can't be read: it holds no JSON object")
+    return value
+
+
+def read_lines(path):
+    """The objects of a .jsonl file, as a list of dicts; [] when there is no file.
+
+    A last line without its line end that is no JSON was cut off in writing: it is left out. Raises Refused,
+    which names the file and the line, for anything else that is not an object.
+    """
+    path = Path(path)
+    try:
+        content = _content(path)
+    except FileNotFoundError:
+        return []
+    *lines, last = content.split(b"\n")
+    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if last.strip():
+        try:
+            rows.append(_row(path, len(lines) + 1, last))
+        except Refused:
+            pass
+    return rows
+
+
+def _row(path, number, line):
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError too
+        row = None
+    if not isinstance(row, dict):
+        raise Refused(f"{path}, line {number} is no JSON object: remove that line, or the file")
+    return row

@@ -1,0 +1,457 @@
+"""One flag, one row.
+
+A `Flag` says what a flag is: name, default, type, help, group and kind. A `Table` of rows gives everything
+else: the parser and its --help, the keys of a YAML file, the name of a run's folder, and what a resume,
+--sample, --diagnose, --finetune and --teacher accept. A task brings rows of its own (see tasks.Task), so a
+new flag is one row.
+
+    kind       in the folder's name    when the run goes on     beside --sample
+    result     yes                     fixed                    fixed
+    draw       yes                     fixed                    may differ
+    extent     yes                     may differ               fixed
+    place      by its tail             may move                 fixed
+    machine    no                      may differ               fixed
+
+`may` names what else a single flag may do. Values are read as attributes of a `Config`: c.lr.
+"""
+
+import argparse
+import difflib
+import hashlib
+import os
+import re
+import stat
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from harness.ranks import speaks
+from lowprec.machine import Refused
+
+KINDS = ("result", "draw", "extent", "place", "machine")
+GROUPS = {  # in the order of --help and of names
+    "task": None,
+    "training": None,
+    "precision": "without a flag: fp32 everywhere",
+    "generation": None,
+    "machine": None,
+    "run": None,
+}
+
+
+# ---- Rows --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    default: False makes a switch, a list makes a flag that may be repeated. type: converts the text, and
+    raises ValueError or argparse.ArgumentTypeError for what it can't take. may: of "resume", "sample" and
+    "diagnose", beside what `kind` allows. titled: whether the flag's own name precedes its value in the
+    folder's name, as numbers always have it. fits: whether weights fit only runs with the same value, so
+    that --finetune and --teacher compare it. to: who takes it as a keyword of the same name, "recipe",
+    "method" or "scaler".
+    """
+
+    name: str
+    default: object
+    help: str
+    group: str = "task"
+    kind: str = "result"
+    type: object = str
+    choices: tuple | None = None
+    metavar: str | None = None
+    may: tuple = ()
+    titled: bool = False
+    fits: bool = False
+    to: str = ""
+
+    def __post_init__(self):
+        if self.kind not in KINDS or self.group not in GROUPS:
+            raise ValueError(f"flag {self.name}: kind is one of {KINDS}, group one of {tuple(GROUPS)}")
+
+    def holds(self, value):
+        """Whether a run's file may say that the flag has this value: text of the flag can come to it."""
+        if value == self.default and type(value) is type(self.default):
+            return True
+        if isinstance(self.default, bool):
+            return isinstance(value, bool)
+        if isinstance(self.default, list):
+            return isinstance(value, list) and all(isinstance(word, str) for word in value)
+        if isinstance(value, (bool, list, dict)) or value is None:
+            return False
+        try:
+            converted = self.type(str(value))
+        except (ValueError, argparse.ArgumentTypeError):
+            return False
+        alike = isinstance(converted, str) == isinstance(value, str) and converted == value
+        return alike and (self.choices is None or value in self.choices)
+
+    def accepts(self, verb):
+        """Whether the flag may differ from the run's when it goes on ("resume"), or beside --sample or
+        --diagnose.
+        """
+        by_kind = {"resume": ("extent", "machine"), "sample": ("draw",), "diagnose": ()}
+        return self.kind in by_kind[verb] or verb in self.may
+
+    def told(self, value):
+        """What of a value is compared and named. Of a place it is the tail: 'folder:/a/photos/' ->
+        'folder:photos'.
+        """
+        if self.kind != "place" or not value:
+            return value
+        return ":".join(map(_tail, value.removesuffix("checkpoint.pt").split(":", 1)))
+
+    def named(self, value):
+        """The parts of a folder's name that a value makes: [] for the default."""
+        if self.kind == "machine" or value == self.default:
+            return []
+        if value is True:
+            return [self.name]
+        if isinstance(value, list):
+            return value
+        if not isinstance(value, str):
+            return [f"{self.name}{value:g}"]
+        value = self.told(value)
+        return [f"{self.name}_{value}" if self.titled else value]
+
+    def add_to(self, group):
+        """Add the flag to a group of an argparse parser."""
+        text, options = self.help.replace("%", "%%"), {}
+        if self.default is False:
+            options["action"] = "store_true"
+        elif isinstance(self.default, list):
+            options.update(action="append", metavar=self.metavar)
+        else:
+            options.update(type=self.type, choices=self.choices, metavar=self.metavar)
+        if self.default not in (None, [], "") and self.default is not False and "(default:" not in text:
+            text += f" (default: {self.default})"
+        group.add_argument(f"--{self.name}", help=text, **options)
+
+
+class Config(SimpleNamespace):
+    """The values of all flags, as attributes. `vars(config)` is the plain dict that files hold."""
+
+    def replaced(self, **values):
+        """A copy with some values changed."""
+        return type(self)(**{**vars(self), **values})
+
+
+# ---- Types -------------------------------------------------------------------------------------------------
+
+
+def checked(kind, test, what):
+    """A type: text converted by `kind` to a value that passes `test`, or an error that says it is not
+    `what`.
+    """
+
+    def convert(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not test(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return convert
+
+
+# Beyond these a flag is a slip of the finger, and ends in a loop that does not end, in memory that is not
+# there, or in a number that a tensor does not take
+MOST = 2**31 - 1
+LARGEST = 3e38  # of fp32
+MILLIONS = 10**7  # things that are made at once
+natural = checked(int, lambda v: 0 < v <= MOST, f"a whole number above 0, up to {MOST}")
+count = checked(int, lambda v: 0 <= v <= MOST, f"a whole number, 0 or more, up to {MOST}")
+several = checked(int, lambda v: 1 < v <= MILLIONS, f"a whole number above 1, up to {MILLIONS}")
+crowd = checked(int, lambda v: 0 < v <= MILLIONS, f"a whole number above 0, up to {MILLIONS}")
+crowd_or_auto = checked(
+    lambda text: text if text == "auto" else int(text),
+    lambda v: v == "auto" or 0 < v <= MILLIONS,
+    f"a whole number above 0, up to {MILLIONS}, or auto",
+)
+thousand = checked(int, lambda v: 0 < v <= 1000, "a whole number from 1 to 1000")
+few = checked(int, lambda v: 0 <= v <= 1000, "a whole number from 0 to 1000")
+seed = checked(int, lambda v: 0 <= v < 2**63, "a whole number, 0 or more, below 2**63")
+positive = checked(float, lambda v: 0 < v <= LARGEST, f"a number above 0, up to {LARGEST:g}")
+amount = checked(float, lambda v: 0 <= v <= LARGEST, f"a number, 0 or more, up to {LARGEST:g}")
+share = checked(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
+fraction = checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
+
+
+def _tail(place):
+    """The last part of a path; of the best checkpoint of a run with the run's, since all have that name."""
+    folder, name = os.path.split(os.path.normpath(place))
+    return os.path.join(os.path.basename(folder), name) if name == "best.pt" else name
+
+
+def _inside(name):
+    """Whether a name is that of a folder below another one, and one that any file system takes."""
+    parts = name.split("/")
+    plain = name.isprintable() and all(part not in ("", ".", "..") for part in parts)
+    return not name or (plain and len(os.fsencode(name)) <= 200)
+
+
+path = checked(str, lambda v: "\0" not in v, "a path")
+inner = checked(str, _inside, "a name of at most 200 printable bytes, without / at its ends and without ..")
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message):
+        line = f"{self.prog}: {Refused(message)} (see {self.prog} --help)"
+        if speaks():
+            print(line, file=sys.stderr)
+        ended = SystemExit(2)
+        ended.line = line
+        raise ended
+
+
+class Table:
+    """All flags of one program. rows: Flags in any order; of two with one name the later replaces the
+    earlier.
+    """
+
+    def __init__(self, rows):
+        by_name = {}
+        for row in rows:
+            by_name[row.name] = row
+        groups = list(GROUPS)
+        self.rows = sorted(by_name.values(), key=lambda row: groups.index(row.group))
+
+    def __getitem__(self, name):
+        return next(row for row in self.rows if row.name == name)
+
+    def __contains__(self, name):
+        return any(row.name == name for row in self.rows)
+
+    def defaults(self):
+        """{flag: default}, in the order of names."""
+        return {
+            row.name: list(row.default) if isinstance(row.default, list) else row.default for row in self.rows
+        }
+
+    def typed(self, given):
+        """A Config of the flags that were typed, {flag: value}, and the defaults of the others."""
+        return Config(**{**self.defaults(), **given})
+
+    def config(self, values):
+        """A Config of {flag: value} as a run's files hold it. Files older than a flag have its default.
+        Raises Refused for a value that no flag comes to, but not where it changes no result.
+        """
+        for row in self.rows:
+            if row.kind != "machine" and row.name in values and not row.holds(values[row.name]):
+                odd = f"--{row.name} {values[row.name]!r}"
+                raise Refused(f"{odd} stands among a run's flags, and no run has it: use another checkpoint")
+        config = self.typed(values)
+        if values.get("weight_decay") and "weight_decay_on" not in values:
+            config.weight_decay_on = "all"  # what runs did before that flag
+        return config
+
+    def obeyed(self, values):
+        """A Config of the flags in a checkpoint, which may be a stranger's, that a command on it obeys.
+
+        Those that say what was trained, on which data and how it is scored: without them the weights mean
+        nothing. Not those of kind machine, which change no result: where files are written, how many threads
+        and images at once, are matters of whoever types the command, or else the defaults. A path of data is
+        obeyed, since a run's own scores need it; files are read there as `data` reads them, and nothing is
+        run. A task of a file is run, so train.task_of takes that from the command line alone.
+        """
+        names = [row.name for row in self.rows if row.kind != "machine" and row.name in values]
+        return self.config({name: values[name] for name in names})
+
+    def shared(self, config):
+        """{flag: value} of the flags that all processes of a run must share."""
+        names = [row.name for row in self.rows if row.kind != "machine"]
+        return {name: getattr(config, name) for name in [*names, "fsdp"]}
+
+    def pick(self, config, to):
+        """{flag: value} of the flags that go `to` "recipe", "method" or "scaler" as keywords."""
+        return {row.name: getattr(config, row.name) for row in self.rows if row.to == to}
+
+    # -- reading
+
+    def parser(self, prog, description):
+        """An argparse parser that gives the flags typed, and no defaults. Bad input ends with one line and
+        status 2.
+        """
+        parser = Parser(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,  # a new flag would change what an abbreviation means
+        )
+        for title, text in GROUPS.items():
+            group = parser.add_argument_group(title, text)
+            for row in self.rows:
+                if row.group == title:
+                    row.add_to(group)
+        return parser
+
+    def read_yaml(self, path, parser):
+        """{flag: value} of a YAML file, converted and checked as if typed. An unknown key is an error of
+        the parser.
+        """
+        values, words = _translated(read_yaml(path, parser), path, parser), []
+        for key, value in values.items():
+            if key not in self:
+                keys = f"the keys are the flags of {parser.prog} without their dashes{self._near(key, value)}"
+                parser.error(f"--config {path}: unknown key '{key}'; {keys}")
+            if value is None:  # 'data:' with nothing after it
+                continue
+            default = self[key].default
+            if isinstance(default, bool):
+                if str(value).lower() not in SWITCH:
+                    parser.error(f"--config {path}: {key} is true or false, not {value!r}")
+                words += [f"--{key}"] if SWITCH[value.lower()] else []
+            elif isinstance(default, list):
+                words += [f"--{key}={item}" for item in _items(value)]
+            elif isinstance(value, (dict, list)):
+                parser.error(f"--config {path}: {key} is one value, not a {KINDS_OF_NODE[type(value)]}")
+            else:
+                words.append(f"--{key}={value}")
+        return vars(parser.parse_args(words))
+
+    def _near(self, key, value):
+        """What an unknown key, or one inside it, may mean: '; near it is batch_size', or ''."""
+        inner = [str(name).lower() for name in value] if isinstance(value, dict) else []
+        names = [row.name for row in self.rows]
+        close = [difflib.get_close_matches(word, names, 1, 0.6) for word in [*inner, str(key).lower()]]
+        found = [match[0] for match in close if match]
+        return f"; near it is {found[0]}" if found else ""
+
+    # -- comparing
+
+    def name(self, config, unlike=False):
+        """A folder's name, of the flags that differ from their defaults: 'pure_bf16-stochastic', 'default'.
+
+        unlike: whether it ends with a hash of the values where it can't show all of them, so that two of them
+        never have one name.
+        """
+        parts = []
+        for row in self.rows:
+            parts += row.named(getattr(config, row.name))
+        shown = [re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts]
+        name = "-".join(shown)
+        if unlike and (shown != [part.replace("=", "_") for part in parts] or len(name) > 200):
+            return f"{name[:190]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}".lstrip("-")
+        return name[:200] or "default"
+
+    def fixed(self, config):
+        """{flag: what is compared} of the flags that can't change when a run goes on."""
+        names = [row.name for row in self.rows if not row.accepts("resume")]
+        if config.lr_schedule != "constant":
+            names.append("steps")  # that is where the schedule ends
+        return {name: self[name].told(getattr(config, name)) for name in names}
+
+    def differences(self, old, config):
+        """['--lr was 0.001 and is 0.0001', ...]: what keeps the run of `old` (a dict) from going on as
+        `config`.
+        """
+        before = self.config(old)
+        then, now = self.fixed(before), self.fixed(config)
+        names = [name for name in now if then.get(name, getattr(before, name)) != now[name]]
+        texts = [f"--{name} was {getattr(before, name)} and is {getattr(config, name)}" for name in names]
+        if "steps" in names:
+            texts.append(f"--lr_schedule {config.lr_schedule} ends at --steps")
+        return texts
+
+    def refused(self, given, verb):
+        """The first of the flags `given` that can't differ from the run's beside --sample or --diagnose, or
+        None.
+        """
+        return next((name for name in sorted(given) if not self[name].accepts(verb)), None)
+
+    def fitting(self):
+        """Rows of the flags that must be alike in two runs for the weights of one to fit the other."""
+        return [row for row in self.rows if row.fits]
+
+
+KINDS_OF_NODE = {dict: "mapping", list: "list"}
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def read_yaml(path, parser):
+    """The mapping in a YAML file, its values as they stand there, texts; anything else is an error of the
+    parser.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that stands twice, of which YAML's own takes the last. A value is what its flag makes
+        of the text: YAML's own reading of 12:30 is 750, and that of yes is true.
+        """
+
+        yaml_implicit_resolvers = {
+            first: [(tag, form) for tag, form in forms if tag.endswith((":null", ":merge"))]
+            for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node, deep=False):
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice:
+                raise yaml.YAMLError(f"the key '{twice}' stands there twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode) or os.path.getsize(path) > MILLIONS:
+            parser.error(f"--config {path}: give a YAML file: this is a folder, a pipe, or too large for one")
+        with open(path) as file:
+            values = yaml.load(file, Loader) or {}
+    except OSError as error:
+        parser.error(f"--config {path}: {error.strerror}; give the path of a YAML file")
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        parser.error(f"--config {path} is not YAML: {why[:500]}")
+    if not isinstance(values, dict):
+        parser.error(f"--config {path}: expected lines 'flag: value'")
+    return values
+
+
+# What a section `trainer:` of a Lightning file says, as flags
+TRAINER = {"gradient_clip_val": "clip_grad", "max_steps": "steps", "accumulate_grad_batches": "accumulate"}
+TRAINER_PRECISION = {
+    "32-true": None,
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+    "bf16-true": "pure_bf16",
+}
+
+
+def _translated(values, path, parser):
+    """{flag: value} of a file's values, with a section `trainer` in Lightning's words taken apart."""
+    section = values.get("trainer")
+    if not isinstance(section, dict):
+        return values
+    flat = {key: value for key, value in values.items() if key != "trainer"}
+    for key, value in section.items():
+        flag, where = TRAINER.get(key), f"--config {path}: trainer.{key}"
+        if key == "precision":
+            if str(value) not in TRAINER_PRECISION:
+                parser.error(f"{where} is {value}; choose {', '.join(TRAINER_PRECISION)}, or a flag as --fp8")
+            flag, value = TRAINER_PRECISION[str(value)], "true"
+        elif flag is None:
+            known = ", ".join(f"{name} (--{flag})" for name, flag in TRAINER.items())
+            parser.error(f"{where} is unknown; of trainer these are read: precision (--bf16 ...), {known}")
+        if flag is None:  # 32-true
+            continue
+        if flag in flat and flat[flag] != value:
+            parser.error(f"{where} and {flag} say two things: leave one out")
+        flat[flag] = value
+    return flat
+
+
+def _items(value):
+    """The words of a flag that may be repeated: {ema: bf16, kahan: true} -> ['ema=bf16', 'kahan=on']."""
+    if isinstance(value, dict):
+        words = {"true": "on", "false": "off"}
+        return [f"{k}={words.get(str(v), v)}" for k, v in value.items()]
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,272 @@
+"""The processes of a run, as torchrun starts them: which one this is, and what they do together.
+
+A single process is a world of one, in which nothing here does anything.
+"""
+
+import gc
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from harness import reduction
+from harness.lifeline import Lifeline
+from lowprec.machine import Refused, first_line
+
+# that processes wait for one another until all have met. torchrun ends them all where one ends, so that those
+# it starts may wait for one that reads its libraries from a slow disk
+MEETING = timedelta(seconds=600 if "TORCHELASTIC_RUN_ID" in os.environ else 60)
+WAITING = timedelta(minutes=30)  # and afterwards: one of them scores, the others wait
+ABSENT = "a process has ended, or was not started; the same command on all starts again"
+
+
+class Followed(Refused):
+    """Another rank was refused, and says why."""
+
+
+class Ranks:
+    """rank: of this process. world: how many there are. main: whether this one writes and speaks."""
+
+    def __init__(self):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.local = int(os.environ.get("LOCAL_RANK", 0))
+        self.started = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun, or as it does
+        self.ddp, self.spread = None, False
+
+    @property
+    def main(self):
+        return self.rank == 0
+
+    def device(self, name):
+        """The torch.device of this process, of a --device: auto, cpu or cuda."""
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda":
+            if not torch.cuda.is_available():
+                raise Refused(
+                    "--device cuda: torch finds no CUDA device here; use --device cpu, or a torch build "
+                    "with CUDA on a machine with a GPU"
+                )
+            torch.cuda.set_device(self.local)
+            name = f"cuda:{self.local}"
+        return torch.device(name)
+
+    def meet(self, device, flags=None, alone=False):
+        """Join the other processes; they end by themselves. flags: {name: value}, in which they must agree.
+        alone: meet where there is but one, too. Raises Refused on the first rank, Followed on the others.
+        """
+        if dist.is_initialized() or (self.world == 1 and not alone):
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if not (dist.is_available() and getattr(dist, f"is_{backend}_available")()):
+            missing = f"this torch has no {backend}, by which processes on {device.type} speak to each other"
+            raise Refused(f"{missing}: install a build that has it, or use --device cpu, or one process")
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
+            self._agree(store, {"device": device.type, **(flags or {})})
+            own = dict(store=store, rank=self.rank, world_size=self.world)
+            dist.init_process_group(backend, **own, timeout=MEETING)
+            if self.world > 1:
+                _keep_in_touch(self.rank, store)
+        except Refused:
+            raise
+        except ValueError as error:
+            apart = f"the {self.world} processes did not meet ({first_line(error)})"
+            raise Refused(f"{apart}: start them by torchrun") from None
+        except RuntimeError as error:  # as those of dist are
+            apart = f"the {self.world} processes did not meet ({first_line(error)})"
+            raise Refused(f"{apart}: {ABSENT}") from None
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # old torch
+        set_timeout(WAITING)
+        store.set_timeout(WAITING)
+
+    def _agree(self, store, flags):
+        """Ask all ranks for their flags before the first word of a backend, which would wait for ever."""
+        store.set(f"flags of {self.rank}", json.dumps(flags))
+        said = ""
+        if self.main:
+            ranks = range(1, self.world)
+            said = next(filter(None, (self._differs(store, rank, flags) for rank in ranks)), "")
+            store.set("flags differ", said)
+        elif store.get("flags differ"):
+            store.set(f"told {self.rank}", "")
+            raise Followed("the flags of the ranks differ")
+        if said:
+            with suppress(RuntimeError):  # the store may end with this process
+                store.wait([f"told {rank}" for rank in range(1, self.world)], timedelta(seconds=5))
+            raise Refused(said)
+
+    @staticmethod
+    def _differs(store, rank, flags):
+        """What keeps a rank from training with this one, a line, or None."""
+        try:
+            theirs = json.loads(store.get(f"flags of {rank}"))
+        except dist.DistStoreError:
+            return f"rank {rank} did not come within {MEETING.seconds} seconds: {ABSENT}"
+        other = [name for name in flags if theirs.get(name) != flags[name]]
+        if not other:
+            return None
+        its, own = (json.dumps(values.get(other[0])) for values in (theirs, flags))
+        differ = f"rank {rank} was started with --{other[0]} {its}, rank 0 with {own}"
+        return f"{differ}: start all with the same command"
+
+    def wait(self):
+        """Go on when all have come here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def sum(self, value):
+        """Sum a tensor over all ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def mean(self, value):
+        """The mean of a tensor over all ranks; the tensor itself may change."""
+        return self.sum(value) / self.world if self.world > 1 else value
+
+    def any(self, number, device):
+        """The largest of the ranks' numbers (None counts as 0), or None where all are 0."""
+        if self.world == 1:
+            return number
+        flag = torch.tensor([number or 0], device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag.item() or None
+
+    def first(self, act, device):
+        """act() on the main rank. Where that is refused all ranks are, so that none waits for it."""
+        refused = None
+        if self.main:
+            try:
+                act()
+            except Refused as error:
+                refused = error
+        if self.any(int(refused is not None), device):
+            raise refused or Followed("the main process was refused")
+
+    def each(self, act, device):
+        """act() on every rank. Where it is refused on some, all are, and the first of these says why."""
+        refused = None
+        try:
+            act()
+        except Refused as error:
+            refused = error
+        first = self.any(self.world - self.rank if refused else 0, device)
+        if first:
+            raise refused if first == self.world - self.rank else Followed("another rank was refused")
+
+    # -- gradients
+
+    def wrap(self, run, net, seed=0, step=lambda: 0):
+        """`net`, the model of a Precision `run`, compiled or not, with gradients averaged over all ranks.
+
+        seed, step: what their rounding goes by, see reduction.py.
+        """
+        if self.world == 1 or self.spread:
+            return net
+        mean = reduction.mean(run.recipe, run.params, seed, step)
+        self.ddp = DistributedDataParallel(net)
+        self.ddp.register_comm_hook(None, mean.hook)
+        run.reduce_sums = mean.sums
+        return self.ddp
+
+    def synchronised(self, run, last):
+        """What the backward pass of a micro-batch runs in; `last`: of a step."""
+        # fp32 sums of bf16 gradients are reduced once, after the last micro-batch; else DDP reduces p.grad
+        # during the last backward pass
+        alone = self.ddp and (not last or run.keeps_sums)
+        return self.ddp.no_sync() if alone else nullcontext()
+
+
+lifelines = []  # of this process: one while it needs the others
+
+
+def _keep_in_touch(rank, store):
+    """Have this process end where another has, whose end the backend may have missed."""
+
+    def ended():
+        line = f"train.py: {GONE}"
+        if speaks():
+            tqdm.write(line, file=sys.stderr)
+        tell(line)
+        os._exit(2)  # the thread that trains waits in the backend, where no exception reaches it
+
+    try:
+        lifelines.append(Lifeline(rank, os.environ["MASTER_ADDR"], store, ended))
+    except OSError as error:
+        late = f"where another process is killed, this one may wait for {WAITING.seconds // 60} minutes"
+        print(f"warning: rank {rank} can't tell when others end ({error}): {late}", file=sys.stderr)
+
+
+def part():
+    """From here on each process ends when it likes."""
+    while lifelines:
+        lifelines.pop().end()
+
+
+def leave():
+    """End what `meet` began: the group, and its threads where nobody holds it any more. One that still runs
+    while Python ends can abort the process (pytorch 179291).
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def speaks():
+    """Whether this process is to say why the run has ended: the first of its processes that asks."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return True
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((host, port), 3).close()  # where nobody listens torch writes a page
+        options = dict(is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.TCPStore(host, port, **options).add(f"has spoken {attempt}", 1) == 1
+    except (LookupError, OSError, RuntimeError, ValueError):  # nobody is left who could have spoken
+        return True
+
+
+# ---- Processes that end before their time ------------------------------------------------------------------
+
+GONE = "another process of this run has ended; the same command resumes"
+READER = "a process that reads data was ended from outside, or for want of memory"
+LOST = {  # what an error says of another process: what a person reads
+    "DataLoader worker": READER,
+    "unable to open shared memory": "the processes that read data have no shared memory left: --workers 0",
+}
+PEERS = ("gloo", "nccl", "connection", "peer", "socket", "process group", "broken pipe")
+
+
+def lost(error, world):
+    """What happened, where an error tells that another process of the run has ended; else None."""
+    text = str(error)
+    if isinstance(error, (ConnectionResetError, EOFError)):  # while it handed over a batch
+        return f"{READER}; the same command resumes"
+    for sign, said in LOST.items():
+        if sign in text:
+            return f"{said}; the same command resumes"
+    if world > 1 and any(sign in text.lower() for sign in PEERS):
+        return GONE
+    return None
+
+
+def tell(message):
+    """Leave a message for torchrun, whose last words then hold it, in place of "no error file". Its own
+    traceback before that can't be had away from inside: torchrun raises its own exception for any status
+    but 0.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    facts = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": facts}, file)

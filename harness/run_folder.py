@@ -1,0 +1,365 @@
+"""A run's folder: opened, resumed or refused, written, read, exported.
+
+runs/NAME/ holds config.json (command and resolved flags), ledger.json (the precision of every site),
+env.json (versions, machine, commit), metrics.jsonl (a line a logged step), samples/*.png, TensorBoard
+events, checkpoint.pt (see checkpoints.py; of a net that is spread over ranks checkpoint.json and a folder,
+see shards.py), best.pt (the best validation's) and summary.json (final scores). Every file that is read again
+is written beside its place and renamed, so what was there stays whole until the new one is. One process at a
+time trains in a folder: .lock says which.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import re
+import resource
+import shlex
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors.torch import save as safetensors_bytes
+
+from harness import checkpoints, shapes, shards
+from harness.checkpoints import CHECKPOINT
+from harness.checkpoints import read as read_checkpoint
+from harness.files import check_regular, read_json, read_lines, write_atomically, write_json
+from lowprec.machine import Refused, cpu_threads, device_facts, without
+
+LOCK = ".lock"
+# What may lie in a folder that holds no run yet: what desktops leave, and what a run left that was killed
+# before its first file was whole
+LITTER = re.compile(r"\.lock|\.DS_Store|Thumbs\.db|desktop\.ini|.+\.(json|jsonl|pt)(\.\d+)?\.part")
+SUMMARY = {  # key: (test, what it is, whether it must be there)
+    "step": (shapes.is_whole, "a whole number, 0 or more", True),
+    "seconds": (shapes.is_amount, "a number, 0 or more", True),
+    "skipped_steps": (shapes.is_whole, "a whole number, 0 or more", True),
+    "scores": (shapes.table(shapes.table()), "a table of scores for each source of weights", True),
+    "reference": (shapes.table(shapes.table()), "a table of scores", True),
+    "peak_memory": (shapes.is_amount, "a number, 0 or more", True),
+    "scoring_seconds": (shapes.is_amount, "a number, 0 or more", True),
+    "activations": (shapes.fields({"total": shapes.is_amount}), "a table with a total", False),
+    "validation": (
+        shapes.fields({"watched": shapes.is_text, "best": shapes.maybe(shapes.is_number)}),
+        "a table of the best validation",
+        False,
+    ),
+}
+
+
+# ---- What a run writes and reads again ---------------------------------------------------------------------
+
+
+def read_metrics(path):
+    """The lines of a metrics.jsonl, [] when there is none: dicts of numbers with the step of each. Raises
+    Refused.
+    """
+    rows = read_lines(path)
+    for number, row in enumerate(rows, 1):
+        numbers = [value for value in row.values() if value is not None and type(value) is not bool]
+        if not all(map(shapes.is_number, numbers)) or not shapes.is_whole(row.get("step")):
+            wrong = f"{path}, object {number} is no line of a run: it needs a step, and numbers alone"
+            raise Refused(f"{wrong}; remove that line, or the file")
+    return rows
+
+
+def read_summary(path):
+    """The dict of a summary.json, its values those that SUMMARY tells. Raises Refused."""
+    summary = read_json(path)
+    wrong = f"{path} is no summary of a run: remove it, and the run is scored again"
+    shapes.check(summary, SUMMARY, wrong)
+    reference = summary["reference"]
+    if not summary["scores"] or (reference and not {"floor", "ceiling"} <= reference.keys()):
+        raise Refused(wrong)
+    return summary
+
+
+# ---- Exported weights --------------------------------------------------------------------------------------
+
+
+def check_export(path):
+    """Raise Refused unless a file may be written at `path`: a new one, or in place of safetensors."""
+    path = Path(path)
+    if not os.path.isdir(path.absolute().parent):
+        missing = f"--export {path}: there is no folder {path.parent}"
+        raise Refused(f"{missing}; make it, or name another")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise Refused(f"--export {path}: nothing may be written in {path.parent}; name another folder")
+    check_regular(path)
+    if not os.path.exists(path):
+        return
+    with open(path, "rb") as file:
+        start, size = file.read(9), path.stat().st_size
+    header = int.from_bytes(start[:8], "little")  # bytes of the JSON that begins a file of safetensors
+    if size and not (start[8:] == b"{" and header <= size - 8):
+        raise Refused(f"--export {path} would replace a file that is no safetensors: give it another name")
+
+
+def export(path, weights, config, step):
+    """Write {name: tensor} as safetensors, with the flags and the step as metadata."""
+    check_export(path)
+    tensors, seen = {}, set()
+    for name, value in weights.items():
+        value = value.detach().contiguous()
+        # safetensors refuses two names for one memory, which is how tied weights come: the second is a copy
+        place = value.device, value.data_ptr()
+        if value.numel() and place in seen:
+            value = value.clone()
+        seen.add(place)
+        tensors[name] = value
+    content = safetensors_bytes(tensors, metadata={"flags": json.dumps(config), "step": str(step)})
+    write_atomically(path, lambda file: file.write(content))
+
+
+# ---- The machine -------------------------------------------------------------------------------------------
+
+
+def environment(device):
+    """Versions, machine and commit, for env.json and for records."""
+    with without("transformers"):
+        import monai
+    import torchvision
+
+    kind, capability, features = device_facts(device)
+    status = _git("status", "--porcelain", "--", ".", ":!experiments", ":!*.md")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "monai": monai.__version__,
+        "cpu": _cpu_name(),
+        "cores": cpu_threads(),
+        "threads": torch.get_num_threads(),
+        "bf16": sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}),
+        "gpu": torch.cuda.get_device_name(device) if kind in ("cuda", "rocm") else None,
+        "capability": capability,
+        "commit": _git("rev-parse", "HEAD"),
+        # a log that grows while the run lasts (experiments, *.md) is no change of the code
+        "clean": None if status is None else status == "",
+    }
+
+
+def _git(*words):
+    """What git says of this folder, or None where it is no clone, or there is no git."""
+    words = ["git", "-C", str(Path(__file__).parent), *words]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_name():
+    try:
+        with open("/proc/cpuinfo") as info:
+            for line in info:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def start_peak_memory(device):
+    """Let `peak_memory` count from here, where the device can: a process's largest resident set can't be
+    reset.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device):
+    """Peak bytes of the CUDA allocator; on a CPU of the process's resident set, libraries included."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes
+
+
+# ---- The folder --------------------------------------------------------------------------------------------
+
+
+class Folder:
+    """runs/NAME/. `folder / "name"` is a path in it. Between `log_to` and `close` it takes metrics and
+    pictures.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self._metrics = self._board = self._lock = None
+
+    def __truediv__(self, name):
+        return self.path / name
+
+    def __fspath__(self):
+        return str(self.path)
+
+    def __str__(self):
+        return str(self.path)
+
+    @property
+    def open(self):
+        """Whether it takes metrics now."""
+        return self._metrics is not None
+
+    @property
+    def has_checkpoint(self):
+        return os.path.lexists(self / CHECKPOINT) or shards.is_there(self / CHECKPOINT)
+
+    def check(self, differences):
+        """Refuse to go on where the folder holds another run, or something else.
+
+        differences: {flags of the run in the folder (a dict)} -> list of texts, one for each flag that
+        differs.
+        """
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            why = f"can't be read as a folder ({error.strerror})"
+            raise Refused(f"{self} {why}: choose another --name or --runs") from None
+        if "config.json" in names:
+            changed = differences(self.flags())
+            if changed:
+                what = ", ".join(changed)
+                raise Refused(f"{self} holds a run with other flags ({what}): give this one another --name")
+        elif not all(LITTER.fullmatch(name) for name in names):
+            raise Refused(f"{self} exists and holds no run of this program: choose another --name")
+
+    def lock(self):
+        """Keep other processes from the folder, which is made, until `close` or the end of this process, by
+        whatever it ends. Raises Refused where one is at work here.
+
+        A lock of the process (POSIX): those that it forks, which may outlive it for seconds, don't hold it.
+        """
+        path = self / LOCK
+        check_regular(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(path, "a+")
+        except OSError as error:
+            if self.path.is_dir() and not os.access(self.path, os.W_OK):
+                return  # a run that has ended is printed again; nobody can write here
+            elsewhere = "choose another --runs or --name"
+            raise Refused(f"can't write to {self}: {error.strerror}; {elsewhere}") from None
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                said = f"{self} can't be locked here ({error.strerror}): start one process at a time on it"
+                print(f"warning: {said}", file=sys.stderr)
+                return
+            self._lock.seek(0)
+            who = self._lock.read(100).strip() or "another process"
+            raise Refused(f"{self} is in use by {who}: wait for its end, or choose another --name") from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        self._lock.flush()
+
+    def checkpoint(self, differences):
+        """The dict of its checkpoint, see `read_checkpoint`. Raises Refused for that of another run;
+        differences: as of `check`.
+        """
+        return self.checked(read_checkpoint(self.path), differences)
+
+    def checked(self, found, differences):
+        """What was read of its checkpoint, unless that is another run's."""
+        changed = differences(found["config"])
+        if changed:
+            other = f"{self / CHECKPOINT} belongs to another model or recipe ({', '.join(changed)})"
+            raise Refused(f"{other}: put the run's own back, or choose another --name")
+        return found
+
+    def flags(self):
+        """{flag: value} of the run that it holds."""
+        try:
+            flags = read_json(self / "config.json").get("flags")
+        except Refused:
+            flags = None
+        if not shapes.table(checkpoints.is_plain)(flags):
+            raise Refused(f"{self}/config.json can't be read: move the folder away, or choose another --name")
+        return flags
+
+    def summary(self):
+        """summary.json of a run that ended, or None."""
+        path = self / "summary.json"
+        return read_summary(path) if os.path.lexists(path) else None
+
+    def begin(self, command, config, ledger, device, step):
+        """Write what is known before the first step, and forget what lies after `step`: it will be done
+        again.
+        """
+        rows = read_metrics(self / "metrics.jsonl")
+        (self / "summary.json").unlink(missing_ok=True)  # scores of fewer steps or of other samples
+        for path in self.path.glob("*.*.part"):  # of a process that was killed while it wrote
+            if re.search(r"\.\d+\.part$", path.name):
+                path.unlink(missing_ok=True)
+        write_json(self / "config.json", {"command": shlex.join(command), "flags": config})
+        write_json(self / "ledger.json", ledger.json())
+        write_json(self / "env.json", environment(device))
+        path = self / "metrics.jsonl"
+        if path.exists():
+            kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
+            write_atomically(path, lambda file: file.write("".join(kept).encode()))
+
+    def save(self, state, name=CHECKPOINT):
+        """Replace the checkpoint of this name."""
+        write_atomically(self / name, lambda file: checkpoints.write(file, state))
+        shards.remove(self / name)
+
+    # -- what a running run writes
+
+    def log_to(self, step):
+        """Open metrics.jsonl and TensorBoard's events, to go on after `step`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        _quieten_writers()
+        self._board = SummaryWriter(str(self.path), purge_step=step + 1)
+        self._metrics = open(self / "metrics.jsonl", "a")
+
+    def log(self, row):
+        """A line of metrics.jsonl, and its numbers as curves."""
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+        for name, value in row.items():
+            if name != "step":
+                self._board.add_scalar(name, value, row["step"])
+
+    def show(self, pictures, name, step):
+        """{title: grid [C, H, W] in [0, 1]} as samples/<name>.png, each but the first with its title in the
+        name; and in TensorBoard while it is open.
+        """
+        from torchvision.utils import save_image
+
+        for number, (title, grid) in enumerate(pictures.items()):
+            file = f"{name}-{title}.png" if number else f"{name}.png"
+            path = self / "samples" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_image(grid, path)
+            if self._board is not None:
+                self._board.add_image(title, grid, step)
+
+    def close(self):
+        """Close what `log_to` opened; nothing is written to them afterwards. Others may take the folder."""
+        with ExitStack() as stack:  # closing one may fail, on a full disk say
+            for file in (self._lock, self._board, self._metrics):
+                if file is not None:
+                    stack.callback(file.close)
+            self._metrics = self._board = self._lock = None
+
+
+def _quieten_writers():
+    """Let TensorBoard's threads end without a traceback: what stops one is raised again by the next curve."""
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _said
+
+
+def _said(args):
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(args)

@@ -1,0 +1,309 @@
+"""A checkpoint that many ranks write together, and any number of them reads: torch.distributed.checkpoint
+without a pickle.
+
+    runs/NAME/checkpoint.json               what it holds: all values but tensors, and a SHA-256 of each file
+    runs/NAME/checkpoint-00000120/*         a file of safetensors from each rank, with its rows of each tensor
+
+`fully_shard` spreads a net over ranks, and no rank has all of it. So each writes what it has. The file of
+plain values is written last, by the first rank, and names the folder: a checkpoint is whole or not there. The
+one before stays until then.
+
+torch.distributed.checkpoint plans who writes and reads what. Its FileSystemReader would unpickle `.metadata`
+without restriction and run whatever that says (torch 2.14: checkpoint/filesystem.py, read_metadata), so its
+HuggingFaceStorageWriter and -Reader are used: their metadata is the JSON in the head of each file. Other
+programs read the folder by the same reader.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from harness.files import cant_write, check_regular, digest, read_json, write_json
+from harness.ranks import Followed, lost
+from lowprec.fsdp import Chunk, local
+from lowprec.machine import Refused, first_line
+
+NAMES = ("checkpoint", "best")  # what checkpoints of many ranks are called
+DTYPES = {str(d).removeprefix("torch."): d for d in (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64,
+)}  # fmt: skip
+
+
+def pointer(path):
+    """Where the plain values lie of the checkpoint that is called `path`, as checkpoint.pt."""
+    return Path(path).with_suffix(".json")
+
+
+def file_of(path):
+    """The file that is there of the checkpoint that is called `path`."""
+    return pointer(path) if is_there(path) else Path(path)
+
+
+DAMAGED = "{} is damaged: it is not what was written, by its checksum; use another copy, or train again"
+
+# ---- Trees -------------------------------------------------------------------------------------------------
+
+
+def _apart(x, tensors, key="", first=None):
+    """A nest of dicts, lists and tuples as JSON takes it; its tensors go into `tensors`, {key: tensor}. What
+    has several names, as tied weights have, goes there by the first. first: {memory: key}.
+    """
+    first = {} if first is None else first
+    if torch.is_tensor(x):
+        key = first.setdefault(_memory(x), key)
+        tensors[key], shape = x, x.whole_shape if isinstance(x, Chunk) else x.shape
+        dtype = str(x.dtype).removeprefix("torch.")
+        return {"$tensor": key, "size": list(x.shape), "shape": list(shape), "dtype": dtype}
+    if isinstance(x, dict):
+        if all(isinstance(k, str) for k in x) and not any(k.startswith("$") for k in x):
+            return {k: _apart(v, tensors, f"{key}/{k}", first) for k, v in x.items()}
+        return {"$pairs": [[k, _apart(v, tensors, f"{key}/{k}", first)] for k, v in x.items()]}
+    if isinstance(x, (list, tuple)):
+        values = [_apart(v, tensors, f"{key}/{i}", first) for i, v in enumerate(x)]
+        return values if isinstance(x, list) else {"$tuple": values}
+    return x
+
+
+def _memory(x):
+    """What two names of one tensor have in common; the same names on every rank, those without rows too."""
+    own = x.tensor if isinstance(x, Chunk) else local(x)
+    # the storage itself: the address of an empty one is 0
+    return own.untyped_storage()._cdata, own.storage_offset(), own.dtype, x.shape, own.stride()
+
+
+def _together(x, tensor_of):
+    """The nest that `_apart` took apart. tensor_of: a leaf's description -> the tensor."""
+    if isinstance(x, dict):
+        if "$tensor" in x:
+            return tensor_of(x)
+        if "$pairs" in x:
+            return {k: _together(v, tensor_of) for k, v in x["$pairs"]}
+        if "$tuple" in x:
+            return tuple(_together(v, tensor_of) for v in x["$tuple"])
+        return {k: _together(v, tensor_of) for k, v in x.items()}
+    return [_together(v, tensor_of) for v in x] if isinstance(x, list) else x
+
+
+# ---- Writing -----------------------------------------------------------------------------------------------
+
+
+def write(path, state, ranks, device):
+    """Write a checkpoint from all ranks. path: as of a checkpoint.pt; state: a dict of format 1 whose tensors
+    may be DTensors and Chunks. Raises Refused on the first rank, Followed on the others.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter, save
+
+    tensors = {}
+    tree = _apart({"format": 1, **state}, tensors)
+    file = pointer(path)
+    name = f"{file.stem}-{state['step']:08d}"
+    part = file.with_name(f"{name}.part")
+    ranks.first(lambda: _make(file, part), device)
+    tensors = {key: t.detach() for key, t in tensors.items()}
+    writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
+    # what all ranks hold is the first one's: running statistics begin each step as these
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    _together_or_refused(
+        lambda: save(tensors, storage_writer=writer, planner=planner),
+        lambda error: cant_write(file, error),
+        ranks,
+    )
+    sums = _sums(part, ranks, device)
+    ranks.first(lambda: _settle(file, part, name, tree, sums), device)
+
+
+def _make(file, part):
+    """An empty folder beside the place of the new one."""
+    check_regular(file)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise Refused(f"can't write {part}: {error.strerror}; choose another --runs or --name") from None
+
+
+def _sums(part, ranks, device):
+    """{file: SHA-256} of all files, each hashed and brought to the disk by the rank that wrote it."""
+    said = torch.zeros(ranks.world, 256, dtype=torch.int32)
+    for path in part.glob(f"shard-{ranks.rank + 1:05d}-*"):  # none where no tensor has a row for this rank
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            words = f"{digest(file, os.fstat(file.fileno()).st_size)} {path.name}".encode()
+        said[ranks.rank, : len(words)] = torch.tensor(list(words), dtype=torch.int32)
+    said = ranks.sum(said.to(device)).tolist()
+    words = [bytes(row).rstrip(b"\0").decode().split(" ", 1) for row in said]
+    return {name: found for found, name in filter(lambda pair: len(pair) == 2, words)}
+
+
+def _settle(file, part, name, tree, sums):
+    """Let the new checkpoint be the one that is read, and remove the one before it."""
+    folder, number = file.with_name(name), 0
+    while folder.exists():
+        number += 1
+        folder = file.with_name(f"{name}-{number}")
+    try:
+        os.rename(part, folder)
+        for place in (folder, folder.parent):
+            handle = os.open(place, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+    except OSError as error:
+        raise Refused(f"can't write {folder}: {error.strerror}; choose another --runs or --name") from None
+    content = {"folder": folder.name, "files": sums, "state": tree}
+    write_json(file, {"sha256": _sum(content), **content})
+    _forget(file, folder)
+    with suppress(OSError):
+        file.with_suffix(".pt").unlink()  # of a run of one process, up to here
+
+
+def _forget(file, kept=None):
+    written = re.compile(rf"{re.escape(file.stem)}-\d{{8,}}(-\d+)?(\.part)?")
+    for old in file.parent.iterdir():
+        if old != kept and written.fullmatch(old.name) and old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(path):
+    """Remove what is read as the checkpoint `path`, where a file of one process has taken its place."""
+    if is_there(path):
+        pointer(path).unlink(missing_ok=True)
+        _forget(pointer(path))
+
+
+def _sum(content):
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _together_or_refused(act, line_of, ranks):
+    """act(), which all ranks do together. An error on one of them is one line, line_of(error), of the first.
+    Where another process has ended, which may be that one, all raise Refused.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        act()
+    except CheckpointException as error:
+        failure = next(iter(error.failures.values()))
+        failure = failure[0] if isinstance(failure, tuple) else failure
+        gone = lost(RuntimeError(first_line(failure)), ranks.world)
+        if not (gone or ranks.main):
+            raise Followed("the ranks could not do it together") from None
+        raise Refused(gone or line_of(failure)) from None
+
+
+# ---- Reading -----------------------------------------------------------------------------------------------
+
+
+def is_there(path):
+    return Path(path).stem in NAMES and os.path.lexists(pointer(path))
+
+
+def _opened(path):
+    """(content of the file of plain values, folder of the tensors, both verified but for the tensors)."""
+    file = pointer(path)
+    content = read_json(file)
+    damaged = Refused(DAMAGED.format(file))
+    claimed = content.pop("sha256", None)
+    if set(content) != {"folder", "files", "state"} or claimed != _sum(content):
+        raise damaged
+    if not all(map(_is_name, [content["folder"], *content["files"]])):
+        raise damaged
+    folder = file.with_name(content["folder"])
+    missing = [name for name in content["files"] if not (folder / name).is_file()]
+    stray = {p.name for p in folder.glob("*")} - set(content["files"])
+    if missing or stray:
+        what = f"{missing[0]} is missing" if missing else f"{sorted(stray)[0]} does not belong there"
+        raise Refused(f"{folder}: {what}; use another copy, or train again")
+    return content, folder
+
+
+def _is_name(name):
+    return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..")
+
+
+def _verify(content, folder, rank=0, world=1):
+    """Raise Refused unless this rank's share of the files is, to the last bit, what was written."""
+    for i, (name, claimed) in enumerate(sorted(content["files"].items())):
+        if i % world == rank:
+            with open(folder / name, "rb") as file:
+                if digest(file, os.fstat(file.fileno()).st_size) != claimed:
+                    raise Refused(DAMAGED.format(folder / name))
+
+
+def _described(tree):
+    """The descriptions of all tensors, {key: description}."""
+    found = {}
+    _together(tree, lambda leaf: found.setdefault(leaf["$tensor"], leaf))
+    return found
+
+
+def read(path):
+    """The dict of a checkpoint, with whole tensors on the CPU, as one process would have written it. Its
+    values are still to be checked. Raises Refused for what is damaged.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    content, folder = _opened(path)
+    _verify(content, folder)
+    strange = Refused(f"{pointer(path)} is no checkpoint of this program: train again, or use another one")
+    try:
+        leaves = _described(content["state"])
+        sizes = {key: (tuple(leaf["size"]), DTYPES[leaf["dtype"]]) for key, leaf in leaves.items()}
+        asked = sum(math.prod(size) * dtype.itemsize for size, dtype in sizes.values())
+        if asked > sum((folder / name).stat().st_size for name in content["files"]):
+            raise strange
+        tensors = {key: torch.zeros(size, dtype=dtype) for key, (size, dtype) in sizes.items()}
+        with warnings.catch_warnings():  # that it is one process is meant
+            warnings.simplefilter("ignore")
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        return _together(content["state"], lambda leaf: tensors[leaf["$tensor"]].view(leaf["shape"]))
+    except Refused:
+        raise
+    except BaseException as error:  # a broken file can raise nearly everything
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise strange from None
+
+
+def read_parts(path, run, ranks, device):
+    """The same with what this rank of a Precision `run` holds, read into its own tensors in place. All ranks
+    call it. Raises Refused for another net or recipe.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    found = {}
+
+    def look():
+        found["content"], found["folder"] = _opened(path)
+        _verify(found["content"], found["folder"], ranks.rank, ranks.world)
+
+    ranks.each(look, device)
+    content, folder, own = found["content"], found["folder"], {}
+    _apart({"precision": run.state_dict()}, own)
+    leaves = _described(content["state"])
+    if own.keys() != leaves.keys() or any(_described_as(own[key]) != _seen(leaves[key]) for key in own):
+        other = f"{folder} belongs to another model or recipe"
+        raise Refused(f"{other}: use the flags it was trained with, or another --name")
+    _together_or_refused(
+        lambda: load(own, storage_reader=HuggingFaceStorageReader(str(folder))),
+        lambda error: f"can't read {folder}: {first_line(error)}",
+        ranks,
+    )
+    return _together(content["state"], lambda leaf: own[leaf["$tensor"]])
+
+
+def _described_as(x):
+    return _seen(_apart(x, {}))
+
+
+def _seen(leaf):
+    return leaf["size"], leaf["shape"], leaf["dtype"]

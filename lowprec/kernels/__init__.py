@@ -1,0 +1,1 @@
+"""One optimiser step, written for each kind of machine, with the same bits."""

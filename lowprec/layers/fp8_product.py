@@ -1,0 +1,475 @@
+"""One FP8 product: its options, its scales, its three matrix products, and the layers that take it, ours and
+those of Transformer Engine and torchao. fp8.py puts a whole model in FP8 and says what the words mean.
+"""
+
+import dataclasses
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ..formats import FORMATS
+from ..machine import Refused, try_import
+
+# the operands of the three products of a layer: y = x w, dx = g w^T, dw = x^T g
+INPUT, WEIGHT, GRAD = range(3)
+OPERANDS = ("input", "weight", "grad")
+E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
+OPERAND_FORMATS = {
+    "hybrid": (E4M3, E4M3, E5M2),
+    "e4m3": (E4M3, E4M3, E4M3),
+    "e5m2": (E5M2, E5M2, E5M2),
+}
+CHOICES = {
+    "backend": ("auto", "te", "torchao", "scaled_mm", "emulate"),
+    "format": tuple(OPERAND_FORMATS),
+    "recipe": ("delayed", "tensorwise", "rowwise"),
+    "amax_compute_algo": ("max", "most_recent"),
+}
+# what CUDA's FP8 kernels ask of every contracted and every output dimension; kept on all devices
+MULTIPLE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How products are taken in FP8; see the top of fp8.py.
+
+    Raises Refused for unknown values, and for amax settings of a recipe that keeps no history.
+    """
+
+    backend: str = "auto"
+    format: str = "hybrid"
+    recipe: str = "tensorwise"
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+
+    def __post_init__(self):
+        for name, values in CHOICES.items():
+            if getattr(self, name) not in values:
+                flag = name if name.startswith("amax") else f"fp8_{name}"
+                raise Refused(f"--{flag} {getattr(self, name)}: unknown; choose from {', '.join(values)}")
+        if self.amax_history_len < 1:
+            raise Refused(f"--amax_history_len {self.amax_history_len}: a history has 1 step or more")
+        history = self.amax_history_len, self.amax_compute_algo
+        if self.recipe != "delayed" and history != (1024, "max"):
+            raise Refused(
+                f"--fp8_recipe {self.recipe} keeps no history of amax: --amax_history_len and "
+                f"--amax_compute_algo need --fp8_recipe delayed"
+            )
+
+    @property
+    def formats(self):
+        """Formats of input, weight and gradient."""
+        return OPERAND_FORMATS[self.format]
+
+
+# ---- Scales ------------------------------------------------------------------------------------------------
+
+
+def amax_of(x, dim=None):
+    """Largest magnitude of x [M, N]: of all, fp32 [1, 1], or along dim, fp32 [1, N] or [M, 1].
+
+    NaN and infinity show.
+    """
+    if dim is None:
+        low, high = x.aminmax()
+        return torch.maximum(-low, high).float().view(1, 1)
+    low, high = x.aminmax(dim=dim, keepdim=True)
+    return torch.maximum(-low, high).float()
+
+
+def current_scale(amax, top):
+    """top / amax, at most the largest fp32; 1 where amax is 0.
+
+    An infinite amax gives 0: its product is NaN, and seen.
+    """
+    scale = (top / amax).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def delayed_scale(amax, old, top):
+    """Transformer Engine's rule: `current_scale`, but the old scale where amax is 0, infinite or NaN."""
+    return torch.where((amax > 0) & amax.isfinite(), current_scale(amax, top), old)
+
+
+def roll(history, scale, tops, algo="max"):
+    """End a step of delayed scaling, in place, as Transformer Engine does.
+
+    history [N, S]: row 0 the amax of this step, then those of past steps, the oldest first; scale [S];
+    tops [S]. New scales come from the largest of the history ("max") or from row 0 ("most_recent"); then the
+    history is rolled by -1 and row 0 cleared.
+    """
+    amax = history.amax(0) if algo == "max" else history[0].clone()
+    scale.copy_(delayed_scale(amax, scale, tops))
+    history.copy_(history.roll(-1, 0))
+    history[0] = 0
+
+
+# ---- Products ----------------------------------------------------------------------------------------------
+
+
+def _cpu_scales_rows():
+    """Whether torch._scaled_mm takes a scale for each row on a CPU; torch 2.11 does not."""
+    codes = torch.zeros(16, 16, dtype=E4M3.dtype, device="cpu")
+    scales = torch.ones(16, 1, device="cpu")
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+CPU_SCALES_ROWS = _cpu_scales_rows()  # not asked within a product, which torch.compile traces
+
+
+def scaled_mm_refusal(device, a, b):
+    """Why torch._scaled_mm can't multiply dtypes a and b on a device, or None."""
+    if a == b == torch.float8_e5m2:
+        return "no kernel multiplies e5m2 by e5m2"
+    if device.type == "cuda" and not E4M3.native(device):
+        return "FP8 tensor cores start at compute capability 8.9"
+    if device.type == "cpu" and not CPU_SCALES_ROWS:
+        return f"torch {torch.__version__} takes one scale a tensor on a CPU"
+    return None if device.type in ("cuda", "cpu", "meta") else f"torch has no FP8 product on {device.type}"
+
+
+def shape_refusal(k, n):
+    """Why a weight of k inputs and n outputs can't be multiplied in FP8, or None."""
+    odd = [f"{value} {what}" for value, what in ((k, "inputs"), (n, "outputs")) if value % MULTIPLE]
+    return f"{' and '.join(odd)}: no multiple of {MULTIPLE}" if odd else None
+
+
+def decode(codes):
+    """fp32, exactly: what FP8 codes stand for."""
+    if type(codes) is not torch.Tensor:  # torch.compile traces this: a table would be a constant of the graph
+        return codes.float()
+    return (E4M3 if codes.dtype == E4M3.dtype else E5M2).values(codes)
+
+
+def product(a, b, out_dtype, emulated=False):
+    """[M, N] in out_dtype of operands (fp8 [M, K], inverse scale) and (fp8 [K, N], inverse scale).
+
+    A scale is [1, 1], or [M, 1] and [1, N]. M, K and N are multiples of 16. emulated, or without a kernel,
+    the operands are multiplied in fp32, not bf16: FP8 values are exact in both, but only fp32 leaves the sums
+    unrounded until the scales are off, as the kernels do.
+    """
+    (a, a_inverse), (b, b_inverse) = a, b
+    # autocast would reach into the kernel of a CPU (torch 2.14) and round operands, scale and all, to bf16
+    with torch.autocast(a.device.type, enabled=False):
+        if emulated or scaled_mm_refusal(a.device, a.dtype, b.dtype):
+            return ((decode(a) @ decode(b)) * a_inverse * b_inverse).to(out_dtype)
+        return _scaled_mm(a, a_inverse, b, b_inverse, out_dtype)
+
+
+def _scaled_mm(a, a_inverse, b, b_inverse, out_dtype):
+    rowwise = a_inverse.numel() > 1 or b_inverse.numel() > 1
+    scale_a, scale_b = a_inverse.flatten()[:, None], b_inverse.flatten()[None]
+    if a.device.type == "cpu":
+        # its kernel for one scale a tensor takes a thousand times as long on some CPUs (Xeon, torch 2.14)
+        scale_a = scale_a.expand(len(a), 1).contiguous()
+        scale_b = scale_b.expand(1, b.shape[1]).contiguous()
+    # cuBLAS wants a in rows and b in columns; its rowwise kernel writes bf16 alone
+    columns = b if b.t().is_contiguous() else b.t().contiguous().t()
+    out = torch.bfloat16 if rowwise else out_dtype
+    y = torch._scaled_mm(a.contiguous(), columns, scale_a=scale_a, scale_b=scale_b, out_dtype=out)
+    return y.to(out_dtype)
+
+
+class _Scaler:
+    """Rounds the operands of one product. history [N, 3], scale [3]: state of delayed scaling, or None.
+
+    recording: whether history takes the amaxes. counts: None, or float64 [3, 4] that `_count` adds to.
+    """
+
+    def __init__(self, options, history, scale, recording, counts):
+        self.options, self.history, self.scale = options, history, scale
+        self.recording, self.counts = recording, counts
+        self.rowwise, self.emulated = options.recipe == "rowwise", options.backend == "emulate"
+
+    def __call__(self, x, operand, dim):
+        """x [M, N], an operand of a product that sums along dim -> (fp8 [M, N], fp32 inverse scale)."""
+        form = self.options.formats[operand]
+        amax = amax_of(x, dim if self.rowwise else None)
+        scale = current_scale(amax, form.top)
+        if self.scale is not None:
+            old = self.scale[operand].view(1, 1)
+            scale = torch.where(old > 0, old, scale)
+            if self.recording:
+                self.history[0, operand] = torch.maximum(self.history[0, operand], amax.view(()))
+        codes = form.cast(x, scale)
+        if self.counts is not None:
+            self.counts[operand] += _count(x, scale, codes)
+        return codes, scale.reciprocal()
+
+
+def _count(x, scale, codes):
+    """int64 [4]: values that a cast zeroed, non-zero values, values that it clipped, all values."""
+    finfo = torch.finfo(codes.dtype)
+    rounds_to_top = finfo.max * (1 + finfo.eps / 3.5)  # up to half an ulp over 1.75 * 2^n
+    clipped = (x.float() * scale).abs() > rounds_to_top
+    nonzero = x != 0
+    zeroed = nonzero & (codes.float() == 0)
+    return torch.stack([zeroed.sum(), nonzero.sum(), clipped.sum(), torch.ones_like(clipped).sum()])
+
+
+def _t(pair):
+    return pair[0].t(), pair[1].t()
+
+
+# torch.compile takes it into its graph as one call, so all it reads are arguments: tensors and constants
+@torch.compiler.allow_in_graph
+class _Product(torch.autograd.Function):
+    """x [M, K], w [K, N] -> x w in out_dtype; all three products of a training step in FP8."""
+
+    @staticmethod
+    def forward(ctx, x, w, out_dtype, *state):
+        scaler = _Scaler(*state)
+        a, b = scaler(x, INPUT, 1), scaler(w, WEIGHT, 0)
+        ctx.scaler, ctx.dtypes = scaler, (x.dtype, w.dtype)
+        # a scale a row belongs to one direction of summing: rowwise rounds anew, others keep the codes
+        ctx.save_for_backward(*((x, w) if scaler.rowwise else (*a, *b)))
+        return product(a, b, out_dtype, scaler.emulated)
+
+    @staticmethod
+    @once_differentiable  # codes know nothing of the inputs they stand for
+    def backward(ctx, g):
+        scaler, (x_dtype, w_dtype), saved = ctx.scaler, ctx.dtypes, ctx.saved_tensors
+        dx = dw = None
+        along_n = scaler(g, GRAD, 1)
+        if ctx.needs_input_grad[0]:
+            w = scaler(saved[1], WEIGHT, 1) if scaler.rowwise else saved[2:]
+            dx = product(along_n, _t(w), x_dtype, scaler.emulated)
+        if ctx.needs_input_grad[1]:
+            x = scaler(saved[0], INPUT, 0) if scaler.rowwise else saved[:2]
+            along_m = scaler(g, GRAD, 0) if scaler.rowwise else along_n
+            # dw^T = g^T x: kernels take e5m2 as their first operand alone
+            dw = product(_t(along_m), x, w_dtype, scaler.emulated).t()
+        return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
+# ---- Layers ------------------------------------------------------------------------------------------------
+
+
+class Scaling(nn.Module):
+    """The scales of one product x w, its state a part of the model's. Off, it is x @ w; `convert` or `switch`
+    puts it in FP8.
+
+    Called with x [..., K] and w [K, N], or x [..., H or 1, M, K] and w [H, K, N]; returns x @ w in autocast's
+    dtype or that of x. A w whose K or N is no multiple of 16 is multiplied without FP8; after the first call
+    `left_out` says so. Under delayed scaling an operand's first use, which has no past, is scaled by its own
+    amax: Transformer Engine starts at scale 1, where small gradients round to 0. counts: None, or float64
+    [3, 4], what the casts of this step lost.
+    """
+
+    def __init__(self, options=None, device=None):
+        super().__init__()
+        self.options, self.counts, self.left_out = None, None, None  # left_out: None unknown, "" not left out
+        if options is not None:
+            self.switch(options, device)
+
+    def switch(self, options, device=None):
+        """FP8 on as `options` say; state is made anew."""
+        self.options = options
+        if options.recipe == "delayed":
+            new = dict(dtype=torch.float32, device=device)
+            self.register_buffer("amax_history", torch.zeros(options.amax_history_len, 3, **new))
+            self.register_buffer("scale", torch.zeros(3, **new))  # 0: no past
+
+    def decide(self, k, n):
+        """Say in `left_out`, once, whether a w of k inputs and n outputs stays out of FP8."""
+        if self.left_out is None:
+            self.left_out = shape_refusal(k, n) or ""
+
+    def forward(self, x, w):
+        if not torch.compiler.is_compiling():  # a graph writes no attributes
+            self.decide(*w.shape[-2:])
+        if self.options is None or x.is_meta or x.numel() == 0:
+            return x @ w
+        if w.dim() == 3:
+            heads = x.expand(*x.shape[:-3], w.shape[0], *x.shape[-2:]).unbind(-3)
+            products = [self(one, each) for one, each in zip(heads, w.unbind(0), strict=True)]
+            return torch.stack(products, dim=-3)
+        if shape_refusal(*w.shape):
+            return x @ w
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        delayed = self.options.recipe == "delayed"
+        history, scale = (self.amax_history, self.scale) if delayed else (None, None)
+        rows = x.reshape(-1, x.shape[-1])  # [..., K] -> [M, K]
+        # the weight's gradient sums over rows: zero rows bring them to a multiple of 16 and add nothing
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
+        y = _Product.apply(padded, w, dtype, self.options, history, scale, self.training, self.counts)
+        return y[: len(rows)].reshape(*x.shape[:-1], w.shape[-1])
+
+    @torch.no_grad()
+    def roll(self):
+        """End a step of delayed scaling."""
+        if self.options is not None and self.options.recipe == "delayed":
+            tops = self.scale.new_tensor([form.top for form in self.options.formats])
+            roll(self.amax_history, self.scale, tops, self.options.amax_compute_algo)
+
+
+def matmul(x, w, state):
+    """x @ w in FP8 for a model that holds bare parameters: x [..., K], w [K, N] or [H, K, N], state its
+    `Scaling`.
+    """
+    return state(x, w)
+
+
+class Linear(nn.Linear):
+    """nn.Linear over the same parameters, its product in FP8; the bias is added in the output's dtype."""
+
+    def __init__(self, linear, options):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scaling = Scaling(options, linear.weight.device)
+
+    def forward(self, x):
+        y = self.scaling(x, self.weight.t())
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+# ---- Backends ----------------------------------------------------------------------------------------------
+
+
+def backend_refusal(backend, options, device):
+    """Why a backend can't carry out the options on a device, or None."""
+    if backend == "te":
+        if options.recipe == "rowwise":
+            return "Transformer Engine has no rowwise scaling"
+        if options.format == "e5m2":
+            return "Transformer Engine trains in hybrid and e4m3 only"
+        te, error = try_import("transformer_engine.pytorch")
+        if te is None:
+            return f"Transformer Engine can't be imported ({error}); requirements-te.txt installs it"
+        if not hasattr(te, "autocast"):
+            return "this Transformer Engine is too old; requirements-te.txt installs another"
+        needs = "Transformer Engine needs an NVIDIA GPU of compute capability 8.9 or later"
+        return None if E4M3.native(device) else needs
+    if backend == "torchao":
+        if options.recipe == "delayed":
+            return "torchao has no delayed scaling"
+        if options.format == "e5m2":
+            return "no kernel multiplies e5m2 by e5m2"
+        module, error = try_import("torchao.float8")
+        if module is None:
+            return f"torchao can't be imported ({error}); pip install -r requirements.txt"
+        if device.type == "cpu":
+            return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if options.recipe == "rowwise" else None
+        needs = "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
+        return None if E4M3.native(device) else needs
+    if device.type == "mps":
+        return "torch has no float8 on mps"
+    return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if backend == "scaled_mm" else None
+
+
+def resolve(options, device):
+    """The options with a backend that can run them on the device: on GPUs with FP8 tensor cores te, then
+    torchao, then scaled_mm; elsewhere scaled_mm, then emulate. A meta device settles nothing.
+
+    Raises Refused, naming the backends that can, when the one asked for can't.
+    """
+    device = torch.device(device)
+    if device.type == "meta":
+        return options
+    if options.backend == "auto":
+        libraries = ("te", "torchao") if E4M3.native(device) else ()
+        candidates = (*libraries, "scaled_mm", "emulate")
+        for backend in candidates:
+            refusal = backend_refusal(backend, options, device)
+            if refusal is None:
+                return dataclasses.replace(options, backend=backend)
+        raise Refused(f"--fp8 can't run on {device.type}: {refusal}; use --bf16")
+    refusal = backend_refusal(options.backend, options, device)
+    if refusal is None:
+        return options
+    others = [b for b in CHOICES["backend"][1:] if backend_refusal(b, options, device) is None]
+    instead = f"here works --fp8_backend {' or '.join(others)}" if others else "use --bf16"
+    raise Refused(f"--fp8_backend {options.backend}: {refusal}; {instead}")
+
+
+def te_recipe(options):
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+    form = Format.HYBRID if options.format == "hybrid" else Format.E4M3
+    if options.recipe != "delayed":
+        return Float8CurrentScaling(fp8_format=form)
+    return DelayedScaling(
+        fp8_format=form,
+        amax_history_len=options.amax_history_len,
+        amax_compute_algo=options.amax_compute_algo,
+    )
+
+
+def te_linear(linear, recipe, alone):
+    """A Transformer Engine Linear over the parameters of an nn.Linear.
+
+    alone: it enters te.autocast itself, as a finished net does that draws.
+    """
+    import transformer_engine.pytorch as te
+
+    class TELinear(te.Linear):
+        def forward(self, x):
+            rows = x.reshape(-1, x.shape[-1])  # [..., K] -> [M, K], M a multiple of 16
+            padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
+            with te.autocast(enabled=True, recipe=recipe) if alone else nullcontext():
+                y = super().forward(padded)
+            return y[: len(rows)].reshape(*x.shape[:-1], self.out_features)
+
+        # Transformer Engine's own extra state is a pickle, and loading one can run code: these are the same
+        # tensors, as tensors
+        def get_extra_state(self):
+            if not recipe.delayed() or "scaling_fwd" not in self.fp8_meta:
+                return {}
+            state = {}
+            for key in ("scaling_fwd", "scaling_bwd"):
+                own = self.fp8_meta[key]
+                state[key] = {"scale": own.scale.cpu(), "amax_history": own.amax_history.cpu()}
+            return state
+
+        def set_extra_state(self, state):
+            if not state:
+                return
+            with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
+                self.init_fp8_metadata()
+            for key, tensors in state.items():
+                self.fp8_meta[key].scale.copy_(tensors["scale"])
+                self.fp8_meta[key].amax_history.copy_(tensors["amax_history"])
+
+    biased, weight = linear.bias is not None, linear.weight
+    shape = linear.in_features, linear.out_features
+    new = TELinear(*shape, bias=biased, params_dtype=weight.dtype, device=weight.device)
+    new.weight = weight
+    if biased:
+        new.bias = linear.bias
+    return new
+
+
+def torchao_linear(linear, options):
+    from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity
+    from torchao.float8 import float8_linear as library
+
+    class Float8Linear(library.Float8Linear):
+        def forward(self, x):
+            if self.weight.device.type == "cpu":  # torchao heeds autocast on CUDA alone
+                x = x.to(self.weight.dtype)
+            # torchao reshapes its operand to a matrix, and can't copy one with a scale a row; what leaves an
+            # attention is a transposed view
+            return super().forward(x.contiguous())
+
+    rowwise = options.recipe == "rowwise"
+    granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
+    casts = [CastConfig(scaling_granularity=granularity, target_dtype=form.dtype) for form in options.formats]
+    config = Float8LinearConfig(
+        cast_config_input=casts[INPUT],
+        cast_config_weight=casts[WEIGHT],
+        cast_config_grad_output=casts[GRAD],
+        round_scales_to_power_of_2=rowwise,  # as torchao's own rowwise recipe
+        pad_inner_dim=True,
+    )
+    new = library.Float8Linear.from_float(linear, config)
+    new.__class__ = Float8Linear
+    return new

@@ -1,0 +1,303 @@
+"""The average of the weights, computed in fp32 and written as a recipe says.
+
+    average = EMA(list(model.named_parameters()), decay=0.999)
+    ...
+    optimizer.step()
+    average.update()                     # average.shadow is {name: tensor}
+
+`OnCPU` keeps it in the memory of the CPU while the weights are on a GPU. Needs torch alone; copy it.
+"""
+
+import functools
+
+import torch
+
+from ..fsdp import grouped, local
+from ..machine import Refused, check_choice
+from ..rounding import DTYPES, UPDATES, Noise, exact_weight, fused, key_words, noise_bits, rounded, written
+from .buckets import Bucket, Table
+
+# ---- The average -------------------------------------------------------------------------------------------
+
+
+def _ema_kernel(shadow, held, low, h, key, stochastic):
+    s, held = shadow.float(), exact_weight(held, low)
+    s = s + (held - s) * h[0]
+    shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
+
+
+@functools.cache
+def triton_step():
+    """The module of the step and the average as Triton kernels; None where there is no Triton."""
+    try:
+        from ..kernels import triton_step
+    except ImportError:
+        return None
+    return triton_step
+
+
+def part_of(average, at):
+    """What moves along with entries `at`, a slice, with the noise of their places; None: nothing does."""
+    if average is None:
+        return None
+    flat, h, key, stochastic = average
+    if stochastic and at.start:
+        key = key + torch.tensor([0, 0, at.start, 0], dtype=torch.int32)
+    return flat[at], h, key, stochastic
+
+
+def move_along(average, x, p, low, noise=None):
+    """In a kernel that has written fp32 x [n] into weight `p` and its low part by `write_weight`: move the
+    average of it. average: what `EMA.along` gave; None: do nothing.
+    """
+    if average is not None:
+        flat, *how = average
+        _ema_kernel(flat, written(x, p.dtype, low, noise), None, *how)
+
+
+def no_low_part(p):
+    """The low part of weights that are what they are stored as."""
+
+
+class EMA:
+    """Exponential moving average of weights: ema += (1-decay)(w - ema), computed in fp32, written as `dtype`
+    and `update` say.
+
+    named_params: [(name, parameter)]. low_part: parameter -> what completes it to the value held (see
+    `rounding.exact_weight`), so that an exact master is averaged, not its bf16 image. warmup: let the decay
+    start low, so that an average of 0.999 has left the initial weights after hundreds of steps, see `decay`.
+    In bf16 to nearest, an entry stops moving once |w - ema| < half an ulp / (1-decay): at decay 0.9999 that
+    is 20 to 40 times the value itself, so the average never leaves its start.
+    """
+
+    def __init__(
+        self,
+        named_params,
+        decay,
+        dtype="fp32",
+        update="nearest",
+        *,
+        warmup=False,
+        low_part=None,
+        seed=0,
+        compiled=True,
+    ):
+        check_choice("dtype", dtype, ("fp32", "bf16"))
+        check_choice("update", update, UPDATES)
+        if not 0 <= decay <= 1:
+            raise Refused(f"decay={decay}: it must lie from 0 to 1")
+        self.full_decay, self.warmup = decay, warmup
+        self.dtype, self.update_mode = DTYPES[dtype], update
+        self.seed, self.compiled = seed, compiled
+        self.names, self.params = zip(*named_params, strict=True)
+        self.low_part, self.step = low_part or no_low_part, 0
+        keys = []
+        for p in self.params:
+            low = self.low_part(p)
+            keys.append((p.dtype, p.device, low.dtype if low is not None else None))
+        self._buckets = grouped(self.params, keys)
+        alone = [bucket for bucket in self._buckets if len(bucket.indices) == 1 and type(bucket) is Bucket]
+        self.alone = {self.params[bucket.indices[0]]: bucket for bucket in alone}
+        self._rows, self._table = None, None  # {bucket: row of the table}, of what is still to move
+        self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
+        for bucket in self._buckets:
+            params, low = self._inputs(bucket)
+            bucket.flat = exact_weight(params, low).detach().to(self.dtype, copy=True)
+            self._share(bucket)
+
+    def _share(self, bucket):
+        views = bucket.views(bucket.flat, [self.params[i] for i in bucket.indices])
+        for i, view in zip(bucket.indices, views, strict=True):
+            self.shadow[self.names[i]] = view
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        for bucket in self._buckets:
+            self._share(bucket)  # plain pickle makes a tensor of its own of each view
+
+    @property
+    def decay(self):
+        """The decay of the last update, number t: min(decay, (1 + t) / (10 + t)) with a warm-up, or constant.
+
+        Of the initial weights that leaves 10! (t + 1)! / (t + 10)!, 3e-21 after 1,000 steps; an average of
+        constant decay 0.999 holds 37 % of them then. It is the schedule of TensorFlow's
+        ExponentialMovingAverage. A bias correction (dividing by 1 - decay^t) removes the initial weights too,
+        but keeps those of the first steps, which are hardly better, with nearly the same weight as the last.
+        """
+        return min(self.full_decay, (1 + self.step) / (10 + self.step)) if self.warmup else self.full_decay
+
+    @decay.setter
+    def decay(self, value):
+        self.full_decay = value
+
+    def _inputs(self, bucket):
+        params = [local(self.params[i]) for i in bucket.indices]
+        lows = [self.low_part(self.params[i]) for i in bucket.indices]
+        return bucket.gather(params), None if lows[0] is None else bucket.gather(lows)
+
+    @torch.no_grad()
+    def update(self):
+        """Take one step towards the weights as they are now."""
+        self._begin()
+        self._move()
+
+    def along(self, p):
+        """(flat average, h, key, stochastic) for a kernel that writes all of parameter p and moves its
+        average in the same pass, see `move_along`; None where p shares a vector with others. `update` moves
+        what is left.
+        """
+        if p not in self.alone:
+            return None
+        self._begin()
+        row = self._rows.pop(self.alone[p], None)
+        return None if row is None else self._at(self.alone[p], row)
+
+    def before_writing(self):
+        """Called before the weights are next written."""
+
+    def catch_up(self):
+        """Called before the average is read by another way than `shadow`."""
+
+    def _begin(self):
+        """Number the next step, unless `along` has begun it."""
+        if self._rows is not None:
+            return
+        self.step += 1
+        self._rows, self._table = {}, Table(self._buckets[0].flat.device)
+        for bucket in self._buckets:
+            if bucket.numel:
+                ((_, _, position, ahead),) = bucket.rows()
+                words = key_words(self.seed, self.step, position, Noise.AVERAGE, ahead)
+                self._rows[bucket] = self._table.add([1 - self.decay], words)
+        self._table.fill()
+
+    def _at(self, bucket, row):
+        stochastic = self.update_mode == "stochastic"
+        return bucket.flat, self._table.numbers[row], self._table.keys[row], stochastic
+
+    def _move(self):
+        for bucket, row in self._rows.items():
+            flat, *how = self._at(bucket, row)
+            params, low = self._inputs(bucket)
+            triton = triton_step() if flat.is_cuda and self.compiled else None
+            if triton and triton.fits(flat, [params], low):
+                triton.ema(flat, params, low, *how)
+            else:
+                fused(_ema_kernel, flat, params, low, *how, compiled=self.compiled)
+        self._rows = None
+
+    def state_dict(self):
+        return {"step": self.step, "shadow": dict(self.shadow)}
+
+    def load_state_dict(self, state):
+        """Raises Refused for the averages of another model or dtype."""
+        own = {name: (value.shape, value.dtype) for name, value in self.shadow.items()}
+        if {name: (value.shape, value.dtype) for name, value in state["shadow"].items()} != own:
+            raise Refused("the averaged weights belong to another model or another ema dtype")
+        for name, value in state["shadow"].items():
+            self.shadow[name].copy_(value)
+        self.step, self._rows = state["step"], None
+
+
+# ---- On the CPU --------------------------------------------------------------------------------------------
+
+
+class OnCPU(EMA):
+    """An EMA in the memory of the CPU, of weights on a GPU: it takes no memory there.
+
+    `update` lets a stream of its own copy the weights into pinned memory while the GPU goes on with the next
+    forward pass, and the CPU does the arithmetic of that copy at the next update, or once `shadow` is asked
+    for. So the host waits for copies of the step before alone. Weights are written after `before_writing`,
+    which Precision calls; whoever writes them otherwise calls it too. traffic: what copies, see Traffic.
+    """
+
+    def __init__(self, named_params, *args, traffic=None, **options):
+        named_params = list(named_params)
+        self.traffic = traffic or Traffic(named_params[0][1].device)
+        self.behind, self._taken = False, {}  # whether a copy is still to be averaged; {bucket: what it is}
+        super().__init__(named_params, *args, **options)
+
+    def _inputs(self, bucket):
+        if bucket not in self._taken:
+            self._take([bucket])
+            self.traffic.wait()
+        return self._taken[bucket]
+
+    def _take(self, buckets):
+        """Start copies of weights, and of what completes them."""
+        sources = {bucket: functools.partial(super(OnCPU, self)._inputs, bucket) for bucket in buckets}
+        for bucket in [bucket for bucket in buckets if bucket not in self._taken]:
+            first = self.params[bucket.indices[0]]
+            kinds = first.detach(), self.low_part(first)
+            own = [None if t is None else self.traffic.memory(bucket.numel, t.dtype) for t in kinds]
+            self._taken[bucket] = tuple(own)
+        self.traffic.copy([(self._taken[bucket], source) for bucket, source in sources.items()])
+
+    @torch.no_grad()
+    def update(self):
+        self.catch_up()
+        self._begin()
+        self._take(self._buckets)
+        self.behind = True
+
+    def along(self, p):
+        return None  # it is elsewhere
+
+    def before_writing(self):
+        self.traffic.before_writing()
+
+    @torch.no_grad()
+    def catch_up(self):
+        if self.behind:
+            self.traffic.wait()
+            self.behind = False
+            self._move()
+
+    @property
+    def shadow(self):
+        self.catch_up()
+        return self._shadow
+
+    @shadow.setter
+    def shadow(self, value):
+        self._shadow = value
+
+
+class Traffic:
+    """Copies from a GPU into pinned memory, on a stream of their own."""
+
+    def __init__(self, device):
+        self.device = device
+        self.stream, self.done = torch.cuda.Stream(device), torch.cuda.Event()
+
+    def memory(self, n, dtype):
+        return torch.empty(n, dtype=dtype, device="cpu", pin_memory=True)
+
+    def copy(self, pairs):
+        """Start to copy, after what the GPU was given so far. pairs: [(targets, function that gives the
+        sources)], each a tuple of flat tensors or None.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):  # what is gathered there is freed for that stream alone
+            for targets, sources in pairs:
+                for target, source in zip(targets, sources(), strict=True):
+                    if target is not None:
+                        target.copy_(source, non_blocking=True)
+            self.done.record(self.stream)
+
+    def before_writing(self):
+        """Let what the GPU is given from now on wait for the copies; the host goes on."""
+        torch.cuda.current_stream(self.device).wait_event(self.done)
+
+    def wait(self):
+        """Let the host wait for the copies."""
+        self.done.synchronize()
+
+
+def average_kind(where, device):
+    """The class of an average that is kept on 'device' or on the 'cpu', of weights on `device`. Raises
+    Refused for another place.
+    """
+    if where not in ("device", "cpu"):
+        raise Refused(f"average_on={where}: an average is kept on the device or on the cpu")
+    return OnCPU if where == "cpu" and device.type == "cuda" else EMA

@@ -1,0 +1,556 @@
+"""Other people's optimisers behind the five questions of `optim.Rounded`, and the choice of an optimiser by
+name.
+
+    optimizer = build("torchastic", params, recipe, lr=1e-3)            # a peer, as its authors publish it
+    optimizer = Peer(torch.optim.SGD(model.parameters(), lr=0.1))       # any optimiser of torch's kind
+
+A peer rounds in its own way. The adapter says what it holds and wants, where its state tells; a new peer is
+one class.
+"""
+
+import inspect
+import math
+
+import torch
+
+from ..formats import FORMATS
+from ..machine import Refused, quiet_import
+from ..rounding import exact_weight, hash64
+from .buckets import scale_of
+from .by_tensor import OPTIMIZERS, divided, kinds
+from .rounded import own_attributes
+
+
+class Peer(torch.optim.Optimizer):
+    """Any torch optimiser as one that answers. `names`: what it calls the moments, `low`: what completes a
+    weight.
+
+    inner: the optimiser. Its parameter groups are this one's, so torch's schedulers work on either.
+    """
+
+    names = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
+    low = None  # name of the state that keeps what rounding lost
+    writes = {}  # {site: how it is written}: update, kahan, moments and decay, where not as the recipe says
+    by_recipe = by_rows = False
+    coders = {}
+    compiled = False
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    # -- one step
+
+    @torch.no_grad()
+    def step(self, closure=None, *, grads=None, grad_scale=1.0):
+        """One update; see optim.Rounded.step. Gradients are scaled in place."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        grads = {p: p.grad for p in params if p.grad is not None} if grads is None else grads
+        grads = {p: grads[p] for p in params if p in grads}
+        for p, g in grads.items() if isinstance(grad_scale, dict) else ():
+            g.mul_(scale_of(grad_scale, p))
+        if grads and not isinstance(grad_scale, dict) and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
+            torch._foreach_mul_(list(grads.values()), float(grad_scale))
+        for p, g in grads.items():
+            p.grad = g.to(p.dtype)
+        return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def attach(self, model):
+        """Called once with the model, for optimisers that hang on its gradients."""
+
+    def collect(self):
+        """Called at a step before gradients are read."""
+
+    # -- questions
+
+    def low_part(self, p):
+        return None
+
+    def held(self, p, pick=torch.flatten):
+        low = self.state.get(p, {}).get(self.low) if self.low else None
+        return exact_weight(pick(p.detach()), None if low is None else pick(low))
+
+    def moment(self, p, name, pick=torch.flatten):
+        """A moment, flat, as `pick` takes it; None where the peer keeps no such tensor."""
+        found = self._state(p, name)
+        return None if found is None else pick(self.decoded(found, p, name))
+
+    def _state(self, p, name):
+        state = self.state.get(p, {})
+        found = next((state[key] for key in self.names.get(name, ()) if key in state), None)
+        return found if torch.is_tensor(found) and found.numel() == p.numel() else None
+
+    def decoded(self, held, p, name):
+        return held
+
+    def coded(self, p, name):
+        return False
+
+    def clear(self, p, name):
+        found = self._state(p, name)
+        if found is None:
+            return False
+        found.zero_()
+        return True
+
+    def still(self, p):
+        return self.clear(p, "exp_avg")
+
+    def announce(self, grads, grad_scale):
+        """See optim.Rounded."""
+
+    def wanted(self, p, g, pick=torch.flatten):
+        """The fp32 update that the next step asks for; None where the moments held don't tell."""
+        return None
+
+    def decay(self, p, name):
+        step = self.state.get(p, {}).get("step", 0)
+        return self._group(p)["betas"][0 if name == "exp_avg" else 1], int(step)
+
+    def decayed(self, p):
+        group = self._group(p)
+        return float(group["lr"]) * group.get("weight_decay", 0.0)
+
+    def _group(self, p):
+        return next(group for group in self.param_groups if any(p is q for q in group["params"]))
+
+    def nbytes(self):
+        """As allocated: nothing before the first step. What is no first moment counts as a second one."""
+        total = dict.fromkeys(("exp_avg", "exp_avg_sq", "kahan", "master"), 0)
+        for state in self.state.values():
+            for name, t in state.items():
+                if torch.is_tensor(t) and t.dim():  # a step counter is no state of a weight
+                    total["exp_avg" if name in self.names["exp_avg"] else "exp_avg_sq"] += t.nbytes
+        return total
+
+    def notes(self):
+        return {}
+
+    # -- state
+
+    def __getstate__(self):
+        return own_attributes(self)
+
+    def set_exact(self, p, value):
+        p.copy_(value)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        """torch's loader casts floating states to the parameter's dtype: each saved tensor goes back as it
+        was saved.
+        """
+        rates = [group.get("initial_lr") for group in self.param_groups]
+        self.inner.load_state_dict(state_dict)
+        for group, rate in zip(self.inner.param_groups, rates, strict=True):
+            if rate is not None:  # states of old do not hold it, and their lr may be that of a warm-up
+                group.setdefault("initial_lr", rate)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        params = [p for group in self.param_groups for p in group["params"]]
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for p, i in zip(params, ids, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                if torch.is_tensor(value):
+                    self.state[p][name] = value.to(p.device, copy=True) if value.dim() else value.clone()
+
+
+# ---- Peers -------------------------------------------------------------------------------------------------
+
+
+class Published(Peer):
+    """An AdamW, as its authors publish it."""
+
+    low_bytes = 0  # bytes a parameter of the state `low`
+
+    def wanted(self, p, g, pick=torch.flatten):
+        """By AdamW's arithmetic from the moments held; None where these don't tell."""
+        group, state = self._group(p), self.state.get(p, {})
+        held, lr = self.held(p, pick), float(group["lr"])
+        m, v = (self.moment(p, name, pick) for name in ("exp_avg", "exp_avg_sq"))
+        if state and (m is None or v is None):
+            return None
+        (beta1, t), (beta2, _) = (self.decay(p, name) for name in ("exp_avg", "exp_avg_sq"))
+        corrections = (1.0, 1.0) if math.isinf(t) else (1 - beta1 ** (t + 1), 1 - beta2 ** (t + 1))
+        m = torch.zeros_like(held) if m is None else m.float()
+        v = torch.zeros_like(held) if v is None else v.float()
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        step = m / corrections[0] / ((v / corrections[1]).sqrt() + group["eps"])
+        return -lr * (step + group["weight_decay"] * held)
+
+    def moment_bytes(self, p):
+        """Bytes of one moment of p; known before the first step allocates it."""
+        return p.numel() * p.element_size()
+
+    def nbytes(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        moments = sum(self.moment_bytes(p) for p in params)
+        low = self.low_bytes * sum(p.numel() for p in params)
+        return {"exp_avg": moments, "exp_avg_sq": moments, "kahan": low, "master": 0}
+
+
+class Torch(Published):
+    """torch.optim.AdamW."""
+
+    package = "torch"
+
+    @classmethod
+    def make(cls, params, options):
+        return cls(torch.optim.AdamW(params, **options))
+
+
+class Torchastic(Published):
+    """torchastic (Lodestone): stochastic rounding of weights, moments and summed gradients, by torch's own
+    generator.
+    """
+
+    package = "torchastic"
+    names = {"exp_avg": ("ema",), "exp_avg_sq": ("ema_squared",)}
+    writes = {"update": "stochastic", "moments": "stochastic"}
+
+    @classmethod
+    def make(cls, params, options):
+        return cls(quiet_import("torchastic", "--optimizer torchastic").AdamW(params, **options))
+
+    def attach(self, model):
+        self.model = model
+        self.accumulator = quiet_import("torchastic", "--optimizer torchastic").StochasticAccumulator
+        self.accumulator.assign_hooks(model)
+
+    def collect(self):
+        for p in self.model.parameters():  # it fails on a parameter that got no gradient: give it a zero one
+            if p.requires_grad and not hasattr(p, "acc_grad"):
+                p.acc_grad = torch.zeros_like(p)
+        self.accumulator.reassign_grad_buffer(self.model)
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if hasattr(p, "acc_grad"):
+                    del p.acc_grad
+
+
+class Optimi(Published):
+    """torch-optimi's AdamW with Kahan summation. Its moments are kept corrected: their decay starts at 0."""
+
+    package = "torch-optimi"
+    low, low_bytes = "kahan_comp", 2
+    writes = {"kahan": "on", "moments": "nearest", "decay": "nearest"}
+
+    @classmethod
+    def make(cls, params, options):
+        module = quiet_import("optimi", "--optimizer optimi", "torch-optimi")
+        return cls(module.AdamW(params, **options, decouple_lr=False, kahan_sum=True))
+
+    def decay(self, p, name):
+        group = self._group(p)
+        beta = group["beta1" if name == "exp_avg" else "beta2"]
+        t = int(group.get("step", 0)) + 1
+        return 1 - (1 - beta) / (1 - beta**t), math.inf
+
+
+class AdamWBF16(Published):
+    """adamw-bf16: stochastic writes beside a Kahan-like shift. It saves weight decay up for one large step.
+
+    What it wants is not told: version 0.0.3 forms grad + (1-beta1) exp_avg, which is no average.
+    """
+
+    package = "adamw-bf16"
+    low, low_bytes = "shift", 2
+    writes = {"update": "stochastic", "kahan": "on", "moments": "nearest"}
+
+    @classmethod
+    def make(cls, params, options):
+        module = quiet_import("adamw_bf16", "--optimizer adamw_bf16", "adamw-bf16")
+        inner = module.AdamWBF16(params, **options)
+        if not hasattr(inner, "_cuda_graph_capture_health_check"):  # its name in torch 2.14 and before 2.11
+            inner._cuda_graph_capture_health_check = inner._accelerator_graph_capture_health_check
+        return cls(inner)
+
+    def wanted(self, p, g, pick=torch.flatten):
+        return None
+
+    def clear(self, p, name):
+        return False  # a step without gradient would not be weight decay alone
+
+
+class Torchao(Published):
+    """torchao's _AdamW with stochastic rounding of bf16 weights. Its learning rate must stay a tensor."""
+
+    package = "torchao"
+    writes = {"update": "stochastic", "moments": "nearest"}
+
+    @classmethod
+    def make(cls, params, options):
+        module = quiet_import("torchao.optim", "--optimizer torchao", "torchao")
+        return cls(module._AdamW(params, **options, bf16_stochastic_round=True))
+
+
+class Bitsandbytes(Published):
+    """bitsandbytes' AdamW8bit: both moments in 8-bit codes, weights written to nearest."""
+
+    package = "bitsandbytes"
+    names = {"exp_avg": ("state1",), "exp_avg_sq": ("state2",)}
+
+    @classmethod
+    def make(cls, params, options):
+        module = quiet_import("bitsandbytes", "--optimizer bitsandbytes")
+        return cls(module.optim.AdamW8bit(params, **options))
+
+    def decoded(self, held, p, name):
+        if held.dtype != torch.uint8:
+            return held
+        library, state = quiet_import("bitsandbytes.functional", "--optimizer bitsandbytes"), self.state[p]
+        i = 1 if name == "exp_avg" else 2
+        scales, table = state[f"absmax{i}"], state[f"qmap{i}"]
+        return library.dequantize_blockwise(held, absmax=scales, code=table, blocksize=256)
+
+    def coded(self, p, name):
+        return f"absmax{1 if name == 'exp_avg' else 2}" in self.state.get(p, {})
+
+    def clear(self, p, name):
+        if not self.coded(p, name):
+            return super().clear(p, name)
+        self.state[p][f"absmax{1 if name == 'exp_avg' else 2}"].zero_()  # codes are zero where their scale is
+        return True
+
+    def nbytes(self):
+        tables = {name: FORMATS["int8"].table_bytes(name == "exp_avg", False) for name in self.names}
+        return {site: size + tables.get(site, 0) for site, size in super().nbytes().items()}
+
+    def moment_bytes(self, p):
+        # plain fp32 for small tensors; else 1 byte a value and an fp32 scale a block of 256
+        n = p.numel()
+        return 4 * n if n < 4096 else n + 4 * math.ceil(n / 256)
+
+
+PEERS = {
+    "torch": Torch,
+    "torchastic": Torchastic,
+    "optimi": Optimi,
+    "adamw_bf16": AdamWBF16,
+    "torchao": Torchao,
+    "bitsandbytes": Bitsandbytes,
+}
+NAMES = (*OPTIMIZERS, *PEERS)
+
+# ---- Several, as one ---------------------------------------------------------------------------------------
+
+
+class Joined(torch.optim.Optimizer):
+    """Several optimisers that answer and step as one: for parameter groups with an `optimizer` of their own.
+
+    param_groups are those of the parts, so torch's schedulers work on them.
+    """
+
+    def __init__(self, parts):
+        self.parts, self.defaults = parts, {}
+        super().__init__([p for part in parts for group in part.param_groups for p in group["params"]], {})
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        self.owner = {p: part for part in parts for group in part.param_groups for p in group["params"]}
+        self.coders = {name: coder for part in parts for name, coder in part.coders.items()}
+        self.by_recipe = all(part.by_recipe for part in parts)
+        self.by_rows = all(part.by_rows for part in parts)
+
+    def __getstate__(self):
+        return own_attributes(self)
+
+    def add_param_group(self, param_group):
+        if hasattr(self, "owner"):
+            whose = "several optimisers step as one here, and a later group belongs to none of them"
+            raise Refused(f"{whose}: give all groups at the start")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure=None, *, grads=None, grad_scale=1.0):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step(grads=grads, grad_scale=grad_scale)
+        return loss
+
+    @property
+    def state(self):
+        return {p: state for part in self.parts for p, state in part.state.items()}
+
+    @state.setter
+    def state(self, value):
+        """torch's constructor sets an empty one."""
+
+    @property
+    def compiled(self):
+        return all(part.compiled for part in self.parts)
+
+    @compiled.setter
+    def compiled(self, value):
+        for part in self.parts:
+            part.compiled = value
+
+    def low_part(self, p):
+        return self.owner[p].low_part(p) if p in self.owner else None
+
+    def held(self, p, *pick):
+        return self.owner[p].held(p, *pick)
+
+    def moment(self, p, name, *pick):
+        return self.owner[p].moment(p, name, *pick)
+
+    def wanted(self, p, g, *pick):
+        return self.owner[p].wanted(p, g, *pick)
+
+    def decayed(self, p):
+        return self.owner[p].decayed(p)
+
+    def decay(self, p, name):
+        return self.owner[p].decay(p, name)
+
+    def coded(self, p, name):
+        return self.owner[p].coded(p, name)
+
+    def clear(self, p, name):
+        return self.owner[p].clear(p, name)
+
+    def still(self, p):
+        return self.owner[p].still(p)
+
+    def announce(self, grads, grad_scale):
+        for part in self.parts:
+            part.announce(grads, grad_scale)
+
+    def set_exact(self, p, value):
+        self.owner[p].set_exact(p, value)
+
+    def nbytes(self):
+        total = {}
+        for part in self.parts:
+            for site, n in part.nbytes().items():
+                total[site] = total.get(site, 0) + n
+        return total
+
+    def notes(self):
+        return {site: note for part in self.parts for site, note in part.notes().items()}
+
+    def attach(self, model):
+        for part in self.parts:
+            part.attach(model)
+
+    def collect(self):
+        for part in self.parts:
+            part.collect()
+
+    def zero_grad(self, set_to_none=True):
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return {"parts": [part.state_dict() for part in self.parts], "state": {}, "param_groups": []}
+
+    def load_state_dict(self, state):
+        if len(state.get("parts", ())) != len(self.parts):
+            wrong = f"optimiser state is not one of {len(self.parts)} joined optimisers"
+            raise Refused(f"{wrong}: it was written by another recipe")
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+        # a peer's own loader makes its groups anew
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+# ---- The choice --------------------------------------------------------------------------------------------
+
+
+def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **options):
+    """The optimiser of recipe `r`: ours by name, a peer by name as its authors publish it, or a stranger's.
+
+    name: an entry of NAMES, a subclass of optim.Rounded, or a function params -> torch.optim.Optimizer.
+    params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
+    momentum, nesterov; None or left out: the optimiser's own. net: the module that they belong to, which
+    tells hidden layers. away: an offload.Offload for the moments of ours. Raises Refused when the name is
+    unknown, the package absent, the peer can't serve the recipe, or no optimiser here has a momentum that was
+    given.
+    """
+    if unknown := set(options) - {*COMMON, *SOME}:
+        raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
+    options = {key: value for key, value in options.items() if value is not None}
+    groups = divided(_groups(params), name, net)
+    of_groups = [group.pop("optimizer", name) for group in groups]
+    parts, r = [], r.keeping(*of_groups)
+    for kind in dict.fromkeys(of_groups):
+        own = [group for group, its in zip(groups, of_groups, strict=True) if its == kind]
+        # each counts the places of its parameters from 0: another seed, so that no two share noise
+        seed_of_part = hash64(seed, len(parts)) if parts else seed
+        own_options = {**options, "weight_decay": weight_decay}
+        parts.append(_one(kind, own, r, own_options, seed_of_part, away))
+    for option in SOME:
+        if option in options and not any(option in part.defaults for part in parts):
+            theirs = " and ".join(key for key, kind in OPTIMIZERS.items() if option in arguments(kind))
+            raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+COMMON = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # as AdamW has them, for peers
+SOME = ("momentum", "nesterov")  # options of some of ours
+
+
+def arguments(kind):
+    """The names of what a class takes."""
+    return set(inspect.signature(kind).parameters)
+
+
+def title(optimizer, name):
+    """What the ledger calls the optimiser that was asked for as `name`."""
+    if isinstance(optimizer, Joined):
+        return " and ".join(title(part, None) for part in optimizer.parts)
+    return name if isinstance(name, str) else type(getattr(optimizer, "inner", optimizer)).__name__
+
+
+def _groups(params):
+    params = list(params)
+    if params and isinstance(params[0], dict):
+        return [dict(group) for group in params]
+    return [{"params": params}]
+
+
+def _one(name, params, r, options, seed, away=None):
+    if kinds(name):
+        own = kinds(name)[0]
+        writing = dict(update=r.update, kahan=r.kahan == "on", master=r.master, seed=seed)
+        writing.update({} if away is None else {"away": away})
+        writing["kinds"] = {moment: r[moment] for moment in own.moments if moment in r.values}
+        writing.update((site, r[site]) for site in own.sites if site not in own.moments)
+        for option in {"betas", "eps", *SOME} - arguments(own):
+            options.pop(option, None)  # Lion has no eps, SGD neither
+        return own(params, **options, **writing)
+    options = {**COMMON, **{key: value for key, value in options.items() if key not in SOME}}
+    rounds_itself = r.update == "stochastic" or r.kahan == "on" or r.master != "none"
+    if not isinstance(name, str):
+        if rounds_itself or r.coded:
+            ours = "stochastic, kahan, master and moments in codes belong to ours"
+            raise Refused(f"this optimiser rounds in its own way: {ours}")
+        made = name(params)
+        closure = inspect.signature(type(made).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise Refused(f"{title(made, None)} asks for a closure at each step, and step() here has none")
+        return made if hasattr(made, "held") else Peer(made)
+    if name not in PEERS:
+        raise Refused(f"--optimizer {name}: unknown; choose from {', '.join(NAMES)}")
+    if rounds_itself:
+        flags = "drop --stochastic, --kahan and --master, which belong to ours"
+        raise Refused(f"--optimizer {name} rounds in its own way: {flags}")
+    if name == "bitsandbytes":
+        if (r.exp_avg, r.exp_avg_sq) != ("int8", "int8"):
+            what = "--optimizer bitsandbytes is its AdamW8bit, which holds both moments in 8 bits"
+            raise Refused(f"{what}: add --opt8bit")
+    elif r.coded:
+        published = "--opt8bit --optimizer bitsandbytes is the published one"
+        raise Refused(f"--opt8bit and --opt4bit are ours: drop --optimizer {name} ({published})")
+    elif name != "torch" and (not r.low_weights or r.islands != "none"):
+        raise Refused(f"--optimizer {name} is for bf16 parameters only: add --pure_bf16 and no islands")
+    return PEERS[name].make(params, options)

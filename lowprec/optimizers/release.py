@@ -1,0 +1,168 @@
+"""The optimiser's step inside backward: each parameter is updated once its gradient is there, which is freed.
+
+    optimizer = AdamW(model.parameters(), lr=1e-3, update="stochastic", exp_avg="int8", exp_avg_sq="int8")
+    Release(optimizer)
+    for x, y in loader:
+        F.mse_loss(model(x), y).backward()   # updates every parameter, and holds no gradient
+        optimizer.step()                     # ends the step
+
+A step of bf16 weights then holds weights and states alone: 4.03 bytes a parameter with 8-bit moments and 3.06
+with 4-bit ones, where gradients would add 2. One tensor's gradient is there at a time. The bits are those of
+the ordinary step, for noise is keyed by a parameter's place and not by when it is written.
+
+What needs all gradients before the first update can't be had: their norm, their sum over micro-batches or
+processes, a loss scale that skips steps. So `clip` bounds the norm of each tensor's gradient by itself. Every
+backward pass that reaches a parameter updates it: set requires_grad=False on a net that only passes gradients
+on. Learning rates are read in backward, so a schedule moves them before it or after `optimizer.step()`.
+Works with optimisers after `optim.Rounded`. Needs torch alone; copy it.
+"""
+
+import operator
+
+import torch
+
+from ..machine import Refused
+from .rounded import SPARSE, Rounded
+
+# ---- Norms -------------------------------------------------------------------------------------------------
+
+
+def norms_of(grads):
+    """{parameter: 2-norm of its gradient, fp32, 0-dim}. grads: {parameter: tensor}."""
+    return dict(zip(grads, torch._foreach_norm(list(grads.values()), dtype=torch.float32), strict=True))
+
+
+def clipping(norm, most):
+    """What multiplies gradients of this norm, a tensor, so that it is at most `most`; 1 where it is not
+    finite. A tensor: on CUDA nothing waits for its value.
+    """
+    wanted = (most / (norm.double() + 1e-6)).clamp(max=1.0)
+    return torch.where(norm.isfinite(), wanted, 1.0)
+
+
+# ---- Release -----------------------------------------------------------------------------------------------
+
+
+class Release:
+    """Lets `optimizer` update within backward. optimizer: a subclass of optim.Rounded, or several joined.
+
+    gradient: parameter -> what it is updated by, p.grad or something made of it. clip: largest norm of a
+    tensor's gradient, 0 for none. Raises Refused for other optimisers; during backward for a second gradient
+    of a parameter in one step, for a sparse one, and where several processes would have to sum them.
+
+    updated: the parameters that this step's backward has updated. hold: whether backward leaves gradients for
+    `optimizer.step()`, the ordinary step; set it between steps, as a Watch does for those it looks at.
+    watched: a writes.StepReport that is shown each write, or None; norms and nonfinite: {parameter: 0-dim
+    tensor}, while there is one. before: called once a step, before the first write.
+    """
+
+    def __init__(self, optimizer, gradient=None, clip=0.0, before=None):
+        self.optimizer, self.clip, self.before = optimizer, clip, before
+        self.gradient = gradient or operator.attrgetter("grad")
+        self.hold, self.watched = False, None
+        self.updated, self.norms, self.nonfinite = set(), {}, {}
+        self.parts = getattr(optimizer, "parts", [optimizer])
+        for part in self.parts:
+            if not isinstance(part, Rounded):
+                own = type(getattr(part, "inner", part)).__name__
+                what = f"grad_release updates a parameter at a time, which {own} can't"
+                raise Refused(f"{what}: use adamw, sgd, lion, adafactor or muon of ours, or drop it")
+        self.pieces = {part: _pieces(part) for part in self.parts}
+        self.items = {}  # parameter -> (its optimiser, what that carries out), of this step
+        named = [p for part in self.parts for group in part.param_groups for p in group["params"]]
+        self.handles = [p.register_post_accumulate_grad_hook(self._update) for p in named if p.requires_grad]
+        self.handles.append(optimizer.register_step_post_hook(self._ended))
+        optimizer.released = self
+
+    def remove(self):
+        """Back to the ordinary step."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.optimizer.released = [], None
+
+    @torch.no_grad()
+    def _update(self, p):
+        if self.hold:
+            return
+        if p in self.updated:
+            two = f"a parameter of shape {tuple(p.shape)} got a second gradient in one step"
+            ways = "do one backward pass a step, then step(), and checkpoint with use_reentrant=False"
+            raise Refused(f"grad_release: {two}, and was updated by the first: {ways}")
+        if p.grad.is_sparse:
+            raise Refused(SPARSE)
+        if not self.items:
+            self._begin()
+        part, item = self.items[p]
+        grads = {p: self.gradient(p)}
+        p.grad = None
+        scale = self._look(part, p, grads)
+        part.carry_out(item, grads.get, scale)
+        self.updated.add(p)
+
+    def _begin(self):
+        """One table for all of the step's updates, whichever of them come."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            check_alone(processes=torch.distributed.get_world_size())
+        if self.before:
+            self.before()
+        for part, pieces in self.pieces.items():
+            for item in part.planned(pieces):
+                self.items[item[2].params[0]] = part, item
+
+    def _look(self, part, p, grads):
+        """What multiplies the gradient of p. Telemetry looks at the write that is to come."""
+        scale = 1.0
+        if self.clip or self.watched is not None:
+            norms = norms_of(grads)
+            scale = {p: clipping(norms[p], self.clip)} if self.clip else 1.0
+        if self.watched is not None:
+            self.norms.update(norms)
+            self.nonfinite[p] = (~grads[p].isfinite()).sum()
+            self.watched.add(grads, scale)
+            part.announce({}, 1.0)  # which would hold the gradient
+        return scale
+
+    def _ended(self, *_):
+        self.updated, self.norms, self.nonfinite = set(), {}, {}
+        self.items, self.watched = {}, None
+
+
+def _pieces(part):
+    """[(index of the group, bucket of one parameter)] of an optimiser."""
+    found = [(index, part.tensor_by_tensor(bucket)) for index, bucket in part._buckets]
+    return [(index, piece) for index, pieces in found for piece in pieces]
+
+
+# ---- What can't be had -------------------------------------------------------------------------------------
+
+
+def check_release(*, accumulate, clip_grad, loss_scale):
+    """Raise Refused for what needs all gradients before the first update, with the nearest thing that works.
+    Arguments: as of Precision, and the recipe's loss_scale.
+    """
+    if accumulate > 1:
+        many = f"--accumulate {accumulate} sums gradients that --grad_release frees at once"
+        raise Refused(f"{many}: use --accumulate 1 with the --batch_size that fits, or drop --grad_release")
+    if clip_grad:
+        norm = f"--clip_grad {clip_grad:g} needs the norm of all gradients before the first update"
+        instead = f"use --clip_tensor {clip_grad:g}, which bounds each tensor's by itself, or --clip_grad 0"
+        raise Refused(f"{norm}, and --grad_release holds one at a time: {instead}")
+    if loss_scale == "dynamic":
+        skips = "--fp16 skips a step in which a gradient overflows, and --grad_release has updated by then"
+        raise Refused(f"{skips}: use --bf16, or --fp16 --set loss_scale=none")
+
+
+def check_wrapped(forward):
+    """The same for what calls the net, a wrapper of it or itself."""
+    spread = isinstance(forward, torch.nn.parallel.DistributedDataParallel)
+    check_alone(compiled=hasattr(forward, "_orig_mod"), processes=2 if spread else 1)
+
+
+def check_alone(*, compiled=False, processes=1):
+    """Raise Refused where gradients come too late: all at once, or to be summed."""
+    if compiled:
+        whole = "the backward pass of a compiled net gives all gradients at once"
+        raise Refused(f"{whole}, so --grad_release would free none early: drop it, or --compile")
+    if processes > 1:
+        early = "--grad_release updates before several processes have summed their gradients"
+        raise Refused(f"{early}: use one process, or drop it")

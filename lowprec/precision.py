@@ -1,0 +1,605 @@
+"""The precision of a training run: what each kind of tensor is held in, how it is rounded, and a run that
+does so.
+
+A run holds a handful of kinds of tensor ("sites"): weights, master copy, gradients, moments, average ... A
+`Recipe` says for each where it lives and how it is rounded. `Precision` carries the recipe out on any model,
+in any loop:
+
+    run = Precision(model, recipe(pure_bf16=True, stochastic=True), lr=1e-3, ema_decay=0.999)  # makes AdamW
+    for x, y in loader:
+        loss = F.mse_loss(run(x), y)         # run(...) is the model, called with any arguments
+        run.backward(loss)                   # loss scaling, accumulation
+        run.step()                           # AdamW, rounding, average
+    net = run.generator()                    # called like the model, with the averaged weights
+    print(run.ledger())                      # site, value, bytes, why
+
+bf16 has 8 significant bits: neighbouring values (an ulp) lie 2^-8 to 2^-7 of the value apart, and a change
+below half of that is lost when rounding to nearest. Most of this file follows from that one sentence.
+
+Copy it with the files that the README lists: they need torch alone, side by side or as a package. They set
+one option of torch for the whole process: where FP8 or 2:4 sparsity meets an nn.TransformerEncoderLayer, its
+fast path, which would pass by them, is turned off.
+"""
+
+import collections
+import copy
+import functools
+import inspect
+import re
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch.utils._pytree import tree_map
+
+from . import fsdp, ledger
+from .cast import Cast, narrowed, to
+from .layers import fp8
+from .layers.sparsity import Sparse24
+from .machine import Refused, exact_math, settle_vector_math
+from .optimizers import peers
+from .optimizers.average import average_kind
+from .optimizers.offload import check_offload, offloaded
+from .optimizers.release import Release, check_release, check_wrapped, clipping
+from .optimizers.release import norms_of as release_norms
+from .optimizers.rounded import SPARSE
+from .recipes import SITES, Recipe, Site, parse_average, recipe
+from .rounding import exact_weight
+from .watch.writes import StepReport
+
+__all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
+METHODS = (Sparse24, fp8.FP8, fp8.Quantised)
+PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+# ---- A net, called as a recipe says ------------------------------------------------------------------------
+
+
+class View:
+    """A net called as a recipe says: floating inputs cast, products in its dtype, floating outputs in the
+    loss's dtype.
+
+    A loss that the net forms inside comes back in the loss's dtype too, but a net of bf16 weights that forms
+    it from bf16 logits has rounded it by then: write `logits.float()` there, as transformers does. The view
+    holds no optimiser and shares nothing with a run but what it is given. keep: names of arguments of forward
+    that are left as they are (timesteps have a precision of their own), and keys of a dict that is one. A
+    forward of `*args` has no names: pass such an argument by keyword. Integer inputs are left too.
+    """
+
+    def __init__(self, net, r, methods=(), keep=()):
+        self.net, self.recipe, self.methods = net, r, methods
+        self.keep = {keep} if isinstance(keep, str) else set(keep)
+        self.forward = net  # a compiled or distributed wrapper may take its place
+        self.device = next(net.parameters()).device
+        inner = net.get_base_model() if hasattr(net, "get_base_model") else net  # PEFT's says *args
+        self.arguments = list(inspect.signature(inner.forward).parameters)
+
+    @contextmanager
+    def context(self):
+        """What forward runs in: autocast for 8- and 16-bit products of fp32 weights, TF32 as the recipe says,
+        and what the methods ask for.
+        """
+        r = self.recipe
+        with ExitStack() as stack:
+            stack.enter_context(self.exact())
+            if not r.low_weights and r.compute in ("bf16", "fp16", "fp8"):
+                stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
+            for method in self.methods:
+                stack.enter_context(method.context())
+            yield
+
+    def exact(self):
+        """A context in which fp32 products on CUDA are fp32, or TF32 where the recipe says so."""
+        return exact_math(self.recipe.compute == "tf32") if self.device.type == "cuda" else nullcontext()
+
+    def cast(self, args, kwargs):
+        """(args, kwargs) as the net takes them."""
+        if not self.recipe.low_weights:
+            return args, kwargs
+        names = [*self.arguments, *[None] * len(args)]
+        args = tuple(self._low(name, a) for name, a in zip(names, args, strict=False))
+        return args, {name: self._low(name, a) for name, a in kwargs.items()}
+
+    def _low(self, name, value):
+        if name in self.keep:
+            return value
+        if type(value) is dict and self.keep & value.keys():  # a batch, whose keys are names too
+            return {key: self._low(key, part) for key, part in value.items()}
+        return to(torch.bfloat16, value, narrowed)
+
+    def __call__(self, *args, **kwargs):
+        args, kwargs = self.cast(args, kwargs)
+        try:
+            with self.context():
+                out = self.forward(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            self._explain(error, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
+            raise
+        return to(self.recipe.dtype("loss"), out)
+
+    def _explain(self, error, arguments):
+        """Raises Refused, with the remedy, where an error of torch comes of mixed dtypes."""
+        if "DTensor" in str(error) and "mixed" in str(error):
+            apart = "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it"
+            raise Refused(f"{apart}: train it without --fsdp, or call them in its forward") from error
+        if not (self.recipe.low_weights and MIXED.search(str(error))):
+            return
+        buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
+        kept = [name for name in sorted(self.keep) if _is_fp32(arguments.get(name))]
+        hints = []
+        if buffers and self.recipe.buffers == "fp32":
+            what = f"an fp32 buffer ({', '.join(buffers[:3])}) may have met bf16 activations"
+            hints.append(f"{what}; cast it to x.dtype in forward, or --set buffers=bf16")
+        if kept:
+            what = f"the argument {kept[0]} stays fp32"
+            hints.append(f"{what}; cast it to x.dtype in forward, or leave it out of Precision's keep")
+        if hints:
+            raise Refused(f"{error}: {'; or '.join(hints)}") from error
+
+
+# how torch says that two tensors of an operation have different dtypes
+MIXED = re.compile(r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal")
+
+
+def _is_fp32(x):
+    return torch.is_tensor(x) and x.dtype == torch.float32
+
+
+# ---- Precision ---------------------------------------------------------------------------------------------
+
+
+class Precision:
+    """A recipe carried out: casts `model` in place, owns optimiser, average, loss scaler and accumulators.
+
+    model: any nn.Module, on its device, compiled or not. It may take any arguments and return any tree of
+    tensors. groups: parameter groups with their own lr, weight_decay or optimizer; None: one group of all
+    that are trained. optimizer: see peers.build; lr, betas, eps, momentum, nesterov: None for its own.
+    accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none; clip_tensor: the same of
+    each tensor by itself. grad_release: update within backward, see release.py. average_on: where the
+    averages are kept, 'device' or 'cpu'; states_on: the same of moments, see offload.py. ema_warmup: let the
+    decay of the recipe's average start low, see average.EMA. averages: further ones beside it, as
+    'DECAY:DTYPE[:UPDATE]'. init_loss_scale, growth_factor, backoff_factor, growth_interval: as of
+    torch.amp.GradScaler. keep: arguments of forward whose dtype is left alone. blank: builds the net anew,
+    for the generator of a model that fully_shard has spread, see sharding.py. options: of the methods, as
+    sparse24_decay. Call it like the model; backward(loss) after each micro-batch; step() after the last.
+    torch's schedulers work on `run.optimizer`. Raises Refused as `recipe` and `peers.build` do.
+    """
+
+    def __init__(
+        self,
+        model,
+        r=None,
+        *,
+        groups=None,
+        lr=None,
+        betas=None,
+        eps=None,
+        momentum=None,
+        nesterov=None,
+        weight_decay=0.0,
+        optimizer="adamw",
+        ema_decay=0.999,
+        ema_warmup=False,
+        averages=(),
+        clip_grad=0.0,
+        clip_tensor=0.0,
+        accumulate=1,
+        grad_release=False,
+        average_on="device",
+        states_on="device",
+        init_loss_scale=2.0**16,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        seed=0,
+        keep=("t", "timestep", "timesteps"),
+        blank=None,
+        **options,
+    ):
+        settle_vector_math()
+        taken = {name for kind in METHODS for name in inspect.signature(kind.attach).parameters}
+        if unknown := set(options) - taken:
+            raise TypeError(f"Precision() got an unexpected keyword argument '{sorted(unknown)[0]}'")
+        r = r or Recipe()
+        self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        if isinstance(net, PARALLEL):
+            kind = type(net).__name__
+            raise Refused(f"the model is a {kind}: give the net in it, then run.forward = {kind}(run.model)")
+        first = next(net.parameters(), None)
+        if first is None:
+            raise Refused("the model has no parameters: there is nothing to train")
+        if not any(p.requires_grad for p in net.parameters()):
+            raise Refused("no parameter has requires_grad=True: there is nothing to train")
+        for what, value, least in (
+            ("clip_grad", clip_grad, 0),
+            ("clip_tensor", clip_tensor, 0),
+            ("accumulate", accumulate, 1),
+        ):
+            if not value >= least:
+                raise Refused(f"{what}={value}: it must be {least} or more")
+        self.device = first.device
+        groups = None if groups is None else list(groups)
+        r = r.keeping(optimizer, *(group["optimizer"] for group in groups or () if "optimizer" in group))
+        self.recipe = r if self.device.type == "meta" else r.on(self.device)
+        self.clip_grad, self.clip_tensor, self.accumulate = clip_grad, clip_tensor, accumulate
+        if clip_grad and clip_tensor:
+            raise Refused("--clip_grad and --clip_tensor exclude each other: set one of them to 0")
+        if grad_release:
+            check_release(accumulate=accumulate, clip_grad=clip_grad, loss_scale=self.recipe.loss_scale)
+            check_wrapped(model)
+        # the ranks that the model is spread over, or None
+        self.over, self.blank = fsdp.Over.of(net), blank
+        if self.over is not None:
+            where = dict(average_on=average_on, states_on=states_on)
+            fsdp.check(self.recipe, grad_release=grad_release, **where)
+        check_offload(states_on, grad_release)
+        self.methods = [made for kind in METHODS if (made := kind.attach(net, self.recipe, **options))]
+        exact = r.low_weights and (r.master != "none" or r.kahan == "on")
+        trained = [p for p in net.parameters() if p.requires_grad]
+        originals = [fsdp.local(p).float().clone() for p in trained] if exact else []
+        self.cast = Cast(net, self.recipe)
+        for method in self.methods:
+            method.convert(net)
+        if self.methods and any(isinstance(m, torch.nn.TransformerEncoderLayer) for m in net.modules()):
+            # in eval without gradients torch's fast path reads the weights, and calls no layer
+            torch.backends.mha.set_fastpath_enabled(False)
+        self.view_of_model = View(net, self.recipe, self.methods, keep)
+        self.release = None  # a release.Release, where backward updates
+        self.forward = model
+        self.named_params = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+        self.params = [p for _, p in self.named_params]
+        for p in self.params:
+            p.grad = None  # what an earlier backward left belongs to no step of this run
+        common = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, seed=seed)
+        common.update(momentum=momentum, nesterov=nesterov, net=net)
+        self.away = offloaded(states_on, self.device)  # what keeps the moments elsewhere, or None
+        common.update(away=self.away)
+        self.optimizer = peers.build(optimizer, self._groups(groups), self.recipe, **common)
+        self.optimizer_name = peers.title(self.optimizer, optimizer)
+        self.grouped = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if self.over is not None:
+            fsdp.check_optimizer(self)
+        check_offload(states_on, optimizer=self.optimizer)
+        self.optimizer.attach(net)
+        self.low_part = self.optimizer.low_part
+        for p, original in zip(self.params, originals, strict=False):  # not from its bf16 image
+            with torch.no_grad():
+                self.optimizer.set_exact(p, original)
+        kind = average_kind(average_on, self.device)
+        average = functools.partial(kind, self.named_params, low_part=self.low_part, seed=seed)
+        self.ema = average(ema_decay, r.ema, r.ema_update, warmup=ema_warmup)
+        for part in getattr(self.optimizer, "parts", [self.optimizer]):
+            part.average = self.ema
+        self.averages = {"ema": self.ema, **{spec: average(*parse_average(spec)) for spec in averages}}
+        dynamic = r.loss_scale == "dynamic"
+        scaling = dict(init_scale=init_loss_scale, growth_factor=growth_factor, backoff_factor=backoff_factor)
+        scaling["growth_interval"] = growth_interval
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dynamic, **scaling)
+        self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
+        self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
+        self.skipped = 0
+        self.example = None  # (args, kwargs) whose shapes FLOPs are counted on
+        self.kept = None  # an activations.Meter of a forward pass, for the ledger
+        if grad_release:
+            self.release = Release(self.optimizer, self._gradient, clip_tensor, self._before_writing)
+
+    def _groups(self, groups):
+        if groups is None:
+            return self.params
+        names = {p: name for name, p in self.named_params}
+        groups = [{**group, "params": _listed(group["params"])} for group in groups]
+        grouped = collections.Counter(p for group in groups for p in group["params"])
+        if twice := [name for p, name in names.items() if grouped[p] > 1]:
+            raise Refused(f"groups: parameter {twice[0]} is in more than one of them; leave it in one")
+        if missing := [name for p, name in names.items() if p not in grouped]:
+            wrong = f"groups: parameter {missing[0]} is in none of them"
+            raise Refused(f"{wrong}; add it, or set requires_grad=False")
+        return [{**group, "params": [p for p in group["params"] if p in names]} for group in groups]
+
+    @property
+    def forward(self):
+        """What __call__ runs: the model, or a compiled or distributed wrapper of it."""
+        return self.view_of_model.forward
+
+    @forward.setter
+    def forward(self, wrapper):
+        if self.release is not None:
+            check_wrapped(wrapper)
+        if isinstance(wrapper, PARALLEL[0]) and self.recipe.low_weights:
+            # its hooks are on what gathered fp32 gradients, and a change of dtype makes that anew
+            if "BFloat16" not in wrapper._get_ddp_logging_data().get("dtypes", "BFloat16"):
+                early = "this DistributedDataParallel was made of fp32 weights, and averages no gradient now"
+                raise Refused(f"{early}: make it of run.model after Precision")
+        self.view_of_model.forward = wrapper
+
+    # -- one training step
+
+    def __call__(self, *args, **kwargs):
+        """The model on any arguments; floating outputs, a loss formed inside among them, come back in the
+        loss's dtype.
+        """
+        if self.example is None and self.methods:
+            self.example = tree_map(_shape, (args, kwargs))
+        return self.view_of_model(*args, **kwargs)
+
+    def observe(self, on):
+        """Say before a step's first forward whether it will be measured; methods then count what their casts
+        lose.
+        """
+        for method in self.methods:
+            method.observe(on)
+        if self.release is not None:
+            self.release.watched = self._report() if on else None
+
+    def _report(self):
+        total = self.over and self.over.sum
+        return StepReport(self.optimizer, {}, 1.0, self.named_params, self.ema.shadow, total)
+
+    def _gradient(self, p):
+        """What backward updates p by, where gradients are released."""
+        g = p.grad.float() if self.keeps_sums else p.grad
+        for method in self.methods:
+            method.on_grads({p: g})
+        return g
+
+    @property
+    def keeps_sums(self):
+        # fp32 gradients add up in p.grad already; bf16 ones need a place of their own to be summed in fp32
+        several = self.accumulate > 1 or any(method.needs_sums for method in self.methods)
+        return several and self.recipe.low_weights and self.recipe.accumulate == "fp32"
+
+    def backward(self, loss):
+        """Backward of one micro-batch's mean loss; gradients are averaged over `accumulate` calls."""
+        with self.view_of_model.exact():
+            self.scaler.scale(loss / self.accumulate).backward()
+        if self.keeps_sums:
+            if self.reduce_sums is None and not getattr(self.forward, "require_backward_grad_sync", True):
+                apart = "micro-batches are summed in fp32 apart from p.grad: DDP would average the last alone"
+                raise Refused(f"{apart}: leave no_sync() out, or take sites=('accumulate=bf16',)")
+            for p in self.params:
+                if p.grad is not None:
+                    self.sums[p] = p.grad.float() if p not in self.sums else self.sums[p].add_(p.grad)
+                    p.grad = None
+
+    @torch.no_grad()
+    def step(self, measure=False):
+        """Clip, update weights and averages, clear gradients. Returns {} or, with `measure`, what rounding
+        did:
+
+        see writes.StepReport; grad_norm; nonfinite_grads: entries; loss_scale and skipped_steps for fp16; and
+        what the methods tell after observe(True).
+        """
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self.grouped:
+            late = "the optimiser has parameters that this run does not average, clip or sum"
+            whole = "make Precision while all that is ever trained has requires_grad=True, and freeze it then"
+            raise Refused(f"{late}: {whole}")
+        self.optimizer.collect()
+        if self.reduce_sums and self.sums:
+            self.reduce_sums(self.sums)
+        grads = self.sums or {p: p.grad for p in self.params if p.grad is not None}
+        norms_of = release_norms if self.over is None else self.over.norms_of
+        if self.over:
+            grads = {p: fsdp.local(g) for p, g in grads.items()}
+        if any(g.is_sparse for g in grads.values()):
+            raise Refused(SPARSE)
+        released = self.release is not None and self.release.updated
+        if not grads and not released:
+            what = "step() found no gradients: call backward(loss) before it"
+            raise Refused(f"{what}, with a loss that depends on the model's parameters")
+        self.scaler.unscale_(self.optimizer)
+        for method in self.methods:
+            method.on_grads(grads)
+        report, scale, watched = {}, 1.0, None
+        norms = norms_of(grads) if grads and (self.clip_grad or self.clip_tensor or measure) else {}
+        if self.clip_grad:
+            scale = clipping(_together(norms.values()), self.clip_grad)
+        if self.clip_tensor and norms:
+            each = clipping(torch.stack(list(norms.values())), self.clip_tensor)
+            scale = dict(zip(norms, each.unbind(), strict=True))
+        if measure:
+            report, watched = self._measured(grads, norms, released)
+            watched.add(grads, scale)
+        skipped = self.skipped
+        self._before_writing()
+        self._optimizer_step(scale)
+        for method in self.methods:
+            report.update(method.after_step(self.low_part))
+        if measure:
+            if self.skipped == skipped:  # a skipped step has no updates that could survive
+                report.update(watched.written())
+            report["skipped_steps"] = self.skipped
+            if self.scaler.is_enabled():
+                report["loss_scale"] = self.scaler.get_scale()
+        for average in self.averages.values():
+            average.update()
+        if measure:
+            self.ema.catch_up()
+            report.update(watched.averaged())
+        self.zero_grad()
+        return report
+
+    def zero_grad(self):
+        """Forget the gradients since the last step, sums of micro-batches in fp32 included: those of a batch
+        that is not to count, or what the backward pass of another run has left in this net. step() ends so.
+        """
+        self.sums = {}
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _measured(self, grads, norms, released):
+        """({grad_norm, nonfinite_grads}, StepReport) of this step, of what backward has updated too."""
+        watched, odd = self._report(), {p: (~g.isfinite()).sum() for p, g in grads.items()}
+        if released:
+            watched = self.release.watched
+            if watched is None:
+                late = "grad_release has freed the gradients that step(measure=True) should measure"
+                raise Refused(f"{late}: call observe(True) before the step's first forward")
+            norms, odd = {**self.release.norms, **norms}, {**self.release.nonfinite, **odd}
+        norm = _together(norms[p] for p in self.params if p in norms)
+        odd = sum(map(int, odd.values()))
+        odd = odd if self.over is None else int(self.over.sum(odd))
+        return dict(grad_norm=norm.item(), nonfinite_grads=odd), watched
+
+    def _before_writing(self):
+        """Averages that are read on a stream of their own are waited for, on the device."""
+        for average in self.averages.values():
+            average.before_writing()
+
+    def _optimizer_step(self, scale):
+        options = dict(grads=self.sums or None, grad_scale=scale)
+        if not self.scaler.is_enabled():
+            self.optimizer.step(**options)
+            return
+        old = self.scaler.get_scale()
+        self.scaler.step(self.optimizer, **options)
+        self.scaler.update()
+        self.skipped += self.scaler.get_scale() < old  # the scaler backs off exactly when it skipped
+
+    # -- reading the weights
+
+    @torch.no_grad()
+    def generator(self, source="ema"):
+        """A frozen copy of the model for generation, called like `run`: averaged ('ema' or a further average)
+        or last ('raw') weights, in the precision of the site `generation`. A View, which shares nothing with
+        this run.
+
+        'compute' as trained, but FP8 layers compute in bf16; 'fp8' through those; 'fp32' a full-precision
+        copy, 'autocast' that copy under bf16, 'fp16' under fp16; 'bf16' a copy in bf16 whatever was trained;
+        'int8', and 'fp8' of a net trained otherwise: the autocast copy with its Linear layers quantised
+        (fp8.quantise). Raises Refused for a source that this run does not hold.
+
+        Of a model that is spread over ranks all of them call this, and the first has the copy, the others
+        None.
+        """
+        return self.frozen(source)
+
+    @torch.no_grad()
+    def frozen(self, source="ema", **sites):
+        """The `generator` with some sites changed: frozen("raw", generation="fp32")."""
+        r = self.recipe.replace(**sites)
+        values = self.weights(source)
+        staying = [method for method in self.methods if method.generates == r.generation]
+        with ExitStack() as stack:
+            for method in self.methods:
+                if method not in staying:
+                    stack.enter_context(method.plain(self.model))
+            net = _copied(self.model) if self.over is None else self.over.copy(self.blank, values)
+            if net is None:
+                return None
+            net.requires_grad_(False).eval()
+        if r.generation in ("fp32", "bf16", "autocast", "fp16") or r.quantises:
+            low = r.generation == "bf16"
+            own = r.generation if r.generation in ("fp32", "fp16") else "bf16"
+            r = r.replace(
+                weights="bf16" if low else "fp32",
+                grads="bf16" if low else "fp32",
+                compute=own,
+                islands="none",
+            )
+            Cast(self.cast.undo(net) if self.over is None else net, r)
+        elif self.over:
+            Cast(net, r)
+        for name, p in net.named_parameters():
+            if name in values:
+                p.copy_(values[name])
+        for method in self.methods:
+            method.freeze(net, sites.get("generation", self.recipe.generation))
+        return View(net, r, staying, self.view_of_model.keep)
+
+    def view(self, net, methods=(), **sites):
+        """`net`, a copy of the model, called as this run's recipe with some sites changed says."""
+        return View(net, self.recipe.replace(**sites), methods, self.view_of_model.keep)
+
+    def weights(self, source="ema"):
+        """{name: tensor}: the net's state_dict with averaged ('ema' or a further average, in its dtype) or
+        last ('raw', the fp32 values held) weights, buffers and frozen parameters beside them; pruned under
+        sparse24.
+
+        It loads into the net as it was before the run. Of a model that is spread over ranks all of them call
+        this, and the first gets it, on the CPU, the others {}. Raises Refused for a source that this run does
+        not hold.
+        """
+        if source not in ("raw", *self.averages):
+            raise Refused(f"weights '{source}': this run holds {', '.join(['raw', *self.averages])}")
+        if source == "raw":
+            held = {name: (fsdp.local(p), self.low_part(p)) for name, p in self.named_params}
+            trained = {name: exact_weight(*pair) for name, pair in held.items()}
+        else:
+            trained = self.averages[source].shadow
+        own = {p: trained[name] for name, p in self.named_params}
+        with ExitStack() as stack:
+            for method in self.methods:
+                stack.enter_context(method.plain(self.model))
+            values = dict(self.model.state_dict())
+            # tied weights have several names
+            for name, p in self.model.named_parameters(remove_duplicate=False):
+                if p in own:
+                    values[name] = own[p]
+        for method in self.methods:
+            values = method.values(values)
+        return values if self.over is None else self.over.gathered(values)
+
+    # -- state
+
+    def state_dict(self):
+        """Tensors and plain values only: loads with weights_only=True.
+
+        Of a model that is spread over ranks DTensors and sharding.Chunks, of this rank's parts, as
+        torch.distributed.checkpoint saves and loads them on any number of ranks.
+        """
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "averages": {name: average.state_dict() for name, average in self.averages.items()},
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped,
+        }
+        state.update((method.key, method.state_dict()) for method in self.methods if method.key)
+        return state if self.over is None else self.over.wrapped(state, self.averages)
+
+    def load_state_dict(self, state):
+        """Take a state_dict of the same recipe, of whole tensors too where the model is spread over ranks.
+        Raises Refused, KeyError or RuntimeError for another one's.
+        """
+        if self.over:
+            state = self.over.cut(state, self.state_dict())
+        saved = state["model"]
+        for method in self.methods:
+            saved = method.adapt(self.model.state_dict(), saved)
+        self.model.load_state_dict(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        for method in self.methods:
+            method.load_state_dict(state.get(method.key), self.low_part)
+        for name, average in self.averages.items():
+            average.load_state_dict(state["averages"][name])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        self.skipped = state["skipped"]
+
+    def ledger(self):
+        """The precision of this run: a `ledger.Ledger` of (site, value, bytes a parameter or None, why)."""
+        return ledger.of(self, self.recipe.sites)
+
+
+def _copied(net):
+    """A copy of a net. What a forward pass has left in its modules, an auxiliary loss for one, is detached:
+    torch copies no tensor with a graph.
+    """
+    left = [value for module in net.modules() for value in vars(module).values() if torch.is_tensor(value)]
+    return copy.deepcopy(net, {id(value): value.detach().clone() for value in left if value.grad_fn})
+
+
+def _listed(params):
+    """The parameters of a group as torch takes them: one, an iterable, or an iterable of (name, parameter).
+    """
+    if torch.is_tensor(params):
+        return [params]
+    if isinstance(params, set | frozenset):
+        raise Refused("groups: a set has no order that a resume could rely on; give a list of parameters")
+    return [p[1] if isinstance(p, tuple) else p for p in params]
+
+
+def _together(norms):
+    """The norm of tensors that have these norms."""
+    return torch.linalg.vector_norm(torch.stack(list(norms)))
+
+
+def _shape(x):
+    return x.detach().to("meta") if torch.is_tensor(x) else x

@@ -1,0 +1,429 @@
+"""Other people's optimisers and averages, asked the questions that ours answer. They are read, never changed.
+
+    answers = answering(torch.optim.AdamW(model.parameters()))      # held, moment, wanted; see optim.Rounded
+    average = Average.of(EMAModel(model.parameters()), model)       # shadow, decay
+
+What an optimiser wants is known by the arithmetic of AdamW from the states it holds, or by letting the
+optimiser itself step an fp32 copy of one tensor. Both work on samples where the update of an entry depends on
+that entry alone. Needs torch alone; copy it.
+"""
+
+import copy
+import inspect
+import math
+import random
+import sys
+from collections import OrderedDict, defaultdict
+from contextlib import contextmanager
+
+import torch
+
+from ..machine import Refused
+from ..optimizers import peers
+from .writes import local
+
+# ---- Optimisers --------------------------------------------------------------------------------------------
+
+
+def hooked(optimizer):
+    """The optimiser whose step is hooked: what a wrapper as Accelerate's holds. Raises Refused for others."""
+    seen = 0
+    while not _takes_hooks(optimizer):
+        inner = next((vars(optimizer)[k] for k in WRAPPED if k in getattr(optimizer, "__dict__", {})), None)
+        seen += 1
+        if inner is None or seen > 8:
+            kind = type(optimizer).__name__
+            raise Refused(f"Watch takes a torch optimiser or a wrapper that holds one, not {kind}")
+        optimizer = inner
+    return optimizer
+
+
+WRAPPED = ("optimizer", "_optimizer", "base_optimizer")  # what wrappers call the optimiser that they hold
+
+
+def _takes_hooks(optimizer):
+    # a wrapper that never called torch's __init__ has the methods and not what they need
+    return "_optimizer_step_pre_hooks" in getattr(optimizer, "__dict__", {})
+
+
+def answering(optimizer):
+    """Something that answers for an optimiser: itself, the adapter of a peer, or a Stranger."""
+    if hasattr(optimizer, "wanted") and hasattr(optimizer, "held"):
+        return optimizer
+    package = type(optimizer).__module__.partition(".")[0]
+    by_package = {"optimi": peers.Optimi, "torchastic": peers.Torchastic, "bitsandbytes": peers.Bitsandbytes}
+    kind = by_package.get(package, Stranger)
+    if kind is not Stranger and "adamw" not in type(optimizer).__name__.lower():
+        kind = Stranger
+    return kind(optimizer)
+
+
+def renew(answers):
+    """Let an adapter read the states again that its optimiser has now: a resume may have replaced them."""
+    if hasattr(answers, "inner"):
+        answers.param_groups, answers.state = answers.inner.param_groups, answers.inner.state
+        answers.groups = {p: group for group in answers.param_groups for p in group["params"]}
+
+
+def steps_of(state):
+    """What a state's step counter says; None where it has none, or something else by that name."""
+    step = state.get("step")
+    if torch.is_tensor(step):
+        step = step.item() if step.numel() == 1 else None
+    return float(step) if isinstance(step, (int, float)) else None
+
+
+def check_states(optimizer, named):
+    """Raise Refused for a state that torch's AdamW or Adam could not step. named: [(name, parameter)]."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for name, p in named:
+        state = optimizer.state.get(p)
+        if not state:
+            continue  # it begins at the first gradient
+        fix = "restore the optimiser's state, or clear it to begin anew"
+        for moment in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(groups[p].get("amsgrad")):
+            held = state.get(moment)
+            if not torch.is_tensor(held):
+                raise Refused(f"the optimiser's state of {name} has no {moment}: {fix}")
+            if held.shape != p.shape:
+                shapes = f"the shape {list(held.shape)}, and the parameter {list(p.shape)}"
+                raise Refused(f"{moment} of {name} has {shapes}: {fix}")
+        if steps_of(state) is None:
+            raise Refused(f"the optimiser's state of {name} has no number of steps: {fix}")
+
+
+# what a state that completes a bf16 weight is called, here and elsewhere
+LOW = ("kahan_comp", "compensation", "remainder", "shift", "master", "master_param", "fp32_param")
+ADAMW = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
+ADAMW |= {"FusedAdam", "FusedAdamW", "CPUAdam", "DeepSpeedCPUAdam"}
+# torch's optimisers whose update of an entry depends on that entry alone
+COUPLED = {"RMSprop", "NAdam", "RAdam", "Adagrad"}
+ELEMENTWISE = "SGD RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop Adam AdamW".split()
+
+
+class Stranger(peers.Peer):
+    """Any torch optimiser as one that answers. inner: the optimiser."""
+
+    names = {
+        "exp_avg": ("exp_avg", "momentum_buffer", "ema", "state1"),
+        "exp_avg_sq": ("exp_avg_sq", "square_avg", "ema_squared"),
+    }
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.silent = set()  # parameters whose copy could not be stepped
+        self.accumulated = None  # {parameter: {name: (its state, what the copy made of it)}}, if wanted
+        self.exact = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) or type(inner).__name__ in ADAMW
+        self.known = self.exact or type(inner).__module__.startswith("torch.optim")
+        self.elementwise = type(inner).__module__.startswith("torch.optim.")
+        self.elementwise &= type(inner).__name__ in ELEMENTWISE
+        renew(self)
+
+    def _group(self, p):
+        return self.groups[p]
+
+    def low_part(self, p):
+        state = self.state.get(p, {})
+        found = next((state[name] for name in LOW if name in state), None)
+        fits = torch.is_tensor(found) and found.shape == p.shape and found.dtype in LOW_DTYPES
+        return found if fits else None
+
+    def held(self, p, pick=torch.flatten):
+        low = self.low_part(p)
+        if low is not None and low.dtype == torch.float32:
+            return pick(low)  # however the weight was rounded from it
+        return peers.exact_weight(pick(p.detach()), None if low is None else pick(low))
+
+    def decoded(self, held, p, name):
+        return local(held)
+
+    def coded(self, p, name):
+        return type(self._state(p, name)) not in (torch.Tensor, type(None))  # torchao's codes are a class
+
+    def decay(self, p, name):
+        """(beta, t); NaN where it is not known how the optimiser forms this moment."""
+        if not self.known and "adamw" not in type(self.inner).__name__.lower():
+            return math.nan, 0
+        group, state = self._group(p), self.state.get(p, {})
+        step = steps_of(state) or 0
+        beta = group["betas"][0 if name == "exp_avg" else 1] if "betas" in group else group.get("alpha")
+        return (math.nan if beta is None else float(beta)), int(step)
+
+    def decayed(self, p):
+        """Share of p that weight decay takes at a step; 0.0 where decay goes by way of the gradient, or where
+        that is not known.
+        """
+        return super().decayed(p) if self._by_arithmetic(p) and not self._coupled(p) else 0.0
+
+    def gradient(self, p, g, pick=torch.flatten):
+        """The gradient that the moments take: with weight decay where that goes by way of the gradient."""
+        decay = self._group(p).get("weight_decay", 0.0)
+        group = self._group(p)
+        coupled = type(self.inner).__name__ in COUPLED and not group.get("decoupled_weight_decay")
+        g = -g if group.get("maximize") else g
+        return g + decay * self.held(p, pick) if decay and (coupled or self.exact and self._coupled(p)) else g
+
+    def _coupled(self, p):
+        # torch's Adam adds it to the gradient, AdamW does not; since 2.7 a group tells
+        decoupled = self._group(p).get("decoupled_weight_decay", self._group(p).get("adam_w_mode"))
+        if decoupled is None:
+            decoupled = "adamw" in type(self.inner).__name__.lower() or not self._plain_adam()
+        return not decoupled
+
+    def _plain_adam(self):
+        adam = isinstance(self.inner, torch.optim.Adam) and not isinstance(self.inner, torch.optim.AdamW)
+        return adam or type(self.inner).__name__ == "Adam"
+
+    def _by_arithmetic(self, p):
+        group, state = self._group(p), self.state.get(p, {})
+        if not self.exact or group.get("amsgrad") or group.get("maximize") or "betas" not in group:
+            return False
+        return not state or {"exp_avg", "exp_avg_sq"} <= set(state)
+
+    # -- what it wants
+
+    def wanted(self, p, g, pick=torch.flatten):
+        return self.wanted_together([p], [g], pick)[0]
+
+    def wanted_together(self, params, gradients, pick, held=None):
+        """[fp32 update of each parameter, NaN where it can't be told], all tensors of one group at once.
+        held: what `held` says of all of them, flat, where that is known already.
+        """
+        held = None if held is None else held.split([g.numel() for g in gradients])
+        found, alike = [None] * len(params), {}
+        for i, p in enumerate(params):
+            if self._by_arithmetic(p):
+                alike.setdefault((id(self._group(p)), self.step_of(p), p.device), []).append(i)
+            else:
+                found[i] = self._by_a_copy(p, pick)
+        for (_, step, _), members in alike.items():
+            values = [self.held(params[i], pick) if held is None else held[i] for i in members]
+            update = self._adamw_of(
+                [params[i] for i in members], [gradients[i] for i in members], step, pick, values
+            )
+            lengths = [gradients[i].numel() for i in members]
+            for i, part in zip(members, update.split(lengths), strict=True):
+                found[i] = part
+        pairs = zip(found, gradients, strict=True)
+        return [torch.full_like(g, math.nan) if update is None else update for update, g in pairs]
+
+    def step_of(self, p):
+        """The number of steps that the optimiser counts for p; None where it counts none."""
+        step = self.state.get(p, {}).get("step", self._group(p).get("step"))
+        return None if step is None else int(step)
+
+    def _adamw_of(self, params, gradients, step, pick, held):
+        group = self._group(params[0])
+        lr, wd, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        g, held = torch.cat(gradients), torch.cat(held)
+        m, v = (self._moments(params, gradients, name, pick) for name in ("exp_avg", "exp_avg_sq"))
+        if self._coupled(params[0]):
+            g, wd = g + wd * held, 0.0
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        t = (step or 0) + 1
+        if group.get("bias_correction", True):
+            m, v = m / (1 - beta1**t), v / (1 - beta2**t)
+        return -lr * (m / (v.sqrt() + eps) + wd * held)
+
+    def _moments(self, params, gradients, name, pick):
+        found = [self.moment(p, name, pick) for p in params]
+        pairs = zip(found, gradients, strict=True)
+        return torch.cat([torch.zeros_like(g) if m is None else m.float() for m, g in pairs])
+
+    def _by_a_copy(self, p, pick):
+        """The update that the optimiser gives an fp32 copy of p, or of its sample; None where it fails."""
+        if p in self.silent or p.grad is None:
+            return None
+        take = pick if self.elementwise else (lambda t: local(t).clone())
+        twin = torch.nn.Parameter(take(p).float().clone())
+        twin.grad = take(p.grad).float() / grad_scale(self.inner)
+        try:
+            with undrawn(p.device), torch.no_grad():
+                states = self._step(p, twin, take)
+        except Exception:  # a stranger's code may need what a copy of one tensor does not have
+            self.silent.add(p)
+            return None
+        if self.accumulated is not None and self.known:
+            self.accumulated[p] = dict(self._accumulators(p, states, pick))
+        update = twin.detach() - take(p).float()
+        return update if self.elementwise else pick(update)
+
+    def _accumulators(self, p, stepped, pick):
+        """(name, (fp32 sample of a state of p, and of the one that a step of the copy left)): all but second
+        moments, which are looked at by themselves.
+        """
+        for name, value in self.state.get(p, {}).items():
+            if accumulates(name, value) and name not in self.names["exp_avg_sq"] and name in stepped:
+                after = stepped[name].flatten() if self.elementwise else pick(stepped[name])
+                before = pick(value).float().clone()
+                if after.shape == before.shape:
+                    yield name, (before, after.float())
+
+    def _step(self, p, twin, take):
+        """Step the copy; its states then."""
+        inner, state = self.inner, {}
+        for name, value in self.state.get(p, {}).items():
+            if torch.is_tensor(value):
+                alike = value.dim() > 0 and value.shape == p.shape
+                value = take(value).clone() if alike else local(value).clone()
+                state[name] = value.float() if value.is_floating_point() else value
+            else:
+                state[name] = copy.deepcopy(value)
+        other = object.__new__(type(inner))  # copying would run its __setstate__, which changes shared groups
+        # a scheduler's wrapper of `step` is bound to the optimiser itself
+        shared = ("step", "param_groups", "state")
+        own = {name: value for name, value in vars(inner).items() if name not in shared}
+        vars(other).update({name: apart(value) for name, value in own.items()})
+        group = {name: apart(value) for name, value in self._group(p).items() if name != "params"}
+        other.param_groups = [{**group, "params": [twin]}]
+        other.state = defaultdict(dict, {twin: state} if state else {})
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(other, hooks, OrderedDict())
+        inspect.unwrap(type(inner).step)(other)
+        return other.state[twin]
+
+
+def apart(value):
+    """What a copy of an optimiser may change without changing the original's: small tensors, generators, and
+    lists and dicts of them. Parameters and large tensors stay the same, which it would take long to copy.
+    """
+    if torch.is_tensor(value):
+        small = not isinstance(value, torch.nn.Parameter) and value.numel() <= 1 << 12
+        return value.detach().clone() if small else value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if type(value) is dict:
+        return {key: apart(held) for key, held in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(apart, value))
+    drawn = type(value).__module__.partition(".")[0] in ("random", "numpy")
+    return copy.deepcopy(value) if drawn else value
+
+
+@contextmanager
+def undrawn(device):
+    """Within it, what is drawn from the global generators of torch, Python and numpy is not missing later."""
+    drawn, numpy = random.getstate(), sys.modules.get("numpy")
+    held = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(drawn)
+        if numpy:
+            numpy.random.set_state(held)
+
+
+def accumulates(name, value):
+    """Whether a state is a sum over steps: a tensor of fractions that does not complete the weight."""
+    return torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0 and name not in LOW
+
+
+LOW_DTYPES = (torch.float32, torch.bfloat16, torch.int16)
+
+
+def grad_scale(optimizer):
+    """What GradScaler has left to a fused optimiser to divide gradients by."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
+
+
+def skips(optimizer):
+    """Whether a fused optimiser will pass by the step that begins: GradScaler has told it of an overflow."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+# ---- Averages ----------------------------------------------------------------------------------------------
+
+
+class Average:
+    """An average of the weights, whoever keeps it. read: () -> {name: tensor}; decays: () -> number, None.
+    counts: () -> how often it was updated, None where nobody counts.
+    """
+
+    def __init__(self, read, decays, counts=lambda: None):
+        self.read, self.decays, self.counts = read, decays, counts
+
+    @property
+    def begun(self):
+        """Whether it may have been updated: SWA begins late in a run."""
+        return self.counts() != 0
+
+    @property
+    def shadow(self):
+        return self.read()
+
+    @property
+    def decay(self):
+        return self.decays()
+
+    @classmethod
+    def of(cls, ema, model):
+        """An Average of a module, a dict of tensors, torch's AveragedModel, diffusers' EMAModel, optim.EMA,
+        or an object that holds one of them. Raises Refused for anything else, and where no name fits.
+        """
+        names = [name for name, _ in model.named_parameters()]
+        if isinstance(getattr(ema, "shadow_params", None), list):  # diffusers' EMAModel, torch_ema
+
+            def read():
+                every = len(ema.shadow_params) == len(names)
+                trained = names if every else [n for n, p in model.named_parameters() if p.requires_grad]
+                return dict(zip(trained, ema.shadow_params, strict=False))
+
+            return cls(read, lambda: _first_number(ema, ("cur_decay_value", "decay")))
+        if isinstance(ema, dict):
+            return cls(lambda: ema, _unknown)._fitting(names)
+        if isinstance(getattr(ema, "shadow", None), dict):  # optim.EMA
+            return cls(lambda: ema.shadow, lambda: _first_number(ema, ("decay",)))._fitting(names)
+        for holder in ("module", "ema_model", "averaged_model", "model"):
+            inner = getattr(ema, holder, None)
+            if isinstance(inner, torch.nn.Module):
+
+                def counts():
+                    return int(ema.n_averaged) if hasattr(ema, "n_averaged") else None
+
+                return cls(_parameters(inner), lambda: _decay_of_module(ema), counts)._fitting(names)
+        if isinstance(ema, torch.nn.Module):
+            return cls(_parameters(ema), _unknown)._fitting(names)
+        raise Refused(
+            f"ema: {type(ema).__name__} is no average that Watch can read: give the module, a dict "
+            f"{{name: tensor}}, AveragedModel, EMAModel or optim.EMA"
+        )
+
+    def _fitting(self, names):
+        if not set(names) & set(self.shadow):
+            raise Refused("ema: none of its tensors has the name of a parameter of the model")
+        return self
+
+
+def _unknown():
+    return None
+
+
+def _parameters(module):
+    def read():
+        return {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
+
+    return read
+
+
+def _first_number(ema, names):
+    found = [getattr(ema, name, None) for name in names]
+    return next((float(value) for value in found if isinstance(value, (int, float))), None)
+
+
+def _decay_of_module(ema):
+    """AveragedModel keeps its decay in a closure; without a function it is a plain mean, of no decay."""
+    for function in (getattr(ema, "multi_avg_fn", None), getattr(ema, "avg_fn", None)):
+        if inspect.isfunction(function):
+            decay = inspect.getclosurevars(inspect.unwrap(function)).nonlocals.get("decay")
+            return float(decay) if isinstance(decay, float) else None
+    current = getattr(ema, "get_current_decay", None)
+    if callable(current):
+        return float(current())
+    return _first_number(ema, ("decay",))

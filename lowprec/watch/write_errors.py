@@ -1,0 +1,185 @@
+"""What is wrong with the rounding of weights itself: noise that is biased, repeats, or is shared by tensors.
+
+The error of a write, (written - wanted) in ulps, counted positive away from zero, has the mean 0 under
+stochastic rounding, and the variance f (1 - f) where f is the fraction of an ulp that is rounded away. So
+each sum of errors has a standard error that is known beforehand, and a figure is named only where it is
+beyond 6 of them. Needs torch alone; copy it.
+"""
+
+import math
+
+import torch
+
+from .writes import Sums, each, rounded, totals
+
+CERTAIN = 6  # standard errors: once in 5e8 looks by chance
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def ulp(x, eps):
+    """The spacing at fp32 x of a format with machine epsilon `eps`: 2^-7 for bf16."""
+    _, exponent = torch.frexp(x)  # |x| = m 2^exponent, m in [0.5, 1)
+    return torch.ldexp(torch.full_like(x, 0.5), exponent) * eps
+
+
+class Errors(Sums):
+    """Sums of the errors of plain bf16 and fp16 writes (no master, no compensation), a column a tensor."""
+
+    fields = (
+        "entries",  # writes that were to change something
+        "chance",  # how many entries stochastic rounding would not round to nearest
+        "strays",  # how many were not
+        "score",  # sum of the errors, in ulps
+        "variance",  # of that sum, under stochastic rounding
+        "moves",  # wanted steps in ulps, at most one each: as many entries are expected to move
+        "spread",  # variance of the sum of errors in units of the weights
+        "again",  # products of the errors of a look and of the two before: 0 unless noise repeats
+        "again_variance",
+        "again_size",  # what the products would sum up to if the noise were the same
+        "near",  # the same of neighbours in a sample: 0 unless rows share noise
+        "near_variance",
+        "near_size",
+        "looks",
+        "burst",  # squares of each look's score over its variance: 1 a look, unless the entries share noise
+    )
+
+    def __init__(self, tensors=1):
+        super().__init__(tensors)
+        self.past = []  # (tensors, errors, variances) of the last two looks
+        self.turn = False  # whether tensors were compared the last time
+        self.pairs = {}  # (pairs of tensors) -> float64 [3, pairs]: see `shares`
+
+    def add(self, index, old, target, new, dtypes, scales=None):
+        """Add the writes of a step: lists with an fp32 vector for each tensor of `index`.
+
+        old, target, new: held before, wanted, held after. dtypes: what it is written in; None leaves a tensor
+        out. scales: what spread is measured in, entry by entry.
+        """
+        chosen = [k for k, dtype in enumerate(dtypes) if dtype in NARROW]
+        if not chosen:
+            return
+        index, lengths = [index[k] for k in chosen], [old[k].numel() for k in chosen]
+        before, aim, after = (torch.cat([part[k] for k in chosen]) for part in (old, target, new))
+        narrow = [dtypes[k] for k in chosen]
+        gap = ulp(aim, each([torch.finfo(dtype).eps for dtype in narrow], lengths, aim))
+        nearest, size = rounded(aim, narrow, lengths), aim.abs()
+        f = torch.frac(size / gap)
+        f = f.where(aim.isfinite() & (aim != before) & after.isfinite(), 0.0)
+        rounds, variance = f > 0, f * (1 - f)
+        score = ((after.abs() - size) / gap).where(rounds, 0.0)
+        moves = ((aim - before).abs() / gap).clamp(max=1).where(rounds, 0.0)
+        unit = gap if scales is None else gap / torch.cat([scales[k] for k in chosen])
+        spread = variance * unit.square()
+        rows = [rounds, torch.minimum(f, 1 - f), (after != nearest) & rounds, score, variance, moves, spread]
+        rows += [*self._again(index, score, variance), *_near(score, variance, lengths)]
+        self._sum(index, lengths, rows)
+        self.turn = not self.turn
+        if self.turn:  # every other time, which halves what it costs
+            alone = _less_means(score, rounds, lengths)
+            self._compare(index, alone.split(lengths), variance.split(lengths))
+        self.past = [*self.past[-1:], (index, score, variance)]
+
+    def _again(self, index, score, variance):
+        found = [torch.zeros_like(score) for _ in range(3)]
+        for then, past_score, past_variance in self.past:
+            if then == index:
+                both = variance * past_variance
+                found = [a + b for a, b in zip(found, (score * past_score, both, both.sqrt()), strict=True)]
+        return found
+
+    def _sum(self, index, lengths, rows):
+        sums = totals(rows, lengths)  # of the fields that are sums over entries
+        score, variance = sums[3], sums[4]
+        enough = variance > 1
+        burst = score.square() / variance.clamp_min(1) * enough
+        sums = torch.cat([sums, enough.double()[None], burst[None]])
+        self.sums = self.sums.to(sums.device)
+        self.sums[:, index] += sums
+
+    def _compare(self, index, scores, variances):
+        """Products of the errors of tensors that are alike in size, and so are sampled at the same places."""
+        order = sorted(range(len(index)), key=lambda k: scores[k].numel())
+        pairs = list(zip(order, order[1:], strict=False))
+        if not pairs:
+            return
+        lengths = [scores[a].numel() for a, _ in pairs]  # the smaller one's
+
+        def side(parts, which):
+            return torch.cat([parts[pair[which]][:n] for pair, n in zip(pairs, lengths, strict=True)])
+
+        product = side(scores, 0) * side(scores, 1)
+        variance = side(variances, 0) * side(variances, 1)
+        sums = totals([product, variance, variance.sqrt()], lengths)
+        key = tuple((index[a], index[b]) for a, b in pairs)
+        self.pairs[key] = self.pairs.get(key, 0.0) + sums
+
+    # -- what follows for one tensor (see `of`), or for all
+
+    @property
+    def to_nearest(self):
+        """Whether writes go to nearest: True, False, or None where too little was seen."""
+        if self.chance < 20:
+            return None
+        return self.strays < 0.3 * self.chance
+
+    @property
+    def bias(self):
+        """Mean error as a share of the wanted step where it is certain, else 0.0."""
+        if self.variance < 1 or abs(self.score) < CERTAIN * math.sqrt(self.variance):
+            return 0.0
+        return self.score / max(self.moves, 1e-300)
+
+    @property
+    def lumps(self):
+        """Whether the entries of a tensor err together: its score is not within chance look by look."""
+        return self.looks >= 2 and self.burst > CERTAIN**2 * self.looks
+
+    @property
+    def repeats(self):
+        """Correlation of the errors of two looks where it is certain, else 0.0."""
+        return certain(self.again, self.again_variance, self.again_size)
+
+    @property
+    def neighbours(self):
+        """The same of entries that are neighbours in a sample."""
+        return certain(self.near, self.near_variance, self.near_size)
+
+    def shares(self):
+        """{(tensor, tensor): correlation of their errors} where it is certain."""
+        found = {}
+        for key, table in self.pairs.items():
+            for pair, sums in zip(key, table.T.tolist(), strict=True):
+                value = certain(*sums)
+                if value:
+                    found[pair] = value
+        return found
+
+
+def _less_means(score, rounds, lengths):
+    """Errors less their tensor's mean: tensors that all err to one side don't share noise by that. [n]"""
+    sums, counts = totals([score, rounds], lengths)
+    means = (sums / counts.clamp_min(1)).to(score.dtype)
+    each_mean = means.repeat_interleave(torch.tensor(lengths, device=means.device), output_size=len(score))
+    return (score - each_mean).where(rounds, 0.0)
+
+
+def _near(score, variance, lengths):
+    """[products of the errors of each entry and the next, their variances, the roots of these]; [n] each."""
+    found = []
+    for row in (score, variance):
+        product = row * row.roll(-1)
+        product[torch.tensor(lengths, device=row.device).cumsum(0) - 1] = 0.0  # the next is another tensor's
+        found.append(product)
+    return [*found, found[1].sqrt()]
+
+
+def certain(product, variance, size):
+    """Correlation of errors, 0.0 unless it is more than chance and more than a fifth.
+
+    Errors that are larger than rounding makes them, as of several roundings one after the other, say nothing
+    of noise: 0.0 too.
+    """
+    if variance < 1 or product < CERTAIN * math.sqrt(variance):
+        return 0.0
+    value = product / size
+    return value if 0.2 < value < 1.5 else 0.0

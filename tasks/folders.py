@@ -1,0 +1,353 @@
+"""Image files and volumes in folders: which ones there are, what they hold, and that each can be read.
+
+    python -c "import folders; print(folders.labelled(folders.Path('photos'))[0][:3])"
+
+An image file is opened, checked and decoded once. `survey` keeps what it learnt (size, modification time,
+mode, extent, SHA-256, a mask's values) in a JSON file, so that a later start opens only files that are new or
+have changed. Only the formats below are ever opened, whatever a file is called.
+"""
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from harness.files import write_atomically
+from lowprec.machine import Refused
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+MASKS = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them
+IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # PIL opens 40 more, EPS by Ghostscript for one
+MASK_FORMATS = ("PNG", "BMP", "TIFF")
+VOLUMES = (".nii", ".nii.gz")
+MAX_CLASSES = 200  # more distinct values than this are antialiasing, not class ids
+INDEX_FORMAT = 1  # raise it when Seen or the checks of _look change: every file is then read once more
+SETTLED = 2 * 10**9  # ns; a file may change again within one tick of its clock (2 s on FAT) and keep its time
+
+# PIL warns of what it could read all the same. What it can't read is refused.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+# ---- Refusals ----------------------------------------------------------------------------------------------
+
+@contextmanager
+def reading(path, what="an image"):
+    """Decoders raise nearly everything on a broken file. All of it becomes a Refused that names the file."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise Refused(f"cannot read {path} as {what} ({why}): replace or remove it") from None
+
+
+# ---- Layouts -----------------------------------------------------------------------------------------------
+
+def check_layout(root: Path, masks: bool, kind: str):
+    """Refuses a folder that can't be read, or whose parts are something else than classes."""
+    try:
+        has = {entry.name for entry in os.scandir(root) if entry.is_dir()}
+    except FileNotFoundError:
+        raise Refused(f"{root} does not exist: check the path") from None
+    except NotADirectoryError:
+        raise Refused(f"{root} is not a folder: check the path") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Refused(f"cannot read {root} as a folder ({why}): check the path and its permissions") from None
+    if masks and not has >= {"images", "masks"}:
+        raise Refused(f"{root} has no folders images and masks: to segment it needs both, with equal names")
+    if not masks and has >= {"images", "masks"}:
+        images = root / "images"
+        raise Refused(f"{root} holds images and masks: use --data {kind}:{images}, or --task segment")
+    if not masks and "train" in has and has & {"test", "val", "valid", "validation"}:
+        raise Refused(f"{root} is split into train and others: use --data {kind}:{root / 'train'}")
+
+
+def listing(folder: Path, suffixes: tuple, deep: bool = True) -> list[Path]:
+    """Files with one of the suffixes, by name; without hidden ones (macOS leaves ._a.png beside a.png)."""
+    def fail(error):
+        raise error
+
+    found = []
+    with reading(folder, "a folder"):
+        for where, folders, names in os.walk(folder, onerror=fail):
+            folders[:] = [name for name in folders if deep and not name.startswith(".")]
+            found += [Path(where, name) for name in names
+                      if name.lower().endswith(suffixes) and not name.startswith(".")]
+    return sorted(path for path in found if os.path.isfile(path))
+
+
+def labelled(root: Path) -> tuple[list, list[str]]:
+    """[(name, image, label)] and the classes' names: root's folders, sorted, or none if root holds images."""
+    flat = listing(root, IMAGES, deep=False)
+    folders = [p for p in sorted(root.iterdir()) if os.path.isdir(p) and not p.name.startswith(".")]
+    classes = {p.name: listing(p, IMAGES) for p in folders}
+    if not flat and not any(classes.values()):
+        forms = ", ".join(IMAGES)
+        raise Refused(f"{root} holds no images ({forms}): give a folder of images or of class folders")
+    if flat and any(classes.values()):
+        raise Refused(f"{root} holds images beside class folders: move the images into one of them or away")
+    if flat:
+        return [(p.name, p, 0) for p in flat], []
+    for name, files in classes.items():
+        if not files:
+            raise Refused(f"class folder {root / name} holds no images: fill or remove it")
+    triples = [(p.relative_to(root).as_posix(), p, label)
+               for label, files in enumerate(classes.values()) for p in files]
+    return triples, list(classes)
+
+
+def pairs(root: Path, suffixes: tuple, mask_suffixes: tuple) -> list:
+    """[(stem, image, mask)] of root/images and root/masks, which must match one to one."""
+    images = _by_stem(root / "images", suffixes)
+    masks = _by_stem(root / "masks", mask_suffixes)
+    if not images:
+        raise Refused(f"{root / 'images'} is empty: put images there ({', '.join(suffixes)})")
+    for stem in sorted(images.keys() ^ masks.keys()):
+        if stem in images:
+            wanted = f"{root / 'masks' / stem} with suffix {' or '.join(mask_suffixes)}"
+            raise Refused(f"image {images[stem]} has no mask: add {wanted}")
+        raise Refused(f"mask {masks[stem]} has no image: add {root / 'images' / stem} or remove the mask")
+    return [(stem, images[stem], masks[stem]) for stem in sorted(images)]
+
+
+def _by_stem(folder, suffixes):
+    stems = {}
+    for path in listing(folder, suffixes):
+        stem = re.sub(r"(\.nii\.gz|\.[^./]+)$", "", path.relative_to(folder).as_posix(), flags=re.I)
+        if stem in stems:
+            raise Refused(f"{path} has the stem of {stems[stem].name}: rename or remove one")
+        stems[stem] = path
+    return stems
+
+
+def volumes(root: Path, masks: bool) -> list:
+    """[(name, volume, its mask or None)] of one file or of a folder."""
+    if os.path.isfile(root) and not masks:
+        return [(root.name, root, None)]
+    check_layout(root, masks, "nifti")
+    if masks:
+        return pairs(root, VOLUMES, VOLUMES)
+    found = [(path.relative_to(root).as_posix(), path, None) for path in listing(root, VOLUMES)]
+    if not found:
+        raise Refused(f"{root} holds no volumes ({', '.join(VOLUMES)}): give one, or a folder of them")
+    return found
+
+
+def held_out(root: Path, names: list[str], noun: str = "image") -> set[str]:
+    """The tenth of the names whose hashes are smallest: adding files moves few others from part to part."""
+    if len(names) < 2:
+        raise Refused(f"{root} holds a single {noun}: give at least two, one to train on and one to hold out")
+    ranked = sorted(names, key=_hash)
+    return set(ranked[:max(1, round(len(names) / 10))])
+
+
+def with_every_class(chosen: set[str], triples: list) -> set[str]:
+    """`chosen`, and the name with the smallest hash of each class of two or more that has none in it."""
+    chosen, classes = set(chosen), {}
+    for name, _, label in triples:
+        classes.setdefault(label, []).append(name)
+    for names in classes.values():
+        if len(names) > 1 and not chosen.intersection(names):
+            chosen.add(min(names, key=_hash))
+    return chosen
+
+
+def _hash(name):
+    return hashlib.sha256(os.fsencode(name)).digest()
+
+
+def check_extents(triples: list, images: list, masks: list):
+    """Refuses a mask of another size than its image."""
+    for (_, image, mask), one, other in zip(triples, images, masks, strict=True):
+        if (one.width, one.height) != (other.width, other.height):
+            raise Refused(f"mask {mask} is {other.width}x{other.height} but image {image} is "
+                          f"{one.width}x{one.height}: make them the same size")
+
+
+def mask_values(root: Path, values: list) -> np.ndarray:
+    """The sorted distinct values of all masks, from those of each; a value's place is its class id."""
+    values = np.unique(np.concatenate(values))
+    if len(values) < 2:
+        only = f"the value {values[0]:g} alone"
+        raise Refused(f"{root / 'masks'} holds {only}: masks need background and a class")
+    if len(values) > MAX_CLASSES:
+        raise Refused(f"{root / 'masks'} holds {len(values)} values: save class ids, without antialiasing")
+    return values
+
+
+# ---- What a file holds -------------------------------------------------------------------------------------
+
+class Seen(NamedTuple):
+    """What one look at a file told. Size (bytes) and mtime (ns) say whether it has changed since then."""
+    size: int
+    mtime: int
+    mode: str
+    width: int  # as displayed: upright by EXIF
+    height: int
+    sha256: str
+    values: list | None = None  # the distinct values of a mask, sorted; None for an image
+
+
+def decode(path: Path, channels: int) -> torch.Tensor:
+    """float32 [channels, H, W] in [-1, 1]: upright by EXIF, transparency on white, 16 bits by full range."""
+    with reading(path), _open(path, IMAGE_FORMATS) as image:
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):
+            pixels = torch.from_numpy(np.asarray(image).astype(np.float32) / 32767.5 - 1)
+            return pixels.expand(channels, -1, -1)  # [H, W] -> [channels, H, W]
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        pixels = np.array(image.convert("L" if channels == 1 else "RGB"), np.float32) / 127.5 - 1
+        pixels = pixels.reshape(*pixels.shape[:2], channels)  # [H, W] -> [H, W, 1]
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def decode_mask(path: Path, content: io.BytesIO | None = None) -> np.ndarray:
+    """int64 [H, W]: the values, or the palette entries, of a single-channel image."""
+    with reading(path, "a mask"), _open(content or path, MASK_FORMATS) as image:
+        if image.mode not in ("1", "L", "P", "I") and not image.mode.startswith("I;16"):
+            raise Refused(f"mask {path} is {image.mode}: save it as one channel of integer class ids")
+        return np.asarray(ImageOps.exif_transpose(image)).astype(np.int64)
+
+
+def is_grey(mode: str) -> bool:
+    return mode in ("1", "L", "LA") or mode.startswith("I;16")
+
+
+def _open(source, formats):
+    try:
+        return Image.open(source, formats=formats)
+    except UnidentifiedImageError:
+        raise ValueError(f"its content is none of {', '.join(formats)}") from None
+
+
+def _look(path, is_mask):
+    """Seen of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
+    with reading(path, "a mask" if is_mask else "an image"):
+        about = path.stat()  # before the content: a file that changes meanwhile is read again
+        content = io.BytesIO(path.read_bytes())
+        with _open(content, MASK_FORMATS if is_mask else IMAGE_FORMATS) as image:
+            mode = image.mode
+            image.verify()  # the checksums of a PNG, which decoding passes over
+        if is_mask:
+            ids = decode_mask(path, content)
+            (height, width), values = ids.shape, np.unique(ids).tolist()
+        else:
+            with _open(content, IMAGE_FORMATS) as image:
+                (width, height), values = ImageOps.exif_transpose(image).size, None
+    if not is_mask and mode in ("I", "F"):
+        raise Refused(f"{path} has 32-bit pixels, whose range is unknown: save it with 8 or 16 bits")
+    digest = hashlib.sha256(content.getbuffer()).hexdigest()
+    return Seen(about.st_size, about.st_mtime_ns, mode, width, height, digest, values)
+
+
+# ---- Volumes -----------------------------------------------------------------------------------------------
+
+def decode_volume(path: Path) -> np.ndarray:
+    """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine)."""
+    import nibabel
+    # it tells of what it can't read in lines of its own, and raises an error as well
+    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
+    with reading(path, "a NIfTI volume"):
+        voxels = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj, dtype=np.float32)
+    shape = (*voxels.shape, 1, 1)[:3]
+    if not voxels.size or voxels.size != np.prod(shape):
+        raise Refused(f"volume {path} has shape {voxels.shape}: save one 3-D volume a file")
+    if not np.isfinite(voxels).all():
+        raise Refused(f"volume {path} holds NaN or infinity: replace them, by the background's value say")
+    return np.ascontiguousarray(voxels.reshape(shape).transpose(2, 1, 0)[:, ::-1])  # [X, Y, Z] -> [Z, Y, X]
+
+
+def decode_mask_volume(path: Path, volume: Path, shape: tuple) -> np.ndarray:
+    """float32 [Z, Y, X] of whole numbers, with the shape of its volume."""
+    mask = decode_volume(path)
+    if mask.shape != shape:
+        raise Refused(f"mask {path} has {mask.shape[::-1]} voxels but volume {volume} {shape[::-1]}: "
+                      "make them the same size")
+    if (mask % 1).any():
+        raise Refused(f"mask {path} holds fractions: save it as integer class ids")
+    return mask
+
+
+def sha256(path: Path) -> str:
+    with reading(path, "a file"):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---- The index: what earlier starts have seen --------------------------------------------------------------
+
+def survey(root: Path, images: list[Path], masks: list[Path], index: str | Path | None) -> tuple[list, list]:
+    """[Seen] of the images and [Seen] of the masks, all of them files under `root`.
+
+    `index` is a folder that holds one JSON file a root; None reads every file. Several processes may survey a
+    root at once. Each writes a whole index, and the last one stays. Raises Refused for the first file that is
+    damaged, after the index holds the others.
+    """
+    file = None if index is None else _index_file(Path(index), root)
+    known = {} if file is None else _read_index(file)
+
+    def see(path, is_mask):
+        try:
+            about, seen = path.stat(), known.get(path.relative_to(root).as_posix())
+            same = seen and (seen.size, seen.mtime) == (about.st_size, about.st_mtime_ns)
+            return seen if same and is_mask == (seen.values is not None) else _look(path, is_mask)
+        except Refused as error:
+            return error
+        except OSError as error:
+            return Refused(f"cannot read {path} ({error.strerror}): replace or remove it")
+
+    paths = [*images, *masks]
+    with ThreadPoolExecutor() as pool:  # a folder on a network disk is mostly waiting
+        found = list(pool.map(see, paths, [False] * len(images) + [True] * len(masks)))
+    if file is not None:
+        _write_index(file, known, root, paths, found)
+    for seen in found:
+        if isinstance(seen, Refused):
+            raise seen
+    return found[:len(images)], found[len(images):]
+
+
+def _index_file(index, root):
+    where = hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16]
+    return index / f"{re.sub(r'[^A-Za-z0-9]+', '_', root.name)[-60:]}-{where}.json"
+
+
+def _digest(files):
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _read_index(file):
+    """{name: Seen}; empty when there is no index, or one that is damaged or of another format."""
+    try:
+        content = json.loads(file.read_bytes())
+        if content["format"] != INDEX_FORMAT or content["sha256"] != _digest(content["files"]):
+            return {}
+        return {name: Seen(*row) for name, row in content["files"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _write_index(file, known, root, paths, found):
+    before = time.time_ns() - SETTLED
+    files = {path.relative_to(root).as_posix(): seen for path, seen in zip(paths, found, strict=True)
+             if isinstance(seen, Seen) and seen.mtime < before}
+    if files == known:
+        return
+    facts = {"format": INDEX_FORMAT, "root": str(root), "sha256": _digest(files), "files": files}
+    try:
+        write_atomically(file, lambda target: target.write(json.dumps(facts).encode()))
+    except (Refused, OSError):
+        pass  # it only saves time: without one the next start reads the files again

@@ -1,0 +1,395 @@
+"""Language: the next byte of a text, by a GPT of nn.Linear layers, or by BDH, whose matrices are bare
+parameters.
+
+    python train.py --task language --pure_bf16 --stochastic                  a GPT, on the text that is here
+    python train.py --task language --model bdh --fp8 --fp8_recipe delayed    BDH, its products in FP8
+    python train.py --task language --size 25M --block 512 --data text:FILE   a larger net, a text of your own
+    python train.py --task language --finetune runs/NAME --data text:OTHER    go on with another text
+    python train.py --sample runs/NAME --prompt "In the beginning" --top_k 3  continue a prompt
+
+A token is a byte: the vocabulary has 256 entries, and no tokeniser is needed. The loss is cross-entropy in
+nats a byte; bits a byte are that over ln 2.
+
+BDH (Dragon Hatchling, arXiv 2509.26507) shares one set of matrices among all its layers. Its activations are
+positive and sparse, and its linear attention has no softmax. Its products go through `fp8.Scaling`, one a
+call site, so --fp8 reaches bare parameters. The phases of its rotary positions are fp32 in every recipe: at
+position 512 a phase has made 81 turns, where neighbouring bf16 numbers lie half a turn apart.
+
+text.txt is the book of Genesis in the King James Version, public domain: 196,818 bytes, SHA-256
+e7b72bfd25d395f5... The whole text comes with Debian's package bible-kjv (here 4.38), 4,137,850 bytes:
+
+    apt-get install bible-kjv && bible -f gen1:1-rev22:21 | cut -d' ' -f2- > kjv.txt
+    SHA-256 b5c4940bcfeee072c0935b5200d0f9d88a00a0199cb0961d16133458fcdfae5d
+
+The same with gen1:1-50:26 gives text.txt. Another text to go on with (--finetune RUN --data text:perldoc.txt)
+are the manual pages of Perl, Debian's perl-doc (here 5.36.0-7+deb12u4), 8,774,928 bytes:
+
+    apt-get download perl-doc && dpkg -x perl-doc_*.deb x && LC_ALL=C
+    cat x/usr/share/perl/5.36.0/pod/perl*.pod > perldoc.txt
+    SHA-256 6ffd305190cf43f54049046a6c306e67e522e777d6650c029c5f56c9722e0feb
+"""
+
+import hashlib
+import math
+import textwrap
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.flags import Flag, amount, natural
+from lowprec.attention import attend
+from lowprec.layers.fp8 import Scaling
+from lowprec.machine import Refused
+from tasks.task import Task
+
+VOCABULARY = 256
+TEXT = Path(__file__).parent / "text.txt"  # what is trained on unless --data names a text
+WINDOWS = 1 << 18  # at most so many places of a text that a window of training starts at
+HELDOUT = 256  # at most so many windows that the held-out scores are taken on
+SCORED = 16  # windows scored at once
+PROMPT = 32  # bytes of held-out text that are continued where no --prompt is given
+LINES = 60  # of a text drawn as a picture
+
+# ---- Data --------------------------------------------------------------------------------------------------
+
+
+class Windows(torch.utils.data.Dataset):
+    """Windows of a text, at most `most`, evenly spread over it; they overlap.
+
+    text: uint8 [n]. windows[[3, 1]] -> (inputs, targets), int64 [2, block] each; a target is the byte that
+    follows its input.
+    """
+
+    def __init__(self, text, block, most):
+        self.text, self.block = text, block
+        starts = max(0, len(text) - block)
+        self.stride = max(1, math.ceil(starts / most))
+        self.count = math.ceil(starts / self.stride)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        starts = torch.tensor(index) * self.stride  # [B]
+        at = starts[:, None] + torch.arange(self.block + 1)  # [B] -> [B, block + 1]
+        pieces = self.text[at].long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+class Text:
+    """A text in two parts, train and heldout: the last tenth is held out. Raises Refused for what is no
+    readable file, or is too short for a block.
+    """
+
+    def __init__(self, path, block):
+        content = _content(path)
+        held = len(content) // 10
+        if held <= block:
+            need = f"its last tenth, which is held out, must be longer than a block of {block}"
+            wanted = f"give {10 * (block + 1)} bytes or more, or a smaller --block"
+            raise Refused(f"--data text:{path} has {len(content)} bytes, and {need}: {wanted}")
+        text, cut = torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content) - held
+        self.name, self.bytes = f"text-{Path(path).stem}", len(content)
+        self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
+        self.train, self.heldout = Windows(text[:cut], block, WINDOWS), Windows(text[cut:], block, HELDOUT)
+
+    def __str__(self):
+        return f"{self.name}: {self.bytes:,} bytes, the last tenth held out; SHA-256 {self.fingerprint}..."
+
+
+def _content(path):
+    wanted = "give the path of a text file"
+    try:
+        path = Path(path).expanduser()
+        # of what is no file a pipe or a device may have no end
+        content = path.read_bytes() if path.is_file() or not path.exists() else None
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Refused(f"--data text:{path}: {reason}; {wanted}") from None
+    if content is None:
+        raise Refused(f"--data text:{path} is {'a folder' if path.is_dir() else 'no file'}: {wanted}")
+    return content
+
+
+# ---- GPT ---------------------------------------------------------------------------------------------------
+
+# size: (depth, width, heads); as many parameters as BDH of that size, within a few per cent
+GPTS = {"tiny": (4, 64, 4), "1M": (4, 128, 4), "3M": (6, 192, 6), "25M": (8, 512, 8), "100M": (14, 768, 12)}
+
+
+class Layer(nn.Module):
+    """One layer of a GPT: causal attention, then an MLP, each behind an RMSNorm. x, and what comes of it:
+    [B, T, width].
+    """
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def attention(self, x):
+        # [B, T, 3 width] -> [B, T, 3, heads, width / heads] -> three of [B, heads, T, width / heads]
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class GPT(nn.Module):
+    """ids int64 [B, T], T at most `block` -> logits [B, T, 256]. The head is tied to the embedding."""
+
+    def __init__(self, depth, width, heads, block):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.position_embed = nn.Embedding(block, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(depth))
+        self.final_norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.lm_head.weight = self.embed.weight
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                # 2 depth layers add to the residual stream: each adds the less
+                adds = name.endswith(("proj.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if adds else 0.02)
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.position_embed(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.final_norm(x))
+
+
+# ---- BDH ---------------------------------------------------------------------------------------------------
+
+# size: (layers, width D, heads, factor m). 25M is the published net, 100M that of the guide to FP8 training
+BDHS = {
+    "tiny": (2, 64, 4, 16),
+    "1M": (4, 128, 4, 16),
+    "3M": (4, 192, 4, 24),
+    "25M": (6, 256, 4, 128),
+    "100M": (6, 512, 4, 128),
+}
+THETA = 2.0**16
+
+
+def rotary(length, width, device):
+    """(cos, sin) of rotary positions, fp32 [length, width]. Values 2i and 2i + 1 share the frequency of
+    theta^(-2i / width) radians a position; whole turns are taken off in fp32 before the cosine.
+    """
+    pair = torch.arange(width, device=device, dtype=torch.float32).div(2, rounding_mode="floor") * 2
+    frequency = THETA ** -(pair / width) / (2 * math.pi)  # turns a position
+    turns = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency
+    phase = (turns % 1) * (2 * math.pi)
+    return phase.cos(), phase.sin()
+
+
+def rotate(x, cos, sin):
+    """Turn each pair of neighbours of x [..., T, N] by its phase, in fp32; the result has the dtype of x."""
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)  # (a, b) -> (-b, a)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+def norm(x):
+    """Layer norm of the last dimension, without gains."""
+    return F.layer_norm(x, x.shape[-1:])
+
+
+class Hatchling(nn.Module):
+    """One layer of BDH. It owns no weights, but a scale for each of its three FP8 products: the layers share
+    the matrices, and not the values that meet them.
+
+    x [B, 1, T, D], what comes of it alike: xs = relu(x E), sparse and positive, [B, H, T, N]; y = the norm of
+    what linear attention reads at the positions before, keys and queries both xs turned by position;
+    norm(x + norm((xs relu(y Ev)) D)).
+    """
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.encode, self.encode_v, self.decode = Scaling(), Scaling(), Scaling()
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x, encoder, encoder_v, decoder, cos, sin):
+        xs = F.relu(self.encode(x, encoder))  # [B, H, T, N]
+        turned = rotate(xs, cos, sin)
+        scores = (turned @ turned.mT).tril(-1)  # [B, H, T, T]: positions before, and not the position itself
+        y = norm(scores @ x)  # [B, H, T, D]
+        ys = F.relu(self.encode_v(y, encoder_v))  # [B, H, T, N]
+        gated = self.drop(xs * ys).transpose(1, 2).flatten(2)[:, None]  # -> [B, 1, T, H N]
+        return norm(x + norm(self.decode(gated, decoder)))
+
+
+class BDH(nn.Module):
+    """ids int64 [B, T] -> logits [B, T, 256]. All layers share the matrices E [H, D, N], Ev [H, D, N] and
+    D [H N, D], of H heads with N = m D / H neurons each.
+    """
+
+    def __init__(self, layers, width, heads, factor, dropout=0.1):
+        super().__init__()
+        neurons = factor * width // heads
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.encoder = nn.Parameter(torch.empty(heads, width, neurons))
+        self.encoder_v = nn.Parameter(torch.empty(heads, width, neurons))
+        self.decoder = nn.Parameter(torch.empty(heads * neurons, width))
+        self.lm_head = nn.Parameter(torch.empty(width, VOCABULARY))
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.02)
+        self.layers = nn.ModuleList(Hatchling(dropout) for _ in range(layers))
+
+    def forward(self, ids):
+        x = norm(self.embed(ids))[:, None]  # [B, 1, T, D]
+        cos, sin = rotary(ids.shape[1], self.encoder.shape[2], ids.device)
+        for layer in self.layers:
+            x = layer(x, self.encoder, self.encoder_v, self.decoder, cos, sin)
+        return x[:, 0] @ self.lm_head
+
+
+# ---- The task ----------------------------------------------------------------------------------------------
+
+
+def drawing(name, default, help, **options):
+    """A flag that says how a text is continued; it may differ from run to --sample."""
+    return Flag(name, default, help, "generation", kind="draw", **options)
+
+
+class Language(Task):
+    """Predicts the next byte of a text."""
+
+    flags = (
+        Flag("block", 128, "bytes of context", type=natural, fits=True),
+        drawing("prompt", "", "text to continue (default: the start of the held-out text)"),
+        drawing("length", 256, "bytes to write", type=natural),
+        drawing("temperature", 0.8, "how evenly a byte is chosen; 0 takes the likeliest", type=amount),
+        drawing("top_k", 40, "choose among so many of the likeliest bytes", type=natural),
+    )
+    defaults = {"batch_size": 16}
+    implied = {"model": "gpt", "size": "tiny", "data": "text"}
+    unprinted = ("text",)
+    fits_any = ("data",)  # a net of bytes reads any text: --finetune RUN --data text:OTHER
+
+    def __init__(self, data, recipe, config):
+        super().__init__(data, recipe, config)
+        self.items = ("tokens", config.block)
+
+    def __str__(self):
+        return f"{self.config.model} of size {self.config.size or self.implied['size']}"
+
+    @classmethod
+    def check(cls, config):
+        if config.image_size is not None:
+            raise Refused(f"--image_size {config.image_size}: a text has no images; drop it")
+
+    @classmethod
+    def load(cls, config, index=None):
+        kind, colon, path = (config.data or cls.implied["data"]).partition(":")
+        if kind != "text" or (colon and not path):
+            raise Refused(f"--data {config.data}: a language net reads text; write --data text:FILE")
+        return Text(path or TEXT, config.block)
+
+    def train_count(self):
+        """Windows of one pass over the text: they overlap, and an epoch reads each byte once."""
+        return self.data.train.text.numel() // self.config.block
+
+    # -- the net
+
+    def nets(self):
+        return {"gpt": self._gpt, "bdh": self._bdh}
+
+    def net(self):
+        c, nets = self.config, self.nets()
+        if c.model not in nets:
+            raise Refused(f"no model {c.model!r} for task {c.task!r}; choose {' or '.join(nets)}")
+        return nets[c.model](c.size or self.implied["size"])
+
+    def _gpt(self, size):
+        return GPT(*_known(size, GPTS), self.config.block)
+
+    def _bdh(self, size):
+        return BDH(*_known(size, BDHS))
+
+    def example(self):
+        return (torch.zeros(2, self.config.block, dtype=torch.int64, device="meta"),), {}
+
+    # -- training and scoring
+
+    def loss(self, model, batch, rng, step):
+        """Cross-entropy in nats a byte of inputs and targets, int64 [B, T]. Dropout draws from torch's
+        generator.
+        """
+        ids, targets = batch
+        return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+    def told(self, scores):
+        return "\n".join(scores["text"])
+
+    def preview(self, model, rng):
+        return {"text": drawn(self.write(model, rng, self._prompt()))}
+
+    @torch.no_grad()
+    def evaluate(self, model, rng):
+        """(scores, pictures): nats and bits a byte of the held-out text, the share of its bytes guessed, and
+        a text, as [text] among the scores and as a picture.
+        """
+        heldout, total, right, count = self.data.heldout, 0.0, 0, 0
+        for start in range(0, len(heldout), SCORED):
+            ids, targets = heldout[list(range(start, min(start + SCORED, len(heldout))))]
+            logits = model(ids.to(rng.device)).float().cpu()  # [B, T, 256]
+            total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+            right += (logits.argmax(-1) == targets).sum().item()
+            count += targets.numel()
+        text, nats = self.write(model, rng, self._prompt()), total / count
+        scores = {"nats_a_byte": nats, "bits_a_byte": nats / math.log(2), "accuracy": right / count}
+        return {**scores, "text": [text]}, {"text": drawn(text)}
+
+    # -- what it writes
+
+    def _prompt(self):
+        """The bytes to continue. What a terminal hands over and is no UTF-8 stays what it was."""
+        given = self.config.prompt.encode("utf-8", "surrogateescape")
+        return given or bytes(self.data.heldout[[0]][0][0, :PROMPT].tolist())
+
+    @torch.no_grad()
+    def write(self, model, rng, prompt):
+        """The text of `prompt`, bytes, and --length more; the net reads the last --block of them."""
+        c, ids = self.config, torch.tensor([list(prompt)], device=rng.device)  # [1, T]
+        for _ in range(c.length):
+            logits = model(ids[:, -c.block :])[:, -1].float()  # [1, 256]
+            ids = torch.cat([ids, choose(logits, c.temperature, c.top_k, rng)[:, None]], dim=1)
+        return bytes(ids[0].tolist()).decode("utf-8", "replace")
+
+
+def _known(size, sizes):
+    if size not in sizes:
+        raise Refused(f"unknown size {size!r} for a language net; choose one of {', '.join(sizes)}")
+    return sizes[size]
+
+
+def choose(logits, temperature, top_k, rng):
+    """A byte for each row of logits [B, 256], int64 [B]: drawn from the softmax over the top_k likeliest of
+    logits / temperature; the likeliest where temperature is 0.
+    """
+    top, byte = logits.topk(min(top_k, logits.shape[1]), dim=1)  # [B, k], likeliest first
+    if temperature == 0:
+        return byte[:, 0]
+    reached = ((top - top[:, :1]) / temperature).softmax(1).cumsum(1)  # [B, k], up to 1
+    drawn = (reached < rng.uniform(len(top))[:, None]).sum(1)
+    return byte.gather(1, drawn.clamp(max=top.shape[1] - 1)[:, None])[:, 0]
+
+
+def drawn(text, columns=72, size=14):
+    """The first lines of a text as a picture [3, H, W] in [0, 1], black on white."""
+    import numpy as np
+    from PIL import Image, ImageDraw, ImageFont
+
+    shown = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+    lines = [part for line in shown.split("\n") for part in textwrap.wrap(line, columns) or [""]][:LINES]
+    page, font = "\n".join(lines), ImageFont.load_default(size)
+    _, _, right, bottom = ImageDraw.Draw(Image.new("RGB", (1, 1))).textbbox((8, 8), page, font, spacing=5)
+    image = Image.new("RGB", (int(right) + 8, int(bottom) + 8), "white")
+    ImageDraw.Draw(image).text((8, 8), page, fill="black", font=font, spacing=5)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255  # [H, W, 3] -> [3, H, W]

@@ -1,0 +1,297 @@
+"""Where a flow or a diffusion is learnt: in pixels, or with `--vae RUN` in the latents of a trained VAE.
+
+    python train.py --task vae --name vae
+    python train.py --vae runs/vae                       rectified flow; or --task ddpm, or --model dit
+    python train.py --vae runs/vae --latent_scale 1      the latents as they are
+
+A space says what shape the net sees (`shape`, of one example), turns images into clean values to be noised
+(`draw`, `mean`) and values back into images (`decode`). `Pixels` does nothing. `Latents` (arXiv 2112.10752)
+draws z = mean + std * noise for each image anew at every step, and multiplies it by the latent scale: 1 / std
+of the training latents, measured at the first start, so that noise N(0, 1) and latents have one size. The
+paper does the same (its appendix G); 0.18215 is what its authors found for their own VAE.
+
+What a run goes by is settled before it starts and written into its flags: `latent_scale`, and `vae_weights`,
+a hash. So a resumed run and --sample read the same numbers, and another VAE at the same path is refused.
+The VAE's folder may move: --vae may be given anew to both.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+
+from harness.checkpoints import fingerprint
+from harness.checkpoints import read as read_checkpoint
+from harness.flags import Flag, positive
+from lowprec.machine import Refused
+from tasks import metrics
+from tasks.data import CACHE_BYTES, Tensors
+from tasks.vae import ENCODED, Frozen, Ranges, autoencoder_kl, factor_of, half_site, judge_halves, snr, spread
+
+MEASURED = 1000  # training images, at most, that the latent scale is taken from
+DIGITS = 16  # of a hash
+
+FLAGS = (
+    Flag(
+        "vae",
+        "",
+        "train in the latents of this run of --task vae, a checkpoint or folder; --data and --image_size "
+        "are its own unless given",
+        "generation",
+        kind="place",
+        metavar="CHECKPOINT",
+        may=("sample", "diagnose"),
+        titled=True,
+        fits=True,
+    ),
+    Flag(
+        "latent_scale",
+        None,
+        "with --vae: what latents are multiplied by (default: 1 / std of the training latents, measured)",
+        "generation",
+        type=positive,
+    ),
+    Flag(
+        "vae_weights",
+        "",
+        "with --vae: the first digits of the SHA-256 of its weights, which a run keeps; another VAE is "
+        "refused (default: those that --vae holds)",
+        "generation",
+        fits=True,
+    ),
+)
+SITES = {
+    "vae_encode": half_site("vae_encode", "encoder"),
+    "vae_decode": half_site("vae_decode", "decoder"),
+}
+
+
+def check(config, allowed):
+    """Raise Refused for flags that don't go together. allowed: whether the task takes --vae."""
+    if config.vae:
+        if not allowed:
+            raise Refused(
+                f"--task {config.task} works on images, and --vae {config.vae} stands for latents: drop "
+                "--vae, or give a teacher that was trained without it"
+            )
+        if getattr(config, "perceptual", 0):
+            raise Refused(
+                "--perceptual compares images, and --vae trains in latents: drop one of the two, or train "
+                "the vae with --perceptual"
+            )
+        return
+    for name in ("latent_scale", "vae_weights"):
+        if getattr(config, name):
+            raise Refused(f"--{name} {getattr(config, name)} speaks of a vae: add --vae RUN, or drop it")
+    for setting in config.set:
+        if setting.partition("=")[0] in SITES:
+            raise Refused(f"--set {setting} speaks of a vae: add --vae RUN, or drop it")
+
+
+def settle(task, table, given):
+    """{flag: value} of the flags that --vae decides, {} without it. task: a class, see tasks.Task.settle."""
+    if not given.get("vae"):
+        return {}
+    vae = TrainedVAE(given["vae"])
+    shared = {name: given.get(name) or vae.flags[name] for name in ("data", "image_size")}
+    config = table.typed({**task.own_defaults(), **given, **shared})
+    remembered = Path(config.runs) / "indexes"
+    data = task.load(config, remembered if remembered.is_dir() else None)
+    vae.check(data, config.vae_weights)
+    scale = config.latent_scale or vae.scale(data)
+    return {**shared, "latent_scale": scale, "vae_weights": config.vae_weights or vae.fingerprint}
+
+
+# ---- A trained VAE -----------------------------------------------------------------------------------------
+
+
+class TrainedVAE:
+    """The averaged weights of a run of --task vae, read from its checkpoint or folder. Raises Refused."""
+
+    def __init__(self, path):
+        self.path, checkpoint = path, read_checkpoint(path)
+        self.flags = checkpoint["config"]
+        if self.flags.get("task") != "vae":
+            raise Refused(
+                f"--vae {path} was trained with --task {self.flags.get('task')}: give a run of --task vae"
+            )
+        if self.flags.get("sparse24") == "srste":
+            raise Refused(f"--vae {path} reads two of four weights (--sparse24 srste): train one without")
+        average = checkpoint["precision"]["averages"]["ema"]["shadow"]
+        names = [name for name in average if name.startswith("vae.")]
+        self.weights = {name.removeprefix("vae."): average[name] for name in names}
+        self.fingerprint = fingerprint(self.weights)[:DIGITS]
+        try:
+            self.image_size = int(checkpoint["precision"]["model"]["_extra_state"])
+            self.channels = self.weights["encoder.blocks.0.conv.weight"].shape[1]
+            with torch.device("meta"):
+                net = self.build()
+            wanted = {name: value.shape for name, value in net.state_dict().items()}
+        except (KeyError, IndexError, TypeError, ValueError):
+            wanted = None
+        if {name: value.shape for name, value in self.weights.items()} != wanted:
+            raise Refused(
+                f"--vae {path}: its weights don't fit the vae that its flags speak of: train it again"
+            )
+        if not all(bool(value.isfinite().all()) for value in self.weights.values()):
+            raise Refused(f"--vae {path}: its weights are not finite: train it again")
+        self.latent_channels, self.side = net.latent_channels, self.image_size // factor_of(net)
+
+    def build(self):
+        """A new AutoencoderKL of its shape."""
+        return autoencoder_kl(self.channels, self.flags["size"], self.flags["latent_channels"])
+
+    def frozen(self, precision):
+        return Frozen(self.build, self.weights, precision)
+
+    def check(self, data, weights=""):
+        """Raise Refused unless it takes the images of `data`, and is the vae of that hash."""
+        if weights and not self.fingerprint.startswith(weights):
+            raise Refused(
+                f"--vae {self.path} holds the weights {self.fingerprint}, and this run was made with "
+                f"{weights}: give that vae, or another --name"
+            )
+        if data.channels != self.channels:
+            raise Refused(
+                f"--vae {self.path} takes images of {self.channels} channels, and {data.name} has "
+                f"{data.channels}: train one on this data"
+            )
+        if data.image_size != self.image_size:
+            raise Refused(
+                f"--vae {self.path} was trained on images of side {self.image_size}, and those of "
+                f"{data.name} are {data.image_size} here: add --image_size {self.image_size}"
+            )
+
+    def scale(self, data):
+        """1 / std of the latents of up to MEASURED training images, in fp32 and to five digits, which is more
+        than the sample is worth and less than machines differ by.
+        """
+        mean, std = encoded(self.frozen("fp32"), metrics.subset(data.train, MEASURED)[0]).chunk(2, 1)
+        size = spread(mean, std)
+        if not (math.isfinite(size) and size > 0):
+            raise Refused(f"--vae {self.path} gives latents of standard deviation {size}: train it again")
+        return float(f"{1 / size:.5g}")
+
+
+def encoded(frozen, images):
+    """images [N, C, H, W] -> mean and std of their latents [N, 2 c, h, w], on the CPU."""
+    parts = [torch.cat(frozen.encode(part), dim=1).cpu() for part in images.split(ENCODED)]
+    return torch.cat(parts)
+
+
+# ---- Spaces ------------------------------------------------------------------------------------------------
+
+
+def space(data, recipe, config):
+    """Pixels, or the Latents of --vae."""
+    return Latents(data, recipe, config) if config.vae else Pixels(data)
+
+
+class Pixels:
+    """Images as they are."""
+
+    bounded = True  # in [-1, 1]: a sampler may clip what it thinks is clean
+
+    def __init__(self, data):
+        self.channels, self.side = data.channels, data.image_size
+        self.shape = self.channels, self.side, self.side
+
+    def nets(self, builders):
+        """{--model: build(channels, num_classes, image_size, size)} for the data's images."""
+        return builders
+
+    def train_set(self, part, device):
+        """What is trained on, of the training images `part`."""
+        return part
+
+    def draw(self, images, rng):
+        """Clean values [B, channels, side, side] of images [B, C, H, W]."""
+        return images
+
+    def mean(self, images):
+        """The same without randomness."""
+        return images
+
+    def decode(self, values):
+        """Images [B, C, H, W] of values [B, channels, side, side]."""
+        return values
+
+    def scores(self, values, images):
+        """Scores beside those of the images. values: some that were drawn; images: some held-out ones."""
+        return {}
+
+    def probe(self, exam, recipe):
+        """What the space's sites lose, for the doctor."""
+
+
+class Latents:
+    """Scaled latents of a trained VAE, each half of it in the precision of its site.
+
+    Encoded training images are kept in memory as mean and std [N, 2 c, h, w] where that is no more than
+    CACHE_BYTES; `draw` takes such a batch as well as images.
+    """
+
+    bounded = False
+
+    def __init__(self, data, recipe, config):
+        self.data, self.vae = data, TrainedVAE(config.vae)
+        self.vae.check(data, config.vae_weights)
+        self.channels, self.side = self.vae.latent_channels, self.vae.side
+        self.shape = self.channels, self.side, self.side
+        self.encoder, self.decoder = (self.vae.frozen(recipe[site]) for site in SITES)
+        self.scale = config.latent_scale or self.vae.scale(data)
+
+    def nets(self, builders):
+        def in_latents(build):
+            def built(channels, num_classes, image_size, size):
+                try:
+                    return build(self.channels, num_classes, self.side, size)
+                except Refused as error:
+                    shape = "x".join(map(str, self.shape))
+                    raise Refused(f"the latents of --vae {self.vae.path} are {shape}: {error}") from None
+
+            return built
+
+        return {name: in_latents(build) for name, build in builders.items()}
+
+    def train_set(self, part, device):
+        values = 2 * self.channels * self.side**2 * len(part)
+        if 4 * values > CACHE_BYTES:
+            return part
+        packed, labels = [], []
+        for start in range(0, len(part), ENCODED):
+            images, its = part[list(range(start, min(start + ENCODED, len(part))))]
+            packed.append(encoded(self.encoder, images.to(device)))
+            labels.append(its)
+        return Tensors(torch.cat(packed), torch.cat(labels), self.side)
+
+    def draw(self, images, rng):
+        if images.shape[1:] != (2 * self.channels, *self.shape[1:]):
+            images = torch.cat(self.encoder.encode(images), dim=1)
+        mean, std = images.chunk(2, dim=1)  # [B, 2 c, h, w] -> 2 x [B, c, h, w]
+        return (mean + std * rng.normal(*mean.shape)) * self.scale
+
+    def mean(self, images):
+        return self.encoder.encode(images)[0] * self.scale
+
+    def decode(self, values):
+        return self.decoder.decode(values / self.scale)
+
+    def scores(self, values, images):
+        """overflow: share of the decoder's activations that fp16 can't hold, and largest, the greatest of
+        them; decode_snr and encode_snr: each half against itself in fp32, in dB.
+        """
+        with Ranges(self.decoder.vae) as ranges:
+            decoded = self.decode(values)
+        exact = self.vae.frozen("fp32")
+        return {
+            "overflow": ranges.overflow,
+            "largest": ranges.largest,
+            "decode_snr": snr(decoded, exact.decode(values / self.scale)),
+            "encode_snr": snr(self.encoder.encode(images)[0], exact.encode(images)[0]),
+        }
+
+    def probe(self, exam, recipe):
+        count = min(exam.images, len(self.data.heldout))
+        images = self.data.heldout[list(range(count))][0].to(exam.device)
+        judge_halves(exam, recipe, self.vae.frozen, images)

@@ -1,0 +1,167 @@
+"""Reflow (arXiv 2209.03003, section 2.2): pairs of noise and a teacher's image of it, from which a student
+learns straight paths.
+
+    python train.py --name teacher
+    python train.py --task reflow --teacher runs/teacher --sample_steps 1
+
+A rectified flow trained on independent pairs of image and noise has curved paths: where two straight lines
+cross, it can only follow their mean. Few large steps leave such a path. Its own pairs, noise and the image
+that its ODE leads to, cross less. A second flow trained on them (2-rectified flow; in InstaFlow, arXiv
+2309.06380, the step that makes one-step generation of large images work) has nearly straight paths, and one
+step lands near their end. A student can be a teacher in turn.
+
+`--pairs` images are drawn once, in `--teacher_steps` steps. Half as many steps make about twice the error,
+which should stay far below the student's. They are drawn from the teacher's averaged weights in the
+teacher's own recipe and with its own guidance, each label equally often. They are kept in the run's folder
+with a hash of those weights, and a resumed run reads them there. The student starts from the same weights,
+in its own recipe. Once trained it needs neither pairs nor teacher.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as safetensors_bytes
+from tqdm import tqdm
+
+from harness.files import write_atomically
+from harness.flags import Flag, natural
+from lowprec.machine import Refused
+from lowprec.recipes import check_machine
+from lowprec.rounding import Stream, stream
+from tasks.data import Tensors
+from tasks.diffusion import BINS
+from tasks.students import TEACHER, TEACHER_STEPS, Student
+from tasks.task import Rng, check_options
+
+PAIRS = "pairs.safetensors"
+
+
+def read_pairs(folder):
+    """The training set of a student's folder: fp32 [B, 2 C, H, W], clean images and their noise, with
+    labels int64 [B].
+    """
+    with safe_open(Path(folder) / PAIRS, "pt") as file:
+        pairs = {name: file.get_tensor(name) for name in ("images", "noise", "labels")}
+    both = torch.cat([pairs["images"], pairs["noise"]], dim=1)
+    return Tensors(both, pairs["labels"], pairs["images"].shape[-1])
+
+
+class Reflow(Student):
+    """Rectified flow whose noise comes with its image: a training batch is [B, 2 C, H, W], clean images and
+    their noise.
+    """
+
+    flags = (
+        TEACHER,
+        Flag(
+            "pairs",
+            8192,
+            "for --task reflow: pairs of noise and image that the teacher draws before training",
+            "generation",
+            type=natural,
+        ),
+        TEACHER_STEPS,
+    )
+    teacher = None  # read by `start`, forgotten once its pairs are drawn
+
+    # -- the teacher
+
+    @classmethod
+    def check(cls, config):
+        if not config.teacher:
+            raise Refused(
+                "--task reflow learns from a teacher's images: add --teacher CHECKPOINT, of a run with "
+                "--task rflow"
+            )
+        super().check(config)
+
+    def start(self, run):
+        check_options(self.recipe, self.config)
+        self.teacher = teacher = self.read_teacher(run)
+        path = run.folder / PAIRS
+        if not path.exists():
+            check_machine(teacher.recipe, run.device)
+        elif _drawn_by(path) != teacher.fingerprint:
+            raise Refused(
+                f"{path} holds the pairs of another teacher than {teacher.path} holds now: give that "
+                "teacher, or another --name"
+            )
+        return None if run.folder.has_checkpoint else teacher.checkpoint
+
+    # -- the pairs
+
+    def train_count(self):
+        return self.config.pairs
+
+    def train_set(self, run):
+        """The pairs in the run's folder; drawn and written there by a run that trains and has none yet."""
+        path = run.folder / PAIRS
+        if run.draws and not path.exists():
+            raise Refused(
+                f"--diagnose takes a student some steps further on its teacher's pairs, and {path} is not "
+                "there: give the run's own folder"
+            )
+        if not path.exists():
+            pairs = self._draw(run)
+            if run.ranks.main:
+                facts = {"teacher": self.teacher.fingerprint, "steps": str(self.config.teacher_steps)}
+                content = safetensors_bytes(pairs, metadata=facts)
+                write_atomically(path, lambda file: file.write(content))
+            run.ranks.wait()  # before the others read it
+        self.teacher = None  # training needs no memory of it
+        return read_pairs(run.folder)
+
+    def _draw(self, run):
+        """{"images", "noise", "labels"} of all pairs, on the CPU; each rank draws its share of the images."""
+        c, d = self.config, self.data
+        rng = Rng(stream(c.seed, Stream.PAIRS))
+        noise = rng.normal(c.pairs, d.channels, d.image_size, d.image_size)  # [pairs, C, H, W]
+        labels = torch.arange(c.pairs) % max(1, d.num_classes)
+        images = torch.zeros_like(noise, device=run.device)
+        task, net = self.teacher.generator(d, run.device)
+        rank, world = run.ranks.rank, run.ranks.world
+        options = dict(unit="pair", disable=rank > 0, dynamic_ncols=True, desc="the teacher's pairs")
+        with tqdm(total=c.pairs, **options) as bar:
+            for start in range(0, c.pairs, c.sample_batch)[rank::world]:
+                part = slice(start, start + c.sample_batch)
+                own = labels[part].to(run.device), noise[part].to(run.device)
+                images[part] = task.sample(net, *own, c.teacher_steps)
+                bar.update(min(len(images[part]) * world, c.pairs - bar.n))
+        run.ranks.sum(images)  # each image is drawn by one rank and zero on the others: the sum is exact
+        if not images.isfinite().all():
+            raise Refused(
+                f"--teacher {self.teacher.path} draws images that are not finite: train it again, or draw "
+                "from it with --sample to see them"
+            )
+        return {"images": images.cpu(), "noise": noise, "labels": labels}
+
+    # -- the loss
+
+    def with_noise(self, images, rng):
+        return images.chunk(2, dim=1)  # [B, 2 C, H, W] -> 2 x [B, C, H, W]
+
+    @torch.no_grad()
+    def loss_by_timestep(self, model, images, labels, rng):
+        """[BINS] mean loss on pairs of noise and the model's own image of it, of as many labels as `images`
+        has.
+
+        It is 0 where the paths are straight (the straightness of arXiv 2209.03003, section 2.2). Real
+        images with independent noise, the measure for rflow, are not what this task learns; nor does this
+        need the teacher.
+        """
+        noise = rng.normal(*images.shape)
+        own = self.sample(model, labels, noise, self.config.sample_steps)
+        times = [self.bin_timesteps((k + rng.uniform(len(own))) / BINS) for k in range(BINS)]
+        return [self.errors(model, own, labels, noise, t).float().mean().item() for t in times]
+
+
+def _drawn_by(path):
+    """The fingerprint of the teacher that drew a file of pairs. Raises Refused when it holds none."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("teacher")
+    except (SafetensorError, OSError):
+        raise Refused(
+            f"{path} is cut short or holds no pairs: remove it, and the same command draws them again"
+        ) from None

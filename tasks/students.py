@@ -1,0 +1,219 @@
+"""Students: flows that learn from a trained rectified flow, their teacher, and draw in few steps.
+
+    reflow        pairs of noise and the teacher's image of it (reflow.py)
+    distill       one step in place of two of the teacher's (distillation.py)
+    consistency   the end of the teacher's path from anywhere on it (consistency.py), or from data alone
+
+`--teacher RUN` names a checkpoint or a run's folder. The teacher is read in its own recipe, with its averaged
+weights and its own guidance. The student has its net, starts from its weights in a recipe of its own, and
+once trained needs no teacher.
+"""
+
+
+import torch
+
+from harness.checkpoints import fingerprint
+from harness.checkpoints import read as read_checkpoint
+from harness.files import read_json, write_json
+from harness.flags import Flag, thousand
+from lowprec.machine import Refused
+from lowprec.precision import Precision
+from lowprec.recipes import check_machine
+from tasks import metrics
+from tasks.diffusion import TIMESTEPS, RFlow
+from tasks.task import VALIDATED, check_options, recipe_of
+
+FLOWS = ("rflow", "reflow")  # tasks whose runs can teach: velocities at any time
+KNOWN_BY = "teacher.json"  # in a student's folder: what its teacher's weights were
+
+# Rows of every task with a teacher: one flag, whoever learns.
+TEACHER = Flag(
+    "teacher",
+    "",
+    "for students (reflow, distill, consistency): checkpoint or run folder of the rectified flow that they "
+    "learn from; --model, --size, --data, --image_size and --velocity are the teacher's",
+    "generation",
+    kind="place",
+    metavar="CHECKPOINT",
+    may=("resume",),  # a teacher is told by its weights, not by its path
+    titled=True,
+)
+TEACHER_STEPS = Flag(
+    "teacher_steps",
+    50,
+    "steps in which the teacher draws: for reflow its pairs; for distill (default there: 8) two of them make "
+    "one of the student's",
+    "generation",
+    type=thousand,
+)
+
+
+# ---- The teacher -------------------------------------------------------------------------------------------
+
+
+class Teacher:
+    """A trained flow, read from a checkpoint or a run's folder. table: of all flags; tasks: those that may
+    have trained it. Raises Refused.
+    """
+
+    def __init__(self, path, table, tasks=FLOWS):
+        self.path, self.checkpoint = path, read_checkpoint(path)
+        self.config = table.config(self.checkpoint["config"])
+        if self.config.task not in tasks:
+            raise Refused(
+                f"--teacher {path} was trained with --task {self.config.task}: a student follows the paths "
+                f"of a flow; give a checkpoint of --task {' or '.join(tasks)}"
+            )
+        self.recipe = recipe_of(self.config, table, RFlow.sites)
+        self.average = self.checkpoint["precision"]["averages"]["ema"]
+
+    @property
+    def fingerprint(self):
+        """SHA-256 of the averaged weights, their names, dtypes and shapes."""
+        return fingerprint(self.average["shadow"])
+
+    def check(self, task):
+        """Raise Refused unless the weights fit the net of `task`, which the data shape."""
+        with torch.device("meta"):
+            shapes = {name: p.shape for name, p in task.net().named_parameters()}
+        if {name: value.shape for name, value in self.average["shadow"].items()} != shapes:
+            data = task.data
+            raise Refused(
+                f"--teacher {self.path}: its weights don't fit {data.name} as it is now ({data}): give the "
+                "data it was trained on"
+            )
+
+    def generator(self, data, device):
+        """(task, net): the teacher's task on the student's data, and its averaged weights in its own recipe.
+
+        Only the average is read: the optimiser that made it need not be possible here.
+        """
+        task = RFlow(data, self.recipe, self.config)
+        run = Precision(task.net().to(device), self.recipe, ema_decay=self.config.ema_decay)
+        saved = self.checkpoint["precision"]["model"]
+        for method in run.methods:
+            saved = method.adapt(run.model.state_dict(), saved)
+        run.model.load_state_dict(saved)
+        run.ema.load_state_dict(self.average)
+        return task, run.generator()
+
+
+# ---- The student -------------------------------------------------------------------------------------------
+
+
+class Student(RFlow):
+    """A rectified flow that starts from a teacher's weights. Its kinds say what they learn from it.
+
+    A kind whose loss asks the teacher at every step finds it in `live`, the teacher's task and its net.
+    """
+
+    teachers = FLOWS  # tasks whose runs can teach this one
+    watched = ("frechet", "lower")  # a loss on real images with independent noise is not what students learn
+    draws_times = True  # whether training draws timesteps as --timestep_sampling says
+    live = None
+    in_latents = False
+
+    @classmethod
+    def settle(cls, table, given):
+        if not given.get("teacher"):
+            return {}
+        teacher = Teacher(given["teacher"], table, cls.teachers)
+
+        def compare(row, its, own):
+            if row.told(its) != row.told(own):
+                differs = f"--{row.name} {own} differs from the teacher's {its or '(none)'}"
+                raise Refused(
+                    f"{differs}: the student starts from the weights of {teacher.path}; drop --{row.name}"
+                )
+
+        rows = [row for row in table.fitting() if row.name != "task"]
+        config = table.typed(given)
+        shared = {row.name: getattr(teacher.config, row.name) for row in rows}
+        for row in rows:
+            if row.name in given:
+                compare(row, cls.meant(row.name, teacher.config), cls.meant(row.name, config))
+        shared["data"] = given.get("data", shared["data"])  # it may have moved
+        shared["image_size"] = teacher.config.image_size
+        if given.get("image_size"):
+            its = shared["image_size"] or cls.load(config.replaced(**shared)).image_size
+            compare(table["image_size"], its, given["image_size"])
+        return {**shared, **cls.settle_steps(teacher, given)}
+
+    @classmethod
+    def settle_steps(cls, teacher, given):
+        """{flag: value} of what the steps of a Teacher decide."""
+        return {}
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        if config.teacher and config.finetune:
+            raise Refused(
+                f"--finetune with --task {config.task}: a student starts from its teacher's weights; drop "
+                "--finetune, or give that run as --teacher"
+            )
+        if not cls.draws_times and config.timestep_sampling != "uniform":
+            raise Refused(
+                f"--timestep_sampling {config.timestep_sampling}: --task {config.task} has times of its own; "
+                "drop it"
+            )
+
+    @property
+    def starts_elsewhere(self):
+        return bool(self.config.teacher) or super().starts_elsewhere
+
+    def read_teacher(self, run):
+        """The Teacher, whose weights fit. Raises Refused. run: the Trainer."""
+        teacher = Teacher(self.config.teacher, run.table, self.teachers)
+        teacher.check(self)
+        return teacher
+
+    def start(self, run):
+        if not self.config.teacher:
+            return super().start(run)
+        check_options(self.recipe, self.config)
+        teacher = self.read_teacher(run)
+        check_machine(teacher.recipe, run.device)
+        self._check_known(teacher, run)
+        return None if run.folder.has_checkpoint else teacher.checkpoint
+
+    def _check_known(self, teacher, run):
+        path = run.folder / KNOWN_BY
+        if not path.exists():
+            return
+        if read_json(path).get("sha256") != teacher.fingerprint:
+            raise Refused(
+                f"{path} tells of another teacher than {teacher.path} holds now: give that teacher, or "
+                "another --name"
+            )
+
+    def bring_teacher(self, run):
+        """Let the teacher live beside the training; its fingerprint is written into the run's folder."""
+        teacher = self.read_teacher(run)
+        self._check_known(teacher, run)
+        if run.ranks.main and not run.draws:
+            write_json(run.folder / KNOWN_BY, {"path": str(teacher.path), "sha256": teacher.fingerprint})
+        self.live = teacher.generator(self.data, run.device)
+
+    def again(self, recipe):
+        task = super().again(recipe)
+        task.live = self.live
+        return task
+
+    @torch.no_grad()
+    def teach(self, x, labels, t, following):
+        """x [B, C, H, W] after one Euler step of the live teacher from timesteps t to `following`, both [B].
+        """
+        task, net = self.live
+        velocity = task.sign * task.predict(net, x, t, labels, task.config.guidance).float()
+        return x + ((t - following) / TIMESTEPS)[:, None, None, None] * velocity
+
+    @torch.no_grad()
+    def validate(self, model, rng):
+        """{"frechet"} of as many images as Task.validate looks at, drawn as at the end."""
+        d = self.data
+        net, _, _, real, _ = self._real(rng.device)
+        labels = self._wanted(VALIDATED, rng.device)
+        noise = rng.normal(len(labels), d.channels, d.image_size, d.image_size)
+        images = self.sample(model, labels, noise, self.config.sample_steps)
+        return {"frechet": metrics.generation_scores(net, images.cpu(), None, real)["frechet"]}

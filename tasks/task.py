@@ -1,0 +1,320 @@
+"""What a task is: everything that is special to it, in one class.
+
+A task says which flags and sites it has of its own, which data and net it takes, what is learnt from a
+batch, and how the result is scored. The loop, the folder, the parser and the doctor ask it; none of them
+knows a task by name. `--task FILE.py:CLASS` trains a class of your own. The least that it needs:
+
+    class Lines(Task):
+        flags = (Flag("width", 32, "hidden units", type=natural),)
+
+        def net(self):
+            return nn.Sequential(nn.Linear(1, self.config.width), nn.SiLU(), nn.Linear(self.config.width, 1))
+
+        def loss(self, model, batch, rng, step):
+            x, y = batch
+            return F.mse_loss(model(x), y)
+
+strategies.py lists the tasks that come with the program, and holds the smallest.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from harness.checkpoints import read as read_checkpoint
+from lowprec.layers.method import roles
+from lowprec.machine import Refused
+from lowprec.recipes import recipe
+from tasks import data as datasets
+
+VALIDATED = 256  # held-out items that `Task.validate` looks at
+
+# ---- Randomness --------------------------------------------------------------------------------------------
+
+
+class Rng:
+    """The randomness of one batch, a function of its generator alone.
+
+    Every draw is made for the whole batch of `world` ranks on the CPU; a rank keeps its own rows. So a run
+    on two processes draws what one process draws, and a CPU run what a GPU run draws.
+    """
+
+    def __init__(self, seed, rank=0, world=1, device="cpu"):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rank, self.world, self.device = rank, world, device
+
+    def _own(self, x, device=None):
+        n = len(x) // self.world
+        return x[self.rank * n : (self.rank + 1) * n].to(device or self.device)
+
+    def normal(self, n, *shape, device=None):
+        """fp32 [n, *shape], standard normal. device: where it lies, if not on the Rng's."""
+        return self._own(torch.randn(n * self.world, *shape, generator=self.generator), device)
+
+    def uniform(self, n):
+        """fp32 [n] in [0, 1)."""
+        return self._own(torch.rand(n * self.world, generator=self.generator))
+
+
+# ---- Task --------------------------------------------------------------------------------------------------
+
+
+class Task:
+    """What a run trains. data: what `load` returned; recipe: a precision.Recipe with the task's sites;
+    config: a flags.Config.
+    """
+
+    flags = ()  # flags.Flag rows beside the general ones; a row of a general flag's name takes its place
+    sites = {}  # {name: precision.Site} of tensors that only this task has
+    limits = {}  # {site: (figure above which it is a finding, a severe one)} for `probes`, see doctor.LIMITS
+    implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
+    defaults = {}  # {flag: default} of flags that all tasks have, where this task's is another
+    targets = "labels"  # what data.load reads beside the images: labels or masks
+    unprinted = ()  # scores that are written, and are too long to be printed
+    fits_any = ()  # flags whose rows say `fits`, in which a run and its --finetune may differ all the same
+    watched = ("loss", "lower")  # the score of `validate` that --early_stop and best.pt go by; the better way
+    items = ("images", 1)  # what is counted a second: its name, and how many an entry of a batch has
+
+    def __init__(self, data, recipe, config):
+        self.data, self.recipe, self.config = data, recipe, config
+
+    def __str__(self):
+        own = type(self).net is not Task.net
+        return type(self).__name__ if own else self.config.model
+
+    # -- before the run
+
+    @classmethod
+    def own_defaults(cls):
+        """`defaults`, and the default of --model from `implied`."""
+        model = {"model": cls.implied["model"]} if "model" in cls.implied else {}
+        return {**model, **cls.defaults}
+
+    @classmethod
+    def settle(cls, table, given):
+        """{flag: value} that the task decides, as a teacher's net decides its student's. table: of all flags;
+        given: {flag: value} as typed.
+        """
+        return {}
+
+    @classmethod
+    def check(cls, config):
+        """Raise Refused for flags that don't go together."""
+
+    @classmethod
+    def load(cls, config, index=None):
+        """The data: an object with `name`, and `train` and `heldout`, which map a list of indices to a batch.
+
+        index: a folder that may remember what was read, see data.load.
+        """
+        spec = config.data or cls.implied["data"]
+        return datasets.load(spec, cls.targets, config.image_size, config.seed, index)
+
+    # -- the net
+
+    def nets(self):
+        """{--model: build(channels, num_classes, image_size, size)}."""
+        return {}
+
+    def net(self):
+        """A new net in fp32, its initial weights drawn from torch's global generator, on torch's default
+        device.
+        """
+        c, d, nets = self.config, self.data, self.nets()
+        if c.model not in nets:
+            raise Refused(f"no model {c.model!r} for task {c.task!r}; choose {' or '.join(nets)}")
+        return nets[c.model](d.channels, d.num_classes, d.image_size, c.size)
+
+    def example(self):
+        """(args, kwargs) of a call of the net, on the meta device: the shapes that FLOPs are counted on."""
+        batch = self.data.train[[0, 0]]
+        inputs = next(iter(batch.values() if isinstance(batch, dict) else batch))  # the first part of a batch
+        return (inputs.to("meta"),), {}
+
+    def groups(self, net):
+        """torch's parameter groups, or None for one group of everything. See --weight_decay_on."""
+        c = self.config
+        if not c.weight_decay or c.weight_decay_on == "all":
+            return None
+        spared, found = set(), roles(net)
+        for name, module in net.named_modules():
+            for p in module.parameters(recurse=False):
+                if p.dim() < 2 or found[name] & {"norm", "embedding"}:
+                    spared.add(p)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p not in spared]},
+            {"params": [p for p in trained if p in spared], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def averages(self):
+        """{name: "DECAY:DTYPE[:UPDATE]"} of averages of the weights that the loss reads, as `model.averages`
+        by that text; the run keeps them beside its own. A site of the same name says how one is held.
+        """
+        return {}
+
+    def again(self, recipe):
+        """This task in a recipe, on the same data, with nothing in it that has been used."""
+        return type(self)(self.data, recipe, self.config)
+
+    # -- what a run starts from
+
+    @property
+    def starts_elsewhere(self):
+        """Whether training starts from weights of another run."""
+        return bool(self.config.finetune)
+
+    def start(self, run):
+        """The checkpoint whose averaged weights training starts from, or None. Raises Refused when they
+        don't fit.
+
+        run: the Trainer. Asked also when the run goes on from a checkpoint of its own.
+        """
+        c = self.config
+        check_options(self.recipe, c)
+        if not c.finetune:
+            check_origin(self.recipe, None)
+        if not c.finetune or run.folder.has_checkpoint:
+            return None
+        checkpoint = read_checkpoint(c.finetune)
+        theirs = run.table.config(checkpoint["config"])
+        for row in run.table.fitting():
+            if row.name in self.fits_any:
+                continue
+            its, own = (row.told(self.meant(row.name, config)) for config in (theirs, c))
+            if its != own:
+                raise Refused(
+                    f"--finetune {c.finetune} was trained with --{row.name} {its}, and this run has "
+                    f"--{row.name} {own}: use the same, or another checkpoint"
+                )
+        check_origin(self.recipe, recipe_of(theirs, run.table, self.sites), f"--finetune {c.finetune}")
+        return checkpoint
+
+    @classmethod
+    def meant(cls, flag, config):
+        """The value of a flag, or what it stands for where it was not given."""
+        value = getattr(config, flag)
+        return cls.implied.get(flag) if value is None else value
+
+    def train_count(self):
+        """How many items `train_set` will have."""
+        return len(self.data.train)
+
+    def train_set(self, run):
+        """What is trained on: len(set), and set[[3, 1, 4]] -> a batch. run: the Trainer."""
+        return self.data.train
+
+    # -- training and scoring
+
+    def loss(self, model, batch, rng, step):
+        """Mean loss of a batch on the run's device, a scalar.
+
+        model: called like the net; it returns the dtype of the loss site, fp32. All randomness comes from
+        `rng`, an Rng. step: the optimiser's steps done.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.loss")
+
+    @torch.no_grad()
+    def validate(self, model, rng):
+        """{name: number} on held-out data, cheap enough to be asked often; here the mean loss, as at the last
+        step. model: the averaged weights, called like the net.
+        """
+        c, heldout, total = self.config, self.data.heldout, 0.0
+        count = min(len(heldout), VALIDATED)
+        chosen = [i * len(heldout) // count for i in range(count)]  # of all classes, where these come in turn
+        for start in range(0, count, c.batch_size):
+            index = chosen[start : start + c.batch_size]
+            batch = to_device(heldout[index], rng.device)
+            total += float(self.loss(model, batch, rng, c.steps)) * len(index)
+        return {"loss": total / count}
+
+    def preview(self, model, rng):
+        """{title: picture grid [C, H, W] in [0, 1]} while training."""
+        return {}
+
+    def evaluate(self, model, rng):
+        """(scores, pictures): {name: number or list of numbers a class}, and grids as of `preview`."""
+        return {}, {}
+
+    def told(self, scores):
+        """What a person reads below the table of one source's scores, as a text; "" for nothing."""
+        return ""
+
+    def reference(self):
+        """{"floor": scores of something perfect, "ceiling": scores of something useless}, or {}."""
+        return {}
+
+    def probes(self, exam):
+        """What the task's own sites lose: exam.judge(limit, figure, text, remedy). See doctor.Examination."""
+
+
+# ---- What tasks share --------------------------------------------------------------------------------------
+
+
+def two_of_each(data):
+    """`data`, which scores compare part with part. Raises Refused for a part of a single image."""
+    if min(len(data.train), len(data.heldout)) < 2:
+        raise Refused(
+            f"{data.name} has {len(data.train)} images to train on and {len(data.heldout)} held out, and the "
+            "scores need two of each: add images, 30 or more"
+        )
+    return data
+
+
+def recipe_of(config, table, sites):
+    """The precision.Recipe of a run. table: of its flags; sites: of its task."""
+    return recipe(sites=config.set, more=sites, optimizer=config.optimizer, **table.pick(config, "recipe"))
+
+
+def check_options(wanted, config):
+    """Raise Refused for an option of a method that recipe `wanted` does not train with."""
+    if config.sparse24_decay is not None and wanted.sparse24 != "srste":
+        decay = f"--sparse24_decay {config.sparse24_decay:g}"
+        raise Refused(f"{decay} belongs to --sparse24 srste: add that, or drop it")
+
+
+def check_origin(wanted, before, said="", draws=False):
+    """Raise Refused where a run of recipe `wanted` can't start from weights trained in recipe `before`,
+    None for new ones, or draw from them.
+
+    said: the flag that names them.
+    """
+    trained = before.sparse24 if before else None
+    if draws and wanted.sparse24 == "srste" and trained != "srste":
+        raise Refused("--sparse24 srste trains with the mask: --sample takes --sparse24 magnitude")
+    if not draws and wanted.sparse24 == "magnitude" and not before:
+        raise Refused(
+            "--sparse24 magnitude prunes trained weights: add --finetune RUN, or --sample RUN to draw; "
+            "--sparse24 srste trains from the first step"
+        )
+    if not draws and wanted.sparse24 == "none" and trained == "srste":
+        raise Refused(
+            f"{said} was trained with --sparse24 srste, whose forward reads two of four weights: "
+            f"add --sparse24 magnitude or srste"
+        )
+
+
+def to_device(batch, device):
+    """A batch, a tensor or any nest of tuples, lists and dicts of tensors, on another device."""
+    if torch.is_tensor(batch):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)  # a namedtuple
+    return batch
+
+
+def picture(images, columns):
+    """Grid [C, H, W] in [0, 1] of images [N, C, H, W] in [-1, 1], each at least 48 pixels wide so that a
+    person sees it.
+    """
+    from torchvision.utils import make_grid
+
+    scale = max(1, -(-48 // images.shape[-1]))
+    # a NaN shows as mid-grey; the scores count it
+    images = ((images + 1) / 2).nan_to_num(0.5).clamp(0, 1)
+    return make_grid(
+        F.interpolate(images, scale_factor=scale, mode="nearest"), nrow=columns, padding=4, pad_value=0.5
+    )
