@@ -3,7 +3,7 @@ information.
 
     python train.py --diagnose runs/NAME        its checkpoint.pt, and metrics.jsonl where there is one;
                                                 exit status 0: healthy, 1: findings
-    python doctor.py BEFORE AFTER               two checkpoints of any program, see doctor_offline.py
+    python doctor.py BEFORE AFTER               two checkpoints of any program, see lowprec/watch/compare.py
 
 It reads the run and writes nothing. It concludes nothing from the recipe: it loads the run into memory and
 takes it some steps further on its own data, by its own code. Each write to a weight, second moment or average
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from harness import run_folder
 from harness.batches import BatchIndices
 from lowprec import rounding
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.rounding import Stream
 from lowprec.watch import compare, verdicts, watch
 from lowprec.watch.verdicts import WIDTH, Diagnosis, Finding

@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowprec.attention import SHORT, attend
-from lowprec.machine import Refused, without
+from lowprec.errors import Refused
+from lowprec.machine import without
 
 with without("transformers"):
     from monai.networks.blocks import ResidualUnit

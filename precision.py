@@ -1,5 +1,155 @@
 """The library as the command and tasks see it: `from precision import Precision, recipe`."""
 
-from lowprec.precision import SITES, Precision, Recipe, Refused, Site, View, recipe
+from harness.flags import LARGEST, Flag, amount, checked, crowd, natural, positive
+from lowprec.cast import View
+from lowprec.errors import Refused
+from lowprec.precision import Precision
+from lowprec.recipes import SITES, Recipe, Site, recipe
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
+
+
+def precision(name, default, help, to="recipe", **options):
+    """A flag of the group precision, a keyword of precision.recipe() or of a method."""
+    return Flag(name, default, help, "precision", to=to, **options)
+
+
+PRECISION = (
+    precision("bf16", False, "fp32 weights, bf16 matmuls and convolutions (autocast)"),
+    precision("fp16", False, "fp32 weights, fp16 matmuls and convolutions, dynamic loss scaling"),
+    precision(
+        "pure_bf16",
+        False,
+        "bf16 weights, gradients and optimiser states; EMA, timesteps, sampler and loss stay fp32",
+    ),
+    precision(
+        "stochastic",
+        False,
+        "with --pure_bf16, --opt8bit or --opt4bit: round writes up or down at random, so that small updates "
+        "survive on average",
+    ),
+    precision(
+        "kahan", False, "with --pure_bf16: keep what rounding lost in a bf16 buffer (2 bytes a parameter)"
+    ),
+    precision(
+        "master",
+        "none",
+        "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a "
+        "full copy; both keep fp32 states",
+        choices=("none", "split", "fp32"),
+    ),
+    precision("opt8bit", False, "optimiser states in 8 bits, by the blockwise functions of bitsandbytes"),
+    precision("opt4bit", False, "optimiser states in 4 bits, by those of torchao"),
+    precision(
+        "growth_interval",
+        2000,
+        "with --fp16: steps without overflow until the loss scale grows",
+        to="scaler",
+        type=natural,
+    ),
+    precision("init_loss_scale", 65536.0, "with --fp16: the first loss scale", to="scaler", type=positive),
+    precision(
+        "growth_factor",
+        2.0,
+        "with --fp16: what the loss scale is multiplied by when it grows",
+        to="scaler",
+        type=checked(float, lambda v: 1 < v <= LARGEST, "a number above 1"),
+    ),
+    precision(
+        "backoff_factor",
+        0.5,
+        "with --fp16: what it is multiplied by after an overflow",
+        to="scaler",
+        type=checked(float, lambda v: 0 < v < 1, "a number between 0 and 1"),
+    ),
+    precision(
+        "fp8", False, "FP8 matmuls in nn.Linear layers, all else as --bf16; with --pure_bf16 on bf16 weights"
+    ),
+    precision(
+        "fp8_backend",
+        "auto",
+        "te (Transformer Engine), torchao; ours: scaled_mm, emulate (fp32 products, anywhere)",
+        choices=("auto", "te", "torchao", "scaled_mm", "emulate"),
+    ),
+    precision(
+        "fp8_format",
+        "hybrid",
+        "hybrid is e4m3, and e5m2 for gradients",
+        choices=("hybrid", "e4m3", "e5m2"),
+    ),
+    precision(
+        "fp8_recipe",
+        "tensorwise",
+        "scales from the tensor's own amax, that of its rows, or of past steps",
+        choices=("delayed", "tensorwise", "rowwise"),
+    ),
+    precision(
+        "amax_history_len",
+        1024,
+        "with --fp8_recipe delayed: past steps a scale is taken from",
+        type=crowd,
+    ),
+    precision(
+        "amax_compute_algo",
+        "max",
+        "with --fp8_recipe delayed: their largest amax, or the last",
+        choices=("max", "most_recent"),
+    ),
+    precision(
+        "sparse24",
+        "none",
+        "2:4 sparse Linear layers: magnitude prunes a finished run (with --sample or --finetune), srste "
+        "trains with the mask from the first step",
+        kind="draw",
+        choices=("none", "magnitude", "srste"),
+        titled=True,
+    ),
+    precision(
+        "sparse24_decay",
+        None,
+        "with --sparse24 srste: decay of pruned weights, lambda in arXiv 2102.04010 (default: 0.0002)",
+        to="method",
+        type=amount,
+    ),
+    precision(
+        "set",
+        [],
+        "any one site, after the flags: --set ema=bf16 --set islands=norm+embed; --dry_run lists them",
+        to="",
+        kind="draw",
+        metavar="SITE=VALUE",
+    ),
+)
+
+
+def recipe_of(config, table, sites):
+    """The Recipe of a run. table: of its flags; sites: of its task."""
+    return recipe(sites=config.set, more=sites, optimizer=config.optimizer, **table.pick(config, "recipe"))
+
+
+def check_options(wanted, config):
+    """Raise Refused for an option of a method that recipe `wanted` does not train with."""
+    if config.sparse24_decay is not None and wanted.sparse24 != "srste":
+        decay = f"--sparse24_decay {config.sparse24_decay:g}"
+        raise Refused(f"{decay} belongs to --sparse24 srste: add that, or drop it")
+
+
+def check_origin(wanted, before, said="", draws=False):
+    """Raise Refused where a run of recipe `wanted` can't start from weights trained in recipe `before`,
+    None for new ones, or draw from them.
+
+    said: the flag that names them.
+    """
+    trained = before.sparse24 if before else None
+    if draws and wanted.sparse24 == "srste" and trained != "srste":
+        raise Refused("--sparse24 srste trains with the mask: --sample takes --sparse24 magnitude")
+    if not draws and wanted.sparse24 == "magnitude" and not before:
+        raise Refused(
+            "--sparse24 magnitude prunes trained weights: add --finetune RUN, or --sample RUN to draw; "
+            "--sparse24 srste trains from the first step"
+        )
+    if not draws and wanted.sparse24 == "none" and trained == "srste":
+        raise Refused(
+            f"{said} was trained with --sparse24 srste, whose forward reads two of four weights: "
+            f"add --sparse24 magnitude or srste"
+        )

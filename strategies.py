@@ -6,102 +6,36 @@
     distill  progressive distillation (distillation.py): one step in place of two of a teacher's
     consistency  consistency models (consistency.py): one step from noise to image, with or without a teacher
     ddpm     noise prediction with DDIM sampling (diffusion.py)
-    vae      MONAI's AutoencoderKL, in whose latents rflow and ddpm train with --vae (latent.py)
+    vae      MONAI's AutoencoderKL, in whose latents rflow and ddpm train with --vae (vae.py)
     segment  Dice + cross-entropy on a U-Net, Dice and IoU per class
     classify cross-entropy on a CNN, ResNet-18 or ViT (classify.py), accuracy
     language the next byte of a text, by a GPT or BDH (language.py)
     steve    objects of a video as slots, from which its discrete tokens are predicted (steve.py)
     slotcontrast objects of a video as slots that stay the same from frame to frame (slotcontrast.py)
 
-A new task is a class (see tasks.py) and an entry in TASKS; or no entry, with --task FILE.py:CLASS.
+A new task is a class (see tasks/task.py) and an entry in TASKS; or no entry, with --task FILE.py:CLASS.
 """
 
 import importlib.util
 import sys
 from pathlib import Path
 
-import torch
-
 import options
 from harness import flags
-from lowprec.machine import Refused, without
-from lowprec.optimizers.by_tensor import kinds
-from lowprec.optimizers.peers import arguments
-from tasks import metrics
+from lowprec.errors import Refused
+from lowprec.optimizers.build import arguments, kinds
+from precision import PRECISION
 from tasks.classify import Classify
 from tasks.consistency import Consistency
 from tasks.diffusion import DDPM, RFlow
 from tasks.distillation import Distill
 from tasks.language import Language
 from tasks.reflow import Reflow
+from tasks.segment import Segment
 from tasks.slotcontrast import Contrast
 from tasks.steve import Steve
-from tasks.task import Task, picture
+from tasks.task import Task
 from tasks.vae import VAE
-
-# ---- Segmentation ------------------------------------------------------------------------------------------
-
-PALETTE = [[0, 0, 0], [230, 80, 60], [60, 160, 230], [240, 200, 60], [90, 200, 120], [180, 100, 220]]
-
-
-class Segment(Task):
-    targets = "masks"
-    implied = {"size": "tiny", "data": "synthetic"}
-    watched = ("mean_iou", "higher")
-
-    def __init__(self, data, recipe, config):
-        super().__init__(data, recipe, config)
-        with without("transformers"):
-            from monai.losses import DiceCELoss
-
-        self.criterion = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True)
-
-    def nets(self):
-        from models import SEGMENTING
-
-        return SEGMENTING
-
-    def loss(self, model, batch, rng, step):
-        """Dice + cross-entropy of images [B, C, H, W] against masks [B, H, W]. Nothing in it is random."""
-        images, masks = batch
-        return self.criterion(model(images), masks[:, None])
-
-    @torch.no_grad()
-    def validate(self, model, rng):
-        """Held-out loss, and mean IoU and Dice of the foreground classes, over all held-out images."""
-        loss, scores = super().validate(model, rng), metrics.dice_and_iou(self._confusion(model, rng))
-        return {**loss, "mean_iou": scores["mean_iou"], "mean_dice": scores["mean_dice"]}
-
-    def preview(self, model, rng):
-        """Held-out images, below them their masks, below those the predictions."""
-        images, masks = self.data.heldout[list(range(min(8, len(self.data.heldout))))]
-        with torch.no_grad():
-            predicted = model(images.to(rng.device)).argmax(1).cpu()  # [B, classes, H, W] -> [B, H, W]
-        grey = (images.mean(1, keepdim=True).repeat(1, 3, 1, 1) + 1) / 2
-        rows = torch.cat([grey, _coloured(masks), _coloured(predicted)])  # [3 B, 3, H, W]
-        return {"segmentation": picture(rows * 2 - 1, len(images))}
-
-    @torch.no_grad()
-    def evaluate(self, model, rng):
-        """(scores, pictures): mean Dice and IoU of the foreground classes and each class's, over all
-        held-out images.
-        """
-        return metrics.dice_and_iou(self._confusion(model, rng)), self.preview(model, rng)
-
-    def _confusion(self, model, rng):
-        counts, heldout = 0, self.data.heldout
-        for start in range(0, len(heldout), 64):
-            images, masks = heldout[list(range(start, min(start + 64, len(heldout))))]
-            predicted = model(images.to(rng.device)).float().cpu()
-            counts = counts + metrics.confusion(predicted, masks, self.data.num_classes)
-        return counts
-
-
-def _coloured(classes):
-    """int [B, H, W] -> a colour a class, [B, 3, H, W] in [0, 1]."""
-    palette = torch.tensor(PALETTE) / 255
-    return palette[classes % len(palette)].permute(0, 3, 1, 2)
-
 
 # ---- The list ----------------------------------------------------------------------------------------------
 
@@ -174,7 +108,9 @@ def rows(*kinds):
 def table(spec=None):
     """flags.Table of the general flags, those of TASKS, and those of the task `spec`."""
     own = rows(find(spec)) if spec and spec not in TASKS else []
-    return flags.Table([*options.BEFORE, *rows(*TASKS.values()), *options.AFTER, *own])
+    before = options.TASK + options.TRAINING + PRECISION
+    after = options.SCORING + options.MACHINE + options.RUN
+    return flags.Table([*before, *rows(*TASKS.values()), *after, *own])
 
 
 def defaults(kind, given):

@@ -6,20 +6,16 @@
     python train.py --dry_run --pure_bf16        the resolved flags and the precision of every tensor
     python train.py --sample runs/NAME           draw again from a run's weights
     python train.py --diagnose runs/NAME         which tensors of a run are losing information
-    python train.py --task mine.py:Mine          a task of your own, see tasks.py
+    python train.py --task mine.py:Mine          a task of your own, see tasks/task.py
     torchrun --nproc_per_node=2 train.py         the same run on two processes
 
 The same command again resumes an interrupted run. Bad input ends with one line and exit status 2.
 """
 
-import errno
-import math
 import os
 import signal
 import sys
 import textwrap
-import threading
-from contextlib import contextmanager
 
 if __name__ == "__main__":  # not where it is imported: importing the libraries below takes seconds
     DEFAULT = signal.SIG_DFL, signal.default_int_handler
@@ -34,17 +30,17 @@ if __name__ == "__main__":  # not where it is imported: importing the libraries 
     for signum in EARLY:
         signal.signal(signum, too_early)
 
-import torch
 
 import strategies
 from harness import batch_size
 from harness.checkpoints import read as read_checkpoint
+from harness.ending import ended_by, said_of
 from harness.flags import Parser, read_yaml
-from harness.ranks import Followed, leave, speaks, tell
-from harness.shards import file_of
-from harness.validation import BEST
-from lowprec.machine import Refused, device_facts, quiet_libraries, recommended_flags, support
-from trainer import Stopped, Trainer
+from harness.printing import print_check, print_scores, print_summary
+from harness.ranks import leave, speaks, tell
+from lowprec.errors import Refused
+from lowprec.machine import quiet_libraries
+from trainer import Trainer
 
 FLAGS = strategies.table()
 DEFAULTS = FLAGS.defaults()
@@ -118,115 +114,6 @@ def task_of(argv):
     return task
 
 
-# ---- What a person reads -----------------------------------------------------------------------------------
-
-
-def layout(rows):
-    """Lines of left-aligned first and right-aligned further columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def score_table(scores, reference, unprinted=()):
-    """Scores of each source of weights beside the floor (real images) and the ceiling (noise)."""
-    columns = dict(scores)
-    if reference:
-        columns["real (floor)"], columns["noise (ceiling)"] = reference["floor"], reference["ceiling"]
-    rows = [["score", *columns]]
-    for key, value in next(iter(scores.values())).items():
-        if key in unprinted:
-            continue
-        found = [column.get(key) for column in columns.values()]
-        if isinstance(value, list):
-            for i in range(len(value)):
-                rows.append(
-                    [f"{key} of class {i}", *(_cell(f[i] if isinstance(f, list) else f) for f in found)]
-                )
-        else:
-            rows.append([key, *map(_cell, found)])
-    return layout(rows)
-
-
-def _cell(value):
-    return "-" if value is None else f"{value:.4f}"
-
-
-def print_check():
-    spelled = {
-        "fp32": "(none)",
-        "tf32": "--set compute=tf32",
-        "bf16": "--bf16, --pure_bf16",
-        "fp16": "--fp16",
-        "fp8": "--fp8",
-        "opt8bit": "--opt8bit",
-        "opt4bit": "--opt4bit",
-        "sparse24": "--sparse24 (kernels)",
-    }
-    for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
-        kind, capability, features = device_facts(device)
-        found = support(kind, capability, features)
-        print(f"{device}: {torch.cuda.get_device_name() if device == 'cuda' else kind}")
-        rows = [[f"  {spelled[name]}", name, *found[name]] for name in found if name in spelled]
-        print(layout([["", "flag", "here", "why"], *rows]))
-        flag, why = recommended_flags(found)
-        print(f"  start with: python train.py {flag}\n  {why}\n")
-    print(layout(number_formats()))
-
-
-def number_formats():
-    """Rows: what the floating-point formats can hold."""
-    rows = [["format", "bits", "largest", "smallest normal", "next after 1", "decimal digits"]]
-    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
-        facts = torch.finfo(getattr(torch, name))
-        digits = f"{-math.log10(facts.eps / 2):.1f}"
-        figures = (facts.max, facts.smallest_normal, 1 + facts.eps)
-        rows.append([name, str(facts.bits), *(f"{figure:.9g}" for figure in figures), digits])
-    return rows
-
-
-def print_scores(trainer, scores, reference):
-    """The table of scores, and what else the task has to say."""
-    print(score_table(scores, reference, trainer.task.unprinted))
-    for source, found in scores.items():
-        text = trainer.task.told(found)
-        if text:
-            print(f"\n{source}:\n{text}")
-
-
-def print_summary(trainer, summary):
-    print_scores(trainer, summary["scores"], summary["reference"])
-    memory = f"peak memory {summary['peak_memory'] / 2**20:.0f} MiB"
-    if trainer.device.type == "cpu":
-        memory += " (the process, libraries included)"
-    if "activations" in summary:
-        memory += f", {summary['activations']['total'] / 2**20:.1f} MiB kept for backward"
-    skipped = summary["skipped_steps"]
-    if skipped:
-        memory += f", {skipped} steps skipped by the loss scaler"
-    print(
-        f"\n{summary['step']} steps in {summary['seconds']:.0f} s + {summary['scoring_seconds']:.0f} s of "
-        f"scoring, {_rate(trainer, summary)}, {memory}"
-    )
-    if "validation" in summary:
-        found = summary["validation"]
-        best = f"best held-out {found['watched']} {_cell(found['best'])} at step {found['step']}, kept as "
-        best += str(file_of(trainer.folder / BEST))
-        if found["step"] is None:
-            best = f"no held-out {found['watched']} was found, so there is no {BEST}"
-        print("stopped early: " * found["stopped"] + best)
-    print(f"pictures: {trainer.folder}/samples/   curves: tensorboard --logdir {trainer.config.runs}")
-
-
-def _rate(trainer, summary):
-    """'830 images a second'."""
-    kind, _ = trainer.task.items
-    return f"{summary.get(f'{kind}_per_second', 0):.0f} {kind} a second"
-
-
 # ---- What the command does ---------------------------------------------------------------------------------
 
 
@@ -237,7 +124,7 @@ def train(given, command, table, dry=False):
     config = strategies.typed(table, given)
     config.name = config.name or table.name(config)
     if config.batch_size == "auto":
-        config.batch_size = batch_size.chosen(config, table, dry)
+        config.batch_size = batch_size.chosen(Trainer, config, table, dry)
     trainer = Trainer(config, command, dry=dry)
     if dry:
         print("\n".join(f"--{name} {value}" for name, value in vars(trainer.config).items()) + "\n")
@@ -355,62 +242,6 @@ def run(argv):
 
 
 # ---- How it ends -------------------------------------------------------------------------------------------
-
-RESUMES = "the same command resumes from the last checkpoint"
-KEPT = "the last checkpoint is whole"
-OVERFLOWN = "without overflow"
-MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "size calculation overflowed")
-
-
-class Ended(KeyboardInterrupt):
-    """Asked to end by a signal, where no checkpoint can be written. args: the signal's number."""
-
-
-def _end(signum, frame):
-    raise Ended(signum)
-
-
-@contextmanager
-def ended_by(*signals):
-    """Within it these signals raise Ended, unless the caller ignores or handles them. Gives those that do."""
-    by_default = signal.SIG_DFL, signal.default_int_handler
-    before = {signum: signal.getsignal(signum) for signum in signals}
-    mine = {signum: handler for signum, handler in before.items() if handler in by_default}
-    if threading.current_thread() is not threading.main_thread():
-        mine = {}
-    for signum in mine:
-        signal.signal(signum, _end)
-    try:
-        yield mine
-    finally:
-        for signum, handler in mine.items():
-            signal.signal(signum, handler)
-
-
-def said_of(error):
-    """(line, exit status) of an exception that is no fault of the program; (None, 1) of any other."""
-    if isinstance(error, Stopped):
-        return error.args[0], 128 + error.args[1]
-    if isinstance(error, Followed):
-        return "", 2  # the main process says why
-    if isinstance(error, Refused):
-        return f"train.py: {error}", 2
-    if isinstance(error, KeyboardInterrupt):
-        return f"interrupted; {RESUMES}", 128 + (error.args[0] if error.args else signal.SIGINT)
-    if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            full = "no space left on the device: free some, then run the same command again"
-            return f"train.py: {full}; {KEPT}", 2
-        if error.errno is not None:
-            where = f"{error.filename}: " if error.filename is not None else ""
-            return f"train.py: {Refused(where + error.strerror)}", 2
-    text = str(error)
-    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(s in text for s in MEMORY):
-        smaller = "a smaller --batch_size or --size needs less, and --sample_batch where images are drawn"
-        return f"train.py: not enough memory: {smaller}; {RESUMES}", 2
-    if isinstance(error, RuntimeError) and OVERFLOWN in text:  # of torch, for a number that it is given
-        return f"train.py: a step is too large for fp32: use a smaller --lr; {KEPT}", 2
-    return None, 1
 
 
 def main(argv=None):

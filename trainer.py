@@ -2,7 +2,7 @@
 
 All randomness is a function of (seed, step), noise of rounding included. So an interrupted run equals an
 uninterrupted one, on a CPU bit for bit; the same command again resumes it. What a run leaves in its folder is
-told in runs.py, what it trains in tasks.py, and what several processes do together in ranks.py.
+told in harness/run_folder.py, what it trains in tasks.py, and what several processes do together in ranks.py.
 """
 
 import math
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from harness import shards
 from harness.batches import SIGNALS, BatchIndices, ignore_signals
 from harness.checkpoints import check_optimizer
+from harness.ending import Stopped
 from harness.flags import MOST
 from harness.profiling import Profile
 from harness.ranks import Ranks, lost, part
@@ -35,19 +36,16 @@ from harness.validation import BEST, Validation, steps_an_epoch
 from lowprec import fsdp, ledger
 from lowprec.activations import Meter, blocks, recompute
 from lowprec.cast import exact_modules
-from lowprec.fsdp import local, policy_note, share_buffers
-from lowprec.machine import Refused, first_line
+from lowprec.errors import Refused, first_line
+from lowprec.fsdp import policy_note, share_buffers
+from lowprec.optimizers.buckets import local
 from lowprec.optimizers.release import check_alone
 from lowprec.precision import Precision
 from lowprec.recipes import check_machine
 from lowprec.rounding import Stream, stream
+from precision import check_origin, recipe_of
 from strategies import settled
-from tasks.task import Rng, check_origin, recipe_of, to_device
-
-
-class Stopped(Exception):
-    """Asked to stop by a signal; the checkpoint is written. args: message, signal number."""
-
+from tasks.task import Rng, to_device
 
 # ---- Learning rate -----------------------------------------------------------------------------------------
 

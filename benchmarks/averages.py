@@ -1,7 +1,7 @@
 """An average in bf16 as other tools keep it: each rule on the same path of weights, beside an fp64 average.
 
-    python experiments/averages.py                   the table, 5,000 steps, half a minute on one core
-    python experiments/averages.py --json FILE       the figures as JSON too
+    python -m benchmarks.averages                   the table, 5,000 steps, half a minute on one core
+    python -m benchmarks.averages --json FILE       the figures as JSON too
 
 The rules are the arithmetic of three tools, written anew: which decay at which step, which operations, and in
 which dtype each of them rounds. Nothing else of those tools is used.

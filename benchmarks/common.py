@@ -4,7 +4,7 @@
     run, inputs, velocity = prepared(net, RECIPES["bf16"], torch.device("cpu"))
     times = take_turns({"a": a, "b": b}, 15, bar)      # {'a': [what a() returned in each round], 'b': [...]}
 
-`bench.py` compares ways to train on the machine at hand, `bench_gpu.py` every recipe on a GPU.
+`bench.py` compares ways to train on the machine at hand, `benchmarks/gpu.py` every recipe on a GPU.
 """
 
 import multiprocessing
@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import models
+from lowprec.errors import Refused
 from lowprec.formats import FORMATS
-from lowprec.machine import Refused, quiet_libraries
+from lowprec.machine import quiet_libraries
 from lowprec.optimizers.offload import Offload
 from lowprec.precision import Precision, recipe
 

@@ -7,7 +7,7 @@ Nothing is known of the optimiser but torch's protocol: parameters with gradient
 What it wants to write is what the same class does to fp32 weights. A class that takes bf16 alone is asked on
 weights of zero, where a write rounds to one part in 512 of the step itself. Tensors have equal entries and
 equal gradients, so that each entry is a draw, and whatever differs between entries is noise of rounding.
-`bench.py conformance` runs all checks (bench_conformance.py).
+`bench.py conformance` runs all checks (benchmarks/conformance_command.py).
 """
 
 import io
@@ -20,9 +20,9 @@ from torch import nn
 
 from benchmarks.common import after_a_drop, state_bytes, tensors_in
 from benchmarks.subjects import BF16, GRADIENT, ULP, WEIGHT, drawn, feed, full, values
-from lowprec.machine import first_line
+from lowprec.errors import first_line
+from lowprec.telemetry import local
 from lowprec.watch import adapters
-from lowprec.watch.writes import local
 
 
 @dataclass(frozen=True)

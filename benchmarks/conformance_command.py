@@ -27,11 +27,10 @@ from benchmarks.averages import path, progress
 from benchmarks.common import tensors_in
 from benchmarks.conformance import Result, differing, judged, nothing, unequal
 from benchmarks.subjects import BF16, DECAY, NAMES, OURS, PEERS, drawn
-from lowprec.machine import first_line
+from lowprec.errors import first_line
 from lowprec.watch import adapters
 
 # ---- What is asked -----------------------------------------------------------------------------------------
-
 
 def _writes(text, fraction):
     return f"write of {text} ulp", functools.partial(conformance.writes, fraction=fraction)
@@ -65,7 +64,7 @@ CHECKS = dict(
 # ---- Averages ----------------------------------------------------------------------------------------------
 
 def way(subject, size):
-    """Does the average arrive? Weights of spread 0.02 go their way; see experiments/averages.py.
+    """Does the average arrive? Weights of spread 0.02 go their way; see benchmarks/averages.py.
 
     In bf16 to nearest an entry stands still once the weight is less than 2^-9 / (1 - decay) of its value
     away. The figures are the share of the way covered, 1 is right, and the distance over the weights' spread,
@@ -121,7 +120,6 @@ ASKED = {"optimizer": CHECKS, "average": AVERAGE_CHECKS}
 
 
 # ---- The command -------------------------------------------------------------------------------------------
-
 
 def add_arguments(sub):
     help = f"{', '.join(NAMES)}; all (default): all of these that are installed; or a class as module:Class, "

@@ -27,7 +27,7 @@ from benchmarks.conformance import (
     worst_of,
 )
 from benchmarks.subjects import BF16, ULP, drawn, feed, full, values
-from lowprec.machine import first_line
+from lowprec.errors import first_line
 
 RANKS = 2
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "--pure_bf16 --stochastic"

@@ -48,9 +48,9 @@ from benchmarks.common import Clock, Here, Lost, Worker, check_nets, parse_net, 
 from harness.files import write_atomically, write_json
 from harness.flags import natural
 from harness.run_folder import environment
-from lowprec import rounding
+from lowprec.errors import Refused, first_line, out_of_memory
+from lowprec.kernels import compiled as compiling
 from lowprec.layers.sparsity import KernelLinear
-from lowprec.machine import Refused, first_line, out_of_memory
 from lowprec.precision import recipe
 from lowprec.recipes import check_machine
 
@@ -219,14 +219,14 @@ def measured(cell, device, rounds, dry):
     if key(reference_of(cell)) == key(cell):
         row["reference_ms"] = row["ms"]
     row.update(told())
-    if rounding.unfused:
+    if compiling.unfused:
         row["note"] = f"not fused, torch.compile failed: {', '.join(unfused_kernels())}"
     return row
 
 
 def unfused_kernels():
     """Names of the kernels that could not be built here; one made by a function has the name of that one."""
-    return sorted({kernel.__qualname__.partition(".")[0].strip("_") for kernel in rounding.unfused})
+    return sorted({kernel.__qualname__.partition(".")[0].strip("_") for kernel in compiling.unfused})
 
 
 def measure(cell, *, device, rounds, dry=False):
@@ -342,7 +342,7 @@ def page(record):
     parts = [
         f"# {machine['gpu'] or machine['cpu']}",
         f"Written by `{record['command']}`, {record['date']}: {versions}; {code}. "
-        "`bench_gpu.py` says what the columns are.",
+        "`benchmarks/gpu.py` says what the columns are.",
     ]
     order = list(RECIPES)
     for net in dict.fromkeys([*record["settings"]["nets"], *(row["net"] for row in record["results"])]):

@@ -30,7 +30,8 @@ from benchmarks.common import take_turns, timed
 from benchmarks.systems import Contender
 from lowprec import cast
 from lowprec.attention import attend
-from lowprec.machine import Refused, quiet_import
+from lowprec.errors import Refused
+from lowprec.machine import quiet_import
 from lowprec.rounding import Stream, stream
 from tasks.task import Rng
 

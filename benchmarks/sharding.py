@@ -1,6 +1,6 @@
 """What each of several GPUs holds of a net that `train.py --fsdp` spreads over them, from shapes alone.
 
-    python bench_sharding.py                # the table in the README: seconds, no memory, no GPU
+    python -m benchmarks.sharding                # the table in the README: seconds, no memory, no GPU
     python bench.py sharding --ranks 2      # beside what real processes allocate: a DiT-S/8, a minute
 
 What is held and what is gathered are told in ledger.py; `train.py --fsdp --dry_run` says them of any run.
@@ -23,6 +23,7 @@ from benchmarks.common import built, parse_net
 from lowprec import fsdp
 from lowprec.activations import blocks
 from lowprec.ledger import WORLDS, gathered, held
+from lowprec.optimizers import buckets
 from lowprec.precision import Precision, recipe
 from models import DiT
 
@@ -105,7 +106,7 @@ def allocated(net, r, ranks):
 
 def bytes_of(run):
     """Of the weights, gradients, states and average that this process holds of a spread Precision."""
-    own = [t for p in run.params for t in (fsdp.local(p), fsdp.local(p.grad))]
+    own = [t for p in run.params for t in (buckets.local(p), buckets.local(p.grad))]
     own += [t for p in run.params for name, t in run.optimizer.state[p].items() if name != "step"]
     return sum(t.nbytes for t in [*own, *run.ema.shadow.values()])
 

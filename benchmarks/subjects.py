@@ -21,8 +21,9 @@ from torch import nn
 
 from benchmarks.averages import RULES
 from benchmarks.common import PURE, STOCHASTIC
-from lowprec.machine import Refused, first_line, try_import
-from lowprec.optimizers import peers, rounded
+from lowprec.errors import Refused, first_line
+from lowprec.machine import try_import
+from lowprec.optimizers import rounded
 from lowprec.precision import recipe
 from lowprec.watch import adapters
 
@@ -159,7 +160,7 @@ class AverageSubject:
 
 
 class Ruled:
-    """An average by a rule of experiments/averages.py, of a Model."""
+    """An average by a rule of benchmarks/averages.py, of a Model."""
 
     def __init__(self, rule, model):
         self.rule, self.steps, self.generator = rule, 0, torch.Generator().manual_seed(0)
@@ -217,7 +218,7 @@ PEERS = {
     "torch-ema": "torch.optim.swa_utils:AveragedModel",
     "diffusers-ema": "diffusers.training_utils:EMAModel",
 }
-# a name: the rule of a tool that is no package, as experiments/averages.py writes it
+# a name: the rule of a tool that is no package, as benchmarks/averages.py writes it
 TOOLS = {
     "onetrainer-ema": "OneTrainer",
     "onetrainer-ema-stochastic": "OneTrainer, stochastic",
@@ -269,7 +270,7 @@ def _ours(name, device):
     r, kind = recipe(**OURS[short]), OURS[short].get("optimizer", "adamw")
 
     def build(params, **options):
-        return peers.build(kind, params, r, **options)
+        return build.build(kind, params, r, **options)
 
     build([nn.Parameter(torch.ones(1))])  # a format's package may be absent
     return Subject(name, build, {"lr", "betas", "weight_decay", "seed"}, device=device)

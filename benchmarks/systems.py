@@ -24,7 +24,7 @@ import strategies
 from benchmarks.common import ADAMW, cell, take_turns
 from harness.validation import steps_an_epoch
 from lowprec.activations import Meter
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.precision import Precision
 from tasks.steve import BITS, PATCH
 from trainer import Trainer

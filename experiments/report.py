@@ -39,7 +39,7 @@ from experiments.log.records import recorded  # noqa: E402
 from experiments.log.tables import heading  # noqa: E402
 from harness.files import write_atomically  # noqa: E402
 from harness.flags import Parser  # noqa: E402
-from lowprec.machine import Refused  # noqa: E402
+from lowprec.errors import Refused  # noqa: E402
 
 # ---- Figures -----------------------------------------------------------------------------------------------
 

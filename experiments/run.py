@@ -38,7 +38,8 @@ from experiments.log.analysis import machine_of  # noqa: E402
 from experiments.log.definition import HERE, ROOT, RUNS, command, key, label, load, typed  # noqa: E402
 from harness.flags import Parser  # noqa: E402
 from harness.run_folder import environment  # noqa: E402
-from lowprec.machine import Refused, cpu_threads  # noqa: E402
+from lowprec.errors import Refused  # noqa: E402
+from lowprec.machine import cpu_threads  # noqa: E402
 
 # ---- The house: all that this file asks of train.py and trainer.py -----------------------------------------
 
@@ -278,7 +279,7 @@ def known_records(experiment, arms, repair):
     return {k: record for e in involved for k, record in records.recorded(e, repair).items()}
 
 
-IN_USE = " is in use by "  # what Folder.lock says in runs.py
+IN_USE = " is in use by "  # what Folder.lock says in harness/run_folder.py
 
 
 def follow(experiment, args, todo, runs, wanted, known, done):

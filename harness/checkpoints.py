@@ -32,7 +32,7 @@ from harness.shapes import (
     maybe,
     table,
 )
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 CHECKPOINT = "checkpoint.pt"
 MARK = b"sha256 of the pieces before: "
@@ -115,7 +115,7 @@ ROWS = {  # key: (test, what it is, whether every checkpoint has it)
         False,
     ),
 }
-STATE_ROWS = {  # the same of the state of a precision.Precision
+STATE_ROWS = {  # the same of the state of a Precision
     "model": (is_weights, "a table of weights", True),
     "optimizer": (table(), "the state of an optimiser", True),
     "averages": (table(is_average), "a table of averages", True),

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from lowprec.machine import Refused, cpu_threads, first_line
+from lowprec.errors import Refused, first_line
+from lowprec.machine import cpu_threads
 
 PIECE = 16 << 20  # bytes that are hashed at once
 

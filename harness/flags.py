@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from harness.ranks import speaks
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 KINDS = ("result", "draw", "extent", "place", "machine")
 GROUPS = {  # in the order of --help and of names

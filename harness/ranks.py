@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from harness import reduction
 from harness.lifeline import Lifeline
-from lowprec.machine import Refused, first_line
+from lowprec.errors import Refused, first_line
 
 # that processes wait for one another until all have met. torchrun ends them all where one ends, so that those
 # it starts may wait for one that reads its libraries from a slow disk

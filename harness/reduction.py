@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from lowprec.kernels.compiled import fused
 from lowprec.optimizers.buckets import Table
-from lowprec.rounding import Noise, fused, hash64, key_words, noise_bits, stochastic_round
+from lowprec.rounding import Noise, hash64, key_words, noise_bits, stochastic_round
 
 # ---- To nearest --------------------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ from harness import checkpoints, shapes, shards
 from harness.checkpoints import CHECKPOINT
 from harness.checkpoints import read as read_checkpoint
 from harness.files import check_regular, read_json, read_lines, write_atomically, write_json
-from lowprec.machine import Refused, cpu_threads, device_facts, without
+from lowprec.errors import Refused
+from lowprec.machine import cpu_threads, device_facts, without
 
 LOCK = ".lock"
 # What may lie in a folder that holds no run yet: what desktops leave, and what a run left that was killed

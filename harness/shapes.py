@@ -6,7 +6,7 @@ JSON and checkpoints may come from anywhere, and a wrong type would end far from
 
 import math
 
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 LARGEST = 2**53  # counts beyond it are no counts: float64 can't tell them apart
 

@@ -28,8 +28,9 @@ import torch
 
 from harness.files import cant_write, check_regular, digest, read_json, write_json
 from harness.ranks import Followed, lost
-from lowprec.fsdp import Chunk, local
-from lowprec.machine import Refused, first_line
+from lowprec.errors import Refused, first_line
+from lowprec.optimizers.buckets import local
+from lowprec.optimizers.state import Chunk
 
 NAMES = ("checkpoint", "best")  # what checkpoints of many ranks are called
 DTYPES = {str(d).removeprefix("torch."): d for d in (

@@ -9,7 +9,7 @@
 The meter counts the tensors that autograd saves (torch.autograd.graph.saved_tensors_hooks): each storage
 once, with all its bytes, by dtype. Parameters and buffers of the model are left out, since they are there
 anyway. Copies of a weight in another dtype, which autocast makes and keeps, are counted apart. What a
-compiled net keeps is counted too. Needs torch alone, and works in any loop.
+compiled net keeps is counted too. It works in any loop.
 """
 
 import functools
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .machine import Refused
+from .errors import Refused
 
 # nodes of autograd behind which a weight is still the same numbers
 COPIES = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")

@@ -1,4 +1,4 @@
-"""Attention by the kernel that is fast on the device at hand. Needs torch alone; copy it.
+"""Attention by the kernel that is fast on the device at hand.
 
     x = attend(q, k, v, is_causal=True)     # as F.scaled_dot_product_attention
 """

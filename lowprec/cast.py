@@ -1,20 +1,23 @@
-"""A net brought to a recipe's dtypes: bf16 weights, islands that stay fp32, buffers. Needs torch alone; copy
-it.
+"""A net brought to a recipe's dtypes: bf16 weights, islands that stay fp32, buffers.
 """
 
 import collections
 import copy
 import dataclasses
+import inspect
 import operator
+import re
 import types
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from . import fsdp
-from .layers.method import roles
-from .machine import Refused
+from .errors import Refused
+from .machine import exact_math
+from .optimizers import buckets
+from .roles import roles
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
 
@@ -126,7 +129,7 @@ class Cast:
         exact = {p for m in (*islands, *self.whole) for p in m.parameters(recurse=False)}
         own = {p: torch.float32 if p in exact else torch.bfloat16 for p in model.parameters()}
         own = {p: dtype for p, dtype in own.items() if p.is_floating_point()}
-        if any(map(fsdp.is_spread, own)):  # what fully_shard keeps follows Module.to alone, not p.data
+        if any(map(buckets.is_spread, own)):  # what fully_shard keeps follows Module.to alone, not p.data
             model._apply(lambda t: t.to(own.get(t, t.dtype)))
         else:
             for p, dtype in own.items():
@@ -152,3 +155,93 @@ class Cast:
             module._forward_pre_hooks_with_kwargs.pop(before, None)
             module._forward_hooks.pop(after, None)
         return net
+
+
+class View:
+    """A net called as a recipe says: floating inputs cast, products in its dtype, floating outputs in the
+    loss's dtype.
+
+    A loss that the net forms inside comes back in the loss's dtype too, but a net of bf16 weights that forms
+    it from bf16 logits has rounded it by then: write `logits.float()` there, as transformers does. The view
+    holds no optimiser and shares nothing with a run but what it is given. keep: names of arguments of forward
+    that are left as they are (timesteps have a precision of their own), and keys of a dict that is one. A
+    forward of `*args` has no names: pass such an argument by keyword. Integer inputs are left too.
+    """
+
+    def __init__(self, net, r, methods=(), keep=()):
+        self.net, self.recipe, self.methods = net, r, methods
+        self.keep = {keep} if isinstance(keep, str) else set(keep)
+        self.forward = net  # a compiled or distributed wrapper may take its place
+        self.device = next(net.parameters()).device
+        inner = net.get_base_model() if hasattr(net, "get_base_model") else net  # PEFT's says *args
+        self.arguments = list(inspect.signature(inner.forward).parameters)
+
+    @contextmanager
+    def context(self):
+        """What forward runs in: autocast for 8- and 16-bit products of fp32 weights, TF32 as the recipe says,
+        and what the methods ask for.
+        """
+        r = self.recipe
+        with ExitStack() as stack:
+            stack.enter_context(self.exact())
+            if not r.low_weights and r.compute in ("bf16", "fp16", "fp8"):
+                stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
+            for method in self.methods:
+                stack.enter_context(method.context())
+            yield
+
+    def exact(self):
+        """A context in which fp32 products on CUDA are fp32, or TF32 where the recipe says so."""
+        return exact_math(self.recipe.compute == "tf32") if self.device.type == "cuda" else nullcontext()
+
+    def cast(self, args, kwargs):
+        """(args, kwargs) as the net takes them."""
+        if not self.recipe.low_weights:
+            return args, kwargs
+        names = [*self.arguments, *[None] * len(args)]
+        args = tuple(self._low(name, a) for name, a in zip(names, args, strict=False))
+        return args, {name: self._low(name, a) for name, a in kwargs.items()}
+
+    def _low(self, name, value):
+        if name in self.keep:
+            return value
+        if type(value) is dict and self.keep & value.keys():  # a batch, whose keys are names too
+            return {key: self._low(key, part) for key, part in value.items()}
+        return to(torch.bfloat16, value, narrowed)
+
+    def __call__(self, *args, **kwargs):
+        args, kwargs = self.cast(args, kwargs)
+        try:
+            with self.context():
+                out = self.forward(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            self._explain(error, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
+            raise
+        return to(self.recipe.dtype("loss"), out)
+
+    def _explain(self, error, arguments):
+        """Raises Refused, with the remedy, where an error of torch comes of mixed dtypes."""
+        if "DTensor" in str(error) and "mixed" in str(error):
+            apart = "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it"
+            raise Refused(f"{apart}: train it without --fsdp, or call them in its forward") from error
+        if not (self.recipe.low_weights and MIXED.search(str(error))):
+            return
+        buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
+        kept = [name for name in sorted(self.keep) if _is_fp32(arguments.get(name))]
+        hints = []
+        if buffers and self.recipe.buffers == "fp32":
+            what = f"an fp32 buffer ({', '.join(buffers[:3])}) may have met bf16 activations"
+            hints.append(f"{what}; cast it to x.dtype in forward, or --set buffers=bf16")
+        if kept:
+            what = f"the argument {kept[0]} stays fp32"
+            hints.append(f"{what}; cast it to x.dtype in forward, or leave it out of Precision's keep")
+        if hints:
+            raise Refused(f"{error}: {'; or '.join(hints)}") from error
+
+
+# how torch says that two tensors of an operation have different dtypes
+MIXED = re.compile(r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal")
+
+
+def _is_fp32(x):
+    return torch.is_tensor(x) and x.dtype == torch.float32

@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from .kernels import cpu_step
+from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
-from .rounding import fused, noise_bits
+from .rounding import noise_bits
 
 SMALLEST = 4096  # values; both libraries keep the moments of smaller tensors in full
 
@@ -372,3 +373,5 @@ FORMATS = {
     "int8": Int8(),
     "int4": Int4(),
 }
+
+CODES = {name: form.why for name, form in FORMATS.items()}

@@ -60,7 +60,7 @@ class Ledger:
 
 
 def of(run, sites):
-    """The Ledger of a `precision.Precision`; sites: {name: Site}, in the order of the rows."""
+    """The Ledger of a `Precision`; sites: {name: Site}, in the order of the rows."""
     r, n = run.recipe, sum(p.numel() for p in run.params)
     if run.example is not None:
         args, kwargs = run.view_of_model.cast(*run.example)

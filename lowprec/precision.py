@@ -16,7 +16,7 @@ in any loop:
 bf16 has 8 significant bits: neighbouring values (an ulp) lie 2^-8 to 2^-7 of the value apart, and a change
 below half of that is lost when rounding to nearest. Most of this file follows from that one sentence.
 
-Copy it with the files that the README lists: they need torch alone, side by side or as a package. They set
+It sets
 one option of torch for the whole process: where FP8 or 2:4 sparsity meets an nn.TransformerEncoderLayer, its
 fast path, which would pass by them, is turned off.
 """
@@ -25,18 +25,18 @@ import collections
 import copy
 import functools
 import inspect
-import re
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 
 import torch
 from torch.utils._pytree import tree_map
 
 from . import fsdp, ledger
-from .cast import Cast, narrowed, to
-from .layers import fp8
+from .cast import Cast, View
+from .errors import Refused
+from .layers import fp8, quantise
 from .layers.sparsity import Sparse24
-from .machine import Refused, exact_math, settle_vector_math
-from .optimizers import peers
+from .machine import settle_vector_math
+from .optimizers import buckets, build
 from .optimizers.average import average_kind
 from .optimizers.offload import check_offload, offloaded
 from .optimizers.release import Release, check_release, check_wrapped, clipping
@@ -44,103 +44,11 @@ from .optimizers.release import norms_of as release_norms
 from .optimizers.rounded import SPARSE
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rounding import exact_weight
-from .watch.writes import StepReport
+from .telemetry import StepReport
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
-METHODS = (Sparse24, fp8.FP8, fp8.Quantised)
+METHODS = (Sparse24, fp8.FP8, quantise.Quantised)
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-
-# ---- A net, called as a recipe says ------------------------------------------------------------------------
-
-
-class View:
-    """A net called as a recipe says: floating inputs cast, products in its dtype, floating outputs in the
-    loss's dtype.
-
-    A loss that the net forms inside comes back in the loss's dtype too, but a net of bf16 weights that forms
-    it from bf16 logits has rounded it by then: write `logits.float()` there, as transformers does. The view
-    holds no optimiser and shares nothing with a run but what it is given. keep: names of arguments of forward
-    that are left as they are (timesteps have a precision of their own), and keys of a dict that is one. A
-    forward of `*args` has no names: pass such an argument by keyword. Integer inputs are left too.
-    """
-
-    def __init__(self, net, r, methods=(), keep=()):
-        self.net, self.recipe, self.methods = net, r, methods
-        self.keep = {keep} if isinstance(keep, str) else set(keep)
-        self.forward = net  # a compiled or distributed wrapper may take its place
-        self.device = next(net.parameters()).device
-        inner = net.get_base_model() if hasattr(net, "get_base_model") else net  # PEFT's says *args
-        self.arguments = list(inspect.signature(inner.forward).parameters)
-
-    @contextmanager
-    def context(self):
-        """What forward runs in: autocast for 8- and 16-bit products of fp32 weights, TF32 as the recipe says,
-        and what the methods ask for.
-        """
-        r = self.recipe
-        with ExitStack() as stack:
-            stack.enter_context(self.exact())
-            if not r.low_weights and r.compute in ("bf16", "fp16", "fp8"):
-                stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
-            for method in self.methods:
-                stack.enter_context(method.context())
-            yield
-
-    def exact(self):
-        """A context in which fp32 products on CUDA are fp32, or TF32 where the recipe says so."""
-        return exact_math(self.recipe.compute == "tf32") if self.device.type == "cuda" else nullcontext()
-
-    def cast(self, args, kwargs):
-        """(args, kwargs) as the net takes them."""
-        if not self.recipe.low_weights:
-            return args, kwargs
-        names = [*self.arguments, *[None] * len(args)]
-        args = tuple(self._low(name, a) for name, a in zip(names, args, strict=False))
-        return args, {name: self._low(name, a) for name, a in kwargs.items()}
-
-    def _low(self, name, value):
-        if name in self.keep:
-            return value
-        if type(value) is dict and self.keep & value.keys():  # a batch, whose keys are names too
-            return {key: self._low(key, part) for key, part in value.items()}
-        return to(torch.bfloat16, value, narrowed)
-
-    def __call__(self, *args, **kwargs):
-        args, kwargs = self.cast(args, kwargs)
-        try:
-            with self.context():
-                out = self.forward(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            self._explain(error, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
-            raise
-        return to(self.recipe.dtype("loss"), out)
-
-    def _explain(self, error, arguments):
-        """Raises Refused, with the remedy, where an error of torch comes of mixed dtypes."""
-        if "DTensor" in str(error) and "mixed" in str(error):
-            apart = "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it"
-            raise Refused(f"{apart}: train it without --fsdp, or call them in its forward") from error
-        if not (self.recipe.low_weights and MIXED.search(str(error))):
-            return
-        buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
-        kept = [name for name in sorted(self.keep) if _is_fp32(arguments.get(name))]
-        hints = []
-        if buffers and self.recipe.buffers == "fp32":
-            what = f"an fp32 buffer ({', '.join(buffers[:3])}) may have met bf16 activations"
-            hints.append(f"{what}; cast it to x.dtype in forward, or --set buffers=bf16")
-        if kept:
-            what = f"the argument {kept[0]} stays fp32"
-            hints.append(f"{what}; cast it to x.dtype in forward, or leave it out of Precision's keep")
-        if hints:
-            raise Refused(f"{error}: {'; or '.join(hints)}") from error
-
-
-# how torch says that two tensors of an operation have different dtypes
-MIXED = re.compile(r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal")
-
-
-def _is_fp32(x):
-    return torch.is_tensor(x) and x.dtype == torch.float32
 
 
 # ---- Precision ---------------------------------------------------------------------------------------------
@@ -158,7 +66,7 @@ class Precision:
     decay of the recipe's average start low, see average.EMA. averages: further ones beside it, as
     'DECAY:DTYPE[:UPDATE]'. init_loss_scale, growth_factor, backoff_factor, growth_interval: as of
     torch.amp.GradScaler. keep: arguments of forward whose dtype is left alone. blank: builds the net anew,
-    for the generator of a model that fully_shard has spread, see sharding.py. options: of the methods, as
+    for the generator of a model that fully_shard has spread, see fsdp.py. options: of the methods, as
     sparse24_decay. Call it like the model; backward(loss) after each micro-batch; step() after the last.
     torch's schedulers work on `run.optimizer`. Raises Refused as `recipe` and `peers.build` do.
     """
@@ -234,7 +142,7 @@ class Precision:
         self.methods = [made for kind in METHODS if (made := kind.attach(net, self.recipe, **options))]
         exact = r.low_weights and (r.master != "none" or r.kahan == "on")
         trained = [p for p in net.parameters() if p.requires_grad]
-        originals = [fsdp.local(p).float().clone() for p in trained] if exact else []
+        originals = [buckets.local(p).float().clone() for p in trained] if exact else []
         self.cast = Cast(net, self.recipe)
         for method in self.methods:
             method.convert(net)
@@ -252,8 +160,8 @@ class Precision:
         common.update(momentum=momentum, nesterov=nesterov, net=net)
         self.away = offloaded(states_on, self.device)  # what keeps the moments elsewhere, or None
         common.update(away=self.away)
-        self.optimizer = peers.build(optimizer, self._groups(groups), self.recipe, **common)
-        self.optimizer_name = peers.title(self.optimizer, optimizer)
+        self.optimizer = build.build(optimizer, self._groups(groups), self.recipe, **common)
+        self.optimizer_name = build.title(self.optimizer, optimizer)
         self.grouped = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if self.over is not None:
             fsdp.check_optimizer(self)
@@ -364,8 +272,8 @@ class Precision:
         """Clip, update weights and averages, clear gradients. Returns {} or, with `measure`, what rounding
         did:
 
-        see writes.StepReport; grad_norm; nonfinite_grads: entries; loss_scale and skipped_steps for fp16; and
-        what the methods tell after observe(True).
+        see telemetry.StepReport; grad_norm; nonfinite_grads: entries; loss_scale and skipped_steps for fp16;
+        and what the methods tell after observe(True).
         """
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self.grouped:
             late = "the optimiser has parameters that this run does not average, clip or sum"
@@ -377,7 +285,7 @@ class Precision:
         grads = self.sums or {p: p.grad for p in self.params if p.grad is not None}
         norms_of = release_norms if self.over is None else self.over.norms_of
         if self.over:
-            grads = {p: fsdp.local(g) for p, g in grads.items()}
+            grads = {p: buckets.local(g) for p, g in grads.items()}
         if any(g.is_sparse for g in grads.values()):
             raise Refused(SPARSE)
         released = self.release is not None and self.release.updated
@@ -519,7 +427,7 @@ class Precision:
         if source not in ("raw", *self.averages):
             raise Refused(f"weights '{source}': this run holds {', '.join(['raw', *self.averages])}")
         if source == "raw":
-            held = {name: (fsdp.local(p), self.low_part(p)) for name, p in self.named_params}
+            held = {name: (buckets.local(p), self.low_part(p)) for name, p in self.named_params}
             trained = {name: exact_weight(*pair) for name, pair in held.items()}
         else:
             trained = self.averages[source].shadow
@@ -541,7 +449,7 @@ class Precision:
     def state_dict(self):
         """Tensors and plain values only: loads with weights_only=True.
 
-        Of a model that is spread over ranks DTensors and sharding.Chunks, of this rank's parts, as
+        Of a model that is spread over ranks DTensors and state.Chunks, of this rank's parts, as
         torch.distributed.checkpoint saves and loads them on any number of ranks.
         """
         state = {

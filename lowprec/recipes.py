@@ -14,10 +14,11 @@ import math
 
 import torch
 
-from .formats import FORMATS
+from .errors import Refused
+from .formats import CODES, FORMATS
 from .layers import fp8
-from .machine import Refused, device_facts, support
-from .optimizers.by_tensor import OPTIMIZERS, kinds
+from .machine import device_facts, support
+from .optimizers.build import OPTIMIZERS, kinds
 from .optimizers.peers import PEERS
 from .rounding import DTYPES
 
@@ -35,8 +36,6 @@ class Site:
     why: dict = dataclasses.field(default_factory=dict)
     warn: dict = dataclasses.field(default_factory=dict)
 
-
-CODES = {name: form.why for name, form in FORMATS.items()}
 
 SITES = {
     "weights": Site(

@@ -1,5 +1,4 @@
-"""How a number is written into fewer bits: stochastic rounding, exact masters, Kahan compensation. Needs
-torch alone; copy it.
+"""How a number is written into fewer bits: stochastic rounding, exact masters, Kahan compensation.
 
     noise, _ = noise_bits(x.numel(), noise_key(seed, step))
     weight.copy_(stochastic_round(x, noise))               # fp32 [n] -> bf16 [n], right on average
@@ -13,10 +12,6 @@ functions are plain elementwise torch: torch.compile fuses a whole optimiser ste
 """
 
 import enum
-import functools
-import platform
-import warnings
-from contextlib import nullcontext
 
 import torch
 
@@ -202,56 +197,29 @@ def _on_grid(x, noise):
     return torch.where(x == x, ((bits + noise) & -65536).view(torch.float32), x)
 
 
-# ---- Fused kernels -----------------------------------------------------------------------------------------
-
-RECOMPILE_LIMIT = 64  # one graph a combination of dtypes; torch's default is 8
+# ---- The average of a weight -----------------------------------------------------------------------------
 
 
-@functools.cache
-def _compiled(kernel):
-    options = dict(dynamic=True, fullgraph=True, options=_compile_options())
-    try:
-        return torch.compile(kernel, recompile_limit=RECOMPILE_LIMIT, **options), nullcontext
-    except TypeError:  # before torch 2.14 it is a setting of the process: raised while the kernel is called
-        patch = functools.partial(torch._dynamo.config.patch, recompile_limit=RECOMPILE_LIMIT)
-        return torch.compile(kernel, **options), patch
+def _ema_kernel(shadow, held, low, h, key, stochastic):
+    s, held = shadow.float(), exact_weight(held, low)
+    s = s + (held - s) * h[0]
+    shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
 
 
-def _compile_options():
-    # torch.compile tells GCC not to vectorise loops, and writes each change between fp32 and its bits as a
-    # loop. Letting GCC vectorise these makes the stochastic step on a CPU 2.5 times faster, and in the 512
-    # bits that torch's own vectors have, where GCC would take 256, half as fast again (one thread of an Intel
-    # Xeon). Its results don't change, since contraction and reordering of sums stay off.
-    from torch._inductor import config, cpp_builder
-
-    try:
-        gcc = cpp_builder.is_gcc()
-    except RuntimeError:  # no compiler: the call of the kernel will tell
-        gcc = False
-    if gcc and platform.machine() in ("x86_64", "AMD64") and getattr(config.cpp, "march", "") is None:
-        return {"cpp.march": "native -ftree-loop-vectorize -mprefer-vector-width=512"}
-    return None
+def part_of(average, at):
+    """What moves along with entries `at`, a slice, with the noise of their places; None: nothing does."""
+    if average is None:
+        return None
+    flat, h, key, stochastic = average
+    if stochastic and at.start:
+        key = key + torch.tensor([0, 0, at.start, 0], dtype=torch.int32)
+    return flat[at], h, key, stochastic
 
 
-def fused(kernel, *args, compiled=True):
-    """Call `kernel`, fused by torch.compile; where there is no compiler, warn once and call it as it is."""
-    if compiled and kernel not in unfused:
-        try:
-            call, limit = _compiled(kernel)
-            with limit():
-                return call(*args)
-        except Exception as error:  # no compiler, no Triton, an unsupported device: nothing is written yet
-            # the eager step needs more memory: what is full now must not make it the choice for good
-            build_errors = (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)
-            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, build_errors):
-                raise
-            result = kernel(*args)  # arguments that can't work are an error here too, and not the compiler's
-            if not unfused:
-                what = f"torch.compile can't build the fused step here ({type(error).__name__})"
-                warnings.warn(f"{what}; using the slower eager one", stacklevel=3)
-            unfused.add(kernel)
-            return result
-    return kernel(*args)
-
-
-unfused = set()  # kernels that could not be built on this machine
+def move_along(average, x, p, low, noise=None):
+    """In a kernel that has written fp32 x [n] into weight `p` and its low part by `write_weight`: move the
+    average of it. average: what `EMA.along` gave; None: do nothing.
+    """
+    if average is not None:
+        flat, *how = average
+        _ema_kernel(flat, written(x, p.dtype, low, noise), None, *how)

@@ -27,7 +27,7 @@ from torch import nn
 
 from harness.ranks import Ranks
 from lowprec.attention import kernel
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from tasks.task import Task, picture
 
 VALIDATED = 1024  # held-out images that validate and preview look at

@@ -23,7 +23,7 @@ starts from its weights.
 import torch
 
 from harness.flags import Flag, count, fraction, natural
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.recipes import Site
 from lowprec.rounding import Stream, stream
 from tasks.diffusion import TIMESTEPS

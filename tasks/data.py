@@ -32,7 +32,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lowprec.machine import Refused, without
+from lowprec.errors import Refused
+from lowprec.machine import without
 from tasks import folders
 from tasks.folders import reading
 
@@ -85,7 +86,7 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
 
     image_size None keeps the set's own size, 64 for folders and volumes. `seed` draws synthetic and touches
     no other set. `index` is a folder that remembers what folder:PATH holds, so that later starts open only
-    files that are new or changed; None reads all files each time. Raises machine.Refused.
+    files that are new or changed; None reads all files each time. Raises Refused.
     """
     if targets not in ("labels", "masks"):
         raise ValueError(f"targets are labels or masks, not {targets!r}")

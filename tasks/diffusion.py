@@ -5,7 +5,7 @@
     ddpm     noise prediction (arXiv 2006.11239) with min-SNR weighting (arXiv 2303.09556) and DDIM sampling
              (arXiv 2010.02502)
 
-`model` is a precision.Precision or View: called like a net, it returns fp32 (the loss site's dtype). Three
+`model` is a Precision or View: called like a net, it returns fp32 (the loss site's dtype). Three
 sites are these tasks' own: in which dtype timesteps, sampler state and noise schedule live. Under every
 flag they are fp32; bf16 is there for experiments that show what it breaks.
 """
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from harness.flags import Flag, amount, several, share, thousand
-from lowprec.machine import Refused, without
+from lowprec.errors import Refused
+from lowprec.machine import without
 from lowprec.recipes import Site
 from lowprec.rounding import DTYPES
 from lowprec.watch.verdicts import Finding

@@ -19,7 +19,7 @@ Its squared error is averaged as in rectified flow. Each step of training asks t
 import torch
 import torch.nn.functional as F
 
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from tasks.diffusion import BINS, TIMESTEPS, RFlow
 from tasks.students import FLOWS, TEACHER, TEACHER_STEPS, Student
 

@@ -1,6 +1,6 @@
 """The small net in whose features generated images are scored, and how it is fitted and kept.
 
-    python fit_features.py      fits it to the training digits, prints the held-out accuracy, writes the file
+    python -m tasks.feature_net      fits it to the training digits, prints the accuracy, writes the file
 
 That file, digits_features.safetensors, was made once (10 seconds) and is committed, so that every figure is
 measured with the same yardstick. The held-out digits are only scored. On one machine the file comes out the
@@ -166,7 +166,7 @@ def main() -> None:
     net = fit_feature_net(images, labels, digits.num_classes, SEED)
     accuracy = (net(heldout_images).argmax(1) == heldout_labels).double().mean().item()
     save_feature_net(net, DIGITS_FILE, data=digits.name, seed=SEED, heldout_accuracy=accuracy,
-                     command="python fit_features.py")
+                     command="python -m tasks.feature_net")
     print(f"{DIGITS_FILE.name}: {sum(p.numel() for p in net.parameters()):,} parameters, "
           f"held-out accuracy {accuracy:.4f} ({len(heldout_labels)} digits)")
 

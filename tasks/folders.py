@@ -24,7 +24,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from harness.files import write_atomically
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MASKS = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them

@@ -40,8 +40,8 @@ from torch import nn
 
 from harness.flags import Flag, amount, natural
 from lowprec.attention import attend
+from lowprec.errors import Refused
 from lowprec.layers.fp8 import Scaling
-from lowprec.machine import Refused
 from tasks.task import Task
 
 VOCABULARY = 256

@@ -23,7 +23,7 @@ import torch
 from harness.checkpoints import fingerprint
 from harness.checkpoints import read as read_checkpoint
 from harness.flags import Flag, positive
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from tasks import metrics
 from tasks.data import CACHE_BYTES, Tensors
 from tasks.vae import ENCODED, Frozen, Ranges, autoencoder_kl, factor_of, half_site, judge_halves, snr, spread

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from tasks.feature_net import DIGITS_FILE, FeatureNet, fit_feature_net, load_feature_net, save_feature_net
 
 FITTED_ON = 5000  # images at most; no flag changes the number, so a data set has one yardstick
@@ -58,7 +58,7 @@ def labels_like(labels: torch.Tensor, classes: int, count: int) -> torch.Tensor:
 def yardstick(data, folder: str | Path, seed: int = 0, steps: int = 1000) -> FeatureNet:
     """The net in whose features samples of a labelled data.Data are scored, on the CPU.
 
-    It is the committed one (fit_features.py) where the set has one. For any other set it is fitted once, on
+    It is the committed one (feature_net.py) where the set has one. For any other set it is fitted once, on
     up to FITTED_ON training images, and kept in `folder`. A kept file that is damaged or of another format is
     replaced. If the folder can't be written, the net is fitted whenever it is asked for.
     """

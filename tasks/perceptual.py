@@ -5,7 +5,7 @@
 
 After arXiv 1801.03924 (LPIPS, equation 1) without its learnt weights: the channels of each layer are brought
 to unit length at every position, squared differences are summed over channels and averaged over positions,
-and the layers are summed. The net is the small classifier that scores are taken in (fit_features.py): no
+and the layers are summed. The net is the small classifier that scores are taken in (feature_net.py): no
 weights from elsewhere are needed. A score in the features that a run was trained on flatters that run, so
 runs with this term are compared with one another, or by sliced_wasserstein, which sees pixels alone.
 """
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from harness.flags import Flag, amount
-from lowprec.machine import Refused, exact_math
+from lowprec.errors import Refused
+from lowprec.machine import exact_math
 from lowprec.recipes import Site
 from tasks.feature_net import FeatureNet
 

@@ -26,13 +26,14 @@ from tqdm import tqdm
 
 from harness.files import write_atomically
 from harness.flags import Flag, natural
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.recipes import check_machine
 from lowprec.rounding import Stream, stream
+from precision import check_options
 from tasks.data import Tensors
 from tasks.diffusion import BINS
 from tasks.students import TEACHER, TEACHER_STEPS, Student
-from tasks.task import Rng, check_options
+from tasks.task import Rng
 
 PAIRS = "pairs.safetensors"
 

@@ -149,7 +149,7 @@ class SlotContrast(nn.Module):
 
 
 def build(size=SIZES["tiny"], slots=None, image_size=24, recipe=None, heat=0.1):
-    """A SlotContrast of one of SIZES. recipe: a precision.Recipe with the sites of this task; None: fp32 at
+    """A SlotContrast of one of SIZES. recipe: a Recipe with the sites of this task; None: fp32 at
     all of them.
     """
     return SlotContrast(size, slots or size.slots, image_size, Numerics(recipe), heat)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.flags import Flag, natural, positive, several
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.recipes import Site
 from tasks.slots import LIMITS, SITES, Block, Encoder, Numerics, Pixels, Slots, as_is, into, start_evenly
 
@@ -216,7 +216,7 @@ class STEVE(nn.Module):
 
 
 def build(size=SIZES["tiny"], slots=None, vocabulary=None, image_size=24, recipe=None):
-    """A STEVE of one of SIZES. recipe: a precision.Recipe with the sites of this task; None: fp32 at all of
+    """A STEVE of one of SIZES. recipe: a Recipe with the sites of this task; None: fp32 at all of
     them. Raises Refused.
     """
     if image_size % PATCH:

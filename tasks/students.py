@@ -16,12 +16,13 @@ from harness.checkpoints import fingerprint
 from harness.checkpoints import read as read_checkpoint
 from harness.files import read_json, write_json
 from harness.flags import Flag, thousand
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.precision import Precision
 from lowprec.recipes import check_machine
+from precision import check_options, recipe_of
 from tasks import metrics
 from tasks.diffusion import TIMESTEPS, RFlow
-from tasks.task import VALIDATED, check_options, recipe_of
+from tasks.task import VALIDATED
 
 FLOWS = ("rflow", "reflow")  # tasks whose runs can teach: velocities at any time
 KNOWN_BY = "teacher.json"  # in a student's folder: what its teacher's weights were

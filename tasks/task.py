@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from harness.checkpoints import read as read_checkpoint
-from lowprec.layers.method import roles
-from lowprec.machine import Refused
-from lowprec.recipes import recipe
+from lowprec.errors import Refused
+from lowprec.roles import roles
+from precision import check_options, check_origin, recipe_of
 from tasks import data as datasets
 
 VALIDATED = 256  # held-out items that `Task.validate` looks at
@@ -59,12 +59,12 @@ class Rng:
 
 
 class Task:
-    """What a run trains. data: what `load` returned; recipe: a precision.Recipe with the task's sites;
+    """What a run trains. data: what `load` returned; recipe: a Recipe with the task's sites;
     config: a flags.Config.
     """
 
     flags = ()  # flags.Flag rows beside the general ones; a row of a general flag's name takes its place
-    sites = {}  # {name: precision.Site} of tensors that only this task has
+    sites = {}  # {name: Site} of tensors that only this task has
     limits = {}  # {site: (figure above which it is a finding, a severe one)} for `probes`, see doctor.LIMITS
     implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
     defaults = {}  # {flag: default} of flags that all tasks have, where this task's is another
@@ -259,39 +259,6 @@ def two_of_each(data):
             "scores need two of each: add images, 30 or more"
         )
     return data
-
-
-def recipe_of(config, table, sites):
-    """The precision.Recipe of a run. table: of its flags; sites: of its task."""
-    return recipe(sites=config.set, more=sites, optimizer=config.optimizer, **table.pick(config, "recipe"))
-
-
-def check_options(wanted, config):
-    """Raise Refused for an option of a method that recipe `wanted` does not train with."""
-    if config.sparse24_decay is not None and wanted.sparse24 != "srste":
-        decay = f"--sparse24_decay {config.sparse24_decay:g}"
-        raise Refused(f"{decay} belongs to --sparse24 srste: add that, or drop it")
-
-
-def check_origin(wanted, before, said="", draws=False):
-    """Raise Refused where a run of recipe `wanted` can't start from weights trained in recipe `before`,
-    None for new ones, or draw from them.
-
-    said: the flag that names them.
-    """
-    trained = before.sparse24 if before else None
-    if draws and wanted.sparse24 == "srste" and trained != "srste":
-        raise Refused("--sparse24 srste trains with the mask: --sample takes --sparse24 magnitude")
-    if not draws and wanted.sparse24 == "magnitude" and not before:
-        raise Refused(
-            "--sparse24 magnitude prunes trained weights: add --finetune RUN, or --sample RUN to draw; "
-            "--sparse24 srste trains from the first step"
-        )
-    if not draws and wanted.sparse24 == "none" and trained == "srste":
-        raise Refused(
-            f"{said} was trained with --sparse24 srste, whose forward reads two of four weights: "
-            f"add --sparse24 magnitude or srste"
-        )
 
 
 def to_device(batch, device):

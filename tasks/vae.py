@@ -1,4 +1,4 @@
-"""Latent spaces: `--task vae` trains MONAI's AutoencoderKL; latent_diffusion.py trains flows in what it
+"""Latent spaces: `--task vae` trains MONAI's AutoencoderKL; latent_space.py trains flows in what it
 learnt.
 
     python train.py --task vae --name vae                 two minutes: reconstructions below their images
@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.flags import Flag, amount, natural
-from lowprec.machine import Refused, exact_math, without
+from lowprec.errors import Refused
+from lowprec.machine import exact_math, without
 from lowprec.recipes import Site
 from tasks import metrics, perceptual
 from tasks.task import VALIDATED, Task, picture, two_of_each

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from harness.flags import Flag, natural, several
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from tasks import folders, video_metrics
 from tasks.data import square, square_mask
 from tasks.task import Task, picture

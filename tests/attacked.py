@@ -7,7 +7,7 @@ import common
 import pytest
 from cli import command, content
 
-from lowprec import rounding
+from lowprec.kernels import compiled
 
 BASE = "--task classify --batch_size 8 --log_every 1 --sample_every 0 --warmup 0".split()
 
@@ -18,7 +18,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(rounding, "_compiled", common.uncompiled)
+        patch.setattr(compiled, "_compiled", common.uncompiled)
         assert command(*BASE, "--name", "run", "--steps", 2) == 0
     return folder
 

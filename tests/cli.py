@@ -18,7 +18,8 @@ from PIL import Image
 import strategies
 import train
 import trainer
-from lowprec import rounding
+from harness import printing
+from lowprec.kernels import compiled
 from tasks import diffusion
 
 ROOT = Path(trainer.__file__).parent
@@ -33,7 +34,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     # building fused kernels takes longer than these runs; the subprocesses below do use them
-    monkeypatch.setattr(rounding, "_compiled", common.uncompiled)
+    monkeypatch.setattr(compiled, "_compiled", common.uncompiled)
 
 
 def command(*flags):
@@ -176,9 +177,9 @@ def draw(monkeypatch, *flags):
     found = []
     with monkeypatch.context() as patch:
         no_training(patch)
-        original = train.score_table
+        original = printing.score_table
         patch.setattr(
-            train, "score_table", lambda scores, *more: found.append(scores) or original(scores, *more)
+            printing, "score_table", lambda scores, *more: found.append(scores) or original(scores, *more)
         )
         assert command("--sample", *flags) == 0
     return json.loads(json.dumps(found[0]))

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowprec import rounding
+from lowprec.errors import Refused
 from lowprec.formats import FORMATS
+from lowprec.kernels import compiled as compiling
 from lowprec.layers import fp8_product
-from lowprec.machine import Refused
-from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers.adamw import AdamW
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import exact_weight
 
@@ -28,7 +28,7 @@ def eager(request, monkeypatch):
     """Kernels as they are: compiling takes seconds, and test_adamw.py and test_formats.py show that compiled
     ones do the same. A file takes it by `eager = common.eager`."""
     if not any(request.node.get_closest_marker(name) for name in ("gpu", "compiled")):
-        monkeypatch.setattr(rounding, "_compiled", uncompiled)
+        monkeypatch.setattr(compiling, "_compiled", uncompiled)
 
 
 def uncompiled(kernel):

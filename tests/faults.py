@@ -16,7 +16,9 @@ import torch
 from planted import BF16, FAULTS, by_accelerate, by_lightning, by_task, by_trainer, fault
 
 from lowprec import rounding
-from lowprec.optimizers import rounded
+from lowprec.kernels import compiled
+from lowprec.optimizers import adamw
+from lowprec.optimizers.average import EMA
 
 # ---- Weights, moments, counters ----------------------------------------------------------------------------
 
@@ -40,13 +42,13 @@ def _(loop):
 
 @fault("bf16 exp_avg_sq to nearest, beside exact weights", "GPT-2", ("exp_avg_sq", "attn"), **LOW)
 def _(loop):
-    loop.opt(rounded.AdamW, master="split", exp_avg_sq="bf16", compiled=False)
+    loop.opt(adamw.AdamW, master="split", exp_avg_sq="bf16", compiled=False)
     loop.before.append(functools.partial(fading, loop))
 
 
 @fault("8-bit codes of both moments, to nearest", "DiT", ("exp_avg_sq", "ff.net"), **LOW)
 def _(loop):
-    loop.opt(rounded.AdamW, master="split", exp_avg="int8", exp_avg_sq="int8", compiled=False)
+    loop.opt(adamw.AdamW, master="split", exp_avg="int8", exp_avg_sq="int8", compiled=False)
     loop.before.append(functools.partial(fading, loop))
 
 
@@ -233,7 +235,7 @@ def _(loop):
 
 @fault("an average 50 times slower than its decay", "GPT-2", ("ema", "wpe"))
 def _(loop):
-    loop.ema = rounded.EMA(list(loop.net.named_parameters()), 0.9, compiled=False)
+    loop.ema = EMA(list(loop.net.named_parameters()), 0.9, compiled=False)
     loop.averaging.append(functools.partial(slow_update, loop, 0.998))
 
 
@@ -394,7 +396,7 @@ def _(loop):
 
 @fault("Kahan's compensation emptied between two steps", "GPT-2", ("update", ""), lr=1e-5, **LOW)
 def _(loop):
-    loop.opt(rounded.AdamW, kahan=True, compiled=False)
+    loop.opt(adamw.AdamW, kahan=True, compiled=False)
     loop.after.append(lambda step: [s["compensation"].zero_() for s in loop.optimizer.state.values()])
 
 
@@ -472,7 +474,7 @@ def first(case, losing):
 
 
 def main(steps=30):
-    rounding.unfused = planted.Everything()
+    compiled.unfused = planted.Everything()
     rows = []
     for case in FAULTS:
         ok, losing = planted.says(case, case.run(steps))

@@ -21,7 +21,7 @@ import torchvision.utils  # noqa: F401
 
 import train
 from harness import run_folder
-from lowprec import rounding
+from lowprec.kernels import compiled
 
 LONGEST = 100  # seconds that a process may take to end
 
@@ -67,7 +67,7 @@ def wait(number):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
-    rounding._compiled = common.uncompiled
+    compiled._compiled = common.uncompiled
     run_folder.environment("cpu")
     print("ready", flush=True)
     for line in sys.stdin:

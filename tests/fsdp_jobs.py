@@ -28,8 +28,9 @@ from harness import reduction
 from lowprec import fsdp, ledger
 from lowprec.activations import recompute
 from lowprec.cast import exact_modules
-from lowprec.optimizers.by_tensor import Lion
-from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers import buckets
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.lion import Lion
 from lowprec.precision import Precision, recipe
 
 STEPS = 3
@@ -103,14 +104,14 @@ def found(run):
     values = {f"raw/{k}": t for k, t in run.weights("raw").items()}
     values.update((f"ema/{k}", t) for k, t in run.weights("ema").items())
     for name, p in run.named_params:
-        part = fsdp.part_of(p)
+        part = buckets.part_of(p)
         low = run.low_part(p)
         parts = {m: run.optimizer.moment(p, m) for m in run.optimizer.moments}
         parts.update({} if low is None else {"low": low.reshape(-1)})
         for kind, t in parts.items():
             if t is not None:
                 rows = t if part is None else t.view(part.rows)
-                values[f"{kind}/{name}"] = fsdp.gathered(rows, part).reshape(p.shape)
+                values[f"{kind}/{name}"] = buckets.gathered(rows, part).reshape(p.shape)
     return {name: t.clone() for name, t in values.items()}
 
 
@@ -192,12 +193,12 @@ def pieces(device, file):
         (ones, one), (parts, many) = made
         different = []
         for p, q in zip(ones, parts, strict=True):
-            part = fsdp.part_of(q)
-            pairs = [(p.detach(), fsdp.local(q))]
+            part = buckets.part_of(q)
+            pairs = [(p.detach(), buckets.local(q))]
             pairs += [(one.moment(p, m).view(p.shape), many.moment(q, m)) for m in one.moments]
             pairs += [(one.low_part(p), many.low_part(q))] if one.low_part(p) is not None else []
             for mine, theirs in pairs:
-                whole = fsdp.gathered(theirs.view(part.rows), part)
+                whole = buckets.gathered(theirs.view(part.rows), part)
                 different += [] if torch.equal(bits(mine), bits(whole)) else [list(p.shape)]
         if one.nbytes() != many.nbytes():
             different.append("nbytes")
@@ -335,7 +336,7 @@ def measured(names, file):
 
 def refused(file):
     """{what was tried: the line}."""
-    from lowprec.machine import Refused
+    from lowprec.errors import Refused
 
     meet()
     tries = {
@@ -433,9 +434,9 @@ def reduced(dtype, file):
     mean = reduction.Stochastic(params, 5, lambda: step[0])
     own, found = gradients(dist.get_rank(), dtype), []
     for step[0] in range(3):
-        for buckets in ([0, 1, 2],), ([2, 0], [1]):
+        for division in ([0, 1, 2],), ([2, 0], [1]):
             means = [None] * len(params)
-            for places in buckets:
+            for places in division:
                 flat = torch.cat([own[i].flatten() for i in places])
                 parts = mean.mean(flat, [params[i] for i in places]).split([own[i].numel() for i in places])
                 for i, part in zip(places, parts, strict=True):

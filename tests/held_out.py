@@ -16,7 +16,8 @@ from faults import seeded
 from planted import BF16, Case, by_trainer
 from torch import nn
 
-from lowprec import rounding
+from lowprec.kernels import compiled
+from lowprec.optimizers.average import EMA
 
 HELD_OUT = []
 LOW = dict(dtype=BF16)
@@ -257,9 +258,8 @@ def _(loop):
 
 @held_out("an average whose decay and rate are swapped", "U-Net", ("ema", "conv_in"))
 def _(loop):
-    from lowprec.optimizers import rounded
 
-    loop.ema = rounded.EMA(list(loop.net.named_parameters()), 0.99, compiled=False)
+    loop.ema = EMA(list(loop.net.named_parameters()), 0.99, compiled=False)
 
     def swapped(step):
         loop.ema.decay = 0.01
@@ -338,7 +338,7 @@ def table(rows):
 
 
 def main(steps=30):
-    rounding.unfused = planted.Everything()
+    compiled.unfused = planted.Everything()
     rows = []
     for case in HELD_OUT:
         ok, losing = planted.says(case, case.run(steps))

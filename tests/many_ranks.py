@@ -31,8 +31,8 @@ from forked import LONGEST, forked, wait
 
 import train
 from harness import run_folder
-from lowprec import rounding
 from lowprec.formats import FORMATS
+from lowprec.kernels import compiled
 
 
 def port():
@@ -80,7 +80,7 @@ def rank(number, world, port, job, words, messages, folder, hosted="False"):
 
 
 if __name__ == "__main__":
-    rounding._compiled = common.uncompiled
+    compiled._compiled = common.uncompiled
     torch.set_num_threads(1)
     run_folder.environment("cpu")
     for form in FORMATS.values():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from tasks.data import load
 
 

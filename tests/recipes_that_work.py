@@ -4,7 +4,8 @@ import test_clients as clients
 import torch
 from planted import BF16, by_accelerate, by_lightning, by_task, by_trainer, healthy
 
-from lowprec.optimizers import rounded
+from lowprec.optimizers import adamw
+from lowprec.optimizers.average import EMA
 
 LOW = dict(dtype=BF16)
 
@@ -36,14 +37,14 @@ def ours(loop, **options):
         for name, b in module.named_buffers(recurse=False):
             if b.is_floating_point():
                 setattr(module, name, fresh[f"{module_name}.{name}".lstrip(".")].clone())
-    loop.opt(rounded.AdamW, compiled=False, **options)
+    loop.opt(adamw.AdamW, compiled=False, **options)
 
 
 @healthy("split master", "DiT", **LOW)
 def _(loop):
     ours(loop, master="split", weight_decay=0.01)
     named, low = list(loop.net.named_parameters()), loop.optimizer.low_part
-    loop.ema = rounded.EMA(named, 0.9, low_part=low, compiled=False)
+    loop.ema = EMA(named, 0.9, low_part=low, compiled=False)
     loop.averaging.append(lambda step: loop.ema.update())
 
 

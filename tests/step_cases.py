@@ -6,8 +6,9 @@ import torch
 from common import draw
 
 from lowprec import rounding
+from lowprec.kernels import compiled
 from lowprec.optimizers import rounded
-from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers.adamw import AdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOWS = ("none", "remainder", "compensation", "master")
@@ -54,7 +55,7 @@ def step(case, average, kernel):
 
 def generic(p, g, moments, low, h, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    rounding.fused(rounded._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic, average)
+    compiled.fused(rounded._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic, average)
 
 
 def differing(ours, theirs):

@@ -13,7 +13,7 @@ from cli import SEGMENT, assert_same, checkpoint, command, one_line, quick, summ
 from torch import nn
 
 from lowprec.activations import Meter, blocks, recompute
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
 from models import GENERATIVE, SEGMENTING
 

@@ -9,9 +9,10 @@ from common import BF16, MODES, SHAPES, draw, gradients, held, make, same
 from torch import nn
 
 from lowprec import rounding
+from lowprec.kernels import compiled as compiling
 from lowprec.kernels import exact_step
+from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.buckets import Bucket
-from lowprec.optimizers.rounded import AdamW
 
 # ---- Bit for bit -------------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ def test_a_compiled_step_equals_torch_adamw_on_gradients_of_every_size():
             p.grad, q.grad = g, g.float()
         optimizer.step()
         theirs.step()
-    assert not rounding.unfused, "nothing was compiled"
+    assert not compiling.unfused, "nothing was compiled"
     assert exact_step.rounds_once(), "the moments were not"
     assert all(same(held(optimizer, p), q.detach()) for p, q in zip(params, reference, strict=True))
 
@@ -186,7 +187,7 @@ def test_compiled_step_equals_eager(mode):
             states = sorted((k, v) for k, v in optimizer.state[p].items() if k != "step")
             tensors += [p.detach(), *(t for _, t in states)]
         runs.append(tensors)
-    assert not rounding.unfused, "nothing was compiled"
+    assert not compiling.unfused, "nothing was compiled"
     for a, b in zip(*runs, strict=True):
         if mode in ("fp32", "split", "fp32 master"):
             assert torch.equal(a, b)

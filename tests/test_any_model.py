@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowprec import rounding
-from lowprec.machine import Refused
+from lowprec.errors import Refused
+from lowprec.kernels import compiled as compiling
 from lowprec.precision import Precision, recipe
 
 BF16 = torch.bfloat16
@@ -32,7 +32,7 @@ class Everything:
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """A fused step is the same, after seconds of compiling; test_adamw.py shows it."""
-    monkeypatch.setattr(rounding, "unfused", Everything())
+    monkeypatch.setattr(compiling, "unfused", Everything())
 
 
 def same(run, other):

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from experiments import report, run
 from experiments.log import figures
 from harness import run_folder
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 trained, mine = attacked.trained, attacked.mine

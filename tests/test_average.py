@@ -8,8 +8,9 @@ from common import BF16, MODES, SHAPES, correlation, draw, gradients, make, refu
 from torch import nn
 
 from lowprec.kernels import exact_step
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.average import EMA
 from lowprec.optimizers.buckets import Bucket
-from lowprec.optimizers.rounded import EMA, AdamW
 
 
 def test_fp32_average_equals_its_closed_form():

@@ -19,7 +19,7 @@ from harness import batch_size, checkpoints
 from harness.batch_size import MARGIN, largest, smallest, survives
 from harness.files import write_atomically
 from harness.ranks import Ranks
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -198,7 +198,7 @@ def test_the_trial_leaves_nothing_in_memory_and_no_state_of_torch(monkeypatch):
     before = torch.random.get_rng_state()
     config = train.FLAGS.typed({"name": "run", "batch_size": "auto"})
     values = dict(vars(config))
-    assert batch_size.chosen(config, train.FLAGS) == 8
+    assert batch_size.chosen(trainer.Trainer, config, train.FLAGS) == 8
     assert vars(config) == values and torch.equal(before, torch.random.get_rng_state())
     gc.collect()
     assert not full.trainers and full.sizes and not Path("runs").exists()
@@ -208,7 +208,7 @@ def test_no_batch_is_larger_than_the_data(monkeypatch, capsys):
     Full(monkeypatch, 10**6)
     cli.plant_folder("photos", 40)  # of these some are held out
     given = dict(name="run", batch_size="auto", data="folder:photos", image_size=8)
-    assert batch_size.chosen(train.FLAGS.typed(given), train.FLAGS) == 32
+    assert batch_size.chosen(trainer.Trainer, train.FLAGS.typed(given), train.FLAGS) == 32
     assert "32 (3.0 of 8.0 GiB with 32 examples here; there are no more" in capsys.readouterr().out
 
 
@@ -222,7 +222,8 @@ def test_where_not_even_one_example_fits(monkeypatch, capsys):
 def test_one_example_is_a_batch(monkeypatch, capsys):
     Full(monkeypatch, 1)
     config = train.FLAGS.typed({"name": "run", "batch_size": "auto"})
-    assert batch_size.chosen(config, train.FLAGS) == 1 and "auto: 1 (" in capsys.readouterr().out
+    assert batch_size.chosen(trainer.Trainer, config, train.FLAGS) == 1
+    assert "auto: 1 (" in capsys.readouterr().out
 
 
 # ---- Several processes -------------------------------------------------------------------------------------

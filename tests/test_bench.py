@@ -16,10 +16,11 @@ import torch
 
 import bench
 import options
-from benchmarks import gpu, loops, memory, sharding, systems
+import precision
+from benchmarks import gpu, loops, memory, optimizers, sharding, systems, training
 from harness import flags
-from lowprec import machine, precision, recipes
-from lowprec.optimizers import by_tensor, peers
+from lowprec import cast, machine, recipes
+from lowprec.optimizers import build, peers
 
 SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
 
@@ -91,7 +92,7 @@ def test_an_optimiser_that_drops_its_gradients_is_given_them_before_each_step(mo
 
         return step, None
 
-    monkeypatch.setattr(bench, "make_step", make_step)
+    monkeypatch.setattr(optimizers, "make_step", make_step)
     assert bench.main(["optimizers", "--only", "nearest", "--parameters", "5000", "--repeats", "3"]) == 0
     assert len(seen) == 2 * (2 + 3) and all(seen)  # in both layouts
 
@@ -109,7 +110,7 @@ def test_bytes_moved_are_compared_with_copying(tmp_path, capsys):
 
 
 def test_every_optimiser_of_ours_takes_part(tmp_path):
-    names = [name for name, contender in bench.CONTENDERS.items() if contender.ours]
+    names = [name for name, contender in optimizers.CONTENDERS.items() if contender.ours]
     result = run(tmp_path, *SMALL, "--repeats", "1", "--only", *names)
     assert {"stochastic", "stochastic-adafactor", "stochastic-muon"} < set(names)
     assert all(row["ms"] and not row["note"] for row in result["results"])
@@ -174,15 +175,15 @@ def test_a_bug_of_ours_is_no_line(monkeypatch):
     def broken(name, params):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(bench, "make_step", broken)
+    monkeypatch.setattr(optimizers, "make_step", broken)
     with pytest.raises(TypeError):
         bench.main(["optimizers", "--parameters", "2000", "--only", "stochastic"])
     assert bench.main(["optimizers", "--parameters", "2000", "--only", "torch"]) == 0
 
 
 def test_every_peer_of_ours_has_a_contender_and_a_version_range():
-    named = {contender.optimizer for contender in bench.CONTENDERS.values() if contender.optimizer}
-    assert named == {*by_tensor.OPTIMIZERS, *peers.PEERS}
+    named = {contender.optimizer for contender in optimizers.CONTENDERS.values() if contender.optimizer}
+    assert named == {*build.OPTIMIZERS, *peers.PEERS}
     root = Path(bench.__file__).parent
     files = ("requirements.txt", "requirements-bench.txt")
     wanted = "".join((root / name).read_text() for name in files).splitlines()
@@ -238,9 +239,9 @@ def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
     assert done.returncode == 0, done.stderr
     contenders, states, holders = ast.literal_eval(done.stdout.splitlines()[-1])
     for found, known, new in (
-        (contenders, list(bench.CONTENDERS), {"stochastic-e4m3-32", "stochastic-signs", "new-peer"}),
+        (contenders, list(optimizers.CONTENDERS), {"stochastic-e4m3-32", "stochastic-signs", "new-peer"}),
         (states, list(memory.STATES), {"--set exp_avg=e4m3-32 --set exp_avg_sq=e4m3-32"}),
-        (holders, bench.HOLDERS, {"e4m3-32 nearest", "e4m3-32 stochastic"}),
+        (holders, training.HOLDERS, {"e4m3-32 nearest", "e4m3-32 stochastic"}),
     ):
         assert set(found) == {*known, *new} and [name for name in found if name not in new] == known
     rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
@@ -253,17 +254,17 @@ def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
 def test_the_rows_that_stood_before_the_registries_keep_their_order():
     names = "stochastic nearest kahan kahan-stochastic split fp32 stochastic-8bit stochastic-4bit torchastic "
     names += "torchao optimi adamw-bf16 bitsandbytes torch torch-fused copy"
-    assert [name for name in bench.CONTENDERS if name in names.split()] == names.split()
+    assert [name for name in optimizers.CONTENDERS if name in names.split()] == names.split()
     assert list(memory.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
     kinds = ("bf16", "int8", "int4")
     before = [f"{kind} {update}" for kind in kinds for update in ("nearest", "stochastic")]
-    assert bench.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
+    assert training.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
 
 
 @pytest.mark.parametrize("layout", ["mixed", "large"])
 @pytest.mark.parametrize("n", [1, 3, 6000, 10_000_000])
 def test_layouts_hold_just_as_many_parameters(layout, n):
-    sizes = [torch.Size(s).numel() for s in bench.layout_shapes(layout, n)]
+    sizes = [torch.Size(s).numel() for s in optimizers.layout_shapes(layout, n)]
     assert sum(sizes) == n and min(sizes) > 0
     if n == 10_000_000:
         mixed = len(sizes) > 200 and max(sizes) > 500_000 and sorted(sizes)[len(sizes) // 2] < 5000
@@ -314,7 +315,7 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
     monkeypatch.setattr(recipes, "check_machine", lambda *_: [])  # a CPU has no TF32, but takes the setting
     monkeypatch.setattr(gpu, "check_machine", lambda *_: [])
     exact = machine.exact_math
-    monkeypatch.setattr(precision.View, "exact", lambda self: exact(self.recipe.compute == "tf32"))
+    monkeypatch.setattr(cast.View, "exact", lambda self: exact(self.recipe.compute == "tf32"))
     knobs = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = [knob.fp32_precision for knob in knobs]
     args, seen = SimpleNamespace(device=torch.device("cpu")), []
@@ -324,7 +325,7 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
 
     runs, cpu = {}, torch.device("cpu")
     for name in ("tf32", "fp32"):
-        run, step = bench.make_run(bench.parse_net("dit:tiny:8:2"), bench.RECIPES[name], args)
+        run, step = training.make_run(bench.parse_net("dit:tiny:8:2"), bench.RECIPES[name], args)
         run.model.register_forward_pre_hook(look)
         runs[name] = step
     for name in ("tf32", "fp32", "tf32"):
@@ -388,7 +389,7 @@ def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, 
 
 
 def test_the_flags_in_the_table_of_bytes_are_those_of_train():
-    table = flags.Table(options.PRECISION + options.MACHINE)
+    table = flags.Table(precision.PRECISION + options.MACHINE)
     parser = table.parser("train.py", "")
     for write, writing in memory.WRITES.items():
         for state, holding in memory.STATES.items():
@@ -424,7 +425,7 @@ def test_processes_hold_what_arithmetic_says(tmp_path, capsys):
 
 def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     rows = run(tmp_path, "moments", "--before", "20", "--after", "10")["results"]
-    assert [row["name"] for row in rows] == bench.HOLDERS
+    assert [row["name"] for row in rows] == training.HOLDERS
     assert all(row["dropped"] > 0.9 and row["others"] > 0.9 for row in rows)
     assert rows[0]["dropped"] == pytest.approx(1, abs=1e-4) == rows[0]["others"]
     table = capsys.readouterr().out

@@ -15,9 +15,9 @@ from common import cpu_scales_rows
 
 import bench
 from benchmarks import gpu
-from lowprec import formats
-from lowprec.machine import Refused
-from lowprec.optimizers import average, rounded
+from lowprec import formats, rounding
+from lowprec.errors import Refused
+from lowprec.optimizers import adamw, rounded
 
 
 @pytest.fixture(autouse=True)
@@ -270,8 +270,8 @@ def test_a_record_knows_the_sources_that_its_figures_depend_on():
 
 
 def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
-    made = {rounded._kernel(rounded.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
-    monkeypatch.setattr(gpu.rounding, "unfused", {average._ema_kernel, *made})
+    made = {rounded._kernel(adamw.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
+    monkeypatch.setattr(gpu.rounding, "unfused", {rounding._ema_kernel, *made})
     assert gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
 
 

@@ -16,7 +16,7 @@ from attacked import BASE, again, is_refused, line_of
 from cli import command, content
 
 from harness import checkpoints
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 trained, mine = attacked.trained, attacked.mine

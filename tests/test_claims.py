@@ -12,7 +12,7 @@ from scipy import stats
 from experiments import report
 from experiments.log import claims, definition, evidence, tables
 from experiments.log.records import recorded
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 ROOT = definition.ROOT
 ITEMS = {"000": 40, "001": 41, "002": 41, "003": 50, "004": 49}  # of the five documents, as they were counted

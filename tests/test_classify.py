@@ -23,7 +23,7 @@ from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, recall_s
 from torch import nn
 
 import trainer
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.optimizers import rounded
 from lowprec.precision import Precision, recipe
 from tasks import classify, data

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowprec import rounding
+from lowprec.kernels import compiled
 from lowprec.precision import Precision, recipe
 
 STEPS, HALF = 30, 15
@@ -43,7 +43,7 @@ class Everything:
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """A fused step is the same, after seconds of compiling; test_adamw.py shows it."""
-    monkeypatch.setattr(rounding, "unfused", Everything())
+    monkeypatch.setattr(compiled, "unfused", Everything())
 
 
 # ---- Clients -----------------------------------------------------------------------------------------------

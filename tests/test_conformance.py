@@ -19,7 +19,7 @@ from benchmarks.common import state_bytes
 from benchmarks.conformance import Size
 from benchmarks.conformance_command import ASKED, AVERAGE_CHECKS, CHECKS, TABLES, asked
 from benchmarks.subjects import Subject
-from lowprec import rounding
+from lowprec.kernels import compiled
 
 eager = common.eager
 SMALL = Size(side=128, steps=30, decay_steps=125, before=40, after=350, path=(800, 1000))
@@ -305,10 +305,10 @@ def test_a_step_that_takes_no_dtensor_is_still_compiled_for_others():
 
     class Fused(Right):
         def update(self, p, g, state, group, start):
-            rounding.fused(kernel, p)
+            compiled.fused(kernel, p)
 
     result = asked(CHECKS["sharded"], planted(Fused))
-    assert result.shown == "takes no DTensor" and kernel not in rounding.unfused
+    assert result.shown == "takes no DTensor" and kernel not in compiled.unfused
 
 
 def test_noise_of_the_global_generator_is_told_where_it_needs_the_program():

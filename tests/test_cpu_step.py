@@ -13,8 +13,10 @@ from step_cases import AVERAGES, CASES, differing, step
 from lowprec.formats import FORMATS
 from lowprec.kernels import cpu_step
 from lowprec.optimizers import buckets, rounded
-from lowprec.optimizers.by_tensor import SGD, Lion
-from lowprec.optimizers.rounded import EMA, AdamW
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.average import EMA
+from lowprec.optimizers.lion import Lion
+from lowprec.optimizers.sgd import SGD
 from lowprec.rounding import noise_key
 
 CPU = torch.device("cpu")
@@ -142,7 +144,7 @@ def test_it_is_what_steps(monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("kind", (AdamW, SGD, Lion))
 def test_a_direction_of_ones_own_is_what_steps(kind, dtype, monkeypatch):
-    monkeypatch.setattr("lowprec.rounding._compiled", uncompiled)
+    monkeypatch.setattr("lowprec.kernels.compiled._compiled", uncompiled)
 
     class Own(kind):
         @staticmethod

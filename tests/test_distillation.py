@@ -51,7 +51,7 @@ def trained(tmp_path_factory):
         assert command(*QUICK, "--runs", folder, "--steps", steps, *flags) == 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowprec.rounding._compiled", common.uncompiled)
+        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
         quickly(60, *"--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.9".split())
         quickly(1, *"--name ddpm --task ddpm".split())
         quickly(1, *"--name backward --velocity noise-clean --pure_bf16 --guidance 2".split())

@@ -18,6 +18,7 @@ import strategies
 import train
 import trainer
 from lowprec import precision, rounding
+from lowprec.kernels import compiled
 from lowprec.rounding import Stream
 from tasks import diffusion
 
@@ -30,7 +31,7 @@ STEPS = 20
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # building fused kernels takes longer than these runs
-    monkeypatch.setattr(rounding, "_compiled", lambda kernel: (kernel, nullcontext))
+    monkeypatch.setattr(compiled, "_compiled", lambda kernel: (kernel, nullcontext))
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from experiments import report, run
 from experiments.log import definition
 from experiments.log import records as log
 from harness import run_folder
-from lowprec.machine import Refused
-from lowprec.optimizers.by_tensor import OPTIMIZERS
+from lowprec.errors import Refused
+from lowprec.optimizers.build import OPTIMIZERS
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.files import write_atomically
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 INTERRUPTS = {
     "reader": lambda: RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed."),

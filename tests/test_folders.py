@@ -17,7 +17,7 @@ from pictures import check, everything, grey, refused, rgb, same, save
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from tasks import data, folders
 from tasks.data import load
 

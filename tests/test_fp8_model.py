@@ -15,7 +15,7 @@ from torch import nn
 
 import models
 import train
-from lowprec.layers import fp8, fp8_product
+from lowprec.layers import fp8, fp8_product, quantise
 from lowprec.layers.fp8 import FP8, Options, convert
 from lowprec.precision import Precision, Recipe, recipe
 
@@ -374,7 +374,7 @@ def test_transformer_engine_draws_from_finished_nets(fake_te):
         drawn = run.generator("raw")
         assert drawn(x).isfinite().all() and fake_te.multiplied == [1, 1], flags
         assert not fake_te.regions
-    fp8.quantise(model := net(), "fp8")
+    quantise.quantise(model := net(), "fp8")
     with torch.no_grad():
         assert model(x).isfinite().all() and fake_te.multiplied[2:] == [1, 1]
 
@@ -425,7 +425,7 @@ def test_int8_is_a_scale_a_row_and_a_scale_a_token():
     layer, x = nn.Linear(64, 48, bias=False), draw(20, 64) * torch.logspace(-3, 3, 20)[:, None]
     layer.weight.data = draw(48, 64, seed=1) * torch.logspace(-3, 3, 48)[:, None]
     exact, model = layer(x).detach(), nn.Sequential(layer)
-    covered = fp8.quantise(model, "int8")
+    covered = quantise.quantise(model, "int8")
     got = model(x)
     for along in (0, 1):  # small rows and small columns are as exact as large ones
         pairs = zip(got.unbind(along), exact.unbind(along), strict=True)
@@ -486,8 +486,8 @@ def test_a_finished_net_is_drawn_in_8_bits(kind, least, most, flags):
 def test_bare_parameters_are_quantised_to_fp8_alone():
     x = draw(4, 1, 5, 16)
     exact, low = Bare(), Bare()
-    refused(lambda: fp8.quantise(Bare(), "int8"), "generation=int8", "bare parameters")
-    covered = fp8.quantise(low, "fp8")
+    refused(lambda: quantise.quantise(Bare(), "int8"), "generation=int8", "bare parameters")
+    covered = quantise.quantise(low, "fp8")
     covered.count_flops(low, (x,))
     assert 15 < snr(low(x).detach(), exact(x).detach()) < 35
     assert covered.flops["scalings.0"] == 2 * 4 * 2 * 5 * 16 * 32

@@ -26,7 +26,8 @@ from harness import checkpoints, shards
 from harness import ranks as ranks_py
 from harness.lifeline import Lifeline
 from lowprec import fsdp
-from lowprec.machine import Refused
+from lowprec.errors import Refused
+from lowprec.optimizers import buckets
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks, server = rank_server.ranks, rank_server.server
@@ -648,7 +649,7 @@ def test_a_tree_of_values_comes_back_from_json():
 
 
 def test_a_plain_tensor_is_no_part():
-    assert fsdp.part_of(torch.zeros(3)) is None and fsdp.Over.of(fsdp_jobs.build()) is None
+    assert buckets.part_of(torch.zeros(3)) is None and fsdp.Over.of(fsdp_jobs.build()) is None
 
 
 # ---- On GPUs -----------------------------------------------------------------------------------------------

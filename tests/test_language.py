@@ -17,8 +17,8 @@ from common import same
 
 import strategies
 from harness.run_folder import read_checkpoint
+from lowprec.errors import Refused
 from lowprec.layers.fp8 import Scaling
-from lowprec.machine import Refused
 from lowprec.precision import Precision, recipe
 from tasks import language
 from tasks.language import BDH, BDHS, GPT, GPTS, TEXT, Language, Text, Windows, choose, rotary, rotate

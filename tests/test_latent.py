@@ -54,7 +54,7 @@ def trained(tmp_path_factory):
     """The folder of a run of --task vae that knows digits a little, made once."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowprec.rounding._compiled", common.uncompiled)
+        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
         flags = ["--batch_size", 32, "--lr", 3e-3, "--ema_decay", 0.9, "--runs", folder, "--name", "vae"]
         assert command(*VAE, *flags, "--steps", 60, "--log_every", 10, "--sample_every", 30) == 0
     return folder / "vae"
@@ -108,7 +108,7 @@ def test_the_net_is_monais_autoencoder_with_noise_from_outside(size, side, shape
 
 
 def latent_roles(net):
-    from lowprec.layers.method import roles
+    from lowprec.roles import roles
 
     return roles(net)
 
@@ -470,7 +470,7 @@ def odd(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("odd")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("lowprec.rounding._compiled", common.uncompiled)
+        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
         shutil.copytree(trained, "runs/vae")
         assert command(*QUICK, "--name", "flow", "--steps", 1) == 0
         assert command(*IN_LATENTS, "--name", "inside", "--steps", 1) == 0

@@ -14,7 +14,8 @@ import pytest
 import torch
 from scipy import linalg
 
-from lowprec.machine import Refused, exact_math
+from lowprec.errors import Refused
+from lowprec.machine import exact_math
 from tasks import data, feature_net, metrics
 
 

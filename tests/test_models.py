@@ -10,7 +10,7 @@ from torch import nn
 
 import models
 from lowprec import attention
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from tasks import language
 
 GENERATIVE = [("unet", "tiny"), ("dit", "tiny")]

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from common import BF16, FLOATS, KINDS, PACKAGE, TABLES, coder, draw, refused, same_state, through_a_file
 from torch import nn
 
-from lowprec.optimizers import peers
-from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers import build
+from lowprec.optimizers.adamw import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
 from lowprec.rounding import exact_weight
@@ -328,7 +328,7 @@ def holder(kind, update, device="cpu"):
 def test_bitsandbytes_freezes_the_second_moment_of_dropped_gradients():
     pytest.importorskip("bitsandbytes")
     p = nn.Parameter(torch.zeros(4096))
-    dropped, others = after_a_drop(peers.build("bitsandbytes", [p], recipe(opt8bit=True), lr=0.0), p)
+    dropped, others = after_a_drop(build.build("bitsandbytes", [p], recipe(opt8bit=True), lr=0.0), p)
     assert dropped > 4 and others == pytest.approx(1, abs=0.1)
 
 

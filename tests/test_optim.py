@@ -27,10 +27,12 @@ from common import (
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lowprec.errors import Refused
 from lowprec.kernels import exact_step
-from lowprec.machine import Refused
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.average import EMA
 from lowprec.optimizers.buckets import Bucket
-from lowprec.optimizers.rounded import DTYPES, EMA, AdamW
+from lowprec.rounding import DTYPES
 
 # ---- Noise of a step ---------------------------------------------------------------------------------------
 

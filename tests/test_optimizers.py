@@ -13,22 +13,17 @@ from torch import nn
 
 import strategies
 from lowprec import recipes
-from lowprec.optimizers import by_tensor, peers
-from lowprec.optimizers.by_tensor import (
-    OPTIMIZERS,
-    SGD,
-    Adafactor,
-    Lion,
-    Muon,
-    divided,
-    hidden_matrices,
-    orthogonalised,
-)
-from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers import build
+from lowprec.optimizers.adafactor import Adafactor
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.build import OPTIMIZERS, divided
+from lowprec.optimizers.lion import Lion
+from lowprec.optimizers.muon import Muon, hidden_matrices, orthogonalised
+from lowprec.optimizers.sgd import SGD
 from lowprec.precision import Precision
 from lowprec.recipes import Recipe, recipe
+from lowprec.telemetry import sample
 from lowprec.watch.watch import Watch
-from lowprec.watch.writes import sample
 
 eager = common.eager
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -478,13 +473,13 @@ def test_what_an_optimiser_lacks_is_refused_in_one_line(flags, words):
 def test_options_that_an_optimiser_lacks_are_refused():
     params = [nn.Parameter(torch.ones(4, 4))]
     for name in ("adamw", "lion", "adafactor", "torch"):
-        build = lambda name=name: peers.build(name, params, recipe(), momentum=0.5)  # noqa: E731
-        refused(build, "--momentum", "sgd and muon")
-    refused(lambda: peers.build("adamw", params, recipe(), nesterov=True), "--nesterov", "sgd and muon")
+        words = "--momentum", "sgd and muon"
+        refused(lambda name=name: build.build(name, params, recipe(), momentum=0.5), *words)
+    refused(lambda: build.build("adamw", params, recipe(), nesterov=True), "--nesterov", "sgd and muon")
     refused(lambda: strategies.settled({"optimizer": "sgd", "beta2": 0.9}), "--beta2 0.9", "sgd has no beta2")
     refused(lambda: Muon([nn.Parameter(torch.ones(4))]), "here is a vector", "AdamW")
-    refused(lambda: peers.build("adam", params, recipe()), "unknown", "sgd, lion, adafactor, muon")
-    assert peers.build("sgd", params, recipe(), momentum=0.0).defaults["momentum"] == 0.0
+    refused(lambda: build.build("adam", params, recipe()), "unknown", "sgd, lion, adafactor, muon")
+    assert build.build("sgd", params, recipe(), momentum=0.0).defaults["momentum"] == 0.0
 
 
 def test_defaults_are_the_optimisers_own_until_a_flag_says_otherwise():
@@ -615,7 +610,7 @@ def test_the_command_refuses_in_one_line(capsys):
 
 def test_every_site_of_an_optimiser_is_explained():
     for name, site in recipes.OF_OPTIMIZERS.items():
-        theirs = [key for key in OPTIMIZERS if any(name in kind.sites for kind in by_tensor.kinds(key))]
+        theirs = [key for key in OPTIMIZERS if any(name in kind.sites for kind in build.kinds(key))]
         assert theirs and set(site.values) - {"fp32"} <= set(site.why)
     for kind in OPTIMIZERS.values():
         assert set(kind.moments) <= set(recipes.MOMENTS) and kind.__doc__

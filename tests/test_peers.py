@@ -13,8 +13,8 @@ from torch import nn
 
 from lowprec import precision
 from lowprec.formats import FORMATS
-from lowprec.optimizers import by_tensor, peers, rounded
-from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers import build, peers, rounded
+from lowprec.optimizers.adamw import AdamW
 from lowprec.recipes import Recipe, recipe
 
 eager = common.eager
@@ -114,7 +114,7 @@ PEER_REFUSALS = [
 @pytest.mark.parametrize("optimizer, flags, words", PEER_REFUSALS, ids=lambda x: "")
 def test_peers_refuse_what_they_cannot_serve(optimizer, flags, words):
     params = [nn.Parameter(torch.ones(3))]
-    refused(lambda: peers.build(optimizer, params, recipe(**flags)), *words)
+    refused(lambda: build.build(optimizer, params, recipe(**flags)), *words)
 
 
 def test_our_optimizer_takes_its_settings_from_the_recipe():
@@ -122,7 +122,7 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
         r = recipe(**flags)
         params = [nn.Parameter(torch.ones(3, dtype=BF16))]
         options = dict(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
-        optimizer = peers.build("adamw", params, r, **options, seed=9)
+        optimizer = build.build("adamw", params, r, **options, seed=9)
         assert isinstance(optimizer, AdamW)
         writing = (optimizer.update, optimizer.kahan, optimizer.master, optimizer.seed)
         assert writing == (r.update, r.kahan == "on", r.master, 9)
@@ -135,16 +135,16 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
 
 
 def test_the_names_are_those_that_can_be_built():
-    assert peers.NAMES[0] == "adamw" and set(peers.NAMES) == {*by_tensor.OPTIMIZERS, *peers.PEERS}
+    assert build.NAMES[0] == "adamw" and set(build.NAMES) == {*build.OPTIMIZERS, *peers.PEERS}
     assert set(peers.PEERS) == {*PEERS, "bitsandbytes"}
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_is_known_before_its_first_step(name):
     pytest.importorskip(name)
-    made = peers.build(name, [nn.Parameter(torch.ones(3, dtype=BF16))], recipe(pure_bf16=True))
+    made = build.build(name, [nn.Parameter(torch.ones(3, dtype=BF16))], recipe(pure_bf16=True))
     assert isinstance(made, peers.PEERS[name]) and not made.by_recipe and made.nbytes()["exp_avg"] == 6
-    assert peers.title(made, name) == name
+    assert build.title(made, name) == name
 
 
 # ---- How peers write, as the ledger and the warnings say it ------------------------------------------------

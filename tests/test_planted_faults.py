@@ -12,7 +12,7 @@ import planted
 import pytest
 import recipes_that_work  # noqa: F401  it fills planted.HEALTHY
 
-from lowprec import rounding
+from lowprec.kernels import compiled
 
 STEPS = int(os.environ.get("WATCH_STEPS", "24"))
 PAGE = faults.PAGE.read_text()
@@ -20,7 +20,7 @@ PAGE = faults.PAGE.read_text()
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch, tmp_path):
-    monkeypatch.setattr(rounding, "unfused", planted.Everything())
+    monkeypatch.setattr(compiled, "unfused", planted.Everything())
     monkeypatch.chdir(tmp_path)
 
 

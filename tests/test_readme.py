@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import bench
 import train
-from benchmarks import loops, memory, systems
+from benchmarks import loops, memory, systems, training
 from experiments.log import claims, definition
 from experiments.log.evidence import Evidence
 from experiments.log.records import recorded
@@ -267,7 +266,7 @@ def test_the_tables_of_8_and_4_bit_moments_are_the_recorded_ones(name):
         rows = {row["flags"]: row for row in results if row["net"] == "dit:S/8:64:1" and "weights" in row}
         assert table == memory.memory_table(rows)
     else:
-        assert table == bench.moments_table(results)
+        assert table == training.moments_table(results)
 
 
 @pytest.mark.parametrize("name", systems.TABLES)

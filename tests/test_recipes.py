@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import BF16, refused
 
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.recipes import SITES, Recipe, Site, parse_average, recipe
 
 # ---- Flags -------------------------------------------------------------------------------------------------

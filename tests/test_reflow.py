@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
         return [*words, "--runs", folder, "--steps", n]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowprec.rounding._compiled", common.uncompiled)
+        patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
         curved = "--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.95"
         assert command(*steps(120), *curved.split()) == 0
         dit = "--name dit --model dit --size tiny/4 --velocity noise-clean --image_size 16 --pure_bf16 "

@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA, OnCPU, average_kind
-from lowprec.optimizers.peers import build
+from lowprec.optimizers.build import build
 from lowprec.optimizers.release import Release
-from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision, recipe
 from lowprec.watch.watch import Watch
 

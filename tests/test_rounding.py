@@ -9,9 +9,9 @@ import pytest
 import torch
 from common import BF16, SPECIALS, bits_of, correlation, draw, from_bits, held, make, same
 
-from lowprec import rounding
+from lowprec.kernels import compiled as compiling
 from lowprec.kernels import cpu_step
-from lowprec.optimizers.rounded import EMA
+from lowprec.optimizers.average import EMA
 from lowprec.rounding import (
     Noise,
     Stream,
@@ -83,7 +83,7 @@ def test_representable_values_stay():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_infinities_and_nan_stay_as_they_are(compiled):
-    to_bf16 = rounding._compiled(stochastic_round)[0] if compiled else stochastic_round
+    to_bf16 = compiling._compiled(stochastic_round)[0] if compiled else stochastic_round
     for noise in (0, 1, 0x7FFF, 0xFFFF):
         got = to_bf16(SPECIALS, full(len(SPECIALS), noise))
         assert torch.equal(got.isnan(), SPECIALS.isnan()), "a NaN became a number, or a number a NaN"
@@ -189,7 +189,7 @@ def many_bit_patterns():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_split_master_round_trips(compiled):
     x = many_bit_patterns()
-    weight, remainder = (rounding._compiled(split_master)[0] if compiled else split_master)(x)
+    weight, remainder = (compiling._compiled(split_master)[0] if compiled else split_master)(x)
     assert weight.dtype == BF16 and remainder.dtype == torch.int16
     back, nan = exact_weight(weight, remainder), x.isnan()
     assert torch.equal(bits_of(back)[~nan], bits_of(x)[~nan])
@@ -251,8 +251,8 @@ def test_without_a_compiler_one_warning_and_the_same_result(monkeypatch, mode):
     def no_compiler(kernel):
         raise RuntimeError("no working C++ compiler")
 
-    monkeypatch.setattr(rounding, "_compiled", no_compiler)
-    monkeypatch.setattr(rounding, "unfused", set())
+    monkeypatch.setattr(compiling, "_compiled", no_compiler)
+    monkeypatch.setattr(compiling, "unfused", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fallen_back = train(compiled=True)
@@ -265,8 +265,8 @@ def test_real_bugs_are_not_taken_for_a_missing_compiler(monkeypatch):
     def bug(kernel):
         raise TypeError("a bug of ours")
 
-    monkeypatch.setattr(rounding, "_compiled", bug)
-    monkeypatch.setattr(rounding, "unfused", set())
+    monkeypatch.setattr(compiling, "_compiled", bug)
+    monkeypatch.setattr(compiling, "unfused", set())
     monkeypatch.setattr(cpu_step, "library", lambda: None)  # the step is torch.compile's
     (p,), optimizer = make("fp32", [draw(30)], compiled=True)
     p.grad = torch.ones_like(p)
@@ -278,21 +278,21 @@ def test_a_full_memory_is_no_missing_compiler(monkeypatch):
     def no_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(rounding, "_compiled", lambda kernel: (no_memory, contextlib.nullcontext))
-    monkeypatch.setattr(rounding, "unfused", set())
+    monkeypatch.setattr(compiling, "_compiled", lambda kernel: (no_memory, contextlib.nullcontext))
+    monkeypatch.setattr(compiling, "unfused", set())
     with pytest.raises(torch.OutOfMemoryError):
-        rounding.fused(lambda: "eager")
-    assert not rounding.unfused
+        compiling.fused(lambda: "eager")
+    assert not compiling.unfused
 
 
 def test_arguments_that_cannot_work_are_no_missing_compiler(monkeypatch):
     def add(a, b):
         return a + b
 
-    monkeypatch.setattr(rounding, "unfused", set())
+    monkeypatch.setattr(compiling, "unfused", set())
     with warnings.catch_warnings(record=True) as caught, pytest.raises(RuntimeError):
-        rounding.fused(add, torch.ones(3), torch.ones(4))
-    assert not rounding.unfused and not [w for w in caught if "torch.compile" in str(w.message)]
+        compiling.fused(add, torch.ones(3), torch.ones(4))
+    assert not compiling.unfused and not [w for w in caught if "torch.compile" in str(w.message)]
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from cli import assert_same
 from safetensors.torch import load_file
 
 from harness import run_folder
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import strategies
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
 from tasks import slotcontrast, slots, steve, video
 from tasks.task import Rng

@@ -20,11 +20,11 @@ from torch import nn
 import train
 from benchmarks import memory
 from lowprec import precision
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.optimizers import buckets
-from lowprec.optimizers.by_tensor import OPTIMIZERS
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.build import OPTIMIZERS
 from lowprec.optimizers.offload import Offload, Traffic, check_offload, offloaded, size_of, sizes, views
-from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision, recipe
 from lowprec.watch.watch import Watch
 

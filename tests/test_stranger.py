@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from common import BF16, batches, correlation, draw, net, refused, same, start, through_a_file, train
 from torch import nn
 
-from lowprec.optimizers import peers, rounded
+from lowprec.optimizers import build, rounded
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
 
@@ -92,7 +92,7 @@ def test_a_strangers_optimiser_equals_its_fp64_reference(way):
     initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(shapes)]
     grads = [[draw(*s, seed=10 * step + i).to(BF16) for i, s in enumerate(shapes)] for step in range(20)]
     params = [nn.Parameter(t.to(torch.float32 if way == "fp32" else BF16, copy=True)) for t in initial]
-    optimizer = peers.build(Lion, params, recipe(**WAYS[way]), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = build.build(Lion, params, recipe(**WAYS[way]), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     assert isinstance(optimizer, Lion)
     for p, t in zip(params, initial, strict=True):
         optimizer.set_exact(p, t)
@@ -183,7 +183,7 @@ def test_each_group_is_stepped_by_its_own_optimiser_and_options(flags):
     groups = in_groups(model)
     adamw = torch.optim.AdamW(groups[0]["params"], lr=2e-3, weight_decay=0.1)
     lion = Lion(groups[1]["params"], lr=5e-4, betas=(0.9, 0.99))
-    assert [type(part) for part in run.optimizer.parts] == [rounded.AdamW, Lion]
+    assert [type(part) for part in run.optimizer.parts] == [adamw.AdamW, Lion]
     schedules = [cosine(run), *(torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in (adamw, lion))]
     for step in range(8):
         for p, q in zip(run.params, model.parameters(), strict=True):
@@ -280,7 +280,7 @@ def test_joined_optimisers_under_fp16_skip_together():
 def test_joined_optimisers_take_a_closure():
     p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     groups = [{"params": [p]}, {"params": [q], "optimizer": Lion}]
-    made = peers.build("adamw", groups, recipe(), lr=0.1)
+    made = build.build("adamw", groups, recipe(), lr=0.1)
 
     def closure():
         made.zero_grad()
@@ -431,4 +431,4 @@ def test_a_strangers_optimiser_is_not_said_to_round_as_a_recipe_does():
     for kahan, stochastic in itertools.product((False, True), repeat=2):
         flags = dict(pure_bf16=True, kahan=kahan, stochastic=stochastic)
         if kahan or stochastic:
-            refused(lambda flags=flags: peers.build("adamw", mixed, recipe(**flags)), "its own way")
+            refused(lambda flags=flags: build.build("adamw", mixed, recipe(**flags)), "its own way")

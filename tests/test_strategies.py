@@ -10,12 +10,13 @@ import torch
 
 import models
 import strategies
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
-from strategies import Segment
+from precision import check_origin
 from tasks import data
 from tasks.diffusion import BINS, DDPM, TIMESTEPS, RFlow
-from tasks.task import Rng, Task, check_origin, picture, to_device
+from tasks.segment import Segment
+from tasks.task import Rng, Task, picture, to_device
 
 FLAGS = strategies.table()
 

@@ -31,8 +31,8 @@ import train
 import trainer
 from harness import ranks, reduction, run_folder
 from lowprec import precision
+from lowprec.errors import Refused
 from lowprec.layers.method import Method
-from lowprec.machine import Refused
 from tasks import diffusion, task
 from tasks import metrics as metrics_module
 

@@ -18,9 +18,10 @@ from common import draw
 from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, generic, step
 
 from lowprec import rounding
-from lowprec.kernels import exact_step
-from lowprec.optimizers.average import _ema_kernel
-from lowprec.optimizers.rounded import EMA, AdamW
+from lowprec.kernels import compiled, exact_step
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.average import EMA
+from lowprec.rounding import _ema_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 triton = pytest.importorskip("triton", reason="needs Triton, which torch brings along on Linux alone")
@@ -62,7 +63,7 @@ def average_by_triton(*args):
 
 
 def generic_average(*args):
-    rounding.fused(_ema_kernel, *args)
+    compiled.fused(_ema_kernel, *args)
 
 
 # ---- By the interpreter ------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import pytest
 import torch
 from cli import SEGMENT, after_step, assert_same, checkpoint, command, metrics, one_line, quick, summary
 
-import strategies
 import train
 import trainer
 from harness.run_folder import read_checkpoint
 from harness.validation import Validation, steps_an_epoch
+from tasks import segment
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 LOOK = [*SEGMENT, "--lr", 1e-2, "--ema_decay", 0, "--validate_every", 2]
@@ -23,7 +23,7 @@ def scripted(monkeypatch, scores):
     """Let the looks of a segmentation find these IoUs, one after the other."""
     left = list(scores)
     monkeypatch.setattr(
-        strategies.Segment, "validate", lambda self, model, rng: {"mean_iou": left.pop(0), "loss": 1.0}
+        segment.Segment, "validate", lambda self, model, rng: {"mean_iou": left.pop(0), "loss": 1.0}
     )
 
 

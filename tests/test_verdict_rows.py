@@ -11,10 +11,11 @@ import pytest
 import torch
 from test_watch_loop import eager, losing, net, train
 
+from lowprec.telemetry import sample
 from lowprec.watch import findings
 from lowprec.watch.findings import dead_part
 from lowprec.watch.watch import Partial, Watch
-from lowprec.watch.writes import Tally, sample
+from lowprec.watch.writes import Tally
 
 eager = eager
 BF16 = torch.bfloat16

@@ -10,9 +10,9 @@ from common import BF16, batches, draw, net, refused, same, start, through_a_fil
 from torch import nn
 
 from lowprec.cast import _island_modules
-from lowprec.layers.method import roles
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
+from lowprec.roles import roles
 
 eager = common.eager
 LOW = dict(pure_bf16=True, stochastic=True)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from lowprec.optimizers import rounded
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.average import EMA
 from lowprec.rounding import stochastic_round
 from lowprec.watch import watch
 
@@ -52,7 +53,7 @@ def test_a_sample_is_flat_and_holds_no_graph():
 
 def adamw(*tensors, lr=1e-3, **options):
     params = [torch.nn.Parameter(t) for t in tensors]
-    return rounded.AdamW(params, lr=lr, compiled=False, **options), params
+    return AdamW(params, lr=lr, compiled=False, **options), params
 
 
 def stepped(optimizer, params, grads, scale=1.0):
@@ -132,7 +133,7 @@ def test_the_average_is_counted(dtype, low, high):
     torch.manual_seed(0)
     optimizer, (p, still) = adamw(torch.randn(4000), torch.ones(100))
     names = [("p", p), ("still", still)]
-    average = rounded.EMA(names, 0.999, dtype, low_part=optimizer.low_part, compiled=False)
+    average = EMA(names, 0.999, dtype, low_part=optimizer.low_part, compiled=False)
     grads = {p: torch.randn(4000)}
     report = watch.StepReport(optimizer, grads, 1.0, names, average.shadow)
     optimizer.step(grads=grads)
@@ -174,7 +175,7 @@ def tallied(dtype, steps=8, decay=0.999, ema="fp32", every=5001, **options):
     """
     torch.manual_seed(0)
     optimizer, (p,) = adamw(torch.randn(5000).to(dtype), lr=1e-4, **options)
-    average = rounded.EMA([("p", p)], decay, ema, low_part=optimizer.low_part, compiled=False)
+    average = EMA([("p", p)], decay, ema, low_part=optimizer.low_part, compiled=False)
 
     def gradient(size):
         g = size * torch.randn(5000).to(dtype)

@@ -12,8 +12,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lowprec import rounding
-from lowprec.machine import Refused
-from lowprec.optimizers import rounded
+from lowprec.errors import Refused
+from lowprec.kernels import compiled
+from lowprec.optimizers import adamw
+from lowprec.optimizers.average import EMA
 from lowprec.watch import adapters
 from lowprec.watch.verdicts import ALIKE, WIDTH, Diagnosis, Finding
 from lowprec.watch.watch import Watch
@@ -28,7 +30,7 @@ class Everything:
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    monkeypatch.setattr(rounding, "unfused", Everything())
+    monkeypatch.setattr(compiled, "unfused", Everything())
 
 
 def net(dtype=torch.float32, seed=0):
@@ -70,7 +72,7 @@ OPTIMIZERS = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
-    "ours": lambda p: rounded.AdamW(p, lr=1e-3, weight_decay=0.1, compiled=False),
+    "ours": lambda p: adamw.AdamW(p, lr=1e-3, weight_decay=0.1, compiled=False),
 }
 
 
@@ -166,7 +168,7 @@ def test_a_closure_that_raises_is_forgotten():
 
 def test_gradients_that_a_closure_summed_before_it_raised_are_forgotten():
     model = net(BF16)
-    optimizer = rounded.AdamW(model.parameters(), lr=1e-3, update="stochastic", compiled=False)
+    optimizer = adamw.AdamW(model.parameters(), lr=1e-3, update="stochastic", compiled=False)
     watch = Watch(model, optimizer, every=1)
     train(model, optimizer, 3)
 
@@ -235,8 +237,8 @@ def test_the_share_is_that_of_the_tensor():
 MOMENTS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-4, alpha=0.99),
-    "ours": lambda p: rounded.AdamW(p, lr=1e-3, compiled=False),
-    "bf16 v": lambda p: rounded.AdamW(p, lr=1e-3, compiled=False, exp_avg_sq="bf16", update="stochastic"),
+    "ours": lambda p: adamw.AdamW(p, lr=1e-3, compiled=False),
+    "bf16 v": lambda p: adamw.AdamW(p, lr=1e-3, compiled=False, exp_avg_sq="bf16", update="stochastic"),
     "beta2 0.95": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.95)),
 }
 
@@ -277,7 +279,7 @@ def test_a_second_moment_that_was_reset_is_named(make):
 def test_codes_of_a_second_moment_that_was_reset_are_named():
     model = wide()
     kinds = dict(exp_avg="int8", exp_avg_sq="int8", update="stochastic")
-    optimizer = rounded.AdamW(model.parameters(), lr=1e-3, compiled=False, **kinds)
+    optimizer = adamw.AdamW(model.parameters(), lr=1e-3, compiled=False, **kinds)
     train_wide(model, optimizer, 9)
     reset(optimizer)
     watch = Watch(model, optimizer, every=6)
@@ -427,7 +429,7 @@ def averages(model):
     """{kind: (what Watch is given, how it is updated)} of decay 0.9."""
     named = list(model.named_parameters())
     shadow = {name: p.detach().clone() for name, p in named}
-    plain, ours = copy.deepcopy(model), rounded.EMA(named, 0.9, compiled=False)
+    plain, ours = copy.deepcopy(model), EMA(named, 0.9, compiled=False)
     torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def by_hand(tensors):

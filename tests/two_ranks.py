@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 
 import train
-from lowprec import rounding
+from lowprec.kernels import compiled
 
 
 def rank(number, port):
@@ -26,7 +26,7 @@ def rank(number, port):
 
 
 def main():
-    rounding._compiled = common.uncompiled
+    compiled._compiled = common.uncompiled
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

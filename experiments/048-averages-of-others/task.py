@@ -2,14 +2,14 @@
 
     python train.py --task experiments/048-averages-of-others/task.py:Flow --pure_bf16 --weights all
 
-The rules are those of experiments/averages.py. Each is scored like any average of the run; its name is that
+The rules are those of benchmarks/averages.py. Each is scored like any average of the run; its name is that
 of the rule and the decay, as in `diffusers:0.999`.
 """
 
 import torch
 
 from benchmarks.averages import DECAYS, RULES
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 from lowprec.optimizers.average import EMA
 from tasks.diffusion import RFlow
 

@@ -1,7 +1,7 @@
 """The claims table: what five documents say about low precision, and what was measured here.
 
-    python experiments/claims.py            checks experiments/claims.toml and writes CLAIMS.md
-    python experiments/claims.py --check    exit status 1 if CLAIMS.md is not what the records give
+    python -m experiments.log.claims            checks experiments/claims.toml and writes CLAIMS.md
+    python -m experiments.log.claims --check    exit status 1 if CLAIMS.md is not what the records give
 
 experiments/report.py does the same beside EXPERIMENTS.md. claims.toml has the documents, each with a title
 and the number of its items, and an entry an item:
@@ -36,7 +36,7 @@ from experiments.log.evidence import Evidence, Pending  # noqa: E402
 from experiments.log.records import recorded  # noqa: E402
 from harness.files import write_atomically  # noqa: E402
 from harness.flags import Parser  # noqa: E402
-from lowprec.machine import Refused  # noqa: E402
+from lowprec.errors import Refused  # noqa: E402
 
 PAGE = "CLAIMS.md"
 VERDICTS = {  # what each means, in the order of the page's first paragraph

@@ -19,7 +19,7 @@ try:
 except ImportError:  # Python 3.10, where pytest brings it
     import tomli as tomllib
 
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 HERE = Path(__file__).resolve().parent.parent  # experiments/
 ROOT = HERE.parent

@@ -26,7 +26,7 @@ from experiments.log.analysis import (
 )
 from experiments.log.records import value
 from experiments.log.tables import decimals_of
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 
 class Pending(Exception):

@@ -28,7 +28,7 @@ from experiments.log.analysis import (
 from experiments.log.evidence import Evidence
 from experiments.log.records import noted
 from experiments.log.tables import cell, decimals_of, markdown, percent
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 CORES = 2  # that the cost to reproduce is quoted for
 FRONT = "front.md"  # what EXPERIMENTS.md is made from

@@ -16,7 +16,7 @@ from experiments.log.definition import RUNS, key, label, typed
 from harness.files import read_json, read_lines, write_atomically
 from harness.run_folder import environment, read_metrics
 from harness.shapes import is_number, is_text, is_whole, listing, maybe, table
-from lowprec.machine import Refused
+from lowprec.errors import Refused
 
 MACHINE = ("cpu", "gpu", "bf16", "torch", "python")
 CODE = ("commit", "clean")

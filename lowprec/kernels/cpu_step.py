@@ -1,5 +1,5 @@
 """The step of AdamW, SGD and Lion and the codes of their moments on a CPU, as one compiled pass with the bits
-of the torch code. Needs torch and GCC; copy it with cpu_step.cpp.
+of the torch code. It is built from cpu_step.cpp by GCC.
 
     if fits(p, g):
         update("adamw", p, g, moments, low, h, key, stochastic)   # flat, in place; h, key: rows of a Table

@@ -1,6 +1,6 @@
 """AdamW's step on a CPU with the bits of torch.optim.AdamW, where weights and moments are exact fp32.
 
-    adamw(p, g, m, v, low, h, betas, eps)   # flat, in place; h: the numbers of optim.AdamW
+    adamw(p, g, m, v, low, h, betas, eps)   # flat, in place; h: the numbers of AdamW
 
 Two of torch's operations stand in the way of one fused kernel. Its lerp and addcmul round once where a
 product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU is not correctly rounded
@@ -16,9 +16,9 @@ import threading
 
 import torch
 
-from ..optimizers.average import move_along, part_of
-from ..rounding import exact_weight, fused, write_weight
+from ..rounding import exact_weight, move_along, part_of, write_weight
 from . import cpu_step
+from .compiled import fused
 
 PIECE = 1 << 21  # values whose root is held at once: 8 MiB
 INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache

@@ -6,7 +6,7 @@ Triton.
     ema(average, p, low, h, key, stochastic)
 
 torch.compile fuses them on CUDA as well, but may divide, take roots and contract products with other last
-bits. Here each operation rounds once, as IEEE 754 has it, in the order of `optim.AdamW`. So the optimiser
+bits. Here each operation rounds once, as IEEE 754 has it, in the order of `AdamW`. So the optimiser
 writes the same bits on either device from the same gradients. The exact step is one root apart: on a CPU it
 is MKL's, of which one in 160 has another last bit, and here the nearest. Triton's interpreter runs the
 kernels without a GPU: TRITON_INTERPRET=1.

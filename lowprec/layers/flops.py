@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a net by module and by kind of operation, on shapes alone. Needs torch alone; copy it.
+"""Counts the FLOPs of a net by module and by kind of operation, on shapes alone.
 
     by_module, by_kind = module_flops(net, (x, t), backward=True)
     by_module["blocks.0.mlp.0"], by_kind["convolution"]

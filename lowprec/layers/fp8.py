@@ -1,6 +1,5 @@
 """FP8 training: matrix products of 8-bit floats. Ada, Hopper and later have them in hardware; elsewhere the
-same numbers come slower. Needs torch alone; copy it with fp8_layers, machine, formats, rounding, method and
-flops.
+same numbers come slower.
 
     covered = fp8.convert(model, fp8.Options(recipe="delayed"))    # in place: nn.Linear multiplies in FP8
     for x, y in loader:
@@ -46,175 +45,21 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ..machine import Refused, try_import
-from . import fp8_product
-from .flops import module_flops
-from .fp8_product import Linear, Options, Scaling, matmul, resolve
-from .method import Method, roles
+from . import fp8_backends, fp8_product
+from .fp8_backends import resolve
+from .fp8_product import Linear, Options, Scaling, matmul
+from .method import HOOKS, Coverage
 
 __all__ = [
     "FP8",
     "Linear",
     "Options",
-    "Quantised",
     "Scaling",
     "convert",
     "matmul",
-    "quantise",
     "resolve",
 ]
-
-# ---- What is covered ---------------------------------------------------------------------------------------
-
-CONVOLUTIONS = nn.modules.conv._ConvNd
-# how the attributes of a module begin that hold its hooks
-HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
-
-
-def layer_refusal(name, module, its_roles):
-    """Why an nn.Linear or convolution stays out of 8 bits, or None. its_roles: see method.roles."""
-    if isinstance(module, CONVOLUTIONS):
-        return "convolution: stays as it is"
-    if "embedding" in its_roles:
-        return "embedding"
-    if "head" in its_roles:
-        return "last layer"
-    if type(module) is not nn.Linear:
-        return f"{type(module).__name__} is more than an nn.Linear"
-    if "weight" not in module._parameters:
-        return "its weight is computed from others"
-    if not name:
-        return "the model is this one layer: wrap it in a module"
-    return fp8_product.shape_refusal(module.in_features, module.out_features)
-
-
-def _note_shape(scaling):
-    """A hook that tells `scaling` whether its product can be in FP8, when a copy of it is called."""
-
-    def note(module, args):
-        scaling.decide(*args[1].shape[-2:])
-
-    return note
-
-
-class Coverage(Method):
-    """Which layers of a model are multiplied in 8 bits; print it.
-
-    linears {name: nn.Linear}: those that are. functional {name: Scaling}: products of bare parameters.
-    left_out {name: reason}. layers {name: (inputs, outputs, how it is multiplied)}. flops: None before
-    `count_flops`, then {name: FLOPs}, under "all" those of all products and convolutions. backward: whether
-    the FLOPs are those of a step, or of a forward. flag, instead: words of a refusal. Raises Refused when no
-    layer is eligible.
-    """
-
-    format, own, bare, backward = "FP8", "", True, True
-
-    def __init__(self, model, how, scaling, flag, instead):
-        self.device, self.scaling, self.flops = next(model.parameters()).device, scaling, None
-        self.linears, self.functional, self.left_out = {}, {}, {}
-        role_of = roles(model)
-        for name, module in model.named_modules():
-            if isinstance(module, Scaling) and self.bare:
-                self.functional[name] = module
-            elif isinstance(module, Scaling):
-                self.left_out[name] = f"bare parameters: {self.format} takes nn.Linear alone"
-            elif isinstance(module, nn.Linear | CONVOLUTIONS):
-                if why := layer_refusal(name, module, role_of[name]):
-                    self.left_out[name] = why
-                else:
-                    self.linears[name] = module
-        if not self.linears and not self.functional:
-            self._refuse(flag, instead)
-        self.layers = {name: (m.in_features, m.out_features, how) for name, m in self.linears.items()}
-
-    def _refuse(self, flag, instead):
-        reason = "it has no nn.Linear, and convolutions stay as they are"
-        for name, why in self.left_out.items():
-            if not why.startswith("convolution"):
-                reason = f"'{name}' is left out ({why})"
-                break
-        what = f"no layer of this net can be multiplied in {self.format}"
-        raise Refused(f"{flag}: {what}, {reason}; use {instead}")
-
-    def count_flops(self, model, args, kwargs=None):
-        """Fill in `flops` from one pass over shapes, once. args, kwargs: of the model, in the dtypes it
-        takes.
-
-        `flops` stays None for a net that can't run on the meta device.
-        """
-        if self.flops is not None:
-            return
-        notes = [s.register_forward_pre_hook(_note_shape(s)) for s in self.functional.values()]
-        try:
-            with self.plain(model):
-                by_module, by_kind = module_flops(model, args, kwargs, self.backward)
-        except Exception:  # a net that looks at values can't run on shapes: no share is told
-            return
-        finally:
-            for note in notes:
-                note.remove()
-        inside = {name: by_module.get(name, 0) for name in (*self.layers, *self.functional)}
-        self.flops = {**inside, "all": sum(by_kind.values())}
-
-    @property
-    def share(self):
-        """Share of the FLOPs of products and convolutions in 8 bits, or None before `count_flops`."""
-        if self.flops is None:
-            return None
-        inside = [name for name, scaling in self.functional.items() if not scaling.left_out]
-        return sum(self.flops[name] for name in (*self.layers, *inside)) / max(1, self.flops["all"])
-
-    def _part(self, *names):
-        if self.flops is None:
-            return ""
-        return f", {sum(self.flops[name] for name in names) / max(1, self.flops['all']):.1%}"
-
-    def summary(self):
-        """One line: scaling, backend, how much is covered."""
-        covered = len(self.layers) + len(self.functional)
-        linears = covered + sum(not why.startswith("convolution") for why in self.left_out.values())
-        share = "" if self.share is None else f", {self.share:.1%} of the FLOPs of products and convolutions"
-        how = {how for *_, how in self.layers.values()} | ({self.own} if self.functional else set())
-        return f"{self.scaling}, by {' and '.join(sorted(how))}: {covered} of {linears} linear layers{share}"
-
-    def _settings(self):
-        return {"format": self.format, "scaling": self.scaling}
-
-    def json(self):
-        layers = []
-        for name, (inputs, outputs, how) in self.layers.items():
-            layers.append(dict(name=name, inputs=inputs, outputs=outputs, matmul=how))
-        for name, scaling in self.functional.items():
-            layers.append(dict(name=name, matmul=self.own))
-            if scaling.left_out:
-                layers[-1]["left_out"] = scaling.left_out
-        if self.flops is not None:
-            for layer in layers:
-                layer["flops"] = self.flops[layer["name"]]
-        total = self.flops and self.flops["all"]
-        rest = dict(layers=layers, left_out=self.left_out, flops_share=self.share, flops=total)
-        return {**self._settings(), **rest}
-
-    def __str__(self):
-        lines = [f"{self.format}: {self.summary()}"]
-        alike = {}  # layers that differ in a number of their name alone -> their names
-        for name, layer in self.layers.items():
-            alike.setdefault((re.sub(r"\d+", "*", name), *layer), []).append(name)
-        for (pattern, k, n, how), names in alike.items():
-            what = names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
-            lines.append(f"  {what}: {k} to {n}, {how}{self._part(*names)}")
-        for name, scaling in self.functional.items():
-            how = f"left out, {scaling.left_out}" if scaling.left_out else self.own
-            lines.append(f"  {name}: {how}{self._part(name)}")
-        reasons = {}
-        for name, why in self.left_out.items():
-            reasons.setdefault(why, []).append(name)
-        for why, names in reasons.items():
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            lines.append(f"  not in {self.format}: {', '.join(names[:4])}{more} ({why})")
-        return "\n".join(lines)
 
 
 # ---- Training in FP8 ---------------------------------------------------------------------------------------
@@ -241,7 +86,7 @@ class FP8(Coverage):
         how = {"te": "Transformer Engine", "torchao": "torchao, scaled_mm"}.get(backend, self.own)
         super().__init__(model, how, f"{options.format}, {options.recipe} scaling", flag, instead)
         te = backend == "te" and device.type != "meta"
-        self.te_recipe = fp8_product.te_recipe(self.options) if te else None
+        self.te_recipe = fp8_backends.te_recipe(self.options) if te else None
 
     @classmethod
     def attach(cls, model, recipe, **_):
@@ -257,9 +102,9 @@ class FP8(Coverage):
             places.setdefault(module, []).append(name)
         for linear in self.linears.values():
             if self.options.backend == "te":
-                new = fp8_product.te_linear(linear, self.te_recipe, alone)
+                new = fp8_backends.te_linear(linear, self.te_recipe, alone)
             elif self.options.backend == "torchao":
-                new = fp8_product.torchao_linear(linear, self.options)
+                new = fp8_backends.torchao_linear(linear, self.options)
             else:
                 new = Linear(linear, self.options)
             new.train(linear.training)
@@ -393,90 +238,6 @@ def convert(model, options=None):
     covered = FP8(model, options or Options())
     covered.convert(model)
     return covered
-
-
-# ---- A finished net ----------------------------------------------------------------------------------------
-
-
-class Int8(Coverage):
-    """Linear layers in int8 by torchao: a scale a row of weights, a scale a token of activations."""
-
-    format, bare, backward = "int8", False, False
-
-    def __init__(self, model, flag, instead):
-        device = next(model.parameters()).device
-        self.library, error = try_import("torchao.quantization")
-        if self.library is None:
-            missing = f"needs the package torchao, which can't be imported ({error})"
-            raise Refused(f"{flag} {missing}: pip install torchao, or use {instead}")
-        if device.type not in ("cpu", "cuda", "meta"):
-            only = f"torchao's int8 products are for CPU and CUDA, and this is {device.type}"
-            raise Refused(f"{flag}: {only}; use {instead}")
-        scaling = "a scale a row of weights, a scale a token of activations"
-        super().__init__(model, "torchao", scaling, flag, instead)
-
-    def convert(self, model, alone=True):
-        if self.device.type == "meta":
-            return
-        from torchao.utils import should_reduce_range
-
-        # without VNNI a CPU adds pairs of products in 16 bits: torchao then asks for 7-bit operands
-        narrow = should_reduce_range(self.device)
-        kind = self.library.Int8DynamicActivationInt8WeightConfig
-        config = kind(set_inductor_config=False, reduce_range=narrow)
-        self.library.quantize_(model, config, filter_fn=lambda module, name: name in self.linears)
-
-
-def _quantised(model, kind):
-    flag, instead = f"--set generation={kind}", "--set generation=bf16"
-    if kind == "int8":
-        return Int8(model, flag, instead)
-    report = FP8(model, Options(), flag, instead)
-    report.backward = False
-    return report
-
-
-def quantise(model, kind):
-    """Post-training quantisation: put a finished `model`'s layers, in place, in 'fp8' or 'int8' to draw from
-    it. Returns its `Coverage`.
-
-    Call the model under autocast to bf16. The layers are those that `convert` takes. fp8: `convert` with the
-    default options, each tensor scaled by its own amax. int8: by torchao, a scale a row of weights, a scale a
-    token of activations, taken from it at each call, sums in int32. Not weight-only, which saves memory
-    alone: int8 kernels need both operands in 8 bits, and it costs little. The velocity of a trained DiT keeps
-    40.7 dB against fp32 with int8 activations, 44.2 with bf16 ones, 46.8 by autocast alone, 29.7 in fp8.
-    Raises Refused when no layer is eligible, or torchao is absent.
-    """
-    report = _quantised(model, kind)
-    report.convert(model, alone=True)
-    return report
-
-
-class Quantised(Method):
-    """A recipe whose samples are drawn in 8 bits, of a net that trains otherwise. kind: 'fp8' or 'int8'."""
-
-    generates = None
-
-    def __init__(self, model, kind):
-        self.kind, self.report = kind, _quantised(model, kind)
-
-    @classmethod
-    def attach(cls, model, recipe, **_):
-        if recipe.generation == "int8" or (recipe.generation == "fp8" and recipe.compute != "fp8"):
-            return cls(model, recipe.generation)
-
-    def freeze(self, net, generation):
-        if generation == self.kind:
-            quantise(net, self.kind)
-
-    def count_flops(self, model, args, kwargs=None):
-        self.report.count_flops(model, args, kwargs)
-
-    def rows(self, parameters, generation_dtype):
-        return {"generation": {"why": f"quantised after training: {self.report.summary()}; all else in bf16"}}
-
-    def details(self):
-        return {"generation": self.report}
 
 
 # ---- The noise of gradients --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What a method is that changes how a model multiplies (FP8, 2:4 sparsity, 8-bit generation), and what a
 layer is.
 
-A `Method` is attached to a run. `precision.Precision` calls every attached method at the same places and
+A `Method` is attached to a run. `Precision` calls every attached method at the same places and
 knows none of them by name. A new one is a class with the parts it needs and a place in precision.METHODS.
 """
 
@@ -9,6 +9,12 @@ import re
 from contextlib import nullcontext
 
 from torch import nn
+
+from ..errors import Refused
+from ..roles import roles
+from . import fp8_product
+from .flops import module_flops
+from .fp8_product import Scaling
 
 
 class Method:
@@ -20,7 +26,7 @@ class Method:
 
     @classmethod
     def attach(cls, model, recipe, **options):
-        """The method that `recipe` asks for, or None. The model is still as it came; raises machine.Refused.
+        """The method that `recipe` asks for, or None. The model is still as it came; raises Refused.
         """
 
     def convert(self, model):
@@ -81,50 +87,150 @@ class Method:
 
 # ---- What a layer is ---------------------------------------------------------------------------------------
 
-NORMS = (
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-)
-# the head: a part called so anywhere in the name, or one of these at the top of the net
-TOP = "out|fc|head|heads|classifier|score|proj_out|conv_out"
-HEAD = re.compile(rf"(.*\.)?(final|lm_head)(\.|$)|({TOP})(\.|$)")
-# a layer that reads one vector an image, not one a token: every value of its block depends on it
-CONDITION = re.compile(r".*(modulation|time_emb)")
-EMBEDDING = re.compile(r".*(embed|\b(wte|wpe)(\.|$))")
+CONVOLUTIONS = nn.modules.conv._ConvNd
+# how the attributes of a module begin that hold its hooks
+HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
 
 
-def role(name, module):
-    """What a layer is to its net, by type and qualified name: a set of norm, embedding, head and condition.
+def layer_refusal(name, module, its_roles):
+    """Why an nn.Linear or convolution stays out of 8 bits, or None. its_roles: see method.roles."""
+    if isinstance(module, CONVOLUTIONS):
+        return "convolution: stays as it is"
+    if "embedding" in its_roles:
+        return "embedding"
+    if "head" in its_roles:
+        return "last layer"
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is more than an nn.Linear"
+    if "weight" not in module._parameters:
+        return "its weight is computed from others"
+    if not name:
+        return "the model is this one layer: wrap it in a module"
+    return fp8_product.shape_refusal(module.in_features, module.out_features)
 
-    The set is empty for the layers that do the work. A norm inside the head is both.
+
+def _note_shape(scaling):
+    """A hook that tells `scaling` whether its product can be in FP8, when a copy of it is called."""
+
+    def note(module, args):
+        scaling.decide(*args[1].shape[-2:])
+
+    return note
+
+
+class Coverage(Method):
+    """Which layers of a model are multiplied in 8 bits; print it.
+
+    linears {name: nn.Linear}: those that are. functional {name: Scaling}: products of bare parameters.
+    left_out {name: reason}. layers {name: (inputs, outputs, how it is multiplied)}. flops: None before
+    `count_flops`, then {name: FLOPs}, under "all" those of all products and convolutions. backward: whether
+    the FLOPs are those of a step, or of a forward. flag, instead: words of a refusal. Raises Refused when no
+    layer is eligible.
     """
-    found = set()
-    if isinstance(module, NORMS) or type(module).__name__.endswith("RMSNorm"):
-        found.add("norm")
-    if isinstance(module, nn.Embedding) or EMBEDDING.match(name):
-        found.add("embedding")
-    if HEAD.match(name):
-        found.add("head")
-    if CONDITION.match(name):
-        found.add("condition")
-    return found
 
+    format, own, bare, backward = "FP8", "", True, True
 
-def roles(net):
-    """{qualified name: set of roles} of all modules. A net may declare its own: `roles = {"name.of.a.part":
-    {"head"}}`.
-    """
-    declared = getattr(net, "roles", None)
-    if not isinstance(declared, dict):  # a net may have something else of that name
-        declared = {}
+    def __init__(self, model, how, scaling, flag, instead):
+        self.device, self.scaling, self.flops = next(model.parameters()).device, scaling, None
+        self.linears, self.functional, self.left_out = {}, {}, {}
+        role_of = roles(model)
+        for name, module in model.named_modules():
+            if isinstance(module, Scaling) and self.bare:
+                self.functional[name] = module
+            elif isinstance(module, Scaling):
+                self.left_out[name] = f"bare parameters: {self.format} takes nn.Linear alone"
+            elif isinstance(module, nn.Linear | CONVOLUTIONS):
+                if why := layer_refusal(name, module, role_of[name]):
+                    self.left_out[name] = why
+                else:
+                    self.linears[name] = module
+        if not self.linears and not self.functional:
+            self._refuse(flag, instead)
+        self.layers = {name: (m.in_features, m.out_features, how) for name, m in self.linears.items()}
 
-    def of(name, module):
-        for part, its_roles in declared.items():
-            if name == part or name.startswith(part + "."):
-                return set(its_roles)
-        return role(name, module)
+    def _refuse(self, flag, instead):
+        reason = "it has no nn.Linear, and convolutions stay as they are"
+        for name, why in self.left_out.items():
+            if not why.startswith("convolution"):
+                reason = f"'{name}' is left out ({why})"
+                break
+        what = f"no layer of this net can be multiplied in {self.format}"
+        raise Refused(f"{flag}: {what}, {reason}; use {instead}")
 
-    return {name: of(name, module) for name, module in net.named_modules()}
+    def count_flops(self, model, args, kwargs=None):
+        """Fill in `flops` from one pass over shapes, once. args, kwargs: of the model, in the dtypes it
+        takes.
+
+        `flops` stays None for a net that can't run on the meta device.
+        """
+        if self.flops is not None:
+            return
+        notes = [s.register_forward_pre_hook(_note_shape(s)) for s in self.functional.values()]
+        try:
+            with self.plain(model):
+                by_module, by_kind = module_flops(model, args, kwargs, self.backward)
+        except Exception:  # a net that looks at values can't run on shapes: no share is told
+            return
+        finally:
+            for note in notes:
+                note.remove()
+        inside = {name: by_module.get(name, 0) for name in (*self.layers, *self.functional)}
+        self.flops = {**inside, "all": sum(by_kind.values())}
+
+    @property
+    def share(self):
+        """Share of the FLOPs of products and convolutions in 8 bits, or None before `count_flops`."""
+        if self.flops is None:
+            return None
+        inside = [name for name, scaling in self.functional.items() if not scaling.left_out]
+        return sum(self.flops[name] for name in (*self.layers, *inside)) / max(1, self.flops["all"])
+
+    def _part(self, *names):
+        if self.flops is None:
+            return ""
+        return f", {sum(self.flops[name] for name in names) / max(1, self.flops['all']):.1%}"
+
+    def summary(self):
+        """One line: scaling, backend, how much is covered."""
+        covered = len(self.layers) + len(self.functional)
+        linears = covered + sum(not why.startswith("convolution") for why in self.left_out.values())
+        share = "" if self.share is None else f", {self.share:.1%} of the FLOPs of products and convolutions"
+        how = {how for *_, how in self.layers.values()} | ({self.own} if self.functional else set())
+        return f"{self.scaling}, by {' and '.join(sorted(how))}: {covered} of {linears} linear layers{share}"
+
+    def _settings(self):
+        return {"format": self.format, "scaling": self.scaling}
+
+    def json(self):
+        layers = []
+        for name, (inputs, outputs, how) in self.layers.items():
+            layers.append(dict(name=name, inputs=inputs, outputs=outputs, matmul=how))
+        for name, scaling in self.functional.items():
+            layers.append(dict(name=name, matmul=self.own))
+            if scaling.left_out:
+                layers[-1]["left_out"] = scaling.left_out
+        if self.flops is not None:
+            for layer in layers:
+                layer["flops"] = self.flops[layer["name"]]
+        total = self.flops and self.flops["all"]
+        rest = dict(layers=layers, left_out=self.left_out, flops_share=self.share, flops=total)
+        return {**self._settings(), **rest}
+
+    def __str__(self):
+        lines = [f"{self.format}: {self.summary()}"]
+        alike = {}  # layers that differ in a number of their name alone -> their names
+        for name, layer in self.layers.items():
+            alike.setdefault((re.sub(r"\d+", "*", name), *layer), []).append(name)
+        for (pattern, k, n, how), names in alike.items():
+            what = names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
+            lines.append(f"  {what}: {k} to {n}, {how}{self._part(*names)}")
+        for name, scaling in self.functional.items():
+            how = f"left out, {scaling.left_out}" if scaling.left_out else self.own
+            lines.append(f"  {name}: {how}{self._part(name)}")
+        reasons = {}
+        for name, why in self.left_out.items():
+            reasons.setdefault(why, []).append(name)
+        for why, names in reasons.items():
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            lines.append(f"  not in {self.format}: {', '.join(names[:4])}{more} ({why})")
+        return "\n".join(lines)

@@ -1,5 +1,5 @@
 """2:4 sparsity of Linear layers: of every four weights that lie side by side along the input, at most two are
-not zero. Needs torch alone; copy it with machine, method and flops.
+not zero.
 
     python train.py --model dit --sparse24 srste                         trains with the mask
     python train.py --sample runs/dit --sparse24 magnitude               prunes a finished run, draws from it
@@ -49,9 +49,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..machine import Refused, device_facts, support
+from ..errors import Refused
+from ..machine import device_facts, support
+from ..roles import roles
 from .flops import module_flops
-from .method import Method, roles
+from .method import Method
 
 DECAY = 2e-4  # lambda of SR-STE in its authors' code
 MODES = {"magnitude": "pruned once, the mask is fixed", "srste": "pruned anew at each step"}

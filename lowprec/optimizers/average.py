@@ -5,54 +5,26 @@
     optimizer.step()
     average.update()                     # average.shadow is {name: tensor}
 
-`OnCPU` keeps it in the memory of the CPU while the weights are on a GPU. Needs torch alone; copy it.
+`OnCPU` keeps it in the memory of the CPU while the weights are on a GPU.
 """
 
 import functools
 
 import torch
 
-from ..fsdp import grouped, local
-from ..machine import Refused, check_choice
-from ..rounding import DTYPES, UPDATES, Noise, exact_weight, fused, key_words, noise_bits, rounded, written
-from .buckets import Bucket, Table
+from ..errors import Refused, check_choice
+from ..kernels.compiled import fused, triton_step
+from ..rounding import (
+    DTYPES,
+    UPDATES,
+    Noise,
+    _ema_kernel,
+    exact_weight,
+    key_words,
+)
+from .buckets import Bucket, Table, grouped, local
 
 # ---- The average -------------------------------------------------------------------------------------------
-
-
-def _ema_kernel(shadow, held, low, h, key, stochastic):
-    s, held = shadow.float(), exact_weight(held, low)
-    s = s + (held - s) * h[0]
-    shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
-
-
-@functools.cache
-def triton_step():
-    """The module of the step and the average as Triton kernels; None where there is no Triton."""
-    try:
-        from ..kernels import triton_step
-    except ImportError:
-        return None
-    return triton_step
-
-
-def part_of(average, at):
-    """What moves along with entries `at`, a slice, with the noise of their places; None: nothing does."""
-    if average is None:
-        return None
-    flat, h, key, stochastic = average
-    if stochastic and at.start:
-        key = key + torch.tensor([0, 0, at.start, 0], dtype=torch.int32)
-    return flat[at], h, key, stochastic
-
-
-def move_along(average, x, p, low, noise=None):
-    """In a kernel that has written fp32 x [n] into weight `p` and its low part by `write_weight`: move the
-    average of it. average: what `EMA.along` gave; None: do nothing.
-    """
-    if average is not None:
-        flat, *how = average
-        _ema_kernel(flat, written(x, p.dtype, low, noise), None, *how)
 
 
 def no_low_part(p):

@@ -1,9 +1,12 @@
-"""Tensors of a step gathered into few flat vectors, and its numbers into two tables. Needs torch alone; copy
-it.
+"""Tensors of a step gathered into few flat vectors, and its numbers into two tables.
 """
+
+import dataclasses
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ..errors import Refused
 
 # ---- Buckets -----------------------------------------------------------------------------------------------
 
@@ -58,7 +61,7 @@ class Bucket:
         return _unflatten_dense_tensors(flat, tensors)
 
     def length(self, n):
-        """How many of `n` values of a state are held here: all of them, see sharding.Rows."""
+        """How many of `n` values of a state are held here: all of them, see buckets.Rows."""
         return n
 
     def rows(self, size=None):
@@ -100,3 +103,194 @@ class Table:
 def scale_of(grad_scale, p):
     """What the gradient of parameter p is multiplied by. grad_scale: of all, or {parameter: of each}."""
     return grad_scale.get(p, 1.0) if isinstance(grad_scale, dict) else grad_scale
+
+BLOCK = 256  # entries; a multiple of every format's block
+
+
+def is_spread(t):
+    """Whether a tensor is a DTensor."""
+    return hasattr(t, "device_mesh")
+
+
+def local(t):
+    """A tensor without its graph; of a DTensor this rank's rows."""
+    t = t.detach()
+    return t.to_local() if is_spread(t) else t
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Entries `first` to `last` of a tensor of `whole` entries, flat. bounds: where each rank's begin, and
+    the end. mesh, placements: as a DTensor has them; dim: of the mesh that spreads it.
+    """
+
+    first: int
+    last: int
+    whole: int
+    bounds: tuple
+    shape: torch.Size
+    mesh: object
+    placements: tuple
+    dim: int
+
+    @property
+    def group(self):
+        """The ranks that share the tensor."""
+        return self.mesh.get_group(self.dim)
+
+    @property
+    def rows(self):
+        """The shape of this rank's part."""
+        row = self.whole // max(1, self.shape[0])
+        return torch.Size((((self.last - self.first) // max(1, row)), *self.shape[1:]))
+
+
+def part_of(t):
+    """The Part of a DTensor; None for another tensor. Raises Refused where it is not made of whole rows."""
+    if not is_spread(t):
+        return None
+    spread = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
+    plain = len(spread) == 1 and type(t.placements[spread[0]]).__name__ == "Shard"
+    if not plain or t.placements[spread[0]].dim != 0 or t.dim() == 0:
+        how = ", ".join(map(str, t.placements))
+        raise Refused(f"a parameter is spread as ({how}): fully_shard along dim 0 alone, without other plans")
+    dim, rows, whole = spread[0], t.shape[0], t.numel()
+    ranks = t.device_mesh.size(dim)
+    each, row = -(-rows // ranks), whole // max(1, rows)
+    bounds = tuple(min(rows, each * rank) * row for rank in range(ranks + 1))
+    rank = t.device_mesh.get_local_rank(dim)
+    return Part(
+        bounds[rank], bounds[rank + 1], whole, bounds, t.shape, t.device_mesh, tuple(t.placements), dim
+    )
+
+
+def gathered(t, part):
+    """The whole tensor of which this rank holds `t`, or the tensor itself where part is None. All ranks call
+    it.
+    """
+    if part is None:
+        return t
+    if t.dtype == torch.int16:  # neither gloo nor NCCL carries it, but its bits
+        return gathered(t.view(torch.bfloat16), part).view(torch.int16)
+    return as_dtensor(t, part).full_tensor()
+
+
+def as_dtensor(t, part):
+    """The DTensor of which this rank holds `t`; it shares its memory."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(part.shape, device="meta").stride()
+    rows = t.view(part.rows)
+    return DTensor.from_local(
+        rows, part.mesh, part.placements, run_check=False, shape=part.shape, stride=stride
+    )
+
+
+class Rows(Bucket):
+    """This rank's part of one parameter as a bucket, with the rest of the blocks of codes that it shares.
+
+    start: of the bucket in which the parameter would lie on one rank; ahead: entries before it there. block:
+    entries that stay together, 1 where nothing is coded.
+    """
+
+    def __init__(self, index, tensor, start, ahead, block):
+        self.indices, self.part = [index], part_of(tensor)
+        first, last, whole = self.part.first, self.part.last, self.part.whole
+        self.own = last - first
+        self.first = first // block * block if self.own else first
+        self.numel = min(-(-last // block) * block, whole) - self.first if self.own else 0
+        self.skip = first - self.first  # entries of other ranks that come before this one's
+        self.start, self.ahead, self.block, self.edges = start, ahead + self.first, block, None
+
+    @property
+    def shared(self):
+        """The numbers of the blocks that two ranks or more share: the same list on every rank."""
+        inner = {bound for bound in self.part.bounds[1:-1] if bound < self.part.whole}
+        return sorted({bound // self.block for bound in inner if bound % self.block})
+
+    def gather(self, tensors):
+        flat = local(tensors[0]).reshape(-1)
+        if flat.numel() == self.numel:
+            return flat
+        whole = flat.new_zeros(self.numel)
+        whole[self.skip : self.skip + self.own] = flat
+        return whole
+
+    def gather_gradients(self, tensors):
+        flat = self.gather(tensors)
+        if self.edges is not None and self.numel > self.own:
+            before, after = self.edges
+            flat[: self.skip], flat[self.skip + self.own :] = before, after
+            self.edges = None
+        return flat
+
+    def scatter(self, flat, tensors):
+        (view,), own = self.views(flat, tensors), local(tensors[0])
+        if view.data_ptr() != own.data_ptr():
+            own.copy_(view)
+
+    def views(self, flat, tensors):
+        return [flat[self.skip : self.skip + self.own].view(self.part.rows)]
+
+    def length(self, n):
+        return self.numel if n else 0
+
+    def rows(self, size=None):
+        if not self.numel:
+            return []
+        found, end, size = [], self.ahead + self.numel, size or self.ahead + self.numel
+        for at in range(self.ahead // size * size, end, size):  # as the whole tensor is cut
+            first = max(at, self.ahead)
+            found.append((first - self.ahead, min(at + size, end) - self.ahead, self.start + at, first - at))
+        return found
+
+
+def grouped(tensors, keys, block_of=lambda t: 1):
+    """As Bucket.group; a tensor that is spread has a bucket of its own, which numbers its entries as one rank
+    would. block_of: tensor -> entries of a block of its codes, 1 for none.
+    """
+    found = []
+    for bucket in Bucket.group(tensors, keys):
+        if not is_spread(tensors[bucket.indices[0]]):
+            found.append(bucket)
+            continue
+        ahead = 0
+        for i in bucket.indices:
+            found.append(Rows(i, tensors[i], bucket.start, ahead, block_of(tensors[i])))
+            ahead += tensors[i].numel()
+    return found
+
+
+def exchange(buckets, grad_of):
+    """Give each bucket the gradients of the entries that it shares with other ranks, as its `edges`."""
+    shared = [bucket for bucket in buckets if isinstance(bucket, Rows) and bucket.shared]
+    groups = {}
+    for bucket in shared:
+        groups.setdefault(bucket.part.group, []).append(bucket)
+    for group, members in groups.items():
+        device = local(members[0].params[0]).device
+        places = [(bucket, number) for bucket in members for number in bucket.shared]
+        bits = torch.zeros(len(places), BLOCK, dtype=torch.int32, device=device)
+        for row, (bucket, number) in zip(bits, places, strict=True):
+            first, start = bucket.part.first, number * BLOCK
+            a, b = max(first, start), min(bucket.part.last, start + BLOCK)
+            if a < b:
+                g = local(grad_of(bucket.params[0])).reshape(-1)[a - first : b - first]
+                row[a - start : b - start] = g.float().view(torch.int32)
+        torch.distributed.all_reduce(bits, group=group)
+        values = dict(zip(places, bits.view(torch.float32), strict=True))
+        for bucket in members:
+            first, last = bucket.part.first, bucket.part.last
+            before = after = bits.new_zeros(0).float()
+            if bucket.skip:
+                before = values[bucket, first // BLOCK][: bucket.skip]
+            if bucket.first + bucket.numel > last:
+                at = last % BLOCK
+                after = values[bucket, last // BLOCK][at : at + bucket.first + bucket.numel - last]
+            bucket.edges = before, after
+
+
+def whole_alone(name):
+    """What is said of an optimiser that takes no part of a tensor."""
+    rows = "steps no rows of a tensor, and a rank of fully_shard (--fsdp) has these alone"
+    return f"{name} {rows}: use adamw, sgd or lion of ours"

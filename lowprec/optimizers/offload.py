@@ -11,14 +11,14 @@ go back on another. So the GPU holds the moments of two buckets at most, and non
 A step moves all moments over the bus and back: 16 bytes a parameter in fp32, 4 in 8-bit codes. Forward and
 backward hide none of that, for the gradients come last. What completes a bf16 weight stays on the GPU: the
 average reads Kahan's compensation, remainder or fp32 master at every step. torch rounds each piece of pinned
-memory up to a power of two. Works with all optimisers after `optim.Rounded`. Needs torch alone; copy it.
+memory up to a power of two. Works with all optimisers after `Rounded`.
 """
 
 import copy
 
 import torch
 
-from ..machine import Refused
+from ..errors import Refused
 from .rounded import LOW, Rounded
 
 ALIGNED = 256  # bytes; vectorised kernels need 16

@@ -14,14 +14,14 @@ What needs all gradients before the first update can't be had: their norm, their
 processes, a loss scale that skips steps. So `clip` bounds the norm of each tensor's gradient by itself. Every
 backward pass that reaches a parameter updates it: set requires_grad=False on a net that only passes gradients
 on. Learning rates are read in backward, so a schedule moves them before it or after `optimizer.step()`.
-Works with optimisers after `optim.Rounded`. Needs torch alone; copy it.
+Works with optimisers after `Rounded`.
 """
 
 import operator
 
 import torch
 
-from ..machine import Refused
+from ..errors import Refused
 from .rounded import SPARSE, Rounded
 
 # ---- Norms -------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def clipping(norm, most):
 
 
 class Release:
-    """Lets `optimizer` update within backward. optimizer: a subclass of optim.Rounded, or several joined.
+    """Lets `optimizer` update within backward. optimizer: a subclass of Rounded, or several joined.
 
     gradient: parameter -> what it is updated by, p.grad or something made of it. clip: largest norm of a
     tensor's gradient, 0 for none. Raises Refused for other optimisers; during backward for a second gradient
@@ -52,7 +52,7 @@ class Release:
 
     updated: the parameters that this step's backward has updated. hold: whether backward leaves gradients for
     `optimizer.step()`, the ordinary step; set it between steps, as a Watch does for those it looks at.
-    watched: a writes.StepReport that is shown each write, or None; norms and nonfinite: {parameter: 0-dim
+    watched: a telemetry.StepReport that is shown each write, or None; norms and nonfinite: {parameter: 0-dim
     tensor}, while there is one. before: called once a step, before the first write.
     """
 

@@ -1,11 +1,11 @@
 """Other people's optimisers and averages, asked the questions that ours answer. They are read, never changed.
 
-    answers = answering(torch.optim.AdamW(model.parameters()))      # held, moment, wanted; see optim.Rounded
+    answers = answering(torch.optim.AdamW(model.parameters()))      # held, moment, wanted; see Rounded
     average = Average.of(EMAModel(model.parameters()), model)       # shadow, decay
 
 What an optimiser wants is known by the arithmetic of AdamW from the states it holds, or by letting the
 optimiser itself step an fp32 copy of one tensor. Both work on samples where the update of an entry depends on
-that entry alone. Needs torch alone; copy it.
+that entry alone.
 """
 
 import copy
@@ -18,9 +18,9 @@ from contextlib import contextmanager
 
 import torch
 
-from ..machine import Refused
+from ..errors import Refused
 from ..optimizers import peers
-from .writes import local
+from ..telemetry import local
 
 # ---- Optimisers --------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Average:
 
     @classmethod
     def of(cls, ema, model):
-        """An Average of a module, a dict of tensors, torch's AveragedModel, diffusers' EMAModel, optim.EMA,
+        """An Average of a module, a dict of tensors, torch's AveragedModel, diffusers' EMAModel, EMA,
         or an object that holds one of them. Raises Refused for anything else, and where no name fits.
         """
         names = [name for name, _ in model.named_parameters()]
@@ -378,7 +378,7 @@ class Average:
             return cls(read, lambda: _first_number(ema, ("cur_decay_value", "decay")))
         if isinstance(ema, dict):
             return cls(lambda: ema, _unknown)._fitting(names)
-        if isinstance(getattr(ema, "shadow", None), dict):  # optim.EMA
+        if isinstance(getattr(ema, "shadow", None), dict):  # EMA
             return cls(lambda: ema.shadow, lambda: _first_number(ema, ("decay",)))._fitting(names)
         for holder in ("module", "ema_model", "averaged_model", "model"):
             inner = getattr(ema, holder, None)
@@ -392,7 +392,7 @@ class Average:
             return cls(_parameters(ema), _unknown)._fitting(names)
         raise Refused(
             f"ema: {type(ema).__name__} is no average that Watch can read: give the module, a dict "
-            f"{{name: tensor}}, AveragedModel, EMAModel or optim.EMA"
+            f"{{name: tensor}}, AveragedModel, EMAModel or EMA"
         )
 
     def _fitting(self, names):

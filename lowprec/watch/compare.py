@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ..machine import Refused
+from ..errors import Refused
 from .verdicts import Diagnosis, Finding
 
 NARROW = (torch.bfloat16, torch.float16)

@@ -6,11 +6,11 @@ import re
 
 import torch
 
-from ..layers.method import roles
+from ..roles import roles
+from ..telemetry import sample
 from . import net_state
 from .adapters import accumulates, steps_of
 from .verdicts import LIMITS, Finding
-from .writes import sample
 
 STILL = 0.02  # a share written that is as good as none
 GAINS = 0.5  # share of a norm's gains that are 1.0
@@ -538,7 +538,7 @@ def dead_parts(seen):
 
 def dead_part(alive, shape, most):
     """Which aligned half, third or quarter of the rows or columns is dead as a whole while the rest lives;
-    "" where none is. alive: bool, of a sample (writes.sample) of a tensor of this shape.
+    "" where none is. alive: bool, of a sample (telemetry.sample) of a tensor of this shape.
     """
     places = sample(torch.arange(math.prod(shape)), most)
     for dim, what in ((0, "rows"), (1, "columns")):

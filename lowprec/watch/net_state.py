@@ -1,6 +1,6 @@
 """What a net holds that no step writes: frozen parameters, parameters that no optimiser has, rounded buffers.
 
-Nothing here needs a step: a look at names, flags and values is enough. Needs torch alone; copy it.
+Nothing here needs a step: a look at names, flags and values is enough.
 """
 
 import re

@@ -24,16 +24,17 @@ import sys
 
 import torch
 
-from ..machine import Refused
+from ..errors import Refused
+from ..telemetry import StepReport, sample, stays
 from . import findings, net_state
 from .adapters import Average, answering, check_states, grad_scale, hooked, renew, skips, steps_of
 from .verdicts import Diagnosis
 from .write_errors import Errors
-from .writes import StepReport, Sums, Tally, Writes, sample, stays, totals
+from .writes import Sums, Tally, Writes, totals
 
 __all__ = ["StepReport", "Tally", "Watch", "Writes", "sample", "stays"]
 
-MOST, LEAST = 1 << 12, 5 << 9  # entries of a tensor's sample, see writes.sample
+MOST, LEAST = 1 << 12, 5 << 9  # entries of a tensor's sample, see telemetry.sample
 
 
 class Steps(Sums):
@@ -76,9 +77,9 @@ class Facts:
 class Watch:
     """See above. model: the net that the optimiser trains, wrapped or not. optimizer: a torch optimiser or
     what wraps one, as Accelerate does. ema: a module, {name: tensor}, torch's AveragedModel, diffusers'
-    EMAModel, optim.EMA, or None. every: steps between two looks; the first step is looked at too.
+    EMAModel, EMA, or None. every: steps between two looks; the first step is looked at too.
     others: further optimisers of this net, whose parameters are theirs, as with Muon beside AdamW.
-    most: entries of a sample, see writes.sample; by default an eighth of what a tensor of the net has on
+    most: entries of a sample, see telemetry.sample; by default an eighth of what a tensor of the net has on
     average, from LEAST to MOST, so that a look at a small net is as cheap as its steps.
 
     Raises Refused for an optimiser or an average of no known kind, and for states of AdamW that are cut.

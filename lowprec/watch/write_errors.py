@@ -3,7 +3,7 @@
 The error of a write, (written - wanted) in ulps, counted positive away from zero, has the mean 0 under
 stochastic rounding, and the variance f (1 - f) where f is the fraction of an ulp that is rounded away. So
 each sum of errors has a standard error that is known beforehand, and a figure is named only where it is
-beyond 6 of them. Needs torch alone; copy it.
+beyond 6 of them.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a training step writes, against what fp32 arithmetic wanted to write. Needs torch alone.
+"""What a training step writes, against what fp32 arithmetic wanted to write.
 
     report = StepReport(optimizer, grads, scale, named_params, shadow)
     optimizer.step(grads=grads, grad_scale=scale)
@@ -8,7 +8,7 @@
 
 An optimiser computes in fp32 and writes into fewer bits. What fp32 wanted is compared with what was written:
 `StepReport` counts the entries of one step, for a run's telemetry; `Writes` adds up the movement of several,
-tensor by tensor, for the doctors. Both ask an optimiser three of its five questions (see optim.Rounded) and
+tensor by tensor, for the doctors. Both ask an optimiser three of its five questions (see Rounded) and
 know no optimiser by name:
 
     held(p, pick)           the fp32 value that it holds for parameter p
@@ -26,151 +26,7 @@ import math
 import torch
 
 from ..optimizers.buckets import scale_of
-
-# ---- Samples -----------------------------------------------------------------------------------------------
-
-
-def sample(t, most=1 << 16):
-    """Flat entries of tensor `t`, evenly spread: about `most` of a large one, all of one below 2 * `most`.
-
-    The stride shares no factor with the number of entries, and so none with the length of a row: entries come
-    from every column alike. A stride of 256 would see 16 of the 4,096 columns of a 4096 x 4096 weight.
-    Returns a view where `t` is contiguous.
-    """
-    flat = (t.detach() if type(t) in PLAIN else local(t)).reshape(-1)  # [...] -> [entries]
-    n = flat.numel()
-    return flat if n < 2 * most else flat[:: _stride(n, most)]
-
-
-@functools.cache
-def _stride(n, most):
-    stride = max(1, n // most)
-    while math.gcd(stride, n) > 1:
-        stride += 1
-    return stride
-
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def local(t):
-    """A tensor without its graph; of one that is spread over ranks this rank's part, as values."""
-    t = t.detach()
-    if hasattr(t, "to_local"):
-        t = t.to_local()
-    return t if type(t) in PLAIN or not hasattr(t, "dequantize") else t.dequantize()  # torchao's codes
-
-
-def announce(optimizer, grads, scale):
-    """Tell an optimiser whose update of an entry depends on the whole tensor what its next step will be
-    given; the others need samples alone. grads: {parameter: gradient}, or None for those in place.
-    """
-    listen = getattr(optimizer, "announce", None)
-    if listen is not None:
-        listen(grads, scale)
-
-
-def stays(stored, target):
-    """Whether fp32 `target`, rounded to nearest in the dtype of `stored`, is `stored` again. Both [n]."""
-    return target.to(stored.dtype) == stored
-
-
-# ---- One step, counted -------------------------------------------------------------------------------------
-
-
-class StepReport:
-    """Counts which entries of weights, moments and average a step changed, of those that it should change.
-
-    Make it before the optimiser's step, ask `written` after that step, and `averaged` after the average's.
-    grads: {parameter: gradient}. scale: float or 0-dim tensor that the step multiplies gradients by, or
-    {parameter: one of these}. A step that is done tensor by tensor adds each before its write.
-    named_params: [(name, parameter)]. shadow: {name: tensor of the average}. total: number -> its sum over
-    ranks, where each has a part of every tensor.
-    """
-
-    def __init__(self, optimizer, grads, scale, named_params, shadow, total=None):
-        self.optimizer, self.named_params, self.shadow = optimizer, named_params, shadow
-        self.count = functools.partial(_Count, total)
-        self.before = {}
-        self.add(grads, scale)
-        self.shadow_before = {name: sample(t).clone() for name, t in shadow.items()}
-
-    @torch.no_grad()
-    def add(self, grads, scale):
-        """Look at parameters that are about to be written."""
-        announce(self.optimizer, grads, scale)
-        self.before.update((p, self._before(p, sample(g), scale_of(scale, p))) for p, g in grads.items())
-
-    def _before(self, p, g, scale):
-        # cloned: an answer may be a view of what the step is about to overwrite
-        held = self.optimizer.held(p, sample).clone()
-        moment = self._moment(p)
-        if moment is not None:
-            moment = moment.clone()
-        return g != 0, held, self.optimizer.wanted(p, g.float() * scale, sample), moment
-
-    def _moment(self, p):
-        return self.optimizer.moment(p, "exp_avg_sq", sample)
-
-    @torch.no_grad()
-    def written(self):
-        """What the optimiser's step wrote:
-
-        update_survival   share of the non-zero updates of weights that changed the value held
-        update_ratio      norm of the update that was wanted over the norm of the weights
-        exp_avg_sq_moved  share of the entries of the second moment that changed, of those that should; left
-                          out where the optimiser keeps none
-        """
-        wanted, survived = self.count(), self.count()
-        moving, moved = self.count(), self.count()
-        update_squares, weight_squares = self.count(), self.count()
-        for p in [p for _, p in self.named_params if p in self.before]:
-            has_grad, held, update, moment = self.before[p]
-            after = self.optimizer.held(p, sample)
-            if update is None:  # nobody can tell what was wanted: take what was done
-                want, update = has_grad, after - held
-            else:
-                want = update != 0
-            wanted.add(want)
-            survived.add(want & (after != held))
-            update_squares.add(update.double().square())
-            weight_squares.add(held.double().square())
-            if moment is not None:
-                should_move = has_grad | (moment != 0)
-                moving.add(should_move)
-                moved.add(should_move & (self._moment(p) != moment))
-        ratio = math.sqrt(update_squares.total() / max(weight_squares.total(), 1e-30))
-        report = {"update_survival": survived.total() / max(1, wanted.total()), "update_ratio": ratio}
-        if moving.total():
-            report["exp_avg_sq_moved"] = moved.total() / moving.total()
-        return report
-
-    @torch.no_grad()
-    def averaged(self):
-        """{"ema_moved": share of the average's entries that changed, of those that differ from their weight}.
-        """
-        moving, moved = self.count(), self.count()
-        for name, p in self.named_params:
-            old, new = self.shadow_before[name].to(p.device), sample(self.shadow[name]).to(p.device)
-            differs = self.optimizer.held(p, sample) != old.float()
-            moving.add(differs)
-            moved.add(differs & (new != old))
-        return {"ema_moved": moved.total() / max(1, moving.total())}
-
-
-class _Count:
-    """A sum that stays on its device until it is asked for: a GPU is waited for once, not once a tensor."""
-
-    def __init__(self, over=None):
-        self.sum, self.over = 0, over
-
-    def add(self, entries):
-        self.sum = self.sum + entries.sum()
-
-    def total(self):
-        total = self.sum if self.over is None else self.over(self.sum)
-        return total.item() if torch.is_tensor(total) else total
-
+from ..telemetry import announce, sample
 
 # ---- Many steps, added up ----------------------------------------------------------------------------------
 
@@ -393,7 +249,7 @@ class Writes:
     """What the writes of several steps lost: Tallies of weights, of second moments and of each average, with
     one column a tensor of `named_params`.
 
-    optimizer: answers `decay` and `coded` too (see optim.Rounded). averages: {name: optim.EMA, or what has
+    optimizer: answers `decay` and `coded` too (see Rounded). averages: {name: EMA, or what has
     its `shadow` and `decay`, which may be None}. `before` is a pre-step hook of torch optimisers; call
     `after` once the averages have been updated, or `stepped` after the step and `averaged` after the average.
     """

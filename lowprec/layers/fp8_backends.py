@@ -1,0 +1,151 @@
+"""Who multiplies in FP8: torch, torchao, Transformer Engine, or an emulation."""
+
+import dataclasses
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import Refused
+from ..machine import try_import
+from .fp8_product import CHOICES, E4M3, GRAD, INPUT, MULTIPLE, WEIGHT, scaled_mm_refusal
+
+
+def backend_refusal(backend, options, device):
+    """Why a backend can't carry out the options on a device, or None."""
+    if backend == "te":
+        if options.recipe == "rowwise":
+            return "Transformer Engine has no rowwise scaling"
+        if options.format == "e5m2":
+            return "Transformer Engine trains in hybrid and e4m3 only"
+        te, error = try_import("transformer_engine.pytorch")
+        if te is None:
+            return f"Transformer Engine can't be imported ({error}); requirements-te.txt installs it"
+        if not hasattr(te, "autocast"):
+            return "this Transformer Engine is too old; requirements-te.txt installs another"
+        needs = "Transformer Engine needs an NVIDIA GPU of compute capability 8.9 or later"
+        return None if E4M3.native(device) else needs
+    if backend == "torchao":
+        if options.recipe == "delayed":
+            return "torchao has no delayed scaling"
+        if options.format == "e5m2":
+            return "no kernel multiplies e5m2 by e5m2"
+        module, error = try_import("torchao.float8")
+        if module is None:
+            return f"torchao can't be imported ({error}); pip install -r requirements.txt"
+        if device.type == "cpu":
+            return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if options.recipe == "rowwise" else None
+        needs = "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
+        return None if E4M3.native(device) else needs
+    if device.type == "mps":
+        return "torch has no float8 on mps"
+    return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if backend == "scaled_mm" else None
+
+
+def resolve(options, device):
+    """The options with a backend that can run them on the device: on GPUs with FP8 tensor cores te, then
+    torchao, then scaled_mm; elsewhere scaled_mm, then emulate. A meta device settles nothing.
+
+    Raises Refused, naming the backends that can, when the one asked for can't.
+    """
+    device = torch.device(device)
+    if device.type == "meta":
+        return options
+    if options.backend == "auto":
+        libraries = ("te", "torchao") if E4M3.native(device) else ()
+        candidates = (*libraries, "scaled_mm", "emulate")
+        for backend in candidates:
+            refusal = backend_refusal(backend, options, device)
+            if refusal is None:
+                return dataclasses.replace(options, backend=backend)
+        raise Refused(f"--fp8 can't run on {device.type}: {refusal}; use --bf16")
+    refusal = backend_refusal(options.backend, options, device)
+    if refusal is None:
+        return options
+    others = [b for b in CHOICES["backend"][1:] if backend_refusal(b, options, device) is None]
+    instead = f"here works --fp8_backend {' or '.join(others)}" if others else "use --bf16"
+    raise Refused(f"--fp8_backend {options.backend}: {refusal}; {instead}")
+
+
+def te_recipe(options):
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+    form = Format.HYBRID if options.format == "hybrid" else Format.E4M3
+    if options.recipe != "delayed":
+        return Float8CurrentScaling(fp8_format=form)
+    return DelayedScaling(
+        fp8_format=form,
+        amax_history_len=options.amax_history_len,
+        amax_compute_algo=options.amax_compute_algo,
+    )
+
+
+def te_linear(linear, recipe, alone):
+    """A Transformer Engine Linear over the parameters of an nn.Linear.
+
+    alone: it enters te.autocast itself, as a finished net does that draws.
+    """
+    import transformer_engine.pytorch as te
+
+    class TELinear(te.Linear):
+        def forward(self, x):
+            rows = x.reshape(-1, x.shape[-1])  # [..., K] -> [M, K], M a multiple of 16
+            padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
+            with te.autocast(enabled=True, recipe=recipe) if alone else nullcontext():
+                y = super().forward(padded)
+            return y[: len(rows)].reshape(*x.shape[:-1], self.out_features)
+
+        # Transformer Engine's own extra state is a pickle, and loading one can run code: these are the same
+        # tensors, as tensors
+        def get_extra_state(self):
+            if not recipe.delayed() or "scaling_fwd" not in self.fp8_meta:
+                return {}
+            state = {}
+            for key in ("scaling_fwd", "scaling_bwd"):
+                own = self.fp8_meta[key]
+                state[key] = {"scale": own.scale.cpu(), "amax_history": own.amax_history.cpu()}
+            return state
+
+        def set_extra_state(self, state):
+            if not state:
+                return
+            with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
+                self.init_fp8_metadata()
+            for key, tensors in state.items():
+                self.fp8_meta[key].scale.copy_(tensors["scale"])
+                self.fp8_meta[key].amax_history.copy_(tensors["amax_history"])
+
+    biased, weight = linear.bias is not None, linear.weight
+    shape = linear.in_features, linear.out_features
+    new = TELinear(*shape, bias=biased, params_dtype=weight.dtype, device=weight.device)
+    new.weight = weight
+    if biased:
+        new.bias = linear.bias
+    return new
+
+
+def torchao_linear(linear, options):
+    from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity
+    from torchao.float8 import float8_linear as library
+
+    class Float8Linear(library.Float8Linear):
+        def forward(self, x):
+            if self.weight.device.type == "cpu":  # torchao heeds autocast on CUDA alone
+                x = x.to(self.weight.dtype)
+            # torchao reshapes its operand to a matrix, and can't copy one with a scale a row; what leaves an
+            # attention is a transposed view
+            return super().forward(x.contiguous())
+
+    rowwise = options.recipe == "rowwise"
+    granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
+    casts = [CastConfig(scaling_granularity=granularity, target_dtype=form.dtype) for form in options.formats]
+    config = Float8LinearConfig(
+        cast_config_input=casts[INPUT],
+        cast_config_weight=casts[WEIGHT],
+        cast_config_grad_output=casts[GRAD],
+        round_scales_to_power_of_2=rowwise,  # as torchao's own rowwise recipe
+        pad_inner_dim=True,
+    )
+    new = library.Float8Linear.from_float(linear, config)
+    new.__class__ = Float8Linear
+    return new

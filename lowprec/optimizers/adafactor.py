@@ -1,0 +1,65 @@
+"""Adafactor: a second moment for each row and column of a matrix in place of one for each weight."""
+
+import math
+
+import torch
+
+from .by_tensor import ByTensor
+
+
+class Adafactor(ByTensor):
+    """Adafactor (arXiv 1804.04235) without momentum: of a matrix the means of g^2 by row and by column.
+
+    A convolution's kernel [out, in, ...] is the matrix [out, rest]; vectors keep all of exp_avg_sq. A step
+    is min(lr, 1/sqrt(t)) of the tensor's RMS (at least eps[1]), clipped to an RMS of `clip` before that. So
+    a tensor that starts at zero, as the last layer of many diffusion nets, grows slowly at first. The squares
+    decay by 1 - t^beta2_decay. eps[0] is added to g^2, as the paper has it; torch.optim.Adafactor
+    bounds their mean instead, by 1.2e-7, which changes gradients below 3e-4.
+    """
+
+    moments = ("row_var", "col_var", "exp_avg_sq")
+    sites = ("row_var", "col_var")
+    signed = dict.fromkeys(moments, False)
+    flags = {"lr": 1e-2}
+
+    def __init__(
+        self, params, lr=1e-2, beta2_decay=-0.8, eps=(1e-30, 1e-3), clip=1.0, weight_decay=0.0, **writing
+    ):
+        options = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), clip=clip, weight_decay=weight_decay)
+        super().__init__(params, options, **writing)
+
+    def shape(self, p, name):
+        if p.dim() < 2:
+            return p.shape if name == "exp_avg_sq" else None
+        rows = p.shape[0]
+        return {"row_var": (rows, 1), "col_var": (1, p.numel() // max(1, rows))}.get(name)
+
+    def numbers(self, group, step):
+        rate = min(float(group["lr"]), step**-0.5)
+        return [step ** group["beta2_decay"], rate, *group["eps"], group["clip"]]
+
+    def update_tensor(self, g, moments, numbers, held):
+        rest, rate, eps1, eps2, clip = numbers
+        squares, new = g.square() + eps1, {}
+        if "row_var" in moments:
+            squares = squares.flatten(1)  # [out, in, ...] -> [out, rest]
+            rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
+            new["row_var"] = moments["row_var"].lerp(rows, rest)
+            new["col_var"] = moments["col_var"].lerp(columns, rest)
+            # rows * columns / mean(rows) would be 0 in fp32 for small gradients: a root of each factor
+            by_row = (new["row_var"] / new["row_var"].mean()).rsqrt()
+            update = (g.flatten(1) * by_row * new["col_var"].rsqrt()).view_as(g)
+        else:
+            new["exp_avg_sq"] = moments["exp_avg_sq"].lerp(squares, rest)
+            update = g * new["exp_avg_sq"].rsqrt()
+        size = _rms(held).clamp_min(eps2) * rate / (_rms(update) / clip).clamp_min(1.0)
+        return -size * update, new
+
+    def decay(self, p, name):
+        step = self.state[p]["step"] + 1
+        known = name in self.moments
+        return (1 - step ** self._group(p)["beta2_decay"], math.inf) if known else (math.nan, 0)
+
+
+def _rms(t):
+    return torch.linalg.vector_norm(t) / max(1, t.numel()) ** 0.5

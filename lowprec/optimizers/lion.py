@@ -1,0 +1,36 @@
+"""Lion, written in any of the ways of `Rounded`."""
+
+import math
+
+import torch
+
+from .rounded import BY_HAND, Rounded
+
+
+class Lion(Rounded):
+    """Lion (arXiv 2302.06675): the sign of a mean of gradient and momentum. All steps have the size lr."""
+
+    moments = ("exp_avg",)
+    flags = {"lr": 1e-4, "beta2": 0.99}
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **writing):
+        super().__init__(params, dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay), **writing)
+
+    def numbers(self, group, step):
+        beta1, beta2 = group["betas"]
+        return [1 - beta1, 1 - beta2, -float(group["lr"])]
+
+    @staticmethod
+    def direction(g, moments, h):
+        (m,) = moments
+        mean = m + h[2] * (g - m)
+        # the sign of NaN is 0 in torch: the entry would stand still for ever, and nobody would see why
+        sign = torch.where(mean == mean, mean.sign(), mean)
+        return h[4] * sign, (m + h[3] * (g - m),)
+
+    def decay(self, p, name):
+        known = name in self.moments
+        return (self._group(p)["betas"][1], math.inf) if known else (math.nan, 0)
+
+
+BY_HAND[Lion.direction] = "lion"

@@ -1,0 +1,111 @@
+"""Muon: orthogonalised momentum for the matrices of hidden layers."""
+
+import math
+
+import torch
+from torch import nn
+
+from ..errors import Refused
+from ..roles import role, roles
+from ..rounding import DTYPES
+from .by_tensor import ByTensor
+
+
+class Muon(ByTensor):
+    """Muon (Keller Jordan 2024): the momentum of a matrix, its singular values brought near 1.
+
+    For matrices of hidden layers; a convolution's kernel [out, in, ...] is the matrix [out, rest]. The other
+    parameters belong to AdamW, see `divided`. orthogonalise: the dtype of the Newton-Schulz iteration, "fp32"
+    or "bf16", as published. adjust: "match_rms_adamw" (arXiv 2502.16982) makes steps as long as AdamW's, so
+    that one learning rate serves both; "original" multiplies by sqrt(max(1, rows / columns)).
+    """
+
+    moments = ("momentum",)
+    sites = ("momentum", "orthogonalise")
+    others = "adamw"
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        momentum=0.95,
+        nesterov=True,
+        weight_decay=0.0,
+        orthogonalise="fp32",
+        adjust="match_rms_adamw",
+        **writing,
+    ):
+        self.dtype, self.adjust = DTYPES[orthogonalise], ADJUST[adjust]
+        options = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+        super().__init__(params, options, **writing)
+
+    def add_param_group(self, param_group):
+        params = [param_group["params"]] if torch.is_tensor(param_group["params"]) else param_group["params"]
+        param_group = {**param_group, "params": list(params)}
+        given = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
+        if any(p.dim() < 2 for p in given if torch.is_tensor(p)):
+            alone = "Muon takes matrices and kernels of convolutions, and here is a vector"
+            raise Refused(f"{alone}: give biases, norms, embeddings and heads to AdamW (peers.build does)")
+        super().add_param_group(param_group)
+
+    def numbers(self, group, step):
+        return [group["momentum"], float(bool(group["nesterov"])), float(group["lr"])]
+
+    def update_tensor(self, g, moments, numbers, held):
+        momentum, ahead, lr = numbers
+        m = moments["momentum"].lerp(g, 1 - momentum)
+        matrix = (g.lerp(m, momentum) if ahead else m).flatten(1)  # [out, in, ...] -> [out, rest]
+        update = orthogonalised(matrix, self.dtype).float()
+        return (-lr * self.adjust(*matrix.shape) * update).reshape(g.shape), {"momentum": m}
+
+    def decay(self, p, name):
+        known = name in self.moments
+        return (self._group(p)["momentum"], math.inf) if known else (math.nan, 0)
+
+
+ADJUST = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+    "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+}
+
+
+def orthogonalised(matrix, dtype, steps=5, eps=1e-7):
+    """A matrix [m, n] with the singular vectors of this one and singular values between 0.7 and 1.2, by the
+    quintic Newton-Schulz iteration of Muon in `dtype`, which the result has.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.to(dtype, copy=True)
+    tall = x.size(0) > x.size(1)
+    x = x.T if tall else x
+    x.div_(x.norm().clamp(min=eps))  # so that no singular value is above 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def hidden_matrices(net):
+    """The set of the parameters that Muon takes: matrices and kernels of the layers between the first and the
+    last. Not embeddings, heads and norms, as `method.roles` and names say, nor the first convolution.
+
+    net: a module, or parameters without names, of which all matrices and kernels are meant.
+    """
+    if not isinstance(net, nn.Module):
+        return {p for p in net if _matrix(p, p.dim() > 2)}
+    found, role_of, first = set(), roles(net), True
+    apart = {"norm", "embedding", "head"}
+    for name, module in net.named_modules():
+        convolution = isinstance(module, nn.modules.conv._ConvNd)
+        for own, p in module.named_parameters(recurse=False):
+            full = f"{name}.{own}".removeprefix(".")
+            if convolution and first and p.dim() > 1:
+                first = False
+            elif _matrix(p, convolution) and not apart & (role_of[name] | role(full, module)):
+                found.add(p)
+    tables = {p for m in net.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    return found - tables  # a head that is tied to an embedding among them
+
+
+def _matrix(p, convolution):
+    """Whether p has rows and columns: a vector that is laid out as a matrix has none."""
+    return (p.dim() == 2 or convolution and p.dim() > 2) and min(p.flatten(1).shape) > 1

@@ -1,0 +1,68 @@
+"""Segmentation: Dice and cross-entropy on a U-Net, scored by Dice and IoU of each class."""
+
+import torch
+
+from lowprec.machine import without
+from tasks import metrics
+from tasks.task import Task, picture
+
+PALETTE = [[0, 0, 0], [230, 80, 60], [60, 160, 230], [240, 200, 60], [90, 200, 120], [180, 100, 220]]
+
+
+class Segment(Task):
+    targets = "masks"
+    implied = {"size": "tiny", "data": "synthetic"}
+    watched = ("mean_iou", "higher")
+
+    def __init__(self, data, recipe, config):
+        super().__init__(data, recipe, config)
+        with without("transformers"):
+            from monai.losses import DiceCELoss
+
+        self.criterion = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True)
+
+    def nets(self):
+        from models import SEGMENTING
+
+        return SEGMENTING
+
+    def loss(self, model, batch, rng, step):
+        """Dice + cross-entropy of images [B, C, H, W] against masks [B, H, W]. Nothing in it is random."""
+        images, masks = batch
+        return self.criterion(model(images), masks[:, None])
+
+    @torch.no_grad()
+    def validate(self, model, rng):
+        """Held-out loss, and mean IoU and Dice of the foreground classes, over all held-out images."""
+        loss, scores = super().validate(model, rng), metrics.dice_and_iou(self._confusion(model, rng))
+        return {**loss, "mean_iou": scores["mean_iou"], "mean_dice": scores["mean_dice"]}
+
+    def preview(self, model, rng):
+        """Held-out images, below them their masks, below those the predictions."""
+        images, masks = self.data.heldout[list(range(min(8, len(self.data.heldout))))]
+        with torch.no_grad():
+            predicted = model(images.to(rng.device)).argmax(1).cpu()  # [B, classes, H, W] -> [B, H, W]
+        grey = (images.mean(1, keepdim=True).repeat(1, 3, 1, 1) + 1) / 2
+        rows = torch.cat([grey, _coloured(masks), _coloured(predicted)])  # [3 B, 3, H, W]
+        return {"segmentation": picture(rows * 2 - 1, len(images))}
+
+    @torch.no_grad()
+    def evaluate(self, model, rng):
+        """(scores, pictures): mean Dice and IoU of the foreground classes and each class's, over all
+        held-out images.
+        """
+        return metrics.dice_and_iou(self._confusion(model, rng)), self.preview(model, rng)
+
+    def _confusion(self, model, rng):
+        counts, heldout = 0, self.data.heldout
+        for start in range(0, len(heldout), 64):
+            images, masks = heldout[list(range(start, min(start + 64, len(heldout))))]
+            predicted = model(images.to(rng.device)).float().cpu()
+            counts = counts + metrics.confusion(predicted, masks, self.data.num_classes)
+        return counts
+
+
+def _coloured(classes):
+    """int [B, H, W] -> a colour a class, [B, 3, H, W] in [0, 1]."""
+    palette = torch.tensor(PALETTE) / 255
+    return palette[classes % len(palette)].permute(0, 3, 1, 2)

@@ -1,0 +1,59 @@
+"""Who may import whom, read from the imports of every file outside tests/."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# room -> the rooms that it may import, besides itself
+ALLOWED = {
+    "lowprec": (),
+    "lowprec/watch": ("lowprec",),
+    "harness": ("lowprec",),
+    "models": ("lowprec",),
+    "precision": ("lowprec", "harness.flags"),
+    "options": ("lowprec", "harness.flags"),
+    "tasks": ("lowprec", "harness", "precision", "models"),
+}
+for name in ("harness", "models", "precision", "options", "tasks"):
+    ALLOWED[name] += ("lowprec/watch",)
+BELOW_STRATEGIES = (*ALLOWED, "harness.flags")
+ALLOWED["strategies"] = BELOW_STRATEGIES
+ALLOWED["trainer"] = (*BELOW_STRATEGIES, "strategies")
+ALLOWED["doctor"] = (*ALLOWED["trainer"], "trainer")
+ALLOWED["train"] = (*ALLOWED["doctor"], "doctor")
+ALLOWED["benchmarks"] = (*ALLOWED["train"], "train")
+ALLOWED["bench"] = (*ALLOWED["benchmarks"], "benchmarks")
+ALLOWED["experiments"] = ALLOWED["bench"]
+
+
+def room(name):
+    """Of a module, as in lowprec.watch.writes."""
+    return "lowprec/watch" if name.startswith("lowprec.watch") else name.partition(".")[0]
+
+
+FILES = [path for path in ROOT.rglob("*.py") if room(".".join(path.relative_to(ROOT).parts)[:-3]) in ALLOWED]
+
+
+def imported(path):
+    """Full names of the modules of this repository that a file imports, anywhere in it."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            start = ".".join((*base, *(node.module or "").split("."))).strip(".")
+            for alias in node.names:
+                module = f"{start}.{alias.name}"
+                yield module if (ROOT / (module.replace(".", "/") + ".py")).exists() else start
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_what_its_room_may(path):
+    own = room(".".join(path.relative_to(ROOT).parts)[:-3])
+    for name in imported(path):
+        its = room(name)
+        assert its not in ALLOWED or its == own or its in ALLOWED[own] or name in ALLOWED[own], name
