@@ -4,7 +4,8 @@
     python bench.py sharding --ranks 2      # beside what real processes allocate: a DiT-S/8, a minute
 
 What is held and what is gathered are told in ledger.py; `train.py --fsdp --dry_run` says them of any run.
-Activations are neither, see `bench.py memory`. tests/test_fsdp.py makes the same comparison for a small net.
+Activations are neither, see `bench.py memory`. tests/harness/test_fsdp.py makes the same comparison for a
+small net.
 """
 
 import json

@@ -14,6 +14,7 @@ from lowprec.formats import FORMATS
 from lowprec.kernels import compiled as compiling
 from lowprec.layers import fp8_product
 from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.average import OnCPU
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import exact_weight
 
@@ -234,3 +235,39 @@ def steps(run, count=4, first=0, measure=False, gaps=False):
         run.backward(F.mse_loss(run(x, t), y))
         reports.append(run.step(measure=measure))
     return reports
+
+
+# ---- Averages on the CPU -----------------------------------------------------------------------------------
+
+
+class Slow:
+    """A Traffic whose copies are done at the last moment that its promises allow."""
+
+    def __init__(self):
+        self.waiting, self.copies = [], 0
+
+    def memory(self, n, dtype):
+        return torch.full((n,), 77).to(dtype)
+
+    def copy(self, pairs):
+        self.waiting += pairs
+        self.copies += 1
+
+    def wait(self):
+        for targets, sources in self.waiting:
+            for target, source in zip(targets, sources(), strict=True):
+                if target is not None:
+                    target.copy_(source)
+        self.waiting = []
+
+    before_writing = wait
+
+
+def moved_to_the_cpu(run):
+    """The run, with averages as they are kept on the CPU beside a GPU."""
+    for name, old in run.averages.items():
+        dtype = {torch.float32: "fp32", BF16: "bf16"}[old.dtype]
+        options = dict(low_part=run.low_part, warmup=old.warmup, seed=old.seed, traffic=Slow())
+        run.averages[name] = OnCPU(run.named_params, old.full_decay, dtype, old.update_mode, **options)
+    run.ema = run.averages["ema"]
+    return run

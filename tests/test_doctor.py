@@ -229,7 +229,7 @@ def test_ways_that_lead_to_the_image(flags):
 
 ANCESTRAL = """
 import torch
-from diffusion import DDPM, RFlow
+from tasks.diffusion import DDPM, RFlow
 
 
 class Ancestral(DDPM):
@@ -391,9 +391,7 @@ def test_entries_that_are_not_finite():
 WAVES = """
 import torch
 from torch import nn
-from flags import Flag
-from precision import Site
-from tasks import Task
+from tasks import Flag, Site, Task
 
 
 class Positions:

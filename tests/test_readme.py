@@ -69,7 +69,7 @@ def test_the_readme_has_commands():
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_readme_parses(command):
     if "FILE" in command or "mine.py" in command:
-        pytest.skip("names a file of the reader's own; tests/test_task_file.py runs one")
+        pytest.skip("names a file of the reader's own; tests/tasks/test_task_file.py runs one")
     # status 2 on an unknown flag or value
     given = vars(train.build_parser().parse_args(shlex.split(command)[1:]))
     assert set(given) <= set(train.FLAGS.defaults()) | {"dry_run", "check", "sample", "diagnose", "config"}

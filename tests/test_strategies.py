@@ -504,9 +504,8 @@ def test_tasks_are_found_by_name_or_in_a_file(tmp_path):
 def test_a_derived_task_may_change_a_default(tmp_path):
     file = tmp_path / "guided.py"
     row = 'Flag("guidance", 3.0, "stronger", "generation", kind="draw", type=float)'
-    file.write_text(
-        f"from flags import Flag\nfrom diffusion import RFlow\nclass Guided(RFlow):\n    flags = ({row},)\n"
-    )
+    imports = "from tasks import Flag\nfrom tasks.diffusion import RFlow\n"
+    file.write_text(f"{imports}class Guided(RFlow):\n    flags = ({row},)\n")
     kind, table, config = strategies.settled({"task": f"{file}:Guided"})
     assert config.guidance == 3.0 and config.label_dropout == 0.1 and config.velocity == "clean-noise"
     assert list(table.defaults()) == list(FLAGS.defaults())  # in its place, and nothing twice

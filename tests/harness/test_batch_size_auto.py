@@ -249,7 +249,7 @@ sys.exit(two_ranks.main())
 
 
 def two_ranks(limits, *words):
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     paths, words = [str(here), str(here.parent)], [str(word) for word in words]
     Path("in_two.py").write_text(RANKS.format(paths=paths, limits=limits, words=words))
     return subprocess.run([sys.executable, "in_two.py"], capture_output=True, text=True, timeout=300)

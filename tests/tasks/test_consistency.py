@@ -22,8 +22,7 @@ from cli import (
     quick,
     summary,
 )
-from common import same
-from test_release import moved_to_the_cpu
+from common import moved_to_the_cpu, same
 from test_strategies import batch, make, velocity_to
 
 import train

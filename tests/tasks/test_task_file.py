@@ -21,9 +21,7 @@ MINE = '''
 import torch
 from torch import nn
 
-from flags import Flag, natural
-from recipes import Site
-from tasks import Task
+from tasks import Flag, Site, Task, natural
 
 
 class Waves:

@@ -23,7 +23,7 @@ from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.rounding import _ema_kernel
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 triton = pytest.importorskip("triton", reason="needs Triton, which torch brings along on Linux alone")
 
 # where AdamW.write asks for the bits of torch's lerp and addcmul

@@ -15,7 +15,7 @@ from torch import nn
 from lowprec.optimizers import adamw
 from lowprec.watch import compare
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BF16 = torch.bfloat16
 
 

@@ -1,6 +1,6 @@
 """Every loader but that of image folders on small files made here, and the mistakes users make with them.
 
-    python -m pytest tests/test_data.py
+    python -m pytest tests/tasks/test_data.py
 """
 import math
 import os

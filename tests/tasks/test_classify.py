@@ -1,7 +1,7 @@
 """Classification: scores against scikit-learn, BatchNorm in bf16, every recipe through the command, and the
 reader of Fashion-MNIST.
 
-    python -m pytest tests/test_classify.py
+    python -m pytest tests/tasks/test_classify.py
 """
 
 import gzip

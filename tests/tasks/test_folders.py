@@ -1,6 +1,6 @@
 """folder:PATH on small images made here: what is found, what is refused, and what an index remembers.
 
-    python -m pytest tests/test_folders.py
+    python -m pytest tests/tasks/test_folders.py
 """
 import json
 import os

@@ -1,7 +1,7 @@
 """metrics.py and fit_features.py: distances against closed forms, scores that tell real, damaged and random
 images apart, and the net in whose features they are told apart.
 
-    python -m pytest tests/test_metrics.py
+    python -m pytest tests/tasks/test_metrics.py
 """
 import dataclasses
 import itertools

@@ -1,6 +1,6 @@
 """experiments/stats.py: verdicts and intervals against scipy, error rates and power by simulation.
 
-    python -m pytest tests/test_stats.py
+    python -m pytest tests/experiments/test_stats.py
 """
 import math
 

@@ -11,7 +11,19 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, RECIPES, batches, net, refused, same, same_state, start, steps, through_a_file
+from common import (
+    BF16,
+    RECIPES,
+    batches,
+    moved_to_the_cpu,
+    net,
+    refused,
+    same,
+    same_state,
+    start,
+    steps,
+    through_a_file,
+)
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -590,39 +602,6 @@ def test_a_step_copies_a_fixed_number_of_tensors_from_the_host_and_reads_none(na
 
 
 # ---- Averages on the CPU -----------------------------------------------------------------------------------
-
-
-class Slow:
-    """A Traffic whose copies are done at the last moment that its promises allow."""
-
-    def __init__(self):
-        self.waiting, self.copies = [], 0
-
-    def memory(self, n, dtype):
-        return torch.full((n,), 77).to(dtype)
-
-    def copy(self, pairs):
-        self.waiting += pairs
-        self.copies += 1
-
-    def wait(self):
-        for targets, sources in self.waiting:
-            for target, source in zip(targets, sources(), strict=True):
-                if target is not None:
-                    target.copy_(source)
-        self.waiting = []
-
-    before_writing = wait
-
-
-def moved_to_the_cpu(run):
-    """The run, with averages as they are kept on the CPU beside a GPU."""
-    for name, old in run.averages.items():
-        dtype = {torch.float32: "fp32", BF16: "bf16"}[old.dtype]
-        options = dict(low_part=run.low_part, warmup=old.warmup, seed=old.seed, traffic=Slow())
-        run.averages[name] = OnCPU(run.named_params, old.full_decay, dtype, old.update_mode, **options)
-    run.ema = run.averages["ema"]
-    return run
 
 
 @pytest.mark.parametrize("name", ["fp32", "stochastic", "kahan", "split opt8bit", "bf16 average"])

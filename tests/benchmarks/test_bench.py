@@ -202,13 +202,16 @@ def test_moments_of_any_length_are_held_in_codes(tmp_path):
 
 
 NEW = """
-import copy, formats, optim, optimizers, torch
-from peers import PEERS, Torch
+import copy, torch
+from lowprec import formats
+from lowprec.optimizers.build import OPTIMIZERS
+from lowprec.optimizers.peers import PEERS, Torch
+from lowprec.optimizers.rounded import Rounded
 
 formats.FORMATS["e4m3-32"] = new = copy.copy(formats.FORMATS["e4m3"])
 new.name, new.block = "e4m3-32", 32
 
-class Signs(optim.Rounded):
+class Signs(Rounded):
     moments = ("exp_avg",)
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **writing):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **writing)
@@ -219,15 +222,16 @@ class Signs(optim.Rounded):
         m = (g - moments[0]) * h[2] + moments[0]
         return h[3] * m.sign(), (m,)
 
-optimizers.OPTIMIZERS["signs"] = Signs
+OPTIMIZERS["signs"] = Signs
 PEERS["new_peer"] = Torch
-import bench, bench_memory
+import bench
+from benchmarks import memory, optimizers, training
 
 names = ["stochastic-e4m3-32", "stochastic-signs", "new-peer"]
 with torch.compiler.set_stance("force_eager"):
     argv = ["--repeats", "1", "--device", "cpu", "--out", "out.json", "--only", *names]
     assert bench.main(["optimizers", "--parameters", "20000", "--layouts", "large", *argv]) == 0
-print([list(bench.CONTENDERS), list(bench_memory.STATES), bench.HOLDERS])
+print([list(optimizers.CONTENDERS), list(memory.STATES), training.HOLDERS])
 """
 
 
@@ -508,7 +512,7 @@ def test_every_test_that_needs_a_gpu_is_marked_so():
     one.
     """
     marked = 0
-    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 not isinstance(node, ast.FunctionDef)

@@ -10,7 +10,7 @@ import bench
 import train
 from benchmarks import first, memory
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 RECORD = json.loads((ROOT / "experiments" / "bench" / "cpu-first.json").read_text())
 ROWS = {row["name"]: row for row in RECORD["results"]}
