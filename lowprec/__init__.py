@@ -2,43 +2,85 @@
 
     from lowprec import Precision, recipe
 
-    run = Precision(model, recipe(pure_bf16=True, stochastic=True), lr=1e-3)
+    run = Precision(model, recipe(pure_bf16=True, stochastic=True), lr=1e-3, ema_decay=0.999)
+    for x, y in loader:
+        loss = F.mse_loss(run(x), y)      # run(...) is the model in the recipe's precision
+        run.backward(loss)
+        run.step()
+
+`python -m lowprec` says what this machine can do. The folder also works under another name, inside a package.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cast import View
+    from .errors import Refused
+    from .optimizers.adafactor import Adafactor
+    from .optimizers.adamw import AdamW
+    from .optimizers.average import EMA
+    from .optimizers.lion import Lion
+    from .optimizers.muon import Muon
+    from .optimizers.offload import Offload
+    from .optimizers.release import Release
+    from .optimizers.sgd import SGD
+    from .precision import Precision
+    from .recipes import SITES, Recipe, Site, recipe
+    from .watch.compare import compare
+    from .watch.watch import Watch
 
 __version__ = "0.1.0"
+__all__ = [
+    "EMA",
+    "SGD",
+    "SITES",
+    "Adafactor",
+    "AdamW",
+    "Lion",
+    "Muon",
+    "Offload",
+    "Precision",
+    "Recipe",
+    "Refused",
+    "Release",
+    "Site",
+    "View",
+    "Watch",
+    "compare",
+    "recipe",
+]
 
-# name -> the module that defines it; imported when it is first asked for, so that `import lowprec` is cheap
-_HOME = {
-    "Precision": "precision",
-    "View": "precision",
-    "SITES": "recipes",
-    "Recipe": "recipes",
-    "Site": "recipes",
-    "recipe": "recipes",
-    "AdamW": "optimizers.rounded",
-    "SGD": "optimizers.by_tensor",
-    "Lion": "optimizers.by_tensor",
-    "Adafactor": "optimizers.by_tensor",
-    "Muon": "optimizers.by_tensor",
+# name -> the module that defines it. A module is imported when one of its names is first asked for, so that
+# `import lowprec` takes no time and nobody who wants an optimiser loads the Watch.
+_MODULES = {
+    "Adafactor": "optimizers.adafactor",
+    "AdamW": "optimizers.adamw",
     "EMA": "optimizers.average",
-    "Release": "optimizers.release",
+    "Lion": "optimizers.lion",
+    "Muon": "optimizers.muon",
     "Offload": "optimizers.offload",
+    "Precision": "precision",
+    "Recipe": "recipes",
+    "Refused": "errors",
+    "Release": "optimizers.release",
+    "SGD": "optimizers.sgd",
+    "SITES": "recipes",
+    "Site": "recipes",
+    "View": "cast",
     "Watch": "watch.watch",
     "compare": "watch.compare",
-    "Refused": "machine",
+    "recipe": "recipes",
 }
-__all__ = sorted(_HOME)
 
 
-def __getattr__(name):
-    if name not in _HOME:
+def __getattr__(name: str):
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value  # found without this function from now on
+    return value
 
 
 def __dir__():
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})
