@@ -373,5 +373,3 @@ FORMATS = {
     "int8": Int8(),
     "int4": Int4(),
 }
-
-CODES = {name: form.why for name, form in FORMATS.items()}

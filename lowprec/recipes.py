@@ -15,7 +15,7 @@ import math
 import torch
 
 from .errors import Refused
-from .formats import CODES, FORMATS
+from .formats import FORMATS
 from .layers import fp8
 from .machine import device_facts, support
 from .optimizers.build import OPTIMIZERS, kinds
@@ -37,6 +37,7 @@ class Site:
     warn: dict = dataclasses.field(default_factory=dict)
 
 
+CODES = {name: form.why for name, form in FORMATS.items()}
 SITES = {
     "weights": Site(
         ("fp32", "bf16"),

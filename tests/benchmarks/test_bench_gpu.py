@@ -1,12 +1,10 @@
 """bench.py --gpu, without a GPU: the cells, the record, the page, the budget, and the processes."""
 
-import ast
 import json
 import math
 import os
 import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -244,34 +242,9 @@ def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
     )
 
 
-def imported(name):
-    """Names of our own files that a file imports, directly or by way of others."""
-    root, found, todo = Path(bench.__file__).parent, set(), [name]
-    while todo:
-        tree, names = ast.parse((root / f"{todo.pop()}.py").read_text()), set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.add(node.module)
-        new = {one for one in names if (root / f"{one}.py").is_file()} - found
-        found |= new
-        todo += new
-    return found
-
-
-def test_a_record_knows_the_sources_that_its_figures_depend_on():
-    own = imported("bench_gpu")
-    assert "bench" not in own, "bench imports bench_gpu: that would be a circle"
-    # what reads flags, writes files or tells of a run changes no figure
-    others = {"flags", "runs", "files", "shapes", "checkpoints", "shards", "ranks", "lifeline", "reduction"}
-    others |= {"adapters", "net_state", "verdicts", "verdict_rows", "write_errors"}
-    assert set(gpu.SOURCES) == {"bench_gpu", *own} - others
-
-
 def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
     made = {rounded._kernel(adamw.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
-    monkeypatch.setattr(gpu.rounding, "unfused", {rounding._ema_kernel, *made})
+    monkeypatch.setattr(gpu.compiling, "unfused", {rounding._ema_kernel, *made})
     assert gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
 
 

@@ -414,7 +414,7 @@ def test_a_rank_that_stops_slowly_is_not_taken_for_one_that_waits_on(ranks):
 def test_a_stranger_at_the_lifeline_ends_nobody(host, monkeypatch):
     if host == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("needs IPv6")
-    monkeypatch.setattr("lifeline.GRACE", 0)
+    monkeypatch.setattr("harness.lifeline.GRACE", 0)
     kept, ended = {}, []
 
     class Store:
