@@ -117,20 +117,19 @@ def task_of(argv):
 # ---- What the command does ---------------------------------------------------------------------------------
 
 
-def train(given, command, table, dry=False):
+def train(given, command, dry=False):
     """Train, or with `dry` print what would be trained. given: the flags typed."""
     if given.get("epochs") and "steps" in given:
         raise Refused("--epochs and --steps both say how long to train: give one of them")
-    config = strategies.typed(table, given)
-    config.name = config.name or table.name(config)
-    if config.batch_size == "auto":
-        config.batch_size = batch_size.chosen(Trainer, config, table, dry)
-    trainer = Trainer(config, command, dry=dry)
+    run = strategies.settle(given, typed=True)
+    if run.config.batch_size == "auto":
+        run = run.replaced(batch_size=batch_size.chosen(Trainer, run, dry))
+    trainer = Trainer(run, command, dry=dry)
     if dry:
         print("\n".join(f"--{name} {value}" for name, value in vars(trainer.config).items()) + "\n")
     if trainer.ranks.main:
         print(f"{trainer.data}\n{trainer.task} on {trainer.device}\n{trainer.precision.ledger()}")
-        if dry and config.fsdp:
+        if dry and trainer.config.fsdp:
             print(trainer.told_of_a_rank())
         for note in [*trainer.notes, *advice(trainer)]:
             print(f"warning: {note}")
@@ -238,7 +237,7 @@ def run(argv):
         return diagnose(verbs["diagnose"], given, table)
     if "sample" in verbs:
         return sample(verbs["sample"], given, command, table)
-    return train(given, command, table, dry="dry_run" in verbs)
+    return train(given, command, dry="dry_run" in verbs)
 
 
 # ---- How it ends -------------------------------------------------------------------------------------------

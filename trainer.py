@@ -44,7 +44,7 @@ from lowprec.precision import Precision
 from lowprec.recipes import check_machine
 from lowprec.rounding import Stream, stream
 from precision import check_origin, recipe_of
-from strategies import settled
+from strategies import Run, settle
 from tasks.task import Rng, to_device
 
 # ---- Learning rate -----------------------------------------------------------------------------------------
@@ -88,14 +88,16 @@ def perturb(net, pattern):
 class Trainer:
     """A run, set up from its flags: `fit()` trains and scores it, `draw()` samples from its weights.
 
-    config: {flag: value} or a flags.Config; a flag that is missing has its default. dry: shapes without
+    run: its settled flags, or {flag: value} or a flags.Config, which are settled here. dry: shapes without
     memory, to print. draws: the weights will come from a checkpoint, nothing is trained. folder: where the
     run lies, when that is not --runs/--name. ranks: the processes, when these are not all that were started.
     Raises Refused before anything is written.
     """
 
-    def __init__(self, config, command=(), dry=False, draws=False, folder=None, ranks=None):
-        self.kind, self.table, self.config = settled(config)
+    def __init__(self, run, command=(), dry=False, draws=False, folder=None, ranks=None):
+        if not isinstance(run, Run):
+            run = settle(run)
+        self.kind, self.table, self.config = run.kind, run.table, run.config
         c, self.command, self.draws = self.config, list(command), draws
         self.ranks = ranks or Ranks()
         self.device = self.ranks.device(c.device)
@@ -103,7 +105,7 @@ class Trainer:
         self.ranks.spread = self.spreads and not dry  # drawing and printing need no other rank
         if c.threads:
             torch.set_num_threads(c.threads)
-        self.recipe = recipe_of(c, self.table, self.kind.sites).on(self.device)
+        self.recipe = run.recipe.on(self.device)
         self.notes = self._notes()
         self._check()
         self.folder = Folder(folder or Path(c.runs) / c.name)

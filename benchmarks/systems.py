@@ -84,7 +84,7 @@ class Contender:
         words += ["--steps", str(max(1, steps)), "--ema_warmup"]  # few steps: the average must have arrived
         table = strategies.table()
         given = vars(table.parser("bench.py", "").parse_args(words))
-        self.run = Trainer(strategies.typed(table, given).replaced(name="bench"))
+        self.run = Trainer(strategies.settle({**given, "name": "bench"}, typed=True))
         self.run.ready()
 
     def step(self):

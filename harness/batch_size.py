@@ -53,11 +53,11 @@ class Trial:
     DistributedDataParallel does.
     """
 
-    def __init__(self, make, config, folder, several):
+    def __init__(self, make, run, folder, several):
         alone = Ranks()
         alone.rank, alone.world = 0, 1
-        few = dict(batch_size=2, accumulate=min(2, config.accumulate), workers=0)  # 2: sums are held too
-        self.trainer = trainer = make(config.replaced(**few), folder=folder, ranks=alone)
+        few = dict(batch_size=2, accumulate=min(2, run.config.accumulate), workers=0)  # 2: sums are held too
+        self.trainer = trainer = make(run.replaced(**few), folder=folder, ranks=alone)
         trainer.ready()
         params = trainer.precision.params if several else ()
         self.ballast = [torch.empty_like(p) for p in params]
@@ -99,19 +99,19 @@ class Memory:
         return torch.cuda.max_memory_reserved(self.device)
 
 
-def tried(make, config, device, world):
+def tried(make, run, device, world):
     """(largest batch of one process or 0, most there could be, bytes it took, bytes there are)."""
     cuda = [device] if device.type == "cuda" else []
     with Memory(device) as memory, torch.random.fork_rng(devices=cuda):
         with tempfile.TemporaryDirectory() as folder:
-            found = _searched(make, config, Path(folder) / "trial", world, memory)
-    if config.compile:  # else the run's net would be compiled for sizes that vary
+            found = _searched(make, run, Path(folder) / "trial", world, memory)
+    if run.config.compile:  # else the run's net would be compiled for sizes that vary
         torch._dynamo.reset()
     return *found, memory.total
 
 
-def _searched(make, config, folder, world, memory):
-    trial, used = Trial(make, config, folder, world > 1), {}
+def _searched(make, run, folder, world, memory):
+    trial, used = Trial(make, run, folder, world > 1), {}
     most = max(1, min(len(trial.trainer.train), MILLIONS) // world)
 
     def fits(size):
@@ -139,12 +139,13 @@ def check(config, device, dry):
         raise Refused(f"--batch_size auto {together}: give a number, or leave --fsdp out")
 
 
-def chosen(make, config, table, dry=False):
+def chosen(make, run, dry=False):
     """The number that --batch_size auto stands for, over all processes: that of the run in the folder, or one
     that is found. Says which, in a line. make: the Trainer class, which tries. Raises Refused where there is
     none.
     """
-    folder, ranks = Folder(Path(config.runs) / config.name), Ranks()
+    config, table, ranks = run.config, run.table, Ranks()
+    folder = Folder(Path(config.runs) / config.name)
     if (folder / "config.json").exists():
         size = folder.flags().get("batch_size", table["batch_size"].default)
         if ranks.main:
@@ -154,7 +155,7 @@ def chosen(make, config, table, dry=False):
     check(config, device, dry)
     ranks.meet(device, table.shared(config))
     ranks.any(1, device)  # what processes need to speak to each other is taken before memory is measured
-    own, most, used, total = tried(make, config, device, ranks.world)
+    own, most, used, total = tried(make, run, device, ranks.world)
     size = smallest(own, ranks, device) * ranks.world
     if not size:
         less = "--checkpoint_activations, --pure_bf16 --stochastic --opt8bit or a smaller --size needs less"
