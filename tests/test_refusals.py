@@ -29,7 +29,7 @@ from cli import (
 import precision
 import strategies
 import train
-import trainer
+from harness import run_folder
 from harness.flags import Config, Table
 from lowprec import recipes
 
@@ -151,7 +151,7 @@ def test_no_space_for_a_line_of_metrics(monkeypatch, capsys):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(trainer.Trainer, "_log", full)
+    monkeypatch.setattr(run_folder.Folder, "log", full)
     assert quick() == 2
     assert "no space left" in one_line(capsys)
 
