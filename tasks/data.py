@@ -77,16 +77,13 @@ class Wish(NamedTuple):
     masks: bool
     size: int | None
     seed: int
-    index: str | Path | None
 
 
-def load(spec: str, targets: str = "labels", image_size: int | None = None, seed: int = 0,
-         index: str | Path | None = None) -> Data:
+def load(spec: str, targets: str = "labels", image_size: int | None = None, seed: int = 0) -> Data:
     """The data set that `spec` names (see the table above), with its "labels" or its "masks" as targets.
 
     image_size None keeps the set's own size, 64 for folders and volumes. `seed` draws synthetic and touches
-    no other set. `index` is a folder that remembers what folder:PATH holds, so that later starts open only
-    files that are new or changed; None reads all files each time. Raises Refused.
+    no other set. Raises Refused.
     """
     if targets not in ("labels", "masks"):
         raise ValueError(f"targets are labels or masks, not {targets!r}")
@@ -104,7 +101,7 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
-    return loader(Wish(path, targets == "masks", image_size, seed, index))
+    return loader(Wish(path, targets == "masks", image_size, seed))
 
 
 # ---- The two kinds of part: tensors in memory, and files read when they are asked for ----------------------
@@ -238,13 +235,13 @@ def _folder(wish):
     folders.check_layout(root, wish.masks, "folder")
     if wish.masks:
         triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
-        seen, seen_masks = folders.survey(root, [t[1] for t in triples], [t[2] for t in triples], wish.index)
+        seen, seen_masks = folders.survey([t[1] for t in triples], [t[2] for t in triples])
         folders.check_extents(triples, seen, seen_masks)
         values = folders.mask_values(root, [mask.values for mask in seen_masks])
         targets, classes = [mask.sha256 for mask in seen_masks], values.tolist()
     else:
         triples, classes = folders.labelled(root)
-        seen, _ = folders.survey(root, [t[1] for t in triples], [], wish.index)
+        seen, _ = folders.survey([t[1] for t in triples], [])
         targets, values = [label for _, _, label in triples], None
     channels = 1 if all(folders.is_grey(image.mode) for image in seen) else 3
     chosen = folders.held_out(root, [name for name, *_ in triples])

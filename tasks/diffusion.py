@@ -120,8 +120,8 @@ class Generation(Task):
             raise Refused(f"--guidance {config.guidance:g} {untrained}: train with --label_dropout 0.1")
 
     @classmethod
-    def load(cls, config, index=None):
-        return two_of_each(super().load(config, index))
+    def load(cls, config):
+        return two_of_each(super().load(config))
 
     def nets(self):
         from models import (

@@ -16,7 +16,6 @@ The VAE's folder may move: --vae may be given anew to both.
 """
 
 import math
-from pathlib import Path
 
 import torch
 
@@ -95,8 +94,7 @@ def settle(task, table, given):
     vae = TrainedVAE(given["vae"])
     shared = {name: given.get(name) or vae.flags[name] for name in ("data", "image_size")}
     config = table.typed({**task.own_defaults(), **given, **shared})
-    remembered = Path(config.runs) / "indexes"
-    data = task.load(config, remembered if remembered.is_dir() else None)
+    data = task.load(config)
     vae.check(data, config.vae_weights)
     scale = config.latent_scale or vae.scale(data)
     return {**shared, "latent_scale": scale, "vae_weights": config.vae_weights or vae.fingerprint}

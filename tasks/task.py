@@ -101,13 +101,10 @@ class Task:
         """Raise Refused for flags that don't go together."""
 
     @classmethod
-    def load(cls, config, index=None):
-        """The data: an object with `name`, and `train` and `heldout`, which map a list of indices to a batch.
-
-        index: a folder that may remember what was read, see data.load.
-        """
+    def load(cls, config):
+        """The data: `name`, and `train` and `heldout`, which map a list of indices to a batch."""
         spec = config.data or cls.implied["data"]
-        return datasets.load(spec, cls.targets, config.image_size, config.seed, index)
+        return datasets.load(spec, cls.targets, config.image_size, config.seed)
 
     # -- the net
 

@@ -216,17 +216,16 @@ def sprites(size, frames, seed, clips=CLIPS, heldout=HELDOUT):
     return Videos("sprites", *parts, size, frames, True, digest)
 
 
-def folder(root, size, frames, index=None):
+def folder(root, size, frames):
     """Videos of the clips in a folder; each is cut into windows of `frames` frames, and a rest is left out.
 
-    A tenth of the clips, by the hash of their names, is held out. index: as of folders.survey. Raises
-    Refused.
+    A tenth of the clips, by the hash of their names, is held out. Raises Refused.
     """
     root = Path(root).expanduser()
     clips, masks = _clips(root)
     paths = [path for files in clips.values() for path in files]
     mask_paths = [path for files in masks.values() for path in files]
-    seen, seen_masks = folders.survey(root, paths, mask_paths, index)
+    seen, seen_masks = folders.survey(paths, mask_paths)
     about = dict(zip([*paths, *mask_paths], [*seen, *seen_masks], strict=True))
     ids = {}
     for name, files in clips.items():
@@ -376,7 +375,7 @@ class Video(Task):
         return self.config.slots or self.size.slots
 
     @classmethod
-    def load(cls, config, index=None):
+    def load(cls, config):
         """Videos. The image size is 24 for sprites and 64 for folders, or --image_size. Raises Refused."""
         c = config
         word, _, where = (c.data or cls.implied["data"]).partition(":")
@@ -387,7 +386,7 @@ class Video(Task):
         if c.clips != CLIPS:
             raise Refused(f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it")
         if word == "folder" and where:
-            return folder(where, c.image_size or 64, c.frames, index)
+            return folder(where, c.image_size or 64, c.frames)
         raise Refused(
             f"--data {c.data}: {c.task} learns from clips; use --data sprites, or folder:PATH with "
             "PATH/CLIP/FRAME.png"

@@ -10,7 +10,6 @@ to 256 only.
 """
 
 import torch
-from scipy.optimize import linear_sum_assignment
 
 NAMES = ("fg_ari", "mbo", "iou")
 
@@ -58,6 +57,8 @@ def of_one(masks, found):
     objects of the best overlap with any slot. iou: the same with each slot used once (Hungarian matching);
     an object without a slot counts 0.
     """
+    from scipy.optimize import linear_sum_assignment  # it takes half a second, which --help does not wait for
+
     masks, found = masks.cpu().long(), found.cpu().long()
     foreground = masks != 0
     if not foreground.any():
