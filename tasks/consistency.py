@@ -26,7 +26,7 @@ from harness.flags import Flag, count, fraction, natural
 from lowprec.errors import Refused
 from lowprec.recipes import Site
 from lowprec.rounding import Stream, stream
-from tasks.diffusion import TIMESTEPS
+from tasks.generation import TIMESTEPS
 from tasks.students import TEACHER, Student
 
 MOST_INTERVALS = 1280  # s1 of arXiv 2310.14189, table 1

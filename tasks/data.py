@@ -19,56 +19,18 @@ pixel). The classes of a mask are the distinct values of all masks in ascending 
 1, ids 0..K-1 stay themselves. A tenth is at least one, and a set of one image is refused. No loader runs code
 that a file brings along. folders.py finds, checks and decodes image files and volumes.
 """
-import gzip
-import hashlib
 import os
-import pickle
-import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from lowprec.errors import Refused
 from lowprec.machine import without
 from tasks import folders
-from tasks.folders import reading
-
-MAX_LABELS = 10_000  # a larger label is a mistake or an identifier, and a net has a row for each one below it
-CACHE_BYTES = 512 * 2**20  # image files are decoded once for as long as the results fit
-
-
-@dataclass
-class Data:
-    """A data set in two disjoint parts, train and heldout.
-
-    Both are map-style: len(part), and part[[3, 1, 4]] -> (images float32 [B, C, H, W] in [-1, 1], target).
-    When targets is "labels" the target is int64 [B], zeros if there are no classes (num_classes 0). When it
-    is "masks" the target is int64 [B, H, W], and num_classes counts the background.
-    A part suits DataLoader(part, sampler=<yields lists>, batch_size=None, num_workers=N).
-    `name` is fit for a file name. `fingerprint`, 16 hex digits, stands for the content, the image size and
-    the split. `yardstick` names the feature net that is committed for this very set, where there is one.
-    `classes` are the names of the labels, where the set has names. part.labels() tells the labels of a part
-    without its images.
-    """
-    name: str
-    train: torch.utils.data.Dataset = field(repr=False)
-    heldout: torch.utils.data.Dataset = field(repr=False)
-    channels: int
-    num_classes: int
-    image_size: int
-    fingerprint: str
-    targets: str
-    yardstick: str | None = None
-    classes: tuple = field(default=(), repr=False)
-
-    def __str__(self):
-        shape = f"{self.channels}x{self.image_size}x{self.image_size}"
-        return (f"{self.name} ({self.targets}): {len(self.train)} + {len(self.heldout)} held-out images, "
-                f"{shape}, {self.num_classes or 'no'} classes, {self.fingerprint}")
+from tasks.image_sets import Data, Files, Tensors, data_set, in_memory, square, square_mask
+from tasks.published_sets import cifar10, fashion_mnist, medmnist, mnist
 
 
 class Wish(NamedTuple):
@@ -104,102 +66,6 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
     return loader(Wish(path, targets == "masks", image_size, seed))
 
 
-# ---- The two kinds of part: tensors in memory, and files read when they are asked for ----------------------
-
-class Tensors(torch.utils.data.Dataset):
-    """images [N, C, H, W], uint8 or float32 in [-1, 1]; target [N] labels or [N, H, W] masks.
-
-    They are resized at access, so that a large image_size costs the memory of a batch, not of the whole set.
-    """
-
-    def __init__(self, images: torch.Tensor, target: torch.Tensor, size: int):
-        self.images, self.target, self.size = images, target, size
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index: list[int]):
-        images, target = self.images[index], self.target[index]
-        if images.dtype == torch.uint8:
-            images = images.float() / 127.5 - 1
-        if target.ndim > 1:
-            target = square_mask(target, self.size)
-        return square(images, self.size), target.long()
-
-    def labels(self):
-        """int64 [N]"""
-        return self.target.long()
-
-
-class Files(torch.utils.data.Dataset):
-    """items: (image path, label), or (image path, mask path) with the mask values that become 0, 1, ..."""
-
-    def __init__(self, items: list, channels: int, size: int, values: np.ndarray | None):
-        self.items, self.channels, self.size, self.values = items, channels, size, values
-        item_bytes = size * size * (4 * channels + 8 * (values is not None))
-        self.cache, self.room = {}, CACHE_BYTES // item_bytes
-
-    def __len__(self):
-        return len(self.items)
-
-    def labels(self):
-        """int64 [N]"""
-        return torch.tensor([label for _, label in self.items], dtype=torch.long)
-
-    def __getitem__(self, index: list[int]):
-        images, targets = zip(*map(self._item, index), strict=True)
-        return torch.stack(images), torch.stack(targets)
-
-    def _item(self, i):
-        if i in self.cache:
-            return self.cache[i]
-        path, target = self.items[i]
-        image = square(folders.decode(path, self.channels)[None], self.size)[0]
-        if self.values is None:
-            target = torch.tensor(target)
-        else:
-            classes = torch.from_numpy(np.searchsorted(self.values, folders.decode_mask(target)))
-            target = square_mask(classes[None], self.size)[0].long()
-        if len(self.cache) < self.room:
-            self.cache[i] = image, target
-        return image, target
-
-
-def square(x, size, **how):
-    """[B, C, H, W] -> its central square as [B, C, size, size]."""
-    side = min(x.shape[-2:])
-    top, left = ((n - side) // 2 for n in x.shape[-2:])
-    x = x[..., top:top + side, left:left + side]
-    if side == size:
-        return x.contiguous()
-    if how:
-        return F.interpolate(x, (size, size), **how)
-    # The weights of a pixel may sum to 1 + 1e-7.
-    return F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(-1, 1)
-
-
-def square_mask(x, size):
-    # "nearest-exact" has its pixel centres where bilinear has them; "nearest" shifts masks against images.
-    return square(x[:, None].float(), size, mode="nearest-exact")[:, 0]
-
-
-def _data(name, wish, train, heldout, channels, num_classes, size, content, yardstick=None, classes=()):
-    """Data with a fingerprint of content: tensors by their bytes, anything else by its repr."""
-    facts = (wish.masks, channels, num_classes, size, len(train), len(heldout))
-    digest = hashlib.sha256(repr(facts).encode())
-    for part in content:
-        digest.update(part.numpy() if isinstance(part, torch.Tensor) else repr(part).encode())
-    return Data(re.sub(r"[^\w.-]+", "_", name), train, heldout, channels, num_classes, size,
-                digest.hexdigest()[:16], "masks" if wish.masks else "labels", yardstick, tuple(classes))
-
-
-def _in_memory(name, wish, train, heldout, num_classes, yardstick=None, classes=()):
-    size = wish.size or min(train[0].shape[-2:])
-    parts = Tensors(*train, size), Tensors(*heldout, size)
-    return _data(name, wish, *parts, train[0].shape[1], num_classes, size, [*train, *heldout], yardstick,
-                 classes)
-
-
 # ---- Built in ----------------------------------------------------------------------------------------------
 
 def _digits(wish):
@@ -210,7 +76,7 @@ def _digits(wish):
     labels = torch.from_numpy(digits.target).long()
     split = train_test_split(np.arange(len(labels)), test_size=500, stratify=digits.target, random_state=0)
     train, heldout = ((images[part], labels[part]) for part in split)
-    return _in_memory("digits", wish, train, heldout, 10, "digits" if wish.size in (None, 8) else None)
+    return in_memory("digits", wish, train, heldout, 10, "digits" if wish.size in (None, 8) else None)
 
 
 def _synthetic(wish, count=320, heldout=64, classes=3):
@@ -225,7 +91,7 @@ def _synthetic(wish, count=320, heldout=64, classes=3):
     images = images.float()[:, None] * 2 - 1
     target = masks.to(torch.uint8) if wish.masks else torch.zeros(count, dtype=torch.long)
     train, heldout = ((images[part], target[part]) for part in (slice(heldout, None), slice(heldout)))
-    return _in_memory("synthetic", wish._replace(size=size), train, heldout, classes + 1 if wish.masks else 0)
+    return in_memory("synthetic", wish._replace(size=size), train, heldout, classes + 1 if wish.masks else 0)
 
 
 # ---- Folders of images -------------------------------------------------------------------------------------
@@ -249,161 +115,8 @@ def _folder(wish):
     train = Files([rest for name, *rest in triples if name not in chosen], channels, size, values)
     heldout = Files([rest for name, *rest in triples if name in chosen], channels, size, values)
     content = [(t[0], image.sha256, target) for t, image, target in zip(triples, seen, targets, strict=True)]
-    return _data(f"folder-{root.resolve().name}", wish, train, heldout, channels, len(classes), size,
+    return data_set(f"folder-{root.resolve().name}", wish, train, heldout, channels, len(classes), size,
                  [content, classes], classes=() if wish.masks else classes)
-
-
-# ---- Published sets ----------------------------------------------------------------------------------------
-
-class _Inert:
-    """Takes whatever a pickle would build it from, and does nothing with it."""
-
-    def __init__(self, *args):
-        pass
-
-    def __setstate__(self, state):
-        self.state = state
-
-
-class _CifarUnpickler(pickle.Unpickler):
-    """Reads plain values and the state of numpy arrays.
-
-    CIFAR-10 comes as pickles, and a pickle may name any function to be called. Here _Inert stands for the
-    three names that an array needs, and any other name is refused.
-    """
-    ALLOWED = {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
-
-    def find_class(self, module, name):
-        if (module.replace("_core", "core"), name) not in self.ALLOWED:
-            raise ValueError(f"it calls {module}.{name}, which CIFAR-10 has no use for")
-        return _Inert
-
-
-def _absent(root, name):
-    return Refused(f"{root} holds no {name}: download it with python -c "
-                   f"\"import torchvision; torchvision.datasets.{name}({str(root)!r}, download=True)\"")
-
-
-def _cifar10(wish):
-    root = wish.path.parent if wish.path.name == "cifar-10-batches-py" else wish.path
-
-    def batch(name):
-        path = root / "cifar-10-batches-py" / name
-        if not os.path.isfile(path):
-            raise _absent(root, "CIFAR10")
-        with reading(path, "a batch of CIFAR-10"), open(path, "rb") as file:
-            content = _CifarUnpickler(file, encoding="bytes").load()
-            images = np.frombuffer(content[b"data"].state[-1], np.uint8).reshape(-1, 3, 32, 32)
-            labels = np.array(content[b"labels"], np.int64)
-            if len(images) != len(labels) or not set(labels.tolist()) <= set(range(10)):
-                raise ValueError("images and labels don't match")
-            return images, labels
-
-    def part(names):
-        return [torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*map(batch, names), strict=True)]
-
-    train, heldout = part([f"data_batch_{i}" for i in range(1, 6)]), part(["test_batch"])
-    return _in_memory("cifar10", wish, train, heldout, 10)
-
-
-def _mnist(wish):
-    from torchvision.datasets import MNIST
-    raw = wish.path / "MNIST" / "raw"
-    if not all(os.path.isfile(raw / url.removesuffix(".gz")) for url, _ in MNIST.resources):
-        raise _absent(wish.path, "MNIST")
-    with reading(raw.parent, "MNIST"):
-        parts = [MNIST(wish.path, train=True), MNIST(wish.path, train=False)]
-        if any(len(part.data) != len(part.targets) or part.targets.max() > 9 for part in parts):
-            raise ValueError("images and labels don't match")
-    return _in_memory("mnist", wish, *[(part.data[:, None], part.targets) for part in parts], 10)
-
-
-PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist lies
-CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
-MOST = 60_000  # images that a file of Fashion-MNIST holds at most
-
-
-def _fashion_mnist(wish):
-    own = wish.path is not None
-    root = wish.path if own else PACKAGED
-    inner = root / "FashionMNIST" / "raw"  # as torchvision downloads it
-    root = inner if own and os.path.isdir(inner) else root
-    parts = []
-    for name in ("train", "t10k"):
-        images = _idx(root / f"{name}-images-idx3-ubyte.gz", own, 28, 28)  # uint8 [N, 28, 28]
-        labels = _idx(root / f"{name}-labels-idx1-ubyte.gz", own)  # uint8 [N]
-        if len(images) != len(labels):
-            raise Refused(f"{root} holds {len(images)} images and {len(labels)} labels named {name}: replace "
-                          f"the two files")
-        if labels.max() > 9:
-            raise Refused(f"{root}: a label of {name} is {labels.max()}, and Fashion-MNIST has 0 to 9: "
-                          f"replace {name}-labels-idx1-ubyte.gz")
-        parts.append((torch.from_numpy(images[:, None]), torch.from_numpy(labels)))
-    return _in_memory("fashion_mnist", wish, *parts, 10, classes=CLOTHES)
-
-
-def _idx(path, own, *item):
-    """uint8 [N, *item] of a gzipped idx file: two zero bytes, the type (8 is uint8), the number of
-    dimensions, each as a big-endian int32, then the values and nothing else.
-    """
-    if not os.path.isfile(path):
-        owner = ", or --data fashion_mnist:PATH for a folder of your own" if not own else ""
-        raise Refused(f"{path.parent} holds no {path.name}: apt-get install dataset-fashion-mnist brings it "
-                      f"(to {PACKAGED}){owner}")
-    with reading(path, "a file of Fashion-MNIST"), gzip.open(path) as file:
-        dims = 1 + len(item)
-        header = np.frombuffer(file.read(4 + 4 * dims), ">i4")
-        if len(header) != 1 + dims or header[0] != 0x0800 + dims:
-            raise ValueError(f"it does not begin as an idx file of uint8 with {dims} dimensions")
-        count, *rest = header[1:].tolist()
-        if rest != list(item) or not 0 < count <= MOST:
-            raise ValueError(f"it holds {header[1:].tolist()} values, not up to {MOST:,} x {list(item)}")
-        size = count * int(np.prod(item, dtype=int))
-        content = file.read(size + 1)  # one byte more: so that a longer file is seen, and its checksum read
-        if len(content) != size:
-            what = "more" if len(content) > size else "fewer"
-            raise ValueError(f"it holds {what} than the {size:,} bytes that its header says")
-        return np.frombuffer(bytearray(content), np.uint8).reshape(count, *item)
-
-
-def _medmnist(wish):
-    file = wish.path
-    if not os.path.isfile(file):
-        raise Refused(f"{file} does not exist: give the path of a 2-D .npz file from medmnist.com")
-    with reading(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
-        raw = {name: (arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")}
-        parts = [(_npz_images(name, images), labels) for name, (images, labels) in raw.items()]
-        if any(len(images) != len(labels) for images, labels in parts):
-            raise ValueError("images and labels don't match")
-        grey, other = (images.shape[1] for images, _ in parts)
-        if grey != other:
-            raise ValueError(f"train_images have {grey} channels and test_images {other}")
-        if all(labels.size == len(labels) for _, labels in parts):
-            parts = [(images, _npz_labels(labels)) for images, labels in parts]
-            num_classes = 1 + max(int(labels.max()) for _, labels in parts)
-        else:
-            parts = [(images, torch.zeros(len(labels), dtype=torch.long)) for images, labels in parts]
-            num_classes = 0
-    return _in_memory(file.stem, wish, *parts, num_classes)
-
-
-def _npz_images(name, images):
-    """uint8 [N, H, W] or [N, H, W, 3] -> [N, C, H, W]"""
-    shaped = images.ndim == 3 or images.ndim == 4 and images.shape[-1] == 3
-    if images.dtype != np.uint8 or not shaped or not images.size:
-        raise ValueError(f"{name}_images is {images.dtype} {list(images.shape)}, not uint8 [N, H, W(, 3)]")
-    return torch.from_numpy(images.reshape(*images.shape[:3], -1)).permute(0, 3, 1, 2).contiguous()
-
-
-def _npz_labels(labels):
-    """[N] or [N, 1] of any kind of number -> int64 [N]. Checked before the cast, which hides a bad label."""
-    labels = labels.reshape(-1)
-    if labels.dtype.kind not in "biuf":
-        raise ValueError(f"its labels are {labels.dtype}, not whole numbers")
-    bad = labels[~((labels >= 0) & (labels < MAX_LABELS) & (labels == np.floor(labels)))]  # so is NaN
-    if len(bad):
-        raise ValueError(f"a label is {bad[0]}: number the classes 0, 1, 2, ... below {MAX_LABELS:,}")
-    return torch.from_numpy(labels.astype(np.int64))
 
 
 # ---- Volumes -----------------------------------------------------------------------------------------------
@@ -444,7 +157,7 @@ def _nifti(wish):
         values = folders.mask_values(root, values)
         target = torch.from_numpy(np.searchsorted(values, target.numpy()).astype(np.uint8))
     train, heldout = (Tensors(images[part], target[part], size) for part in (~held, held))
-    return _data(f"nifti-{root.resolve().name}", wish, train, heldout, 1, len(values), size, content)
+    return data_set(f"nifti-{root.resolve().name}", wish, train, heldout, 1, len(values), size, content)
 
 
 class _Set(NamedTuple):
@@ -457,9 +170,9 @@ SETS = {
     "digits": _Set("digits", _digits),
     "synthetic": _Set("synthetic", _synthetic, has_masks=True),
     "folder": _Set("folder:PATH", _folder, has_masks=True),
-    "cifar10": _Set("cifar10:PATH", _cifar10),
-    "mnist": _Set("mnist:PATH", _mnist),
-    "fashion_mnist": _Set("fashion_mnist[:PATH]", _fashion_mnist),
-    "medmnist": _Set("medmnist:FILE.npz", _medmnist),
+    "cifar10": _Set("cifar10:PATH", cifar10),
+    "mnist": _Set("mnist:PATH", mnist),
+    "fashion_mnist": _Set("fashion_mnist[:PATH]", fashion_mnist),
+    "medmnist": _Set("medmnist:FILE.npz", medmnist),
     "nifti": _Set("nifti:PATH", _nifti, has_masks=True),
 }

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from lowprec.errors import Refused
-from tasks.diffusion import BINS, TIMESTEPS, RFlow
+from tasks.diffusion import RFlow
+from tasks.generation import BINS, TIMESTEPS
 from tasks.students import FLOWS, TEACHER, TEACHER_STEPS, Student
 
 FIRST_STEPS = 8  # of a teacher that draws in any number

@@ -24,8 +24,9 @@ from harness.checkpoints import read as read_checkpoint
 from harness.flags import Flag, positive
 from lowprec.errors import Refused
 from tasks import metrics
-from tasks.data import CACHE_BYTES, Tensors
-from tasks.vae import ENCODED, Frozen, Ranges, autoencoder_kl, factor_of, half_site, judge_halves, snr, spread
+from tasks.autoencoder import autoencoder_kl, factor_of
+from tasks.image_sets import CACHE_BYTES, Tensors
+from tasks.vae_halves import ENCODED, Frozen, Ranges, half_site, judge_halves, snr, spread
 
 MEASURED = 1000  # training images, at most, that the latent scale is taken from
 DIGITS = 16  # of a hash

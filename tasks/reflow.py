@@ -30,8 +30,8 @@ from lowprec.errors import Refused
 from lowprec.recipes import check_machine
 from lowprec.rounding import Stream, stream
 from precision import check_options
-from tasks.data import Tensors
-from tasks.diffusion import BINS
+from tasks.generation import BINS
+from tasks.image_sets import Tensors
 from tasks.students import TEACHER, TEACHER_STEPS, Student
 from tasks.task import Rng
 

@@ -21,7 +21,8 @@ from lowprec.precision import Precision
 from lowprec.recipes import check_machine
 from precision import check_options, recipe_of
 from tasks import metrics
-from tasks.diffusion import TIMESTEPS, RFlow
+from tasks.diffusion import RFlow
+from tasks.generation import TIMESTEPS
 from tasks.task import VALIDATED
 
 FLOWS = ("rflow", "reflow")  # tasks whose runs can teach: velocities at any time

@@ -16,7 +16,8 @@ from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
 from precision import check_origin
 from tasks import data, metrics
-from tasks.diffusion import BINS, DDPM, TIMESTEPS, RFlow
+from tasks.diffusion import DDPM, RFlow
+from tasks.generation import BINS, TIMESTEPS
 from tasks.segment import Segment
 from tasks.task import Rng, Task, picture, to_device
 

@@ -27,7 +27,7 @@ import trainer
 from lowprec.errors import Refused
 from lowprec.optimizers import rounded
 from lowprec.precision import Precision, recipe
-from tasks import classify, data
+from tasks import classify, data, published_sets
 from tasks import metrics as scores
 from tasks.classify import Classify
 from tasks.task import VALIDATED, Task
@@ -420,11 +420,11 @@ def test_fashion_mnist_is_read(monkeypatch):
     assert labels.tolist() == 2 * list(range(10)) and found.classes[9] == "boot"
     # torchvision's folder, and the package's, hold the same
     clothes("root/FashionMNIST/raw")
-    monkeypatch.setattr(data, "PACKAGED", Path("own").absolute())
+    monkeypatch.setattr(published_sets, "PACKAGED", Path("own").absolute())
     for spec in ("fashion_mnist:root", "fashion_mnist"):
         assert data.load(spec).fingerprint == found.fingerprint
     monkeypatch.chdir("own")
-    monkeypatch.setattr(data, "PACKAGED", Path("nowhere"))
+    monkeypatch.setattr(published_sets, "PACKAGED", Path("nowhere"))
     assert data.load("fashion_mnist:.").fingerprint == found.fingerprint
 
 
@@ -462,7 +462,7 @@ def test_a_checksum_that_does_not_fit():
 
 
 def test_fashion_mnist_without_the_package(monkeypatch, capsys):
-    monkeypatch.setattr(data, "PACKAGED", Path("nowhere"))
+    monkeypatch.setattr(published_sets, "PACKAGED", Path("nowhere"))
     assert quick("--data", "fashion_mnist") == 2
     line = one_line(capsys)
     assert "apt-get install dataset-fashion-mnist" in line and "fashion_mnist:PATH" in line

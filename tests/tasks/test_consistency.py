@@ -29,7 +29,7 @@ import train
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import stochastic_round
 from tasks.consistency import HUBER, Consistency, fresh, pseudo_huber
-from tasks.diffusion import TIMESTEPS
+from tasks.generation import TIMESTEPS
 from tasks.task import Rng
 from trainer import Trainer
 

@@ -29,8 +29,9 @@ from test_strategies import Recorder, batch, make, rmse
 
 import train
 from harness.run_folder import read_checkpoint
-from tasks.diffusion import BINS, RFlow
+from tasks.diffusion import RFlow
 from tasks.distillation import Distill
+from tasks.generation import BINS
 from tasks.task import Rng
 from trainer import Trainer
 

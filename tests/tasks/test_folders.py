@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from lowprec.errors import Refused
-from tasks import data, folders
+from tasks import data, folders, image_sets
 from tasks.data import load
 
 # ---- Folders, generation -----------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_files_are_decoded_once_while_there_is_room(tmp_path, monkeypatch):
         save(tmp_path / f"{i}.png", grey(i))
     calls, decode = [], folders.decode
     monkeypatch.setattr(folders, "decode", lambda *a: calls.append(a) or decode(*a))
-    monkeypatch.setattr(data, "CACHE_BYTES", 2 * 8 * 8 * 4)
+    monkeypatch.setattr(image_sets, "CACHE_BYTES", 2 * 8 * 8 * 4)
     part = load(f"folder:{tmp_path}", image_size=8).train
     first, second = everything(part), everything(part)
     assert torch.equal(first[0], second[0]) and len(part) == 3

@@ -24,8 +24,9 @@ from cli import (
 from test_strategies import batch, make, noise_from, velocity_to
 
 from tasks import metrics as scores
-from tasks.diffusion import DDPM, TIMESTEPS, RFlow
+from tasks.diffusion import DDPM, RFlow
 from tasks.feature_net import DIGITS_FILE, fit_feature_net, load_feature_net
+from tasks.generation import TIMESTEPS
 from tasks.perceptual import Perceptual
 from tasks.task import Rng
 

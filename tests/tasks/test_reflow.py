@@ -35,7 +35,7 @@ from test_strategies import Recorder, batch, make, rmse
 
 import train
 from harness.run_folder import read_checkpoint
-from tasks.diffusion import BINS, TIMESTEPS
+from tasks.generation import BINS, TIMESTEPS
 from tasks.reflow import PAIRS, Reflow
 from tasks.task import Rng
 from trainer import Trainer
