@@ -176,6 +176,16 @@ static INLINE F write_weight(const Own& s, Sort sort, int64_t at, Mask mask, F x
     return x;
 }
 
+// ---- The average: rounding.ema_kernel ----------------------------------------------------------------------
+
+// Move its sixteen values towards those that are held now
+static INLINE void move_average(const Own& s, int64_t at, Mask mask, F now) {
+    F shadow = read(s.average, s.shadow, at, mask);
+    shadow += (now - shadow) * s.average_h[0];
+    U own = s.average_stochastic ? noise(s.average_key, at) & 0xFFFF : U{};
+    write(s.average, s.shadow, at, mask, shadow, any_nan(shadow), s.average_stochastic, own);
+}
+
 // ---- Codes: formats.stochastic_codes ----------------------------------------------------------------------
 
 static inline int block_of(const Moment& m) { return m.bits == 8 ? 256 : 128; }
@@ -366,11 +376,7 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
     auto write_rest = [&](int i, Mask mask, F x, bool nan) ALWAYS {
         int64_t at = start + i * LANES;
         F now = write_weight(s, sort, at, mask, x, nan, first & 0xFFFF);
-        if (s.average == NONE) return;
-        F shadow = read(s.average, s.shadow, at, mask);
-        shadow += (now - shadow) * s.average_h[0];
-        U own = s.average_stochastic ? noise(s.average_key, at) & 0xFFFF : U{};
-        write(s.average, s.shadow, at, mask, shadow, any_nan(shadow), s.average_stochastic, own);
+        if (s.average != NONE) move_average(s, at, mask, now);
     };
 
     if (sort.root == CALLED) {
@@ -434,11 +440,28 @@ template <class Work> static void in_chunks(int count, const int64_t* ends, int 
     }
 }
 
+static Own of_tensor(const Step* s, int i) {
+    int64_t before = i ? s->ends[i - 1] : 0;
+    Own own{*s};
+    own.p = (char*)s->weights[i] - before * (s->sort.weight == FP32 ? 4 : 2);
+    return own;
+}
+
+// The average alone
+extern "C" void ema(const Step* s) {
+    in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
+        Own own = of_tensor(s, i);
+        each(n, [&](int i, Mask mask) ALWAYS {
+            int64_t at = start + i * LANES;
+            move_average(own, at, mask, held(own, own.sort, at, mask));
+        });
+    });
+}
+
 extern "C" void update(const Step* s) {
     in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
         int64_t before = i ? s->ends[i - 1] : 0;
-        Own own{*s};
-        own.p = (char*)s->weights[i] - before * (s->sort.weight == FP32 ? 4 : 2);
+        Own own = of_tensor(s, i);
         own.g = (char*)s->gradients[i] - before * (s->sort.gradient == FP32 ? 4 : 2);
         if (s->sort.stochastic) own.words[0] = s->key[0] + s->key[2], own.words[1] = s->key[1];
         step(own, start, n);

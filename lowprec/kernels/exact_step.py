@@ -27,7 +27,7 @@ PLAIN = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaults are
 DECAY, SCALE = 0, 1  # the first numbers of h: 1 - lr * weight decay, and the factor of the gradient
 
 
-def adamw(p, g, m, v, low, h, betas, eps, grad_scale=1.0, average=None, compiled=True):
+def adamw(p, g, m, v, low, h, betas, eps, average=None, compiled=True):
     """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]. average: what
     moves along, see average.EMA.along.
     """
@@ -40,7 +40,7 @@ def adamw(p, g, m, v, low, h, betas, eps, grad_scale=1.0, average=None, compiled
             fused(_moment_kernel, g[at], m[at], v[at], root, h, floored)
             torch.sqrt(root, out=root)
         else:
-            moments(g[at], m[at], v[at], h, betas, root, grad_scale)
+            moments(g[at], m[at], v[at], h, betas, root)
         part = None if low is None else low[at]
         fused(_weight_kernel, p[at], m[at], root, part, h, part_of(average, at), compiled=compiled)
 
@@ -54,11 +54,11 @@ def _kept_memory():
 _of_thread = threading.local()
 
 
-def moments(g, m, v, h, betas, root, grad_scale=1.0):
+def moments(g, m, v, h, betas, root):
     """Update m and v in place by torch's own operations, and write the root of v into `root`."""
     for start in range(0, v.numel(), INNER):
         at = slice(start, start + INNER)
-        part = g[at].float() if grad_scale == 1 else g[at].float() * h[SCALE]
+        part = g[at].float() * h[SCALE]
         m[at].lerp_(part, 1 - betas[0])
         torch.sqrt(v[at].mul_(betas[1]).addcmul_(part, part, value=1 - betas[1]), out=root[at])
 
@@ -103,7 +103,7 @@ def _known_to_cpu_step():
     theirs = [t.clone() for t in own]
     moments(g, *theirs, h, BETAS, torch.empty_like(g))
     p, key = torch.zeros_like(g), torch.zeros(3, dtype=torch.int32)
-    cpu_step.update("adamw", p, g, own, None, h, key, False, exact=True)
+    cpu_step.update("adamw", [p], [g], own, None, h, key, False, exact=True)
     return all(map(torch.equal, own, theirs))
 
 

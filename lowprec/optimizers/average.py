@@ -13,7 +13,7 @@ import functools
 import torch
 
 from ..errors import Refused, check_choice
-from ..kernels.compiled import fused, triton_step
+from ..kernels import choose
 from ..rounding import (
     DTYPES,
     UPDATES,
@@ -151,11 +151,7 @@ class EMA:
         for bucket, row in self._rows.items():
             flat, *how = self._at(bucket, row)
             params, low = self._inputs(bucket)
-            triton = triton_step() if flat.is_cuda and self.compiled else None
-            if triton and triton.fits(flat, [params], low):
-                triton.ema(flat, params, low, *how)
-            else:
-                fused(_ema_kernel, flat, params, low, *how, compiled=self.compiled)
+            choose.move_average(_ema_kernel, flat, params, low, *how, self.compiled)
         self._rows = None
 
     def state_dict(self):

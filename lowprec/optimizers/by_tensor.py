@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from ..kernels import choose
 from ..kernels.compiled import fused
 from ..kernels.exact_step import DECAY, SCALE
 from ..rounding import Noise, exact_weight, key_words, noise_bits, rounded, write_weight
@@ -62,9 +63,8 @@ class ByTensor(Rounded):
         self.announced = None
         return super().step(closure, grads=grads, grad_scale=grad_scale)
 
-    def _rows(self, table, index, step, piece):
+    def _rows(self, table, group, step, piece):
         """As Rounded's: one row for the tensor, whose key rounds the weight, then one for each moment."""
-        group = self.param_groups[index]
         numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0]
         row = table.add(numbers, key_words(self.seed, step, piece.start))
         for kind, _ in enumerate(self.moments, Noise.EXP_AVG):
@@ -74,14 +74,14 @@ class ByTensor(Rounded):
     def _moved_along(self, piece, rows):
         return None  # the direction needs the whole tensor, and is not in the kernel that writes
 
-    def _apply(self, at, p, g, state, grad_scale, average=None):
-        piece, table, row, index, step = at
-        if not piece.numel:  # it holds no moments
+    def _update(self, work, row, p, g, state, average):
+        if not work.piece.numel:  # it holds no moments
             return
-        (parameter,), h = piece.params, table.numbers[row]
+        (parameter,), table = work.piece.params, work.table
+        h = table.numbers[row]
         low, stochastic = self._low(state), self.update == "stochastic"
         held, g = exact_weight(p, low), (g.float() * h[SCALE]).view(parameter.shape)
-        numbers = self.numbers(self.param_groups[index], step)
+        numbers = self.numbers(work.group, work.step)
         old = self._whole(parameter, state)
         delta, new = self.update_tensor(g, old, numbers, held.view(parameter.shape))
         x = held * h[DECAY] + delta.reshape(-1)
@@ -93,11 +93,11 @@ class ByTensor(Rounded):
 
     def _keep(self, name, value, state, key):
         """Write fp32 `value` [n] as the moment is held."""
-        if f"{name}_scale" in state:
-            signed = self.signed.get(name, True)
-            self.coders[name].encode(value, state[name], state[f"{name}_scale"], signed, key, self.compiled)
+        held = self._moment_of(name, state, key)
+        if choose.is_coded(held):
+            held.encode(value, self.compiled)
             return
-        held = state[name].view(-1)
+        held = held.view(-1)
         key = key if held.dtype == torch.bfloat16 else None
         fused(_moment_kernel, value, held, key, compiled=self.compiled)
 

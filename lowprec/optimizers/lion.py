@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from .rounded import BY_HAND, Rounded
+from ..kernels import choose
+from .rounded import Rounded
 
 
 class Lion(Rounded):
@@ -21,6 +22,7 @@ class Lion(Rounded):
         return [1 - beta1, 1 - beta2, -float(group["lr"])]
 
     @staticmethod
+    @choose.hand_written("lion")
     def direction(g, moments, h):
         (m,) = moments
         mean = m + h[2] * (g - m)
@@ -31,6 +33,3 @@ class Lion(Rounded):
     def decay(self, p, name):
         known = name in self.moments
         return (self._group(p)["betas"][1], math.inf) if known else (math.nan, 0)
-
-
-BY_HAND[Lion.direction] = "lion"

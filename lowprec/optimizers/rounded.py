@@ -19,13 +19,13 @@ import copy
 import functools
 import math
 import operator
+from typing import NamedTuple
 
 import torch
 
 from ..errors import Refused, check_choice
-from ..formats import FORMATS
-from ..kernels import cpu_step
-from ..kernels.compiled import fused
+from ..formats import FORMATS, Coded
+from ..kernels import choose
 from ..kernels.exact_step import DECAY, SCALE
 from ..machine import settle_vector_math
 from ..rounding import (
@@ -103,6 +103,18 @@ def own_attributes(optimizer):
     """
     kept = vars(optimizer).items()
     return {name: value for name, value in kept if name != "step" and not name.startswith("_optimizer_")}
+
+
+class Work(NamedTuple):
+    """The next step of one piece: a bucket, or one parameter of it. group: options of its parameter group.
+    rows: [(row of the table, first value, last)] of the parts in which it is updated.
+    """
+
+    group: dict
+    step: int
+    piece: Bucket
+    table: Table
+    rows: list
 
 
 class Rounded(torch.optim.Optimizer):
@@ -270,88 +282,82 @@ class Rounded(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_of = grads.get if grads is not None else operator.attrgetter("grad")
-        apart = isinstance(grad_scale, dict)
-        found = [(index, self._pieces(bucket, grad_of, apart)) for index, bucket in self._buckets]
-        work = self.planned([(index, piece) for index, pieces in found for piece in pieces])
-        exchange([item[2] for item in work], grad_of)
-        if not apart and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
-            for table in {id(item[3]): item[3] for item in work}.values():
+        grad_of = operator.attrgetter("grad") if grads is None else grads.get
+        one_each = isinstance(grad_scale, dict)
+        pieces = []
+        for index, bucket in self._buckets:
+            pieces += [(index, piece) for piece in self._pieces(bucket, grad_of, one_each)]
+        work = self.planned(pieces)
+        exchange([item.piece for item in work], grad_of)
+        if not one_each and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
+            for table in {id(item.table): item.table for item in work}.values():
                 table.all_numbers[:, SCALE] = grad_scale
         for item in work if self.away is None else self.away.passing(work):
             self.carry_out(item, grad_of, grad_scale)
         return loss
 
     def planned(self, pieces):
-        """What `carry_out` takes, an item a piece, of the next step: [(index of the group, piece)] with their
-        rows of one table a device.
-        """
+        """The next step of these pieces, [(index of the group, bucket)]: a list of Work."""
         work, tables = [], {}
         for index, piece in pieces:
             first = piece.params[0]
             table = tables.setdefault(first.device, Table(first.device))
             step = self.state[first]["step"] + 1
-            work.append((index, step, piece, table, self._rows(table, index, step, piece)))
+            group = self.param_groups[index]
+            work.append(Work(group, step, piece, table, self._rows(table, group, step, piece)))
         for table in tables.values():
             table.fill()
         return work
 
-    def carry_out(self, item, grad_of, grad_scale):
+    def carry_out(self, work, grad_of, grad_scale):
         """Update one piece. grad_scale: as of `step`; one for each parameter is still to be written into the
         table, one for all is there.
         """
-        index, step, piece, table, rows = item
+        piece, rows = work.piece, work.rows
         for p in piece.params:
-            self.state[p]["step"] = step
-        params, grads = [local(p) for p in piece.params], [grad_of(p) for p in piece.params]
-        if len(params) > 1 and type(piece) is Bucket and len(rows) == 1:
-            if self.by_cpu_step((piece, table, rows[0][0], index, step), params, grads, piece.state):
+            self.state[p]["step"] = work.step
+        params = [local(p) for p in piece.params]
+        grads = [grad_of(p) for p in piece.params]
+        if isinstance(grad_scale, dict):
+            scale = scale_of(grad_scale, piece.params[0])
+            for row, _, _ in rows:
+                work.table.numbers[row][SCALE] = scale
+        if len(params) > 1 and len(rows) == 1:
+            # small tensors are updated where they are, if a kernel takes them so: they need no copies then
+            if choose.by_cpu_step(self._kernel_step(work, rows[0][0], params, grads, piece.state)):
                 return
         flat, g = piece.gather(params), piece.gather_gradients(grads)
         average = self._moved_along(piece, rows)
-        for row, start, end in rows:
-            if isinstance(grad_scale, dict):
-                table.numbers[row][SCALE] = scale_of(grad_scale, piece.params[0])
-            at = piece, table, row, index, step
-            if len(rows) == 1:
-                self._apply(at, flat, g, piece.state, grad_scale, average)
-                break
-            state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
-            along = part_of(average, slice(start, end))
-            self._apply(at, flat[start:end], g[start:end], state, grad_scale, along)
+        if len(rows) == 1:
+            self._update(work, rows[0][0], flat, g, piece.state, average)
+        else:
+            for row, start, end in rows:
+                state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
+                along = part_of(average, slice(start, end))
+                self._update(work, row, flat[start:end], g[start:end], state, along)
         piece.scatter(flat, params)
 
-    @property
-    def rule(self):
-        """The name by which `cpu_step` knows its direction; None for one that it does not know."""
-        return BY_HAND.get(self.direction)
+    def _update(self, work, row, p, g, state, average):
+        """Update flat weights p [n] and their state from gradient g [n], in place. row: of the table."""
+        choose.step(self._kernel_step(work, row, [p], [g], state, average))
 
-    def by_cpu_step(self, at, p, g, state, average=None):
-        """Update p from g, flat or lists of tensors, which then need no copies, by `cpu_step`; returns
-        whether that was possible.
-        """
-        piece, table, row, index, _ = at
-        if not (self.rule and self.compiled and cpu_step.fits(p, g)):
-            return False
-        low, keys = self._low(state), self._code_keys(state, table, row)
-        moments = [self._in_place(name, state, keys) for name in self.moments]
-        how = self._exactly(piece.params[0].dtype, low, state, self.param_groups[index])
-        if how is None or any(m is None for m in moments):
-            return False
-        h, key, stochastic = table.numbers[row], table.keys[row], self.update == "stochastic"
-        cpu_step.update(self.rule, p, g, moments, low, h, key, stochastic, average, **how)
-        return True
-
-    def _in_place(self, name, state, keys):
-        """A moment as `cpu_step` takes it: as it is held, None if those codes are not known there."""
-        if name not in keys:
-            return state[name]
-        codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
-        return self.coders[name].by_cpu_step(codes, scales, self.signed.get(name, True), keys[name])
-
-    def _exactly(self, dtype, low, state, group):
-        """Options of `cpu_step.update`: whose bits it is to have. None where it can't."""
-        return {}
+    def _kernel_step(self, work, row, weights, gradients, state, average=None):
+        """What a kernel is given: see choose.Step."""
+        keys = self._code_keys(state, work.table, row)
+        return choose.Step(
+            direction=self.direction,
+            kernel=_kernel(self.direction),
+            weights=weights,
+            gradients=gradients,
+            moments=[self._moment_of(name, state, keys.get(name)) for name in self.moments],
+            low=self._low(state),
+            h=work.table.numbers[row],
+            key=work.table.keys[row],
+            group=work.group,
+            stochastic=self.update == "stochastic",
+            average=average,
+            compiled=self.compiled,
+        )
 
     def _moved_along(self, piece, rows):
         """The average of what the kernel writes; None where it is to follow by itself."""
@@ -388,14 +394,14 @@ class Rounded(torch.optim.Optimizer):
             start += p.numel()
         return found
 
-    def _rows(self, table, index, step, piece):
+    def _rows(self, table, group, step, piece):
         """[(row of the table, first value, last)] of one piece; a large coded one in parts, so that few of
         its moments are in fp32 at once. The keys of codes are in the rows that follow.
         """
-        group, rows = self.param_groups[index], []
         numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0, *self.numbers(group, step)]
         coded = self._coded(piece.params[0])
         size = self.PIECE if piece.params[0].is_cpu else 4 * self.PIECE
+        rows = []
         for start, end, position, ahead in piece.rows(size if coded else None):
             row = table.add(numbers, key_words(self.seed, step, position, ahead=ahead))
             rows.append((row, start, end))
@@ -403,6 +409,12 @@ class Rounded(torch.optim.Optimizer):
                 kind = Noise.EXP_AVG + self.moments.index(name)
                 table.add(numbers, key_words(self.seed, step, position, kind, ahead))
         return rows
+
+    def _code_keys(self, state, table, row):
+        """{moment that is coded: key of the noise of its codes, or None where they are the nearest}."""
+        coded = [name for name in self.coders if f"{name}_scale" in state]
+        stochastic = self.update == "stochastic"
+        return {name: table.keys[at] if stochastic else None for at, name in enumerate(coded, row + 1)}
 
     def _part(self, name, t, start, end):
         """Values start to end of a flat state."""
@@ -413,36 +425,17 @@ class Rounded(torch.optim.Optimizer):
             return t[start:end]
         return t[start * coder.bits // 8 : -(-end * coder.bits // 8)]
 
-    def _apply(self, at, p, g, state, grad_scale, average=None):
-        if self.by_cpu_step(at, p, g, state, average):
-            return
-        _, table, row, index, step = at
-        h, key, low = table.numbers[row], table.keys[row], self._low(state)
-        moments = [self._loaded(name, state, p.numel()) for name in self.moments]
-        self.write(p, g, moments, low, h, key, self.param_groups[index], grad_scale, average)
-        for name, key in self._code_keys(state, table, row).items():
-            value, signed = moments[self.moments.index(name)], self.signed.get(name, True)
-            self.coders[name].encode(value, state[name], state[f"{name}_scale"], signed, key, self.compiled)
-
-    def _code_keys(self, state, table, row):
-        """{moment that is coded: key of the noise of its codes, or None where they are the nearest}."""
-        coded = [name for name in self.coders if f"{name}_scale" in state]
-        stochastic = self.update == "stochastic"
-        return {name: table.keys[at] if stochastic else None for at, name in enumerate(coded, row + 1)}
-
-    def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
-        """Update flat p [n], its moments (fp32 or bf16) and its low part, in place, from gradient g [n].
-        average: what moves along, see average.EMA.along, or None.
-        """
-        stochastic = self.update == "stochastic"
-        kernel = _kernel(self.direction)
-        fused(kernel, p, g, moments, low, h, key, stochastic, average, compiled=self.compiled)
-
-    def _loaded(self, name, state, n):
+    def _moment_of(self, name, state, key=None):
+        """A moment as it is held: a tensor, or Coded, to be written by the noise of `key`."""
         if f"{name}_scale" not in state:
             return state[name]
         codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
-        return self.coders[name].decode(codes, scales, n, self.signed.get(name, True), self.compiled)
+        return Coded(self.coders[name], codes, scales, self.signed.get(name, True), key)
+
+    def _loaded(self, name, state, n):
+        """A moment as a tensor: as it is held, or the fp32 [n] that its codes stand for."""
+        held = self._moment_of(name, state)
+        return held.decoded(n, self.compiled) if choose.is_coded(held) else held
 
     def __getstate__(self):
         return own_attributes(self)
@@ -669,9 +662,3 @@ class Rounded(torch.optim.Optimizer):
         for name in shapes:
             state[name].copy_(saved[name])
         state["step"] = int(saved["step"])
-
-
-# ---- Optimisers --------------------------------------------------------------------------------------------
-
-
-BY_HAND = {}  # {direction: the rule of `cpu_step` that does the same}; each optimiser enters its own

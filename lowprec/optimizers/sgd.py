@@ -2,7 +2,8 @@
 
 import math
 
-from .rounded import BY_HAND, Rounded
+from ..kernels import choose
+from .rounded import Rounded
 
 
 class SGD(Rounded):
@@ -21,6 +22,7 @@ class SGD(Rounded):
         return [momentum, float(ahead), momentum if ahead else 1.0, -float(group["lr"])]
 
     @staticmethod
+    @choose.hand_written("sgd")
     def direction(g, moments, h):
         m = moments[0] * h[2] + g
         return h[5] * (h[3] * g + h[4] * m), (m,)
@@ -28,6 +30,3 @@ class SGD(Rounded):
     def decay(self, p, name):
         known = name in self.moments
         return (self._group(p)["momentum"], math.inf) if known else (math.nan, 0)
-
-
-BY_HAND[SGD.direction] = "sgd"

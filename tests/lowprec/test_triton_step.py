@@ -26,7 +26,7 @@ from lowprec.rounding import _ema_kernel
 ROOT = Path(__file__).resolve().parents[2]
 triton = pytest.importorskip("triton", reason="needs Triton, which torch brings along on Linux alone")
 
-# where AdamW.write asks for the bits of torch's lerp and addcmul
+# where choose.step asks for the bits of torch's lerp and addcmul
 EXACT = [
     case
     for case in CASES
@@ -36,7 +36,7 @@ def exact(p, g, moments, low, h, key, optimizer, average):
     """exact_step.adamw, with the nearest root of each second moment: MKL misses it in one of 160."""
     m, v = moments
     root = torch.empty(N)
-    exact_step.moments(g, m, v, h, optimizer.param_groups[0]["betas"], root, h[1])
+    exact_step.moments(g, m, v, h, optimizer.param_groups[0]["betas"], root)
     root.copy_(torch.from_numpy(np.sqrt(v.numpy())))
     exact_step._weight_kernel(p, m, root, low, h, average)
 
