@@ -15,6 +15,7 @@ import dataclasses
 
 import torch
 
+from ..rounding import StepAverage, ema_kernel
 from . import cpu_step, exact_step
 from .compiled import fused, triton_step
 
@@ -40,8 +41,8 @@ class Step:
 
     direction: of the optimiser; kernel: the whole step in torch. weights, gradients: lists of tensors whose
     values follow each other in all else; cpu_step alone takes more than one. moments: fp32 or bf16 [n], or
-    formats.Coded. low: what completes the weights, see rounding.exact_weight, or None. h, key: rows of a
-    buckets.Table. group: options of the parameter group. average: what moves along, see EMA.along, or None.
+    formats.Coded. low: what completes the weights, see rounding.exact_weight, or None. numbers: what
+    `Rounded.numbers` said; row, key: those of a buckets.Table.
     """
 
     direction: object
@@ -50,11 +51,11 @@ class Step:
     gradients: list
     moments: list
     low: torch.Tensor | None
-    h: torch.Tensor
+    numbers: tuple
+    row: torch.Tensor
     key: torch.Tensor
-    group: dict
     stochastic: bool
-    average: object
+    average: StepAverage
     compiled: bool
 
     @property
@@ -86,13 +87,13 @@ def step(s):
     moments = [m.decoded(p.numel(), s.compiled) if is_coded(m) else m for m in s.moments]
     triton = _triton_for(p, moments, s.low, s.compiled) if s.rule == "adamw" else None
     if triton is not None:
-        exact = s.is_exact and s.group["betas"][0] > 0.5  # torch's lerp goes by another formula below
-        triton.adamw(p, g, moments, s.low, s.h, s.key, s.stochastic, exact, s.average)
+        exact = s.is_exact and exact_step.lerp_adds(s.numbers)
+        triton.adamw(p, g, moments, s.low, s.row, s.key, s.stochastic, exact, s.average)
     elif s.is_exact and p.is_cpu:
         m, v = moments
-        exact_step.adamw(p, g, m, v, s.low, s.h, s.group["betas"], s.group["eps"], s.average, s.compiled)
+        exact_step.adamw(p, g, m, v, s.low, s.row, s.numbers, s.average, s.compiled)
     else:
-        arguments = (p, g, moments, s.low, s.h, s.key, s.stochastic, s.average)
+        arguments = (p, g, moments, s.low, s.row, s.key, s.stochastic, s.average)
         fused(s.kernel, *arguments, compiled=s.compiled)
     for held, value in zip(s.moments, moments, strict=True):
         if is_coded(held):
@@ -108,11 +109,11 @@ def by_cpu_step(s):
         return False
     exactly = {}
     if s.is_exact:
-        if not exact_step.in_one_pass(s.group["betas"]):
+        if not exact_step.in_one_pass(s.numbers):
             return False
-        floored = exact_step.vanishes(s.group["betas"][1], s.group["eps"])
+        floored = exact_step.vanishes(s.numbers.beta2, s.numbers.eps)
         exactly = {"exact": True, "floored": floored}
-    arguments = (s.weights, s.gradients, moments, s.low, s.h, s.key, s.stochastic, s.average)
+    arguments = (s.weights, s.gradients, moments, s.low, s.row, s.key, s.stochastic, s.average)
     cpu_step.update(s.rule, *arguments, **exactly)
     return True
 
@@ -130,19 +131,16 @@ def _triton_for(p, moments, low, compiled):
 # ---- An average --------------------------------------------------------------------------------------------
 
 
-def move_average(kernel, flat, weights, low, h, key, stochastic, compiled):
-    """Move an average `flat` [n] towards `weights` [n] and their low part, in place.
-
-    kernel: the same in torch. h: fp32, its first number is 1 - decay. key: of the noise. stochastic: whether
-    bf16 is rounded so.
-    """
-    triton = _triton_for(flat, [weights], low, compiled)
+def move_average(average, weights, low, compiled):
+    """Move a StepAverage towards `weights` [n] and their low part, in place."""
+    triton = _triton_for(average.flat, [weights], low, compiled)
     if triton is not None:
-        triton.ema(flat, weights, low, h, key, stochastic)
-    elif compiled and cpu_step.fits([weights], [flat]):
-        cpu_step.ema(flat, weights, low, h, key, stochastic)
+        triton.ema(average, weights, low)
+    elif compiled and cpu_step.fits([weights], [average.flat]):
+        cpu_step.ema(average, weights, low)
     else:
-        fused(kernel, flat, weights, low, h, key, stochastic, compiled=compiled)
+        flat, *how = average
+        fused(ema_kernel, flat, weights, low, *how, compiled=compiled)
 
 
 # ---- Codes -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 with the bits of the torch code.
 
     if fits([p], [g]):
-        update("adamw", [p], [g], moments, low, h, key, stochastic)   # in place; h, key: rows of a Table
+        update("adamw", [p], [g], moments, low, row, key, stochastic)   # in place; row, key: of a Table
 
 It is written by hand for AVX-512 in cpu_step.cpp: a loop that torch.compile makes waits for each hash of
 noise and at each new page of memory, and can't vectorise the reading of tables. The first call compiles it
@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import increment_version
+
+from ..rounding import NO_AVERAGE
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # each operation rounds once: no product is contracted with a sum
@@ -70,8 +72,8 @@ class Step(ctypes.Structure):
         ("floored", ctypes.c_int32),
         ("low", ctypes.c_void_p),
         ("shadow", ctypes.c_void_p),
-        ("h", ctypes.c_void_p),
-        ("average_h", ctypes.c_void_p),
+        ("numbers", ctypes.c_void_p),
+        ("average_share", ctypes.c_void_p),
         ("key", ctypes.c_void_p),
         ("average_key", ctypes.c_void_p),
         ("called", ctypes.c_void_p),
@@ -167,16 +169,16 @@ def fits(p, g):
     return all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in (*p, *g))
 
 
-def update(rule, p, g, moments, low, h, key, stochastic, average=None, exact=False, floored=False):
+def update(
+    rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, exact=False, floored=False
+):
     """One step on weights p, their moments and their low part, in place. rule: of RULES.
 
     p, g: lists of weights and of their gradients, whose values follow each other in all else.
-    moments: of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. h: fp32, the `numbers` of the
-    optimiser behind decay and scale. key: int32, see `rounding.noise_bits`. average: what moves along,
-    see average.EMA.along, or None. exact: with the bits of torch's lerp, addcmul and sqrt, see exact_step;
-    `floored` as its `vanishes` says.
+    moments: of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. row: fp32, the numbers of the
+    optimiser behind WeightNumbers. key: int32, see `rounding.noise_bits`. average: a StepAverage. exact: with
+    the bits of torch's lerp, addcmul and sqrt, see exact_step; `floored` as its `vanishes` says.
     """
-    flat, average_h, average_key, average_stochastic = average or (None, None, None, False)
     kind_of_root, called = root() if exact else (NEAREST, None)
     weights, gradients, ends = _addresses(p), _addresses(g), _ends(p)
     step = Step(
@@ -192,26 +194,25 @@ def update(rule, p, g, moments, low, h, key, stochastic, average=None, exact=Fal
         ends=ctypes.addressof(ends),
         weights=ctypes.addressof(weights),
         gradients=ctypes.addressof(gradients),
-        of_average=_kind(flat),
-        average_stochastic=average_stochastic,
+        of_average=_kind(average.flat),
+        average_stochastic=average.stochastic,
         threads=_threads(ends[-1]),
         floored=floored,
         low=_address(low),
-        shadow=_address(flat),
-        h=_address(h),
-        average_h=_address(average_h),
+        shadow=_address(average.flat),
+        numbers=_address(row),
+        average_share=_address(average.share),
         key=_address(key),
-        average_key=_address(average_key),
+        average_key=_address(average.key),
         called=called,
         moments=tuple(map(_moment, moments)),
     )
     library().update(ctypes.byref(step))
-    _written(*p, low, flat, *moments)
+    _written(*p, low, average.flat, *moments)
 
 
-def ema(average, p, low, h, key, stochastic):
-    """Move flat average [n] towards the weights p [n] and their low part, in place, as average.EMA does. h:
-    fp32, its first number is 1 - decay; key: int32, see `rounding.noise_bits`.
+def ema(average, p, low):
+    """Move a StepAverage towards the weights p [n] and their low part, in place, as rounding.ema_kernel does.
     """
     weights, ends = _addresses([p]), _ends([p])
     step = Step(
@@ -220,16 +221,16 @@ def ema(average, p, low, h, key, stochastic):
         count=1,
         ends=ctypes.addressof(ends),
         weights=ctypes.addressof(weights),
-        of_average=_kind(average),
-        average_stochastic=stochastic,
+        of_average=_kind(average.flat),
+        average_stochastic=average.stochastic,
         threads=_threads(ends[-1]),
         low=_address(low),
-        shadow=_address(average),
-        average_h=_address(h),
-        average_key=_address(key),
+        shadow=_address(average.flat),
+        average_share=_address(average.share),
+        average_key=_address(average.key),
     )
     library().ema(ctypes.byref(step))
-    _written(average)
+    _written(average.flat)
 
 
 def _kind(t):

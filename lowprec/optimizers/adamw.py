@@ -1,6 +1,7 @@
 """AdamW, written in any of the ways of `Rounded`."""
 
 from ..kernels import choose
+from ..kernels.numbers import AdamWNumbers
 from .rounded import Rounded
 
 
@@ -18,14 +19,21 @@ class AdamW(Rounded):
         super().__init__(params, options, **writing)
 
     def numbers(self, group, step):
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        corrected = (1 - beta2**step) ** 0.5
-        return [1 - beta1, beta2, 1 - beta2, corrected, group["eps"], -lr / (1 - beta1**step)]
+        beta1, beta2 = group["betas"]
+        return AdamWNumbers(
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            root_correction=(1 - beta2**step) ** 0.5,
+            eps=group["eps"],
+            rate=-float(group["lr"]) / (1 - beta1**step),
+        )
 
     @staticmethod
     @choose.hand_written("adamw")
-    def direction(g, moments, h):
+    def direction(g, moments, n):
         m, v = moments
-        m = (g - m) * h[2] + m
-        v = h[4] * g * g + v * h[3]
-        return (h[7] * m) / (v.sqrt() / h[5] + h[6]), (m, v)
+        m = (g - m) * n.one_minus_beta1 + m
+        v = n.one_minus_beta2 * g * g + v * n.beta2
+        update = (n.rate * m) / (v.sqrt() / n.root_correction + n.eps)
+        return update, (m, v)

@@ -11,8 +11,8 @@ import torch
 
 from ..kernels import choose
 from ..kernels.compiled import fused
-from ..kernels.exact_step import DECAY, SCALE
-from ..rounding import Noise, exact_weight, key_words, noise_bits, rounded, write_weight
+from ..kernels.numbers import WeightNumbers
+from ..rounding import NO_AVERAGE, Noise, exact_weight, key_words, noise_bits, rounded, write_weight
 from .buckets import scale_of
 from .rounded import Rounded
 
@@ -32,7 +32,7 @@ class ByTensor(Rounded):
 
     def update_tensor(self, g, moments, numbers, held):
         """(fp32 update, new moments) of one tensor, from its gradient g, scaled, its moments {name: tensor}
-        and the weight held, all fp32 in their shapes. numbers: what `numbers` said, a list of float.
+        and the weight held, all fp32 in their shapes. numbers: what `numbers` said, a NamedTuple of float.
         """
         raise NotImplementedError
 
@@ -63,28 +63,28 @@ class ByTensor(Rounded):
         self.announced = None
         return super().step(closure, grads=grads, grad_scale=grad_scale)
 
-    def _rows(self, table, group, step, piece):
+    def _rows(self, table, index, numbers, step, piece):
         """As Rounded's: one row for the tensor, whose key rounds the weight, then one for each moment."""
-        numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0]
+        numbers = self._weight_numbers(index)
         row = table.add(numbers, key_words(self.seed, step, piece.start))
         for kind, _ in enumerate(self.moments, Noise.EXP_AVG):
             table.add(numbers, key_words(self.seed, step, piece.start, kind))
         return [(row, 0, piece.numel)]
 
-    def _moved_along(self, piece, rows):
-        return None  # the direction needs the whole tensor, and is not in the kernel that writes
+    def _average_of(self, piece, rows):
+        return NO_AVERAGE  # the direction needs the whole tensor, and is not in the kernel that writes
 
     def _update(self, work, row, p, g, state, average):
         if not work.piece.numel:  # it holds no moments
             return
         (parameter,), table = work.piece.params, work.table
-        h = table.numbers[row]
+        weight = WeightNumbers(*table.numbers[row])
         low, stochastic = self._low(state), self.update == "stochastic"
-        held, g = exact_weight(p, low), (g.float() * h[SCALE]).view(parameter.shape)
-        numbers = self.numbers(work.group, work.step)
+        held = exact_weight(p, low)
+        g = (g.float() * weight.scale).view(parameter.shape)
         old = self._whole(parameter, state)
-        delta, new = self.update_tensor(g, old, numbers, held.view(parameter.shape))
-        x = held * h[DECAY] + delta.reshape(-1)
+        update, new = self.update_tensor(g, old, work.numbers, held.view(parameter.shape))
+        x = held * weight.decay + update.reshape(-1)
         fused(_write_kernel, x, p, low, table.keys[row], stochastic, compiled=self.compiled)
         for further, name in enumerate(self.moments, row + 1):
             if name in state:

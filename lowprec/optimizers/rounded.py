@@ -26,17 +26,16 @@ import torch
 from ..errors import Refused, check_choice
 from ..formats import FORMATS, Coded
 from ..kernels import choose
-from ..kernels.exact_step import DECAY, SCALE
+from ..kernels.numbers import SCALE, WeightNumbers, named
 from ..machine import settle_vector_math
 from ..rounding import (
     DTYPES,
+    NO_AVERAGE,
     UPDATES,
     Noise,
     exact_weight,
     key_words,
-    move_along,
     noise_bits,
-    part_of,
     rounded,
     write_weight,
 )
@@ -50,25 +49,27 @@ LOW = {"compensation": "kahan", "remainder": "master", "master": "master"}
 
 
 @functools.cache
-def _kernel(direction):
-    """One step of an optimiser on flat vectors, in place. All arithmetic is fp32; only the writes differ by
-    recipe.
+def _kernel(direction, kind):
+    """One step of an optimiser on flat vectors [n], in place. All arithmetic is fp32; only the writes differ
+    by recipe. direction: of the optimiser; kind: the class of its numbers.
     """
 
-    def kernel(p, g, moments, low, h, key, stochastic, average):
+    def kernel(p, g, moments, low, row, key, stochastic, average):
+        weight, own = named(row, kind)
         old = [m.float() for m in moments]
-        delta, new = direction(g.float() * h[SCALE], old, h)
+        update, new = direction(g.float() * weight.scale, old, own)
         # weight decay belongs to the fp32 update: lr*wd near 1e-6 of a weight would never survive a write of
         # its own
-        x = exact_weight(p, low) * h[DECAY] + delta
-        bits = [None] * (1 + len(moments))
+        x = exact_weight(p, low) * weight.decay + update
+        noise = None
+        noise_of_moments = [None] * len(moments)
         if stochastic:
-            first, second = noise_bits(p.numel(), key)
-            bits = [first, first >> 16, second, second >> 16]
-        write_weight(x, p, low, bits[0])
-        move_along(average, x, p, low, bits[0])
-        for m, value, noise in zip(moments, new, bits[1:], strict=False):
-            m.copy_(rounded(value, m.dtype, noise))
+            noise, second = noise_bits(p.numel(), key)
+            noise_of_moments = [noise >> 16, second, second >> 16]
+        write_weight(x, p, low, noise)
+        average.follow(x, p, low, noise)
+        for m, value, bits in zip(moments, new, noise_of_moments, strict=False):
+            m.copy_(rounded(value, m.dtype, bits))
 
     return kernel
 
@@ -106,11 +107,11 @@ def own_attributes(optimizer):
 
 
 class Work(NamedTuple):
-    """The next step of one piece: a bucket, or one parameter of it. group: options of its parameter group.
+    """The next step of one piece: a bucket, or one parameter of it. numbers: what `Rounded.numbers` said.
     rows: [(row of the table, first value, last)] of the parts in which it is updated.
     """
 
-    group: dict
+    numbers: tuple
     step: int
     piece: Bucket
     table: Table
@@ -180,15 +181,13 @@ class Rounded(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def numbers(self, group, step):
-        """Numbers of the step that `direction` reads as h[2], h[3], ...: a list of float, from a group's
-        options.
-        """
+        """What `direction` reads at this step, from a group's options: a NamedTuple of float."""
         raise NotImplementedError
 
     @staticmethod
-    def direction(g, moments, h):
-        """(update, new moments) of gradient g [n] and old moments, fp32 [n] each. Elementwise: torch.compile
-        fuses it.
+    def direction(g, moments, n):
+        """(update, new moments) of gradient g [n] and old moments, fp32 [n] each. n: `numbers`, each a 0-dim
+        tensor. Elementwise: torch.compile fuses it.
         """
         raise NotImplementedError
 
@@ -303,8 +302,9 @@ class Rounded(torch.optim.Optimizer):
             first = piece.params[0]
             table = tables.setdefault(first.device, Table(first.device))
             step = self.state[first]["step"] + 1
-            group = self.param_groups[index]
-            work.append(Work(group, step, piece, table, self._rows(table, group, step, piece)))
+            numbers = self.numbers(self.param_groups[index], step)
+            rows = self._rows(table, index, numbers, step, piece)
+            work.append(Work(numbers, step, piece, table, rows))
         for table in tables.values():
             table.fill()
         return work
@@ -327,45 +327,45 @@ class Rounded(torch.optim.Optimizer):
             if choose.by_cpu_step(self._kernel_step(work, rows[0][0], params, grads, piece.state)):
                 return
         flat, g = piece.gather(params), piece.gather_gradients(grads)
-        average = self._moved_along(piece, rows)
+        average = self._average_of(piece, rows)
         if len(rows) == 1:
             self._update(work, rows[0][0], flat, g, piece.state, average)
         else:
             for row, start, end in rows:
                 state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
-                along = part_of(average, slice(start, end))
-                self._update(work, row, flat[start:end], g[start:end], state, along)
+                part = average.part(start, end)
+                self._update(work, row, flat[start:end], g[start:end], state, part)
         piece.scatter(flat, params)
 
     def _update(self, work, row, p, g, state, average):
         """Update flat weights p [n] and their state from gradient g [n], in place. row: of the table."""
         choose.step(self._kernel_step(work, row, [p], [g], state, average))
 
-    def _kernel_step(self, work, row, weights, gradients, state, average=None):
+    def _kernel_step(self, work, row, weights, gradients, state, average=NO_AVERAGE):
         """What a kernel is given: see choose.Step."""
         keys = self._code_keys(state, work.table, row)
         return choose.Step(
             direction=self.direction,
-            kernel=_kernel(self.direction),
+            kernel=_kernel(self.direction, type(work.numbers)),
             weights=weights,
             gradients=gradients,
             moments=[self._moment_of(name, state, keys.get(name)) for name in self.moments],
             low=self._low(state),
-            h=work.table.numbers[row],
+            numbers=work.numbers,
+            row=work.table.numbers[row],
             key=work.table.keys[row],
-            group=work.group,
             stochastic=self.update == "stochastic",
             average=average,
             compiled=self.compiled,
         )
 
-    def _moved_along(self, piece, rows):
-        """The average of what the kernel writes; None where it is to follow by itself."""
+    def _average_of(self, piece, rows):
+        """The StepAverage of what the kernel writes; NO_AVERAGE where the average is to follow by itself."""
         if self.average is None or type(piece) is not Bucket or len(piece.params) > 1:
-            return None
+            return NO_AVERAGE
         if len(rows) > 1 and not piece.params[0].is_cpu:  # the keys of its parts would be copies to wait for
-            return None
-        return self.average.along(piece.params[0])
+            return NO_AVERAGE
+        return self.average.of_step(piece.params[0])
 
     def _pieces(self, bucket, grad_of, apart):
         """What a bucket updates at once: all of it, or tensor by tensor where some have no gradient, another
@@ -394,11 +394,11 @@ class Rounded(torch.optim.Optimizer):
             start += p.numel()
         return found
 
-    def _rows(self, table, group, step, piece):
+    def _rows(self, table, index, numbers, step, piece):
         """[(row of the table, first value, last)] of one piece; a large coded one in parts, so that few of
         its moments are in fp32 at once. The keys of codes are in the rows that follow.
         """
-        numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0, *self.numbers(group, step)]
+        numbers = [*self._weight_numbers(index), *numbers]
         coded = self._coded(piece.params[0])
         size = self.PIECE if piece.params[0].is_cpu else 4 * self.PIECE
         rows = []
@@ -409,6 +409,11 @@ class Rounded(torch.optim.Optimizer):
                 kind = Noise.EXP_AVG + self.moments.index(name)
                 table.add(numbers, key_words(self.seed, step, position, kind, ahead))
         return rows
+
+    def _weight_numbers(self, index):
+        """The WeightNumbers of a group. The scale of gradients is written into the table once it is known."""
+        group = self.param_groups[index]
+        return WeightNumbers(decay=1 - float(group["lr"]) * group["weight_decay"], scale=1.0)
 
     def _code_keys(self, state, table, row):
         """{moment that is coded: key of the noise of its codes, or None where they are the nearest}."""
@@ -496,10 +501,11 @@ class Rounded(torch.optim.Optimizer):
         for (_, step, device), members in alike.items():
             some, g = [params[i] for i in members], torch.cat([gradients[i].float() for i in members])
             group = of_group[some[0]]
-            numbers = [1.0, 1.0, *self.numbers(group, step + 1)]
-            h = torch.tensor(numbers, dtype=torch.float32, device=device)
+            numbers = self.numbers(group, step + 1)
+            row = torch.tensor(numbers, dtype=torch.float32, device=device)
+            numbers = type(numbers)(*row)
             parts = [[self.moment(p, name, pick).float() for p in some] for name in self.moments]
-            delta, _ = self.direction(g, [torch.cat(part) for part in parts], h)
+            delta, _ = self.direction(g, [torch.cat(part) for part in parts], numbers)
             values = [self.held(params[i], pick) if held is None else held[i] for i in members]
             update = delta - float(group["lr"]) * group["weight_decay"] * torch.cat(values)
             lengths = [gradients[i].numel() for i in members]

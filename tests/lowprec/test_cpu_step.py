@@ -3,6 +3,7 @@ it.
 """
 
 import itertools
+import re
 import subprocess
 
 import numpy as np
@@ -12,13 +13,13 @@ from common import draw, uncompiled
 from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, step
 
 from lowprec.formats import FORMATS
-from lowprec.kernels import choose, cpu_step
+from lowprec.kernels import choose, cpu_step, numbers
 from lowprec.optimizers import buckets, rounded
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.lion import Lion
 from lowprec.optimizers.sgd import SGD
-from lowprec.rounding import _ema_kernel, noise_key
+from lowprec.rounding import StepAverage, ema_kernel, noise_key
 
 CPU = torch.device("cpu")
 needs_kernel = pytest.mark.skipif(cpu_step.library() is None, reason="needs AVX-512 and GCC")
@@ -49,13 +50,23 @@ def afresh():
 # ---- The step ----------------------------------------------------------------------------------------------
 
 
-def eager(p, g, moments, low, h, key, optimizer, average):
+def eager(p, g, moments, low, row, numbers, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    rounded._kernel(optimizer.direction)(p, g, moments, low, h, key, stochastic, average)
+    kernel = rounded._kernel(optimizer.direction, type(numbers))
+    kernel(p, g, moments, low, row, key, stochastic, average)
 
 
-def by_cpu_step(p, g, moments, low, h, key, optimizer, average):
-    cpu_step.update("adamw", [p], [g], moments, low, h, key, optimizer.update == "stochastic", average)
+def by_cpu_step(p, g, moments, low, row, numbers, key, optimizer, average):
+    cpu_step.update("adamw", [p], [g], moments, low, row, key, optimizer.update == "stochastic", average)
+
+
+STRUCT = re.compile(r"struct (\w+Numbers) \{ float ([\w, ]+); \};")
+
+
+def test_numbers_have_the_same_names_and_order_in_cpp():
+    found = {name: tuple(fields.split(", ")) for name, fields in STRUCT.findall(cpu_step.SOURCE.read_text())}
+    kinds = (numbers.WeightNumbers, numbers.AdamWNumbers, numbers.SGDNumbers, numbers.LionNumbers)
+    assert found == {kind.__name__: kind._fields for kind in kinds}
 
 
 @needs_kernel
@@ -149,7 +160,7 @@ def test_a_direction_of_ones_own_is_what_steps(kind, dtype, monkeypatch):
 
     class Own(kind):
         @staticmethod
-        def direction(g, moments, h):
+        def direction(g, moments, n):
             return -0.5 * g, moments
 
     p = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
@@ -261,6 +272,11 @@ def test_the_number_of_threads_changes_no_bit(threads):
 
 # ---- The average -------------------------------------------------------------------------------------------
 
+def by_torch(average, p, low):
+    flat, *how = average
+    ema_kernel(flat, p, low, *how)
+
+
 AVERAGED = list(itertools.product(DTYPES, LOWS, AVERAGES[1:]))
 
 
@@ -274,9 +290,10 @@ def test_the_average_has_the_bits_of_the_torch_code(weights, low, average, n):
     shadow[7], shadow[8], shadow[9] = torch.inf, torch.nan, 1e-39
     p, shadow, low = p[:n], shadow[:n], None if low is None else low[:n]
     found = []
-    for kernel in (_ema_kernel, cpu_step.ema):
+    for kernel in (by_torch, cpu_step.ema):
         found.append([shadow.clone()])
-        kernel(found[-1][0], p, low, torch.tensor([1e-2]), noise_key(4, 7, 12345), stochastic)
+        share, key = torch.tensor([1e-2]), noise_key(4, 7, 12345)
+        kernel(StepAverage(found[-1][0], share, key, stochastic), p, low)
     assert differing(*found) == 0
     ours = found[1][0]
     assert n == 5 or (ours != shadow)[10:].any()
@@ -284,14 +301,14 @@ def test_the_average_has_the_bits_of_the_torch_code(weights, low, average, n):
 
 @needs_kernel
 def test_an_average_of_several_chunks_goes_on_with_its_noise(threads):
-    p, shadow, key = draw(100_000).bfloat16(), draw(100_000, seed=1).bfloat16(), noise_key(1, 2, 3)
-    theirs = shadow.clone()
-    _ema_kernel(theirs, p, None, torch.tensor([0.1]), key, True)
+    p, shadow = draw(100_000).bfloat16(), draw(100_000, seed=1).bfloat16()
+    theirs = StepAverage(shadow.clone(), torch.tensor([0.1]), noise_key(1, 2, 3), True)
+    by_torch(theirs, p, None)
     for count in (1, 3):
         threads(count)
-        ours = shadow.clone()
-        cpu_step.ema(ours, p, None, torch.tensor([0.1]), key, True)
-        assert torch.equal(ours, theirs)
+        ours = theirs._replace(flat=shadow.clone())
+        cpu_step.ema(ours, p, None)
+        assert torch.equal(ours.flat, theirs.flat)
 
 
 # ---- Codes -------------------------------------------------------------------------------------------------
