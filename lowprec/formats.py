@@ -22,11 +22,12 @@ A new format is one more row of FORMATS.
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .kernels import cpu_step
+from .kernels import choose
 from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
 from .rounding import noise_bits
@@ -74,10 +75,8 @@ class Format:
         """Bytes of the tables that all moments of one kind share."""
         return 0
 
-    def by_cpu_step(self, codes, scales, signed, key):
-        """uint8 codes and their scales as `cpu_step` takes them, to be written by the noise of `key`; None
-        where it can't.
-        """
+    def line(self, signed, device):
+        """The `broken_line` of the format's table; None where it has none."""
         return None
 
     def encode(self, x, codes, scales, signed, key=None, compiled=True):
@@ -122,6 +121,30 @@ class Format:
     def _decode_rows(self, codes, scales, signed, compiled):
         """fp32 [blocks, block]."""
         raise NotImplementedError
+
+
+class Coded(NamedTuple):
+    """A moment that is held in codes: uint8 and fp32 scales, both flat. key: of the noise that the codes are
+    written with, None for the nearest codes.
+    """
+
+    coder: Format
+    codes: torch.Tensor
+    scales: torch.Tensor
+    signed: bool
+    key: torch.Tensor | None = None
+
+    def decoded(self, n, compiled=True):
+        """fp32 [n] that the codes stand for."""
+        return self.coder.decode(self.codes, self.scales, n, self.signed, compiled)
+
+    def encode(self, x, compiled=True):
+        """Write fp32 x [n] into the codes and scales, in place."""
+        self.coder.encode(x, self.codes, self.scales, self.signed, self.key, compiled)
+
+    def for_cpu_step(self):
+        """The same as cpu_step.Codes; None where cpu_step can't write them."""
+        return choose.cpu_codes(self.coder, self.codes, self.scales, self.signed, self.key)
 
 
 def finite(x):
@@ -269,31 +292,19 @@ class Table(Format):
         return self.tables[signed, device]
 
     def line(self, signed, device):
-        """The `broken_line` of the table."""
         if ("line", signed, device) not in self.tables:
             self.tables["line", signed, device] = broken_line(self._published(signed)).to(device)
         return self.tables["line", signed, device]
-
-    def by_cpu_step(self, codes, scales, signed, key):
-        if key is None or not codes.is_cpu or cpu_step.library() is None:
-            return None
-        table, line = self.table(signed, codes.device), self.line(signed, codes.device)
-        chart = cpu_step.chart_of(line)
-        return None if chart is None else cpu_step.Codes(codes, scales, table, chart, key, signed)
 
     def table_bytes(self, signed, stochastic):
         cpu = torch.device("cpu")
         return self.table(signed, cpu).nbytes + (self.line(signed, cpu).nbytes if stochastic else 0)
 
     def _encode_rows(self, x, codes, scales, signed, key, compiled):
-        table = self.table(signed, x.device)
         if key is None:
-            self._nearest(x, codes, scales, table, compiled)
-        elif compiled and (ours := self.by_cpu_step(codes, scales, signed, key)):
-            cpu_step.encode(x, ours)
+            self._nearest(x, codes, scales, self.table(signed, x.device), compiled)
         else:
-            line = self.line(signed, x.device)
-            fused(_stochastic_kernel(signed), x, codes, scales, table, line, key, compiled=compiled)
+            choose.encode(_stochastic_kernel(signed), self, x, codes, scales, signed, key, compiled)
 
 
 class Int8(Table):

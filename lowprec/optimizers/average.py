@@ -13,12 +13,13 @@ import functools
 import torch
 
 from ..errors import Refused, check_choice
-from ..kernels.compiled import fused, triton_step
+from ..kernels import choose
 from ..rounding import (
     DTYPES,
+    NO_AVERAGE,
     UPDATES,
     Noise,
-    _ema_kernel,
+    StepAverage,
     exact_weight,
     key_words,
 )
@@ -113,16 +114,15 @@ class EMA:
         self._begin()
         self._move()
 
-    def along(self, p):
-        """(flat average, h, key, stochastic) for a kernel that writes all of parameter p and moves its
-        average in the same pass, see `move_along`; None where p shares a vector with others. `update` moves
-        what is left.
+    def of_step(self, p):
+        """The StepAverage for a kernel that writes all of parameter p; NO_AVERAGE where p shares a vector
+        with others. `update` moves what is left.
         """
         if p not in self.alone:
-            return None
+            return NO_AVERAGE
         self._begin()
         row = self._rows.pop(self.alone[p], None)
-        return None if row is None else self._at(self.alone[p], row)
+        return NO_AVERAGE if row is None else self._step_average(self.alone[p], row)
 
     def before_writing(self):
         """Called before the weights are next written."""
@@ -131,7 +131,7 @@ class EMA:
         """Called before the average is read by another way than `shadow`."""
 
     def _begin(self):
-        """Number the next step, unless `along` has begun it."""
+        """Number the next step, unless `of_step` has begun it."""
         if self._rows is not None:
             return
         self.step += 1
@@ -143,19 +143,18 @@ class EMA:
                 self._rows[bucket] = self._table.add([1 - self.decay], words)
         self._table.fill()
 
-    def _at(self, bucket, row):
-        stochastic = self.update_mode == "stochastic"
-        return bucket.flat, self._table.numbers[row], self._table.keys[row], stochastic
+    def _step_average(self, bucket, row):
+        return StepAverage(
+            flat=bucket.flat,
+            share=self._table.numbers[row],
+            key=self._table.keys[row],
+            stochastic=self.update_mode == "stochastic",
+        )
 
     def _move(self):
         for bucket, row in self._rows.items():
-            flat, *how = self._at(bucket, row)
             params, low = self._inputs(bucket)
-            triton = triton_step() if flat.is_cuda and self.compiled else None
-            if triton and triton.fits(flat, [params], low):
-                triton.ema(flat, params, low, *how)
-            else:
-                fused(_ema_kernel, flat, params, low, *how, compiled=self.compiled)
+            choose.move_average(self._step_average(bucket, row), params, low, self.compiled)
         self._rows = None
 
     def state_dict(self):
@@ -212,8 +211,8 @@ class OnCPU(EMA):
         self._take(self._buckets)
         self.behind = True
 
-    def along(self, p):
-        return None  # it is elsewhere
+    def of_step(self, p):
+        return NO_AVERAGE  # it is elsewhere
 
     def before_writing(self):
         self.traffic.before_writing()

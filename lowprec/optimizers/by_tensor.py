@@ -9,9 +9,10 @@ import math
 
 import torch
 
+from ..kernels import choose
 from ..kernels.compiled import fused
-from ..kernels.exact_step import DECAY, SCALE
-from ..rounding import Noise, exact_weight, key_words, noise_bits, rounded, write_weight
+from ..kernels.numbers import WeightNumbers
+from ..rounding import NO_AVERAGE, Noise, exact_weight, key_words, noise_bits, rounded, write_weight
 from .buckets import scale_of
 from .rounded import Rounded
 
@@ -31,7 +32,7 @@ class ByTensor(Rounded):
 
     def update_tensor(self, g, moments, numbers, held):
         """(fp32 update, new moments) of one tensor, from its gradient g, scaled, its moments {name: tensor}
-        and the weight held, all fp32 in their shapes. numbers: what `numbers` said, a list of float.
+        and the weight held, all fp32 in their shapes. numbers: what `numbers` said, a NamedTuple of float.
         """
         raise NotImplementedError
 
@@ -62,29 +63,28 @@ class ByTensor(Rounded):
         self.announced = None
         return super().step(closure, grads=grads, grad_scale=grad_scale)
 
-    def _rows(self, table, index, step, piece):
+    def _rows(self, table, index, numbers, step, piece):
         """As Rounded's: one row for the tensor, whose key rounds the weight, then one for each moment."""
-        group = self.param_groups[index]
-        numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0]
+        numbers = self._weight_numbers(index)
         row = table.add(numbers, key_words(self.seed, step, piece.start))
         for kind, _ in enumerate(self.moments, Noise.EXP_AVG):
             table.add(numbers, key_words(self.seed, step, piece.start, kind))
         return [(row, 0, piece.numel)]
 
-    def _moved_along(self, piece, rows):
-        return None  # the direction needs the whole tensor, and is not in the kernel that writes
+    def _average_of(self, piece, rows):
+        return NO_AVERAGE  # the direction needs the whole tensor, and is not in the kernel that writes
 
-    def _apply(self, at, p, g, state, grad_scale, average=None):
-        piece, table, row, index, step = at
-        if not piece.numel:  # it holds no moments
+    def _update(self, work, row, p, g, state, average):
+        if not work.piece.numel:  # it holds no moments
             return
-        (parameter,), h = piece.params, table.numbers[row]
+        (parameter,), table = work.piece.params, work.table
+        weight = WeightNumbers(*table.numbers[row])
         low, stochastic = self._low(state), self.update == "stochastic"
-        held, g = exact_weight(p, low), (g.float() * h[SCALE]).view(parameter.shape)
-        numbers = self.numbers(self.param_groups[index], step)
+        held = exact_weight(p, low)
+        g = (g.float() * weight.scale).view(parameter.shape)
         old = self._whole(parameter, state)
-        delta, new = self.update_tensor(g, old, numbers, held.view(parameter.shape))
-        x = held * h[DECAY] + delta.reshape(-1)
+        update, new = self.update_tensor(g, old, work.numbers, held.view(parameter.shape))
+        x = held * weight.decay + update.reshape(-1)
         fused(_write_kernel, x, p, low, table.keys[row], stochastic, compiled=self.compiled)
         for further, name in enumerate(self.moments, row + 1):
             if name in state:
@@ -93,11 +93,11 @@ class ByTensor(Rounded):
 
     def _keep(self, name, value, state, key):
         """Write fp32 `value` [n] as the moment is held."""
-        if f"{name}_scale" in state:
-            signed = self.signed.get(name, True)
-            self.coders[name].encode(value, state[name], state[f"{name}_scale"], signed, key, self.compiled)
+        held = self._moment_of(name, state, key)
+        if choose.is_coded(held):
+            held.encode(value, self.compiled)
             return
-        held = state[name].view(-1)
+        held = held.view(-1)
         key = key if held.dtype == torch.bfloat16 else None
         fused(_moment_kernel, value, held, key, compiled=self.compiled)
 

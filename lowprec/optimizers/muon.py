@@ -1,6 +1,7 @@
 """Muon: orthogonalised momentum for the matrices of hidden layers."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,6 +10,14 @@ from ..errors import Refused
 from ..roles import role, roles
 from ..rounding import DTYPES
 from .by_tensor import ByTensor
+
+
+class MuonNumbers(NamedTuple):
+    """What a step reads."""
+
+    momentum: float
+    nesterov: bool
+    lr: float
 
 
 class Muon(ByTensor):
@@ -49,14 +58,15 @@ class Muon(ByTensor):
         super().add_param_group(param_group)
 
     def numbers(self, group, step):
-        return [group["momentum"], float(bool(group["nesterov"])), float(group["lr"])]
+        return MuonNumbers(group["momentum"], bool(group["nesterov"]), float(group["lr"]))
 
     def update_tensor(self, g, moments, numbers, held):
-        momentum, ahead, lr = numbers
-        m = moments["momentum"].lerp(g, 1 - momentum)
-        matrix = (g.lerp(m, momentum) if ahead else m).flatten(1)  # [out, in, ...] -> [out, rest]
+        m = moments["momentum"].lerp(g, 1 - numbers.momentum)
+        mean = g.lerp(m, numbers.momentum) if numbers.nesterov else m
+        matrix = mean.flatten(1)  # [out, in, ...] -> [out, rest]
         update = orthogonalised(matrix, self.dtype).float()
-        return (-lr * self.adjust(*matrix.shape) * update).reshape(g.shape), {"momentum": m}
+        update = -numbers.lr * self.adjust(*matrix.shape) * update
+        return update.reshape(g.shape), {"momentum": m}
 
     def decay(self, p, name):
         known = name in self.moments

@@ -52,7 +52,7 @@ class Offload:
         """
         if not work:
             return
-        far = [moments_of(item[2]) for item in work]
+        far = [moments_of(item.piece) for item in work]
         rooms = [self.traffic.room(max(map(size_of, far[at::2]))) for at in range(min(2, len(work)))]
         begun = [self.traffic.now()] if self.left is None else [self.traffic.now(), self.left]
         free = [begun, begun]  # what the next copy into a room has to wait for
@@ -62,12 +62,12 @@ class Offload:
             return near, self.traffic.copy("in", list(pairs(near, far[n])), free[n % 2])
 
         ahead = fetch(0)
-        for n, (index, step, piece, *rest) in enumerate(work):
+        for n, item in enumerate(work):
             (near, came), ahead = ahead, fetch(n + 1) if n + 1 < len(work) else None
             self.traffic.need(came)
-            here = copy.copy(piece)
-            here.state = {**piece.state, **near}
-            yield index, step, here, *rest
+            here = copy.copy(item.piece)
+            here.state = {**item.piece.state, **near}
+            yield item._replace(piece=here)
             self.left = self.traffic.copy("out", list(pairs(far[n], near)), [self.traffic.now()])
             free[n % 2] = [self.left]
 

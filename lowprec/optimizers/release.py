@@ -107,7 +107,7 @@ class Release:
             self.before()
         for part, pieces in self.pieces.items():
             for item in part.planned(pieces):
-                self.items[item[2].params[0]] = part, item
+                self.items[item.piece.params[0]] = part, item
 
     def _look(self, part, p, grads):
         """What multiplies the gradient of p. Telemetry looks at the write that is to come."""

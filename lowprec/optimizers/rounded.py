@@ -19,24 +19,23 @@ import copy
 import functools
 import math
 import operator
+from typing import NamedTuple
 
 import torch
 
 from ..errors import Refused, check_choice
-from ..formats import FORMATS
-from ..kernels import cpu_step
-from ..kernels.compiled import fused
-from ..kernels.exact_step import DECAY, SCALE
+from ..formats import FORMATS, Coded
+from ..kernels import choose
+from ..kernels.numbers import SCALE, WeightNumbers, named
 from ..machine import settle_vector_math
 from ..rounding import (
     DTYPES,
+    NO_AVERAGE,
     UPDATES,
     Noise,
     exact_weight,
     key_words,
-    move_along,
     noise_bits,
-    part_of,
     rounded,
     write_weight,
 )
@@ -50,25 +49,27 @@ LOW = {"compensation": "kahan", "remainder": "master", "master": "master"}
 
 
 @functools.cache
-def _kernel(direction):
-    """One step of an optimiser on flat vectors, in place. All arithmetic is fp32; only the writes differ by
-    recipe.
+def _kernel(direction, kind):
+    """One step of an optimiser on flat vectors [n], in place. All arithmetic is fp32; only the writes differ
+    by recipe. direction: of the optimiser; kind: the class of its numbers.
     """
 
-    def kernel(p, g, moments, low, h, key, stochastic, average):
+    def kernel(p, g, moments, low, row, key, stochastic, average):
+        weight, own = named(row, kind)
         old = [m.float() for m in moments]
-        delta, new = direction(g.float() * h[SCALE], old, h)
+        update, new = direction(g.float() * weight.scale, old, own)
         # weight decay belongs to the fp32 update: lr*wd near 1e-6 of a weight would never survive a write of
         # its own
-        x = exact_weight(p, low) * h[DECAY] + delta
-        bits = [None] * (1 + len(moments))
+        x = exact_weight(p, low) * weight.decay + update
+        noise = None
+        noise_of_moments = [None] * len(moments)
         if stochastic:
-            first, second = noise_bits(p.numel(), key)
-            bits = [first, first >> 16, second, second >> 16]
-        write_weight(x, p, low, bits[0])
-        move_along(average, x, p, low, bits[0])
-        for m, value, noise in zip(moments, new, bits[1:], strict=False):
-            m.copy_(rounded(value, m.dtype, noise))
+            noise, second = noise_bits(p.numel(), key)
+            noise_of_moments = [noise >> 16, second, second >> 16]
+        write_weight(x, p, low, noise)
+        average.follow(x, p, low, noise)
+        for m, value, bits in zip(moments, new, noise_of_moments, strict=False):
+            m.copy_(rounded(value, m.dtype, bits))
 
     return kernel
 
@@ -103,6 +104,18 @@ def own_attributes(optimizer):
     """
     kept = vars(optimizer).items()
     return {name: value for name, value in kept if name != "step" and not name.startswith("_optimizer_")}
+
+
+class Work(NamedTuple):
+    """The next step of one piece: a bucket, or one parameter of it. numbers: what `Rounded.numbers` said.
+    rows: [(row of the table, first value, last)] of the parts in which it is updated.
+    """
+
+    numbers: tuple
+    step: int
+    piece: Bucket
+    table: Table
+    rows: list
 
 
 class Rounded(torch.optim.Optimizer):
@@ -168,15 +181,13 @@ class Rounded(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def numbers(self, group, step):
-        """Numbers of the step that `direction` reads as h[2], h[3], ...: a list of float, from a group's
-        options.
-        """
+        """What `direction` reads at this step, from a group's options: a NamedTuple of float."""
         raise NotImplementedError
 
     @staticmethod
-    def direction(g, moments, h):
-        """(update, new moments) of gradient g [n] and old moments, fp32 [n] each. Elementwise: torch.compile
-        fuses it.
+    def direction(g, moments, n):
+        """(update, new moments) of gradient g [n] and old moments, fp32 [n] each. n: `numbers`, each a 0-dim
+        tensor. Elementwise: torch.compile fuses it.
         """
         raise NotImplementedError
 
@@ -270,96 +281,91 @@ class Rounded(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_of = grads.get if grads is not None else operator.attrgetter("grad")
-        apart = isinstance(grad_scale, dict)
-        found = [(index, self._pieces(bucket, grad_of, apart)) for index, bucket in self._buckets]
-        work = self.planned([(index, piece) for index, pieces in found for piece in pieces])
-        exchange([item[2] for item in work], grad_of)
-        if not apart and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
-            for table in {id(item[3]): item[3] for item in work}.values():
+        grad_of = operator.attrgetter("grad") if grads is None else grads.get
+        one_each = isinstance(grad_scale, dict)
+        pieces = []
+        for index, bucket in self._buckets:
+            pieces += [(index, piece) for piece in self._pieces(bucket, grad_of, one_each)]
+        work = self.planned(pieces)
+        exchange([item.piece for item in work], grad_of)
+        if not one_each and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
+            for table in {id(item.table): item.table for item in work}.values():
                 table.all_numbers[:, SCALE] = grad_scale
         for item in work if self.away is None else self.away.passing(work):
             self.carry_out(item, grad_of, grad_scale)
         return loss
 
     def planned(self, pieces):
-        """What `carry_out` takes, an item a piece, of the next step: [(index of the group, piece)] with their
-        rows of one table a device.
-        """
+        """The next step of these pieces, [(index of the group, bucket)]: a list of Work."""
         work, tables = [], {}
         for index, piece in pieces:
             first = piece.params[0]
             table = tables.setdefault(first.device, Table(first.device))
             step = self.state[first]["step"] + 1
-            work.append((index, step, piece, table, self._rows(table, index, step, piece)))
+            numbers = self.numbers(self.param_groups[index], step)
+            rows = self._rows(table, index, numbers, step, piece)
+            work.append(Work(numbers, step, piece, table, rows))
         for table in tables.values():
             table.fill()
         return work
 
-    def carry_out(self, item, grad_of, grad_scale):
+    def carry_out(self, work, grad_of, grad_scale):
         """Update one piece. grad_scale: as of `step`; one for each parameter is still to be written into the
         table, one for all is there.
         """
-        index, step, piece, table, rows = item
+        piece, rows = work.piece, work.rows
         for p in piece.params:
-            self.state[p]["step"] = step
-        params, grads = [local(p) for p in piece.params], [grad_of(p) for p in piece.params]
-        if len(params) > 1 and type(piece) is Bucket and len(rows) == 1:
-            if self.by_cpu_step((piece, table, rows[0][0], index, step), params, grads, piece.state):
+            self.state[p]["step"] = work.step
+        params = [local(p) for p in piece.params]
+        grads = [grad_of(p) for p in piece.params]
+        if isinstance(grad_scale, dict):
+            scale = scale_of(grad_scale, piece.params[0])
+            for row, _, _ in rows:
+                work.table.numbers[row][SCALE] = scale
+        if len(params) > 1 and len(rows) == 1:
+            # small tensors are updated where they are, if a kernel takes them so: they need no copies then
+            if choose.by_cpu_step(self._kernel_step(work, rows[0][0], params, grads, piece.state)):
                 return
         flat, g = piece.gather(params), piece.gather_gradients(grads)
-        average = self._moved_along(piece, rows)
-        for row, start, end in rows:
-            if isinstance(grad_scale, dict):
-                table.numbers[row][SCALE] = scale_of(grad_scale, piece.params[0])
-            at = piece, table, row, index, step
-            if len(rows) == 1:
-                self._apply(at, flat, g, piece.state, grad_scale, average)
-                break
-            state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
-            along = part_of(average, slice(start, end))
-            self._apply(at, flat[start:end], g[start:end], state, grad_scale, along)
+        average = self._average_of(piece, rows)
+        if len(rows) == 1:
+            self._update(work, rows[0][0], flat, g, piece.state, average)
+        else:
+            for row, start, end in rows:
+                state = {name: self._part(name, t, start, end) for name, t in piece.state.items()}
+                part = average.part(start, end)
+                self._update(work, row, flat[start:end], g[start:end], state, part)
         piece.scatter(flat, params)
 
-    @property
-    def rule(self):
-        """The name by which `cpu_step` knows its direction; None for one that it does not know."""
-        return BY_HAND.get(self.direction)
+    def _update(self, work, row, p, g, state, average):
+        """Update flat weights p [n] and their state from gradient g [n], in place. row: of the table."""
+        choose.step(self._kernel_step(work, row, [p], [g], state, average))
 
-    def by_cpu_step(self, at, p, g, state, average=None):
-        """Update p from g, flat or lists of tensors, which then need no copies, by `cpu_step`; returns
-        whether that was possible.
-        """
-        piece, table, row, index, _ = at
-        if not (self.rule and self.compiled and cpu_step.fits(p, g)):
-            return False
-        low, keys = self._low(state), self._code_keys(state, table, row)
-        moments = [self._in_place(name, state, keys) for name in self.moments]
-        how = self._exactly(piece.params[0].dtype, low, state, self.param_groups[index])
-        if how is None or any(m is None for m in moments):
-            return False
-        h, key, stochastic = table.numbers[row], table.keys[row], self.update == "stochastic"
-        cpu_step.update(self.rule, p, g, moments, low, h, key, stochastic, average, **how)
-        return True
+    def _kernel_step(self, work, row, weights, gradients, state, average=NO_AVERAGE):
+        """What a kernel is given: see choose.Step."""
+        keys = self._code_keys(state, work.table, row)
+        return choose.Step(
+            direction=self.direction,
+            kernel=_kernel(self.direction, type(work.numbers)),
+            weights=weights,
+            gradients=gradients,
+            moments=[self._moment_of(name, state, keys.get(name)) for name in self.moments],
+            low=self._low(state),
+            numbers=work.numbers,
+            row=work.table.numbers[row],
+            key=work.table.keys[row],
+            stochastic=self.update == "stochastic",
+            average=average,
+            compiled=self.compiled,
+        )
 
-    def _in_place(self, name, state, keys):
-        """A moment as `cpu_step` takes it: as it is held, None if those codes are not known there."""
-        if name not in keys:
-            return state[name]
-        codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
-        return self.coders[name].by_cpu_step(codes, scales, self.signed.get(name, True), keys[name])
-
-    def _exactly(self, dtype, low, state, group):
-        """Options of `cpu_step.update`: whose bits it is to have. None where it can't."""
-        return {}
-
-    def _moved_along(self, piece, rows):
-        """The average of what the kernel writes; None where it is to follow by itself."""
+    def _average_of(self, piece, rows):
+        """The StepAverage of what the kernel writes; NO_AVERAGE where the average is to follow by itself."""
         if self.average is None or type(piece) is not Bucket or len(piece.params) > 1:
-            return None
+            return NO_AVERAGE
         if len(rows) > 1 and not piece.params[0].is_cpu:  # the keys of its parts would be copies to wait for
-            return None
-        return self.average.along(piece.params[0])
+            return NO_AVERAGE
+        return self.average.of_step(piece.params[0])
 
     def _pieces(self, bucket, grad_of, apart):
         """What a bucket updates at once: all of it, or tensor by tensor where some have no gradient, another
@@ -388,14 +394,14 @@ class Rounded(torch.optim.Optimizer):
             start += p.numel()
         return found
 
-    def _rows(self, table, index, step, piece):
+    def _rows(self, table, index, numbers, step, piece):
         """[(row of the table, first value, last)] of one piece; a large coded one in parts, so that few of
         its moments are in fp32 at once. The keys of codes are in the rows that follow.
         """
-        group, rows = self.param_groups[index], []
-        numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0, *self.numbers(group, step)]
+        numbers = [*self._weight_numbers(index), *numbers]
         coded = self._coded(piece.params[0])
         size = self.PIECE if piece.params[0].is_cpu else 4 * self.PIECE
+        rows = []
         for start, end, position, ahead in piece.rows(size if coded else None):
             row = table.add(numbers, key_words(self.seed, step, position, ahead=ahead))
             rows.append((row, start, end))
@@ -403,6 +409,17 @@ class Rounded(torch.optim.Optimizer):
                 kind = Noise.EXP_AVG + self.moments.index(name)
                 table.add(numbers, key_words(self.seed, step, position, kind, ahead))
         return rows
+
+    def _weight_numbers(self, index):
+        """The WeightNumbers of a group. The scale of gradients is written into the table once it is known."""
+        group = self.param_groups[index]
+        return WeightNumbers(decay=1 - float(group["lr"]) * group["weight_decay"], scale=1.0)
+
+    def _code_keys(self, state, table, row):
+        """{moment that is coded: key of the noise of its codes, or None where they are the nearest}."""
+        coded = [name for name in self.coders if f"{name}_scale" in state]
+        stochastic = self.update == "stochastic"
+        return {name: table.keys[at] if stochastic else None for at, name in enumerate(coded, row + 1)}
 
     def _part(self, name, t, start, end):
         """Values start to end of a flat state."""
@@ -413,36 +430,17 @@ class Rounded(torch.optim.Optimizer):
             return t[start:end]
         return t[start * coder.bits // 8 : -(-end * coder.bits // 8)]
 
-    def _apply(self, at, p, g, state, grad_scale, average=None):
-        if self.by_cpu_step(at, p, g, state, average):
-            return
-        _, table, row, index, step = at
-        h, key, low = table.numbers[row], table.keys[row], self._low(state)
-        moments = [self._loaded(name, state, p.numel()) for name in self.moments]
-        self.write(p, g, moments, low, h, key, self.param_groups[index], grad_scale, average)
-        for name, key in self._code_keys(state, table, row).items():
-            value, signed = moments[self.moments.index(name)], self.signed.get(name, True)
-            self.coders[name].encode(value, state[name], state[f"{name}_scale"], signed, key, self.compiled)
-
-    def _code_keys(self, state, table, row):
-        """{moment that is coded: key of the noise of its codes, or None where they are the nearest}."""
-        coded = [name for name in self.coders if f"{name}_scale" in state]
-        stochastic = self.update == "stochastic"
-        return {name: table.keys[at] if stochastic else None for at, name in enumerate(coded, row + 1)}
-
-    def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
-        """Update flat p [n], its moments (fp32 or bf16) and its low part, in place, from gradient g [n].
-        average: what moves along, see average.EMA.along, or None.
-        """
-        stochastic = self.update == "stochastic"
-        kernel = _kernel(self.direction)
-        fused(kernel, p, g, moments, low, h, key, stochastic, average, compiled=self.compiled)
-
-    def _loaded(self, name, state, n):
+    def _moment_of(self, name, state, key=None):
+        """A moment as it is held: a tensor, or Coded, to be written by the noise of `key`."""
         if f"{name}_scale" not in state:
             return state[name]
         codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
-        return self.coders[name].decode(codes, scales, n, self.signed.get(name, True), self.compiled)
+        return Coded(self.coders[name], codes, scales, self.signed.get(name, True), key)
+
+    def _loaded(self, name, state, n):
+        """A moment as a tensor: as it is held, or the fp32 [n] that its codes stand for."""
+        held = self._moment_of(name, state)
+        return held.decoded(n, self.compiled) if choose.is_coded(held) else held
 
     def __getstate__(self):
         return own_attributes(self)
@@ -503,10 +501,11 @@ class Rounded(torch.optim.Optimizer):
         for (_, step, device), members in alike.items():
             some, g = [params[i] for i in members], torch.cat([gradients[i].float() for i in members])
             group = of_group[some[0]]
-            numbers = [1.0, 1.0, *self.numbers(group, step + 1)]
-            h = torch.tensor(numbers, dtype=torch.float32, device=device)
+            numbers = self.numbers(group, step + 1)
+            row = torch.tensor(numbers, dtype=torch.float32, device=device)
+            numbers = type(numbers)(*row)
             parts = [[self.moment(p, name, pick).float() for p in some] for name in self.moments]
-            delta, _ = self.direction(g, [torch.cat(part) for part in parts], h)
+            delta, _ = self.direction(g, [torch.cat(part) for part in parts], numbers)
             values = [self.held(params[i], pick) if held is None else held[i] for i in members]
             update = delta - float(group["lr"]) * group["weight_decay"] * torch.cat(values)
             lengths = [gradients[i].numel() for i in members]
@@ -669,9 +668,3 @@ class Rounded(torch.optim.Optimizer):
         for name in shapes:
             state[name].copy_(saved[name])
         state["step"] = int(saved["step"])
-
-
-# ---- Optimisers --------------------------------------------------------------------------------------------
-
-
-BY_HAND = {}  # {direction: the rule of `cpu_step` that does the same}; each optimiser enters its own

@@ -15,6 +15,7 @@ import bench
 from benchmarks import gpu
 from lowprec import formats, rounding
 from lowprec.errors import Refused
+from lowprec.kernels.numbers import AdamWNumbers
 from lowprec.optimizers import adamw, rounded
 
 
@@ -243,8 +244,9 @@ def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
 
 
 def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
-    made = {rounded._kernel(adamw.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
-    monkeypatch.setattr(gpu.compiling, "unfused", {rounding._ema_kernel, *made})
+    step = rounded._kernel(adamw.AdamW.direction, AdamWNumbers)
+    made = {step, formats._float8_kernel(formats.FORMATS["e4m3"], True)}
+    monkeypatch.setattr(gpu.compiling, "unfused", {rounding.ema_kernel, *made})
     assert gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
 
 
