@@ -39,10 +39,9 @@ from lowprec.cast import exact_modules
 from lowprec.errors import Refused, first_line
 from lowprec.fsdp import policy_note, share_buffers
 from lowprec.optimizers.buckets import local
-from lowprec.optimizers.release import check_alone
 from lowprec.precision import Precision
-from lowprec.recipes import check_machine
 from lowprec.rounding import Stream, stream
+from lowprec.rules import COMMAND, RunFacts, check_machine, refuse, refuse_optimizer
 from precision import check_origin, recipe_of
 from strategies import settled
 from tasks.task import Rng, to_device
@@ -145,11 +144,16 @@ class Trainer:
             raise Refused(f"{shared}: use a multiple of {world}")
         if self.ranks.spread and not self.ranks.started:
             raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
-        if self.spreads:
-            given = dict(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
-            fsdp.check(self.recipe, compiled=c.compile, **given)
-        if c.grad_release:
-            check_alone(compiled=c.compile, processes=world)
+        asked_for = RunFacts(
+            self.recipe,
+            spread=self.spreads,
+            compiled=c.compile,
+            processes=world,
+            grad_release=c.grad_release,
+            average_on=c.average_on,
+            states_on=c.states_on,
+        )
+        refuse(COMMAND, asked_for)
         if c.export:
             check_export(c.export)
 
@@ -204,7 +208,7 @@ class Trainer:
             **self.table.pick(c, "scaler"), **self.table.pick(c, "method"),
         )  # fmt: skip
         if self.spreads:
-            fsdp.check_optimizer(run)
+            refuse_optimizer(run.optimizer, run.optimizer_name, spread=True)
         run.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .errors import Refused, first_line
-from .optimizers.buckets import as_dtensor, gathered, is_spread, local, part_of, whole_alone
+from .optimizers.buckets import as_dtensor, gathered, is_spread, local, part_of
 from .optimizers.state import cut
 
 # ---- Numbers of all ranks ----------------------------------------------------------------------------------
@@ -113,34 +113,6 @@ class Over:
             if is_spread(t) and name in found["model"]:
                 found["model"][name] = as_dtensor(found["model"][name].to(t.device, t.dtype), part_of(t))
         return found
-
-
-def check(r, *, compiled=False, grad_release=False, average_on="device", states_on="device"):
-    """Raise Refused for what a net that is spread, or is to be, can't be trained with. r: the Recipe."""
-    rows = "a rank of fully_shard (--fsdp) has rows of them"
-    hooks = "torch's compiler stops at each hook of fully_shard, so little is compiled"
-    for wrong, said in (
-        (r.fp8, f"--fp8 needs whole tensors, and {rows}: use --bf16 or --pure_bf16 --stochastic"),
-        (r.sparse24 != "none", f"--sparse24 needs whole tensors, and {rows}: leave one of the two out"),
-        (r.quantises, f"--set generation={r.generation} needs whole tensors, and {rows}: leave one out"),
-        (
-            r.reduce_update == "stochastic",
-            "--set reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way; leave it out",
-        ),
-        (compiled, f"--compile with --fsdp: {hooks}; leave one of them out"),
-        (grad_release, "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out"),
-        (average_on == "cpu", "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
-        (states_on != "device", "--states_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
-    ):
-        if wrong:
-            raise Refused(said)
-
-
-def check_optimizer(run):
-    """The same of the optimiser of a Precision."""
-    for part in getattr(run.optimizer, "parts", [run.optimizer]):
-        if not part.by_rows:
-            raise Refused(whole_alone(type(part).__name__ if part.by_recipe else run.optimizer_name))
 
 
 # ---- Spreading a net ---------------------------------------------------------------------------------------

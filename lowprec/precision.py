@@ -38,17 +38,17 @@ from .layers.sparsity import Sparse24
 from .machine import settle_vector_math
 from .optimizers import buckets, build
 from .optimizers.average import average_kind
-from .optimizers.offload import check_offload, offloaded
-from .optimizers.release import Release, check_release, check_wrapped, clipping
+from .optimizers.offload import offloaded
+from .optimizers.release import Release, clipping
 from .optimizers.release import norms_of as release_norms
 from .optimizers.rounded import SPARSE
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rounding import exact_weight
+from .rules import NET, PARALLEL, RUN, RunFacts, check_wrapped, is_compiled, refuse, refuse_optimizer
 from .telemetry import StepReport
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 METHODS = (Sparse24, fp8.FP8, quantise.Quantised)
-PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 # ---- Precision ---------------------------------------------------------------------------------------------
@@ -108,37 +108,26 @@ class Precision:
             raise TypeError(f"Precision() got an unexpected keyword argument '{sorted(unknown)[0]}'")
         r = r or Recipe()
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-        if isinstance(net, PARALLEL):
-            kind = type(net).__name__
-            raise Refused(f"the model is a {kind}: give the net in it, then run.forward = {kind}(run.model)")
-        first = next(net.parameters(), None)
-        if first is None:
-            raise Refused("the model has no parameters: there is nothing to train")
-        if not any(p.requires_grad for p in net.parameters()):
-            raise Refused("no parameter has requires_grad=True: there is nothing to train")
-        for what, value, least in (
-            ("clip_grad", clip_grad, 0),
-            ("clip_tensor", clip_tensor, 0),
-            ("accumulate", accumulate, 1),
-        ):
-            if not value >= least:
-                raise Refused(f"{what}={value}: it must be {least} or more")
-        self.device = first.device
+        refuse(NET, net)
+        self.device = next(net.parameters()).device
         groups = None if groups is None else list(groups)
         r = r.keeping(optimizer, *(group["optimizer"] for group in groups or () if "optimizer" in group))
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         self.clip_grad, self.clip_tensor, self.accumulate = clip_grad, clip_tensor, accumulate
-        if clip_grad and clip_tensor:
-            raise Refused("--clip_grad and --clip_tensor exclude each other: set one of them to 0")
-        if grad_release:
-            check_release(accumulate=accumulate, clip_grad=clip_grad, loss_scale=self.recipe.loss_scale)
-            check_wrapped(model)
         # the ranks that the model is spread over, or None
         self.over, self.blank = fsdp.Over.of(net), blank
-        if self.over is not None:
-            where = dict(average_on=average_on, states_on=states_on)
-            fsdp.check(self.recipe, grad_release=grad_release, **where)
-        check_offload(states_on, grad_release)
+        asked = RunFacts(
+            self.recipe,
+            spread=self.over is not None,
+            compiled=is_compiled(model),
+            accumulate=accumulate,
+            clip_grad=clip_grad,
+            clip_tensor=clip_tensor,
+            grad_release=grad_release,
+            average_on=average_on,
+            states_on=states_on,
+        )
+        refuse(RUN, asked)
         self.methods = [made for kind in METHODS if (made := kind.attach(net, self.recipe, **options))]
         exact = r.low_weights and (r.master != "none" or r.kahan == "on")
         trained = [p for p in net.parameters() if p.requires_grad]
@@ -163,9 +152,8 @@ class Precision:
         self.optimizer = build.build(optimizer, self._groups(groups), self.recipe, **common)
         self.optimizer_name = build.title(self.optimizer, optimizer)
         self.grouped = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if self.over is not None:
-            fsdp.check_optimizer(self)
-        check_offload(states_on, optimizer=self.optimizer)
+        spread = self.over is not None
+        refuse_optimizer(self.optimizer, self.optimizer_name, spread=spread, states_on=states_on)
         self.optimizer.attach(net)
         self.low_part = self.optimizer.low_part
         for p, original in zip(self.params, originals, strict=False):  # not from its bf16 image
