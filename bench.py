@@ -54,7 +54,7 @@ from harness.run_folder import environment
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
 from lowprec.precision import recipe
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 
 # ---- Training ----------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from lowprec.cast import exact_modules
 from lowprec.errors import Refused
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
+from lowprec.rules import refuse_optimizer
 from precision import check_origin, recipe_of
 from strategies import Run, settle
 from tasks.task import Rng, to_device
@@ -146,7 +147,7 @@ class Trainer:
             **self.table.pick(c, "method"),
         )
         if c.fsdp and not self.draws:
-            fsdp.check_optimizer(run)
+            refuse_optimizer(run.optimizer, run.optimizer_name, spread=True)
         run.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)

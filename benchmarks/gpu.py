@@ -52,7 +52,7 @@ from lowprec.errors import Refused, first_line, out_of_memory
 from lowprec.kernels import compiled as compiling
 from lowprec.layers.sparsity import KernelLinear
 from lowprec.precision import recipe
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "experiments" / "bench"

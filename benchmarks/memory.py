@@ -26,7 +26,7 @@ from benchmarks.common import (
 from lowprec.activations import Meter, recompute
 from lowprec.optimizers import offload, rounded
 from lowprec.precision import recipe
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 
 # ---- Weights, gradients, states ----------------------------------------------------------------------------
 

@@ -1,11 +1,9 @@
 """Flags that don't go together on these processes, and the warnings before a run. run: a trainer.Trainer."""
 
 from harness.run_folder import check_export
-from lowprec import fsdp
 from lowprec.errors import Refused
 from lowprec.fsdp import policy_note
-from lowprec.optimizers.release import check_alone
-from lowprec.recipes import check_machine
+from lowprec.rules import COMMAND, RunFacts, check_machine, refuse
 
 LATE = 0.1  # of the initial weights in an average: more shows in what it draws
 
@@ -18,16 +16,16 @@ def check_processes(run):
         raise Refused(f"{shared}: use a multiple of {world}")
     if run.ranks.spread and not run.ranks.started:
         raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
-    if c.fsdp and not run.draws:
-        fsdp.check(
-            run.recipe,
-            compiled=c.compile,
-            grad_release=c.grad_release,
-            average_on=c.average_on,
-            states_on=c.states_on,
-        )
-    if c.grad_release:
-        check_alone(compiled=c.compile, processes=world)
+    asked_for = RunFacts(
+        run.recipe,
+        spread=c.fsdp and not run.draws,
+        compiled=c.compile,
+        processes=world,
+        grad_release=c.grad_release,
+        average_on=c.average_on,
+        states_on=c.states_on,
+    )
+    refuse(COMMAND, asked_for)
     if c.export:
         check_export(c.export)
 

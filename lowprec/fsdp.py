@@ -21,29 +21,33 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .errors import Refused, first_line
-from .optimizers.buckets import as_dtensor, gathered, is_spread, local, part_of, whole_alone
+from .optimizers.buckets import as_dtensor, gathered, is_spread, local, part_of
 from .optimizers.state import cut
 
 # ---- Numbers of all ranks ----------------------------------------------------------------------------------
 
 
-class Over:
-    """The ranks over which a net's parameters are spread, and what they do together: each method is called
-    by all of them. main: whether this rank gathers and speaks.
+def ranks_of(net):
+    """The NetRanks of a net; None where nothing is spread."""
+    named = list(net.named_parameters(remove_duplicate=False))  # tied weights have several names
+    return NetRanks(named) if any(is_spread(p) for _, p in named) else None
+
+
+class NetRanks:
+    """The ranks over which a net's parameters are spread, and what they do together: all of them call each
+    method. count: how many they are. is_first: whether this rank is the one that gathers.
+
+    named: [(name, parameter)] of the net.
     """
 
     def __init__(self, named):
         self.parts = {p: part_of(p) for _, p in named}
         self.part_of_name = {name: self.parts[p] for name, p in named}
-        first = next(part for part in self.parts.values() if part is not None)
-        self.group, self.device = first.group, local(named[0][1]).device
-        self.ranks, self.main = len(first.bounds) - 1, torch.distributed.get_rank() == 0
-
-    @staticmethod
-    def of(net):
-        """The ranks of a net; None where nothing is spread."""
-        named = list(net.named_parameters(remove_duplicate=False))  # tied weights have several names
-        return Over(named) if any(is_spread(p) for _, p in named) else None
+        first_part = next(part for part in self.parts.values() if part is not None)
+        self.group = first_part.group
+        self.count = len(first_part.bounds) - 1
+        self.device = local(named[0][1]).device
+        self.is_first = torch.distributed.get_rank() == 0
 
     # -- numbers
 
@@ -77,7 +81,7 @@ class Over:
         for name, t in values.items():
             part = self.part_of_name.get(name)
             whole = gathered(local(t), part if part is not None else part_of(t))
-            if self.main:
+            if self.is_first:
                 found[name] = whole.cpu()
         return found
 
@@ -86,7 +90,7 @@ class Over:
         if build is None:
             none = "a model that fully_shard has spread can't be copied: give Precision blank=, which builds"
             raise Refused(f"{none} it anew, or load run.weights() into one")
-        if not self.main:
+        if not self.is_first:
             return None
         with torch.random.fork_rng(devices=[]):
             net = build()
@@ -113,34 +117,6 @@ class Over:
             if is_spread(t) and name in found["model"]:
                 found["model"][name] = as_dtensor(found["model"][name].to(t.device, t.dtype), part_of(t))
         return found
-
-
-def check(r, *, compiled=False, grad_release=False, average_on="device", states_on="device"):
-    """Raise Refused for what a net that is spread, or is to be, can't be trained with. r: the Recipe."""
-    rows = "a rank of fully_shard (--fsdp) has rows of them"
-    hooks = "torch's compiler stops at each hook of fully_shard, so little is compiled"
-    for wrong, said in (
-        (r.fp8, f"--fp8 needs whole tensors, and {rows}: use --bf16 or --pure_bf16 --stochastic"),
-        (r.sparse24 != "none", f"--sparse24 needs whole tensors, and {rows}: leave one of the two out"),
-        (r.quantises, f"--set generation={r.generation} needs whole tensors, and {rows}: leave one out"),
-        (
-            r.reduce_update == "stochastic",
-            "--set reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way; leave it out",
-        ),
-        (compiled, f"--compile with --fsdp: {hooks}; leave one of them out"),
-        (grad_release, "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out"),
-        (average_on == "cpu", "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
-        (states_on != "device", "--states_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
-    ):
-        if wrong:
-            raise Refused(said)
-
-
-def check_optimizer(run):
-    """The same of the optimiser of a Precision."""
-    for part in getattr(run.optimizer, "parts", [run.optimizer]):
-        if not part.by_rows:
-            raise Refused(whole_alone(type(part).__name__ if part.by_recipe else run.optimizer_name))
 
 
 # ---- Spreading a net ---------------------------------------------------------------------------------------

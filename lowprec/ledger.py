@@ -119,8 +119,8 @@ def _sizes(run, n):
 def _told(run, n):
     """{site: what its row says beyond the site's own reason}."""
     r, told = run.recipe, {}
-    if run.over is not None:
-        rows = f"rows over {run.over.ranks} ranks"
+    if run.ranks is not None:
+        rows = f"rows over {run.ranks.count} ranks"
         told["weights"] = {"why": f"in {rows}, as are gradients, states and averages"}
     if run.release is not None:
         most = max(p.numel() * (4 if run.keeps_sums else p.element_size()) for p in run.params)

@@ -27,8 +27,8 @@ from tqdm import tqdm
 from harness.files import write_atomically
 from harness.flags import Flag, natural
 from lowprec.errors import Refused
-from lowprec.recipes import check_machine
 from lowprec.rounding import Stream, stream
+from lowprec.rules import check_machine
 from precision import check_options
 from tasks.generation import BINS
 from tasks.image_sets import Tensors

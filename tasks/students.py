@@ -18,7 +18,7 @@ from harness.files import read_json, write_json
 from harness.flags import Flag, thousand
 from lowprec.errors import Refused
 from lowprec.precision import Precision
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 from precision import check_options, recipe_of
 from tasks import metrics
 from tasks.diffusion import RFlow

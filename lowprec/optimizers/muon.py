@@ -9,7 +9,17 @@ from torch import nn
 from ..errors import Refused
 from ..roles import role, roles
 from ..rounding import DTYPES
+from ..sites import MOMENTUM, Site
 from .by_tensor import ByTensor
+
+ORTHOGONALISE = Site(
+    ("fp32", "bf16"),
+    {
+        "fp32": "Newton-Schulz in full precision",
+        "bf16": "Newton-Schulz as published: singular values end between 0.7 and 1.2 in either",
+    },
+    follows="compute",
+)
 
 
 class MuonNumbers(NamedTuple):
@@ -30,7 +40,7 @@ class Muon(ByTensor):
     """
 
     moments = ("momentum",)
-    sites = ("momentum", "orthogonalise")
+    sites = {"momentum": MOMENTUM, "orthogonalise": ORTHOGONALISE}
     others = "adamw"
 
     def __init__(

@@ -19,7 +19,7 @@ import copy
 import torch
 
 from ..errors import Refused
-from .rounded import LOW, Rounded
+from .rounded import LOW
 
 ALIGNED = 256  # bytes; vectorised kernels need 16
 
@@ -160,18 +160,3 @@ def offloaded(where, device):
     if where == "device" or device.type not in ("cuda", "meta"):
         return None
     return Offload(Traffic(device)) if device.type == "cuda" else Offload(None, "meta")
-
-
-def check_offload(where, grad_release=False, optimizer=None):
-    """Raise Refused for what moments can't be away with. optimizer: once it is made."""
-    if where == "device":
-        return
-    if grad_release:
-        early = "--grad_release steps within backward, where it is not known which moments come next"
-        raise Refused(f"{early} (--states_on cpu): leave one out; --opt8bit or --opt4bit makes moments small")
-    for part in getattr(optimizer, "parts", [] if optimizer is None else [optimizer]):
-        if not isinstance(part, Rounded):
-            own = type(getattr(part, "inner", part))
-            its = f"{own.__module__.partition('.')[0]}'s {own.__name__}"
-            alone = f"--states_on cpu knows the states of our optimisers alone, and {its} is none"
-            raise Refused(f"{alone}: use adamw, sgd, lion, adafactor or muon of ours, or drop it")

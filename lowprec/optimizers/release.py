@@ -22,6 +22,7 @@ import operator
 import torch
 
 from ..errors import Refused
+from ..rules import check_alone
 from .rounded import SPARSE, Rounded
 
 # ---- Norms -------------------------------------------------------------------------------------------------
@@ -131,38 +132,3 @@ def _pieces(part):
     """[(index of the group, bucket of one parameter)] of an optimiser."""
     found = [(index, part.tensor_by_tensor(bucket)) for index, bucket in part._buckets]
     return [(index, piece) for index, pieces in found for piece in pieces]
-
-
-# ---- What can't be had -------------------------------------------------------------------------------------
-
-
-def check_release(*, accumulate, clip_grad, loss_scale):
-    """Raise Refused for what needs all gradients before the first update, with the nearest thing that works.
-    Arguments: as of Precision, and the recipe's loss_scale.
-    """
-    if accumulate > 1:
-        many = f"--accumulate {accumulate} sums gradients that --grad_release frees at once"
-        raise Refused(f"{many}: use --accumulate 1 with the --batch_size that fits, or drop --grad_release")
-    if clip_grad:
-        norm = f"--clip_grad {clip_grad:g} needs the norm of all gradients before the first update"
-        instead = f"use --clip_tensor {clip_grad:g}, which bounds each tensor's by itself, or --clip_grad 0"
-        raise Refused(f"{norm}, and --grad_release holds one at a time: {instead}")
-    if loss_scale == "dynamic":
-        skips = "--fp16 skips a step in which a gradient overflows, and --grad_release has updated by then"
-        raise Refused(f"{skips}: use --bf16, or --fp16 --set loss_scale=none")
-
-
-def check_wrapped(forward):
-    """The same for what calls the net, a wrapper of it or itself."""
-    spread = isinstance(forward, torch.nn.parallel.DistributedDataParallel)
-    check_alone(compiled=hasattr(forward, "_orig_mod"), processes=2 if spread else 1)
-
-
-def check_alone(*, compiled=False, processes=1):
-    """Raise Refused where gradients come too late: all at once, or to be summed."""
-    if compiled:
-        whole = "the backward pass of a compiled net gives all gradients at once"
-        raise Refused(f"{whole}, so --grad_release would free none early: drop it, or --compile")
-    if processes > 1:
-        early = "--grad_release updates before several processes have summed their gradients"
-        raise Refused(f"{early}: use one process, or drop it")

@@ -133,7 +133,7 @@ class Rounded(torch.optim.Optimizer):
     """
 
     moments = ()  # names of the values that it keeps for each weight
-    sites = ()  # names of sites that not every optimiser has, see recipes.OF_OPTIMIZERS
+    sites = {}  # {name: Site} of those that not every optimiser has
     flags = {}  # {flag: default}, where its own default is another than AdamW's
     average = None  # an EMA that is moved along
     others = None  # the optimiser of the parameters that this one does not take, see optimizers.divided

@@ -4,13 +4,15 @@ import math
 
 from ..kernels import choose
 from ..kernels.numbers import SGDNumbers
+from ..sites import MOMENTUM
 from .rounded import Rounded
 
 
 class SGD(Rounded):
     """SGD with momentum, as torch.optim.SGD forms it: m = momentum m + g. Decay is decoupled (SGDW)."""
 
-    moments = sites = ("momentum",)
+    moments = ("momentum",)
+    sites = {"momentum": MOMENTUM}
     flags = {"lr": 0.01}
 
     def __init__(self, params, lr=0.01, momentum=0.9, nesterov=False, weight_decay=0.0, **writing):

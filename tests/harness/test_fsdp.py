@@ -563,7 +563,7 @@ def test_a_tree_of_values_comes_back_from_json():
 
 
 def test_a_plain_tensor_is_no_part():
-    assert buckets.part_of(torch.zeros(3)) is None and fsdp.Over.of(fsdp_jobs.build()) is None
+    assert buckets.part_of(torch.zeros(3)) is None and fsdp.ranks_of(fsdp_jobs.build()) is None
 
 
 # ---- On GPUs -----------------------------------------------------------------------------------------------
