@@ -1,5 +1,5 @@
 """Writes the generated parts of the log from experiments/*/results.jsonl: page, table and figures of every
-experiment, EXPERIMENTS.md, and CLAIMS.md.
+experiment, and EXPERIMENTS.md.
 
     python experiments/report.py            all of it
     python experiments/report.py 011 019    the pages of these experiments alone
@@ -16,7 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.log import (
-    claims,  # noqa: E402
     figures,  # noqa: E402
     pages,  # noqa: E402
     prose,  # noqa: E402
@@ -140,7 +139,7 @@ def read(path):
 
 
 def all_pages(experiments, chosen, known, root, document):
-    """{path: text} of every page; without EXPERIMENTS.md and CLAIMS.md where only some are `chosen`."""
+    """{path: text} of every page; without EXPERIMENTS.md where only some are `chosen`."""
     found = {}
     for e in chosen:
         path = e.folder / "README.md"
@@ -148,8 +147,8 @@ def all_pages(experiments, chosen, known, root, document):
         found[e.folder / "table.csv"] = tables.csv_text(tables.columns(e, known))
     if len(chosen) < len(experiments):
         return found
-    found[document] = pages.front(experiments, known, Path(root), document.parent)
-    return found | claims.pages(experiments, known, root, document.parent)
+    found[document] = pages.front(experiments, known, Path(root))
+    return found
 
 
 def said_of(path, base):
@@ -160,7 +159,7 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="report.py", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("numbers", nargs="*", metavar="NNN", help="experiments (default: all, and the two pages about them)")
+    add("numbers", nargs="*", metavar="NNN", help="experiments (default: all, and the page about them)")
     add("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date or wrong")
     kept = "where run.py kept the runs, for the pictures of samples"
     add("--runs", default=str(ROOT / RUNS), help=kept)
