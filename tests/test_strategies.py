@@ -13,7 +13,7 @@ import strategies
 from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
 from precision import check_origin
-from tasks import data
+from tasks import data, metrics
 from tasks.diffusion import DDPM, RFlow
 from tasks.generation import BINS, TIMESTEPS
 from tasks.segment import Segment
@@ -529,7 +529,7 @@ def test_batches_of_any_nest_reach_the_device():
 
 def test_real_images_and_their_net_are_read_once_a_run(digits, monkeypatch):
     task, calls = make(RFlow, digits), []
-    original = strategies.metrics.yardstick
+    original = metrics.yardstick
     monkeypatch.setattr("tasks.metrics.yardstick", lambda *args: calls.append(args) or original(*args))
     for _ in range(2):
         task.evaluate(Recorder(), Rng(0))
