@@ -9,8 +9,8 @@ from pathlib import Path
 
 import cli
 import common
+import generating
 import pytest
-import test_strategies
 import torch
 from cli import (
     QUICK,
@@ -25,7 +25,7 @@ from cli import (
     one_line,
     summary,
 )
-from test_strategies import Recorder, batch, make, rmse
+from generating import Recorder, batch, make, rmse
 
 import train
 from harness.run_folder import read_checkpoint
@@ -37,7 +37,7 @@ from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 stepped = cli.stepped
-digits = test_strategies.digits
+digits = generating.digits
 
 TEACHER = "runs/teacher"
 DISTILL = ["--task", "distill", "--teacher", TEACHER]

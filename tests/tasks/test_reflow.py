@@ -10,8 +10,8 @@ from pathlib import Path
 
 import cli
 import common
+import generating
 import pytest
-import test_strategies
 import torch
 from cli import (
     LOOP,
@@ -30,8 +30,8 @@ from cli import (
     quick,
     summary,
 )
+from generating import Recorder, batch, make, rmse
 from safetensors.torch import load_file
-from test_strategies import Recorder, batch, make, rmse
 
 import train
 from harness.run_folder import read_checkpoint
@@ -41,7 +41,7 @@ from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-digits = test_strategies.digits
+digits = generating.digits
 
 TEACHER = "runs/teacher"
 REFLOW = ["--task", "reflow", "--teacher", TEACHER, "--pairs", 50, "--teacher_steps", 4]
