@@ -1,9 +1,5 @@
-"""One flag, one row.
-
-A `Flag` says what a flag is: name, default, type, help, group and kind. A `Table` of rows gives everything
-else: the parser and its --help, the keys of a YAML file, the name of a run's folder, and what a resume,
---sample, --diagnose, --finetune and --teacher accept. A task brings rows of its own (see tasks.Task), so a
-new flag is one row.
+"""One flag, one row: parser, --help, YAML keys, names of folders, and what a resume, --sample, --diagnose and
+--finetune accept are derived from it.
 
     kind       in the folder's name    when the run goes on     beside --sample
     result     yes                     fixed                    fixed
