@@ -221,8 +221,8 @@ class Folder:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                said = f"{self} can't be locked here ({error.strerror}): start one process at a time on it"
-                print(f"warning: {said}", file=sys.stderr)
+                alone = f"{self} can't be locked here ({error.strerror}): start one process at a time on it"
+                print(f"warning: {alone}", file=sys.stderr)
                 return
             self._lock.seek(0)
             who = self._lock.read(100).strip() or "another process"

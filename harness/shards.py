@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from harness.files import cant_write, check_regular, digest, read_json, write_json
-from harness.ranks import Followed, lost
+from harness.ranks import Followed, lost_process
 from lowprec.errors import Refused, first_line
 from lowprec.optimizers.buckets import local
 from lowprec.optimizers.state import Chunk
@@ -204,7 +204,7 @@ def _together_or_refused(act, line_of, ranks):
         failure = next(iter(error.failures.values()))
         if isinstance(failure, tuple):
             failure = failure[0]
-        gone = lost(RuntimeError(first_line(failure)), ranks.world)
+        gone = lost_process(RuntimeError(first_line(failure)), ranks.world)
         if not (gone or ranks.main):
             raise Followed("the ranks could not do it together") from None
         raise Refused(gone or line_of(failure)) from None

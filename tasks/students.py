@@ -121,7 +121,7 @@ class Student(RFlow):
         teacher = Teacher(given["teacher"], table, cls.teachers)
 
         def compare(row, its, own):
-            if row.told(its) != row.told(own):
+            if row.comparable(its) != row.comparable(own):
                 differs = f"--{row.name} {own} differs from the teacher's {its or '(none)'}"
                 raise Refused(
                     f"{differs}: the student starts from the weights of {teacher.path}; drop --{row.name}"

@@ -185,8 +185,8 @@ class Task:
         for row in run.table.fitting():
             if row.name in self.fits_any:
                 continue
-            its = row.told(self.meant(row.name, theirs))
-            own = row.told(self.meant(row.name, c))
+            its = row.comparable(self.meant(row.name, theirs))
+            own = row.comparable(self.meant(row.name, c))
             if its != own:
                 raise Refused(
                     f"--finetune {c.finetune} was trained with --{row.name} {its}, and this run has "
