@@ -173,8 +173,8 @@ class Classify(Task):
             self.unprinted = ("recall",)
 
     @classmethod
-    def load(cls, config, index=None):
-        data = super().load(config, index)
+    def load(cls, config):
+        data = super().load(config)
         if data.num_classes < 2:
             found = "one class" if data.num_classes else "no classes"
             raise Refused(

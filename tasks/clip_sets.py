@@ -118,17 +118,16 @@ def sprites(size, frames, seed, clips=CLIPS, heldout=HELDOUT):
     return Videos("sprites", train, held, size, frames, True, digest)
 
 
-def folder(root, size, frames, index=None):
+def folder(root, size, frames):
     """Videos of the clips in a folder; each is cut into windows of `frames` frames, and a rest is left out.
 
-    A tenth of the clips, by the hash of their names, is held out. index: as of folders.survey. Raises
-    Refused.
+    A tenth of the clips, by the hash of their names, is held out. Raises Refused.
     """
     root = Path(root).expanduser()
     clips, masks = _clips(root)
     paths = list(chain(*clips.values()))
     mask_paths = list(chain(*masks.values()))
-    seen, seen_masks = folders.survey(root, paths, mask_paths, index)
+    seen, seen_masks = folders.survey(paths, mask_paths)
     about = dict(zip([*paths, *mask_paths], [*seen, *seen_masks], strict=True))
     ids = dict.fromkeys(clips)  # {clip: the values of its masks}
     for name, files in clips.items():

@@ -30,16 +30,13 @@ class Wish(NamedTuple):
     masks: bool
     size: int | None
     seed: int
-    index: str | Path | None
 
 
-def load(spec: str, targets: str = "labels", image_size: int | None = None, seed: int = 0,
-         index: str | Path | None = None) -> Data:
+def load(spec: str, targets: str = "labels", image_size: int | None = None, seed: int = 0) -> Data:
     """The data set that `spec` names (see the table above), with its "labels" or its "masks" as targets.
 
     image_size None keeps the set's own size, 64 for folders and volumes. `seed` draws synthetic and touches
-    no other set. `index` is a folder that remembers what folder:PATH holds, so that later starts open only
-    files that are new or changed; None reads all files each time. Raises Refused.
+    no other set. Raises Refused.
     """
     if targets not in ("labels", "masks"):
         raise ValueError(f"targets are labels or masks, not {targets!r}")
@@ -62,7 +59,7 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
-    return loader(Wish(path, targets == "masks", image_size, seed, index))
+    return loader(Wish(path, targets == "masks", image_size, seed))
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
@@ -134,7 +131,7 @@ def _masked_folder(wish):
     triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
     images = [image for _, image, _ in triples]
     masks = [mask for _, _, mask in triples]
-    seen, seen_masks = folders.survey(root, images, masks, wish.index)
+    seen, seen_masks = folders.survey(images, masks)
     folders.check_extents(triples, seen, seen_masks)
     values = folders.mask_values(root, [mask.values for mask in seen_masks])
     chosen = folders.held_out(root, [name for name, _, _ in triples])
@@ -145,7 +142,7 @@ def _masked_folder(wish):
 def _labelled_folder(wish):
     root = wish.path
     triples, classes = folders.labelled(root)
-    seen, _ = folders.survey(root, [image for _, image, _ in triples], [], wish.index)
+    seen, _ = folders.survey([image for _, image, _ in triples], [])
     chosen = folders.held_out(root, [name for name, _, _ in triples])
     chosen = folders.with_every_class(chosen, triples)
     targets = [label for _, _, label in triples]

@@ -116,8 +116,8 @@ class Generation(Task):
             )
 
     @classmethod
-    def load(cls, config, index=None):
-        return two_of_each(super().load(config, index))
+    def load(cls, config):
+        return two_of_each(super().load(config))
 
     def nets(self):
         from models import GENERATIVE  # MONAI takes seconds to import, which --help does not wait for

@@ -283,7 +283,7 @@ class Language(Task):
             raise Refused(f"--image_size {config.image_size}: a text has no images; drop it")
 
     @classmethod
-    def load(cls, config, index=None):
+    def load(cls, config):
         kind, colon, path = (config.data or cls.implied["data"]).partition(":")
         if kind != "text" or (colon and not path):
             raise Refused(f"--data {config.data}: a language net reads text; write --data text:FILE")

@@ -11,7 +11,6 @@ same path is refused. The VAE's folder may move: --vae may be given anew.
 """
 
 import math
-from pathlib import Path
 
 import torch
 
@@ -94,8 +93,7 @@ def settle(task, table, given):
         "image_size": given.get("image_size") or vae.flags["image_size"],
     }
     config = table.typed({**task.own_defaults(), **given, **shared})
-    remembered = Path(config.runs) / "indexes"
-    data = task.load(config, remembered if remembered.is_dir() else None)
+    data = task.load(config)
     vae.check(data, config.vae_weights)
     scale = config.latent_scale or vae.scale(data)
     return {**shared, "latent_scale": scale, "vae_weights": config.vae_weights or vae.fingerprint}

@@ -139,7 +139,7 @@ class Student(RFlow):
     @staticmethod
     def _compare(row, teacher, its, own):
         """Raise Refused for a flag whose value is not the teacher's."""
-        if row.told(its) != row.told(own):
+        if row.comparable(its) != row.comparable(own):
             raise Refused(
                 f"--{row.name} {own} differs from the teacher's {its or '(none)'}: the student starts from "
                 f"the weights of {teacher.path}; drop --{row.name}"

@@ -65,8 +65,8 @@ class VAE(Task):
         perceptual.check(config)
 
     @classmethod
-    def load(cls, config, index=None):
-        return two_of_each(super().load(config, index))
+    def load(cls, config):
+        return two_of_each(super().load(config))
 
     def nets(self):
         return {"kl": self._build}

@@ -74,7 +74,7 @@ class Video(Task):
         return self.config.slots or self.size.slots
 
     @classmethod
-    def load(cls, config, index=None):
+    def load(cls, config):
         """Videos. The image size is 24 for sprites and 64 for folders, or --image_size. Raises Refused."""
         c = config
         word, _, where = (c.data or cls.implied["data"]).partition(":")
@@ -85,7 +85,7 @@ class Video(Task):
         if c.clips != CLIPS:
             raise Refused(f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it")
         if word == "folder" and where:
-            return folder(where, c.image_size or 64, c.frames, index)
+            return folder(where, c.image_size or 64, c.frames)
         raise Refused(
             f"--data {c.data}: {c.task} learns from clips; use --data sprites, or folder:PATH with "
             "PATH/CLIP/FRAME.png"

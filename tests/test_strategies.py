@@ -2,7 +2,9 @@
 schedule, sampler and timesteps.
 """
 
+import importlib
 import math
+from pathlib import Path
 
 import common
 import generating
@@ -454,23 +456,37 @@ def test_tasks_are_found_by_name_or_in_a_file(tmp_path):
         strategies.find(f"{tmp_path}/broken.py:Mine")
 
 
+@pytest.mark.parametrize("name", strategies.MOVED)
+def test_a_task_that_imports_by_an_old_name_is_told_the_new_one(name, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import {name}\n")
+    place, line = strategies.MOVED[name]
+    with pytest.raises(Refused, match=f"{name} is {place} now; a task says: {line}"):
+        strategies.find(f"{file}:Mine")
+    importlib.import_module(place)
+    module, said = line.removeprefix("from ").split(" import ")
+    assert said in dir(importlib.import_module(module)) or importlib.import_module(f"{module}.{said}")
+    assert f"`{name}`" in (Path(strategies.__file__).parent / "docs/old-names.md").read_text()
+
+
 def test_a_derived_task_may_change_a_default(tmp_path):
     file = tmp_path / "guided.py"
     row = 'Flag("guidance", 3.0, "stronger", "generation", kind="draw", type=float)'
     imports = "from tasks import Flag\nfrom tasks.diffusion import RFlow\n"
     file.write_text(f"{imports}class Guided(RFlow):\n    flags = ({row},)\n")
-    kind, table, config = strategies.settled({"task": f"{file}:Guided"})
+    run = strategies.settle({"task": f"{file}:Guided"})
+    table, config = run.table, run.config
     assert config.guidance == 3.0 and config.label_dropout == 0.1 and config.velocity == "clean-noise"
     assert list(table.defaults()) == list(FLAGS.defaults())  # in its place, and nothing twice
     assert strategies.table().defaults()["guidance"] == 1.0
 
 
 def test_a_flag_of_one_task_is_refused_beside_another():
-    assert strategies.settled({"task": "reflow", "teacher": "x"})[2].teacher == "x"
+    assert strategies.settle({"task": "reflow", "teacher": "x"}).config.teacher == "x"
     for task in ("rflow", "ddpm", "segment"):
         bring = "--teacher is for --task reflow, distill and consistency"
         with pytest.raises(Refused, match=f"{bring}, and this is --task {task}"):
-            strategies.settled({"task": task, "teacher": "x"})
+            strategies.settle({"task": task, "teacher": "x"})
 
 
 def test_batches_of_any_nest_reach_the_device():

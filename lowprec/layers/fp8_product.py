@@ -3,6 +3,7 @@ those of Transformer Engine and torchao. fp8.py puts a whole model in FP8 and sa
 """
 
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -217,10 +218,17 @@ def _t(pair):
     return pair[0].t(), pair[1].t()
 
 
-# torch.compile takes it into its graph as one call, so all it reads are arguments: tensors and constants
-@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
-    """x [M, K], w [K, N] -> x w in out_dtype; all three products of a training step in FP8."""
+    """x [M, K], w [K, N] -> x w in out_dtype; all three products of a training step in FP8.
+
+    torch.compile takes it into its graph as one call, so all it reads are arguments: tensors and constants.
+    """
+
+    @classmethod
+    @functools.cache
+    def register(cls):
+        """Tell torch.compile so: when a layer is put in FP8, since this imports the compiler for a second."""
+        torch.compiler.allow_in_graph(cls)
 
     @staticmethod
     def forward(ctx, x, w, out_dtype, *state):
@@ -270,6 +278,7 @@ class Scaling(nn.Module):
 
     def switch(self, options, device=None):
         """FP8 on as `options` say; state is made anew."""
+        _Product.register()
         self.options = options
         if options.recipe == "delayed":
             new = dict(dtype=torch.float32, device=device)

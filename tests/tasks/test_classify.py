@@ -22,6 +22,7 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, recall_score
 from torch import nn
 
+import strategies
 import trainer
 from lowprec.errors import Refused
 from lowprec.optimizers import rounded
@@ -48,8 +49,8 @@ def quick(*flags, name="run", steps=4):
 
 
 def task(spec="digits", **flags):
-    kind, _, config = trainer.settled({"task": "classify", "data": spec, "model": "cnn", **flags})
-    return kind(kind.load(config), recipe(), config)
+    run = strategies.settle({"task": "classify", "data": spec, "model": "cnn", **flags})
+    return run.kind(run.kind.load(run.config), recipe(), run.config)
 
 
 class Oracle:

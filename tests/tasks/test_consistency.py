@@ -316,7 +316,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(flags, monkeypatch):
     flags = [*flags.split(), "--double_every", 2]
     assert learn(*flags, name="whole", steps=6) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
         assert learn(*flags, name="stopped", steps=6) == 143
     assert learn(*flags, name="stopped", steps=6) == 0
     whole, stopped = checkpoint("whole")["precision"], checkpoint("stopped")["precision"]

@@ -218,7 +218,7 @@ def test_an_interrupted_student_equals_an_uninterrupted_one(flags, teachers, mon
     flags = [*flags.split(), "--log_every", 3]
     assert student(*flags, name="whole", steps=6) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 4, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 4, lambda run: run.stop.ask(signal.SIGTERM))
         assert student(*flags, name="stopped", steps=6) == 143
     assert student(*flags, "--teacher", f"{TEACHER}/checkpoint.pt", name="stopped", steps=6) == 0
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])

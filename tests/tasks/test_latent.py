@@ -384,7 +384,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, vae, 
     flags = [*flags, "--pure_bf16", "--stochastic", "--log_every", 2, "--steps", 5]
     assert command(*flags, "--name", "whole") == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
         assert command(*flags, "--name", "stopped") == 143
     assert command(*flags, "--name", "stopped") == 0
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])

@@ -172,7 +172,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(monkeypatch):
     flags = "--perceptual 0.1 --pure_bf16 --stochastic --set perceptual=bf16".split()
     assert quick(*flags, name="whole", steps=5) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
         assert quick(*flags, name="stopped", steps=5) == 143
     assert quick(*flags, name="stopped", steps=5) == 0
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])

@@ -261,7 +261,7 @@ def test_an_interrupted_student_equals_an_uninterrupted_one_bit_for_bit(flags, t
     flags = [*flags.split(), "--log_every", 3]
     assert student(*flags, name="whole", steps=8) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 5, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 5, lambda run: run.stop.ask(signal.SIGTERM))
         assert student(*flags, name="stopped", steps=8) == 143
     assert checkpoint("stopped")["step"] == 5
     with monkeypatch.context() as patch:
