@@ -22,7 +22,7 @@ from lowprec.attention import kernel
 from lowprec.errors import Refused
 from tasks.task import Task, picture
 
-VALIDATED = 1024  # held-out images that validate and preview look at
+EXAMINED = 1024  # held-out images that validate and preview look at
 BATCH = 256  # images scored at once
 SHOWN = 12  # classes that a picture has room for
 GREEN, RED = (-0.7, 0.6, -0.5), (0.9, -0.6, -0.6)  # of values in [-1, 1]
@@ -222,14 +222,14 @@ class Classify(Task):
         return {"confusion": self._confusion(some, *self._predict(model, some, rng.device))}
 
     def validate(self, model, rng):
-        """Accuracy and loss on up to VALIDATED held-out images, the same each time."""
+        """Accuracy and loss on up to EXAMINED held-out images, the same each time."""
         scores = self._scores(*self._predict(model, self._some(), rng.device))
         return {name: scores[name] for name in ("accuracy", "loss")}
 
     def _some(self):
         """Indices of held-out images: folders come sorted by class, and each class has its share."""
         draw = torch.Generator().manual_seed(0)
-        return torch.randperm(len(self.data.heldout), generator=draw)[:VALIDATED]
+        return torch.randperm(len(self.data.heldout), generator=draw)[:EXAMINED]
 
     def evaluate(self, model, rng):
         """(scores, pictures) of all held-out images: accuracy, error (1 - accuracy), loss in nats, and

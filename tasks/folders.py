@@ -237,17 +237,20 @@ def _open(source, formats):
 
 def _look(path, is_mask):
     """Seen of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
+    formats = MASK_FORMATS if is_mask else IMAGE_FORMATS
+    values = None
     with reading(path, "a mask" if is_mask else "an image"):
         content = io.BytesIO(path.read_bytes())
-        with _open(content, MASK_FORMATS if is_mask else IMAGE_FORMATS) as image:
+        with _open(content, formats) as image:
             mode = image.mode
             image.verify()  # the checksums of a PNG, which decoding passes over
         if is_mask:
             ids = decode_mask(path, content)
-            (height, width), values = ids.shape, np.unique(ids).tolist()
+            height, width = ids.shape
+            values = np.unique(ids).tolist()
         else:
-            with _open(content, IMAGE_FORMATS) as image:
-                (width, height), values = ImageOps.exif_transpose(image).size, None
+            with _open(content, formats) as image:
+                width, height = ImageOps.exif_transpose(image).size
     if not is_mask and mode in ("I", "F"):
         raise Refused(f"{path} has 32-bit pixels, whose range is unknown: save it with 8 or 16 bits")
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
@@ -259,6 +262,7 @@ def _look(path, is_mask):
 def decode_volume(path: Path) -> np.ndarray:
     """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine)."""
     import nibabel
+
     # it tells of what it can't read in lines of its own, and raises an error as well
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
     with reading(path, "a NIfTI volume"):

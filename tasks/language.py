@@ -326,7 +326,7 @@ class Language(Task):
         return "\n".join(scores["text"])
 
     def preview(self, model, rng):
-        return {"text": drawn(self.write(model, rng, self._prompt()))}
+        return {"text": text_picture(self.write(model, rng, self._prompt()))}
 
     @torch.no_grad()
     def evaluate(self, model, rng):
@@ -352,7 +352,7 @@ class Language(Task):
             "accuracy": right / count,
             "text": [text],
         }
-        return scores, {"text": drawn(text)}
+        return scores, {"text": text_picture(text)}
 
     # -- what it writes
 
@@ -392,7 +392,7 @@ def choose(logits, temperature, top_k, rng):
     return byte.gather(1, place[:, None])[:, 0]
 
 
-def drawn(text, columns=72, size=14):
+def text_picture(text, columns=72, size=14):
     """The first lines of a text as a picture [3, H, W] in [0, 1], black on white."""
     import numpy as np
     from PIL import Image, ImageDraw, ImageFont

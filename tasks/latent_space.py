@@ -21,7 +21,7 @@ from lowprec.errors import Refused
 from tasks import metrics
 from tasks.autoencoder import autoencoder_kl, factor_of
 from tasks.image_sets import CACHE_BYTES, Tensors
-from tasks.vae_halves import ENCODED, Frozen, Ranges, half_site, judge_halves, snr, spread
+from tasks.vae_halves import ENCODED, Frozen, Ranges, half_site, judge_halves, latent_std, snr
 
 MEASURED = 1000  # training images, at most, that the latent scale is taken from
 HASH_DIGITS = 16
@@ -168,7 +168,7 @@ class TrainedVAE:
         than the sample is worth and less than machines differ by.
         """
         mean, std = encoded(self.frozen("fp32"), metrics.subset(data.train, MEASURED)[0]).chunk(2, 1)
-        size = spread(mean, std)
+        size = latent_std(mean, std)
         if not (math.isfinite(size) and size > 0):
             raise Refused(f"--vae {self.path} gives latents of standard deviation {size}: train it again")
         return float(f"{1 / size:.5g}")

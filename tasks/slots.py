@@ -2,15 +2,12 @@
 
 Slot attention (arXiv 2006.15055) lets slots compete for the pixels of a frame: the softmax runs over slots.
 A recurrent encoder (arXiv 2205.14065) carries them from frame to frame: the slots that a predictor expects
-are where the attention of the next frame begins.
-
-Three tensors decide how much bf16 costs here, and each is a site of its own, fp32 by default in every recipe:
+are where the attention of the next frame begins. Three sites say in which dtype the net computes the tensors
+that bf16 harms most, whatever it computes the rest in; each is fp32 by default in every recipe:
 
     softmax      attention over slots, and its division by the sum over pixels, to which 1e-8 is added
     logits       scores over a vocabulary or over other slots, up to their log-softmax
     recurrent    the slots themselves, as they are updated and carried over the frames
-
-A site says in which dtype the net computes these tensors, whatever it computes the rest in.
 """
 
 import math

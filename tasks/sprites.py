@@ -77,14 +77,14 @@ class Scene:
         for s in range(self.half.shape[1]):  # from the back to the front
             dx = pixels[None, None, :] - centres[:, s, 0, None, None]  # [N, 1, W]
             dy = pixels[None, :, None] - centres[:, s, 1, None, None]  # [N, H, 1]
-            inside = _inside(dx, dy, self.half[:, s, None, None], self.shape[:, s, None, None])
+            inside = _covers(dx, dy, self.half[:, s, None, None], self.shape[:, s, None, None])
             inside = inside & self.there[:, s, None, None]
             mask = torch.where(inside, s + 1, mask)
             image = torch.where(inside[:, None], self.colour[:, s, :, None, None], image)
         return image, mask
 
 
-def _inside(dx, dy, half, shape):
+def _covers(dx, dy, half, shape):
     """Whether a pixel's centre, dx to the right of and dy below a sprite's, lies in it. A triangle stands on
     its base and is as high as wide.
     """

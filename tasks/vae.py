@@ -19,9 +19,19 @@ from lowprec.errors import Refused
 from tasks import metrics, perceptual
 from tasks.autoencoder import SIZES, Autoencoder, autoencoder_kl, factor_of
 from tasks.task import VALIDATED, Task, picture, two_of_each
-from tasks.vae_halves import ENCODED, LIMITS, Frozen, Ranges, decibels, half_site, judge_halves, snr, spread
+from tasks.vae_halves import (
+    ENCODED,
+    LIMITS,
+    Frozen,
+    Ranges,
+    decibels,
+    half_site,
+    judge_halves,
+    latent_std,
+    snr,
+)
 
-SMALLEST = math.exp(-15)  # of a standard deviation, as MONAI clamps it
+LEAST_STD = math.exp(-15)  # as MONAI clamps it
 PICTURED = 16
 
 
@@ -200,7 +210,7 @@ class VAE(Task):
         made = torch.cat(made)
         scores = self._compare(made, images, labels, rng.device)
         scores["kl"] = float(kl(mean, std).mean())
-        scores["latent_std"] = spread(mean, std)
+        scores["latent_std"] = latent_std(mean, std)
         scores["overflow"] = ranges.overflow
         scores["largest"] = ranges.largest
         scores["fp32_snr"] = self._against_fp32(model, images, made, rng.device)
@@ -253,7 +263,7 @@ class VAE(Task):
 
 def kl(mean, std):
     """[B] KL of N(mean, std^2) from N(0, 1), each [B, c, h, w], in nats an image (arXiv 1312.6114, B)."""
-    variance = std.float().clamp(min=SMALLEST).square()
+    variance = std.float().clamp(min=LEAST_STD).square()
     return 0.5 * (mean.float().square() + variance - 1 - variance.log()).flatten(1).sum(1)
 
 

@@ -132,7 +132,7 @@ def snr(given, wanted):
     return decibels(wanted.square().mean(), (given - wanted).square().mean())
 
 
-def spread(mean, std):
+def latent_std(mean, std):
     """Standard deviation of draws from Gaussians of these means and standard deviations, over all values."""
     between = mean.double().var(correction=0)
     within = std.double().square().mean()

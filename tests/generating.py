@@ -1,12 +1,18 @@
 """For the tests of tasks that generate images: a task on digits, and nets whose answers are known exactly."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
 import strategies
+import train
+from harness.run_folder import read_checkpoint
 from lowprec.precision import recipe
 from tasks import data
 from tasks.generation import TIMESTEPS
+from trainer import Trainer
 
 FLAGS = strategies.table()
 
@@ -15,6 +21,22 @@ FLAGS = strategies.table()
 def digits():
     """The data set. A file takes it by `digits = generating.digits`."""
     return data.load("digits")
+
+
+@pytest.fixture
+def teachers(trained):
+    """Copies under runs/ of the runs that the file's fixture `trained` made; a test may spoil them."""
+    for run in trained.iterdir():
+        shutil.copytree(run, Path("runs", run.name), ignore=shutil.ignore_patterns("events*"))
+
+
+def drawer(path, **changes):
+    """sample(labels, noise, steps) with the averaged weights of a run. changes: {flag: value}."""
+    found = read_checkpoint(path)
+    run = Trainer({**train.DEFAULTS, **found["config"], **changes}, draws=True)
+    run.restore(found)
+    net = run.precision.generator()
+    return lambda labels, noise, steps: run.task.sample(net, labels, noise, steps)
 
 
 def make(kind, digits, sites=(), **flags):

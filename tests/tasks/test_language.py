@@ -485,10 +485,10 @@ def test_samples_repeat_and_follow_temperature_and_seed(trained):
 
 
 def test_a_drawn_text_is_a_picture_of_its_lines():
-    short, long = language.drawn("a"), language.drawn("word " * 100)
+    short, long = language.text_picture("a"), language.text_picture("word " * 100)
     assert short.shape[0] == 3 and short.min() < 0.5 and short.max() == 1
     assert long.shape[1] > 3 * short.shape[1]
-    odd = language.drawn("tab\t, \x00 and \x1b[31m, 日本\n\n" + "x\n" * 1000)
+    odd = language.text_picture("tab\t, \x00 and \x1b[31m, 日本\n\n" + "x\n" * 1000)
     assert odd.shape[1] < 60 * 25
 
 
