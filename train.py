@@ -90,9 +90,9 @@ def _may_differ(table, verb):
 
 
 def task_of(argv):
-    """The --task that a command line speaks of, before its flags are known: it may bring flags of its own.
+    """The --task of a command line, before its flags are known: the task may bring flags of its own.
 
-    Where it says none, it is the one in its --config, or that of the run to --sample or --diagnose.
+    Where there is none on the line, it is that of --config, or of the run to --sample or --diagnose.
     """
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("task", "config", "sample", "diagnose"):
@@ -158,7 +158,7 @@ def sample(path, given, command, table):
     trained = vars(table.obeyed(checkpoint["config"]))
     fixed = table.refused(given, "sample")
     task = table["task"]
-    if task.told(given.get("task", trained["task"])) != task.told(trained["task"]):
+    if task.comparable(given.get("task", trained["task"])) != task.comparable(trained["task"]):
         fixed = fixed or "task"
     if fixed:
         raise Refused(
@@ -243,19 +243,18 @@ def main(argv=None):
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a terminal can't show is no error
             stream.reconfigure(errors="backslashreplace")
-    with ended_by(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) as heard:
-        return ended(argv, heard)
+    with ended_by(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) as signals:
+        return ended(argv, signals)
 
 
-def ended(argv, heard):
-    """The exit status of run(argv), once its last words are said. heard: signals that end it, and after it
-    are ignored: torchrun sends SIGTERM to all processes once one has died, while they say so.
-    """
+def ended(argv, signals):
+    """The exit status of run(argv), once its last line is printed. signals: those that end it."""
     try:
         try:
             return run(argv)
         finally:
-            for signum in heard:
+            # torchrun sends SIGTERM to all processes once one has died, while they print why
+            for signum in signals:
                 signal.signal(signum, signal.SIG_IGN)
     except BrokenPipeError:  # whatever read the output has ended, as head does
         # what is left to print goes nowhere, not into a second error

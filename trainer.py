@@ -1,8 +1,8 @@
-"""The loop. One step reads top to bottom in `Trainer.train_step`; around it are resume, log and scores.
+"""The loop. One step reads top to bottom in `Trainer.train_step`.
 
 All randomness is a function of (seed, step), noise of rounding included. So an interrupted run equals an
-uninterrupted one, on a CPU bit for bit; the same command again resumes it. What a run leaves in its folder is
-told in harness/run_folder.py, what it trains in tasks.py, and what several processes do together in ranks.py.
+uninterrupted one, on a CPU bit for bit; the same command again resumes it. harness/run_folder.py says what a
+run leaves in its folder, tasks/task.py what is trained, harness/ranks.py what several processes do together.
 """
 
 import shlex
@@ -18,7 +18,7 @@ from harness.batches import end_workers, read_batches
 from harness.ending import Stopped, StopRequest, check_loss, check_weights
 from harness.flags import MOST
 from harness.progress import Clock, Profile, Progress
-from harness.ranks import Ranks, lost
+from harness.ranks import Ranks, lost_process
 from harness.run_folder import Folder, export, peak_memory, start_peak_memory, write_json
 from harness.schedule import is_due, lr_factor
 from harness.summary import finish
@@ -240,7 +240,7 @@ class Trainer:
         try:
             return self._fit()
         except (RuntimeError, ConnectionResetError, EOFError) as error:
-            reason = lost(error, self.ranks.world)
+            reason = lost_process(error, self.ranks.world)
             if reason is None:
                 raise
             raise Refused(f"{reason}; the last checkpoint in {self.folder} is whole") from None

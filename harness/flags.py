@@ -1,9 +1,5 @@
-"""One flag, one row.
-
-A `Flag` says what a flag is: name, default, type, help, group and kind. A `Table` of rows gives everything
-else: the parser and its --help, the keys of a YAML file, the name of a run's folder, and what a resume,
---sample, --diagnose, --finetune and --teacher accept. A task brings rows of its own (see tasks.Task), so a
-new flag is one row.
+"""One flag, one row: parser, --help, YAML keys, names of folders, and what a resume, --sample, --diagnose and
+--finetune accept are derived from it.
 
     kind       in the folder's name    when the run goes on     beside --sample
     result     yes                     fixed                    fixed
@@ -78,8 +74,8 @@ class Flag:
         kinds = {"resume": ("extent", "machine"), "sample": ("draw",), "diagnose": ()}
         return self.kind in kinds[verb] or verb in self.may
 
-    def told(self, value):
-        """What of a value is compared and named. Of a place it is the tail: 'folder:/a/photos/' ->
+    def comparable(self, value):
+        """The part of a value that is compared and named: of a place its tail, 'folder:/a/photos/' ->
         'folder:photos'.
         """
         if self.kind != "place" or not value:
@@ -96,7 +92,7 @@ class Flag:
             return value
         if not isinstance(value, str):
             return [f"{self.name}{value:g}"]
-        value = self.told(value)
+        value = self.comparable(value)
         if self.titled:
             return [f"{self.name}_{value}"]
         return [value]
@@ -320,7 +316,7 @@ class Table:
         names = [row.name for row in self.rows if not row.accepts("resume")]
         if config.lr_schedule != "constant":
             names.append("steps")  # that is where the schedule ends
-        return {name: self[name].told(getattr(config, name)) for name in names}
+        return {name: self[name].comparable(getattr(config, name)) for name in names}
 
     def differences(self, old, config):
         """['--lr was 0.001 and is 0.0001', ...]: what keeps the run of `old` (a dict) from going on as

@@ -232,7 +232,7 @@ LOST = {  # part of an error of another process: what a person reads
 PEERS = ("gloo", "nccl", "connection", "peer", "socket", "process group", "broken pipe")
 
 
-def lost(error, world):
+def lost_process(error, world):
     """What happened, where an error tells that another process of the run has ended; else None."""
     text = str(error)
     if isinstance(error, (ConnectionResetError, EOFError)):  # while it handed over a batch

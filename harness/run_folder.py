@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from harness.checkpoints import CHECKPOINT
 from harness.checkpoints import read as read_checkpoint
 from harness.files import check_regular, read_json, read_lines, write_atomically, write_json
 from lowprec.errors import Refused
-from lowprec.machine import cpu_threads, device_facts, without
+from lowprec.machine import cpu_threads, device_facts
 
 LOCK = ".lock"
 # What may lie in a folder that holds no run yet: what desktops leave, and what a run left that was killed
@@ -89,8 +90,6 @@ def export(path, weights, config, step):
 
 def environment(device):
     """Versions, machine and commit, for env.json and for records."""
-    with without("transformers"):
-        import monai
     import torchvision
 
     kind, capability, features = device_facts(device)
@@ -99,7 +98,7 @@ def environment(device):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
-        "monai": monai.__version__,
+        "monai": metadata.version("monai"),
         "cpu": _cpu_name(),
         "cores": cpu_threads(),
         "threads": torch.get_num_threads(),
@@ -222,8 +221,8 @@ class Folder:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                said = f"{self} can't be locked here ({error.strerror}): start one process at a time on it"
-                print(f"warning: {said}", file=sys.stderr)
+                alone = f"{self} can't be locked here ({error.strerror}): start one process at a time on it"
+                print(f"warning: {alone}", file=sys.stderr)
                 return
             self._lock.seek(0)
             who = self._lock.read(100).strip() or "another process"

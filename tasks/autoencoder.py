@@ -81,10 +81,14 @@ class Autoencoder(nn.Module):
         images = self.vae.decode(mean + std * noise.to(mean.dtype))
         found = {"images": images, "mean": mean, "std": std}
         if self.critic is not None:
-            still = {name: p.detach() for name, p in self.critic.named_parameters()}
+            # One optimiser serves two opponents: a step is one backward pass of the sum of their losses. The
+            # critic's loss reads detached reconstructions and moves the critic alone. The generator's loss
+            # reads the critic with detached weights: its gradient reaches the reconstruction, and no weight
+            # of the critic.
             found["real"] = self.critic(x)[-1]
             found["fake"] = self.critic(images.detach())[-1]
-            found["fooled"] = torch.func.functional_call(self.critic, still, (images,))[-1]
+            detached = {name: p.detach() for name, p in self.critic.named_parameters()}
+            found["fooled"] = torch.func.functional_call(self.critic, detached, (images,))[-1]
         return found
 
     def get_extra_state(self):

@@ -10,6 +10,7 @@ number an object, the same in all frames of a clip.
 import hashlib
 import re
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -37,30 +38,38 @@ class Clips(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         clips = self.clips[index].float() / 127.5 - 1
-        return (clips,) if self.masks is None else (clips, self.masks[index].long())
+        if self.masks is None:
+            return (clips,)
+        return clips, self.masks[index].long()
 
 
-class Windows(torch.utils.data.Dataset):
+class FrameFiles(torch.utils.data.Dataset):
     """windows: (frame paths, mask paths or None, ids): files that are read when they are asked for, and kept
     while they fit. ids: the values of the clip's masks that become 1, 2, ...
     """
 
     def __init__(self, windows, size):
-        self.windows, self.size, self.kept, self.bytes = windows, size, {}, 0
+        self.windows = windows
+        self.size = size
+        self.kept = {}  # what has been read, by number
+        self.bytes = 0  # of all that has been read
 
     def __len__(self):
         return len(self.windows)
 
     def __getitem__(self, index):
-        return tuple(torch.stack(part) for part in zip(*map(self._window, index), strict=True))
+        windows = [self._window(i) for i in index]
+        return tuple(torch.stack(part) for part in zip(*windows, strict=True))
 
     def _window(self, i):
         if i in self.kept:
             return self.kept[i]
         frames, masks, ids = self.windows[i]
-        found = (torch.stack([square(folders.decode(path, 3)[None], self.size)[0] for path in frames]),)
+        images = [square(folders.decode(path, 3)[None], self.size)[0] for path in frames]
+        found = (torch.stack(images),)
         if masks is not None:
-            found += (torch.stack([self._mask(path, ids) for path in masks]),)
+            masks = [self._mask(path, ids) for path in masks]
+            found = *found, torch.stack(masks)
         self.bytes += sum(part.nbytes for part in found)
         if self.bytes < CACHE_BYTES:
             self.kept[i] = found
@@ -104,8 +113,9 @@ def sprites(size, frames, seed, clips=CLIPS, heldout=HELDOUT):
     images = ((images + 1) * 127.5).round().to(torch.uint8)
     digest = hashlib.sha256(images.numpy().tobytes()).hexdigest()[:16]
     masks = masks.to(torch.uint8)
-    parts = Clips(images[heldout:], masks[heldout:]), Clips(images[:heldout], masks[:heldout])
-    return Videos("sprites", *parts, size, frames, True, digest)
+    train = Clips(images[heldout:], masks[heldout:])
+    held = Clips(images[:heldout], masks[:heldout])
+    return Videos("sprites", train, held, size, frames, True, digest)
 
 
 def folder(root, size, frames):
@@ -115,35 +125,34 @@ def folder(root, size, frames):
     """
     root = Path(root).expanduser()
     clips, masks = _clips(root)
-    paths = [path for files in clips.values() for path in files]
-    mask_paths = [path for files in masks.values() for path in files]
+    paths = list(chain(*clips.values()))
+    mask_paths = list(chain(*masks.values()))
     seen, seen_masks = folders.survey(paths, mask_paths)
     about = dict(zip([*paths, *mask_paths], [*seen, *seen_masks], strict=True))
-    ids = {}
+    ids = dict.fromkeys(clips)  # {clip: the values of its masks}
     for name, files in clips.items():
         _check_clip(name, files, frames, about)
-        ids[name] = _ids(root, name, files, masks[name], about) if masks else None
+        if masks:
+            ids[name] = _ids(root, name, files, masks[name], about)
+
     chosen = folders.held_out(root, list(clips), "clip")
+    train, heldout = [], []
+    for name, files in clips.items():
+        part = heldout if name in chosen else train
+        for start in range(0, len(files) - frames + 1, frames):
+            window = slice(start, start + frames)
+            part.append((files[window], masks[name][window] if masks else None, ids[name]))
 
-    def windows(names):
-        for name in names:
-            own = masks.get(name)
-            for start in range(0, len(clips[name]) - frames + 1, frames):
-                part = slice(start, start + frames)
-                yield clips[name][part], own[part] if own else None, ids[name]
-
-    train = Windows(list(windows([name for name in clips if name not in chosen])), size)
-    heldout = Windows(list(windows([name for name in clips if name in chosen])), size)
-    content = [(p.relative_to(root).as_posix(), about[p].sha256) for p in [*paths, *mask_paths]]
+    content = [(path.relative_to(root).as_posix(), about[path].sha256) for path in [*paths, *mask_paths]]
     digest = hashlib.sha256(repr((content, size, frames, sorted(chosen))).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]+", "_", f"folder-{root.resolve().name}")
-    return Videos(name, train, heldout, size, frames, bool(masks), digest)
+    return Videos(name, FrameFiles(train, size), FrameFiles(heldout, size), size, frames, bool(masks), digest)
 
 
 def _clips(root):
     """({clip: frames}, {clip: masks}), by name; the second is empty where there is no folder of masks."""
     folders.check_layout(root, False, "folder")
-    clips, masks = _folders_of(root, folders.IMAGES), {}
+    clips = _folders_of(root, folders.IMAGES)
     clips.pop("masks", None)
     if not clips:
         raise Refused(f"{root} holds no clips: give {root / 'CLIP' / 'FRAME.png'}, a folder of frames a clip")
@@ -151,28 +160,34 @@ def _clips(root):
         if len(files) < 2:
             held = "one frame" if files else "no frames"
             raise Refused(f"clip {root / name} has {held}: give it at least two, or remove it")
-    if (root / "masks").is_dir():
-        masks = _folders_of(root / "masks", folders.MASKS)
-        for name in sorted(masks.keys() - clips.keys()):
-            raise Refused(f"masks {root / 'masks' / name} have no clip: add {root / name}, or remove them")
-    if masks:
-        masks = {name: _pair(root, name, files, masks.get(name, [])) for name, files in clips.items()}
+    if not (root / "masks").is_dir():
+        return clips, {}
+    found = _folders_of(root / "masks", folders.MASKS)
+    for name in sorted(found.keys() - clips.keys()):
+        raise Refused(f"masks {root / 'masks' / name} have no clip: add {root / name}, or remove them")
+    if not found:
+        return clips, {}
+    masks = {name: _in_order(root, name, files, found.get(name, [])) for name, files in clips.items()}
     return clips, masks
 
 
 def _folders_of(root, suffixes):
     """{folder: its images} of the folders in `root`, by name."""
-    inner = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return {path.name: sorted(folders.listing(path, suffixes, deep=False), key=_in_time) for path in inner}
+    found = {}
+    for path in sorted(root.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            found[path.name] = sorted(folders.listing(path, suffixes, deep=False), key=_by_number)
+    return found
 
 
-def _in_time(path):
-    """frame2 before frame10."""
+def _by_number(path):
+    """A key that sorts frame2 before frame10."""
     parts = re.split(r"([0-9]+)", path.name)  # text and numbers in turn
-    return [int(part) if i % 2 else part for i, part in enumerate(parts)], path.name
+    parts[1::2] = [int(number) for number in parts[1::2]]
+    return parts, path.name
 
 
-def _pair(root, name, frames, masks):
+def _in_order(root, name, frames, masks):
     """The masks of a clip in the order of its frames."""
     by_stem = {path.stem: path for path in masks}
     missing = [path for path in frames if path.stem not in by_stem]
@@ -190,11 +205,11 @@ def _check_clip(name, files, frames, about):
     """Refuse a clip that is too short, or whose frames differ in size."""
     first = about[files[0]]
     for path in files:
-        if (about[path].width, about[path].height) != (first.width, first.height):
-            sizes = f"{about[path].width}x{about[path].height}, and {files[0].name} is"
+        its = about[path]
+        if (its.width, its.height) != (first.width, first.height):
             raise Refused(
-                f"clip {name}: {path} is {sizes} {first.width}x{first.height}: make the frames of a clip one "
-                "size"
+                f"clip {name}: {path} is {its.width}x{its.height}, and {files[0].name} is "
+                f"{first.width}x{first.height}: make the frames of a clip one size"
             )
     if len(files) < frames:
         raise Refused(
@@ -205,9 +220,11 @@ def _check_clip(name, files, frames, about):
 
 def _ids(root, name, files, masks, about):
     """The sorted values that the masks of a clip give its objects."""
-    triples = [(None, image, mask) for image, mask in zip(files, masks, strict=True)]
-    folders.check_extents(triples, [about[path] for path in files], [about[path] for path in masks])
-    values = np.unique(np.concatenate([about[path].values for path in masks]))
+    triples = [(name, image, mask) for image, mask in zip(files, masks, strict=True)]
+    seen = [about[path] for path in files]
+    seen_masks = [about[path] for path in masks]
+    folders.check_extents(triples, seen, seen_masks)
+    values = np.unique(np.concatenate([mask.values for mask in seen_masks]))
     where = root / "masks" / name
     if not (values != 0).any():
         raise Refused(f"the masks of {where} show no instance, 0 alone: number the objects from 1")

@@ -1,23 +1,14 @@
-"""Every data set of the laboratory, behind one word.
+"""Every data set of the laboratory, behind one word: data.load("digits"). In brackets what is held out.
 
-    python -c "import data; print(data.load('digits'))"
+    digits            scikit-learn's 1,797 handwritten digits, 8x8 (500, stratified)
+    synthetic         MONAI's discs in noise with their masks, 64x64 (64 of 320)
+    folder:PATH       images, class folders optional; with masks PATH/images and PATH/masks, each image and
+                      its mask under one stem (a tenth, one at least, by the hash of the name)
+    nifti:PATH        axial slices of a .nii or .nii.gz volume, or of a folder of them; with masks PATH/images
+                      and PATH/masks again (a tenth of the volumes, or of the slices of one)
+    cifar10:PATH, mnist:PATH, fashion_mnist[:PATH], medmnist:FILE.npz: see published_sets.py
 
-spec                what it is                                                      what is held out
-digits              scikit-learn's 1,797 handwritten digits, 8x8                    500, stratified
-synthetic           MONAI's discs in noise with their masks, 64x64                  64 of 320
-folder:PATH         images, class folders optional; with masks PATH/images and      a tenth, by hash of name
-                    PATH/masks, each image and its mask under one stem
-cifar10:PATH        torchvision's download (cifar-10-batches-py)                    its 10,000 test images
-mnist:PATH          torchvision's download (MNIST/raw)                              its 10,000 test images
-fashion_mnist       Debian's package dataset-fashion-mnist, or fashion_mnist:PATH   its 10,000 test images
-medmnist:FILE.npz   a 2-D MedMNIST file; no labels if an image has several          its test part; val unused
-nifti:PATH          axial slices of a .nii or .nii.gz volume, or of a folder of     a tenth of the volumes, or
-                    them; with masks PATH/images and PATH/masks again               of the slices of one
-
-Images are cropped to their central square and resized to image_size (bilinear, antialiased; masks: nearest
-pixel). The classes of a mask are the distinct values of all masks in ascending order: 0 and 255 become 0 and
-1, ids 0..K-1 stay themselves. A tenth is at least one, and a set of one image is refused. No loader runs code
-that a file brings along. folders.py finds, checks and decodes image files and volumes.
+Images are cropped to their central square and resized; the distinct values of all masks become 0, 1, ...
 """
 import os
 from pathlib import Path
@@ -53,12 +44,17 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
         raise Refused(f"image size {image_size} is too small: give at least 8")
     word, _, where = spec.partition(":")
     if word not in SETS:
+        if spec and os.path.exists(spec):
+            raise Refused(f"unknown data set {spec!r}: did you mean folder:{spec}")
         forms = ", ".join(known.form for known in SETS.values())
-        near = f"did you mean folder:{spec}" if spec and os.path.exists(spec) else f"choose one of {forms}"
-        raise Refused(f"unknown data set {spec!r}: {near}")
+        raise Refused(f"unknown data set {spec!r}: choose one of {forms}")
     form, loader, has_masks = SETS[word]
-    if "[" not in form and bool(where) != (":" in form):
-        raise Refused(f"{word} {'takes no' if where else 'needs a'} path: write --data {form}")
+    optional = "[" in form
+    takes_path = ":" in form
+    if not optional and takes_path and not where:
+        raise Refused(f"{word} needs a path: write --data {form}")
+    if not takes_path and where:
+        raise Refused(f"{word} takes no path: write --data {form}")
     if targets == "masks" and not has_masks:
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
     # an unknown ~name stays as it is, and is no folder
@@ -71,52 +67,110 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
 def _digits(wish):
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1  # 0..16 -> [-1, 1], exact in fp32
     labels = torch.from_numpy(digits.target).long()
-    split = train_test_split(np.arange(len(labels)), test_size=500, stratify=digits.target, random_state=0)
-    train, heldout = ((images[part], labels[part]) for part in split)
-    return in_memory("digits", wish, train, heldout, 10, "digits" if wish.size in (None, 8) else None)
+    train, heldout = train_test_split(
+        np.arange(len(labels)), test_size=500, stratify=digits.target, random_state=0
+    )
+    return in_memory(
+        "digits",
+        wish,
+        (images[train], labels[train]),
+        (images[heldout], labels[heldout]),
+        num_classes=10,
+        yardstick="digits" if wish.size in (None, 8) else None,
+    )
 
 
 def _synthetic(wish, count=320, heldout=64, classes=3):
     with without("transformers"):
         from monai.data.synthetic import create_test_image_2d
-    size, random = wish.size or 64, np.random.RandomState(wish.seed % 2**32)
-    # Noise up to half the brightest class outshines the darkest one in places: no threshold solves the task.
-    discs = {"num_objs": 10, "rad_min": max(1, size // 16), "rad_max": max(2, size // 5),
-             "noise_max": 0.5, "num_seg_classes": classes, "random_state": random}
-    pairs = [create_test_image_2d(size, size, **discs) for _ in range(count)]
-    images, masks = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*pairs, strict=True))
-    images = images.float()[:, None] * 2 - 1
-    target = masks.to(torch.uint8) if wish.masks else torch.zeros(count, dtype=torch.long)
-    train, heldout = ((images[part], target[part]) for part in (slice(heldout, None), slice(heldout)))
-    return in_memory("synthetic", wish._replace(size=size), train, heldout, classes + 1 if wish.masks else 0)
+
+    size = wish.size or 64
+    random = np.random.RandomState(wish.seed % 2**32)
+    images, masks = [], []
+    for _ in range(count):
+        image, mask = create_test_image_2d(
+            size,
+            size,
+            num_objs=10,
+            rad_min=max(1, size // 16),
+            rad_max=max(2, size // 5),
+            # up to half the brightest class, which outshines the darkest in places: no threshold solves it
+            noise_max=0.5,
+            num_seg_classes=classes,
+            random_state=random,
+        )
+        images.append(image)
+        masks.append(mask)
+    images = torch.from_numpy(np.stack(images)).float()[:, None] * 2 - 1
+    if wish.masks:
+        targets = torch.from_numpy(np.stack(masks)).to(torch.uint8)
+    else:
+        targets = torch.zeros(count, dtype=torch.long)
+    return in_memory(
+        "synthetic",
+        wish._replace(size=size),
+        (images[heldout:], targets[heldout:]),
+        (images[:heldout], targets[:heldout]),
+        num_classes=classes + 1 if wish.masks else 0,
+    )
 
 
 # ---- Folders of images -------------------------------------------------------------------------------------
 
 def _folder(wish):
-    root, size = wish.path, wish.size or 64
-    folders.check_layout(root, wish.masks, "folder")
-    if wish.masks:
-        triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
-        seen, seen_masks = folders.survey([t[1] for t in triples], [t[2] for t in triples])
-        folders.check_extents(triples, seen, seen_masks)
-        values = folders.mask_values(root, [mask.values for mask in seen_masks])
-        targets, classes = [mask.sha256 for mask in seen_masks], values.tolist()
-    else:
-        triples, classes = folders.labelled(root)
-        seen, _ = folders.survey([t[1] for t in triples], [])
-        targets, values = [label for _, _, label in triples], None
+    folders.check_layout(wish.path, wish.masks, "folder")
+    return _masked_folder(wish) if wish.masks else _labelled_folder(wish)
+
+
+def _masked_folder(wish):
+    root = wish.path
+    triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
+    images = [image for _, image, _ in triples]
+    masks = [mask for _, _, mask in triples]
+    seen, seen_masks = folders.survey(images, masks)
+    folders.check_extents(triples, seen, seen_masks)
+    values = folders.mask_values(root, [mask.values for mask in seen_masks])
+    chosen = folders.held_out(root, [name for name, _, _ in triples])
+    targets = [mask.sha256 for mask in seen_masks]
+    return _of_files(wish, triples, seen, targets, chosen, values.tolist(), values)
+
+
+def _labelled_folder(wish):
+    root = wish.path
+    triples, classes = folders.labelled(root)
+    seen, _ = folders.survey([image for _, image, _ in triples], [])
+    chosen = folders.held_out(root, [name for name, _, _ in triples])
+    chosen = folders.with_every_class(chosen, triples)
+    targets = [label for _, _, label in triples]
+    return _of_files(wish, triples, seen, targets, chosen, classes)
+
+
+def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
+    """Data of a folder. triples: (name, image, label or mask); seen: a folders.Seen an image; targets: what
+    the fingerprint reads of a label or a mask; chosen: the names held out; values: those of the masks.
+    """
+    size = wish.size or 64
     channels = 1 if all(folders.is_grey(image.mode) for image in seen) else 3
-    chosen = folders.held_out(root, [name for name, *_ in triples])
-    chosen = chosen if wish.masks else folders.with_every_class(chosen, triples)
-    train = Files([rest for name, *rest in triples if name not in chosen], channels, size, values)
-    heldout = Files([rest for name, *rest in triples if name in chosen], channels, size, values)
-    content = [(t[0], image.sha256, target) for t, image, target in zip(triples, seen, targets, strict=True)]
-    return data_set(f"folder-{root.resolve().name}", wish, train, heldout, channels, len(classes), size,
-                 [content, classes], classes=() if wish.masks else classes)
+    train, heldout, content = [], [], []
+    for (name, image, target), its, of_target in zip(triples, seen, targets, strict=True):
+        part = heldout if name in chosen else train
+        part.append((image, target))
+        content.append((name, its.sha256, of_target))
+    return data_set(
+        f"folder-{wish.path.resolve().name}",
+        wish,
+        Files(train, channels, size, values),
+        Files(heldout, channels, size, values),
+        channels,
+        len(classes),
+        size,
+        [content, classes],
+        classes=() if wish.masks else classes,
+    )
 
 
 # ---- Volumes -----------------------------------------------------------------------------------------------
@@ -127,38 +181,55 @@ def _nifti(wish):
     Only slices with at least 2 % of their pixels above a tenth of the range are kept. A volume is held out
     whole, since neighbouring slices look alike. When there is only one, its uppermost tenth is held out.
     """
-    root, size = wish.path, wish.size or 64
-    triples = folders.volumes(root, wish.masks)
+    root = wish.path
+    size = wish.size or 64
     images, targets, owners, values, content = [], [], [], [], []
-    for name, file, mask_file in triples:
+    for name, file, mask_file in folders.volumes(root, wish.masks):
         volume = folders.decode_volume(file)  # [Z, Y, X]
-        low, high = np.percentile(volume, (0.5, 99.5))  # so that a few hot voxels don't set the scale
-        unit = np.clip((volume - low) / max(high - low, 1e-12), 0, 1)
-        keep = (unit > 0.1).mean((1, 2)) >= 0.02
-        if not keep.any():
-            raise Refused(f"volume {file} has no slice with anything to see: remove it")
+        unit, keep = _visible(file, volume)
         images.append(square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size))
-        owners += [name] * len(images[-1])
-        content += [name, *(folders.sha256(path) for path in (file, mask_file) if path)]
+        count = len(images[-1])
+        owners += [name] * count
+        content += [name, folders.sha256(file)]
         if wish.masks:
+            content.append(folders.sha256(mask_file))
             mask = folders.decode_mask_volume(mask_file, file, volume.shape)
             targets.append(square_mask(torch.from_numpy(mask[keep]), size))
             values.append(np.unique(mask))
         else:
-            targets.append(torch.zeros(len(images[-1])))
-    images, target = torch.cat(images), torch.cat(targets).long()
-    if len(triples) > 1:
-        chosen = folders.held_out(root, sorted(set(owners)))
-        held = torch.tensor([name in chosen for name in owners])
-    else:
-        count = len(folders.held_out(root, [str(i) for i in range(len(images))]))
-        held = torch.arange(len(images)) >= len(images) - count
+            targets.append(torch.zeros(count))
+    images = torch.cat(images)
+    targets = torch.cat(targets).long()
     if wish.masks:
         values = folders.mask_values(root, values)
-        target = torch.from_numpy(np.searchsorted(values, target.numpy()).astype(np.uint8))
-    train, heldout = (Tensors(images[part], target[part], size) for part in (~held, held))
+        targets = torch.from_numpy(np.searchsorted(values, targets.numpy()).astype(np.uint8))
+    held = _held_slices(root, owners)
+    train = Tensors(images[~held], targets[~held], size)
+    heldout = Tensors(images[held], targets[held], size)
     return data_set(f"nifti-{root.resolve().name}", wish, train, heldout, 1, len(values), size, content)
 
+
+def _visible(file, volume):
+    """(a volume [Z, Y, X] scaled to [0, 1], whether there is something to see in a slice, bool [Z])."""
+    low, high = np.percentile(volume, (0.5, 99.5))  # so that a few hot voxels don't set the scale
+    unit = np.clip((volume - low) / max(high - low, 1e-12), 0, 1)
+    keep = (unit > 0.1).mean((1, 2)) >= 0.02
+    if not keep.any():
+        raise Refused(f"volume {file} has no slice with anything to see: remove it")
+    return unit, keep
+
+
+def _held_slices(root, owners):
+    """bool [N], whether a slice is held out. owners: the name of each slice's volume."""
+    names = sorted(set(owners))
+    if len(names) > 1:
+        chosen = folders.held_out(root, names)
+        return torch.tensor([name in chosen for name in owners])
+    count = len(folders.held_out(root, [str(i) for i in range(len(owners))]))
+    return torch.arange(len(owners)) >= len(owners) - count
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
 
 class _Set(NamedTuple):
     form: str

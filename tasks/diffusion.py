@@ -1,4 +1,4 @@
-"""Two ways to learn to generate images, and to draw them.
+"""The two kinds of generation, each with its loss and its sampler.
 
     rflow    rectified flow (arXiv 2209.03003) with MONAI's RFlowScheduler: x_t = (1-s) clean + s noise,
              velocity = clean - noise
@@ -23,6 +23,8 @@ SCHEDULE = 0.01
 
 
 class RFlow(Generation):
+    """Rectified flow. t in [0, TIMESTEPS]: 0 is clean, TIMESTEPS noise."""
+
     flags = (
         Flag(
             "timestep_sampling",
@@ -44,7 +46,7 @@ class RFlow(Generation):
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
         with without("transformers"):
-            from monai.networks.schedulers import RFlowScheduler
+            from monai.networks.schedulers import RFlowScheduler  # it takes seconds to import
 
         # whole steps when sampling; training draws its own
         self.scheduler = RFlowScheduler(TIMESTEPS, use_discrete_timesteps=True)
@@ -103,6 +105,8 @@ SCHEDULER = Site(
 
 
 class DDPM(Generation):
+    """Noise prediction at whole timesteps t in [0, TIMESTEPS), drawn by DDIM."""
+
     flags = (
         Flag("min_snr", 5.0, "gamma of min-SNR weighting for ddpm, 0 for none", "generation", type=amount),
     )
@@ -133,10 +137,10 @@ class DDPM(Generation):
         if TIMESTEPS % steps == 0:
             return
         divisors = [n for n in range(1, TIMESTEPS + 1) if TIMESTEPS % n == 0]
-        near = min(divisors, key=lambda n: abs(n - steps))
+        nearest = min(divisors, key=lambda n: abs(n - steps))
         raise Refused(
             f"--sample_steps {steps}: MONAI's DDIM steps are {TIMESTEPS} // steps apart, so ddpm needs a "
-            f"divisor; use {near}"
+            f"divisor; use {nearest}"
         )
 
     def draw_timesteps(self, rng, n):
@@ -175,7 +179,8 @@ class DDPM(Generation):
         if weighted and gamma:
             alpha = self.schedule.to(t.device)[t]  # [B]
             snr = alpha / (1 - alpha)
-            error = error * (snr.clamp(max=gamma) / snr).to(error.dtype)[:, None, None, None]
+            weight = snr.clamp(max=gamma) / snr
+            error = error * weight.to(error.dtype)[:, None, None, None]
         return error
 
     def clean(self, x, noise, t):
@@ -185,8 +190,9 @@ class DDPM(Generation):
         takes that division back: the term's gradient goes with sigma, as rectified flow's goes with s.
         """
         alpha = self.schedule.to(t.device)[t][:, None, None, None]  # [B, 1, 1, 1], a squared
-        clean = (x - (1 - alpha).sqrt().float() * noise) / alpha.sqrt().float()
-        return clean, alpha.sqrt().float().flatten()
+        a = alpha.sqrt().float()
+        sigma = (1 - alpha).sqrt().float()
+        return (x - sigma * noise) / a, a.flatten()
 
     def advance(self, noise, t, x, following):
         return self.scheduler.step(noise, t, x)[0].to(x.dtype)
@@ -197,13 +203,16 @@ class DDPM(Generation):
         used.loss(net, batch, exam.rng(2), 0)
         drawn = used.sample(net, *start)
         buffer = used.scheduler.alphas_cumprod
-        before, after = 1 - used.schedule, 1 - buffer.double().cpu()
-        error, zeros = float(((after - before) / before).abs().max()), int((after == 0).sum())
-        change, nan = exam.relative(drawn, reference), float((~drawn.isfinite()).float().mean())
+        before = 1 - used.schedule  # sigma squared
+        after = 1 - buffer.double().cpu()
+        error = float(((after - before) / before).abs().max())
+        zeros = int((after == 0).sum())
+        change = exam.relative(drawn, reference)
+        not_finite = float((~drawn.isfinite()).float().mean())
         dtype = next(name for name, dtype in DTYPES.items() if dtype == buffer.dtype)
         text = (
             f"after one add_noise alphas_cumprod is {dtype}: sigma^2 is up to {error:.0%} off and 0 at "
             f"{zeros} timesteps, where a sampler divides by it; images drawn in {start[-1]} steps differ by "
-            f"{change:.1%}, {nan:.0%} of their pixels are not finite"
+            f"{change:.1%}, {not_finite:.0%} of their pixels are not finite"
         )
         exam.judge("scheduler", change, text, "--set scheduler=fp32", certain=error > SCHEDULE)

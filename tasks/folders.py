@@ -75,30 +75,34 @@ def listing(folder: Path, suffixes: tuple, deep: bool = True) -> list[Path]:
 
     found = []
     with reading(folder, "a folder"):
-        for where, folders, names in os.walk(folder, onerror=fail):
-            folders[:] = [name for name in folders if deep and not name.startswith(".")]
-            found += [Path(where, name) for name in names
-                      if name.lower().endswith(suffixes) and not name.startswith(".")]
+        for where, inner, names in os.walk(folder, onerror=fail):
+            inner[:] = [name for name in inner if deep and not name.startswith(".")]  # where it walks on
+            for name in names:
+                if name.lower().endswith(suffixes) and not name.startswith("."):
+                    found.append(Path(where, name))
     return sorted(path for path in found if os.path.isfile(path))
 
 
 def labelled(root: Path) -> tuple[list, list[str]]:
     """[(name, image, label)] and the classes' names: root's folders, sorted, or none if root holds images."""
     flat = listing(root, IMAGES, deep=False)
-    folders = [p for p in sorted(root.iterdir()) if os.path.isdir(p) and not p.name.startswith(".")]
-    classes = {p.name: listing(p, IMAGES) for p in folders}
+    classes = {}
+    for path in sorted(root.iterdir()):
+        if os.path.isdir(path) and not path.name.startswith("."):
+            classes[path.name] = listing(path, IMAGES)
     if not flat and not any(classes.values()):
         forms = ", ".join(IMAGES)
         raise Refused(f"{root} holds no images ({forms}): give a folder of images or of class folders")
     if flat and any(classes.values()):
         raise Refused(f"{root} holds images beside class folders: move the images into one of them or away")
     if flat:
-        return [(p.name, p, 0) for p in flat], []
+        return [(path.name, path, 0) for path in flat], []
     for name, files in classes.items():
         if not files:
             raise Refused(f"class folder {root / name} holds no images: fill or remove it")
-    triples = [(p.relative_to(root).as_posix(), p, label)
-               for label, files in enumerate(classes.values()) for p in files]
+    triples = []
+    for label, files in enumerate(classes.values()):
+        triples += [(path.relative_to(root).as_posix(), path, label) for path in files]
     return triples, list(classes)
 
 
@@ -149,10 +153,11 @@ def held_out(root: Path, names: list[str], noun: str = "image") -> set[str]:
 
 def with_every_class(chosen: set[str], triples: list) -> set[str]:
     """`chosen`, and the name with the smallest hash of each class of two or more that has none in it."""
-    chosen, classes = set(chosen), {}
+    chosen = set(chosen)
+    by_label = {}
     for name, _, label in triples:
-        classes.setdefault(label, []).append(name)
-    for names in classes.values():
+        by_label.setdefault(label, []).append(name)
+    for names in by_label.values():
         if len(names) > 1 and not chosen.intersection(names):
             chosen.add(min(names, key=_hash))
     return chosen
@@ -163,19 +168,24 @@ def _hash(name):
 
 
 def check_extents(triples: list, images: list, masks: list):
-    """Refuses a mask of another size than its image."""
-    for (_, image, mask), one, other in zip(triples, images, masks, strict=True):
-        if (one.width, one.height) != (other.width, other.height):
-            raise Refused(f"mask {mask} is {other.width}x{other.height} but image {image} is "
-                          f"{one.width}x{one.height}: make them the same size")
+    """Refuses a mask of another size than its image. triples: (name, image, mask); images and masks: the Seen
+    of each.
+    """
+    for (_, path, mask_path), image, mask in zip(triples, images, masks, strict=True):
+        if (image.width, image.height) != (mask.width, mask.height):
+            raise Refused(
+                f"mask {mask_path} is {mask.width}x{mask.height} but image {path} is "
+                f"{image.width}x{image.height}: make them the same size"
+            )
 
 
 def mask_values(root: Path, values: list) -> np.ndarray:
     """The sorted distinct values of all masks, from those of each; a value's place is its class id."""
     values = np.unique(np.concatenate(values))
     if len(values) < 2:
-        only = f"the value {values[0]:g} alone"
-        raise Refused(f"{root / 'masks'} holds {only}: masks need background and a class")
+        raise Refused(
+            f"{root / 'masks'} holds the value {values[0]:g} alone: masks need background and a class"
+        )
     if len(values) > MAX_CLASSES:
         raise Refused(f"{root / 'masks'} holds {len(values)} values: save class ids, without antialiasing")
     return values
@@ -227,17 +237,20 @@ def _open(source, formats):
 
 def _look(path, is_mask):
     """Seen of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
+    formats = MASK_FORMATS if is_mask else IMAGE_FORMATS
+    values = None
     with reading(path, "a mask" if is_mask else "an image"):
         content = io.BytesIO(path.read_bytes())
-        with _open(content, MASK_FORMATS if is_mask else IMAGE_FORMATS) as image:
+        with _open(content, formats) as image:
             mode = image.mode
             image.verify()  # the checksums of a PNG, which decoding passes over
         if is_mask:
             ids = decode_mask(path, content)
-            (height, width), values = ids.shape, np.unique(ids).tolist()
+            height, width = ids.shape
+            values = np.unique(ids).tolist()
         else:
-            with _open(content, IMAGE_FORMATS) as image:
-                (width, height), values = ImageOps.exif_transpose(image).size, None
+            with _open(content, formats) as image:
+                width, height = ImageOps.exif_transpose(image).size
     if not is_mask and mode in ("I", "F"):
         raise Refused(f"{path} has 32-bit pixels, whose range is unknown: save it with 8 or 16 bits")
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
@@ -249,6 +262,7 @@ def _look(path, is_mask):
 def decode_volume(path: Path) -> np.ndarray:
     """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine)."""
     import nibabel
+
     # it tells of what it can't read in lines of its own, and raises an error as well
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
     with reading(path, "a NIfTI volume"):

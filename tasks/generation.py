@@ -5,6 +5,8 @@ Three sites are these tasks' own: in which dtype timesteps, sampler state and no
 flag they are fp32; bf16 is there for experiments that show what it breaks.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from harness.flags import Flag, amount, several, share, thousand
@@ -93,8 +95,11 @@ class Generation(Task):
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
-        self._yardstick = self._reference = self._perceptual = None
         self.space = latent_space.space(data, recipe, config)  # what the net sees: pixels, or latents
+        # made when they are asked for first
+        self._judge = None
+        self._reference = None
+        self._perceptual = None
 
     @classmethod
     def settle(cls, table, given):
@@ -105,17 +110,17 @@ class Generation(Task):
         perceptual.check(config)
         latent_space.check(config, cls.in_latents)
         if config.guidance != 1 and config.label_dropout == 0:
-            untrained = "reads the net without a label, which --label_dropout 0 never trains"
-            raise Refused(f"--guidance {config.guidance:g} {untrained}: train with --label_dropout 0.1")
+            raise Refused(
+                f"--guidance {config.guidance:g} reads the net without a label, which --label_dropout 0 "
+                "never trains: train with --label_dropout 0.1"
+            )
 
     @classmethod
     def load(cls, config):
         return two_of_each(super().load(config))
 
     def nets(self):
-        from models import (
-            GENERATIVE,
-        )  # MONAI takes seconds to import: --help and a mistyped flag don't wait for it
+        from models import GENERATIVE  # MONAI takes seconds to import, which --help does not wait for
 
         return self.space.nets(GENERATIVE)
 
@@ -133,17 +138,20 @@ class Generation(Task):
         are drawn from `rng`.
         """
         images, labels = batch
+        weight = self.config.perceptual
         n = len(images)
         dropped = rng.uniform(n) < self.config.label_dropout
         labels = torch.where(dropped, self.data.num_classes, labels)
-        images, noise = self.with_noise(self.space.draw(images, rng), rng)
+        values = self.space.draw(images, rng)
+        values, noise = self.with_noise(values, rng)
         t = self.draw_timesteps(rng, n)
-        if not self.config.perceptual:
-            return self.errors(model, images, labels, noise, t).mean()
-        seen = Seen(model)
-        loss = self.errors(seen, images, labels, noise, t).mean()
-        clean, weight = self.clean(seen.x.float(), seen.answer.float(), t)
-        return loss + self.config.perceptual * (weight * self.perceptual_distance(clean, images)).mean()
+        if not weight:
+            return self.errors(model, values, labels, noise, t).mean()
+        recorded = Recorded(model)
+        loss = self.errors(recorded, values, labels, noise, t).mean()
+        clean, share = self.clean(recorded.x.float(), recorded.answer.float(), t)
+        distance = self.perceptual_distance(clean, values)  # [B]
+        return loss + weight * (share * distance).mean()
 
     def with_noise(self, images, rng):
         """(images, noise) [B, C, H, W] to train on; here the two are independent."""
@@ -152,7 +160,7 @@ class Generation(Task):
     def perceptual_distance(self, a, b):
         """fp32 [B]: perceptual distance of images [B, C, H, W], in the dtype of its site."""
         if self._perceptual is None:
-            net, *_ = self._real(a.device)
+            net = self.judge(a.device).net
             self._perceptual = perceptual.Perceptual(net, self.recipe.dtype("perceptual")).to(a.device)
         return self._perceptual(a, b)
 
@@ -164,7 +172,8 @@ class Generation(Task):
         bins = []
         for k in range(BINS):
             t = self.bin_timesteps((k + rng.uniform(len(images))) / BINS)
-            errors = self.errors(model, images, labels, rng.normal(*images.shape), t, weighted=False)
+            noise = rng.normal(*images.shape)
+            errors = self.errors(model, images, labels, noise, t, weighted=False)
             bins.append(errors.float().mean().item())
         return bins
 
@@ -179,8 +188,8 @@ class Generation(Task):
             return model(x, t, labels)
         null = torch.full_like(labels, self.data.num_classes)
         both = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([labels, null]))  # [2 B, C, H, W]
-        with_label, without = both.chunk(2)
-        return without + guidance * (with_label - without)
+        with_label, without_label = both.chunk(2)
+        return without_label + guidance * (with_label - without_label)
 
     # -- generation
 
@@ -191,7 +200,7 @@ class Generation(Task):
         """
         x = noise.to(self.recipe.dtype("sampler"))
         times = self.times(steps)
-        for t, following in zip(times, times[1:] + [0], strict=True):
+        for t, following in zip(times, [*times[1:], 0], strict=True):
             at = torch.full((len(x),), float(t), device=x.device)
             prediction = self.predict(model, x.float(), at, labels, self.config.guidance).to(x.dtype)
             if trace is not None:
@@ -203,11 +212,13 @@ class Generation(Task):
 
     def preview(self, model, rng):
         """A column a label, the same noise whenever the rng is the same."""
-        d = self.data
-        columns = max(1, d.num_classes) if d.num_classes <= 20 else 10
+        classes = self.data.num_classes
+        columns = max(1, classes) if classes <= 20 else 10
         labels = torch.arange(columns).repeat(PREVIEW_ROWS).to(rng.device)
+        if not classes:
+            labels = torch.zeros_like(labels)
         noise = rng.normal(len(labels), *self.space.shape)
-        drawn = self.sample(model, labels * (d.num_classes > 0), noise, self.config.sample_steps)
+        drawn = self.sample(model, labels, noise, self.config.sample_steps)
         return {"samples": picture(self.space.decode(drawn), columns)}
 
     def evaluate(self, model, rng):
@@ -215,23 +226,29 @@ class Generation(Task):
 
         Scores also hold loss_by_timestep and the trace of ranges of the first images.
         """
-        c, d = self.config, self.data
-        labels = self._wanted(c.samples, rng.device)
-        images, trace, first = [], [], None
+        c = self.config
+        labels = self.wanted_labels(c.samples, rng.device)
         # drawn at once: torch's generator goes on elsewhere after a count that is no multiple of 16
-        noises = rng.normal(c.samples, *self.space.shape, device="cpu").split(c.sample_batch)
-        for part, noise in zip(labels.split(c.sample_batch), noises, strict=True):
-            drawn = self.sample(model, part, noise.to(rng.device), c.sample_steps, None if images else trace)
-            first = drawn if first is None else first
+        noise = rng.normal(c.samples, *self.space.shape, device="cpu")
+        images = []
+        first = None  # what the net drew in the first batch
+        trace = []
+        for batch_labels, batch_noise in zip(
+            labels.split(c.sample_batch), noise.split(c.sample_batch), strict=True
+        ):
+            traced = trace if first is None else None
+            drawn = self.sample(model, batch_labels, batch_noise.to(rng.device), c.sample_steps, traced)
+            if first is None:
+                first = drawn
             images.append(self.space.decode(drawn).cpu())
         images = torch.cat(images)  # [samples, C, H, W]
-        net, _, _, real, _ = self._real(rng.device)
-        wanted = labels.cpu() if d.num_classes else None
-        scores = metrics.generation_scores(net, images, wanted, real)
-        held_images, held_labels = self.heldout_images(rng.device)
-        scores.update(self.space.scores(first, held_images))
-        clean = self.space.mean(held_images)
-        scores["loss_by_timestep"] = self.loss_by_timestep(model, clean, held_labels, rng)
+
+        judge = self.judge(rng.device)
+        wanted = labels.cpu() if self.data.num_classes else None
+        scores = metrics.generation_scores(judge.net, images, wanted, judge.heldout_images)
+        real, real_labels = self.heldout_images(rng.device)
+        scores.update(self.space.scores(first, real))
+        scores["loss_by_timestep"] = self.loss_by_timestep(model, self.space.mean(real), real_labels, rng)
         scores["trace"] = trace
         return scores, {"samples": picture(images[: 10 * PREVIEW_ROWS], 10)}
 
@@ -240,28 +257,32 @@ class Generation(Task):
         with the labels of the samples.
         """
         if self._reference is None:
-            wanted = self._wanted(self.config.samples, "cpu")
-            self._reference = metrics.reference_scores(*self._real()[:4], wanted=wanted)
+            wanted = self.wanted_labels(self.config.samples, "cpu")
+            judge = self.judge()
+            self._reference = metrics.reference_scores(
+                judge.net, judge.train_images, judge.train_labels, judge.heldout_images, wanted=wanted
+            )
         return self._reference
 
-    def _real(self, device="cpu"):
-        """(feature net, training images, their labels or None, held-out images and labels): read once, for
-        all scores of a run.
-        """
-        if self._yardstick is None:
-            c, d = self.config, self.data
-            device = device if torch.device(device).type == "cuda" else "cpu"
-            net = metrics.yardstick(d, f"{c.runs}/feature_nets").to(device)
-            images, labels = metrics.subset(d.train, 2 * c.samples)  # enough of each class
-            self._yardstick = net, images, labels if d.num_classes else None, *metrics.subset(d.heldout)
-        return self._yardstick
+    def judge(self, device="cpu"):
+        """The Judge of this task's data: read once, for all scores of a run."""
+        if self._judge is None:
+            c = self.config
+            data = self.data
+            net = metrics.yardstick(data, f"{c.runs}/feature_nets").to(metrics.device_of_scores(device))
+            train_images, train_labels = metrics.subset(data.train, 2 * c.samples)  # enough of each class
+            if not data.num_classes:
+                train_labels = None
+            self._judge = Judge(net, train_images, train_labels, *metrics.subset(data.heldout))
+        return self._judge
 
-    def _wanted(self, count, device):
+    def wanted_labels(self, count, device):
         """int64 [count]: labels to draw, in the held-out images' proportions."""
-        *_, labels = self._real(device)
+        labels = self.judge(device).heldout_labels
         return metrics.labels_like(labels, self.data.num_classes, count).to(device)
 
     def heldout_images(self, device, count=HELDOUT):
+        """(images [count, C, H, W], their labels), the same ones each time."""
         images, labels = metrics.subset(self.data.heldout, count)
         return images.to(device), labels.to(device)
 
@@ -279,19 +300,30 @@ class Generation(Task):
         """
 
 
+class Judge(NamedTuple):
+    """What samples are scored with: a feature net, and real images [N, C, H, W] with labels int64 [N]."""
 
-class Seen:
+    net: metrics.FeatureNet
+    train_images: torch.Tensor
+    train_labels: torch.Tensor | None  # of a set without classes
+    heldout_images: torch.Tensor
+    heldout_labels: torch.Tensor
+
+
+class Recorded:
     """A net that keeps what it was called with last, x [B, C, H, W], and what it answered."""
 
     def __init__(self, model):
         self.model = model
 
     def __call__(self, x, t, labels):
-        self.x, self.answer = x, self.model(x, t, labels)
+        self.x = x
+        self.answer = self.model(x, t, labels)
         return self.answer
 
 
 
 def _range(name, x):
+    """{name_min, name_max, name_mean} of a tensor."""
     x = x.float()
     return {f"{name}_min": x.min().item(), f"{name}_max": x.max().item(), f"{name}_mean": x.mean().item()}

@@ -51,13 +51,16 @@ class Tensors(torch.utils.data.Dataset):
     """
 
     def __init__(self, images: torch.Tensor, target: torch.Tensor, size: int):
-        self.images, self.target, self.size = images, target, size
+        self.images = images
+        self.target = target
+        self.size = size
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, index: list[int]):
-        images, target = self.images[index], self.target[index]
+        images = self.images[index]
+        target = self.target[index]
         if images.dtype == torch.uint8:
             images = images.float() / 127.5 - 1
         if target.ndim > 1:
@@ -73,9 +76,15 @@ class Files(torch.utils.data.Dataset):
     """items: (image path, label), or (image path, mask path) with the mask values that become 0, 1, ..."""
 
     def __init__(self, items: list, channels: int, size: int, values: np.ndarray | None):
-        self.items, self.channels, self.size, self.values = items, channels, size, values
-        item_bytes = size * size * (4 * channels + 8 * (values is not None))
-        self.cache, self.room = {}, CACHE_BYTES // item_bytes
+        self.items = items
+        self.channels = channels
+        self.size = size
+        self.values = values
+        bytes_a_pixel = 4 * channels  # fp32
+        if values is not None:
+            bytes_a_pixel += 8  # an int64 mask
+        self.cache = {}
+        self.room = CACHE_BYTES // (size * size * bytes_a_pixel)  # of so many items
 
     def __len__(self):
         return len(self.items)
@@ -85,7 +94,8 @@ class Files(torch.utils.data.Dataset):
         return torch.tensor([label for _, label in self.items], dtype=torch.long)
 
     def __getitem__(self, index: list[int]):
-        images, targets = zip(*map(self._item, index), strict=True)
+        items = [self._item(i) for i in index]
+        images, targets = zip(*items, strict=True)
         return torch.stack(images), torch.stack(targets)
 
     def _item(self, i):
@@ -105,9 +115,11 @@ class Files(torch.utils.data.Dataset):
 
 def square(x, size, **how):
     """[B, C, H, W] -> its central square as [B, C, size, size]."""
-    side = min(x.shape[-2:])
-    top, left = ((n - side) // 2 for n in x.shape[-2:])
-    x = x[..., top:top + side, left:left + side]
+    height, width = x.shape[-2:]
+    side = min(height, width)
+    top = (height - side) // 2
+    left = (width - side) // 2
+    x = x[..., top : top + side, left : left + side]
     if side == size:
         return x.contiguous()
     if how:
@@ -117,6 +129,7 @@ def square(x, size, **how):
 
 
 def square_mask(x, size):
+    """[B, H, W] -> its central square as fp32 [B, size, size]."""
     # "nearest-exact" has its pixel centres where bilinear has them; "nearest" shifts masks against images.
     return square(x[:, None].float(), size, mode="nearest-exact")[:, 0]
 
@@ -125,14 +138,35 @@ def data_set(name, wish, train, heldout, channels, num_classes, size, content, y
     """Data with a fingerprint of content: tensors by their bytes, anything else by its repr."""
     facts = (wish.masks, channels, num_classes, size, len(train), len(heldout))
     digest = hashlib.sha256(repr(facts).encode())
-    for part in content:
-        digest.update(part.numpy() if isinstance(part, torch.Tensor) else repr(part).encode())
-    return Data(re.sub(r"[^\w.-]+", "_", name), train, heldout, channels, num_classes, size,
-                digest.hexdigest()[:16], "masks" if wish.masks else "labels", yardstick, tuple(classes))
+    for piece in content:
+        digest.update(piece.numpy() if isinstance(piece, torch.Tensor) else repr(piece).encode())
+    return Data(
+        name=re.sub(r"[^\w.-]+", "_", name),
+        train=train,
+        heldout=heldout,
+        channels=channels,
+        num_classes=num_classes,
+        image_size=size,
+        fingerprint=digest.hexdigest()[:16],
+        targets="masks" if wish.masks else "labels",
+        yardstick=yardstick,
+        classes=tuple(classes),
+    )
 
 
 def in_memory(name, wish, train, heldout, num_classes, yardstick=None, classes=()):
-    size = wish.size or min(train[0].shape[-2:])
-    parts = Tensors(*train, size), Tensors(*heldout, size)
-    return data_set(name, wish, *parts, train[0].shape[1], num_classes, size, [*train, *heldout], yardstick,
-                 classes)
+    """Data of two pairs (images [N, C, H, W], labels [N] or masks [N, H, W]), see Tensors."""
+    images, _ = train
+    size = wish.size or min(images.shape[-2:])
+    return data_set(
+        name,
+        wish,
+        Tensors(*train, size),
+        Tensors(*heldout, size),
+        channels=images.shape[1],
+        num_classes=num_classes,
+        size=size,
+        content=[*train, *heldout],
+        yardstick=yardstick,
+        classes=classes,
+    )

@@ -1,5 +1,9 @@
-"""Published image sets, read from files that somebody has downloaded: CIFAR-10, MNIST, Fashion-MNIST and
-MedMNIST.
+"""Published image sets, read from files that somebody has downloaded. Their test images are held out.
+
+    cifar10:PATH        torchvision's download (cifar-10-batches-py), 10,000 test images
+    mnist:PATH          torchvision's download (MNIST/raw), 10,000 test images
+    fashion_mnist       Debian's package dataset-fashion-mnist, or fashion_mnist:PATH, 10,000 test images
+    medmnist:FILE.npz   a 2-D MedMNIST file; no labels if an image has several; its part val is not used
 
 No loader runs code that a file brings along.
 """
@@ -49,48 +53,65 @@ def _absent(root, name):
 
 def cifar10(wish):
     root = wish.path.parent if wish.path.name == "cifar-10-batches-py" else wish.path
-
-    def batch(name):
-        path = root / "cifar-10-batches-py" / name
-        if not os.path.isfile(path):
-            raise _absent(root, "CIFAR10")
-        with reading(path, "a batch of CIFAR-10"), open(path, "rb") as file:
-            content = _CifarUnpickler(file, encoding="bytes").load()
-            images = np.frombuffer(content[b"data"].state[-1], np.uint8).reshape(-1, 3, 32, 32)
-            labels = np.array(content[b"labels"], np.int64)
-            if len(images) != len(labels) or not set(labels.tolist()) <= set(range(10)):
-                raise ValueError("images and labels don't match")
-            return images, labels
-
-    def part(names):
-        return [torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*map(batch, names), strict=True)]
-
-    train, heldout = part([f"data_batch_{i}" for i in range(1, 6)]), part(["test_batch"])
+    train = _cifar_part(root, [f"data_batch_{i}" for i in range(1, 6)])
+    heldout = _cifar_part(root, ["test_batch"])
     return in_memory("cifar10", wish, train, heldout, 10)
+
+
+def _cifar_part(root, names):
+    """(images uint8 [N, 3, 32, 32], labels int64 [N]) of some batches."""
+    batches = [_cifar_batch(root, name) for name in names]
+    images = np.concatenate([images for images, _ in batches])
+    labels = np.concatenate([labels for _, labels in batches])
+    return torch.from_numpy(images), torch.from_numpy(labels)
+
+
+def _cifar_batch(root, name):
+    path = root / "cifar-10-batches-py" / name
+    if not os.path.isfile(path):
+        raise _absent(root, "CIFAR10")
+    with reading(path, "a batch of CIFAR-10"), open(path, "rb") as file:
+        content = _CifarUnpickler(file, encoding="bytes").load()
+        images = np.frombuffer(content[b"data"].state[-1], np.uint8).reshape(-1, 3, 32, 32)
+        labels = np.array(content[b"labels"], np.int64)
+        if len(images) != len(labels) or not set(labels.tolist()) <= set(range(10)):
+            raise ValueError("images and labels don't match")
+        return images, labels
 
 
 def mnist(wish):
     from torchvision.datasets import MNIST
+
     raw = wish.path / "MNIST" / "raw"
-    if not all(os.path.isfile(raw / url.removesuffix(".gz")) for url, _ in MNIST.resources):
-        raise _absent(wish.path, "MNIST")
+    for url, _ in MNIST.resources:
+        if not os.path.isfile(raw / url.removesuffix(".gz")):
+            raise _absent(wish.path, "MNIST")
     with reading(raw.parent, "MNIST"):
-        parts = [MNIST(wish.path, train=True), MNIST(wish.path, train=False)]
-        if any(len(part.data) != len(part.targets) or part.targets.max() > 9 for part in parts):
-            raise ValueError("images and labels don't match")
-    return in_memory("mnist", wish, *[(part.data[:, None], part.targets) for part in parts], 10)
+        train = MNIST(wish.path, train=True)
+        heldout = MNIST(wish.path, train=False)
+        for part in (train, heldout):
+            if len(part.data) != len(part.targets) or part.targets.max() > 9:
+                raise ValueError("images and labels don't match")
+    return in_memory(
+        "mnist",
+        wish,
+        (train.data[:, None], train.targets),
+        (heldout.data[:, None], heldout.targets),
+        num_classes=10,
+    )
 
 
 PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist lies
 CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
-MOST = 60_000  # images that a file of Fashion-MNIST holds at most
+MOST_IMAGES = 60_000  # images that a file of Fashion-MNIST holds at most
 
 
 def fashion_mnist(wish):
     own = wish.path is not None
-    root = wish.path if own else PACKAGED
-    inner = root / "FashionMNIST" / "raw"  # as torchvision downloads it
-    root = inner if own and os.path.isdir(inner) else root
+    root = PACKAGED
+    if own:
+        downloaded = wish.path / "FashionMNIST" / "raw"  # as torchvision downloads it
+        root = downloaded if os.path.isdir(downloaded) else wish.path
     parts = []
     for name in ("train", "t10k"):
         images = _idx(root / f"{name}-images-idx3-ubyte.gz", own, 28, 28)  # uint8 [N, 28, 28]
@@ -107,25 +128,28 @@ def fashion_mnist(wish):
 
 def _idx(path, own, *item):
     """uint8 [N, *item] of a gzipped idx file: two zero bytes, the type (8 is uint8), the number of
-    dimensions, each as a big-endian int32, then the values and nothing else.
+    dimensions, each as a big-endian int32, then the values and nothing else. own: whether the user named
+    the folder.
     """
     if not os.path.isfile(path):
-        owner = ", or --data fashion_mnist:PATH for a folder of your own" if not own else ""
-        raise Refused(f"{path.parent} holds no {path.name}: apt-get install dataset-fashion-mnist brings it "
-                      f"(to {PACKAGED}){owner}")
+        remedy = f"apt-get install dataset-fashion-mnist brings it (to {PACKAGED})"
+        if not own:
+            remedy += ", or --data fashion_mnist:PATH for a folder of your own"
+        raise Refused(f"{path.parent} holds no {path.name}: {remedy}")
     with reading(path, "a file of Fashion-MNIST"), gzip.open(path) as file:
         dims = 1 + len(item)
         header = np.frombuffer(file.read(4 + 4 * dims), ">i4")
         if len(header) != 1 + dims or header[0] != 0x0800 + dims:
             raise ValueError(f"it does not begin as an idx file of uint8 with {dims} dimensions")
         count, *rest = header[1:].tolist()
-        if rest != list(item) or not 0 < count <= MOST:
-            raise ValueError(f"it holds {header[1:].tolist()} values, not up to {MOST:,} x {list(item)}")
+        if rest != list(item) or not 0 < count <= MOST_IMAGES:
+            wanted = f"up to {MOST_IMAGES:,} x {list(item)}"
+            raise ValueError(f"it holds {header[1:].tolist()} values, not {wanted}")
         size = count * int(np.prod(item, dtype=int))
         content = file.read(size + 1)  # one byte more: so that a longer file is seen, and its checksum read
         if len(content) != size:
-            what = "more" if len(content) > size else "fewer"
-            raise ValueError(f"it holds {what} than the {size:,} bytes that its header says")
+            found = "more" if len(content) > size else "fewer"
+            raise ValueError(f"it holds {found} than the {size:,} bytes that its header says")
         return np.frombuffer(bytearray(content), np.uint8).reshape(count, *item)
 
 
@@ -134,20 +158,24 @@ def medmnist(wish):
     if not os.path.isfile(file):
         raise Refused(f"{file} does not exist: give the path of a 2-D .npz file from medmnist.com")
     with reading(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
-        raw = {name: (arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")}
-        parts = [(_npz_images(name, images), labels) for name, (images, labels) in raw.items()]
-        if any(len(images) != len(labels) for images, labels in parts):
+        train_labels = arrays["train_labels"]
+        test_labels = arrays["test_labels"]
+        train = _npz_images("train", arrays["train_images"])
+        test = _npz_images("test", arrays["test_images"])
+        if len(train) != len(train_labels) or len(test) != len(test_labels):
             raise ValueError("images and labels don't match")
-        grey, other = (images.shape[1] for images, _ in parts)
-        if grey != other:
-            raise ValueError(f"train_images have {grey} channels and test_images {other}")
-        if all(labels.size == len(labels) for _, labels in parts):
-            parts = [(images, _npz_labels(labels)) for images, labels in parts]
-            num_classes = 1 + max(int(labels.max()) for _, labels in parts)
-        else:
-            parts = [(images, torch.zeros(len(labels), dtype=torch.long)) for images, labels in parts]
+        if train.shape[1] != test.shape[1]:
+            channels = f"{train.shape[1]} channels and test_images {test.shape[1]}"
+            raise ValueError(f"train_images have {channels}")
+        if train_labels.size == len(train) and test_labels.size == len(test):
+            train_labels = _npz_labels(train_labels)
+            test_labels = _npz_labels(test_labels)
+            num_classes = 1 + max(int(train_labels.max()), int(test_labels.max()))
+        else:  # several labels an image
+            train_labels = torch.zeros(len(train), dtype=torch.long)
+            test_labels = torch.zeros(len(test), dtype=torch.long)
             num_classes = 0
-    return in_memory(file.stem, wish, *parts, num_classes)
+    return in_memory(file.stem, wish, (train, train_labels), (test, test_labels), num_classes)
 
 
 def _npz_images(name, images):

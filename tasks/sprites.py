@@ -34,22 +34,22 @@ class Scene:
     @classmethod
     def drawn(cls, clips, side, generator):
         """A Scene of `clips` clips of side x side pixels, a function of the generator's state."""
-        n, s = clips, SPRITES[1]
+        fewest, most = SPRITES
 
         def uniform(*shape, low=0.0, high=1.0):
-            return low + (high - low) * torch.rand(n, *shape, generator=generator)
+            return low + (high - low) * torch.rand(clips, *shape, generator=generator)
 
-        half = uniform(s, low=side * HALF_SIDE[0], high=side * HALF_SIDE[1])
+        half = uniform(most, low=side * HALF_SIDE[0], high=side * HALF_SIDE[1])
         room = side - 2 * half  # what the centre may move in
-        place = half[..., None] + uniform(s, 2) * room[..., None]
-        speed = uniform(s, 2, low=-side * SPEED, high=side * SPEED)
-        shape = (uniform(s) * len(SHAPES)).long()
+        place = half[..., None] + uniform(most, 2) * room[..., None]
+        speed = uniform(most, 2, low=-side * SPEED, high=side * SPEED)
+        shape = (uniform(most) * len(SHAPES)).long()
         # Hues of one clip lie evenly around the circle, so that its sprites differ.
-        hue = (uniform(1) + (torch.arange(s) + uniform(s, low=-0.25, high=0.25)) / s) % 1
-        colour = _colour(hue, uniform(s, low=0.7, high=1.0)) * 2 - 1
-        count = SPRITES[0] + (uniform() * (SPRITES[1] - SPRITES[0] + 1)).long()
-        there = torch.arange(s) < count[:, None]
-        return cls(place, speed, half, shape, colour, there, _texture(n, side, generator))
+        hue = (uniform(1) + (torch.arange(most) + uniform(most, low=-0.25, high=0.25)) / most) % 1
+        colour = _colour(hue, uniform(most, low=0.7, high=1.0)) * 2 - 1
+        count = fewest + (uniform() * (most - fewest + 1)).long()
+        there = torch.arange(most) < count[:, None]
+        return cls(place, speed, half, shape, colour, there, _texture(clips, side, generator))
 
     def at(self, t):
         """Centres [N, S, 2] in frame t. A sprite turns round where it touches a border."""
@@ -60,24 +60,31 @@ class Scene:
 
     def frames(self, count):
         """(clips fp32 [N, count, 3, H, W], masks int64 [N, count, H, W])."""
-        pairs = [self._frame(t) for t in range(count)]
-        return tuple(torch.stack(parts, 1) for parts in zip(*pairs, strict=True))
+        images, masks = [], []
+        for t in range(count):
+            image, mask = self._frame(t)
+            images.append(image)
+            masks.append(mask)
+        return torch.stack(images, 1), torch.stack(masks, 1)
 
     def _frame(self, t):
-        image, side = self.ground.clone(), self.ground.shape[-1]
+        """(images [N, 3, H, W], masks [N, H, W]) of frame t."""
+        image = self.ground.clone()
+        side = image.shape[-1]
         mask = torch.zeros(len(image), side, side, dtype=torch.int64)
-        centres, pixel = torch.arange(side) + 0.5, self.at(t)
+        pixels = torch.arange(side) + 0.5  # their centres, along either axis
+        centres = self.at(t)
         for s in range(self.half.shape[1]):  # from the back to the front
-            dx = centres[None, None, :] - pixel[:, s, 0, None, None]  # [N, 1, W]
-            dy = centres[None, :, None] - pixel[:, s, 1, None, None]  # [N, H, 1]
-            inside = _inside(dx, dy, self.half[:, s, None, None], self.shape[:, s, None, None])
+            dx = pixels[None, None, :] - centres[:, s, 0, None, None]  # [N, 1, W]
+            dy = pixels[None, :, None] - centres[:, s, 1, None, None]  # [N, H, 1]
+            inside = _covers(dx, dy, self.half[:, s, None, None], self.shape[:, s, None, None])
             inside = inside & self.there[:, s, None, None]
             mask = torch.where(inside, s + 1, mask)
             image = torch.where(inside[:, None], self.colour[:, s, :, None, None], image)
         return image, mask
 
 
-def _inside(dx, dy, half, shape):
+def _covers(dx, dy, half, shape):
     """Whether a pixel's centre, dx to the right of and dy below a sprite's, lies in it. A triangle stands on
     its base and is as high as wide.
     """

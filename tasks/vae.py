@@ -1,29 +1,14 @@
-"""Latent spaces: `--task vae` trains MONAI's AutoencoderKL; latent_space.py trains flows in what it
-learnt.
+"""`--task vae` trains MONAI's AutoencoderKL; latent_space.py trains flows in what it learnt.
 
-    python train.py --task vae --name vae                 two minutes: reconstructions below their images
-    python train.py --vae runs/vae --name latent          a rectified flow in its latents
+    python train.py --task vae --name vae                     two minutes: reconstructions below their images
+    python train.py --vae runs/vae --name latent              a rectified flow in its latents
+    python train.py --sample runs/vae --set vae_decode=fp16   each half in a precision of its own
 
 An encoder gives a mean and a standard deviation for each latent value, the decoder an image of a draw from
-them (arXiv 1312.6114; as a first stage of diffusion arXiv 2112.10752). The loss is
-
-    L1 + kl_weight * KL + perceptual * distance in a frozen net + adversarial * (generator's + critic's)
-
-with the mean L1 of a pixel and the KL in nats an image, from the encoder's Gaussian to N(0, 1).
-
-**One optimiser, two opponents.** With --adversarial the net holds MONAI's PatchDiscriminator beside the
-autoencoder, and a step is one backward pass of one sum. The critic's loss reads detached reconstructions: it
-moves the critic alone. The generator's loss reads the critic through a functional call with detached
-weights: its gradient reaches the reconstruction and no weight of the critic. So each part follows its own
-loss, at the cost of a third forward pass of a small net. Both are least squares (arXiv 1611.04076), and have
-one weight: what is left to Adam is each part's direction.
-
-**Precision.** Training follows the recipe like any task. `vae_encode` and `vae_decode` say in what a trained
-autoencoder is evaluated, each half for itself: `python train.py --sample runs/vae --set vae_decode=fp16`.
+them (arXiv 1312.6114; as a first stage of diffusion arXiv 2112.10752).
 """
 
 import math
-from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -34,9 +19,19 @@ from lowprec.errors import Refused
 from tasks import metrics, perceptual
 from tasks.autoencoder import SIZES, Autoencoder, autoencoder_kl, factor_of
 from tasks.task import VALIDATED, Task, picture, two_of_each
-from tasks.vae_halves import ENCODED, LIMITS, Frozen, Ranges, decibels, half_site, judge_halves, snr, spread
+from tasks.vae_halves import (
+    ENCODED,
+    LIMITS,
+    Frozen,
+    Ranges,
+    decibels,
+    half_site,
+    judge_halves,
+    latent_std,
+    snr,
+)
 
-SMALLEST = math.exp(-15)  # of a standard deviation, as MONAI clamps it
+LEAST_STD = math.exp(-15)  # as MONAI clamps it
 PICTURED = 16
 
 
@@ -71,7 +66,9 @@ class VAE(Task):
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
-        self._scorer = self._distance = None
+        # made when they are asked for first
+        self._scorer = None
+        self._distance = None
 
     @classmethod
     def check(cls, config):
@@ -108,11 +105,14 @@ class VAE(Task):
     # -- training
 
     def loss(self, model, batch, rng, step):
-        """The loss of images [B, C, H, W] in [-1, 1], see the head of this file. The noise of the latents is
-        drawn from `rng`.
+        """L1 + kl_weight * KL + perceptual * distance + adversarial * (critic's loss + generator's) of images
+        [B, C, H, W] in [-1, 1]: the mean L1 of a pixel, the KL in nats an image, the distance in a frozen
+        net. The noise of the latents is drawn from `rng`.
         """
-        c, images = self.config, batch[0]
-        found = model(images, rng.normal(len(images), *self.latent_shape()))
+        c = self.config
+        images = batch[0]
+        noise = rng.normal(len(images), *self.latent_shape())
+        found = model(images, noise)
         made = found["images"]
         loss = F.l1_loss(made, images.to(made.dtype))
         loss = loss + c.kl_weight * kl(found["mean"], found["std"]).mean()
@@ -139,22 +139,24 @@ class VAE(Task):
 
     def halves(self, model):
         """(encode, decode, nets that they run) in the precisions of the sites. model: a precision.View."""
-        half, nets = {}, []
-        for part in ("encode", "decode"):
-            value = self.recipe[f"vae_{part}"]
-            if value == "compute":
-                half[part] = partial(model, part=part)
-                nets.append(model.net.vae)
-            else:
-                frozen = self.frozen(model, value)
-                half[part] = getattr(frozen, part)
-                nets.append(frozen.vae)
-        return half["encode"], half["decode"], nets
+        encode, encoder = self._half(model, "encode")
+        decode, decoder = self._half(model, "decode")
+        return encode, decode, [encoder] if encoder is decoder else [encoder, decoder]
+
+    def _half(self, model, part):
+        """(what is called, the net that it runs) of "encode" or "decode"."""
+        precision = self.recipe[f"vae_{part}"]
+        if precision == "compute":
+            return partial(model, part=part), model.net.vae
+        frozen = self.frozen(model, precision)
+        return getattr(frozen, part), frozen.vae
 
     def frozen(self, model, precision):
         """The autoencoder of a View in another precision, on the CPU until it is called."""
-        own = model.net.state_dict()
-        weights = {name.removeprefix("vae."): w for name, w in own.items() if name.startswith("vae.")}
+        weights = {}
+        for name, weight in model.net.state_dict().items():
+            if name.startswith("vae."):
+                weights[name.removeprefix("vae.")] = weight
 
         def build():
             return autoencoder_kl(self.data.channels, self.config.size, self.config.latent_channels)
@@ -171,13 +173,12 @@ class VAE(Task):
     def validate(self, model, rng):
         """l1 and psnr of the means of up to VALIDATED held-out images."""
         images, _ = metrics.subset(self.data.heldout, VALIDATED)
-        made = torch.cat([self._made(model, part.to(rng.device)) for part in images.split(ENCODED)])
+        made = []
+        for part in images.split(ENCODED):
+            mean, _ = model(part.to(rng.device), part="encode")
+            made.append(model(mean.float(), part="decode").float().cpu())
+        made = torch.cat(made)
         return {"l1": float((made - images).abs().mean()), "psnr": psnr(made, images)}
-
-    @staticmethod
-    def _made(model, images):
-        mean, _ = model(images, part="encode")
-        return model(mean.float(), part="decode").float().cpu()
 
     def preview(self, model, rng):
         """Held-out images, each row of them above its reconstructions."""
@@ -198,47 +199,62 @@ class VAE(Task):
         images, labels = metrics.subset(self.data.heldout)
         encode, decode, nets = self.halves(model)
         means, stds, made = [], [], []
-        with ExitStack() as stack:
-            ranges = [stack.enter_context(Ranges(net)) for net in {id(net): net for net in nets}.values()]
+        with Ranges(*nets) as ranges:
             for part in images.split(ENCODED):
-                mean, std = (x.float() for x in encode(part.to(rng.device)))
-                means.append(mean.cpu())
-                stds.append(std.cpu())
-                made.append(decode(mean).float().cpu())
-        mean, std, made = torch.cat(means), torch.cat(stds), torch.cat(made)
+                mean, std = encode(part.to(rng.device))
+                means.append(mean.float().cpu())
+                stds.append(std.float().cpu())
+                made.append(decode(mean.float()).float().cpu())
+        mean = torch.cat(means)
+        std = torch.cat(stds)
+        made = torch.cat(made)
         scores = self._compare(made, images, labels, rng.device)
-        scores["kl"], scores["latent_std"] = float(kl(mean, std).mean()), spread(mean, std)
-        scores["overflow"] = sum(r.over for r in ranges) / max(1, sum(r.count for r in ranges))
-        scores["largest"] = max(r.largest for r in ranges)
+        scores["kl"] = float(kl(mean, std).mean())
+        scores["latent_std"] = latent_std(mean, std)
+        scores["overflow"] = ranges.overflow
+        scores["largest"] = ranges.largest
         scores["fp32_snr"] = self._against_fp32(model, images, made, rng.device)
         return scores, {"reconstructions": _rows(images[:PICTURED], made[:PICTURED])}
 
     def _against_fp32(self, model, images, made, device):
+        """SNR in dB of reconstructions against those of the same weights in fp32; None of weights in codes.
+        """
         try:
             exact = self.frozen(model, "fp32")
         except Refused:
             return None
-        parts = images.split(ENCODED)
-        return snr(made, torch.cat([exact.decode(exact.encode(x.to(device))[0]).cpu() for x in parts]))
+        wanted = []
+        for part in images.split(ENCODED):
+            mean, _ = exact.encode(part.to(device))
+            wanted.append(exact.decode(mean).cpu())
+        return snr(made, torch.cat(wanted))
 
     def _compare(self, made, images, labels, device="cpu"):
-        device = device if torch.device(device).type == "cuda" else "cpu"
-        found = metrics.generation_scores(
-            self.scorer(device), made, labels if self.data.num_classes else None, images
-        )
-        found = {name: value for name, value in found.items() if not name.startswith("pixel_")}
-        l1 = float((made - images).abs().mean())
-        return {"l1": l1, "psnr": psnr(made, images), "snr": snr(made, images), **found}
+        """Scores of reconstructions [N, C, H, W] against their images."""
+        scorer = self.scorer(metrics.device_of_scores(device))
+        wanted = labels if self.data.num_classes else None
+        scores = {
+            "l1": float((made - images).abs().mean()),
+            "psnr": psnr(made, images),
+            "snr": snr(made, images),
+        }
+        for name, value in metrics.generation_scores(scorer, made, wanted, images).items():
+            if not name.startswith("pixel_"):
+                scores[name] = value
+        return scores
 
     def reference(self):
         """{"floor": the held-out images themselves, "ceiling": noise N(0, 1) in their place}."""
         images, labels = metrics.subset(self.data.heldout)
         noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
-        made = {"floor": images, "ceiling": noise}
-        return {name: self._compare(x, images, labels) for name, x in made.items()}
+        return {
+            "floor": self._compare(images, images, labels),
+            "ceiling": self._compare(noise, images, labels),
+        }
 
     def probes(self, exam):
-        net, images = exam.net(generation="fp32"), exam.some(exam.images)[0]
+        net = exam.net(generation="fp32")
+        images = exam.some(exam.images)[0]
         judge_halves(exam, self.recipe, lambda precision: self.frozen(net, precision), images)
 
 
@@ -247,7 +263,7 @@ class VAE(Task):
 
 def kl(mean, std):
     """[B] KL of N(mean, std^2) from N(0, 1), each [B, c, h, w], in nats an image (arXiv 1312.6114, B)."""
-    variance = std.float().clamp(min=SMALLEST).square()
+    variance = std.float().clamp(min=LEAST_STD).square()
     return 0.5 * (mean.float().square() + variance - 1 - variance.log()).flatten(1).sum(1)
 
 
@@ -257,6 +273,7 @@ def critics_loss(found):
 
 
 def generators_loss(found):
+    """Least squares: 1 for reconstructions."""
     return 0.5 * (found["fooled"] - 1).square().mean()
 
 
@@ -267,5 +284,7 @@ def psnr(made, images):
 
 def _rows(images, made):
     """A picture [C, H, W]: rows of eight images, below each their reconstructions."""
-    pairs = zip(images.split(8), made.split(8), strict=True)
-    return picture(torch.cat([torch.cat(pair) for pair in pairs]), 8)
+    rows = []
+    for row, its_reconstructions in zip(images.split(8), made.split(8), strict=True):
+        rows += [row, its_reconstructions]
+    return picture(torch.cat(rows), 8)

@@ -52,7 +52,8 @@ class Frozen:
     """
 
     def __init__(self, build, weights, precision="fp32"):
-        self.dtype, self.low = WEIGHTS.get(precision, torch.float32), AUTOCAST.get(precision)
+        self.dtype = WEIGHTS.get(precision, torch.float32)
+        self.autocast = AUTOCAST.get(precision)  # None: without
         self.vae = build()
         self.vae.load_state_dict({name: value.float() for name, value in weights.items()})
         self.vae = self.vae.to(self.dtype).eval().requires_grad_(False)
@@ -60,8 +61,8 @@ class Frozen:
     @contextmanager
     def _at(self, device):
         self.vae.to(device)
-        low = torch.autocast(device.type, dtype=self.low) if self.low else nullcontext()
-        with torch.no_grad(), exact_math(), low:
+        autocast = torch.autocast(device.type, dtype=self.autocast) if self.autocast else nullcontext()
+        with torch.no_grad(), exact_math(), autocast:
             yield
 
     def encode(self, images):
@@ -77,17 +78,22 @@ class Frozen:
 
 
 class Ranges:
-    """What the layers of a net give while the context is open: `overflow`, the share of their values that
-    fp16 can't hold (above 65504, infinite or NaN), and `largest`, the greatest finite magnitude.
+    """What the layers of nets give while the context is open: `overflow`, the share of their values that fp16
+    can't hold (above 65504, infinite or NaN), and `largest`, the greatest finite magnitude.
     """
 
-    def __init__(self, net):
-        self.net, self.over, self.count, self.largest, self.hooks = net, 0, 0, 0.0, []
+    def __init__(self, *nets):
+        self.nets = nets
+        self.hooks = []
+        self.over = 0  # values that fp16 can't hold
+        self.count = 0  # all values
+        self.largest = 0.0
 
     def __enter__(self):
-        for module in self.net.modules():
-            if not isinstance(module, (nn.Sequential, nn.Identity)):  # they pass on what others gave
-                self.hooks.append(module.register_forward_hook(self._see))
+        for net in self.nets:
+            for module in net.modules():
+                if not isinstance(module, (nn.Sequential, nn.Identity)):  # they pass on what others gave
+                    self.hooks.append(module.register_forward_hook(self._see))
         return self
 
     def __exit__(self, *error):
@@ -101,7 +107,8 @@ class Ranges:
         fits = size <= FP16_MAX  # False for NaN
         self.over += int((~fits).sum())
         self.count += size.numel()
-        self.largest = max(self.largest, float(torch.where(size.isfinite(), size, 0.0).max()))
+        finite = torch.where(size.isfinite(), size, 0.0)
+        self.largest = max(self.largest, float(finite.max()))
 
     @property
     def overflow(self):
@@ -110,22 +117,26 @@ class Ranges:
 
 def decibels(signal, error):
     """10 log10 of the ratio of two mean squares, 150 at most; -inf where the error is not finite."""
-    signal, error = float(signal), float(error)
+    signal = float(signal)
+    error = float(error)
     if not math.isfinite(error):
         return -math.inf
-    return min(NO_DIFFERENCE, 10 * math.log10(max(signal, 1e-300) / max(error, 1e-300)))
+    ratio = max(signal, 1e-300) / max(error, 1e-300)
+    return min(NO_DIFFERENCE, 10 * math.log10(ratio))
 
 
-def snr(of, against):
+def snr(given, wanted):
     """Signal-to-noise ratio in dB of a tensor against the one that it should be."""
-    of, against = of.double(), against.double()
-    return decibels(against.square().mean(), (of - against).square().mean())
+    given = given.double()
+    wanted = wanted.double()
+    return decibels(wanted.square().mean(), (given - wanted).square().mean())
 
 
-def spread(mean, std):
+def latent_std(mean, std):
     """Standard deviation of draws from Gaussians of these means and standard deviations, over all values."""
-    mean, std = mean.double(), std.double()
-    return float((mean.var(correction=0) + std.square().mean()).sqrt())
+    between = mean.double().var(correction=0)
+    within = std.double().square().mean()
+    return float((between + within).sqrt())
 
 
 def judge_halves(exam, recipe, frozen, images):
@@ -135,12 +146,17 @@ def judge_halves(exam, recipe, frozen, images):
     """
     exact = frozen("fp32")
     latents = exact.encode(images)[0]
-    for site, wanted in (("vae_encode", latents), ("vae_decode", exact.decode(latents))):
+    for site in ("vae_encode", "vae_decode"):
         if recipe[site] in ("compute", "fp32"):
             continue
         low = frozen(recipe[site])
         with Ranges(low.vae) as ranges:
-            given = low.encode(images)[0] if site == "vae_encode" else low.decode(latents)
+            if site == "vae_encode":
+                given = low.encode(images)[0]
+                wanted = latents
+            else:
+                given = low.decode(latents)
+                wanted = exact.decode(latents)
         change = exam.relative(given, wanted)
         text = f"what this half of the vae gives differs by {change:.2%} from fp32's"
         if ranges.overflow:

@@ -16,9 +16,21 @@ from tasks.task import Task, picture
 # one colour a slot, the same in all frames
 COLOURS = torch.tensor(
     [
-        *([60, 60, 70], [230, 80, 60], [60, 160, 230], [240, 200, 60], [90, 200, 120], [180, 100, 220]),
-        *([250, 150, 200], [130, 90, 50], [120, 220, 220], [170, 170, 170], [20, 90, 160], [190, 230, 90]),
-        *([120, 20, 60], [250, 250, 250], [10, 120, 90]),
+        [60, 60, 70],
+        [230, 80, 60],
+        [60, 160, 230],
+        [240, 200, 60],
+        [90, 200, 120],
+        [180, 100, 220],
+        [250, 150, 200],
+        [130, 90, 50],
+        [120, 220, 220],
+        [170, 170, 170],
+        [20, 90, 160],
+        [190, 230, 90],
+        [120, 20, 60],
+        [250, 250, 250],
+        [10, 120, 90],
     ]
 )
 ROWS = 6  # clips in a picture
@@ -98,7 +110,8 @@ class Video(Task):
     @torch.no_grad()
     def preview(self, model, rng):
         """A row a held-out clip: its frames, their reconstruction, and the slot that takes each pixel."""
-        clips = self.data.heldout[list(range(min(ROWS, len(self.data.heldout))))][0]
+        count = min(ROWS, len(self.data.heldout))
+        clips = self.data.heldout[list(range(count))][0]
         seen = self.see(model, clips.to(rng.device), rng)
         drawn = self.shown(clips, {name: value.float().cpu() for name, value in seen.items()})
         slots = segmented(seen["masks"], clips.shape[-1]).cpu()  # [B, T, H, W]
@@ -116,18 +129,20 @@ class Video(Task):
         """{name: score} of the held-out clips: `loss` and the errors, and where there are masks those of
         video_metrics.py.
         """
-        sums, count, truth, found = {}, 0, [], []
-        for start in range(0, len(self.data.heldout), SCORED):
-            batch = self.data.heldout[list(range(start, min(start + SCORED, len(self.data.heldout))))]
+        heldout = self.data.heldout
+        everything = list(range(len(heldout)))
+        sums = {}
+        truth, found = [], []
+        for start in range(0, len(heldout), SCORED):
+            batch = heldout[everything[start : start + SCORED]]
             clips = batch[0].to(rng.device)
             seen = self.see(model, clips, rng)
             for name, value in self.errors(clips, seen).items():
                 sums[name] = sums.get(name, 0.0) + float(value) * len(clips)
-            count += len(clips)
             if self.data.masks:
                 truth.append(batch[1])
                 found.append(segmented(seen["masks"], clips.shape[-1]).cpu())
-        result = {name: value / count for name, value in sums.items()}
+        result = {name: total / len(heldout) for name, total in sums.items()}
         if truth:
             result.update(video_metrics.scores(torch.cat(truth), torch.cat(found)))
         return result

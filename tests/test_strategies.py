@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 
 import common
+import generating
 import pytest
 import torch
+from generating import FLAGS, Recorder, batch, make, noise_from, rmse, velocity_to
 
 import models
 import strategies
@@ -21,63 +23,13 @@ from tasks.generation import BINS, TIMESTEPS
 from tasks.segment import Segment
 from tasks.task import Rng, Task, picture, to_device
 
-FLAGS = strategies.table()
-
-
 eager = common.eager
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return data.load("digits")
+digits = generating.digits
 
 
 @pytest.fixture(scope="module")
 def discs():
     return data.load("synthetic", "masks", image_size=16)
-
-
-def make(kind, digits, sites=(), **flags):
-    config = FLAGS.typed({"samples": 20, "sample_steps": 5, **flags})
-    return kind(digits, recipe(sites=sites, more=kind.sites), config)
-
-
-def batch(digits, n=16):
-    return digits.train[list(range(n))]
-
-
-class Recorder:
-    """A net that predicts `value` and keeps what it was asked."""
-
-    def __init__(self, value=0.0):
-        self.value, self.t, self.labels, self.x = value, [], [], []
-
-    def __call__(self, x, t, labels):
-        self.x.append(x)
-        self.t.append(t)
-        self.labels.append(labels)
-        return torch.zeros_like(x) + self.value
-
-
-def velocity_to(point, sign=1.0):
-    """The exact velocity field of a data set that holds one image: x_t = (1-s) point + s noise, so clean -
-    noise = (point - x_t) / s.
-    """
-    return lambda x, t, labels: sign * (point - x) / (t.float() / TIMESTEPS)[:, None, None, None]
-
-
-def noise_from(point, task):
-    """The exact noise of a data set that holds one image, from the float64 schedule."""
-
-    def predict(x, t, labels):
-        alpha = task.schedule[t.long()][:, None, None, None]
-        return ((x.double() - alpha.sqrt() * point) / (1 - alpha).sqrt()).float()
-
-    return predict
-
-
-def rmse(a, b):
-    return float((a - b).double().square().mean().sqrt())
 
 
 # ---- Randomness --------------------------------------------------------------------------------------------

@@ -175,6 +175,33 @@ def test_finetuning_from_a_run_older_than_a_flag():
     assert command("--sample", "runs/old") == 0
 
 
+# ---- What a run prints first -------------------------------------------------------------------------------
+
+
+def head_of(capsys, *flags):
+    assert quick(*flags, steps=1) == 0
+    return capsys.readouterr().out.partition("\nscore")[0]
+
+
+def test_an_fp32_run_prints_what_it_trains_and_no_table(capsys):
+    said = head_of(capsys).splitlines()
+    assert said[0].startswith("digits (labels)") and said[1].startswith("unet, ") and said[1].endswith("cpu")
+    assert said[2] == "precision: fp32 everywhere" and "16.00 bytes a parameter" in said[3]
+    assert said[4] == "writes to runs/run" and all(line.startswith("warning: ") for line in said[5:] if line)
+
+
+def test_a_run_prints_the_sites_that_differ_from_fp32_and_with_ledger_all(capsys):
+    flags = ["--pure_bf16", "--stochastic", "--set", "islands=norm"]
+    said = head_of(capsys, *flags)
+    assert "precision: --pure_bf16 --stochastic --set islands=norm\n" in said
+    sites = [line.split()[0] for line in said.splitlines() if line and line[0].islower()]
+    assert {"weights", "grads", "update", "exp_avg", "islands"} <= set(sites)
+    assert not {"ema", "loss", "timesteps", "buffers", "master"} & set(sites)
+    whole = head_of(capsys, *flags, "--ledger")
+    assert all(f"\n{site} " in whole for site in ("weights", "ema", "loss", "timesteps", "master"))
+    assert "ledger" not in json.loads(Path("runs/run/config.json").read_text())["flags"]
+
+
 # ---- The end of a run --------------------------------------------------------------------------------------
 
 

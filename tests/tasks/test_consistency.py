@@ -7,8 +7,8 @@ from pathlib import Path
 
 import cli
 import common
+import generating
 import pytest
-import test_strategies
 import torch
 from cli import (
     after_step,
@@ -23,7 +23,7 @@ from cli import (
     summary,
 )
 from common import moved_to_the_cpu, same
-from test_strategies import batch, make, velocity_to
+from generating import batch, make, velocity_to
 
 import train
 from lowprec.precision import Precision, recipe
@@ -35,7 +35,7 @@ from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 stepped = cli.stepped
-digits = test_strategies.digits
+digits = generating.digits
 
 CONSISTENCY = ["--task", "consistency"]
 

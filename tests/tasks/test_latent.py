@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import cli
 import common
+import generating
 import numpy as np
 import pytest
 import torch
@@ -33,21 +34,17 @@ from torch import nn
 import strategies
 import train
 from lowprec.recipes import recipe
-from tasks import data, latent_space, perceptual
+from tasks import latent_space, perceptual
 from tasks import vae as latent
 from tasks.autoencoder import Autoencoder, autoencoder_kl
 from tasks.latent_space import Latents, TrainedVAE
 from tasks.task import Rng
-from tasks.vae_halves import Frozen, Ranges, snr, spread
+from tasks.vae_halves import Frozen, Ranges, latent_std, snr
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+digits = generating.digits
 VAE = ["--task", "vae", *LOOP]
 IN_LATENTS = ["--vae", "runs/vae", *QUICK]
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return data.load("digits")
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +130,7 @@ def test_decibels():
 def test_the_spread_is_that_of_draws():
     mean, std = common.draw(200, 50, scale=3), common.draw(200, 50, seed=1).abs()
     drawn = (mean + std * common.draw(200, 50, seed=2)).numpy()
-    assert spread(mean, std) == pytest.approx(drawn.std(), rel=0.02)
+    assert latent_std(mean, std) == pytest.approx(drawn.std(), rel=0.02)
 
 
 def adversarial_losses(digits):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import cli
 import common
+import generating
 import pytest
-import test_strategies
 import torch
 from cli import (
     after_step,
@@ -21,7 +21,7 @@ from cli import (
     one_line,
     quick,
 )
-from test_strategies import batch, make, noise_from, velocity_to
+from generating import batch, make, noise_from, velocity_to
 
 from tasks import metrics as scores
 from tasks.diffusion import DDPM, RFlow
@@ -32,7 +32,7 @@ from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 stepped = cli.stepped
-digits = test_strategies.digits
+digits = generating.digits
 
 
 def written_out(net, a, b):
