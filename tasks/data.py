@@ -1,6 +1,6 @@
 """Every data set of the laboratory, behind one word.
 
-    python -c "import data; print(data.load('digits'))"
+    python -c "from tasks import data; print(data.load('digits'))"
 
 spec                what it is                                                      what is held out
 digits              scikit-learn's 1,797 handwritten digits, 8x8                    500, stratified
@@ -92,15 +92,20 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
     word, _, where = spec.partition(":")
     if word not in SETS:
         forms = ", ".join(known.form for known in SETS.values())
-        near = f"did you mean folder:{spec}" if spec and os.path.exists(spec) else f"choose one of {forms}"
-        raise Refused(f"unknown data set {spec!r}: {near}")
+        remedy = f"choose one of {forms}"
+        if spec and os.path.exists(spec):
+            remedy = f"did you mean folder:{spec}"
+        raise Refused(f"unknown data set {spec!r}: {remedy}")
     form, loader, has_masks = SETS[word]
-    if "[" not in form and bool(where) != (":" in form):
-        raise Refused(f"{word} {'takes no' if where else 'needs a'} path: write --data {form}")
+    if where and ":" not in form:
+        raise Refused(f"{word} takes no path: write --data {form}")
+    if not where and ":" in form and "[" not in form:
+        raise Refused(f"{word} needs a path: write --data {form}")
     if targets == "masks" and not has_masks:
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
-    # an unknown ~name stays as it is, and is no folder
-    path = Path(os.path.expanduser(where)) if where else None
+    path = None
+    if where:
+        path = Path(os.path.expanduser(where))  # an unknown ~name stays as it is, and is no folder
     return loader(Wish(path, targets == "masks", image_size, seed))
 
 
@@ -136,8 +141,11 @@ class Files(torch.utils.data.Dataset):
 
     def __init__(self, items: list, channels: int, size: int, values: np.ndarray | None):
         self.items, self.channels, self.size, self.values = items, channels, size, values
-        item_bytes = size * size * (4 * channels + 8 * (values is not None))
-        self.cache, self.room = {}, CACHE_BYTES // item_bytes
+        pixel_bytes = 4 * channels
+        if values is not None:
+            pixel_bytes += 8  # of its mask
+        self.cache = {}
+        self.room = CACHE_BYTES // (size * size * pixel_bytes)
 
     def __len__(self):
         return len(self.items)
@@ -188,9 +196,22 @@ def _data(name, wish, train, heldout, channels, num_classes, size, content, yard
     facts = (wish.masks, channels, num_classes, size, len(train), len(heldout))
     digest = hashlib.sha256(repr(facts).encode())
     for part in content:
-        digest.update(part.numpy() if isinstance(part, torch.Tensor) else repr(part).encode())
-    return Data(re.sub(r"[^\w.-]+", "_", name), train, heldout, channels, num_classes, size,
-                digest.hexdigest()[:16], "masks" if wish.masks else "labels", yardstick, tuple(classes))
+        if isinstance(part, torch.Tensor):
+            digest.update(part.numpy())
+        else:
+            digest.update(repr(part).encode())
+    return Data(
+        name=re.sub(r"[^\w.-]+", "_", name),
+        train=train,
+        heldout=heldout,
+        channels=channels,
+        num_classes=num_classes,
+        image_size=size,
+        fingerprint=digest.hexdigest()[:16],
+        targets="masks" if wish.masks else "labels",
+        yardstick=yardstick,
+        classes=tuple(classes),
+    )
 
 
 def _in_memory(name, wish, train, heldout, num_classes, yardstick=None, classes=()):
@@ -210,22 +231,31 @@ def _digits(wish):
     labels = torch.from_numpy(digits.target).long()
     split = train_test_split(np.arange(len(labels)), test_size=500, stratify=digits.target, random_state=0)
     train, heldout = ((images[part], labels[part]) for part in split)
-    return _in_memory("digits", wish, train, heldout, 10, "digits" if wish.size in (None, 8) else None)
+    yardstick = None
+    if wish.size in (None, 8):
+        yardstick = "digits"
+    return _in_memory("digits", wish, train, heldout, 10, yardstick)
 
 
 def _synthetic(wish, count=320, heldout=64, classes=3):
     with without("transformers"):
         from monai.data.synthetic import create_test_image_2d
-    size, random = wish.size or 64, np.random.RandomState(wish.seed % 2**32)
+    size = wish.size or 64
+    random = np.random.RandomState(wish.seed % 2**32)
     # Noise up to half the brightest class outshines the darkest one in places: no threshold solves the task.
     discs = {"num_objs": 10, "rad_min": max(1, size // 16), "rad_max": max(2, size // 5),
              "noise_max": 0.5, "num_seg_classes": classes, "random_state": random}
     pairs = [create_test_image_2d(size, size, **discs) for _ in range(count)]
-    images, masks = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*pairs, strict=True))
-    images = images.float()[:, None] * 2 - 1
-    target = masks.to(torch.uint8) if wish.masks else torch.zeros(count, dtype=torch.long)
-    train, heldout = ((images[part], target[part]) for part in (slice(heldout, None), slice(heldout)))
-    return _in_memory("synthetic", wish._replace(size=size), train, heldout, classes + 1 if wish.masks else 0)
+    images = torch.from_numpy(np.stack([image for image, _ in pairs])).float()[:, None] * 2 - 1
+    if wish.masks:
+        target = torch.from_numpy(np.stack([mask for _, mask in pairs])).to(torch.uint8)
+        num_classes = classes + 1
+    else:
+        target = torch.zeros(count, dtype=torch.long)
+        num_classes = 0
+    train = images[heldout:], target[heldout:]
+    heldout = images[:heldout], target[:heldout]
+    return _in_memory("synthetic", wish._replace(size=size), train, heldout, num_classes)
 
 
 # ---- Folders of images -------------------------------------------------------------------------------------
@@ -234,23 +264,41 @@ def _folder(wish):
     root, size = wish.path, wish.size or 64
     folders.check_layout(root, wish.masks, "folder")
     if wish.masks:
-        triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
-        seen, seen_masks = folders.survey([t[1] for t in triples], [t[2] for t in triples])
+        triples = folders.pairs(root, folders.IMAGES, folders.MASKS)  # (name, image, mask)
+    else:
+        triples, classes = folders.labelled(root)  # (name, image, label)
+    names = [name for name, _, _ in triples]
+    images = [image for _, image, _ in triples]
+    targets = [target for _, _, target in triples]
+    if wish.masks:
+        seen, seen_masks = folders.survey(images, targets)
         folders.check_extents(triples, seen, seen_masks)
         values = folders.mask_values(root, [mask.values for mask in seen_masks])
-        targets, classes = [mask.sha256 for mask in seen_masks], values.tolist()
+        facts = [mask.sha256 for mask in seen_masks]
+        classes, names_of_classes = values.tolist(), ()
     else:
-        triples, classes = folders.labelled(root)
-        seen, _ = folders.survey([t[1] for t in triples], [])
-        targets, values = [label for _, _, label in triples], None
-    channels = 1 if all(folders.is_grey(image.mode) for image in seen) else 3
-    chosen = folders.held_out(root, [name for name, *_ in triples])
-    chosen = chosen if wish.masks else folders.with_every_class(chosen, triples)
+        seen, _ = folders.survey(images, [])
+        values, facts, names_of_classes = None, targets, classes
+    chosen = folders.held_out(root, names)
+    if not wish.masks:
+        chosen = folders.with_every_class(chosen, triples)
+    channels = 3
+    if all(folders.is_grey(image.mode) for image in seen):
+        channels = 1
     train = Files([rest for name, *rest in triples if name not in chosen], channels, size, values)
     heldout = Files([rest for name, *rest in triples if name in chosen], channels, size, values)
-    content = [(t[0], image.sha256, target) for t, image, target in zip(triples, seen, targets, strict=True)]
-    return _data(f"folder-{root.resolve().name}", wish, train, heldout, channels, len(classes), size,
-                 [content, classes], classes=() if wish.masks else classes)
+    content = list(zip(names, [image.sha256 for image in seen], facts, strict=True))
+    return _data(
+        f"folder-{root.resolve().name}",
+        wish,
+        train,
+        heldout,
+        channels,
+        len(classes),
+        size,
+        [content, classes],
+        classes=names_of_classes,
+    )
 
 
 # ---- Published sets ----------------------------------------------------------------------------------------
@@ -285,7 +333,9 @@ def _absent(root, name):
 
 
 def _cifar10(wish):
-    root = wish.path.parent if wish.path.name == "cifar-10-batches-py" else wish.path
+    root = wish.path
+    if root.name == "cifar-10-batches-py":
+        root = root.parent
 
     def batch(name):
         path = root / "cifar-10-batches-py" / name
@@ -300,9 +350,13 @@ def _cifar10(wish):
             return images, labels
 
     def part(names):
-        return [torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*map(batch, names), strict=True)]
+        batches = [batch(name) for name in names]
+        images = np.concatenate([images for images, _ in batches])
+        labels = np.concatenate([labels for _, labels in batches])
+        return torch.from_numpy(images), torch.from_numpy(labels)
 
-    train, heldout = part([f"data_batch_{i}" for i in range(1, 6)]), part(["test_batch"])
+    train = part([f"data_batch_{i}" for i in range(1, 6)])
+    heldout = part(["test_batch"])
     return _in_memory("cifar10", wish, train, heldout, 10)
 
 
@@ -312,10 +366,13 @@ def _mnist(wish):
     if not all(os.path.isfile(raw / url.removesuffix(".gz")) for url, _ in MNIST.resources):
         raise _absent(wish.path, "MNIST")
     with reading(raw.parent, "MNIST"):
-        parts = [MNIST(wish.path, train=True), MNIST(wish.path, train=False)]
-        if any(len(part.data) != len(part.targets) or part.targets.max() > 9 for part in parts):
-            raise ValueError("images and labels don't match")
-    return _in_memory("mnist", wish, *[(part.data[:, None], part.targets) for part in parts], 10)
+        parts = []
+        for is_train in (True, False):
+            part = MNIST(wish.path, train=is_train)
+            if len(part.data) != len(part.targets) or part.targets.max() > 9:
+                raise ValueError("images and labels don't match")
+            parts.append((part.data[:, None], part.targets))
+    return _in_memory("mnist", wish, *parts, 10)
 
 
 PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist lies
@@ -325,9 +382,12 @@ MOST = 60_000  # images that a file of Fashion-MNIST holds at most
 
 def _fashion_mnist(wish):
     own = wish.path is not None
-    root = wish.path if own else PACKAGED
-    inner = root / "FashionMNIST" / "raw"  # as torchvision downloads it
-    root = inner if own and os.path.isdir(inner) else root
+    root = PACKAGED
+    if own:
+        root = wish.path
+        downloaded = root / "FashionMNIST" / "raw"  # by torchvision
+        if os.path.isdir(downloaded):
+            root = downloaded
     parts = []
     for name in ("train", "t10k"):
         images = _idx(root / f"{name}-images-idx3-ubyte.gz", own, 28, 28)  # uint8 [N, 28, 28]
@@ -347,9 +407,10 @@ def _idx(path, own, *item):
     dimensions, each as a big-endian int32, then the values and nothing else.
     """
     if not os.path.isfile(path):
-        owner = ", or --data fashion_mnist:PATH for a folder of your own" if not own else ""
-        raise Refused(f"{path.parent} holds no {path.name}: apt-get install dataset-fashion-mnist brings it "
-                      f"(to {PACKAGED}){owner}")
+        remedy = f"apt-get install dataset-fashion-mnist brings it (to {PACKAGED})"
+        if not own:
+            remedy += ", or --data fashion_mnist:PATH for a folder of your own"
+        raise Refused(f"{path.parent} holds no {path.name}: {remedy}")
     with reading(path, "a file of Fashion-MNIST"), gzip.open(path) as file:
         dims = 1 + len(item)
         header = np.frombuffer(file.read(4 + 4 * dims), ">i4")
@@ -371,20 +432,23 @@ def _medmnist(wish):
     if not os.path.isfile(file):
         raise Refused(f"{file} does not exist: give the path of a 2-D .npz file from medmnist.com")
     with reading(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
-        raw = {name: (arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")}
-        parts = [(_npz_images(name, images), labels) for name, (images, labels) in raw.items()]
-        if any(len(images) != len(labels) for images, labels in parts):
-            raise ValueError("images and labels don't match")
-        grey, other = (images.shape[1] for images, _ in parts)
-        if grey != other:
-            raise ValueError(f"train_images have {grey} channels and test_images {other}")
-        if all(labels.size == len(labels) for _, labels in parts):
-            parts = [(images, _npz_labels(labels)) for images, labels in parts]
-            num_classes = 1 + max(int(labels.max()) for _, labels in parts)
-        else:
-            parts = [(images, torch.zeros(len(labels), dtype=torch.long)) for images, labels in parts]
+        images, labels = [], []
+        for name in ("train", "test"):
+            images.append(_npz_images(name, arrays[f"{name}_images"]))
+            labels.append(arrays[f"{name}_labels"])
+            if len(images[-1]) != len(labels[-1]):
+                raise ValueError("images and labels don't match")
+        channels, other = images[0].shape[1], images[1].shape[1]
+        if channels != other:
+            raise ValueError(f"train_images have {channels} channels and test_images {other}")
+        if all(own.size == len(own) for own in labels):
+            labels = [_npz_labels(own) for own in labels]
+            num_classes = 1 + max(int(own.max()) for own in labels)
+        else:  # an image has several
+            labels = [torch.zeros(len(own), dtype=torch.long) for own in labels]
             num_classes = 0
-    return _in_memory(file.stem, wish, *parts, num_classes)
+    train, heldout = zip(images, labels, strict=True)
+    return _in_memory(file.stem, wish, train, heldout, num_classes)
 
 
 def _npz_images(name, images):
@@ -416,7 +480,9 @@ def _nifti(wish):
     """
     root, size = wish.path, wish.size or 64
     triples = folders.volumes(root, wish.masks)
-    images, targets, owners, values, content = [], [], [], [], []
+    images, targets = [], []
+    owners = []  # the name of each slice's volume
+    values, content = [], []
     for name, file, mask_file in triples:
         volume = folders.decode_volume(file)  # [Z, Y, X]
         low, high = np.percentile(volume, (0.5, 99.5))  # so that a few hot voxels don't set the scale
@@ -426,7 +492,9 @@ def _nifti(wish):
             raise Refused(f"volume {file} has no slice with anything to see: remove it")
         images.append(square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size))
         owners += [name] * len(images[-1])
-        content += [name, *(folders.sha256(path) for path in (file, mask_file) if path)]
+        content += [name, folders.sha256(file)]
+        if mask_file:
+            content.append(folders.sha256(mask_file))
         if wish.masks:
             mask = folders.decode_mask_volume(mask_file, file, volume.shape)
             targets.append(square_mask(torch.from_numpy(mask[keep]), size))
@@ -443,7 +511,8 @@ def _nifti(wish):
     if wish.masks:
         values = folders.mask_values(root, values)
         target = torch.from_numpy(np.searchsorted(values, target.numpy()).astype(np.uint8))
-    train, heldout = (Tensors(images[part], target[part], size) for part in (~held, held))
+    train = Tensors(images[~held], target[~held], size)
+    heldout = Tensors(images[held], target[held], size)
     return _data(f"nifti-{root.resolve().name}", wish, train, heldout, 1, len(values), size, content)
 
 
