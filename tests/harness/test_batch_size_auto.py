@@ -250,8 +250,9 @@ sys.exit(two_ranks.main())
 
 
 def two_ranks(limits, *words):
-    here = Path(__file__).resolve().parents[1]
-    paths, words = [str(here), str(here.parent)], [str(word) for word in words]
+    here = Path(__file__).resolve()
+    paths = [str(folder) for folder in here.parents[:3]]  # tests/harness, tests, and the root
+    words = [str(word) for word in words]
     Path("in_two.py").write_text(RANKS.format(paths=paths, limits=limits, words=words))
     return subprocess.run([sys.executable, "in_two.py"], capture_output=True, text=True, timeout=300)
 

@@ -375,7 +375,7 @@ def test_resume_is_exact(kind, monkeypatch):
     flags = ["--model", kind, "--pure_bf16", "--stochastic", "--checkpoint_every", 3]
     assert quick(*flags, name="whole", steps=6) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda trainer: setattr(trainer, "stop", 15))
+        after_step(patch, 3, lambda trainer: trainer.stop.ask(15))
         assert quick(*flags, name="cut", steps=6) == 128 + 15
     assert read_checkpoint("runs/cut")["step"] == 3
     assert quick(*flags, name="cut", steps=6) == 0
