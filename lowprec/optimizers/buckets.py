@@ -61,7 +61,7 @@ class Bucket:
         return _unflatten_dense_tensors(flat, tensors)
 
     def length(self, n):
-        """How many of `n` values of a state are held here: all of them, see buckets.Rows."""
+        """How many of `n` values of a state are held here: all of them, see RankBucket."""
         return n
 
     def rows(self, size=None):
@@ -186,7 +186,7 @@ def as_dtensor(t, part):
     )
 
 
-class Rows(Bucket):
+class RankBucket(Bucket):
     """This rank's part of one parameter as a bucket, with the rest of the blocks of codes that it shares.
 
     start: of the bucket in which the parameter would lie on one rank; ahead: entries before it there. block:
@@ -256,14 +256,14 @@ def grouped(tensors, keys, block_of=lambda t: 1):
             continue
         ahead = 0
         for i in bucket.indices:
-            found.append(Rows(i, tensors[i], bucket.start, ahead, block_of(tensors[i])))
+            found.append(RankBucket(i, tensors[i], bucket.start, ahead, block_of(tensors[i])))
             ahead += tensors[i].numel()
     return found
 
 
 def exchange(buckets, grad_of):
     """Give each bucket the gradients of the entries that it shares with other ranks, as its `edges`."""
-    shared = [bucket for bucket in buckets if isinstance(bucket, Rows) and bucket.shared]
+    shared = [bucket for bucket in buckets if isinstance(bucket, RankBucket) and bucket.shared]
     groups = {}
     for bucket in shared:
         groups.setdefault(bucket.part.group, []).append(bucket)

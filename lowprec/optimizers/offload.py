@@ -19,7 +19,8 @@ import copy
 import torch
 
 from ..errors import Refused
-from .rounded import LOW, Rounded
+from .rounded import Rounded
+from .state import LOW
 
 ALIGNED = 256  # bytes; vectorised kernels need 16
 
@@ -47,7 +48,7 @@ class Offload:
             self.traffic.wait(self.left)
 
     def passing(self, work):
-        """Yield each item of `Rounded.planned` with its moments on the device. Asking for the next says that
+        """Yield each item of `Rounded.plan` with its moments on the device. Asking for the next says that
         this one has been stepped.
         """
         if not work:

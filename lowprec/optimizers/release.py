@@ -106,7 +106,7 @@ class Release:
         if self.before:
             self.before()
         for part, pieces in self.pieces.items():
-            for item in part.planned(pieces):
+            for item in part.plan(pieces):
                 self.items[item.piece.params[0]] = part, item
 
     def _look(self, part, p, grads):
