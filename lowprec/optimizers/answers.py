@@ -26,6 +26,15 @@ from ..rounding import exact_weight, write_weight
 from .buckets import local
 from .state import LOW, low_of
 
+
+def params_of(groups):
+    """The parameters of parameter groups, in their order."""
+    found = []
+    for group in groups:
+        found += group["params"]
+    return found
+
+
 # ---- Defaults ----------------------------------------------------------------------------------------------
 
 
@@ -113,6 +122,10 @@ class Answers:
     def collect(self):
         """Called at a step before gradients are read."""
 
+    def all_params(self):
+        """The parameters of all groups, in their order."""
+        return params_of(self.param_groups)
+
     def _group(self, p):
         return next(group for group in self.param_groups if any(p is q for q in group["params"]))
 
@@ -167,19 +180,15 @@ class RoundedAnswers(Answers):
         """As of Answers: the parameters of one group and step in one vector."""
         lengths = [g.numel() for g in gradients]
         held = [self.held(p, pick) for p in params] if held is None else held.split(lengths)
-        group_of = {p: group for group in self.param_groups for p in group["params"]}
-        alike = {}  # {(group, step, device): indices of the parameters}
-        for i, p in enumerate(params):
-            alike.setdefault((id(group_of[p]), self.state[p]["step"], p.device), []).append(i)
         found = [None] * len(params)
-        for (_, step, device), members in alike.items():
-            group = group_of[params[members[0]]]
+        for group, step, device, members in self._alike(params):
             numbers = self.numbers(group, step + 1)
             numbers = type(numbers)(*torch.tensor(numbers, dtype=torch.float32, device=device))
             g = torch.cat([gradients[i].float() for i in members])
             moments = []
             for name in self.moments:
-                moments.append(torch.cat([self.moment(params[i], name, pick).float() for i in members]))
+                values = [self.moment(params[i], name, pick).float() for i in members]
+                moments.append(torch.cat(values))
             update, _ = self.direction(g, moments, numbers)
             decay = float(group["lr"]) * group["weight_decay"]
             update = update - decay * torch.cat([held[i] for i in members])
@@ -187,6 +196,18 @@ class RoundedAnswers(Answers):
             for i, part in zip(members, parts, strict=True):
                 found[i] = part
         return found
+
+    def _alike(self, params):
+        """[(group, step, device, indices of the parameters that are alike in these)]."""
+        group_of = {}
+        for group in self.param_groups:
+            group_of.update(dict.fromkeys(group["params"], group))
+        found = {}
+        for i, p in enumerate(params):
+            group, step = group_of[p], self.state[p]["step"]
+            _, _, _, members = found.setdefault((id(group), step, p.device), (group, step, p.device, []))
+            members.append(i)
+        return list(found.values())
 
     def clear(self, p, name):
         key = f"{name}_scale" if self.coded(p, name) else name  # codes are zero where their scale is

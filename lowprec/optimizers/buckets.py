@@ -1,5 +1,4 @@
-"""Tensors of a step gathered into few flat vectors, and its numbers into two tables.
-"""
+"""Tensors of a step gathered into few flat vectors, and its numbers into two tables."""
 
 import dataclasses
 
@@ -27,22 +26,21 @@ class Bucket:
         """Buckets such that each holds only equal `keys` (hashables); their order and starts depend on shapes
         alone.
         """
-        buckets, open_ = [], {}
+        members, filling = [], {}  # [indices of a bucket]; {key: the last of them that has room}
         for i, t in enumerate(tensors):
             if t.numel() >= Bucket.SMALL:
-                buckets.append([i])
+                members.append([i])
                 continue
-            batch = open_.get(keys[i])
-            full = batch is not None and sum(tensors[j].numel() for j in batch) + t.numel() > Bucket.SMALL
-            if batch is None or full:
-                batch = open_[keys[i]] = []
-                buckets.append(batch)
+            batch = filling.get(keys[i])
+            if batch is None or sum(tensors[j].numel() for j in batch) + t.numel() > Bucket.SMALL:
+                batch = filling[keys[i]] = []
+                members.append(batch)
             batch.append(i)
-        result, start = [], 0
-        for indices in buckets:
-            result.append(Bucket(indices, tensors, start))
-            start += result[-1].numel
-        return result
+        buckets, start = [], 0
+        for indices in members:
+            buckets.append(Bucket(indices, tensors, start))
+            start += buckets[-1].numel
+        return buckets
 
     def gather(self, tensors):
         """Flat [numel]: a view of a single contiguous tensor, else a copy."""
@@ -103,6 +101,9 @@ class Table:
 def scale_of(grad_scale, p):
     """What the gradient of parameter p is multiplied by. grad_scale: of all, or {parameter: of each}."""
     return grad_scale.get(p, 1.0) if isinstance(grad_scale, dict) else grad_scale
+
+
+# ---- Tensors that are spread over ranks --------------------------------------------------------------------
 
 BLOCK = 256  # entries; a multiple of every format's block
 
@@ -238,7 +239,9 @@ class RankBucket(Bucket):
     def rows(self, size=None):
         if not self.numel:
             return []
-        found, end, size = [], self.ahead + self.numel, size or self.ahead + self.numel
+        end = self.ahead + self.numel
+        size = size or end
+        found = []
         for at in range(self.ahead // size * size, end, size):  # as the whole tensor is cut
             first = max(at, self.ahead)
             found.append((first - self.ahead, min(at + size, end) - self.ahead, self.start + at, first - at))
@@ -263,31 +266,38 @@ def grouped(tensors, keys, block_of=lambda t: 1):
 
 def exchange(buckets, grad_of):
     """Give each bucket the gradients of the entries that it shares with other ranks, as its `edges`."""
-    shared = [bucket for bucket in buckets if isinstance(bucket, RankBucket) and bucket.shared]
     groups = {}
-    for bucket in shared:
-        groups.setdefault(bucket.part.group, []).append(bucket)
+    for bucket in buckets:
+        if isinstance(bucket, RankBucket) and bucket.shared:
+            groups.setdefault(bucket.part.group, []).append(bucket)
     for group, members in groups.items():
-        device = local(members[0].params[0]).device
-        places = [(bucket, number) for bucket in members for number in bucket.shared]
-        bits = torch.zeros(len(places), BLOCK, dtype=torch.int32, device=device)
-        for row, (bucket, number) in zip(bits, places, strict=True):
-            first, start = bucket.part.first, number * BLOCK
-            a, b = max(first, start), min(bucket.part.last, start + BLOCK)
-            if a < b:
-                g = local(grad_of(bucket.params[0])).reshape(-1)[a - first : b - first]
-                row[a - start : b - start] = g.float().view(torch.int32)
-        torch.distributed.all_reduce(bits, group=group)
-        values = dict(zip(places, bits.view(torch.float32), strict=True))
-        for bucket in members:
-            first, last = bucket.part.first, bucket.part.last
-            before = after = bits.new_zeros(0).float()
-            if bucket.skip:
-                before = values[bucket, first // BLOCK][: bucket.skip]
-            if bucket.first + bucket.numel > last:
-                at = last % BLOCK
-                after = values[bucket, last // BLOCK][at : at + bucket.first + bucket.numel - last]
-            bucket.edges = before, after
+        _exchange_within(group, members, grad_of)
+
+
+def _exchange_within(group, members, grad_of):
+    """As `exchange`, of buckets that are spread over the ranks of one group."""
+    places = []  # (bucket, number of a block that it shares)
+    for bucket in members:
+        places += [(bucket, number) for number in bucket.shared]
+    device = local(members[0].params[0]).device
+    bits = torch.zeros(len(places), BLOCK, dtype=torch.int32, device=device)
+    for row, (bucket, number) in zip(bits, places, strict=True):
+        part, start = bucket.part, number * BLOCK
+        a, b = max(part.first, start), min(part.last, start + BLOCK)
+        if a < b:
+            g = local(grad_of(bucket.params[0])).reshape(-1)[a - part.first : b - part.first]
+            row[a - start : b - start] = g.float().view(torch.int32)
+    torch.distributed.all_reduce(bits, group=group)
+    values = dict(zip(places, bits.view(torch.float32), strict=True))
+    for bucket in members:
+        first, last = bucket.part.first, bucket.part.last
+        before = after = bits.new_zeros(0).float()
+        if bucket.skip:
+            before = values[bucket, first // BLOCK][: bucket.skip]
+        if bucket.first + bucket.numel > last:
+            at = last % BLOCK
+            after = values[bucket, last // BLOCK][at : at + bucket.first + bucket.numel - last]
+        bucket.edges = before, after
 
 
 def whole_alone(name):

@@ -8,7 +8,7 @@ from ..errors import Refused
 from ..rounding import hash64
 from .adafactor import Adafactor
 from .adamw import AdamW
-from .answers import Answers
+from .answers import Answers, params_of
 from .lion import Lion
 from .muon import Muon, hidden_matrices
 from .peers import PEERS, Peer
@@ -86,16 +86,20 @@ class Joined(Answers, torch.optim.Optimizer):
 
     def __init__(self, parts):
         self.parts, self.defaults = parts, {}
-        groups = [group for part in parts for group in part.param_groups]
-        super().__init__([p for group in groups for p in group["params"]], {})
-        self.param_groups = groups
+        super().__init__(params_of(self._groups()), {})
+        self.param_groups = self._groups()
         self.by_recipe = all(part.by_recipe for part in parts)
         self.by_rows = all(part.by_rows for part in parts)
         self.owner, self.coders = {}, {}
         for part in parts:
             self.coders.update(part.coders)
-            for group in part.param_groups:
-                self.owner.update(dict.fromkeys(group["params"], part))
+            self.owner.update(dict.fromkeys(part.all_params(), part))
+
+    def _groups(self):
+        found = []
+        for part in self.parts:
+            found += part.param_groups
+        return found
 
     def __getstate__(self):
         return own_attributes(self)
@@ -178,8 +182,7 @@ class Joined(Answers, torch.optim.Optimizer):
             raise Refused(f"{wrong}: it was written by another recipe")
         for part, saved in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(saved)
-        # a peer's own loader makes its groups anew
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.param_groups = self._groups()  # a peer's own loader makes its groups anew
 
 
 # ---- The choice --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from ..formats import FORMATS
 from ..machine import quiet_import
 from ..rounding import exact_weight
-from .answers import Answers
+from .answers import Answers, params_of
 from .buckets import scale_of
 from .state import own_attributes
 
@@ -34,7 +34,7 @@ class Peer(Answers, torch.optim.Optimizer):
 
     def __init__(self, inner):
         self.inner = inner
-        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        super().__init__(params_of(inner.param_groups), {})
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
 
     # -- one step
@@ -42,11 +42,10 @@ class Peer(Answers, torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None, *, grads=None, grad_scale=1.0):
         """One update; see Rounded.step. Gradients are scaled in place."""
-        params = [p for group in self.param_groups for p in group["params"]]
         if grads is None:
-            grads = {p: p.grad for p in params if p.grad is not None}
+            grads = {p: p.grad for p in self.all_params() if p.grad is not None}
         else:
-            grads = {p: grads[p] for p in params if p in grads}
+            grads = {p: grads[p] for p in self.all_params() if p in grads}
         if isinstance(grad_scale, dict):
             for p, g in grads.items():
                 g.mul_(scale_of(grad_scale, p))
@@ -117,13 +116,15 @@ class Peer(Answers, torch.optim.Optimizer):
             if rate is not None:  # states of old do not hold it, and their lr may be that of a warm-up
                 group.setdefault("initial_lr", rate)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        params = [p for group in self.param_groups for p in group["params"]]
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for p, i in zip(params, ids, strict=True):
-            for name, value in state_dict["state"].get(i, {}).items():
-                if torch.is_tensor(value):  # a step counter stays where it is
-                    own = value.to(p.device, copy=True) if value.dim() else value.clone()
-                    self.state[p][name] = own
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, i in zip(group["params"], saved["params"], strict=True):
+                self._load(p, state_dict["state"].get(i, {}))
+
+    def _load(self, p, saved):
+        for name, value in saved.items():
+            if torch.is_tensor(value):  # a step counter stays where it is
+                own = value.to(p.device, copy=True) if value.dim() else value.clone()
+                self.state[p][name] = own
 
 
 # ---- Peers -------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Published(Peer):
         return p.numel() * p.element_size()
 
     def nbytes(self):
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self.all_params()
         moments = sum(self.moment_bytes(p) for p in params)
         low = self.low_bytes * sum(p.numel() for p in params)
         return {"exp_avg": moments, "exp_avg_sq": moments, "kahan": low, "master": 0}
@@ -201,10 +202,9 @@ class Torchastic(Published):
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if hasattr(p, "acc_grad"):
-                    del p.acc_grad
+        for p in self.all_params():
+            if hasattr(p, "acc_grad"):
+                del p.acc_grad
 
 
 class Optimi(Published):

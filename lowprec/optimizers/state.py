@@ -180,10 +180,9 @@ class KeptState:
         groups = state_dict["param_groups"]
         check_groups(groups, self.param_groups, type(self).__name__)
         self._check_formats(state_dict)
-        params = [p for group in self.param_groups for p in group["params"]]
-        ids = [i for group in groups for i in group["params"]]
-        for p, i in zip(params, ids, strict=True):
-            self._load(p, state_dict["state"].get(i, {}))
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, i in zip(group["params"], saved["params"], strict=True):
+                self._load(p, state_dict["state"].get(i, {}))
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
 
