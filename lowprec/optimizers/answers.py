@@ -127,7 +127,10 @@ class Answers:
         return params_of(self.param_groups)
 
     def _group(self, p):
-        return next(group for group in self.param_groups if any(p is q for q in group["params"]))
+        for group in self.param_groups:
+            if any(p is q for q in group["params"]):
+                return group
+        raise KeyError("a parameter of no group")
 
 
 # ---- Ours --------------------------------------------------------------------------------------------------

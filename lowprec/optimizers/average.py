@@ -63,7 +63,8 @@ class EMA:
         self.dtype, self.update_mode = DTYPES[dtype], update
         self.seed, self.compiled = seed, compiled
         self.names, self.params = zip(*named_params, strict=True)
-        self.low_part, self.step = low_part or no_low_part, 0
+        self.low_part = low_part or no_low_part
+        self.step = 0
         keys = []
         for p in self.params:
             low = self.low_part(p)
@@ -99,7 +100,9 @@ class EMA:
         ExponentialMovingAverage. A bias correction (dividing by 1 - decay^t) removes the initial weights too,
         but keeps those of the first steps, which are hardly better, with nearly the same weight as the last.
         """
-        return min(self.full_decay, (1 + self.step) / (10 + self.step)) if self.warmup else self.full_decay
+        if not self.warmup:
+            return self.full_decay
+        return min(self.full_decay, (1 + self.step) / (10 + self.step))
 
     @decay.setter
     def decay(self, value):

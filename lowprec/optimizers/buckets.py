@@ -120,7 +120,7 @@ def local(t):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class RankPart:
     """Entries `first` to `last` of a tensor of `whole` entries, flat. bounds: where each rank's begin, and
     the end. mesh, placements: as a DTensor has them; dim: of the mesh that spreads it.
     """
@@ -147,7 +147,8 @@ class Part:
 
 
 def part_of(t):
-    """The Part of a DTensor; None for another tensor. Raises Refused where it is not made of whole rows."""
+    """The RankPart of a DTensor; None for another tensor. Raises Refused where it is not made of whole rows.
+    """
     if not is_spread(t):
         return None
     spread = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
@@ -155,13 +156,22 @@ def part_of(t):
     if not plain or t.placements[spread[0]].dim != 0 or t.dim() == 0:
         how = ", ".join(map(str, t.placements))
         raise Refused(f"a parameter is spread as ({how}): fully_shard along dim 0 alone, without other plans")
-    dim, rows, whole = spread[0], t.shape[0], t.numel()
+    dim = spread[0]
+    rows = t.shape[0]
     ranks = t.device_mesh.size(dim)
-    each, row = -(-rows // ranks), whole // max(1, rows)
-    bounds = tuple(min(rows, each * rank) * row for rank in range(ranks + 1))
+    rows_each = -(-rows // ranks)
+    entries = t.numel() // max(1, rows)  # of a row
+    bounds = tuple(min(rows, rows_each * rank) * entries for rank in range(ranks + 1))
     rank = t.device_mesh.get_local_rank(dim)
-    return Part(
-        bounds[rank], bounds[rank + 1], whole, bounds, t.shape, t.device_mesh, tuple(t.placements), dim
+    return RankPart(
+        first=bounds[rank],
+        last=bounds[rank + 1],
+        whole=t.numel(),
+        bounds=bounds,
+        shape=t.shape,
+        mesh=t.device_mesh,
+        placements=tuple(t.placements),
+        dim=dim,
     )
 
 
@@ -198,10 +208,14 @@ class RankBucket(Bucket):
         self.indices, self.part = [index], part_of(tensor)
         first, last, whole = self.part.first, self.part.last, self.part.whole
         self.own = last - first
-        self.first = first // block * block if self.own else first
-        self.numel = min(-(-last // block) * block, whole) - self.first if self.own else 0
+        self.first, self.numel = first, 0
+        if self.own:
+            self.first = first // block * block
+            self.numel = min(-(-last // block) * block, whole) - self.first
         self.skip = first - self.first  # entries of other ranks that come before this one's
-        self.start, self.ahead, self.block, self.edges = start, ahead + self.first, block, None
+        self.start, self.ahead = start, ahead + self.first
+        self.block = block
+        self.edges = None  # gradients of the entries of other ranks, before and after this one's
 
     @property
     def shared(self):
@@ -226,7 +240,8 @@ class RankBucket(Bucket):
         return flat
 
     def scatter(self, flat, tensors):
-        (view,), own = self.views(flat, tensors), local(tensors[0])
+        (view,) = self.views(flat, tensors)
+        own = local(tensors[0])
         if view.data_ptr() != own.data_ptr():
             own.copy_(view)
 

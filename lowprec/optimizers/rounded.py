@@ -214,7 +214,7 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
         if not self.by_rows and any(map(is_spread, params)):
             raise Refused(whole_alone(type(self).__name__))
         keys = [self.bucket_key(i, p) for i, p in enumerate(params)]
-        for bucket in grouped(params, keys, lambda p: BLOCK if self.coded_names(p) else 1):
+        for bucket in grouped(params, keys, self._block):
             bucket.start += self._position
             bucket.params = [params[i] for i in bucket.indices]
             if isinstance(bucket, RankBucket):
@@ -225,6 +225,9 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
             self.share_state(bucket)
             self._buckets.append((len(self.param_groups) - 1, bucket))
         self._position += sum(p.numel() for p in params)
+
+    def _block(self, p):
+        return BLOCK if self.coded_names(p) else 1
 
     # -- one step
 
@@ -249,7 +252,9 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
         if not one_scale_each and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
             for table in {id(item.table): item.table for item in work}.values():
                 table.all_numbers[:, SCALE] = grad_scale
-        for item in work if self.away is None else self.away.passing(work):
+        if self.away is not None:
+            work = self.away.passing(work)
+        for item in work:
             self.carry_out(item, grad_of, grad_scale)
         return loss
 
@@ -263,8 +268,9 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
             raise Refused(SPARSE)
         if not present:
             return []
-        alike = len({g.dtype for g in present}) == len({self.state[p]["step"] for p in bucket.params}) == 1
-        if alike and not apart and len(present) == len(grads):
+        steps = {self.state[p]["step"] for p in bucket.params}
+        dtypes = {g.dtype for g in present}
+        if not apart and len(present) == len(grads) and len(steps) == 1 and len(dtypes) == 1:
             return [bucket]
         alone = [bucket] if isinstance(bucket, RankBucket) else self.tensor_by_tensor(bucket)
         return [piece for piece, g in zip(alone, grads, strict=True) if g is not None]
