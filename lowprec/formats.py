@@ -10,14 +10,8 @@ e4m3 and e5m2 are the 8-bit floats of arXiv 2209.05433. int8 is bitsandbytes' dy
 (arXiv 2110.02861), int4 torchao's 4-bit maps in blocks of 128 (arXiv 2309.01507). As in these libraries,
 tensors under 4,096 values stay fp32. A moment of any length can be coded: its last block is shorter.
 
-Codes are written to the nearest, or stochastically. Why stochastically: neighbouring codes lie 0.7 % to 56 %
-of the value apart (int8, down to 1e-4 of the block's largest), and exp_avg_sq decays by 1-beta2 = 0.1 % a
-step. Where some gradients of a block drop and others don't, the block's scale stays. The decay of the dropped
-ones rounds back to the old code, their exp_avg_sq freezes at its old height, and their steps are too short
-from then on. A code that goes up with probability = distance decays on average. The price is noise: an
-exp_avg_sq far below its block's largest spreads by some tens of percent around the exact one.
-
-A new format is one more row of FORMATS.
+Codes are written to the nearest, or stochastically: exp_avg_sq decays by 0.1 % a step, and codes lie 0.7 % to
+56 % apart, so that to the nearest it may stand still. A new format is one more row of FORMATS.
 """
 
 import functools

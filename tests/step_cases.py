@@ -58,7 +58,7 @@ def step(case, average, kernel):
 
 def generic(p, g, moments, low, row, numbers, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    kernel = rounded._kernel(optimizer.direction, type(numbers))
+    kernel = rounded.step_kernel(optimizer.direction, type(numbers))
     compiled.fused(kernel, p, g, moments, low, row, key, stochastic, average)
 
 

@@ -152,8 +152,8 @@ def _trials(size=1 << 24):
 def roots(x, kind, address=None):
     """The roots of fp32 x [n], as the step takes them."""
     found = torch.empty_like(x)
-    place = (ctypes.c_void_p(at) for at in (address, x.data_ptr(), found.data_ptr()))
-    library().roots(kind, *place, ctypes.c_int64(x.numel()))
+    places = map(ctypes.c_void_p, (address, x.data_ptr(), found.data_ptr()))
+    library().roots(kind, *places, ctypes.c_int64(x.numel()))
     return found
 
 
@@ -316,8 +316,13 @@ def _moment(m):
 
 def _written(*changed):
     """Tell autograd, which sees no write by pointer: a backward that needs the old values is an error."""
-    parts = (t[:2] if isinstance(t, Codes) else (t,) for t in changed if t is not None)
-    increment_version(list(itertools.chain.from_iterable(parts)))
+    tensors = []
+    for t in changed:
+        if isinstance(t, Codes):
+            tensors += [t.data, t.scales]
+        elif t is not None:
+            tensors.append(t)
+    increment_version(tensors)
 
 
 def _threads(n):

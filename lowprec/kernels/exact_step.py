@@ -3,10 +3,8 @@
     adamw(p, g, m, v, low, row, numbers)   # flat, in place; numbers: AdamWNumbers, row: the same as a tensor
 
 Two of torch's operations stand in the way of one fused kernel. Its lerp and addcmul round once where a
-product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU is not correctly rounded
-where it comes from MKL (by the CPU, one value in 160 or in six differs in its last bit), while a compiled one
-is. So the step is three passes: moments, root, weights. The root is written into memory that is kept: new
-memory costs more than a pass, since the system clears each of its pages when it is first touched. Where
+product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU may come from MKL, which
+rounds some values to the other neighbour. So the step is three passes: moments, root, weights. Where
 `in_one_pass` says so, `cpu_step` does all three in one: it takes roots as MKL does.
 """
 
@@ -47,6 +45,7 @@ def adamw(p, g, m, v, low, row, numbers, average=NO_AVERAGE, compiled=True):
 
 
 def _kept_memory():
+    """fp32 [PIECE], the same at each call: the system clears each page of new memory, which costs a pass."""
     if not hasattr(_of_thread, "root"):
         _of_thread.root = torch.empty(PIECE, **PLAIN)
     return _of_thread.root

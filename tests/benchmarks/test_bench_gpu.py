@@ -244,10 +244,10 @@ def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
 
 
 def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
-    step = rounded._kernel(adamw.AdamW.direction, AdamWNumbers)
+    step = rounded.step_kernel(adamw.AdamW.direction, AdamWNumbers)
     made = {step, formats._float8_kernel(formats.FORMATS["e4m3"], True)}
     monkeypatch.setattr(gpu.compiling, "unfused", {rounding.ema_kernel, *made})
-    assert gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
+    assert gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "step_kernel"]
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ def afresh():
 
 def eager(p, g, moments, low, row, numbers, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    kernel = rounded._kernel(optimizer.direction, type(numbers))
+    kernel = rounded.step_kernel(optimizer.direction, type(numbers))
     kernel(p, g, moments, low, row, key, stochastic, average)
 
 
