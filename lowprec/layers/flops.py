@@ -32,7 +32,8 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.running, self.by_module = [], {}
+        self.running = []
+        self.by_module = {}
         self.by_kind = dict.fromkeys(("linear", "convolution", "attention"), 0)
         self.made = {}  # number of a node of the autograd graph -> module whose forward made it
 
@@ -84,9 +85,9 @@ def module_flops(net, args, kwargs=None, backward=False):
     module without products has none. backward: count forward and backward; trainable parameters get
     gradients, the arguments don't. Raises what the copy raises, RuntimeError for a net that looks at values.
     """
-
     args, kwargs = tree_map_only(torch.Tensor, _shape_of, (tuple(args), dict(kwargs or {})))
-    twin, counter = _without_values(net), _Counter()
+    twin = _without_values(net)
+    counter = _Counter()
     counter.watch(twin)
     # attention as plain products: fused kernels count in other ways, and the device chooses among them
     with ExitStack() as stack:
