@@ -34,7 +34,8 @@ class _Counter(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry  # it imports triton
 
         self.formulas = flop_registry
-        self.running, self.by_module = [], {}
+        self.running = []
+        self.by_module = {}
         self.by_kind = dict.fromkeys(("linear", "convolution", "attention"), 0)
         self.made = {}  # number of a node of the autograd graph -> module whose forward made it
 
@@ -86,9 +87,9 @@ def module_flops(net, args, kwargs=None, backward=False):
     module without products has none. backward: count forward and backward; trainable parameters get
     gradients, the arguments don't. Raises what the copy raises, RuntimeError for a net that looks at values.
     """
-
     args, kwargs = tree_map_only(torch.Tensor, _shape_of, (tuple(args), dict(kwargs or {})))
-    twin, counter = _without_values(net), _Counter()
+    twin = _without_values(net)
+    counter = _Counter()
     counter.watch(twin)
     # attention as plain products: fused kernels count in other ways, and the device chooses among them
     with ExitStack() as stack:
