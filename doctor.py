@@ -507,4 +507,4 @@ def _rounded_to_bf16(b, made):
 
 
 if __name__ == "__main__":
-    sys.exit(compare.main())
+    sys.exit(compare.main(command="python doctor.py"))

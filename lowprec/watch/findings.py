@@ -6,69 +6,13 @@
 A new kind of fault is a row here and a function in measures.py, or one more row of a function that is there.
 """
 
-import dataclasses
-import math
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from . import measures, measures_of_net
+from .faults import Fault, findings_by_tensor, first_finding, table
 from .measured import STILL, Measured
 from .verdicts import LIMITS, Finding
-
-# ---- Rows --------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """One kind of fault.
-
-    site: what loses something. In `site` and `text` a part in brackets is left out where a word of it was not
-    measured.
-    limit: a figure above it is a finding; None: all that is measured is one.
-    measure: (measured.Tensor) -> Figure or None; in RUN (measured.Measured) -> any number of Figures.
-    text, remedy: what is said, filled from the words of the figure.
-    severity: see verdicts.Finding. severe: a figure above it is severe all the same.
-    rank: what findings of a site and severity are sorted by, the largest first; None: their figure.
-    """
-
-    site: str
-    limit: float | None
-    measure: Callable
-    text: str
-    remedy: str
-    severity: str = "moderate"
-    severe: float = math.inf
-    rank: float | None = None
-
-    def finding(self, figure, tensor=""):
-        """The Finding that a Figure is; None within the limit."""
-        if self.limit is not None and not figure.value > self.limit:
-            return None
-        held = figure.value if figure.whole is None else figure.whole
-        return Finding(
-            site=filled(self.site, figure.words),
-            severity="severe" if held > self.severe else self.severity,
-            text=filled(self.text, figure.words),
-            remedy=self.remedy.format(**figure.words),
-            tensor=tensor if figure.tensor is None else figure.tensor,
-            figure=figure.value if self.rank is None else self.rank,
-        )
-
-
-OPTIONAL = re.compile(r"\[([^\]]*)\]")
-
-
-def filled(template, words):
-    """A text with its words; parts in brackets that lack one are left out."""
-
-    def part(match):
-        needed = re.findall(r"\{(\w+)", match[1])
-        return match[1] if set(needed) <= set(words) else ""
-
-    return OPTIONAL.sub(part, template).format(**words)
-
 
 ROUND = "stochastic rounding or Kahan compensation of the bf16 write, or an fp32 master"
 WRITTEN = "find what freezes or restores it: the optimiser wants to move it, and it does not move"
@@ -607,33 +551,12 @@ def findings(watch):
     found = []
     for one in seen.tensors:
         for rows in TENSOR:
-            found += _of_tensor(rows, one)
+            found += first_finding(rows, one, one.name)
     for rows in RUN:
-        found += _of_run(rows, seen)
+        found += findings_by_tensor(rows, seen)
     sites = {finding.site for finding in found if finding.severity != "note"}
     sound = {site: share for site, share in seen.total().items() if site not in sites}
     return sorted(found, key=lambda finding: finding.rank), sound
-
-
-def _of_tensor(rows, one):
-    """The first finding of these rows, or none; a list."""
-    for fault in rows:
-        figure = fault.measure(one)
-        finding = None if figure is None else fault.finding(figure, one.name)
-        if finding is not None:
-            return [finding]
-    return []
-
-
-def _of_run(rows, seen):
-    found, named = [], set()
-    for fault in rows:
-        figures = [figure for figure in fault.measure(seen) if figure.tensor not in named]
-        new = [fault.finding(figure) for figure in figures]
-        new = [finding for finding in new if finding is not None]
-        named |= {finding.tensor for finding in new}
-        found += new
-    return found
 
 
 def shares(watch):
@@ -648,40 +571,14 @@ def shares(watch):
 BEGIN, END = "<!-- findings -->\n", "<!-- end of findings -->\n"
 
 
-def table():
-    """All rows as Markdown."""
-    lines = ["| site | severity | finding where | is above | says | remedy |", "|---|---|---|---|---|---|"]
-    for rows in (*TENSOR, *RUN):
-        for fault in rows:
-            measured = " ".join(fault.measure.__doc__.split())
-            limit = "" if fault.limit is None else f"{fault.limit:g}"
-            severity = fault.severity
-            if fault.severe < math.inf:
-                severity += f", severe above {fault.severe:g}"
-            site, text = without_brackets(fault.site), without_brackets(fault.text)
-            cells = plain(site), severity, measured, limit, plain(text), plain(fault.remedy)
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(dict.fromkeys(lines)) + "\n"
-
-
-def without_brackets(template):
-    return OPTIONAL.sub(r"\1", template)
-
-
-def plain(template):
-    """A template without its words: a share is x %, all others are dots."""
-    template = re.sub(r"\{\w+:\.\d%\}", "x %", template)
-    return re.sub(r"\{\w+[^}]*\}", "…", template)
-
-
 def main(argv):
     if not argv:
-        print(table(), end="")
+        print(table([*TENSOR, *RUN]), end="")
         return
     page = Path(argv[0])
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}{table()}{END}{after}")
+    page.write_text(f"{before}{BEGIN}{table([*TENSOR, *RUN])}{END}{after}")
 
 
 if __name__ == "__main__":

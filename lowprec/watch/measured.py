@@ -1,6 +1,5 @@
 """What a Watch has measured, brought to the CPU once: of the whole run, and tensor by tensor."""
 
-import dataclasses
 import functools
 
 import torch
@@ -11,18 +10,6 @@ from .verdicts import LIMITS
 
 STILL = 0.02  # a share written that is as good as none
 SITES = ("update", "exp_avg_sq", "ema")
-
-
-@dataclasses.dataclass
-class Figure:
-    """What a measure found. value: held against the limit of a Fault. words: what fills its text. tensor: its
-    name, "" for all of them. whole: held against the limit of a severe finding, where that is not the value.
-    """
-
-    value: float
-    words: dict = dataclasses.field(default_factory=dict)
-    tensor: str | None = None
-    whole: float | None = None
 
 
 class Measured:

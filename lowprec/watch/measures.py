@@ -11,7 +11,8 @@ import torch
 
 from . import net_state
 from .adapters import accumulates, steps_of
-from .measured import Figure, decay_lost
+from .faults import Figure
+from .measured import decay_lost
 from .verdicts import LIMITS
 
 GAINS = 0.5  # share of a norm's gains that are 1.0
@@ -117,7 +118,7 @@ def decay_not_written(one):
 
 
 def decay_of_all(seen):
-    """the same over all tensors, where each alone says too little"""
+    """share of the weight decay of all tensors, where each alone says too little"""
     if any(one.decay_is_lost for one in seen.tensors):
         return
     lost = decay_lost(seen.watch.extra)
@@ -145,7 +146,7 @@ def v_all_zero(one):
 
 
 def v_all_zero_in_fp16(one):
-    """the same where v is held in fp16"""
+    """0 everywhere in fp16, after steps with gradients"""
     return v_all_zero(one) if one.facts.v_dtype == torch.float16 else None
 
 
@@ -220,7 +221,7 @@ def average_stands(one):
 
 
 def narrow_average_stands(one):
-    """the same of an average in 16 bits"""
+    """share of the wanted movement that an average in 16 bits does not write"""
     return average_stands(one) if _average_is_narrow(one) else None
 
 
@@ -268,7 +269,7 @@ def average_young(one):
 
 
 def average_young_in_a_long_run(one):
-    """the same after 3000 steps"""
+    """share of the start that remains in it after 3000 steps"""
     return average_young(one) if one.watch.steps >= 3000 else None
 
 
@@ -293,7 +294,7 @@ def counter_stuck(one):
 
 
 def narrow_counter_stuck(one):
-    """the same of one in 16 bits"""
+    """looks at which a counter in 16 bits did not count"""
     return counter_stuck(one) if _counter_is_narrow(one) else None
 
 

@@ -4,7 +4,7 @@ import math
 
 from . import net_state
 from .dead_parts import dead_part, tables_of
-from .measured import Figure
+from .faults import Figure
 
 # ---- Gradients ---------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ def ungrouped(seen):
 
 
 def graded_and_ungrouped(seen):
-    """the same of those that have gradients"""
+    """has gradients, and is in no group"""
     params = dict(seen.watch.model.named_parameters())
     for figure in ungrouped(seen):
         g = params[figure.tensor].grad
