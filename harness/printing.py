@@ -96,8 +96,6 @@ def print_ledger(trainer, ledger, whole):
     """The precision of every tensor; unless `whole`, of those alone that differ from fp32 training."""
     if whole:
         print(ledger)
-        if trainer.config.fsdp:
-            print(trainer.line_of_a_rank())
         return
     reference = recipe(more=trainer.kind.sites)
     rows = []
