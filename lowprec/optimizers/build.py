@@ -93,7 +93,7 @@ class Joined(Answers, torch.optim.Optimizer):
         self.owner, self.coders = {}, {}
         for part in parts:
             self.coders.update(part.coders)
-            self.owner.update(dict.fromkeys(part.all_params(), part))
+            self.owner.update(dict.fromkeys(params_of(part.param_groups), part))
 
     def _groups(self):
         found = []
