@@ -24,7 +24,7 @@ from . import fsdp, ledger
 from .cast import Cast, View
 from .errors import Refused
 from .frozen import frozen_view, weights_of
-from .gradients import clip_scale, gradients_of, measured, norms_where_needed
+from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed
 from .layers.fp8 import FP8
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
@@ -118,7 +118,7 @@ class Precision:
         self._averages()
         self._scaler()
 
-        self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
+        self.sums: ByParameter = {}  # the fp32 sum of each parameter's gradients over micro-batches
         self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
         self.example = None  # (args, kwargs) whose shapes FLOPs are counted on
         self.kept = None  # an activations.Meter of a forward pass, for the ledger
@@ -284,7 +284,7 @@ class Precision:
         self._optimizer_step(scale)
         for method in self.methods:
             report.update(method.after_step(self.low_part))
-        if measure:
+        if writes is not None:
             if self.skipped == skipped_before:  # a skipped step has no updates that could survive
                 report.update(writes.written())
             report["skipped_steps"] = self.skipped
@@ -292,7 +292,7 @@ class Precision:
                 report["loss_scale"] = self.scaler.get_scale()
         for average in self.averages.values():
             average.update()
-        if measure:
+        if writes is not None:
             self.ema.catch_up()
             report.update(writes.averaged())
         self.zero_grad()

@@ -424,7 +424,7 @@ def is_compiled(forward: Callable) -> bool:
 class PartFacts:
     """One optimiser of a run. asked_for: the name that the user gave. spread, states_on: as of RunFacts."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     asked_for: str
     spread: bool = False
     states_on: Any = "device"
