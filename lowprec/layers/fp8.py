@@ -223,10 +223,8 @@ class FP8(Coverage):
 def _has_kernels(formats, device):
     """Whether torch._scaled_mm multiplies the three pairs of operands of a layer on this device."""
     x, w, g = (form.dtype for form in formats)
-    for pair in ((x, w), (g, w), (g, x)):
-        if fp8_product.scaled_mm_refusal(device, *pair):
-            return False
-    return True
+    pairs = ((x, w), (g, w), (g, x))
+    return not any(fp8_product.scaled_mm_refusal(device, *pair) for pair in pairs)
 
 
 def _share_largest_amaxes(scalings):

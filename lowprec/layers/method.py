@@ -26,7 +26,6 @@ class Method:
     @classmethod
     def attach(cls, model, recipe, **options):
         """The method that `recipe` asks for, or None. The model is still as it came; raises Refused."""
-        return None
 
     def convert(self, model):
         """Change layers of the model, which now has the dtype of the recipe's weights."""

@@ -290,9 +290,8 @@ class Sparse24(Method):
         """Let the report name shares of the forward FLOPs; args, kwargs: of the model. Counted once."""
         if self.flops is not None:
             return
-        with self.plain(model):
-            with contextlib.suppress(Exception):  # a net that looks at values can't run on shapes
-                self.flops = module_flops(model, args, kwargs)
+        with self.plain(model), contextlib.suppress(Exception):  # a net that looks at values has no shapes
+            self.flops = module_flops(model, args, kwargs)
 
     def rows(self, parameters, generation_dtype):
         """{"sparse24": {"bytes": of the masks a parameter, "why", "layers", "lines"}} for the ledger.
