@@ -42,6 +42,7 @@ class Rule:
     says: str | Callable[[Any], str]
 
     def sentence(self, facts: Any) -> str:
+        """What the rule says of these facts."""
         return self.says(facts) if callable(self.says) else self.says
 
 
@@ -210,6 +211,7 @@ class MachineFacts:
 
     @property
     def compute(self) -> str:
+        """The recipe's site compute."""
         return self.recipe.compute
 
     @property
@@ -219,6 +221,7 @@ class MachineFacts:
 
     @property
     def reason(self) -> str:
+        """Why they run so."""
         return self.support[self.compute][1]
 
     @property
@@ -431,6 +434,7 @@ class PartFacts:
 
     @property
     def name(self) -> str:
+        """What a sentence calls it: the class of ours, or what the user asked for."""
         return type(self.optimizer).__name__ if self.optimizer.by_recipe else self.asked_for
 
     @property
@@ -489,6 +493,7 @@ class LossFacts:
 
     @property
     def nearest_moments(self) -> bool:
+        """Whether moments are rounded to nearest."""
         return self.writes["moments"] == "nearest"
 
     @property

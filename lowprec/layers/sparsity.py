@@ -83,6 +83,7 @@ class MaskedLinear(nn.Linear):
     """
 
     def forward(self, x):
+        """x [..., in_features] -> [..., out_features]."""
         return F.linear(x, _Pruned.apply(self.weight), self.bias)
 
 
@@ -92,6 +93,7 @@ class KernelLinear(nn.Linear):
     """
 
     def forward(self, x):
+        """x [..., in_features] -> [..., out_features]."""
         return F.linear(x.contiguous(), self.weight, self.bias)
 
 
@@ -203,6 +205,7 @@ class Sparse24(Method):
                 g.masked_fill_(~self.masks[name], 0)
 
     def after_step(self, low_part=lambda p: None):
+        """Keep zero what a fixed mask prunes. low_part: parameter -> what completes it."""
         self._hold(low_part)
         return {}
 
@@ -269,6 +272,7 @@ class Sparse24(Method):
     # -- state and report
 
     def state_dict(self):
+        """{"masks": {name: bool tensor like the weight}}, {} of them under srste."""
         return {"masks": dict(self.masks)}
 
     def load_state_dict(self, state, low_part):
