@@ -17,12 +17,11 @@ import torch
 
 from . import rules
 from .errors import Refused
-from .formats import CODES
 from .layers import fp8
 from .optimizers.build import OPTIMIZERS, kinds
 from .rounding import DTYPES
 from .rules import check_machine
-from .sites import SITES, Site
+from .sites import CODES, SITES, Site
 
 __all__ = ["MOMENTS", "OF_OPTIMIZERS", "SITES", "Recipe", "Site", "check_machine", "parse_average", "recipe"]
 

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 
 from .errors import Refused
-from .formats import CODES, FORMATS
+from .formats import FORMATS
 from .machine import device_facts, support
 from .optimizers.buckets import whole_alone
 from .optimizers.peers import PEERS
 from .optimizers.rounded import Rounded
+from .sites import CODES
 
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from .formats import CODES
+from .formats import FORMATS
+
+CODES = {name: form.why for name, form in FORMATS.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ An operand x is stored as round(x * scale) in e4m3 (3 mantissa bits, largest val
 """
 
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -241,10 +242,17 @@ def _transposed(operand):
     return codes.t(), inverse_scale.t()
 
 
-# torch.compile takes it into its graph as one call, so all it reads are arguments: tensors and constants
-@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
-    """x [M, K], w [K, N] -> x w in out_dtype; all three products of a training step in FP8."""
+    """x [M, K], w [K, N] -> x w in out_dtype; all three products of a training step in FP8.
+
+    torch.compile takes it into its graph as one call, so all it reads are arguments: tensors and constants.
+    """
+
+    @classmethod
+    @functools.cache
+    def register(cls):
+        """Tell torch.compile so: when a layer is put in FP8, since this imports the compiler for a second."""
+        torch.compiler.allow_in_graph(cls)
 
     @staticmethod
     def forward(ctx, x, w, out_dtype, *state):
@@ -303,6 +311,7 @@ class Scaling(nn.Module):
 
     def switch(self, options, device=None):
         """FP8 on as `options` say; state is made anew."""
+        _Product.register()
         self.options = options
         if options.recipe == "delayed":
             history = torch.zeros(options.amax_history_len, 3, dtype=torch.float32, device=device)

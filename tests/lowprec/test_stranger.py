@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import common
 import pytest
@@ -21,6 +22,12 @@ eager = common.eager
 # ---- A stranger's optimiser --------------------------------------------------------------------------------
 
 
+class Numbers(NamedTuple):
+    toward_mean: float
+    toward_momentum: float
+    rate: float
+
+
 class Lion(rounded.Rounded):
     """Lion (arXiv 2302.06675): the sign of a mean of gradient and momentum."""
 
@@ -30,12 +37,12 @@ class Lion(rounded.Rounded):
         super().__init__(params, dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay), **writing)
 
     def numbers(self, group, step):
-        return [1 - group["betas"][0], 1 - group["betas"][1], -group["lr"]]
+        return Numbers(1 - group["betas"][0], 1 - group["betas"][1], -group["lr"])
 
     @staticmethod
-    def direction(g, moments, h):
+    def direction(g, moments, n):
         (m,) = moments
-        return h[4] * (m + h[2] * (g - m)).sign(), (m + h[3] * (g - m),)
+        return n.rate * (m + n.toward_mean * (g - m)).sign(), (m + n.toward_momentum * (g - m),)
 
 
 LION = dict(optimizer=Lion, lr=1e-3, betas=(0.9, 0.99))
