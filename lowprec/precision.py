@@ -105,7 +105,9 @@ class Precision:
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         refuse(NET, net)
         self.options = options
-        self.clip_grad, self.clip_tensor, self.accumulate = clip_grad, clip_tensor, accumulate
+        self.clip_grad = clip_grad
+        self.clip_tensor = clip_tensor
+        self.accumulate = accumulate
         self.device = next(net.parameters()).device
         self.ranks = fsdp.ranks_of(net)  # those that the net is spread over, or None
         r = (r or Recipe()).keeping(*options.optimizers)
@@ -139,7 +141,8 @@ class Precision:
         """Bring the model to the recipe's dtypes. Returns its fp32 weights, of which an exact master is made,
         in the order of `params`; [] where there is none.
         """
-        net, r = self.model, self.recipe
+        net = self.model
+        r = self.recipe
         originals = []
         if r.low_weights and (r.master != "none" or r.kahan == "on"):
             trained = [p for p in net.parameters() if p.requires_grad]
@@ -156,6 +159,7 @@ class Precision:
         return originals
 
     def _optimizer(self, originals):
+        """Make the optimiser of all parameters that are trained, and its exact master of the `originals`."""
         self.named_params = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.params = [p for _, p in self.named_params]
         for p in self.params:
@@ -179,6 +183,7 @@ class Precision:
                 self.optimizer.set_exact(p, original)
 
     def _averages(self):
+        """Make the average 'ema', which the optimiser may write within its step, and further ones."""
         options = self.options
         kind = average_kind(options.average_on, self.device)
         make = functools.partial(kind, self.named_params, low_part=self.low_part, seed=options.seed)
@@ -190,6 +195,7 @@ class Precision:
             self.averages[spec] = make(*parse_average(spec))
 
     def _scaler(self):
+        """Make the loss scaler, which does nothing but for fp16."""
         dynamic = self.recipe.loss_scale == "dynamic"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dynamic, **self.options.of_scaler)
         self.skipped = 0  # steps whose gradients were not finite
