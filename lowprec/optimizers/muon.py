@@ -82,9 +82,8 @@ class Muon(ByTensor):
         return update.reshape(g.shape), {"momentum": m}
 
     def decay(self, p, name):
-        if name not in self.moments:
-            return math.nan, 0
-        return self._group(p)["momentum"], math.inf
+        known = name in self.moments
+        return (self._group(p)["momentum"], math.inf) if known else (math.nan, 0)
 
 
 ADJUST = {
@@ -111,7 +110,7 @@ def orthogonalised(matrix, dtype, steps=5, eps=1e-7):
 
 def hidden_matrices(net):
     """The set of the parameters that Muon takes: matrices and kernels of the layers between the first and the
-    last. Not embeddings, heads and norms, as lowprec.roles and names say, nor the first convolution.
+    last. Not embeddings, heads and norms, as `roles.roles` and names say, nor the first convolution.
 
     net: a module, or parameters without names, of which all matrices and kernels are meant.
     """
