@@ -101,6 +101,11 @@ def held_out(record, weights):
     return "training loss", record["final_loss"]
 
 
+def is_loss(metric):
+    """Whether a score is itself the loss on held-out data: one quantity has one verdict."""
+    return metric.rpartition(".")[2] in (*LOSSES, "loss_by_timestep")
+
+
 def task_of(arm):
     flags = ["--task", "", *arm.trained.experiment.common, *arm.trained.flags]
     return [word for flag, word in zip(flags, flags[1:], strict=False) if flag == "--task"][-1]
@@ -134,6 +139,28 @@ def loss_comparison(experiment, arm, known):
         return kind, len(changes), None
     due, level = look_of(experiment, len(changes))
     return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
+
+
+SLIGHTLY_WORSE = "slightly worse"
+
+
+def verdict_by_rule(experiment, arm, known):
+    """The verdict of an arm, by the score and by the loss.
+
+    An arm whose score is equal to the baseline's, or not shown to differ, is "slightly worse" where the 95 %
+    interval of its loss lies above 0, and where its score is worse by less than the margin.
+    """
+    pairs, result = comparison(experiment, arm, known)
+    said = verdict(pairs, result)
+    if said not in ("equal", "undecided"):
+        return said
+    loss = loss_comparison(experiment, arm, known)[2]
+    if loss and loss.low > 0:
+        return SLIGHTLY_WORSE
+    bad_side = result and (result.low > 0 if arm.lower_is_better else result.high < 0)
+    if said == "equal" and bad_side:
+        return SLIGHTLY_WORSE
+    return said
 
 
 # ---- The harm of rounding to nearest -----------------------------------------------------------------------
@@ -247,8 +274,9 @@ def by_bytes(experiment, known):
         values = finite_scores(experiment, arm, known)
         if not held or not values:
             continue
-        pairs, result = comparison(experiment, arm, known)
-        mean, low, high, said = statistics.fmean(values), None, None, verdict(pairs, result)
+        _, result = comparison(experiment, arm, known)
+        said = verdict_by_rule(experiment, arm, known)
+        mean, low, high = statistics.fmean(values), None, None
         if arm.name == arm.baseline:
             said = "baseline"
         elif result and math.isfinite(result.mean):

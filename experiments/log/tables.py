@@ -13,14 +13,17 @@ import statistics
 from collections import Counter
 
 from experiments.log.analysis import (
+    SLIGHTLY_WORSE,
     WAITS,
     across,
     comparison,
+    is_loss,
     loss_comparison,
     of_nearest,
     records_of,
     scores,
     verdict,
+    verdict_by_rule,
     weights_of,
 )
 from experiments.log.definition import look_of
@@ -67,6 +70,13 @@ def percent(x):
     return f"{100 * x:.0f} %" if size >= 9.95 else f"{100 * x:.1f} %" if size >= 0.95 else f"{100 * x:.2f} %"
 
 
+def compact(rows):
+    """A table in Markdown without the spaces between its cells, for a page that has to stay short."""
+    head, *body = rows
+    lines = [head, ["-"] * len(head), *body]
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
+
+
 def markdown(rows):
     head, *body = rows
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
@@ -96,17 +106,34 @@ def score_title(experiment):
     return heading(experiment) if len(names) == 1 else "score"
 
 
-def verdict_words(arm, margin, pairs, result, unit=""):
-    """A verdict as the pages print it: 'equal within 0.03', 'not shown to differ', 'worse'."""
-    said, experiment = verdict(pairs, result), arm.experiment
+def verdict_words(experiment, arm, known):
+    """A verdict as the pages print it: 'equal within 0.03', 'slightly worse, within 0.03', 'worse'."""
+    pairs, result = comparison(experiment, arm, known)
+    said = verdict_by_rule(experiment, arm, known)
     if experiment.looks and result is None and pairs:
         said = WAITS
-    if said == "equal" and result.low * result.high > 0:
-        worse = (result.mean > 0) == (bool(unit) or arm.lower_is_better)
-        return f"equal within {margin:g}{unit}, slightly {'worse' if worse else 'better'}"
     if said == WAITS:
         return f"no verdict before {look_of(experiment, pairs)[0]} pairs"
-    return {"equal": f"equal within {margin:g}{unit}", "undecided": "not shown to differ"}.get(said, said)
+    if said == "undecided":
+        return "not shown to differ"
+    by_score = verdict(pairs, result)
+    if said == SLIGHTLY_WORSE:
+        equal = by_score == "equal"
+        return f"{said}, within {arm.margin:g}" if equal else f"{said} (score not shown to differ)"
+    if said != "equal":
+        return said
+    better = result.high < 0 if arm.lower_is_better else result.low > 0
+    return f"slightly better, within {arm.margin:g}" if better else f"equal within {arm.margin:g}"
+
+
+def loss_words(experiment, arm, known):
+    """The verdict on the loss, '; loss equal within 0.3 %', where a margin was set for it, or ''."""
+    _, loss_pairs, loss = loss_comparison(experiment, arm, known)
+    if not loss or not experiment.loss_margin or is_loss(arm.metric):
+        return ""
+    said = verdict(loss_pairs, loss)
+    words = {"equal": f"equal within {experiment.loss_margin:g} %", "undecided": "not shown to differ"}
+    return f"; loss {words.get(said, said)}"
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------
@@ -132,7 +159,7 @@ def difference_columns(experiment, arm, known, values):
     """The columns about the differences of an arm, with these scores, from its baseline."""
     e, digits = experiment, decimals_of(arm.margin)
     pairs, result = comparison(e, arm, known)
-    kind, loss_pairs, loss = loss_comparison(e, arm, known)
+    kind, _, loss = loss_comparison(e, arm, known)
     row = {DIFFERENCE: "-", ACHIEVED: "-", f"{kind}, % [95 % CI]": "-", LOSS_ACHIEVED: "-"}
     if arm.baseline == arm.name:
         return {**row, "verdict": "baseline", "n": str(len(values)), "detectable": "-"}
@@ -144,10 +171,9 @@ def difference_columns(experiment, arm, known, values):
             row[ACHIEVED] += f" ({percent(result.achieved / abs(mean))})"
     if loss:
         row[f"{kind}, % [95 % CI]"], row[LOSS_ACHIEVED] = interval(loss, 2), cell(loss.achieved, 2)
-    said = verdict_words(arm, arm.margin, pairs, result)
-    if loss and e.loss_margin and not said.startswith("no verdict"):  # both are read at one look
-        side = verdict_words(arm, e.loss_margin, loss_pairs, loss, unit=" %")
-        said += f"; loss {side}"
+    said = verdict_words(e, arm, known)
+    if not said.startswith("no verdict"):  # both are read at one look
+        said += loss_words(e, arm, known)
     if arm.baseline != e.baseline:
         said += f" (against {arm.baseline})"
     both = list(of_nearest(e, arm, known))
