@@ -1,35 +1,82 @@
-"""What the benches share: nets and recipes by name, a clock, turns, and a process to measure in.
+"""What all benches share: recipes and nets by name, the clock, the runner of turns, tables, and the record.
 
-    net = parse_net("unet:small:64:8")                 # ('unet', 'small', 64, 8)
+    net = parse_net("unet:small:64:8")                    # ('unet', 'small', 64, 8)
     run, inputs, velocity = prepared(net, RECIPES["bf16"], torch.device("cpu"))
-    times = take_turns({"a": a, "b": b}, 15, bar)      # {'a': [what a() returned in each round], 'b': [...]}
+    cell = Cell("bf16", dict(recipe="bf16"), [partial(in_turn, step, clock)])
+    rows = take_turns([cell, other], 15, bar)             # [{'recipe': 'bf16', 'ms': [15 figures]}, ...]
 
-`bench.py` compares ways to train on the machine at hand, `benchmarks/gpu.py` every recipe on a GPU.
+Each file of this folder answers one question, with a Command that `python bench.py NAME` runs.
 """
 
-import multiprocessing
+import datetime
+import os
 import random
-import signal
+import shlex
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from tqdm import tqdm
 
 import models
 from lowprec.errors import Refused
 from lowprec.formats import FORMATS
-from lowprec.machine import quiet_libraries
 from lowprec.optimizers.offload import Offload
 from lowprec.precision import Precision, recipe
 
 ADAMW = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+# ---- Commands ----------------------------------------------------------------------------------------------
+
+
+def _nothing(_):
+    pass
+
+
+def _success(rows):
+    return 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """One question, as a command of bench.py.
+
+    measure(args, clock): the rows (dicts) that are its record; it prints its tables on the way.
+    help: its line in --help. repeats: rounds unless --repeats says otherwise, None where nothing is timed.
+    add_arguments(parser): its own flags. check(args): raises Refused for what can't work, before anything is
+    measured. status(rows): the exit status. cpu_only: whether it leaves a GPU alone.
+    """
+
+    name: str
+    help: str
+    measure: Callable
+    repeats: int | None = None
+    add_arguments: Callable = _nothing
+    check: Callable = _nothing
+    status: Callable = _success
+    cpu_only: bool = False
+
+
+def add_names(parser, flag, choices, default, help):
+    """A flag that takes several names out of `choices`."""
+    options = dict(nargs="+", choices=list(choices), metavar="NAME")
+    parser.add_argument(flag, default=default, help=help, **options)
+
+
+def add_nets(parser, default):
+    shown = f"default: {' '.join(default)}"
+    parser.add_argument("--nets", nargs="+", default=default, metavar="MODEL:SIZE:IMAGE:BATCH", help=shown)
+
 
 # ---- Recipes -----------------------------------------------------------------------------------------------
 
 PURE = dict(pure_bf16=True)
 STOCHASTIC = dict(pure_bf16=True, stochastic=True)
 
-# name: flags, as `precision.recipe` takes them
+# {name: flags as `precision.recipe` takes them}
 RECIPES = {
     "fp32": {},
     "bf16": dict(bf16=True),
@@ -52,20 +99,24 @@ RECIPES = {
     "pure_bf16-stochastic-opt8bit": dict(STOCHASTIC, opt8bit=True),
     "pure_bf16-stochastic-opt4bit": dict(STOCHASTIC, opt4bit=True),
 }
-FP8 = []  # names of the recipes that differ in how FP8 is run alone
+FP8 = []  # names of the recipes that differ only in how FP8 is run
 for backend in ("torchao", "te", "scaled_mm"):
     for scaling in ("tensorwise", "rowwise", "delayed"):
-        FP8.append(f"fp8-{backend}-{scaling}")
-        RECIPES[FP8[-1]] = dict(fp8=True, fp8_backend=backend, fp8_recipe=scaling)
+        name = f"fp8-{backend}-{scaling}"
+        FP8.append(name)
+        RECIPES[name] = dict(fp8=True, fp8_backend=backend, fp8_recipe=scaling)
 
-PRESETS = {"int8": "opt8bit", "int4": "opt4bit"}  # formats of moments that have a flag of their own
+# formats of moments that have a flag of their own
+PRESETS = {"int8": "opt8bit", "int4": "opt4bit"}
 
 
 def moment_formats():
-    """Names of the formats that moments can be held in: those with a flag first, then the others as they are
-    registered.
-    """
-    return [*PRESETS, *(name for name in FORMATS if name not in PRESETS)]
+    """Names of the formats that moments can be held in: those with a flag first, then the others in order."""
+    names = list(PRESETS)
+    for name in FORMATS:
+        if name not in PRESETS:
+            names.append(name)
+    return names
 
 
 def moments_in(name):
@@ -81,8 +132,10 @@ def typed(flags):
     for name, value in flags.items():
         if name == "sites":
             words += [f"--set {setting}" for setting in value]
+        elif value is True:
+            words.append(f"--{name}")
         else:
-            words.append(f"--{name}" if value is True else f"--{name} {value}")
+            words.append(f"--{name} {value}")
     return " ".join(words)
 
 
@@ -90,13 +143,15 @@ def typed(flags):
 
 
 def parse_net(spec):
-    """'unet:small:64:8' -> ('unet', 'small', 64, 8): model, size, side of the image, batch size. Raises
-    Refused.
+    """'unet:small:64:8' -> ('unet', 'small', 64, 8): model, size, side of the image, batch size.
+
+    Raises Refused.
     """
-    parts = spec.split(":")
-    if len(parts) != 4 or not all(part.isdigit() and int(part) for part in parts[2:]):
+    kind, *rest = spec.split(":")
+    if len(rest) != 3 or not all(number.isdigit() and int(number) for number in rest[1:]):
         raise Refused(f"--nets {spec}: write MODEL:SIZE:IMAGE:BATCH, as in unet:small:64:8")
-    return parts[0], parts[1], int(parts[2]), int(parts[3])
+    size, side, batch = rest
+    return kind, size, int(side), int(batch)
 
 
 def built(net):
@@ -115,26 +170,46 @@ def check_nets(specs):
 
 
 def prepared(net, flags, device):
-    """(Precision over the net, its inputs (x, t, y), the velocity it is to predict): the same for every
-    recipe. flags: as `precision.recipe` takes them.
+    """(Precision over the net, its inputs (x, t, y), the velocity that it is to predict).
+
+    The same for every recipe: x and velocity [B, 3, H, W] fp32, t [B] fp32, y [B] int64. flags: as
+    `precision.recipe` takes them, and grad_release and states_on.
     """
     _, _, side, batch = net
     torch.manual_seed(0)
     with device:
         model = built(net)
-    flags = dict(flags)
-    options = {name: flags.pop(name) for name in ("grad_release", "states_on") if name in flags}
+    of_recipe = dict(flags)
+    options = {}
+    for name in ("grad_release", "states_on"):
+        if name in of_recipe:
+            options[name] = of_recipe.pop(name)
     if options.get("states_on") == "cpu" and device.type == "cpu":
         options["states_on"] = Offload(OneMemory())
-    run = Precision(model, recipe(**flags), **options, **ADAMW)
+    run = Precision(model, recipe(**of_recipe), **options, **ADAMW)
     generator = torch.Generator().manual_seed(0)
-    x, velocity = (torch.randn(batch, 3, side, side, generator=generator).to(device) for _ in range(2))
-    t, y = torch.linspace(0, 999, batch, device=device), torch.arange(batch) % 10
+    x = torch.randn(batch, 3, side, side, generator=generator).to(device)
+    velocity = torch.randn(batch, 3, side, side, generator=generator).to(device)
+    t = torch.linspace(0, 999, batch, device=device)
+    y = torch.arange(batch) % 10
     return run, (x, t, y.to(device)), velocity
+
+
+def training_step(run, inputs, velocity):
+    """callable() of one step: forward, backward, optimiser, average. It returns the loss."""
+
+    def step():
+        loss = F.mse_loss(run(*inputs), velocity)
+        run.backward(loss)
+        run.step()
+        return loss
+
+    return step
 
 
 class OneMemory:
     """The traffic of an offload.Offload where there is no GPU: the same rooms and copies, made at once.
+
     rooms: bytes of those of all steps.
     """
 
@@ -161,80 +236,82 @@ class OneMemory:
     wait = need
 
 
-# ---- Memory ----------------------------------------------------------------------------------------------
+# ---- Memory ------------------------------------------------------------------------------------------------
 
 
 def forget_tables(optimizer):
-    """Drop the tables of the formats that an optimiser holds its moments in. All optimisers share them: after
-    its next step they hold what it needs, and no more.
+    """Drop the tables of the formats that an optimiser holds its moments in.
+
+    All optimisers share them: after its next step they hold what it needs, and no more.
     """
-    for form in getattr(optimizer, "coders", {}).values():
-        getattr(form, "tables", {}).clear()
+    for coder in getattr(optimizer, "coders", {}).values():
+        getattr(coder, "tables", {}).clear()
 
 
 def state_bytes(optimizer):
-    """Bytes of all tensors in an optimiser's state and tables of codes, storage that several share counted
-    once.
-    """
-    tensors = [t for state in optimizer.state.values() for _, t in tensors_in(state)]
-    for form in getattr(optimizer, "coders", {}).values():
-        tensors += getattr(form, "tables", {}).values()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    """Bytes of all tensors in an optimiser's state and tables of codes; shared storage is counted once."""
+    tensors = []
+    for state in optimizer.state.values():
+        tensors += [t for _, t in tensors_in(state)]
+    for coder in getattr(optimizer, "coders", {}).values():
+        tensors += getattr(coder, "tables", {}).values()
+    storages = [t.untyped_storage() for t in tensors]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(sizes.values())
 
 
 def tensors_in(state, path=""):
-    """[(where, plain tensor)] of a state: of dicts and lists within it, of classes of tensors that hold
-    others, as torchao's and SDNQ's codes do, and of other classes that hold tensors, as FlashOptim's do.
+    """[(where, plain tensor)] of a state.
+
+    It looks into dicts and lists, into classes of tensors that hold others, as torchao's and SDNQ's codes do,
+    and into other classes that hold tensors, as FlashOptim's do.
     """
-    if is_traceable_wrapper_subclass(state):
-        names = state.__tensor_flatten__()[0]
-        state = {name: getattr(state, name) for name in names}
-    if torch.is_tensor(state):
+    if torch.is_tensor(state) and not is_traceable_wrapper_subclass(state):
         return [(path, state)]
+    found = []
+    for name, value in _parts_of(state).items():
+        found += tensors_in(value, f"{path}.{name}" if path else str(name))
+    return found
+
+
+def _parts_of(state):
+    """{name: part} of what is no plain tensor."""
+    if is_traceable_wrapper_subclass(state):
+        names, _ = state.__tensor_flatten__()
+        return {name: getattr(state, name) for name in names}
+    if isinstance(state, dict):
+        return state
     if isinstance(state, (list, tuple)):
-        state = dict(enumerate(state))
-    if not isinstance(state, dict):
-        state = {name: t for name, t in getattr(state, "__dict__", {}).items() if torch.is_tensor(t)}
-    parts = [tensors_in(value, f"{path}.{name}" if path else str(name)) for name, value in state.items()]
-    return [found for part in parts for found in part]
+        return dict(enumerate(state))
+    attributes = getattr(state, "__dict__", {})
+    return {name: value for name, value in attributes.items() if torch.is_tensor(value)}
 
 
-# ---- Moments -----------------------------------------------------------------------------------------------
+def bytes_on(device):
+    """Bytes that CUDA's allocator holds now; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
-def after_a_drop(optimizer, p, read, before, after, bar=None, beta2=None, quiet=False):
-    """(v of the entries whose gradients dropped, v of the others), each over the exact mean v.
+def peak_bytes(step, device, before):
+    """Bytes that CUDA's allocator held during one step, above `before`.
 
-    Standard normal gradients for `before` steps, then every other entry's times 0.01 for `after` steps: in
-    each block of codes the scale stays, while half of the values should fall. read() gives exp_avg_sq [n] as
-    the optimiser holds it. The draws are made on the CPU. beta2: that of the optimiser's groups unless given.
-    quiet: let a quarter of the entries have small gradients all along, and count them nowhere. They are what
-    the smallest code of a block stands for, so that the dropped ones lie between a block's two ends.
+    None on a CPU: the resident set of a process that holds all recipes says nothing about one of them.
     """
-    generator, places = torch.Generator().manual_seed(0), torch.arange(p.numel())
-    dropped = places % 2 == 0
-    heights = torch.where(places % 4 == 1, 1e-3, 1.0) if quiet else torch.ones(())
-    exact, beta2 = torch.zeros(p.numel()), beta2 or optimizer.param_groups[0]["betas"][1]
-    for step in range(before + after):
-        grad = torch.randn(p.numel(), generator=generator) * heights
-        grad = torch.where(dropped, 0.01 * grad, grad) if step >= before else grad
-        exact = beta2 * exact + (1 - beta2) * grad.square()
-        p.grad = grad.to(p.device, p.dtype).view_as(p)
-        optimizer.step()
-        if bar:
-            bar.update()
-    held = read().cpu()
-    others = places % 4 == 3 if quiet else ~dropped
-    return tuple((held[half].mean() / exact[half].mean()).item() for half in (dropped, others))
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() - before
 
 
 # ---- Time --------------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Marks in time on a device and the milliseconds between them; on CUDA events, which don't hold up the
-    queue.
+    """Marks in time on a device, and the milliseconds between them.
+
+    On CUDA the marks are events, which don't hold up the queue.
     """
 
     def __init__(self, device):
@@ -252,7 +329,9 @@ class Clock:
         return event
 
     def ms(self, start, end):
-        return start.elapsed_time(end) if self.cuda else (end - start) * 1e3
+        if self.cuda:
+            return start.elapsed_time(end)
+        return (end - start) * 1e3
 
 
 def timed(step, clock, steps=1):
@@ -266,98 +345,91 @@ def timed(step, clock, steps=1):
     return clock.ms(start, end) / steps
 
 
-def _nothing(name):
-    pass
+# ---- The runner --------------------------------------------------------------------------------------------
 
 
-def take_turns(actions, repeats, bar, prepare=_nothing):
-    """{name: [result of actions[name]() in each round]}; each round runs all of them once, in an order of its
-    own. prepare(name) is called before each.
+@dataclass
+class Cell:
+    """One row of a record, and what it does when its turn comes.
+
+    turns: callables without arguments that return {column: figure}. One that can't run here has no turns, and
+    says why in row["note"].
     """
-    results, order, rng = {name: [] for name in actions}, list(actions), random.Random(0)
+
+    name: str
+    row: dict
+    turns: list = field(default_factory=list)
+
+
+def in_turn(step, clock, steps=1, column="ms"):
+    """A turn, once its arguments are bound: milliseconds a step under the name of a column."""
+    return {column: timed(step, clock, steps)}
+
+
+def take_turns(cells, repeats, bar):
+    """The rows of all cells, to whose columns each of their turns adds a figure a round.
+
+    A round runs every turn once, in an order of its own, so that other load on the machine meets all alike.
+    """
+    turns = []
+    for cell in cells:
+        turns += [(cell, turn) for turn in cell.turns]
+    order = random.Random(0)
     for _ in range(repeats):
-        rng.shuffle(order)
-        for name in order:
-            prepare(name)
-            bar.set_postfix_str(str(name), refresh=False)
-            results[name].append(actions[name]())
+        order.shuffle(turns)
+        for cell, turn in turns:
+            bar.set_postfix_str(cell.name, refresh=False)
+            for column, figure in turn().items():
+                cell.row.setdefault(column, []).append(figure)
             bar.update()
-    return results
+    return [cell.row for cell in cells]
 
 
-# ---- A process for cells -----------------------------------------------------------------------------------
+def started(names, make, bar, title=""):
+    """[Cell] of make(name), which takes the first steps of each."""
+    cells = []
+    for name in names:
+        bar.set_postfix_str(f"{title}: first steps of {name}")
+        cells.append(make(name))
+        bar.update()
+    return cells
 
 
-class Lost(Exception):
-    """A process gave no result. timeout: because it took too long."""
-
-    def __init__(self, message, timeout=False):
-        super().__init__(message)
-        self.timeout = timeout
+def progress(total):
+    """A bar that is shown on a terminal and leaves nothing behind."""
+    return tqdm(total=total, disable=None, leave=False)
 
 
-def _serve(function, pipe):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the other one ends this one
-    quiet_libraries()
-    try:
-        while True:
-            pipe.send(function(pipe.recv()))
-    except (EOFError, BrokenPipeError):
-        pass
+# ---- Tables and records ------------------------------------------------------------------------------------
 
 
-class Worker:
-    """Calls function(argument) in a process of its own, which is started when needed and replaced after it is
-    lost or closed.
-    """
-
-    def __init__(self, function, method="spawn"):
-        self.function, self.context, self.process = function, multiprocessing.get_context(method), None
-
-    def do(self, argument, seconds):
-        """The function's result. Raises Lost after `seconds`, or when the process ends."""
-        if self.process is None:
-            self.pipe, theirs = self.context.Pipe()
-            self.process = self.context.Process(target=_serve, args=(self.function, theirs))
-            self.process.start()
-            theirs.close()
-        try:
-            self.pipe.send(argument)
-            if self.pipe.poll(seconds):
-                return self.pipe.recv()
-            lost = Lost(f"took longer than {seconds:.0f} s", timeout=True)
-        except (EOFError, OSError):
-            self.process.join(10)
-            lost = Lost(f"its process ended, exit status {self.process.exitcode}")
-        self.close(wait=0)
-        raise lost
-
-    def close(self, wait=10):
-        """End the process, by force after `wait` seconds."""
-        if self.process is not None:
-            self.pipe.close()  # it ends when it has nobody to listen to
-            self.process.join(wait)
-            self.process.kill()
-            self.process.join()
-            self.process = None
-
-
-class Here:
-    """Calls the function in this process."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def do(self, argument, seconds):
-        return self.function(argument)
-
-    def close(self):
-        pass
-
-
-# ---- Words -------------------------------------------------------------------------------------------------
-
-
-def cell(value, spec):
+def shown(value, form):
     """A figure of a table, '-' where there is none."""
-    return "-" if value is None else format(value, spec)
+    return "-" if value is None else format(value, form)
+
+
+def markdown(heads, rows):
+    """A table; heads: texts, rows: lists of texts."""
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def record(bench, argv, machine, settings, rows):
+    """What a command leaves in its --out file, as experiments/log reads it."""
+    words = [without_folder(word) for word in argv]
+    return {
+        "bench": bench,
+        "command": shlex.join(["python", "bench.py", *words]),
+        "date": datetime.date.today().isoformat(),
+        "machine": machine,
+        "settings": settings,
+        "results": rows,
+    }
+
+
+def without_folder(word):
+    """A path by its last part alone: a record says nothing of the folders of a machine."""
+    if isinstance(word, str) and os.path.isabs(word):
+        return os.path.basename(word)
+    return word

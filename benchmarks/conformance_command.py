@@ -5,13 +5,10 @@
     python bench.py conformance all "my_package:AdamW(fused=True)"   these and any class, options as in Python
     python bench.py conformance my_file.py:EMA                       a class of a file; an average
 
-A class is an optimiser if it derives from torch.optim.Optimizer. It must take parameters and `lr`, which the
-checks set, as they do betas, weight_decay and seed where it has them; betas may be given. Anything else that
-can be built over parameters, named parameters or a model, and updated, is an average. The checks are in
-conformance.py, each with what it asks and why. They run the steps as written, without torch.compile, save the
-one that compares both.
-
-Exit status 0 when all holds, 1 with findings, 2 for bad input. A minute for ours, some minutes for all.
+A class is an optimiser if it derives from torch.optim.Optimizer and takes parameters and `lr`. Another class
+with a method update, update_parameters or step is an average. The checks set lr, betas, weight_decay and
+seed. They run the steps as written, without torch.compile, save the one that compares both. Exit status 0
+when all holds, 1 with findings, 2 for bad input. A minute for ours, some minutes for all.
 """
 
 import copy
@@ -22,46 +19,53 @@ import sys
 import torch
 from tqdm import tqdm
 
-from benchmarks import conformance, conformance_shards
+from benchmarks import (
+    conformance,
+    conformance_noise,
+    conformance_shards,
+    conformance_steps,
+    conformance_writes,
+    subjects,
+)
 from benchmarks.averages import path, progress
-from benchmarks.common import tensors_in
+from benchmarks.common import Command, markdown, tensors_in
+from benchmarks.common import progress as progress_bar
 from benchmarks.conformance import Result, differing, judged, nothing, unequal
-from benchmarks.subjects import BF16, DECAY, NAMES, OURS, PEERS, drawn
-from lowprec.errors import first_line
+from benchmarks.subjects import BF16, DECAY, NAMES, OURS, PEERS, drawn, in_words
 from lowprec.watch import adapters
 
 # ---- What is asked -----------------------------------------------------------------------------------------
 
-def _writes(text, fraction):
-    return f"write of {text} ulp", functools.partial(conformance.writes, fraction=fraction)
+
+def writes_of(fraction):
+    return functools.partial(conformance_writes.writes, fraction=fraction)
 
 
-CHECKS = dict(
-    [
-        _writes("1/10", 1 / 10),
-        _writes("1/3", 1 / 3),
-        _writes("1/2", 1 / 2),
-        ("decay alone", conformance.decay),
-        ("v after a drop", conformance.dropped),
-        ("noise of tensors", conformance.between_tensors),
-        ("noise of steps", conformance.between_steps),
-        ("noise of seeds", conformance.between_seeds),
-        ("noise of ranks", conformance_shards.between_ranks),
-        ("noise after resume", conformance.after_a_resume),
-        ("exact resume", conformance.resume),
-        ("split in two", conformance_shards.split),
-        ("sharded", conformance_shards.sharded),
-        ("compiled", conformance.compiled),
-        ("NaN", conformance.nan),
-        ("infinity", conformance.infinity),
-        ("extremes", conformance.extremes),
-        ("sizes", conformance.sizes),
-        ("state B/param", conformance.memory),
-    ]
-)
+CHECKS = {
+    "write of 1/10 ulp": writes_of(1 / 10),
+    "write of 1/3 ulp": writes_of(1 / 3),
+    "write of 1/2 ulp": writes_of(1 / 2),
+    "decay alone": conformance_writes.decay,
+    "v after a drop": conformance_writes.dropped,
+    "noise of tensors": conformance_noise.between_tensors,
+    "noise of steps": conformance_noise.between_steps,
+    "noise of seeds": conformance_noise.between_seeds,
+    "noise of ranks": conformance_shards.between_ranks,
+    "noise after resume": conformance_noise.after_a_resume,
+    "exact resume": conformance_steps.resume,
+    "split in two": conformance_shards.split,
+    "sharded": conformance_shards.sharded,
+    "compiled": conformance_writes.compiled,
+    "NaN": conformance_steps.nan,
+    "infinity": conformance_steps.infinity,
+    "extremes": conformance_steps.extremes,
+    "sizes": conformance_steps.sizes,
+    "state B/param": conformance_steps.memory,
+}
 
 
 # ---- Averages ----------------------------------------------------------------------------------------------
+
 
 def way(subject, size):
     """Does the average arrive? Weights of spread 0.02 go their way; see benchmarks/averages.py.
@@ -74,7 +78,8 @@ def way(subject, size):
         weights = path(*size.path)
         start = next(weights)
         model, average = subject.start(start)
-        answers, exact = adapters.Average.of(average, model), start.double()
+        answers = adapters.Average.of(average, model)
+        exact = start.double()
         for weight in weights:
             subject.follow(model, average, weight)
             decay = DECAY if answers.decay is None else answers.decay
@@ -96,7 +101,8 @@ def average_resume(subject, size):
         # over the weights as they are at a resume, not over the initial ones
         model_again, again = subject.start(model.weight.detach())
         again.load_state_dict(copy.deepcopy(average.state_dict()))
-        generator, ends = torch.get_rng_state(), []
+        generator = torch.get_rng_state()
+        ends = []
         for net, one in ((model, average), (model_again, again)):
             torch.set_rng_state(generator)
             for weight in weights[11:]:
@@ -121,29 +127,42 @@ ASKED = {"optimizer": CHECKS, "average": AVERAGE_CHECKS}
 
 # ---- The command -------------------------------------------------------------------------------------------
 
-def add_arguments(sub):
+
+def add_arguments(parser):
     help = f"{', '.join(NAMES)}; all (default): all of these that are installed; or a class as module:Class, "
     help += "file.py:Class, 'module:Class(option=value)'"
-    sub.add_argument("names", nargs="*", default=[], metavar="module:Class", help=help)
+    parser.add_argument("names", nargs="*", default=[], metavar="module:Class", help=help)
+
+
+def check(args):
+    """Imports and steps each subject once. Raises Refused."""
+    args.subjects = subjects.chosen(args.names, args.device)
 
 
 def conforming(args, clock):
-    """Rows (dicts), one for each subject and check; args.subjects is what `chosen` gave."""
+    """Rows (dicts), one for each subject and check; args.subjects is what `check` set."""
     rows = []
     total = sum(len(ASKED[subject.kind]) for subject in args.subjects)
-    with tqdm(total=total, disable=None, leave=False) as bar, torch.compiler.set_stance("force_eager"):
-        for one in args.subjects:
-            for check, ask in ASKED[one.kind].items():
-                bar.set_postfix_str(f"{one.name}: {check}")
-                result = asked(ask, one)
-                row = dict(name=one.name, kind=one.kind, package=one.package, version=one.version)
-                rows.append({**row, "check": check, **vars(result)})
-                bar.update()
-            found = [row for row in rows if row["name"] == one.name and row["verdict"] == "finding"]
-            tqdm.write(f"{one.name}: {', '.join(row['check'] for row in found) or 'holds'}", file=sys.stdout)
+    with progress_bar(total) as bar, torch.compiler.set_stance("force_eager"):
+        for subject in args.subjects:
+            found = rows_of(subject, bar)
+            rows += found
+            findings = [row["check"] for row in found if row["verdict"] == "finding"]
+            tqdm.write(f"{subject.name}: {', '.join(findings) or 'holds'}", file=sys.stdout)
     for kind in ASKED:
         print_tables([row for row in rows if row["kind"] == kind], list(ASKED[kind]))
     print_findings(rows)
+    return rows
+
+
+def rows_of(subject, bar):
+    whose = dict(name=subject.name, kind=subject.kind, package=subject.package, version=subject.version)
+    rows = []
+    for check, ask in ASKED[subject.kind].items():
+        bar.set_postfix_str(f"{subject.name}: {check}")
+        result = asked(ask, subject)
+        rows.append({**whose, "check": check, **vars(result)})
+        bar.update()
     return rows
 
 
@@ -152,7 +171,7 @@ def asked(ask, subject):
     try:
         return ask(subject, size=conformance.SIZE)
     except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = in_words(error)
         return Result("finding", "fails", f"fails: {why}", {"error": why})
 
 
@@ -161,32 +180,46 @@ MARK = {"holds": "", "finding": " !", "not claimed": " (not claimed)", "none": "
 
 def print_tables(rows, checks):
     """Checks down, as many subjects across as the terminal takes."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
     cells = {(row["name"], row["check"]): row["shown"] + MARK[row["verdict"]] for row in rows}
-    room, first = shutil.get_terminal_size((110, 24)).columns, max(map(len, checks)) + 2
-    while names:
-        widths = {n: max(len(n), *(len(cells[n, check]) for check in checks)) + 2 for n in names}
-        line, used = [], first
-        while names and (not line or used + widths[names[0]] <= room):
-            used += widths[names[0]]
-            line.append(names.pop(0))
-        print("\n" + " " * first + "".join(f"{n:>{widths[n]}}" for n in line))
-        for check in checks:
-            print(f"{check:<{first}}" + "".join(f"{cells[n, check]:>{widths[n]}}" for n in line))
+    terminal = shutil.get_terminal_size((110, 24)).columns
+    first = max(map(len, checks)) + 2  # the column of the checks' names
+    columns = []
+    used = first
+    for name in dict.fromkeys(row["name"] for row in rows):
+        width = 2 + max(len(text) for text in [name, *(cells[name, check] for check in checks)])
+        if columns and used + width > terminal:
+            print_table(columns, first, checks, cells)
+            columns = []
+            used = first
+        columns.append((name, width))
+        used += width
+    if columns:
+        print_table(columns, first, checks, cells)
+
+
+def print_table(columns, first, checks, cells):
+    """columns: [(name of a subject, width)]."""
+    print("\n" + " " * first + "".join(f"{name:>{width}}" for name, width in columns))
+    for check in checks:
+        line = "".join(f"{cells[name, check]:>{width}}" for name, width in columns)
+        print(f"{check:<{first}}{line}")
 
 
 def print_findings(rows):
-    found = [row for row in rows if row["verdict"] == "finding"]
+    findings = [row for row in rows if row["verdict"] == "finding"]
     print("\nwrites: mean of (written - wanted) a step in ulps, away from zero, of the worst signs.")
     print("noise: largest correlation. decay, v, way: 1 is right. !: a finding.\n")
-    for row in found:
+    for row in findings:
         print(f"{row['name']}: {row['said']}")
     for row in rows:
         if row["said"] and row["verdict"] != "finding":
             print(f"{row['name']}: {row['said']} (no finding)")
-    asked = len(dict.fromkeys(row["name"] for row in rows))
-    in_whom = f"{len(found)} findings in {len({row['name'] for row in found})} of {asked}"
-    print(in_whom if found else "all holds")
+    if findings:
+        where = {row["name"] for row in findings}
+        everyone = {row["name"] for row in rows}
+        print(f"{len(findings)} findings in {len(where)} of {len(everyone)}")
+    else:
+        print("all holds")
 
 
 def status(rows):
@@ -197,7 +230,7 @@ def status(rows):
 # ---- The page ----------------------------------------------------------------------------------------------
 
 CODES = [name for name in PEERS if name.endswith("bit") or name == "bitsandbytes"]
-# the tables of docs/conformance.md, and whose columns they have
+# {a table of docs/conformance.md: whose columns it has}
 TABLES = {
     "ours, AdamW": [f"ours:{name}" for name, flags in OURS.items() if "optimizer" not in flags],
     "ours, others": [f"ours:{name}" for name, flags in OURS.items() if "optimizer" in flags],
@@ -209,12 +242,24 @@ TABLES = {
 
 def table(rows, names):
     """Markdown: checks down, the subjects of `names` that were asked across, findings bold."""
-    cells = {(row["name"], row["check"]): row for row in rows}
-    names = [name for name in names if any(name == asked for asked, _ in cells)]
-    kind = next(row["kind"] for row in rows if row["name"] in names)
-    lines = [f"| check | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for check in ASKED[kind]:
-        found = [cells[name, check] for name in names]
-        shown = [f"**{row['shown']}**" if row["verdict"] == "finding" else row["shown"] for row in found]
-        lines.append(f"| {check} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    shown = {}
+    kinds = {}
+    for row in rows:
+        text = row["shown"]
+        shown[row["name"], row["check"]] = f"**{text}**" if row["verdict"] == "finding" else text
+        kinds[row["name"]] = row["kind"]
+    names = [name for name in names if name in kinds]
+    lines = []
+    for check in ASKED[kinds[names[0]]]:
+        lines.append([check, *(shown[name, check] for name in names)])
+    return markdown(["check", *names], lines)
+
+
+COMMAND = Command(
+    "conformance",
+    "what optimisers and averages of low precision keep to",
+    conforming,
+    add_arguments=add_arguments,
+    check=check,
+    status=status,
+)

@@ -1,4 +1,4 @@
-"""Checks of a tensor in parts: as two parameters of one optimiser, and as shards on two ranks.
+"""Checks of conformance: a tensor in parts, as two parameters of one optimiser, and as shards on two ranks.
 
 Shards are torch's DTensors, as FSDP2 lays them out. The ranks take turns in this process, beside a process
 group that sends nothing: a step of an optimiser that treats each entry by itself needs no message.
@@ -15,17 +15,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.conformance import (
     COUPLED,
-    NOISY,
-    SHARED,
-    Result,
     chequered,
     differing,
     judged,
+    not_claimed,
     nothing,
     random_grads,
     random_weights,
-    worst_of,
 )
+from benchmarks.conformance_noise import NOISY, SHARED, worst_of
 from benchmarks.subjects import BF16, ULP, drawn, feed, full, values
 from lowprec.errors import first_line
 
@@ -72,11 +70,13 @@ def on_ranks(subject, weights, gradients, lr, seed):
 
 def by_the_generator(subject, weights, gradients):
     """Whether another seed of torch's generator gives other weights."""
-    one, other = (run(subject, weights, gradients, ULP, len(weights), seed) for seed in (10, 11))
+    one = run(subject, weights, gradients, ULP, len(weights), seed=10)
+    other = run(subject, weights, gradients, ULP, len(weights), seed=11)
     return bool((one != other).any())
 
 
 def material():
+    """(weights [128, 128], three gradients)."""
     (weights,) = random_weights([(128, 128)])
     return weights, [g for (g,) in random_grads([(128, 128)], 3)]
 
@@ -93,12 +93,13 @@ def split(subject, size):
     large: codes may spare small tensors.
     """
     weights, gradients = material()
-    whole, halves = (run(subject, weights, gradients, ULP, rows, 10) for rows in (128, 64))
+    whole = run(subject, weights, gradients, ULP, rows=128, seed=10)
+    halves = run(subject, weights, gradients, ULP, rows=64, seed=10)
     share = (whole != halves).double().mean().item()
     if share and not subject.elementwise:
-        return Result("not claimed", COUPLED)
+        return not_claimed(COUPLED)
     if share and by_the_generator(subject, weights, gradients):
-        return Result("not claimed", "by torch's generator", figures=dict(differ=share))
+        return not_claimed("by torch's generator", differ=share)
     said = f"split in two parameters, {share:.1%} of the weights get other bits"
     return judged(not share, differing(share), said, differ=share)
 
@@ -110,18 +111,17 @@ def sharded(subject, size):
     by those that draw from torch's generator, of which each rank has its own, and meaningless where an
     entry's step depends on other entries. The figure is the share of weights that differ.
     """
-    weights, gradients = material()
     if not subject.elementwise:
-        return Result("not claimed", COUPLED)
+        return not_claimed(COUPLED)
+    weights, gradients = material()
     try:
         parts = on_ranks(subject, weights, gradients, ULP, 10)
     except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        return Result("not claimed", "takes no DTensor", figures=dict(error=why))
+        return not_claimed("takes no DTensor", error=f"{type(error).__name__}: {first_line(error)}")
     whole = run(subject, weights, gradients, ULP, len(weights), 10)
     share = (whole != torch.cat(parts)).double().mean().item()
     if share and by_the_generator(subject, weights, gradients):
-        return Result("not claimed", "by torch's generator", figures=dict(differ=share))
+        return not_claimed("by torch's generator", differ=share)
     said = f"sharded on {RANKS} ranks, {share:.1%} of the weights get other bits"
     return judged(not share, differing(share), said, differ=share)
 
@@ -136,12 +136,13 @@ def between_ranks(subject, size):
     try:
         shards = on_ranks(subject, full(128), [chequered(128)] * 2, NOISY / subject.unit(128), 12)
     except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        return Result("not claimed", "takes no DTensor", figures=dict(error=why))
-    value, chance = worst_of([tuple(shard.flatten()[1::2] for shard in shards)])
+        return not_claimed("takes no DTensor", error=f"{type(error).__name__}: {first_line(error)}")
+    pair = tuple(shard.flatten()[1::2] for shard in shards)
+    value, chance = worst_of([pair])
     if value is None:
         return nothing("no noise")
-    holds, said = value < max(SHARED, chance), f"ranks that are seeded alike share their noise ({value:+.2f})"
+    holds = value < max(SHARED, chance)
+    said = f"ranks that are seeded alike share their noise ({value:+.2f})"
     if not holds and by_the_generator(subject, *material()):
-        return Result("not claimed", f"{value:+.3f} if seeded alike", said, dict(correlation=value))
+        return not_claimed(f"{value:+.3f} if seeded alike", said, correlation=value)
     return judged(holds, f"{value:+.3f}", said, correlation=value)

@@ -1,9 +1,8 @@
 """bench.py first: how long each task's first command takes, and what comes out.
 
-The commands of README's table of tasks, one after another and alone on the machine, each a process of its
-own as a user starts it, in folders that are deleted at the end (--runs keeps them). A row: seconds from the
-start of the command to its end, seconds to every picture, and the scores. It says when there is something to
-look at and what it is worth. It compares nothing: the seconds are this machine's.
+The commands run one after another, alone on the machine, each in a process of its own as a user starts it.
+Their folders are deleted at the end (--runs keeps them). A row: seconds from the start of the command to its
+end, seconds to every picture, and the scores. It compares nothing: the seconds are this machine's.
 """
 
 import json
@@ -15,8 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
+from benchmarks.common import Command, add_names, markdown, progress
+from harness.flags import natural
 from lowprec.errors import Refused
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,8 +27,10 @@ DISTILL = "--task distill --teacher {runs}/teacher"
 
 @dataclass(frozen=True)
 class First:
-    """A first command. flags: of train.py. score: the one that README shows, a key of the averaged weights'
-    scores. said: its words there. needs: whose run it starts from.
+    """A first command.
+
+    flags: of train.py. score: the one that the table shows, a key of the averaged weights' scores. said: its
+    words there. needs: whose run it starts from.
     """
 
     flags: str
@@ -38,7 +39,7 @@ class First:
     needs: tuple[str, ...] = ()
 
 
-# name of the run's folder: what makes it; in this order, for some start from the run of an earlier one
+# {name of the run's folder: what makes it}; in this order, for some start from the run of an earlier one
 FIRST = {
     "default": First(RECIPE, "frechet", "Fréchet distance {}"),
     "dit": First("--model dit", "frechet", "Fréchet distance {}"),
@@ -60,6 +61,13 @@ FIRST = {
 }
 
 
+def add_arguments(parser):
+    names = list(FIRST)
+    add_names(parser, "--only", names, names, "commands to run (default: all): " + ", ".join(names))
+    parser.add_argument("--steps", type=natural, help="other than each task's own number, to try it")
+    parser.add_argument("--runs", metavar="DIR", help="keep the runs here (default: they are deleted)")
+
+
 def with_needs(names):
     """The names with those whose runs they start from, in the order of FIRST."""
     wanted = set(names)
@@ -69,34 +77,32 @@ def with_needs(names):
 
 
 def first(args, clock):
+    """Rows (dicts), see `measured`. Raises Refused when a command fails."""
     rows = []
-    with tempfile.TemporaryDirectory() as passing:
-        for name in (bar := tqdm(with_needs(args.only), disable=None, leave=False)):
+    names = with_needs(args.only)
+    with tempfile.TemporaryDirectory() as scratch, progress(len(names)) as bar:
+        for name in names:
             bar.set_postfix_str(name)
-            rows.append(_measured(name, args.runs or passing, args))
-            bar.write(_line(rows[-1]))
+            row = measured(name, args.runs or scratch, args)
+            rows.append(row)
+            bar.write(f"{name:<14}{minutes(row):>6} minutes  {result(row)}")
+            bar.update()
     return rows
 
 
-def _measured(name, runs, args):
+def measured(name, runs, args):
     """The row of a command. Raises Refused when the command fails."""
-    typed = FIRST[name].flags + (f" --steps {args.steps}" if args.steps else "")
-    flags = shlex.split(typed.format(runs=runs))
-    command = [sys.executable, str(ROOT / "train.py"), *flags, "--name", name, "--runs", runs]
-    command += ["--device", args.device.type]
-    if args.threads:
-        command += ["--threads", str(args.threads)]
-    if (Path(runs) / name).exists():
-        raise Refused(f"--runs {runs}: it holds {name} already, which would go on; choose another folder")
-    began, start = time.time(), time.perf_counter()
-    ended = subprocess.run(command, capture_output=True, text=True)
-    seconds = time.perf_counter() - start
-    if ended.returncode:
-        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Refused(f"{shlex.join(command[1:])}: exit status {ended.returncode}: {last}")
     folder = Path(runs) / name
+    if folder.exists():
+        raise Refused(f"--runs {runs}: it holds {name} already, which would go on; choose another folder")
+    typed = FIRST[name].flags
+    if args.steps:
+        typed += f" --steps {args.steps}"
+    began = time.time()
+    seconds = seconds_of([*shlex.split(typed.format(runs=runs)), "--name", name, "--runs", runs], args)
     summary = json.loads((folder / "summary.json").read_text())
     pictures = sorted((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime)
+    scores = summary["scores"]["ema"]
     return dict(
         name=name,
         command=shlex.join(["python", "train.py", *shlex.split(typed.format(runs="runs"))]),
@@ -105,19 +111,32 @@ def _measured(name, runs, args):
         steps=summary["step"],
         parameters=summary["parameters"],
         pictures={path.name: path.stat().st_mtime - began for path in pictures},
-        scores={key: value for key, value in summary["scores"]["ema"].items() if isinstance(value, float)},
+        scores={key: value for key, value in scores.items() if isinstance(value, float)},
     )
+
+
+def seconds_of(flags, args):
+    """From the start of train.py to its end. Raises Refused when it fails."""
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--device", args.device.type]
+    if args.threads:
+        command += ["--threads", str(args.threads)]
+    start = time.perf_counter()
+    ended = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or ["no message"]
+        raise Refused(f"{shlex.join(command[1:])}: exit status {ended.returncode}: {lines[-1]}")
+    return seconds
 
 
 def table(rows):
     """Markdown of the rows: what docs/speed.md shows."""
-    lines = ["| command | steps | first picture, minutes | end, minutes | what comes out |"]
-    lines += ["|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         seen = min(row["pictures"].values()) / 60
-        times = f"{seen:.1f} | {minutes(row)}"
-        lines.append(f"| `{row['command']}` | {row['steps']:,} | {times} | {result(row)} |")
-    return "\n".join(lines)
+        command = f"`{row['command']}`"
+        lines.append([command, f"{row['steps']:,}", f"{seen:.1f}", minutes(row), result(row)])
+    return markdown(["command", "steps", "first picture, minutes", "end, minutes", "what comes out"], lines)
 
 
 def minutes(row):
@@ -125,11 +144,15 @@ def minutes(row):
     return f"{row['seconds'] / 60:.1f}"
 
 
-def _line(row):
-    return f"{row['name']:<14}{minutes(row):>6} minutes  {result(row)}"
-
-
 def result(row):
     """'Fréchet distance 0.088': what came out, in README's words."""
     how = FIRST[row["name"]]
     return how.said.format(f"{row['scores'][how.score]:.3g}")
+
+
+COMMAND = Command(
+    "first",
+    "how long each task's first command takes, and what comes out",
+    first,
+    add_arguments=add_arguments,
+)

@@ -1,12 +1,14 @@
-"""How long one step of an optimiser takes, beside other libraries and beside copying the same bytes."""
+"""bench.py optimizers: one step on 10 million parameters, ours, other libraries', and copying the same bytes.
+
+4 minutes and 3 GiB on 2 cores; more the first time, for torchao compiles each shape. Other libraries:
+requirements-bench.txt.
+"""
 
 import math
 import statistics
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from benchmarks import subjects
 from benchmarks.common import (
@@ -14,14 +16,21 @@ from benchmarks.common import (
     PRESETS,
     PURE,
     STOCHASTIC,
-    cell,
+    Cell,
+    Command,
+    add_names,
     forget_tables,
+    in_turn,
     moment_formats,
     moments_in,
+    progress,
+    shown,
+    started,
     state_bytes,
     take_turns,
     timed,
 )
+from harness.flags import natural
 from lowprec.errors import Refused
 from lowprec.optimizers import build, peers
 from lowprec.optimizers.build import OPTIMIZERS
@@ -30,8 +39,9 @@ from lowprec.precision import Recipe, recipe
 
 @dataclass(frozen=True)
 class Contender:
-    """protection: what keeps small updates from being lost. optimizer: a name for `peers.build`, or None for
-    what is no optimiser of the recipes.
+    """protection: what keeps small updates from being lost.
+
+    optimizer: a name for `build.build`, or None for what is no optimiser of the recipes.
     """
 
     protection: str
@@ -75,12 +85,12 @@ def contenders():
     }
     for name in moment_formats():
         label = PRESETS.get(name, name).removeprefix("opt")
-        rows[f"stochastic-{label}"] = Contender("stochastic w m v", recipe(**STOCHASTIC, **moments_in(name)))
+        in_codes = recipe(**STOCHASTIC, **moments_in(name))
+        rows[f"stochastic-{label}"] = Contender("stochastic w m v", in_codes)
     for name in OPTIMIZERS:
         if name != "adamw":
             rows[f"stochastic-{name}"] = Contender("stochastic, all of it", stochastic, name)
-    known = [name for name in PROTECTION if name in peers.PEERS and name not in UNLISTED]
-    for name in [*known, *(name for name in peers.PEERS if name not in PROTECTION)]:
+    for name in listed_peers():
         r = recipe(**PURE, opt8bit=True) if name == "bitsandbytes" else pure
         protection = PROTECTION.get(name, "as its authors publish it")
         rows[name.replace("_", "-")] = Contender(protection, r, name)
@@ -92,14 +102,33 @@ def contenders():
     return rows
 
 
+def listed_peers():
+    """The peers that train.py offers: those in PROTECTION in its order, then new ones."""
+    known = [name for name in PROTECTION if name in peers.PEERS]
+    new = [name for name in peers.PEERS if name not in PROTECTION]
+    return known + new
+
+
 CONTENDERS = contenders()
 LAYOUTS = ["mixed", "large"]
 COPIED = 14  # bytes a parameter: a step on bf16 reads w, g, m, v and writes w, m, v, as does copying 7 bytes
 
 
+def add_arguments(parser):
+    parser.add_argument("--parameters", type=natural, default=10_000_000, help="default: 10_000_000")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: both")
+    names = list(CONTENDERS)
+    add_names(parser, "--only", names, names, "optimisers to run (default: all): " + ", ".join(names))
+
+
+# ---- Steps -------------------------------------------------------------------------------------------------
+
+
 def layout_shapes(layout, n):
-    """Shapes of n parameters. 'large': four vectors. 'mixed': blocks of four widths as in a U-Net or
-    transformer, where most tensors are vectors and most values lie in kernels and matrices.
+    """Shapes of n parameters.
+
+    'large': four vectors. 'mixed': blocks of four widths as in a U-Net or transformer, where most tensors are
+    vectors and most values lie in kernels and matrices.
     """
     if layout == "large":
         sizes = [n // 4 + (i < n % 4) for i in range(4)]
@@ -108,31 +137,45 @@ def layout_shapes(layout, n):
     for w in (32, 64, 128, 256):
         block += [(w, w, 3, 3), (w,), (w,), (w,), (w, w), (w,)]
         block += [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
-    shapes, left, i = [], n, 0
-    while left and math.prod(block[i % len(block)]) <= left:
-        shapes.append(block[i % len(block)])
-        left -= math.prod(shapes[-1])
-        i += 1
-    return shapes + [(left,)] * (left > 0)
+    shapes = []
+    left = n
+    while left:
+        shape = block[len(shapes) % len(block)]
+        if math.prod(shape) > left:
+            return [*shapes, (left,)]
+        shapes.append(shape)
+        left -= math.prod(shape)
+    return shapes
 
 
 def make_step(name, params):
-    """(callable that does one step on `params`, the optimiser or None). Raises Refused for a missing package.
-    """
+    """(callable that does one step on `params`, the optimiser or None). Raises Refused."""
     contender = CONTENDERS[name]
     if name == "copy":
-        moved = COPIED // 2 * sum(p.numel() for p in params)
-        source = torch.ones(moved, dtype=torch.uint8, device=params[0].device)
-        return partial(torch.zeros_like(source).copy_, source), None
+        return copying(params), None
     if name.startswith("torch-fused"):
-        made = torch.optim.AdamW(params, **ADAMW, fused=True)
+        optimizer = torch.optim.AdamW(params, **ADAMW, fused=True)
     elif name in UNLISTED:
-        made = subjects.subject(name, params[0].device).over(params, **ADAMW)
+        optimizer = subjects.subject(name, params[0].device).over(params, **ADAMW)
     else:
-        other = contender.ours and contender.optimizer != "adamw"  # its eps may be another thing
-        options = {key: ADAMW[key] for key in (("lr", "weight_decay") if other else ADAMW)}
-        made = build.build(contender.optimizer, params, contender.recipe, **options)
-    return getattr(made, "inner", made).step, made  # a peer's own step, without our adapter
+        options = ADAMW
+        if contender.ours and contender.optimizer != "adamw":  # its eps may be another thing
+            options = dict(lr=ADAMW["lr"], weight_decay=ADAMW["weight_decay"])
+        optimizer = build.build(contender.optimizer, params, contender.recipe, **options)
+    own = getattr(optimizer, "inner", optimizer)  # a peer's own step, without our adapter
+    return own.step, optimizer
+
+
+def copying(params):
+    """callable() that moves COPIED bytes a parameter."""
+    size = COPIED // 2 * sum(p.numel() for p in params)
+    source = torch.ones(size, dtype=torch.uint8, device=params[0].device)
+    target = torch.zeros_like(source)
+
+    def copy():
+        target.copy_(source)
+
+    return copy
 
 
 class Contest:
@@ -144,95 +187,109 @@ class Contest:
         shapes = layout_shapes(layout, args.parameters)
         self.weights = [torch.randn(s, generator=generator) * 0.05 for s in shapes]
         sources = [torch.randn(s, generator=generator) * 1e-3 for s in shapes]
-        self.grads, self.fresh, self.params = {}, {}, {}
+        self.grads, self.fresh = {}, {}
         for dtype in (torch.bfloat16, torch.float32):
             self.grads[dtype] = [g.to(args.device, dtype) for g in sources]
             self.fresh[dtype] = [g.clone() for g in self.grads[dtype]]
 
-    def refill(self, name):
-        """The gradients as after a backward: adamw-bf16 leaves zeros behind, heavyball none at all."""
-        dtype = CONTENDERS[name].recipe.dtype("weights")
-        torch._foreach_copy_(self.grads[dtype], self.fresh[dtype])
-        for p, g in zip(self.params[name], self.grads[dtype], strict=True):
-            p.grad = g
-
     def rows(self):
         """Rows (dicts): name, protection, ms of each round, bytes of state a parameter, or a note why not."""
-        rows, actions = [], {}
-        for name in self.args.only:
-            self.bar.set_postfix_str(f"{self.layout}: first step of {name}")
-            row, step = self._started(name)
-            rows.append(row)
-            if step is not None:
-                actions[name] = partial(timed, step, self.clock)
-            self.bar.update()
-        times = take_turns(actions, self.args.repeats, self.bar, self.refill)
-        for row in rows:
-            row["ms"] = times.get(row["name"], [])
-        return rows
+        cells = started(self.args.only, self.start, self.bar, self.layout)
+        return take_turns(cells, self.args.repeats, self.bar)
 
-    def _started(self, name):
-        """(row, step or None) of a contender after its first steps."""
+    def start(self, name):
+        """The Cell of a contender, after its first steps."""
         contender = CONTENDERS[name]
         row = dict(layout=self.layout, tensors=len(self.weights), name=name, protection=contender.protection)
         row.update(note="", first_step_s=None, state_bytes=None, moved_bytes=COPIED, ms=[])
         dtype = contender.recipe.dtype("weights")
         params = [torch.nn.Parameter(w.to(self.args.device, dtype)) for w in self.weights]
-        self.params[name] = params
-        self.refill(name)
+        self.refill(params, dtype)
         try:
             step, optimizer = make_step(name, params)
             forget_tables(optimizer)
             row["first_step_s"] = timed(step, self.clock) / 1e3
-            self.refill(name)
+            self.refill(params, dtype)
             timed(step, self.clock)
         except Refused as error:
-            missing = "pip install" in str(error)
-            row["note"] = "not installed: " + str(error).rsplit(": ", 1)[1] if missing else str(error)
-            return row, None
+            row["note"] = without_who_needs_it(str(error))
+            return Cell(name, row)
         except Exception as error:  # a peer that fails, say for want of a compiler, is a line
             if contender.ours:  # a bug of ours is not
                 raise
             row["note"] = f"fails here: {type(error).__name__}"
-            return row, None
+            return Cell(name, row)
         if optimizer is not None:
             row["state_bytes"] = state_bytes(optimizer) / self.args.parameters
             # weights, gradients and states are read, weights and states written
             row["moved_bytes"] = 3 * dtype.itemsize + 2 * row["state_bytes"]
-        return row, step
+
+        def turn():
+            self.refill(params, dtype)
+            return in_turn(step, self.clock)
+
+        return Cell(name, row, [turn])
+
+    def refill(self, params, dtype):
+        """The gradients as after a backward: adamw-bf16 leaves zeros behind, heavyball none at all."""
+        torch._foreach_copy_(self.grads[dtype], self.fresh[dtype])
+        for p, g in zip(params, self.grads[dtype], strict=True):
+            p.grad = g
+
+
+def without_who_needs_it(refusal):
+    """'not installed: pip install optimi' where a package is absent; else the refusal as it is."""
+    if "pip install" not in refusal:
+        return refusal
+    return "not installed: " + refusal.rsplit(": ", 1)[1]
+
+
+# ---- The command -------------------------------------------------------------------------------------------
 
 
 def optimizers(args, clock):
-    rows, rounds = [], args.repeats + 1
-    with tqdm(total=len(args.layouts) * len(args.only) * rounds, disable=None, leave=False) as bar:
+    """Rows (dicts) of all layouts, see Contest.rows."""
+    rows = []
+    with progress(len(args.layouts) * len(args.only) * (args.repeats + 1)) as bar:
         for layout in args.layouts:
             rows += Contest(layout, args, clock, bar).rows()
     for layout in args.layouts:
-        _print_layout(layout, [row for row in rows if row["layout"] == layout], args)
+        print_layout(layout, [row for row in rows if row["layout"] == layout], args)
     ours = [name for name, contender in CONTENDERS.items() if contender.ours]
     print("\nratio: to ours, stochastic. of copy: bytes a second that a step moves, over those of copying.")
     print("w weights, m exp_avg, v exp_avg_sq. ours: " + ", ".join(ours))
     return rows
 
 
-def _print_layout(layout, rows, args):
-    medians = {row["name"]: statistics.median(row["ms"]) for row in rows if row["ms"]}
-    unit, copied = medians.get("stochastic"), medians.get("copy")
+def print_layout(layout, rows, args):
+    medians = {row["name"]: statistics.median(row["ms"] or [math.inf]) for row in rows}
     count = f"{args.parameters:,} parameters in {rows[0]['tensors']} tensors"
     print(f"\n{layout}: {count}, {args.repeats} rounds")
     heads = f"{'optimiser':<18}{'ms (median)':>12}{'fastest':>9}{'ratio':>8}{'of copy':>9}"
     print(f"{heads}{'state B/param':>15}{'first step s':>14}  protects small updates")
-    for row in sorted(rows, key=_median):
+    for row in sorted(rows, key=lambda row: medians[row["name"]]):
         if row["note"]:
             print(f"{row['name']:<18}{row['note']}")
-            continue
-        median = _median(row)
-        ratio = "-" if unit is None else f"{median / unit:.2f}"
-        share = "-" if copied is None else f"{row['moved_bytes'] / COPIED * copied / median:.0%}"
-        figures = f"{median:>12.2f}{min(row['ms']):>9.2f}{ratio:>8}{share:>9}"
-        figures += f"{cell(row['state_bytes'], '.2f'):>15}"
-        print(f"{row['name']:<18}{figures}{row['first_step_s']:>14.2f}  {row['protection']}")
+        else:
+            print_contender(row, medians)
 
 
-def _median(row):
-    return statistics.median(row["ms"] or [math.inf])
+def print_contender(row, medians):
+    median = medians[row["name"]]
+    ratio = share = None
+    if "stochastic" in medians:
+        ratio = median / medians["stochastic"]
+    if "copy" in medians:
+        share = row["moved_bytes"] / COPIED * medians["copy"] / median
+    figures = f"{median:>12.2f}{min(row['ms']):>9.2f}{shown(ratio, '.2f'):>8}{shown(share, '.0%'):>9}"
+    figures += f"{shown(row['state_bytes'], '.2f'):>15}{row['first_step_s']:>14.2f}"
+    print(f"{row['name']:<18}{figures}  {row['protection']}")
+
+
+COMMAND = Command(
+    "optimizers",
+    "one optimiser step, ours and peers",
+    optimizers,
+    repeats=15,
+    add_arguments=add_arguments,
+)

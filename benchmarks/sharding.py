@@ -1,15 +1,13 @@
 """What each of several GPUs holds of a net that `train.py --fsdp` spreads over them, from shapes alone.
 
-    python -m benchmarks.sharding                # the table in the README: seconds, no memory, no GPU
+    python -m benchmarks.sharding           # the table: seconds, no memory, no GPU
     python bench.py sharding --ranks 2      # beside what real processes allocate: a DiT-S/8, a minute
 
-What is held and what is gathered are told in ledger.py; `train.py --fsdp --dry_run` says them of any run.
-Activations are neither, see `bench.py memory`. tests/harness/test_fsdp.py makes the same comparison for a
-small net.
+What is held and what is gathered are told in lowprec/ledger.py; `train.py --fsdp --dry_run` says them of any
+run. Activations are neither, see `bench.py memory`.
 """
 
 import json
-import socket
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -20,7 +18,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from benchmarks.common import built, parse_net
+from benchmarks.common import Command, add_nets, built, check_nets, markdown, parse_net
+from harness.flags import natural
 from lowprec import fsdp
 from lowprec.activations import blocks
 from lowprec.ledger import WORLDS, gathered, held
@@ -42,88 +41,125 @@ RECIPES = {
 }
 GIB = 1 << 30
 
+# ---- By arithmetic -----------------------------------------------------------------------------------------
+
 
 def rows(nets=NETS):
     """[[net, flags, gathered, held on 1, on 8, on 64 GPUs]], in GiB."""
     found = []
-    for name, (depth, width, heads) in nets.items():
-        for flags, options in RECIPES.items():
-            with torch.device("meta"):
-                net = DiT(4, 1000, 32, 2, depth, width, heads)
-            run = Precision(net, recipe(**options))
-            sizes = [gathered(run, blocks(net)), *(held(run, world) for world in WORLDS)]
-            found.append([name, flags, *(f"{size / GIB:.1f}" for size in sizes)])
+    for (name, (depth, width, heads)), (flags, options) in product(nets.items(), RECIPES.items()):
+        with torch.device("meta"):
+            net = DiT(4, 1000, 32, 2, depth, width, heads)
+        run = Precision(net, recipe(**options))
+        sizes = [gathered(run, blocks(net))]
+        sizes += [held(run, world) for world in WORLDS]
+        found.append([name, flags, *(f"{size / GIB:.1f}" for size in sizes)])
     return found
 
 
 def table():
     """The rows in Markdown."""
-    head = ["net", "flags", "gathered", *(f"{world} GPU{'s' * (world > 1)}" for world in WORLDS)]
-    lines = [f"| {' | '.join(line)} |" for line in (head, *rows())]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+    heads = ["net", "flags", "gathered"]
+    for world in WORLDS:
+        heads.append("1 GPU" if world == 1 else f"{world} GPUs")
+    return markdown(heads, rows())
 
 
 # ---- Measured ----------------------------------------------------------------------------------------------
 
 
+def add_arguments(parser):
+    add_nets(parser, ["dit:S/8:64:2"])
+    help = "processes, on the CPU (default: 2)"
+    parser.add_argument("--ranks", type=natural, default=2, help=help)
+
+
+def check(args):
+    check_nets(args.nets)
+
+
 def measured(args, clock):
-    """Rows of `bench.py sharding`: {net, flags, rank, ranks, held, said}, bytes; gloo, on the CPU."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as out:
-        words = (args.ranks, port, args.threads or 1, list(product(args.nets, RECIPES)), out)
+    """Rows (dicts): net, flags, rank, ranks, bytes held, and said by arithmetic; gloo, on the CPU."""
+    cases = list(product(args.nets, RECIPES))
+    with tempfile.TemporaryDirectory() as folder:
+        words = (args.ranks, args.threads or 1, cases, folder)
         mp.spawn(of_a_process, words, nprocs=args.ranks)
-        rows = [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(args.ranks)]
-    rows = [row for turn in zip(*rows, strict=True) for row in turn]
+        by_rank = [json.loads(file_of(rank, folder).read_text()) for rank in range(args.ranks)]
+    rows = []
+    for of_all_ranks in zip(*by_rank, strict=True):
+        rows += of_all_ranks
     print(measured_table(rows))
     return rows
 
 
-def of_a_process(rank, ranks, port, threads, cases, out):
+def file_of(rank, folder):
+    return Path(folder, f"{rank}.json")
+
+
+def of_a_process(rank, ranks, threads, cases, folder):
     """Write the rows of a rank. cases: [(net, flags)]."""
     torch.set_num_threads(threads)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    meeting_point = Path(folder, "store").as_uri()
+    dist.init_process_group("gloo", meeting_point, rank=rank, world_size=ranks)
     rows = []
     for net, flags in tqdm(cases, unit="recipe", disable=True if rank else None):
         sizes = allocated(parse_net(net), recipe(**RECIPES[flags]), ranks)
         rows.append(dict(net=net, flags=flags, rank=rank, ranks=ranks, **sizes))
-    Path(out, f"{rank}.json").write_text(json.dumps(rows))
+    file_of(rank, folder).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def allocated(net, r, ranks):
-    """{held: bytes of what this process holds of a spread net after a backward pass; said: by `held`}."""
+    """held_and_said of a net of --nets in a recipe."""
     torch.manual_seed(0)
-    said = held(Precision(built(net), r), ranks)
     whole = built(net)
-    run = Precision(fsdp.spread(whole, r, torch.device("cpu"), blocks(whole)), r)
+    spread = built(net)
+    spread = fsdp.spread(spread, r, torch.device("cpu"), blocks(spread))
     _, _, side, batch = net
     x = torch.randn(batch, 3, side, side)
-    run.backward(F.mse_loss(run(x, torch.linspace(0, 999, batch), torch.arange(batch) % 10), x))
-    return dict(held=bytes_of(run), said=said)
+    inputs = x, torch.linspace(0, 999, batch), torch.arange(batch) % 10
+    return held_and_said(Precision(spread, r), Precision(whole, r), inputs, x, ranks)
+
+
+def held_and_said(spread, whole, inputs, target, ranks):
+    """{held: bytes of what this process holds after a backward pass; said: by `ledger.held`}.
+
+    spread, whole: Precision over the same net, on all ranks and on this one alone.
+    """
+    spread.backward(F.mse_loss(spread(*inputs), target))
+    return dict(held=bytes_of(spread), said=held(whole, ranks))
 
 
 def bytes_of(run):
     """Of the weights, gradients, states and average that this process holds of a spread Precision."""
-    own = [t for p in run.params for t in (buckets.local(p), buckets.local(p.grad))]
-    own += [t for p in run.params for name, t in run.optimizer.state[p].items() if name != "step"]
-    return sum(t.nbytes for t in [*own, *run.ema.shadow.values()])
+    tensors = list(run.ema.shadow.values())
+    for p in run.params:
+        tensors += [buckets.local(p), buckets.local(p.grad)]
+        tensors += [t for name, t in run.optimizer.state[p].items() if name != "step"]
+    return sum(t.nbytes for t in tensors)
 
 
 def measured_table(rows):
     """Markdown: a line a net and recipe, of its first rank, which holds the most."""
-    ranks = rows[0]["ranks"]
-    head = f"| net | flags | one of {ranks} holds, MiB | by arithmetic | bytes off |"
-    lines = [head, "|---" * 5 + "|"]
+    heads = ["net", "flags", f"one of {rows[0]['ranks']} holds, MiB", "by arithmetic", "bytes off"]
+    lines = []
     for row in rows:
         if row["rank"] == 0:
-            sizes = " | ".join(f"{row[name] / 2**20:.1f}" for name in ("held", "said"))
             off = round(row["held"] - row["said"])
-            lines.append(f"| {row['net']} | {row['flags']} | {sizes} | {off} |")
-    return "\n".join(lines)
+            sizes = [f"{row['held'] / 2**20:.1f}", f"{row['said'] / 2**20:.1f}"]
+            lines.append([row["net"], row["flags"], *sizes, str(off)])
+    return markdown(heads, lines)
 
+
+COMMAND = Command(
+    "sharding",
+    "bytes of each process under --fsdp, as allocated and by arithmetic",
+    measured,
+    add_arguments=add_arguments,
+    check=check,
+    cpu_only=True,
+)
 
 if __name__ == "__main__":
     print(table())

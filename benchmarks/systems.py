@@ -1,11 +1,9 @@
 """bench.py systems: a step of segmentation, language and video, as three documents compare configurations.
 
-Each row of a table is a command of train.py, set up by the Trainer itself. All rows of a table take turns,
-step by step, so that other load meets them alike. Columns: items a second and seconds an epoch of the median
-step, the speed as a ratio to the first row, bytes a parameter of weights, gradients and states, what a
-forward pass keeps for backward, and the held-out score after --train steps. A row that this machine can't
-run says why. Two more tables, dvae-512 and dvae-4096, are of STEVE's discrete VAE by itself, with so many
-tokens, and have no score.
+Each row of a table is a command of train.py, set up by the Trainer itself. All rows of a table take turns.
+The columns are of the median step; "speed" is a ratio to the first row, the score is that after --train
+steps. A row that this machine can't run says why. Two more tables, dvae-512 and dvae-4096, are of STEVE's
+discrete VAE by itself, with so many tokens, and have no score.
 """
 
 import contextlib
@@ -14,14 +12,15 @@ import shlex
 import statistics
 import tempfile
 import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 import strategies
-from benchmarks.common import ADAMW, cell, take_turns
+from benchmarks.common import ADAMW, Cell, Command, add_names, markdown, progress, shown, started, take_turns
+from harness.flags import count
 from harness.validation import steps_an_epoch
 from lowprec.activations import Meter
 from lowprec.errors import Refused
@@ -62,60 +61,82 @@ TABLES = {
 }
 
 # tables that run where --only names them; a record of their own holds them
-APART = {
-    f"dvae-{size}": {
-        name: f"--task steve --vocab_size {size} --batch_size 2 {flags}".strip()
-        for name, flags in {
-            "fp32": "",
-            "bf16": "--bf16",
-            "pure bf16 stochastic": STOCHASTIC,
-            "pure bf16 stochastic, logits too": f"{STOCHASTIC} --set logits=bf16",
-        }.items()
-    }
-    for size in (512, 4096)
+DVAE_RECIPES = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "pure bf16 stochastic": STOCHASTIC,
+    "pure bf16 stochastic, logits too": f"{STOCHASTIC} --set logits=bf16",
 }
+APART = {}
+for size in (512, 4096):
+    dvae = f"--task steve --vocab_size {size} --batch_size 2"
+    APART[f"dvae-{size}"] = {name: f"{dvae} {flags}".strip() for name, flags in DVAE_RECIPES.items()}
 
 
-class Contender:
-    """A run that takes single steps. flags: of train.py. Raises Refused."""
+def add_arguments(parser):
+    names = list(TABLES)
+    help = f"tables (default: all of these): {', '.join(names)}; or {' '.join(APART)}"
+    add_names(parser, "--only", [*names, *APART], names, help)
+    help = "steps that each is trained to before it is scored, 0 for no scores (default: 300)"
+    parser.add_argument("--train", type=count, default=300, help=help)
+
+
+def check(args):
+    timed = args.repeats + 2  # steps, which train as well
+    if 0 < args.train < timed:
+        raise Refused(f"--train {args.train}: timing takes {timed} steps; give as many, or 0 for no score")
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------
+
+
+class SteppedRun:
+    """A run that takes single steps. flags: of train.py. steps: its whole length. Raises Refused."""
 
     def __init__(self, flags, folder, steps, device):
         words = [*shlex.split(flags), "--runs", folder, "--device", device.type]
         words += ["--steps", str(max(1, steps)), "--ema_warmup"]  # few steps: the average must have arrived
         table = strategies.table()
         given = vars(table.parser("bench.py", "").parse_args(words))
-        self.run = Trainer(strategies.typed(table, given).replaced(name="bench"))
+        self.run = Trainer(strategies.settle({**given, "name": "bench"}, typed=True))
         self.run.ready()
 
     def step(self):
         """Milliseconds of one optimiser step."""
-        started = time.perf_counter()
+        start = time.perf_counter()
         self.run.train_step(measure=False)
         if self.run.device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - started) * 1e3
+        return (time.perf_counter() - start) * 1e3
 
     def row(self):
         """What is known after a step."""
         run = self.run
         kind, number = run.task.items
+        items = run.config.batch_size * run.config.accumulate * number
+        return self.described(kind, items, run.precision, run.precision.kept)
+
+    def described(self, kind, items_a_step, precision, kept):
+        """The facts of a row. kept: an activations.Meter of what a forward pass kept."""
+        config = self.run.config
         return {
-            "batch_size": run.config.batch_size,
-            "epoch_steps": steps_an_epoch(run.config, run.task.train_count()),
+            "batch_size": config.batch_size,
+            "epoch_steps": steps_an_epoch(config, self.run.task.train_count()),
             "items": kind,
-            "items_a_step": run.config.batch_size * run.config.accumulate * number,
-            "parameters": sum(p.numel() for p in run.precision.params),
-            "bytes_per_parameter": run.precision.ledger().state_bytes,
-            "kept": run.precision.kept.json(),
+            "items_a_step": items_a_step,
+            "parameters": sum(p.numel() for p in precision.params),
+            "bytes_per_parameter": precision.ledger().state_bytes,
+            "kept": kept.json(),
         }
 
     def score(self, steps):
         """(name, value) of the watched score on held-out data, once `steps` steps are done."""
-        while self.run.step < steps:
-            self.run.train_step(measure=False)
         run = self.run
+        while run.step < steps:
+            run.train_step(measure=False)
         scores = run.task.validate(run.precision.generator(), run._fixed_rng())
-        return run.task.watched[0], scores[run.task.watched[0]]
+        name = run.task.watched[0]
+        return name, scores[name]
 
 
 class Reconstruct(nn.Module):
@@ -126,10 +147,12 @@ class Reconstruct(nn.Module):
         self.dvae = dvae
 
     def forward(self, frames, bits):
-        return self.dvae.decode(self.dvae.sample(self.dvae.encode(frames), bits, 1.0)[0])
+        logits = self.dvae.encode(frames)
+        tokens, *_ = self.dvae.sample(logits, bits, 1.0)
+        return self.dvae.decode(tokens)
 
 
-class Alone(Contender):
+class DiscreteVAE(SteppedRun):
     """The discrete VAE of a run of --task steve, trained by itself on the frames of one batch."""
 
     def __init__(self, flags, folder, steps, device):
@@ -138,76 +161,70 @@ class Alone(Contender):
         torch.manual_seed(0)
         net = Reconstruct(run.task.net().dvae).to(run.device)
         self.precision = Precision(net, run.precision.recipe, **ADAMW)
-        self.frames = next(run._read())[0].to(run.device).flatten(0, 1)  # [B T, 3, H, W]
+        self.frames = next(run.new_batches())[0].to(run.device).flatten(0, 1)  # [B T, 3, H, W]
         n, _, h, w = self.frames.shape
         self.shape = n, run.task.vocabulary, h // PATCH, w // PATCH
 
     def step(self):
-        started = time.perf_counter()
+        start = time.perf_counter()
         bits = torch.randint(2**BITS, self.shape, dtype=torch.int32, device=self.run.device)
         with Meter(self.precision.model) as self.kept:
             loss = F.mse_loss(self.precision(self.frames, bits), self.frames)
         self.precision.backward(loss)
         self.precision.step()
-        return (time.perf_counter() - started) * 1e3
+        return (time.perf_counter() - start) * 1e3
 
     def row(self):
-        config = self.run.config
-        return {
-            "batch_size": config.batch_size,
-            "epoch_steps": steps_an_epoch(config, self.run.task.train_count()),
-            "items": "frames",
-            "items_a_step": self.shape[0],
-            "parameters": sum(p.numel() for p in self.precision.params),
-            "bytes_per_parameter": self.precision.ledger().state_bytes,
-            "kept": self.kept.json(),
-        }
+        return self.described("frames", len(self.frames), self.precision, self.kept)
 
     def score(self, steps):
         return "score", None
 
 
+# ---- The command -------------------------------------------------------------------------------------------
+
+
 def systems(args, clock):
     """Rows (dicts) of all tables."""
-    timed = args.repeats + 2  # steps, which train as well
-    if 0 < args.train < timed:
-        raise Refused(f"--train {args.train}: timing takes {timed} steps; give as many, or 0 for no score")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for table in args.only:
-            rows += compare(table, args, folder)
-            print(f"\n{table}\n\n{table_of([row for row in rows if row['table'] == table])}", flush=True)
+            found = compare(table, args, folder)
+            rows += found
+            print(f"\n{table}\n\n{table_of(found)}", flush=True)
     return rows
 
 
 def compare(table, args, folder):
-    """Rows of one table: its contenders take turns."""
-    rows, contenders, named = [], {}, {**TABLES, **APART}[table]
-    total = len(named) * (args.repeats + 2)
-    with tqdm(total=total, disable=None, leave=False) as bar:
-        for name, flags in named.items():
-            bar.set_postfix_str(f"{table}: first step of {name}")
-            row = dict(table=table, name=name, flags=flags, note="", ms=[])
-            rows.append(row)
-            try:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    made = Alone if table in APART else Contender
-                    contenders[name] = contender = made(flags, folder, args.train, args.device)
-            except Refused as error:
-                row["note"] = str(error)
-                continue
-            row["first_step_s"] = contender.step() / 1e3
-            contender.step()
-            row.update(contender.row())
-            bar.update()
-        actions = {name: contender.step for name, contender in contenders.items()}
-        times = take_turns(actions, args.repeats, bar)
+    """Rows of one table, whose runs take turns."""
+    flags_of = {**TABLES, **APART}[table]
+    runs = {}
+
+    def start(name):
+        row = dict(table=table, name=name, flags=flags_of[name], note="", ms=[])
+        kind = DiscreteVAE if table in APART else SteppedRun
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                run = kind(flags_of[name], folder, args.train, args.device)
+        except Refused as error:
+            row["note"] = str(error)
+            return Cell(name, row)
+        row["first_step_s"] = run.step() / 1e3
+        run.step()
+        row.update(run.row())
+        runs[name] = run
+        return Cell(name, row, [partial(turn, run)])
+
+    with progress(len(flags_of) * (args.repeats + 1)) as bar:
+        rows = take_turns(started(flags_of, start, bar, table), args.repeats, bar)
         for row in rows:
-            if row["name"] in contenders:
-                row["ms"] = times[row["name"]]
-                if args.train:
-                    row["score"] = contenders[row["name"]].score(args.train)
+            if args.train and row["name"] in runs:
+                row["score"] = runs[row["name"]].score(args.train)
     return rows
+
+
+def turn(run):
+    return {"ms": run.step()}
 
 
 def table_of(rows):
@@ -215,18 +232,40 @@ def table_of(rows):
     ran = [row for row in rows if row["ms"]]
     if not ran:
         return "\n".join(f"{row['name']}: {row['note']}" for row in rows)
-    kind, first = ran[0]["items"], statistics.median(ran[0]["ms"]) / ran[0]["items_a_step"]
     score = ran[0]["score"][0] if "score" in ran[0] else "score"
-    heads = ["configuration", f"{kind} a second", "speed", "seconds an epoch", "bytes a parameter"]
+    heads = ["configuration", f"{ran[0]['items']} a second", "speed", "seconds an epoch", "bytes a parameter"]
     heads += ["kept for backward, MiB", score]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for row in rows:
         if row["note"]:
-            lines.append(f"| {row['name']} | {row['note']}" + " |" * (len(heads) - 1))
-            continue
-        ms = statistics.median(row["ms"])
-        cells = [f"{1e3 * row['items_a_step'] / ms:.0f}", f"{first / (ms / row['items_a_step']):.2f}"]
-        cells += [f"{ms * row['epoch_steps'] / 1e3:.1f}", f"{row['bytes_per_parameter']:.2f}"]
-        cells += [f"{row['kept']['total'] / 2**20:.1f}", cell(row.get("score", ("", None))[1], ".4f")]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([row["name"], row["note"], *[""] * (len(heads) - 2)])
+        else:
+            lines.append([row["name"], *figures(row, ms_an_item(ran[0]))])
+    return markdown(heads, lines)
+
+
+def ms_an_item(row):
+    return statistics.median(row["ms"]) / row["items_a_step"]
+
+
+def figures(row, first):
+    """The cells of a row that ran. first: milliseconds an item of the first row."""
+    _, score = row.get("score", ("", None))
+    return [
+        f"{1e3 / ms_an_item(row):.0f}",
+        f"{first / ms_an_item(row):.2f}",
+        f"{statistics.median(row['ms']) * row['epoch_steps'] / 1e3:.1f}",
+        f"{row['bytes_per_parameter']:.2f}",
+        f"{row['kept']['total'] / 2**20:.1f}",
+        shown(score, ".4f"),
+    ]
+
+
+COMMAND = Command(
+    "systems",
+    "a step of other systems than diffusion, as documents compare them",
+    systems,
+    repeats=9,
+    add_arguments=add_arguments,
+    check=check,
+)

@@ -1,4 +1,4 @@
-"""What it costs to watch: a training step with and without a look of watch.Watch, in turn (bench.py watch).
+"""bench.py watch: a training step with and without a look of watch.Watch, in turn.
 
 The share of a step is that of one look in `every` steps. Between looks the watch counts, and no more. With
 one thread on a CPU the process's own time is measured: what others take of the machine does not count.
@@ -6,16 +6,32 @@ one thread on a CPU the process's own time is measured: what others take of the 
 
 import statistics
 import time
-from functools import partial
+from itertools import product
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.common import RECIPES, Clock, parse_net, prepared, take_turns, timed
+from benchmarks.common import (
+    RECIPES,
+    Cell,
+    Clock,
+    Command,
+    add_nets,
+    check_nets,
+    in_turn,
+    parse_net,
+    prepared,
+    progress,
+    take_turns,
+    timed,
+    training_step,
+)
+from harness.flags import natural
 from lowprec.watch.watch import Watch
 
 RECIPES_WATCHED = ["fp32", "bf16", "pure_bf16-stochastic"]
 NETS = ["unet:small:32:8", "dit:S/8:64:8", "unet:tiny:8:64"]
+NEVER = 10**9  # steps between two looks
+STEPS = 4  # a turn
 
 
 class OwnTime(Clock):
@@ -25,53 +41,94 @@ class OwnTime(Clock):
         return time.process_time()
 
 
+def add_arguments(parser):
+    add_nets(parser, NETS)
+    help = "steps between two looks (default: 50)"
+    parser.add_argument("--every", type=natural, default=50, help=help)
+
+
+def check(args):
+    check_nets(args.nets)
+
+
 def watching(args, clock):
+    """Rows (dicts): net, recipe, ms of a step, of a look and of a step between looks, share of a step."""
     if args.device.type == "cpu" and torch.get_num_threads() == 1:
         clock = OwnTime(args.device)
     rows = []
-    with tqdm(total=len(args.nets) * 3 * 3 * args.repeats, disable=None, leave=False) as bar:
-        for spec in args.nets:
-            for name in RECIPES_WATCHED:
-                rows.append({"net": spec, "recipe": name, **_measured(spec, name, args, clock, bar)})
+    with progress(len(args.nets) * len(RECIPES_WATCHED) * 3 * args.repeats) as bar:
+        for spec, name in product(args.nets, RECIPES_WATCHED):
+            rows.append(measured(spec, name, args, clock, bar))
     print(f"\n{'net':<20}{'recipe':<24}{'step ms':>9}{'look ms':>9}{f'every {args.every} steps':>18}")
     for row in rows:
-        step, look = (statistics.median(row[key]) for key in ("step_ms", "look_ms"))
+        step = statistics.median(row["step_ms"])
+        look = statistics.median(row["look_ms"])
         print(f"{row['net']:<20}{row['recipe']:<24}{step:>9.2f}{look:>9.2f}{row['share']:>18.2%}")
     return rows
 
 
-def _measured(spec, name, args, clock, bar):
-    run, inputs, velocity = prepared(parse_net(spec), RECIPES[name], args.device)
+class Watched:
+    """A run whose steps are taken without a watch, with one that looks, and with one that waits."""
 
-    def step():
-        run.backward((run(*inputs) - velocity).square().mean())
-        run.step()
+    def __init__(self, spec, recipe, args, clock):
+        self.clock = clock
+        run, inputs, velocity = prepared(parse_net(spec), RECIPES[recipe], args.device)
+        self.step = training_step(run, inputs, velocity)
+        self.step()  # the compiled step is built
+        self.watch = Watch(run.model, run.optimizer, run.ema, every=args.every)
+        self.step()
+        self.watch.remove()
 
-    step()  # the compiled step is built
-    watch = Watch(run.model, run.optimizer, run.ema, every=args.every)
-    step()
-    watch.remove()
+    def bare(self):
+        return in_turn(self.step, self.clock, STEPS, "bare")
 
-    def watched(every):
+    def look(self):
+        return {"look": self.under_watch(self.followed_step, every=1)}
+
+    def idle(self):
+        return {"idle": self.under_watch(self.step, every=NEVER)}
+
+    def under_watch(self, step, every):
+        """Milliseconds a step with the watch's hooks in place."""
+        watch = self.watch
         watch.every, watch.steps = every, 1
         watch.handles = [
             watch.optimizer.register_step_pre_hook(watch._before),
             watch.optimizer.register_step_post_hook(watch._after),
         ]
-        times = timed(followed if every == 1 else step, clock, steps=4)
+        ms = timed(step, self.clock, STEPS)
         watch.remove()
-        return times
+        return ms
 
-    def followed():
-        step()
-        if watch.follow:
+    def followed_step(self):
+        self.step()
+        if self.watch.follow:
             with torch.no_grad():
-                watch._followed()  # what the next step would begin with
+                self.watch._followed()  # what the next step would begin with
 
-    turns = {"bare": partial(timed, step, clock, 4)}
-    turns |= {"look": partial(watched, 1), "idle": partial(watched, 10**9)}
-    times = take_turns(turns, args.repeats, bar)
-    looks = [look - bare for look, bare in zip(times["look"], times["bare"], strict=True)]
-    idle = [max(0.0, a - b) for a, b in zip(times["idle"], times["bare"], strict=True)]
-    share = statistics.median(looks) / args.every / statistics.median(times["bare"])
-    return dict(step_ms=times["bare"], look_ms=looks, idle_ms=idle, share=share)
+
+def measured(spec, recipe, args, clock, bar):
+    """The row of a net under a recipe."""
+    run = Watched(spec, recipe, args, clock)
+    cell = Cell(f"{spec}, {recipe}", {}, [run.bare, run.look, run.idle])
+    (times,) = take_turns([cell], args.repeats, bar)
+    rounds = list(zip(times["bare"], times["look"], times["idle"], strict=True))
+    looks = [look - bare for bare, look, _ in rounds]
+    return dict(
+        net=spec,
+        recipe=recipe,
+        step_ms=times["bare"],
+        look_ms=looks,
+        idle_ms=[max(0.0, idle - bare) for bare, _, idle in rounds],
+        share=statistics.median(looks) / args.every / statistics.median(times["bare"]),
+    )
+
+
+COMMAND = Command(
+    "watch",
+    "a step with and without watch.Watch",
+    watching,
+    repeats=9,
+    add_arguments=add_arguments,
+    check=check,
+)

@@ -10,7 +10,7 @@ import functools
 import json
 import statistics
 
-from benchmarks import conformance_command, first, gpu, loops, memory, sharding, systems, training
+from benchmarks import conformance_command, first, gpu_record, loops, memory, moments, sharding, systems
 from experiments.log import overview
 from experiments.log.definition import HERE
 from experiments.log.tables import markdown
@@ -110,7 +110,7 @@ def systems_table(name):
 
 
 def gpu_table():
-    return gpu.docs_table(json.loads((BENCH / f"{H100}.json").read_text(encoding="utf-8")))
+    return gpu_record.docs_table(json.loads((BENCH / f"{H100}.json").read_text(encoding="utf-8")))
 
 
 # ---- docs/recipes.md and README.md -------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def tables(experiments, known):
         "docs/conformance.md": conformance,
         "docs/formats.md": {
             "memory": memory_table,
-            "moments": lambda: training.moments_table(rows_of("cpu-moments")),
+            "moments": lambda: moments.moments_table(rows_of("cpu-moments")),
         },
     }
 

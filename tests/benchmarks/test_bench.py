@@ -6,8 +6,10 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,8 @@ import torch
 import bench
 import options
 import precision
-from benchmarks import gpu, loops, memory, optimizers, sharding, systems, training
+from benchmarks import gpu_cells, loops, memory, moments, optimizers, other_loops, sharding, systems, training
+from benchmarks.common import RECIPES, Cell, parse_net, state_bytes, take_turns
 from harness import flags
 from lowprec import cast, machine, recipes
 from lowprec.optimizers import build, peers
@@ -201,42 +204,58 @@ def test_moments_of_any_length_are_held_in_codes(tmp_path):
         assert 2.03 < state[name] < 2.1, name
 
 
+NEW_FORMAT = """
+import copy
+FORMATS["e4m3-32"] = copy.copy(FORMATS["e4m3"])
+FORMATS["e4m3-32"].name, FORMATS["e4m3-32"].block = "e4m3-32", 32
+"""
 NEW = """
 import copy, torch
+from typing import NamedTuple
 from lowprec import formats
+
+formats.FORMATS["e4m3-32"] = new = copy.copy(formats.FORMATS["e4m3"])
+new.name, new.block = "e4m3-32", 32
+
 from lowprec.optimizers.build import OPTIMIZERS
 from lowprec.optimizers.peers import PEERS, Torch
 from lowprec.optimizers.rounded import Rounded
 
-formats.FORMATS["e4m3-32"] = new = copy.copy(formats.FORMATS["e4m3"])
-new.name, new.block = "e4m3-32", 32
+class Numbers(NamedTuple):
+    share: float
+    rate: float
+
 
 class Signs(Rounded):
     moments = ("exp_avg",)
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **writing):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **writing)
     def numbers(self, group, step):
-        return [1 - group["betas"][0], -float(group["lr"])]
+        return Numbers(share=1 - group["betas"][0], rate=-float(group["lr"]))
     @staticmethod
-    def direction(g, moments, h):
-        m = (g - moments[0]) * h[2] + moments[0]
-        return h[3] * m.sign(), (m,)
+    def direction(g, moments, n):
+        m = (g - moments[0]) * n.share + moments[0]
+        return n.rate * m.sign(), (m,)
 
 OPTIMIZERS["signs"] = Signs
 PEERS["new_peer"] = Torch
 import bench
-from benchmarks import memory, optimizers, training
+from benchmarks import memory, moments, optimizers
 
 names = ["stochastic-e4m3-32", "stochastic-signs", "new-peer"]
 with torch.compiler.set_stance("force_eager"):
     argv = ["--repeats", "1", "--device", "cpu", "--out", "out.json", "--only", *names]
     assert bench.main(["optimizers", "--parameters", "20000", "--layouts", "large", *argv]) == 0
-print([list(optimizers.CONTENDERS), list(memory.STATES), training.HOLDERS])
+print([list(optimizers.CONTENDERS), list(memory.STATES), moments.HOLDERS])
 """
 
 
 def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
     root = Path(bench.__file__).parent
+    shutil.copytree(root / "lowprec", tmp_path / "lowprec")
+    formats = tmp_path / "lowprec" / "formats.py"
+    before, head, rows = formats.read_text().partition("\nFORMATS = {")
+    formats.write_text(before + head + rows.replace("\n}\n", "\n}\n" + NEW_FORMAT, 1))
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", NEW]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -245,7 +264,7 @@ def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
     for found, known, new in (
         (contenders, list(optimizers.CONTENDERS), {"stochastic-e4m3-32", "stochastic-signs", "new-peer"}),
         (states, list(memory.STATES), {"--set exp_avg=e4m3-32 --set exp_avg_sq=e4m3-32"}),
-        (holders, training.HOLDERS, {"e4m3-32 nearest", "e4m3-32 stochastic"}),
+        (holders, moments.HOLDERS, {"e4m3-32 nearest", "e4m3-32 stochastic"}),
     ):
         assert set(found) == {*known, *new} and [name for name in found if name not in new] == known
     rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
@@ -262,7 +281,7 @@ def test_the_rows_that_stood_before_the_registries_keep_their_order():
     assert list(memory.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
     kinds = ("bf16", "int8", "int4")
     before = [f"{kind} {update}" for kind in kinds for update in ("nearest", "stochastic")]
-    assert training.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
+    assert moments.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
 
 
 @pytest.mark.parametrize("layout", ["mixed", "large"])
@@ -276,24 +295,29 @@ def test_layouts_hold_just_as_many_parameters(layout, n):
 
 
 def test_contenders_take_turns():
-    bar, seen = SimpleNamespace(set_postfix_str=lambda *a, **k: None, update=lambda: None), []
-    actions = {name: lambda name=name: seen.append(name) or name.upper() for name in "abc"}
-    results = bench.take_turns(actions, 20, bar)
-    assert results == {name: [name.upper()] * 20 for name in "abc"}
+    bar = SimpleNamespace(set_postfix_str=lambda *a, **k: None, update=lambda: None)
+    seen = []
+
+    def turn(name):
+        seen.append(name)
+        return {"ms": len(seen)}
+
+    cells = [Cell(name, dict(name=name), [partial(turn, name)]) for name in "abc"]
+    cells.append(Cell("d", dict(name="d", note="not installed")))
+    rows = take_turns(cells, 20, bar)
+    assert [row["name"] for row in rows] == ["a", "b", "c", "d"] and "ms" not in rows[3]
+    for row in rows[:3]:
+        assert row["ms"] == [place for place, name in enumerate(seen, 1) if name == row["name"]]
     rounds = ["".join(seen[i : i + 3]) for i in range(0, 60, 3)]
-    assert all(sorted(one) == ["a", "b", "c"] for one in rounds), (
-        "a contender ran twice before another ran once"
-    )
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds), "one ran twice before another ran once"
     assert len(set(rounds)) > 2, "always in one order: each would always inherit the same contender's caches"
 
 
 def test_shared_storage_is_counted_once():
     table = torch.zeros(256)
     first = {"step": 3, "code": torch.zeros(10, dtype=torch.uint8), "table": table}
-    assert (
-        bench.state_bytes(SimpleNamespace(state={0: first, 1: {"table": table, "half": table[:128]}}))
-        == 10 + 1024
-    )
+    optimizer = SimpleNamespace(state={0: first, 1: {"table": table, "half": table[:128]}})
+    assert state_bytes(optimizer) == 10 + 1024
 
 
 def test_training_writes_every_single_time(tmp_path, capsys):
@@ -317,27 +341,27 @@ def test_training_writes_every_single_time(tmp_path, capsys):
 
 def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
     monkeypatch.setattr(recipes, "check_machine", lambda *_: [])  # a CPU has no TF32, but takes the setting
-    monkeypatch.setattr(gpu, "check_machine", lambda *_: [])
+    monkeypatch.setattr(gpu_cells, "check_machine", lambda *_: [])
     exact = machine.exact_math
     monkeypatch.setattr(cast.View, "exact", lambda self: exact(self.recipe.compute == "tf32"))
     knobs = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = [knob.fp32_precision for knob in knobs]
-    args, seen = SimpleNamespace(device=torch.device("cpu")), []
+    seen = []
 
     def look(*_):
         seen.append([knob.fp32_precision for knob in knobs])
 
     runs, cpu = {}, torch.device("cpu")
     for name in ("tf32", "fp32"):
-        run, step = training.make_run(bench.parse_net("dit:tiny:8:2"), bench.RECIPES[name], args)
+        run, step = training.make_run(parse_net("dit:tiny:8:2"), RECIPES[name], cpu)
         run.model.register_forward_pre_hook(look)
         runs[name] = step
     for name in ("tf32", "fp32", "tf32"):
         runs[name](False)
     assert seen == [["tf32", "tf32"], ["ieee", "ieee"], ["tf32", "tf32"]]
     cell = dict(net="dit:tiny:8:2", recipe="tf32", compile=False)
-    step, _ = gpu.contender(cell, cpu, dry=True)
-    reference, _ = gpu.contender(gpu.reference_of(cell), cpu, dry=True)
+    step, _ = gpu_cells.contender(cell, cpu, dry=True)
+    reference, _ = gpu_cells.contender(gpu_cells.reference_of(cell), cpu, dry=True)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
     try:
         for turn, expected in ((step, "tf32"), (reference, "ieee"), (step, "tf32")):
@@ -429,7 +453,7 @@ def test_processes_hold_what_arithmetic_says(tmp_path, capsys):
 
 def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     rows = run(tmp_path, "moments", "--before", "20", "--after", "10")["results"]
-    assert [row["name"] for row in rows] == training.HOLDERS
+    assert [row["name"] for row in rows] == moments.HOLDERS
     assert all(row["dropped"] > 0.9 and row["others"] > 0.9 for row in rows)
     assert rows[0]["dropped"] == pytest.approx(1, abs=1e-4) == rows[0]["others"]
     table = capsys.readouterr().out
@@ -458,10 +482,10 @@ def test_a_peers_loop_trains_its_net(loop, tmp_path):
     pytest.importorskip("lightning")
     pytest.importorskip("accelerate")
     flags = "--task rflow --model dit --size tiny/4 --image_size 8 --batch_size 2 --lr 1e-2"
-    job = loops.Job(flags, str(tmp_path), torch.device("cpu"))
+    job = other_loops.Job(flags, str(tmp_path), torch.device("cpu"))
     clipped = []
     job.clip, clip = lambda net: clipped.append(clip(net)), job.clip
-    step = loops.LOOPS[loop](job, "bf16")
+    step = other_loops.LOOPS[loop](job, "bf16")
     for _ in range(3):
         step()
     counted, before = job.count, [p.detach().clone() for p in job.net.parameters()]

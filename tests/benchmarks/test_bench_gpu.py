@@ -1,12 +1,10 @@
 """bench.py --gpu, without a GPU: the cells, the record, the page, the budget, and the processes."""
 
-import ast
 import json
 import math
 import os
 import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +12,10 @@ import torch
 from common import cpu_scales_rows
 
 import bench
-from benchmarks import gpu
-from lowprec import formats, rounding
+from benchmarks import gpu, gpu_cells, gpu_record
+from benchmarks.worker import Here, Lost, Worker
 from lowprec.errors import Refused
-from lowprec.optimizers import adamw, rounded
+from lowprec.kernels import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +28,7 @@ def eager():
 def dry_run(folder, *more):
     assert bench.main(["--gpu", "--dry_run", "--out", str(folder), *more]) == 0
     record = json.loads((folder / "gpu-dry-run.json").read_text())
-    return record, {gpu.key(row): row for row in record["results"]}
+    return record, {gpu_cells.key(row): row for row in record["results"]}
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +68,12 @@ def test_a_dry_run_runs_every_recipe(dry):
 def test_the_page_has_a_line_a_cell(dry):
     folder, record, rows = dry
     text = (folder / "gpu-dry-run.md").read_text()
-    assert text == gpu.page(record)
+    assert text == gpu_record.page(record)
     lines = {
         (m[1], m[2] == "yes"): m[0]
         for m in re.finditer(r"^\| `([^`]+)` \| (yes|no) \|.*$", text.split("## unet")[0], re.M)
     }
-    assert set(lines) == {(cell["recipe"], cell["compile"]) for cell in gpu.cells(["dit:tiny:8:2"])}
+    assert set(lines) == {(cell["recipe"], cell["compile"]) for cell in gpu_cells.cells(["dit:tiny:8:2"])}
     assert lines["bf16", False].startswith(
         f"| `bf16` | no | {2e3 / rows['dit:tiny:8:2', 'bf16', False]['ms'][0]:.1f} | 1.00 | - | 16.00 | - | "
     )
@@ -93,17 +91,17 @@ def test_run_again_it_measures_what_is_missing_or_was_refused(dry, tmp_path, mon
     monkeypatch.setattr(
         gpu,
         "measure",
-        lambda cell, **_: seen.append(gpu.key(cell)) or {**rows[gpu.key(cell)], "loss": -1.0},
+        lambda cell, **_: seen.append(gpu_cells.key(cell)) or {**rows[gpu_cells.key(cell)], "loss": -1.0},
     )
     _, again = dry_run(tmp_path)
-    refused = {k for k, row in rows.items() if row["status"] == "refused"} - {gpu.key(kept[1])}
+    refused = {k for k, row in rows.items() if row["status"] == "refused"} - {gpu_cells.key(kept[1])}
     assert set(seen) == {k for k in rows if k[1] in ("bf16", "fp32")} | refused
     assert set(again) == set(rows) and all(
-        again[gpu.key(row)] == row for row in kept if gpu.key(row) not in seen
+        again[gpu_cells.key(row)] == row for row in kept if gpu_cells.key(row) not in seen
     )
     seen.clear()
     dry_run(tmp_path, "--retry", "--only", kept[1]["recipe"])
-    assert gpu.key(kept[1]) in seen
+    assert gpu_cells.key(kept[1]) in seen
 
 
 def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
@@ -120,11 +118,11 @@ def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
 def test_a_library_that_came_since_is_no_other_machine(dry):
     machine = dry[1]["machine"]
     newer = {**machine, "libraries": {**machine["libraries"], "transformer_engine": "2.9"}}
-    assert gpu.same(machine, newer) and gpu.same(newer, machine)
-    assert not gpu.same(
+    assert gpu_record.same(machine, newer) and gpu_record.same(newer, machine)
+    assert not gpu_record.same(
         newer, {**newer, "libraries": {**newer["libraries"], "transformer_engine": "3.0"}}
     )
-    assert not gpu.same(machine, {**machine, "torch": "2.0"})
+    assert not gpu_record.same(machine, {**machine, "torch": "2.0"})
 
 
 FAULTS = {
@@ -146,7 +144,7 @@ def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, 
             batch_size=2, parameters=1, bytes_per_parameter=8.0, flops_share=None
         )
 
-    monkeypatch.setattr(gpu, "contender", contender)
+    monkeypatch.setattr(gpu_cells, "contender", contender)
     names = [*FAULTS, "pure_bf16-split"]
     _, rows = dry_run(tmp_path, "--nets", "dit:tiny:8:2", "--only", *names, "--compile", "off")
     rows = {row["recipe"]: row for row in rows.values()}
@@ -177,12 +175,12 @@ def test_the_budget_ends_between_cells(tmp_path, monkeypatch, capsys):
 
 
 def test_the_budgets_end_is_no_fault_of_the_cell(monkeypatch):
-    class Slow(gpu.Here):
+    class Slow(Here):
         def do(self, cell, seconds):
-            raise gpu.Lost("took longer", timeout=True)
+            raise Lost("took longer", timeout=True)
 
     monkeypatch.setattr(gpu, "Here", Slow)
-    todo, rows = gpu.cells(["dit:tiny:8:2"]), {}
+    todo, rows = gpu_cells.cells(["dit:tiny:8:2"]), {}
     args = SimpleNamespace(dry_run=True, budget=5, cell_limit=300)
     assert (
         gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == len(todo)
@@ -200,11 +198,11 @@ def test_a_process_that_hangs_or_ends_is_replaced():
         (os._exit, 3, "exit status 3"),
         (math.sqrt, -1, "exit status 1"),
     ):
-        worker = gpu.Worker(function, "fork")
-        with pytest.raises(gpu.Lost, match=words) as lost:
+        worker = Worker(function, "fork")
+        with pytest.raises(Lost, match=words) as lost:
             worker.do(argument, 1 if function is time.sleep else 60)
         assert worker.process is None and lost.value.timeout == (function is time.sleep)
-    worker = gpu.Worker(math.sqrt, "fork")
+    worker = Worker(math.sqrt, "fork")
     assert worker.do(4, 60) == 2.0
     process = worker.process
     assert worker.do(9, 60) == 3.0 and worker.process is process
@@ -235,35 +233,11 @@ def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
     )
 
 
-def imported(name):
-    """Names of our own files that a file imports, directly or by way of others."""
-    root, found, todo = Path(bench.__file__).parent, set(), [name]
-    while todo:
-        tree, names = ast.parse((root / f"{todo.pop()}.py").read_text()), set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.add(node.module)
-        new = {one for one in names if (root / f"{one}.py").is_file()} - found
-        found |= new
-        todo += new
-    return found
-
-
-def test_a_record_knows_the_sources_that_its_figures_depend_on():
-    own = imported("bench_gpu")
-    assert "bench" not in own, "bench imports bench_gpu: that would be a circle"
-    # what reads flags, writes files or tells of a run changes no figure
-    others = {"flags", "runs", "files", "shapes", "checkpoints", "shards", "ranks", "lifeline", "reduction"}
-    others |= {"adapters", "net_state", "verdicts", "verdict_rows", "write_errors"}
-    assert set(gpu.SOURCES) == {"bench_gpu", *own} - others
-
-
 def test_a_kernel_that_was_not_fused_is_named(monkeypatch):
-    made = {rounded._kernel(adamw.AdamW.direction), formats._float8_kernel(formats.FORMATS["e4m3"], True)}
-    monkeypatch.setattr(gpu.rounding, "unfused", {rounding._ema_kernel, *made})
-    assert gpu.unfused_kernels() == ["ema_kernel", "float8_kernel", "kernel"]
+    names = ("ema_kernel", "_float8_kernel.<locals>.kernel", "step_kernel.<locals>.kernel")
+    kernels = [SimpleNamespace(__qualname__=name) for name in names]
+    monkeypatch.setattr(compiled, "unfused", kernels)
+    assert gpu_cells.unfused_kernels() == ["ema_kernel", "float8_kernel", "step_kernel"]
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import loops, systems
+from benchmarks import loops, other_loops, systems
 
 ROOT = Path(bench.__file__).parent
 TINY = "--model dit --size tiny/4 --image_size 8 --batch_size 2"
@@ -47,10 +47,10 @@ def test_the_table_of_tasks_is_of_ratios_within_a_round():
 def test_a_bare_loop_keeps_the_average_that_a_consistency_model_learns_from(tmp_path):
     """Without it the bare loop would have less to do, and the loss another target."""
     flags = f"--task consistency {TINY} --target_decay 0.5 --lr 1e-2"
-    job = loops.Job(flags, str(tmp_path), torch.device("cpu"))
+    job = other_loops.Job(flags, str(tmp_path), torch.device("cpu"))
     asked, loss = [], job.loss
     job.loss = lambda net, batch: (asked.append(job.task.target(net)), loss(net, batch))[1]
-    step = loops.bare(job, "fp32")
+    step = other_loops.bare(job, "fp32")
     step()
     first = [p.detach().clone() for p in job.net.parameters()]
     step()

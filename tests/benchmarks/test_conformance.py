@@ -17,6 +17,7 @@ from benchmarks import averages, conformance, conformance_command, subjects
 from benchmarks.common import state_bytes
 from benchmarks.conformance import Size
 from benchmarks.conformance_command import ASKED, AVERAGE_CHECKS, CHECKS, asked
+from benchmarks.conformance_writes import writes
 from benchmarks.subjects import Subject
 from lowprec.kernels import compiled
 
@@ -323,16 +324,16 @@ def test_noise_of_the_global_generator_is_told_where_it_needs_the_program():
 
 @pytest.mark.parametrize("fraction", [1 / 10, 1 / 3, 1 / 2])
 def test_the_mean_of_writes_and_its_standard_error_are_those_of_the_draws(fraction):
-    result = conformance.writes(planted(Right), fraction, SMALL)
+    result = writes(planted(Right), SMALL, fraction)
     draws = 128 * 128 // 4 * 30
     assert result.figures["draws"] == draws > 100_000
     for mean, error in zip(result.figures["mean"], result.figures["standard_error"], strict=True):
         assert error == pytest.approx(math.sqrt(fraction * (1 - fraction) / draws), rel=0.1)
         assert abs(mean) < 5 * error
-    lost = conformance.writes(planted(Nearest), 1 / 3, SMALL).figures
+    lost = writes(planted(Nearest), SMALL, 1 / 3).figures
     # counted away from zero: a step that shortens a weight and is lost leaves it too long
     assert lost["mean"] == pytest.approx([1 / 3, -1 / 3, -1 / 3, 1 / 3], rel=1e-3)
-    cut = conformance.writes(planted(Truncated), fraction, SMALL).figures["mean"]
+    cut = writes(planted(Truncated), SMALL, fraction).figures["mean"]
     assert all(mean < -0.01 for mean in cut), "down, whatever the sign"
 
 
@@ -470,11 +471,11 @@ class Mine(torch.optim.SGD):
         super().__init__(params, lr=lr, momentum=momentum)
         assert dtype in (None, torch.float32)
 
-class Inner(torch.optim.AdamW):
+class Seeded(torch.optim.AdamW):
     def __init__(self, params, lr, weight_decay=0.0, seed=0):
         super().__init__(params, lr=lr, weight_decay=weight_decay)
 
-class HandsOn(Inner):
+class HandsOn(Seeded):
     def __init__(self, params, more=0, **options):
         super().__init__(params, **options)
 
@@ -530,8 +531,8 @@ def test_the_command_writes_every_figure_and_its_status_tells(mine, capsys):
     assert "| write of 1/3 ulp | **" in conformance_command.table(rows, names[1:2])
 
 
-def test_what_a_constructor_takes_is_known_through_the_classes_that_it_hands_keywords_to(mine):
-    assert subjects.subject("mine.py:HandsOn(more=1)", "cpu").takes == {"lr", "weight_decay", "seed"}
+def test_an_optimiser_is_given_what_its_constructor_takes(mine):
+    assert subjects.subject("mine.py:Seeded", "cpu").takes == {"lr", "weight_decay", "seed"}
     assert subjects.subject("mine.py:Groups", "cpu").takes == {"lr", "betas", "weight_decay"}
     assert subjects.subject("mine.py:Mine", "cpu").takes == {"lr"}
     given = subjects.subject("torch.optim:AdamW(betas=(0.8, 0.9), lr=3.0)", "cpu")
@@ -555,6 +556,7 @@ def test_what_a_constructor_takes_is_known_through_the_classes_that_it_hands_key
         ("torch.optim:AdamW(decay=1)", "unexpected keyword argument 'decay'"),
         ("torch.optim:AdamW(eps=-1)", "Invalid epsilon"),
         ("mine.py:NoRate", "takes no lr"),
+        ("mine.py:HandsOn(more=1)", "unexpected keyword argument 'betas'"),
         ("mine.py:Slow(update_before=1)", "update_before"),
         ("mine.py:NeverMoves", "can't be stepped with bf16 weights (RuntimeError: no step)"),
         ("torch.optim:LBFGS", "argument: 'closure'"),

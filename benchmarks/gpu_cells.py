@@ -1,0 +1,267 @@
+"""One cell of bench.py --gpu: a net under one recipe, eager or under torch.compile, measured on a device.
+
+A cell is a training step (forward, backward, optimiser, average) or, for `generate-*`, one forward pass of a
+generator. The eager bf16 cell of its net takes turns with it in the same process: `x bf16` comes from those
+rounds. Every recipe gets the same initial weights and inputs. The loss is that after the warm-up, to see that
+what is fast also learns.
+"""
+
+import gc
+import math
+import time
+from contextlib import nullcontext
+from fnmatch import fnmatch
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import common
+from benchmarks.common import (
+    Cell,
+    Clock,
+    bytes_on,
+    in_turn,
+    parse_net,
+    peak_bytes,
+    prepared,
+    take_turns,
+    timed,
+    training_step,
+)
+from lowprec.errors import Refused, first_line, out_of_memory
+from lowprec.kernels import compiled as compiling
+from lowprec.layers.sparsity import KernelLinear
+from lowprec.precision import recipe
+from lowprec.rules import check_machine
+
+GENERATE = ("generate-bf16", "generate-bf16-2:4")  # a forward pass of a generator
+EAGER = (  # their net is that of bf16 or pure_bf16-stochastic: nothing else to compile
+    "pure_bf16-kahan",
+    "pure_bf16-split",
+    "bf16-opt8bit",
+    "bf16-opt4bit",
+    "pure_bf16-stochastic-opt8bit",
+    "pure_bf16-stochastic-opt4bit",
+)
+MEASURED = (  # in this order
+    "bf16",
+    "fp32",
+    "tf32",
+    "pure_bf16-stochastic",
+    *common.FP8,
+    "pure_bf16-stochastic-opt8bit-fp8",
+    *GENERATE,
+    "bf16-2:4",
+    "pure_bf16-stochastic-2:4",
+    *EAGER,
+)
+RECIPES = {name: common.RECIPES[name] for name in MEASURED}
+
+WARM_UP = 10  # steps before any figure
+ROUND_MS = 200  # steps enough for that make a round, so that the queue of kernels is as full as in a training
+MOST_STEPS = 50  # a round
+
+
+def cells(nets, only=("*",), compiled=(False, True)):
+    """The cells to measure, in order: dicts of net, recipe, compile.
+
+    Eager ones first: compiling takes up to minutes a cell.
+    """
+    names = [name for name in RECIPES if any(fnmatch(name, pattern) for pattern in only)]
+    found = []
+    for on in compiled:
+        for net in nets:
+            for name in names:
+                if not on or name not in EAGER:
+                    found.append(dict(net=net, recipe=name, compile=on))
+    return found
+
+
+def key(cell):
+    return cell["net"], cell["recipe"], cell["compile"]
+
+
+def reference_of(cell):
+    """The eager bf16 cell that it is compared with."""
+    name = "generate-bf16" if cell["recipe"] in GENERATE else "bf16"
+    return {**cell, "recipe": name, "compile": False}
+
+
+# ---- What a cell does --------------------------------------------------------------------------------------
+
+
+def contender(cell, device, dry):
+    """(one training step or forward pass -> its loss or None, callable -> what the row says of it).
+
+    dry: a generator without sparse kernels passes, so that a CPU runs the code around them. Raises Refused
+    for what can't run here.
+    """
+    flags = RECIPES[cell["recipe"]]
+    net = parse_net(cell["net"])
+    notes = check_machine(recipe(**flags).on(device), device)
+    run, inputs, velocity = prepared(net, flags, device)
+    run.example = (tuple(a[:1].to("meta") for a in inputs), {})
+    facts = dict(parameters=sum(p.numel() for p in run.params), batch_size=net[3])
+    facts.update(bytes_per_parameter=None, flops_share=None, how="; ".join(notes))
+    if cell["recipe"] in GENERATE:
+        ledger = run.ledger()
+        facts.update(covered(ledger))
+        # not the run: its memory is not the generator's
+        return generator(run, ledger, inputs, cell["compile"], dry), lambda: facts
+    if cell["compile"]:
+        run.forward = torch.compile(run.model)
+
+    def described():
+        # at the end: counting FLOPs takes the FP8 layers out for a moment, which would compile the net anew
+        ledger = run.ledger()
+        return {**facts, "bytes_per_parameter": ledger.state_bytes, **covered(ledger)}
+
+    return training_step(run, inputs, velocity), described
+
+
+def covered(ledger):
+    """What a ledger says of the layers that a method covers: their share of the FLOPs, and how they run."""
+    share = next(iter(ledger.flops_share.values()), None)
+    if share is None:
+        return {}
+    how = ""
+    sparse = sparse_row(ledger)
+    if sparse:
+        how = sparse["why"].rpartition("; ")[2]
+    for detail in ledger.details.values():
+        how = detail.summary().partition(":")[0]
+    return {"flops_share": share, "how": how}
+
+
+def sparse_row(ledger):
+    """The row of a ledger that lists 2:4 layers, or None."""
+    return next((row for row in ledger.rows if "layers" in row), None)
+
+
+def generator(run, ledger, inputs, compiled, dry):
+    """callable() of one forward pass of the run's generator, which shares no memory with the run."""
+    net = run.generator("raw")
+    sparse = sparse_row(ledger)
+    if sparse and not dry and not any(isinstance(m, KernelLinear) for m in net.net.modules()):
+        raise Refused("2:4 generation is dense here" + sparse["why"].partition("generation too")[2])
+    if compiled:
+        net.forward = torch.compile(net.net)
+
+    def step():
+        with torch.no_grad():
+            net(*inputs)
+
+    return step
+
+
+# ---- Measuring ---------------------------------------------------------------------------------------------
+
+
+def measure(cell, *, device, rounds, dry=False):
+    """The row (dict) of a cell: its figures, or in `note` the one-line reason why it has none.
+
+    status: measured, refused, out of memory, failed.
+    """
+    device = torch.device(device)
+    row = {**cell, "status": "measured", "note": ""}
+    try:
+        # a CPU takes minutes to compile what a GPU is to run
+        with torch.compiler.set_stance("force_eager") if dry else nullcontext():
+            row.update(measured(cell, device, rounds, dry))
+    except Refused as error:
+        row.update(status="refused", note=str(error))
+    except Exception as error:
+        # whatever a library, a compiler or a driver raises is this cell's outcome, not the end of the others
+        if out_of_memory(error):
+            note = f"out of memory on {gib_of(device):.0f} GiB: give --nets a smaller batch"
+            row.update(status="out of memory", note=note)
+        else:
+            row.update(status="failed", note=f"{type(error).__name__}: {first_line(error)[:200]}")
+    free(cell)  # after the exception and its frames are gone
+    return row
+
+
+def gib_of(device):
+    if device.type != "cuda":
+        return math.nan
+    return torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
+def measured(cell, device, rounds, dry):
+    """The figures of a cell, a dict; raises what its parts raise.
+
+    Peak memory is what the allocator held above its start during one step, alone: the bf16 cell comes later.
+    """
+    clock = Clock(device)
+    before = bytes_on(device)
+    step, described = contender(cell, device, dry)
+    gc.collect()  # the dense net that a generator was made from
+    row = first_steps(step, clock, dry)
+    row["peak_bytes"] = peak_bytes(step, device, before)
+    turns = [turn_of(step, clock, "ms", dry)]
+    is_reference = key(reference_of(cell)) == key(cell)
+    if not is_reference:
+        turns += reference_turns(cell, device, clock, dry, row)
+    take_turns([Cell(cell["recipe"], row, turns)], rounds, tqdm(disable=True))
+    if is_reference:
+        row["reference_ms"] = row["ms"]
+    row.update(described())
+    if compiling.unfused:
+        row["note"] = f"not fused, torch.compile failed: {', '.join(unfused_kernels())}"
+    return row
+
+
+def first_steps(step, clock, dry):
+    """{first_step_s, compiling included; loss after the warm-up, of a training step}."""
+    clock.wait()
+    start = time.perf_counter()
+    loss = step()
+    clock.wait()
+    row = dict(first_step_s=time.perf_counter() - start)
+    if not dry:
+        for _ in range(WARM_UP - 1):
+            loss = step()
+    if loss is not None:
+        row["loss"] = loss.item()
+    return row
+
+
+def turn_of(step, clock, column, dry):
+    """A turn of a cell: as many steps as fill ROUND_MS."""
+    steps = 1
+    if not dry:
+        steps = min(MOST_STEPS, max(1, round(ROUND_MS / timed(step, clock))))
+    return partial(in_turn, step, clock, steps, column)
+
+
+def reference_turns(cell, device, clock, dry, row):
+    """[the turn of the cell's reference]; where it can't run, none, and row["note"] says why."""
+    try:
+        step, _ = contender(reference_of(cell), device, dry)
+        first_steps(step, clock, dry)
+        return [turn_of(step, clock, "reference_ms", dry)]
+    except Refused as error:
+        row["note"] = f"no ratio: {error}"
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        row["note"] = "no ratio: bf16 does not fit beside it"
+    return []
+
+
+def unfused_kernels():
+    """Names of the kernels that could not be built here; one made by a function has the name of that one."""
+    return sorted({kernel.__qualname__.partition(".")[0].strip("_") for kernel in compiling.unfused})
+
+
+def free(cell):
+    """Give back what a cell held.
+
+    Compiled code too: its guards would tell one cell's net from the next until dynamo gives up.
+    """
+    if cell["compile"]:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,111 @@
+"""bench.py moments: does exp_avg_sq fall when half of the gradients drop to a hundredth? (2 minutes)
+
+In each way that it can be held: fp32, bf16, and every format of codes, each to nearest and with stochastic
+rounding, and in bitsandbytes' own AdamW8bit.
+"""
+
+import torch
+
+from benchmarks.common import ADAMW, Command, markdown, moment_formats, moments_in, progress
+from harness.flags import natural
+from lowprec.optimizers import adamw, build
+from lowprec.precision import recipe
+from lowprec.rules import check_machine
+
+HOLDERS = ["fp32 nearest", "bitsandbytes"]
+for kind in ("bf16", *moment_formats()):
+    HOLDERS += [f"{kind} nearest", f"{kind} stochastic"]
+
+
+def add_arguments(parser):
+    parser.add_argument("--before", type=natural, default=1000, help="steps before the drop (default: 1000)")
+    parser.add_argument("--after", type=natural, default=3000, help="steps after it (default: 3000)")
+
+
+def check(args):
+    for name in moment_formats():
+        check_machine(recipe(**moments_in(name)), args.device)
+
+
+def holder(name, device="cpu"):
+    """(optimiser, its parameter of 4,096 zeros, callable that reads exp_avg_sq).
+
+    name: 'bitsandbytes', or '<exp_avg_sq> <update>' of ours.
+    """
+    p = torch.nn.Parameter(torch.zeros(4096, device=device))
+    if name == "bitsandbytes":
+        still = dict(ADAMW, lr=0.0, weight_decay=0.0)
+        optimizer = build.build(name, [p], recipe(opt8bit=True), **still)
+    else:
+        kind, update = name.split()
+        optimizer = adamw.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update)
+
+    def read():
+        return optimizer.moment(p, "exp_avg_sq").float()
+
+    return optimizer, p, read
+
+
+def after_a_drop(optimizer, p, read, before, after, bar=None, beta2=None, quiet=False):
+    """(v of the entries whose gradients dropped, v of the others), each over the exact mean v.
+
+    Standard normal gradients for `before` steps, then every other entry's times 0.01 for `after` steps: in
+    each block of codes the scale stays, while half of the values should fall. read() gives exp_avg_sq [n] as
+    the optimiser holds it. The draws are made on the CPU. beta2: that of the optimiser's groups unless given.
+    quiet: let a quarter of the entries have small gradients all along, and count them nowhere. They are what
+    the smallest code of a block stands for, so that the dropped ones lie between a block's two ends.
+    """
+    generator = torch.Generator().manual_seed(0)
+    places = torch.arange(p.numel())
+    dropped = places % 2 == 0
+    others = ~dropped
+    heights = torch.ones(())
+    if quiet:
+        others = places % 4 == 3
+        heights = torch.where(places % 4 == 1, 1e-3, 1.0)
+    beta2 = beta2 or optimizer.param_groups[0]["betas"][1]
+    exact = torch.zeros(p.numel())
+    for step in range(before + after):
+        grad = torch.randn(p.numel(), generator=generator) * heights
+        if step >= before:
+            grad = torch.where(dropped, 0.01 * grad, grad)
+        exact = beta2 * exact + (1 - beta2) * grad.square()
+        p.grad = grad.to(p.device, p.dtype).view_as(p)
+        optimizer.step()
+        if bar:
+            bar.update()
+    held = read().cpu()
+    return tuple((held[half].mean() / exact[half].mean()).item() for half in (dropped, others))
+
+
+def moments(args, clock):
+    """Rows (dicts): name, and exp_avg_sq over the exact one, of the dropped half and of the others."""
+    rows = []
+    with progress(len(HOLDERS) * (args.before + args.after)) as bar:
+        for name in HOLDERS:
+            bar.set_postfix_str(name)
+            optimizer, p, read = holder(name, args.device)
+            dropped, others = after_a_drop(optimizer, p, read, args.before, args.after, bar)
+            rows.append(dict(name=name, dropped=dropped, others=others))
+    print(f"\nexp_avg_sq over the exact one, {args.before} steps before the drop, {args.after} after\n")
+    print(moments_table(rows))
+    return rows
+
+
+def moments_table(rows):
+    """Markdown of the rows of `moments`."""
+    title = {"bitsandbytes": "int8, bitsandbytes' own AdamW8bit"}
+    lines = []
+    for row in rows:
+        name = title.get(row["name"], row["name"].replace(" ", ", "))
+        lines.append([name, f"{row['dropped']:.2f}", f"{row['others']:.2f}"])
+    return markdown(["exp_avg_sq", "of the dropped half", "of the others"], lines)
+
+
+COMMAND = Command(
+    "moments",
+    "exp_avg_sq after a drop of gradients, by how it is held",
+    moments,
+    add_arguments=add_arguments,
+    check=check,
+)
