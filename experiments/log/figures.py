@@ -6,12 +6,9 @@ Raise the version in FIGURES when a draw_* draws another picture of the same dat
 
 import hashlib
 import json
-from pathlib import Path
 
 from harness import run_folder
 
-# Pictures drawn before versions existed carry another hash; this maps it to the one of the same data.
-OLDER = Path(__file__).with_name("pictures.json")
 BESIDE = {"fontsize": 8, "loc": "center left", "bbox_to_anchor": (1.01, 0.5)}  # a legend right of the axes
 DASHES = ("-", "--", ":", "-.")
 MARKS = "osD^v<>PX*dph8"
@@ -66,8 +63,7 @@ def drawn_from(path):
     from PIL import Image
 
     with Image.open(path, formats=["PNG"]) as picture:
-        source = picture.info.get("Source")
-    return json.loads(OLDER.read_text()).get(source, source)
+        return picture.info.get("Source")
 
 
 # ---- Parts -------------------------------------------------------------------------------------------------
