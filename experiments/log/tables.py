@@ -67,7 +67,11 @@ def decimals_of(margin):
 def percent(x):
     """'3.1 %' of 0.031; three digits at most."""
     size = abs(100 * x)
-    return f"{100 * x:.0f} %" if size >= 9.95 else f"{100 * x:.1f} %" if size >= 0.95 else f"{100 * x:.2f} %"
+    if size >= 9.95:
+        return f"{100 * x:.0f} %"
+    if size >= 0.95:
+        return f"{100 * x:.1f} %"
+    return f"{100 * x:.2f} %"
 
 
 def compact(rows):
@@ -87,10 +91,15 @@ def markdown(rows):
 
 def adds(arm):
     """What an arm adds to the common flags, in words."""
-    flags = f"`{shlex.join(arm.flags)}`" if arm.flags else ""
-    said = flags or "-"
-    if arm.of:
-        said = f"samples from {arm.of}: {flags}" if flags else f"reads {arm.metric} of {arm.of}"
+    flags = f"`{shlex.join(arm.flags)}`"
+    if arm.of and arm.flags:
+        said = f"samples from {arm.of}: {flags}"
+    elif arm.of:
+        said = f"reads {arm.metric} of {arm.of}"
+    elif arm.flags:
+        said = flags
+    else:
+        said = "-"
     return f"{said} ({arm.note})" if arm.note else said
 
 
@@ -157,34 +166,62 @@ def arm_row(experiment, arm, known):
 
 def difference_columns(experiment, arm, known, values):
     """The columns about the differences of an arm, with these scores, from its baseline."""
-    e, digits = experiment, decimals_of(arm.margin)
-    pairs, result = comparison(e, arm, known)
+    e = experiment
+    digits = decimals_of(arm.margin)
+    _, result = comparison(e, arm, known)
     kind, _, loss = loss_comparison(e, arm, known)
-    row = {DIFFERENCE: "-", ACHIEVED: "-", f"{kind}, % [95 % CI]": "-", LOSS_ACHIEVED: "-"}
+    loss_title = f"{kind}, % [95 % CI]"
+    row = {DIFFERENCE: "-", ACHIEVED: "-", loss_title: "-", LOSS_ACHIEVED: "-"}
     if arm.baseline == arm.name:
         return {**row, "verdict": "baseline", "n": str(len(values)), "detectable": "-"}
     if result:
-        row[DIFFERENCE], row[ACHIEVED] = interval(result, digits), cell(result.achieved, digits)
-        own, base = (scores(e, a, known) for a in (arm, e.arm(arm.baseline)))
-        mean = statistics.fmean(base[seed] for seed in base if seed in own)
-        if math.isfinite(result.achieved) and math.isfinite(mean) and mean:
-            row[ACHIEVED] += f" ({percent(result.achieved / abs(mean))})"
+        row[DIFFERENCE] = interval(result, digits)
+        row[ACHIEVED] = achieved_words(e, arm, known, result)
     if loss:
-        row[f"{kind}, % [95 % CI]"], row[LOSS_ACHIEVED] = interval(loss, 2), cell(loss.achieved, 2)
-    said = verdict_words(e, arm, known)
+        row[loss_title] = interval(loss, 2)
+        row[LOSS_ACHIEVED] = cell(loss.achieved, 2)
+    shares = of_nearest(e, arm, known)
+    if any(share is not None for share in shares):
+        row[HARM] = ", ".join("-" if share is None else percent(share) for share in shares)
+    row["verdict"] = whole_verdict(e, arm, known)
+    row["n"] = pairs_words(e, arm, known)
+    row["detectable"] = cell(result.smallest_effect, digits) if result else "-"
+    row["p of no difference"] = p(result, "p_difference")
+    row["p of a margin or more"] = p(result, "p_equal")
+    return row
+
+
+def achieved_words(experiment, arm, known, result):
+    """'0.028 (2.9 %)': the achieved margin, and what it is of the baseline's score."""
+    said = cell(result.achieved, decimals_of(arm.margin))
+    own = scores(experiment, arm, known)
+    base = scores(experiment, experiment.arm(arm.baseline), known)
+    mean = statistics.fmean(base[seed] for seed in base if seed in own)
+    if math.isfinite(result.achieved) and math.isfinite(mean) and mean:
+        said += f" ({percent(result.achieved / abs(mean))})"
+    return said
+
+
+def whole_verdict(experiment, arm, known):
+    """The verdict on the score, that on the loss, and the baseline where it is not the experiment's."""
+    said = verdict_words(experiment, arm, known)
     if not said.startswith("no verdict"):  # both are read at one look
-        said += loss_words(e, arm, known)
-    if arm.baseline != e.baseline:
+        said += loss_words(experiment, arm, known)
+    if arm.baseline != experiment.baseline:
         said += f" (against {arm.baseline})"
-    both = list(of_nearest(e, arm, known))
-    if any(share is not None for share in both):
-        row[HARM] = ", ".join("-" if share is None else percent(share) for share in both)
-    n, mixed = str(pairs), across(e, arm, known)
-    n += f" of {len(e.seeds)}" if pairs < len(e.seeds) else ""
-    n += f", {mixed} across CPUs" if mixed else ""
-    smallest = cell(result.smallest_effect, digits) if result else "-"
-    more = {"p of no difference": p(result, "p_difference"), "p of a margin or more": p(result, "p_equal")}
-    return {**row, "verdict": said, "n": n, "detectable": smallest, **more}
+    return said
+
+
+def pairs_words(experiment, arm, known):
+    """'6', '5 of 6', or '6, 4 across CPUs'."""
+    pairs, _ = comparison(experiment, arm, known)
+    mixed = across(experiment, arm, known)
+    said = str(pairs)
+    if pairs < len(experiment.seeds):
+        said += f" of {len(experiment.seeds)}"
+    if mixed:
+        said += f", {mixed} across CPUs"
+    return said
 
 
 def p(result, which):
