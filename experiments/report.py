@@ -61,7 +61,8 @@ def draw_overview(experiments, known, root):
 
 def figure_data(experiment, known, runs):
     """(name, data) of each figure that the records allow."""
-    e, title = experiment, f"{experiment.number} {experiment.title}"
+    e = experiment
+    title = f"{e.number} {e.title}"
     common = {"title": title, "order": [arm.name for arm in e.arms]}
     if arms := bins(e, known):
         yield "loss_by_timestep", {**common, "arms": arms}
@@ -72,9 +73,9 @@ def figure_data(experiment, known, runs):
         yield "series", {"title": title, "series": lines, **labels, "levels": levels(e, known)}
     points = by_bytes(e, known) if e.by_bytes else []
     if points:
-        label = f"{heading(e)}, {'lower' if e.lower_is_better else 'higher'} is better"
+        good = "lower" if e.lower_is_better else "higher"
         shown = {"title": e.title, "points": points, "margin": e.margin}
-        yield "bytes", {**shown, "levels": levels(e, known), "y_label": label}
+        yield "bytes", {**shown, "levels": levels(e, known), "y_label": f"{heading(e)}, {good} is better"}
     if groups := factorials(e, known):
         yield "factorial", {"title": title, "groups": groups}
     if traces := ranges(e, known):

@@ -109,7 +109,7 @@ def looks_told(experiment, known):
 def results(experiment, known, used=0):
     """The generated part above the prose."""
     e = experiment
-    here = [r for (_, _, seed), r in needed(e, known).items() if seed in e.seeds]
+    here = list(needed(e, known).values())
     rows = tables.columns(e, known)
     parts = [f"# {e.number} {e.title}", f"**Question.** {e.question}"]
     if e.believed:
@@ -159,7 +159,8 @@ def arms_told(experiment, rows):
 
 def facts(experiment, known, here):
     """Sentences about margin, levels, looks, machines and the records `here` of the runs."""
-    e, digits = experiment, decimals_of(experiment.margin)
+    e = experiment
+    digits = decimals_of(e.margin)
     said = [margin_told(e, known)]
     base = finite_scores(e, e.arm(e.baseline), known)
     sd = statistics.stdev(base) if len(base) > 1 else 0
@@ -172,24 +173,50 @@ def facts(experiment, known, here):
     if told := together(e, known):
         said.append(told)
     said += fewer_seeds(e, known)
-    mixed = {arm.name: across(e, arm, known) for arm in e.arms if arm.name != arm.baseline}
-    if any(mixed.values()):
-        each = [f"{name} {k} of {comparison(e, e.arm(name), known)[0]}" for name, k in mixed.items() if k]
-        said.append(f"Pairs whose two runs were recorded on different kinds of CPU: {', '.join(each)}.")
-    expected = len({arm for a in e.arms for arm in (a.source, a.trained)}) * len(e.seeds)
-    machines = ", ".join(sorted({machine_of(r) for r in here}))
-    spent = f" Cost of these records: {cost(needed(e, known).values())}." if here else ""
-    said.append(f"{len(here)} of {expected} runs, {machines or 'none yet'}.{spent}")
-    if any("of" in r and "trained_on" not in r for r in here):
-        said.append("Records of arms that only sample name the machine and commit of the training here.")
-    if here:
-        commits = {str(r.get("commit"))[:9] + ("" if r.get("clean") else " with changes") for r in here}
-        said.append(f"Commit {', '.join(sorted(commits))}.")
-    for check in noted(e):
-        which = f"{check['arm']}, seed {check['seed']}, on {check['machine']} at commit {check['commit'][:9]}"
-        outcome = "passed" if check["same"] else "FAILED"
-        said.append(f"Run again: {which}: {outcome}: {check['said']}.")
-    return said
+    if told := two_kinds_of_cpu(e, known):
+        said.append(told)
+    return said + runs_told(e, here) + [check_told(check) for check in noted(e)]
+
+
+def two_kinds_of_cpu(experiment, known):
+    """A sentence on pairs whose runs were recorded on two kinds of CPU, or ''."""
+    each = []
+    for arm in experiment.arms:
+        mixed = across(experiment, arm, known)
+        if arm.name != arm.baseline and mixed:
+            pairs, _ = comparison(experiment, arm, known)
+            each.append(f"{arm.name} {mixed} of {pairs}")
+    if not each:
+        return ""
+    return f"Pairs whose two runs were recorded on different kinds of CPU: {', '.join(each)}."
+
+
+def runs_told(experiment, here):
+    """Sentences about the records `here`: how many there are, where they ran, at which commits."""
+    runs = {run for arm in experiment.arms for run in (arm.source, arm.trained)}
+    expected = len(runs) * len(experiment.seeds)
+    machines = ", ".join(sorted({machine_of(record) for record in here})) or "none yet"
+    said = f"{len(here)} of {expected} runs, {machines}."
+    if not here:
+        return [said]
+    told = [f"{said} Cost of these records: {cost(here)}."]
+    if any("of" in record and "trained_on" not in record for record in here):
+        told.append("Records of arms that only sample name the machine and commit of the training here.")
+    commits = sorted({commit_words(record) for record in here})
+    told.append(f"Commit {', '.join(commits)}.")
+    return told
+
+
+def commit_words(record):
+    """'1079456b2', or '7c5b23931 with changes' of a run from a tree with changes that were not committed."""
+    commit = str(record.get("commit"))[:9]
+    return commit if record.get("clean") else f"{commit} with changes"
+
+
+def check_told(check):
+    which = f"{check['arm']}, seed {check['seed']}, on {check['machine']} at commit {check['commit'][:9]}"
+    outcome = "passed" if check["same"] else "FAILED"
+    return f"Run again: {which}: {outcome}: {check['said']}."
 
 
 def margin_told(experiment, known):
@@ -211,24 +238,31 @@ def margin_told(experiment, known):
 
 def together(experiment, known):
     """How many verdicts stand after Holm's correction, where many stand together."""
-    arms = [arm for arm in experiment.arms if arm.name != arm.baseline]
-    found = {arm.name: comparison(experiment, arm, known) for arm in arms}
-    found = {name: (n, result) for name, (n, result) in found.items() if result and result.verdict != WAITS}
-    if len(found) < 5:
+    differ, equal, loss, levels_read = [], [], [], []
+    for arm in experiment.arms:
+        n, result = comparison(experiment, arm, known)
+        if arm.name == arm.baseline or not result or result.verdict == WAITS:
+            continue
+        differ.append(result.p_difference)
+        equal.append(result.p_equal)
+        levels_read.append(look_of(experiment, n)[1])
+        loss_result = loss_comparison(experiment, arm, known)[2]
+        if loss_result:
+            loss.append(loss_result.p_difference)
+    if len(differ) < 5:
         return ""
-    losses = [loss_comparison(experiment, arm, known)[2] for arm in arms if arm.name in found]
-    differ, equal = ([getattr(r, p) for _, r in found.values()] for p in ("p_difference", "p_equal"))
-    loss = [r.p_difference for r in losses if r]
-    level = min(look_of(experiment, n)[1] for n, _ in found.values())  # of the look that is read here
+    level = min(levels_read)  # of the look that is read here
 
     def alone(ps):
         return sum(x < level for x in ps)
 
-    kept = [stats.holm(ps, level) for ps in (differ, equal, loss)]
+    def kept(ps):
+        return stats.holm(ps, level)
+
     return (
-        f"{len(found)} comparisons stand together. Each alone at {100 * level:g} %, {alone(differ)} differ "
+        f"{len(differ)} comparisons stand together. Each alone at {100 * level:g} %, {alone(differ)} differ "
         f"in the score, {alone(equal)} are equal within their margin, and {alone(loss)} differ in the loss; "
-        f"with Holm's correction for so many {kept[0]}, {kept[1]} and {kept[2]}."
+        f"with Holm's correction for so many {kept(differ)}, {kept(equal)} and {kept(loss)}."
     )
 
 
@@ -240,7 +274,8 @@ def fewer_seeds(experiment, known):
         theirs = next((a for a in there.arms if a.source is arm.source and a.metric == arm.metric), None)
         if there is experiment or theirs is None or arm.baseline == arm.name:
             continue
-        (n, own), (more, result) = comparison(experiment, arm, known), comparison(there, theirs, known)
+        n, own = comparison(experiment, arm, known)
+        more, result = comparison(there, theirs, known)
         if more > n and own and result.verdict != own.verdict and theirs.baseline != theirs.name:
             words = tables.verdict_words(there, theirs, known)
             told.append(f"{arm.name} ({words} over the {more} seeds of {there.number})")
