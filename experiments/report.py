@@ -1,12 +1,12 @@
-"""Writes the generated parts of the log from experiments/*/results.jsonl: page, table and figures of every
-experiment, and EXPERIMENTS.md.
+"""Writes what is generated from records: page, table and figures of every experiment, EXPERIMENTS.md, and the
+tables of README.md and docs/ that stand below a <!-- marker -->.
 
     python experiments/report.py            all of it
     python experiments/report.py 011 019    the pages of these experiments alone
     python experiments/report.py --check    exit status 1 if a page is not what the records give
 
-pages.py says which parts are generated and which are the author's. Run again, it changes nothing: a figure
-is redrawn only when its data or its version in figures.py changed.
+log/pages.py, log/front.py and log/doc_tables.py say which parts are generated and which are the author's. Run
+again, it changes nothing: a figure is redrawn only when its data or its version in figures.py changed.
 """
 
 import argparse
@@ -16,6 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.log import (
     figures,  # noqa: E402
+    front,  # noqa: E402
+    overview,  # noqa: E402
     pages,  # noqa: E402
     tables,  # noqa: E402
 )
@@ -50,9 +52,17 @@ def draw_all(experiment, known, runs):
         figures.figure(experiment.folder / f"{name}.png", data)
 
 
+def draw_overview(experiments, known, root):
+    """The figure that EXPERIMENTS.md opens with."""
+    data = overview.figure_data(experiments, known)
+    if data["rows"]:
+        figures.figure(root / "effects.png", data)
+
+
 def figure_data(experiment, known, runs):
     """(name, data) of each figure that the records allow."""
-    e, title = experiment, f"{experiment.number} {experiment.title}"
+    e = experiment
+    title = f"{e.number} {e.title}"
     common = {"title": title, "order": [arm.name for arm in e.arms]}
     if arms := bins(e, known):
         yield "loss_by_timestep", {**common, "arms": arms}
@@ -63,9 +73,9 @@ def figure_data(experiment, known, runs):
         yield "series", {"title": title, "series": lines, **labels, "levels": levels(e, known)}
     points = by_bytes(e, known) if e.by_bytes else []
     if points:
-        label = f"{heading(e)}, {'lower' if e.lower_is_better else 'higher'} is better"
+        good = "lower" if e.lower_is_better else "higher"
         shown = {"title": e.title, "points": points, "margin": e.margin}
-        yield "bytes", {**shown, "levels": levels(e, known), "y_label": label}
+        yield "bytes", {**shown, "levels": levels(e, known), "y_label": f"{heading(e)}, {good} is better"}
     if groups := factorials(e, known):
         yield "factorial", {"title": title, "groups": groups}
     if traces := ranges(e, known):
@@ -137,7 +147,7 @@ def read(path):
 
 
 def all_pages(experiments, chosen, known, root, document):
-    """{path: text} of every page; without EXPERIMENTS.md where only some are `chosen`."""
+    """{path: text} of every page; of the chosen experiments alone where only some are `chosen`."""
     found = {}
     for e in chosen:
         path = e.folder / "README.md"
@@ -145,7 +155,11 @@ def all_pages(experiments, chosen, known, root, document):
         found[e.folder / "table.csv"] = tables.csv_text(tables.columns(e, known))
     if len(chosen) < len(experiments):
         return found
-    found[document] = pages.front(experiments, known, Path(root))
+    found[document] = front.page(experiments, known, Path(root))
+    if root == HERE:  # not the log of a test
+        from experiments.log import doc_tables  # the benchmarks' own tables take torch's optimisers and more
+
+        found |= doc_tables.updated(ROOT, experiments, known)
     return found
 
 
@@ -170,8 +184,8 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
         if not args.check:
             for e in chosen:
                 draw_all(e, known, args.runs)
-            if chosen is experiments and (rows := pages.effect_rows(experiments, known)):
-                figures.figure(Path(root) / "effects.png", {"rows": rows})
+            if chosen is experiments:
+                draw_overview(experiments, known, Path(root))
         found = all_pages(experiments, chosen, known, root, document)
     except Refused as error:
         print(f"report.py: {error}", file=sys.stderr)

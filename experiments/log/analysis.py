@@ -101,13 +101,26 @@ def held_out(record, weights):
     return "training loss", record["final_loss"]
 
 
+def is_loss(metric):
+    """Whether a score is itself the loss on held-out data: one quantity has one verdict."""
+    return metric.rpartition(".")[2] in (*LOSSES, "loss_by_timestep")
+
+
 def task_of(arm):
-    flags = ["--task", "", *arm.trained.experiment.common, *arm.trained.flags]
-    return [word for flag, word in zip(flags, flags[1:], strict=False) if flag == "--task"][-1]
+    task = ""
+    flags = arm.trained.experiment.common + arm.trained.flags
+    for flag, word in itertools.pairwise(flags):
+        if flag == "--task":
+            task = word
+    return task
 
 
 def finished(records):
     return {seed: r for seed, r in records.items() if "failed" not in r}
+
+
+def diverged(record):
+    return DIVERGED.search(record.get("failed", "")) is not None
 
 
 def loss_comparison(experiment, arm, known):
@@ -116,24 +129,59 @@ def loss_comparison(experiment, arm, known):
     Paired as the scores are. None where a run failed, or where the two train on different tasks.
     """
     base_arm = experiment.arm(arm.baseline)
-    sides = [finished(records_of(experiment, a, known)) for a in (arm, base_arm)]
-    runs = [r for a in (arm, base_arm) for r in records_of(experiment, a, known).values()]
-    diverged = any(DIVERGED.search(r.get("failed", "")) for r in runs)  # the others would speak for it
-    own, base = (
-        {s: held_out(r, weights_of(a)) for s, r in side.items()}
-        for a, side in zip((arm, base_arm), sides, strict=True)
-    )
-    kinds = {kind for side in (own, base) for kind, _ in side.values()}
-    kind = "held-out loss" if kinds == {"held-out loss"} else "training loss"
-    if len(kinds) > 1:  # the one that both have
-        own, base = ({s: (kind, r["final_loss"]) for s, r in side.items()} for side in sides)
-    seeds = [seed for seed in own if seed in base and base[seed][1] > 0]
-    changes = [100 * (own[seed][1] / base[seed][1] - 1) for seed in seeds]
-    same_task = task_of(arm) == task_of(base_arm)  # another task has another loss
-    if diverged or len(changes) < 2 or not same_task or not all(map(math.isfinite, changes)):
+    own_records = records_of(experiment, arm, known)
+    base_records = records_of(experiment, base_arm, known)
+    kind, own, base = losses_of(arm, finished(own_records), base_arm, finished(base_records))
+    seeds = [seed for seed in own if seed in base and base[seed] > 0]
+    changes = [100 * (own[seed] / base[seed] - 1) for seed in seeds]
+    runs = [*own_records.values(), *base_records.values()]
+    if any(map(diverged, runs)):  # the runs that did not would speak for those that did
         return kind, len(changes), None
-    due, level = look_of(experiment, len(changes))
+    if task_of(arm) != task_of(base_arm):  # another task has another loss
+        return kind, len(changes), None
+    if len(changes) < 2 or not all(map(math.isfinite, changes)):
+        return kind, len(changes), None
+    _, level = look_of(experiment, len(changes))
     return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
+
+
+def losses_of(arm, own_records, base_arm, base_records):
+    """(what it is, {seed: loss} of an arm, the same of its baseline): a loss that all these runs have."""
+    own = {seed: held_out(r, weights_of(arm)) for seed, r in own_records.items()}
+    base = {seed: held_out(r, weights_of(base_arm)) for seed, r in base_records.items()}
+    kinds = {kind for kind, _ in [*own.values(), *base.values()]}
+    if kinds == {"held-out loss"}:
+        kind = "held-out loss"
+    else:
+        kind = "training loss"
+    if len(kinds) > 1:
+        own = {seed: (kind, r["final_loss"]) for seed, r in own_records.items()}
+        base = {seed: (kind, r["final_loss"]) for seed, r in base_records.items()}
+    own_losses = {seed: loss for seed, (_, loss) in own.items()}
+    base_losses = {seed: loss for seed, (_, loss) in base.items()}
+    return kind, own_losses, base_losses
+
+
+SLIGHTLY_WORSE = "slightly worse"
+
+
+def verdict_by_rule(experiment, arm, known):
+    """The verdict of an arm, by the score and by the loss.
+
+    An arm whose score is equal to the baseline's, or not shown to differ, is "slightly worse" where the 95 %
+    interval of its loss lies above 0, and where its score is worse by less than the margin.
+    """
+    pairs, result = comparison(experiment, arm, known)
+    said = verdict(pairs, result)
+    if said not in ("equal", "undecided"):
+        return said
+    loss = loss_comparison(experiment, arm, known)[2]
+    if loss and loss.low > 0:
+        return SLIGHTLY_WORSE
+    bad_side = result and (result.low > 0 if arm.lower_is_better else result.high < 0)
+    if said == "equal" and bad_side:
+        return SLIGHTLY_WORSE
+    return said
 
 
 # ---- The harm of rounding to nearest -----------------------------------------------------------------------
@@ -142,12 +190,13 @@ def loss_comparison(experiment, arm, known):
 def nearest_of(experiment, arm):
     """The arm that rounds to nearest beside this one: its flags are those of the baseline and --pure_bf16."""
     base = experiment.arm(arm.baseline)
+    wanted = sorted([*training_flags(base.trained), "--pure_bf16"])
     for other in experiment.arms:
-        if other.baseline != base.name or other.metric.rpartition(".")[2] != arm.metric.rpartition(".")[2]:
+        if other is arm or other.source.of or other.baseline != base.name:
             continue
-        same_weights = weights_of(other) == weights_of(base) and other is not arm and not other.source.of
-        own, plain = (training_flags(a.trained) for a in (other, base))
-        if same_weights and sorted(own) == sorted([*plain, "--pure_bf16"]):
+        same_score = other.metric.rpartition(".")[2] == arm.metric.rpartition(".")[2]
+        same_weights = weights_of(other) == weights_of(base)
+        if same_score and same_weights and sorted(training_flags(other.trained)) == wanted:
             return other
     return None
 
@@ -166,9 +215,11 @@ def of_nearest(experiment, arm, known):
     nearest = nearest_of(experiment, arm)
     if nearest is None:
         return None, None
-    scores_of = [comparison(experiment, a, known)[1] for a in (arm, nearest)]
-    losses_of = [loss_comparison(experiment, a, known)[2] for a in (arm, nearest)]
-    return share(*scores_of), share(*losses_of)
+    _, own = comparison(experiment, arm, known)
+    _, harm = comparison(experiment, nearest, known)
+    own_loss = loss_comparison(experiment, arm, known)[2]
+    harm_of_loss = loss_comparison(experiment, nearest, known)[2]
+    return share(own, harm), share(own_loss, harm_of_loss)
 
 
 def share(own, harm):
@@ -189,7 +240,8 @@ def machine_of(record):
 
 def across(experiment, arm, known):
     """How many pairs of an arm with its baseline were recorded on two kinds of machine."""
-    own, base = (records_of(experiment, a, known) for a in (arm, experiment.arm(arm.baseline)))
+    own = records_of(experiment, arm, known)
+    base = records_of(experiment, experiment.arm(arm.baseline), known)
     return sum(machine_of(own[seed]) != machine_of(base[seed]) for seed in own if seed in base)
 
 
@@ -198,7 +250,10 @@ def across(experiment, arm, known):
 
 def needed(experiment, known):
     """{key: record} of all runs that an experiment's scores come from, other experiments' included."""
-    wanted = {key(a, 0)[:2] for arm in experiment.arms for a in (arm.source, arm.trained)}
+    wanted = set()
+    for arm in experiment.arms:
+        for read in (arm.source, arm.trained):
+            wanted.add(key(read, 0)[:2])
     return {k: r for k, r in known.items() if k[:2] in wanted and k[2] in experiment.seeds}
 
 
@@ -208,17 +263,27 @@ def levels(experiment, known):
     They depend on the number of samples, so they are those of the baseline's own records, not of the training
     that it samples from.
     """
-    arms = [experiment.arm(experiment.baseline), *experiment.arms]
-    records = [r for arm in arms for r in records_of(experiment, arm, known).values()]
-    finished = next((r for r in records if r.get("reference")), None)
-    if finished is None:
-        return {}
-    name, reference = experiment.metric.rpartition(".")[2], finished["reference"]
-    masks = name.endswith("ari")
-    best, worst = ("true masks", "upright stripes") if masks else ("real images", "noise")
-    ends = {best: "floor", worst: "ceiling"}
-    found = {title: reference.get(end, {}).get(name) for title, end in ends.items()}
-    return {title: level for title, level in found.items() if is_number(level)}
+    reference = reference_of(experiment, known)
+    name = experiment.metric.rpartition(".")[2]
+    if name.endswith("ari"):
+        ends = {"true masks": "floor", "upright stripes": "ceiling"}
+    else:
+        ends = {"real images": "floor", "noise": "ceiling"}
+    found = {}
+    for title, end in ends.items():
+        level = reference.get(end, {}).get(name)
+        if is_number(level):
+            found[title] = level
+    return found
+
+
+def reference_of(experiment, known):
+    """What real images and noise score, of the first record that says so, the baseline's first, or {}."""
+    for arm in [experiment.arm(experiment.baseline), *experiment.arms]:
+        for record in records_of(experiment, arm, known).values():
+            if record.get("reference"):
+                return record["reference"]
+    return {}
 
 
 # ---- Curves, factors, ranges -------------------------------------------------------------------------------
@@ -247,8 +312,9 @@ def by_bytes(experiment, known):
         values = finite_scores(experiment, arm, known)
         if not held or not values:
             continue
-        pairs, result = comparison(experiment, arm, known)
-        mean, low, high, said = statistics.fmean(values), None, None, verdict(pairs, result)
+        _, result = comparison(experiment, arm, known)
+        said = verdict_by_rule(experiment, arm, known)
+        mean, low, high = statistics.fmean(values), None, None
         if arm.name == arm.baseline:
             said = "baseline"
         elif result and math.isfinite(result.mean):
@@ -264,25 +330,35 @@ def factorials(experiment, known):
     the faulty level against the baseline's level, averaged over all other factors. That of a pair is the
     first's effect where the second is faulty over where it isn't.
     """
+    by_factors = {}
+    for arm in experiment.arms:
+        if arm.cell:
+            by_factors.setdefault(tuple(arm.cell), []).append(arm)
     groups = []
-    for names in dict.fromkeys(tuple(arm.cell) for arm in experiment.arms if arm.cell):
-        arms = [arm for arm in experiment.arms if tuple(arm.cell) == names]
+    for names, arms in by_factors.items():
         values = {arm: scores(experiment, arm, known) for arm in arms}
-        seeds = [s for s in experiment.seeds if all(0 < values[arm].get(s, 0) < math.inf for arm in arms)]
-        group = factorial(names, arms, values, seeds) if len(seeds) > 1 else None
-        if group and group["effects"]:
+        seeds = [seed for seed in experiment.seeds if has_all_cells(seed, values)]
+        if len(seeds) < 2:
+            continue
+        group = factorial(names, arms, values, seeds)
+        if group["effects"]:
             groups.append(group)
     return groups
+
+
+def has_all_cells(seed, values):
+    """Whether each arm of {arm: {seed: score}} has a score of this seed whose logarithm can be taken."""
+    return all(0 < scores.get(seed, 0) < math.inf for scores in values.values())
 
 
 def factorial(names, arms, values, seeds):
     """One group: `names` of the factors, `values` {arm: {seed: score}}."""
     half = len(names) // 2  # the first half of the factors spans the rows, the second the columns
-    rows, columns = (
-        list(dict.fromkeys(tuple(arm.cell[name] for name in part) for arm in arms))
-        for part in (names[:half], names[half:])
-    )
-    mean = {tuple(arm.cell.values()): statistics.fmean(values[arm][seed] for seed in seeds) for arm in arms}
+    rows = settings_of(arms, names[:half])
+    columns = settings_of(arms, names[half:])
+    mean = {}
+    for arm in arms:
+        mean[tuple(arm.cell.values())] = statistics.fmean(values[arm][seed] for seed in seeds)
     return {
         "title": f"{len(names)} factors, {len(arms)} cells, {len(seeds)} seeds",
         "effects": effects(names, arms, values, seeds),
@@ -290,6 +366,14 @@ def factorial(names, arms, values, seeds):
         "columns": [_words(names[half:], column) for column in columns],
         "cells": [[mean.get(row + column) for column in columns] for row in rows],
     }
+
+
+def settings_of(arms, names):
+    """[the levels of these factors], each once, in the order of the arms."""
+    found = {}
+    for arm in arms:
+        found[tuple(arm.cell[name] for name in names)] = None
+    return list(found)
 
 
 def _words(names, spot):
@@ -331,14 +415,23 @@ def _times(name, logs):
 
 def ranges(experiment, known):
     """{arm: [{"t", "x_min", ...}]}: the traces of generation, mean over seeds."""
+    if not experiment.ranges:
+        return {}
     found = {}
-    for arm in experiment.arms if experiment.ranges else ():
-        own = [own_scores(arm, r).get("trace") for r in records_of(experiment, arm, known).values()]
-        steps = zip(*filter(None, own), strict=False)
-        means = [{k: statistics.fmean(step[k] for step in at) for k in at[0]} for at in steps]
+    for arm in experiment.arms:
+        records = records_of(experiment, arm, known).values()
+        traces = [own_scores(arm, record).get("trace") for record in records]
+        # one tuple a step, of the same step in the traces of all seeds
+        steps = zip(*filter(None, traces), strict=False)
+        means = [mean_step(step) for step in steps]
         if means:
             found[arm.name] = means
     return found
+
+
+def mean_step(step):
+    """{figure: mean over the seeds} of one step of several traces."""
+    return {name: statistics.fmean(trace[name] for trace in step) for name in step[0]}
 
 
 def own_scores(arm, record):

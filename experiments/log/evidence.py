@@ -18,7 +18,7 @@ from experiments.log.analysis import (
     of_nearest,
     records_of,
     scores,
-    verdict,
+    verdict_by_rule,
 )
 from experiments.log.records import value
 from experiments.log.tables import decimals_of
@@ -109,7 +109,7 @@ ARM_FIGURES = {  # name: (the figure of a Seen, how it is written: decimals as o
     "moved": (lambda s: s.last("exp_avg_sq_moved"), percent),
 }
 ARM_WORDS = {
-    "verdict": lambda s: verdict(s.pairs, s.result),
+    "verdict": lambda s: verdict_by_rule(s.experiment, s.arm, s.known),
     "interval": lambda s: f"[{written(s, s.result.low, '+')}, {written(s, s.result.high, '+')}]",
 }
 

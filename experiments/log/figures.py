@@ -6,18 +6,16 @@ Raise the version in FIGURES when a draw_* draws another picture of the same dat
 
 import hashlib
 import json
-from pathlib import Path
 
 from harness import run_folder
 
-# Pictures drawn before versions existed carry another hash; this maps it to the one of the same data.
-OLDER = Path(__file__).with_name("pictures.json")
 BESIDE = {"fontsize": 8, "loc": "center left", "bbox_to_anchor": (1.01, 0.5)}  # a legend right of the axes
 DASHES = ("-", "--", ":", "-.")
 MARKS = "osD^v<>PX*dph8"
 COLOURS = {
     "baseline": "black",
     "equal": "tab:green",
+    "slightly worse": "goldenrod",
     "better": "tab:blue",
     "worse": "tab:red",
     "undecided": "tab:orange",
@@ -65,8 +63,7 @@ def drawn_from(path):
     from PIL import Image
 
     with Image.open(path, formats=["PNG"]) as picture:
-        source = picture.info.get("Source")
-    return json.loads(OLDER.read_text()).get(source, source)
+        return picture.info.get("Source")
 
 
 # ---- Parts -------------------------------------------------------------------------------------------------
@@ -258,49 +255,55 @@ def draw_ranges(plt, data):
     return picture
 
 
-def draw_effects_of_recipes(plt, data):
-    """Differences from fp32 of the main recipes, a row each: left the score in margins, right the loss."""
-    rows = data["rows"]
-    nets = list(dict.fromkeys(row["net"] for row in rows))
-    gap = 0.9  # rows between nets, where the net's name stands
-    heights = [i + gap * (nets.index(row["net"]) + 1) for i, row in enumerate(rows)]
-    size = (11, 1.4 + 0.27 * (heights[-1] + 1))
-    picture, axes = plt.subplots(1, 2, sharey=True, figsize=size)
-    for axis, part in zip(axes, ("score", "loss"), strict=True):
+def draw_overview(plt, data):
+    """The held-out loss against fp32 of the main recipes, a panel a recipe and a line a net.
+
+    A point beyond the right edge is an arrow there, with its figure.
+    """
+    rows, recipes = data["rows"], data["recipes"]
+    size = (13, 1.2 + 0.19 * len(rows))
+    picture, axes = plt.subplots(1, len(recipes), sharey=True, squeeze=False, figsize=size)
+    places = list(range(len(rows)))
+    for column, (axis, recipe) in enumerate(zip(axes[0], recipes, strict=True)):
+        low, high = NEAREST_RANGE if recipe == "to nearest" else RANGE
         axis.axvline(0, color="grey", linewidth=1)
-        for row, y in zip(rows, heights, strict=True):
-            if row[part] is None:
-                continue
-            mean, low, high = row[part]
-            filled = "white" if part == "loss" and row["kind"] == "training loss" else None
-            style = {"color": COLOURS[row["verdict"]], "fmt": "o", "capsize": 3, "markersize": 5}
-            axis.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], markerfacecolor=filled, **style)
-        axis.set_xscale("symlog", linthresh=1, linscale=1.2)
-        axis.grid(alpha=0.3, axis="x")
-    axes[0].axvspan(-1, 1, color="tab:green", alpha=0.12, linewidth=0)
-    names = [f"{row['recipe']} ({row['number']}, n = {row['n']})" for row in rows]
-    axes[0].set_yticks(heights, names, fontsize=8)
-    for net in nets:
-        first = next(y for row, y in zip(rows, heights, strict=True) if row["net"] == net)
-        place = axes[0].get_yaxis_transform()
-        style = {"fontsize": 8, "fontweight": "bold", "ha": "right", "va": "center", "clip_on": False}
-        axes[0].text(-0.012, first - gap, net, transform=place, **style)
-    axes[0].set_ylim(heights[-1] + 0.7, -0.5)
-    ticks = [-1, 0, 1, 3, 10, 100]
-    labels = "difference of the score, in margins", "difference of the loss, %"
-    for axis, label in zip(axes, labels, strict=True):
-        low, high = axis.get_xlim()
-        shown = [tick for tick in ticks if low <= tick <= high]
-        axis.set_xticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
-        axis.minorticks_off()
-        axis.set_xlabel(f"{label} (right is worse)", fontsize=9)
-    said = "bars: 95 % intervals of paired differences; band: the margin; colour: the verdict on the score"
-    axes[1].set_title("hollow: training loss, where no held-out loss is recorded", fontsize=8)
-    axes[0].set_title("green equal, red worse, orange not shown to differ", fontsize=8)
-    inch = 1 / size[1]  # of the height, which grows with the rows
-    picture.suptitle(said, fontsize=9, y=1 - 0.1 * inch, va="top")
+        for place, row in zip(places, rows, strict=True):
+            if row["cells"][column] is not None:
+                draw_change(axis, place, row["cells"][column], high)
+        axis.set_xlim(low, high)
+        axis.set_ylim(len(rows) - 0.4, -0.6)
+        axis.set_title(recipe, fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=8)
+    axes[0][0].set_yticks(places, [row["net"] for row in rows], fontsize=8)
+    said = "held-out loss against fp32, in percent; right is worse. Bars: 95 % intervals. "
+    said += "Red: worse; blue: better; black: the interval holds 0; hollow: two pairs"
+    picture.supxlabel(said, fontsize=9)
     picture.tight_layout()
     return picture
+
+
+RANGE = (-3.5, 3.5)  # percent
+NEAREST_RANGE = (-2, 10)
+
+
+def draw_change(axis, place, cell, edge):
+    """One mean with its interval, or an arrow at the right edge."""
+    mean, low, high, pairs = cell
+    enough = pairs > 2
+    colour = "black"
+    if enough and low > 0:
+        colour = COLOURS["worse"]
+    if enough and high < 0:
+        colour = COLOURS["better"]
+    if mean > edge:
+        axis.plot([edge], [place], marker=">", color=colour, markersize=6, clip_on=False)
+        axis.text(0.95 * edge, place, f"{mean:+.0f}", fontsize=7, ha="right", va="center", color=colour)
+        return
+    filled = None if enough else "white"
+    bars = [[mean - low], [high - mean]]
+    style = {"color": colour, "fmt": "o", "markersize": 4, "capsize": 2, "markerfacecolor": filled}
+    axis.errorbar([mean], [place], xerr=bars, **style)
 
 
 FIGURES = {  # name of the file: (how it is drawn, its version, what the pages call it), in their order
@@ -311,5 +314,5 @@ FIGURES = {  # name of the file: (how it is drawn, its version, what the pages c
     "samples": (draw_strips, 1, "samples of each arm from the same noise"),
     "loss_by_timestep": (draw_bins, 1, "loss by timestep"),
     "curves": (draw_curves, 1, "training curves"),
-    "effects": (draw_effects_of_recipes, 2, "differences of the main recipes from fp32"),
+    "effects": (draw_overview, 3, "the held-out loss of the main recipes against fp32"),
 }

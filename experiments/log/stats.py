@@ -88,6 +88,34 @@ def holm(ps, alpha: float = 0.05) -> int:
     return kept
 
 
+def quantile(pairs: int) -> float:
+    """How many standard errors half of the 95 % interval of a mean of so many differences is."""
+    return float(stats.t.isf(0.025, pairs - 1))
+
+
+def random_effects(means, errors):
+    """(mean, half of its 95 % interval) over several studies, whose true means may differ.
+
+    means, errors: of each study, its mean and the standard error of that. The variance between studies is
+    that of DerSimonian and Laird (1986, doi 10.1016/0197-2456(86)90046-2); the interval is widened as Hartung
+    and Knapp say (2001, doi 10.1002/sim.791), and never narrowed. It corrects nothing for how studies were
+    chosen.
+    """
+    count = len(means)
+    m = torch.tensor(means, dtype=torch.float64)
+    within = torch.tensor(errors, dtype=torch.float64).square()
+    weights = 1 / within
+    fixed = (weights * m).sum() / weights.sum()
+    spread = (weights * (m - fixed).square()).sum()
+    scale = weights.sum() - weights.square().sum() / weights.sum()
+    between = ((spread - (count - 1)) / scale).clamp(min=0)
+    weights = 1 / (within + between)
+    mean = (weights * m).sum() / weights.sum()
+    widened = (weights * (m - mean).square()).sum() / (count - 1)
+    error = (widened.clamp(min=1) / weights.sum()).sqrt()
+    return mean.item(), quantile(count) * error.item()
+
+
 def family_level(pairs, levels) -> float:
     """Chance that one of several looks at growing data rejects a true hypothesis, each at its own one-sided
     level.

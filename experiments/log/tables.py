@@ -13,14 +13,17 @@ import statistics
 from collections import Counter
 
 from experiments.log.analysis import (
+    SLIGHTLY_WORSE,
     WAITS,
     across,
     comparison,
+    is_loss,
     loss_comparison,
     of_nearest,
     records_of,
     scores,
     verdict,
+    verdict_by_rule,
     weights_of,
 )
 from experiments.log.definition import look_of
@@ -64,7 +67,18 @@ def decimals_of(margin):
 def percent(x):
     """'3.1 %' of 0.031; three digits at most."""
     size = abs(100 * x)
-    return f"{100 * x:.0f} %" if size >= 9.95 else f"{100 * x:.1f} %" if size >= 0.95 else f"{100 * x:.2f} %"
+    if size >= 9.95:
+        return f"{100 * x:.0f} %"
+    if size >= 0.95:
+        return f"{100 * x:.1f} %"
+    return f"{100 * x:.2f} %"
+
+
+def compact(rows):
+    """A table in Markdown without the spaces between its cells, for a page that has to stay short."""
+    head, *body = rows
+    lines = [head, ["-"] * len(head), *body]
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def markdown(rows):
@@ -77,10 +91,15 @@ def markdown(rows):
 
 def adds(arm):
     """What an arm adds to the common flags, in words."""
-    flags = f"`{shlex.join(arm.flags)}`" if arm.flags else ""
-    said = flags or "-"
-    if arm.of:
-        said = f"samples from {arm.of}: {flags}" if flags else f"reads {arm.metric} of {arm.of}"
+    flags = f"`{shlex.join(arm.flags)}`"
+    if arm.of and arm.flags:
+        said = f"samples from {arm.of}: {flags}"
+    elif arm.of:
+        said = f"reads {arm.metric} of {arm.of}"
+    elif arm.flags:
+        said = flags
+    else:
+        said = "-"
     return f"{said} ({arm.note})" if arm.note else said
 
 
@@ -96,17 +115,34 @@ def score_title(experiment):
     return heading(experiment) if len(names) == 1 else "score"
 
 
-def verdict_words(arm, margin, pairs, result, unit=""):
-    """A verdict as the pages print it: 'equal within 0.03', 'not shown to differ', 'worse'."""
-    said, experiment = verdict(pairs, result), arm.experiment
+def verdict_words(experiment, arm, known):
+    """A verdict as the pages print it: 'equal within 0.03', 'slightly worse, within 0.03', 'worse'."""
+    pairs, result = comparison(experiment, arm, known)
+    said = verdict_by_rule(experiment, arm, known)
     if experiment.looks and result is None and pairs:
         said = WAITS
-    if said == "equal" and result.low * result.high > 0:
-        worse = (result.mean > 0) == (bool(unit) or arm.lower_is_better)
-        return f"equal within {margin:g}{unit}, slightly {'worse' if worse else 'better'}"
     if said == WAITS:
         return f"no verdict before {look_of(experiment, pairs)[0]} pairs"
-    return {"equal": f"equal within {margin:g}{unit}", "undecided": "not shown to differ"}.get(said, said)
+    if said == "undecided":
+        return "not shown to differ"
+    by_score = verdict(pairs, result)
+    if said == SLIGHTLY_WORSE:
+        equal = by_score == "equal"
+        return f"{said}, within {arm.margin:g}" if equal else f"{said} (score not shown to differ)"
+    if said != "equal":
+        return said
+    better = result.high < 0 if arm.lower_is_better else result.low > 0
+    return f"slightly better, within {arm.margin:g}" if better else f"equal within {arm.margin:g}"
+
+
+def loss_words(experiment, arm, known):
+    """The verdict on the loss, '; loss equal within 0.3 %', where a margin was set for it, or ''."""
+    _, loss_pairs, loss = loss_comparison(experiment, arm, known)
+    if not loss or not experiment.loss_margin or is_loss(arm.metric):
+        return ""
+    said = verdict(loss_pairs, loss)
+    words = {"equal": f"equal within {experiment.loss_margin:g} %", "undecided": "not shown to differ"}
+    return f"; loss {words.get(said, said)}"
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------
@@ -130,35 +166,62 @@ def arm_row(experiment, arm, known):
 
 def difference_columns(experiment, arm, known, values):
     """The columns about the differences of an arm, with these scores, from its baseline."""
-    e, digits = experiment, decimals_of(arm.margin)
-    pairs, result = comparison(e, arm, known)
-    kind, loss_pairs, loss = loss_comparison(e, arm, known)
-    row = {DIFFERENCE: "-", ACHIEVED: "-", f"{kind}, % [95 % CI]": "-", LOSS_ACHIEVED: "-"}
+    e = experiment
+    digits = decimals_of(arm.margin)
+    _, result = comparison(e, arm, known)
+    kind, _, loss = loss_comparison(e, arm, known)
+    loss_title = f"{kind}, % [95 % CI]"
+    row = {DIFFERENCE: "-", ACHIEVED: "-", loss_title: "-", LOSS_ACHIEVED: "-"}
     if arm.baseline == arm.name:
         return {**row, "verdict": "baseline", "n": str(len(values)), "detectable": "-"}
     if result:
-        row[DIFFERENCE], row[ACHIEVED] = interval(result, digits), cell(result.achieved, digits)
-        own, base = (scores(e, a, known) for a in (arm, e.arm(arm.baseline)))
-        mean = statistics.fmean(base[seed] for seed in base if seed in own)
-        if math.isfinite(result.achieved) and math.isfinite(mean) and mean:
-            row[ACHIEVED] += f" ({percent(result.achieved / abs(mean))})"
+        row[DIFFERENCE] = interval(result, digits)
+        row[ACHIEVED] = achieved_words(e, arm, known, result)
     if loss:
-        row[f"{kind}, % [95 % CI]"], row[LOSS_ACHIEVED] = interval(loss, 2), cell(loss.achieved, 2)
-    said = verdict_words(arm, arm.margin, pairs, result)
-    if loss and e.loss_margin and not said.startswith("no verdict"):  # both are read at one look
-        side = verdict_words(arm, e.loss_margin, loss_pairs, loss, unit=" %")
-        said += f"; loss {side}"
-    if arm.baseline != e.baseline:
+        row[loss_title] = interval(loss, 2)
+        row[LOSS_ACHIEVED] = cell(loss.achieved, 2)
+    shares = of_nearest(e, arm, known)
+    if any(share is not None for share in shares):
+        row[HARM] = ", ".join("-" if share is None else percent(share) for share in shares)
+    row["verdict"] = whole_verdict(e, arm, known)
+    row["n"] = pairs_words(e, arm, known)
+    row["detectable"] = cell(result.smallest_effect, digits) if result else "-"
+    row["p of no difference"] = p(result, "p_difference")
+    row["p of a margin or more"] = p(result, "p_equal")
+    return row
+
+
+def achieved_words(experiment, arm, known, result):
+    """'0.028 (2.9 %)': the achieved margin, and what it is of the baseline's score."""
+    said = cell(result.achieved, decimals_of(arm.margin))
+    own = scores(experiment, arm, known)
+    base = scores(experiment, experiment.arm(arm.baseline), known)
+    mean = statistics.fmean(base[seed] for seed in base if seed in own)
+    if math.isfinite(result.achieved) and math.isfinite(mean) and mean:
+        said += f" ({percent(result.achieved / abs(mean))})"
+    return said
+
+
+def whole_verdict(experiment, arm, known):
+    """The verdict on the score, that on the loss, and the baseline where it is not the experiment's."""
+    said = verdict_words(experiment, arm, known)
+    if not said.startswith("no verdict"):  # both are read at one look
+        said += loss_words(experiment, arm, known)
+    if arm.baseline != experiment.baseline:
         said += f" (against {arm.baseline})"
-    both = list(of_nearest(e, arm, known))
-    if any(share is not None for share in both):
-        row[HARM] = ", ".join("-" if share is None else percent(share) for share in both)
-    n, mixed = str(pairs), across(e, arm, known)
-    n += f" of {len(e.seeds)}" if pairs < len(e.seeds) else ""
-    n += f", {mixed} across CPUs" if mixed else ""
-    smallest = cell(result.smallest_effect, digits) if result else "-"
-    more = {"p of no difference": p(result, "p_difference"), "p of a margin or more": p(result, "p_equal")}
-    return {**row, "verdict": said, "n": n, "detectable": smallest, **more}
+    return said
+
+
+def pairs_words(experiment, arm, known):
+    """'6', '5 of 6', or '6, 4 across CPUs'."""
+    pairs, _ = comparison(experiment, arm, known)
+    mixed = across(experiment, arm, known)
+    said = str(pairs)
+    if pairs < len(experiment.seeds):
+        said += f" of {len(experiment.seeds)}"
+    if mixed:
+        said += f", {mixed} across CPUs"
+    return said
 
 
 def p(result, which):

@@ -221,15 +221,6 @@ def test_the_table_of_the_docs_has_what_was_measured():
     assert table.startswith("| DiT-B/2 | images a second |")
 
 
-def test_the_docs_show_every_record():
-    said = (gpu.ROOT / "docs" / "speed.md").read_text()
-    found = [json.loads(path.read_text()) for path in sorted(gpu.FOLDER.glob("gpu-*.json"))]
-    assert said.count("<!-- gpu ") == len(found) > 0
-    for record in found:
-        name = record["machine"]["gpu"]
-        assert f"<!-- gpu {name} -->\n{gpu.docs_table(record)}\n" in said, name
-
-
 def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--gpu", "--out", str(tmp_path)]) == 2

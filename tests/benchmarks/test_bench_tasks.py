@@ -1,4 +1,4 @@
-"""bench.py peers --tasks: a step of each task beside a bare loop, and what docs/speed.md says of it. And the
+"""bench.py peers --tasks: a step of each task beside a bare loop, and the
 discrete VAE of bench.py systems.
 """
 
@@ -66,16 +66,6 @@ def test_a_task_that_is_not_there_is_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(["peers", "--tasks", "paint"])
     assert stop.value.code == 2 and "paint" in capsys.readouterr().err
-
-
-def test_the_tasks_in_the_docs_are_the_recorded_ones():
-    record = ROOT / "experiments" / "bench" / "cpu-tasks.json"
-    said = (ROOT / "docs" / "speed.md").read_text()
-    assert record.exists() == ("<!-- tasks -->" in said), "the record and the table come together"
-    if record.exists():
-        rows = json.loads(record.read_text())["results"]
-        assert f"<!-- tasks -->\n{loops.tasks_table(rows)}\n" in said
-        assert list(dict.fromkeys(r["task"] for r in rows)) == list(loops.TASKS)
 
 
 def test_the_discrete_vae_by_itself_keeps_what_the_record_says(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ claims; bad input.
 import copy
 import json
 import math
-from pathlib import Path
 
 import common
 import pytest
@@ -17,7 +16,7 @@ import bench
 from benchmarks import averages, conformance, conformance_command, subjects
 from benchmarks.common import state_bytes
 from benchmarks.conformance import Size
-from benchmarks.conformance_command import ASKED, AVERAGE_CHECKS, CHECKS, TABLES, asked
+from benchmarks.conformance_command import ASKED, AVERAGE_CHECKS, CHECKS, asked
 from benchmarks.conformance_writes import writes
 from benchmarks.subjects import Subject
 from lowprec.kernels import compiled
@@ -460,15 +459,6 @@ def test_bytes_of_states_that_hold_other_tensors_are_counted_once():
     subjects.feed(params, optimizer, [torch.ones(256, 256)])
     # codes of both moments, a scale a block of 256, the two tables of 256 values
     assert state_bytes(optimizer) == pytest.approx(2 * (65536 + 4 * 256 + 4 * 256), rel=0.02)
-
-
-ROOT = Path(bench.__file__).parent
-@pytest.mark.parametrize("name", TABLES)
-def test_the_tables_of_the_page_are_those_of_the_record(name):
-    rows = json.loads((ROOT / "experiments" / "bench" / "cpu-conformance.json").read_text())["results"]
-    page = (ROOT / "docs" / "conformance.md").read_text()
-    shown = page.split(f"<!-- {name} -->\n")[1].split("\n\n")[0]
-    assert shown == conformance_command.table(rows, TABLES[name])
 
 
 # ---- The command -------------------------------------------------------------------------------------------

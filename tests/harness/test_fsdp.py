@@ -160,16 +160,6 @@ def test_a_rank_holds_the_bytes_that_the_table_says(world, ranks):
         assert held == pytest.approx(said, rel=0.04 if "bit" in name else 1e-12), name
 
 
-def test_the_table_in_the_readme_is_what_the_arithmetic_says():
-    assert sharding.table() in (ROOT / "README.md").read_text()
-
-
-def test_the_bytes_of_two_processes_are_the_recorded_ones():
-    results = json.loads((ROOT / "experiments/bench/cpu-sharding.json").read_text())["results"]
-    assert {row["flags"] for row in results} == set(sharding.RECIPES)
-    assert sharding.measured_table(results) in (ROOT / "docs/many_gpus.md").read_text()
-
-
 SIZE = r" ([\d.]+) MiB"
 
 

@@ -1,0 +1,323 @@
+"""The tables of README.md and docs/ that are made from records.
+
+On a page such a table stands below a line <!-- NAME -->, up to the next empty line. `report.py` writes it,
+and `report.py --check` says whether it is the one that the records give.
+
+    updated(base, experiments, known)     {path: text} of all pages with their tables
+"""
+
+import functools
+import json
+import statistics
+
+from benchmarks import conformance_command, first, gpu_record, loops, memory, moments, sharding, systems
+from experiments.log import overview
+from experiments.log.definition import HERE
+from experiments.log.tables import markdown
+from lowprec.errors import Refused
+
+BENCH = HERE / "bench"
+H100 = "gpu-nvidia-h100-80gb-hbm3"
+
+# ---- Records of benchmarks ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def rows_of(name):
+    """The rows of a benchmark's record."""
+    return json.loads((BENCH / f"{name}.json").read_text(encoding="utf-8"))["results"]
+
+
+def median_ms(rows, **wanted):
+    """Milliseconds of the row with these values, or None."""
+    for row in rows:
+        if row.get("ms") and all(row.get(key) == value for key, value in wanted.items()):
+            return statistics.median(row["ms"])
+    return None
+
+
+# ---- docs/speed.md -----------------------------------------------------------------------------------------
+
+OPTIMIZERS = {  # what the record calls it: (what the page calls it, how a bf16 write is protected)
+    "stochastic": ("ours, `--stochastic`", "stochastic: weights and both moments"),
+    "kahan": ("ours, `--kahan`", "compensated"),
+    "split": ("ours, `--master split`", "exact fp32 master, fp32 moments"),
+    "stochastic-8bit": ("ours, `--stochastic --opt8bit`", "stochastic: weights and codes of both moments"),
+    "stochastic-4bit": ("ours, `--stochastic --opt4bit`", "stochastic: weights and codes of both moments"),
+    "stochastic-sgd": ("ours, `--stochastic --optimizer sgd`", "stochastic: weights and momentum"),
+    "stochastic-lion": ("ours, `--stochastic --optimizer lion`", "stochastic: weights and momentum"),
+    "optimi": ("torch-optimi, Kahan", "compensated"),
+    "torchao": ("torchao, stochastic", "stochastic weights"),
+    "torchastic": ("torchastic", "stochastic: weights and both moments"),
+    "heavyball": ("HeavyBall, stochastic", "stochastic: weights and both moments"),
+    "adamw-bf16": ("adamw-bf16", "compensated and stochastic"),
+    "sdnq": ("SDNQ", "stochastic weights"),
+    "bitsandbytes": ("bitsandbytes 8-bit", "not"),
+    "torch-fused": ("torch, fused", "not"),
+    "fp32": ("ours, fp32 weights", "fp32, nothing to protect"),
+    "torch-fused-fp32": ("torch, fused, fp32 weights", "fp32, nothing to protect"),
+}
+
+
+def optimizers_table():
+    rows = rows_of("cpu-optimizers")
+    table = [["optimiser", "271 tensors of mixed sizes", "4 large tensors", "how a bf16 write is protected"]]
+    for name, (said, protection) in OPTIMIZERS.items():
+        times = [f"{median_ms(rows, name=name, layout=layout):.1f}" for layout in ("mixed", "large")]
+        table.append([said, *times, protection])
+    return markdown(table)
+
+
+TRAINED = {  # (record, net): what the page calls it
+    ("cpu-training-64x64", "unet:small:64:8"): "U-Net, 64 and 128 channels, 64x64 images",
+    ("cpu-training-64x64", "dit:S/8:64:8"): "DiT S/8, 64x64 images",
+    ("cpu-training-8x8", "unet:tiny:8:64"): "tiny U-Net, 8x8 images: overheads hide the gain",
+    ("cpu-training-8x8", "dit:tiny:8:64"): "tiny DiT, 8x8 images",
+}
+
+
+def training_table():
+    table = [["net", "`--bf16`", "`--pure_bf16 --stochastic`", "record in `experiments/bench/`"]]
+    for (record, net), said in TRAINED.items():
+        rows = rows_of(record)
+        fp32 = median_ms(rows, net=net, recipe="fp32")
+        speeds = []
+        for recipe in ("bf16", "pure_bf16-stochastic"):
+            speeds.append(f"{fp32 / median_ms(rows, net=net, recipe=recipe):.1f}")
+        table.append([said, *speeds, f"`{record}.json`, `{net}`"])
+    return markdown(table)
+
+
+def loops_table(net):
+    rows = [row for row in rows_of("cpu-peers") if row["net"] == net]
+    return loops.table_of(rows).replace("| loop |", f"| {net} |", 1)
+
+
+def older_loops_table():
+    """Speeds on another CPU, before the step was written by hand."""
+    ratios = {}
+    for row in rows_of("cpu-peers-amd"):
+        if row["kind"] == "bf16":
+            ratios[row["loop"], row["net"]] = f"{row['ratio']:.2f}"
+    table = [["bf16 on an AMD EPYC, an older record", *loops.NETS]]
+    for loop in ("bare loop", "ours"):
+        table.append([loop, *(ratios[loop, net] for net in loops.NETS)])
+    return markdown(table)
+
+
+def systems_table(name):
+    return systems.table_of([row for row in rows_of("cpu-systems") if row["table"] == name])
+
+
+def gpu_table():
+    return gpu_record.docs_table(json.loads((BENCH / f"{H100}.json").read_text(encoding="utf-8")))
+
+
+# ---- docs/recipes.md and README.md -------------------------------------------------------------------------
+
+SPEED_COLUMNS = {  # what the page calls it: (record, net, the key that names a recipe)
+    "U-Net, 64x64 images": ("cpu-training-64x64", "unet:small:64:8", "recipe"),
+    "DiT S/8, 64x64 images": ("cpu-training-64x64", "dit:S/8:64:8", "recipe"),
+    "BDH, text": ("cpu-systems", "language", "name"),
+    "DiT-B/2 on an H100": (H100, "dit:B/2:32:64", "recipe"),
+}
+SPEED_ROWS = {  # flags: what records call them
+    "--bf16": ("bf16",),
+    "--pure_bf16": ("pure_bf16-nearest",),
+    "--pure_bf16 --stochastic": ("pure_bf16-stochastic",),
+    "--pure_bf16 --kahan": ("pure_bf16-kahan",),
+    "--pure_bf16 --master split": ("pure_bf16-split",),
+    "--opt8bit": ("opt8bit",),
+    "--bf16 --opt8bit": ("bf16, 8-bit states",),
+    "--pure_bf16 --stochastic --opt8bit": ("pure bf16 stochastic, 8-bit states",),
+    "--fp8": ("fp8 (emulated)", "fp8-torchao-tensorwise"),
+}
+TF32 = "tf32"
+
+
+@functools.cache
+def speeds(column):
+    """{what the record calls a recipe: its speed against the reference of the column}.
+
+    On the H100 the reference is fp32 code that may use TF32; on CPUs, where there is none, fp32.
+    """
+    record, net, named = SPEED_COLUMNS[column]
+    found = {}
+    for row in rows_of(record):
+        of_net = row.get("net", row.get("table")) == net
+        if not of_net or not row.get("ms") or row.get("compile"):
+            continue
+        # a GPU's rows were measured beside one reference each, in turns
+        beside = statistics.median(row["reference_ms"]) if "reference_ms" in row else 1.0
+        found[row[named]] = beside * row.get("items_a_step", 1) / statistics.median(row["ms"])
+    reference = found.get(TF32, found["fp32"])
+    return {name: speed / reference for name, speed in found.items()}
+
+
+def speed(column, flags):
+    """'1.8', or '-' where it was not measured."""
+    known = speeds(column)
+    for name in SPEED_ROWS.get(flags, ()):
+        if name in known:
+            return f"{known[name]:.1f}"
+    return "-"
+
+
+def speeds_table():
+    table = [["flags", *SPEED_COLUMNS]]
+    for flags in SPEED_ROWS:
+        cells = [speed(column, flags) for column in SPEED_COLUMNS]
+        if set(cells) != {"-"}:
+            table.append([f"`{flags}`", *cells])
+    return markdown(table)
+
+
+SHOWN = {  # the recipes of README.md: flags, and the bytes of the ledger for a net of large tensors
+    "": "16",
+    "--bf16": "16",
+    "--pure_bf16": "8",
+    "--pure_bf16 --stochastic": "8",
+    "--pure_bf16 --kahan --stochastic": "10",
+    "--pure_bf16 --master split": "14",
+    "--pure_bf16 --stochastic --opt8bit": "6",
+    "--fp8": "16",
+}
+
+
+def recipes_table(experiments, known):
+    loss = "held-out loss against fp32, % [95 % interval] (pairs)"
+    head = ["flags", "bytes", loss, "net", "speed: U-Net, CPU", "speed: DiT-B/2, H100"]
+    table = [head]
+    for flags, size in SHOWN.items():
+        if not flags:
+            table.append(["(none): fp32", size, "0, the reference", "-", "1", *speed_of_fp32()])
+            continue
+        found = overview.on_the_largest_net(flags, experiments, known)
+        cells = [speed(column, flags) for column in ("U-Net, 64x64 images", "DiT-B/2 on an H100")]
+        table.append([f"`{flags}`", size, *found, *cells])
+    return markdown(table)
+
+
+def speed_of_fp32():
+    known = speeds("DiT-B/2 on an H100")
+    return [f"{known[TF32]:.1f} with TF32, {known['fp32']:.1f} without"]
+
+
+SCORES = ("frechet", "kid", "label_accuracy", "sliced_wasserstein")
+
+
+def default_run_table(experiments, known):
+    record = known["000", "pure-bf16-stochastic", 0]
+    columns = record["scores"]["ema"], record["reference"]["floor"], record["reference"]["ceiling"]
+    table = [["score", "this run", "real", "noise"]]
+    for name in SCORES:
+        table.append([name, *(f"{column[name]:.4f}" for column in columns)])
+    return markdown(table)
+
+
+# ---- docs/tasks.md -----------------------------------------------------------------------------------------
+
+DIGITS = "digits"
+TASKS = {  # name of a first command: (the task, what one sees)
+    "default": ("diffusion", DIGITS),
+    "dit": ("diffusion transformer", "digits; `--size S/2` … `XL/2`"),
+    "ddpm": ("noise prediction", "digits, by DDIM sampling"),
+    "segment": ("segmentation", "masks beside predictions, Dice and IoU; `--config configs/production.yaml`"),
+    "classify": ("classification", "accuracy, and held-out images as a confusion matrix"),
+    "resnet18": ("the same with a ResNet-18", "11 million parameters"),
+    "vit": ("the same with a small ViT", "attention in place of convolutions"),
+    "language": ("language", "a text that the net writes, nats and bits a byte, tokens a second"),
+    "bdh": ("the same with BDH", "bare parameters, linear attention"),
+    "vae": ("autoencoder", "reconstructions below their images, PSNR"),
+    "latent": ("latent diffusion", "digits drawn in its latents; also `--task ddpm`, `--model dit`"),
+    "steve": ("objects in video", "reconstructions, and slots as masks, which find no object so soon"),
+    "slotcontrast": ("objects in video", "slots that find the objects and follow them"),
+    "consistency": ("one to four steps", "digits in two steps, learnt from data alone"),
+    "teacher": ("a teacher for the next one", "digits, with `--name teacher`"),
+    "distill": ("half the steps", "a student that takes one step for two of its teacher's"),
+    "perceptual": ("a perceptual term", "digits, trained on features too"),
+}
+
+
+def tasks_table():
+    named = {"vae": " --name vae", "teacher": " --name teacher"}
+    table = [["task", "command", "minutes", "what came out", "what you see"]]
+    for row in rows_of("cpu-first"):
+        task, seen = TASKS[row["name"]]
+        command = row["command"] + named.get(row["name"], "")
+        table.append([task, f"`{command}`", first.minutes(row), first.result(row), seen])
+    return markdown(table)
+
+
+# ---- docs/formats.md ---------------------------------------------------------------------------------------
+
+
+def memory_table():
+    rows = {}
+    for row in rows_of("cpu-memory"):
+        if row["net"] == "dit:S/8:64:1" and "weights" in row:
+            rows[row["flags"]] = row
+    return memory.memory_table(rows)
+
+
+# ---- All pages ---------------------------------------------------------------------------------------------
+
+
+def tables(experiments, known):
+    """{page: {name of a table: a function that makes it}}."""
+    conformance_rows = rows_of("cpu-conformance")
+    conformance = {}
+    for name, columns in conformance_command.TABLES.items():
+        conformance[name] = functools.partial(conformance_command.table, conformance_rows, columns)
+    speed_page = {
+        "optimizers": optimizers_table,
+        "training": training_table,
+        "peers older": older_loops_table,
+        "first": lambda: first.table(rows_of("cpu-first")),
+        "tasks": lambda: loops.tasks_table(rows_of("cpu-tasks")),
+        "gpu": gpu_table,
+    }
+    for net in loops.NETS:
+        speed_page[f"peers {net}"] = functools.partial(loops_table, net)
+    for name in systems.TABLES:
+        speed_page[f"systems {name}"] = functools.partial(systems_table, name)
+    return {
+        "README.md": {"recipes": lambda: recipes_table(experiments, known)},
+        "docs/recipes.md": {
+            "speeds": speeds_table,
+            "default run": lambda: default_run_table(experiments, known),
+        },
+        "docs/tasks.md": {"first commands": tasks_table},
+        "docs/many_gpus.md": {
+            "sharded": sharding.table,
+            "sharding": lambda: sharding.measured_table(rows_of("cpu-sharding")),
+        },
+        "docs/speed.md": speed_page,
+        "docs/conformance.md": conformance,
+        "docs/formats.md": {
+            "memory": memory_table,
+            "moments": lambda: moments.moments_table(rows_of("cpu-moments")),
+        },
+    }
+
+
+def replaced(text, name, table, page):
+    """The page with this table below its marker. Raises Refused."""
+    marker = f"<!-- {name} -->\n"
+    if text.count(marker) != 1:
+        raise Refused(f"{page}: the line '{marker.strip()}' must stand there once, above its table")
+    before, after = text.split(marker)
+    _, _, rest = f"\n{after}".partition("\n\n")  # the table that is there, or none yet
+    return f"{before}{marker}{table}\n\n{rest}"
+
+
+def updated(base, experiments, known):
+    """{path: text} of README.md and the pages of docs/ in the folder `base`. Raises Refused."""
+    found = {}
+    for page, parts in tables(experiments, known).items():
+        path = base / page
+        text = path.read_text(encoding="utf-8")
+        for name, table in parts.items():
+            text = replaced(text, name, table(), page)
+        found[path] = text
+    return found

@@ -1,0 +1,93 @@
+"""EXPERIMENTS.md, which is made whole from experiments/front.md.
+
+{011/stochastic.held_out} there is a figure of an arm (evidence.py), {all: stochastic.median} one of a recipe
+over all nets (overview.py). {{effects}}, {{table}}, {{index}}, {{missed}} and {{links}} are the figure, the
+table of nets and recipes, the list of experiments, that of missed predictions, and where [011] leads.
+"""
+
+import re
+
+from experiments.log import overview
+from experiments.log.analysis import comparison, verdict_by_rule
+from experiments.log.evidence import Evidence, filled
+from experiments.log.tables import compact
+from lowprec.errors import Refused
+
+SOURCE = "front.md"
+EMPTY = "# Experiments\n\n{{effects}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
+HEAD = "<!-- made by python experiments/report.py from experiments/front.md -->\n"
+ALL_NETS = re.compile(r"\{all: ([^{}]+)\}")
+
+
+def page(experiments, known, root):
+    """EXPERIMENTS.md. Raises Refused."""
+    path = root / SOURCE
+    text = path.read_text(encoding="utf-8") if path.exists() else EMPTY
+    rows = overview.rows(experiments, known)
+    figure = f"![the held-out loss of each recipe on each net]({root.name}/effects.png)"
+    parts = {
+        "effects": figure if rows else "",
+        "table": overview.table(experiments, known),
+        "index": index(experiments, known),
+        "missed": missed(experiments),
+        "links": links(experiments, root.name),
+    }
+    for name, part in parts.items():
+        text = text.replace("{{" + name + "}}", part)
+    try:
+        text = ALL_NETS.sub(lambda match: overview.figure_of(match[1], rows), text)
+        text = filled(text, Evidence(experiments, known))
+    except Refused as error:
+        raise Refused(f"{SOURCE}: {error}") from None
+    return HEAD + text
+
+
+VERDICTS = {  # in the order of the index: what it calls them
+    "equal": "equal",
+    "slightly worse": "slightly worse",
+    "better": "better",
+    "worse": "worse",
+    "undecided": "open",
+    "waits": "waiting",
+}
+
+
+def index(experiments, known):
+    """A line an experiment: its number, its title, and how many of its comparisons ended how."""
+    lines = [["", "experiment", "comparisons"]]
+    for e in experiments:
+        begun = any(k[0] == e.number for k in known)
+        counts = tally(e, known) if begun else {}
+        told = [f"{counts[name]} {word}" for name, word in VERDICTS.items() if name in counts]
+        title = e.title.replace("|", "\\|")
+        lines.append([f"[{e.number}]", title, ", ".join(told) or "not run yet"])
+    return compact(lines)
+
+
+def tally(experiment, known):
+    """{verdict: how many arms} of an experiment."""
+    counts = {}
+    for arm in experiment.arms:
+        _, result = comparison(experiment, arm, known)
+        if arm.name == arm.baseline or not result:
+            continue
+        said = verdict_by_rule(experiment, arm, known)
+        counts[said] = counts.get(said, 0) + 1
+    return counts
+
+
+def missed(experiments):
+    """The titles of negative results and missed predictions, a line each."""
+    lines = []
+    for e in experiments:
+        for title in e.missed:
+            lines.append(f"- {title} [{e.number}]")
+    return "\n".join(lines)
+
+
+def links(experiments, root_name):
+    """Where the numbers lead."""
+    lines = []
+    for e in experiments:
+        lines.append(f"[{e.number}]: {root_name}/{e.folder.name}/README.md")
+    return "\n".join(lines)

@@ -1,0 +1,300 @@
+"""All nets and all recipes at once: how far the held-out loss lies from fp32's, in percent.
+
+A cell compares the runs of a recipe with fp32 runs of the same net, seed by seed. Cells are found by their
+flags: a recipe is what an arm adds to the flags of its baseline. Where several experiments hold the same
+comparison, the one with the most pairs stands. So no cell is chosen by hand, and no two rows share an fp32
+run.
+
+    rows(experiments, known)              [Row], the smallest nets of a kind first
+    table(experiments, known)             Markdown, a row a net
+    summary(rows, recipe)                 a recipe over all nets
+"""
+
+import dataclasses
+import statistics
+from collections import Counter
+
+from experiments.log import stats
+from experiments.log.analysis import loss_comparison, training_flags, weights_of
+from experiments.log.tables import compact
+from lowprec.errors import Refused
+
+RECIPES = {  # the flags that a recipe adds to fp32's: what the tables call it
+    "--bf16": "autocast",
+    "--pure_bf16": "to nearest",
+    "--pure_bf16 --stochastic": "stochastic",
+    "--pure_bf16 --kahan --stochastic": "stochastic, Kahan",
+    "--pure_bf16 --master split": "split master",
+    "--pure_bf16 --stochastic --opt8bit": "stochastic, 8-bit states",
+    "--fp8": "FP8 products",
+}
+EMULATED = ("--fp8_backend", "emulate")  # says where FP8 runs, and changes no recipe
+
+NETS = {  # the fp32 runs that a row is compared with: (what the tables call net and data, its parameters)
+    "000/fp32": ("U-Net, digits, the default run", 164_689),
+    "001/fp32": ("U-Net, digits, lr 3e-4", 164_689),
+    "012/fp32": ("U-Net, digits, lr 1e-3, shorter", 164_689),
+    "012/fp32-scale-4": ("the same, weights times 4", 164_689),
+    "012/fp32-lr-1e-4": ("the same, lr 1e-4", 164_689),
+    "012/fp32-lr-3e-5": ("the same, lr 3e-5", 164_689),
+    "039/unet-cosine-64-fp32": ("U-Net, digits, rate to zero", 164_689),
+    "039/unet-cosine-512-fp32": ("the same, batches of 512", 164_689),
+    "007/ddpm-fp32": ("U-Net, digits, noise prediction", 164_689),
+    "017/noise-fp32": ("the same, 100 steps", 164_689),
+    "014/reflow-fp32": ("U-Net, reflow student", 164_689),
+    "033/fp32-4": ("U-Net, student of 4 steps", 164_689),
+    "033/fp32-2": ("U-Net, student of 2 steps", 164_689),
+    "033/fp32-1": ("U-Net, student of 1 step", 164_689),
+    "032/fp32": ("U-Net, consistency model", 164_689),
+    "029/fp32": ("U-Net, latents of digits", 164_689),
+    "028/fp32": ("autoencoder, digits", 141_669),
+    "036/fp32": ("U-Net, Fashion-MNIST, 1.1 M", 1_063_905),
+    "011/fp32": ("DiT, digits", 328_964),
+    "039/dit-constant-64-fp32": ("DiT, digits, shorter", 328_964),
+    "039/dit-constant-512-fp32": ("the same, batches of 512", 328_964),
+    "039/dit-cosine-64-fp32": ("DiT, digits, rate to zero", 328_964),
+    "039/dit-cosine-64-decay-fp32": ("the same, decay 0.1", 328_964),
+    "039/dit-cosine-512-fp32": ("the same, batches of 512", 328_964),
+    "037/fp32": ("DiT, Fashion-MNIST, 4.2 M", 4_167_568),
+    "043/fp32": ("DiT, Fashion-MNIST, 32 M, H100", 32_478_736),
+    "026/fp32": ("CNN, classification", 94_186),
+    "026/cosine-fp32": ("the same, rate to zero", 94_186),
+    "026/vit-fp32": ("ViT, classification", 202_186),
+    "025/gpt-fp32": ("GPT, text, 0.2 M", 217_664),
+    "038/gpt-fp32": ("GPT, text, 2.7 M", 2_700_000),
+    "035/fp32-1e-5": ("GPT, finetuning at lr 1e-5", 840_000),
+    "035/fp32-1e-6": ("GPT, finetuning at lr 1e-6", 840_000),
+    "025/bdh-fp32": ("BDH, text, 0.2 M", 229_376),
+    "038/bdh-fp32": ("BDH, text, 0.85 M", 850_000),
+    "030/fp32": ("STEVE, video", 379_235),
+    "031/fp32": ("SlotContrast, 300 steps", 121_473),
+    "044/fp32": ("SlotContrast, objects found", 121_537),
+}
+LEAST = 3  # pairs; a cell of fewer stands in the table, and counts nowhere
+USUAL = 6  # pairs of most cells
+
+
+@dataclasses.dataclass
+class Cell:
+    """One recipe on one net. change: stats.Equivalence of the held-out loss, in percent of fp32's."""
+
+    arm: object
+    pairs: int
+    change: object
+
+    @property
+    def half(self):
+        """Half of the 95 % interval."""
+        return self.change.high - self.change.mean
+
+    @property
+    def error(self):
+        """The standard error of the mean."""
+        return self.half / stats.quantile(self.pairs)
+
+    @property
+    def counts(self):
+        """Whether there are enough pairs to say anything."""
+        return self.pairs >= LEAST
+
+    @property
+    def side(self):
+        """Where the interval lies: 'worse' above 0, 'better' below, 'open' around it."""
+        if not self.counts:
+            return "open"
+        if self.change.low > 0:
+            return "worse"
+        return "better" if self.change.high < 0 else "open"
+
+
+@dataclasses.dataclass
+class Row:
+    net: str
+    parameters: int
+    numbers: list  # of the experiments that its cells come from
+    cells: dict  # {recipe: Cell}
+
+
+# ---- Finding the cells -------------------------------------------------------------------------------------
+
+
+def recipe_of(arm, base):
+    """The key of RECIPES that an arm adds to its baseline, or None."""
+    own, against = Counter(recipe_flags(arm)), Counter(recipe_flags(base))
+    if against - own:
+        return None
+    added = sorted((own - against).elements())
+    for flags in RECIPES:
+        if sorted(flags.split()) == added:
+            return flags
+    return None
+
+
+def recipe_flags(arm):
+    flags = training_flags(arm.trained)
+    at = flags.index(EMULATED[0]) if EMULATED[0] in flags else None
+    if at is not None and flags[at + 1] == EMULATED[1]:
+        del flags[at : at + 2]
+    return flags
+
+
+def cell_of(experiment, arm, known):
+    """(recipe, Cell) of an arm, or None where it is no recipe beside fp32 with a held-out loss."""
+    base = experiment.arm(arm.baseline)
+    samples_alone = arm.source.of and arm.source.flags
+    if arm is base or samples_alone or weights_of(arm) != weights_of(base):
+        return None
+    recipe = recipe_of(arm, base)
+    if recipe is None:
+        return None
+    kind, pairs, change = loss_comparison(experiment, arm, known)
+    if change is None or kind != "held-out loss":
+        return None
+    return recipe, Cell(arm, pairs, change)
+
+
+def rows(experiments, known):
+    """[Row] in the order of NETS; nets without a name there come last, under that of their fp32 arm."""
+    found = {}
+    for experiment in experiments:
+        for arm in experiment.arms:
+            hit = cell_of(experiment, arm, known)
+            if hit is None:
+                continue
+            recipe, cell = hit
+            source = experiment.arm(arm.baseline).source
+            cells = found.setdefault(f"{source.experiment.number}/{source.name}", {})
+            if recipe not in cells or cell.pairs > cells[recipe].pairs:
+                cells[recipe] = cell
+    order = [*(name for name in NETS if name in found), *(name for name in found if name not in NETS)]
+    return [row_of(name, found[name]) for name in order]
+
+
+def row_of(name, cells):
+    net, parameters = NETS.get(name, (name, 0))
+    numbers = {cell.arm.experiment.number for cell in cells.values()}
+    return Row(net, parameters, sorted(numbers), cells)
+
+
+# ---- What the pages show -----------------------------------------------------------------------------------
+
+
+def said(cell):
+    """'+0.36 ±0.04', bold where the interval lies above 0, followed by the pairs unless they are six."""
+    if cell is None:
+        return ""
+    decimals = 1 if abs(cell.change.mean) >= 10 else 2
+    text = f"{cell.change.mean:+.{decimals}f} ±{cell.half:.{decimals}f}"
+    if cell.pairs != USUAL:
+        text += f" ({cell.pairs})"
+    return f"**{text}**" if cell.side == "worse" else text
+
+
+def table(experiments, known):
+    """Markdown: nets down, recipes across; the last rows sum up each recipe."""
+    found = rows(experiments, known)
+    lines = [["net and data", *RECIPES.values(), "pages"]]
+    for row in found:
+        cells = [said(row.cells.get(recipe)) for recipe in RECIPES]
+        lines.append([row.net, *cells, " ".join(f"[{number}]" for number in row.numbers)])
+    together, median, worse = ["**all nets together**"], ["median of the nets"], ["nets above 0"]
+    for recipe in RECIPES:
+        over_nets = summary(found, recipe)
+        together.append(pooled_words(over_nets))
+        median.append(f"{over_nets.median:+.2f}" if over_nets else "")
+        worse.append(f"{over_nets.worse} of {over_nets.nets}" if over_nets else "")
+    return compact([*lines, *([*line, ""] for line in (together, median, worse))])
+
+
+@dataclasses.dataclass
+class Summary:
+    """A recipe over all nets, in percent.
+
+    mean, half: by random effects. median: of the nets' means. largest: the largest mean of those whose
+    interval lies above 0, or 0.
+    """
+
+    mean: float
+    half: float
+    median: float
+    largest: float
+    nets: int
+    pairs: int
+    worse: int  # nets whose interval lies above 0
+    better: int
+
+
+def summary(rows, recipe):
+    """Summary of the nets that have enough pairs of a recipe; None for fewer than two nets."""
+    having = [row.cells[recipe] for row in rows if recipe in row.cells]
+    cells = [cell for cell in having if cell.counts]
+    if len(cells) < 2:
+        return None
+    means = [cell.change.mean for cell in cells]
+    sides = [cell.side for cell in cells]
+    mean, half = stats.random_effects(means, [cell.error for cell in cells])
+    largest = max([cell.change.mean for cell in cells if cell.side == "worse"], default=0.0)
+    pairs = sum(cell.pairs for cell in cells)
+    counts = dict(nets=len(cells), pairs=pairs, worse=sides.count("worse"), better=sides.count("better"))
+    return Summary(mean, half, statistics.median(means), largest, **counts)
+
+
+def pooled_words(over_nets):
+    if over_nets is None:
+        return ""
+    return f"{over_nets.mean:+.2f} ±{over_nets.half:.2f} ({over_nets.pairs})"
+
+
+def figure_of(words, rows):
+    """'stochastic.median' -> '-0.01 %': a figure of a Summary, by what the tables call the recipe."""
+    name, _, figure = words.rpartition(".")
+    named = {title: recipe for recipe, title in RECIPES.items()}
+    if name not in named or figure not in Summary.__dataclass_fields__:
+        raise Refused(f"{{all: {words}}}: no such recipe or figure")
+    over_nets = summary(rows, named[name])
+    if over_nets is None:
+        raise Refused(f"{{all: {words}}} has no record yet")
+    x = getattr(over_nets, figure)
+    if isinstance(x, int):
+        return str(x)
+    return f"{x:.2f} %" if figure == "half" else f"{x:+.2f} %"
+
+
+def on_the_largest_net(recipe, experiments, known):
+    """['+0.06 [-0.18, +0.29] (6)', 'DiT, …'] of the largest net with enough pairs of a recipe."""
+    having = []
+    for row in rows(experiments, known):
+        if recipe in row.cells and row.cells[recipe].counts:
+            having.append(row)
+    row = max(having, key=lambda row: row.parameters)
+    cell = row.cells[recipe]
+    change = cell.change
+    interval = f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({cell.pairs})"
+    if cell.side == "worse":
+        interval = f"**{interval}**"
+    number = cell.arm.experiment.number
+    folder = cell.arm.experiment.folder.name
+    return [interval, f"{row.net} ([{number}](experiments/{folder}/README.md))"]
+
+
+# ---- The figure --------------------------------------------------------------------------------------------
+
+DRAWN = ("--bf16", "--pure_bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan --stochastic")
+DRAWN += ("--pure_bf16 --master split", "--pure_bf16 --stochastic --opt8bit")
+
+
+def figure_data(experiments, known):
+    """{"recipes": [title], "rows": [{"net", "cells"}]} of the main recipes.
+
+    cells: [mean, low, high, pairs] for each recipe, or None.
+    """
+    drawn = []
+    for row in rows(experiments, known):
+        cells = []
+        for recipe in DRAWN:
+            cell = row.cells.get(recipe)
+            change = cell.change if cell else None
+            cells.append([change.mean, change.low, change.high, cell.pairs] if cell else None)
+        if any(cells):
+            drawn.append({"net": row.net, "cells": cells})
+    return {"recipes": [RECIPES[recipe] for recipe in DRAWN], "rows": drawn}

@@ -1,0 +1,94 @@
+"""All nets and recipes at once, and the tables of the pages that come from records."""
+
+import statistics
+
+import pytest
+from lab import TOML, record, write
+
+from experiments import report
+from experiments.log import definition, doc_tables, front, overview, stats
+from experiments.log.analysis import verdict_by_rule
+from experiments.log.records import recorded
+from lowprec.errors import Refused
+
+ARMS = """
+[[arms]]
+name = "stochastic"
+flags = ["--pure_bf16", "--stochastic"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "experiments"
+
+
+def with_losses(folder, up):
+    """001-rounding, whose arms have these held-out losses over fp32's, and scores that are all alike."""
+    write(folder, TOML + ARMS)
+    experiment = definition.load("1", folder)
+    records = []
+    for name in ("fp32", "nearest", "sampler", "stochastic"):
+        for seed in experiment.seeds:
+            made = record(experiment, name, seed, 1.5 + seed / 1000)
+            loss = 0.4 * (1 + up.get(name, 0.0) * (1 + seed / 10))
+            made["scores"]["ema"]["loss_by_timestep"] = [loss, loss]
+            records.append(made)
+    write(folder, TOML + ARMS, records)
+    return experiment, recorded(experiment)
+
+
+def test_a_recipe_is_what_an_arm_adds_to_its_baseline(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03, "stochastic": -0.001})
+    [row] = overview.rows([experiment], known)
+    assert row.net == "001/fp32" or row.net == overview.NETS["001/fp32"][0]
+    assert set(row.cells) == {"--pure_bf16", "--pure_bf16 --stochastic"}, "an arm that only samples is none"
+    cell = row.cells["--pure_bf16"]
+    changes = [3 * (1 + seed / 10) for seed in range(6)]
+    assert cell.change.mean == pytest.approx(statistics.fmean(changes)) and cell.side == "worse"
+    assert cell.error == pytest.approx(statistics.stdev(changes) / 6**0.5)
+    assert row.cells["--pure_bf16 --stochastic"].side == "better"
+    assert f"**{cell.change.mean:+.2f} ±{cell.half:.2f}**" in overview.table([experiment], known)
+
+
+def test_cells_of_two_pairs_stand_in_the_table_and_count_nowhere(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03})
+    few = {key: r for key, r in known.items() if key[2] < 2}
+    [row] = overview.rows([experiment], few)
+    assert row.cells["--pure_bf16"].pairs == 2 and row.cells["--pure_bf16"].side == "open"
+    assert overview.summary([row], "--pure_bf16") is None
+
+
+def test_a_row_whose_loss_lies_above_0_is_called_slightly_worse(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.001, "stochastic": -0.001})
+    said = {arm.name: verdict_by_rule(experiment, arm, known) for arm in experiment.arms}
+    assert said["nearest"] == "slightly worse" and said["stochastic"] == "equal"
+    assert "|1 slightly worse" in front.index([experiment], known).replace("2 equal, ", "|")
+    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
+    assert "slightly worse, within 0.5" in (folder / "001-rounding/README.md").read_text()
+
+
+def test_random_effects_of_studies_that_agree_and_that_do_not():
+    mean, half = stats.random_effects([1.0, 1.0, 1.0, 1.0], [0.1] * 4)
+    assert mean == pytest.approx(1.0) and half == pytest.approx(stats.quantile(4) * 0.05)
+    mean, half = stats.random_effects([0.0, 1.0, 2.0, 3.0], [1e-3] * 4)
+    spread = statistics.stdev([0.0, 1.0, 2.0, 3.0])
+    assert mean == pytest.approx(1.5) and half == pytest.approx(stats.quantile(4) * spread / 2, rel=1e-3)
+
+
+def test_a_figure_over_all_nets_that_is_not_there_is_refused(folder):
+    experiment, known = with_losses(folder, {})
+    rows = overview.rows([experiment], known)
+    for words in ("stochastic.harmony", "quickly.mean", "stochastic.mean"):
+        with pytest.raises(Refused, match=words):
+            overview.figure_of(words, rows)
+
+
+def test_a_table_takes_the_place_of_the_one_below_its_marker():
+    page = "a\n\n<!-- t -->\n| old |\n|---|\n\nb\n"
+    assert doc_tables.replaced(page, "t", "| new |", "page") == "a\n\n<!-- t -->\n| new |\n\nb\n"
+    empty = "a\n\n<!-- t -->\n\nb\n"
+    assert doc_tables.replaced(empty, "t", "| new |", "page") == "a\n\n<!-- t -->\n| new |\n\nb\n"
+    with pytest.raises(Refused, match="must stand there once"):
+        doc_tables.replaced("a", "t", "| new |", "page")
