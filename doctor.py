@@ -29,8 +29,10 @@ from harness.batches import BatchIndices
 from lowprec import rounding
 from lowprec.errors import Refused
 from lowprec.rounding import Stream
-from lowprec.watch import compare, verdicts, watch
+from lowprec.telemetry import sample
+from lowprec.watch import compare, verdicts
 from lowprec.watch.verdicts import WIDTH, Diagnosis, Finding
+from lowprec.watch.writes import Writes
 from tasks.task import Rng, to_device
 from trainer import Trainer
 
@@ -141,7 +143,7 @@ class Examination:
         if self.trainer.task.starts_elsewhere:
             return None
         weights = self.precision.weights("raw")
-        return {name: watch.sample(weights[name]).clone() for name, _ in self.precision.named_params}
+        return {name: sample(weights[name]).clone() for name, _ in self.precision.named_params}
 
     def diagnosis(self):
         """Diagnosis of everything that can be examined."""
@@ -349,7 +351,7 @@ class Examination:
         whole = images == c.batch_size * c.accumulate
         precision.accumulate = c.accumulate
         trainer.batches = self.batches(c.batch_size, c.accumulate)
-        writes = watch.Writes(precision.optimizer, precision.named_params, precision.averages)
+        writes = Writes(precision.optimizer, precision.named_params, precision.averages)
         hook = precision.optimizer.register_step_pre_hook(writes.before)
         reports = []
         for _ in range(STEPS // c.accumulate if whole else 2):
@@ -446,8 +448,8 @@ class Examination:
         """How far the average is from the last weights on the way to the initial ones: 0 to 1."""
         gap = toward = 0.0
         for name, p in self.precision.named_params:
-            held = self.precision.optimizer.held(p, watch.sample).double()
-            shadow = watch.sample(average.shadow[name]).double()
+            held = self.precision.optimizer.held(p, sample).double()
+            shadow = sample(average.shadow[name]).double()
             way = self.start[name].double() - held
             gap += float(((shadow - held) * way).sum())
             toward += float(way.square().sum())
@@ -477,7 +479,7 @@ class Examination:
         optimizer = precision.optimizer
         if not c.weight_decay or not all(optimizer.still(p) for p in precision.params):
             return
-        writes = watch.Writes(optimizer, precision.named_params, {})
+        writes = Writes(optimizer, precision.named_params, {})
         grads = {p: torch.zeros_like(p) for p in precision.params}
         for _ in range(STEPS):
             writes.before(optimizer, (), {"grads": grads})
@@ -505,4 +507,4 @@ def _rounded_to_bf16(b, made):
 
 
 if __name__ == "__main__":
-    sys.exit(compare.main())
+    sys.exit(compare.main(command="python doctor.py"))

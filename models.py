@@ -7,19 +7,8 @@
     GENERATIVE  dit   DiT, below                              tiny, mini, S, B, L, XL; S/2 or XL/4: patch size
     SEGMENTING  unet  monai.networks.nets.UNet                tiny, small, base
 
-Every entry builds a net in fp32 on torch's default device, its initial weights drawn from torch's global
-generator: build(channels, num_classes, image_size, size=None). A task names the registry that it takes.
-
-Generative nets are called as net(x [B, C, H, W], t [B] floating, timesteps in [0, 1000), y [B] int64
-labels) -> [B, C, H, W]. The label num_classes is the null label of classifier-free guidance (Ho & Salimans,
-arXiv 2207.12598). No net drops labels by itself: the caller puts the null label in their place, so all
-randomness comes from the caller's generator. Segmenting nets are called as net(x [B, C, H, W]) -> logits
-[B, num_classes, H, W].
-
-Nothing here decides a precision. Nets follow what is done to them: .to(torch.bfloat16) with x in bf16,
-torch.autocast with x in fp32, or bf16 with fp32 islands. What is worth an island is told by method.roles:
-embeddings have `embed` in their qualified name, and the last layer is `final`, or `out` in MONAI's
-DiffusionModelUNet.
+Nothing here decides a precision: nets follow what is done to them, and lowprec/roles.py tells by the names of
+layers what is worth an island: `embed` for embeddings, `final` or MONAI's `out` for the last layer.
 """
 
 import math
@@ -101,7 +90,9 @@ def diffusion_unet(channels, num_classes, image_size, size=None):
     widths, res_blocks, attention = DIFFUSION_UNETS[size]
     factor = 2 ** (len(widths) - 1)
     check_image_size(f"the {size} unet", image_size, factor, factor)
-    highest = attention.index(True) if True in attention else len(widths) - 1
+    highest = len(widths) - 1  # the highest level that attends
+    if True in attention:
+        highest = attention.index(True)
     return DiffusionUNet(
         spatial_dims=2,
         in_channels=channels,
@@ -313,5 +304,12 @@ def dit(channels, num_classes, image_size, size=None):
 
 # ---- Registries --------------------------------------------------------------------------------------------
 
+# Each entry builds a net in fp32 on torch's default device, its initial weights drawn from torch's global
+# generator: build(channels, num_classes, image_size, size=None). A task names the registry that it takes.
+
+# called as net(x [B, C, H, W], t [B] floating, timesteps in [0, 1000), y [B] int64 labels) -> [B, C, H, W].
+# The label num_classes is the null label of classifier-free guidance (Ho & Salimans, arXiv 2207.12598), which
+# the caller puts in place of labels: no net drops labels by itself
 GENERATIVE = {"unet": diffusion_unet, "dit": dit}
+# called as net(x [B, C, H, W]) -> logits [B, num_classes, H, W]
 SEGMENTING = {"unet": segmentation_unet}

@@ -140,7 +140,9 @@ def check_origin(wanted, before, said="", draws=False):
 
     said: the flag that names them.
     """
-    trained = before.sparse24 if before else None
+    trained = None
+    if before:
+        trained = before.sparse24
     if draws and wanted.sparse24 == "srste" and trained != "srste":
         raise Refused("--sparse24 srste trains with the mask: --sample takes --sparse24 magnitude")
     if not draws and wanted.sparse24 == "magnitude" and not before:

@@ -1,21 +1,21 @@
-"""The tasks that come with the program, and how a task is found.
+"""The tasks that come with the program, how a task is found, and how the flags of a run are settled.
 
-    rflow    rectified flow (diffusion.py)
-    reflow   rectified flow on pairs of noise and a teacher's image of it (reflow.py): straight paths, for
-             sampling in 1 to 4 steps
-    distill  progressive distillation (distillation.py): one step in place of two of a teacher's
+    rflow        rectified flow (diffusion.py)
+    reflow       rectified flow on pairs of noise and a teacher's image of it (reflow.py)
+    distill      progressive distillation (distillation.py): one step in place of two of a teacher's
     consistency  consistency models (consistency.py): one step from noise to image, with or without a teacher
-    ddpm     noise prediction with DDIM sampling (diffusion.py)
-    vae      MONAI's AutoencoderKL, in whose latents rflow and ddpm train with --vae (vae.py)
-    segment  Dice + cross-entropy on a U-Net, Dice and IoU per class
-    classify cross-entropy on a CNN, ResNet-18 or ViT (classify.py), accuracy
-    language the next byte of a text, by a GPT or BDH (language.py)
-    steve    objects of a video as slots, from which its discrete tokens are predicted (steve.py)
+    ddpm         noise prediction with DDIM sampling (diffusion.py)
+    vae          MONAI's AutoencoderKL (vae.py), in whose latents rflow and ddpm train with --vae
+    segment      Dice + cross-entropy on a U-Net (segment.py)
+    classify     cross-entropy on a CNN, ResNet-18 or ViT (classify.py)
+    language     the next byte of a text, by a GPT or BDH (language.py)
+    steve        objects of a video as slots, from which its discrete tokens are predicted (steve.py)
     slotcontrast objects of a video as slots that stay the same from frame to frame (slotcontrast.py)
 
 A new task is a class (see tasks/task.py) and an entry in TASKS; or no entry, with --task FILE.py:CLASS.
 """
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -24,7 +24,8 @@ import options
 from harness import flags
 from lowprec.errors import Refused
 from lowprec.optimizers.build import arguments, kinds
-from precision import PRECISION
+from lowprec.recipes import Recipe
+from precision import PRECISION, recipe_of
 from tasks.classify import Classify
 from tasks.consistency import Consistency
 from tasks.diffusion import DDPM, RFlow
@@ -77,19 +78,60 @@ def find(spec):
     return kind
 
 
+# Modules that tasks of a file used before they moved: what each is called now, and what a task says.
+# docs/old-names.md has all of them.
+MOVED = {
+    "attention": ("lowprec.attention", "from lowprec.attention import attend"),
+    "average": ("lowprec.optimizers.average", "from lowprec import EMA"),
+    "checkpoints": ("harness.checkpoints", "from harness.checkpoints import read"),
+    "classify": ("tasks.classify", "from tasks.classify import Classify"),
+    "consistency": ("tasks.consistency", "from tasks.consistency import Consistency"),
+    "data": ("tasks.data", "from tasks import data"),
+    "diffusion": ("tasks.diffusion", "from tasks.diffusion import RFlow"),
+    "distillation": ("tasks.distillation", "from tasks.distillation import Distill"),
+    "flags": ("harness.flags", "from tasks import Flag"),
+    "folders": ("tasks.folders", "from tasks import folders"),
+    "language": ("tasks.language", "from tasks.language import Language"),
+    "latent": ("tasks.vae", "from tasks.vae import VAE"),
+    "latent_diffusion": ("tasks.latent_space", "from tasks import latent_space"),
+    "machine": ("lowprec.machine", "from lowprec import Refused"),
+    "method": ("lowprec.layers.method", "from lowprec.roles import roles"),
+    "metrics": ("tasks.metrics", "from tasks import metrics"),
+    "optim": ("lowprec.optimizers", "from lowprec import AdamW"),
+    "optimizers": ("lowprec.optimizers", "from lowprec import Lion"),
+    "recipes": ("lowprec.recipes", "from tasks import Site"),
+    "reflow": ("tasks.reflow", "from tasks.reflow import Reflow"),
+    "rounding": ("lowprec.rounding", "from lowprec.rounding import stochastic_round"),
+    "slots": ("tasks.slots", "from tasks import slots"),
+    "students": ("tasks.students", "from tasks.students import Student"),
+    "video": ("tasks.video", "from tasks import video"),
+}
+
+
 def _module(path):
-    """A file as a module, run once."""
+    """A file as a module, run once. Raises Refused where it imports a module by the name it once had."""
     name = f"task_{path.stem}"
     known = sys.modules.get(name)
-    if known is None or Path(known.__file__) != path:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = known = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(known)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return known
+    if known is not None and Path(known.__file__) == path:
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        del sys.modules[name]
+        if error.name in MOVED:
+            place, line = MOVED[error.name]
+            raise Refused(f"{path}: {error.name} is {place} now; a task says: {line}") from None
+        raise
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+# ---- Their flags -------------------------------------------------------------------------------------------
 
 
 def rows(*kinds):
@@ -97,67 +139,115 @@ def rows(*kinds):
 
     Of two rows with one name that of the derived class stays.
     """
-    shared = [base for kind in kinds for base in kind.__mro__[1:]]
+    classes = list(kinds)
+    for kind in kinds:
+        classes += kind.__mro__[1:]
     found = {}
-    for kind in [*kinds, *shared]:
-        for row in vars(kind).get("flags", ()):
+    for one in classes:
+        for row in vars(one).get("flags", ()):
             found.setdefault(row.name, row)
     return list(found.values())
 
 
 def table(spec=None):
     """flags.Table of the general flags, those of TASKS, and those of the task `spec`."""
-    own = rows(find(spec)) if spec and spec not in TASKS else []
+    own = []
+    if spec and spec not in TASKS:
+        own = rows(find(spec))
     before = options.TASK + options.TRAINING + PRECISION
     after = options.SCORING + options.MACHINE + options.RUN
     return flags.Table([*before, *rows(*TASKS.values()), *after, *own])
 
 
 def defaults(kind, given):
-    """{flag: default} where the task, the --optimizer given or --clip_tensor has another than the flag's row.
-    """
-    own = kinds(given.get("optimizer", "adamw"))
-    clipped = {"clip_grad": 0.0} if given.get("clip_tensor") else {}
-    return {**kind.own_defaults(), **(own[0].flags if own else {}), **clipped}
+    """{flag: default} where task, --optimizer or --clip_tensor has another than the flag's row."""
+    found = dict(kind.own_defaults())
+    of_optimizer = kinds(given.get("optimizer", "adamw"))
+    if of_optimizer:
+        found.update(of_optimizer[0].flags)
+    if given.get("clip_tensor"):
+        found["clip_grad"] = 0.0
+    return found
 
 
-def typed(table, given):
-    """flags.Config of the flags typed, {flag: value}: with the defaults of their task and optimiser, and with
-    what the task settles. Raises Refused.
+# ---- The flags of a run ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The flags of one run, settled. kind: the class of its task; table: the rows of all flags; config: their
+    values; recipe: what those of precision come to.
     """
-    kind = find(given.get("task", "rflow"))
-    config = table.typed({**defaults(kind, given), **given})
-    _refuse_foreign(kind, config)
-    return config.replaced(**kind.settle(table, given))
+
+    kind: type
+    table: flags.Table
+    config: flags.Config
+    recipe: Recipe
+
+    def replaced(self, **values):
+        """A copy with other values of flags that the recipe does not depend on."""
+        return dataclasses.replace(self, config=self.config.replaced(**values))
+
+
+def settle(values, typed=False):
+    """The Run of {flag: value}, a dict or a Config; a flag that is missing has the default of its task, its
+    optimiser or its row. Raises Refused where flags don't go together.
+
+    typed: whether somebody typed them. Then the task decides further ones, as a teacher's net decides its
+    student's, and the run gets a name. Else they are those of a run that began before, which its files hold.
+    """
+    if not isinstance(values, dict):
+        values = vars(values)
+    kind = find(values.get("task", "rflow"))
+    known = table(values.get("task"))
+    whole = {**defaults(kind, values), **values}
+    if typed:
+        config = known.typed(whole)
+        _refuse_foreign(kind, config)
+        config = known.config({**vars(config), **kind.settle(known, values)})
+        config.name = config.name or known.name(config)
+    else:
+        config = known.config(whole)
+        _refuse_foreign(kind, config)
+        if config.batch_size == "auto":
+            raise Refused(
+                "--batch_size auto is a number once a run begins, and this is none yet: give a number"
+            )
+    _check(config, known)
+    kind.check(config)
+    return Run(kind, known, config, recipe_of(config, known, kind.sites))
 
 
 def _refuse_foreign(kind, config):
     """Raise Refused where a flag of another task is set: it would do nothing beside this one."""
     own = {row.name for row in rows(kind)}
     for row in rows(*TASKS.values()):
-        if row.name not in own and getattr(config, row.name) != row.default:
-            bring = [name for name, task in TASKS.items() if row.name in {row.name for row in rows(task)}]
-            several = ", ".join(bring[:-1]) + " and " * (len(bring) > 1) + bring[-1]
-            add = f"add --task {bring[0]}" if len(bring) == 1 else "add one of these"
+        if row.name in own or getattr(config, row.name) == row.default:
+            continue
+        bring = []
+        for name, task in TASKS.items():
+            if any(other.name == row.name for other in rows(task)):
+                bring.append(name)
+        if len(bring) == 1:
+            tasks, add = bring[0], f"add --task {bring[0]}"
+        else:
+            tasks, add = f"{', '.join(bring[:-1])} and {bring[-1]}", "add one of these"
+        raise Refused(
+            f"--{row.name} is for --task {tasks}, and this is --task {config.task}: {add}, or drop it"
+        )
+
+
+def _check(config, known):
+    """Raise Refused for a flag that does nothing beside the others."""
+    optimizers = kinds(config.optimizer)
+    if optimizers and config.beta2 != known["beta2"].default:
+        if not any("betas" in arguments(one) for one in optimizers):
             raise Refused(
-                f"--{row.name} is for --task {several}, and this is --task {config.task}: {add}, or drop it"
+                f"--beta2 {config.beta2:g}: --optimizer {config.optimizer} has no beta2; drop it, or choose "
+                "adamw, lion or muon"
             )
-
-
-def settled(values):
-    """(task class, flags.Table, flags.Config) of the flags of a run, a dict or a Config. Raises Refused."""
-    values = values if isinstance(values, dict) else vars(values)
-    kind, known = find(values.get("task", "rflow")), table(values.get("task"))
-    config = known.config({**defaults(kind, values), **values})
-    _refuse_foreign(kind, config)
-    if kinds(config.optimizer) and config.beta2 != known["beta2"].default:
-        if not any("betas" in arguments(one) for one in kinds(config.optimizer)):
-            its = f"--optimizer {config.optimizer} has no beta2"
-            raise Refused(f"--beta2 {config.beta2:g}: {its}; drop it, or choose adamw, lion or muon")
     if config.weight_decay_on != known["weight_decay_on"].default and not config.weight_decay:
-        what = f"--weight_decay_on {config.weight_decay_on}: nothing decays without --weight_decay"
-        raise Refused(f"{what}; add that, or drop it")
-    if config.batch_size == "auto":
-        raise Refused("--batch_size auto is a number once a run begins, and this is none yet: give a number")
-    kind.check(config)
-    return kind, known, config
+        raise Refused(
+            f"--weight_decay_on {config.weight_decay_on}: nothing decays without --weight_decay; add that, "
+            "or drop it"
+        )

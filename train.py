@@ -33,18 +33,19 @@ if __name__ == "__main__":  # not where it is imported: importing the libraries 
 
 import strategies
 from harness import batch_size
+from harness.advice import advice
 from harness.checkpoints import read as read_checkpoint
-from harness.ending import ended_by, said_of
+from harness.ending import ended_by, line_and_status
 from harness.flags import Parser, read_yaml
-from harness.printing import print_check, print_scores, print_summary
-from harness.ranks import leave, speaks, tell
+from harness.printing import print_check, print_head, print_ledger, print_scores, print_summary
+from harness.ranks import leave, speaks_first, write_error_file
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
 from trainer import Trainer
 
 FLAGS = strategies.table()
 DEFAULTS = FLAGS.defaults()
-VERBS = ("config", "dry_run", "check", "sample", "diagnose")
+VERBS = ("config", "ledger", "dry_run", "check", "sample", "diagnose")
 
 
 # ---- Flags -------------------------------------------------------------------------------------------------
@@ -53,9 +54,12 @@ VERBS = ("config", "dry_run", "check", "sample", "diagnose")
 def build_parser(table=FLAGS):
     """A parser of the flags of a table and of what the program does in place of training."""
     parser = table.parser("train.py", textwrap.dedent(__doc__))
-    run = parser.add_argument_group("flags from a file")
+    run = parser.add_argument_group("beside training")
     run.add_argument(
         "--config", metavar="FILE.yaml", help="flags as keys of a YAML file; the command line wins"
+    )
+    run.add_argument(
+        "--ledger", action="store_true", help="print the precision of every tensor, not of the low ones alone"
     )
     group = parser.add_argument_group("instead of training").add_mutually_exclusive_group()
     group.add_argument(
@@ -86,23 +90,25 @@ def _may_differ(table, verb):
 
 
 def task_of(argv):
-    """The --task that a command line speaks of, before its flags are known: it may bring flags of its own.
+    """The --task of a command line, before its flags are known: the task may bring flags of its own.
 
-    Where it says none, it is the one in its --config, or that of the run to --sample or --diagnose.
+    Where there is none on the line, it is that of --config, or of the run to --sample or --diagnose.
     """
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("task", "config", "sample", "diagnose"):
         parser.add_argument(f"--{name}")
-    said, _ = parser.parse_known_args(argv)
-    if said.task is not None:
-        return said.task
-    if said.config is not None:
-        task = read_yaml(said.config, parser).get("task")
+    words, _ = parser.parse_known_args(argv)
+    if words.task is not None:
+        return words.task
+    if words.config is not None:
+        task = read_yaml(words.config, parser).get("task")
         if task is not None:
             return str(task)
     if "-h" in argv or "--help" in argv:
         return None
-    path = said.sample if said.sample is not None else said.diagnose
+    path = words.sample
+    if path is None:
+        path = words.diagnose
     if path is None:
         return None
     task = read_checkpoint(path)["config"].get("task", DEFAULTS["task"])
@@ -117,23 +123,24 @@ def task_of(argv):
 # ---- What the command does ---------------------------------------------------------------------------------
 
 
-def train(given, command, table, dry=False):
+def train(given, command, dry=False, whole_ledger=False):
     """Train, or with `dry` print what would be trained. given: the flags typed."""
     if given.get("epochs") and "steps" in given:
         raise Refused("--epochs and --steps both say how long to train: give one of them")
-    config = strategies.typed(table, given)
-    config.name = config.name or table.name(config)
-    if config.batch_size == "auto":
-        config.batch_size = batch_size.chosen(Trainer, config, table, dry)
-    trainer = Trainer(config, command, dry=dry)
+    run = strategies.settle(given, typed=True)
+    if run.config.batch_size == "auto":
+        run = run.replaced(batch_size=batch_size.chosen(Trainer, run, dry))
+    trainer = Trainer(run, command, dry=dry)
     if dry:
-        print("\n".join(f"--{name} {value}" for name, value in vars(trainer.config).items()) + "\n")
+        for name, value in vars(trainer.config).items():
+            print(f"--{name} {value}")
+        print()
     if trainer.ranks.main:
-        print(f"{trainer.data}\n{trainer.task} on {trainer.device}\n{trainer.precision.ledger()}")
-        if dry and config.fsdp:
-            print(trainer.told_of_a_rank())
-        for note in [*trainer.notes, *advice(trainer)]:
-            print(f"warning: {note}")
+        ledger = trainer.precision.ledger()
+        print_head(trainer, ledger)
+        print_ledger(trainer, ledger, whole=dry or whole_ledger)
+        for line in [*trainer.notes, *advice(trainer)]:
+            print(f"warning: {line}")
         print(flush=True)
     if dry:
         return 0
@@ -145,43 +152,23 @@ def train(given, command, table, dry=False):
     return 0
 
 
-LATE = 0.1  # of the initial weights in an average: more shows in what it draws
-
-
-def advice(trainer):
-    """What would make a run faster or its result better: a line each."""
-    c, found = trainer.config, []
-    if trainer.recipe.fp8 and trainer.device.type == "cuda" and not c.compile:
-        slow = "each cast is kernels of its own, which can be slower than --bf16"
-        found.append(f"--fp8 without --compile: {slow}")
-    if c.lr_schedule != "constant" and c.warmup >= c.steps:
-        late = f"--warmup {c.warmup} does not end before --steps {c.steps}"
-        found.append(f"--lr_schedule {c.lr_schedule} never begins: {late}")
-    first = trainer.validation.every
-    if first > c.steps:
-        asked = "--early_stop" if c.early_stop else "--validate_every"
-        late = f"the first look is after {first:,} steps, and --steps is {c.steps:,}"
-        found.append(f"{asked} never looks at held-out data: {late}; use a smaller --validate_every")
-    left = c.ema_decay**c.steps
-    if left > LATE and c.ema_decay < 1 and not c.ema_warmup:
-        late = f"after {c.steps:,} steps the average that is scored and drawn holds {left:.0%}"
-        found.append(f"--ema_decay {c.ema_decay:g}: {late} of the initial weights; add --ema_warmup")
-    return found
-
-
 def sample(path, given, command, table):
     """Draw and score from a checkpoint or a run's folder."""
     checkpoint = read_checkpoint(path)
     trained = vars(table.obeyed(checkpoint["config"]))
     fixed = table.refused(given, "sample")
-    if fixed or table["task"].told(given.get("task", trained["task"])) != table["task"].told(trained["task"]):
+    task = table["task"]
+    if task.comparable(given.get("task", trained["task"])) != task.comparable(trained["task"]):
+        fixed = fixed or "task"
+    if fixed:
         raise Refused(
-            f"--sample draws from trained weights: --{fixed or 'task'} can't differ from their training; "
-            "drop it"
+            f"--sample draws from trained weights: --{fixed} can't differ from their training; drop it"
         )
     if given.get("vae") and not trained["vae"]:
         raise Refused(f"--vae {given['vae']}: this run was trained on images, not in latents; drop it")
-    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    folder = path
+    if not os.path.isdir(path):
+        folder = os.path.dirname(path) or "."
     values = {**trained, "runs": shared(folder), **given}
     values["set"] = trained["set"] + given.get("set", [])
     trainer = Trainer(values, command, draws=True, folder=folder)
@@ -195,21 +182,22 @@ def sample(path, given, command, table):
 
 
 def shared(folder):
-    """Where nets that score, and what is known of data sets, are kept for a run's folder: beside it where its
-    training kept them, else in it. A folder that came from elsewhere has no say about others.
+    """Where nets that score are kept for a run's folder: beside it where its training kept them, else in it.
+    A folder that came from elsewhere has no say about others.
     """
     beside = os.path.dirname(os.path.abspath(folder))
-    kept = any(os.path.isdir(os.path.join(beside, name)) for name in ("feature_nets", "indexes"))
-    return beside if kept else folder
+    if os.path.isdir(os.path.join(beside, "feature_nets")):
+        return beside
+    return folder
 
 
 def _label(step, given, table):
     """What the pictures of a drawing are called: the step, and the flags that differ."""
+    label = f"step{step:06d}"
     named = {name: value for name, value in given.items() if table[name].kind != "machine"}
-    parts = [f"step{step:06d}"]
     if named:
-        parts.append(table.name(table.typed(named), unlike=True))
-    return "-".join(parts)
+        label += "-" + table.name(table.typed(named), unlike=True)
+    return label
 
 
 def diagnose(path, given, table):
@@ -222,14 +210,17 @@ def diagnose(path, given, table):
 
 
 def run(argv):
+    """Do what a command line says; returns the exit status."""
     table = strategies.table(task_of(argv))
     parser = build_parser(table)
     given = vars(parser.parse_args(argv))
     verbs = {name: given.pop(name) for name in VERBS if name in given}
     if "check" in verbs:
-        typed = [*given, *({"config"} & verbs.keys())]
-        if typed:
-            raise Refused(f"--check looks at the machine alone: drop --{typed[0]}; --dry_run reads it")
+        others = list(given)
+        if "config" in verbs:
+            others.append("config")
+        if others:
+            raise Refused(f"--check looks at the machine alone: drop --{others[0]}; --dry_run reads it")
         return print_check()
     if "config" in verbs:
         given = {**table.read_yaml(verbs["config"], parser), **given}
@@ -238,32 +229,32 @@ def run(argv):
         return diagnose(verbs["diagnose"], given, table)
     if "sample" in verbs:
         return sample(verbs["sample"], given, command, table)
-    return train(given, command, table, dry="dry_run" in verbs)
+    return train(given, command, dry="dry_run" in verbs, whole_ledger="ledger" in verbs)
 
 
 # ---- How it ends -------------------------------------------------------------------------------------------
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     quiet_libraries()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a terminal can't show is no error
             stream.reconfigure(errors="backslashreplace")
-    with ended_by(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) as heard:
-        return ended(argv, heard)
+    with ended_by(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) as signals:
+        return ended(argv, signals)
 
 
-def ended(argv, heard):
-    """The exit status of run(argv), once its last words are said. heard: signals that end it, and after it
-    are ignored: torchrun sends SIGTERM to all processes once one has died, while they say so.
-    """
+def ended(argv, signals):
+    """The exit status of run(argv), once its last line is printed. signals: those that end it."""
     try:
         try:
             return run(argv)
         finally:
-            for signum in heard:
+            # torchrun sends SIGTERM to all processes once one has died, while they print why
+            for signum in signals:
                 signal.signal(signum, signal.SIG_IGN)
     except BrokenPipeError:  # whatever read the output has ended, as head does
         # what is left to print goes nowhere, not into a second error
@@ -271,16 +262,16 @@ def ended(argv, heard):
         return 141
     except SystemExit as ended:
         if hasattr(ended, "line"):  # a flag that makes no sense
-            tell(ended.line)
+            write_error_file(ended.line)
         raise
     except (Exception, KeyboardInterrupt) as error:
-        line, status = said_of(error)
+        line, status = line_and_status(error)
         if line is None:
             raise
         if line:
-            if speaks():
+            if speaks_first():
                 print(line, file=sys.stderr)
-            tell(line)
+            write_error_file(line)
         return status
 
 

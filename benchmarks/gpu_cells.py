@@ -35,7 +35,7 @@ from lowprec.errors import Refused, first_line, out_of_memory
 from lowprec.kernels import compiled as compiling
 from lowprec.layers.sparsity import KernelLinear
 from lowprec.precision import recipe
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 
 GENERATE = ("generate-bf16", "generate-bf16-2:4")  # a forward pass of a generator
 EAGER = (  # their net is that of bf16 or pure_bf16-stochastic: nothing else to compile

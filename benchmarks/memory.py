@@ -36,7 +36,7 @@ from lowprec.activations import Meter, recompute
 from lowprec.formats import FORMATS
 from lowprec.optimizers import offload
 from lowprec.precision import recipe
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 
 # ---- Weights, gradients, states ----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from benchmarks.common import ADAMW, Command, markdown, moment_formats, moments_
 from harness.flags import natural
 from lowprec.optimizers import adamw, build
 from lowprec.precision import recipe
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 
 HOLDERS = ["fp32 nearest", "bitsandbytes"]
 for kind in ("bf16", *moment_formats()):

@@ -35,7 +35,7 @@ class Job:
         self.count = 0
 
     def batches(self):
-        return self.run._read()
+        return self.run.new_batches()
 
     def loss(self, net, batch):
         self.count += 1

@@ -109,7 +109,7 @@ class SteppedRun:
         words += ["--steps", str(max(1, steps)), "--ema_warmup"]  # few steps: the average must have arrived
         table = strategies.table()
         given = vars(table.parser("bench.py", "").parse_args(words))
-        self.run = Trainer(strategies.typed(table, given).replaced(name="bench"))
+        self.run = Trainer(strategies.settle({**given, "name": "bench"}, typed=True))
         self.run.ready()
 
     def step(self):
@@ -172,7 +172,7 @@ class DiscreteVAE(SteppedRun):
         torch.manual_seed(0)
         net = Reconstruct(run.task.net().dvae).to(run.device)
         self.precision = Precision(net, run.precision.recipe, **ADAMW)
-        self.frames = next(run._read())[0].to(run.device).flatten(0, 1)  # [B T, 3, H, W]
+        self.frames = next(run.new_batches())[0].to(run.device).flatten(0, 1)  # [B T, 3, H, W]
         n, _, h, w = self.frames.shape
         self.shape = n, run.task.vocabulary, h // PATCH, w // PATCH
 

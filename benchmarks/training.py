@@ -30,7 +30,7 @@ from benchmarks.common import (
 )
 from harness.flags import natural
 from lowprec.precision import recipe
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 
 ON_REQUEST = ("tf32", "fp16")  # what a CPU has not got, or is slow in
 USUAL = ("fp32", "bf16", "pure_bf16", "pure_bf16-stochastic", "pure_bf16-kahan", "pure_bf16-split", "opt8bit")

@@ -1,13 +1,12 @@
 """Writes the generated parts of the log from experiments/*/results.jsonl: page, table and figures of every
-experiment, EXPERIMENTS.md, and CLAIMS.md.
+experiment, and EXPERIMENTS.md.
 
     python experiments/report.py            all of it
     python experiments/report.py 011 019    the pages of these experiments alone
-    python experiments/report.py --check    exit status 1 if a page is not what the records give, or if its
-                                            prose has a number that no record gives
+    python experiments/report.py --check    exit status 1 if a page is not what the records give
 
-pages.py says which parts are generated and which are the author's, prose.py which numbers prose may have. Run
-again, it changes nothing: a figure is redrawn only when its data or its version in figures.py changed.
+pages.py says which parts are generated and which are the author's. Run again, it changes nothing: a figure
+is redrawn only when its data or its version in figures.py changed.
 """
 
 import argparse
@@ -16,10 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.log import (
-    claims,  # noqa: E402
     figures,  # noqa: E402
     pages,  # noqa: E402
-    prose,  # noqa: E402
     tables,  # noqa: E402
 )
 from experiments.log.analysis import (  # noqa: E402
@@ -140,7 +137,7 @@ def read(path):
 
 
 def all_pages(experiments, chosen, known, root, document):
-    """{path: text} of every page; without EXPERIMENTS.md and CLAIMS.md where only some are `chosen`."""
+    """{path: text} of every page; without EXPERIMENTS.md where only some are `chosen`."""
     found = {}
     for e in chosen:
         path = e.folder / "README.md"
@@ -148,8 +145,8 @@ def all_pages(experiments, chosen, known, root, document):
         found[e.folder / "table.csv"] = tables.csv_text(tables.columns(e, known))
     if len(chosen) < len(experiments):
         return found
-    found[document] = pages.front(experiments, known, Path(root), document.parent)
-    return found | claims.pages(experiments, known, root, document.parent)
+    found[document] = pages.front(experiments, known, Path(root))
+    return found
 
 
 def said_of(path, base):
@@ -160,8 +157,8 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="report.py", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("numbers", nargs="*", metavar="NNN", help="experiments (default: all, and the two pages about them)")
-    add("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date or wrong")
+    add("numbers", nargs="*", metavar="NNN", help="experiments (default: all, and the page about them)")
+    add("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
     kept = "where run.py kept the runs, for the pictures of samples"
     add("--runs", default=str(ROOT / RUNS), help=kept)
     args = parser.parse_args(argv)
@@ -176,21 +173,19 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
             if chosen is experiments and (rows := pages.effect_rows(experiments, known)):
                 figures.figure(Path(root) / "effects.png", {"rows": rows})
         found = all_pages(experiments, chosen, known, root, document)
-        offenders = prose.check(experiments, chosen, known, root) if args.check else []
     except Refused as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
     stale = [path for path, text in found.items() if read(path) != text]
-    for path in [] if args.check else stale:
-        write_atomically(path, lambda file, text=found[path]: file.write(text.encode()))
-    if args.check:
+    if not args.check:
         for path in stale:
-            print(f"{said_of(path, document.parent)} is out of date: run python experiments/report.py")
-        for path, line, number in offenders:
-            print(f"{said_of(path, document.parent)}:{line}: no record gives {number}")
-        if not stale and not offenders:
-            print(f"{len(found)} pages are what the records give")
-    return int(bool(args.check and (stale or offenders)))
+            write_atomically(path, lambda file, text=found[path]: file.write(text.encode()))
+        return 0
+    for path in stale:
+        print(f"{said_of(path, document.parent)} is out of date: run python experiments/report.py")
+    if not stale:
+        print(f"{len(found)} pages are what the records give")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ start it again: finished runs are recorded, unfinished ones resume. A run that f
 message; --retry runs it again. A run that an arm samples from, or starts from, and that is not there is run
 first, and recorded where it belongs. Runs of a pair belong on one kind of CPU, since bf16 products are summed
 in another order on another: a run whose partner was recorded elsewhere is refused without --mixed, and marked
-in the report with it.
+in the report with it. Nothing is recorded while the code has changes that are in no commit.
 Exit status: 0, 1 a check that differs or a run that another process has, 2 a mistake.
 """
 
@@ -235,6 +235,8 @@ def run(experiment, args):
             number, name, seed = missing[0]
             what = f"no record of arm {name}, seed {seed} to compare with"
             raise Refused(f"experiment {number} has {what}; run it first")
+        if not args.check:
+            refuse_changed_code(todo)
         if not (args.check or args.mixed):
             refuse_mixed_pairs(experiment, [run for run in todo if key(*run) not in done], known)
         Path(runs).mkdir(parents=True, exist_ok=True)
@@ -247,6 +249,15 @@ def here():
     import torch
 
     return machine_of({"env": environment("cuda" if torch.cuda.is_available() else "cpu")})
+
+
+def refuse_changed_code(todo):
+    """Raise Refused if a record would name a commit that does not hold the code that ran."""
+    if todo and environment("cpu")["clean"] is False:
+        raise Refused(
+            "the code has changes that are in no commit, so nobody could repeat what is recorded: commit "
+            "them (git status lists them); --check records nothing"
+        )
 
 
 def partners(experiment, arm):

@@ -1,13 +1,8 @@
 """--batch_size auto: the largest batch whose training steps fit into the memory of a GPU.
 
-Real steps (forward, backward, update, average, telemetry) are taken with 2, 4, 8 ... examples a process
-until memory does not suffice. They belong to a run of its own, which is thrown away before the real one
-begins: that has the bits of a run whose --batch_size was typed. Its flags hold the number, so it resumes
-without a search.
-
-Powers of two, because kernels like them, and because all sizes together then cost less than twice the last
-one. No batch is larger than the training data. A tenth of the free memory stays free, for scores, pictures
-and what fragments it. Several processes try by themselves, and all take the smallest of their numbers.
+Real steps are taken with 2, 4, 8 ... examples a process until memory does not suffice, by a run that is
+thrown away before the real one begins: that has the bits of a run whose --batch_size was typed. Several
+processes try by themselves, and all take the smallest of their numbers.
 """
 
 import gc
@@ -21,7 +16,7 @@ from harness.ranks import Ranks
 from harness.run_folder import Folder
 from lowprec.errors import Refused, out_of_memory
 
-MARGIN = 0.1  # share of the free memory that stays free
+MARGIN = 0.1  # share of the free memory that stays free, for scores, pictures and what fragments it
 
 # ---- The search --------------------------------------------------------------------------------------------
 
@@ -30,10 +25,14 @@ def largest(fits, most):
     """The largest power of two, at most `most`, up to which fits(size) holds, from 2 on; 1 where that alone
     fits, and 0 where nothing does.
     """
-    found, size = 0, 2
+    found = 0
+    size = 2
     while size <= most and fits(size):
-        found, size = size, 2 * size
-    return found or int(most >= 1 and fits(1))
+        found = size
+        size *= 2
+    if found == 0 and most >= 1 and fits(1):
+        return 1
+    return found
 
 
 def survives(step):
@@ -53,20 +52,24 @@ class Trial:
     DistributedDataParallel does.
     """
 
-    def __init__(self, make, config, folder, several):
+    def __init__(self, make, run, folder, several):
         alone = Ranks()
-        alone.rank, alone.world = 0, 1
-        few = dict(batch_size=2, accumulate=min(2, config.accumulate), workers=0)  # 2: sums are held too
-        self.trainer = trainer = make(config.replaced(**few), folder=folder, ranks=alone)
-        trainer.ready()
-        params = trainer.precision.params if several else ()
-        self.ballast = [torch.empty_like(p) for p in params]
+        alone.rank = 0
+        alone.world = 1
+        accumulate = min(2, run.config.accumulate)  # 2: sums are held too
+        small = run.replaced(batch_size=2, accumulate=accumulate, workers=0)
+        self.trainer = make(small, folder=folder, ranks=alone)
+        self.trainer.ready()
+        self.second_gradients = []
+        if several:
+            self.second_gradients = [torch.empty_like(p) for p in self.trainer.precision.params]
 
     def steps(self, size):
         """Two steps with batches of this size, one of them measured."""
         trainer = self.trainer
-        trainer.config.batch_size, trainer.step = size, 0
-        trainer.batches = trainer._read()
+        trainer.config.batch_size = size
+        trainer.step = 0
+        trainer.batches = trainer.new_batches()
         for measured in (True, False):
             trainer.train_step(measured)
 
@@ -99,19 +102,22 @@ class Memory:
         return torch.cuda.max_memory_reserved(self.device)
 
 
-def tried(make, config, device, world):
+def tried(make, run, device, world):
     """(largest batch of one process or 0, most there could be, bytes it took, bytes there are)."""
-    cuda = [device] if device.type == "cuda" else []
-    with Memory(device) as memory, torch.random.fork_rng(devices=cuda):
+    gpus = []
+    if device.type == "cuda":
+        gpus.append(device)
+    with Memory(device) as memory, torch.random.fork_rng(devices=gpus):
         with tempfile.TemporaryDirectory() as folder:
-            found = _searched(make, config, Path(folder) / "trial", world, memory)
-    if config.compile:  # else the run's net would be compiled for sizes that vary
+            found = _searched(make, run, Path(folder) / "trial", world, memory)
+    if run.config.compile:  # else the run's net would be compiled for sizes that vary
         torch._dynamo.reset()
     return *found, memory.total
 
 
-def _searched(make, config, folder, world, memory):
-    trial, used = Trial(make, config, folder, world > 1), {}
+def _searched(make, run, folder, world, memory):
+    trial = Trial(make, run, folder, several=world > 1)
+    used = {}  # size: bytes
     most = max(1, min(len(trial.trainer.train), MILLIONS) // world)
 
     def fits(size):
@@ -139,12 +145,13 @@ def check(config, device, dry):
         raise Refused(f"--batch_size auto {together}: give a number, or leave --fsdp out")
 
 
-def chosen(make, config, table, dry=False):
+def chosen(make, run, dry=False):
     """The number that --batch_size auto stands for, over all processes: that of the run in the folder, or one
     that is found. Says which, in a line. make: the Trainer class, which tries. Raises Refused where there is
     none.
     """
-    folder, ranks = Folder(Path(config.runs) / config.name), Ranks()
+    config, table, ranks = run.config, run.table, Ranks()
+    folder = Folder(Path(config.runs) / config.name)
     if (folder / "config.json").exists():
         size = folder.flags().get("batch_size", table["batch_size"].default)
         if ranks.main:
@@ -154,7 +161,7 @@ def chosen(make, config, table, dry=False):
     check(config, device, dry)
     ranks.meet(device, table.shared(config))
     ranks.any(1, device)  # what processes need to speak to each other is taken before memory is measured
-    own, most, used, total = tried(make, config, device, ranks.world)
+    own, most, used, total = tried(make, run, device, ranks.world)
     size = smallest(own, ranks, device) * ranks.world
     if not size:
         less = "--checkpoint_activations, --pure_bf16 --stochastic --opt8bit or a smaller --size needs less"

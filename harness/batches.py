@@ -4,13 +4,13 @@ import signal
 
 import torch
 
+from harness.ending import SIGNALS
 from lowprec.rounding import Stream, stream
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class BatchIndices:
-    """Index lists, one a micro-batch, from `start` on: shuffled epochs laid end to end, a rank's own rows.
+    """Index lists, one a micro-batch, from micro-batch `start` on: shuffled epochs laid end to end, a rank's
+    own rows. n: items of the data; batch_size: of all ranks together.
 
     Each epoch's order is a function of (seed, epoch).
     """
@@ -21,10 +21,12 @@ class BatchIndices:
 
     def __iter__(self):
         own = self.batch_size // self.world
-        position, epoch, order = self.start * self.batch_size, None, None
+        position = self.start * self.batch_size
+        epoch, order = None, None
         while True:
             batch = []
-            for at in range(position + self.rank * own, position + (self.rank + 1) * own):
+            first = position + self.rank * own
+            for at in range(first, first + own):
                 if at // self.n != epoch:
                     epoch = at // self.n
                     draw = torch.Generator().manual_seed(stream(self.seed, Stream.ORDER, epoch))
@@ -32,6 +34,38 @@ class BatchIndices:
                 batch.append(order[at % self.n])
             position += self.batch_size
             yield batch
+
+
+def read_batches(data, config, ranks, step):
+    """An iterator over the micro-batches of a run from optimiser step `step` on, a rank's rows of each.
+
+    data: what `Task.train_set` returned.
+    """
+    start = step * config.accumulate
+    indices = BatchIndices(len(data), config.batch_size, config.seed, start, ranks.rank, ranks.world)
+    loader = torch.utils.data.DataLoader(
+        data,
+        sampler=indices,
+        batch_size=None,
+        num_workers=config.workers,
+        worker_init_fn=ignore_signals,
+    )
+    # workers start with this mask, so that no signal reaches one before it ignores them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGCHLD])
+    try:
+        return iter(loader)
+    finally:
+        if config.workers:
+            # torch's handler raises for a worker that was killed, wherever the process is just then.
+            # Without it the loader says so, up to 5 seconds later, where it waits for a batch
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_workers(batches):
+    """End the processes that an iterator of `read_batches` reads with, if it has any."""
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
 
 
 def ignore_signals(worker):

@@ -1,14 +1,11 @@
 """A checkpoint file: written with a checksum of its own, which is verified before a tensor is read.
 
-    python -c "import checkpoints; print(checkpoints.read('runs/default/checkpoint.pt')['step'])"
+    python -c "from harness import checkpoints; print(checkpoints.read('runs/default/checkpoint.pt')['step'])"
 
 It is the zip that torch.save writes, and torch.load takes it. The zip's comment, its last bytes, is a SHA-256
 of all bytes before it: torch.load looks at no checksum, and 27 of 30 files with a flipped bit loaded. The
 hash is one of hashes of pieces, so that all cores share it. A file without one, written before there was one,
-is verified by the CRCs that a zip holds for each tensor.
-
-A checksum tells damage, not malice. So no code in a file is run, and its plain values are checked as those of
-any stranger; flags.Table.obeyed says which of its flags are taken.
+is verified by the CRCs that a zip holds for each tensor. No code in a file is run.
 """
 
 import hashlib
@@ -20,18 +17,6 @@ import torch
 
 from harness import shards
 from harness.files import digest
-from harness.shapes import (
-    check,
-    fields,
-    is_amount,
-    is_finite,
-    is_number,
-    is_text,
-    is_whole,
-    listing,
-    maybe,
-    table,
-)
 from lowprec.errors import Refused
 
 CHECKPOINT = "checkpoint.pt"
@@ -84,44 +69,7 @@ def _stranger(path):
 
 # ---- What it holds -----------------------------------------------------------------------------------------
 
-
-def is_plain(x):
-    """A value of a flag."""
-    return x is None or isinstance(x, bool) or is_number(x) or is_text(x) or listing(is_text)(x)
-
-
-def is_tensor(x):
-    return torch.is_tensor(x) and x.layout is torch.strided and not x.is_complex() and not x.is_quantized
-
-
-is_average = fields({"step": is_whole, "shadow": table(is_tensor)})
-
-
-def is_weights(x):
-    return table()(x) and all(is_tensor(value) for value in x.values() if torch.is_tensor(value))
-
-
-ROWS = {  # key: (test, what it is, whether every checkpoint has it)
-    "config": (table(is_plain), "a table of flags", True),
-    "step": (is_whole, "a whole number, 0 or more", True),
-    "seconds": (is_amount, "a number, 0 or more", True),
-    "interval": (is_whole, "a whole number, 0 or more", True),
-    "since": (is_finite, "a number", True),
-    "precision": (table(), "a table", True),
-    "data": (lambda x: isinstance(x, str), "a fingerprint", False),
-    "validation": (
-        fields({"best": maybe(is_number), "step": maybe(is_whole), "waited": is_whole}),
-        "the state of a validation",
-        False,
-    ),
-}
-STATE_ROWS = {  # the same of the state of a Precision
-    "model": (is_weights, "a table of weights", True),
-    "optimizer": (table(), "the state of an optimiser", True),
-    "averages": (table(is_average), "a table of averages", True),
-    "scaler": (table(), "the state of a loss scaler", False),
-    "skipped": (is_whole, "a whole number, 0 or more", False),
-}
+NEEDED = {"config", "step", "seconds", "interval", "since", "precision"}  # keys that each checkpoint has
 
 
 def fingerprint(weights):
@@ -137,20 +85,20 @@ def read(path):
     """The dict of a checkpoint file, or of the one in a run's folder; no code in it is run.
 
     Keys: config (a dict of flags), step, seconds, interval and since (steps and sum of the losses since the
-    last logged line), precision (Precision.state_dict()). Raises Refused for anything that is no checkpoint
-    of format 1, is damaged, or holds values that no run writes.
+    last logged line), precision (Precision.state_dict()), and in newer ones data (what stands for the content
+    of the data) and validation. Raises Refused for anything that is no checkpoint of format 1, or is damaged.
     """
     path = Path(path)
     try:
         if path.is_dir():
             path = path / CHECKPOINT
-        there, shared = path.is_file(), shards.is_there(path)
+        is_file, is_shared = path.is_file(), shards.is_there(path)
     except (OSError, ValueError) as error:
         raise Refused(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if shared:  # of many ranks
+    if is_shared:  # of many ranks
         path = shards.pointer(path)
         return _checked(shards.read(path), path)
-    if not there:
+    if not is_file:
         raise Refused(f"no checkpoint at {path}: give the checkpoint.pt of a run, or its folder")
     try:
         with open(path, "rb") as file:
@@ -166,17 +114,12 @@ def read(path):
 
 
 def _checked(found, path):
-    """What a file holds, unless no run writes such a thing."""
+    """What a file holds, unless another program wrote it."""
     if not isinstance(found, dict) or found.get("format") != 1 or not NEEDED <= set(found):
         raise _stranger(path)
-    check(found, ROWS, f"{path} is no checkpoint of this program")
-    check(found["precision"], STATE_ROWS, f"{path} is no checkpoint of this program")
-    if "ema" not in found["precision"]["averages"]:
+    if "ema" not in found["precision"].get("averages", {}):
         raise Refused(f"{path} is no checkpoint of this program: it holds no average 'ema'")
     return found
-
-
-NEEDED = {name for name, (_, _, needed) in ROWS.items() if needed}
 
 
 # ---- Whether it fits a run ---------------------------------------------------------------------------------
@@ -191,16 +134,20 @@ def check_optimizer(saved, own, step):
 
     Options come from the flags. One that a file brought would stay unseen.
     """
-    for part, own_part in zip(saved.get("parts", ()), own.get("parts", ()), strict=True):
-        check_optimizer(part, own_part, step)
+    for saved_part, own_part in zip(saved.get("parts", ()), own.get("parts", ()), strict=True):
+        check_optimizer(saved_part, own_part, step)
     for group, own_group in zip(saved["param_groups"], own["param_groups"], strict=True):
         for name in group.keys() & own_group.keys() & OPTIONS:
-            its, ours = (
-                list(value) if isinstance(value, tuple) else value for value in (group[name], own_group[name])
-            )
-            if its != ours:
-                raise ValueError(f"its optimiser has {name} {its}, the flags say {ours}")
+            if _as_list(group[name]) != _as_list(own_group[name]):
+                raise ValueError(f"its optimiser has {name} {group[name]}, the flags say {own_group[name]}")
     for state in saved["state"].values():
-        done = state.get("step", 0)
-        if not 0 <= float(done) <= step:
-            raise ValueError(f"its optimiser has done {float(done):g} steps of {step}")
+        done = float(state.get("step", 0))
+        if not 0 <= done <= step:
+            raise ValueError(f"its optimiser has done {done:g} steps of {step}")
+
+
+def _as_list(value):
+    """A pair is a tuple in an optimiser, and a list in a file."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value

@@ -1,12 +1,87 @@
-"""How a command ends: signals, and the line and exit status of each kind of error."""
+"""How a run ends: signals, losses that are no numbers, and the line and exit status of each kind of error."""
 
 import errno
+import math
 import signal
 import threading
+import time
 from contextlib import contextmanager
 
 from harness.ranks import Followed
 from lowprec.errors import Refused
+from lowprec.optimizers.buckets import local
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# ---- In the loop -------------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """Asked to stop by a signal; the checkpoint is written. args: message, signal number."""
+
+
+class StopRequest:
+    """Within it SIGINT, SIGTERM and SIGHUP ask the loop to stop after its step. signal: the number of the one
+    that came, or None.
+    """
+
+    def __init__(self):
+        self.signal = None
+        self._came_at = 0.0
+        self._handlers_before = {}
+
+    def __enter__(self):
+        for signum in SIGNALS:
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:  # as nohup leaves it
+                continue
+            self._handlers_before[signum] = signal.signal(signum, self.ask)
+
+    def __exit__(self, *error):
+        for signum, handler in self._handlers_before.items():
+            signal.signal(signum, handler)
+        self._handlers_before = {}
+
+    def ask(self, signum, frame=None):
+        """Handle a signal. A second one ends the process at once; but not within a second: torchrun passes on
+        the Ctrl-C that its processes have had already.
+        """
+        if self.signal and time.monotonic() - self._came_at > 1:
+            raise KeyboardInterrupt
+        self.signal = signum
+        self._came_at = time.monotonic()
+
+
+def check_loss(loss, report, step, folder):
+    """Raise Refused for a loss (a float) that is no number. report: what rounding did in that step."""
+    if math.isfinite(loss):
+        return
+    bad = report.get("nonfinite_grads")
+    grads = f", {bad} gradient entries are not finite" if bad else ""
+    remedy = "lower --lr, add --clip_grad 1 or --warmup, or use a wider format (--bf16 for --fp16)"
+    kept = f"metrics.jsonl and the last checkpoint in {folder} are kept"
+    raise Refused(f"the loss is {loss} at step {step}{grads}: {remedy}; {kept}")
+
+
+def check_weights(run, step, folder, ranks, device):
+    """Raise Refused on all ranks where a weight of a Precision `run` is not finite on one: the last step's
+    loss was taken before it wrote the weights.
+    """
+    bad = ""
+    for name, p in run.named_params:
+        if not local(p.detach()).isfinite().all():
+            bad = name
+            break
+    if not ranks.any(int(bool(bad)), device):
+        return
+    example = f", {bad} for one" if bad else ""
+    kept = f"metrics.jsonl and the checkpoint before, if there is one, in {folder} are kept"
+    raise Refused(
+        f"weights are not finite after step {step}{example}: lower --lr, or add --clip_grad 1 or --warmup; "
+        f"{kept}"
+    )
+
+
+# ---- Of the command ----------------------------------------------------------------------------------------
 
 RESUMES = "the same command resumes from the last checkpoint"
 KEPT = "the last checkpoint is whole"
@@ -25,45 +100,51 @@ def _end(signum, frame):
 @contextmanager
 def ended_by(*signals):
     """Within it these signals raise Ended, unless the caller ignores or handles them. Gives those that do."""
-    by_default = signal.SIG_DFL, signal.default_int_handler
-    before = {signum: signal.getsignal(signum) for signum in signals}
-    mine = {signum: handler for signum, handler in before.items() if handler in by_default}
-    if threading.current_thread() is not threading.main_thread():
-        mine = {}
-    for signum in mine:
-        signal.signal(signum, _end)
+    changed = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum in signals:
+            handler = signal.getsignal(signum)
+            if handler in (signal.SIG_DFL, signal.default_int_handler):
+                changed[signum] = handler
+                signal.signal(signum, _end)
     try:
-        yield mine
+        yield changed
     finally:
-        for signum, handler in mine.items():
+        for signum, handler in changed.items():
             signal.signal(signum, handler)
 
 
-def said_of(error):
+def line_and_status(error):
     """(line, exit status) of an exception that is no fault of the program; (None, 1) of any other."""
     if isinstance(error, Stopped):
-        return error.args[0], 128 + error.args[1]
+        message, signum = error.args
+        return message, 128 + signum
     if isinstance(error, Followed):
         return "", 2  # the main process says why
     if isinstance(error, Refused):
         return f"train.py: {error}", 2
     if isinstance(error, KeyboardInterrupt):
-        return f"interrupted; {RESUMES}", 128 + (error.args[0] if error.args else signal.SIGINT)
-    if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            full = "no space left on the device: free some, then run the same command again"
-            return f"train.py: {full}; {KEPT}", 2
-        if error.errno is not None:
-            where = f"{error.filename}: " if error.filename is not None else ""
-            return f"train.py: {Refused(where + error.strerror)}", 2
-    text = str(error)
-    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(s in text for s in MEMORY):
-        smaller = "a smaller --batch_size or --size needs less, and --sample_batch where images are drawn"
-        return f"train.py: not enough memory: {smaller}; {RESUMES}", 2
-    if isinstance(error, RuntimeError) and OVERFLOWN in text:  # of torch, for a number that it is given
-        return f"train.py: a step is too large for fp32: use a smaller --lr; {KEPT}", 2
+        signum = error.args[0] if error.args else signal.SIGINT
+        return f"interrupted; {RESUMES}", 128 + signum
+    line = _line_of_system(error)
+    if line:
+        return f"train.py: {line}", 2
     return None, 1
 
 
-class Stopped(Exception):
-    """Asked to stop by a signal; the checkpoint is written. args: message, signal number."""
+def _line_of_system(error):
+    """What a person reads where disk, memory or fp32 is too small, or a file can't be had; else None."""
+    text = str(error)
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"no space left on the device: free some, then run the same command again; {KEPT}"
+        if error.errno is not None:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            return str(Refused(where + error.strerror))
+    too_large = isinstance(error, RuntimeError) and any(words in text for words in MEMORY)
+    if isinstance(error, MemoryError) or too_large:
+        smaller = "a smaller --batch_size or --size needs less, and --sample_batch where images are drawn"
+        return f"not enough memory: {smaller}; {RESUMES}"
+    if isinstance(error, RuntimeError) and OVERFLOWN in text:  # of torch, for a number that it is given
+        return f"a step is too large for fp32: use a smaller --lr; {KEPT}"
+    return None

@@ -1,7 +1,7 @@
 """Files that are whole or not there: an atomic writer, and readers of JSON that refuse in one line.
 
-    write_atomically(path, write)    what was there stays until the new file is complete
-    read_json, read_lines            an object; the objects of a .jsonl
+write_atomically(path, write)    what was there stays until the new file is complete
+read_json, read_lines            an object; the objects of a .jsonl
 """
 
 import errno
@@ -30,7 +30,7 @@ def write_atomically(path, write):
     path = Path(path)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     check_regular(path)
-    before = sys.exc_info()[1]
+    before = sys.exc_info()[1]  # an error that is being handled already is none of this file's
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "w+b") as file:
@@ -64,13 +64,18 @@ def cant_write(path, error):
     full = number in (errno.ENOSPC, errno.EDQUOT)
     with suppress(OSError):
         full |= shutil.disk_usage(path.parent).free < 1 << 20
-    reason = "no space left on the device" if full else getattr(error, "strerror", None) or first_line(error)
-    kept = "; the one written before is whole" if os.path.exists(path) else ""
-    free = full or number == errno.EFBIG  # a limit of the user's
-    remedy = "free some space" if free else "give it a place that can be written"
+    if full:
+        reason = "no space left on the device"
+    else:
+        reason = getattr(error, "strerror", None) or first_line(error)
+    if os.path.exists(path):
+        reason += "; the one written before is whole"
+    remedy = "give it a place that can be written"
+    if full or number == errno.EFBIG:  # a limit of the user's
+        remedy = "free some space"
     return (
-        f"can't write {path}: {reason}{kept}; {remedy} or choose another --runs folder, "
-        f"then run the same command again"
+        f"can't write {path}: {reason}; {remedy} or choose another --runs folder, then run the same command "
+        "again"
     )
 
 
@@ -152,12 +157,13 @@ def read_lines(path):
     except FileNotFoundError:
         return []
     *lines, last = content.split(b"\n")
-    rows = [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            rows.append(_row(path, number, line))
     if last.strip():
-        try:
+        with suppress(Refused):
             rows.append(_row(path, len(lines) + 1, last))
-        except Refused:
-            pass
     return rows
 
 

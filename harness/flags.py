@@ -1,9 +1,5 @@
-"""One flag, one row.
-
-A `Flag` says what a flag is: name, default, type, help, group and kind. A `Table` of rows gives everything
-else: the parser and its --help, the keys of a YAML file, the name of a run's folder, and what a resume,
---sample, --diagnose, --finetune and --teacher accept. A task brings rows of its own (see tasks.Task), so a
-new flag is one row.
+"""One flag, one row: parser, --help, YAML keys, names of folders, and what a resume, --sample, --diagnose and
+--finetune accept are derived from it.
 
     kind       in the folder's name    when the run goes on     beside --sample
     result     yes                     fixed                    fixed
@@ -25,7 +21,7 @@ import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from harness.ranks import speaks
+from harness.ranks import speaks_first
 from lowprec.errors import Refused
 
 KINDS = ("result", "draw", "extent", "place", "machine")
@@ -71,32 +67,15 @@ class Flag:
         if self.kind not in KINDS or self.group not in GROUPS:
             raise ValueError(f"flag {self.name}: kind is one of {KINDS}, group one of {tuple(GROUPS)}")
 
-    def holds(self, value):
-        """Whether a run's file may say that the flag has this value: text of the flag can come to it."""
-        if value == self.default and type(value) is type(self.default):
-            return True
-        if isinstance(self.default, bool):
-            return isinstance(value, bool)
-        if isinstance(self.default, list):
-            return isinstance(value, list) and all(isinstance(word, str) for word in value)
-        if isinstance(value, (bool, list, dict)) or value is None:
-            return False
-        try:
-            converted = self.type(str(value))
-        except (ValueError, argparse.ArgumentTypeError):
-            return False
-        alike = isinstance(converted, str) == isinstance(value, str) and converted == value
-        return alike and (self.choices is None or value in self.choices)
-
     def accepts(self, verb):
         """Whether the flag may differ from the run's when it goes on ("resume"), or beside --sample or
         --diagnose.
         """
-        by_kind = {"resume": ("extent", "machine"), "sample": ("draw",), "diagnose": ()}
-        return self.kind in by_kind[verb] or verb in self.may
+        kinds = {"resume": ("extent", "machine"), "sample": ("draw",), "diagnose": ()}
+        return self.kind in kinds[verb] or verb in self.may
 
-    def told(self, value):
-        """What of a value is compared and named. Of a place it is the tail: 'folder:/a/photos/' ->
+    def comparable(self, value):
+        """The part of a value that is compared and named: of a place its tail, 'folder:/a/photos/' ->
         'folder:photos'.
         """
         if self.kind != "place" or not value:
@@ -113,21 +92,25 @@ class Flag:
             return value
         if not isinstance(value, str):
             return [f"{self.name}{value:g}"]
-        value = self.told(value)
-        return [f"{self.name}_{value}" if self.titled else value]
+        value = self.comparable(value)
+        if self.titled:
+            return [f"{self.name}_{value}"]
+        return [value]
 
     def add_to(self, group):
         """Add the flag to a group of an argparse parser."""
-        text, options = self.help.replace("%", "%%"), {}
-        if self.default is False:
-            options["action"] = "store_true"
-        elif isinstance(self.default, list):
-            options.update(action="append", metavar=self.metavar)
-        else:
-            options.update(type=self.type, choices=self.choices, metavar=self.metavar)
-        if self.default not in (None, [], "") and self.default is not False and "(default:" not in text:
+        text = self.help.replace("%", "%%")
+        says_nothing = self.default is False or self.default in (None, [], "")
+        if not says_nothing and "(default:" not in text:
             text += f" (default: {self.default})"
-        group.add_argument(f"--{self.name}", help=text, **options)
+        name = f"--{self.name}"
+        if self.default is False:
+            group.add_argument(name, help=text, action="store_true")
+        elif isinstance(self.default, list):
+            group.add_argument(name, help=text, action="append", metavar=self.metavar)
+        else:
+            options = dict(type=self.type, choices=self.choices, metavar=self.metavar)
+            group.add_argument(name, help=text, **options)
 
 
 class Config(SimpleNamespace):
@@ -184,7 +167,9 @@ fraction = checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
 def _tail(place):
     """The last part of a path; of the best checkpoint of a run with the run's, since all have that name."""
     folder, name = os.path.split(os.path.normpath(place))
-    return os.path.join(os.path.basename(folder), name) if name == "best.pt" else name
+    if name == "best.pt":
+        return os.path.join(os.path.basename(folder), name)
+    return name
 
 
 def _inside(name):
@@ -206,7 +191,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         line = f"{self.prog}: {Refused(message)} (see {self.prog} --help)"
-        if speaks():
+        if speaks_first():
             print(line, file=sys.stderr)
         ended = SystemExit(2)
         ended.line = line
@@ -233,22 +218,18 @@ class Table:
 
     def defaults(self):
         """{flag: default}, in the order of names."""
-        return {
-            row.name: list(row.default) if isinstance(row.default, list) else row.default for row in self.rows
-        }
+        found = {row.name: row.default for row in self.rows}
+        for name, value in found.items():
+            if isinstance(value, list):
+                found[name] = list(value)  # a run may add to its own
+        return found
 
     def typed(self, given):
         """A Config of the flags that were typed, {flag: value}, and the defaults of the others."""
         return Config(**{**self.defaults(), **given})
 
     def config(self, values):
-        """A Config of {flag: value} as a run's files hold it. Files older than a flag have its default.
-        Raises Refused for a value that no flag comes to, but not where it changes no result.
-        """
-        for row in self.rows:
-            if row.kind != "machine" and row.name in values and not row.holds(values[row.name]):
-                odd = f"--{row.name} {values[row.name]!r}"
-                raise Refused(f"{odd} stands among a run's flags, and no run has it: use another checkpoint")
+        """A Config of {flag: value} as a run's files hold it. Files older than a flag have its default."""
         config = self.typed(values)
         if values.get("weight_decay") and "weight_decay_on" not in values:
             config.weight_decay_on = "all"  # what runs did before that flag
@@ -299,33 +280,16 @@ class Table:
         """{flag: value} of a YAML file, converted and checked as if typed. An unknown key is an error of
         the parser.
         """
-        values, words = _translated(read_yaml(path, parser), path, parser), []
-        for key, value in values.items():
+        words = []
+        for key, value in read_yaml(path, parser).items():
             if key not in self:
-                keys = f"the keys are the flags of {parser.prog} without their dashes{self._near(key, value)}"
+                near = difflib.get_close_matches(str(key).lower(), [row.name for row in self.rows], 1)
+                hint = f"; near it is {near[0]}" if near else ""
+                keys = f"the keys are the flags of {parser.prog} without their dashes{hint}"
                 parser.error(f"--config {path}: unknown key '{key}'; {keys}")
-            if value is None:  # 'data:' with nothing after it
-                continue
-            default = self[key].default
-            if isinstance(default, bool):
-                if str(value).lower() not in SWITCH:
-                    parser.error(f"--config {path}: {key} is true or false, not {value!r}")
-                words += [f"--{key}"] if SWITCH[value.lower()] else []
-            elif isinstance(default, list):
-                words += [f"--{key}={item}" for item in _items(value)]
-            elif isinstance(value, (dict, list)):
-                parser.error(f"--config {path}: {key} is one value, not a {KINDS_OF_NODE[type(value)]}")
-            else:
-                words.append(f"--{key}={value}")
+            if value is not None:  # 'data:' with nothing after it
+                words += _words(self[key], value, path, parser)
         return vars(parser.parse_args(words))
-
-    def _near(self, key, value):
-        """What an unknown key, or one inside it, may mean: '; near it is batch_size', or ''."""
-        inner = [str(name).lower() for name in value] if isinstance(value, dict) else []
-        names = [row.name for row in self.rows]
-        close = [difflib.get_close_matches(word, names, 1, 0.6) for word in [*inner, str(key).lower()]]
-        found = [match[0] for match in close if match]
-        return f"; near it is {found[0]}" if found else ""
 
     # -- comparing
 
@@ -340,8 +304,11 @@ class Table:
             parts += row.named(getattr(config, row.name))
         shown = [re.sub(r"[^A-Za-z0-9._+-]+", "_", part).strip("_") for part in parts]
         name = "-".join(shown)
-        if unlike and (shown != [part.replace("=", "_") for part in parts] or len(name) > 200):
-            return f"{name[:190]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}".lstrip("-")
+        if unlike:
+            whole = shown == [part.replace("=", "_") for part in parts]
+            if not whole or len(name) > 200:
+                digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+                return f"{name[:190]}-{digest[:8]}".lstrip("-")
         return name[:200] or "default"
 
     def fixed(self, config):
@@ -349,7 +316,7 @@ class Table:
         names = [row.name for row in self.rows if not row.accepts("resume")]
         if config.lr_schedule != "constant":
             names.append("steps")  # that is where the schedule ends
-        return {name: self[name].told(getattr(config, name)) for name in names}
+        return {name: self[name].comparable(getattr(config, name)) for name in names}
 
     def differences(self, old, config):
         """['--lr was 0.001 and is 0.0001', ...]: what keeps the run of `old` (a dict) from going on as
@@ -357,25 +324,55 @@ class Table:
         """
         before = self.config(old)
         then, now = self.fixed(before), self.fixed(config)
-        names = [name for name in now if then.get(name, getattr(before, name)) != now[name]]
-        texts = [f"--{name} was {getattr(before, name)} and is {getattr(config, name)}" for name in names]
-        if "steps" in names:
-            texts.append(f"--lr_schedule {config.lr_schedule} ends at --steps")
+        texts = []
+        for name, value in now.items():
+            if then.get(name, getattr(before, name)) != value:
+                texts.append(f"--{name} was {getattr(before, name)} and is {getattr(config, name)}")
+                if name == "steps":
+                    texts.append(f"--lr_schedule {config.lr_schedule} ends at --steps")
         return texts
 
     def refused(self, given, verb):
         """The first of the flags `given` that can't differ from the run's beside --sample or --diagnose, or
         None.
         """
-        return next((name for name in sorted(given) if not self[name].accepts(verb)), None)
+        for name in sorted(given):
+            if not self[name].accepts(verb):
+                return name
+        return None
 
     def fitting(self):
         """Rows of the flags that must be alike in two runs for the weights of one to fit the other."""
         return [row for row in self.rows if row.fits]
 
 
-KINDS_OF_NODE = {dict: "mapping", list: "list"}
 SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _words(row, value, path, parser):
+    """The words of a command that say what a YAML file says of a flag: its row, its value there."""
+    if isinstance(row.default, bool):
+        if str(value).lower() not in SWITCH:
+            parser.error(f"--config {path}: {row.name} is true or false, not {value!r}")
+        if SWITCH[value.lower()]:
+            return [f"--{row.name}"]
+        return []
+    if isinstance(row.default, list):
+        return [f"--{row.name}={item}" for item in _items(value)]
+    if isinstance(value, (dict, list)):
+        what = "mapping" if isinstance(value, dict) else "list"
+        parser.error(f"--config {path}: {row.name} is one value, not a {what}")
+    return [f"--{row.name}={value}"]
+
+
+def _items(value):
+    """The values of a flag that may be repeated: {ema: bf16, kahan: true} -> ['ema=bf16', 'kahan=on']."""
+    if isinstance(value, dict):
+        switches = {"true": "on", "false": "off"}
+        return [f"{name}={switches.get(str(one), one)}" for name, one in value.items()]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def read_yaml(path, parser):
@@ -389,17 +386,19 @@ def read_yaml(path, parser):
         of the text: YAML's own reading of 12:30 is 750, and that of yes is true.
         """
 
-        yaml_implicit_resolvers = {
-            first: [(tag, form) for tag, form in forms if tag.endswith((":null", ":merge"))]
-            for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
+        yaml_implicit_resolvers = {}
 
         def construct_mapping(self, node, deep=False):
-            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice:
-                raise yaml.YAMLError(f"the key '{twice}' stands there twice")
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key.value, str) and key.value in seen:
+                    raise yaml.YAMLError(f"the key '{key.value}' stands there twice")
+                seen.add(str(key.value))
             return super().construct_mapping(node, deep)
+
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        kept = [(tag, form) for tag, form in forms if tag.endswith((":null", ":merge"))]
+        Loader.yaml_implicit_resolvers[first] = kept
 
     try:
         if not stat.S_ISREG(os.stat(path).st_mode) or os.path.getsize(path) > MILLIONS:
@@ -408,50 +407,11 @@ def read_yaml(path, parser):
             values = yaml.load(file, Loader) or {}
     except OSError as error:
         parser.error(f"--config {path}: {error.strerror}; give the path of a YAML file")
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    except RecursionError:
+        parser.error(f"--config {path} is not YAML: it is nested too deep")
+    except (yaml.YAMLError, ValueError, AttributeError) as error:
+        why = " ".join(str(error).split())
         parser.error(f"--config {path} is not YAML: {why[:500]}")
     if not isinstance(values, dict):
         parser.error(f"--config {path}: expected lines 'flag: value'")
     return values
-
-
-# What a section `trainer:` of a Lightning file says, as flags
-TRAINER = {"gradient_clip_val": "clip_grad", "max_steps": "steps", "accumulate_grad_batches": "accumulate"}
-TRAINER_PRECISION = {
-    "32-true": None,
-    "bf16-mixed": "bf16",
-    "16-mixed": "fp16",
-    "bf16-true": "pure_bf16",
-}
-
-
-def _translated(values, path, parser):
-    """{flag: value} of a file's values, with a section `trainer` in Lightning's words taken apart."""
-    section = values.get("trainer")
-    if not isinstance(section, dict):
-        return values
-    flat = {key: value for key, value in values.items() if key != "trainer"}
-    for key, value in section.items():
-        flag, where = TRAINER.get(key), f"--config {path}: trainer.{key}"
-        if key == "precision":
-            if str(value) not in TRAINER_PRECISION:
-                parser.error(f"{where} is {value}; choose {', '.join(TRAINER_PRECISION)}, or a flag as --fp8")
-            flag, value = TRAINER_PRECISION[str(value)], "true"
-        elif flag is None:
-            known = ", ".join(f"{name} (--{flag})" for name, flag in TRAINER.items())
-            parser.error(f"{where} is unknown; of trainer these are read: precision (--bf16 ...), {known}")
-        if flag is None:  # 32-true
-            continue
-        if flag in flat and flat[flag] != value:
-            parser.error(f"{where} and {flag} say two things: leave one out")
-        flat[flag] = value
-    return flat
-
-
-def _items(value):
-    """The words of a flag that may be repeated: {ema: bf16, kahan: true} -> ['ema=bf16', 'kahan=on']."""
-    if isinstance(value, dict):
-        words = {"true": "on", "false": "off"}
-        return [f"{k}={words.get(str(v), v)}" for k, v in value.items()]
-    return value if isinstance(value, list) else [value]

@@ -7,14 +7,28 @@ import torch
 from harness.shards import file_of
 from harness.validation import BEST
 from lowprec.machine import device_facts, recommended_flags, support
+from lowprec.recipes import recipe
+
+# ---- Tables ------------------------------------------------------------------------------------------------
+
+
+def left_aligned(rows):
+    """Lines of left-aligned columns. rows: lists of as many texts."""
+    return _table(rows, lambda number, cell, width: cell.ljust(width))
 
 
 def layout(rows):
-    """Lines of left-aligned first and right-aligned further columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    """Lines of a left-aligned first column and right-aligned further ones."""
+    return _table(rows, lambda number, cell, width: cell.rjust(width) if number else cell.ljust(width))
+
+
+def _table(rows, aligned):
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:], strict=True))]
+    for row in rows:
+        cells = []
+        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(aligned(number, cell, width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -23,27 +37,84 @@ def score_table(scores, reference, unprinted=()):
     """Scores of each source of weights beside the floor (real images) and the ceiling (noise)."""
     columns = dict(scores)
     if reference:
-        columns["real (floor)"], columns["noise (ceiling)"] = reference["floor"], reference["ceiling"]
+        columns["real (floor)"] = reference["floor"]
+        columns["noise (ceiling)"] = reference["ceiling"]
     rows = [["score", *columns]]
-    for key, value in next(iter(scores.values())).items():
-        if key in unprinted:
+    first_source = next(iter(scores.values()))
+    for name, value in first_source.items():
+        if name in unprinted:
             continue
-        found = [column.get(key) for column in columns.values()]
-        if isinstance(value, list):
-            for i in range(len(value)):
-                rows.append(
-                    [f"{key} of class {i}", *(_cell(f[i] if isinstance(f, list) else f) for f in found)]
-                )
-        else:
-            rows.append([key, *map(_cell, found)])
+        found = [column.get(name) for column in columns.values()]
+        if not isinstance(value, list):
+            rows.append([name, *map(_number, found)])
+            continue
+        for i in range(len(value)):
+            of_class = [one[i] if isinstance(one, list) else one for one in found]
+            rows.append([f"{name} of class {i}", *map(_number, of_class)])
     return layout(rows)
 
 
-def _cell(value):
-    return "-" if value is None else f"{value:.4f}"
+def _number(value):
+    if value is None:
+        return "-"
+    return f"{value:.4f}"
+
+
+# ---- Before a run ------------------------------------------------------------------------------------------
+
+
+def print_head(trainer, ledger):
+    """What is trained, on what, in which precision, and where it is written."""
+    mib = ledger.parameters * ledger.state_bytes / 2**20
+    print(trainer.data)
+    print(f"{trainer.task}, {ledger.parameters:,} parameters, on {trainer.device}")
+    print(f"precision: {precision_flags(trainer) or 'fp32 everywhere'}")
+    print(
+        f"weights, gradients and optimiser: {ledger.state_bytes:.2f} bytes a parameter ({mib:.1f} MiB; fp32: "
+        "16 with AdamW)"
+    )
+    print(f"writes to {trainer.folder}")
+
+
+def precision_flags(trainer):
+    """The flags of precision that a run's command says, in one line: '--pure_bf16 --stochastic'."""
+    words = []
+    for row in trainer.table.rows:
+        value = getattr(trainer.config, row.name)
+        if row.group != "precision" or value == row.default:
+            continue
+        if value is True:
+            words.append(f"--{row.name}")
+        elif isinstance(value, list):
+            words += [f"--{row.name} {item}" for item in value]
+        else:
+            words.append(f"--{row.name} {value}")
+    return " ".join(words)
+
+
+def print_ledger(trainer, ledger, whole):
+    """The precision of every tensor; unless `whole`, of those alone that differ from fp32 training."""
+    if whole:
+        print(ledger)
+        if trainer.config.fsdp:
+            print(trainer.line_of_a_rank())
+        return
+    reference = recipe(more=trainer.kind.sites)
+    rows = []
+    for row in ledger.rows:
+        usual = reference[row["site"]] if row["site"] in reference.sites else "fp32"
+        if row["value"] != usual:
+            rows.append([row["site"], row["value"], row["why"]])
+    if rows:
+        print("\n" + left_aligned(rows))
+        print("--ledger prints the precision of all other tensors too\n")
+
+
+# ---- --check -----------------------------------------------------------------------------------------------
 
 
 def print_check():
+    """What this machine runs natively, and what number formats hold."""
     spelled = {
         "fp32": "(none)",
         "tf32": "--set compute=tf32",
@@ -54,12 +125,19 @@ def print_check():
         "opt4bit": "--opt4bit",
         "sparse24": "--sparse24 (kernels)",
     }
-    for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.insert(0, "cuda")
+    for device in devices:
         kind, capability, features = device_facts(device)
         found = support(kind, capability, features)
-        print(f"{device}: {torch.cuda.get_device_name() if device == 'cuda' else kind}")
-        rows = [[f"  {spelled[name]}", name, *found[name]] for name in found if name in spelled]
-        print(layout([["", "flag", "here", "why"], *rows]))
+        name = torch.cuda.get_device_name() if device == "cuda" else kind
+        print(f"{device}: {name}")
+        rows = [["", "flag", "here", "why"]]
+        for ability, how in found.items():
+            if ability in spelled:
+                rows.append([f"  {spelled[ability]}", ability, *how])
+        print(layout(rows))
         flag, why = recommended_flags(found)
         print(f"  start with: python train.py {flag}\n  {why}\n")
     print(layout(number_formats()))
@@ -74,6 +152,9 @@ def number_formats():
         figures = (facts.max, facts.smallest_normal, 1 + facts.eps)
         rows.append([name, str(facts.bits), *(f"{figure:.9g}" for figure in figures), digits])
     return rows
+
+
+# ---- After a run -------------------------------------------------------------------------------------------
 
 
 def print_scores(trainer, scores, reference):
@@ -100,13 +181,20 @@ def print_summary(trainer, summary):
         f"scoring, {_rate(trainer, summary)}, {memory}"
     )
     if "validation" in summary:
-        found = summary["validation"]
-        best = f"best held-out {found['watched']} {_cell(found['best'])} at step {found['step']}, kept as "
-        best += str(file_of(trainer.folder / BEST))
-        if found["step"] is None:
-            best = f"no held-out {found['watched']} was found, so there is no {BEST}"
-        print("stopped early: " * found["stopped"] + best)
+        print(_best_line(trainer, summary["validation"]))
     print(f"pictures: {trainer.folder}/samples/   curves: tensorboard --logdir {trainer.config.runs}")
+
+
+def _best_line(trainer, found):
+    """Which held-out score was the best, and where its weights are."""
+    if found["step"] is None:
+        line = f"no held-out {found['watched']} was found, so there is no {BEST}"
+    else:
+        best = f"best held-out {found['watched']} {_number(found['best'])} at step {found['step']}"
+        line = f"{best}, kept as {file_of(trainer.folder / BEST)}"
+    if found["stopped"]:
+        return f"stopped early: {line}"
+    return line
 
 
 def _rate(trainer, summary):

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import socket
-import sys
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -15,16 +14,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from harness import reduction
-from harness.lifeline import Lifeline
 from lowprec.errors import Refused, first_line
 
 # that processes wait for one another until all have met. torchrun ends them all where one ends, so that those
 # it starts may wait for one that reads its libraries from a slow disk
 MEETING = timedelta(seconds=600 if "TORCHELASTIC_RUN_ID" in os.environ else 60)
-WAITING = timedelta(minutes=30)  # and afterwards: one of them scores, the others wait
+WAITING = timedelta(minutes=10)  # and afterwards: one of them scores, the others wait
 ABSENT = "a process has ended, or was not started; the same command on all starts again"
 
 
@@ -33,13 +30,17 @@ class Followed(Refused):
 
 
 class Ranks:
-    """rank: of this process. world: how many there are. main: whether this one writes and speaks."""
+    """rank: of this process; local: on its machine. world: how many there are. main: whether this one writes
+    and prints. spread: whether a net is spread over them by fully_shard.
+    """
 
     def __init__(self):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.local = int(os.environ.get("LOCAL_RANK", 0))
         self.started = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun, or as it does
-        self.ddp, self.spread = None, False
+        self.ddp = None
+        self.spread = False
 
     @property
     def main(self):
@@ -69,21 +70,22 @@ class Ranks:
         if not (dist.is_available() and getattr(dist, f"is_{backend}_available")()):
             missing = f"this torch has no {backend}, by which processes on {device.type} speak to each other"
             raise Refused(f"{missing}: install a build that has it, or use --device cpu, or one process")
+        shared = {"device": device.type}
+        shared.update(flags or {})
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
-            self._agree(store, {"device": device.type, **(flags or {})})
-            own = dict(store=store, rank=self.rank, world_size=self.world)
-            dist.init_process_group(backend, **own, timeout=MEETING)
-            if self.world > 1:
-                _keep_in_touch(self.rank, store)
+            self._agree(store, shared)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.world, timeout=MEETING
+            )
         except Refused:
             raise
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
+            remedy = ABSENT  # those of torch.distributed are RuntimeErrors
+            if isinstance(error, ValueError):
+                remedy = "start them by torchrun"
             apart = f"the {self.world} processes did not meet ({first_line(error)})"
-            raise Refused(f"{apart}: start them by torchrun") from None
-        except RuntimeError as error:  # as those of dist are
-            apart = f"the {self.world} processes did not meet ({first_line(error)})"
-            raise Refused(f"{apart}: {ABSENT}") from None
+            raise Refused(f"{apart}: {remedy}") from None
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # old torch
         set_timeout(WAITING)
         store.set_timeout(WAITING)
@@ -91,32 +93,36 @@ class Ranks:
     def _agree(self, store, flags):
         """Ask all ranks for their flags before the first word of a backend, which would wait for ever."""
         store.set(f"flags of {self.rank}", json.dumps(flags))
-        said = ""
-        if self.main:
-            ranks = range(1, self.world)
-            said = next(filter(None, (self._differs(store, rank, flags) for rank in ranks)), "")
-            store.set("flags differ", said)
-        elif store.get("flags differ"):
-            store.set(f"told {self.rank}", "")
-            raise Followed("the flags of the ranks differ")
-        if said:
+        others = range(1, self.world)
+        if not self.main:
+            if store.get("flags differ"):
+                store.set(f"told {self.rank}", "")
+                raise Followed("the flags of the ranks differ")
+            return
+        line = ""
+        for rank in others:
+            line = self._difference(store, rank, flags)
+            if line:
+                break
+        store.set("flags differ", line)
+        if line:
             with suppress(RuntimeError):  # the store may end with this process
-                store.wait([f"told {rank}" for rank in range(1, self.world)], timedelta(seconds=5))
-            raise Refused(said)
+                store.wait([f"told {rank}" for rank in others], timedelta(seconds=5))
+            raise Refused(line)
 
     @staticmethod
-    def _differs(store, rank, flags):
-        """What keeps a rank from training with this one, a line, or None."""
+    def _difference(store, rank, flags):
+        """What keeps a rank from training with this one, a line, or ""."""
         try:
             theirs = json.loads(store.get(f"flags of {rank}"))
         except dist.DistStoreError:
             return f"rank {rank} did not come within {MEETING.seconds} seconds: {ABSENT}"
-        other = [name for name in flags if theirs.get(name) != flags[name]]
-        if not other:
-            return None
-        its, own = (json.dumps(values.get(other[0])) for values in (theirs, flags))
-        differ = f"rank {rank} was started with --{other[0]} {its}, rank 0 with {own}"
-        return f"{differ}: start all with the same command"
+        for name, value in flags.items():
+            if theirs.get(name) != value:
+                its, own = json.dumps(theirs.get(name)), json.dumps(value)
+                differ = f"rank {rank} was started with --{name} {its}, rank 0 with {own}"
+                return f"{differ}: start all with the same command"
+        return ""
 
     def wait(self):
         """Go on when all have come here."""
@@ -131,7 +137,9 @@ class Ranks:
 
     def mean(self, value):
         """The mean of a tensor over all ranks; the tensor itself may change."""
-        return self.sum(value) / self.world if self.world > 1 else value
+        if self.world == 1:
+            return value
+        return self.sum(value) / self.world
 
     def any(self, number, device):
         """The largest of the ranks' numbers (None counts as 0), or None where all are 0."""
@@ -154,14 +162,17 @@ class Ranks:
 
     def each(self, act, device):
         """act() on every rank. Where it is refused on some, all are, and the first of these says why."""
-        refused = None
+        refused, place = None, 0
         try:
             act()
         except Refused as error:
-            refused = error
-        first = self.any(self.world - self.rank if refused else 0, device)
-        if first:
-            raise refused if first == self.world - self.rank else Followed("another rank was refused")
+            refused, place = error, self.world - self.rank  # the largest place is the first rank's
+        first = self.any(place, device)
+        if not first:
+            return
+        if refused and first == place:
+            raise refused
+        raise Followed("another rank was refused")
 
     # -- gradients
 
@@ -182,34 +193,9 @@ class Ranks:
         """What the backward pass of a micro-batch runs in; `last`: of a step."""
         # fp32 sums of bf16 gradients are reduced once, after the last micro-batch; else DDP reduces p.grad
         # during the last backward pass
-        alone = self.ddp and (not last or run.keeps_sums)
-        return self.ddp.no_sync() if alone else nullcontext()
-
-
-lifelines = []  # of this process: one while it needs the others
-
-
-def _keep_in_touch(rank, store):
-    """Have this process end where another has, whose end the backend may have missed."""
-
-    def ended():
-        line = f"train.py: {GONE}"
-        if speaks():
-            tqdm.write(line, file=sys.stderr)
-        tell(line)
-        os._exit(2)  # the thread that trains waits in the backend, where no exception reaches it
-
-    try:
-        lifelines.append(Lifeline(rank, os.environ["MASTER_ADDR"], store, ended))
-    except OSError as error:
-        late = f"where another process is killed, this one may wait for {WAITING.seconds // 60} minutes"
-        print(f"warning: rank {rank} can't tell when others end ({error}): {late}", file=sys.stderr)
-
-
-def part():
-    """From here on each process ends when it likes."""
-    while lifelines:
-        lifelines.pop().end()
+        if self.ddp and (not last or run.keeps_sums):
+            return self.ddp.no_sync()
+        return nullcontext()
 
 
 def leave():
@@ -221,8 +207,8 @@ def leave():
         dist.destroy_process_group()
 
 
-def speaks():
-    """Whether this process is to say why the run has ended: the first of its processes that asks."""
+def speaks_first():
+    """Whether this process is to print why the run has ended: the first of its processes that asks."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return True
     try:
@@ -239,27 +225,27 @@ def speaks():
 
 GONE = "another process of this run has ended; the same command resumes"
 READER = "a process that reads data was ended from outside, or for want of memory"
-LOST = {  # what an error says of another process: what a person reads
+LOST = {  # part of an error of another process: what a person reads
     "DataLoader worker": READER,
     "unable to open shared memory": "the processes that read data have no shared memory left: --workers 0",
 }
 PEERS = ("gloo", "nccl", "connection", "peer", "socket", "process group", "broken pipe")
 
 
-def lost(error, world):
+def lost_process(error, world):
     """What happened, where an error tells that another process of the run has ended; else None."""
     text = str(error)
     if isinstance(error, (ConnectionResetError, EOFError)):  # while it handed over a batch
         return f"{READER}; the same command resumes"
-    for sign, said in LOST.items():
-        if sign in text:
-            return f"{said}; the same command resumes"
-    if world > 1 and any(sign in text.lower() for sign in PEERS):
+    for part, line in LOST.items():
+        if part in text:
+            return f"{line}; the same command resumes"
+    if world > 1 and any(word in text.lower() for word in PEERS):
         return GONE
     return None
 
 
-def tell(message):
+def write_error_file(message):
     """Leave a message for torchrun, whose last words then hold it, in place of "no error file". Its own
     traceback before that can't be had away from inside: torchrun raises its own exception for any status
     but 0.

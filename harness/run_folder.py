@@ -20,64 +20,32 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 
 import torch
 from safetensors.torch import save as safetensors_bytes
 
-from harness import checkpoints, shapes, shards
+from harness import checkpoints, shards
 from harness.checkpoints import CHECKPOINT
 from harness.checkpoints import read as read_checkpoint
 from harness.files import check_regular, read_json, read_lines, write_atomically, write_json
 from lowprec.errors import Refused
-from lowprec.machine import cpu_threads, device_facts, without
+from lowprec.machine import cpu_threads, device_facts
 
 LOCK = ".lock"
 # What may lie in a folder that holds no run yet: what desktops leave, and what a run left that was killed
 # before its first file was whole
 LITTER = re.compile(r"\.lock|\.DS_Store|Thumbs\.db|desktop\.ini|.+\.(json|jsonl|pt)(\.\d+)?\.part")
-SUMMARY = {  # key: (test, what it is, whether it must be there)
-    "step": (shapes.is_whole, "a whole number, 0 or more", True),
-    "seconds": (shapes.is_amount, "a number, 0 or more", True),
-    "skipped_steps": (shapes.is_whole, "a whole number, 0 or more", True),
-    "scores": (shapes.table(shapes.table()), "a table of scores for each source of weights", True),
-    "reference": (shapes.table(shapes.table()), "a table of scores", True),
-    "peak_memory": (shapes.is_amount, "a number, 0 or more", True),
-    "scoring_seconds": (shapes.is_amount, "a number, 0 or more", True),
-    "activations": (shapes.fields({"total": shapes.is_amount}), "a table with a total", False),
-    "validation": (
-        shapes.fields({"watched": shapes.is_text, "best": shapes.maybe(shapes.is_number)}),
-        "a table of the best validation",
-        False,
-    ),
-}
-
 
 # ---- What a run writes and reads again ---------------------------------------------------------------------
 
 
 def read_metrics(path):
     """The lines of a metrics.jsonl, [] when there is none: dicts of numbers with the step of each. Raises
-    Refused.
+    Refused for a line that is no JSON object.
     """
-    rows = read_lines(path)
-    for number, row in enumerate(rows, 1):
-        numbers = [value for value in row.values() if value is not None and type(value) is not bool]
-        if not all(map(shapes.is_number, numbers)) or not shapes.is_whole(row.get("step")):
-            wrong = f"{path}, object {number} is no line of a run: it needs a step, and numbers alone"
-            raise Refused(f"{wrong}; remove that line, or the file")
-    return rows
-
-
-def read_summary(path):
-    """The dict of a summary.json, its values those that SUMMARY tells. Raises Refused."""
-    summary = read_json(path)
-    wrong = f"{path} is no summary of a run: remove it, and the run is scored again"
-    shapes.check(summary, SUMMARY, wrong)
-    reference = summary["reference"]
-    if not summary["scores"] or (reference and not {"floor", "ceiling"} <= reference.keys()):
-        raise Refused(wrong)
-    return summary
+    return read_lines(path)
 
 
 # ---- Exported weights --------------------------------------------------------------------------------------
@@ -122,8 +90,6 @@ def export(path, weights, config, step):
 
 def environment(device):
     """Versions, machine and commit, for env.json and for records."""
-    with without("transformers"):
-        import monai
     import torchvision
 
     kind, capability, features = device_facts(device)
@@ -132,7 +98,7 @@ def environment(device):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
-        "monai": monai.__version__,
+        "monai": metadata.version("monai"),
         "cpu": _cpu_name(),
         "cores": cpu_threads(),
         "threads": torch.get_num_threads(),
@@ -178,8 +144,10 @@ def peak_memory(device):
     """Peak bytes of the CUDA allocator; on a CPU of the process's resident set, libraries included."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    kilobytes = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":  # macOS counts in bytes, Linux in kilobytes
+        return peak
+    return peak * 1024
 
 
 # ---- The folder --------------------------------------------------------------------------------------------
@@ -253,8 +221,8 @@ class Folder:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                said = f"{self} can't be locked here ({error.strerror}): start one process at a time on it"
-                print(f"warning: {said}", file=sys.stderr)
+                alone = f"{self} can't be locked here ({error.strerror}): start one process at a time on it"
+                print(f"warning: {alone}", file=sys.stderr)
                 return
             self._lock.seek(0)
             who = self._lock.read(100).strip() or "another process"
@@ -283,14 +251,16 @@ class Folder:
             flags = read_json(self / "config.json").get("flags")
         except Refused:
             flags = None
-        if not shapes.table(checkpoints.is_plain)(flags):
+        if not isinstance(flags, dict):
             raise Refused(f"{self}/config.json can't be read: move the folder away, or choose another --name")
         return flags
 
     def summary(self):
         """summary.json of a run that ended, or None."""
         path = self / "summary.json"
-        return read_summary(path) if os.path.lexists(path) else None
+        if os.path.lexists(path):
+            return read_json(path)
+        return None
 
     def begin(self, command, config, ledger, device, step):
         """Write what is known before the first step, and forget what lies after `step`: it will be done
@@ -306,8 +276,9 @@ class Folder:
         write_json(self / "env.json", environment(device))
         path = self / "metrics.jsonl"
         if path.exists():
-            kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
-            write_atomically(path, lambda file: file.write("".join(kept).encode()))
+            kept = [json.dumps(row) for row in rows if row["step"] <= step]
+            content = "".join(f"{line}\n" for line in kept)
+            write_atomically(path, lambda file: file.write(content.encode()))
 
     def save(self, state, name=CHECKPOINT):
         """Replace the checkpoint of this name."""
@@ -339,7 +310,10 @@ class Folder:
         from torchvision.utils import save_image
 
         for number, (title, grid) in enumerate(pictures.items()):
-            file = f"{name}-{title}.png" if number else f"{name}.png"
+            if number == 0:
+                file = f"{name}.png"
+            else:
+                file = f"{name}-{title}.png"
             path = self / "samples" / file
             path.parent.mkdir(parents=True, exist_ok=True)
             save_image(grid, path)
@@ -358,9 +332,9 @@ class Folder:
 def _quieten_writers():
     """Let TensorBoard's threads end without a traceback: what stops one is raised again by the next curve."""
     if threading.excepthook is threading.__excepthook__:
-        threading.excepthook = _said
+        threading.excepthook = _but_of_writers
 
 
-def _said(args):
+def _but_of_writers(args):
     if type(args.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(args)

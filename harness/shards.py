@@ -4,14 +4,9 @@ without a pickle.
     runs/NAME/checkpoint.json               what it holds: all values but tensors, and a SHA-256 of each file
     runs/NAME/checkpoint-00000120/*         a file of safetensors from each rank, with its rows of each tensor
 
-`fully_shard` spreads a net over ranks, and no rank has all of it. So each writes what it has. The file of
-plain values is written last, by the first rank, and names the folder: a checkpoint is whole or not there. The
-one before stays until then.
-
-torch.distributed.checkpoint plans who writes and reads what. Its FileSystemReader would unpickle `.metadata`
-without restriction and run whatever that says (torch 2.14: checkpoint/filesystem.py, read_metadata), so its
-HuggingFaceStorageWriter and -Reader are used: their metadata is the JSON in the head of each file. Other
-programs read the folder by the same reader.
+The file of plain values is written last, by the first rank, and names the folder: a checkpoint is whole or
+not there. torch's FileSystemReader would unpickle `.metadata` and run whatever that says (torch 2.14:
+checkpoint/filesystem.py, read_metadata), so its HuggingFaceStorageWriter and -Reader are used.
 """
 
 import hashlib
@@ -27,7 +22,7 @@ from pathlib import Path
 import torch
 
 from harness.files import cant_write, check_regular, digest, read_json, write_json
-from harness.ranks import Followed, lost
+from harness.ranks import Followed, lost_process
 from lowprec.errors import Refused, first_line
 from lowprec.optimizers.buckets import local
 from lowprec.optimizers.state import Chunk
@@ -58,25 +53,33 @@ def _apart(x, tensors, key="", first=None):
     """A nest of dicts, lists and tuples as JSON takes it; its tensors go into `tensors`, {key: tensor}. What
     has several names, as tied weights have, goes there by the first. first: {memory: key}.
     """
-    first = {} if first is None else first
+    if first is None:
+        first = {}
     if torch.is_tensor(x):
         key = first.setdefault(_memory(x), key)
-        tensors[key], shape = x, x.whole_shape if isinstance(x, Chunk) else x.shape
+        tensors[key] = x
+        shape = x.whole_shape if isinstance(x, Chunk) else x.shape
         dtype = str(x.dtype).removeprefix("torch.")
         return {"$tensor": key, "size": list(x.shape), "shape": list(shape), "dtype": dtype}
     if isinstance(x, dict):
-        if all(isinstance(k, str) for k in x) and not any(k.startswith("$") for k in x):
-            return {k: _apart(v, tensors, f"{key}/{k}", first) for k, v in x.items()}
-        return {"$pairs": [[k, _apart(v, tensors, f"{key}/{k}", first)] for k, v in x.items()]}
+        values = {name: _apart(value, tensors, f"{key}/{name}", first) for name, value in x.items()}
+        if all(isinstance(name, str) and not name.startswith("$") for name in x):
+            return values
+        return {"$pairs": [[name, value] for name, value in values.items()]}
     if isinstance(x, (list, tuple)):
-        values = [_apart(v, tensors, f"{key}/{i}", first) for i, v in enumerate(x)]
-        return values if isinstance(x, list) else {"$tuple": values}
+        values = [_apart(value, tensors, f"{key}/{i}", first) for i, value in enumerate(x)]
+        if isinstance(x, tuple):
+            return {"$tuple": values}
+        return values
     return x
 
 
 def _memory(x):
     """What two names of one tensor have in common; the same names on every rank, those without rows too."""
-    own = x.tensor if isinstance(x, Chunk) else local(x)
+    if isinstance(x, Chunk):
+        own = x.tensor
+    else:
+        own = local(x)
     # the storage itself: the address of an empty one is 0
     return own.untyped_storage()._cdata, own.storage_offset(), own.dtype, x.shape, own.stride()
 
@@ -87,11 +90,13 @@ def _together(x, tensor_of):
         if "$tensor" in x:
             return tensor_of(x)
         if "$pairs" in x:
-            return {k: _together(v, tensor_of) for k, v in x["$pairs"]}
+            return {name: _together(value, tensor_of) for name, value in x["$pairs"]}
         if "$tuple" in x:
-            return tuple(_together(v, tensor_of) for v in x["$tuple"])
-        return {k: _together(v, tensor_of) for k, v in x.items()}
-    return [_together(v, tensor_of) for v in x] if isinstance(x, list) else x
+            return tuple(_together(value, tensor_of) for value in x["$tuple"])
+        return {name: _together(value, tensor_of) for name, value in x.items()}
+    if isinstance(x, list):
+        return [_together(value, tensor_of) for value in x]
+    return x
 
 
 # ---- Writing -----------------------------------------------------------------------------------------------
@@ -134,15 +139,18 @@ def _make(file, part):
 
 def _sums(part, ranks, device):
     """{file: SHA-256} of all files, each hashed and brought to the disk by the rank that wrote it."""
-    said = torch.zeros(ranks.world, 256, dtype=torch.int32)
+    rows = torch.zeros(ranks.world, 256, dtype=torch.int32)  # a row a rank: the bytes of "SHA-256 name"
     for path in part.glob(f"shard-{ranks.rank + 1:05d}-*"):  # none where no tensor has a row for this rank
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-            words = f"{digest(file, os.fstat(file.fileno()).st_size)} {path.name}".encode()
-        said[ranks.rank, : len(words)] = torch.tensor(list(words), dtype=torch.int32)
-    said = ranks.sum(said.to(device)).tolist()
-    words = [bytes(row).rstrip(b"\0").decode().split(" ", 1) for row in said]
-    return {name: found for found, name in filter(lambda pair: len(pair) == 2, words)}
+            line = f"{digest(file, os.fstat(file.fileno()).st_size)} {path.name}".encode()
+        rows[ranks.rank, : len(line)] = torch.tensor(list(line), dtype=torch.int32)
+    sums = {}
+    for row in ranks.sum(rows.to(device)).tolist():
+        found, _, name = bytes(row).rstrip(b"\0").decode().partition(" ")
+        if name:
+            sums[name] = found
+    return sums
 
 
 def _settle(file, part, name, tree, sums):
@@ -194,8 +202,9 @@ def _together_or_refused(act, line_of, ranks):
         act()
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))
-        failure = failure[0] if isinstance(failure, tuple) else failure
-        gone = lost(RuntimeError(first_line(failure)), ranks.world)
+        if isinstance(failure, tuple):
+            failure = failure[0]
+        gone = lost_process(RuntimeError(first_line(failure)), ranks.world)
         if not (gone or ranks.main):
             raise Followed("the ranks could not do it together") from None
         raise Refused(gone or line_of(failure)) from None
@@ -221,9 +230,11 @@ def _opened(path):
     folder = file.with_name(content["folder"])
     missing = [name for name in content["files"] if not (folder / name).is_file()]
     stray = {p.name for p in folder.glob("*")} - set(content["files"])
-    if missing or stray:
-        what = f"{missing[0]} is missing" if missing else f"{sorted(stray)[0]} does not belong there"
-        raise Refused(f"{folder}: {what}; use another copy, or train again")
+    if missing:
+        raise Refused(f"{folder}: {missing[0]} is missing; use another copy, or train again")
+    if stray:
+        name = sorted(stray)[0]
+        raise Refused(f"{folder}: {name} does not belong there; use another copy, or train again")
     return content, folder
 
 
@@ -258,11 +269,12 @@ def read(path):
     strange = Refused(f"{pointer(path)} is no checkpoint of this program: train again, or use another one")
     try:
         leaves = _described(content["state"])
-        sizes = {key: (tuple(leaf["size"]), DTYPES[leaf["dtype"]]) for key, leaf in leaves.items()}
-        asked = sum(math.prod(size) * dtype.itemsize for size, dtype in sizes.values())
+        asked = sum(math.prod(leaf["size"]) * DTYPES[leaf["dtype"]].itemsize for leaf in leaves.values())
         if asked > sum((folder / name).stat().st_size for name in content["files"]):
             raise strange
-        tensors = {key: torch.zeros(size, dtype=dtype) for key, (size, dtype) in sizes.items()}
+        tensors = {
+            key: torch.zeros(leaf["size"], dtype=DTYPES[leaf["dtype"]]) for key, leaf in leaves.items()
+        }
         with warnings.catch_warnings():  # that it is one process is meant
             warnings.simplefilter("ignore")
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
@@ -288,7 +300,8 @@ def read_parts(path, run, ranks, device):
         _verify(found["content"], found["folder"], ranks.rank, ranks.world)
 
     ranks.each(look, device)
-    content, folder, own = found["content"], found["folder"], {}
+    content, folder = found["content"], found["folder"]
+    own = {}
     _apart({"precision": run.state_dict()}, own)
     leaves = _described(content["state"])
     if own.keys() != leaves.keys() or any(_described_as(own[key]) != _seen(leaves[key]) for key in own):

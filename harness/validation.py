@@ -22,9 +22,12 @@ class Validation:
         self.name, better = watched
         if better not in ("lower", "higher"):
             raise ValueError(f"watched says lower or higher, not {better!r}")
-        self.sign = 1 if better == "lower" else -1
+        self.sign = 1
+        if better == "higher":
+            self.sign = -1
         self.every, self.patience = every, patience
-        self.best, self.step, self.waited = None, None, 0
+        self.best = self.step = None  # the best score, and the step of it
+        self.waited = 0  # looks since then
 
     def due(self, step):
         """Whether to look after `step` steps."""

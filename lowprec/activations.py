@@ -35,11 +35,12 @@ class Meter:
     """
 
     def __init__(self, model):
-        self._known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+        self._known = {_storage(t) for t in [*model.parameters(), *model.buffers()]}
         self._weights = set(model.parameters())
         self._seen = {}  # storages are held, so that none is freed and its address used again
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _give)
-        self.bytes, self.casts = {}, 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _unpacked)
+        self.bytes = {}
+        self.casts = 0
 
     def __enter__(self):
         self._hooks.__enter__()
@@ -64,19 +65,22 @@ class Meter:
 
     @property
     def total(self):
+        """All bytes."""
         return sum(self.bytes.values()) + self.casts
 
     def json(self):
+        """{"bytes": {dtype name: bytes}, "casts": bytes, "total": bytes}."""
         return {"bytes": self.bytes, "casts": self.casts, "total": self.total}
 
     def __str__(self):
-        largest = sorted(self.bytes.items(), key=lambda item: -item[1])
-        parts = [f"{name} {_mib(size)}" for name, size in largest]
-        parts += [f"casts of weights {_mib(self.casts)}"] if self.casts else []
+        largest_first = sorted(self.bytes.items(), key=lambda item: -item[1])
+        parts = [f"{name} {_mib(size)}" for name, size in largest_first]
+        if self.casts:
+            parts.append(f"casts of weights {_mib(self.casts)}")
         return f"{_mib(self.total)} MiB kept for backward: {', '.join(parts)}"
 
 
-def _give(tensor):
+def _unpacked(tensor):
     return tensor
 
 
@@ -109,9 +113,14 @@ def blocks(model):
     """
     if hasattr(model, "recomputed"):
         return list(model.recomputed())
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return [block for name in outermost for block in lists[name]]
+    found = []
+    inside = None  # how the names of all that is inside the last ModuleList begin
+    for name, module in model.named_modules():  # a module comes before its parts
+        if not isinstance(module, nn.ModuleList) or (inside and name.startswith(inside)):
+            continue
+        found += module
+        inside = f"{name}."
+    return found
 
 
 def recompute(model):
@@ -134,24 +143,26 @@ def recompute(model):
 def _again(forward, block, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
-    moved = _moved(block)
-    contexts = {"context_fn": lambda: (nullcontext(), _at_rest(moved))} if moved else {}
+    norms = _norms_that_track(block)
+    contexts = {}
+    if norms:
+        contexts["context_fn"] = lambda: (nullcontext(), _statistics_kept(norms))
     return checkpoint(forward, block, *args, use_reentrant=False, **contexts, **kwargs)
 
 
-def _moved(block):
-    """The norms of a block whose running statistics a forward pass moves."""
+def _norms_that_track(block):
+    """The norms of a block whose running statistics a forward pass changes."""
     return [m for m in block.modules() if getattr(m, "track_running_stats", False) and m.training]
 
 
 @contextmanager
-def _at_rest(norms):
-    """Within it these norms move copies of their statistics, not the statistics."""
-    own = [dict(norm._buffers) for norm in norms]
-    for norm, buffers in zip(norms, own, strict=True):
+def _statistics_kept(norms):
+    """Within it these norms change copies of their statistics, not the statistics."""
+    before = {norm: dict(norm._buffers) for norm in norms}
+    for norm, buffers in before.items():
         norm._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, own, strict=True):
+        for norm, buffers in before.items():
             norm._buffers.update(buffers)

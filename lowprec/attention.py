@@ -16,7 +16,9 @@ SHORT = 128
 
 
 def attend(q, k, v, **options):
-    """F.scaled_dot_product_attention. q [B, heads, N, d], k and v [B, heads, M, d] -> [B, heads, N, d]."""
+    """F.scaled_dot_product_attention. q [B, heads, N, d], k and v [B, heads, M, d], of one dtype
+    -> [B, heads, N, d]. options: of torch's function, as is_causal.
+    """
     with kernel(q.device, q.dtype, k.shape[2]):
         return F.scaled_dot_product_attention(q, k, v, **options)
 

@@ -1,5 +1,6 @@
-"""A net brought to a recipe's dtypes: bf16 weights, islands that stay fp32, buffers.
-"""
+"""A net brought to a recipe's dtypes (Cast), and called in them (View)."""
+
+from __future__ import annotations
 
 import collections
 import copy
@@ -8,7 +9,9 @@ import inspect
 import operator
 import re
 import types
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,34 +24,52 @@ from .roles import roles
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
 
+ROLE_OF_ISLAND = {"norm": "norm", "embed": "embedding", "final": "head"}
+
 
 def _island_modules(model, islands):
-    """Modules that own parameters and stay fp32. Raises Refused when the net has none of a kind that was
-    asked for.
+    """Modules that own parameters and stay fp32, of 'none' or 'norm+embed'. Raises Refused when the net has
+    none of a kind that was asked for.
     """
-    role_of, chosen = roles(model), []
-    owners = [(name, m) for name, m in model.named_modules() if _own(m)]
-    for island in islands.split("+") if islands != "none" else []:
-        wanted = {"norm": "norm", "embed": "embedding", "final": "head"}[island]
-        found = [m for name, m in owners if wanted in role_of[name]]
+    if islands == "none":
+        return []
+    role_of = roles(model)
+    owners = [(name, module) for name, module in model.named_modules() if _own_parameters(module)]
+    chosen = set()
+    for island in islands.split("+"):
+        found = [module for name, module in owners if ROLE_OF_ISLAND[island] in role_of[name]]
         if not found:
             none = f"this net has no {island} parameters to keep in fp32"
             raise Refused(f"--set islands={islands}: {none}; leave {island} out")
-        chosen += [m for m in found if m not in chosen]
-    shared = {p for m in chosen for p in _own(m)}  # a tied head is an island with its embedding
-    return [m for _, m in owners if m in chosen or shared & set(_own(m))]
+        chosen.update(found)
+    exact = set()
+    for module in chosen:
+        exact.update(_own_parameters(module))
+    # a tied head is an island with its embedding
+    return [module for _, module in owners if exact & set(_own_parameters(module))]
 
 
-def _own(module):
+def _own_parameters(module):
     return list(module.parameters(recurse=False))
 
 
 def _keeps_statistics(module):
     # one kernel takes the statistics and the weights, in one dtype
-    return getattr(module, "running_mean", None) is not None and bool(_own(module))
+    return getattr(module, "running_mean", None) is not None and bool(_own_parameters(module))
 
 
-def narrowed(x, dtype):
+def exact_modules(model: nn.Module, r) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(islands, norm layers with running statistics): modules of a net in bf16 whose weights stay fp32."""
+    with_statistics = []
+    if r.buffers == "fp32":
+        with_statistics = [module for module in model.modules() if _keeps_statistics(module)]
+    return _island_modules(model, r.islands), with_statistics
+
+
+# ---- Trees of tensors --------------------------------------------------------------------------------------
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in `dtype`, where finite values stay finite: a mask of torch.finfo(torch.float32).min would become
     -inf in bf16, and a softmax over a row of -inf is NaN.
     """
@@ -58,9 +79,37 @@ def narrowed(x, dtype):
     return x.to(dtype)
 
 
-def _parts(x):
-    """({key: value}, set(x, key, value)) of an object that torch's trees take for a leaf, and that may hold
-    tensors; (None, None) of any other.
+def to(dtype: torch.dtype, tree: Any, cast: Callable = torch.Tensor.to) -> Any:
+    """`tree` with its floating tensors in dtype; itself where they are already, since a net may write into
+    what it is given. cast: (tensor, dtype) -> tensor.
+    """
+    leaves, form = tree_flatten(tree)
+    new = [_leaf_to(dtype, leaf, cast) for leaf in leaves]
+    if all(a is b for a, b in zip(new, leaves, strict=True)):
+        return tree
+    return tree_unflatten(new, form)
+
+
+def _leaf_to(dtype, x, cast):
+    if torch.is_tensor(x):
+        return cast(x, dtype) if x.is_floating_point() else x
+    parts, put = _parts_of_leaf(x)
+    changed = {}
+    for key, value in parts.items():
+        new = to(dtype, value, cast)
+        if new is not value:
+            changed[key] = new
+    if not changed:
+        return x
+    x = copy.copy(x)
+    for key, value in changed.items():
+        put(x, key, value)
+    return x
+
+
+def _parts_of_leaf(x):
+    """({key: value}, put(x, key, value)) of an object that torch's trees take for a leaf, and that may hold
+    tensors; ({}, None) of any other.
     """
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
@@ -71,28 +120,10 @@ def _parts(x):
         return dict(x), operator.setitem
     if isinstance(x, list):
         return dict(enumerate(x)), operator.setitem
-    return None, None
+    return {}, None
 
 
-def to(dtype, tree, cast=torch.Tensor.to):
-    """`tree` with its floating tensors in dtype; itself where they are already, since a net may write into
-    what it is given. cast: (tensor, dtype) -> tensor.
-    """
-
-    def convert(x):
-        if torch.is_tensor(x):
-            return cast(x, dtype) if x.is_floating_point() else x
-        parts, put = _parts(x)
-        new = {key: to(dtype, value, cast) for key, value in (parts or {}).items()}
-        changed = {key: value for key, value in new.items() if value is not parts[key]}
-        x = copy.copy(x) if changed else x
-        for key, value in changed.items():
-            put(x, key, value)
-        return x
-
-    leaves, form = tree_flatten(tree)
-    new = [convert(leaf) for leaf in leaves]
-    return tree_unflatten(new, form) if any(a is not b for a, b in zip(new, leaves, strict=True)) else tree
+# ---- Cast --------------------------------------------------------------------------------------------------
 
 
 def _into_island(module, args, kwargs):
@@ -103,51 +134,34 @@ def _out_of_island(module, args, out):
     return to(torch.bfloat16, out)
 
 
-def exact_modules(model, r):
-    """(islands, norm layers with running statistics): modules of a net in bf16 whose weights stay fp32."""
-    whole = [m for m in model.modules() if _keeps_statistics(m)] if r.buffers == "fp32" else []
-    return _island_modules(model, r.islands), whole
-
-
 class Cast:
-    """A model brought to the recipe's dtypes, in place. islands keep fp32 weights and cast at their borders.
+    """A model brought to the dtypes of Recipe r, in place. Islands keep fp32 weights and cast at their
+    borders.
 
-    whole: norm layers with running statistics, whose weights stay fp32 with their buffers.
+    whole: norm layers with running statistics, whose weights stay fp32 with their buffers. Raises Refused for
+    an island that the net does not have.
     """
 
-    def __init__(self, model, r):
-        self.hooks, self.whole = [], []
-        for module in model.modules():  # of an earlier Precision, whose islands these need not be
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for number in [i for i, hook in hooks.items() if hook in (_into_island, _out_of_island)]:
-                    del hooks[number]
-                    module._forward_pre_hooks_with_kwargs.pop(number, None)
+    def __init__(self, model: nn.Module, r):
+        self.hooks = []  # (name of an island, ids of its two hooks)
+        self.whole = []
+        _remove_island_hooks(model)  # of an earlier Precision, whose islands these need not be
         if not r.low_weights:
             model.float()
             return
         islands, self.whole = exact_modules(model, r)
-        exact = {p for m in (*islands, *self.whole) for p in m.parameters(recurse=False)}
-        own = {p: torch.float32 if p in exact else torch.bfloat16 for p in model.parameters()}
-        own = {p: dtype for p, dtype in own.items() if p.is_floating_point()}
-        if any(map(buckets.is_spread, own)):  # what fully_shard keeps follows Module.to alone, not p.data
-            model._apply(lambda t: t.to(own.get(t, t.dtype)))
-        else:
-            for p, dtype in own.items():
-                p.data = p.data.to(dtype)
-        for module in model.modules():
-            for name, b in module.named_buffers(recurse=False):
-                if b.is_floating_point():
-                    setattr(module, name, b.to(r.dtype("buffers")))
+        _cast_parameters(model, (*islands, *self.whole))
+        _cast_buffers(model, r.dtype("buffers"))
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
-        names = {m: name for name, m in model.named_modules()}
+        name_of = {module: name for name, module in model.named_modules()}
         for module in islands:
             before = module.register_forward_pre_hook(_into_island, with_kwargs=True)
             after = module.register_forward_hook(_out_of_island)
-            self.hooks.append((names[module], before.id, after.id))
+            self.hooks.append((name_of[module], before.id, after.id))
 
-    def undo(self, net):
+    def undo(self, net: nn.Module) -> nn.Module:
         """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
         for name, before, after in self.hooks:
             module = net.get_submodule(name)
@@ -157,8 +171,43 @@ class Cast:
         return net
 
 
+def _remove_island_hooks(model):
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            ours = [number for number, hook in hooks.items() if hook in (_into_island, _out_of_island)]
+            for number in ours:
+                del hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _cast_parameters(model, whole):
+    """fp32 for the parameters of the modules `whole`, bf16 for the other floating ones."""
+    exact = set()
+    for module in whole:
+        exact.update(_own_parameters(module))
+    dtype_of = {}
+    for p in model.parameters():
+        if p.is_floating_point():
+            dtype_of[p] = torch.float32 if p in exact else torch.bfloat16
+    if any(map(buckets.is_spread, dtype_of)):  # what fully_shard keeps follows Module.to alone, not p.data
+        model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)))
+        return
+    for p, dtype in dtype_of.items():
+        p.data = p.data.to(dtype)
+
+
+def _cast_buffers(model, dtype):
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+
+
+# ---- View --------------------------------------------------------------------------------------------------
+
+
 class View:
-    """A net called as a recipe says: floating inputs cast, products in its dtype, floating outputs in the
+    """A net called as Recipe r says: floating inputs cast, products in its dtype, floating outputs in the
     loss's dtype.
 
     A loss that the net forms inside comes back in the loss's dtype too, but a net of bf16 weights that forms
@@ -168,8 +217,10 @@ class View:
     forward of `*args` has no names: pass such an argument by keyword. Integer inputs are left too.
     """
 
-    def __init__(self, net, r, methods=(), keep=()):
-        self.net, self.recipe, self.methods = net, r, methods
+    def __init__(self, net: nn.Module, r, methods: Iterable = (), keep: str | Iterable[str] = ()):
+        self.net = net
+        self.recipe = r
+        self.methods = methods
         self.keep = {keep} if isinstance(keep, str) else set(keep)
         self.forward = net  # a compiled or distributed wrapper may take its place
         self.device = next(net.parameters()).device
@@ -190,17 +241,20 @@ class View:
                 stack.enter_context(method.context())
             yield
 
-    def exact(self):
+    def exact(self) -> AbstractContextManager:
         """A context in which fp32 products on CUDA are fp32, or TF32 where the recipe says so."""
-        return exact_math(self.recipe.compute == "tf32") if self.device.type == "cuda" else nullcontext()
+        if self.device.type != "cuda":
+            return nullcontext()
+        return exact_math(self.recipe.compute == "tf32")
 
-    def cast(self, args, kwargs):
+    def cast(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) as the net takes them."""
         if not self.recipe.low_weights:
             return args, kwargs
-        names = [*self.arguments, *[None] * len(args)]
-        args = tuple(self._low(name, a) for name, a in zip(names, args, strict=False))
-        return args, {name: self._low(name, a) for name, a in kwargs.items()}
+        nameless = [None] * len(args)  # for a forward of *args
+        names = [*self.arguments, *nameless]
+        args = tuple(self._low(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: self._low(name, value) for name, value in kwargs.items()}
 
     def _low(self, name, value):
         if name in self.keep:
@@ -209,7 +263,10 @@ class View:
             return {key: self._low(key, part) for key, part in value.items()}
         return to(torch.bfloat16, value, narrowed)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What forward returns, floating tensors in the loss's dtype. Raises Refused, with the remedy, where
+        the net mixes dtypes that it can't.
+        """
         args, kwargs = self.cast(args, kwargs)
         try:
             with self.context():
@@ -222,19 +279,25 @@ class View:
     def _explain(self, error, arguments):
         """Raises Refused, with the remedy, where an error of torch comes of mixed dtypes."""
         if "DTensor" in str(error) and "mixed" in str(error):
-            apart = "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it"
-            raise Refused(f"{apart}: train it without --fsdp, or call them in its forward") from error
-        if not (self.recipe.low_weights and MIXED.search(str(error))):
+            raise Refused(
+                "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it: "
+                "train it without --fsdp, or call them in its forward"
+            ) from error
+        if not self.recipe.low_weights or not MIXED.search(str(error)):
             return
-        buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
-        kept = [name for name in sorted(self.keep) if _is_fp32(arguments.get(name))]
         hints = []
+        buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
         if buffers and self.recipe.buffers == "fp32":
-            what = f"an fp32 buffer ({', '.join(buffers[:3])}) may have met bf16 activations"
-            hints.append(f"{what}; cast it to x.dtype in forward, or --set buffers=bf16")
+            hints.append(
+                f"an fp32 buffer ({', '.join(buffers[:3])}) may have met bf16 activations; cast it to "
+                "x.dtype in forward, or --set buffers=bf16"
+            )
+        kept = [name for name in sorted(self.keep) if _is_fp32(arguments.get(name))]
         if kept:
-            what = f"the argument {kept[0]} stays fp32"
-            hints.append(f"{what}; cast it to x.dtype in forward, or leave it out of Precision's keep")
+            hints.append(
+                f"the argument {kept[0]} stays fp32; cast it to x.dtype in forward, or leave it out of "
+                "Precision's keep"
+            )
         if hints:
             raise Refused(f"{error}: {'; or '.join(hints)}") from error
 

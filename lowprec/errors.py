@@ -12,8 +12,15 @@ class Refused(ValueError):
         # a DataLoader worker sends a traceback: its last line is ours
         if message.startswith("Caught Refused in "):
             message = message.strip().splitlines()[-1].partition("Refused: ")[2]
-        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message))
-        super().__init__(line if len(line) <= 1000 else f"{line[:500]} ... {line[-400:]}")
+        line = "".join(map(_printable, str(message)))
+        if len(line) > 1000:
+            line = f"{line[:500]} ... {line[-400:]}"
+        super().__init__(line)
+
+
+def _printable(character):
+    """A character as it is, or its escape: \\n for a new line."""
+    return character if character.isprintable() else repr(character)[1:-1]
 
 
 def check_choice(what, value, choices):
@@ -24,10 +31,13 @@ def check_choice(what, value, choices):
 
 def first_line(error):
     """The first line with words in an exception's text, or its class's name."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()
+    return type(error).__name__
 
 
 def out_of_memory(error):
     """Whether an exception says that a GPU's memory is full, as torch or CUDA's libraries do."""
-    full = "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
-    return full or isinstance(error, torch.OutOfMemoryError)
+    said = "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
+    return said or isinstance(error, torch.OutOfMemoryError)

@@ -10,23 +10,18 @@ e4m3 and e5m2 are the 8-bit floats of arXiv 2209.05433. int8 is bitsandbytes' dy
 (arXiv 2110.02861), int4 torchao's 4-bit maps in blocks of 128 (arXiv 2309.01507). As in these libraries,
 tensors under 4,096 values stay fp32. A moment of any length can be coded: its last block is shorter.
 
-Codes are written to the nearest, or stochastically. Why stochastically: neighbouring codes lie 0.7 % to 56 %
-of the value apart (int8, down to 1e-4 of the block's largest), and exp_avg_sq decays by 1-beta2 = 0.1 % a
-step. Where some gradients of a block drop and others don't, the block's scale stays. The decay of the dropped
-ones rounds back to the old code, their exp_avg_sq freezes at its old height, and their steps are too short
-from then on. A code that goes up with probability = distance decays on average. The price is noise: an
-exp_avg_sq far below its block's largest spreads by some tens of percent around the exact one.
-
-A new format is one more row of FORMATS.
+Codes are written to the nearest, or stochastically: exp_avg_sq decays by 0.1 % a step, and codes lie 0.7 % to
+56 % apart, so that to the nearest it may stand still. A new format is one more row of FORMATS.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .kernels import cpu_step
+from .kernels import choose
 from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
 from .rounding import noise_bits
@@ -74,10 +69,8 @@ class Format:
         """Bytes of the tables that all moments of one kind share."""
         return 0
 
-    def by_cpu_step(self, codes, scales, signed, key):
-        """uint8 codes and their scales as `cpu_step` takes them, to be written by the noise of `key`; None
-        where it can't.
-        """
+    def line(self, signed, device):
+        """The `broken_line` of the format's table; None where it has none."""
         return None
 
     def encode(self, x, codes, scales, signed, key=None, compiled=True):
@@ -122,6 +115,30 @@ class Format:
     def _decode_rows(self, codes, scales, signed, compiled):
         """fp32 [blocks, block]."""
         raise NotImplementedError
+
+
+class Coded(NamedTuple):
+    """A moment that is held in codes: uint8 and fp32 scales, both flat. key: of the noise that the codes are
+    written with, None for the nearest codes.
+    """
+
+    coder: Format
+    codes: torch.Tensor
+    scales: torch.Tensor
+    signed: bool
+    key: torch.Tensor | None = None
+
+    def decoded(self, n, compiled=True):
+        """fp32 [n] that the codes stand for."""
+        return self.coder.decode(self.codes, self.scales, n, self.signed, compiled)
+
+    def encode(self, x, compiled=True):
+        """Write fp32 x [n] into the codes and scales, in place."""
+        self.coder.encode(x, self.codes, self.scales, self.signed, self.key, compiled)
+
+    def for_cpu_step(self):
+        """The same as cpu_step.Codes; None where cpu_step can't write them."""
+        return choose.cpu_codes(self.coder, self.codes, self.scales, self.signed, self.key)
 
 
 def finite(x):
@@ -269,31 +286,19 @@ class Table(Format):
         return self.tables[signed, device]
 
     def line(self, signed, device):
-        """The `broken_line` of the table."""
         if ("line", signed, device) not in self.tables:
             self.tables["line", signed, device] = broken_line(self._published(signed)).to(device)
         return self.tables["line", signed, device]
-
-    def by_cpu_step(self, codes, scales, signed, key):
-        if key is None or not codes.is_cpu or cpu_step.library() is None:
-            return None
-        table, line = self.table(signed, codes.device), self.line(signed, codes.device)
-        chart = cpu_step.chart_of(line)
-        return None if chart is None else cpu_step.Codes(codes, scales, table, chart, key, signed)
 
     def table_bytes(self, signed, stochastic):
         cpu = torch.device("cpu")
         return self.table(signed, cpu).nbytes + (self.line(signed, cpu).nbytes if stochastic else 0)
 
     def _encode_rows(self, x, codes, scales, signed, key, compiled):
-        table = self.table(signed, x.device)
         if key is None:
-            self._nearest(x, codes, scales, table, compiled)
-        elif compiled and (ours := self.by_cpu_step(codes, scales, signed, key)):
-            cpu_step.encode(x, ours)
+            self._nearest(x, codes, scales, self.table(signed, x.device), compiled)
         else:
-            line = self.line(signed, x.device)
-            fused(_stochastic_kernel(signed), x, codes, scales, table, line, key, compiled=compiled)
+            choose.encode(_stochastic_kernel(signed), self, x, codes, scales, signed, key, compiled)
 
 
 class Int8(Table):
@@ -373,5 +378,3 @@ FORMATS = {
     "int8": Int8(),
     "int4": Int4(),
 }
-
-CODES = {name: form.why for name, form in FORMATS.items()}

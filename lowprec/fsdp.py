@@ -5,14 +5,8 @@
     fully_shard(model)
     run = Precision(model, recipe(pure_bf16=True, stochastic=True), lr=1e-3)   # then as on one GPU
 
-Each rank holds some rows of each parameter (a DTensor, sharded along dim 0), and steps these alone. Rounding
-noise is numbered by an entry's place in the whole net, and whether a moment is coded goes by the size of the
-whole tensor. So the same gradients give the same bits on 1, 2 and 4 ranks, and on one that spreads nothing.
-
-Codes have a scale for each block of 128 or 256 entries, counted from the start of the whole tensor. Where
-rows end within a block, the ranks that share it all hold the moments of the whole block and exchange its
-gradients: one all_reduce a step of 1 KiB for each such place. The bits travel as integers, whose sum with
-zeros is exact.
+Each rank holds some rows of each parameter (a DTensor, sharded along dim 0) and steps these alone. The noise
+of an entry goes by its place in the whole net, so the same gradients give the same bits on 1, 2 and 4 ranks.
 """
 
 import dataclasses
@@ -21,29 +15,33 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .errors import Refused, first_line
-from .optimizers.buckets import as_dtensor, gathered, is_spread, local, part_of, whole_alone
+from .optimizers.buckets import as_dtensor, gathered, is_spread, local, part_of
 from .optimizers.state import cut
 
 # ---- Numbers of all ranks ----------------------------------------------------------------------------------
 
 
-class Over:
-    """The ranks over which a net's parameters are spread, and what they do together: each method is called
-    by all of them. main: whether this rank gathers and speaks.
+def ranks_of(net):
+    """The NetRanks of a net; None where nothing is spread."""
+    named = list(net.named_parameters(remove_duplicate=False))  # tied weights have several names
+    return NetRanks(named) if any(is_spread(p) for _, p in named) else None
+
+
+class NetRanks:
+    """The ranks over which a net's parameters are spread, and what they do together: all of them call each
+    method. count: how many they are. is_first: whether this rank is the one that gathers.
+
+    named: [(name, parameter)] of the net.
     """
 
     def __init__(self, named):
         self.parts = {p: part_of(p) for _, p in named}
         self.part_of_name = {name: self.parts[p] for name, p in named}
-        first = next(part for part in self.parts.values() if part is not None)
-        self.group, self.device = first.group, local(named[0][1]).device
-        self.ranks, self.main = len(first.bounds) - 1, torch.distributed.get_rank() == 0
-
-    @staticmethod
-    def of(net):
-        """The ranks of a net; None where nothing is spread."""
-        named = list(net.named_parameters(remove_duplicate=False))  # tied weights have several names
-        return Over(named) if any(is_spread(p) for _, p in named) else None
+        first_part = next(part for part in self.parts.values() if part is not None)
+        self.group = first_part.group
+        self.count = len(first_part.bounds) - 1
+        self.device = local(named[0][1]).device
+        self.is_first = torch.distributed.get_rank() == 0
 
     # -- numbers
 
@@ -63,9 +61,13 @@ class Over:
         squares = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64)).square()
         total = squares.clone()
         torch.distributed.all_reduce(total, group=self.group)
-        norms = zip(grads, total.sqrt().float(), squares.sqrt().float(), strict=True)
-        # what is not spread is alike on all ranks
-        return {p: own if self.parts[p] is None else whole for p, whole, own in norms}
+        of_all = total.sqrt().float()
+        of_this_rank = squares.sqrt().float()
+        norms = {}
+        for p, whole, own in zip(grads, of_all, of_this_rank, strict=True):
+            # what is not spread is alike on all ranks
+            norms[p] = own if self.parts[p] is None else whole
+        return norms
 
     # -- weights
 
@@ -76,17 +78,21 @@ class Over:
         found = {}
         for name, t in values.items():
             part = self.part_of_name.get(name)
-            whole = gathered(local(t), part if part is not None else part_of(t))
-            if self.main:
+            if part is None:
+                part = part_of(t)
+            whole = gathered(local(t), part)
+            if self.is_first:
                 found[name] = whole.cpu()
         return found
 
     def copy(self, build, values):
         """A net made by `build` that holds the whole tensors `values`, on the first rank; None on others."""
         if build is None:
-            none = "a model that fully_shard has spread can't be copied: give Precision blank=, which builds"
-            raise Refused(f"{none} it anew, or load run.weights() into one")
-        if not self.main:
+            raise Refused(
+                "a model that fully_shard has spread can't be copied: give Precision blank=, which builds it "
+                "anew, or load run.weights() into one"
+            )
+        if not self.is_first:
             return None
         with torch.random.fork_rng(devices=[]):
             net = build()
@@ -99,12 +105,13 @@ class Over:
         """The state_dict of a run with DTensors in place of this rank's parts of averages; an optimiser's are
         wrapped already.
         """
-        found = {}
+        spread = {}  # id of this rank's part -> its DTensor
         for average in averages.values():
             for name, p in zip(average.names, average.params, strict=True):
                 if self.parts[p] is not None:
-                    found[id(average.shadow[name])] = as_dtensor(average.shadow[name], self.parts[p])
-        return tree_map(lambda t: found.get(id(t), t), state)
+                    shadow = average.shadow[name]
+                    spread[id(shadow)] = as_dtensor(shadow, self.parts[p])
+        return tree_map(lambda t: spread.get(id(t), t), state)
 
     def cut(self, state, held):
         """A saved state_dict, of DTensors and Chunks or of whole tensors, as this rank holds it: `held`."""
@@ -113,34 +120,6 @@ class Over:
             if is_spread(t) and name in found["model"]:
                 found["model"][name] = as_dtensor(found["model"][name].to(t.device, t.dtype), part_of(t))
         return found
-
-
-def check(r, *, compiled=False, grad_release=False, average_on="device", states_on="device"):
-    """Raise Refused for what a net that is spread, or is to be, can't be trained with. r: the Recipe."""
-    rows = "a rank of fully_shard (--fsdp) has rows of them"
-    hooks = "torch's compiler stops at each hook of fully_shard, so little is compiled"
-    for wrong, said in (
-        (r.fp8, f"--fp8 needs whole tensors, and {rows}: use --bf16 or --pure_bf16 --stochastic"),
-        (r.sparse24 != "none", f"--sparse24 needs whole tensors, and {rows}: leave one of the two out"),
-        (r.quantises, f"--set generation={r.generation} needs whole tensors, and {rows}: leave one out"),
-        (
-            r.reduce_update == "stochastic",
-            "--set reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way; leave it out",
-        ),
-        (compiled, f"--compile with --fsdp: {hooks}; leave one of them out"),
-        (grad_release, "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out"),
-        (average_on == "cpu", "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
-        (states_on != "device", "--states_on cpu and fully_shard (--fsdp) don't go together: leave one out"),
-    ):
-        if wrong:
-            raise Refused(said)
-
-
-def check_optimizer(run):
-    """The same of the optimiser of a Precision."""
-    for part in getattr(run.optimizer, "parts", [run.optimizer]):
-        if not part.by_rows:
-            raise Refused(whole_alone(type(part).__name__ if part.by_recipe else run.optimizer_name))
 
 
 # ---- Spreading a net ---------------------------------------------------------------------------------------
@@ -157,18 +136,21 @@ def spread(net, r, device, blocks=(), apart=()):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    options = dict(mesh=mesh, mp_policy=policy(r))
     # autocast gives these 16-bit inputs and reads their gains in fp32, beside fp32 statistics
-    exact = keeping_statistics(net) if policy_dtype(r) else []
-    exact_options = dict(mesh=mesh, mp_policy=dataclasses.replace(policy(r), param_dtype=None))
+    exact = norms_with_statistics(net) if policy_dtype(r) else []
+    policy_of_exact = dataclasses.replace(policy(r), param_dtype=None)
     try:
         for module in [*exact, *apart, *_callable(blocks)]:
-            if next(module.parameters(), None) is not None and not hasattr(module, "reshard"):
-                fully_shard(module, **(exact_options if module in exact else options))
-        fully_shard(net, **options)
+            is_empty = next(module.parameters(), None) is None
+            is_spread_already = hasattr(module, "reshard")
+            if is_empty or is_spread_already:
+                continue
+            fully_shard(module, mesh=mesh, mp_policy=policy_of_exact if module in exact else policy(r))
+        fully_shard(net, mesh=mesh, mp_policy=policy(r))
     except (ValueError, AssertionError, NotImplementedError) as error:
-        said = first_line(error)
-        raise Refused(f"--fsdp can't spread this net ({said}): train it without --fsdp") from None
+        raise Refused(
+            f"--fsdp can't spread this net ({first_line(error)}): train it without --fsdp"
+        ) from None
     return net.to(device)
 
 
@@ -181,22 +163,27 @@ def policy(r):
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # inputs are cast by the recipe alone: timesteps stay as they are
-    options = dict(reduce_dtype=r.dtype("reduce"), cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=policy_dtype(r), **options)
+    return MixedPrecisionPolicy(
+        param_dtype=policy_dtype(r),
+        reduce_dtype=r.dtype("reduce"),
+        cast_forward_inputs=False,  # inputs are cast by the recipe alone: timesteps stay as they are
+    )
 
 
 def policy_note(r):
-    """What is lost by that, a line, or None."""
+    """What is lost by that, a line; None where nothing is."""
     if not policy_dtype(r):
         return None
-    but = "gains of norms, but those with running statistics, are read so too, and stepped in fp32"
-    return f"--fsdp gathers weights in {r.compute}: {but}"
+    return (
+        f"--fsdp gathers weights in {r.compute}: gains of norms, but those with running statistics, are read "
+        "so too, and stepped in fp32"
+    )
 
 
 def policy_dtype(r):
     """The dtype in which fp32 weights are gathered; None for their own."""
-    return r.dtype("compute") if r.compute in ("bf16", "fp16") and not r.low_weights else None
+    autocast = r.compute in ("bf16", "fp16") and not r.low_weights
+    return r.dtype("compute") if autocast else None
 
 
 def _callable(blocks):
@@ -208,22 +195,23 @@ def _callable(blocks):
             yield block
 
 
-def keeping_statistics(net):
+def norms_with_statistics(net):
     """The norms of a net that have running statistics."""
-    return [m for m in net.modules() if getattr(m, "running_mean", None) is not None]
+    return [module for module in net.modules() if getattr(module, "running_mean", None) is not None]
 
 
 def share_buffers(net):
     """Let floating buffers that training changes (running statistics) be those of the first rank at each
     forward, as DistributedDataParallel does.
     """
-    own = keeping_statistics(net)
+    norms = norms_with_statistics(net)
 
     def from_first(module, args):
-        if module.training and torch.is_grad_enabled():
-            for m in own:
-                for b in m.buffers(recurse=False):
-                    torch.distributed.broadcast(b, 0)
+        if not module.training or not torch.is_grad_enabled():
+            return
+        for norm in norms:
+            for buffer in norm.buffers(recurse=False):
+                torch.distributed.broadcast(buffer, 0)
 
-    if own:
+    if norms:
         net.register_forward_pre_hook(from_first)

@@ -5,9 +5,19 @@
     of_a_rank(run, blocks)                          # what each of 1, 8 and 64 ranks would hold, in a line
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
 from .optimizers import offload
 from .optimizers.average import OnCPU
 from .recipes import MOMENTS
+from .sites import Site
+
+MIB = 2**20
 
 
 class Ledger:
@@ -16,133 +26,208 @@ class Ledger:
 
     parameters: how many are trained. details: {name: what a method covers}, with str(), json() and share, the
     share of the FLOPs. away: (bytes a parameter that are in the memory of the CPU, bytes of them that are on
-    the GPU at once within a step), or None.
+    the GPU at once within a step), or None. state_bytes: of weights, gradients and optimiser, a parameter.
     """
 
     STATE = ("weights", "grads", "accumulate", "master", "kahan", *MOMENTS)
 
-    def __init__(self, rows, parameters, details=None, away=None):
-        self.rows, self.parameters, self.details, self.away = rows, parameters, details or {}, away
+    def __init__(
+        self,
+        rows: list[dict[str, Any]],
+        parameters: int,
+        details: Mapping[str, Any] | None = None,
+        away: tuple[float, int] | None = None,
+    ):
+        self.rows = rows
+        self.parameters = parameters
+        self.details = dict(details or {})
+        self.away = away
         self.state_bytes = sum(row["bytes"] for row in rows if row["site"] in self.STATE)
 
     @property
-    def flops_share(self):
+    def flops_share(self) -> dict[str, float]:
         """{name of a method: share of the FLOPs that it covers}, where known."""
         shares = {}
         for row in self.rows:
             if "layers" in row:
                 shares[row["site"]] = sum(layer["flops"] or 0 for layer in row["layers"])
-        shares.update((name, detail.share) for name, detail in self.details.items())
-        return {name: share for name, share in shares.items() if share is not None}
+        for name, detail in self.details.items():
+            if detail.share is None:
+                shares.pop(name, None)
+            else:
+                shares[name] = detail.share
+        return shares
 
-    def json(self):
-        rows = [{key: value for key, value in row.items() if key != "lines"} for row in self.rows]
-        whole = {"parameters": self.parameters, "bytes_per_parameter": self.state_bytes, "sites": rows}
-        whole["flops_share"] = self.flops_share
+    def json(self) -> dict[str, Any]:
+        """Plain values for a program: what str() says, and the layers of each method."""
+        sites = []
+        for row in self.rows:
+            sites.append({key: value for key, value in row.items() if key != "lines"})
+        found = {
+            "parameters": self.parameters,
+            "bytes_per_parameter": self.state_bytes,
+            "sites": sites,
+            "flops_share": self.flops_share,
+        }
         if self.away:
-            whole["bytes_per_parameter_on_cpu"], whole["bytes_within_a_step"] = self.away
-        return {**whole, **{name: detail.json() for name, detail in self.details.items()}}
+            found["bytes_per_parameter_on_cpu"], found["bytes_within_a_step"] = self.away
+        for name, detail in self.details.items():
+            found[name] = detail.json()
+        return found
 
-    def __str__(self):
+    def __str__(self) -> str:
         width = max(11, *(len(row["site"]) for row in self.rows))
         lines = [f"{'site':<{width}} {'value':<11} {'bytes/param':>11}  why"]
         for row in self.rows:
             size = "" if row["bytes"] is None else f"{row['bytes']:.2f}"
             lines.append(f"{row['site']:<{width}} {row['value']:<11} {size:>11}  {row['why']}".rstrip())
             lines += row.get("lines", [])
-        total = f"{self.parameters * self.state_bytes / 2**20:.1f} MiB; fp32: 16"
+        lines.append(f"{self.parameters:,} parameters; {self._state()}")
+        lines += map(str, self.details.values())
+        return "\n".join(lines)
+
+    def _state(self):
+        """The sum of weights, gradients and optimiser, in words."""
+        total = f"{self.parameters * self.state_bytes / MIB:.1f} MiB; fp32: 16"
         state = f"weights + gradients + optimiser: {self.state_bytes:.2f} bytes a parameter ({total})"
-        if self.away:
-            once = f"at most {self.away[1] / 2**20:.1f} MiB at once on the GPU within a step"
-            state += f"; {self.away[0]:.2f} of them in the memory of the CPU, {once}"
-        lines.append(f"{self.parameters:,} parameters; {state}")
-        return "\n".join([*lines, *map(str, self.details.values())])
+        if not self.away:
+            return state
+        on_cpu, at_once = self.away
+        return (
+            f"{state}; {on_cpu:.2f} of them in the memory of the CPU, "
+            f"at most {at_once / MIB:.1f} MiB at once on the GPU within a step"
+        )
 
 
-def of(run, sites):
+# ---- The rows of a run -------------------------------------------------------------------------------------
+
+
+def of(run, sites: Mapping[str, Site]) -> Ledger:
     """The Ledger of a `Precision`; sites: {name: Site}, in the order of the rows."""
-    r, n = run.recipe, sum(p.numel() for p in run.params)
+    parameters = sum(p.numel() for p in run.params)
     if run.example is not None:
         args, kwargs = run.view_of_model.cast(*run.example)
         for method in run.methods:
             method.count_flops(run.model, args, kwargs)
-    sizes, kept = _sizes(run, n), run.optimizer.nbytes()
-    notes, told = run.optimizer.notes(), _told(run, n)
-    for method in run.methods:
-        for site, row in method.rows(n, r.generation_dtype).items():
-            told.setdefault(site, {}).update(row)
-    rows = []
-    for site, spec in sites.items():
-        value = r[site]
-        row = dict(site=site, value=value, bytes=sizes.get(site), why=spec.why.get(value, ""))
-        row["why"] += notes.get(site, "")
-        row.update(told.get(site, {}))
-        if not run.optimizer.by_recipe and site in ("update", "exp_avg", "exp_avg_sq", "kahan"):
-            row.update(_of_a_peer(run, site, value))
-        elif site in MOMENTS and site not in kept:
-            row["why"] = f"{run.optimizer_name} keeps none"
-        rows.append(row)
+    rows = _rows(run, sites, parameters)
     if run.kept:
-        largest = max(run.kept.bytes, key=run.kept.bytes.get, default="")
-        rows.append(dict(site="activations", value=largest, bytes=run.kept.total / n, why=str(run.kept)))
+        rows.append(_activations_row(run.kept, parameters))
     details = {}
     for method in run.methods:
         details.update(method.details())
     if run.away is None:
-        return Ledger(rows, n, details)
-    kept, once = offload.sizes(run.optimizer)
-    return Ledger(rows, n, details, (kept / n, once))
+        return Ledger(rows, parameters, details)
+    on_cpu, at_once = offload.sizes(run.optimizer)
+    return Ledger(rows, parameters, details, (on_cpu / parameters, at_once))
+
+
+def _rows(run, sites, parameters):
+    sizes = _sizes(run, parameters)
+    notes = run.optimizer.notes()
+    held_by_optimizer = run.optimizer.nbytes()
+    remarks = {site: {"why": why} for site, why in _remarks(run, parameters).items()}
+    for method in run.methods:
+        for site, row in method.rows(parameters, run.recipe.generation_dtype).items():
+            remarks.setdefault(site, {}).update(row)
+    rows = []
+    for site, spec in sites.items():
+        value = run.recipe[site]
+        why = spec.why.get(value, "") + notes.get(site, "")
+        row = {"site": site, "value": value, "bytes": sizes.get(site), "why": why}
+        row.update(remarks.get(site, {}))
+        if not run.optimizer.by_recipe and site in ("update", "exp_avg", "exp_avg_sq", "kahan"):
+            row.update(_of_a_peer(run, site, value))
+        elif site in MOMENTS and site not in held_by_optimizer:
+            row["why"] = f"{run.optimizer_name} keeps none"
+        rows.append(row)
+    return rows
+
+
+def _activations_row(kept, parameters):
+    """kept: an activations.Meter."""
+    largest = max(kept.bytes, key=kept.bytes.get, default="")
+    return {"site": "activations", "value": largest, "bytes": kept.total / parameters, "why": str(kept)}
 
 
 def _of_a_peer(run, site, value):
-    writes, own = getattr(run.optimizer, "writes", {}), f"as {run.optimizer_name} does it"
+    """{value, why} of a site that other people's optimiser writes in its own way."""
+    writes = getattr(run.optimizer, "writes", {})
+    why = f"as {run.optimizer_name} does it"
     if site in MOMENTS and writes and value != "fp32":
-        own = f"written {'to nearest' if writes['moments'] == 'nearest' else 'stochastically'}, {own}"
-    return {"value": writes.get(site, value), "why": own}
+        how = "to nearest" if writes["moments"] == "nearest" else "stochastically"
+        why = f"written {how}, {why}"
+    return {"value": writes.get(site, value), "why": why}
 
 
-def _sizes(run, n):
-    """{site: bytes a parameter}, as allocated."""
+def _sizes(run, parameters):
+    """{site: bytes a parameter}, as allocated; of a net that is spread over ranks all of them together."""
+    sizes = {site: 0.0 for site in Ledger.STATE if site in run.recipe.values}
+    for site, size in run.optimizer.nbytes().items():
+        sizes[site] = size / parameters
     weights = sum(p.nbytes for p in run.params)
-    # of a net that is spread over ranks all of them together
-    one = sum(average.dtype.itemsize for average in run.averages.values())
-    averages = one * sum(p.numel() for p in run.ema.params)
-    sizes = dict.fromkeys([site for site in Ledger.STATE if site in run.recipe.values], 0.0)
-    sizes.update((site, size / n) for site, size in run.optimizer.nbytes().items())
-    sizes.update(weights=weights / n, grads=weights / n, ema=averages / n)
+    averages = _bytes_of_an_average(run) * sum(p.numel() for p in run.ema.params)
+    sizes["weights"] = sizes["grads"] = weights / parameters
+    sizes["ema"] = averages / parameters
     sizes["accumulate"] = 4.0 if run.keeps_sums else 0.0
     if run.release is not None:
         sizes["grads"] = sizes["accumulate"] = 0.0
     return sizes
 
 
-def _told(run, n):
-    """{site: what its row says beyond the site's own reason}."""
-    r, told = run.recipe, {}
-    if run.over is not None:
-        rows = f"rows over {run.over.ranks} ranks"
-        told["weights"] = {"why": f"in {rows}, as are gradients, states and averages"}
+def _bytes_of_an_average(run):
+    """Bytes that all averages together hold of one value."""
+    return sum(average.dtype.itemsize for average in run.averages.values())
+
+
+def _remarks(run, parameters):
+    """{site: what its row says in place of the site's own reason}."""
+    found = {}
+    if run.ranks is not None:
+        rows = f"rows over {run.ranks.count} ranks"
+        found["weights"] = f"in {rows}, as are gradients, states and averages"
     if run.release is not None:
-        most = max(p.numel() * (4 if run.keeps_sums else p.element_size()) for p in run.params)
-        once = f"of one tensor at a time, at most {most / 2**20:.2f} MiB"
-        told["grads"] = {"why": f"freed within backward, where each is used (--grad_release): {once}"}
+        found["grads"] = _of_released_gradients(run)
     if isinstance(run.ema, OnCPU):
-        told["ema"] = {"why": "in the memory of the CPU (--average_on cpu)"}
-    fp32 = sum(p.numel() for p in run.params if p.dtype.itemsize == 4) if r.low_weights else 0
-    if r.islands != "none":
-        told["islands"] = {"why": f"{fp32:,} of {n:,} parameters stay fp32"}
+        found["ema"] = "in the memory of the CPU (--average_on cpu)"
+    if run.recipe.islands != "none":
+        exact = sum(p.numel() for p in run.params if p.dtype.itemsize == 4)
+        found["islands"] = f"{exact:,} of {parameters:,} parameters stay fp32"
+    buffers = _of_buffers(run)
+    if buffers:
+        found["buffers"] = buffers
+    r = run.recipe
+    writes_bf16 = r.low_weights or "bf16" in [r[name] for name in r.moments]
+    if r.update == "nearest" and not writes_bf16:
+        found["update"] = "changes of a moment under half a gap between codes are lost" if r.coded else ""
+    return found
+
+
+def _of_released_gradients(run):
+    largest = 0
+    for p in run.params:
+        itemsize = 4 if run.keeps_sums else p.element_size()
+        largest = max(largest, p.numel() * itemsize)
+    return (
+        "freed within backward, where each is used (--grad_release): of one tensor at a time, "
+        f"at most {largest / MIB:.2f} MiB"
+    )
+
+
+def _of_buffers(run):
+    """What is special about the buffers of this net, or None."""
     buffers = [b for b in run.model.buffers() if b.is_floating_point()]
     if not buffers:
-        told["buffers"] = {"why": "this net has none"}
-    elif run.cast.whole:
-        whole = sum(p.numel() for m in run.cast.whole for p in m.parameters(recurse=False))
-        layers = f"{len(run.cast.whole)} norm layers with running statistics keep {whole:,} weights in fp32"
-        told["buffers"] = {"why": f"{sum(b.numel() for b in buffers):,} values; {layers}"}
-    written_low = "bf16" in [r.weights, *(r[name] for name in r.moments)]
-    if r.update == "nearest" and not written_low:
-        lost = "changes of a moment under half a gap between codes are lost"
-        told["update"] = {"why": lost if r.coded else ""}
-    return told
+        return "this net has none"
+    if not run.cast.whole:
+        return None
+    values = sum(b.numel() for b in buffers)
+    weights = 0
+    for module in run.cast.whole:
+        weights += sum(p.numel() for p in module.parameters(recurse=False))
+    return (
+        f"{values:,} values; {len(run.cast.whole)} norm layers with running statistics keep "
+        f"{weights:,} weights in fp32"
+    )
 
 
 # ---- A rank of several -------------------------------------------------------------------------------------
@@ -150,32 +235,36 @@ def _told(run, n):
 WORLDS = (1, 8, 64)  # numbers of ranks that are told where none is given
 
 
-def held(run, world):
+def held(run, world: int) -> float:
     """Bytes that the first of `world` ranks holds of a Precision that is not spread and may be on the meta
     device. Its rows are the most: of weights, gradients, their sums, states and averages.
     """
-    total, average = 0.0, sum(average.dtype.itemsize for average in run.averages.values())
+    total = 0.0
     for p in run.params:
         rows = p.shape[0] if p.dim() else 1
-        share = -(-rows // world) / max(1, rows)
+        rows_of_first = -(-rows // world)
+        share = rows_of_first / max(1, rows)
         states = sum(t.nbytes for name, t in run.optimizer.state[p].items() if name != "step")
-        sums = 4 if run.keeps_sums and p.dtype.itemsize < 4 else 0
-        total += share * (2 * p.nbytes + states + (average + sums) * p.numel())
+        summed_apart = run.keeps_sums and p.dtype.itemsize < 4
+        sums = 4 if summed_apart else 0
+        total += share * (2 * p.nbytes + states + (_bytes_of_an_average(run) + sums) * p.numel())
     return total
 
 
-def gathered(run, parts):
+def gathered(run, parts: Iterable[nn.Module]) -> int:
     """Bytes that a rank has whole at once, at most: the weights and gradients of a block, the weights of the
     next one, which are fetched ahead, and those in no block. parts: the blocks.
     """
-    compute = 2 if run.recipe.compute in ("bf16", "fp16") else 4
-    sizes = [sum(p.numel() for p in block.parameters()) for block in parts]
+    itemsize = 2 if run.recipe.compute in ("bf16", "fp16") else 4
+    sizes = []
+    for block in parts:
+        sizes.append(sum(p.numel() for p in block.parameters()))
     rest = sum(p.numel() for p in run.params) - sum(sizes)
-    return compute * (3 * max(sizes, default=0) + rest)
+    return itemsize * (3 * max(sizes, default=0) + rest)
 
 
-def of_a_rank(run, parts, worlds=WORLDS):
-    """The two of these in a line, for each number of ranks."""
-    sizes = ", ".join(f"{held(run, world) / 2**20:.1f} MiB as one of {world}" for world in worlds)
-    once = f"and for a moment {gathered(run, parts) / 2**20:.1f} MiB of whole blocks"
-    return f"a rank holds, of weights, gradients, states and averages: {sizes}; {once}"
+def of_a_rank(run, parts: Iterable[nn.Module], worlds: Iterable[int] = WORLDS) -> str:
+    """`held` for each number of ranks and `gathered`, in a line."""
+    sizes = ", ".join(f"{held(run, world) / MIB:.1f} MiB as one of {world}" for world in worlds)
+    at_once = f"and for a moment {gathered(run, parts) / MIB:.1f} MiB of whole blocks"
+    return f"a rank holds, of weights, gradients, states and averages: {sizes}; {at_once}"

@@ -1,5 +1,4 @@
-"""What a machine can do, and the one exception for everything that it, or a recipe, or a user's input can't.
-
+"""What a machine can do: optional packages, facts of its devices, what runs natively.
 
     print(support(*device_facts("cpu")))        # {'fp32': ('native', ...), 'bf16': ('emulated', ...), ...}
 """
@@ -79,8 +78,10 @@ def quiet_import(name, need, package=None):
 
 
 def cpu_threads():
-    """Cores this process may use: what a run of two processes has to share."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """How many cores this process may use: what a run of two processes has to share."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def cpu_features():
@@ -99,7 +100,11 @@ def cpu_features():
         "amx_bf16": "_is_amx_tile_supported",
         "amx_fp16": "_is_amx_fp16_supported",
     }
-    return {name for name, probe in probes.items() if getattr(torch.cpu, probe, bool)()}
+    found = set()
+    for name, probe in probes.items():
+        if hasattr(torch.cpu, probe) and getattr(torch.cpu, probe)():
+            found.add(name)
+    return found
 
 
 def device_facts(device):
@@ -111,7 +116,8 @@ def device_facts(device):
         if torch.version.hip:
             return "rocm", None, set()
         return "cuda", torch.cuda.get_device_capability(device), set()
-    return kind, None, cpu_features() if kind == "cpu" else set()
+    features = cpu_features() if kind == "cpu" else set()
+    return kind, None, features
 
 
 def fp8_cores(device):
@@ -119,9 +125,12 @@ def fp8_cores(device):
     return support(*device_facts(device))["fp8"][0] == "native"
 
 
-VECTOR_MATH = (torch.sqrt, torch.exp, torch.expm1, torch.log, torch.log1p, torch.log2, torch.log10)
-VECTOR_MATH += (torch.sin, torch.cos, torch.tan, torch.tanh, torch.atan)
-VECTOR_MATH += (torch.erf, torch.erfc, torch.erfinv, torch.lgamma)
+# the functions that torch takes from the CPU's vector library
+VECTOR_MATH = (
+    *(torch.sqrt, torch.exp, torch.expm1, torch.log, torch.log1p, torch.log2, torch.log10),
+    *(torch.sin, torch.cos, torch.tan, torch.tanh, torch.atan),
+    *(torch.erf, torch.erfc, torch.erfinv, torch.lgamma),
+)
 
 
 @functools.cache
@@ -148,30 +157,32 @@ def exact_math(tf32=False):
     reading a common one raises while they disagree. torch.compile reads them, so all are set.
     """
     backends = torch.backends
-    common = _common_precision()
-    knobs = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
-    before = {knob: knob.fp32_precision for knob in (*knobs, backends.mkldnn.conv)}
+    with_tf32 = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    without_tf32 = [backends.mkldnn.conv]
+    common_before = _common_precision()
+    before = {backend: backend.fp32_precision for backend in with_tf32 + without_tf32}
     _set_common_precision("high" if tf32 else "highest", tf32)
-    for knob in knobs:
-        knob.fp32_precision = "tf32" if tf32 else "ieee"
-    backends.mkldnn.conv.fp32_precision = "ieee"
+    for backend in with_tf32:
+        backend.fp32_precision = "tf32" if tf32 else "ieee"
+    for backend in without_tf32:
+        backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        _set_common_precision(*common)
-        for knob, precision in before.items():
-            knob.fp32_precision = precision
+        _set_common_precision(*common_before)
+        for backend, precision in before.items():
+            backend.fp32_precision = precision
 
 
 def _common_precision():
     """(of products, of cuDNN's convolutions); None where the settings of the backends disagree."""
-    common = []
+    found = []
     for read in (torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32):
         try:
-            common.append(read())
+            found.append(read())
         except RuntimeError:
-            common.append(None)
-    return common
+            found.append(None)
+    return found
 
 
 def _set_common_precision(products, convolutions):
@@ -191,10 +202,9 @@ def support(kind, capability=None, features=frozenset()):
     compute capability 8.0 for bf16 and TF32, 7.0 for fp16, 8.9 for fp8. CPUs: x86 avx512_bf16 or amx_bf16,
     Arm bf16.
     """
-    table = {"fp32": ("native", "every machine")}
-    tables = {"cuda": _cuda, "rocm": _rocm, "mps": _mps}
-    table.update(tables[kind](capability) if kind in tables else _cpu(features))
-    return table
+    gpus = {"cuda": _cuda, "rocm": _rocm, "mps": _mps}
+    table = gpus[kind](capability) if kind in gpus else _cpu(features)
+    return {"fp32": ("native", "every machine"), **table}
 
 
 def _cuda(capability):
@@ -204,12 +214,13 @@ def _cuda(capability):
         return ("native", name) if capability >= least else otherwise
 
     late = f"{name}; bf16 arithmetic starts at 8.0"
-    slow_bf16 = ("emulated", f"{late}: runs without speed-up, prefer --fp16")
-    no_bf16 = ("no", f"{late}, its emulation at 7.0: use fp32")
+    otherwise_bf16 = ("no", f"{late}, its emulation at 7.0: use fp32")
+    if capability >= (7, 0):
+        otherwise_bf16 = ("emulated", f"{late}: runs without speed-up, prefer --fp16")
     no_fp8 = f"{name}; fp8 tensor cores start at 8.9: the same numbers, slower than fp32"
     return {
         "tf32": since((8, 0), ("no", f"{name}; TF32 tensor cores start at 8.0")),
-        "bf16": since((8, 0), slow_bf16 if capability >= (7, 0) else no_bf16),
+        "bf16": since((8, 0), otherwise_bf16),
         "fp16": since((7, 0), ("emulated", f"{name}; fp16 tensor cores start at 7.0: prefer fp32")),
         "fp8": since((8, 9), ("emulated", no_fp8)),
         "opt8bit": ("native", "bitsandbytes CUDA kernels"),
@@ -245,18 +256,20 @@ def _mps(capability):
 
 
 def _cpu(features):
-    bf16 = " ".join(sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}))
-    fp16 = " ".join(sorted(features & {"avx512_fp16", "amx_fp16"}))
-    no_bf16 = "this CPU has neither avx512_bf16 nor amx_bf16: correct, but slower than fp32"
-    # measured on a Xeon with avx512_fp16, torch 2.14: Linear layers at the speed of fp32 and better
-    why_fp16 = f"{fp16}: a convolution's gradients take 50 times as long as in fp32"
-    if not fp16:
-        why_fp16 = "no avx512_fp16 or amx_fp16: 30 to 60 times slower than fp32"
+    bf16_features = " ".join(sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}))
+    fp16_features = " ".join(sorted(features & {"avx512_fp16", "amx_fp16"}))
+    bf16 = ("emulated", "this CPU has neither avx512_bf16 nor amx_bf16: correct, but slower than fp32")
+    if bf16_features:
+        bf16 = ("native", bf16_features)
+    fp16_reason = "no avx512_fp16 or amx_fp16: 30 to 60 times slower than fp32"
+    if fp16_features:
+        # measured on a Xeon with avx512_fp16, torch 2.14: Linear layers at the speed of fp32 and better
+        fp16_reason = f"{fp16_features}: a convolution's gradients take 50 times as long as in fp32"
     no_fp8 = "no FP8 arithmetic in CPUs: the same numbers as on a GPU, slower than fp32"
     return {
         "tf32": ("no", "a mode of NVIDIA tensor cores; use fp32 or bf16"),
-        "bf16": ("native", bf16) if bf16 else ("emulated", no_bf16),
-        "fp16": ("emulated", f"{why_fp16}; use --bf16"),
+        "bf16": bf16,
+        "fp16": ("emulated", f"{fp16_reason}; use --bf16"),
         "fp8": ("emulated", no_fp8),
         "opt8bit": ("native", "bitsandbytes CPU kernels"),
         "opt4bit": ("native", "torchao, by torch.compile"),

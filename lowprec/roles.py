@@ -46,10 +46,11 @@ def roles(net):
     if not isinstance(declared, dict):  # a net may have something else of that name
         declared = {}
 
-    def of(name, module):
-        for part, its_roles in declared.items():
-            if name == part or name.startswith(part + "."):
-                return set(its_roles)
-        return role(name, module)
-
-    return {name: of(name, module) for name, module in net.named_modules()}
+    found = {}
+    for name, module in net.named_modules():
+        found[name] = role(name, module)
+        for part, roles_of_part in declared.items():
+            if name == part or name.startswith(f"{part}."):
+                found[name] = set(roles_of_part)
+                break
+    return found

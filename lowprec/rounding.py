@@ -12,6 +12,7 @@ functions are plain elementwise torch: torch.compile fuses a whole optimiser ste
 """
 
 import enum
+from typing import NamedTuple
 
 import torch
 
@@ -197,29 +198,45 @@ def _on_grid(x, noise):
     return torch.where(x == x, ((bits + noise) & -65536).view(torch.float32), x)
 
 
-# ---- The average of a weight -----------------------------------------------------------------------------
+# ---- The average of a weight -------------------------------------------------------------------------------
 
 
-def _ema_kernel(shadow, held, low, h, key, stochastic):
-    s, held = shadow.float(), exact_weight(held, low)
-    s = s + (held - s) * h[0]
-    shadow.copy_(rounded(s, shadow.dtype, noise_bits(s.numel(), key)[0] if stochastic else None))
+def ema_kernel(average, weights, low, share, key, stochastic):
+    """Move a flat average, fp32 or bf16 [n], towards weights [n] and their low part, in place.
 
-
-def part_of(average, at):
-    """What moves along with entries `at`, a slice, with the noise of their places; None: nothing does."""
-    if average is None:
-        return None
-    flat, h, key, stochastic = average
-    if stochastic and at.start:
-        key = key + torch.tensor([0, 0, at.start, 0], dtype=torch.int32)
-    return flat[at], h, key, stochastic
-
-
-def move_along(average, x, p, low, noise=None):
-    """In a kernel that has written fp32 x [n] into weight `p` and its low part by `write_weight`: move the
-    average of it. average: what `EMA.along` gave; None: do nothing.
+    share: fp32 [1], of the way that it goes: 1 - decay. key: of the noise, see noise_bits. stochastic:
+    whether a bf16 average is rounded so.
     """
-    if average is not None:
-        flat, *how = average
-        _ema_kernel(flat, written(x, p.dtype, low, noise), None, *how)
+    noise = noise_bits(average.numel(), key)[0] if stochastic else None
+    old = average.float()
+    new = old + (exact_weight(weights, low) - old) * share[0]
+    average.copy_(rounded(new, average.dtype, noise))
+
+
+class StepAverage(NamedTuple):
+    """The average of some weights, which the kernel that writes them moves in the same pass. Fields as of
+    ema_kernel. Without `flat` there is none, and nothing is done.
+    """
+
+    flat: torch.Tensor | None = None
+    share: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    stochastic: bool = False
+
+    def follow(self, x, p, low, noise=None):
+        """Move towards the weights `p`, once write_weight(x, p, low, noise) has written them."""
+        if self.flat is not None:
+            now = written(x, p.dtype, low, noise)
+            ema_kernel(self.flat, now, None, self.share, self.key, self.stochastic)
+
+    def part(self, start, end):
+        """The average of the weights from `start` to `end` alone, with the noise of their places."""
+        if self.flat is None:
+            return self
+        key = self.key
+        if self.stochastic and start:
+            key = key + torch.tensor([0, 0, start, 0], dtype=torch.int32)
+        return self._replace(flat=self.flat[start:end], key=key)
+
+
+NO_AVERAGE = StepAverage()

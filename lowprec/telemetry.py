@@ -15,15 +15,18 @@ def sample(t, most=1 << 16):
     from every column alike. A stride of 256 would see 16 of the 4,096 columns of a 4096 x 4096 weight.
     Returns a view where `t` is contiguous.
     """
-    flat = (t.detach() if type(t) in PLAIN else local(t)).reshape(-1)  # [...] -> [entries]
-    n = flat.numel()
-    return flat if n < 2 * most else flat[:: _stride(n, most)]
+    values = t.detach() if type(t) in PLAIN else local(t)
+    flat = values.reshape(-1)  # [...] -> [entries]
+    entries = flat.numel()
+    if entries < 2 * most:
+        return flat
+    return flat[:: _stride(entries, most)]
 
 
 @functools.cache
-def _stride(n, most):
-    stride = max(1, n // most)
-    while math.gcd(stride, n) > 1:
+def _stride(entries, most):
+    stride = max(1, entries // most)
+    while math.gcd(stride, entries) > 1:
         stride += 1
     return stride
 
@@ -36,7 +39,9 @@ def local(t):
     t = t.detach()
     if hasattr(t, "to_local"):
         t = t.to_local()
-    return t if type(t) in PLAIN or not hasattr(t, "dequantize") else t.dequantize()  # torchao's codes
+    if type(t) not in PLAIN and hasattr(t, "dequantize"):  # torchao's codes
+        return t.dequantize()
+    return t
 
 
 def announce(optimizer, grads, scale):
@@ -59,14 +64,16 @@ class StepReport:
     Make it before the optimiser's step, ask `written` after that step, and `averaged` after the average's.
     grads: {parameter: gradient}. scale: float or 0-dim tensor that the step multiplies gradients by, or
     {parameter: one of these}. A step that is done tensor by tensor adds each before its write.
-    named_params: [(name, parameter)]. shadow: {name: tensor of the average}. total: number -> its sum over
-    ranks, where each has a part of every tensor.
+    named_params: [(name, parameter)]. shadow: {name: tensor of the average}. sum_over_ranks: number -> its
+    sum, where each rank has a part of every tensor.
     """
 
-    def __init__(self, optimizer, grads, scale, named_params, shadow, total=None):
-        self.optimizer, self.named_params, self.shadow = optimizer, named_params, shadow
-        self.count = functools.partial(_Count, total)
-        self.before = {}
+    def __init__(self, optimizer, grads, scale, named_params, shadow, sum_over_ranks=None):
+        self.optimizer = optimizer
+        self.named_params = named_params
+        self.shadow = shadow
+        self.count = functools.partial(_Count, sum_over_ranks)
+        self.before = {}  # parameter -> what `_before` finds
         self.add(grads, scale)
         self.shadow_before = {name: sample(t).clone() for name, t in shadow.items()}
 
@@ -74,9 +81,13 @@ class StepReport:
     def add(self, grads, scale):
         """Look at parameters that are about to be written."""
         announce(self.optimizer, grads, scale)
-        self.before.update((p, self._before(p, sample(g), scale_of(scale, p))) for p, g in grads.items())
+        for p, g in grads.items():
+            self.before[p] = self._before(p, sample(g), scale_of(scale, p))
 
     def _before(self, p, g, scale):
+        """(whether an entry has a gradient, the value held, the update that is wanted or None where nobody
+        can tell, the second moment or None), each [sampled entries].
+        """
         # cloned: an answer may be a view of what the step is about to overwrite
         held = self.optimizer.held(p, sample).clone()
         moment = self._moment(p)
@@ -99,11 +110,14 @@ class StepReport:
         wanted, survived = self.count(), self.count()
         moving, moved = self.count(), self.count()
         update_squares, weight_squares = self.count(), self.count()
-        for p in [p for _, p in self.named_params if p in self.before]:
+        for _, p in self.named_params:
+            if p not in self.before:
+                continue
             has_grad, held, update, moment = self.before[p]
             after = self.optimizer.held(p, sample)
             if update is None:  # nobody can tell what was wanted: take what was done
-                want, update = has_grad, after - held
+                want = has_grad
+                update = after - held
             else:
                 want = update != 0
             wanted.add(want)
@@ -136,12 +150,15 @@ class StepReport:
 class _Count:
     """A sum that stays on its device until it is asked for: a GPU is waited for once, not once a tensor."""
 
-    def __init__(self, over=None):
-        self.sum, self.over = 0, over
+    def __init__(self, sum_over_ranks=None):
+        self.sum = 0
+        self.sum_over_ranks = sum_over_ranks
 
     def add(self, entries):
         self.sum = self.sum + entries.sum()
 
     def total(self):
-        total = self.sum if self.over is None else self.over(self.sum)
+        total = self.sum
+        if self.sum_over_ranks is not None:
+            total = self.sum_over_ranks(total)
         return total.item() if torch.is_tensor(total) else total

@@ -8,14 +8,6 @@
     cnn        three stages of 3x3 convolutions with BatchNorm  tiny, small, base
     resnet18   torchvision's (arXiv 1512.03385)                 it has one
     vit        torchvision's vision transformer (2010.11929)    tiny, small, Ti (that of arXiv 2012.12877)
-
-BatchNorm normalises by the batch while it trains, and by running means and variances afterwards. Each step
-moves them by a tenth; under the site `buffers` they are fp32. Scores are taken with averaged weights beside
-the running statistics of the last weights. That fits once the average has arrived; before, it costs more than
-in a net without BatchNorm. The CNN on digits, average of 0.999, held-out loss with these statistics and with
-statistics taken anew: 2.40 and 2.09 nats after 100 steps, 0.22 and 0.10 after 1,000. A short run wants
---ema_decay 0.99: 0.018 and 0.018 after 1,000. On several processes each normalises by its own rows, as in
-torch's DistributedDataParallel, and the first one's running statistics are kept.
 """
 
 import math
@@ -30,7 +22,7 @@ from lowprec.attention import kernel
 from lowprec.errors import Refused
 from tasks.task import Task, picture
 
-VALIDATED = 1024  # held-out images that validate and preview look at
+EXAMINED = 1024  # held-out images that validate and preview look at
 BATCH = 256  # images scored at once
 SHOWN = 12  # classes that a picture has room for
 GREEN, RED = (-0.7, 0.6, -0.5), (0.9, -0.6, -0.6)  # of values in [-1, 1]
@@ -48,7 +40,8 @@ def cnn(channels, num_classes, image_size, size=None):
     if image_size < 4:
         raise Refused(f"image size {image_size} is too small for cnn, which halves it twice: use 8 or more")
     widths, depth = CNNS[size]
-    layers, before = OrderedDict(), channels
+    layers = OrderedDict()
+    before = channels
     for stage, width in enumerate(widths):
         if stage:
             layers[f"pool{stage}"] = nn.MaxPool2d(2)
@@ -108,8 +101,8 @@ def patch_size(image_size):
     found = fitting(image_size)
     if found:
         return image_size // min(found, key=lambda side: abs(side - aim))
-    near = sorted(range(8, 2 * image_size + 8), key=lambda size: abs(size - image_size))
-    instead = next(size for size in near if fitting(size))
+    nearest_first = sorted(range(8, 2 * image_size + 8), key=lambda size: abs(size - image_size))
+    instead = next(size for size in nearest_first if fitting(size))
     raise Refused(
         f"image size {image_size} can't be cut into {least} to {most} patches a side for vit: "
         f"use --image_size {instead}"
@@ -160,7 +153,16 @@ def _check_size(net, size, sizes):
 
 
 class Classify(Task):
-    """Images [B, C, H, W] and labels int64 [B] -> logits [B, classes], by cross-entropy in nats, in fp32."""
+    """Images [B, C, H, W] and labels int64 [B] -> logits [B, classes], by cross-entropy in nats, in fp32.
+
+    BatchNorm normalises by the batch while it trains, and by running means and variances afterwards, which
+    move by a tenth a step; under the site `buffers` they are fp32. Scores are taken with averaged weights
+    beside the running statistics of the last weights. That fits once the average has arrived; before, it
+    costs more than in a net without BatchNorm. The CNN on digits, average of 0.999, held-out loss with these
+    statistics and with statistics taken anew: 2.40 and 2.09 nats after 100 steps, 0.22 and 0.10 after 1,000.
+    A short run wants --ema_decay 0.99: 0.018 and 0.018 after 1,000. On several processes each normalises by
+    its own rows, as in torch's DistributedDataParallel, and the first one's running statistics are kept.
+    """
 
     implied = {"model": "cnn", "size": "tiny", "data": "digits"}
     watched = ("accuracy", "higher")
@@ -171,24 +173,16 @@ class Classify(Task):
             self.unprinted = ("recall",)
 
     @classmethod
-    def load(cls, config, index=None):
-        data = super().load(config, index)
+    def load(cls, config):
+        data = super().load(config)
         if data.num_classes < 2:
             found = "one class" if data.num_classes else "no classes"
             raise Refused(
                 f"{data.name} has {found}, and there is nothing to tell apart: take digits, mnist:PATH, or "
                 "folder:PATH with a folder a class"
             )
-        for part, told in ((data.train, "to train on"), (data.heldout, "held out")):
-            counts = torch.bincount(part.labels(), minlength=data.num_classes)
-            empty = (counts == 0).nonzero().flatten().tolist()
-            if empty:
-                names = [f"{i} ({data.classes[i]})" if data.classes else f"{i}" for i in empty[:3]]
-                more = " and others" if len(empty) > 3 else ""
-                raise Refused(
-                    f"{data.name}: class {', '.join(names)}{more} of {data.num_classes} has no image {told}: "
-                    "add images of it, or remove it"
-                )
+        _check_classes(data, data.train, "to train on")
+        _check_classes(data, data.heldout, "held out")
         return data
 
     # -- the net
@@ -197,7 +191,8 @@ class Classify(Task):
         return {"cnn": cnn, "resnet18": resnet18, "vit": vit}
 
     def net(self):
-        net, c, r = super().net(), self.config, self.recipe
+        net = super().net()
+        c, r = self.config, self.recipe
         if c.model != "vit" and r.low_weights and r.buffers == "bf16" and "norm" in r.islands:
             raise Refused(
                 "islands=norm keeps BatchNorm's weights in fp32 and buffers=bf16 its statistics in bf16, and "
@@ -227,14 +222,14 @@ class Classify(Task):
         return {"confusion": self._confusion(some, *self._predict(model, some, rng.device))}
 
     def validate(self, model, rng):
-        """Accuracy and loss on up to VALIDATED held-out images, the same each time."""
+        """Accuracy and loss on up to EXAMINED held-out images, the same each time."""
         scores = self._scores(*self._predict(model, self._some(), rng.device))
         return {name: scores[name] for name in ("accuracy", "loss")}
 
     def _some(self):
         """Indices of held-out images: folders come sorted by class, and each class has its share."""
         draw = torch.Generator().manual_seed(0)
-        return torch.randperm(len(self.data.heldout), generator=draw)[:VALIDATED]
+        return torch.randperm(len(self.data.heldout), generator=draw)[:EXAMINED]
 
     def evaluate(self, model, rng):
         """(scores, pictures) of all held-out images: accuracy, error (1 - accuracy), loss in nats, and
@@ -256,11 +251,12 @@ class Classify(Task):
 
     def _scores(self, logits, labels):
         right = (_answer(logits) == labels).double()
+        accuracy = right.mean().item()
         recall = [right[labels == k].mean().item() for k in range(self.data.num_classes)]
         loss = F.cross_entropy(logits.double(), labels).item()
         return {
-            "accuracy": right.mean().item(),
-            "error": 1 - right.mean().item(),
+            "accuracy": accuracy,
+            "error": 1 - accuracy,
             "loss": loss if math.isfinite(loss) else math.inf,
             "recall": recall,
         }
@@ -272,33 +268,50 @@ class Classify(Task):
         red where it is wrong; the fuller the colour, the larger the share of the row. Nobody was answered so
         where a cell is empty. Of many classes the SHOWN with most errors are drawn.
         """
-        answer, classes = _answer(logits), self.data.num_classes
-        errors = torch.bincount(labels[answer != labels], minlength=classes)
+        answer = _answer(logits)
+        errors = torch.bincount(labels[answer != labels], minlength=self.data.num_classes)
         shown = errors.argsort(descending=True, stable=True)[:SHOWN].sort().values.tolist()
-        certain = logits.softmax(1).amax(1)
-        cells = [
-            self._cell(indices, certain, (labels == true) & (answer == said), labels == true, true == said)
-            for true in shown
-            for said in shown
-        ]
+        certainty = logits.softmax(1).amax(1)
+        cells = []
+        for true_class in shown:
+            in_row = labels == true_class
+            for answered in shown:
+                in_cell = in_row & (answer == answered)
+                colour = GREEN if answered == true_class else RED
+                cells.append(self._cell(indices, certainty, in_cell, in_row, colour))
         return picture(torch.stack(cells), len(shown))
 
-    def _cell(self, indices, certain, found, row, right):
-        """The framed image [3, S, S] in [-1, 1] of a cell. found, row: bool [N], what is in it and in its
-        row.
-        """
-        size, channels = self.data.image_size, self.data.channels
+    def _cell(self, indices, certainty, in_cell, in_row, colour):
+        """The framed image [3, S, S] in [-1, 1] of a cell. in_cell, in_row: bool [N], which images are."""
+        size = self.data.image_size
         border = max(1, size // 14)
-        if not found.any():
-            return torch.full((3, size + 2 * border, size + 2 * border), -0.2)
-        best = indices[torch.where(found, certain, -1.0).argmax()].item()
+        side = size + 2 * border
+        if not in_cell.any():
+            return torch.full((3, side, side), -0.2)
+        best = indices[torch.where(in_cell, certainty, -1.0).argmax()].item()
         image = self.data.heldout[[best]][0][0]  # [C, H, W]
-        image = image if channels == 3 else image.mean(0, keepdim=True).expand(3, -1, -1)
-        strength = (found.sum() / row.sum()).sqrt().clamp(min=0.5)
-        colour = torch.tensor(GREEN if right else RED) * strength - (1 - strength)
-        framed = colour[:, None, None].repeat(1, size + 2 * border, size + 2 * border)
+        if self.data.channels != 3:
+            image = image.mean(0, keepdim=True).expand(3, -1, -1)
+        strength = (in_cell.sum() / in_row.sum()).sqrt().clamp(min=0.5)
+        colour = torch.tensor(colour) * strength - (1 - strength)
+        framed = colour[:, None, None].repeat(1, side, side)
         framed[:, border:-border, border:-border] = image
         return framed
+
+
+def _check_classes(data, part, purpose):
+    """Raise Refused for classes without an image in a part."""
+    counts = torch.bincount(part.labels(), minlength=data.num_classes)
+    empty = (counts == 0).nonzero().flatten().tolist()
+    if not empty:
+        return
+    named = ", ".join(f"{i} ({data.classes[i]})" if data.classes else f"{i}" for i in empty[:3])
+    if len(empty) > 3:
+        named += " and others"
+    raise Refused(
+        f"{data.name}: class {named} of {data.num_classes} has no image {purpose}: add images of it, or "
+        "remove it"
+    )
 
 
 def _answer(logits):

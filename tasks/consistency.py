@@ -6,18 +6,7 @@ one step draws an image.
 
     x_s = (1-s) clean + s noise            rectified flow's path, s = t / 1000
     f(x, s) = x + s v(x, s)                the net gives v; f(x, 0) = x holds exactly (c_skip = 1, c_out = s)
-    loss = distance(f(x_s, s), g(x_r, r))  two neighbouring points of one path, s > r
-
-g is the *target network*: f with an average of the weights, and no gradient. An average that trails behind
-carries the truth from s = 0, where it is known, step by step to s = 1. It is read at every step of training,
-so here an average that loses its updates is not a blemish of the samples, but of what is learnt. The sites
-`target` and `target_update` say how it is held; `--target_decay 0` takes the weights themselves, as
-arXiv 2310.14189 advises. The average is one more `average` of the run: checkpoints and resume hold it.
-
-After arXiv 2310.14189: x_r is made of the same image and noise; the distance is pseudo-Huber, weighed by the
-number of intervals; that number grows in training (`--intervals`, `--double_every`). Beside it `--perceptual`
-may stand, as in the first paper. With a teacher, x_r is one Euler step of the teacher from x_s, and training
-starts from its weights.
+    loss = distance(f(x_s, s), g(x_r, r))  two neighbouring points of one path, s > r; g: an average of f
 """
 
 import torch
@@ -26,7 +15,7 @@ from harness.flags import Flag, count, fraction, natural
 from lowprec.errors import Refused
 from lowprec.recipes import Site
 from lowprec.rounding import Stream, stream
-from tasks.diffusion import TIMESTEPS
+from tasks.generation import TIMESTEPS
 from tasks.students import TEACHER, Student
 
 MOST_INTERVALS = 1280  # s1 of arXiv 2310.14189, table 1
@@ -50,7 +39,14 @@ SITES = {
 
 
 class Consistency(Student):
-    """A consistency model on rectified flow's paths. A batch is images and labels, as for rflow."""
+    """A consistency model on rectified flow's paths. A batch is images and labels, as for rflow.
+
+    The loss learns from a target: the same net with an average of the weights, and no gradient. An average
+    that trails behind carries the truth from s = 0, where it is known, step by step to s = 1. It is read at
+    every step of training, so an average that loses its updates spoils what is learnt, and not samples alone.
+    The sites `target` and `target_update` say how it is held. The average is one of the run's: checkpoints
+    and resume hold it.
+    """
 
     flags = (
         TEACHER,
@@ -80,7 +76,8 @@ class Consistency(Student):
     )
     sites = {**Student.sites, **SITES}
     draws_times = False
-    _target = _first = None
+    _target = None  # the Target of the run, made when it is asked for first
+    _first = None  # the noise of the images that are being drawn
 
     @classmethod
     def own_defaults(cls):
@@ -124,11 +121,14 @@ class Consistency(Student):
     def loss(self, model, batch, rng, step):
         """Mean distance of neighbouring points' ends, of images [B, C, H, W] with labels [B]."""
         images, labels = batch
-        n, cut = len(images), self.intervals(step)
-        labels = torch.where(rng.uniform(n) < self.config.label_dropout, self.data.num_classes, labels)
+        n = len(images)
+        intervals = self.intervals(step)
+        dropped = rng.uniform(n) < self.config.label_dropout
+        labels = torch.where(dropped, self.data.num_classes, labels)
         noise = rng.normal(*images.shape)
-        k = (rng.uniform(n) * cut).floor()
-        earlier, later = k * TIMESTEPS / cut, (k + 1) * TIMESTEPS / cut  # [B], towards the noise
+        k = (rng.uniform(n) * intervals).floor()
+        earlier = k * TIMESTEPS / intervals  # [B]
+        later = (k + 1) * TIMESTEPS / intervals  # [B], nearer to the noise
         x = self.scheduler.add_noise(images, noise, later)
         if self.live:
             nearer = self.teach(x, labels, later, earlier)
@@ -140,7 +140,7 @@ class Consistency(Student):
         distance = pseudo_huber(found, wanted)
         if self.config.perceptual:
             distance = distance + self.config.perceptual * self.perceptual_distance(found, wanted)
-        return cut * distance.mean()
+        return intervals * distance.mean()
 
     def end(self, model, x, labels, t):
         """f(x, t) fp32 [B, C, H, W]: the clean end of the path through x [B, C, H, W] at timesteps t [B]."""
@@ -176,7 +176,9 @@ class Target:
     """
 
     def __init__(self, run, spec):
-        self.run, self.spec, self.step = run, spec, None
+        self.run = run
+        self.spec = spec
+        self.step = None  # that the average was at when it was read
 
     def __call__(self, *args):
         average = self.run.averages[self.spec]
@@ -191,8 +193,9 @@ class Target:
             self.held = [(p, average.shadow[name]) for name, p in self.view.net.named_parameters()]
             return
         average.catch_up()  # of --average_on cpu, which counts a step before the numbers are there
-        ours, theirs = zip(*self.held, strict=True)
-        torch._foreach_copy_(ours, theirs)
+        own = [p for p, _ in self.held]
+        averaged = [shadow for _, shadow in self.held]
+        torch._foreach_copy_(own, averaged)
 
 
 def pseudo_huber(a, b):

@@ -1,74 +1,27 @@
-"""Every data set of the laboratory, behind one word.
+"""Every data set of the laboratory, behind one word: data.load("digits"). In brackets what is held out.
 
-    python -c "import data; print(data.load('digits'))"
+    digits            scikit-learn's 1,797 handwritten digits, 8x8 (500, stratified)
+    synthetic         MONAI's discs in noise with their masks, 64x64 (64 of 320)
+    folder:PATH       images, class folders optional; with masks PATH/images and PATH/masks, each image and
+                      its mask under one stem (a tenth, one at least, by the hash of the name)
+    nifti:PATH        axial slices of a .nii or .nii.gz volume, or of a folder of them; with masks PATH/images
+                      and PATH/masks again (a tenth of the volumes, or of the slices of one)
+    cifar10:PATH, mnist:PATH, fashion_mnist[:PATH], medmnist:FILE.npz: see published_sets.py
 
-spec                what it is                                                      what is held out
-digits              scikit-learn's 1,797 handwritten digits, 8x8                    500, stratified
-synthetic           MONAI's discs in noise with their masks, 64x64                  64 of 320
-folder:PATH         images, class folders optional; with masks PATH/images and      a tenth, by hash of name
-                    PATH/masks, each image and its mask under one stem
-cifar10:PATH        torchvision's download (cifar-10-batches-py)                    its 10,000 test images
-mnist:PATH          torchvision's download (MNIST/raw)                              its 10,000 test images
-fashion_mnist       Debian's package dataset-fashion-mnist, or fashion_mnist:PATH   its 10,000 test images
-medmnist:FILE.npz   a 2-D MedMNIST file; no labels if an image has several          its test part; val unused
-nifti:PATH          axial slices of a .nii or .nii.gz volume, or of a folder of     a tenth of the volumes, or
-                    them; with masks PATH/images and PATH/masks again               of the slices of one
-
-Images are cropped to their central square and resized to image_size (bilinear, antialiased; masks: nearest
-pixel). The classes of a mask are the distinct values of all masks in ascending order: 0 and 255 become 0 and
-1, ids 0..K-1 stay themselves. A tenth is at least one, and a set of one image is refused. No loader runs code
-that a file brings along. folders.py finds, checks and decodes image files and volumes.
+Images are cropped to their central square and resized; the distinct values of all masks become 0, 1, ...
 """
-import gzip
-import hashlib
 import os
-import pickle
-import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from lowprec.errors import Refused
 from lowprec.machine import without
 from tasks import folders
-from tasks.folders import reading
-
-MAX_LABELS = 10_000  # a larger label is a mistake or an identifier, and a net has a row for each one below it
-CACHE_BYTES = 512 * 2**20  # image files are decoded once for as long as the results fit
-
-
-@dataclass
-class Data:
-    """A data set in two disjoint parts, train and heldout.
-
-    Both are map-style: len(part), and part[[3, 1, 4]] -> (images float32 [B, C, H, W] in [-1, 1], target).
-    When targets is "labels" the target is int64 [B], zeros if there are no classes (num_classes 0). When it
-    is "masks" the target is int64 [B, H, W], and num_classes counts the background.
-    A part suits DataLoader(part, sampler=<yields lists>, batch_size=None, num_workers=N).
-    `name` is fit for a file name. `fingerprint`, 16 hex digits, stands for the content, the image size and
-    the split. `yardstick` names the feature net that is committed for this very set, where there is one.
-    `classes` are the names of the labels, where the set has names. part.labels() tells the labels of a part
-    without its images.
-    """
-    name: str
-    train: torch.utils.data.Dataset = field(repr=False)
-    heldout: torch.utils.data.Dataset = field(repr=False)
-    channels: int
-    num_classes: int
-    image_size: int
-    fingerprint: str
-    targets: str
-    yardstick: str | None = None
-    classes: tuple = field(default=(), repr=False)
-
-    def __str__(self):
-        shape = f"{self.channels}x{self.image_size}x{self.image_size}"
-        return (f"{self.name} ({self.targets}): {len(self.train)} + {len(self.heldout)} held-out images, "
-                f"{shape}, {self.num_classes or 'no'} classes, {self.fingerprint}")
+from tasks.image_sets import Data, Files, Tensors, data_set, in_memory, square, square_mask
+from tasks.published_sets import cifar10, fashion_mnist, medmnist, mnist
 
 
 class Wish(NamedTuple):
@@ -77,16 +30,13 @@ class Wish(NamedTuple):
     masks: bool
     size: int | None
     seed: int
-    index: str | Path | None
 
 
-def load(spec: str, targets: str = "labels", image_size: int | None = None, seed: int = 0,
-         index: str | Path | None = None) -> Data:
+def load(spec: str, targets: str = "labels", image_size: int | None = None, seed: int = 0) -> Data:
     """The data set that `spec` names (see the table above), with its "labels" or its "masks" as targets.
 
     image_size None keeps the set's own size, 64 for folders and volumes. `seed` draws synthetic and touches
-    no other set. `index` is a folder that remembers what folder:PATH holds, so that later starts open only
-    files that are new or changed; None reads all files each time. Raises Refused.
+    no other set. Raises Refused.
     """
     if targets not in ("labels", "masks"):
         raise ValueError(f"targets are labels or masks, not {targets!r}")
@@ -94,113 +44,22 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
         raise Refused(f"image size {image_size} is too small: give at least 8")
     word, _, where = spec.partition(":")
     if word not in SETS:
+        if spec and os.path.exists(spec):
+            raise Refused(f"unknown data set {spec!r}: did you mean folder:{spec}")
         forms = ", ".join(known.form for known in SETS.values())
-        near = f"did you mean folder:{spec}" if spec and os.path.exists(spec) else f"choose one of {forms}"
-        raise Refused(f"unknown data set {spec!r}: {near}")
+        raise Refused(f"unknown data set {spec!r}: choose one of {forms}")
     form, loader, has_masks = SETS[word]
-    if "[" not in form and bool(where) != (":" in form):
-        raise Refused(f"{word} {'takes no' if where else 'needs a'} path: write --data {form}")
+    optional = "[" in form
+    takes_path = ":" in form
+    if not optional and takes_path and not where:
+        raise Refused(f"{word} needs a path: write --data {form}")
+    if not takes_path and where:
+        raise Refused(f"{word} takes no path: write --data {form}")
     if targets == "masks" and not has_masks:
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
-    return loader(Wish(path, targets == "masks", image_size, seed, index))
-
-
-# ---- The two kinds of part: tensors in memory, and files read when they are asked for ----------------------
-
-class Tensors(torch.utils.data.Dataset):
-    """images [N, C, H, W], uint8 or float32 in [-1, 1]; target [N] labels or [N, H, W] masks.
-
-    They are resized at access, so that a large image_size costs the memory of a batch, not of the whole set.
-    """
-
-    def __init__(self, images: torch.Tensor, target: torch.Tensor, size: int):
-        self.images, self.target, self.size = images, target, size
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index: list[int]):
-        images, target = self.images[index], self.target[index]
-        if images.dtype == torch.uint8:
-            images = images.float() / 127.5 - 1
-        if target.ndim > 1:
-            target = square_mask(target, self.size)
-        return square(images, self.size), target.long()
-
-    def labels(self):
-        """int64 [N]"""
-        return self.target.long()
-
-
-class Files(torch.utils.data.Dataset):
-    """items: (image path, label), or (image path, mask path) with the mask values that become 0, 1, ..."""
-
-    def __init__(self, items: list, channels: int, size: int, values: np.ndarray | None):
-        self.items, self.channels, self.size, self.values = items, channels, size, values
-        item_bytes = size * size * (4 * channels + 8 * (values is not None))
-        self.cache, self.room = {}, CACHE_BYTES // item_bytes
-
-    def __len__(self):
-        return len(self.items)
-
-    def labels(self):
-        """int64 [N]"""
-        return torch.tensor([label for _, label in self.items], dtype=torch.long)
-
-    def __getitem__(self, index: list[int]):
-        images, targets = zip(*map(self._item, index), strict=True)
-        return torch.stack(images), torch.stack(targets)
-
-    def _item(self, i):
-        if i in self.cache:
-            return self.cache[i]
-        path, target = self.items[i]
-        image = square(folders.decode(path, self.channels)[None], self.size)[0]
-        if self.values is None:
-            target = torch.tensor(target)
-        else:
-            classes = torch.from_numpy(np.searchsorted(self.values, folders.decode_mask(target)))
-            target = square_mask(classes[None], self.size)[0].long()
-        if len(self.cache) < self.room:
-            self.cache[i] = image, target
-        return image, target
-
-
-def square(x, size, **how):
-    """[B, C, H, W] -> its central square as [B, C, size, size]."""
-    side = min(x.shape[-2:])
-    top, left = ((n - side) // 2 for n in x.shape[-2:])
-    x = x[..., top:top + side, left:left + side]
-    if side == size:
-        return x.contiguous()
-    if how:
-        return F.interpolate(x, (size, size), **how)
-    # The weights of a pixel may sum to 1 + 1e-7.
-    return F.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp(-1, 1)
-
-
-def square_mask(x, size):
-    # "nearest-exact" has its pixel centres where bilinear has them; "nearest" shifts masks against images.
-    return square(x[:, None].float(), size, mode="nearest-exact")[:, 0]
-
-
-def _data(name, wish, train, heldout, channels, num_classes, size, content, yardstick=None, classes=()):
-    """Data with a fingerprint of content: tensors by their bytes, anything else by its repr."""
-    facts = (wish.masks, channels, num_classes, size, len(train), len(heldout))
-    digest = hashlib.sha256(repr(facts).encode())
-    for part in content:
-        digest.update(part.numpy() if isinstance(part, torch.Tensor) else repr(part).encode())
-    return Data(re.sub(r"[^\w.-]+", "_", name), train, heldout, channels, num_classes, size,
-                digest.hexdigest()[:16], "masks" if wish.masks else "labels", yardstick, tuple(classes))
-
-
-def _in_memory(name, wish, train, heldout, num_classes, yardstick=None, classes=()):
-    size = wish.size or min(train[0].shape[-2:])
-    parts = Tensors(*train, size), Tensors(*heldout, size)
-    return _data(name, wish, *parts, train[0].shape[1], num_classes, size, [*train, *heldout], yardstick,
-                 classes)
+    return loader(Wish(path, targets == "masks", image_size, seed))
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
@@ -208,205 +67,110 @@ def _in_memory(name, wish, train, heldout, num_classes, yardstick=None, classes=
 def _digits(wish):
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1  # 0..16 -> [-1, 1], exact in fp32
     labels = torch.from_numpy(digits.target).long()
-    split = train_test_split(np.arange(len(labels)), test_size=500, stratify=digits.target, random_state=0)
-    train, heldout = ((images[part], labels[part]) for part in split)
-    return _in_memory("digits", wish, train, heldout, 10, "digits" if wish.size in (None, 8) else None)
+    train, heldout = train_test_split(
+        np.arange(len(labels)), test_size=500, stratify=digits.target, random_state=0
+    )
+    return in_memory(
+        "digits",
+        wish,
+        (images[train], labels[train]),
+        (images[heldout], labels[heldout]),
+        num_classes=10,
+        yardstick="digits" if wish.size in (None, 8) else None,
+    )
 
 
 def _synthetic(wish, count=320, heldout=64, classes=3):
     with without("transformers"):
         from monai.data.synthetic import create_test_image_2d
-    size, random = wish.size or 64, np.random.RandomState(wish.seed % 2**32)
-    # Noise up to half the brightest class outshines the darkest one in places: no threshold solves the task.
-    discs = {"num_objs": 10, "rad_min": max(1, size // 16), "rad_max": max(2, size // 5),
-             "noise_max": 0.5, "num_seg_classes": classes, "random_state": random}
-    pairs = [create_test_image_2d(size, size, **discs) for _ in range(count)]
-    images, masks = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*pairs, strict=True))
-    images = images.float()[:, None] * 2 - 1
-    target = masks.to(torch.uint8) if wish.masks else torch.zeros(count, dtype=torch.long)
-    train, heldout = ((images[part], target[part]) for part in (slice(heldout, None), slice(heldout)))
-    return _in_memory("synthetic", wish._replace(size=size), train, heldout, classes + 1 if wish.masks else 0)
+
+    size = wish.size or 64
+    random = np.random.RandomState(wish.seed % 2**32)
+    images, masks = [], []
+    for _ in range(count):
+        image, mask = create_test_image_2d(
+            size,
+            size,
+            num_objs=10,
+            rad_min=max(1, size // 16),
+            rad_max=max(2, size // 5),
+            # up to half the brightest class, which outshines the darkest in places: no threshold solves it
+            noise_max=0.5,
+            num_seg_classes=classes,
+            random_state=random,
+        )
+        images.append(image)
+        masks.append(mask)
+    images = torch.from_numpy(np.stack(images)).float()[:, None] * 2 - 1
+    if wish.masks:
+        targets = torch.from_numpy(np.stack(masks)).to(torch.uint8)
+    else:
+        targets = torch.zeros(count, dtype=torch.long)
+    return in_memory(
+        "synthetic",
+        wish._replace(size=size),
+        (images[heldout:], targets[heldout:]),
+        (images[:heldout], targets[:heldout]),
+        num_classes=classes + 1 if wish.masks else 0,
+    )
 
 
 # ---- Folders of images -------------------------------------------------------------------------------------
 
 def _folder(wish):
-    root, size = wish.path, wish.size or 64
-    folders.check_layout(root, wish.masks, "folder")
-    if wish.masks:
-        triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
-        seen, seen_masks = folders.survey(root, [t[1] for t in triples], [t[2] for t in triples], wish.index)
-        folders.check_extents(triples, seen, seen_masks)
-        values = folders.mask_values(root, [mask.values for mask in seen_masks])
-        targets, classes = [mask.sha256 for mask in seen_masks], values.tolist()
-    else:
-        triples, classes = folders.labelled(root)
-        seen, _ = folders.survey(root, [t[1] for t in triples], [], wish.index)
-        targets, values = [label for _, _, label in triples], None
+    folders.check_layout(wish.path, wish.masks, "folder")
+    return _masked_folder(wish) if wish.masks else _labelled_folder(wish)
+
+
+def _masked_folder(wish):
+    root = wish.path
+    triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
+    images = [image for _, image, _ in triples]
+    masks = [mask for _, _, mask in triples]
+    seen, seen_masks = folders.survey(images, masks)
+    folders.check_extents(triples, seen, seen_masks)
+    values = folders.mask_values(root, [mask.values for mask in seen_masks])
+    chosen = folders.held_out(root, [name for name, _, _ in triples])
+    targets = [mask.sha256 for mask in seen_masks]
+    return _of_files(wish, triples, seen, targets, chosen, values.tolist(), values)
+
+
+def _labelled_folder(wish):
+    root = wish.path
+    triples, classes = folders.labelled(root)
+    seen, _ = folders.survey([image for _, image, _ in triples], [])
+    chosen = folders.held_out(root, [name for name, _, _ in triples])
+    chosen = folders.with_every_class(chosen, triples)
+    targets = [label for _, _, label in triples]
+    return _of_files(wish, triples, seen, targets, chosen, classes)
+
+
+def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
+    """Data of a folder. triples: (name, image, label or mask); seen: a folders.Seen an image; targets: what
+    the fingerprint reads of a label or a mask; chosen: the names held out; values: those of the masks.
+    """
+    size = wish.size or 64
     channels = 1 if all(folders.is_grey(image.mode) for image in seen) else 3
-    chosen = folders.held_out(root, [name for name, *_ in triples])
-    chosen = chosen if wish.masks else folders.with_every_class(chosen, triples)
-    train = Files([rest for name, *rest in triples if name not in chosen], channels, size, values)
-    heldout = Files([rest for name, *rest in triples if name in chosen], channels, size, values)
-    content = [(t[0], image.sha256, target) for t, image, target in zip(triples, seen, targets, strict=True)]
-    return _data(f"folder-{root.resolve().name}", wish, train, heldout, channels, len(classes), size,
-                 [content, classes], classes=() if wish.masks else classes)
-
-
-# ---- Published sets ----------------------------------------------------------------------------------------
-
-class _Inert:
-    """Takes whatever a pickle would build it from, and does nothing with it."""
-
-    def __init__(self, *args):
-        pass
-
-    def __setstate__(self, state):
-        self.state = state
-
-
-class _CifarUnpickler(pickle.Unpickler):
-    """Reads plain values and the state of numpy arrays.
-
-    CIFAR-10 comes as pickles, and a pickle may name any function to be called. Here _Inert stands for the
-    three names that an array needs, and any other name is refused.
-    """
-    ALLOWED = {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
-
-    def find_class(self, module, name):
-        if (module.replace("_core", "core"), name) not in self.ALLOWED:
-            raise ValueError(f"it calls {module}.{name}, which CIFAR-10 has no use for")
-        return _Inert
-
-
-def _absent(root, name):
-    return Refused(f"{root} holds no {name}: download it with python -c "
-                   f"\"import torchvision; torchvision.datasets.{name}({str(root)!r}, download=True)\"")
-
-
-def _cifar10(wish):
-    root = wish.path.parent if wish.path.name == "cifar-10-batches-py" else wish.path
-
-    def batch(name):
-        path = root / "cifar-10-batches-py" / name
-        if not os.path.isfile(path):
-            raise _absent(root, "CIFAR10")
-        with reading(path, "a batch of CIFAR-10"), open(path, "rb") as file:
-            content = _CifarUnpickler(file, encoding="bytes").load()
-            images = np.frombuffer(content[b"data"].state[-1], np.uint8).reshape(-1, 3, 32, 32)
-            labels = np.array(content[b"labels"], np.int64)
-            if len(images) != len(labels) or not set(labels.tolist()) <= set(range(10)):
-                raise ValueError("images and labels don't match")
-            return images, labels
-
-    def part(names):
-        return [torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*map(batch, names), strict=True)]
-
-    train, heldout = part([f"data_batch_{i}" for i in range(1, 6)]), part(["test_batch"])
-    return _in_memory("cifar10", wish, train, heldout, 10)
-
-
-def _mnist(wish):
-    from torchvision.datasets import MNIST
-    raw = wish.path / "MNIST" / "raw"
-    if not all(os.path.isfile(raw / url.removesuffix(".gz")) for url, _ in MNIST.resources):
-        raise _absent(wish.path, "MNIST")
-    with reading(raw.parent, "MNIST"):
-        parts = [MNIST(wish.path, train=True), MNIST(wish.path, train=False)]
-        if any(len(part.data) != len(part.targets) or part.targets.max() > 9 for part in parts):
-            raise ValueError("images and labels don't match")
-    return _in_memory("mnist", wish, *[(part.data[:, None], part.targets) for part in parts], 10)
-
-
-PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist lies
-CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
-MOST = 60_000  # images that a file of Fashion-MNIST holds at most
-
-
-def _fashion_mnist(wish):
-    own = wish.path is not None
-    root = wish.path if own else PACKAGED
-    inner = root / "FashionMNIST" / "raw"  # as torchvision downloads it
-    root = inner if own and os.path.isdir(inner) else root
-    parts = []
-    for name in ("train", "t10k"):
-        images = _idx(root / f"{name}-images-idx3-ubyte.gz", own, 28, 28)  # uint8 [N, 28, 28]
-        labels = _idx(root / f"{name}-labels-idx1-ubyte.gz", own)  # uint8 [N]
-        if len(images) != len(labels):
-            raise Refused(f"{root} holds {len(images)} images and {len(labels)} labels named {name}: replace "
-                          f"the two files")
-        if labels.max() > 9:
-            raise Refused(f"{root}: a label of {name} is {labels.max()}, and Fashion-MNIST has 0 to 9: "
-                          f"replace {name}-labels-idx1-ubyte.gz")
-        parts.append((torch.from_numpy(images[:, None]), torch.from_numpy(labels)))
-    return _in_memory("fashion_mnist", wish, *parts, 10, classes=CLOTHES)
-
-
-def _idx(path, own, *item):
-    """uint8 [N, *item] of a gzipped idx file: two zero bytes, the type (8 is uint8), the number of
-    dimensions, each as a big-endian int32, then the values and nothing else.
-    """
-    if not os.path.isfile(path):
-        owner = ", or --data fashion_mnist:PATH for a folder of your own" if not own else ""
-        raise Refused(f"{path.parent} holds no {path.name}: apt-get install dataset-fashion-mnist brings it "
-                      f"(to {PACKAGED}){owner}")
-    with reading(path, "a file of Fashion-MNIST"), gzip.open(path) as file:
-        dims = 1 + len(item)
-        header = np.frombuffer(file.read(4 + 4 * dims), ">i4")
-        if len(header) != 1 + dims or header[0] != 0x0800 + dims:
-            raise ValueError(f"it does not begin as an idx file of uint8 with {dims} dimensions")
-        count, *rest = header[1:].tolist()
-        if rest != list(item) or not 0 < count <= MOST:
-            raise ValueError(f"it holds {header[1:].tolist()} values, not up to {MOST:,} x {list(item)}")
-        size = count * int(np.prod(item, dtype=int))
-        content = file.read(size + 1)  # one byte more: so that a longer file is seen, and its checksum read
-        if len(content) != size:
-            what = "more" if len(content) > size else "fewer"
-            raise ValueError(f"it holds {what} than the {size:,} bytes that its header says")
-        return np.frombuffer(bytearray(content), np.uint8).reshape(count, *item)
-
-
-def _medmnist(wish):
-    file = wish.path
-    if not os.path.isfile(file):
-        raise Refused(f"{file} does not exist: give the path of a 2-D .npz file from medmnist.com")
-    with reading(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
-        raw = {name: (arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")}
-        parts = [(_npz_images(name, images), labels) for name, (images, labels) in raw.items()]
-        if any(len(images) != len(labels) for images, labels in parts):
-            raise ValueError("images and labels don't match")
-        grey, other = (images.shape[1] for images, _ in parts)
-        if grey != other:
-            raise ValueError(f"train_images have {grey} channels and test_images {other}")
-        if all(labels.size == len(labels) for _, labels in parts):
-            parts = [(images, _npz_labels(labels)) for images, labels in parts]
-            num_classes = 1 + max(int(labels.max()) for _, labels in parts)
-        else:
-            parts = [(images, torch.zeros(len(labels), dtype=torch.long)) for images, labels in parts]
-            num_classes = 0
-    return _in_memory(file.stem, wish, *parts, num_classes)
-
-
-def _npz_images(name, images):
-    """uint8 [N, H, W] or [N, H, W, 3] -> [N, C, H, W]"""
-    shaped = images.ndim == 3 or images.ndim == 4 and images.shape[-1] == 3
-    if images.dtype != np.uint8 or not shaped or not images.size:
-        raise ValueError(f"{name}_images is {images.dtype} {list(images.shape)}, not uint8 [N, H, W(, 3)]")
-    return torch.from_numpy(images.reshape(*images.shape[:3], -1)).permute(0, 3, 1, 2).contiguous()
-
-
-def _npz_labels(labels):
-    """[N] or [N, 1] of any kind of number -> int64 [N]. Checked before the cast, which hides a bad label."""
-    labels = labels.reshape(-1)
-    if labels.dtype.kind not in "biuf":
-        raise ValueError(f"its labels are {labels.dtype}, not whole numbers")
-    bad = labels[~((labels >= 0) & (labels < MAX_LABELS) & (labels == np.floor(labels)))]  # so is NaN
-    if len(bad):
-        raise ValueError(f"a label is {bad[0]}: number the classes 0, 1, 2, ... below {MAX_LABELS:,}")
-    return torch.from_numpy(labels.astype(np.int64))
+    train, heldout, content = [], [], []
+    for (name, image, target), its, of_target in zip(triples, seen, targets, strict=True):
+        part = heldout if name in chosen else train
+        part.append((image, target))
+        content.append((name, its.sha256, of_target))
+    return data_set(
+        f"folder-{wish.path.resolve().name}",
+        wish,
+        Files(train, channels, size, values),
+        Files(heldout, channels, size, values),
+        channels,
+        len(classes),
+        size,
+        [content, classes],
+        classes=() if wish.masks else classes,
+    )
 
 
 # ---- Volumes -----------------------------------------------------------------------------------------------
@@ -417,38 +181,55 @@ def _nifti(wish):
     Only slices with at least 2 % of their pixels above a tenth of the range are kept. A volume is held out
     whole, since neighbouring slices look alike. When there is only one, its uppermost tenth is held out.
     """
-    root, size = wish.path, wish.size or 64
-    triples = folders.volumes(root, wish.masks)
+    root = wish.path
+    size = wish.size or 64
     images, targets, owners, values, content = [], [], [], [], []
-    for name, file, mask_file in triples:
+    for name, file, mask_file in folders.volumes(root, wish.masks):
         volume = folders.decode_volume(file)  # [Z, Y, X]
-        low, high = np.percentile(volume, (0.5, 99.5))  # so that a few hot voxels don't set the scale
-        unit = np.clip((volume - low) / max(high - low, 1e-12), 0, 1)
-        keep = (unit > 0.1).mean((1, 2)) >= 0.02
-        if not keep.any():
-            raise Refused(f"volume {file} has no slice with anything to see: remove it")
+        unit, keep = _visible(file, volume)
         images.append(square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size))
-        owners += [name] * len(images[-1])
-        content += [name, *(folders.sha256(path) for path in (file, mask_file) if path)]
+        count = len(images[-1])
+        owners += [name] * count
+        content += [name, folders.sha256(file)]
         if wish.masks:
+            content.append(folders.sha256(mask_file))
             mask = folders.decode_mask_volume(mask_file, file, volume.shape)
             targets.append(square_mask(torch.from_numpy(mask[keep]), size))
             values.append(np.unique(mask))
         else:
-            targets.append(torch.zeros(len(images[-1])))
-    images, target = torch.cat(images), torch.cat(targets).long()
-    if len(triples) > 1:
-        chosen = folders.held_out(root, sorted(set(owners)))
-        held = torch.tensor([name in chosen for name in owners])
-    else:
-        count = len(folders.held_out(root, [str(i) for i in range(len(images))]))
-        held = torch.arange(len(images)) >= len(images) - count
+            targets.append(torch.zeros(count))
+    images = torch.cat(images)
+    targets = torch.cat(targets).long()
     if wish.masks:
         values = folders.mask_values(root, values)
-        target = torch.from_numpy(np.searchsorted(values, target.numpy()).astype(np.uint8))
-    train, heldout = (Tensors(images[part], target[part], size) for part in (~held, held))
-    return _data(f"nifti-{root.resolve().name}", wish, train, heldout, 1, len(values), size, content)
+        targets = torch.from_numpy(np.searchsorted(values, targets.numpy()).astype(np.uint8))
+    held = _held_slices(root, owners)
+    train = Tensors(images[~held], targets[~held], size)
+    heldout = Tensors(images[held], targets[held], size)
+    return data_set(f"nifti-{root.resolve().name}", wish, train, heldout, 1, len(values), size, content)
 
+
+def _visible(file, volume):
+    """(a volume [Z, Y, X] scaled to [0, 1], whether there is something to see in a slice, bool [Z])."""
+    low, high = np.percentile(volume, (0.5, 99.5))  # so that a few hot voxels don't set the scale
+    unit = np.clip((volume - low) / max(high - low, 1e-12), 0, 1)
+    keep = (unit > 0.1).mean((1, 2)) >= 0.02
+    if not keep.any():
+        raise Refused(f"volume {file} has no slice with anything to see: remove it")
+    return unit, keep
+
+
+def _held_slices(root, owners):
+    """bool [N], whether a slice is held out. owners: the name of each slice's volume."""
+    names = sorted(set(owners))
+    if len(names) > 1:
+        chosen = folders.held_out(root, names)
+        return torch.tensor([name in chosen for name in owners])
+    count = len(folders.held_out(root, [str(i) for i in range(len(owners))]))
+    return torch.arange(len(owners)) >= len(owners) - count
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
 
 class _Set(NamedTuple):
     form: str
@@ -460,9 +241,9 @@ SETS = {
     "digits": _Set("digits", _digits),
     "synthetic": _Set("synthetic", _synthetic, has_masks=True),
     "folder": _Set("folder:PATH", _folder, has_masks=True),
-    "cifar10": _Set("cifar10:PATH", _cifar10),
-    "mnist": _Set("mnist:PATH", _mnist),
-    "fashion_mnist": _Set("fashion_mnist[:PATH]", _fashion_mnist),
-    "medmnist": _Set("medmnist:FILE.npz", _medmnist),
+    "cifar10": _Set("cifar10:PATH", cifar10),
+    "mnist": _Set("mnist:PATH", mnist),
+    "fashion_mnist": _Set("fashion_mnist[:PATH]", fashion_mnist),
+    "medmnist": _Set("medmnist:FILE.npz", medmnist),
     "nifti": _Set("nifti:PATH", _nifti, has_masks=True),
 }

@@ -1,33 +1,35 @@
 """Progressive distillation (arXiv 2202.00512): a student learns to go in one step as far as its teacher goes
-in two. Round after round the steps halve.
+in two. One run is one round; round after round the steps halve.
 
     python train.py --name teacher
     python train.py --task distill --teacher runs/teacher --name half4      from 8 steps to 4
     python train.py --task distill --teacher runs/half4 --name half2        4 to 2
     python train.py --task distill --teacher runs/half2 --name half1        2 to 1
-
-One run is one round. A rectified flow (or a reflow student) teaches in `--teacher_steps` steps, 8 unless told
-otherwise; a distilled student teaches in the steps that it draws in. The student starts from its teacher's
-weights and is trained at the times of its own steps alone. From x_t, a noised training image, the teacher
-takes two Euler steps to x_e; the student's velocity at t should lead there in one:
-
-    velocity = (x_e - x_t) / (s_t - s_e)        s = t / 1000, velocities towards the clean image
-
-Its squared error is averaged as in rectified flow. Each step of training asks the teacher twice.
 """
 
 import torch
 import torch.nn.functional as F
 
 from lowprec.errors import Refused
-from tasks.diffusion import BINS, TIMESTEPS, RFlow
+from tasks.diffusion import RFlow
+from tasks.generation import BINS, TIMESTEPS
 from tasks.students import FLOWS, TEACHER, TEACHER_STEPS, Student
 
 FIRST_STEPS = 8  # of a teacher that draws in any number
 
 
 class Distill(Student):
-    """One round of progressive distillation. A batch is images and labels, as for rflow."""
+    """One round of progressive distillation. A batch is images and labels, as for rflow.
+
+    A rectified flow (or a reflow student) teaches in --teacher_steps steps; a distilled student teaches in
+    the steps that it draws in. The student starts from its teacher's weights and is trained at the times of
+    its own steps alone. From x_t, a noised training image, the teacher takes two Euler steps to x_e; the
+    student's velocity at t should lead there in one:
+
+        velocity = (x_e - x_t) / (s_t - s_e)        s = t / 1000, velocities towards the clean image
+
+    Its squared error is averaged as in rectified flow. Each step of training asks the teacher twice.
+    """
 
     draws_times = False
 
@@ -38,7 +40,9 @@ class Distill(Student):
         super().__init__(data, recipe, config)
         times = super().times(config.teacher_steps)  # the teacher's, from the noise on
         grid = torch.tensor([*times, 0.0]).flip(0)  # ascending: end, middle, start, middle, start ...
-        self.ends, self.middles = grid[:-2:2], grid[1:-1:2]  # [student's steps]
+        # each [student's steps]
+        self.ends = grid[:-2:2]
+        self.middles = grid[1:-1:2]
         self.starts = grid[2::2].contiguous()
 
     # -- before the run
@@ -50,12 +54,12 @@ class Distill(Student):
     @classmethod
     def settle_steps(cls, teacher, given):
         """The student draws in half its teacher's steps; a distilled teacher's are known."""
-        asked, known = given.get("teacher_steps"), None
+        steps = given.get("teacher_steps")
         if teacher.config.task == "distill":
             known = teacher.config.teacher_steps // 2
-            if asked and asked != known:
+            if steps and steps != known:
                 raise Refused(
-                    f"--teacher_steps {asked}: {teacher.path} was distilled to draw in {known}; drop "
+                    f"--teacher_steps {steps}: {teacher.path} was distilled to draw in {known}; drop "
                     "--teacher_steps"
                 )
             if known == 1:
@@ -63,7 +67,8 @@ class Distill(Student):
                     f"--teacher {teacher.path} draws in one step: there is nothing left to halve; give a "
                     "teacher of two steps or more"
                 )
-        steps = known or asked or FIRST_STEPS
+            steps = known
+        steps = steps or FIRST_STEPS
         return {"teacher_steps": steps, "sample_steps": given.get("sample_steps", max(1, steps // 2))}
 
     @classmethod
@@ -105,7 +110,8 @@ class Distill(Student):
         teacher's steps lead.
         """
         index = torch.searchsorted(self.starts.to(t.device), t)
-        middle, end = self.middles.to(t.device)[index], self.ends.to(t.device)[index]
+        middle = self.middles.to(t.device)[index]
+        end = self.ends.to(t.device)[index]
         halfway = self.teach(x, labels, t, middle)
         there = self.teach(halfway, labels, middle, end)
         return self.sign * (there - x) / ((t - end) / TIMESTEPS)[:, None, None, None]
@@ -132,5 +138,7 @@ class Distill(Student):
 
     def times(self, steps):
         """The student's own times where it draws in its own number of steps."""
-        found = super().times(steps)  # and the scheduler is told how many
-        return found if steps != len(self.starts) else [int(t) for t in self.starts.flip(0)]
+        times = super().times(steps)  # and the scheduler is told how many
+        if steps != len(self.starts):
+            return times
+        return [int(t) for t in self.starts.flip(0)]

@@ -45,14 +45,17 @@ class FeatureNet(nn.Module):
         super().__init__()
         if image_size < 8:
             raise ValueError(f"FeatureNet needs images of at least 8x8 pixels, got {image_size}x{image_size}")
-        self.channels, self.num_classes, self.image_size = channels, num_classes, image_size
+        self.channels = channels
+        self.num_classes = num_classes
+        self.image_size = image_size
         self.supervised = supervised
 
         def block(inputs, outputs, stride=1):
             return [nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.GroupNorm(8, outputs), nn.SiLU()]
 
         first_stride = 2 if image_size > 32 else 1  # a large image's first layers would cost most of the time
-        layers, width = block(channels, 32, first_stride), 32
+        layers = block(channels, 32, first_stride)
+        width = 32
         for _ in range(int(math.log2(image_size / first_stride / 4))):  # until the side is 4 to 7 pixels
             layers += block(width, 64, stride=2) + block(64, 64)
             width = 64
@@ -63,7 +66,8 @@ class FeatureNet(nn.Module):
 
     def resize(self, images: torch.Tensor) -> torch.Tensor:
         """images [N, C, H, W] of any floating dtype -> fp32 [N, C, image_size, image_size]."""
-        images, size = images.float(), (self.image_size, self.image_size)
+        images = images.float()
+        size = (self.image_size, self.image_size)
         if images.shape[-2:] == size:
             return images
         return F.interpolate(images, size, mode="bilinear", antialias=True)
@@ -101,25 +105,24 @@ def fit_feature_net(images: torch.Tensor, labels: torch.Tensor | None = None, nu
     seconds at 8x8 and a minute or two at 32x32 and above on 2 CPU cores.
     """
     supervised = labels is not None and num_classes >= 2
-    size, device = min(64, max(8, *images.shape[-2:])), images.device
+    device = images.device
+    size = min(64, max(8, *images.shape[-2:]))
     draw = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = FeatureNet(images.shape[1], num_classes if supervised else 4, size, supervised).to(device)
-    images, shift = net.resize(images), size // 8
+    images = net.resize(images)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for _ in range(steps):
         index = torch.randint(len(images), (batch_size,), generator=draw)
-        x = F.pad(images[index.to(device)], [shift] * 4, mode="replicate").permute(0, 2, 3, 1)  # [B, H, W, C]
-        rows, columns = torch.randint(2 * shift + 1, (2, batch_size, 1), generator=draw) + torch.arange(size)
-        x = x[torch.arange(batch_size)[:, None, None], rows[:, :, None], columns[:, None, :]]
-        x = x.permute(0, 3, 1, 2)  # [B, C, size, size]
+        x = _shifted(images[index.to(device)], size // 8, draw)
         if supervised:
             target = labels[index.to(labels.device)].to(device)
         else:
             target = torch.randint(4, (batch_size,), generator=draw).to(device)
-            x = torch.stack([torch.rot90(x[i], turns, (1, 2)) for i, turns in enumerate(target.tolist())])
+            turns = target.tolist()
+            x = torch.stack([torch.rot90(x[i], turns[i], (1, 2)) for i in range(batch_size)])
         noise = torch.randn(x.shape, generator=draw) * torch.rand(batch_size, 1, 1, 1, generator=draw)
         loss = F.cross_entropy(net(x + 0.1 * noise.to(device)), target)
         optimizer.zero_grad()
@@ -128,14 +131,31 @@ def fit_feature_net(images: torch.Tensor, labels: torch.Tensor | None = None, nu
         schedule.step()
     net.eval().requires_grad_(False)
     raw = net.features_of(images)
-    net.center, net.scale = raw.mean(0), raw.std(0, correction=0).clamp(min=1e-6)
+    net.center = raw.mean(0)
+    net.scale = raw.std(0, correction=0).clamp(min=1e-6)
     return net
+
+
+def _shifted(images, most, generator):
+    """Images [B, C, S, S], each moved by up to `most` pixels along either axis; its border fills the rest."""
+    count, size = len(images), images.shape[-1]
+    x = F.pad(images, [most] * 4, mode="replicate").permute(0, 2, 3, 1)  # [B, H, W, C]
+    first = torch.randint(2 * most + 1, (2, count, 1), generator=generator)
+    rows, columns = first + torch.arange(size)  # [B, S] each
+    x = x[torch.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return x.permute(0, 3, 1, 2)
 
 
 def save_feature_net(net: FeatureNet, path: str | Path, **notes) -> None:
     """Write a net, what rebuilds it and `notes` as safetensors, whole or not at all. May raise Refused."""
-    facts = {"format": FORMAT, "channels": net.channels, "num_classes": net.num_classes,
-             "image_size": net.image_size, "supervised": net.supervised, **notes}
+    facts = {
+        "format": FORMAT,
+        "channels": net.channels,
+        "num_classes": net.num_classes,
+        "image_size": net.image_size,
+        "supervised": net.supervised,
+        **notes,
+    }
     tensors = {name: tensor.cpu().contiguous() for name, tensor in net.state_dict().items()}
     # One entry of metadata: safetensors writes several in random order, and equal nets should be equal files.
     content = safetensors.torch.save(tensors, metadata={"feature_net": json.dumps(facts)})
@@ -150,7 +170,9 @@ def load_feature_net(path: str | Path) -> FeatureNet:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']}, expected {FORMAT}")
-        net = FeatureNet(*(facts[name] for name in ("channels", "num_classes", "image_size", "supervised")))
+        net = FeatureNet(
+            facts["channels"], facts["num_classes"], facts["image_size"], facts["supervised"]
+        )
         net.load_state_dict(tensors)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is not a feature net that this version reads: {error}") from error

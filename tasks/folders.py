@@ -1,18 +1,14 @@
 """Image files and volumes in folders: which ones there are, what they hold, and that each can be read.
 
-    python -c "import folders; print(folders.labelled(folders.Path('photos'))[0][:3])"
+    python -c "from tasks import folders; print(folders.labelled(folders.Path('photos'))[0][:3])"
 
-An image file is opened, checked and decoded once. `survey` keeps what it learnt (size, modification time,
-mode, extent, SHA-256, a mask's values) in a JSON file, so that a later start opens only files that are new or
-have changed. Only the formats below are ever opened, whatever a file is called.
+Only the formats below are ever opened, whatever a file is called.
 """
 import hashlib
 import io
-import json
 import logging
 import os
 import re
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +19,6 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from harness.files import write_atomically
 from lowprec.errors import Refused
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
@@ -32,8 +27,6 @@ IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # PIL opens 40 more, EPS
 MASK_FORMATS = ("PNG", "BMP", "TIFF")
 VOLUMES = (".nii", ".nii.gz")
 MAX_CLASSES = 200  # more distinct values than this are antialiasing, not class ids
-INDEX_FORMAT = 1  # raise it when Seen or the checks of _look change: every file is then read once more
-SETTLED = 2 * 10**9  # ns; a file may change again within one tick of its clock (2 s on FAT) and keep its time
 
 # PIL warns of what it could read all the same. What it can't read is refused.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -82,30 +75,34 @@ def listing(folder: Path, suffixes: tuple, deep: bool = True) -> list[Path]:
 
     found = []
     with reading(folder, "a folder"):
-        for where, folders, names in os.walk(folder, onerror=fail):
-            folders[:] = [name for name in folders if deep and not name.startswith(".")]
-            found += [Path(where, name) for name in names
-                      if name.lower().endswith(suffixes) and not name.startswith(".")]
+        for where, inner, names in os.walk(folder, onerror=fail):
+            inner[:] = [name for name in inner if deep and not name.startswith(".")]  # where it walks on
+            for name in names:
+                if name.lower().endswith(suffixes) and not name.startswith("."):
+                    found.append(Path(where, name))
     return sorted(path for path in found if os.path.isfile(path))
 
 
 def labelled(root: Path) -> tuple[list, list[str]]:
     """[(name, image, label)] and the classes' names: root's folders, sorted, or none if root holds images."""
     flat = listing(root, IMAGES, deep=False)
-    folders = [p for p in sorted(root.iterdir()) if os.path.isdir(p) and not p.name.startswith(".")]
-    classes = {p.name: listing(p, IMAGES) for p in folders}
+    classes = {}
+    for path in sorted(root.iterdir()):
+        if os.path.isdir(path) and not path.name.startswith("."):
+            classes[path.name] = listing(path, IMAGES)
     if not flat and not any(classes.values()):
         forms = ", ".join(IMAGES)
         raise Refused(f"{root} holds no images ({forms}): give a folder of images or of class folders")
     if flat and any(classes.values()):
         raise Refused(f"{root} holds images beside class folders: move the images into one of them or away")
     if flat:
-        return [(p.name, p, 0) for p in flat], []
+        return [(path.name, path, 0) for path in flat], []
     for name, files in classes.items():
         if not files:
             raise Refused(f"class folder {root / name} holds no images: fill or remove it")
-    triples = [(p.relative_to(root).as_posix(), p, label)
-               for label, files in enumerate(classes.values()) for p in files]
+    triples = []
+    for label, files in enumerate(classes.values()):
+        triples += [(path.relative_to(root).as_posix(), path, label) for path in files]
     return triples, list(classes)
 
 
@@ -156,10 +153,11 @@ def held_out(root: Path, names: list[str], noun: str = "image") -> set[str]:
 
 def with_every_class(chosen: set[str], triples: list) -> set[str]:
     """`chosen`, and the name with the smallest hash of each class of two or more that has none in it."""
-    chosen, classes = set(chosen), {}
+    chosen = set(chosen)
+    by_label = {}
     for name, _, label in triples:
-        classes.setdefault(label, []).append(name)
-    for names in classes.values():
+        by_label.setdefault(label, []).append(name)
+    for names in by_label.values():
         if len(names) > 1 and not chosen.intersection(names):
             chosen.add(min(names, key=_hash))
     return chosen
@@ -170,19 +168,24 @@ def _hash(name):
 
 
 def check_extents(triples: list, images: list, masks: list):
-    """Refuses a mask of another size than its image."""
-    for (_, image, mask), one, other in zip(triples, images, masks, strict=True):
-        if (one.width, one.height) != (other.width, other.height):
-            raise Refused(f"mask {mask} is {other.width}x{other.height} but image {image} is "
-                          f"{one.width}x{one.height}: make them the same size")
+    """Refuses a mask of another size than its image. triples: (name, image, mask); images and masks: the Seen
+    of each.
+    """
+    for (_, path, mask_path), image, mask in zip(triples, images, masks, strict=True):
+        if (image.width, image.height) != (mask.width, mask.height):
+            raise Refused(
+                f"mask {mask_path} is {mask.width}x{mask.height} but image {path} is "
+                f"{image.width}x{image.height}: make them the same size"
+            )
 
 
 def mask_values(root: Path, values: list) -> np.ndarray:
     """The sorted distinct values of all masks, from those of each; a value's place is its class id."""
     values = np.unique(np.concatenate(values))
     if len(values) < 2:
-        only = f"the value {values[0]:g} alone"
-        raise Refused(f"{root / 'masks'} holds {only}: masks need background and a class")
+        raise Refused(
+            f"{root / 'masks'} holds the value {values[0]:g} alone: masks need background and a class"
+        )
     if len(values) > MAX_CLASSES:
         raise Refused(f"{root / 'masks'} holds {len(values)} values: save class ids, without antialiasing")
     return values
@@ -191,9 +194,7 @@ def mask_values(root: Path, values: list) -> np.ndarray:
 # ---- What a file holds -------------------------------------------------------------------------------------
 
 class Seen(NamedTuple):
-    """What one look at a file told. Size (bytes) and mtime (ns) say whether it has changed since then."""
-    size: int
-    mtime: int
+    """What one look at a file told."""
     mode: str
     width: int  # as displayed: upright by EXIF
     height: int
@@ -236,22 +237,24 @@ def _open(source, formats):
 
 def _look(path, is_mask):
     """Seen of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
+    formats = MASK_FORMATS if is_mask else IMAGE_FORMATS
+    values = None
     with reading(path, "a mask" if is_mask else "an image"):
-        about = path.stat()  # before the content: a file that changes meanwhile is read again
         content = io.BytesIO(path.read_bytes())
-        with _open(content, MASK_FORMATS if is_mask else IMAGE_FORMATS) as image:
+        with _open(content, formats) as image:
             mode = image.mode
             image.verify()  # the checksums of a PNG, which decoding passes over
         if is_mask:
             ids = decode_mask(path, content)
-            (height, width), values = ids.shape, np.unique(ids).tolist()
+            height, width = ids.shape
+            values = np.unique(ids).tolist()
         else:
-            with _open(content, IMAGE_FORMATS) as image:
-                (width, height), values = ImageOps.exif_transpose(image).size, None
+            with _open(content, formats) as image:
+                width, height = ImageOps.exif_transpose(image).size
     if not is_mask and mode in ("I", "F"):
         raise Refused(f"{path} has 32-bit pixels, whose range is unknown: save it with 8 or 16 bits")
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
-    return Seen(about.st_size, about.st_mtime_ns, mode, width, height, digest, values)
+    return Seen(mode, width, height, digest, values)
 
 
 # ---- Volumes -----------------------------------------------------------------------------------------------
@@ -259,6 +262,7 @@ def _look(path, is_mask):
 def decode_volume(path: Path) -> np.ndarray:
     """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine)."""
     import nibabel
+
     # it tells of what it can't read in lines of its own, and raises an error as well
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
     with reading(path, "a NIfTI volume"):
@@ -287,67 +291,22 @@ def sha256(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# ---- The index: what earlier starts have seen --------------------------------------------------------------
+# ---- All files ---------------------------------------------------------------------------------------------
 
-def survey(root: Path, images: list[Path], masks: list[Path], index: str | Path | None) -> tuple[list, list]:
-    """[Seen] of the images and [Seen] of the masks, all of them files under `root`.
-
-    `index` is a folder that holds one JSON file a root; None reads every file. Several processes may survey a
-    root at once. Each writes a whole index, and the last one stays. Raises Refused for the first file that is
-    damaged, after the index holds the others.
-    """
-    file = None if index is None else _index_file(Path(index), root)
-    known = {} if file is None else _read_index(file)
-
+def survey(images: list[Path], masks: list[Path]) -> tuple[list, list]:
+    """[Seen] of the images and [Seen] of the masks. Raises Refused for the first file that is damaged."""
     def see(path, is_mask):
         try:
-            about, seen = path.stat(), known.get(path.relative_to(root).as_posix())
-            same = seen and (seen.size, seen.mtime) == (about.st_size, about.st_mtime_ns)
-            return seen if same and is_mask == (seen.values is not None) else _look(path, is_mask)
+            return _look(path, is_mask)
         except Refused as error:
             return error
         except OSError as error:
             return Refused(f"cannot read {path} ({error.strerror}): replace or remove it")
 
-    paths = [*images, *masks]
     with ThreadPoolExecutor() as pool:  # a folder on a network disk is mostly waiting
-        found = list(pool.map(see, paths, [False] * len(images) + [True] * len(masks)))
-    if file is not None:
-        _write_index(file, known, root, paths, found)
-    for seen in found:
-        if isinstance(seen, Refused):
-            raise seen
-    return found[:len(images)], found[len(images):]
-
-
-def _index_file(index, root):
-    where = hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16]
-    return index / f"{re.sub(r'[^A-Za-z0-9]+', '_', root.name)[-60:]}-{where}.json"
-
-
-def _digest(files):
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _read_index(file):
-    """{name: Seen}; empty when there is no index, or one that is damaged or of another format."""
-    try:
-        content = json.loads(file.read_bytes())
-        if content["format"] != INDEX_FORMAT or content["sha256"] != _digest(content["files"]):
-            return {}
-        return {name: Seen(*row) for name, row in content["files"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return {}
-
-
-def _write_index(file, known, root, paths, found):
-    before = time.time_ns() - SETTLED
-    files = {path.relative_to(root).as_posix(): seen for path, seen in zip(paths, found, strict=True)
-             if isinstance(seen, Seen) and seen.mtime < before}
-    if files == known:
-        return
-    facts = {"format": INDEX_FORMAT, "root": str(root), "sha256": _digest(files), "files": files}
-    try:
-        write_atomically(file, lambda target: target.write(json.dumps(facts).encode()))
-    except (Refused, OSError):
-        pass  # it only saves time: without one the next start reads the files again
+        seen = list(pool.map(lambda path: see(path, False), images))
+        seen_masks = list(pool.map(lambda path: see(path, True), masks))
+    for found in [*seen, *seen_masks]:
+        if isinstance(found, Refused):
+            raise found
+    return seen, seen_masks

@@ -7,26 +7,7 @@ parameters.
     python train.py --task language --finetune runs/NAME --data text:OTHER    go on with another text
     python train.py --sample runs/NAME --prompt "In the beginning" --top_k 3  continue a prompt
 
-A token is a byte: the vocabulary has 256 entries, and no tokeniser is needed. The loss is cross-entropy in
-nats a byte; bits a byte are that over ln 2.
-
-BDH (Dragon Hatchling, arXiv 2509.26507) shares one set of matrices among all its layers. Its activations are
-positive and sparse, and its linear attention has no softmax. Its products go through `fp8.Scaling`, one a
-call site, so --fp8 reaches bare parameters. The phases of its rotary positions are fp32 in every recipe: at
-position 512 a phase has made 81 turns, where neighbouring bf16 numbers lie half a turn apart.
-
-text.txt is the book of Genesis in the King James Version, public domain: 196,818 bytes, SHA-256
-e7b72bfd25d395f5... The whole text comes with Debian's package bible-kjv (here 4.38), 4,137,850 bytes:
-
-    apt-get install bible-kjv && bible -f gen1:1-rev22:21 | cut -d' ' -f2- > kjv.txt
-    SHA-256 b5c4940bcfeee072c0935b5200d0f9d88a00a0199cb0961d16133458fcdfae5d
-
-The same with gen1:1-50:26 gives text.txt. Another text to go on with (--finetune RUN --data text:perldoc.txt)
-are the manual pages of Perl, Debian's perl-doc (here 5.36.0-7+deb12u4), 8,774,928 bytes:
-
-    apt-get download perl-doc && dpkg -x perl-doc_*.deb x && LC_ALL=C
-    cat x/usr/share/perl/5.36.0/pod/perl*.pod > perldoc.txt
-    SHA-256 6ffd305190cf43f54049046a6c306e67e522e777d6650c029c5f56c9722e0feb
+A token is a byte, one of 256. docs/texts.md says where text.txt, the book of Genesis, comes from.
 """
 
 import hashlib
@@ -63,7 +44,8 @@ class Windows(torch.utils.data.Dataset):
     """
 
     def __init__(self, text, block, most):
-        self.text, self.block = text, block
+        self.text = text
+        self.block = block
         starts = max(0, len(text) - block)
         self.stride = max(1, math.ceil(starts / most))
         self.count = math.ceil(starts / self.stride)
@@ -87,30 +69,38 @@ class Text:
         content = _content(path)
         held = len(content) // 10
         if held <= block:
-            need = f"its last tenth, which is held out, must be longer than a block of {block}"
-            wanted = f"give {10 * (block + 1)} bytes or more, or a smaller --block"
-            raise Refused(f"--data text:{path} has {len(content)} bytes, and {need}: {wanted}")
-        text, cut = torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content) - held
-        self.name, self.bytes = f"text-{Path(path).stem}", len(content)
+            raise Refused(
+                f"--data text:{path} has {len(content)} bytes, and its last tenth, which is held out, must "
+                f"be longer than a block of {block}: give {10 * (block + 1)} bytes or more, or a smaller "
+                "--block"
+            )
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        cut = len(content) - held
+        self.name = f"text-{Path(path).stem}"
+        self.bytes = len(content)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
-        self.train, self.heldout = Windows(text[:cut], block, WINDOWS), Windows(text[cut:], block, HELDOUT)
+        self.train = Windows(text[:cut], block, WINDOWS)
+        self.heldout = Windows(text[cut:], block, HELDOUT)
 
     def __str__(self):
         return f"{self.name}: {self.bytes:,} bytes, the last tenth held out; SHA-256 {self.fingerprint}..."
 
 
 def _content(path):
-    wanted = "give the path of a text file"
+    """The bytes of a file. Raises Refused."""
+    remedy = "give the path of a text file"
     try:
         path = Path(path).expanduser()
-        # of what is no file a pipe or a device may have no end
-        content = path.read_bytes() if path.is_file() or not path.exists() else None
+        if path.is_dir():
+            raise Refused(f"--data text:{path} is a folder: {remedy}")
+        if path.exists() and not path.is_file():  # a pipe or a device may have no end
+            raise Refused(f"--data text:{path} is no file: {remedy}")
+        return path.read_bytes()
+    except Refused:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Refused(f"--data text:{path}: {reason}; {wanted}") from None
-    if content is None:
-        raise Refused(f"--data text:{path} is {'a folder' if path.is_dir() else 'no file'}: {wanted}")
-    return content
+        raise Refused(f"--data text:{path}: {reason}; {remedy}") from None
 
 
 # ---- GPT ---------------------------------------------------------------------------------------------------
@@ -127,9 +117,12 @@ class Layer(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.norm1 = nn.RMSNorm(width)
+        self.norm2 = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -153,10 +146,12 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
         self.lm_head.weight = self.embed.weight
         for name, p in self.named_parameters():
-            if p.dim() > 1:
-                # 2 depth layers add to the residual stream: each adds the less
-                adds = name.endswith(("proj.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if adds else 0.02)
+            if p.dim() < 2:
+                continue
+            std = 0.02
+            if name.endswith(("proj.weight", "down.weight")):
+                std /= math.sqrt(2 * depth)  # 2 depth layers add to the residual stream: each adds the less
+            nn.init.normal_(p, std=std)
 
     def forward(self, ids):
         x = self.embed(ids) + self.position_embed(torch.arange(ids.shape[1], device=ids.device))
@@ -181,6 +176,9 @@ THETA = 2.0**16
 def rotary(length, width, device):
     """(cos, sin) of rotary positions, fp32 [length, width]. Values 2i and 2i + 1 share the frequency of
     theta^(-2i / width) radians a position; whole turns are taken off in fp32 before the cosine.
+
+    fp32 in every recipe: at position 512 a phase has made 81 turns, where neighbouring bf16 numbers lie half
+    a turn apart.
     """
     pair = torch.arange(width, device=device, dtype=torch.float32).div(2, rounding_mode="floor") * 2
     frequency = THETA ** -(pair / width) / (2 * math.pi)  # turns a position
@@ -201,12 +199,12 @@ def norm(x):
 
 
 class Hatchling(nn.Module):
-    """One layer of BDH. It owns no weights, but a scale for each of its three FP8 products: the layers share
-    the matrices, and not the values that meet them.
+    """One layer of BDH: x [B, 1, T, D] -> norm(x + norm((xs relu(y Ev)) D)), of the same shape.
 
-    x [B, 1, T, D], what comes of it alike: xs = relu(x E), sparse and positive, [B, H, T, N]; y = the norm of
-    what linear attention reads at the positions before, keys and queries both xs turned by position;
-    norm(x + norm((xs relu(y Ev)) D)).
+    xs = relu(x E) [B, H, T, N] is sparse and positive; y is the norm of what linear attention, without a
+    softmax, reads at the positions before, keys and queries both xs turned by position. A layer owns no
+    weights, but a scale for each of its three FP8 products: the layers share the matrices, and not the values
+    that meet them.
     """
 
     def __init__(self, dropout):
@@ -225,8 +223,8 @@ class Hatchling(nn.Module):
 
 
 class BDH(nn.Module):
-    """ids int64 [B, T] -> logits [B, T, 256]. All layers share the matrices E [H, D, N], Ev [H, D, N] and
-    D [H N, D], of H heads with N = m D / H neurons each.
+    """Dragon Hatchling (arXiv 2509.26507): ids int64 [B, T] -> logits [B, T, 256]. All layers share the
+    matrices E [H, D, N], Ev [H, D, N] and D [H N, D], of H heads with N = m D / H neurons each.
     """
 
     def __init__(self, layers, width, heads, factor, dropout=0.1):
@@ -285,7 +283,7 @@ class Language(Task):
             raise Refused(f"--image_size {config.image_size}: a text has no images; drop it")
 
     @classmethod
-    def load(cls, config, index=None):
+    def load(cls, config):
         kind, colon, path = (config.data or cls.implied["data"]).partition(":")
         if kind != "text" or (colon and not path):
             raise Refused(f"--data {config.data}: a language net reads text; write --data text:FILE")
@@ -328,23 +326,33 @@ class Language(Task):
         return "\n".join(scores["text"])
 
     def preview(self, model, rng):
-        return {"text": drawn(self.write(model, rng, self._prompt()))}
+        return {"text": text_picture(self.write(model, rng, self._prompt()))}
 
     @torch.no_grad()
     def evaluate(self, model, rng):
         """(scores, pictures): nats and bits a byte of the held-out text, the share of its bytes guessed, and
         a text, as [text] among the scores and as a picture.
         """
-        heldout, total, right, count = self.data.heldout, 0.0, 0, 0
+        heldout = self.data.heldout
+        everything = list(range(len(heldout)))
+        total = 0.0  # nats
+        right = 0
+        count = 0
         for start in range(0, len(heldout), SCORED):
-            ids, targets = heldout[list(range(start, min(start + SCORED, len(heldout))))]
+            ids, targets = heldout[everything[start : start + SCORED]]
             logits = model(ids.to(rng.device)).float().cpu()  # [B, T, 256]
             total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
             right += (logits.argmax(-1) == targets).sum().item()
             count += targets.numel()
-        text, nats = self.write(model, rng, self._prompt()), total / count
-        scores = {"nats_a_byte": nats, "bits_a_byte": nats / math.log(2), "accuracy": right / count}
-        return {**scores, "text": [text]}, {"text": drawn(text)}
+        text = self.write(model, rng, self._prompt())
+        nats = total / count
+        scores = {
+            "nats_a_byte": nats,
+            "bits_a_byte": nats / math.log(2),
+            "accuracy": right / count,
+            "text": [text],
+        }
+        return scores, {"text": text_picture(text)}
 
     # -- what it writes
 
@@ -356,10 +364,12 @@ class Language(Task):
     @torch.no_grad()
     def write(self, model, rng, prompt):
         """The text of `prompt`, bytes, and --length more; the net reads the last --block of them."""
-        c, ids = self.config, torch.tensor([list(prompt)], device=rng.device)  # [1, T]
+        c = self.config
+        ids = torch.tensor([list(prompt)], device=rng.device)  # [1, T]
         for _ in range(c.length):
             logits = model(ids[:, -c.block :])[:, -1].float()  # [1, 256]
-            ids = torch.cat([ids, choose(logits, c.temperature, c.top_k, rng)[:, None]], dim=1)
+            byte = choose(logits, c.temperature, c.top_k, rng)
+            ids = torch.cat([ids, byte[:, None]], dim=1)
         return bytes(ids[0].tolist()).decode("utf-8", "replace")
 
 
@@ -377,19 +387,25 @@ def choose(logits, temperature, top_k, rng):
     if temperature == 0:
         return byte[:, 0]
     reached = ((top - top[:, :1]) / temperature).softmax(1).cumsum(1)  # [B, k], up to 1
-    drawn = (reached < rng.uniform(len(top))[:, None]).sum(1)
-    return byte.gather(1, drawn.clamp(max=top.shape[1] - 1)[:, None])[:, 0]
+    u = rng.uniform(len(top))[:, None]
+    place = (reached < u).sum(1).clamp(max=top.shape[1] - 1)
+    return byte.gather(1, place[:, None])[:, 0]
 
 
-def drawn(text, columns=72, size=14):
+def text_picture(text, columns=72, size=14):
     """The first lines of a text as a picture [3, H, W] in [0, 1], black on white."""
     import numpy as np
     from PIL import Image, ImageDraw, ImageFont
 
-    shown = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
-    lines = [part for line in shown.split("\n") for part in textwrap.wrap(line, columns) or [""]][:LINES]
-    page, font = "\n".join(lines), ImageFont.load_default(size)
-    _, _, right, bottom = ImageDraw.Draw(Image.new("RGB", (1, 1))).textbbox((8, 8), page, font, spacing=5)
-    image = Image.new("RGB", (int(right) + 8, int(bottom) + 8), "white")
-    ImageDraw.Draw(image).text((8, 8), page, fill="black", font=font, spacing=5)
+    lines = []
+    for line in text.split("\n"):
+        shown = "".join(char if char.isprintable() else "\ufffd" for char in line)
+        lines += textwrap.wrap(shown, columns) or [""]
+    page = "\n".join(lines[:LINES])
+    font = ImageFont.load_default(size)
+    margin = 8
+    measuring = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    _, _, right, bottom = measuring.textbbox((margin, margin), page, font, spacing=5)
+    image = Image.new("RGB", (int(right) + margin, int(bottom) + margin), "white")
+    ImageDraw.Draw(image).text((margin, margin), page, fill="black", font=font, spacing=5)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255  # [H, W, 3] -> [3, H, W]

@@ -5,18 +5,12 @@
     python train.py --vae runs/vae --latent_scale 1      the latents as they are
 
 A space says what shape the net sees (`shape`, of one example), turns images into clean values to be noised
-(`draw`, `mean`) and values back into images (`decode`). `Pixels` does nothing. `Latents` (arXiv 2112.10752)
-draws z = mean + std * noise for each image anew at every step, and multiplies it by the latent scale: 1 / std
-of the training latents, measured at the first start, so that noise N(0, 1) and latents have one size. The
-paper does the same (its appendix G); 0.18215 is what its authors found for their own VAE.
-
-What a run goes by is settled before it starts and written into its flags: `latent_scale`, and `vae_weights`,
-a hash. So a resumed run and --sample read the same numbers, and another VAE at the same path is refused.
-The VAE's folder may move: --vae may be given anew to both.
+(`draw`, `mean`) and values back into images (`decode`). `latent_scale` and `vae_weights`, a hash, are settled
+before a run starts and written into its flags, so that --sample reads the same numbers and another VAE at the
+same path is refused. The VAE's folder may move: --vae may be given anew.
 """
 
 import math
-from pathlib import Path
 
 import torch
 
@@ -25,11 +19,12 @@ from harness.checkpoints import read as read_checkpoint
 from harness.flags import Flag, positive
 from lowprec.errors import Refused
 from tasks import metrics
-from tasks.data import CACHE_BYTES, Tensors
-from tasks.vae import ENCODED, Frozen, Ranges, autoencoder_kl, factor_of, half_site, judge_halves, snr, spread
+from tasks.autoencoder import autoencoder_kl, factor_of
+from tasks.image_sets import CACHE_BYTES, Tensors
+from tasks.vae_halves import ENCODED, Frozen, Ranges, half_site, judge_halves, latent_std, snr
 
 MEASURED = 1000  # training images, at most, that the latent scale is taken from
-DIGITS = 16  # of a hash
+HASH_DIGITS = 16
 
 FLAGS = (
     Flag(
@@ -93,10 +88,12 @@ def settle(task, table, given):
     if not given.get("vae"):
         return {}
     vae = TrainedVAE(given["vae"])
-    shared = {name: given.get(name) or vae.flags[name] for name in ("data", "image_size")}
+    shared = {
+        "data": given.get("data") or vae.flags["data"],
+        "image_size": given.get("image_size") or vae.flags["image_size"],
+    }
     config = table.typed({**task.own_defaults(), **given, **shared})
-    remembered = Path(config.runs) / "indexes"
-    data = task.load(config, remembered if remembered.is_dir() else None)
+    data = task.load(config)
     vae.check(data, config.vae_weights)
     scale = config.latent_scale or vae.scale(data)
     return {**shared, "latent_scale": scale, "vae_weights": config.vae_weights or vae.fingerprint}
@@ -109,7 +106,8 @@ class TrainedVAE:
     """The averaged weights of a run of --task vae, read from its checkpoint or folder. Raises Refused."""
 
     def __init__(self, path):
-        self.path, checkpoint = path, read_checkpoint(path)
+        self.path = path
+        checkpoint = read_checkpoint(path)
         self.flags = checkpoint["config"]
         if self.flags.get("task") != "vae":
             raise Refused(
@@ -117,10 +115,11 @@ class TrainedVAE:
             )
         if self.flags.get("sparse24") == "srste":
             raise Refused(f"--vae {path} reads two of four weights (--sparse24 srste): train one without")
-        average = checkpoint["precision"]["averages"]["ema"]["shadow"]
-        names = [name for name in average if name.startswith("vae.")]
-        self.weights = {name.removeprefix("vae."): average[name] for name in names}
-        self.fingerprint = fingerprint(self.weights)[:DIGITS]
+        self.weights = {}
+        for name, weight in checkpoint["precision"]["averages"]["ema"]["shadow"].items():
+            if name.startswith("vae."):
+                self.weights[name.removeprefix("vae.")] = weight
+        self.fingerprint = fingerprint(self.weights)[:HASH_DIGITS]
         try:
             self.image_size = int(checkpoint["precision"]["model"]["_extra_state"])
             self.channels = self.weights["encoder.blocks.0.conv.weight"].shape[1]
@@ -129,13 +128,15 @@ class TrainedVAE:
             wanted = {name: value.shape for name, value in net.state_dict().items()}
         except (KeyError, IndexError, TypeError, ValueError):
             wanted = None
-        if {name: value.shape for name, value in self.weights.items()} != wanted:
+        found = {name: value.shape for name, value in self.weights.items()}
+        if found != wanted:
             raise Refused(
                 f"--vae {path}: its weights don't fit the vae that its flags speak of: train it again"
             )
         if not all(bool(value.isfinite().all()) for value in self.weights.values()):
             raise Refused(f"--vae {path}: its weights are not finite: train it again")
-        self.latent_channels, self.side = net.latent_channels, self.image_size // factor_of(net)
+        self.latent_channels = net.latent_channels
+        self.side = self.image_size // factor_of(net)
 
     def build(self):
         """A new AutoencoderKL of its shape."""
@@ -167,7 +168,7 @@ class TrainedVAE:
         than the sample is worth and less than machines differ by.
         """
         mean, std = encoded(self.frozen("fp32"), metrics.subset(data.train, MEASURED)[0]).chunk(2, 1)
-        size = spread(mean, std)
+        size = latent_std(mean, std)
         if not (math.isfinite(size) and size > 0):
             raise Refused(f"--vae {self.path} gives latents of standard deviation {size}: train it again")
         return float(f"{1 / size:.5g}")
@@ -193,7 +194,8 @@ class Pixels:
     bounded = True  # in [-1, 1]: a sampler may clip what it thinks is clean
 
     def __init__(self, data):
-        self.channels, self.side = data.channels, data.image_size
+        self.channels = data.channels
+        self.side = data.image_size
         self.shape = self.channels, self.side, self.side
 
     def nets(self, builders):
@@ -225,7 +227,11 @@ class Pixels:
 
 
 class Latents:
-    """Scaled latents of a trained VAE, each half of it in the precision of its site.
+    """Scaled latents of a trained VAE (arXiv 2112.10752), each half of it in the precision of its site.
+
+    z = mean + std * noise is drawn for each image anew at every step, and multiplied by the latent scale: 1 /
+    std of the training latents, measured at the first start, so that noise N(0, 1) and latents have one size.
+    The paper does the same (its appendix G); 0.18215 is what its authors found for their own VAE.
 
     Encoded training images are kept in memory as mean and std [N, 2 c, h, w] where that is no more than
     CACHE_BYTES; `draw` takes such a batch as well as images.
@@ -234,11 +240,14 @@ class Latents:
     bounded = False
 
     def __init__(self, data, recipe, config):
-        self.data, self.vae = data, TrainedVAE(config.vae)
+        self.data = data
+        self.vae = TrainedVAE(config.vae)
         self.vae.check(data, config.vae_weights)
-        self.channels, self.side = self.vae.latent_channels, self.vae.side
+        self.channels = self.vae.latent_channels
+        self.side = self.vae.side
         self.shape = self.channels, self.side, self.side
-        self.encoder, self.decoder = (self.vae.frozen(recipe[site]) for site in SITES)
+        self.encoder = self.vae.frozen(recipe["vae_encode"])
+        self.decoder = self.vae.frozen(recipe["vae_decode"])
         self.scale = config.latent_scale or self.vae.scale(data)
 
     def nets(self, builders):
@@ -255,14 +264,16 @@ class Latents:
         return {name: in_latents(build) for name, build in builders.items()}
 
     def train_set(self, part, device):
+        """The latents of `part` as tensors, or its images where their latents are too many to keep."""
         values = 2 * self.channels * self.side**2 * len(part)
         if 4 * values > CACHE_BYTES:
             return part
         packed, labels = [], []
         for start in range(0, len(part), ENCODED):
-            images, its = part[list(range(start, min(start + ENCODED, len(part))))]
+            end = min(start + ENCODED, len(part))
+            images, their_labels = part[list(range(start, end))]
             packed.append(encoded(self.encoder, images.to(device)))
-            labels.append(its)
+            labels.append(their_labels)
         return Tensors(torch.cat(packed), torch.cat(labels), self.side)
 
     def draw(self, images, rng):

@@ -4,13 +4,7 @@ Generated images are compared with held-out real ones in the features of one sma
 distance, KID, label accuracy) and on their pixels (sliced Wasserstein, mean, std, range). A figure means
 little alone: reference_scores gives the floor (real training images in place of samples) and the ceiling
 (Gaussian noise). Masks get Dice and IoU per class. Nothing is hidden: one NaN or infinite pixel makes every
-distance infinite.
-
-    python -c "import data, metrics; d = data.load('digits'); held = metrics.subset(d.heldout)[0]; \\
-               net = metrics.yardstick(d, 'runs/feature_nets'); \\
-               print(metrics.reference_scores(net, *metrics.subset(d.train), held))"
-
-Costs about a second for 1,300 digits on one CPU core. Images are float [N, C, H, W] in [-1, 1] throughout.
+distance infinite. Images are float [N, C, H, W] in [-1, 1] throughout.
 """
 import math
 import re
@@ -79,13 +73,20 @@ def yardstick(data, folder: str | Path, seed: int = 0, steps: int = 1000) -> Fea
     return net
 
 
+def device_of_scores(device) -> torch.device:
+    """Where the yardstick lies for a run on `device`: on its GPU, or on the CPU."""
+    device = torch.device(device)
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
 # ---- Distances ---------------------------------------------------------------------------------------------
 
-def _pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def _flat(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     if a.shape[1:] != b.shape[1:] or min(len(a), len(b)) < 2:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ValueError(f"two or more of one shape needed on both sides, got {shapes}")
-    a, b = (x.detach().flatten(1).cpu().double() for x in (a, b))
+    a = a.detach().flatten(1).cpu().double()
+    b = b.detach().flatten(1).cpu().double()
     return a, b, bool(a.isfinite().all() and b.isfinite().all())
 
 
@@ -96,10 +97,11 @@ def frechet_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     eigen-decompositions (Heusel et al. 2017, arXiv 1706.08500, eq. 6); inf if any feature is not finite.
     Biased upwards, more so with fewer samples: compare figures of equal counts.
     """
-    a, b, finite = _pair(a, b)
+    a, b, finite = _flat(a, b)
     if not finite:
         return math.inf
-    cov_a, cov_b = (torch.atleast_2d(x.T.cov()) for x in (a, b))
+    cov_a = torch.atleast_2d(a.T.cov())
+    cov_b = torch.atleast_2d(b.T.cov())
     values, vectors = torch.linalg.eigh(cov_a)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     cross = torch.linalg.eigvalsh(root @ cov_b @ root).clamp(min=0).sqrt().sum()
@@ -113,15 +115,19 @@ def kid(a: torch.Tensor, b: torch.Tensor) -> float:
     inf if a feature is not finite. Around 0, often below, when the distributions are equal. Binkowski et al.
     2018, arXiv 1801.01401, but over all pairs in place of averaged subsets.
     """
-    a, b, finite = _pair(a, b)
+    a, b, finite = _flat(a, b)
     if not finite:
         return math.inf
 
-    def total(x, y):  # in slices of rows: all pairs of 10,000 images at once would take 800 MB
-        return sum((rows @ y.T / x.shape[1] + 1).pow(3).sum().item() for rows in x.split(1024))
+    def total(x, y):
+        """The sum of the kernel over all pairs of rows of x and y."""
+        slices = x.split(1024)  # all pairs of 10,000 images at once would take 800 MB
+        return sum((rows @ y.T / x.shape[1] + 1).pow(3).sum().item() for rows in slices)
 
     def within(x):
-        return (total(x, x) - (x.square().mean(1) + 1).pow(3).sum().item()) / (len(x) * (len(x) - 1))
+        """The mean of the kernel over pairs of different rows."""
+        with_themselves = (x.square().mean(1) + 1).pow(3).sum().item()
+        return (total(x, x) - with_themselves) / (len(x) * (len(x) - 1))
 
     return within(a) + within(b) - 2 * total(a, b) / (len(a) * len(b))
 
@@ -133,12 +139,13 @@ def sliced_wasserstein(a: torch.Tensor, b: torch.Tensor, seed: int = 0, projecti
     image has values, at most `projections`. Unequal counts meet at interpolated quantiles. Bonneel et al.
     2015, doi 10.1007/s10851-014-0506-3.
     """
-    a, b, finite = _pair(a, b)
+    a, b, finite = _flat(a, b)
     if not finite:
         return math.inf
     draw = torch.Generator().manual_seed(seed)
     directions = torch.randn(a.shape[1], min(a.shape[1], projections), generator=draw, dtype=torch.float64)
-    directions, count = torch.linalg.qr(directions).Q, max(len(a), len(b))
+    directions = torch.linalg.qr(directions).Q
+    count = max(len(a), len(b))
 
     def quantiles(x):  # [N, D] -> [count, directions], at the levels (i + 1/2) / count
         x = (x @ directions).sort(0).values
@@ -153,8 +160,13 @@ def sliced_wasserstein(a: torch.Tensor, b: torch.Tensor, seed: int = 0, projecti
 def pixel_stats(images: torch.Tensor) -> dict[str, float]:
     """min, max, mean, std of all values, and `outside`: the share not in [-1, 1], to which NaN counts."""
     x = images.detach().cpu().double()
-    return {"min": x.min().item(), "max": x.max().item(), "mean": x.mean().item(),
-            "std": x.std(correction=0).item(), "outside": 1 - (x.abs() <= 1).double().mean().item()}
+    return {
+        "min": x.min().item(),
+        "max": x.max().item(),
+        "mean": x.mean().item(),
+        "std": x.std(correction=0).item(),
+        "outside": 1 - (x.abs() <= 1).double().mean().item(),
+    }
 
 
 @torch.no_grad()
@@ -171,14 +183,22 @@ def generation_scores(net: FeatureNet, samples: torch.Tensor, labels: torch.Tens
     """
     images = samples.detach().float()
     images = images.clamp(-1, 1).masked_fill(~images.isfinite(), math.nan)
-    features, real, accuracy = net.features_of(images), net.features_of(heldout_images), None
+    features = net.features_of(images)
+    real = net.features_of(heldout_images)
+    accuracy = None
     if labels is not None and net.supervised:
         logits = net.classify(features)
         right = (logits.argmax(1) == labels.to(logits.device)) & logits.isfinite().all(1)
         accuracy = right.double().mean().item()
-    return {"frechet": frechet_distance(features, real), "kid": kid(features, real),
-            "label_accuracy": accuracy, "sliced_wasserstein": sliced_wasserstein(images, heldout_images),
-            **{f"pixel_{name}": value for name, value in pixel_stats(samples).items()}}
+    scores = {
+        "frechet": frechet_distance(features, real),
+        "kid": kid(features, real),
+        "label_accuracy": accuracy,
+        "sliced_wasserstein": sliced_wasserstein(images, heldout_images),
+    }
+    for name, value in pixel_stats(samples).items():
+        scores[f"pixel_{name}"] = value
+    return scores
 
 
 def reference_scores(net: FeatureNet, train_images: torch.Tensor, train_labels: torch.Tensor | None,
@@ -198,8 +218,10 @@ def reference_scores(net: FeatureNet, train_images: torch.Tensor, train_labels: 
         chosen = _as_often(chosen, train_labels, wanted)
     labels = None if train_labels is None else train_labels[chosen]
     noise = torch.randn(len(chosen), *train_images.shape[1:], generator=draw)
-    return {"floor": generation_scores(net, train_images[chosen], labels, heldout_images),
-            "ceiling": generation_scores(net, noise, labels, heldout_images)}
+    return {
+        "floor": generation_scores(net, train_images[chosen], labels, heldout_images),
+        "ceiling": generation_scores(net, noise, labels, heldout_images),
+    }
 
 
 def _as_often(order: torch.Tensor, labels: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
@@ -233,11 +255,14 @@ def confusion(predicted: torch.Tensor, masks: torch.Tensor, num_classes: int) ->
     if predicted.ndim == masks.ndim + 1:
         predicted = predicted.argmax(1).masked_fill(~predicted.isfinite().all(1), num_classes)
     elif predicted.is_floating_point() or ((predicted < 0) | (predicted >= num_classes)).any():
-        logits = f"logits [N, {num_classes}, H, W]"
-        raise ValueError(f"predictions are neither {logits} nor classes below {num_classes}")
+        raise ValueError(
+            f"predictions are neither logits [N, {num_classes}, H, W] nor classes below {num_classes}"
+        )
     if predicted.shape != masks.shape or ((masks < 0) | (masks >= num_classes)).any():
-        shapes = f"masks {tuple(masks.shape)} and predictions {tuple(predicted.shape)}"
-        raise ValueError(f"{shapes} do not fit, or a mask holds a class outside 0 to {num_classes - 1}")
+        raise ValueError(
+            f"masks {tuple(masks.shape)} and predictions {tuple(predicted.shape)} do not fit, or a mask "
+            f"holds a class outside 0 to {num_classes - 1}"
+        )
     cells = masks.long().flatten() * (num_classes + 1) + predicted.long().flatten()
     counts = cells.bincount(minlength=num_classes * (num_classes + 1))
     return counts.reshape(num_classes, num_classes + 1).cpu()
@@ -249,7 +274,14 @@ def dice_and_iou(counts: torch.Tensor) -> dict:
     The background comes first. Of all pixels pooled, not averaged over images. A class neither in the masks
     nor predicted is nan and left out of the means; one that is predicted but not there is 0 and counts.
     """
-    hits, truth, predicted = counts.diagonal().double(), counts.sum(1), counts[:, :-1].sum(0)
-    dice, iou = 2 * hits / (truth + predicted), hits / (truth + predicted - hits)
-    return {"dice": dice.tolist(), "iou": iou.tolist(),
-            "mean_dice": dice[1:].nanmean().item(), "mean_iou": iou[1:].nanmean().item()}
+    hits = counts.diagonal().double()
+    truth = counts.sum(1)
+    predicted = counts[:, :-1].sum(0)
+    dice = 2 * hits / (truth + predicted)
+    iou = hits / (truth + predicted - hits)
+    return {
+        "dice": dice.tolist(),
+        "iou": iou.tolist(),
+        "mean_dice": dice[1:].nanmean().item(),
+        "mean_iou": iou[1:].nanmean().item(),
+    }

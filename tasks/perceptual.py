@@ -3,11 +3,9 @@
     python train.py --perceptual 0.1                       beside the squared error of rflow and ddpm
     python train.py --perceptual 0.1 --set perceptual=bf16 through a feature net cast to bf16
 
-After arXiv 1801.03924 (LPIPS, equation 1) without its learnt weights: the channels of each layer are brought
-to unit length at every position, squared differences are summed over channels and averaged over positions,
-and the layers are summed. The net is the small classifier that scores are taken in (feature_net.py): no
-weights from elsewhere are needed. A score in the features that a run was trained on flatters that run, so
-runs with this term are compared with one another, or by sliced_wasserstein, which sees pixels alone.
+The net is the one that scores are taken in (feature_net.py). A score in the features that a run was trained
+on flatters that run: compare runs with this term with one another, or by sliced_wasserstein, which sees
+pixels alone.
 """
 
 import copy
@@ -58,18 +56,24 @@ class Perceptual(nn.Module):
 
     net: a FeatureNet, which is copied; the copy is frozen. dtype: what weights, activations and distances are
     held in. Gradients flow to both images, never to the net. It is 0 for equal images, and at most 4 a layer.
+
+    After arXiv 1801.03924 (LPIPS, equation 1) without its learnt weights: the channels of each layer are
+    brought to unit length at every position, squared differences are summed over channels and averaged over
+    positions, and the layers are summed.
     """
 
     def __init__(self, net: FeatureNet, dtype=torch.float32):
         super().__init__()
-        self.resize, self.dtype = net.resize, dtype
+        self.resize = net.resize
+        self.dtype = dtype
         body = copy.deepcopy(net.body).to(dtype).eval().requires_grad_(False)
         last = max(i for i, layer in enumerate(body) if isinstance(layer, nn.SiLU))
         self.layers = body[: last + 1]  # the pooled features behind them have no positions
 
     def features(self, images):
         """[[B, channels, h, w] of unit length over channels] of each activation, in self.dtype."""
-        x, found = self.resize(images).to(self.dtype), []
+        x = self.resize(images).to(self.dtype)
+        found = []
         for layer in self.layers:
             x = layer(x)
             if isinstance(layer, nn.SiLU):
@@ -79,6 +83,7 @@ class Perceptual(nn.Module):
 
     def forward(self, a, b):
         with exact_math(), torch.autocast(a.device.type, enabled=False):
-            pairs = zip(self.features(a), self.features(b), strict=True)
-            distances = [(x - y).square().sum(1).mean((1, 2)) for x, y in pairs]  # layers x [B]
+            distances = []  # layers x [B]
+            for x, y in zip(self.features(a), self.features(b), strict=True):
+                distances.append((x - y).square().sum(1).mean((1, 2)))
             return torch.stack(distances).sum(0).float()

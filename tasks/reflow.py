@@ -4,17 +4,8 @@ learns straight paths.
     python train.py --name teacher
     python train.py --task reflow --teacher runs/teacher --sample_steps 1
 
-A rectified flow trained on independent pairs of image and noise has curved paths: where two straight lines
-cross, it can only follow their mean. Few large steps leave such a path. Its own pairs, noise and the image
-that its ODE leads to, cross less. A second flow trained on them (2-rectified flow; in InstaFlow, arXiv
-2309.06380, the step that makes one-step generation of large images work) has nearly straight paths, and one
-step lands near their end. A student can be a teacher in turn.
-
-`--pairs` images are drawn once, in `--teacher_steps` steps. Half as many steps make about twice the error,
-which should stay far below the student's. They are drawn from the teacher's averaged weights in the
-teacher's own recipe and with its own guidance, each label equally often. They are kept in the run's folder
-with a hash of those weights, and a resumed run reads them there. The student starts from the same weights,
-in its own recipe. Once trained it needs neither pairs nor teacher.
+The pairs are drawn once and kept in the run's folder with a hash of the teacher's weights; a resumed run
+reads them there. Once trained the student needs neither pairs nor teacher, and can be a teacher in turn.
 """
 
 from pathlib import Path
@@ -27,11 +18,11 @@ from tqdm import tqdm
 from harness.files import write_atomically
 from harness.flags import Flag, natural
 from lowprec.errors import Refused
-from lowprec.recipes import check_machine
 from lowprec.rounding import Stream, stream
+from lowprec.rules import check_machine
 from precision import check_options
-from tasks.data import Tensors
-from tasks.diffusion import BINS
+from tasks.generation import BINS
+from tasks.image_sets import Tensors
 from tasks.students import TEACHER, TEACHER_STEPS, Student
 from tasks.task import Rng
 
@@ -51,6 +42,16 @@ def read_pairs(folder):
 class Reflow(Student):
     """Rectified flow whose noise comes with its image: a training batch is [B, 2 C, H, W], clean images and
     their noise.
+
+    A rectified flow trained on independent pairs of image and noise has curved paths: where two straight
+    lines cross, it can only follow their mean. Few large steps leave such a path. Its own pairs, noise and
+    the image that its ODE leads to, cross less. A second flow trained on them (2-rectified flow; in
+    InstaFlow, arXiv 2309.06380, the step that makes one-step generation of large images work) has nearly
+    straight paths, and one step lands near their end.
+
+    The teacher draws `--pairs` images in `--teacher_steps` steps, from its averaged weights, in its own
+    recipe and with its own guidance, each label equally often. Half as many steps make about twice the
+    error, which should stay far below the student's.
     """
 
     flags = (
@@ -115,19 +116,23 @@ class Reflow(Student):
 
     def _draw(self, run):
         """{"images", "noise", "labels"} of all pairs, on the CPU; each rank draws its share of the images."""
-        c, d = self.config, self.data
+        c = self.config
+        d = self.data
         rng = Rng(stream(c.seed, Stream.PAIRS))
         noise = rng.normal(c.pairs, d.channels, d.image_size, d.image_size)  # [pairs, C, H, W]
         labels = torch.arange(c.pairs) % max(1, d.num_classes)
         images = torch.zeros_like(noise, device=run.device)
         task, net = self.teacher.generator(d, run.device)
         rank, world = run.ranks.rank, run.ranks.world
-        options = dict(unit="pair", disable=rank > 0, dynamic_ncols=True, desc="the teacher's pairs")
-        with tqdm(total=c.pairs, **options) as bar:
+        bar = tqdm(
+            total=c.pairs, unit="pair", disable=rank > 0, dynamic_ncols=True, desc="the teacher's pairs"
+        )
+        with bar:
             for start in range(0, c.pairs, c.sample_batch)[rank::world]:
                 part = slice(start, start + c.sample_batch)
-                own = labels[part].to(run.device), noise[part].to(run.device)
-                images[part] = task.sample(net, *own, c.teacher_steps)
+                part_labels = labels[part].to(run.device)
+                part_noise = noise[part].to(run.device)
+                images[part] = task.sample(net, part_labels, part_noise, c.teacher_steps)
                 bar.update(min(len(images[part]) * world, c.pairs - bar.n))
         run.ranks.sum(images)  # each image is drawn by one rank and zero on the others: the sum is exact
         if not images.isfinite().all():
@@ -153,8 +158,11 @@ class Reflow(Student):
         """
         noise = rng.normal(*images.shape)
         own = self.sample(model, labels, noise, self.config.sample_steps)
-        times = [self.bin_timesteps((k + rng.uniform(len(own))) / BINS) for k in range(BINS)]
-        return [self.errors(model, own, labels, noise, t).float().mean().item() for t in times]
+        bins = []
+        for k in range(BINS):
+            t = self.bin_timesteps((k + rng.uniform(len(own))) / BINS)
+            bins.append(self.errors(model, own, labels, noise, t).float().mean().item())
+        return bins
 
 
 def _drawn_by(path):

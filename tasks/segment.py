@@ -1,4 +1,8 @@
-"""Segmentation: Dice and cross-entropy on a U-Net, scored by Dice and IoU of each class."""
+"""Segmentation: Dice and cross-entropy on a U-Net, scored by Dice and IoU of each class.
+
+    python train.py --task segment                           MONAI's discs in noise
+    python train.py --task segment --data folder:PATH        PATH/images and PATH/masks
+"""
 
 import torch
 
@@ -6,10 +10,15 @@ from lowprec.machine import without
 from tasks import metrics
 from tasks.task import Task, picture
 
+PICTURED = 8  # held-out images in a preview
+SCORED = 64  # images scored at once
+# one colour a class, in 0..255; a net of more classes begins again
 PALETTE = [[0, 0, 0], [230, 80, 60], [60, 160, 230], [240, 200, 60], [90, 200, 120], [180, 100, 220]]
 
 
 class Segment(Task):
+    """Images [B, C, H, W] and masks int64 [B, H, W] -> logits [B, classes, H, W]."""
+
     targets = "masks"
     implied = {"size": "tiny", "data": "synthetic"}
     watched = ("mean_iou", "higher")
@@ -34,12 +43,14 @@ class Segment(Task):
     @torch.no_grad()
     def validate(self, model, rng):
         """Held-out loss, and mean IoU and Dice of the foreground classes, over all held-out images."""
-        loss, scores = super().validate(model, rng), metrics.dice_and_iou(self._confusion(model, rng))
+        loss = super().validate(model, rng)
+        scores = metrics.dice_and_iou(self._confusion(model, rng))
         return {**loss, "mean_iou": scores["mean_iou"], "mean_dice": scores["mean_dice"]}
 
     def preview(self, model, rng):
         """Held-out images, below them their masks, below those the predictions."""
-        images, masks = self.data.heldout[list(range(min(8, len(self.data.heldout))))]
+        count = min(PICTURED, len(self.data.heldout))
+        images, masks = self.data.heldout[list(range(count))]
         with torch.no_grad():
             predicted = model(images.to(rng.device)).argmax(1).cpu()  # [B, classes, H, W] -> [B, H, W]
         grey = (images.mean(1, keepdim=True).repeat(1, 3, 1, 1) + 1) / 2
@@ -54,9 +65,12 @@ class Segment(Task):
         return metrics.dice_and_iou(self._confusion(model, rng)), self.preview(model, rng)
 
     def _confusion(self, model, rng):
-        counts, heldout = 0, self.data.heldout
-        for start in range(0, len(heldout), 64):
-            images, masks = heldout[list(range(start, min(start + 64, len(heldout))))]
+        """Pixel counts of all held-out images, see metrics.confusion."""
+        heldout = self.data.heldout
+        everything = list(range(len(heldout)))
+        counts = 0
+        for start in range(0, len(heldout), SCORED):
+            images, masks = heldout[everything[start : start + SCORED]]
             predicted = model(images.to(rng.device)).float().cpu()
             counts = counts + metrics.confusion(predicted, masks, self.data.num_classes)
         return counts

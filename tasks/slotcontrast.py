@@ -7,14 +7,6 @@ decodes each slot at each place, and a softmax over slots mixes what they say. A
 be most similar to itself in the next frame, among all slots of all clips of the batch:
 
     loss = mean (features - decoded)^2 + weight cross-entropy(cos(s_t, s_t+1) / 0.1, identity)
-
-The published frozen net is DINOv2, whose features tell objects of photographs apart. The one here is two
-convolutions with random weights, the same in every run: nothing has to be recognised in the sprites, and
-random features keep what tells them apart, colour and edges (distances survive a random projection). For
-photographs put a trained net in the place of `Features`.
-
-Slots begin from learnt vectors, one a slot: the second loss then tells apart the same slot of two clips. On
-several processes each contrasts the slots of its own clips.
 """
 
 from dataclasses import dataclass
@@ -57,6 +49,11 @@ SIZES = {
 class Features(nn.Module):
     """Frames [B, 3, H, W] -> features [B, N, channels], by random convolutions that are never trained. A
     norm without weights brings each place to mean 0 and variance 1.
+
+    The published frozen net is DINOv2, whose features tell objects of photographs apart. Here the weights are
+    random, the same in every run: nothing has to be recognised in the sprites, and random features keep what
+    tells them apart, colour and edges (distances survive a random projection). For photographs put a trained
+    net in the place of this one.
     """
 
     def __init__(self, channels, stride):
@@ -85,9 +82,12 @@ class MaskedMLP(nn.Module):
         self.numerics = numerics
         self.side = side
         self.position = nn.Linear(4, width)
-        sizes = [width, *[hidden] * layers]
-        pairs = [(nn.Linear(a, b), nn.ReLU()) for a, b in zip(sizes, sizes[1:], strict=False)]
-        self.mlp = nn.Sequential(*[layer for pair in pairs for layer in pair])
+        mlp = []
+        before = width
+        for _ in range(layers):
+            mlp += [nn.Linear(before, hidden), nn.ReLU()]
+            before = hidden
+        self.mlp = nn.Sequential(*mlp)
         self.final = nn.Linear(hidden, channels + 1)
 
     def forward(self, slots):
@@ -95,7 +95,8 @@ class MaskedMLP(nn.Module):
         position = self.position(into(self.position, places))  # [N, width]
         x = into(self.mlp, slots)[:, :, None] + into(self.mlp, position)  # [B, K, N, width]
         out = self.final(into(self.final, self.mlp(x)))
-        features, scores = out[..., :-1], out[..., -1]
+        features = out[..., :-1]
+        scores = out[..., -1]
         with as_is(scores):
             masks = scores.to(self.numerics.softmax).softmax(1)
         return (features * masks[..., None].to(features.dtype)).sum(1), masks
@@ -105,11 +106,15 @@ class SlotContrast(nn.Module):
     """forward: clips [B, T, 3, H, W] -> {"error" [B, T, N], the mean squared error of a place's features;
     "contrast" [T - 1, K B], cross-entropy of a slot with itself in the next frame; "masks" [B, T, K, h, w];
     "slots" [B, T, K, width]}.
+
+    Slots begin from learnt vectors, one a slot: the contrast then tells apart the same slot of two clips. On
+    several processes each contrasts the slots of its own clips. heat: the temperature of the contrast.
     """
 
     def __init__(self, size, slots, image_size, numerics, heat=0.1):
         super().__init__()
-        self.numerics, self.heat = numerics, heat
+        self.numerics = numerics
+        self.heat = heat
         self.features = Features(size.features, size.stride)
         self.place = Place(size.features)
         self.norm = nn.LayerNorm(size.features)

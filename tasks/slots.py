@@ -2,15 +2,12 @@
 
 Slot attention (arXiv 2006.15055) lets slots compete for the pixels of a frame: the softmax runs over slots.
 A recurrent encoder (arXiv 2205.14065) carries them from frame to frame: the slots that a predictor expects
-are where the attention of the next frame begins.
-
-Three tensors decide how much bf16 costs here, and each is a site of its own, fp32 by default in every recipe:
+are where the attention of the next frame begins. Three sites say in which dtype the net computes the tensors
+that bf16 harms most, whatever it computes the rest in; each is fp32 by default in every recipe:
 
     softmax      attention over slots, and its division by the sum over pixels, to which 1e-8 is added
     logits       scores over a vocabulary or over other slots, up to their log-softmax
     recurrent    the slots themselves, as they are updated and carried over the frames
-
-A site says in which dtype the net computes these tensors, whatever it computes the rest in.
 """
 
 import math
@@ -121,7 +118,9 @@ class Attention(nn.Module):
 
     def __init__(self, width, heads, dropout=0.0, causal=False):
         super().__init__()
-        self.heads, self.dropout, self.causal = heads, dropout, causal
+        self.heads = heads
+        self.dropout = dropout
+        self.causal = causal
         self.q = nn.Linear(width, width, bias=False)
         self.k = nn.Linear(width, width, bias=False)
         self.v = nn.Linear(width, width, bias=False)
@@ -129,7 +128,9 @@ class Attention(nn.Module):
 
     def forward(self, x, context=None):
         context = x if context is None else context
-        q, k, v = self.split(self.q(x)), self.split(self.k(context)), self.split(self.v(context))
+        q = self.split(self.q(x))
+        k = self.split(self.k(context))
+        v = self.split(self.v(context))
         dropout = self.dropout if self.training else 0.0
         x = attend(q, k, v, dropout_p=dropout, is_causal=self.causal)
         return self.proj(x.transpose(1, 2).flatten(2))
@@ -192,7 +193,8 @@ class SlotAttention(nn.Module):
 
     def __init__(self, width, numerics):
         super().__init__()
-        self.width, self.numerics = width, numerics
+        self.width = width
+        self.numerics = numerics
         self.norm_inputs = nn.LayerNorm(width)
         self.norm_slots = nn.LayerNorm(width)
         self.q = nn.Linear(width, width, bias=False)
@@ -204,7 +206,8 @@ class SlotAttention(nn.Module):
 
     def forward(self, inputs, slots, iterations):
         inputs = Block.normed(self.norm_inputs, inputs, self.k)
-        k, v = self.k(inputs) * self.width**-0.5, self.v(inputs)
+        k = self.k(inputs) * self.width**-0.5
+        v = self.v(inputs)
         for i in range(iterations):
             q = self.q(Block.normed(self.norm_slots, slots, self.q))
             attention, share = self.compete(k @ q.transpose(1, 2))
@@ -231,16 +234,20 @@ class Encoder(nn.Module):
 
     def __init__(self, width, heads, numerics, iterations=2, first=2):
         super().__init__()
-        self.numerics, self.iterations, self.first = numerics, iterations, first
+        self.numerics = numerics
+        self.iterations = iterations
+        self.first = first
         self.attend = SlotAttention(width, numerics)
         self.predictor = Block(width, heads)
 
     def forward(self, inputs, slots):
-        slots, found, attentions = slots.to(self.numerics.recurrent), [], []
+        slots = slots.to(self.numerics.recurrent)
+        found, attentions = [], []
         for t in range(inputs.shape[1]):
-            if t:
-                slots = self.predictor(slots)
-            slots, attention = self.attend(inputs[:, t], slots, self.iterations if t else self.first)
+            if t == 0:
+                slots, attention = self.attend(inputs[:, t], slots, self.first)
+            else:
+                slots, attention = self.attend(inputs[:, t], self.predictor(slots), self.iterations)
             found.append(slots)
             attentions.append(attention)
         return torch.stack(found, 1), torch.stack(attentions, 1)
@@ -249,7 +256,8 @@ class Encoder(nn.Module):
 def coordinates(side, device=None):
     """(x, y, 1 - x, 1 - y) of the places of a grid, fp32 [4, side, side] in [0, 1]."""
     line = torch.linspace(0, 1, side, device=device)
-    x, y = line.expand(side, side), line[:, None].expand(side, side)
+    x = line.expand(side, side)
+    y = line[:, None].expand(side, side)
     return torch.stack([x, y, 1 - x, 1 - y])
 
 
@@ -264,19 +272,22 @@ class Place(nn.Module):
         return x + self.conv(into(self.conv, coordinates(x.shape[-1], x.device)[None]))
 
 
-class Pixels(nn.Module):
+class FrameEncoder(nn.Module):
     """Frames [B, 3, H, W] -> inputs of slot attention [B, N, width], by four 5x5 convolutions, places, norm
     and MLP. stride: of the first.
     """
 
     def __init__(self, channels, width, stride):
         super().__init__()
-        layers, before = [], 3
-        for i in range(4):
-            layers.append(nn.Conv2d(before, channels, 5, stride if i == 0 else 1, 2))
-            layers.append(nn.ReLU())
-            before = channels
-        self.conv = nn.Sequential(*layers[:-1])
+        self.conv = nn.Sequential(
+            nn.Conv2d(3, channels, 5, stride, 2),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 5, 1, 2),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 5, 1, 2),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 5, 1, 2),
+        )
         start_evenly(self.conv)
         self.place = Place(channels)
         self.norm = nn.LayerNorm(channels)
@@ -302,11 +313,12 @@ class Slots(Video):
         """What the net gives on the run's clips with each site as it is, against the same with it in fp32."""
         clips = exam.some(exam.images)[0]
         for name in SITES:
-            view, exact = exam.net(loss="fp32"), exam.net(loss="fp32")
+            exact = exam.net(loss="fp32")
             setattr(exact.net.numerics, name, torch.float32)
-            own, full = (self.see(net, clips, exam.rng(1)) for net in (view, exact))
+            found = self.see(exam.net(loss="fp32"), clips, exam.rng(1))
+            wanted = self.see(exact, clips, exam.rng(1))
             parts = self.judged[name]
-            change = max(exam.relative(own[part], full[part]) for part in parts)
+            change = max(exam.relative(found[part], wanted[part]) for part in parts)
             text = f"{' and '.join(parts)} change by {_percent(change)} against this site in fp32"
             exam.judge(name, change, text, f"--set {name}=fp32")
 

@@ -2,17 +2,12 @@
 
     python train.py --task steve
 
-A discrete VAE (arXiv 2102.12092, as in arXiv 2110.11405) turns each 4x4 patch of a frame into one of
---vocab_size tokens, by a Gumbel-softmax (arXiv 1611.01144) whose temperature falls with the step. A recurrent
-slot encoder (slots.py) reads the frames, and a causal transformer predicts the tokens of a frame one after
-the other from its slots alone. Two losses train parts that share no weight, and each part has a learning rate
-of its own:
+A discrete VAE turns each 4x4 patch of a frame into one of --vocab_size tokens. A recurrent slot encoder
+(slots.py) reads the frames, and a causal transformer predicts the tokens of a frame one after the other from
+its slots alone. Two losses train parts that share no weight, each with a learning rate of its own:
 
     dVAE             sum over pixels (x - decoded soft tokens)^2, a mean over frames      --lr
     encoder, decoder sum over tokens of -log p(token | those before it, slots)            --lr / 3, --lr
-
-One draw of Gumbel noise serves the soft tokens and, by its largest entry, the hard ones: both have the law
-that they should. The noise reaches the net as whole numbers, which no recipe rounds.
 """
 
 import math
@@ -25,7 +20,18 @@ from torch import nn
 from harness.flags import Flag, natural, positive, several
 from lowprec.errors import Refused
 from lowprec.recipes import Site
-from tasks.slots import LIMITS, SITES, Block, Encoder, Numerics, Pixels, Slots, as_is, into, start_evenly
+from tasks.slots import (
+    LIMITS,
+    SITES,
+    Block,
+    Encoder,
+    FrameEncoder,
+    Numerics,
+    Slots,
+    as_is,
+    into,
+    start_evenly,
+)
 
 BITS = 23  # (n + 1/2) / 2^23 is exact in fp32, and neither 0 nor 1
 PATCH = 4  # pixels a side of a token's patch
@@ -74,16 +80,19 @@ SIZES = {
 
 def convolutions(*shapes):
     """1x1 and 3x3 convolutions with a ReLU after each. shapes: (in, out, kernel)."""
-    layers = [(nn.Conv2d(a, b, kernel, padding=kernel // 2), nn.ReLU()) for a, b, kernel in shapes]
-    return [layer for pair in layers for layer in pair]
+    layers = []
+    for before, after, kernel in shapes:
+        layers += [nn.Conv2d(before, after, kernel, padding=kernel // 2), nn.ReLU()]
+    return layers
 
 
 class DVAE(nn.Module):
-    """Frames [B, 3, H, W] <-> tokens on a grid of H/4 x W/4."""
+    """Frames [B, 3, H, W] <-> tokens on a grid of H/4 x W/4 (arXiv 2102.12092, as in arXiv 2110.11405)."""
 
     def __init__(self, vocabulary, width, numerics):
         super().__init__()
-        w, self.numerics = width, numerics
+        w = width
+        self.numerics = numerics
         self.encoder = nn.Sequential(
             nn.Conv2d(3, w, PATCH, PATCH),
             nn.ReLU(),
@@ -111,12 +120,17 @@ class DVAE(nn.Module):
         return self.decoder(into(self.decoder, tokens))
 
     def sample(self, z, bits, temperature):
-        """(soft tokens, numbers of the hard ones [B, H/4, W/4]) of log-probabilities z [B, V, H/4, W/4].
+        """(soft tokens, numbers of the hard ones [B, H/4, W/4]) of log-probabilities z [B, V, H/4, W/4], by a
+        Gumbel-softmax (arXiv 1611.01144).
 
-        bits: int32 of z's shape in [0, 2^23), from which the noise is made; None: no noise.
+        bits: int32 of z's shape in [0, 2^23), from which the noise is made; None: no noise. One draw serves
+        the soft tokens and, by its largest entry, the hard ones: both have the law that they should. The
+        noise comes as whole numbers, which no recipe rounds.
         """
         with as_is(z):
-            noisy = z if bits is None else (z + gumbel(bits, self.numerics.gumbel)).to(z.dtype)
+            noisy = z
+            if bits is not None:
+                noisy = (z + gumbel(bits, self.numerics.gumbel)).to(z.dtype)
             return (noisy / temperature).softmax(1), noisy.detach().argmax(1)
 
 
@@ -185,10 +199,12 @@ class STEVE(nn.Module):
 
     def __init__(self, size, slots, vocabulary, image_size, numerics):
         super().__init__()
-        self.numerics, self.count, self.width = numerics, slots, size.width
+        self.numerics = numerics
+        self.count = slots
+        self.width = size.width
         stride = size.stride or (2 if image_size > 64 else 1)
         self.dvae = DVAE(vocabulary, size.dvae, numerics)
-        self.pixels = Pixels(size.channels, size.width, stride)
+        self.pixels = FrameEncoder(size.channels, size.width, stride)
         self.mean = nn.Parameter(torch.randn(1, 1, size.width) * size.width**-0.5)
         self.log_scale = nn.Parameter(torch.randn(1, 1, size.width) * size.width**-0.5)
         self.encoder = Encoder(size.width, size.heads, numerics)
@@ -273,18 +289,19 @@ class Steve(Slots):
 
     def groups(self, net):
         """Three learning rates: of the dVAE, of the encoder and of the decoder."""
-        c, parts = self.config, {}
+        c = self.config
         rates = {"dvae": c.lr_dvae, "decoder": c.lr_decoder}  # all else encodes
         part_of = {p: name.split(".")[0] for name, p in net.named_parameters()}
+        by_rate = {}  # {(rate, weight decay): parameters}
         for group in super().groups(net) or [{"params": list(net.parameters())}]:
+            decay = group.get("weight_decay", c.weight_decay)
             for p in group["params"]:
                 rate = rates.get(part_of[p], c.lr_encoder)
-                key = rate, group.get("weight_decay", c.weight_decay)
-                parts.setdefault(key, []).append(p)
-        return [
-            {"params": params, "lr": c.lr * rate, "weight_decay": decay}
-            for (rate, decay), params in parts.items()
-        ]
+                by_rate.setdefault((rate, decay), []).append(p)
+        groups = []
+        for (rate, decay), params in by_rate.items():
+            groups.append({"params": params, "lr": c.lr * rate, "weight_decay": decay})
+        return groups
 
     # -- training
 
@@ -306,7 +323,8 @@ class Steve(Slots):
 
     def bits(self, clips, rng):
         """int32 [B T, V, H/4, W/4] in [0, 2^23): the randomness of the tokens."""
-        (b, t), side = clips.shape[:2], self.data.image_size // PATCH
+        b, t = clips.shape[:2]
+        side = self.data.image_size // PATCH
         shape = b * t, self.vocabulary, side, side
         return (rng.uniform(math.prod(shape)) * 2**BITS).int().view(shape)
 
@@ -337,6 +355,8 @@ class Steve(Slots):
         ranks = torch.searchsorted(own.sort().values, exact[at], right=True)
         gap = float((ranks - at - 1).abs().max()) / len(bits)
         infinite = float(own.isinf().float().mean())
-        text = f"the largest noise is {float(own.max()):.3g} where fp32 has {float(exact[-1]):.3g}, "
-        text += f"{infinite:.2%} of it is infinite, and up to {gap:.2%} lies on the wrong side of a value"
+        text = (
+            f"the largest noise is {float(own.max()):.3g} where fp32 has {float(exact[-1]):.3g}, "
+            f"{infinite:.2%} of it is infinite, and up to {gap:.2%} lies on the wrong side of a value"
+        )
         exam.judge("gumbel", max(gap, infinite), text, "--set gumbel=fp32", certain=infinite > 0)

@@ -9,7 +9,6 @@ weights and its own guidance. The student has its net, starts from its weights i
 once trained needs no teacher.
 """
 
-
 import torch
 
 from harness.checkpoints import fingerprint
@@ -18,10 +17,11 @@ from harness.files import read_json, write_json
 from harness.flags import Flag, thousand
 from lowprec.errors import Refused
 from lowprec.precision import Precision
-from lowprec.recipes import check_machine
+from lowprec.rules import check_machine
 from precision import check_options, recipe_of
 from tasks import metrics
-from tasks.diffusion import TIMESTEPS, RFlow
+from tasks.diffusion import RFlow
+from tasks.generation import TIMESTEPS
 from tasks.task import VALIDATED
 
 FLOWS = ("rflow", "reflow")  # tasks whose runs can teach: velocities at any time
@@ -76,8 +76,9 @@ class Teacher:
     def check(self, task):
         """Raise Refused unless the weights fit the net of `task`, which the data shape."""
         with torch.device("meta"):
-            shapes = {name: p.shape for name, p in task.net().named_parameters()}
-        if {name: value.shape for name, value in self.average["shadow"].items()} != shapes:
+            wanted = {name: p.shape for name, p in task.net().named_parameters()}
+        found = {name: value.shape for name, value in self.average["shadow"].items()}
+        if found != wanted:
             data = task.data
             raise Refused(
                 f"--teacher {self.path}: its weights don't fit {data.name} as it is now ({data}): give the "
@@ -119,26 +120,30 @@ class Student(RFlow):
         if not given.get("teacher"):
             return {}
         teacher = Teacher(given["teacher"], table, cls.teachers)
-
-        def compare(row, its, own):
-            if row.told(its) != row.told(own):
-                differs = f"--{row.name} {own} differs from the teacher's {its or '(none)'}"
-                raise Refused(
-                    f"{differs}: the student starts from the weights of {teacher.path}; drop --{row.name}"
-                )
-
-        rows = [row for row in table.fitting() if row.name != "task"]
         config = table.typed(given)
-        shared = {row.name: getattr(teacher.config, row.name) for row in rows}
-        for row in rows:
+        shared = {}
+        for row in table.fitting():
+            if row.name == "task":
+                continue
+            shared[row.name] = getattr(teacher.config, row.name)
             if row.name in given:
-                compare(row, cls.meant(row.name, teacher.config), cls.meant(row.name, config))
+                own = cls.meant(row.name, config)
+                cls._compare(row, teacher, cls.meant(row.name, teacher.config), own)
         shared["data"] = given.get("data", shared["data"])  # it may have moved
         shared["image_size"] = teacher.config.image_size
         if given.get("image_size"):
             its = shared["image_size"] or cls.load(config.replaced(**shared)).image_size
-            compare(table["image_size"], its, given["image_size"])
+            cls._compare(table["image_size"], teacher, its, given["image_size"])
         return {**shared, **cls.settle_steps(teacher, given)}
+
+    @staticmethod
+    def _compare(row, teacher, its, own):
+        """Raise Refused for a flag whose value is not the teacher's."""
+        if row.comparable(its) != row.comparable(own):
+            raise Refused(
+                f"--{row.name} {own} differs from the teacher's {its or '(none)'}: the student starts from "
+                f"the weights of {teacher.path}; drop --{row.name}"
+            )
 
     @classmethod
     def settle_steps(cls, teacher, given):
@@ -213,8 +218,9 @@ class Student(RFlow):
     def validate(self, model, rng):
         """{"frechet"} of as many images as Task.validate looks at, drawn as at the end."""
         d = self.data
-        net, _, _, real, _ = self._real(rng.device)
-        labels = self._wanted(VALIDATED, rng.device)
+        judge = self.judge(rng.device)
+        labels = self.wanted_labels(VALIDATED, rng.device)
         noise = rng.normal(len(labels), d.channels, d.image_size, d.image_size)
         images = self.sample(model, labels, noise, self.config.sample_steps)
-        return {"frechet": metrics.generation_scores(net, images.cpu(), None, real)["frechet"]}
+        scores = metrics.generation_scores(judge.net, images.cpu(), None, judge.heldout_images)
+        return {"frechet": scores["frechet"]}

@@ -78,16 +78,19 @@ class Task:
         self.data, self.recipe, self.config = data, recipe, config
 
     def __str__(self):
-        own = type(self).net is not Task.net
-        return type(self).__name__ if own else self.config.model
+        if type(self).net is not Task.net:
+            return type(self).__name__
+        return self.config.model
 
     # -- before the run
 
     @classmethod
     def own_defaults(cls):
         """`defaults`, and the default of --model from `implied`."""
-        model = {"model": cls.implied["model"]} if "model" in cls.implied else {}
-        return {**model, **cls.defaults}
+        found = dict(cls.defaults)
+        if "model" in cls.implied:
+            found.setdefault("model", cls.implied["model"])
+        return found
 
     @classmethod
     def settle(cls, table, given):
@@ -101,13 +104,10 @@ class Task:
         """Raise Refused for flags that don't go together."""
 
     @classmethod
-    def load(cls, config, index=None):
-        """The data: an object with `name`, and `train` and `heldout`, which map a list of indices to a batch.
-
-        index: a folder that may remember what was read, see data.load.
-        """
+    def load(cls, config):
+        """The data: `name`, and `train` and `heldout`, which map a list of indices to a batch."""
         spec = config.data or cls.implied["data"]
-        return datasets.load(spec, cls.targets, config.image_size, config.seed, index)
+        return datasets.load(spec, cls.targets, config.image_size, config.seed)
 
     # -- the net
 
@@ -119,15 +119,18 @@ class Task:
         """A new net in fp32, its initial weights drawn from torch's global generator, on torch's default
         device.
         """
-        c, d, nets = self.config, self.data, self.nets()
+        c, data = self.config, self.data
+        nets = self.nets()
         if c.model not in nets:
             raise Refused(f"no model {c.model!r} for task {c.task!r}; choose {' or '.join(nets)}")
-        return nets[c.model](d.channels, d.num_classes, d.image_size, c.size)
+        return nets[c.model](data.channels, data.num_classes, data.image_size, c.size)
 
     def example(self):
         """(args, kwargs) of a call of the net, on the meta device: the shapes that FLOPs are counted on."""
         batch = self.data.train[[0, 0]]
-        inputs = next(iter(batch.values() if isinstance(batch, dict) else batch))  # the first part of a batch
+        if isinstance(batch, dict):
+            batch = list(batch.values())
+        inputs = next(iter(batch))  # the first part of a batch
         return (inputs.to("meta"),), {}
 
     def groups(self, net):
@@ -135,7 +138,8 @@ class Task:
         c = self.config
         if not c.weight_decay or c.weight_decay_on == "all":
             return None
-        spared, found = set(), roles(net)
+        spared = set()
+        found = roles(net)
         for name, module in net.named_modules():
             for p in module.parameters(recurse=False):
                 if p.dim() < 2 or found[name] & {"norm", "embedding"}:
@@ -181,7 +185,8 @@ class Task:
         for row in run.table.fitting():
             if row.name in self.fits_any:
                 continue
-            its, own = (row.told(self.meant(row.name, config)) for config in (theirs, c))
+            its = row.comparable(self.meant(row.name, theirs))
+            own = row.comparable(self.meant(row.name, c))
             if its != own:
                 raise Refused(
                     f"--finetune {c.finetune} was trained with --{row.name} {its}, and this run has "
@@ -194,7 +199,9 @@ class Task:
     def meant(cls, flag, config):
         """The value of a flag, or what it stands for where it was not given."""
         value = getattr(config, flag)
-        return cls.implied.get(flag) if value is None else value
+        if value is None:
+            return cls.implied.get(flag)
+        return value
 
     def train_count(self):
         """How many items `train_set` will have."""
@@ -219,7 +226,8 @@ class Task:
         """{name: number} on held-out data, cheap enough to be asked often; here the mean loss, as at the last
         step. model: the averaged weights, called like the net.
         """
-        c, heldout, total = self.config, self.data.heldout, 0.0
+        c, heldout = self.config, self.data.heldout
+        total = 0.0
         count = min(len(heldout), VALIDATED)
         chosen = [i * len(heldout) // count for i in range(count)]  # of all classes, where these come in turn
         for start in range(0, count, c.batch_size):
@@ -269,7 +277,9 @@ def to_device(batch, device):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)  # a namedtuple
+        if hasattr(batch, "_fields"):  # a namedtuple
+            return type(batch)(*moved)
+        return type(batch)(moved)
     return batch
 
 

@@ -10,7 +10,6 @@ to 256 only.
 """
 
 import torch
-from scipy.optimize import linear_sum_assignment
 
 NAMES = ("fg_ari", "mbo", "iou")
 
@@ -58,6 +57,8 @@ def of_one(masks, found):
     objects of the best overlap with any slot. iou: the same with each slot used once (Hungarian matching);
     an object without a slot counts 0.
     """
+    from scipy.optimize import linear_sum_assignment  # it takes a second, which --help does not wait for
+
     masks, found = masks.cpu().long(), found.cpu().long()
     foreground = masks != 0
     if not foreground.any():
@@ -75,10 +76,19 @@ def scores(masks, found):
     """{name: mean} over all frames, and with _video over all videos, of masks and found [B, T, H, W]. Frames
     and videos without an object are left out; {} where there is none at all.
     """
-    result = {}
-    for suffix, parts in (("", (masks.flatten(0, 1), found.flatten(0, 1))), ("_video", (masks, found))):
-        each = [of_one(mask, slots) for mask, slots in zip(*parts, strict=True)]
-        each = [scored for scored in each if scored]
-        for name in NAMES if each else ():
-            result[name + suffix] = sum(scored[name] for scored in each) / len(each)
+    result = _means(masks.flatten(0, 1), found.flatten(0, 1))
+    for name, value in _means(masks, found).items():
+        result[f"{name}_video"] = value
     return result
+
+
+def _means(masks, found):
+    """{name: mean} of the scores of each pair masks[i], found[i] that shows an object; {} where none does."""
+    each = [of_one(*pair) for pair in zip(masks, found, strict=True)]
+    each = [one for one in each if one is not None]
+    if not each:
+        return {}
+    means = {}
+    for name in NAMES:
+        means[name] = sum(one[name] for one in each) / len(each)
+    return means

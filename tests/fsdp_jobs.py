@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -376,42 +375,6 @@ def hurried(*words):
     if "DIES" in words and os.environ["RANK"] == "1":
         dist.init_process_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
     return train.main([word for word in words if word != "DIES"])
-
-
-def slow(mine, where, seconds, *words):
-    """train.py, in which the ranks of `mine` take `seconds` more for their third "step", before they "part"
-    from the others, or for the end of their "workers". A file tells that they are there. A second of GRACE.
-    """
-    import train
-    import trainer
-    from harness import lifeline
-
-    lifeline.GRACE = 1
-    step, part, rank = trainer.Trainer.train_step, trainer.part, os.environ["RANK"]
-    end_workers = trainer.Trainer._end_workers
-
-    def wait():
-        if rank in mine:
-            Path(f"waits-{rank}").touch()
-            time.sleep(seconds)
-
-    def slow_step(self, **options):
-        if where == "step" and self.step == 2:
-            wait()
-        return step(self, **options)
-
-    def slow_part():
-        if where == "part":
-            wait()
-        return part()
-
-    def slow_end(self):
-        if where == "workers":
-            wait()
-        return end_workers(self)
-
-    trainer.Trainer.train_step, trainer.part, trainer.Trainer._end_workers = slow_step, slow_part, slow_end
-    return train.main(list(words))
 
 
 # ---- Means of gradients ------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from common import draw
 
 from lowprec import rounding
 from lowprec.kernels import compiled
+from lowprec.kernels.numbers import WeightNumbers
 from lowprec.optimizers import rounded
 from lowprec.optimizers.adamw import AdamW
+from lowprec.rounding import NO_AVERAGE, StepAverage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOWS = ("none", "remainder", "compensation", "master")
@@ -40,22 +42,24 @@ def flat(case):
 
 
 def step(case, average, kernel):
-    """[tensor] after kernel(p, g, moments, low, h, key, optimizer, average)."""
+    """[tensor] after kernel(p, g, moments, low, row, numbers, key, optimizer, average)."""
     p, g, moments, low = flat(case)
+    moved = NO_AVERAGE
     if average is not None:
         dtype, stochastic = average
         shadow = draw(N, seed=6).to(DTYPES[dtype])
-        average = shadow, torch.tensor([1e-2]), rounding.noise_key(4, 7, 12345), stochastic
+        moved = StepAverage(shadow, torch.tensor([1e-2]), rounding.noise_key(4, 7, 12345), stochastic)
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1, update=case[3])
     numbers = optimizer.numbers(optimizer.param_groups[0], 7)
-    h = torch.tensor([1 - 1e-4, 0.5, *numbers])
-    kernel(p, g, moments, low, h, rounding.noise_key(3, 7, 12345), optimizer, average)
-    return [t for t in (p, *moments, low, average and average[0]) if t is not None]
+    row = torch.tensor([*WeightNumbers(decay=1 - 1e-4, scale=0.5), *numbers])
+    kernel(p, g, moments, low, row, numbers, rounding.noise_key(3, 7, 12345), optimizer, moved)
+    return [t for t in (p, *moments, low, moved.flat) if t is not None]
 
 
-def generic(p, g, moments, low, h, key, optimizer, average):
+def generic(p, g, moments, low, row, numbers, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    compiled.fused(rounded._kernel(optimizer.direction), p, g, moments, low, h, key, stochastic, average)
+    kernel = rounded.step_kernel(optimizer.direction, type(numbers))
+    compiled.fused(kernel, p, g, moments, low, row, key, stochastic, average)
 
 
 def differing(ours, theirs):

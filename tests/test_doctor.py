@@ -17,6 +17,7 @@ import doctor
 import strategies
 import train
 import trainer
+from harness.batches import BatchIndices
 from lowprec import precision, rounding
 from lowprec.kernels import compiled
 from lowprec.rounding import Stream
@@ -43,7 +44,7 @@ def trained(*flags):
     given = vars(train.build_parser(table).parse_args([*words, "--steps", str(STEPS), *flags]))
     run = trainer.Trainer(given)
     c, data = run.config, run.task.train_set(run)
-    run.batches = (data[i] for i in trainer.BatchIndices(len(data), c.batch_size, c.seed))
+    run.batches = (data[i] for i in BatchIndices(len(data), c.batch_size, c.seed))
     for _ in range(STEPS):
         run.train_step(measure=False)
     facts = {"step": STEPS, "seconds": 0.0, "interval": 0, "since": 0.0}

@@ -1,5 +1,6 @@
 """The command: what bad input, folders and checkpoints that don't fit get, and how flags are read."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -25,8 +26,10 @@ from cli import (
     summary,
 )
 
+import precision
+import strategies
 import train
-import trainer
+from harness import run_folder
 from harness.flags import Config, Table
 from lowprec import recipes
 
@@ -148,7 +151,7 @@ def test_no_space_for_a_line_of_metrics(monkeypatch, capsys):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(trainer.Trainer, "_log", full)
+    monkeypatch.setattr(run_folder.Folder, "log", full)
     assert quick() == 2
     assert "no space left" in one_line(capsys)
 
@@ -412,19 +415,21 @@ def test_help_names_every_flag(capsys):
 
 def test_every_flag_is_read(monkeypatch):
     """A flag that nothing reads would parse and do nothing."""
-    read, settled = set(), trainer.settled
+    read, settle = set(), strategies.settle
 
     class Recorded(Config):
         def __getattribute__(self, name):
             read.add(name)
             return super().__getattribute__(name)
 
-    def recorded(values):
-        kind, table, config = settled(values)
-        return kind, table, Recorded(**vars(config))
+    def recorded(values, typed=False):
+        run = settle(values, typed)
+        config = Recorded(**vars(run.config))
+        recipe = precision.recipe_of(config, run.table, run.kind.sites)
+        return dataclasses.replace(run, config=config, recipe=recipe)
 
     assert quick(name="teacher", steps=1) == 0
-    monkeypatch.setattr(trainer, "settled", recorded)
+    monkeypatch.setattr(strategies, "settle", recorded)
     monkeypatch.setattr(Table, "differences", lambda self, old, config: [])  # it compares all of them
     assert quick(name="a", steps=2) == 0 and quick("--task", "ddpm", name="b", steps=1) == 0
     assert quick("--task", "reflow", "--teacher", "runs/teacher", "--pairs", 8, name="c", steps=1) == 0

@@ -30,7 +30,9 @@ ALLOWED["experiments"] = ALLOWED["bench"]
 
 
 def room(name):
-    """Of a module, as in lowprec.watch.writes."""
+    """Of a module, as in lowprec.watch.writes. The face and the command of the library show all of it."""
+    if name in ("lowprec.__init__", "lowprec.__main__"):
+        return "lowprec/watch"
     return "lowprec/watch" if name.startswith("lowprec.watch") else name.partition(".")[0]
 
 

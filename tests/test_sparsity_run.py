@@ -165,7 +165,7 @@ def test_an_interrupted_sparse_run_equals_an_uninterrupted_one_bit_for_bit(flags
     flags = ["--model", "dit", *flags.split(), "--log_every", 3, "--checkpoint_every", 4]
     assert quick(*flags, name="whole", steps=6) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
         assert quick(*flags, name="stopped", steps=6) == 143
     shutil.rmtree("source", ignore_errors=True)  # a run that has its own checkpoint needs no other
     assert quick(*flags, name="stopped", steps=6) == 0

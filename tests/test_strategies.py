@@ -2,79 +2,34 @@
 schedule, sampler and timesteps.
 """
 
+import importlib
 import math
+from pathlib import Path
 
 import common
+import generating
 import pytest
 import torch
+from generating import FLAGS, Recorder, batch, make, noise_from, rmse, velocity_to
 
 import models
 import strategies
 from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
 from precision import check_origin
-from tasks import data
-from tasks.diffusion import BINS, DDPM, TIMESTEPS, RFlow
+from tasks import data, metrics
+from tasks.diffusion import DDPM, RFlow
+from tasks.generation import BINS, TIMESTEPS
 from tasks.segment import Segment
 from tasks.task import Rng, Task, picture, to_device
 
-FLAGS = strategies.table()
-
-
 eager = common.eager
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return data.load("digits")
+digits = generating.digits
 
 
 @pytest.fixture(scope="module")
 def discs():
     return data.load("synthetic", "masks", image_size=16)
-
-
-def make(kind, digits, sites=(), **flags):
-    config = FLAGS.typed({"samples": 20, "sample_steps": 5, **flags})
-    return kind(digits, recipe(sites=sites, more=kind.sites), config)
-
-
-def batch(digits, n=16):
-    return digits.train[list(range(n))]
-
-
-class Recorder:
-    """A net that predicts `value` and keeps what it was asked."""
-
-    def __init__(self, value=0.0):
-        self.value, self.t, self.labels, self.x = value, [], [], []
-
-    def __call__(self, x, t, labels):
-        self.x.append(x)
-        self.t.append(t)
-        self.labels.append(labels)
-        return torch.zeros_like(x) + self.value
-
-
-def velocity_to(point, sign=1.0):
-    """The exact velocity field of a data set that holds one image: x_t = (1-s) point + s noise, so clean -
-    noise = (point - x_t) / s.
-    """
-    return lambda x, t, labels: sign * (point - x) / (t.float() / TIMESTEPS)[:, None, None, None]
-
-
-def noise_from(point, task):
-    """The exact noise of a data set that holds one image, from the float64 schedule."""
-
-    def predict(x, t, labels):
-        alpha = task.schedule[t.long()][:, None, None, None]
-        return ((x.double() - alpha.sqrt() * point) / (1 - alpha).sqrt()).float()
-
-    return predict
-
-
-def rmse(a, b):
-    return float((a - b).double().square().mean().sqrt())
 
 
 # ---- Randomness --------------------------------------------------------------------------------------------
@@ -501,23 +456,37 @@ def test_tasks_are_found_by_name_or_in_a_file(tmp_path):
         strategies.find(f"{tmp_path}/broken.py:Mine")
 
 
+@pytest.mark.parametrize("name", strategies.MOVED)
+def test_a_task_that_imports_by_an_old_name_is_told_the_new_one(name, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import {name}\n")
+    place, line = strategies.MOVED[name]
+    with pytest.raises(Refused, match=f"{name} is {place} now; a task says: {line}"):
+        strategies.find(f"{file}:Mine")
+    importlib.import_module(place)
+    module, said = line.removeprefix("from ").split(" import ")
+    assert said in dir(importlib.import_module(module)) or importlib.import_module(f"{module}.{said}")
+    assert f"`{name}`" in (Path(strategies.__file__).parent / "docs/old-names.md").read_text()
+
+
 def test_a_derived_task_may_change_a_default(tmp_path):
     file = tmp_path / "guided.py"
     row = 'Flag("guidance", 3.0, "stronger", "generation", kind="draw", type=float)'
     imports = "from tasks import Flag\nfrom tasks.diffusion import RFlow\n"
     file.write_text(f"{imports}class Guided(RFlow):\n    flags = ({row},)\n")
-    kind, table, config = strategies.settled({"task": f"{file}:Guided"})
+    run = strategies.settle({"task": f"{file}:Guided"})
+    table, config = run.table, run.config
     assert config.guidance == 3.0 and config.label_dropout == 0.1 and config.velocity == "clean-noise"
     assert list(table.defaults()) == list(FLAGS.defaults())  # in its place, and nothing twice
     assert strategies.table().defaults()["guidance"] == 1.0
 
 
 def test_a_flag_of_one_task_is_refused_beside_another():
-    assert strategies.settled({"task": "reflow", "teacher": "x"})[2].teacher == "x"
+    assert strategies.settle({"task": "reflow", "teacher": "x"}).config.teacher == "x"
     for task in ("rflow", "ddpm", "segment"):
         bring = "--teacher is for --task reflow, distill and consistency"
         with pytest.raises(Refused, match=f"{bring}, and this is --task {task}"):
-            strategies.settled({"task": task, "teacher": "x"})
+            strategies.settle({"task": task, "teacher": "x"})
 
 
 def test_batches_of_any_nest_reach_the_device():
@@ -528,7 +497,7 @@ def test_batches_of_any_nest_reach_the_device():
 
 def test_real_images_and_their_net_are_read_once_a_run(digits, monkeypatch):
     task, calls = make(RFlow, digits), []
-    original = strategies.metrics.yardstick
+    original = metrics.yardstick
     monkeypatch.setattr("tasks.metrics.yardstick", lambda *args: calls.append(args) or original(*args))
     for _ in range(2):
         task.evaluate(Recorder(), Rng(0))

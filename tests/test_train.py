@@ -173,7 +173,7 @@ def test_curves_survive_a_resume_in_tensorboard(monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with monkeypatch.context() as patch:
-        after_step(patch, 4, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 4, lambda run: run.stop.ask(signal.SIGTERM))
         assert quick(steps=8) == 143
     assert quick(steps=8) == 0
     events = EventAccumulator("runs/run")
@@ -228,7 +228,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, monke
     assert quick(*flags, name="whole", steps=8) == 0
 
     with monkeypatch.context() as patch:  # between two logged steps
-        after_step(patch, 5, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 5, lambda run: run.stop.ask(signal.SIGTERM))
         capsys.readouterr()
         assert quick(*flags, name="stopped", steps=8) == 143
     assert "stopped at step 5 of 8" in capsys.readouterr().err and checkpoint("stopped")["step"] == 5
@@ -261,12 +261,12 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, monke
 
 def test_finished_runs_print_again_score_again_export_and_extend(monkeypatch, capsys):
     assert quick() == 0
-    table = capsys.readouterr().out.split("parameters; weights")[1]
+    table = capsys.readouterr().out.split("writes to")[1]
     before = content("runs/run")
     with monkeypatch.context() as patch:
         no_training(patch)
         assert quick() == 0
-        assert capsys.readouterr().out.split("parameters; weights")[1] == table
+        assert capsys.readouterr().out.split("writes to")[1] == table
         assert content("runs/run") == before
         assert quick("--export", "ema.safetensors") == 0
         assert_same(load_file("ema.safetensors"), checkpoint()["precision"]["averages"]["ema"]["shadow"])
@@ -281,7 +281,7 @@ def test_finished_runs_print_again_score_again_export_and_extend(monkeypatch, ca
 def test_an_extension_that_dies_before_its_scores_is_not_taken_for_finished(monkeypatch):
     assert quick() == 0
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: (_ for _ in ()).throw(ZeroDivisionError))
+        patch.setattr(trainer, "finish", lambda self: (_ for _ in ()).throw(ZeroDivisionError))
         with pytest.raises(ZeroDivisionError):
             quick(steps=6)
     assert quick(steps=6) == 0

@@ -29,7 +29,8 @@ from cli import (
 
 import train
 import trainer
-from harness import ranks, reduction, run_folder
+from harness import progress, ranks, reduction, run_folder
+from harness import summary as end
 from lowprec import precision
 from lowprec.errors import Refused
 from lowprec.layers.method import Method
@@ -86,7 +87,7 @@ def test_a_scheduled_run_resumes_exactly_and_ends_where_it_was_to_end(monkeypatc
     flags = ["--lr_schedule", "cosine", "--weight_decay", 0.1, "--log_every", 1]
     assert quick(*flags, name="whole", steps=8) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 5, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 5, lambda run: run.stop.ask(signal.SIGTERM))
         assert quick(*flags, name="stopped", steps=8) == 143
     before = content("runs/stopped")
     capsys.readouterr()
@@ -174,6 +175,33 @@ def test_finetuning_from_a_run_older_than_a_flag():
     assert command("--sample", "runs/old") == 0
 
 
+# ---- What a run prints first -------------------------------------------------------------------------------
+
+
+def head_of(capsys, *flags):
+    assert quick(*flags, steps=1) == 0
+    return capsys.readouterr().out.partition("\nscore")[0]
+
+
+def test_an_fp32_run_prints_what_it_trains_and_no_table(capsys):
+    said = head_of(capsys).splitlines()
+    assert said[0].startswith("digits (labels)") and said[1].startswith("unet, ") and said[1].endswith("cpu")
+    assert said[2] == "precision: fp32 everywhere" and "16.00 bytes a parameter" in said[3]
+    assert said[4] == "writes to runs/run" and all(line.startswith("warning: ") for line in said[5:] if line)
+
+
+def test_a_run_prints_the_sites_that_differ_from_fp32_and_with_ledger_all(capsys):
+    flags = ["--pure_bf16", "--stochastic", "--set", "islands=norm"]
+    said = head_of(capsys, *flags)
+    assert "precision: --pure_bf16 --stochastic --set islands=norm\n" in said
+    sites = [line.split()[0] for line in said.splitlines() if line and line[0].islower()]
+    assert {"weights", "grads", "update", "exp_avg", "islands"} <= set(sites)
+    assert not {"ema", "loss", "timesteps", "buffers", "master"} & set(sites)
+    whole = head_of(capsys, *flags, "--ledger")
+    assert all(f"\n{site} " in whole for site in ("weights", "ema", "loss", "timesteps", "master"))
+    assert "ledger" not in json.loads(Path("runs/run/config.json").read_text())["flags"]
+
+
 # ---- The end of a run --------------------------------------------------------------------------------------
 
 
@@ -207,7 +235,7 @@ def test_the_loss_that_gradients_are_compared_on_is_one_ranks_share(monkeypatch)
     run.train, sizes = run.data.train, []
     monkeypatch.setattr(run.task, "loss", lambda model, batch, rng, step: sizes.append(len(batch[0])))
     for run.ranks.world in (1, 4):
-        run._fixed_loss(None)
+        run.fixed_loss(None)
     assert sizes == [8, 2]
 
 
@@ -216,11 +244,11 @@ def test_peak_memory_is_that_of_training(monkeypatch):
     order = []
     monkeypatch.setattr(trainer, "start_peak_memory", lambda device: order.append("start"))
     monkeypatch.setattr(trainer, "peak_memory", lambda device: order.append("read") or 5 << 20)
-    original = trainer.Trainer._score
-    monkeypatch.setattr(trainer.Trainer, "_score", lambda self: order.append("score") or original(self))
+    original = trainer.Trainer.score
+    monkeypatch.setattr(trainer.Trainer, "score", lambda self: order.append("score") or original(self))
     assert quick() == 0
     assert order == ["start", "read", "score"] and summary()["peak_memory"] == 5 << 20
-    monkeypatch.setattr(trainer, "peak_memory", lambda device: 7 << 20)
+    monkeypatch.setattr(end, "peak_memory", lambda device: 7 << 20)
     assert quick("--samples", 30) == 0  # scored again, nothing trained
     assert summary()["peak_memory"] == 5 << 20
 
@@ -272,7 +300,7 @@ def test_files_are_closed_however_a_run_ends(end, monkeypatch):
 
     def act(run):
         if end == "stopped":
-            run._asked_to_stop(signal.SIGTERM, None)
+            run.stop.ask(signal.SIGTERM)
         if end == "refused":
             raise Refused("no")
         if end == "crashed":
@@ -299,7 +327,7 @@ def test_the_bar_tells_of_compiling_and_counts_from_the_second_step(monkeypatch)
             said.append((self.n, text))
             super().set_postfix_str(text, refresh)
 
-    monkeypatch.setattr(trainer, "tqdm", Bar)
+    monkeypatch.setattr(progress, "tqdm", Bar)
     clock = []
     after_step(monkeypatch, 1, lambda run: time.sleep(2))
     after_step(monkeypatch, 4, lambda run: clock.append(bars[0].format_dict))

@@ -76,7 +76,6 @@ class Experiment:
     # that of a one-sided test; `unplanned = true` where it was not. Without any: once, at all seeds, at 0.05
     looks: list = dataclasses.field(default_factory=list)
     missed: list = dataclasses.field(default_factory=list)  # titles of its missed predictions
-    unchecked_prose: bool = False  # leave the numbers in README.md's prose unchecked
 
     # load sets two more: `number` ("007") and `folder`
 

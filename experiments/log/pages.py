@@ -2,7 +2,7 @@
 
 What stands in an experiment's README.md between <!-- generated: NAME begin --> and its end is replaced;
 everything outside is the author's and stays. EXPERIMENTS.md is generated whole from experiments/front.md:
-{011/stochastic.difference} is a figure of an arm, as in claims.toml; {{effects}}, {{index}} and {{missed}}
+{011/stochastic.difference} is a figure of an arm (evidence.py); {{effects}}, {{index}} and {{missed}}
 are the figure, the table and the list of missed predictions.
 """
 
@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 
-from experiments.log import claims, figures, stats, tables
+from experiments.log import figures, stats, tables
 from experiments.log.analysis import (
     WAITS,
     across,
@@ -25,7 +25,7 @@ from experiments.log.analysis import (
     ranges,
     verdict,
 )
-from experiments.log.evidence import Evidence
+from experiments.log.evidence import Evidence, filled
 from experiments.log.records import noted
 from experiments.log.tables import cell, decimals_of, markdown, percent
 from lowprec.errors import Refused
@@ -301,11 +301,11 @@ def cost(records):
 # ---- EXPERIMENTS.md ----------------------------------------------------------------------------------------
 
 
-def front(experiments, known, root, base):
-    """EXPERIMENTS.md, in the folder `base`. Raises Refused."""
+def front(experiments, known, root):
+    """EXPERIMENTS.md. Raises Refused."""
     path = root / FRONT
     text = path.read_text(encoding="utf-8") if path.exists() else EMPTY_FRONT
-    evidence = Evidence(experiments, known, root, base)
+    evidence = Evidence(experiments, known)
     parts = {
         "effects": f"![differences of the main recipes from fp32]({root.name}/effects.png)"
         if effect_rows(experiments, known)
@@ -316,7 +316,7 @@ def front(experiments, known, root, base):
     for name, part in parts.items():
         text = text.replace("{{" + name + "}}", part)
     try:
-        text, _ = claims.filled(text, evidence)
+        text = filled(text, evidence)
     except Refused as error:
         raise Refused(f"{FRONT}: {error}") from None
     return HEAD + text

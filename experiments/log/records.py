@@ -15,7 +15,6 @@ from pathlib import Path
 from experiments.log.definition import RUNS, key, label, typed
 from harness.files import read_json, read_lines, write_atomically
 from harness.run_folder import environment, read_metrics
-from harness.shapes import is_number, is_text, is_whole, listing, maybe, table
 from lowprec.errors import Refused
 
 MACHINE = ("cpu", "gpu", "bf16", "torch", "python")
@@ -23,6 +22,35 @@ CODE = ("commit", "clean")
 CURVES = ("step", "loss", "update_survival", "exp_avg_sq_moved", "ema_moved", "loss_scale")
 
 # ---- What a record is --------------------------------------------------------------------------------------
+
+
+LARGEST = 2**53  # counts beyond it are no counts: float64 can't tell them apart
+
+
+def is_text(x):
+    return isinstance(x, str)
+
+
+def is_whole(x):
+    return type(x) is int and 0 <= x < LARGEST
+
+
+def is_number(x):
+    """A float, NaN and infinity among them, or an int."""
+    return type(x) is float or (type(x) is int and abs(x) < 2**63)
+
+
+def maybe(test):
+    return lambda x: x is None or test(x)
+
+
+def listing(test):
+    return lambda x: isinstance(x, list) and all(map(test, x))
+
+
+def table(test=lambda x: True):
+    """A dict whose keys are text and whose values pass `test`."""
+    return lambda x: isinstance(x, dict) and all(is_text(key) and test(value) for key, value in x.items())
 
 
 def is_numbers(x):

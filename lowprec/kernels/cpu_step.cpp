@@ -25,6 +25,12 @@ const int AHEAD = 2048;  // bytes, by which memory is asked before they are need
 const F INFINITE = F{} + __builtin_inff();
 const float SMALLEST = 0x1p-126f;  // normal number, see exact_step.vanishes
 
+// The numbers of a step as they lie in a row, see numbers.py: those of the weight, then those of the optimiser
+struct WeightNumbers { float decay, scale; };
+struct AdamWNumbers { float one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, rate; };
+struct SGDNumbers { float momentum, of_gradient, of_momentum, rate; };
+struct LionNumbers { float one_minus_beta1, one_minus_beta2, rate; };
+
 struct Moment {
     int32_t bits, has_sign;
     void* data;          // values, or codes; codes of 4 bits: two to a byte, the first above the second
@@ -47,7 +53,7 @@ struct Step {
     void **weights, **gradients;
     int32_t average, average_stochastic, threads, floored;
     void *low, *shadow;
-    const float *h, *average_h;
+    const float *numbers, *average_share;
     const int32_t *key, *average_key;
     void (*called)(int32_t, const float*, float*, int64_t);  // MKL's root of many values
     Moment moments[2];
@@ -176,6 +182,16 @@ static INLINE F write_weight(const Own& s, Sort sort, int64_t at, Mask mask, F x
     return x;
 }
 
+// ---- The average: rounding.ema_kernel ----------------------------------------------------------------------
+
+// Move its sixteen values towards those that are held now
+static INLINE void move_average(const Own& s, int64_t at, Mask mask, F now) {
+    F shadow = read(s.average, s.shadow, at, mask);
+    shadow += (now - shadow) * *s.average_share;
+    U own = s.average_stochastic ? noise(s.average_key, at) & 0xFFFF : U{};
+    write(s.average, s.shadow, at, mask, shadow, any_nan(shadow), s.average_stochastic, own);
+}
+
 // ---- Codes: formats.stochastic_codes ----------------------------------------------------------------------
 
 static inline int block_of(const Moment& m) { return m.bits == 8 ? 256 : 128; }
@@ -296,13 +312,21 @@ static inline F root_of(int kind, F x) {
     return kind == OF_MKL ? root_of_mkl(x) : (F)_mm512_sqrt_ps((__m512)x);
 }
 
+// What follows WeightNumbers in the row, if it is of this kind. By value, as a Sort.
+template <class Numbers> static INLINE Numbers own_numbers(const Own& s, bool of_this_kind) {
+    Numbers found{};
+    if (of_this_kind) std::memcpy(&found, (const WeightNumbers*)s.numbers + 1, sizeof found);
+    return found;
+}
+
 static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
     F kept[2][CHUNK / LANES], root[CHUNK / LANES];
-    const bool adamw = sort.rule == ADAMW;
-    const int count = adamw ? 2 : 1;  // of moments
-    // what `direction` reads as h[2], h[3], ...: AdamW has six of them, SGD four, Lion three
-    const float decay = s.h[0], scale = s.h[1], a = s.h[2], b = s.h[3], c = s.h[4];
-    const float d = sort.rule == LION ? 0 : s.h[5], eps = adamw ? s.h[6] : 0, rate = adamw ? s.h[7] : 0;
+    const bool is_adamw = sort.rule == ADAMW;
+    const int count = is_adamw ? 2 : 1;  // of moments
+    const WeightNumbers of_weight = *(const WeightNumbers*)s.numbers;
+    const AdamWNumbers adamw = own_numbers<AdamWNumbers>(s, is_adamw);
+    const SGDNumbers sgd = own_numbers<SGDNumbers>(s, sort.rule == SGD);
+    const LionNumbers lion = own_numbers<LionNumbers>(s, sort.rule == LION);
 
     // the noise of vector i, then of i + 1, ...: a hash is a long chain, of which each turn does one link for
     // each of the next three
@@ -329,27 +353,32 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
     // the new moments; where there is but one, the step that it asks for is the second
     auto moments = [&](int i, Mask mask) ALWAYS {
         int64_t at = start + i * LANES;
-        F g = read(sort.gradient, s.g, at, mask) * scale, old[2];
+        F g = read(sort.gradient, s.g, at, mask) * of_weight.scale, old[2];
         for (int j = 0; j < count; j++) {
             const Moment& from = s.moments[j];
             int kind = sort.moments[j];
             old[j] = kind == CODES ? decoded(from, at, mask) : read(kind, from.data, at, mask);
         }
         if (sort.rule == SGD) {
-            F m = old[0] * a + g;
-            return std::pair(m, d * (b * g + c * m));
+            F m = old[0] * sgd.momentum + g;
+            return std::pair(m, sgd.rate * (sgd.of_gradient * g + sgd.of_momentum * m));
         }
         if (sort.rule == LION) {
-            F mean = old[0] + a * (g - old[0]);
+            F mean = old[0] + lion.one_minus_beta1 * (g - old[0]);
             F sign = mean > 0 ? F{} + 1 : mean < 0 ? F{} - 1 : mean == 0 ? F{} : mean;
-            return std::pair(old[0] + b * (g - old[0]), c * sign);
+            return std::pair(old[0] + lion.one_minus_beta2 * (g - old[0]), lion.rate * sign);
         }
-        F m = sort.exact ? fma(F{} + a, g - old[0], old[0]) : (g - old[0]) * a + old[0];
-        F v = sort.exact ? fma(c * g, g, old[1] * b) : c * g * g + old[1] * b;
-        return std::pair(m, v);
+        F away = g - old[0], kept = old[1] * adamw.beta2;
+        if (sort.exact) {
+            F m = fma(F{} + adamw.one_minus_beta1, away, old[0]);
+            return std::pair(m, fma(adamw.one_minus_beta2 * g, g, kept));
+        }
+        F m = away * adamw.one_minus_beta1 + old[0];
+        return std::pair(m, adamw.one_minus_beta2 * g * g + kept);
     };
     auto weight = [&](int i, Mask mask, F m, F root) ALWAYS {
-        return held(s, sort, start + i * LANES, mask) * decay + (rate * m) / (root / d + eps);
+        F update = (adamw.rate * m) / (root / adamw.root_correction + adamw.eps);
+        return held(s, sort, start + i * LANES, mask) * of_weight.decay + update;
     };
     auto write_moments = [&](int i, Mask mask, F m, F v, bool nan) ALWAYS {
         int64_t at = start + i * LANES;
@@ -366,11 +395,7 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
     auto write_rest = [&](int i, Mask mask, F x, bool nan) ALWAYS {
         int64_t at = start + i * LANES;
         F now = write_weight(s, sort, at, mask, x, nan, first & 0xFFFF);
-        if (s.average == NONE) return;
-        F shadow = read(s.average, s.shadow, at, mask);
-        shadow += (now - shadow) * s.average_h[0];
-        U own = s.average_stochastic ? noise(s.average_key, at) & 0xFFFF : U{};
-        write(s.average, s.shadow, at, mask, shadow, any_nan(shadow), s.average_stochastic, own);
+        if (s.average != NONE) move_average(s, at, mask, now);
     };
 
     if (sort.root == CALLED) {
@@ -389,8 +414,8 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
             if (sort.stochastic) draw();
             fetch_all(i);
             auto [m, v] = moments(i, mask);
-            F x = adamw ? weight(i, mask, m, root_of(sort.root, v))
-                        : held(s, sort, start + i * LANES, mask) * decay + v;
+            F x = is_adamw ? weight(i, mask, m, root_of(sort.root, v))
+                           : held(s, sort, start + i * LANES, mask) * of_weight.decay + v;
             bool nan = any_nan(x);  // as it is where m or v is
             write_moments(i, mask, m, v, nan);
             write_rest(i, mask, x, nan);
@@ -434,11 +459,28 @@ template <class Work> static void in_chunks(int count, const int64_t* ends, int 
     }
 }
 
+static Own of_tensor(const Step* s, int i) {
+    int64_t before = i ? s->ends[i - 1] : 0;
+    Own own{*s};
+    own.p = (char*)s->weights[i] - before * (s->sort.weight == FP32 ? 4 : 2);
+    return own;
+}
+
+// The average alone
+extern "C" void ema(const Step* s) {
+    in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
+        Own own = of_tensor(s, i);
+        each(n, [&](int i, Mask mask) ALWAYS {
+            int64_t at = start + i * LANES;
+            move_average(own, at, mask, held(own, own.sort, at, mask));
+        });
+    });
+}
+
 extern "C" void update(const Step* s) {
     in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
         int64_t before = i ? s->ends[i - 1] : 0;
-        Own own{*s};
-        own.p = (char*)s->weights[i] - before * (s->sort.weight == FP32 ? 4 : 2);
+        Own own = of_tensor(s, i);
         own.g = (char*)s->gradients[i] - before * (s->sort.gradient == FP32 ? 4 : 2);
         if (s->sort.stochastic) own.words[0] = s->key[0] + s->key[2], own.words[1] = s->key[1];
         step(own, start, n);

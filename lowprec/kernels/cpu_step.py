@@ -1,13 +1,12 @@
-"""The step of AdamW, SGD and Lion and the codes of their moments on a CPU, as one compiled pass with the bits
-of the torch code. It is built from cpu_step.cpp by GCC.
+"""The step of AdamW, SGD and Lion, the average, and the codes of moments on a CPU, each as one compiled pass
+with the bits of the torch code.
 
-    if fits(p, g):
-        update("adamw", p, g, moments, low, h, key, stochastic)   # flat, in place; h, key: rows of a Table
+    if fits([p], [g]):
+        update("adamw", [p], [g], moments, low, row, key, stochastic)   # in place; row, key: of a Table
 
-torch.compile makes a kernel of the same step, whose one loop waits for each hash of noise and at the start of
-each page of memory, and which can't vectorise the reading of tables. This one is written by hand for AVX-512:
-the first call compiles it, which takes some seconds, and keeps the result beside torch's compiled kernels.
-Where that can't be, `fits` says no and torch.compile does the step, with the same bits.
+It is written by hand for AVX-512 in cpu_step.cpp: a loop that torch.compile makes waits for each hash of
+noise and at each new page of memory, and can't vectorise the reading of tables. The first call compiles it
+by GCC, which takes some seconds, and keeps the result beside torch's compiled kernels.
 """
 
 import ctypes
@@ -23,11 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import increment_version
 
+from ..rounding import NO_AVERAGE
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 # each operation rounds once: no product is contracted with a sum
 FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
 RULES = {"adamw": 0, "sgd": 1, "lion": 2}  # as in cpu_step.cpp
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
+FLOATS = torch.float32, torch.bfloat16
 FEW = 1 << 15  # values below which a second thread costs more than it does
 
 
@@ -35,21 +37,45 @@ FEW = 1 << 15  # values below which a second thread costs more than it does
 
 
 class Moment(ctypes.Structure):
+    """As in cpu_step.cpp."""
+
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("bits", "has_sign")),
-        *((name, ctypes.c_void_p) for name in ("data", "scales", "table", "chart", "key")),
+        ("bits", ctypes.c_int32),
+        ("has_sign", ctypes.c_int32),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("chart", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
     ]
 
 
 class Step(ctypes.Structure):
+    """As in cpu_step.cpp: a Sort, and what follows it."""
+
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("rule", "of_weight", "of_gradient", "of_low")),
+        ("rule", ctypes.c_int32),
+        ("of_weight", ctypes.c_int32),
+        ("of_gradient", ctypes.c_int32),
+        ("of_low", ctypes.c_int32),
         ("of_moments", ctypes.c_int32 * 2),
-        *((name, ctypes.c_int32) for name in ("stochastic", "exact", "root")),
+        ("stochastic", ctypes.c_int32),
+        ("exact", ctypes.c_int32),
+        ("root", ctypes.c_int32),
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("ends", "weights", "gradients")),
-        *((name, ctypes.c_int32) for name in ("of_average", "average_stochastic", "threads", "floored")),
-        *((name, ctypes.c_void_p) for name in ("low", "shadow", "h", "average_h", "key", "average_key")),
+        ("ends", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("gradients", ctypes.c_void_p),
+        ("of_average", ctypes.c_int32),
+        ("average_stochastic", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("floored", ctypes.c_int32),
+        ("low", ctypes.c_void_p),
+        ("shadow", ctypes.c_void_p),
+        ("numbers", ctypes.c_void_p),
+        ("average_share", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("average_key", ctypes.c_void_p),
         ("called", ctypes.c_void_p),
         ("moments", Moment * 2),
     ]
@@ -126,8 +152,8 @@ def _trials(size=1 << 24):
 def roots(x, kind, address=None):
     """The roots of fp32 x [n], as the step takes them."""
     found = torch.empty_like(x)
-    place = (ctypes.c_void_p(at) for at in (address, x.data_ptr(), found.data_ptr()))
-    library().roots(kind, *place, ctypes.c_int64(x.numel()))
+    places = map(ctypes.c_void_p, (address, x.data_ptr(), found.data_ptr()))
+    library().roots(kind, *places, ctypes.c_int64(x.numel()))
     return found
 
 
@@ -135,50 +161,76 @@ def roots(x, kind, address=None):
 
 
 def fits(p, g):
-    """Whether `update` can take weights p and gradients g, tensors or lists of them, each of one dtype:
-    contiguous ones, on a CPU that has what it needs.
+    """Whether `update` can take lists of weights p and of gradients g, each of one dtype: contiguous ones, on
+    a CPU that has what it needs.
     """
-    if not _listed(p)[0].is_cpu or library() is None:
+    if not p[0].is_cpu or library() is None:
         return False
-    return all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in (*_listed(p), *_listed(g)))
+    return all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in (*p, *g))
 
 
-FLOATS = torch.float32, torch.bfloat16
+def update(
+    rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, exact=False, floored=False
+):
+    """One step on weights p, their moments and their low part, in place. rule: of RULES.
 
-
-def update(rule, p, g, moments, low, h, key, stochastic, average=None, exact=False, floored=False):
-    """One step on p [n], its moments and its low part, in place. rule: of RULES.
-
-    p, g: weights and their gradients, a tensor or a list of them, whose values follow each other in all else.
-    moments: of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. h: fp32, the `numbers` of the
-    optimiser behind decay and scale. key: int32, see `rounding.noise_bits`. average: what moves along,
-    see average.EMA.along, or None. exact: with the bits of torch's lerp, addcmul and sqrt, see exact_step;
-    `floored` as its `vanishes` says.
+    p, g: lists of weights and of their gradients, whose values follow each other in all else.
+    moments: of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. row: fp32, the numbers of the
+    optimiser behind WeightNumbers. key: int32, see `rounding.noise_bits`. average: a StepAverage. exact: with
+    the bits of torch's lerp, addcmul and sqrt, see exact_step; `floored` as its `vanishes` says.
     """
-    weights, gradients = _listed(p), _listed(g)
-    flat, average_h, average_key, average_stochastic = average or (None, None, None, False)
-    of_root, called = root() if exact else (NEAREST, None)
-    ends = list(itertools.accumulate(t.numel() for t in weights))
-    lists = (ctypes.c_int64 * len(ends))(*ends), _addresses(weights), _addresses(gradients)
+    kind_of_root, called = root() if exact else (NEAREST, None)
+    weights, gradients, ends = _addresses(p), _addresses(g), _ends(p)
     step = Step(
-        RULES[rule],
-        *map(_kind, (weights[0], gradients[0], low)),
-        tuple(map(_kind, moments)),
-        stochastic and not exact,  # what is exact needs no noise
-        exact,
-        of_root,
-        len(ends),
-        *map(ctypes.addressof, lists),
-        _kind(flat),
-        average_stochastic,
-        _threads(ends[-1]),
-        floored,
-        *map(_address, (low, flat, h, average_h, key, average_key)),
-        called,
-        tuple(map(_moment, moments)),
+        rule=RULES[rule],
+        of_weight=_kind(p[0]),
+        of_gradient=_kind(g[0]),
+        of_low=_kind(low),
+        of_moments=tuple(map(_kind, moments)),
+        stochastic=stochastic and not exact,  # what is exact needs no noise
+        exact=exact,
+        root=kind_of_root,
+        count=len(p),
+        ends=ctypes.addressof(ends),
+        weights=ctypes.addressof(weights),
+        gradients=ctypes.addressof(gradients),
+        of_average=_kind(average.flat),
+        average_stochastic=average.stochastic,
+        threads=_threads(ends[-1]),
+        floored=floored,
+        low=_address(low),
+        shadow=_address(average.flat),
+        numbers=_address(row),
+        average_share=_address(average.share),
+        key=_address(key),
+        average_key=_address(average.key),
+        called=called,
+        moments=tuple(map(_moment, moments)),
     )
     library().update(ctypes.byref(step))
-    _written(*weights, low, flat, *moments)
+    _written(*p, low, average.flat, *moments)
+
+
+def ema(average, p, low):
+    """Move a StepAverage towards the weights p [n] and their low part, in place, as rounding.ema_kernel does.
+    """
+    weights, ends = _addresses([p]), _ends([p])
+    step = Step(
+        of_weight=_kind(p),
+        of_low=_kind(low),
+        count=1,
+        ends=ctypes.addressof(ends),
+        weights=ctypes.addressof(weights),
+        of_average=_kind(average.flat),
+        average_stochastic=average.stochastic,
+        threads=_threads(ends[-1]),
+        low=_address(low),
+        shadow=_address(average.flat),
+        average_share=_address(average.share),
+        average_key=_address(average.key),
+    )
+    library().ema(ctypes.byref(step))
+    _written(average.flat)
 
 
 def _kind(t):
@@ -193,8 +245,10 @@ def _addresses(tensors):
     return (ctypes.c_void_p * len(tensors))(*map(_address, tensors))
 
 
-def _listed(t):
-    return t if isinstance(t, (list, tuple)) else [t]
+def _ends(tensors):
+    """Where each tensor ends in the vector of all of them, as a C array."""
+    ends = list(itertools.accumulate(t.numel() for t in tensors))
+    return (ctypes.c_int64 * len(ends))(*ends)
 
 
 class Codes(NamedTuple):
@@ -248,17 +302,27 @@ def chart(line):
 
 def _moment(m):
     if isinstance(m, Codes):
-        bits = len(m.table).bit_length() - 1
-        data, scales, table, key = (t.data_ptr() for t in (m.data, m.scales, m.table, m.key))
-        chart = ctypes.addressof(m.chart)
-        return Moment(bits, m.signed, data, scales, table, chart, key)
-    return Moment(0, False, m.data_ptr())
+        return Moment(
+            bits=len(m.table).bit_length() - 1,
+            has_sign=m.signed,
+            data=_address(m.data),
+            scales=_address(m.scales),
+            table=_address(m.table),
+            chart=ctypes.addressof(m.chart),
+            key=_address(m.key),
+        )
+    return Moment(data=_address(m))
 
 
 def _written(*changed):
     """Tell autograd, which sees no write by pointer: a backward that needs the old values is an error."""
-    parts = (t[:2] if isinstance(t, Codes) else (t,) for t in changed if t is not None)
-    increment_version(list(itertools.chain.from_iterable(parts)))
+    tensors = []
+    for t in changed:
+        if isinstance(t, Codes):
+            tensors += [t.data, t.scales]
+        elif t is not None:
+            tensors.append(t)
+    increment_version(tensors)
 
 
 def _threads(n):

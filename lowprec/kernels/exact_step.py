@@ -1,12 +1,10 @@
 """AdamW's step on a CPU with the bits of torch.optim.AdamW, where weights and moments are exact fp32.
 
-    adamw(p, g, m, v, low, h, betas, eps)   # flat, in place; h: the numbers of AdamW
+    adamw(p, g, m, v, low, row, numbers)   # flat, in place; numbers: AdamWNumbers, row: the same as a tensor
 
 Two of torch's operations stand in the way of one fused kernel. Its lerp and addcmul round once where a
-product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU is not correctly rounded
-where it comes from MKL (by the CPU, one value in 160 or in six differs in its last bit), while a compiled one
-is. So the step is three passes: moments, root, weights. The root is written into memory that is kept: new
-memory costs more than a pass, since the system clears each of its pages when it is first touched. Where
+product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU may come from MKL, which
+rounds some values to the other neighbour. So the step is three passes: moments, root, weights. Where
 `in_one_pass` says so, `cpu_step` does all three in one: it takes roots as MKL does.
 """
 
@@ -16,36 +14,38 @@ import threading
 
 import torch
 
-from ..rounding import exact_weight, move_along, part_of, write_weight
+from ..rounding import NO_AVERAGE, exact_weight, write_weight
 from . import cpu_step
 from .compiled import fused
+from .numbers import SCALE, AdamWNumbers, WeightNumbers, named
 
 PIECE = 1 << 21  # values whose root is held at once: 8 MiB
 INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
 SMALLEST = 2.0**-126  # normal number
 PLAIN = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaults are
-DECAY, SCALE = 0, 1  # the first numbers of h: 1 - lr * weight decay, and the factor of the gradient
 
 
-def adamw(p, g, m, v, low, h, betas, eps, grad_scale=1.0, average=None, compiled=True):
-    """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]. average: what
-    moves along, see average.EMA.along.
+def adamw(p, g, m, v, low, row, numbers, average=NO_AVERAGE, compiled=True):
+    """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]. row: of a
+    buckets.Table; numbers: what it was made of. average: a StepAverage.
     """
-    one_rounding = compiled and betas[0] > 0.5 and rounds_once()
-    floored = vanishes(betas[1], eps)
+    one_rounding = compiled and lerp_adds(numbers) and rounds_once()
+    floored = vanishes(numbers.beta2, numbers.eps)
     for start in range(0, p.numel(), PIECE):
         at = slice(start, start + PIECE)
         root = _kept_memory()[: v[at].numel()]
         if one_rounding:
-            fused(_moment_kernel, g[at], m[at], v[at], root, h, floored)
+            fused(_moment_kernel, g[at], m[at], v[at], root, row, floored)
             torch.sqrt(root, out=root)
         else:
-            moments(g[at], m[at], v[at], h, betas, root, grad_scale)
+            moments(g[at], m[at], v[at], row, numbers, root)
         part = None if low is None else low[at]
-        fused(_weight_kernel, p[at], m[at], root, part, h, part_of(average, at), compiled=compiled)
+        moved = average.part(start, start + PIECE)
+        fused(_weight_kernel, p[at], m[at], root, part, row, moved, compiled=compiled)
 
 
 def _kept_memory():
+    """fp32 [PIECE], the same at each call: the system clears each page of new memory, which costs a pass."""
     if not hasattr(_of_thread, "root"):
         _of_thread.root = torch.empty(PIECE, **PLAIN)
     return _of_thread.root
@@ -54,13 +54,14 @@ def _kept_memory():
 _of_thread = threading.local()
 
 
-def moments(g, m, v, h, betas, root, grad_scale=1.0):
+def moments(g, m, v, row, numbers, root):
     """Update m and v in place by torch's own operations, and write the root of v into `root`."""
     for start in range(0, v.numel(), INNER):
         at = slice(start, start + INNER)
-        part = g[at].float() if grad_scale == 1 else g[at].float() * h[SCALE]
-        m[at].lerp_(part, 1 - betas[0])
-        torch.sqrt(v[at].mul_(betas[1]).addcmul_(part, part, value=1 - betas[1]), out=root[at])
+        part = g[at].float() * row[SCALE]
+        m[at].lerp_(part, numbers.one_minus_beta1)
+        v[at].mul_(numbers.beta2).addcmul_(part, part, value=numbers.one_minus_beta2)
+        torch.sqrt(v[at], out=root[at])
 
 
 def _fma(a, b, c):
@@ -78,55 +79,71 @@ def vanishes(beta2, eps):
     return eps * (1 - beta2) ** 0.5 > 2.0**-37  # 2^-63 / (1 - beta2)^(1/2) is below a quarter ulp of eps
 
 
-def _moment_kernel(g, m, v, root, h, floored):
-    g = g.float() * h[SCALE]
-    m.copy_(_fma(h[2].expand_as(m), g - m, m))  # torch's lerp, of a weight below a half
-    new = _fma(h[4] * g, g, v * h[3])
+def lerp_adds(numbers):
+    """Whether torch's lerp forms exp_avg as old + (new - old) * share: from a share of one half on it goes by
+    another formula.
+    """
+    return numbers.one_minus_beta1 < 0.5
+
+
+def _moment_kernel(g, m, v, root, row, floored):
+    weight, n = named(row, AdamWNumbers)
+    g = g.float() * weight.scale
+    m.copy_(_fma(n.one_minus_beta1.expand_as(m), g - m, m))
+    new = _fma(n.one_minus_beta2 * g, g, v * n.beta2)
     v.copy_(new)
     root.copy_(new.clamp(min=SMALLEST) if floored else new)
 
 
-def _weight_kernel(p, m, root, low, h, average):
-    x = exact_weight(p, low) * h[DECAY] + (h[7] * m) / (root / h[5] + h[6])
+def _weight_kernel(p, m, root, low, row, average):
+    weight, n = named(row, AdamWNumbers)
+    update = (n.rate * m) / (root / n.root_correction + n.eps)
+    x = exact_weight(p, low) * weight.decay + update
     write_weight(x, p, low)
-    move_along(average, x, p, low)
+    average.follow(x, p, low)
 
 
-def in_one_pass(betas):
-    """Whether `cpu_step.update` has the bits of `moments` here, for these betas."""
-    return betas[0] > 0.5 and cpu_step.root() is not None and _known_to_cpu_step()
+def in_one_pass(numbers):
+    """Whether `cpu_step.update` has the bits of `moments` here, for these AdamWNumbers."""
+    return lerp_adds(numbers) and cpu_step.root() is not None and _known_to_cpu_step()
 
 
 @functools.cache
 def _known_to_cpu_step():
-    g, own, h = _trial()
+    g, own, row = _trial()
     theirs = [t.clone() for t in own]
-    moments(g, *theirs, h, BETAS, torch.empty_like(g))
+    moments(g, *theirs, row, TRIED, torch.empty_like(g))
     p, key = torch.zeros_like(g), torch.zeros(3, dtype=torch.int32)
-    cpu_step.update("adamw", p, g, own, None, h, key, False, exact=True)
+    cpu_step.update("adamw", [p], [g], own, None, row, key, False, exact=True)
     return all(map(torch.equal, own, theirs))
 
 
-BETAS = 0.9, 0.999
+TRIED = AdamWNumbers(
+    one_minus_beta1=1 - 0.9,
+    beta2=0.999,
+    one_minus_beta2=1 - 0.999,
+    root_correction=1.0,
+    eps=1.0,
+    rate=0.0,
+)
 
 
 def _trial():
-    """(gradient, [m, v], numbers of a step) of some random values, to compare two ways to the moments."""
+    """(gradient, [m, v], row of TRIED) of some random values, to compare two ways to the moments."""
     draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0), **PLAIN)
-    beta1, beta2 = BETAS
-    numbers = torch.tensor([1, 1, 1 - beta1, beta2, 1 - beta2, 1, 1, 0], **PLAIN)
-    return draw(), [draw(), draw().square()], numbers
+    row = torch.tensor([*WeightNumbers(decay=1.0, scale=1.0), *TRIED], **PLAIN)
+    return draw(), [draw(), draw().square()], row
 
 
 @functools.cache
 def rounds_once():
     """Whether `_moment_kernel` has the bits of `moments` here: that depends on torch and the compiler."""
-    g, own, h = _trial()
+    g, own, row = _trial()
     theirs = [t.clone() for t in own]
-    moments(g, *theirs, h, BETAS, torch.empty_like(g))
+    moments(g, *theirs, row, TRIED, torch.empty_like(g))
     try:
         importlib.import_module("torch._inductor.inductor_prims")  # names prims.fma
-        fused(_moment_kernel, g, *own, torch.empty_like(g), h, True)
+        fused(_moment_kernel, g, *own, torch.empty_like(g), row, True)
     except (ImportError, AttributeError, RuntimeError):  # a torch that has no such operation
         return False
     return all(map(torch.equal, own, theirs))

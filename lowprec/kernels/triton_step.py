@@ -2,8 +2,8 @@
 Triton.
 
     if fits(p, moments, low):
-        adamw(p, g, moments, low, h, key, stochastic, exact)   # flat, in place; h, key: rows of buckets.Table
-    ema(average, p, low, h, key, stochastic)
+        adamw(p, g, moments, low, row, key, stochastic, exact)   # flat, in place; row, key: of a Table
+    ema(average, p, low)
 
 torch.compile fuses them on CUDA as well, but may divide, take roots and contract products with other last
 bits. Here each operation rounds once, as IEEE 754 has it, in the order of `AdamW`. So the optimiser
@@ -16,12 +16,20 @@ import torch
 import triton
 import triton.language as tl
 
+from ..rounding import NO_AVERAGE
+from .numbers import AdamWNumbers, place
+
 BLOCK = 1024  # entries of one program
 HOLDS = (torch.float32, torch.bfloat16)
 # what completes a weight, see rounding.exact_weight
 ALONE, REMAINDER, COMPENSATION, MASTER = (tl.constexpr(kind) for kind in range(4))
 # what becomes of the average: nothing, a step, a step that is rounded stochastically
 STAYS, MOVES, NOISY = (tl.constexpr(mode) for mode in range(3))
+# places in a row of numbers
+DECAY, SCALE = (tl.constexpr(place(name)) for name in ("decay", "scale"))
+ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, ROOT_CORRECTION, EPS, RATE = (
+    tl.constexpr(place(name, AdamWNumbers)) for name in AdamWNumbers._fields
+)
 LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float32: MASTER}
 
 
@@ -30,13 +38,13 @@ def fits(p, moments, low):
     return all(t.dtype in HOLDS for t in (p, *moments)) and (low is None or low.dtype in LOW)
 
 
-def adamw(p, g, moments, low, h, key, stochastic, exact, average=None):
+def adamw(p, g, moments, low, row, key, stochastic, exact, average=NO_AVERAGE):
     """One step on flat p [n], its two moments and its low part, in place.
 
-    h: fp32, the numbers of `AdamW.numbers` behind decay and scale. key: int32 [3 or more], see
-    `rounding.noise_bits`. stochastic: whether bf16 is rounded so; else to nearest. exact: whether the moments
-    are formed as torch's lerp and addcmul do, which round once where a product is added; beta1 is above 0.5.
-    average: what moves along, see average.EMA.along, or None.
+    row: fp32, AdamWNumbers behind WeightNumbers. key: int32 [3 or more], see `rounding.noise_bits`.
+    stochastic: whether bf16 is rounded so; else to nearest. exact: whether the moments are formed as torch's
+    lerp and addcmul do, which round once where a product is added; beta1 is above 0.5. average: a
+    StepAverage.
     """
     n = p.numel()
     kind = ALONE if low is None else LOW[low.dtype]
@@ -44,20 +52,27 @@ def adamw(p, g, moments, low, h, key, stochastic, exact, average=None):
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(n, BLOCK),)
         low = p if low is None else low  # some pointer: it is not read
-        mode = STAYS if average is None else NOISY if average[3] else MOVES
-        own = (p, h, key) if average is None else average[:3]
-        _adamw[grid](p, g, m, v, low, h, key, *own, n, stochastic, exact, kind, mode, BLOCK, **OPTIONS)
+        mode = _mode(average)
+        flat, share, average_key = (p, row, key) if average.flat is None else average[:3]
+        pointers = (p, g, m, v, low, row, key, flat, share, average_key)
+        _adamw[grid](*pointers, n, stochastic, exact, kind, mode, BLOCK, **OPTIONS)
 
 
-def ema(average, p, low, h, key, stochastic):
-    """Move flat average [n] towards the weights p [n] and their low part, in place, as average.EMA does. h:
-    fp32, its first number is 1 - decay. Arguments as of `adamw`.
+def ema(average, p, low):
+    """Move a StepAverage towards the weights p [n] and their low part, in place, as rounding.ema_kernel does.
     """
     kind = ALONE if low is None else LOW[low.dtype]
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(p.numel(), BLOCK),)
-        low, mode = p if low is None else low, NOISY if stochastic else MOVES
-        _ema[grid](p, low, average, h, key, p.numel(), kind, mode, BLOCK, **OPTIONS)
+        low = p if low is None else low  # some pointer: it is not read
+        pointers = (p, low, average.flat, average.share, average.key)
+        _ema[grid](*pointers, p.numel(), kind, _mode(average), BLOCK, **OPTIONS)
+
+
+def _mode(average):
+    if average.flat is None:
+        return STAYS
+    return NOISY if average.stochastic else MOVES
 
 
 # ---- Rounding, as in rounding.py ---------------------------------------------------------------------------
@@ -132,21 +147,21 @@ def _held(weight, low, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def _move(average, now, h, key, i, mask, AVERAGE: tl.constexpr):
+def _move(average, now, share, key, i, mask, AVERAGE: tl.constexpr):
     """Entries i of an average towards `now`, fp32."""
     old = tl.load(average + i, mask=mask, other=0).to(tl.float32)
     noise = now.to(tl.int32, bitcast=True)  # of the same type where there is none
     if AVERAGE == NOISY:
         noise, _ = _noise_bits(i.to(tl.int32), key)
-    _write(average + i, old + (now - old) * tl.load(h), noise, mask, AVERAGE == NOISY)
+    _write(average + i, old + (now - old) * tl.load(share), noise, mask, AVERAGE == NOISY)
 
 
 @triton.jit
-def _ema(p, low, average, h, key, n, KIND: tl.constexpr, AVERAGE: tl.constexpr, BLOCK: tl.constexpr):
+def _ema(p, low, average, share, key, n, KIND: tl.constexpr, AVERAGE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     weight = tl.load(p + i, mask=mask, other=0).to(tl.float32)
-    _move(average, _held(weight, low + i, mask, KIND), h, key, i, mask, AVERAGE)
+    _move(average, _held(weight, low + i, mask, KIND), share, key, i, mask, AVERAGE)
 
 
 # ---- The step ----------------------------------------------------------------------------------------------
@@ -159,10 +174,10 @@ def _adamw(
     m,
     v,
     low,
-    h,
+    row,
     key,
     average,
-    average_h,
+    average_share,
     average_key,
     n,
     STOCHASTIC: tl.constexpr,
@@ -175,21 +190,24 @@ def _adamw(
     mask = i < n
     p, m, v, low = p + i, m + i, v + i, low + i
     weight = tl.load(p, mask=mask, other=0).to(tl.float32)
-    gradient = tl.load(g + i, mask=mask, other=0).to(tl.float32) * tl.load(h + 1)
+    gradient = tl.load(g + i, mask=mask, other=0).to(tl.float32) * tl.load(row + SCALE)
     m_old = tl.load(m, mask=mask, other=0).to(tl.float32)
     v_old = tl.load(v, mask=mask, other=0).to(tl.float32)
+    one_minus_beta1 = tl.load(row + ONE_MINUS_BETA1)
+    beta2 = tl.load(row + BETA2)
+    one_minus_beta2 = tl.load(row + ONE_MINUS_BETA2)
 
     if EXACT:
-        m_new = tl.fma(tl.load(h + 2), gradient - m_old, m_old)
-        v_new = tl.fma(tl.load(h + 4) * gradient, gradient, v_old * tl.load(h + 3))
+        m_new = tl.fma(one_minus_beta1, gradient - m_old, m_old)
+        v_new = tl.fma(one_minus_beta2 * gradient, gradient, v_old * beta2)
     else:
-        m_new = (gradient - m_old) * tl.load(h + 2) + m_old
-        v_new = tl.load(h + 4) * gradient * gradient + v_old * tl.load(h + 3)
-    root = tl.div_rn(tl.sqrt_rn(v_new), tl.load(h + 5)) + tl.load(h + 6)
-    delta = tl.div_rn(tl.load(h + 7) * m_new, root)
+        m_new = (gradient - m_old) * one_minus_beta1 + m_old
+        v_new = one_minus_beta2 * gradient * gradient + v_old * beta2
+    root = tl.div_rn(tl.sqrt_rn(v_new), tl.load(row + ROOT_CORRECTION)) + tl.load(row + EPS)
+    update = tl.div_rn(tl.load(row + RATE) * m_new, root)
 
     held = _held(weight, low, mask, KIND)
-    x = held * tl.load(h) + delta
+    x = held * tl.load(row + DECAY) + update
 
     first, second = weight.to(tl.int32), weight.to(tl.int32)  # of the same types where there is no noise
     if STOCHASTIC:
@@ -212,7 +230,7 @@ def _adamw(
     _write(m, m_new, first >> 16, mask, STOCHASTIC)
     _write(v, v_new, second, mask, STOCHASTIC)
     if AVERAGE != STAYS:
-        _move(average, now, average_h, average_key, i, mask, AVERAGE)
+        _move(average, now, average_share, average_key, i, mask, AVERAGE)
 
 
 # contracted, a product and a sum would round once

@@ -15,7 +15,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 KINDS = {  # the other products are those of activations
     "mm": "linear",
@@ -32,16 +31,20 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.running, self.by_module = [], {}
+        from torch.utils.flop_counter import flop_registry  # it imports triton
+
+        self.formulas = flop_registry
+        self.running = []
+        self.by_module = {}
         self.by_kind = dict.fromkeys(("linear", "convolution", "attention"), 0)
         self.made = {}  # number of a node of the autograd graph -> module whose forward made it
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         operation = function._overloadpacket
-        if operation not in flop_registry:
+        if operation not in self.formulas:
             return out
-        flops = flop_registry[operation](*args, **(kwargs or {}), out_val=out)
+        flops = self.formulas[operation](*args, **(kwargs or {}), out_val=out)
         self.by_kind[KINDS.get(operation.__name__, "attention")] += flops
         name = self._module()
         self.by_module[name] = self.by_module.get(name, 0) + flops
@@ -84,9 +87,9 @@ def module_flops(net, args, kwargs=None, backward=False):
     module without products has none. backward: count forward and backward; trainable parameters get
     gradients, the arguments don't. Raises what the copy raises, RuntimeError for a net that looks at values.
     """
-
     args, kwargs = tree_map_only(torch.Tensor, _shape_of, (tuple(args), dict(kwargs or {})))
-    twin, counter = _without_values(net), _Counter()
+    twin = _without_values(net)
+    counter = _Counter()
     counter.watch(twin)
     # attention as plain products: fused kernels count in other ways, and the device chooses among them
     with ExitStack() as stack:

@@ -14,32 +14,44 @@ from .fp8_product import CHOICES, E4M3, GRAD, INPUT, MULTIPLE, WEIGHT, scaled_mm
 def backend_refusal(backend, options, device):
     """Why a backend can't carry out the options on a device, or None."""
     if backend == "te":
-        if options.recipe == "rowwise":
-            return "Transformer Engine has no rowwise scaling"
-        if options.format == "e5m2":
-            return "Transformer Engine trains in hybrid and e4m3 only"
-        te, error = try_import("transformer_engine.pytorch")
-        if te is None:
-            return f"Transformer Engine can't be imported ({error}); requirements-te.txt installs it"
-        if not hasattr(te, "autocast"):
-            return "this Transformer Engine is too old; requirements-te.txt installs another"
-        needs = "Transformer Engine needs an NVIDIA GPU of compute capability 8.9 or later"
-        return None if E4M3.native(device) else needs
+        return _te_refusal(options, device)
     if backend == "torchao":
-        if options.recipe == "delayed":
-            return "torchao has no delayed scaling"
-        if options.format == "e5m2":
-            return "no kernel multiplies e5m2 by e5m2"
-        module, error = try_import("torchao.float8")
-        if module is None:
-            return f"torchao can't be imported ({error}); pip install -r requirements.txt"
-        if device.type == "cpu":
-            return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if options.recipe == "rowwise" else None
-        needs = "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
-        return None if E4M3.native(device) else needs
+        return _torchao_refusal(options, device)
     if device.type == "mps":
         return "torch has no float8 on mps"
-    return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype) if backend == "scaled_mm" else None
+    if backend == "scaled_mm":
+        return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype)
+    return None
+
+
+def _te_refusal(options, device):
+    if options.recipe == "rowwise":
+        return "Transformer Engine has no rowwise scaling"
+    if options.format == "e5m2":
+        return "Transformer Engine trains in hybrid and e4m3 only"
+    te, error = try_import("transformer_engine.pytorch")
+    if te is None:
+        return f"Transformer Engine can't be imported ({error}); requirements-te.txt installs it"
+    if not hasattr(te, "autocast"):
+        return "this Transformer Engine is too old; requirements-te.txt installs another"
+    if not E4M3.native(device):
+        return "Transformer Engine needs an NVIDIA GPU of compute capability 8.9 or later"
+    return None
+
+
+def _torchao_refusal(options, device):
+    if options.recipe == "delayed":
+        return "torchao has no delayed scaling"
+    if options.format == "e5m2":
+        return "no kernel multiplies e5m2 by e5m2"
+    module, error = try_import("torchao.float8")
+    if module is None:
+        return f"torchao can't be imported ({error}); pip install -r requirements.txt"
+    if device.type == "cpu" and options.recipe == "rowwise":
+        return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype)
+    if device.type != "cpu" and not E4M3.native(device):
+        return "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
+    return None
 
 
 def resolve(options, device):
@@ -52,22 +64,28 @@ def resolve(options, device):
     if device.type == "meta":
         return options
     if options.backend == "auto":
-        libraries = ("te", "torchao") if E4M3.native(device) else ()
-        candidates = (*libraries, "scaled_mm", "emulate")
-        for backend in candidates:
-            refusal = backend_refusal(backend, options, device)
-            if refusal is None:
-                return dataclasses.replace(options, backend=backend)
-        raise Refused(f"--fp8 can't run on {device.type}: {refusal}; use --bf16")
+        return _first_that_runs(options, device)
     refusal = backend_refusal(options.backend, options, device)
     if refusal is None:
         return options
-    others = [b for b in CHOICES["backend"][1:] if backend_refusal(b, options, device) is None]
+    others = [other for other in CHOICES["backend"][1:] if backend_refusal(other, options, device) is None]
     instead = f"here works --fp8_backend {' or '.join(others)}" if others else "use --bf16"
     raise Refused(f"--fp8_backend {options.backend}: {refusal}; {instead}")
 
 
+def _first_that_runs(options, device):
+    candidates = ["scaled_mm", "emulate"]
+    if E4M3.native(device):
+        candidates = ["te", "torchao", *candidates]
+    for backend in candidates:
+        refusal = backend_refusal(backend, options, device)
+        if refusal is None:
+            return dataclasses.replace(options, backend=backend)
+    raise Refused(f"--fp8 can't run on {device.type}: {refusal}; use --bf16")
+
+
 def te_recipe(options):
+    """Transformer Engine's recipe of these Options."""
     from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
     form = Format.HYBRID if options.format == "hybrid" else Format.E4M3
@@ -91,7 +109,8 @@ def te_linear(linear, recipe, alone):
         def forward(self, x):
             rows = x.reshape(-1, x.shape[-1])  # [..., K] -> [M, K], M a multiple of 16
             padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
-            with te.autocast(enabled=True, recipe=recipe) if alone else nullcontext():
+            context = te.autocast(enabled=True, recipe=recipe) if alone else nullcontext()
+            with context:
                 y = super().forward(padded)
             return y[: len(rows)].reshape(*x.shape[:-1], self.out_features)
 
@@ -115,16 +134,21 @@ def te_linear(linear, recipe, alone):
                 self.fp8_meta[key].scale.copy_(tensors["scale"])
                 self.fp8_meta[key].amax_history.copy_(tensors["amax_history"])
 
-    biased, weight = linear.bias is not None, linear.weight
-    shape = linear.in_features, linear.out_features
-    new = TELinear(*shape, bias=biased, params_dtype=weight.dtype, device=weight.device)
-    new.weight = weight
-    if biased:
+    new = TELinear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        device=linear.weight.device,
+    )
+    new.weight = linear.weight
+    if linear.bias is not None:
         new.bias = linear.bias
     return new
 
 
 def torchao_linear(linear, options):
+    """torchao's Float8Linear over the parameters of an nn.Linear."""
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity
     from torchao.float8 import float8_linear as library
 

@@ -1,8 +1,14 @@
-"""One FP8 product: its options, its scales, its three matrix products, and the layers that take it, ours and
-those of Transformer Engine and torchao. fp8.py puts a whole model in FP8 and says what the words mean.
+"""One FP8 product: its options, its scales, its three matrix products, and the layers of ours that take it.
+
+    y = matmul(x, self.w, self.scaling)      # of bare parameters [K, N], with self.scaling = Scaling()
+
+An operand x is stored as round(x * scale) in e4m3 (3 mantissa bits, largest value 448) or e5m2 (2 bits,
+57344). The scale is fp32 and brings amax, the operand's largest magnitude, to the top of the format (arXiv
+2209.05433). Products are summed in fp32, divided by both scales and rounded once.
 """
 
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +39,12 @@ MULTIPLE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How products are taken in FP8; see the top of fp8.py.
+    """How products are taken in FP8.
+
+    backend: who multiplies, see fp8_backends.resolve. format: hybrid (inputs and weights e4m3, gradients
+    e5m2), e4m3 or e5m2. recipe: where a scale comes from. tensorwise: this tensor's amax; rowwise: that of
+    each row or column along which a product sums; delayed: that of past steps, of which amax_history_len are
+    kept and amax_compute_algo is taken.
 
     Raises Refused for unknown values, and for amax settings of a recipe that keeps no history.
     """
@@ -51,8 +62,8 @@ class Options:
                 raise Refused(f"--{flag} {getattr(self, name)}: unknown; choose from {', '.join(values)}")
         if self.amax_history_len < 1:
             raise Refused(f"--amax_history_len {self.amax_history_len}: a history has 1 step or more")
-        history = self.amax_history_len, self.amax_compute_algo
-        if self.recipe != "delayed" and history != (1024, "max"):
+        says_how = (self.amax_history_len, self.amax_compute_algo) != (1024, "max")
+        if self.recipe != "delayed" and says_how:
             raise Refused(
                 f"--fp8_recipe {self.recipe} keeps no history of amax: --amax_history_len and "
                 f"--amax_compute_algo need --fp8_recipe delayed"
@@ -73,10 +84,10 @@ def amax_of(x, dim=None):
     NaN and infinity show.
     """
     if dim is None:
-        low, high = x.aminmax()
-        return torch.maximum(-low, high).float().view(1, 1)
-    low, high = x.aminmax(dim=dim, keepdim=True)
-    return torch.maximum(-low, high).float()
+        least, most = x.aminmax()
+        return torch.maximum(-least, most).float().view(1, 1)
+    least, most = x.aminmax(dim=dim, keepdim=True)
+    return torch.maximum(-least, most).float()
 
 
 def current_scale(amax, top):
@@ -131,12 +142,18 @@ def scaled_mm_refusal(device, a, b):
         return "FP8 tensor cores start at compute capability 8.9"
     if device.type == "cpu" and not CPU_SCALES_ROWS:
         return f"torch {torch.__version__} takes one scale a tensor on a CPU"
-    return None if device.type in ("cuda", "cpu", "meta") else f"torch has no FP8 product on {device.type}"
+    if device.type not in ("cuda", "cpu", "meta"):
+        return f"torch has no FP8 product on {device.type}"
+    return None
 
 
 def shape_refusal(k, n):
     """Why a weight of k inputs and n outputs can't be multiplied in FP8, or None."""
-    odd = [f"{value} {what}" for value, what in ((k, "inputs"), (n, "outputs")) if value % MULTIPLE]
+    odd = []
+    if k % MULTIPLE:
+        odd.append(f"{k} inputs")
+    if n % MULTIPLE:
+        odd.append(f"{n} outputs")
     return f"{' and '.join(odd)}: no multiple of {MULTIPLE}" if odd else None
 
 
@@ -144,17 +161,19 @@ def decode(codes):
     """fp32, exactly: what FP8 codes stand for."""
     if type(codes) is not torch.Tensor:  # torch.compile traces this: a table would be a constant of the graph
         return codes.float()
-    return (E4M3 if codes.dtype == E4M3.dtype else E5M2).values(codes)
+    form = E4M3 if codes.dtype == E4M3.dtype else E5M2
+    return form.values(codes)
 
 
 def product(a, b, out_dtype, emulated=False):
-    """[M, N] in out_dtype of operands (fp8 [M, K], inverse scale) and (fp8 [K, N], inverse scale).
+    """[M, N] in out_dtype of operands a (fp8 [M, K], inverse scale) and b (fp8 [K, N], inverse scale).
 
     A scale is [1, 1], or [M, 1] and [1, N]. M, K and N are multiples of 16. emulated, or without a kernel,
     the operands are multiplied in fp32, not bf16: FP8 values are exact in both, but only fp32 leaves the sums
     unrounded until the scales are off, as the kernels do.
     """
-    (a, a_inverse), (b, b_inverse) = a, b
+    a, a_inverse = a
+    b, b_inverse = b
     # autocast would reach into the kernel of a CPU (torch 2.14) and round operands, scale and all, to bf16
     with torch.autocast(a.device.type, enabled=False):
         if emulated or scaled_mm_refusal(a.device, a.dtype, b.dtype):
@@ -164,7 +183,8 @@ def product(a, b, out_dtype, emulated=False):
 
 def _scaled_mm(a, a_inverse, b, b_inverse, out_dtype):
     rowwise = a_inverse.numel() > 1 or b_inverse.numel() > 1
-    scale_a, scale_b = a_inverse.flatten()[:, None], b_inverse.flatten()[None]
+    scale_a = a_inverse.flatten()[:, None]
+    scale_b = b_inverse.flatten()[None]
     if a.device.type == "cpu":
         # its kernel for one scale a tensor takes a thousand times as long on some CPUs (Xeon, torch 2.14)
         scale_a = scale_a.expand(len(a), 1).contiguous()
@@ -183,9 +203,13 @@ class _Scaler:
     """
 
     def __init__(self, options, history, scale, recording, counts):
-        self.options, self.history, self.scale = options, history, scale
-        self.recording, self.counts = recording, counts
-        self.rowwise, self.emulated = options.recipe == "rowwise", options.backend == "emulate"
+        self.options = options
+        self.history = history
+        self.scale = scale
+        self.recording = recording
+        self.counts = counts
+        self.rowwise = options.recipe == "rowwise"
+        self.emulated = options.backend == "emulate"
 
     def __call__(self, x, operand, dim):
         """x [M, N], an operand of a product that sums along dim -> (fp8 [M, N], fp32 inverse scale)."""
@@ -213,39 +237,54 @@ def _count(x, scale, codes):
     return torch.stack([zeroed.sum(), nonzero.sum(), clipped.sum(), torch.ones_like(clipped).sum()])
 
 
-def _t(pair):
-    return pair[0].t(), pair[1].t()
+def _transposed(operand):
+    codes, inverse_scale = operand
+    return codes.t(), inverse_scale.t()
 
 
-# torch.compile takes it into its graph as one call, so all it reads are arguments: tensors and constants
-@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
-    """x [M, K], w [K, N] -> x w in out_dtype; all three products of a training step in FP8."""
+    """x [M, K], w [K, N] -> x w in out_dtype; all three products of a training step in FP8.
+
+    torch.compile takes it into its graph as one call, so all it reads are arguments: tensors and constants.
+    """
+
+    @classmethod
+    @functools.cache
+    def register(cls):
+        """Tell torch.compile so: when a layer is put in FP8, since this imports the compiler for a second."""
+        torch.compiler.allow_in_graph(cls)
 
     @staticmethod
     def forward(ctx, x, w, out_dtype, *state):
         scaler = _Scaler(*state)
-        a, b = scaler(x, INPUT, 1), scaler(w, WEIGHT, 0)
-        ctx.scaler, ctx.dtypes = scaler, (x.dtype, w.dtype)
-        # a scale a row belongs to one direction of summing: rowwise rounds anew, others keep the codes
-        ctx.save_for_backward(*((x, w) if scaler.rowwise else (*a, *b)))
+        a = scaler(x, INPUT, 1)
+        b = scaler(w, WEIGHT, 0)
+        ctx.scaler = scaler
+        ctx.dtypes = (x.dtype, w.dtype)
+        if scaler.rowwise:
+            ctx.save_for_backward(x, w)  # a scale a row belongs to one direction of summing: rounded anew
+        else:
+            ctx.save_for_backward(*a, *b)
         return product(a, b, out_dtype, scaler.emulated)
 
     @staticmethod
     @once_differentiable  # codes know nothing of the inputs they stand for
     def backward(ctx, g):
-        scaler, (x_dtype, w_dtype), saved = ctx.scaler, ctx.dtypes, ctx.saved_tensors
+        scaler = ctx.scaler
+        x_dtype, w_dtype = ctx.dtypes
+        saved = ctx.saved_tensors
         dx = dw = None
         along_n = scaler(g, GRAD, 1)
         if ctx.needs_input_grad[0]:
             w = scaler(saved[1], WEIGHT, 1) if scaler.rowwise else saved[2:]
-            dx = product(along_n, _t(w), x_dtype, scaler.emulated)
+            dx = product(along_n, _transposed(w), x_dtype, scaler.emulated)
         if ctx.needs_input_grad[1]:
             x = scaler(saved[0], INPUT, 0) if scaler.rowwise else saved[:2]
             along_m = scaler(g, GRAD, 0) if scaler.rowwise else along_n
             # dw^T = g^T x: kernels take e5m2 as their first operand alone
-            dw = product(_t(along_m), x, w_dtype, scaler.emulated).t()
-        return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)
+            dw = product(_transposed(along_m), x, w_dtype, scaler.emulated).t()
+        without_gradient = [None] * (len(ctx.needs_input_grad) - 2)
+        return dx, dw, *without_gradient
 
 
 # ---- Layers ------------------------------------------------------------------------------------------------
@@ -264,17 +303,21 @@ class Scaling(nn.Module):
 
     def __init__(self, options=None, device=None):
         super().__init__()
-        self.options, self.counts, self.left_out = None, None, None  # left_out: None unknown, "" not left out
+        self.options = None
+        self.counts = None
+        self.left_out = None  # why w stays out of FP8; "": it does not; None: not known yet
         if options is not None:
             self.switch(options, device)
 
     def switch(self, options, device=None):
         """FP8 on as `options` say; state is made anew."""
+        _Product.register()
         self.options = options
         if options.recipe == "delayed":
-            new = dict(dtype=torch.float32, device=device)
-            self.register_buffer("amax_history", torch.zeros(options.amax_history_len, 3, **new))
-            self.register_buffer("scale", torch.zeros(3, **new))  # 0: no past
+            history = torch.zeros(options.amax_history_len, 3, dtype=torch.float32, device=device)
+            self.register_buffer("amax_history", history)
+            scale = torch.zeros(3, dtype=torch.float32, device=device)  # 0: no past
+            self.register_buffer("scale", scale)
 
     def decide(self, k, n):
         """Say in `left_out`, once, whether a w of k inputs and n outputs stays out of FP8."""
@@ -288,14 +331,16 @@ class Scaling(nn.Module):
             return x @ w
         if w.dim() == 3:
             heads = x.expand(*x.shape[:-3], w.shape[0], *x.shape[-2:]).unbind(-3)
-            products = [self(one, each) for one, each in zip(heads, w.unbind(0), strict=True)]
+            products = [self(one, weight) for one, weight in zip(heads, w.unbind(0), strict=True)]
             return torch.stack(products, dim=-3)
         if shape_refusal(*w.shape):
             return x @ w
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        delayed = self.options.recipe == "delayed"
-        history, scale = (self.amax_history, self.scale) if delayed else (None, None)
+        history = scale = None
+        if self.options.recipe == "delayed":
+            history = self.amax_history
+            scale = self.scale
         rows = x.reshape(-1, x.shape[-1])  # [..., K] -> [M, K]
         # the weight's gradient sums over rows: zero rows bring them to a multiple of 16 and add nothing
         padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
@@ -322,8 +367,10 @@ class Linear(nn.Linear):
 
     def __init__(self, linear, options):
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.scaling = Scaling(options, linear.weight.device)
 
     def forward(self, x):

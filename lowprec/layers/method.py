@@ -1,8 +1,7 @@
-"""What a method is that changes how a model multiplies (FP8, 2:4 sparsity, 8-bit generation), and what a
-layer is.
+"""A method changes how a model multiplies: FP8, 2:4 sparsity, 8-bit generation.
 
-A `Method` is attached to a run. `Precision` calls every attached method at the same places and
-knows none of them by name. A new one is a class with the parts it needs and a place in precision.METHODS.
+`Precision` calls every attached `Method` at the same places and knows none of them by name. A new one is a
+class with the parts it needs and a place in precision.METHODS. `Coverage` is one of 8-bit layers.
 """
 
 import re
@@ -26,8 +25,8 @@ class Method:
 
     @classmethod
     def attach(cls, model, recipe, **options):
-        """The method that `recipe` asks for, or None. The model is still as it came; raises Refused.
-        """
+        """The method that `recipe` asks for, or None. The model is still as it came; raises Refused."""
+        return None
 
     def convert(self, model):
         """Change layers of the model, which now has the dtype of the recipe's weights."""
@@ -93,7 +92,7 @@ HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
 
 
 def layer_refusal(name, module, its_roles):
-    """Why an nn.Linear or convolution stays out of 8 bits, or None. its_roles: see method.roles."""
+    """Why an nn.Linear or convolution stays out of 8 bits, or None. its_roles: see roles.roles."""
     if isinstance(module, CONVOLUTIONS):
         return "convolution: stays as it is"
     if "embedding" in its_roles:
@@ -128,25 +127,38 @@ class Coverage(Method):
     layer is eligible.
     """
 
-    format, own, bare, backward = "FP8", "", True, True
+    format = "FP8"
+    own = ""  # how the products of bare parameters are taken
+    bare = True  # whether these are covered
+    backward = True
 
     def __init__(self, model, how, scaling, flag, instead):
-        self.device, self.scaling, self.flops = next(model.parameters()).device, scaling, None
-        self.linears, self.functional, self.left_out = {}, {}, {}
+        self.device = next(model.parameters()).device
+        self.scaling = scaling
+        self.flops = None
+        self.linears = {}
+        self.functional = {}
+        self.left_out = {}
         role_of = roles(model)
         for name, module in model.named_modules():
-            if isinstance(module, Scaling) and self.bare:
-                self.functional[name] = module
-            elif isinstance(module, Scaling):
-                self.left_out[name] = f"bare parameters: {self.format} takes nn.Linear alone"
-            elif isinstance(module, nn.Linear | CONVOLUTIONS):
-                if why := layer_refusal(name, module, role_of[name]):
-                    self.left_out[name] = why
-                else:
-                    self.linears[name] = module
+            self._place(name, module, role_of[name])
         if not self.linears and not self.functional:
             self._refuse(flag, instead)
         self.layers = {name: (m.in_features, m.out_features, how) for name, m in self.linears.items()}
+
+    def _place(self, name, module, its_roles):
+        """Put a module where it belongs: among linears, functional or left_out, or nowhere."""
+        if isinstance(module, Scaling):
+            if self.bare:
+                self.functional[name] = module
+            else:
+                self.left_out[name] = f"bare parameters: {self.format} takes nn.Linear alone"
+        elif isinstance(module, nn.Linear | CONVOLUTIONS):
+            why = layer_refusal(name, module, its_roles)
+            if why:
+                self.left_out[name] = why
+            else:
+                self.linears[name] = module
 
     def _refuse(self, flag, instead):
         reason = "it has no nn.Linear, and convolutions stay as they are"
@@ -165,72 +177,99 @@ class Coverage(Method):
         """
         if self.flops is not None:
             return
-        notes = [s.register_forward_pre_hook(_note_shape(s)) for s in self.functional.values()]
+        hooks = [s.register_forward_pre_hook(_note_shape(s)) for s in self.functional.values()]
         try:
             with self.plain(model):
                 by_module, by_kind = module_flops(model, args, kwargs, self.backward)
         except Exception:  # a net that looks at values can't run on shapes: no share is told
             return
         finally:
-            for note in notes:
-                note.remove()
-        inside = {name: by_module.get(name, 0) for name in (*self.layers, *self.functional)}
-        self.flops = {**inside, "all": sum(by_kind.values())}
+            for hook in hooks:
+                hook.remove()
+        self.flops = {name: by_module.get(name, 0) for name in (*self.layers, *self.functional)}
+        self.flops["all"] = sum(by_kind.values())
 
     @property
     def share(self):
         """Share of the FLOPs of products and convolutions in 8 bits, or None before `count_flops`."""
         if self.flops is None:
             return None
-        inside = [name for name, scaling in self.functional.items() if not scaling.left_out]
-        return sum(self.flops[name] for name in (*self.layers, *inside)) / max(1, self.flops["all"])
+        covered = list(self.layers)
+        covered += [name for name, scaling in self.functional.items() if not scaling.left_out]
+        return self._share_of(covered)
 
-    def _part(self, *names):
-        if self.flops is None:
-            return ""
-        return f", {sum(self.flops[name] for name in names) / max(1, self.flops['all']):.1%}"
+    def _share_of(self, names):
+        return sum(self.flops[name] for name in names) / max(1, self.flops["all"])
+
+    def _share_text(self, *names):
+        return "" if self.flops is None else f", {self._share_of(names):.1%}"
 
     def summary(self):
         """One line: scaling, backend, how much is covered."""
         covered = len(self.layers) + len(self.functional)
-        linears = covered + sum(not why.startswith("convolution") for why in self.left_out.values())
+        left_out = [why for why in self.left_out.values() if not why.startswith("convolution")]
+        linears = covered + len(left_out)
+        backends = {how for *_, how in self.layers.values()}
+        if self.functional:
+            backends.add(self.own)
+        by = " and ".join(sorted(backends))
         share = "" if self.share is None else f", {self.share:.1%} of the FLOPs of products and convolutions"
-        how = {how for *_, how in self.layers.values()} | ({self.own} if self.functional else set())
-        return f"{self.scaling}, by {' and '.join(sorted(how))}: {covered} of {linears} linear layers{share}"
+        return f"{self.scaling}, by {by}: {covered} of {linears} linear layers{share}"
 
     def _settings(self):
         return {"format": self.format, "scaling": self.scaling}
 
     def json(self):
+        """Plain values: the settings, {name, inputs, outputs, matmul, flops} of each layer, and the rest."""
         layers = []
         for name, (inputs, outputs, how) in self.layers.items():
-            layers.append(dict(name=name, inputs=inputs, outputs=outputs, matmul=how))
+            layers.append({"name": name, "inputs": inputs, "outputs": outputs, "matmul": how})
         for name, scaling in self.functional.items():
-            layers.append(dict(name=name, matmul=self.own))
+            layer = {"name": name, "matmul": self.own}
             if scaling.left_out:
-                layers[-1]["left_out"] = scaling.left_out
+                layer["left_out"] = scaling.left_out
+            layers.append(layer)
+        total = None
         if self.flops is not None:
+            total = self.flops["all"]
             for layer in layers:
                 layer["flops"] = self.flops[layer["name"]]
-        total = self.flops and self.flops["all"]
-        rest = dict(layers=layers, left_out=self.left_out, flops_share=self.share, flops=total)
-        return {**self._settings(), **rest}
+        return {
+            **self._settings(),
+            "layers": layers,
+            "left_out": self.left_out,
+            "flops_share": self.share,
+            "flops": total,
+        }
 
     def __str__(self):
         lines = [f"{self.format}: {self.summary()}"]
-        alike = {}  # layers that differ in a number of their name alone -> their names
-        for name, layer in self.layers.items():
-            alike.setdefault((re.sub(r"\d+", "*", name), *layer), []).append(name)
-        for (pattern, k, n, how), names in alike.items():
-            what = names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
-            lines.append(f"  {what}: {k} to {n}, {how}{self._part(*names)}")
+        lines += self._lines_of_layers()
         for name, scaling in self.functional.items():
             how = f"left out, {scaling.left_out}" if scaling.left_out else self.own
-            lines.append(f"  {name}: {how}{self._part(name)}")
-        reasons = {}
+            lines.append(f"  {name}: {how}{self._share_text(name)}")
+        lines += self._lines_left_out()
+        return "\n".join(lines)
+
+    def _lines_of_layers(self):
+        """A line for each group of layers that differ in a number of their name alone."""
+        names_of = {}
+        for name, layer in self.layers.items():
+            pattern = re.sub(r"\d+", "*", name)
+            names_of.setdefault((pattern, *layer), []).append(name)
+        lines = []
+        for (pattern, inputs, outputs, how), names in names_of.items():
+            title = names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
+            lines.append(f"  {title}: {inputs} to {outputs}, {how}{self._share_text(*names)}")
+        return lines
+
+    def _lines_left_out(self):
+        """A line for each reason."""
+        names_of = {}
         for name, why in self.left_out.items():
-            reasons.setdefault(why, []).append(name)
-        for why, names in reasons.items():
+            names_of.setdefault(why, []).append(name)
+        lines = []
+        for why, names in names_of.items():
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             lines.append(f"  not in {self.format}: {', '.join(names[:4])}{more} ({why})")
-        return "\n".join(lines)
+        return lines

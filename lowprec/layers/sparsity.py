@@ -1,49 +1,19 @@
 """2:4 sparsity of Linear layers: of every four weights that lie side by side along the input, at most two are
 not zero.
 
-    python train.py --model dit --sparse24 srste                         trains with the mask
-    python train.py --sample runs/dit --sparse24 magnitude               prunes a finished run, draws from it
-    python train.py --model dit --finetune runs/dit --sparse24 magnitude prunes it, then trains what is left
-
-In a loop of one's own:
-
-    sparse = Sparse24(model, "srste")
+    sparse = Sparse24(model, "srste")                                    # in a loop of one's own
     loss.backward()
     sparse.on_grads({p: p.grad for p in model.parameters()})
     optimizer.step()
     sparse.after_step()
 
-NVIDIA's sparse tensor cores (Ampere and later) skip the zeros of such a matrix. Only Linear layers gain, no
-convolution: a run's ledger lists the layers covered and their share of the forward FLOPs. Elsewhere the zeros
-are multiplied like any other number: same results, no speed.
-
-Covered: attention and MLP layers of the blocks; these are what SparseGPT (arXiv 2301.00774) prunes in a
-language model, embeddings and head stay dense. The projections of the condition into each block, which a
-language model lacks, stay dense too: they read one vector an image and not one a token, so there is nothing
-to gain in speed, and every value of their block depends on them. method.roles says which layers these are.
-And dense by need: inputs that are no multiple of 4, subclasses of nn.Linear (their forward is not ours to
-know).
-
-magnitude  The two largest of four stay, by the fp32 weights that training starts from; the mask is fixed.
-           Pruned entries get no gradient and are zero after every step in the weight and in its remainder,
-           compensation or master. The average keeps the mask as well.
-srste      SR-STE (arXiv 2102.04010): the weights stay dense, and forward reads the two largest of four of the
-           weight as it is stored. The gradient goes straight through to all four, and decay * weight is added
-           to it where the weight is pruned. The term joins the gradient, before clipping, because AdamW would
-           hardly notice it as a decoupled decay (arXiv 2404.01847). It is added once a step, in fp32: a bf16
-           gradient would round it away, so bf16 weights keep an fp32 sum of their gradients (accumulate=fp32,
-           4 bytes a parameter). Rounding, compensation and split master apply to the dense weight, and so
-           does the average: one of masked weights would mix masks that change, and not be 2:4 either.
-
-What generation and export read is always 2:4: averaged or last weights, pruned by their own magnitudes (for
-magnitude, no change). Training multiplies masked dense matrices on every device. torchao's training kernels
-find other masks, 2:4 in 4x4 tiles so that the transposed weight is sparse too: another algorithm, with other
-results. Generation uses torch's semi-structured kernels where it can.
+magnitude prunes once, by the weights that training starts from; srste (arXiv 2102.04010) trains dense weights
+and multiplies by their two largest of four. docs/formats.md says which layers are covered, and what is exact.
 """
 
+import contextlib
 import re
 import warnings
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -52,11 +22,13 @@ from torch import nn
 from ..errors import Refused
 from ..machine import device_facts, support
 from ..roles import roles
+from ..sites import SITES
 from .flops import module_flops
 from .method import Method
 
-DECAY = 2e-4  # lambda of SR-STE in its authors' code
-MODES = {"magnitude": "pruned once, the mask is fixed", "srste": "pruned anew at each step"}
+SRSTE_DECAY = 2e-4  # lambda in its authors' code
+# embeddings and head, as in SparseGPT (arXiv 2301.00774); what reads one vector an image, not one a token,
+# has no speed to gain, and every value of its block depends on it
 STAY_DENSE = {"embedding", "head", "condition"}
 BACKENDS = {  # names in torch.sparse
     "cuSPARSELt": "SparseSemiStructuredTensorCUSPARSELT",
@@ -72,19 +44,30 @@ def two_of_four(weight):
     each four, of equal ones the first.
     """
     a, b, c, d = weight.detach().abs().unflatten(-1, (-1, 4)).unbind(-1)  # four [..., n / 4]
-    ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
-    # an entry stays that wins two of its three comparisons
-    wins = [(ab, ac, ad), (~ab, bc, bd), (~ac, ~bc, cd), (~ad, ~bd, ~cd)]
-    kept = [(x & y) | (x & z) | (y & z) for x, y, z in wins]
+    # each pair is compared once: of equal ones the first wins
+    ab = a >= b
+    ac = a >= c
+    ad = a >= d
+    bc = b >= c
+    bd = b >= d
+    cd = c >= d
+    kept = [_two_hold(ab, ac, ad), _two_hold(~ab, bc, bd), _two_hold(~ac, ~bc, cd), _two_hold(~ad, ~bd, ~cd)]
     return torch.stack(kept, dim=-1).flatten(-2)  # [..., n / 4, 4] -> [..., n]
 
 
+def _two_hold(x, y, z):
+    """Whether two of three comparisons hold: an entry stays that wins so many."""
+    return (x & y) | (x & z) | (y & z)
+
+
 def pruned(weight):
-    """`weight` with the two of four largest, zeros elsewhere."""
+    """`weight` [..., n] with the two of four largest, zeros elsewhere."""
     return torch.where(two_of_four(weight), weight, 0)
 
 
-class _Masked(torch.autograd.Function):
+class _Pruned(torch.autograd.Function):
+    """`pruned`, whose gradient passes as if nothing was (straight-through)."""
+
     @staticmethod
     def forward(ctx, weight):
         return pruned(weight)
@@ -100,7 +83,7 @@ class MaskedLinear(nn.Linear):
     """
 
     def forward(self, x):
-        return F.linear(x, _Masked.apply(self.weight), self.bias)
+        return F.linear(x, _Pruned.apply(self.weight), self.bias)
 
 
 class KernelLinear(nn.Linear):
@@ -113,12 +96,15 @@ class KernelLinear(nn.Linear):
 
 
 def covered(model):
-    """{name: module} of the Linear layers that 2:4 sparsity takes."""
-    role_of, found = roles(model), {}
+    """{name: module} of the Linear layers that 2:4 sparsity takes: inputs a multiple of 4, no subclass (its
+    forward is not ours to know), no role of STAY_DENSE.
+    """
+    role_of = roles(model)
+    found = {}
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, MaskedLinear) and module.in_features % 4 == 0:
-            if not role_of[name] & STAY_DENSE:
-                found[name] = module
+        is_linear = type(module) in (nn.Linear, MaskedLinear)
+        if is_linear and module.in_features % 4 == 0 and not role_of[name] & STAY_DENSE:
+            found[name] = module
     return found
 
 
@@ -132,7 +118,11 @@ def kernels(shape, dtype):
     found = []
     for name, kind in BACKENDS.items():
         limits = getattr(torch.sparse, kind)._DTYPE_SHAPE_CONSTRAINTS.get(dtype)
-        if limits and shape[0] % limits.sparse_min_rows == 0 == shape[1] % limits.sparse_min_cols:
+        if limits is None:
+            continue
+        rows_fit = shape[0] % limits.sparse_min_rows == 0
+        columns_fit = shape[1] % limits.sparse_min_cols == 0
+        if rows_fit and columns_fit:
             found.append(name)
     return found
 
@@ -160,14 +150,19 @@ class Sparse24(Method):
     key = "sparse24"
 
     def __init__(self, model, mode, decay=None, machine=None):
-        self.mode, self.decay = mode, DECAY if decay is None else decay
+        self.mode = mode
+        self.decay = SRSTE_DECAY if decay is None else decay
         device = next(model.parameters()).device
         self.machine = machine or support(*device_facts(device))["sparse24"]
         self.needs_sums = mode == "srste"
-        self.layers, self.masks, self.flops = covered(model), {}, None
+        self.layers = covered(model)
+        self.masks = {}  # name -> bool mask, of mode magnitude
+        self.flops = None  # what module_flops tells of a forward pass
         if not self.layers:
-            none = "this net has no Linear layer inside its blocks, and convolutions are never 2:4"
-            raise Refused(f"--sparse24 {mode}: {none}; use --model dit or a generative unet")
+            raise Refused(
+                f"--sparse24 {mode}: this net has no Linear layer inside its blocks, and convolutions are "
+                "never 2:4; use --model dit or a generative unet"
+            )
         if mode == "srste":
             self._set_class(MaskedLinear)
         else:
@@ -176,8 +171,9 @@ class Sparse24(Method):
     @classmethod
     def attach(cls, model, recipe, sparse24_decay=None, **_):
         """It prunes by the weights as they came, not by their bf16 images."""
-        if recipe.sparse24 != "none":
-            return cls(model, recipe.sparse24, sparse24_decay)
+        if recipe.sparse24 == "none":
+            return None
+        return cls(model, recipe.sparse24, sparse24_decay)
 
     def _set_class(self, kind):
         # the parameter and its name stay: checkpoints and averages are those of a dense run
@@ -199,6 +195,8 @@ class Sparse24(Method):
             if g is None:
                 continue
             if self.mode == "srste":
+                # in the gradient, before clipping: AdamW would hardly notice a decoupled decay of so small
+                # weights (arXiv 2404.01847)
                 weight = module.weight
                 g.add_(torch.where(two_of_four(weight), 0, weight.float()), alpha=self.decay)
             else:
@@ -218,13 +216,14 @@ class Sparse24(Method):
         """
         for name, mask in self.masks.items():
             weight = self.layers[name].weight
-            for t in (weight, low_part(weight)):
-                if t is not None:
-                    t.masked_fill_(~mask, 0)
+            weight.masked_fill_(~mask, 0)
+            low = low_part(weight)
+            if low is not None:
+                low.masked_fill_(~mask, 0)
 
     # -- reading the weights
 
-    @contextmanager
+    @contextlib.contextmanager
     def plain(self, model):
         """Within it, `model` (the one attached to) multiplies by its dense weights; copies made in it stay
         so.
@@ -240,8 +239,12 @@ class Sparse24(Method):
         """{name: tensor} with the covered weights pruned to the two of four largest by their own magnitudes;
         the others as they are.
         """
-        names = {f"{name}.weight" for name in self.layers}
-        return {name: pruned(t) if name in names else t for name, t in values.items()}
+        found = dict(values)
+        for name in self.layers:
+            weight = f"{name}.weight"
+            if weight in found:
+                found[weight] = pruned(found[weight])
+        return found
 
     def freeze(self, net, generation):
         """Let `net`, a copy of the model that holds pruned weights, run dense, or by the sparse kernels those
@@ -251,7 +254,9 @@ class Sparse24(Method):
             module = net.get_submodule(name)
             module.__class__ = nn.Linear
             weight = module.weight
-            here = backend(weight.device) if weight.is_cuda and self.machine[0] == "native" else None
+            if not weight.is_cuda or self.machine[0] != "native":
+                continue
+            here = backend(weight.device)
             if here not in kernels(weight.shape, weight.dtype):
                 continue
             with warnings.catch_warnings():
@@ -276,7 +281,7 @@ class Sparse24(Method):
             self._prune(low_part)
             return
         saved = state["masks"]
-        if {name: m.shape for name, m in saved.items()} != {name: m.shape for name, m in self.masks.items()}:
+        if _shapes(saved) != _shapes(self.masks):
             raise Refused("the 2:4 masks belong to another net")
         for name, mask in saved.items():
             self.masks[name].copy_(mask)
@@ -286,10 +291,8 @@ class Sparse24(Method):
         if self.flops is not None:
             return
         with self.plain(model):
-            try:
+            with contextlib.suppress(Exception):  # a net that looks at values can't run on shapes
                 self.flops = module_flops(model, args, kwargs)
-            except Exception:  # a net that looks at values can't run on shapes: no share is told
-                pass
 
     def rows(self, parameters, generation_dtype):
         """{"sparse24": {"bytes": of the masks a parameter, "why", "layers", "lines"}} for the ledger.
@@ -300,40 +303,57 @@ class Sparse24(Method):
         groups = self._groups()
         found = {
             "bytes": sum(mask.nbytes for mask in self.masks.values()) / parameters,
-            "why": f"{MODES[self.mode]}: {self._why(groups, generation_dtype)}",
+            "why": f"{SITES['sparse24'].why[self.mode]}: {self._why(groups, generation_dtype)}",
             "layers": groups,
             "lines": lines(groups),
         }
         return {"sparse24": found}
 
     def _groups(self):
-        per_layer, totals = self.flops or ({}, {})
-        total, groups = sum(totals.values()), {}
+        """The rows of `layers`: layers that differ in a number of their name alone are one."""
+        flops_of = {}
+        total = 0
+        if self.flops is not None:
+            flops_of, by_kind = self.flops
+            total = sum(by_kind.values())
+        groups = {}
         for name, module in self.layers.items():
-            pattern, shape = re.sub(r"\.\d+(?=\.)", ".*", name), tuple(module.weight.shape)
+            pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
+            shape = tuple(module.weight.shape)
             if (pattern, shape) not in groups:
-                takers = kernels(shape, torch.bfloat16)
-                share = 0.0 if total else None
-                row = dict(layers=pattern, count=0, shape=list(shape), flops=share, kernels=takers)
-                groups[pattern, shape] = row
-            groups[pattern, shape]["count"] += 1
+                groups[pattern, shape] = {
+                    "layers": pattern,
+                    "count": 0,
+                    "shape": list(shape),
+                    "flops": 0.0 if total else None,
+                    "kernels": kernels(shape, torch.bfloat16),
+                }
+            group = groups[pattern, shape]
+            group["count"] += 1
             if total:
-                groups[pattern, shape]["flops"] += per_layer.get(name, 0) / total
+                group["flops"] += flops_of.get(name, 0) / total
         return list(groups.values())
 
     def _why(self, groups, generation_dtype):
         why = f"two of four along the input of {len(self.layers)} Linears"
         if self.flops:
-            totals = self.flops[1]
-            total, share = sum(totals.values()), sum(row["flops"] or 0 for row in groups)
-            linear, convolution, attention = (kind / total for kind in totals.values())
-            why += f" = {share:.1%} of the forward FLOPs (other Linears {linear - share:.1%}, "
-            why += f"convolutions {convolution:.1%}, attention products {attention:.1%})"
-        small = sum(row["count"] for row in groups if not row["kernels"])
+            why += self._shares(groups)
+        small = sum(group["count"] for group in groups if not group["kernels"])
         if small:
             why += f"; {small} too small for any sparse kernel"
         generation = self._generation(generation_dtype)
         return f"{why}; training multiplies masked dense matrices, generation {generation}"
+
+    def _shares(self, groups):
+        """The FLOPs of these layers beside those of all others."""
+        by_kind = self.flops[1]
+        total = sum(by_kind.values())
+        share = sum(group["flops"] or 0 for group in groups)
+        linear, convolution, attention = (flops / total for flops in by_kind.values())
+        return (
+            f" = {share:.1%} of the forward FLOPs (other Linears {linear - share:.1%}, "
+            f"convolutions {convolution:.1%}, attention products {attention:.1%})"
+        )
 
     def _generation(self, dtype):
         device = next(iter(self.layers.values())).weight.device
@@ -346,6 +366,10 @@ class Sparse24(Method):
         if backend(device) is None:
             return "too: this torch has no cuSPARSELt, and CUTLASS's kernels stop at compute capability 8.x"
         return f"sparse ones by {backend(device)}"
+
+
+def _shapes(masks):
+    return {name: mask.shape for name, mask in masks.items()}
 
 
 def lines(groups):

@@ -1,10 +1,30 @@
 """Adafactor: a second moment for each row and column of a matrix in place of one for each weight."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
+from ..sites import Site
 from .by_tensor import ByTensor
+
+SLOW = {"bf16": "from step 1,000 on it moves by t^-0.8 of a difference, which needs stochastic rounding"}
+ROW_VAR = Site(
+    ("fp32", "bf16"),
+    {"fp32": "one number a row of a matrix: hardly any bytes", **SLOW},
+    follows="exp_avg_sq",
+)
+COL_VAR = Site(("fp32", "bf16"), {"fp32": "one number a column of a matrix", **SLOW}, follows="exp_avg_sq")
+
+
+class AdafactorNumbers(NamedTuple):
+    """What a step reads."""
+
+    one_minus_beta2: float  # step^beta2_decay
+    rate: float
+    eps_of_squares: float
+    eps_of_weights: float
+    clip: float
 
 
 class Adafactor(ByTensor):
@@ -18,7 +38,7 @@ class Adafactor(ByTensor):
     """
 
     moments = ("row_var", "col_var", "exp_avg_sq")
-    sites = ("row_var", "col_var")
+    sites = {"row_var": ROW_VAR, "col_var": COL_VAR}
     signed = dict.fromkeys(moments, False)
     flags = {"lr": 1e-2}
 
@@ -36,23 +56,25 @@ class Adafactor(ByTensor):
 
     def numbers(self, group, step):
         rate = min(float(group["lr"]), step**-0.5)
-        return [step ** group["beta2_decay"], rate, *group["eps"], group["clip"]]
+        return AdafactorNumbers(step ** group["beta2_decay"], rate, *group["eps"], group["clip"])
 
     def update_tensor(self, g, moments, numbers, held):
-        rest, rate, eps1, eps2, clip = numbers
-        squares, new = g.square() + eps1, {}
+        squares = g.square() + numbers.eps_of_squares
+        new = {}
         if "row_var" in moments:
             squares = squares.flatten(1)  # [out, in, ...] -> [out, rest]
-            rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
-            new["row_var"] = moments["row_var"].lerp(rows, rest)
-            new["col_var"] = moments["col_var"].lerp(columns, rest)
+            rows = squares.mean(1, keepdim=True)
+            columns = squares.mean(0, keepdim=True)
+            new["row_var"] = moments["row_var"].lerp(rows, numbers.one_minus_beta2)
+            new["col_var"] = moments["col_var"].lerp(columns, numbers.one_minus_beta2)
             # rows * columns / mean(rows) would be 0 in fp32 for small gradients: a root of each factor
             by_row = (new["row_var"] / new["row_var"].mean()).rsqrt()
             update = (g.flatten(1) * by_row * new["col_var"].rsqrt()).view_as(g)
         else:
-            new["exp_avg_sq"] = moments["exp_avg_sq"].lerp(squares, rest)
+            new["exp_avg_sq"] = moments["exp_avg_sq"].lerp(squares, numbers.one_minus_beta2)
             update = g * new["exp_avg_sq"].rsqrt()
-        size = _rms(held).clamp_min(eps2) * rate / (_rms(update) / clip).clamp_min(1.0)
+        excess = (_rms(update) / numbers.clip).clamp_min(1.0)
+        size = _rms(held).clamp_min(numbers.eps_of_weights) * numbers.rate / excess
         return -size * update, new
 
     def decay(self, p, name):

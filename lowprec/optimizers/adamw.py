@@ -1,10 +1,8 @@
 """AdamW, written in any of the ways of `Rounded`."""
 
-import torch
-
-from ..kernels import exact_step
-from ..kernels.compiled import triton_step
-from .rounded import BY_HAND, Rounded
+from ..kernels import choose
+from ..kernels.numbers import AdamWNumbers
+from .rounded import Rounded
 
 
 class AdamW(Rounded):
@@ -21,40 +19,21 @@ class AdamW(Rounded):
         super().__init__(params, options, **writing)
 
     def numbers(self, group, step):
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        corrected = (1 - beta2**step) ** 0.5
-        return [1 - beta1, beta2, 1 - beta2, corrected, group["eps"], -lr / (1 - beta1**step)]
+        beta1, beta2 = group["betas"]
+        return AdamWNumbers(
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            root_correction=(1 - beta2**step) ** 0.5,
+            eps=group["eps"],
+            rate=-float(group["lr"]) / (1 - beta1**step),
+        )
 
     @staticmethod
-    def direction(g, moments, h):
+    @choose.hand_written("adamw")
+    def direction(g, moments, n):
         m, v = moments
-        m = (g - m) * h[2] + m
-        v = h[4] * g * g + v * h[3]
-        return (h[7] * m) / (v.sqrt() / h[5] + h[6]), (m, v)
-
-    def _exactly(self, dtype, low, state, group):
-        if not self._exact(dtype, low, [state[name] for name in self.moments]):
-            return {}
-        floored = exact_step.vanishes(group["betas"][1], group["eps"])
-        return dict(exact=True, floored=floored) if exact_step.in_one_pass(group["betas"]) else None
-
-    def _exact(self, dtype, low, moments):
-        """Whether the step is to have the bits of torch.optim.AdamW: weights and moments are exact fp32."""
-        writes_bf16 = dtype == torch.bfloat16 and (low is None or low.dtype == torch.bfloat16)
-        stochastic = self.update == "stochastic" and writes_bf16
-        return not stochastic and all(m.dtype in (torch.float32, torch.uint8) for m in moments)
-
-    def write(self, p, g, moments, low, h, key, group, grad_scale=1.0, average=None):
-        if self.rule is None:  # a subclass with a direction of its own
-            return super().write(p, g, moments, low, h, key, group, grad_scale, average)
-        m, v = moments
-        exact = self._exact(p.dtype, low, moments)
-        if p.is_cuda and self.compiled and (triton := triton_step()) and triton.fits(p, moments, low):
-            exact = exact and group["betas"][0] > 0.5  # torch's lerp goes by another formula below
-            return triton.adamw(p, g, moments, low, h, key, self.update == "stochastic", exact, average)
-        if not (p.is_cpu and exact):
-            return super().write(p, g, moments, low, h, key, group, grad_scale, average)
-        exact_step.adamw(p, g, m, v, low, h, group["betas"], group["eps"], grad_scale, average, self.compiled)
-
-
-BY_HAND[AdamW.direction] = "adamw"
+        m = (g - m) * n.one_minus_beta1 + m
+        v = n.one_minus_beta2 * g * g + v * n.beta2
+        update = (n.rate * m) / (v.sqrt() / n.root_correction + n.eps)
+        return update, (m, v)

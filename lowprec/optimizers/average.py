@@ -13,12 +13,13 @@ import functools
 import torch
 
 from ..errors import Refused, check_choice
-from ..kernels.compiled import fused, triton_step
+from ..kernels import choose
 from ..rounding import (
     DTYPES,
+    NO_AVERAGE,
     UPDATES,
     Noise,
-    _ema_kernel,
+    StepAverage,
     exact_weight,
     key_words,
 )
@@ -62,15 +63,18 @@ class EMA:
         self.dtype, self.update_mode = DTYPES[dtype], update
         self.seed, self.compiled = seed, compiled
         self.names, self.params = zip(*named_params, strict=True)
-        self.low_part, self.step = low_part or no_low_part, 0
+        self.low_part = low_part or no_low_part
+        self.step = 0
         keys = []
         for p in self.params:
             low = self.low_part(p)
             keys.append((p.dtype, p.device, low.dtype if low is not None else None))
         self._buckets = grouped(self.params, keys)
-        alone = [bucket for bucket in self._buckets if len(bucket.indices) == 1 and type(bucket) is Bucket]
-        self.alone = {self.params[bucket.indices[0]]: bucket for bucket in alone}
-        self._rows, self._table = None, None  # {bucket: row of the table}, of what is still to move
+        self.bucket_of = {}  # parameter that is a bucket by itself -> that bucket
+        for bucket in self._buckets:
+            if len(bucket.indices) == 1 and type(bucket) is Bucket:
+                self.bucket_of[self.params[bucket.indices[0]]] = bucket
+        self._to_move, self._table = None, None  # {bucket: row of the table}; None between updates
         self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
         for bucket in self._buckets:
             params, low = self._inputs(bucket)
@@ -96,7 +100,9 @@ class EMA:
         ExponentialMovingAverage. A bias correction (dividing by 1 - decay^t) removes the initial weights too,
         but keeps those of the first steps, which are hardly better, with nearly the same weight as the last.
         """
-        return min(self.full_decay, (1 + self.step) / (10 + self.step)) if self.warmup else self.full_decay
+        if not self.warmup:
+            return self.full_decay
+        return min(self.full_decay, (1 + self.step) / (10 + self.step))
 
     @decay.setter
     def decay(self, value):
@@ -113,16 +119,16 @@ class EMA:
         self._begin()
         self._move()
 
-    def along(self, p):
-        """(flat average, h, key, stochastic) for a kernel that writes all of parameter p and moves its
-        average in the same pass, see `move_along`; None where p shares a vector with others. `update` moves
-        what is left.
+    def of_step(self, p):
+        """The StepAverage for a kernel that writes all of parameter p; NO_AVERAGE where p shares a vector
+        with others. `update` moves what is left.
         """
-        if p not in self.alone:
-            return None
+        bucket = self.bucket_of.get(p)
+        if bucket is None:
+            return NO_AVERAGE
         self._begin()
-        row = self._rows.pop(self.alone[p], None)
-        return None if row is None else self._at(self.alone[p], row)
+        row = self._to_move.pop(bucket, None)
+        return NO_AVERAGE if row is None else self._step_average(bucket, row)
 
     def before_writing(self):
         """Called before the weights are next written."""
@@ -131,32 +137,31 @@ class EMA:
         """Called before the average is read by another way than `shadow`."""
 
     def _begin(self):
-        """Number the next step, unless `along` has begun it."""
-        if self._rows is not None:
+        """Number the next step, unless `of_step` has begun it."""
+        if self._to_move is not None:
             return
         self.step += 1
-        self._rows, self._table = {}, Table(self._buckets[0].flat.device)
+        self._to_move, self._table = {}, Table(self._buckets[0].flat.device)
         for bucket in self._buckets:
             if bucket.numel:
                 ((_, _, position, ahead),) = bucket.rows()
                 words = key_words(self.seed, self.step, position, Noise.AVERAGE, ahead)
-                self._rows[bucket] = self._table.add([1 - self.decay], words)
+                self._to_move[bucket] = self._table.add([1 - self.decay], words)
         self._table.fill()
 
-    def _at(self, bucket, row):
-        stochastic = self.update_mode == "stochastic"
-        return bucket.flat, self._table.numbers[row], self._table.keys[row], stochastic
+    def _step_average(self, bucket, row):
+        return StepAverage(
+            flat=bucket.flat,
+            share=self._table.numbers[row],
+            key=self._table.keys[row],
+            stochastic=self.update_mode == "stochastic",
+        )
 
     def _move(self):
-        for bucket, row in self._rows.items():
-            flat, *how = self._at(bucket, row)
+        for bucket, row in self._to_move.items():
             params, low = self._inputs(bucket)
-            triton = triton_step() if flat.is_cuda and self.compiled else None
-            if triton and triton.fits(flat, [params], low):
-                triton.ema(flat, params, low, *how)
-            else:
-                fused(_ema_kernel, flat, params, low, *how, compiled=self.compiled)
-        self._rows = None
+            choose.move_average(self._step_average(bucket, row), params, low, self.compiled)
+        self._to_move = None
 
     def state_dict(self):
         return {"step": self.step, "shadow": dict(self.shadow)}
@@ -164,11 +169,12 @@ class EMA:
     def load_state_dict(self, state):
         """Raises Refused for the averages of another model or dtype."""
         own = {name: (value.shape, value.dtype) for name, value in self.shadow.items()}
-        if {name: (value.shape, value.dtype) for name, value in state["shadow"].items()} != own:
+        theirs = {name: (value.shape, value.dtype) for name, value in state["shadow"].items()}
+        if theirs != own:
             raise Refused("the averaged weights belong to another model or another ema dtype")
         for name, value in state["shadow"].items():
             self.shadow[name].copy_(value)
-        self.step, self._rows = state["step"], None
+        self.step, self._to_move = state["step"], None
 
 
 # ---- On the CPU --------------------------------------------------------------------------------------------
@@ -197,13 +203,20 @@ class OnCPU(EMA):
 
     def _take(self, buckets):
         """Start copies of weights, and of what completes them."""
-        sources = {bucket: functools.partial(super(OnCPU, self)._inputs, bucket) for bucket in buckets}
-        for bucket in [bucket for bucket in buckets if bucket not in self._taken]:
-            first = self.params[bucket.indices[0]]
-            kinds = first.detach(), self.low_part(first)
-            own = [None if t is None else self.traffic.memory(bucket.numel, t.dtype) for t in kinds]
-            self._taken[bucket] = tuple(own)
-        self.traffic.copy([(self._taken[bucket], source) for bucket, source in sources.items()])
+        copies = []
+        for bucket in buckets:
+            if bucket not in self._taken:
+                self._taken[bucket] = self._memory_of(bucket)
+            sources = functools.partial(super()._inputs, bucket)
+            copies.append((self._taken[bucket], sources))
+        self.traffic.copy(copies)
+
+    def _memory_of(self, bucket):
+        """Pinned memory for (weights, their low part or None) of a bucket."""
+        first = self.params[bucket.indices[0]]
+        low = self.low_part(first)
+        weights = self.traffic.memory(bucket.numel, first.dtype)
+        return weights, None if low is None else self.traffic.memory(bucket.numel, low.dtype)
 
     @torch.no_grad()
     def update(self):
@@ -212,8 +225,8 @@ class OnCPU(EMA):
         self._take(self._buckets)
         self.behind = True
 
-    def along(self, p):
-        return None  # it is elsewhere
+    def of_step(self, p):
+        return NO_AVERAGE  # it is elsewhere
 
     def before_writing(self):
         self.traffic.before_writing()

@@ -1,5 +1,4 @@
-"""Tensors of a step gathered into few flat vectors, and its numbers into two tables.
-"""
+"""Tensors of a step gathered into few flat vectors, and its numbers into two tables."""
 
 import dataclasses
 
@@ -27,22 +26,21 @@ class Bucket:
         """Buckets such that each holds only equal `keys` (hashables); their order and starts depend on shapes
         alone.
         """
-        buckets, open_ = [], {}
+        members, filling = [], {}  # [indices of a bucket]; {key: the last of them that has room}
         for i, t in enumerate(tensors):
             if t.numel() >= Bucket.SMALL:
-                buckets.append([i])
+                members.append([i])
                 continue
-            batch = open_.get(keys[i])
-            full = batch is not None and sum(tensors[j].numel() for j in batch) + t.numel() > Bucket.SMALL
-            if batch is None or full:
-                batch = open_[keys[i]] = []
-                buckets.append(batch)
+            batch = filling.get(keys[i])
+            if batch is None or sum(tensors[j].numel() for j in batch) + t.numel() > Bucket.SMALL:
+                batch = filling[keys[i]] = []
+                members.append(batch)
             batch.append(i)
-        result, start = [], 0
-        for indices in buckets:
-            result.append(Bucket(indices, tensors, start))
-            start += result[-1].numel
-        return result
+        buckets, start = [], 0
+        for indices in members:
+            buckets.append(Bucket(indices, tensors, start))
+            start += buckets[-1].numel
+        return buckets
 
     def gather(self, tensors):
         """Flat [numel]: a view of a single contiguous tensor, else a copy."""
@@ -61,7 +59,7 @@ class Bucket:
         return _unflatten_dense_tensors(flat, tensors)
 
     def length(self, n):
-        """How many of `n` values of a state are held here: all of them, see buckets.Rows."""
+        """How many of `n` values of a state are held here: all of them, see RankBucket."""
         return n
 
     def rows(self, size=None):
@@ -104,6 +102,9 @@ def scale_of(grad_scale, p):
     """What the gradient of parameter p is multiplied by. grad_scale: of all, or {parameter: of each}."""
     return grad_scale.get(p, 1.0) if isinstance(grad_scale, dict) else grad_scale
 
+
+# ---- Tensors that are spread over ranks --------------------------------------------------------------------
+
 BLOCK = 256  # entries; a multiple of every format's block
 
 
@@ -119,7 +120,7 @@ def local(t):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class RankPart:
     """Entries `first` to `last` of a tensor of `whole` entries, flat. bounds: where each rank's begin, and
     the end. mesh, placements: as a DTensor has them; dim: of the mesh that spreads it.
     """
@@ -146,7 +147,8 @@ class Part:
 
 
 def part_of(t):
-    """The Part of a DTensor; None for another tensor. Raises Refused where it is not made of whole rows."""
+    """The RankPart of a DTensor; None for another tensor. Raises Refused where it is not made of whole rows.
+    """
     if not is_spread(t):
         return None
     spread = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
@@ -154,13 +156,22 @@ def part_of(t):
     if not plain or t.placements[spread[0]].dim != 0 or t.dim() == 0:
         how = ", ".join(map(str, t.placements))
         raise Refused(f"a parameter is spread as ({how}): fully_shard along dim 0 alone, without other plans")
-    dim, rows, whole = spread[0], t.shape[0], t.numel()
+    dim = spread[0]
+    rows = t.shape[0]
     ranks = t.device_mesh.size(dim)
-    each, row = -(-rows // ranks), whole // max(1, rows)
-    bounds = tuple(min(rows, each * rank) * row for rank in range(ranks + 1))
+    rows_each = -(-rows // ranks)
+    entries = t.numel() // max(1, rows)  # of a row
+    bounds = tuple(min(rows, rows_each * rank) * entries for rank in range(ranks + 1))
     rank = t.device_mesh.get_local_rank(dim)
-    return Part(
-        bounds[rank], bounds[rank + 1], whole, bounds, t.shape, t.device_mesh, tuple(t.placements), dim
+    return RankPart(
+        first=bounds[rank],
+        last=bounds[rank + 1],
+        whole=t.numel(),
+        bounds=bounds,
+        shape=t.shape,
+        mesh=t.device_mesh,
+        placements=tuple(t.placements),
+        dim=dim,
     )
 
 
@@ -186,7 +197,7 @@ def as_dtensor(t, part):
     )
 
 
-class Rows(Bucket):
+class RankBucket(Bucket):
     """This rank's part of one parameter as a bucket, with the rest of the blocks of codes that it shares.
 
     start: of the bucket in which the parameter would lie on one rank; ahead: entries before it there. block:
@@ -197,10 +208,14 @@ class Rows(Bucket):
         self.indices, self.part = [index], part_of(tensor)
         first, last, whole = self.part.first, self.part.last, self.part.whole
         self.own = last - first
-        self.first = first // block * block if self.own else first
-        self.numel = min(-(-last // block) * block, whole) - self.first if self.own else 0
+        self.first, self.numel = first, 0
+        if self.own:
+            self.first = first // block * block
+            self.numel = min(-(-last // block) * block, whole) - self.first
         self.skip = first - self.first  # entries of other ranks that come before this one's
-        self.start, self.ahead, self.block, self.edges = start, ahead + self.first, block, None
+        self.start, self.ahead = start, ahead + self.first
+        self.block = block
+        self.edges = None  # gradients of the entries of other ranks, before and after this one's
 
     @property
     def shared(self):
@@ -225,7 +240,8 @@ class Rows(Bucket):
         return flat
 
     def scatter(self, flat, tensors):
-        (view,), own = self.views(flat, tensors), local(tensors[0])
+        (view,) = self.views(flat, tensors)
+        own = local(tensors[0])
         if view.data_ptr() != own.data_ptr():
             own.copy_(view)
 
@@ -238,7 +254,9 @@ class Rows(Bucket):
     def rows(self, size=None):
         if not self.numel:
             return []
-        found, end, size = [], self.ahead + self.numel, size or self.ahead + self.numel
+        end = self.ahead + self.numel
+        size = size or end
+        found = []
         for at in range(self.ahead // size * size, end, size):  # as the whole tensor is cut
             first = max(at, self.ahead)
             found.append((first - self.ahead, min(at + size, end) - self.ahead, self.start + at, first - at))
@@ -256,38 +274,45 @@ def grouped(tensors, keys, block_of=lambda t: 1):
             continue
         ahead = 0
         for i in bucket.indices:
-            found.append(Rows(i, tensors[i], bucket.start, ahead, block_of(tensors[i])))
+            found.append(RankBucket(i, tensors[i], bucket.start, ahead, block_of(tensors[i])))
             ahead += tensors[i].numel()
     return found
 
 
 def exchange(buckets, grad_of):
     """Give each bucket the gradients of the entries that it shares with other ranks, as its `edges`."""
-    shared = [bucket for bucket in buckets if isinstance(bucket, Rows) and bucket.shared]
     groups = {}
-    for bucket in shared:
-        groups.setdefault(bucket.part.group, []).append(bucket)
+    for bucket in buckets:
+        if isinstance(bucket, RankBucket) and bucket.shared:
+            groups.setdefault(bucket.part.group, []).append(bucket)
     for group, members in groups.items():
-        device = local(members[0].params[0]).device
-        places = [(bucket, number) for bucket in members for number in bucket.shared]
-        bits = torch.zeros(len(places), BLOCK, dtype=torch.int32, device=device)
-        for row, (bucket, number) in zip(bits, places, strict=True):
-            first, start = bucket.part.first, number * BLOCK
-            a, b = max(first, start), min(bucket.part.last, start + BLOCK)
-            if a < b:
-                g = local(grad_of(bucket.params[0])).reshape(-1)[a - first : b - first]
-                row[a - start : b - start] = g.float().view(torch.int32)
-        torch.distributed.all_reduce(bits, group=group)
-        values = dict(zip(places, bits.view(torch.float32), strict=True))
-        for bucket in members:
-            first, last = bucket.part.first, bucket.part.last
-            before = after = bits.new_zeros(0).float()
-            if bucket.skip:
-                before = values[bucket, first // BLOCK][: bucket.skip]
-            if bucket.first + bucket.numel > last:
-                at = last % BLOCK
-                after = values[bucket, last // BLOCK][at : at + bucket.first + bucket.numel - last]
-            bucket.edges = before, after
+        _exchange_within(group, members, grad_of)
+
+
+def _exchange_within(group, members, grad_of):
+    """As `exchange`, of buckets that are spread over the ranks of one group."""
+    places = []  # (bucket, number of a block that it shares)
+    for bucket in members:
+        places += [(bucket, number) for number in bucket.shared]
+    device = local(members[0].params[0]).device
+    bits = torch.zeros(len(places), BLOCK, dtype=torch.int32, device=device)
+    for row, (bucket, number) in zip(bits, places, strict=True):
+        part, start = bucket.part, number * BLOCK
+        a, b = max(part.first, start), min(part.last, start + BLOCK)
+        if a < b:
+            g = local(grad_of(bucket.params[0])).reshape(-1)[a - part.first : b - part.first]
+            row[a - start : b - start] = g.float().view(torch.int32)
+    torch.distributed.all_reduce(bits, group=group)
+    values = dict(zip(places, bits.view(torch.float32), strict=True))
+    for bucket in members:
+        first, last = bucket.part.first, bucket.part.last
+        before = after = bits.new_zeros(0).float()
+        if bucket.skip:
+            before = values[bucket, first // BLOCK][: bucket.skip]
+        if bucket.first + bucket.numel > last:
+            at = last % BLOCK
+            after = values[bucket, last // BLOCK][at : at + bucket.first + bucket.numel - last]
+        bucket.edges = before, after
 
 
 def whole_alone(name):

@@ -8,13 +8,18 @@ from ..errors import Refused
 from ..rounding import hash64
 from .adafactor import Adafactor
 from .adamw import AdamW
+from .answers import Answers, params_of
 from .lion import Lion
 from .muon import Muon, hidden_matrices
 from .peers import PEERS, Peer
-from .rounded import Rounded, own_attributes
+from .rounded import Rounded
 from .sgd import SGD
+from .state import own_attributes
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "lion": Lion, "adafactor": Adafactor, "muon": Muon}
+
+
+NAMES = (*OPTIMIZERS, *PEERS)
 
 
 def kinds(name):
@@ -35,7 +40,8 @@ def divided(groups, name, net=None):
     found = []
     for group in groups:
         kind = group.get("optimizer", name)
-        others = next((k.others for k in kinds(kind)), None)
+        classes = kinds(kind)
+        others = classes[0].others if classes else None
         if others is None:
             found.append(group)
             continue
@@ -43,14 +49,36 @@ def divided(groups, name, net=None):
         hidden = hidden_matrices(params if net is None else net)
         own = [p for p in params if p in hidden]
         rest = [p for p in params if p not in hidden]
-        parts = ((own, kind), (rest, others))
-        found += [{**group, "params": part, "optimizer": its} for part, its in parts if part]
+        if own:
+            found.append({**group, "params": own, "optimizer": kind})
+        if rest:
+            found.append({**group, "params": rest, "optimizer": others})
     return found
 
-NAMES = (*OPTIMIZERS, *PEERS)
+
+# ---- Several as one ----------------------------------------------------------------------------------------
 
 
-class Joined(torch.optim.Optimizer):
+def _of_owner(question):
+    """A method that asks the optimiser to which the parameter belongs."""
+
+    def ask(self, p, *args):
+        return getattr(self.owner[p], question)(p, *args)
+
+    return ask
+
+
+def _of_all(call):
+    """A method that calls every part."""
+
+    def tell(self, *args):
+        for part in self.parts:
+            getattr(part, call)(*args)
+
+    return tell
+
+
+class Joined(Answers, torch.optim.Optimizer):
     """Several optimisers that answer and step as one: for parameter groups with an `optimizer` of their own.
 
     param_groups are those of the parts, so torch's schedulers work on them.
@@ -58,12 +86,20 @@ class Joined(torch.optim.Optimizer):
 
     def __init__(self, parts):
         self.parts, self.defaults = parts, {}
-        super().__init__([p for part in parts for group in part.param_groups for p in group["params"]], {})
-        self.param_groups = [group for part in parts for group in part.param_groups]
-        self.owner = {p: part for part in parts for group in part.param_groups for p in group["params"]}
-        self.coders = {name: coder for part in parts for name, coder in part.coders.items()}
+        super().__init__(params_of(self._groups()), {})
+        self.param_groups = self._groups()
         self.by_recipe = all(part.by_recipe for part in parts)
         self.by_rows = all(part.by_rows for part in parts)
+        self.owner, self.coders = {}, {}
+        for part in parts:
+            self.coders.update(part.coders)
+            self.owner.update(dict.fromkeys(part.all_params(), part))
+
+    def _groups(self):
+        found = []
+        for part in self.parts:
+            found += part.param_groups
+        return found
 
     def __getstate__(self):
         return own_attributes(self)
@@ -86,7 +122,10 @@ class Joined(torch.optim.Optimizer):
 
     @property
     def state(self):
-        return {p: state for part in self.parts for p, state in part.state.items()}
+        found = {}
+        for part in self.parts:
+            found.update(part.state)
+        return found
 
     @state.setter
     def state(self, value):
@@ -104,36 +143,22 @@ class Joined(torch.optim.Optimizer):
     def low_part(self, p):
         return self.owner[p].low_part(p) if p in self.owner else None
 
-    def held(self, p, *pick):
-        return self.owner[p].held(p, *pick)
+    held = _of_owner("held")
+    moment = _of_owner("moment")
+    wanted = _of_owner("wanted")
+    decayed = _of_owner("decayed")
+    decay = _of_owner("decay")
+    coded = _of_owner("coded")
+    clear = _of_owner("clear")
+    still = _of_owner("still")
+    set_exact = _of_owner("set_exact")
+    announce = _of_all("announce")
+    attach = _of_all("attach")
+    collect = _of_all("collect")
 
-    def moment(self, p, name, *pick):
-        return self.owner[p].moment(p, name, *pick)
-
-    def wanted(self, p, g, *pick):
-        return self.owner[p].wanted(p, g, *pick)
-
-    def decayed(self, p):
-        return self.owner[p].decayed(p)
-
-    def decay(self, p, name):
-        return self.owner[p].decay(p, name)
-
-    def coded(self, p, name):
-        return self.owner[p].coded(p, name)
-
-    def clear(self, p, name):
-        return self.owner[p].clear(p, name)
-
-    def still(self, p):
-        return self.owner[p].still(p)
-
-    def announce(self, grads, grad_scale):
+    def zero_grad(self, set_to_none=True):
         for part in self.parts:
-            part.announce(grads, grad_scale)
-
-    def set_exact(self, p, value):
-        self.owner[p].set_exact(p, value)
+            part.zero_grad(set_to_none)
 
     def nbytes(self):
         total = {}
@@ -143,19 +168,10 @@ class Joined(torch.optim.Optimizer):
         return total
 
     def notes(self):
-        return {site: note for part in self.parts for site, note in part.notes().items()}
-
-    def attach(self, model):
+        found = {}
         for part in self.parts:
-            part.attach(model)
-
-    def collect(self):
-        for part in self.parts:
-            part.collect()
-
-    def zero_grad(self, set_to_none=True):
-        for part in self.parts:
-            part.zero_grad(set_to_none)
+            found.update(part.notes())
+        return found
 
     def state_dict(self):
         return {"parts": [part.state_dict() for part in self.parts], "state": {}, "param_groups": []}
@@ -166,8 +182,13 @@ class Joined(torch.optim.Optimizer):
             raise Refused(f"{wrong}: it was written by another recipe")
         for part, saved in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(saved)
-        # a peer's own loader makes its groups anew
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.param_groups = self._groups()  # a peer's own loader makes its groups anew
+
+
+# ---- The choice --------------------------------------------------------------------------------------------
+
+COMMON = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # as AdamW has them, for peers
+SOME = ("momentum", "nesterov")  # options of some of ours
 
 
 def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **options):
@@ -199,10 +220,6 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-COMMON = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # as AdamW has them, for peers
-SOME = ("momentum", "nesterov")  # options of some of ours
-
-
 def arguments(kind):
     """The names of what a class takes."""
     return set(inspect.signature(kind).parameters)
@@ -223,29 +240,46 @@ def _groups(params):
 
 
 def _one(name, params, r, options, seed, away=None):
+    """One optimiser, of parameter groups that belong to it alone."""
     if kinds(name):
-        own = kinds(name)[0]
-        writing = dict(update=r.update, kahan=r.kahan == "on", master=r.master, seed=seed)
-        writing.update({} if away is None else {"away": away})
-        writing["kinds"] = {moment: r[moment] for moment in own.moments if moment in r.values}
-        writing.update((site, r[site]) for site in own.sites if site not in own.moments)
-        for option in {"betas", "eps", *SOME} - arguments(own):
-            options.pop(option, None)  # Lion has no eps, SGD neither
-        return own(params, **options, **writing)
-    options = {**COMMON, **{key: value for key, value in options.items() if key not in SOME}}
-    rounds_itself = r.update == "stochastic" or r.kahan == "on" or r.master != "none"
-    if not isinstance(name, str):
-        if rounds_itself or r.coded:
-            ours = "stochastic, kahan, master and moments in codes belong to ours"
-            raise Refused(f"this optimiser rounds in its own way: {ours}")
-        made = name(params)
-        closure = inspect.signature(type(made).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise Refused(f"{title(made, None)} asks for a closure at each step, and step() here has none")
-        return made if hasattr(made, "held") else Peer(made)
+        return _ours(kinds(name)[0], params, r, options, seed, away)
+    if isinstance(name, str):
+        return _peer(name, params, r, options)
+    return _strangers(name, params, r)
+
+
+def _ours(kind, params, r, options, seed, away):
+    own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed}
+    if away is not None:
+        own["away"] = away
+    own["kinds"] = {moment: r[moment] for moment in kind.moments if moment in r.values}
+    for site in kind.sites:
+        if site not in kind.moments:
+            own[site] = r[site]
+    for option in {"betas", "eps", *SOME} - arguments(kind):
+        options.pop(option, None)  # Lion has no eps, SGD neither
+    return kind(params, **options, **own)
+
+
+def _rounds_itself(r):
+    return r.update == "stochastic" or r.kahan == "on" or r.master != "none"
+
+
+def _strangers(make, params, r):
+    if _rounds_itself(r) or r.coded:
+        ours = "stochastic, kahan, master and moments in codes belong to ours"
+        raise Refused(f"this optimiser rounds in its own way: {ours}")
+    made = make(params)
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise Refused(f"{title(made, None)} asks for a closure at each step, and step() here has none")
+    return made if hasattr(made, "held") else Peer(made)
+
+
+def _peer(name, params, r, options):
     if name not in PEERS:
         raise Refused(f"--optimizer {name}: unknown; choose from {', '.join(NAMES)}")
-    if rounds_itself:
+    if _rounds_itself(r):
         flags = "drop --stochastic, --kahan and --master, which belong to ours"
         raise Refused(f"--optimizer {name} rounds in its own way: {flags}")
     if name == "bitsandbytes":
@@ -257,4 +291,5 @@ def _one(name, params, r, options, seed, away=None):
         raise Refused(f"--opt8bit and --opt4bit are ours: drop --optimizer {name} ({published})")
     elif name != "torch" and (not r.low_weights or r.islands != "none"):
         raise Refused(f"--optimizer {name} is for bf16 parameters only: add --pure_bf16 and no islands")
-    return PEERS[name].make(params, options)
+    own = {key: value for key, value in options.items() if key not in SOME}
+    return PEERS[name].make(params, {**COMMON, **own})

@@ -9,11 +9,13 @@ import math
 
 import torch
 
+from ..kernels import choose
 from ..kernels.compiled import fused
-from ..kernels.exact_step import DECAY, SCALE
-from ..rounding import Noise, exact_weight, key_words, noise_bits, rounded, write_weight
+from ..kernels.numbers import WeightNumbers
+from ..rounding import NO_AVERAGE, Noise, exact_weight, key_words, noise_bits, rounded, write_weight
 from .buckets import scale_of
-from .rounded import Rounded
+from .rounded import Part, Rounded
+from .state import low_of
 
 
 class ByTensor(Rounded):
@@ -31,7 +33,7 @@ class ByTensor(Rounded):
 
     def update_tensor(self, g, moments, numbers, held):
         """(fp32 update, new moments) of one tensor, from its gradient g, scaled, its moments {name: tensor}
-        and the weight held, all fp32 in their shapes. numbers: what `numbers` said, a list of float.
+        and the weight held, all fp32 in their shapes. numbers: what `numbers` said, a NamedTuple of float.
         """
         raise NotImplementedError
 
@@ -41,20 +43,23 @@ class ByTensor(Rounded):
         shape = self.shape(p, name)
         return 0 if shape is None else math.prod(shape)
 
-    def _alike(self, i, p):
+    def bucket_key(self, i, p):
         return i
 
-    def _shares(self, name, flat, bucket):
+    def state_views(self, name, flat, bucket):
         (p,) = bucket.params
-        if name in self.moments and name not in self._coded(p):
+        if name in self.moments and name not in self.coded_names(p):
             return [flat.view(self.shape(p, name))]
-        return super()._shares(name, flat, bucket)
+        return super().state_views(name, flat, bucket)
 
     def _whole(self, p, state):
         """{name: fp32 moment of p in its shape}, of those that it keeps."""
-        names = [name for name in self.moments if name in state]
-        loaded = {name: self._loaded(name, state, self.size(p, name)).to(p.device) for name in names}
-        return {name: t.float().view(self.shape(p, name)) for name, t in loaded.items()}
+        found = {}
+        for name in self.moments:
+            if name in state:
+                values = self.moment_values(name, state, self.size(p, name)).to(p.device)
+                found[name] = values.float().view(self.shape(p, name))
+        return found
 
     # -- one step
 
@@ -62,42 +67,42 @@ class ByTensor(Rounded):
         self.announced = None
         return super().step(closure, grads=grads, grad_scale=grad_scale)
 
-    def _rows(self, table, index, step, piece):
+    def _add_rows(self, table, index, numbers, step, piece):
         """As Rounded's: one row for the tensor, whose key rounds the weight, then one for each moment."""
-        group = self.param_groups[index]
-        numbers = [1 - float(group["lr"]) * group["weight_decay"], 1.0]
+        numbers = self._weight_numbers(index)
         row = table.add(numbers, key_words(self.seed, step, piece.start))
         for kind, _ in enumerate(self.moments, Noise.EXP_AVG):
             table.add(numbers, key_words(self.seed, step, piece.start, kind))
-        return [(row, 0, piece.numel)]
+        return [Part(row, 0, piece.numel)]
 
-    def _moved_along(self, piece, rows):
-        return None  # the direction needs the whole tensor, and is not in the kernel that writes
+    def _average_of(self, piece, parts):
+        return NO_AVERAGE  # the direction needs the whole tensor, and is not in the kernel that writes
 
-    def _apply(self, at, p, g, state, grad_scale, average=None):
-        piece, table, row, index, step = at
-        if not piece.numel:  # it holds no moments
+    def _update(self, work, row, p, g, state, average):
+        if not work.piece.numel:  # it holds no moments
             return
-        (parameter,), h = piece.params, table.numbers[row]
-        low, stochastic = self._low(state), self.update == "stochastic"
-        held, g = exact_weight(p, low), (g.float() * h[SCALE]).view(parameter.shape)
-        numbers = self.numbers(self.param_groups[index], step)
-        old = self._whole(parameter, state)
-        delta, new = self.update_tensor(g, old, numbers, held.view(parameter.shape))
-        x = held * h[DECAY] + delta.reshape(-1)
-        fused(_write_kernel, x, p, low, table.keys[row], stochastic, compiled=self.compiled)
-        for further, name in enumerate(self.moments, row + 1):
+        (parameter,) = work.piece.params
+        weight = WeightNumbers(*work.table.numbers[row])
+        keys = work.table.keys[row:]
+        stochastic = self.update == "stochastic"
+        low = low_of(state)
+        held = exact_weight(p, low)
+        g = (g.float() * weight.scale).view(parameter.shape)
+        moments = self._whole(parameter, state)
+        update, new = self.update_tensor(g, moments, work.numbers, held.view(parameter.shape))
+        x = held * weight.decay + update.reshape(-1)
+        fused(_write_kernel, x, p, low, keys[0], stochastic, compiled=self.compiled)
+        for name, key in zip(self.moments, keys[1:], strict=False):
             if name in state:
-                key = table.keys[further] if stochastic else None
-                self._keep(name, new[name].reshape(-1), state, key)
+                self._keep(name, new[name].reshape(-1), state, key if stochastic else None)
 
     def _keep(self, name, value, state, key):
         """Write fp32 `value` [n] as the moment is held."""
-        if f"{name}_scale" in state:
-            signed = self.signed.get(name, True)
-            self.coders[name].encode(value, state[name], state[f"{name}_scale"], signed, key, self.compiled)
+        held = self.held_moment(name, state, key)
+        if choose.is_coded(held):
+            held.encode(value, self.compiled)
             return
-        held = state[name].view(-1)
+        held = held.view(-1)
         key = key if held.dtype == torch.bfloat16 else None
         fused(_moment_kernel, value, held, key, compiled=self.compiled)
 
@@ -107,7 +112,7 @@ class ByTensor(Rounded):
         self.announced = grads, grad_scale
 
     def wanted_together(self, params, gradients, pick=torch.flatten, held=None):
-        """As Rounded's; NaN where a sample of the gradient is given and the whole was not announced."""
+        """As of Answers; NaN where a sample of the gradient is given and the whole was not announced."""
         return [self._wanted(p, g, pick) for p, g in zip(params, gradients, strict=True)]
 
     @torch.no_grad()
@@ -115,11 +120,12 @@ class ByTensor(Rounded):
         whole = self._gradient(p, g)
         if whole is None:
             return torch.full_like(g, math.nan, dtype=torch.float32)
-        group, state = self._group(p), self._settled(p, *self.moments)
-        held = exact_weight(p.detach(), self.low_part(p))
+        group = self._group(p)
+        state = self._settled(p, *self.moments)
         numbers = self.numbers(group, state["step"] + 1)
-        delta, _ = self.update_tensor(whole.view(p.shape), self._whole(p, state), numbers, held)
-        return pick(delta - float(group["lr"]) * group["weight_decay"] * held)
+        held = exact_weight(p.detach(), self.low_part(p))
+        update, _ = self.update_tensor(whole.view(p.shape), self._whole(p, state), numbers, held)
+        return pick(update - float(group["lr"]) * group["weight_decay"] * held)
 
     def _gradient(self, p, g):
         """The whole scaled gradient of p, fp32; None where it is not known."""
@@ -131,8 +137,10 @@ class ByTensor(Rounded):
 
 
 def _write_kernel(x, p, low, key, stochastic):
-    write_weight(x, p, low, noise_bits(x.numel(), key)[0] if stochastic else None)
+    noise = noise_bits(x.numel(), key)[0] if stochastic else None
+    write_weight(x, p, low, noise)
 
 
 def _moment_kernel(value, held, key):
-    held.copy_(rounded(value, held.dtype, None if key is None else noise_bits(value.numel(), key)[0]))
+    noise = None if key is None else noise_bits(value.numel(), key)[0]
+    held.copy_(rounded(value, held.dtype, noise))

@@ -4,7 +4,9 @@ import math
 
 import torch
 
-from .rounded import BY_HAND, Rounded
+from ..kernels import choose
+from ..kernels.numbers import LionNumbers
+from .rounded import Rounded
 
 
 class Lion(Rounded):
@@ -18,19 +20,21 @@ class Lion(Rounded):
 
     def numbers(self, group, step):
         beta1, beta2 = group["betas"]
-        return [1 - beta1, 1 - beta2, -float(group["lr"])]
+        return LionNumbers(
+            one_minus_beta1=1 - beta1,
+            one_minus_beta2=1 - beta2,
+            rate=-float(group["lr"]),
+        )
 
     @staticmethod
-    def direction(g, moments, h):
+    @choose.hand_written("lion")
+    def direction(g, moments, n):
         (m,) = moments
-        mean = m + h[2] * (g - m)
+        mean = m + n.one_minus_beta1 * (g - m)
         # the sign of NaN is 0 in torch: the entry would stand still for ever, and nobody would see why
         sign = torch.where(mean == mean, mean.sign(), mean)
-        return h[4] * sign, (m + h[3] * (g - m),)
+        return n.rate * sign, (m + n.one_minus_beta2 * (g - m),)
 
     def decay(self, p, name):
         known = name in self.moments
         return (self._group(p)["betas"][1], math.inf) if known else (math.nan, 0)
-
-
-BY_HAND[Lion.direction] = "lion"

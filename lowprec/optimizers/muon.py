@@ -1,6 +1,7 @@
 """Muon: orthogonalised momentum for the matrices of hidden layers."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -8,7 +9,25 @@ from torch import nn
 from ..errors import Refused
 from ..roles import role, roles
 from ..rounding import DTYPES
+from ..sites import MOMENTUM, Site
 from .by_tensor import ByTensor
+
+ORTHOGONALISE = Site(
+    ("fp32", "bf16"),
+    {
+        "fp32": "Newton-Schulz in full precision",
+        "bf16": "Newton-Schulz as published: singular values end between 0.7 and 1.2 in either",
+    },
+    follows="compute",
+)
+
+
+class MuonNumbers(NamedTuple):
+    """What a step reads."""
+
+    momentum: float
+    nesterov: bool
+    lr: float
 
 
 class Muon(ByTensor):
@@ -21,7 +40,7 @@ class Muon(ByTensor):
     """
 
     moments = ("momentum",)
-    sites = ("momentum", "orthogonalise")
+    sites = {"momentum": MOMENTUM, "orthogonalise": ORTHOGONALISE}
     others = "adamw"
 
     def __init__(
@@ -40,23 +59,27 @@ class Muon(ByTensor):
         super().__init__(params, options, **writing)
 
     def add_param_group(self, param_group):
-        params = [param_group["params"]] if torch.is_tensor(param_group["params"]) else param_group["params"]
-        param_group = {**param_group, "params": list(params)}
-        given = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
-        if any(p.dim() < 2 for p in given if torch.is_tensor(p)):
-            alone = "Muon takes matrices and kernels of convolutions, and here is a vector"
-            raise Refused(f"{alone}: give biases, norms, embeddings and heads to AdamW (peers.build does)")
+        params = param_group["params"]
+        params = [params] if torch.is_tensor(params) else list(params)
+        for p in params:
+            p = p[1] if isinstance(p, tuple) else p  # (name, parameter)
+            if torch.is_tensor(p) and p.dim() < 2:
+                what = "Muon takes matrices and kernels of convolutions, and here is a vector"
+                remedy = "give biases, norms, embeddings and heads to AdamW (optimizers.build does)"
+                raise Refused(f"{what}: {remedy}")
+        param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
 
     def numbers(self, group, step):
-        return [group["momentum"], float(bool(group["nesterov"])), float(group["lr"])]
+        return MuonNumbers(group["momentum"], bool(group["nesterov"]), float(group["lr"]))
 
     def update_tensor(self, g, moments, numbers, held):
-        momentum, ahead, lr = numbers
-        m = moments["momentum"].lerp(g, 1 - momentum)
-        matrix = (g.lerp(m, momentum) if ahead else m).flatten(1)  # [out, in, ...] -> [out, rest]
+        m = moments["momentum"].lerp(g, 1 - numbers.momentum)
+        mean = g.lerp(m, numbers.momentum) if numbers.nesterov else m
+        matrix = mean.flatten(1)  # [out, in, ...] -> [out, rest]
         update = orthogonalised(matrix, self.dtype).float()
-        return (-lr * self.adjust(*matrix.shape) * update).reshape(g.shape), {"momentum": m}
+        update = -numbers.lr * self.adjust(*matrix.shape) * update
+        return update.reshape(g.shape), {"momentum": m}
 
     def decay(self, p, name):
         known = name in self.moments
@@ -76,7 +99,8 @@ def orthogonalised(matrix, dtype, steps=5, eps=1e-7):
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.to(dtype, copy=True)
     tall = x.size(0) > x.size(1)
-    x = x.T if tall else x
+    if tall:
+        x = x.T
     x.div_(x.norm().clamp(min=eps))  # so that no singular value is above 1
     for _ in range(steps):
         gram = x @ x.T
@@ -92,17 +116,20 @@ def hidden_matrices(net):
     """
     if not isinstance(net, nn.Module):
         return {p for p in net if _matrix(p, p.dim() > 2)}
-    found, role_of, first = set(), roles(net), True
-    apart = {"norm", "embedding", "head"}
+    role_of = roles(net)
+    found, tables = set(), set()
+    is_first = True  # convolution
     for name, module in net.named_modules():
         convolution = isinstance(module, nn.modules.conv._ConvNd)
         for own, p in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Embedding):
+                tables.add(p)
             full = f"{name}.{own}".removeprefix(".")
-            if convolution and first and p.dim() > 1:
-                first = False
-            elif _matrix(p, convolution) and not apart & (role_of[name] | role(full, module)):
+            apart = {"norm", "embedding", "head"} & (role_of[name] | role(full, module))
+            if convolution and is_first and p.dim() > 1:
+                is_first = False
+            elif _matrix(p, convolution) and not apart:
                 found.add(p)
-    tables = {p for m in net.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     return found - tables  # a head that is tied to an embedding among them
 
 

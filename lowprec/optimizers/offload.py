@@ -3,15 +3,10 @@
     run = Precision(model, recipe(pure_bf16=True, stochastic=True), states_on="cpu")
     optimizer = AdamW(params, lr=1e-3, update="stochastic", away=Offload(Traffic(device)))     # any loop
 
-The step itself runs on the GPU, bucket by bucket (see buckets.py), and has the bits of the ordinary one.
-While a bucket is stepped, the moments of the next come on a stream of their own, and those of the one before
-go back on another. So the GPU holds the moments of two buckets at most, and none between steps. A tensor of
-262,144 entries or more is a bucket by itself.
-
-A step moves all moments over the bus and back: 16 bytes a parameter in fp32, 4 in 8-bit codes. Forward and
-backward hide none of that, for the gradients come last. What completes a bf16 weight stays on the GPU: the
-average reads Kahan's compensation, remainder or fp32 master at every step. torch rounds each piece of pinned
-memory up to a power of two. Works with all optimisers after `Rounded`.
+The step itself runs on the GPU, bucket by bucket, and has the bits of the ordinary one. While a bucket is
+stepped, the moments of the next come on a stream of their own, and those of the one before go back on
+another. So the GPU holds the moments of two buckets at most, and none between steps. What completes a bf16
+weight stays on the GPU, for the average reads it at every step.
 """
 
 import copy
@@ -19,7 +14,7 @@ import copy
 import torch
 
 from ..errors import Refused
-from .rounded import LOW, Rounded
+from .state import LOW
 
 ALIGNED = 256  # bytes; vectorised kernels need 16
 
@@ -47,29 +42,39 @@ class Offload:
             self.traffic.wait(self.left)
 
     def passing(self, work):
-        """Yield each item of `Rounded.planned` with its moments on the device. Asking for the next says that
+        """Yield each item of `Rounded.plan` with its moments on the device. Asking for the next says that
         this one has been stepped.
         """
         if not work:
             return
-        far = [moments_of(item[2]) for item in work]
-        rooms = [self.traffic.room(max(map(size_of, far[at::2]))) for at in range(min(2, len(work)))]
-        begun = [self.traffic.now()] if self.left is None else [self.traffic.now(), self.left]
-        free = [begun, begun]  # what the next copy into a room has to wait for
+        states = [moments_of(item.piece) for item in work]
+        # two rooms on the device take turns: one is stepped in while the other is filled
+        rooms = []
+        for first in range(min(2, len(work))):
+            largest = max(size_of(state) for state in states[first::2])
+            rooms.append(self.traffic.room(largest))
+        begun = [self.traffic.now()]
+        if self.left is not None:
+            begun.append(self.left)
+        free_after = [begun, begun]  # what the next copy into a room has to wait for
 
         def fetch(n):
-            near = views(rooms[n % 2], far[n])
-            return near, self.traffic.copy("in", list(pairs(near, far[n])), free[n % 2])
+            on_device = views(rooms[n % 2], states[n])
+            copied = self.traffic.copy("in", list(pairs(on_device, states[n])), free_after[n % 2])
+            return on_device, copied
 
-        ahead = fetch(0)
-        for n, (index, step, piece, *rest) in enumerate(work):
-            (near, came), ahead = ahead, fetch(n + 1) if n + 1 < len(work) else None
-            self.traffic.need(came)
-            here = copy.copy(piece)
-            here.state = {**piece.state, **near}
-            yield index, step, here, *rest
-            self.left = self.traffic.copy("out", list(pairs(far[n], near)), [self.traffic.now()])
-            free[n % 2] = [self.left]
+        fetched = fetch(0)
+        for n, item in enumerate(work):
+            on_device, copied = fetched
+            if n + 1 < len(work):
+                fetched = fetch(n + 1)
+            self.traffic.need(copied)
+            piece = copy.copy(item.piece)
+            piece.state = {**item.piece.state, **on_device}
+            yield item._replace(piece=piece)
+            stepped = self.traffic.now()
+            self.left = self.traffic.copy("out", list(pairs(states[n], on_device)), [stepped])
+            free_after[n % 2] = [self.left]
 
 
 def moments_of(piece):
@@ -97,10 +102,13 @@ def pairs(targets, sources):
 
 def sizes(optimizer):
     """(bytes of moments that an optimiser keeps away, those of them that are on the GPU at once at most)."""
-    parts = getattr(optimizer, "parts", [optimizer])
-    states = [moments_of(bucket) for part in parts for _, bucket in part._buckets]
-    away = sum(t.nbytes for state in states for t in state.values())
-    return away, sum(sorted(map(size_of, states))[-2:])
+    away, rooms = 0, []
+    for part in getattr(optimizer, "parts", [optimizer]):
+        for _, bucket in part._buckets:
+            state = moments_of(bucket)
+            away += sum(t.nbytes for t in state.values())
+            rooms.append(size_of(state))
+    return away, sum(sorted(rooms)[-2:])
 
 
 class Traffic:
@@ -160,18 +168,3 @@ def offloaded(where, device):
     if where == "device" or device.type not in ("cuda", "meta"):
         return None
     return Offload(Traffic(device)) if device.type == "cuda" else Offload(None, "meta")
-
-
-def check_offload(where, grad_release=False, optimizer=None):
-    """Raise Refused for what moments can't be away with. optimizer: once it is made."""
-    if where == "device":
-        return
-    if grad_release:
-        early = "--grad_release steps within backward, where it is not known which moments come next"
-        raise Refused(f"{early} (--states_on cpu): leave one out; --opt8bit or --opt4bit makes moments small")
-    for part in getattr(optimizer, "parts", [] if optimizer is None else [optimizer]):
-        if not isinstance(part, Rounded):
-            own = type(getattr(part, "inner", part))
-            its = f"{own.__module__.partition('.')[0]}'s {own.__name__}"
-            alone = f"--states_on cpu knows the states of our optimisers alone, and {its} is none"
-            raise Refused(f"{alone}: use adamw, sgd, lion, adafactor or muon of ours, or drop it")

@@ -1,11 +1,10 @@
-"""Other people's optimisers behind the five questions of `Rounded`, and the choice of an optimiser by
-name.
+"""Other people's optimisers, which answer as ours do (see answers.py) and round in their own way.
 
-    optimizer = build("torchastic", params, recipe, lr=1e-3)            # a peer, as its authors publish it
+    optimizer = Torchastic.make(params, dict(lr=1e-3))                  # a peer, as its authors publish it
     optimizer = Peer(torch.optim.SGD(model.parameters(), lr=0.1))       # any optimiser of torch's kind
 
-A peer rounds in its own way. The adapter says what it holds and wants, where its state tells; a new peer is
-one class.
+The adapter says what the optimiser holds and wants, where its state tells. A new peer is one class and a row
+of PEERS.
 """
 
 import math
@@ -15,11 +14,12 @@ import torch
 from ..formats import FORMATS
 from ..machine import quiet_import
 from ..rounding import exact_weight
+from .answers import Answers, params_of
 from .buckets import scale_of
-from .rounded import own_attributes
+from .state import own_attributes
 
 
-class Peer(torch.optim.Optimizer):
+class Peer(Answers, torch.optim.Optimizer):
     """Any torch optimiser as one that answers. `names`: what it calls the moments, `low`: what completes a
     weight.
 
@@ -29,13 +29,12 @@ class Peer(torch.optim.Optimizer):
     names = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
     low = None  # name of the state that keeps what rounding lost
     writes = {}  # {site: how it is written}: update, kahan, moments and decay, where not as the recipe says
-    by_recipe = by_rows = False
-    coders = {}
-    compiled = False
+    by_recipe = False
+    by_rows = False
 
     def __init__(self, inner):
         self.inner = inner
-        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        super().__init__(params_of(inner.param_groups), {})
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
 
     # -- one step
@@ -43,34 +42,26 @@ class Peer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None, *, grads=None, grad_scale=1.0):
         """One update; see Rounded.step. Gradients are scaled in place."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        grads = {p: p.grad for p in params if p.grad is not None} if grads is None else grads
-        grads = {p: grads[p] for p in params if p in grads}
-        for p, g in grads.items() if isinstance(grad_scale, dict) else ():
-            g.mul_(scale_of(grad_scale, p))
-        if grads and not isinstance(grad_scale, dict) and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
+        if grads is None:
+            grads = {p: p.grad for p in self.all_params() if p.grad is not None}
+        else:
+            grads = {p: grads[p] for p in self.all_params() if p in grads}
+        if isinstance(grad_scale, dict):
+            for p, g in grads.items():
+                g.mul_(scale_of(grad_scale, p))
+        elif grads and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
             torch._foreach_mul_(list(grads.values()), float(grad_scale))
         for p, g in grads.items():
             p.grad = g.to(p.dtype)
         return self.inner.step() if closure is None else self.inner.step(closure)
 
-    def attach(self, model):
-        """Called once with the model, for optimisers that hang on its gradients."""
-
-    def collect(self):
-        """Called at a step before gradients are read."""
-
-    # -- questions
-
-    def low_part(self, p):
-        return None
+    # -- questions, see Answers
 
     def held(self, p, pick=torch.flatten):
         low = self.state.get(p, {}).get(self.low) if self.low else None
         return exact_weight(pick(p.detach()), None if low is None else pick(low))
 
     def moment(self, p, name, pick=torch.flatten):
-        """A moment, flat, as `pick` takes it; None where the peer keeps no such tensor."""
         found = self._state(p, name)
         return None if found is None else pick(self.decoded(found, p, name))
 
@@ -80,10 +71,8 @@ class Peer(torch.optim.Optimizer):
         return found if torch.is_tensor(found) and found.numel() == p.numel() else None
 
     def decoded(self, held, p, name):
+        """The values of a moment, from the tensor that is held."""
         return held
-
-    def coded(self, p, name):
-        return False
 
     def clear(self, p, name):
         found = self._state(p, name)
@@ -92,26 +81,9 @@ class Peer(torch.optim.Optimizer):
         found.zero_()
         return True
 
-    def still(self, p):
-        return self.clear(p, "exp_avg")
-
-    def announce(self, grads, grad_scale):
-        """See Rounded."""
-
-    def wanted(self, p, g, pick=torch.flatten):
-        """The fp32 update that the next step asks for; None where the moments held don't tell."""
-        return None
-
     def decay(self, p, name):
         step = self.state.get(p, {}).get("step", 0)
         return self._group(p)["betas"][0 if name == "exp_avg" else 1], int(step)
-
-    def decayed(self, p):
-        group = self._group(p)
-        return float(group["lr"]) * group.get("weight_decay", 0.0)
-
-    def _group(self, p):
-        return next(group for group in self.param_groups if any(p is q for q in group["params"]))
 
     def nbytes(self):
         """As allocated: nothing before the first step. What is no first moment counts as a second one."""
@@ -119,19 +91,14 @@ class Peer(torch.optim.Optimizer):
         for state in self.state.values():
             for name, t in state.items():
                 if torch.is_tensor(t) and t.dim():  # a step counter is no state of a weight
-                    total["exp_avg" if name in self.names["exp_avg"] else "exp_avg_sq"] += t.nbytes
+                    site = "exp_avg" if name in self.names["exp_avg"] else "exp_avg_sq"
+                    total[site] += t.nbytes
         return total
-
-    def notes(self):
-        return {}
 
     # -- state
 
     def __getstate__(self):
         return own_attributes(self)
-
-    def set_exact(self, p, value):
-        p.copy_(value)
 
     def zero_grad(self, set_to_none=True):
         self.inner.zero_grad(set_to_none)
@@ -149,12 +116,15 @@ class Peer(torch.optim.Optimizer):
             if rate is not None:  # states of old do not hold it, and their lr may be that of a warm-up
                 group.setdefault("initial_lr", rate)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        params = [p for group in self.param_groups for p in group["params"]]
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for p, i in zip(params, ids, strict=True):
-            for name, value in state_dict["state"].get(i, {}).items():
-                if torch.is_tensor(value):
-                    self.state[p][name] = value.to(p.device, copy=True) if value.dim() else value.clone()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, i in zip(group["params"], saved["params"], strict=True):
+                self._load(p, state_dict["state"].get(i, {}))
+
+    def _load(self, p, saved):
+        for name, value in saved.items():
+            if torch.is_tensor(value):  # a step counter stays where it is
+                own = value.to(p.device, copy=True) if value.dim() else value.clone()
+                self.state[p][name] = own
 
 
 # ---- Peers -------------------------------------------------------------------------------------------------
@@ -168,25 +138,29 @@ class Published(Peer):
     def wanted(self, p, g, pick=torch.flatten):
         """By AdamW's arithmetic from the moments held; None where these don't tell."""
         group, state = self._group(p), self.state.get(p, {})
-        held, lr = self.held(p, pick), float(group["lr"])
-        m, v = (self.moment(p, name, pick) for name in ("exp_avg", "exp_avg_sq"))
+        held = self.held(p, pick)
+        m = self.moment(p, "exp_avg", pick)
+        v = self.moment(p, "exp_avg_sq", pick)
         if state and (m is None or v is None):
             return None
-        (beta1, t), (beta2, _) = (self.decay(p, name) for name in ("exp_avg", "exp_avg_sq"))
-        corrections = (1.0, 1.0) if math.isinf(t) else (1 - beta1 ** (t + 1), 1 - beta2 ** (t + 1))
+        beta1, t = self.decay(p, "exp_avg")
+        beta2, _ = self.decay(p, "exp_avg_sq")
+        corrections = (1.0, 1.0)
+        if not math.isinf(t):
+            corrections = (1 - beta1 ** (t + 1), 1 - beta2 ** (t + 1))
         m = torch.zeros_like(held) if m is None else m.float()
         v = torch.zeros_like(held) if v is None else v.float()
         m = m + (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
         step = m / corrections[0] / ((v / corrections[1]).sqrt() + group["eps"])
-        return -lr * (step + group["weight_decay"] * held)
+        return -float(group["lr"]) * (step + group["weight_decay"] * held)
 
     def moment_bytes(self, p):
         """Bytes of one moment of p; known before the first step allocates it."""
         return p.numel() * p.element_size()
 
     def nbytes(self):
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self.all_params()
         moments = sum(self.moment_bytes(p) for p in params)
         low = self.low_bytes * sum(p.numel() for p in params)
         return {"exp_avg": moments, "exp_avg_sq": moments, "kahan": low, "master": 0}
@@ -228,10 +202,9 @@ class Torchastic(Published):
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if hasattr(p, "acc_grad"):
-                    del p.acc_grad
+        for p in self.all_params():
+            if hasattr(p, "acc_grad"):
+                del p.acc_grad
 
 
 class Optimi(Published):
@@ -290,6 +263,9 @@ class Torchao(Published):
         return cls(module._AdamW(params, **options, bf16_stochastic_round=True))
 
 
+NUMBER = {"exp_avg": 1, "exp_avg_sq": 2}  # by which bitsandbytes calls the moments
+
+
 class Bitsandbytes(Published):
     """bitsandbytes' AdamW8bit: both moments in 8-bit codes, weights written to nearest."""
 
@@ -304,18 +280,18 @@ class Bitsandbytes(Published):
     def decoded(self, held, p, name):
         if held.dtype != torch.uint8:
             return held
-        library, state = quiet_import("bitsandbytes.functional", "--optimizer bitsandbytes"), self.state[p]
-        i = 1 if name == "exp_avg" else 2
-        scales, table = state[f"absmax{i}"], state[f"qmap{i}"]
+        library = quiet_import("bitsandbytes.functional", "--optimizer bitsandbytes")
+        number, state = NUMBER[name], self.state[p]
+        scales, table = state[f"absmax{number}"], state[f"qmap{number}"]
         return library.dequantize_blockwise(held, absmax=scales, code=table, blocksize=256)
 
     def coded(self, p, name):
-        return f"absmax{1 if name == 'exp_avg' else 2}" in self.state.get(p, {})
+        return f"absmax{NUMBER[name]}" in self.state.get(p, {})
 
     def clear(self, p, name):
         if not self.coded(p, name):
             return super().clear(p, name)
-        self.state[p][f"absmax{1 if name == 'exp_avg' else 2}"].zero_()  # codes are zero where their scale is
+        self.state[p][f"absmax{NUMBER[name]}"].zero_()  # codes are zero where their scale is
         return True
 
     def nbytes(self):

@@ -6,15 +6,12 @@
         F.mse_loss(model(x), y).backward()   # updates every parameter, and holds no gradient
         optimizer.step()                     # ends the step
 
-A step of bf16 weights then holds weights and states alone: 4.03 bytes a parameter with 8-bit moments and 3.06
-with 4-bit ones, where gradients would add 2. One tensor's gradient is there at a time. The bits are those of
-the ordinary step, for noise is keyed by a parameter's place and not by when it is written.
+A step then holds one tensor's gradient at a time, which spares 2 bytes a parameter in bf16. Its bits are
+those of the ordinary step, for noise is keyed by a parameter's place and not by when it is written.
 
-What needs all gradients before the first update can't be had: their norm, their sum over micro-batches or
-processes, a loss scale that skips steps. So `clip` bounds the norm of each tensor's gradient by itself. Every
-backward pass that reaches a parameter updates it: set requires_grad=False on a net that only passes gradients
-on. Learning rates are read in backward, so a schedule moves them before it or after `optimizer.step()`.
-Works with optimisers after `Rounded`.
+What needs all gradients before the first update can't be had, see `check_release`. Every backward pass that
+reaches a parameter updates it: set requires_grad=False on a net that only passes gradients on. Learning rates
+are read in backward, so a schedule moves them before it or after `optimizer.step()`.
 """
 
 import operator
@@ -22,6 +19,7 @@ import operator
 import torch
 
 from ..errors import Refused
+from ..rules import check_alone
 from .rounded import SPARSE, Rounded
 
 # ---- Norms -------------------------------------------------------------------------------------------------
@@ -69,9 +67,11 @@ class Release:
                 raise Refused(f"{what}: use adamw, sgd, lion, adafactor or muon of ours, or drop it")
         self.pieces = {part: _pieces(part) for part in self.parts}
         self.items = {}  # parameter -> (its optimiser, what that carries out), of this step
-        named = [p for part in self.parts for group in part.param_groups for p in group["params"]]
-        self.handles = [p.register_post_accumulate_grad_hook(self._update) for p in named if p.requires_grad]
-        self.handles.append(optimizer.register_step_post_hook(self._ended))
+        self.handles = [optimizer.register_step_post_hook(self._ended)]
+        for part in self.parts:
+            for p in part.all_params():
+                if p.requires_grad:
+                    self.handles.append(p.register_post_accumulate_grad_hook(self._update))
         optimizer.released = self
 
     def remove(self):
@@ -106,15 +106,16 @@ class Release:
         if self.before:
             self.before()
         for part, pieces in self.pieces.items():
-            for item in part.planned(pieces):
-                self.items[item[2].params[0]] = part, item
+            for item in part.plan(pieces):
+                self.items[item.piece.params[0]] = part, item
 
     def _look(self, part, p, grads):
         """What multiplies the gradient of p. Telemetry looks at the write that is to come."""
         scale = 1.0
         if self.clip or self.watched is not None:
             norms = norms_of(grads)
-            scale = {p: clipping(norms[p], self.clip)} if self.clip else 1.0
+        if self.clip:
+            scale = {p: clipping(norms[p], self.clip)}
         if self.watched is not None:
             self.norms.update(norms)
             self.nonfinite[p] = (~grads[p].isfinite()).sum()
@@ -129,40 +130,7 @@ class Release:
 
 def _pieces(part):
     """[(index of the group, bucket of one parameter)] of an optimiser."""
-    found = [(index, part.tensor_by_tensor(bucket)) for index, bucket in part._buckets]
-    return [(index, piece) for index, pieces in found for piece in pieces]
-
-
-# ---- What can't be had -------------------------------------------------------------------------------------
-
-
-def check_release(*, accumulate, clip_grad, loss_scale):
-    """Raise Refused for what needs all gradients before the first update, with the nearest thing that works.
-    Arguments: as of Precision, and the recipe's loss_scale.
-    """
-    if accumulate > 1:
-        many = f"--accumulate {accumulate} sums gradients that --grad_release frees at once"
-        raise Refused(f"{many}: use --accumulate 1 with the --batch_size that fits, or drop --grad_release")
-    if clip_grad:
-        norm = f"--clip_grad {clip_grad:g} needs the norm of all gradients before the first update"
-        instead = f"use --clip_tensor {clip_grad:g}, which bounds each tensor's by itself, or --clip_grad 0"
-        raise Refused(f"{norm}, and --grad_release holds one at a time: {instead}")
-    if loss_scale == "dynamic":
-        skips = "--fp16 skips a step in which a gradient overflows, and --grad_release has updated by then"
-        raise Refused(f"{skips}: use --bf16, or --fp16 --set loss_scale=none")
-
-
-def check_wrapped(forward):
-    """The same for what calls the net, a wrapper of it or itself."""
-    spread = isinstance(forward, torch.nn.parallel.DistributedDataParallel)
-    check_alone(compiled=hasattr(forward, "_orig_mod"), processes=2 if spread else 1)
-
-
-def check_alone(*, compiled=False, processes=1):
-    """Raise Refused where gradients come too late: all at once, or to be summed."""
-    if compiled:
-        whole = "the backward pass of a compiled net gives all gradients at once"
-        raise Refused(f"{whole}, so --grad_release would free none early: drop it, or --compile")
-    if processes > 1:
-        early = "--grad_release updates before several processes have summed their gradients"
-        raise Refused(f"{early}: use one process, or drop it")
+    found = []
+    for index, bucket in part._buckets:
+        found += [(index, piece) for piece in part.tensor_by_tensor(bucket)]
+    return found

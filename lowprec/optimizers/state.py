@@ -1,21 +1,270 @@
-"""States of an optimiser whose parameters are spread over ranks, saved and loaded."""
+"""The state of an optimiser: how moments lie in buckets, how they are saved and loaded, and how
+torch.distributed.checkpoint takes those of tensors that are spread over ranks.
+"""
+
+import copy
 
 import torch
 from torch.utils._pytree import tree_map
 
-from .buckets import BLOCK, as_dtensor, is_spread, local, part_of
+from ..errors import Refused
+from ..formats import Coded
+from ..kernels import choose
+from .buckets import BLOCK, Bucket, RankBucket, as_dtensor, is_spread, local, part_of
+
+# what completes a weight, and its site
+LOW = {"compensation": "kahan", "remainder": "master", "master": "master"}
+
+
+def low_of(state):
+    """What completes the weights of this state, {name: tensor}; None where nothing does."""
+    return next((state[name] for name in LOW if name in state), None)
+
+
+def own_attributes(optimizer):
+    """What a copy of an optimiser takes along: all but hooks and a scheduler's `step`, which are bound to the
+    original. torch's own __getstate__ keeps three attributes alone.
+    """
+    kept = vars(optimizer).items()
+    return {name: value for name, value in kept if name != "step" and not name.startswith("_optimizer_")}
+
+
+# ---- Layout ------------------------------------------------------------------------------------------------
+
+
+class KeptState:
+    """The part of `Rounded` that keeps its state. A bucket has one flat tensor for each moment and low part,
+    and `state[p]` views of it. A moment in codes is two tensors, `name` and `name_scale`.
+    """
+
+    def size(self, p, name):
+        """How many values the moment of p has; 0 where it keeps none."""
+        return p.numel()
+
+    def is_signed(self, name):
+        """Whether the values of a moment may be negative."""
+        return self.signed.get(name, True)
+
+    def coded_names(self, p):
+        """The moments of p that are held in codes."""
+        return [name for name, coder in self.coders.items() if coder.takes(self.size(p, name))]
+
+    def bucket_key(self, i, p):
+        """Parameters of equal keys may share a bucket. i: number of p in its group."""
+        coded = self.coded_names(p)
+        # blocks of codes must not cross from one tensor into the next: a coded tensor that ends within a
+        # block gets a bucket of its own
+        alone = i if coded and p.numel() % BLOCK else None
+        return p.dtype, p.device, *coded, alone
+
+    def new_state(self, bucket):
+        """{name: flat tensor} of zeros for a bucket; a master begins as the weights."""
+        first, state = bucket.params[0], {}
+        home = first.device if self.away is None else self.away.home
+        coded = self.coded_names(first)
+        for name, dtype in self.dtypes.items():
+            n = bucket.length(sum(self.size(p, name) for p in bucket.params))
+            if name in coded:
+                state[name], state[f"{name}_scale"] = self.coders[name].new(n, home)
+            elif n or isinstance(bucket, RankBucket):
+                state[name] = torch.zeros(n, dtype=dtype, device=home)
+        if self.away is not None:
+            state = self.away.keep(state)
+        if first.dtype != torch.bfloat16:
+            return state
+        if self.kahan:
+            state["compensation"] = torch.zeros(bucket.numel, dtype=torch.bfloat16, device=first.device)
+        elif self.master == "split":
+            state["remainder"] = torch.zeros(bucket.numel, dtype=torch.int16, device=first.device)
+        elif self.master == "fp32":
+            state["master"] = bucket.gather([local(p) for p in bucket.params]).float()
+        return state
+
+    def share_state(self, bucket):
+        """Give each parameter its views of the bucket's state."""
+        for name, flat in bucket.state.items():
+            for p, view in zip(bucket.params, self.state_views(name, flat, bucket), strict=True):
+                self.state[p][name] = view
+
+    def state_views(self, name, flat, bucket):
+        """Views of a bucket's flat state, one a parameter: in its shape, packed codes and scales flat."""
+        moment = name.removesuffix("_scale")
+        if isinstance(bucket, RankBucket) and f"{moment}_scale" in bucket.state:
+            return [flat]
+        if flat.numel() == bucket.numel:
+            return bucket.views(flat, bucket.params)
+        lengths = [self._code_count(name, self.size(p, moment)) for p in bucket.params]
+        return flat.split(lengths)
+
+    def _code_count(self, name, n):
+        """How many values the state `name`, codes or their scales, has for a moment of n values."""
+        codes, scales = self.coders[name.removesuffix("_scale")].sizes(n)
+        return scales if name.endswith("_scale") else codes
+
+    def coded_sizes(self, p, name):
+        """A function, entries of p -> how many values the state `name` has for them, where it is codes or
+        their scales; else None.
+        """
+        moment = name.removesuffix("_scale")
+        if moment not in self.coders or not self.coded(p, moment):
+            return None
+        return lambda n: self._code_count(name, n)
+
+    def state_part(self, name, t, start, end):
+        """Values start to end of a flat state."""
+        coder = self.coders.get(name.removesuffix("_scale"))
+        if name.endswith("_scale"):
+            return t[start // coder.block : -(-end // coder.block)]
+        if coder is None or t.dtype == torch.float32:  # a small tensor's moment stays fp32
+            return t[start:end]
+        return t[start * coder.bits // 8 : -(-end * coder.bits // 8)]
+
+    def held_moment(self, name, state, key=None):
+        """A moment as it is held: a tensor, or Coded, to be written by the noise of `key`."""
+        if f"{name}_scale" not in state:
+            return state[name]
+        codes, scales = state[name].view(-1), state[f"{name}_scale"].view(-1)
+        return Coded(self.coders[name], codes, scales, self.is_signed(name), key)
+
+    def moment_values(self, name, state, n):
+        """A moment as a tensor: as it is held, or the fp32 [n] that its codes stand for."""
+        held = self.held_moment(name, state)
+        return held.decoded(n, self.compiled) if choose.is_coded(held) else held
+
+    def tensor_by_tensor(self, bucket):
+        """A bucket for each parameter of one, with the same noise: that depends on the position alone."""
+        found, start = [], bucket.start
+        for p in bucket.params:
+            alone = Bucket([0], [p], start)
+            alone.params = [p]
+            alone.state = {name: t.view(-1) for name, t in self.state[p].items() if name != "step"}
+            found.append(alone)
+            start += p.numel()
+        return found
+
+    def __getstate__(self):
+        return own_attributes(self)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if "_buckets" in state and self.away is None:
+            for _, bucket in self._buckets:
+                self.share_state(bucket)  # plain pickle makes a tensor of its own of each view
+
+    # -- save and load
+
+    def state_dict(self):
+        if self.away is not None:
+            self.away.settle()
+        state = super().state_dict()
+        if self.rank_buckets:
+            state = wrapped_states(self, state)
+        if self.coders:
+            state = {**state, "codes": self._formats()}
+        return state
+
+    def _formats(self):
+        return {name: coder.name for name, coder in self.coders.items()}
+
+    def load_state_dict(self, state_dict):
+        """Take a state_dict of the same recipe, or of torch's AdamW where states are fp32. Raises Refused for
+        one of another model or recipe.
+
+        torch's own loader casts floating states to the parameter's dtype: fp32 moments of bf16 weights would
+        come back in bf16.
+        """
+        if self.away is not None:
+            self.away.settle()
+        if self.rank_buckets:
+            state_dict = cut(state_dict, self.state_dict())
+        groups = state_dict["param_groups"]
+        check_groups(groups, self.param_groups, type(self).__name__)
+        self._check_formats(state_dict)
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, i in zip(group["params"], saved["params"], strict=True):
+                self._load(p, state_dict["state"].get(i, {}))
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+
+    def _check_formats(self, state_dict):
+        own = self._formats()
+        # format 1 of checkpoints does not tell: it had these two, of other shapes; all codes of 8 bits have
+        # the same
+        untold = {name: kind for name, kind in own.items() if kind in ("int8", "int4")}
+        theirs = state_dict.get("codes", untold)
+        if theirs != own:
+            said = ", ".join(f"{name} in {kind}" for name, kind in theirs.items()) or "no codes"
+            raise Refused(f"optimiser state with {said}: it was written by another model or recipe")
+
+    def _load(self, p, saved):
+        saved, state = dict(saved), self.state[p]
+        if not saved and low_of(state) is None:  # torch keeps nothing of a parameter without a step
+            for name in state.keys() - {"step"}:
+                state[name].zero_()
+            state["step"] = 0
+            return
+        for name in self.coded_names(p):
+            self._encode_old(p, name, saved)
+        if shapes_of(saved) != shapes_of(state):
+            wrong = "optimiser state has other shapes or dtypes than this recipe"
+            raise Refused(f"{wrong}: it was written by another model or recipe")
+        for name in state.keys() - {"step"}:
+            state[name].copy_(saved[name])
+        state["step"] = int(saved["step"])
+
+    def _encode_old(self, p, name, saved):
+        """Encode a moment that was saved in fp32, before codes took any length."""
+        coder, old = self.coders[name], saved.get(name)
+        was_plain = torch.is_tensor(old) and (old.shape, old.dtype) == (p.shape, torch.float32)
+        if was_plain and p not in self.rank_buckets and coder.stayed(p.numel()):
+            codes, scales = coder.new(p.numel(), old.device)
+            coder.encode(old.float().flatten(), codes, scales, self.is_signed(name))
+            saved[name], saved[f"{name}_scale"] = codes, scales
+
+
+def shapes_of(state):
+    """{name: (shape, dtype)} of the tensors of a parameter's state."""
+    return {name: (t.shape, t.dtype) for name, t in state.items() if name != "step"}
+
+
+# what torch's optimisers can do, and these can't: {option of a group: what it would be}
+NOT_OURS = {"maximize": "goes uphill (maximize)", "amsgrad": "keeps the largest second moment (amsgrad)"}
+
+
+def check_groups(saved, own, name):
+    """Raise Refused for saved parameter groups that don't fit `own`, or of another rule than that of the
+    optimiser called `name`.
+    """
+    own_sizes = [len(group["params"]) for group in own]
+    sizes = [len(group["params"]) for group in saved]
+    if sizes != own_sizes:
+        theirs = f"optimiser state of {sum(sizes)} parameters in groups of {sizes}"
+        ours = f"a model with groups of {own_sizes}"
+        raise Refused(f"{theirs} does not fit {ours}: it belongs to another model")
+    for group in saved:
+        for option, what in NOT_OURS.items():
+            if group.get(option):
+                raise Refused(f"optimiser state of a training that {what}: {name} does not")
+        if "decoupled_weight_decay" in group and "amsgrad" not in group:  # its states look like AdamW's
+            raise Refused(f"optimiser state of RAdam: start {name} without it, a new rule")
+        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+            raise Refused("optimiser state of Adam with L2 decay: AdamW's decay is another; set it to 0")
+
+
+# ---- Spread over ranks -------------------------------------------------------------------------------------
 
 
 def wrapped_states(optimizer, state):
-    """The state_dict of an Rounded with DTensors and Chunks in place of this rank's rows, as
+    """The state_dict of a Rounded with DTensors and Chunks in place of this rank's rows, as
     torch.distributed.checkpoint takes them: plain tensors would be those of one rank for all.
     """
     found = {}
-    for p, bucket in optimizer.rows_of.items():
+    for p, bucket in optimizer.rank_buckets.items():
         for name, t in optimizer.state[p].items():
-            if name != "step":
-                sizes = optimizer.coded_sizes(p, name)
-                found[id(t)] = chunk(t, bucket, sizes) if sizes else as_dtensor(t, bucket.part)
+            if name == "step":
+                continue
+            sizes = optimizer.coded_sizes(p, name)
+            found[id(t)] = chunk(t, bucket, sizes) if sizes else as_dtensor(t, bucket.part)
     return tree_map(lambda t: found.get(id(t), t), state)
 
 
@@ -24,24 +273,31 @@ def cut(saved, held):
     already stays.
     """
     if isinstance(saved, dict):
-        held = held if isinstance(held, dict) else {}
-        named = {}
-        for key, t in saved.items():  # torch.distributed.checkpoint puts some of it under texts for numbers
-            old = named.get(_key(key, held))
-            named[_key(key, held)] = {**old, **t} if isinstance(old, dict) else t
-        return {key: cut(t, held.get(key)) for key, t in named.items()}
+        return cut_dict(saved, held if isinstance(held, dict) else {})
     if isinstance(saved, list) and isinstance(held, list) and len(saved) == len(held):
         return [cut(*pair) for pair in zip(saved, held, strict=True)]
     if isinstance(saved, Chunk):
         return saved.tensor
-    if not torch.is_tensor(saved):
-        return saved
+    return cut_tensor(saved, held) if torch.is_tensor(saved) else saved
+
+
+def cut_dict(saved, held):
+    """As `cut`. torch.distributed.checkpoint puts some of it under texts for numbers."""
+    named = {}
+    for key, value in saved.items():
+        key = _key(key, held)
+        old = named.get(key)
+        named[key] = {**old, **value} if isinstance(old, dict) else value
+    return {key: cut(value, held.get(key)) for key, value in named.items()}
+
+
+def cut_tensor(saved, held):
+    """As `cut`."""
     if is_spread(saved):
         return local(saved)
-    if isinstance(held, Chunk) and saved.numel() == held.tensor.numel():
-        return saved
     if isinstance(held, Chunk):
-        return saved.reshape(-1)[held.first : held.first + held.tensor.numel()]
+        n = held.tensor.numel()
+        return saved if saved.numel() == n else saved.reshape(-1)[held.first : held.first + n]
     part = part_of(held) if torch.is_tensor(held) else None
     if part is None or saved.shape != part.shape:
         return saved
@@ -109,7 +365,7 @@ class Chunk(torch.Tensor):
 
 
 def chunk(t, bucket, sizes):
-    """The Chunk of the codes or the scales `t` (flat) of a moment in a bucket of `Rows`.
+    """The Chunk of the codes or the scales `t` (flat) of a moment in a RankBucket.
 
     sizes: n -> how many of them n entries have.
     """

@@ -20,25 +20,47 @@ import torch
 
 from ..errors import Refused
 from ..optimizers import peers
+from ..rounding import exact_weight
 from ..telemetry import local
+from .averages import Average
 
-# ---- Optimisers --------------------------------------------------------------------------------------------
+__all__ = ["Average", "answering", "hooked"]
+
+WRAPPED = ("optimizer", "_optimizer", "base_optimizer")  # what wrappers call the optimiser that they hold
+
+# what a state that completes a bf16 weight is called, here and elsewhere
+LOW = ("kahan_comp", "compensation", "remainder", "shift", "master", "master_param", "fp32_param")
+LOW_DTYPES = (torch.float32, torch.bfloat16, torch.int16)
+# classes whose update is AdamW's or Adam's
+ADAMW = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
+ADAMW |= {"FusedAdam", "FusedAdamW", "CPUAdam", "DeepSpeedCPUAdam"}
+# torch's optimisers that add weight decay to the gradient
+COUPLED = {"RMSprop", "NAdam", "RAdam", "Adagrad"}
+# torch's optimisers whose update of an entry depends on that entry alone
+ELEMENTWISE = "SGD RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop Adam AdamW".split()
+
+# ---- Which optimiser, which model --------------------------------------------------------------------------
+
+
+def unwrapped(model):
+    """The net within torch.compile's, DistributedDataParallel's or Accelerate's wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    return unwrapped(model.module) if isinstance(model, wrappers) else model
 
 
 def hooked(optimizer):
     """The optimiser whose step is hooked: what a wrapper as Accelerate's holds. Raises Refused for others."""
-    seen = 0
-    while not _takes_hooks(optimizer):
-        inner = next((vars(optimizer)[k] for k in WRAPPED if k in getattr(optimizer, "__dict__", {})), None)
-        seen += 1
-        if inner is None or seen > 8:
-            kind = type(optimizer).__name__
-            raise Refused(f"Watch takes a torch optimiser or a wrapper that holds one, not {kind}")
-        optimizer = inner
-    return optimizer
-
-
-WRAPPED = ("optimizer", "_optimizer", "base_optimizer")  # what wrappers call the optimiser that they hold
+    for _ in range(8):
+        if _takes_hooks(optimizer):
+            return optimizer
+        held = getattr(optimizer, "__dict__", {})
+        names = [name for name in WRAPPED if name in held]
+        if not names:
+            break
+        optimizer = held[names[0]]
+    kind = type(optimizer).__name__
+    raise Refused(f"Watch takes a torch optimiser or a wrapper that holds one, not {kind}")
 
 
 def _takes_hooks(optimizer):
@@ -83,7 +105,10 @@ def check_states(optimizer, named):
         if not state:
             continue  # it begins at the first gradient
         fix = "restore the optimiser's state, or clear it to begin anew"
-        for moment in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(groups[p].get("amsgrad")):
+        moments = ["exp_avg", "exp_avg_sq"]
+        if groups[p].get("amsgrad"):
+            moments.append("max_exp_avg_sq")
+        for moment in moments:
             held = state.get(moment)
             if not torch.is_tensor(held):
                 raise Refused(f"the optimiser's state of {name} has no {moment}: {fix}")
@@ -94,13 +119,7 @@ def check_states(optimizer, named):
             raise Refused(f"the optimiser's state of {name} has no number of steps: {fix}")
 
 
-# what a state that completes a bf16 weight is called, here and elsewhere
-LOW = ("kahan_comp", "compensation", "remainder", "shift", "master", "master_param", "fp32_param")
-ADAMW = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
-ADAMW |= {"FusedAdam", "FusedAdamW", "CPUAdam", "DeepSpeedCPUAdam"}
-# torch's optimisers whose update of an entry depends on that entry alone
-COUPLED = {"RMSprop", "NAdam", "RAdam", "Adagrad"}
-ELEMENTWISE = "SGD RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop Adam AdamW".split()
+# ---- Any torch optimiser -----------------------------------------------------------------------------------
 
 
 class Stranger(peers.Peer):
@@ -115,10 +134,12 @@ class Stranger(peers.Peer):
         super().__init__(inner)
         self.silent = set()  # parameters whose copy could not be stepped
         self.accumulated = None  # {parameter: {name: (its state, what the copy made of it)}}, if wanted
-        self.exact = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) or type(inner).__name__ in ADAMW
-        self.known = self.exact or type(inner).__module__.startswith("torch.optim")
-        self.elementwise = type(inner).__module__.startswith("torch.optim.")
-        self.elementwise &= type(inner).__name__ in ELEMENTWISE
+        kind, module = type(inner).__name__, type(inner).__module__
+        torchs = module.startswith("torch.optim.")
+        # whether its update is AdamW's, whether it is known how it rounds, whether entries are independent
+        self.exact = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) or kind in ADAMW
+        self.known = self.exact or module.startswith("torch.optim")
+        self.elementwise = torchs and kind in ELEMENTWISE
         renew(self)
 
     def _group(self, p):
@@ -126,7 +147,8 @@ class Stranger(peers.Peer):
 
     def low_part(self, p):
         state = self.state.get(p, {})
-        found = next((state[name] for name in LOW if name in state), None)
+        names = [name for name in LOW if name in state]
+        found = state[names[0]] if names else None
         fits = torch.is_tensor(found) and found.shape == p.shape and found.dtype in LOW_DTYPES
         return found if fits else None
 
@@ -134,7 +156,7 @@ class Stranger(peers.Peer):
         low = self.low_part(p)
         if low is not None and low.dtype == torch.float32:
             return pick(low)  # however the weight was rounded from it
-        return peers.exact_weight(pick(p.detach()), None if low is None else pick(low))
+        return exact_weight(pick(p.detach()), None if low is None else pick(low))
 
     def decoded(self, held, p, name):
         return local(held)
@@ -146,10 +168,12 @@ class Stranger(peers.Peer):
         """(beta, t); NaN where it is not known how the optimiser forms this moment."""
         if not self.known and "adamw" not in type(self.inner).__name__.lower():
             return math.nan, 0
-        group, state = self._group(p), self.state.get(p, {})
-        step = steps_of(state) or 0
-        beta = group["betas"][0 if name == "exp_avg" else 1] if "betas" in group else group.get("alpha")
-        return (math.nan if beta is None else float(beta)), int(step)
+        group = self._group(p)
+        steps = int(steps_of(self.state.get(p, {})) or 0)
+        if "betas" in group:
+            beta1, beta2 = group["betas"]
+            return float(beta1 if name == "exp_avg" else beta2), steps
+        return float(group.get("alpha", math.nan)), steps
 
     def decayed(self, p):
         """Share of p that weight decay takes at a step; 0.0 where decay goes by way of the gradient, or where
@@ -159,11 +183,14 @@ class Stranger(peers.Peer):
 
     def gradient(self, p, g, pick=torch.flatten):
         """The gradient that the moments take: with weight decay where that goes by way of the gradient."""
-        decay = self._group(p).get("weight_decay", 0.0)
         group = self._group(p)
+        if group.get("maximize"):
+            g = -g
+        decay = group.get("weight_decay", 0.0)
         coupled = type(self.inner).__name__ in COUPLED and not group.get("decoupled_weight_decay")
-        g = -g if group.get("maximize") else g
-        return g + decay * self.held(p, pick) if decay and (coupled or self.exact and self._coupled(p)) else g
+        if decay and (coupled or (self.exact and self._coupled(p))):
+            g = g + decay * self.held(p, pick)
+        return g
 
     def _coupled(self, p):
         # torch's Adam adds it to the gradient, AdamW does not; since 2.7 a group tells
@@ -191,48 +218,61 @@ class Stranger(peers.Peer):
         """[fp32 update of each parameter, NaN where it can't be told], all tensors of one group at once.
         held: what `held` says of all of them, flat, where that is known already.
         """
-        held = None if held is None else held.split([g.numel() for g in gradients])
-        found, alike = [None] * len(params), {}
+        if held is None:
+            held = [self.held(p, pick) for p in params]
+        else:
+            held = held.split([g.numel() for g in gradients])
+        found = [torch.full_like(g, math.nan) for g in gradients]
+        alike = {}  # {(group, steps, device): numbers of the parameters that AdamW's arithmetic tells}
         for i, p in enumerate(params):
             if self._by_arithmetic(p):
-                alike.setdefault((id(self._group(p)), self.step_of(p), p.device), []).append(i)
-            else:
-                found[i] = self._by_a_copy(p, pick)
+                key = id(self._group(p)), self.step_of(p), p.device
+                alike.setdefault(key, []).append(i)
+                continue
+            update = self._by_a_copy(p, pick)
+            if update is not None:
+                found[i] = update
         for (_, step, _), members in alike.items():
-            values = [self.held(params[i], pick) if held is None else held[i] for i in members]
-            update = self._adamw_of(
-                [params[i] for i in members], [gradients[i] for i in members], step, pick, values
-            )
-            lengths = [gradients[i].numel() for i in members]
+            theirs = [params[i] for i in members]
+            g = [gradients[i] for i in members]
+            values = torch.cat([held[i] for i in members])
+            update = self._adamw_of(theirs, g, values, step, pick)
+            lengths = [part.numel() for part in g]
             for i, part in zip(members, update.split(lengths), strict=True):
                 found[i] = part
-        pairs = zip(found, gradients, strict=True)
-        return [torch.full_like(g, math.nan) if update is None else update for update, g in pairs]
+        return found
 
     def step_of(self, p):
         """The number of steps that the optimiser counts for p; None where it counts none."""
         step = self.state.get(p, {}).get("step", self._group(p).get("step"))
         return None if step is None else int(step)
 
-    def _adamw_of(self, params, gradients, step, pick, held):
+    def _adamw_of(self, params, gradients, held, step, pick):
+        """AdamW's update of parameters of one group after so many steps, fp32 [n]."""
         group = self._group(params[0])
-        lr, wd, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
+        lr, decay, eps = (float(group.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        g, held = torch.cat(gradients), torch.cat(held)
-        m, v = (self._moments(params, gradients, name, pick) for name in ("exp_avg", "exp_avg_sq"))
+        g = torch.cat(gradients)
+        m = self._moments(params, gradients, "exp_avg", pick)
+        v = self._moments(params, gradients, "exp_avg_sq", pick)
         if self._coupled(params[0]):
-            g, wd = g + wd * held, 0.0
+            g = g + decay * held
+            decay = 0.0
         m = m + (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
         t = (step or 0) + 1
         if group.get("bias_correction", True):
-            m, v = m / (1 - beta1**t), v / (1 - beta2**t)
-        return -lr * (m / (v.sqrt() + eps) + wd * held)
+            m = m / (1 - beta1**t)
+            v = v / (1 - beta2**t)
+        return -lr * (m / (v.sqrt() + eps) + decay * held)
 
     def _moments(self, params, gradients, name, pick):
-        found = [self.moment(p, name, pick) for p in params]
-        pairs = zip(found, gradients, strict=True)
-        return torch.cat([torch.zeros_like(g) if m is None else m.float() for m, g in pairs])
+        """A moment of several parameters, fp32 [n]; 0 before the first step."""
+        found = []
+        for p, g in zip(params, gradients, strict=True):
+            moment = self.moment(p, name, pick)
+            found.append(torch.zeros_like(g) if moment is None else moment.float())
+        return torch.cat(found)
 
     def _by_a_copy(self, p, pick):
         """The update that the optimiser gives an fp32 copy of p, or of its sample; None where it fails."""
@@ -257,39 +297,50 @@ class Stranger(peers.Peer):
         moments, which are looked at by themselves.
         """
         for name, value in self.state.get(p, {}).items():
-            if accumulates(name, value) and name not in self.names["exp_avg_sq"] and name in stepped:
-                after = stepped[name].flatten() if self.elementwise else pick(stepped[name])
-                before = pick(value).float().clone()
-                if after.shape == before.shape:
-                    yield name, (before, after.float())
+            judged_elsewhere = name in self.names["exp_avg_sq"]
+            if judged_elsewhere or name not in stepped or not accumulates(name, value):
+                continue
+            after = stepped[name].flatten() if self.elementwise else pick(stepped[name])
+            before = pick(value).float().clone()
+            if after.shape == before.shape:
+                yield name, (before, after.float())
 
     def _step(self, p, twin, take):
         """Step the copy; its states then."""
-        inner, state = self.inner, {}
-        for name, value in self.state.get(p, {}).items():
-            if torch.is_tensor(value):
-                alike = value.dim() > 0 and value.shape == p.shape
-                value = take(value).clone() if alike else local(value).clone()
-                state[name] = value.float() if value.is_floating_point() else value
-            else:
-                state[name] = copy.deepcopy(value)
-        other = object.__new__(type(inner))  # copying would run its __setstate__, which changes shared groups
+        inner = self.inner
+        # copying would run its __setstate__, which changes shared groups
+        other = object.__new__(type(inner))
         # a scheduler's wrapper of `step` is bound to the optimiser itself
         shared = ("step", "param_groups", "state")
-        own = {name: value for name, value in vars(inner).items() if name not in shared}
-        vars(other).update({name: apart(value) for name, value in own.items()})
+        own = {name: apart(value) for name, value in vars(inner).items() if name not in shared}
+        vars(other).update(own)
         group = {name: apart(value) for name, value in self._group(p).items() if name != "params"}
         other.param_groups = [{**group, "params": [twin]}]
-        other.state = defaultdict(dict, {twin: state} if state else {})
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(other, hooks, OrderedDict())
+        other.state = defaultdict(dict)
+        state = self._copied_state(p, take)
+        if state:
+            other.state[twin] = state
+        other._optimizer_step_pre_hooks = OrderedDict()
+        other._optimizer_step_post_hooks = OrderedDict()
         inspect.unwrap(type(inner).step)(other)
         return other.state[twin]
+
+    def _copied_state(self, p, take):
+        """The state of p in fp32; of tensors of its shape what `take` takes."""
+        copied = {}
+        for name, value in self.state.get(p, {}).items():
+            if not torch.is_tensor(value):
+                copied[name] = copy.deepcopy(value)
+                continue
+            alike = value.dim() > 0 and value.shape == p.shape
+            value = take(value).clone() if alike else local(value).clone()
+            copied[name] = value.float() if value.is_floating_point() else value
+        return copied
 
 
 def apart(value):
     """What a copy of an optimiser may change without changing the original's: small tensors, generators, and
-    lists and dicts of them. Parameters and large tensors stay the same, which it would take long to copy.
+    lists and dicts of them. Parameters stay the same, and large tensors: it would take long to copy them.
     """
     if torch.is_tensor(value):
         small = not isinstance(value, torch.nn.Parameter) and value.numel() <= 1 << 12
@@ -307,23 +358,21 @@ def apart(value):
 @contextmanager
 def undrawn(device):
     """Within it, what is drawn from the global generators of torch, Python and numpy is not missing later."""
-    drawn, numpy = random.getstate(), sys.modules.get("numpy")
-    held = numpy.random.get_state() if numpy else None
+    numpy = sys.modules.get("numpy")
+    of_python = random.getstate()
+    of_numpy = numpy.random.get_state() if numpy else None
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
-        random.setstate(drawn)
+        random.setstate(of_python)
         if numpy:
-            numpy.random.set_state(held)
+            numpy.random.set_state(of_numpy)
 
 
 def accumulates(name, value):
     """Whether a state is a sum over steps: a tensor of fractions that does not complete the weight."""
     return torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0 and name not in LOW
-
-
-LOW_DTYPES = (torch.float32, torch.bfloat16, torch.int16)
 
 
 def grad_scale(optimizer):
@@ -336,94 +385,3 @@ def skips(optimizer):
     """Whether a fused optimiser will pass by the step that begins: GradScaler has told it of an overflow."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
-
-
-# ---- Averages ----------------------------------------------------------------------------------------------
-
-
-class Average:
-    """An average of the weights, whoever keeps it. read: () -> {name: tensor}; decays: () -> number, None.
-    counts: () -> how often it was updated, None where nobody counts.
-    """
-
-    def __init__(self, read, decays, counts=lambda: None):
-        self.read, self.decays, self.counts = read, decays, counts
-
-    @property
-    def begun(self):
-        """Whether it may have been updated: SWA begins late in a run."""
-        return self.counts() != 0
-
-    @property
-    def shadow(self):
-        return self.read()
-
-    @property
-    def decay(self):
-        return self.decays()
-
-    @classmethod
-    def of(cls, ema, model):
-        """An Average of a module, a dict of tensors, torch's AveragedModel, diffusers' EMAModel, EMA,
-        or an object that holds one of them. Raises Refused for anything else, and where no name fits.
-        """
-        names = [name for name, _ in model.named_parameters()]
-        if isinstance(getattr(ema, "shadow_params", None), list):  # diffusers' EMAModel, torch_ema
-
-            def read():
-                every = len(ema.shadow_params) == len(names)
-                trained = names if every else [n for n, p in model.named_parameters() if p.requires_grad]
-                return dict(zip(trained, ema.shadow_params, strict=False))
-
-            return cls(read, lambda: _first_number(ema, ("cur_decay_value", "decay")))
-        if isinstance(ema, dict):
-            return cls(lambda: ema, _unknown)._fitting(names)
-        if isinstance(getattr(ema, "shadow", None), dict):  # EMA
-            return cls(lambda: ema.shadow, lambda: _first_number(ema, ("decay",)))._fitting(names)
-        for holder in ("module", "ema_model", "averaged_model", "model"):
-            inner = getattr(ema, holder, None)
-            if isinstance(inner, torch.nn.Module):
-
-                def counts():
-                    return int(ema.n_averaged) if hasattr(ema, "n_averaged") else None
-
-                return cls(_parameters(inner), lambda: _decay_of_module(ema), counts)._fitting(names)
-        if isinstance(ema, torch.nn.Module):
-            return cls(_parameters(ema), _unknown)._fitting(names)
-        raise Refused(
-            f"ema: {type(ema).__name__} is no average that Watch can read: give the module, a dict "
-            f"{{name: tensor}}, AveragedModel, EMAModel or EMA"
-        )
-
-    def _fitting(self, names):
-        if not set(names) & set(self.shadow):
-            raise Refused("ema: none of its tensors has the name of a parameter of the model")
-        return self
-
-
-def _unknown():
-    return None
-
-
-def _parameters(module):
-    def read():
-        return {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
-
-    return read
-
-
-def _first_number(ema, names):
-    found = [getattr(ema, name, None) for name in names]
-    return next((float(value) for value in found if isinstance(value, (int, float))), None)
-
-
-def _decay_of_module(ema):
-    """AveragedModel keeps its decay in a closure; without a function it is a plain mean, of no decay."""
-    for function in (getattr(ema, "multi_avg_fn", None), getattr(ema, "avg_fn", None)):
-        if inspect.isfunction(function):
-            decay = inspect.getclosurevars(inspect.unwrap(function)).nonlocals.get("decay")
-            return float(decay) if isinstance(decay, float) else None
-    current = getattr(ema, "get_current_decay", None)
-    if callable(current):
-        return float(current())
-    return _first_number(ema, ("decay",))

@@ -1,195 +1,82 @@
 """Two checkpoints of any program, compared: what did training move, and what not?
 
-    python doctor.py BEFORE AFTER           exit status 0: healthy, 1: findings, 2: bad input, in one line
+    python -m lowprec compare BEFORE AFTER      exit status 0: healthy, 1: findings, 2: bad input, in one line
 
 A checkpoint is a safetensors file, or what torch.save wrote (.pt, .pth, .bin, .ckpt), of which no code is
-run. It may hold weights alone, or weights, optimiser states and averages in any nest of dicts. For each
-tensor it tells the share of entries that did not change, and norm gains that are exactly 1.0; of optimiser
-states, second moments that only grow or were reset, and step counters in 16 bits or that did not count; of
-averages, those that equal their start. States that can't be what their groups claim are bad input. Two files
-can't tell why: `watch.Watch` in the training loop can.
+run. It may hold weights alone, or weights, optimiser states and averages in any nest of dicts. Two files
+can't tell why something stands still: `Watch` in the training loop can.
 """
 
 import dataclasses
-import math
-import pickle
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import torch
 
 from ..errors import Refused
+from .adapters import steps_of
+from .checkpoints import pairs, read, weights_of
+from .faults import Fault, Figure, first_finding
+from .net_state import NARROW
 from .verdicts import Diagnosis, Finding
 
-NARROW = (torch.bfloat16, torch.float16)
 UNCHANGED = 0.5  # share of entries from which on a trained tensor is a finding
 GAINS = 0.5
-USAGE = "usage: python doctor.py BEFORE AFTER, two checkpoints; python train.py --diagnose RUN for a run"
+# nobody trains these: frequencies, positions by sine, statistics
+CONSTANT = re.compile(r"inv_freq|freqs|position_ids|pos_embed$|num_batches")
+STATISTICS = ("running_mean", "running_var")
 
-# ---- Reading -----------------------------------------------------------------------------------------------
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
-class Checkpoint:
-    """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}. groups:
-    {where an optimiser stands: its param_groups}.
-    """
+class Weight:
+    name: str
+    before: torch.Tensor
+    after: torch.Tensor
 
-    path: Path
-    weights: dict = dataclasses.field(default_factory=dict)
-    averages: dict = dataclasses.field(default_factory=dict)
-    states: dict = dataclasses.field(default_factory=dict)
-    groups: dict = dataclasses.field(default_factory=dict)
+    @property
+    def moved(self):
+        return not torch.equal(self.before, self.after)
 
 
-def read(path):
-    """A Checkpoint. Raises Refused for what is no file of tensors."""
-    path = Path(path)
-    if not path.is_file():
-        found = "a folder, and not a checkpoint" if path.is_dir() else "no such file"
-        raise Refused(f"{path}: {found}; give a .safetensors file or one that torch.save wrote")
-    found = Checkpoint(path)
-    _sort(_loaded(path), found, "")
-    if not (found.weights or found.averages or found.states):
-        raise Refused(f"{path} holds no named tensors: it is no state dict")
-    return found
+def not_finite(one):
+    """entries that are not finite"""
+    count = int((~one.after.isfinite()).sum())
+    return Figure(count, {"count": count})
 
 
-def _loaded(path):
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, at sparse tensors
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "allowed global" in str(error) or "Unsupported class" in str(error):
-            said = "it holds more than tensors and plain values, and loading it would run code"
-            raise Refused(f"{path}: {said}; save its state_dict alone") from error
-        raise Refused(f"{path} is no checkpoint, or is cut short") from error
-    except Exception as error:  # torch and safetensors raise what they like at broken files
-        raise Refused(f"{path} is no checkpoint, or is cut short ({type(error).__name__})") from error
+def gains_at_one(one):
+    """share of gains that are exactly 1 in both"""
+    if one.after.dim() != 1 or one.after.numel() < 8 or one.name.endswith(STATISTICS):
+        return None
+    before, after = (float((side == 1.0).float().mean()) for side in (one.before, one.after))
+    return Figure(min(before, after), {"ones": after, "count": one.after.numel()})
 
 
-AVERAGE = re.compile(r"(^|[._])(ema|shadow|averages?|averaged)([._]|$)|_ema|ema_", re.I)
-WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
+def unchanged(one):
+    """share of the entries that did not change; of fp32 tensors where none did"""
+    if not one.after.numel() or one.name.endswith(STATISTICS):
+        return None
+    if CONSTANT.search(one.name) or not one.after.any():
+        return None
+    narrow = one.after.dtype in NARROW
+    if one.moved and not narrow:
+        return None
+    still = 1 - share_changed(one.before, one.after)
+    words = {"still": still}
+    if narrow:
+        words["dtype"] = name_of(one.after.dtype)
+    return Figure(still, words)
 
 
-def _sort(tree, found, path):
-    """Put the tensors of a nest of dicts and lists where they belong."""
-    if isinstance(tree, dict) and isinstance(tree.get("state"), dict) and "param_groups" in tree:
-        found.groups[path] = _groups(tree["param_groups"], found.path)
-        for key, state in tree["state"].items():
-            if isinstance(state, dict):
-                found.states[f"{path}{key}"] = state
-                for name, value in state.items():
-                    _check(value, f"{name} of {path}{key}", found.path)
-        return
-    if isinstance(tree, dict) and "shadow_params" in tree:  # diffusers' EMAModel
-        tree = {"ema": {f"{i}": t for i, t in enumerate(tree["shadow_params"])}}
-    if not isinstance(tree, (dict, list, tuple)):
-        return
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in children:
-        name = f"{path}{key}"
-        if torch.is_tensor(value):
-            if value.dim() == 0 and not path:
-                continue
-            _check(value, name, found.path)
-            (found.averages if AVERAGE.search(name) else found.weights)[name] = value
-        elif isinstance(value, (dict, list, tuple)):
-            _sort(value, found, f"{name}.")
-
-
-def _check(value, name, path):
-    """Refuse a tensor whose values can't be compared."""
-    if torch.is_tensor(value) and value.layout != torch.strided:
-        raise Refused(f"{path}: {name} is sparse ({value.layout}); save it with to_dense()")
-    if torch.is_tensor(value) and value.is_meta:
-        raise Refused(f"{path}: {name} is on the meta device and holds no values; save the values")
-
-
-def _groups(groups, path):
-    """param_groups as a list of dicts whose "params" are lists. Raises Refused for anything else."""
-    whole = isinstance(groups, (list, tuple))
-    if not whole or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
-        raise Refused(f"{path}: param_groups of an optimiser are no list of groups with their params")
-    return groups
-
-
-def _pairs(before, after, what, files):
-    """[(name, tensor before, tensor after)] of floating tensors. Raises Refused for other names or shapes."""
-    sides = ({k: t for k, t in side.items() if t.is_floating_point()} for side in (before, after))
-    # numbers of 8 bits can't be compared as they are
-    one, two = ({k: t.float() if t.itemsize == 1 else t for k, t in side.items()} for side in sides)
-    for name in [*one, *two]:
-        for side, path in zip((one, two), files, strict=True):
-            if name not in side:
-                raise Refused(f"different nets: {path} has no {what} {name}")
-        if one[name].shape != two[name].shape:
-            shapes = f"{list(one[name].shape)} and {list(two[name].shape)}"
-            raise Refused(f"different nets: {name} has the shapes {shapes}")
-    return [(name, one[name], two[name]) for name in one]
-
-
-# ---- Comparing ---------------------------------------------------------------------------------------------
-
-
-def compare(before, after):
-    """Diagnosis of two Checkpoints. Raises Refused where they are of different nets."""
-    files = before.path, after.path
-    if not after.weights and before.weights or after.weights and not before.weights:
-        raise Refused(f"only one of {files[0]} and {files[1]} holds weights")
-    pairs = _pairs(before.weights, after.weights, "weight", files)
-    found, sound = [], {}
-    moved = {name: float((a != b).float().mean()) for name, a, b in pairs if a.numel()}
-    if pairs and not any(moved.values()):
-        found.append(Finding("update", "severe", "no weight changed at all", "are these two of one run?"))
-    elif pairs:
-        found += _weights(pairs, moved)
-        share = sum(a.numel() * (1 - moved.get(name, 0.0)) for name, a, _ in pairs)
-        sound["unchanged entries"] = share / max(1, sum(a.numel() for _, a, _ in pairs))
-    averages = _pairs(before.averages, after.averages, "average", files) if before.averages else []
-    found += _averages(averages, before, after, any(moved.values()))
-    for side in (before, after):
-        check_states(side)
-    found += _left_out(before, after, moved)
-    found += _states(before.states, after.states)
-    found += _reset(after)
-    found.sort(key=lambda finding: finding.rank)
-    sites = {f.site for f in found if f.severity != "note"}
-    kept = {} if "update" in sites or "gains" in sites else sound
-    head = f"{files[0]} and {files[1]}: {len(pairs)} weights, {len(averages)} of an average"
-    return Diagnosis(f"{head}, states of {len(after.states)}", found, kept, harm="bad results")
-
-
-def _weights(pairs, moved):
-    for name, a, b in pairs:
-        bad = int((~b.isfinite()).sum())
-        if bad:
-            yield Finding("weights", "severe", f"{bad:,} entries are not finite", "an earlier one", name, 9.0)
-        if not a.numel() or name.endswith(("running_mean", "running_var")):
-            continue
-        ones = float((b == 1.0).float().mean())
-        if b.dim() == 1 and b.numel() >= 8 and ones > GAINS and float((a == 1.0).float().mean()) > GAINS:
-            text = f"{ones:.0%} of its {b.numel():,} gains are exactly 1.0, as they start"
-            yield Finding("gains", "moderate", text, LOST, name, ones)
-            continue
-        still = 1 - _moved(a, b)
-        if still > UNCHANGED and (b.dtype in NARROW or moved[name] == 0) and not _constant(name, b):
-            text = f"{still:.0%} of its entries did not change"
-            text += f" in {str(b.dtype).removeprefix('torch.')}" if b.dtype in NARROW else ""
-            yield Finding("update", "moderate", text, LOST, name, still)
-
-
-LOST = "was it frozen? else updates under half an ulp are lost: fp32 or stochastically rounded weights"
-
-
-def _moved(a, b):
+def share_changed(a, b):
     """Share of entries that changed, without whole rows of a matrix that did not: tokens that never came."""
     changed = a != b
     if changed.dim() == 2 and changed.any():
@@ -197,236 +84,351 @@ def _moved(a, b):
     return float(changed.float().mean())
 
 
-def _constant(name, b):
-    """Whether nobody would train it: frequencies, positions by sine, statistics."""
-    return bool(re.search(r"inv_freq|freqs|position_ids|pos_embed$|num_batches", name)) or not b.any()
+LOST = "was it frozen? else updates under half an ulp are lost: fp32 or stochastically rounded weights"
+OF_WEIGHTS = [
+    [
+        Fault(
+            site="weights",
+            limit=0.0,
+            measure=not_finite,
+            text="{count:,} entries are not finite",
+            remedy="an earlier one",
+            severity="severe",
+            rank=9.0,
+        ),
+    ],
+    [
+        Fault(
+            site="gains",
+            limit=GAINS,
+            measure=gains_at_one,
+            text="{ones:.0%} of its {count:,} gains are exactly 1.0, as they start",
+            remedy=LOST,
+        ),
+        Fault(
+            site="update",
+            limit=UNCHANGED,
+            measure=unchanged,
+            text="{still:.0%} of its entries did not change[ in {dtype}]",
+            remedy=LOST,
+        ),
+    ],
+]
+
+# ---- Averages ----------------------------------------------------------------------------------------------
 
 
-def _averages(pairs, before, after, trained):
-    still = [name for name, a, b in pairs if a.numel() and torch.equal(a, b)]
-    named = _named_alike(after.averages, after.weights)
-    for name in still if trained else ():
-        text = "the average equals that of the earlier checkpoint, while weights moved"
-        remedy = "average after each step, in fp32"
-        yield Finding("ema", "severe", text, remedy, name, 2.0)
-    starts = [name for name, w in named.items() if w in before.weights and name not in still]
-    same = [n for n in starts if _equal(after.averages[n], before.weights[named[n]])]
-    for name in same if trained else ():
-        if not _equal(after.weights[named[name]], before.weights[named[name]]):
-            text = "the average equals the weights of the earlier checkpoint"
-            yield Finding("ema", "severe", text, "average after each step, in fp32", name, 1.5)
-    alike = [n for n, w in named.items() if _equal(after.averages[n], after.weights[w])]
-    if trained and named and len(alike) == len(named):
-        text = "the average equals the weights: it averages nothing"
-        yield Finding("ema", "moderate", text, "was the average saved, or the weights twice?", alike[0], 1.0)
+@dataclasses.dataclass
+class AverageTensor:
+    """before: None where the earlier checkpoint has no averages. weight: None where none has its name."""
+
+    name: str
+    before: torch.Tensor | None
+    after: torch.Tensor
+    weight: Weight | None
 
 
-def _equal(a, b):
-    return a.shape == b.shape and bool(torch.equal(a.float(), b.float()))
+def average_stands(one):
+    """equals that of the earlier checkpoint"""
+    return Figure(1.0) if one.before is not None and same(one.before, one.after) else None
 
 
-def _named_alike(averages, weights):
-    """{name of an average: name of its weight}, by the end of their names."""
-    ends = {}
-    for name in weights:
-        ends[_end(name)] = name
-    return {name: ends[_end(name)] for name in averages if _end(name) in ends}
+def average_is_start(one):
+    """equals the weights of the earlier checkpoint, which have moved"""
+    if one.weight is None or not one.weight.moved:
+        return None
+    return Figure(1.0) if same(one.after, one.weight.before) else None
 
 
-def _end(name):
-    name = AVERAGE.split(name)[-1] if AVERAGE.search(name) else name
-    for prefix in ("shadow.", *WRAPPERS, *WRAPPERS):
-        name = name.removeprefix(prefix)
-    return name
+def same(a, b):
+    return a.shape == b.shape and a.numel() > 0 and torch.equal(a.float(), b.float())
 
 
-def _states(before, after):
-    for key, state in after.items():
-        old = before.get(key, {})
-        v, was = _second(state), _second(old)
-        if v is not None and v.dtype in NARROW:
-            kind = str(v.dtype).removeprefix("torch.")
-            shrunk = None
-            if was is not None and was.shape == v.shape and not torch.equal(v, was):
-                shrunk = float((v.float() < was.float()).float().mean())
-            text = f"exp_avg_sq is {kind}"
-            if shrunk is not None and shrunk > 0.02:
-                text += f", and {shrunk:.0%} of its entries shrank"
-                yield Finding("exp_avg_sq", "note", text, "nothing, if it is rounded stochastically", key)
-            else:
-                text += ": rounded to nearest it can grow and not shrink"
-                text += "" if shrunk is None else f"; {shrunk:.1%} of its entries shrank"
-                remedy = "fp32 states, or stochastic rounding"
-                yield Finding("exp_avg_sq", "moderate", text, remedy, key, 1.0)
-        if v is not None and was is not None and was.dtype == torch.float32 and v.dtype in NARROW:
-            remedy = "put states back as they were saved"
-            yield Finding("exp_avg_sq", "moderate", "it was fp32 before", remedy, key, 2.0)
-        step = state.get("step")
-        if torch.is_tensor(step) and step.dtype in NARROW:
-            kind, most = str(step.dtype).removeprefix("torch."), 256 if step.dtype == torch.bfloat16 else 2048
-            severity = "severe" if float(step) >= most else "moderate"
-            text = f"its step counter is {kind} and says {float(step):g}: it can't count beyond {most}"
-            yield Finding("step", severity, text, "fp32 or integer counters", key, 1.0)
-        elif step is not None and "step" in old and float(step) == float(old["step"]) and was is not None:
-            if v is not None and v.shape == was.shape and not torch.equal(v, was):
-                text = f"its step counter says {float(step):g} in both, while its moments changed"
-                yield Finding("step", "moderate", text, "fp32 or integer counters", key, 1.0)
+OF_AVERAGES = [
+    [
+        Fault(
+            site="ema",
+            limit=None,
+            measure=average_stands,
+            text="the average equals that of the earlier checkpoint, while weights moved",
+            remedy="average after each step, in fp32",
+            severity="severe",
+            rank=2.0,
+        ),
+        Fault(
+            site="ema",
+            limit=None,
+            measure=average_is_start,
+            text="the average equals the weights of the earlier checkpoint",
+            remedy="average after each step, in fp32",
+            severity="severe",
+            rank=1.5,
+        ),
+    ],
+]
 
 
-def _second(state):
-    found = state.get("exp_avg_sq")
+def averages_nothing(averages):
+    """[Finding] where all averages equal their weights."""
+    paired = [one for one in averages if one.weight is not None and one.after.numel()]
+    if not paired or not all(same(one.after, one.weight.after) for one in paired):
+        return []
+    text = "the average equals the weights: it averages nothing"
+    return [
+        Finding("ema", "moderate", text, "was the average saved, or the weights twice?", paired[0].name, 1.0)
+    ]
+
+
+# ---- Optimiser states --------------------------------------------------------------------------------------
+
+
+class State:
+    """What an optimiser keeps for one parameter, in both files."""
+
+    def __init__(self, name, before, after):
+        self.name = name
+        self.before = before
+        self.after = after
+        self.v_before = _tensor(before, "exp_avg_sq")
+        self.v = _tensor(after, "exp_avg_sq")
+
+    @property
+    def v_changed(self):
+        known = self.v is not None and self.v_before is not None and self.v.shape == self.v_before.shape
+        return known and not torch.equal(self.v, self.v_before)
+
+    @property
+    def narrow(self):
+        return self.v is not None and self.v.dtype in NARROW
+
+    @property
+    def shrunk(self):
+        """Share of the entries of exp_avg_sq that shrank; None where that is not known."""
+        if not self.v_changed:
+            return None
+        return float((self.v.float() < self.v_before.float()).float().mean())
+
+    @property
+    def step(self):
+        return steps_of(self.after)
+
+
+def _tensor(state, name):
+    found = state.get(name)
     return found if torch.is_tensor(found) else None
 
 
-# ---- States that can't be ----------------------------------------------------------------------------------
+def v_can_shrink(one):
+    """share of the entries of a 16-bit exp_avg_sq that shrank"""
+    if not one.narrow or one.shrunk is None:
+        return None
+    return Figure(one.shrunk, {"dtype": name_of(one.v.dtype), "shrunk": one.shrunk})
 
-BUFFERS = re.compile(r"running_(mean|var)$|num_batches_tracked$|inv_freq$")
-SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # as their parameter, in most
+
+def v_is_narrow(one):
+    """held in 16 bits"""
+    if not one.narrow:
+        return None
+    words = {"dtype": name_of(one.v.dtype)}
+    if one.shrunk is not None:
+        words["shrunk"] = one.shrunk
+    return Figure(1.0, words)
 
 
-def check_states(found):
-    """Raise Refused for a state that can't be what the param_groups of a Checkpoint claim: what torch's AdamW
-    and Adam keep, and what others keep for most parameters of a group.
+def v_cast(one):
+    """fp32 in the earlier checkpoint, and 16 bits now"""
+    was_wide = one.v_before is not None and one.v_before.dtype == torch.float32
+    return Figure(1.0) if one.narrow and was_wide else None
+
+
+def narrow_counter(one):
+    """what a counter in 16 bits says, over what it can count to"""
+    counter = _tensor(one.after, "step")
+    if counter is None or counter.dtype not in NARROW or one.step is None:
+        return None
+    most = 256 if counter.dtype == torch.bfloat16 else 2048
+    words = {"dtype": name_of(counter.dtype), "step": one.step, "most": most}
+    return Figure(one.step / most, words)
+
+
+def counter_stands(one):
+    """says the same in both, while exp_avg_sq changed"""
+    stands = one.step is not None and one.step == steps_of(one.before)
+    return Figure(1.0, {"step": one.step}) if stands and one.v_changed else None
+
+
+COUNTERS = "fp32 or integer counters"
+OF_STATES = [
+    [
+        Fault(
+            site="exp_avg_sq",
+            limit=0.02,
+            measure=v_can_shrink,
+            text="exp_avg_sq is {dtype}, and {shrunk:.0%} of its entries shrank",
+            remedy="nothing, if it is rounded stochastically",
+            severity="note",
+            rank=0.0,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
+            measure=v_is_narrow,
+            text="exp_avg_sq is {dtype}: rounded to nearest it can grow and not shrink[; {shrunk:.1%} of its "
+            "entries shrank]",
+            remedy="fp32 states, or stochastic rounding",
+        ),
+    ],
+    [
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
+            measure=v_cast,
+            text="it was fp32 before",
+            remedy="put states back as they were saved",
+            rank=2.0,
+        ),
+    ],
+    [
+        Fault(
+            site="step",
+            limit=None,
+            measure=narrow_counter,
+            text="its step counter is {dtype} and says {step:g}: it can't count beyond {most}",
+            remedy=COUNTERS,
+            severe=0.9999,  # it says the last number that it can
+            rank=1.0,
+        ),
+        Fault(
+            site="step",
+            limit=None,
+            measure=counter_stands,
+            text="its step counter says {step:g} in both, while its moments changed",
+            remedy=COUNTERS,
+            rank=1.0,
+        ),
+    ],
+]
+
+
+def resets(states):
+    """[Finding] of second moments of 0 after steps. One tensor may never have had a gradient but 0; all of
+    them did.
     """
-    for key, state in found.states.items():
-        if "step" in state and _count(state["step"]) is None and _holds(found, key):
-            said = repr(state["step"]).replace("\n", " ")[:60]
-            raise Refused(f"{found.path}: step of {key} says {said}, which is no number of steps")
-    for path, groups in found.groups.items():
-        shapes = {key: found.weights[name].shape for key, name in _owners(found, path).items()}
-        for group in groups:
-            held = {key: found.states[key] for key in _keys(path, group) if _holds(found, key)}
-            _check_names(group, held, found.path)
-            _check_shapes(group, held, shapes, found.path)
+    held = [one for one in states if one.step and one.v is not None]
+    zero = [one for one in held if not one.v.any()]
+    found = []
+    for one in zero:
+        first = _tensor(one.after, "exp_avg")
+        if len(zero) == len(held) or (first is not None and first.any()):
+            text = f"all zero after {one.step:g} steps: the second moment was reset"
+            remedy = "restore exp_avg_sq at a resume"
+            found.append(Finding("exp_avg_sq", "severe", text, remedy, one.name, 3.0))
+    return found
 
 
-def _keys(path, group):
-    return [f"{path}{i}" for i in group["params"]]
+def lost_states(before, after):
+    """[Finding] of parameters that had a state before and have none now."""
+    lost = [key for key in before if before[key] and not after.get(key)]
+    if not lost:
+        return []
+    text = f"{len(lost)} of {len(before)} parameters have no state, although they had one before"
+    remedy = "save and restore the whole of optimizer.state_dict()"
+    return [Finding("state", "severe", text, remedy, "", 4.0)]
 
 
-def _holds(found, key):
-    return any(value is not None for value in found.states.get(key, {}).values())
+# ---- Comparing ---------------------------------------------------------------------------------------------
 
 
-def _adamw(group):
-    """Whether it is a group of torch's AdamW or Adam, by the options that it has."""
-    return {"betas", "eps", "amsgrad", "capturable"} <= set(group)
+def compare(before: str | Path, after: str | Path) -> Diagnosis:
+    """Compare two checkpoints of one training run.
 
+    Args:
+        before, after: paths of the earlier and the later one, safetensors files or what torch.save wrote.
 
-def _keeps(group):
-    """Whether its parameters have a state once they have been stepped; SGD's have with momentum alone."""
-    return _adamw(group) or bool(group.get("momentum") and "dampening" in group)
+    Returns:
+        Diagnosis: `findings`, the worst first; `status`, 0 for healthy and 1 for findings; str() for a table
+        and a verdict.
 
-
-def _count(step):
-    """A number of steps; None for what is none."""
-    if torch.is_tensor(step):
-        step = step.item() if step.numel() == 1 else None
-    known = isinstance(step, (int, float)) and math.isfinite(step) and step >= 0
-    return float(step) if known else None
-
-
-def _check_names(group, held, path):
-    needed = [n for n in SHAPED if 2 * sum(torch.is_tensor(s.get(n)) for s in held.values()) > len(held)]
-    if _adamw(group):
-        needed = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
-    for key, state in held.items():
-        for name in needed:
-            parts = [name, f"{name}_row", f"{name}_col"]
-            there = [state[part] for part in parts if part in state]
-            if not there or (name in SHAPED and not any(map(torch.is_tensor, there))):
-                what = f"the state of {key} has no {name}, which its optimiser keeps"
-                raise Refused(f"{path}: {what}: it is cut, or another optimiser's")
-
-
-def _check_shapes(group, held, shapes, path):
-    """Each moment has the shape of its weight, or of the other moment where that is all that is known."""
-    for name in SHAPED:
-        pairs = {}
-        for key, state in held.items():
-            moment, first = (state.get(n) for n in (name, "exp_avg"))
-            if torch.is_tensor(moment) and moment.is_floating_point():
-                other = first.shape if torch.is_tensor(first) and first.is_floating_point() else moment.shape
-                pairs[key] = moment.shape, shapes.get(key, other)
-        wrong = [key for key, (shape, wanted) in pairs.items() if shape != wanted]
-        if wrong and (_adamw(group) or 2 * len(wrong) < len(pairs)):
-            shape, wanted = map(list, pairs[wrong[0]])
-            raise Refused(f"{path}: {name} of {wrong[0]} has the shape {shape}, and its parameter {wanted}")
-
-
-def _owners(found, path):
-    """{key of a state: name of its weight}: by name where the optimiser has them, else by order where that
-    fits. {} where it can't be known.
+    Raises:
+        Refused (a ValueError): a file that is no checkpoint or would run code, and two of different nets.
     """
-    weights = {n: t for n, t in found.weights.items() if t.is_floating_point() and not BUFFERS.search(n)}
-    ends = {_end(name): name for name in weights}
-    keys, names = [], []
-    for group in found.groups[path]:
-        given = group.get("param_names")
-        names += given if isinstance(given, list) and len(given) == len(group["params"]) else group["params"]
-        keys += _keys(path, group)
-    by_name = {k: ends[_end(str(n))] for k, n in zip(keys, names, strict=True) if _end(str(n)) in ends}
-    if by_name or len(found.groups[path]) > 1 or len(keys) != len(weights):
-        return by_name
-    by_order, fits = dict(zip(keys, weights, strict=True)), []
-    for key, name in by_order.items():
-        moments = [t for n, t in found.states.get(key, {}).items() if n in SHAPED and torch.is_tensor(t)]
-        fits += [any(t.shape == weights[name].shape for t in moments)] if moments else []
-    return by_order if sum(fits) >= 0.75 * len(fits) else {}
+    before, after = read(before), read(after)
+    files = before.path, after.path
+    if bool(after.weights) != bool(before.weights):
+        raise Refused(f"only one of {files[0]} and {files[1]} holds weights")
+    weights = [Weight(*pair) for pair in pairs(before.weights, after.weights, "weight", files)]
+    trained = any(one.moved for one in weights)
+    found = []
+    if weights and not trained:
+        text, remedy = "no weight changed at all", "are these two of one run?"
+        found.append(Finding("update", "severe", text, remedy))
+    else:
+        for one in weights:
+            found += all_findings(OF_WEIGHTS, one)
+    averages = paired_averages(before, after, weights)
+    if trained:
+        for one in averages:
+            found += all_findings(OF_AVERAGES, one)
+        found += averages_nothing(averages)
+    states = [State(key, before.states.get(key, {}), state) for key, state in after.states.items()]
+    for one in states:
+        found += all_findings(OF_STATES, one)
+    found += resets(states)
+    found += lost_states(before.states, after.states)
+    found.sort(key=lambda finding: finding.rank)
+    head = f"{files[0]} and {files[1]}: {len(weights)} weights, {len(averages)} of an average"
+    head = f"{head}, states of {len(after.states)}"
+    sites = {finding.site for finding in found}
+    sound = {} if sites & {"update", "gains"} else unchanged_entries(weights)
+    return Diagnosis(head, found, sound, harm="bad results")
 
 
-def _left_out(before, after, moved):
-    """Notes of parameters without a state: they may never have had a gradient. Raises Refused where they did:
-    they moved, or had a state before.
-    """
-    for path, groups in after.groups.items():
-        owners, count, empty, alone = _owners(after, path), 0, [], True
-        for group in groups:
-            keys = _keys(path, group)
-            none = [key for key in keys if not _holds(after, key)]
-            alone &= len(none) == len(keys)
-            count += len(keys)
-            empty += none if _keeps(group) or len(none) < len(keys) else []
-        if not empty:
-            continue
-        text = f"{len(empty)} of {count} parameters have no state"
-        if any(_holds(before, key) for key in empty):
-            raise Refused(f"{after.path}: {text}, although they had one in {before.path}: it was lost")
-        if any(moved.get(owners.get(key)) for key in empty) or (alone and any(moved.values())):
-            raise Refused(f"{after.path}: {text}, although they moved: it was lost, or not saved")
-        yield Finding("state", "note", text, "expected of those that never had a gradient")
+def all_findings(lists, one):
+    found = []
+    for rows in lists:
+        found += first_finding(rows, one, one.name)
+    return found
 
 
-def _reset(found):
-    """Second moments of 0 after steps. One tensor may never have had a gradient but 0; all of them did."""
-    counts = {key: _count(state.get("step")) or 0 for key, state in found.states.items()}
-    held = [key for key in counts if counts[key] and _second(found.states[key]) is not None]
-    zero = [key for key in held if not _second(found.states[key]).any()]
-    for key in zero:
-        first = found.states[key].get("exp_avg")
-        if len(zero) == len(held) or (torch.is_tensor(first) and first.any()):
-            text = f"all zero after {counts[key]:g} steps: the second moment was reset"
-            yield Finding("exp_avg_sq", "severe", text, "restore exp_avg_sq at a resume", key, 3.0)
+def paired_averages(before, after, weights):
+    """[AverageTensor] of the later checkpoint. Raises Refused where the earlier one has others."""
+    by_name = {one.name: one for one in weights}
+    weight_names = weights_of(after.averages, by_name)
+    earlier = dict.fromkeys(after.averages)
+    if before.averages:
+        files = before.path, after.path
+        earlier = {name: t for name, t, _ in pairs(before.averages, after.averages, "average", files)}
+    return [
+        AverageTensor(name, t, after.averages[name], by_name.get(weight_names.get(name)))
+        for name, t in earlier.items()
+    ]
+
+
+def unchanged_entries(weights):
+    """{"unchanged entries": share of all entries that did not change}; {} without weights."""
+    if not weights:
+        return {}
+    unchanged = sum(int((one.before == one.after).sum()) for one in weights)
+    entries = sum(one.after.numel() for one in weights)
+    return {"unchanged entries": unchanged / max(1, entries)}
 
 
 # ---- The command -------------------------------------------------------------------------------------------
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None, command: str = "python -m lowprec compare") -> int:
+    """Print the diagnosis of two checkpoints; the exit status. command: what it is called in messages."""
     argv = sys.argv[1:] if argv is None else argv
+    usage = f"usage: {command} BEFORE AFTER, two checkpoints"
     if argv and argv[0] in ("-h", "--help"):
-        print(__doc__)
+        print(f"{usage}\n\n{__doc__}")
         return 0
     try:
         if len(argv) != 2:
-            raise Refused(USAGE)
-        diagnosis = compare(read(argv[0]), read(argv[1]))
+            raise Refused(usage)
+        diagnosis = compare(*argv)
     except Refused as error:
-        print(f"doctor.py: {error}", file=sys.stderr)
+        print(f"{command.split()[-1]}: {error}", file=sys.stderr)
         return 2
     print(diagnosis)
     return diagnosis.status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

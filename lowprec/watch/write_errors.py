@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from .writes import Sums, each, rounded, totals
+from .writes import Sums, one_an_entry, rounded_by_tensor, totals
 
 CERTAIN = 6  # standard errors: once in 5e8 looks by chance
 NARROW = (torch.bfloat16, torch.float16)
@@ -58,21 +58,32 @@ class Errors(Sums):
         chosen = [k for k, dtype in enumerate(dtypes) if dtype in NARROW]
         if not chosen:
             return
-        index, lengths = [index[k] for k in chosen], [old[k].numel() for k in chosen]
-        before, aim, after = (torch.cat([part[k] for k in chosen]) for part in (old, target, new))
+        index = [index[k] for k in chosen]
+        lengths = [old[k].numel() for k in chosen]
         narrow = [dtypes[k] for k in chosen]
-        gap = ulp(aim, each([torch.finfo(dtype).eps for dtype in narrow], lengths, aim))
-        nearest, size = rounded(aim, narrow, lengths), aim.abs()
+        before, aim, after = (_joined(part, chosen) for part in (old, target, new))
+        gap = ulp(aim, one_an_entry([torch.finfo(dtype).eps for dtype in narrow], lengths, aim))
+        nearest = rounded_by_tensor(aim, narrow, lengths)
+        size = aim.abs()
         f = torch.frac(size / gap)
         f = f.where(aim.isfinite() & (aim != before) & after.isfinite(), 0.0)
-        rounds, variance = f > 0, f * (1 - f)
+        rounds = f > 0
+        variance = f * (1 - f)
         score = ((after.abs() - size) / gap).where(rounds, 0.0)
-        moves = ((aim - before).abs() / gap).clamp(max=1).where(rounds, 0.0)
-        unit = gap if scales is None else gap / torch.cat([scales[k] for k in chosen])
-        spread = variance * unit.square()
-        rows = [rounds, torch.minimum(f, 1 - f), (after != nearest) & rounds, score, variance, moves, spread]
-        rows += [*self._again(index, score, variance), *_near(score, variance, lengths)]
-        self._sum(index, lengths, rows)
+        unit = gap if scales is None else gap / _joined(scales, chosen)
+        rows = {
+            "entries": rounds,
+            "chance": torch.minimum(f, 1 - f),
+            "strays": (after != nearest) & rounds,
+            "score": score,
+            "variance": variance,
+            "moves": ((aim - before).abs() / gap).clamp(max=1).where(rounds, 0.0),
+            "spread": variance * unit.square(),
+            **self._again(index, score, variance),
+            **_near(score, variance, lengths),
+        }
+        self.put(rows, index, lengths)
+        self._add_burst(index, lengths, score, variance)
         self.turn = not self.turn
         if self.turn:  # every other time, which halves what it costs
             alone = _less_means(score, rounds, lengths)
@@ -80,21 +91,23 @@ class Errors(Sums):
         self.past = [*self.past[-1:], (index, score, variance)]
 
     def _again(self, index, score, variance):
-        found = [torch.zeros_like(score) for _ in range(3)]
+        product = torch.zeros_like(score)
+        product_variance = torch.zeros_like(score)
+        product_size = torch.zeros_like(score)
         for then, past_score, past_variance in self.past:
             if then == index:
                 both = variance * past_variance
-                found = [a + b for a, b in zip(found, (score * past_score, both, both.sqrt()), strict=True)]
-        return found
+                product = product + score * past_score
+                product_variance = product_variance + both
+                product_size = product_size + both.sqrt()
+        return {"again": product, "again_variance": product_variance, "again_size": product_size}
 
-    def _sum(self, index, lengths, rows):
-        sums = totals(rows, lengths)  # of the fields that are sums over entries
-        score, variance = sums[3], sums[4]
+    def _add_burst(self, index, lengths, score, variance):
+        """Whether the entries of a tensor err together at this look."""
+        score, variance = totals([score, variance], lengths)
         enough = variance > 1
-        burst = score.square() / variance.clamp_min(1) * enough
-        sums = torch.cat([sums, enough.double()[None], burst[None]])
-        self.sums = self.sums.to(sums.device)
-        self.sums[:, index] += sums
+        self.row("looks")[index] += enough.double()
+        self.row("burst")[index] += score.square() / variance.clamp_min(1) * enough
 
     def _compare(self, index, scores, variances):
         """Products of the errors of tensors that are alike in size, and so are sampled at the same places."""
@@ -163,14 +176,17 @@ def _less_means(score, rounds, lengths):
     return (score - each_mean).where(rounds, 0.0)
 
 
+def _joined(parts, chosen):
+    return torch.cat([parts[k] for k in chosen])
+
+
 def _near(score, variance, lengths):
-    """[products of the errors of each entry and the next, their variances, the roots of these]; [n] each."""
-    found = []
-    for row in (score, variance):
-        product = row * row.roll(-1)
-        product[torch.tensor(lengths, device=row.device).cumsum(0) - 1] = 0.0  # the next is another tensor's
-        found.append(product)
-    return [*found, found[1].sqrt()]
+    """Products of the errors of each entry and the next, [n], their variances, and the roots of these."""
+    product, both = score * score.roll(-1), variance * variance.roll(-1)
+    last = torch.tensor(lengths, device=score.device).cumsum(0) - 1  # the next is another tensor's
+    product[last] = 0.0
+    both[last] = 0.0
+    return {"near": product, "near_variance": both, "near_size": both.sqrt()}
 
 
 def certain(product, variance, size):

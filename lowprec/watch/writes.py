@@ -1,23 +1,14 @@
 """What a training step writes, against what fp32 arithmetic wanted to write.
 
-    report = StepReport(optimizer, grads, scale, named_params, shadow)
-    optimizer.step(grads=grads, grad_scale=scale)
-    print(report.written())                     # {'update_survival': 0.53, 'update_ratio': 0.0021, ...}
-    average.update()
-    print(report.averaged())                    # {'ema_moved': 1.0}
-
-An optimiser computes in fp32 and writes into fewer bits. What fp32 wanted is compared with what was written:
-`StepReport` counts the entries of one step, for a run's telemetry; `Writes` adds up the movement of several,
-tensor by tensor, for the doctors. Both ask an optimiser three of its five questions (see Rounded) and
-know no optimiser by name:
+An optimiser computes in fp32 and writes into fewer bits. `Writes` adds up, tensor by tensor, what fp32 wanted
+and what was written. It knows no optimiser by name and asks three things (adapters.py lets anyone's answer):
 
     held(p, pick)           the fp32 value that it holds for parameter p
     moment(p, name, pick)   a moment in fp32 or bf16, decoded where it is codes; None where there is none
     wanted(p, g, pick)      the fp32 update that it wants before any rounding; None where it can't tell
 
-`pick` is a function tensor -> flat sample. It is applied to every tensor that an answer is made of, so that
-an answer about 4 billion entries costs what one about 65,536 does. `adapters.py` makes anyone's optimiser
-answer.
+`pick` takes a tensor to its flat sample. It is applied to every tensor that an answer is made of, so that an
+answer about 4 billion entries costs what one about 65,536 does.
 """
 
 import functools
@@ -42,14 +33,20 @@ class Sums:
     def __init__(self, tensors=1):
         self.sums = torch.zeros(len(self.fields), tensors, dtype=torch.float64)
 
-    def put(self, rows, index=None, lengths=None, first=0):
-        """Add rows, one [n] for each field from `first` on: lengths[0] entries of tensor index[0], and so on.
+    def put(self, rows, index=None, lengths=None):
+        """Add to some fields. rows: {field: [n]}, n entries of any dtype: lengths[0] of tensor index[0], and
+        so on; all of tensor 0 where nothing is said.
         """
         if lengths is None:
-            index, lengths = [0], [rows[0].numel()]
-        found = totals(rows, lengths)
+            index, lengths = [0], [len(next(iter(rows.values())))]
+        found = totals(list(rows.values()), lengths)
         self.sums = self.sums.to(found.device)
-        self.sums[first : first + len(rows), index] += found
+        for name, of_tensors in zip(rows, found, strict=True):
+            self.row(name)[index] += of_tensors
+
+    def row(self, field):
+        """The sums of one field, float64 [tensors]; to be changed in place."""
+        return self.sums[self.fields.index(field)]
 
     def of(self, tensor):
         """The same sums of one tensor alone."""
@@ -65,7 +62,7 @@ class Sums:
     def __getattr__(self, name):
         if name.startswith("_") or name not in type(self).fields:
             raise AttributeError(name)
-        return float(self.sums[self.fields.index(name)].sum())
+        return float(self.row(name).sum())
 
 
 def totals(rows, lengths):
@@ -101,11 +98,22 @@ class Tally(Sums):
         counts &= step != 0
         if torch.is_tensor(among):
             counts &= among
-        among, threatened = counts, counts & stays
-        step, moved = step.where(among, 0.0), moved.where(among, 0.0)
-        size, along, miss = step.abs(), moved.copysign(moved * step), (moved - step).square()
-        of_threatened = [row.where(threatened, 0.0) for row in (size, along, miss)]
-        self.put([among, threatened, size, *of_threatened, along, miss], index, lengths)
+        threatened = counts & stays
+        step, moved = step.where(counts, 0.0), moved.where(counts, 0.0)
+        wanted = step.abs()
+        arrived = moved.copysign(moved * step)  # against the step: below 0
+        miss = (moved - step).square()
+        rows = {
+            "entries": counts,
+            "threatened_entries": threatened,
+            "wanted": wanted,
+            "threatened": wanted.where(threatened, 0.0),
+            "written": arrived.where(threatened, 0.0),
+            "error": miss.where(threatened, 0.0),
+            "arrived": arrived,
+            "miss": miss,
+        }
+        self.put(rows, index, lengths)
 
     @property
     def lost(self):
@@ -147,7 +155,7 @@ class Squares(Sums):
     fields = ("square", "steps")  # means of g^2, one a step; steps that were added
 
 
-def rounded(values, dtypes, lengths):
+def rounded_by_tensor(values, dtypes, lengths):
     """fp32 [n] rounded to nearest in the dtype of each tensor, as fp32."""
     if len(set(dtypes)) == 1:
         return values.to(dtypes[0]).float()
@@ -155,7 +163,7 @@ def rounded(values, dtypes, lengths):
     return torch.cat([part.to(dtype).float() for part, dtype in parts])
 
 
-def each(values, lengths, like):
+def one_an_entry(values, lengths, like):
     """One number a tensor -> one an entry, fp32 on the device of `like`; 0-dim where all are the same."""
     if len(set(values)) == 1:
         return torch.tensor(values[0], dtype=torch.float32, device=like.device)
@@ -180,13 +188,14 @@ class Look:
     """
 
     def __init__(self, optimizer, rows, pick, moments=True):
-        self.optimizer, self.pick = optimizer, pick
-        self.index, self.params = [i for i, _, _ in rows], [p for _, p, _ in rows]
+        self.optimizer = optimizer
+        self.pick = pick
+        self.index = [i for i, _, _ in rows]
+        self.params = [p for _, p, _ in rows]
         gradients = [g for _, _, g in rows]
         self.lengths = [g.numel() for g in gradients]
         self.dtypes = [p.dtype for p in self.params]
         self.g = torch.cat(gradients)
-        self.number = _numbers(tuple(self.lengths), self.g.device)
         self.held = self._held()
         self.stored = self._stored()
         self.update = torch.cat(self._wanted(gradients))
@@ -195,20 +204,22 @@ class Look:
             self._aim(gradients)
 
     def _aim(self, gradients):
-        optimizer, pick = self.optimizer, self.pick
         self.v, self.v_dtypes = self._v()  # a dtype of None: there is no such moment
-        of = zip(self.params, self.v_dtypes, strict=True)
-        betas = [math.nan if dtype is None else optimizer.decay(p, "exp_avg_sq")[0] for p, dtype in of]
+        betas = [math.nan] * len(self.params)
+        for k, p in enumerate(self.params):
+            if self.v_dtypes[k] is not None:
+                betas[k] = self.optimizer.decay(p, "exp_avg_sq")[0]
+        beta = self.spread(betas)
         # in Python's float64: 1 - 0.999 in fp32 is off by 1e-5 of itself
-        beta, rest = self.spread(betas), self.spread([1 - beta for beta in betas])
+        rest = self.spread([1 - beta for beta in betas])
         seen = self.g
-        if hasattr(optimizer, "gradient"):  # with decay, where that is added to it
+        if hasattr(self.optimizer, "gradient"):  # with decay, where that is added to it
             pairs = zip(self.params, gradients, strict=True)
-            seen = torch.cat([optimizer.gradient(p, g, pick) for p, g in pairs])
+            seen = torch.cat([self.optimizer.gradient(p, g, self.pick) for p, g in pairs])
         self.aim = beta * self.v + rest * seen * seen
 
     def _stored(self):
-        if torch.equal(rounded(self.held, self.dtypes, self.lengths), self.held):
+        if torch.equal(rounded_by_tensor(self.held, self.dtypes, self.lengths), self.held):
             return self.held  # nothing completes these weights
         return torch.cat([self.pick(p).float() for p in self.params])
 
@@ -219,13 +230,11 @@ class Look:
         together = getattr(self.optimizer, "wanted_together", None)
         if together is not None:
             return together(self.params, gradients, self.pick, self.held)
-        updates = [
-            self.optimizer.wanted(p, g, self.pick) for p, g in zip(self.params, gradients, strict=True)
-        ]
-        return [
-            torch.full_like(g, math.nan) if update is None else update
-            for update, g in zip(updates, gradients, strict=True)
-        ]
+        found = []
+        for p, g in zip(self.params, gradients, strict=True):
+            update = self.optimizer.wanted(p, g, self.pick)
+            found.append(torch.full_like(g, math.nan) if update is None else update)
+        return found
 
     def _v(self):
         found = [self.optimizer.moment(p, "exp_avg_sq", self.pick) for p in self.params]
@@ -241,8 +250,8 @@ class Look:
             self.new_v, _ = self._v()
 
     def spread(self, values, dtype=torch.float32):
-        """One value a tensor -> one an entry."""
-        return each(values, self.lengths, self.g).to(dtype)
+        """One value a tensor -> one an entry, [n]; 0-dim where all are the same."""
+        return one_an_entry(values, self.lengths, self.g).to(dtype)
 
 
 class Writes:
@@ -255,13 +264,23 @@ class Writes:
     """
 
     def __init__(self, optimizer, named_params, averages, pick=sample):
-        self.optimizer, self.named_params, self.ema, self.pick = optimizer, list(named_params), averages, pick
+        self.optimizer = optimizer
+        self.named_params = list(named_params)
+        self.ema = averages
+        self.pick = pick
         count = len(self.named_params)
-        self.weights, self.moments, self.growth = Tally(count), Tally(count), Tally(count)
+        self.weights = Tally(count)
+        self.moments = Tally(count)  # second moments that shrink
+        self.growth = Tally(count)  # second moments that grow
         self.averages = {name: Tally(count) for name in averages}
         self.squares = Squares(count)
-        self.look, self.shadows = None, {}
+        self.forget()
         self.at = {"moments", "averages"}  # what the next look compares, beside weights
+
+    def forget(self):
+        """Forget the step that was begun."""
+        self.look = None
+        self.shadows = {}  # {name of an average: (numbers of its tensors, their samples)}
 
     @torch.no_grad()
     def before(self, optimizer, args, kwargs):
@@ -275,8 +294,9 @@ class Writes:
             if g is not None and not g.is_sparse and p.numel():
                 rows.append((i, p, self.pick(g).float() * scale_of(scale, p)))
         self.look = Look(self.optimizer, rows, self.pick, "moments" in self.at) if rows else None
-        for name, average in self.ema.items() if "averages" in self.at else ():
-            self.shadows[name] = self._shadow(average)
+        if "averages" in self.at:
+            for name, average in self.ema.items():
+                self.shadows[name] = self._shadow(average)
 
     def _shadow(self, average):
         """(numbers of the tensors that the average has, their samples, cloned)."""
@@ -299,21 +319,22 @@ class Writes:
         look.after()
         at = dict(index=look.index, lengths=look.lengths)
         target = look.held + look.update
-        stays = rounded(target, look.dtypes, look.lengths) == look.stored
-        self.weights.add(stays, look.held, target, look.new, **at)
-        if look.v is None or not any(look.v_dtypes):
-            return
+        may_stay = rounded_by_tensor(target, look.dtypes, look.lengths) == look.stored
+        self.weights.add(may_stay, look.held, target, look.new, **at)
+        if look.v is not None and any(look.v_dtypes):
+            self._add_moments(look, at)
+
+    def _add_moments(self, look, at):
         dtypes = [dtype or torch.float32 for dtype in look.v_dtypes]
         # of codes all may stay: with its block's scale a code moves although it stays the same
         coded = look.spread([self.optimizer.coded(p, "exp_avg_sq") for p in look.params], torch.bool)
-        may_stay = coded | (rounded(look.aim, dtypes, look.lengths) == look.v)
-        floor = look.v.clamp_min(1e-30)
+        may_stay = coded | (rounded_by_tensor(look.aim, dtypes, look.lengths) == look.v)
         shrinks = (look.aim < look.v) & (look.v > 1e-30)
-        self.moments.add(may_stay, look.v, look.aim, look.new_v, shrinks, floor, **at)
+        self.moments.add(may_stay, look.v, look.aim, look.new_v, shrinks, look.v.clamp_min(1e-30), **at)
         grows = look.aim > look.v
         self.growth.add(may_stay, look.v, look.aim, look.new_v, grows, look.aim.clamp_min(1e-30), **at)
         share = look.spread([1 / n for n in look.lengths])
-        self.squares.put([look.g.square() * share, share], **at)
+        self.squares.put({"square": look.g.square() * share, "steps": share}, **at)
 
     @torch.no_grad()
     def averaged(self, held=None, now=None):
@@ -324,27 +345,35 @@ class Writes:
         in the average, where that is known already.
         """
         for name, (index, before) in self.shadows.items():
-            if not index:
-                continue
-            average, shadow = self.ema[name], self.ema[name].shadow
-            named = [self.named_params[i] for i in index]
-            lengths = [t.numel() for t in before]
-            weights = held
-            if weights is None:
-                pairs = zip(named, before, strict=True)
-                weights = torch.cat([self.optimizer.held(p, self.pick).to(b.device) for (_, p), b in pairs])
-            old = torch.cat([b.float() for b in before])
-            taken = now or [self.pick(shadow[key]) for key, _ in named]
-            dtypes = [b.dtype for b in before]
-            new, gap = torch.cat([t.float() for t in taken]), weights - old
-            if torch.equal(new, rounded(weights, dtypes, lengths)):
-                continue  # it took the weights as they are, as most averages do at their first step
-            rate = measured_rate(old, new, gap) if average.decay is None else 1 - average.decay
-            target = old + rate * gap
-            far = gap.abs() > 2 * each([torch.finfo(dtype).eps for dtype in dtypes], lengths, old) * old.abs()
-            kept = rounded(target, dtypes, lengths) == old
-            self.averages[name].add(kept, old, target, new, far, index=index, lengths=lengths)
-        self.look, self.shadows = None, {}
+            if index:
+                self._add_average(name, index, before, held, now)
+        self.forget()
+
+    def _add_average(self, name, index, before, held, now):
+        average = self.ema[name]
+        named = [self.named_params[i] for i in index]
+        lengths = [t.numel() for t in before]
+        dtypes = [t.dtype for t in before]
+        if held is None:
+            parts = [
+                self.optimizer.held(p, self.pick).to(t.device)
+                for (_, p), t in zip(named, before, strict=True)
+            ]
+            held = torch.cat(parts)
+        if now is None:
+            shadow = average.shadow
+            now = [self.pick(shadow[key]) for key, _ in named]
+        old = torch.cat([t.float() for t in before])
+        new = torch.cat([t.float() for t in now])
+        if torch.equal(new, rounded_by_tensor(held, dtypes, lengths)):
+            return  # it took the weights as they are, as most averages do at their first step
+        gap = held - old
+        rate = measured_rate(old, new, gap) if average.decay is None else 1 - average.decay
+        target = old + rate * gap
+        ulps = one_an_entry([torch.finfo(dtype).eps for dtype in dtypes], lengths, old) * old.abs()
+        may_stay = rounded_by_tensor(target, dtypes, lengths) == old
+        far = gap.abs() > 2 * ulps
+        self.averages[name].add(may_stay, old, target, new, far, index=index, lengths=lengths)
 
     def excess(self):
         """The second moments over the mean of g^2: 1 when they are right, None where there are none.

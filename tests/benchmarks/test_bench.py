@@ -210,21 +210,32 @@ FORMATS["e4m3-32"] = copy.copy(FORMATS["e4m3"])
 FORMATS["e4m3-32"].name, FORMATS["e4m3-32"].block = "e4m3-32", 32
 """
 NEW = """
-import torch
+import copy, torch
+from typing import NamedTuple
+from lowprec import formats
+
+formats.FORMATS["e4m3-32"] = new = copy.copy(formats.FORMATS["e4m3"])
+new.name, new.block = "e4m3-32", 32
+
 from lowprec.optimizers.build import OPTIMIZERS
 from lowprec.optimizers.peers import PEERS, Torch
 from lowprec.optimizers.rounded import Rounded
+
+class Numbers(NamedTuple):
+    share: float
+    rate: float
+
 
 class Signs(Rounded):
     moments = ("exp_avg",)
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **writing):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **writing)
     def numbers(self, group, step):
-        return [1 - group["betas"][0], -float(group["lr"])]
+        return Numbers(share=1 - group["betas"][0], rate=-float(group["lr"]))
     @staticmethod
-    def direction(g, moments, h):
-        m = (g - moments[0]) * h[2] + moments[0]
-        return h[3] * m.sign(), (m,)
+    def direction(g, moments, n):
+        m = (g - moments[0]) * n.share + moments[0]
+        return n.rate * m.sign(), (m,)
 
 OPTIMIZERS["signs"] = Signs
 PEERS["new_peer"] = Torch

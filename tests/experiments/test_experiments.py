@@ -27,6 +27,7 @@ from lowprec.optimizers.build import OPTIMIZERS
 def folder(tmp_path, monkeypatch):
     """The experiments folder, which holds 001-rounding. run.main changes the working directory."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "environment", lambda device: {**run_folder.environment(device), "clean": True})
     write(tmp_path / "experiments", TOML)
     return tmp_path / "experiments"
 
@@ -88,6 +89,16 @@ def test_a_file_where_runs_would_be_kept(folder, fake, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     said = fails(capsys, folder, "001", "--arm", "fp32", "--seeds", "0", "--runs", str(tmp_path / "file"))
     assert "choose another --runs folder" in said
+
+
+def test_nothing_is_recorded_while_the_code_has_changes(folder, fake, capsys, monkeypatch):
+    changed = {**run_folder.environment("cpu"), "clean": False}
+    monkeypatch.setattr(run, "environment", lambda device: changed)
+    results = folder / "001-rounding" / "results.jsonl"
+    before = results.read_bytes() if results.exists() else None
+    assert "in no commit" in fails(capsys, folder, "001", "--retry")
+    assert (results.read_bytes() if results.exists() else None) == before
+    assert run.main(["001", "--dry_run"], folder) == 0
 
 
 def test_an_arm_that_samples_may_draw_from_another_seed(folder, capsys):

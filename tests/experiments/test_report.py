@@ -297,7 +297,7 @@ def test_an_arm_may_read_another_score_of_a_run_or_have_its_own_baseline(folder,
 
 
 def test_an_arm_may_read_a_score_that_counts_up_beside_one_that_counts_down(folder):
-    """Its verdict, and a rule of CLAIMS.md, take the other side; the column is of more than one metric."""
+    """Its verdict takes the other side; the column is of more than one metric."""
     same = 'flags = []\nmetric = "ema.label_accuracy"\nmargin = 0.1\nbaseline = "fp32-up"\n'
     same += "higher_is_better = true\n"
     arms = "".join(f'[[arms]]\nname = "{arm}-up"\nof = "{arm}"\n{same}' for arm in ("fp32", "nearest"))

@@ -13,6 +13,7 @@ import common
 import pytest
 import torch
 
+import strategies
 import train
 import trainer
 from harness import batch_size, checkpoints
@@ -196,10 +197,10 @@ def test_a_run_without_a_name_is_found_again(monkeypatch, capsys):
 def test_the_trial_leaves_nothing_in_memory_and_no_state_of_torch(monkeypatch):
     full = Full(monkeypatch, 8)
     before = torch.random.get_rng_state()
-    config = train.FLAGS.typed({"name": "run", "batch_size": "auto"})
-    values = dict(vars(config))
-    assert batch_size.chosen(trainer.Trainer, config, train.FLAGS) == 8
-    assert vars(config) == values and torch.equal(before, torch.random.get_rng_state())
+    run = strategies.settle({"name": "run", "batch_size": "auto"}, typed=True)
+    values = dict(vars(run.config))
+    assert batch_size.chosen(trainer.Trainer, run) == 8
+    assert vars(run.config) == values and torch.equal(before, torch.random.get_rng_state())
     gc.collect()
     assert not full.trainers and full.sizes and not Path("runs").exists()
 
@@ -208,7 +209,7 @@ def test_no_batch_is_larger_than_the_data(monkeypatch, capsys):
     Full(monkeypatch, 10**6)
     cli.plant_folder("photos", 40)  # of these some are held out
     given = dict(name="run", batch_size="auto", data="folder:photos", image_size=8)
-    assert batch_size.chosen(trainer.Trainer, train.FLAGS.typed(given), train.FLAGS) == 32
+    assert batch_size.chosen(trainer.Trainer, strategies.settle(given, typed=True)) == 32
     assert "32 (3.0 of 8.0 GiB with 32 examples here; there are no more" in capsys.readouterr().out
 
 
@@ -221,8 +222,8 @@ def test_where_not_even_one_example_fits(monkeypatch, capsys):
 
 def test_one_example_is_a_batch(monkeypatch, capsys):
     Full(monkeypatch, 1)
-    config = train.FLAGS.typed({"name": "run", "batch_size": "auto"})
-    assert batch_size.chosen(trainer.Trainer, config, train.FLAGS) == 1
+    run = strategies.settle({"name": "run", "batch_size": "auto"}, typed=True)
+    assert batch_size.chosen(trainer.Trainer, run) == 1
     assert "auto: 1 (" in capsys.readouterr().out
 
 
@@ -249,8 +250,9 @@ sys.exit(two_ranks.main())
 
 
 def two_ranks(limits, *words):
-    here = Path(__file__).resolve().parents[1]
-    paths, words = [str(here), str(here.parent)], [str(word) for word in words]
+    here = Path(__file__).resolve()
+    paths = [str(folder) for folder in here.parents[:3]]  # tests/harness, tests, and the root
+    words = [str(word) for word in words]
     Path("in_two.py").write_text(RANKS.format(paths=paths, limits=limits, words=words))
     return subprocess.run([sys.executable, "in_two.py"], capture_output=True, text=True, timeout=300)
 

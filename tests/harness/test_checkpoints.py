@@ -145,57 +145,17 @@ def without_a_name(state):
     state["precision"]["model"].popitem()
 
 
-NUMBERS = ["1", None, [], {}, float("nan"), -1, torch.zeros(2), True]
-TABLES = ["1", None, [], 1, {}, {"a": 1}, {1: torch.zeros(1)}]
-STATES = {}
-for key in ("step", "interval"):
-    STATES.update({f"{key} {value!r}": at(key)(value) for value in [*NUMBERS, 1.5, 10**30]})
-for key in ("seconds", "since"):
-    STATES.update({f"{key} {value!r}": at(key)(value) for value in NUMBERS})
-del STATES["since -1"]  # a loss may be below 0
-for key in ("config", "precision"):
-    STATES.update({f"{key} {value!r}": at(key)(value) for value in TABLES})
-for key in ("model", "optimizer", "averages"):
-    STATES.update({f"{key} {value!r}": at("precision", key)(value) for value in TABLES})
-for key in ("step", "shadow"):
-    values = NUMBERS if key == "step" else TABLES
-    STATES.update(
-        {f"ema {key} {value!r}": at("precision", "averages", "ema", key)(value) for value in values}
-    )
-STATES |= {
-    "skipped str": at("precision", "skipped")("none"),
-    "skipped null": at("precision", "skipped")(None),
-    "scaler list": at("precision", "scaler")([]),
+STATES = {
     "no step": at("step")(...),
-    "no model": at("precision", "model")(...),
     "no ema": at("precision", "averages", "ema")(...),
-    "validation str": at("validation")("best"),
-    "validation empty": at("validation")({}),
-    "validation waited": at("validation", "waited")("long"),
-    "validation best": at("validation", "best")([1]),
     "a tensor gone": without_a_name,
-    "complex": first_tensor("model", lambda t: t.to(torch.complex64)),
-    "sparse": first_tensor("model", lambda t: torch.eye(3).to_sparse()),
     "other shape": first_tensor("model", lambda t: torch.zeros(3, 3, 3)),
-    "text for a tensor": first_tensor("model", lambda t: "weights"),
-    "None for a tensor": first_tensor("model", lambda t: None),
-    "complex average": first_tensor("ema", lambda t: t.to(torch.complex64)),
-    "average of other dtype": first_tensor("ema", lambda t: t.double()),
-    "text for an average": first_tensor("ema", lambda t: "average"),
     "betas": optimizer("group", "betas", (0.5, 0.5)),
-    "betas str": optimizer("group", "betas", "ab"),
     "eps": optimizer("group", "eps", 1.0),
     "weight_decay": optimizer("group", "weight_decay", 0.5),
-    "params str": optimizer("group", "params", "all"),
-    "params null": optimizer("group", "params", None),
     "a tensor's step beyond": optimizer("state", "step", 10**6),
-    "a tensor's step below": optimizer("state", "step", -1),
-    "a tensor's step str": optimizer("state", "step", "two"),
     "a moment of other shape": optimizer("state", "exp_avg", torch.zeros(1)),
-    "a moment that is text": optimizer("state", "exp_avg", "none"),
     "groups gone": at("precision", "optimizer", "param_groups")([]),
-    "groups null": at("precision", "optimizer", "param_groups")(None),
-    "states a list": at("precision", "optimizer", "state")([1]),
     "another lr in config": at("config", "lr")(1.0),
     "another task in config": at("config", "task")("segment"),
 }
@@ -207,42 +167,13 @@ def test_a_checkpoint_of_wrong_values_is_refused(name, mine, capsys):
     is_refused(capsys, again)
 
 
-CONFIG = {  # flag in a checkpoint: values that --sample refuses
-    "lr": ["high", None, [], {}, float("nan"), -1, True, 1e300],
-    "set": ["ema=bf16", [1], None, ["emma=bf16"], {"ema": "bf16"}, [["ema=bf16"]]],
-    "task": [5, None, "paint", "evil.py:Evil", "", ["classify"], "segment"],
-    "model": [3, "huge", None, "../net"],
-    "size": [7, "huge", []],
-    "data": [7, "folder:nowhere", [], "medmnist:pipe"],
-    "image_size": [-3, "8", 8.5, 10**30],
-    "samples": ["many", 0, 10**30, None],
-    "weights": ["none", 1, None],
-    "optimizer": [1, "x"],
-    "bf16": ["yes", 1, None],
-    "average": [["0.9"], "0.9:bf16", [1]],
-    "ema_decay": ["slow", 1, None, True],
-    "seed": [-1, "0", 1.5, 10**30],
-    "steps": [0, "many"],
-    "sparse24": ["most"],
-}
-BAD_CONFIG = [(name, value) for name, values in CONFIG.items() for value in values]
-
-
-@pytest.mark.parametrize("name,value", BAD_CONFIG, ids=str)
-def test_a_checkpoint_of_wrong_flags_is_refused(name, value, mine, capsys):
+@pytest.mark.parametrize("verb", ["--sample", "--diagnose", "--finetune"])
+def test_the_file_of_a_task_that_a_checkpoint_names_is_not_run(verb, mine, capsys):
     Path("evil.py").write_text("open('executed', 'w')\n")
-    os.mkfifo("pipe")
-    plant(mine / "checkpoint.pt", at("config", name)(value))
-    is_refused(capsys, command, "--sample", "runs/run")
-    assert not Path("executed").exists()
-
-
-@pytest.mark.parametrize("name,value", [("lr", "high"), ("task", "evil.py:Evil"), ("set", None)], ids=str)
-@pytest.mark.parametrize("verb", ["--diagnose", "--finetune"])
-def test_other_readers_refuse_them_too(verb, name, value, mine, capsys):
-    Path("evil.py").write_text("open('executed', 'w')\n")
-    plant(mine / "checkpoint.pt", at("config", name)(value))
-    flags = [*BASE, "--steps", 1, "--name", "tuned"] if verb == "--finetune" else []
+    plant(mine / "checkpoint.pt", at("config", "task")("evil.py:Evil"))
+    flags = []
+    if verb == "--finetune":
+        flags = [*BASE, "--steps", 1, "--name", "tuned"]
     is_refused(capsys, command, *flags, verb, "runs/run")
     assert not Path("executed").exists()
 

@@ -2,13 +2,11 @@
 nothing; checkpoints that any number of ranks reads; a rank that is killed. Real processes, gloo, tiny nets.
 """
 
-import errno
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -23,8 +21,6 @@ from safetensors.torch import load_file
 
 from benchmarks import sharding
 from harness import checkpoints, shards
-from harness import ranks as ranks_py
-from harness.lifeline import Lifeline
 from lowprec import fsdp
 from lowprec.errors import Refused
 from lowprec.optimizers import buckets
@@ -369,88 +365,6 @@ def test_a_killed_rank_ends_all_in_one_line_and_fewer_ranks_resume(run, ranks):
     assert not list(Path("runs/run").glob("*.part"))
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_ranks_that_wait_on_for_a_killed_one_end_all_the_same(killed, run, ranks):
-    """As gloo makes them, once in some hundred times."""
-    mine = [rank for rank in range(4) if rank != killed]
-    words = ["--fsdp", "--task", "lines.py:Lines", *RUN, *LOW, "--name", "run", "--steps", 9]
-    numbers = ranks.start(4, "slow", "".join(map(str, mine)), "step", 10**6, *map(str, words))
-    for rank in mine:
-        until(Path(f"waits-{rank}").exists, ranks)
-    os.kill(numbers[killed], signal.SIGKILL)
-    begun = time.monotonic()
-    assert sorted(map(ranks.wait, numbers)) == [-9, 2, 2, 2], ranks_messages(ranks)
-    assert time.monotonic() - begun < 20
-    (said,) = ranks.said()
-    assert said == "train.py: another process of this run has ended; the same command resumes"
-    assert "Traceback" not in ranks.messages.read_text()
-    assert run(2, "--steps", 9) == [0, 0], ranks_messages(ranks)
-
-
-@pytest.mark.parametrize("early", [0, 1])
-def test_a_rank_that_has_done_its_part_ends_before_the_others(early, ranks):
-    """Its connection is closed for longer than a killed one's may be."""
-    Path("lines.py").write_text(TASK)
-    words = ["--task", "lines.py:Lines", *RUN, "--name", "run", "--steps", 2]
-    numbers = ranks.start(2, "slow", str(1 - early), "part", 4, *map(str, words))
-    assert ranks.wait(numbers[early]) == 0
-    begun = time.monotonic()
-    assert ranks.wait(numbers[1 - early]) == 0, ranks_messages(ranks)
-    assert time.monotonic() - begun > 2
-
-
-def test_a_rank_that_stops_slowly_is_not_taken_for_one_that_waits_on(ranks):
-    Path("lines.py").write_text(TASK)
-    words = ["--fsdp", "--task", "lines.py:Lines", *RUN, "--steps", 10**6, "--checkpoint_every", 2]
-    numbers = ranks.start(2, "slow", "0", "workers", 4, *map(str, words), "--name", "run")
-    checkpointed(ranks)
-    for number in numbers:
-        os.kill(number, signal.SIGTERM)
-    assert [ranks.wait(number) for number in numbers] == [143, 143], ranks_messages(ranks)
-    assert not ranks.said()
-
-
-@pytest.mark.parametrize("host", ("127.0.0.1", "localhost", "::1"))
-def test_a_stranger_at_the_lifeline_ends_nobody(host, monkeypatch):
-    if host == "::1" and not socket.has_dualstack_ipv6():
-        pytest.skip("needs IPv6")
-    monkeypatch.setattr("lifeline.GRACE", 0)
-    kept, ended = {}, []
-
-    class Store:
-        set, get = kept.__setitem__, kept.get
-
-    first = Lifeline(0, host, Store, lambda: ended.append("first"))
-    second = Lifeline(1, "127.0.0.1", Store, lambda: ended.append("second"))
-    port, token = json.loads(kept["lifeline"])
-    for said, expected in (("", []), ("x" * len(token), []), (token, ["first"])):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(said.encode())
-        time.sleep(0.2)
-        assert ended == expected
-    first.end()
-    second.end()
-
-
-def test_a_rank_that_can_not_hold_a_lifeline_says_so(monkeypatch, capsys):
-    kept = {}
-
-    class Store:
-        set, get = kept.__setitem__, kept.get
-
-    monkeypatch.setattr("socket.create_server", _no_address)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    for rank in (0, 1):
-        ranks_py._keep_in_touch(rank, Store)
-        said = capsys.readouterr().err
-        assert f"warning: rank {rank} can't tell when others end (" in said and "wait for 30 minutes" in said
-    assert not ranks_py.lifelines
-
-
-def _no_address(*_, **__):
-    raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_the_process_groups_stop_ranks_with_workers(signum, run, ranks):
     numbers = run.start(2, "--steps", 10**6, "--checkpoint_every", 2, "--workers", 1)
@@ -649,7 +563,7 @@ def test_a_tree_of_values_comes_back_from_json():
 
 
 def test_a_plain_tensor_is_no_part():
-    assert buckets.part_of(torch.zeros(3)) is None and fsdp.Over.of(fsdp_jobs.build()) is None
+    assert buckets.part_of(torch.zeros(3)) is None and fsdp.ranks_of(fsdp_jobs.build()) is None
 
 
 # ---- On GPUs -----------------------------------------------------------------------------------------------

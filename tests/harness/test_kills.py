@@ -194,13 +194,13 @@ LAST_WORDS = """
 import os, signal, sys
 import train
 
-def speaks():
+def speaks_first():
     print("asked")
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # of torchrun, for one that has died
         os.kill(os.getpid(), signum)
     return True
 
-train.speaks = speaks
+train.speaks_first = speaks_first
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 status = train.main(["--sample", "runs/nothing.pt"])
 assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))

@@ -122,7 +122,7 @@ def test_a_resumed_run_has_waited_as_long_and_kept_the_same_best(monkeypatch):
     assert quick(*flags, name="whole", steps=40) == 0
     scripted(monkeypatch, scores)
     with monkeypatch.context() as patch:
-        after_step(patch, 7, lambda run: setattr(run, "stop", 2))
+        after_step(patch, 7, lambda run: run.stop.ask(2))
         assert quick(*flags, name="stopped", steps=40) == 130
     assert quick(*flags, name="stopped", steps=40) == 0
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])

@@ -2,22 +2,24 @@
 it.
 """
 
+import itertools
+import re
 import subprocess
 
 import numpy as np
 import pytest
 import torch
 from common import draw, uncompiled
-from step_cases import AVERAGES, CASES, differing, step
+from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, step
 
 from lowprec.formats import FORMATS
-from lowprec.kernels import cpu_step
+from lowprec.kernels import choose, cpu_step, numbers
 from lowprec.optimizers import buckets, rounded
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.lion import Lion
 from lowprec.optimizers.sgd import SGD
-from lowprec.rounding import noise_key
+from lowprec.rounding import StepAverage, ema_kernel, noise_key
 
 CPU = torch.device("cpu")
 needs_kernel = pytest.mark.skipif(cpu_step.library() is None, reason="needs AVX-512 and GCC")
@@ -48,13 +50,23 @@ def afresh():
 # ---- The step ----------------------------------------------------------------------------------------------
 
 
-def eager(p, g, moments, low, h, key, optimizer, average):
+def eager(p, g, moments, low, row, numbers, key, optimizer, average):
     stochastic = optimizer.update == "stochastic"
-    rounded._kernel(optimizer.direction)(p, g, moments, low, h, key, stochastic, average)
+    kernel = rounded.step_kernel(optimizer.direction, type(numbers))
+    kernel(p, g, moments, low, row, key, stochastic, average)
 
 
-def by_cpu_step(p, g, moments, low, h, key, optimizer, average):
-    cpu_step.update("adamw", p, g, moments, low, h, key, optimizer.update == "stochastic", average)
+def by_cpu_step(p, g, moments, low, row, numbers, key, optimizer, average):
+    cpu_step.update("adamw", [p], [g], moments, low, row, key, optimizer.update == "stochastic", average)
+
+
+STRUCT = re.compile(r"struct (\w+Numbers) \{ float ([\w, ]+); \};")
+
+
+def test_numbers_have_the_same_names_and_order_in_cpp():
+    found = {name: tuple(fields.split(", ")) for name, fields in STRUCT.findall(cpu_step.SOURCE.read_text())}
+    kinds = (numbers.WeightNumbers, numbers.AdamWNumbers, numbers.SGDNumbers, numbers.LionNumbers)
+    assert found == {kind.__name__: kind._fields for kind in kinds}
 
 
 @needs_kernel
@@ -133,7 +145,7 @@ def test_other_optimisers_write_the_same_bits_without_it(other, name, writes, fo
 def test_it_is_what_steps(monkeypatch):
     calls = []
     monkeypatch.setattr(cpu_step, "update", lambda rule, *args, **how: calls.append(rule))
-    monkeypatch.setattr(rounded, "fused", None)
+    monkeypatch.setattr(choose, "fused", None)
     lion, sgd = dict(kinds={"exp_avg": "int8"}), dict(kinds={"momentum": "bf16"})
     for kinds, kind in ((KINDS["int8"], AdamW), (KINDS["exact"], AdamW), (lion, Lion), (sgd, SGD)):
         trained(kinds, steps=1, optimizer=kind)
@@ -148,7 +160,7 @@ def test_a_direction_of_ones_own_is_what_steps(kind, dtype, monkeypatch):
 
     class Own(kind):
         @staticmethod
-        def direction(g, moments, h):
+        def direction(g, moments, n):
             return -0.5 * g, moments
 
     p = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
@@ -258,6 +270,47 @@ def test_the_number_of_threads_changes_no_bit(threads):
     assert differing(alone, trained(KINDS["int8"])) == 0
 
 
+# ---- The average -------------------------------------------------------------------------------------------
+
+def by_torch(average, p, low):
+    flat, *how = average
+    ema_kernel(flat, p, low, *how)
+
+
+AVERAGED = list(itertools.product(DTYPES, LOWS, AVERAGES[1:]))
+
+
+@needs_kernel
+@pytest.mark.parametrize("n", (N, 5))
+@pytest.mark.parametrize("weights, low, average", AVERAGED, ids=str)
+def test_the_average_has_the_bits_of_the_torch_code(weights, low, average, n):
+    dtype, stochastic = average
+    p, _, _, low = flat((weights, "fp32", low, "nearest"))
+    shadow = draw(N, seed=6).to(DTYPES[dtype])
+    shadow[7], shadow[8], shadow[9] = torch.inf, torch.nan, 1e-39
+    p, shadow, low = p[:n], shadow[:n], None if low is None else low[:n]
+    found = []
+    for kernel in (by_torch, cpu_step.ema):
+        found.append([shadow.clone()])
+        share, key = torch.tensor([1e-2]), noise_key(4, 7, 12345)
+        kernel(StepAverage(found[-1][0], share, key, stochastic), p, low)
+    assert differing(*found) == 0
+    ours = found[1][0]
+    assert n == 5 or (ours != shadow)[10:].any()
+
+
+@needs_kernel
+def test_an_average_of_several_chunks_goes_on_with_its_noise(threads):
+    p, shadow = draw(100_000).bfloat16(), draw(100_000, seed=1).bfloat16()
+    theirs = StepAverage(shadow.clone(), torch.tensor([0.1]), noise_key(1, 2, 3), True)
+    by_torch(theirs, p, None)
+    for count in (1, 3):
+        threads(count)
+        ours = theirs._replace(flat=shadow.clone())
+        cpu_step.ema(ours, p, None)
+        assert torch.equal(ours.flat, theirs.flat)
+
+
 # ---- Codes -------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +319,7 @@ def both(form, x, signed, seed=0):
     coder, key = FORMATS[form], noise_key(seed, 2, 3)
     theirs, ours = coder.new(x.numel(), CPU), coder.new(x.numel(), CPU)
     coder.encode(x, *theirs, signed, key, compiled=False)
-    cpu_step.encode(x, coder.by_cpu_step(*ours, signed, key))
+    cpu_step.encode(x, choose.cpu_codes(coder, *ours, signed, key))
     return theirs, ours
 
 
@@ -302,7 +355,7 @@ def test_every_stretch_of_codes_is_found(signed, form):
 def test_floats_of_8_bits_and_the_nearest_codes_are_left_to_others():
     for name, key in (("e4m3", noise_key(0, 0)), ("int8", None), ("int4", None)):
         coder = FORMATS[name]
-        assert coder.by_cpu_step(*coder.new(4096, CPU), True, key) is None
+        assert choose.cpu_codes(coder, *coder.new(4096, CPU), True, key) is None
 
 
 def test_a_table_with_three_ends_within_a_power_of_two_has_no_chart():
@@ -319,7 +372,8 @@ def test_what_torch_makes_by_default_does_not_matter(afresh):
     try:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("meta"):
-            own = FORMATS["int8"].by_cpu_step(*FORMATS["int8"].new(4096, CPU), True, noise_key(0, 0))
+            coder = FORMATS["int8"]
+            own = choose.cpu_codes(coder, *coder.new(4096, CPU), True, noise_key(0, 0))
     finally:
         torch.set_default_dtype(before)
     wanted = cpu_step.chart(FORMATS["int8"].line(True, CPU)).view(torch.uint8)
@@ -332,7 +386,7 @@ def test_what_torch_makes_by_default_does_not_matter(afresh):
 def test_a_cpu_without_avx512_does_without(afresh, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert cpu_step.library() is None
-    assert not cpu_step.fits(torch.zeros(1), torch.zeros(1))
+    assert not cpu_step.fits([torch.zeros(1)], [torch.zeros(1)])
 
 
 @pytest.mark.parametrize("error", (subprocess.CalledProcessError(1, "g++"), OSError("no such file")), ids=str)

@@ -17,7 +17,7 @@ from common import RECIPES, Net, batches, net, refused, start, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowprec import formats, machine, recipes
+from lowprec import formats, machine, rules
 from lowprec.errors import Refused
 from lowprec.machine import exact_math, quiet_import, recommended_flags, support, try_import
 from lowprec.optimizers.adamw import AdamW
@@ -69,7 +69,7 @@ def test_old_gpus_are_not_sent_to_what_they_lack():
 
 
 def on(monkeypatch, facts):
-    monkeypatch.setattr(recipes, "device_facts", lambda device: facts)
+    monkeypatch.setattr(rules, "device_facts", lambda device: facts)
 
 
 def test_check_machine(monkeypatch):
@@ -155,12 +155,12 @@ def test_importing_precision_needs_torch_alone():
     code = (
         "import json, sys, torch, torch._inductor.config, torch.utils.flop_counter\n"
         "before = set(sys.modules); sys.path.insert(0, sys.argv[1])\n"
-        "import precision\n"
+        "import lowprec.precision\n"
         "print(json.dumps(sorted({m.split('.')[0] for m in set(sys.modules) - before})))"
     )
     done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
     new = set(json.loads(done.stdout))
-    assert "precision" in new and new <= {"precision", "lowprec", "torch", *sys.stdlib_module_names}, new
+    assert "lowprec" in new and new <= {"lowprec", "torch", *sys.stdlib_module_names}, new
     assert not new & {"monai", "bitsandbytes", "torchao", "torchastic", "scipy"}
 
 

@@ -476,19 +476,19 @@ def test_options_that_an_optimiser_lacks_are_refused():
         words = "--momentum", "sgd and muon"
         refused(lambda name=name: build.build(name, params, recipe(), momentum=0.5), *words)
     refused(lambda: build.build("adamw", params, recipe(), nesterov=True), "--nesterov", "sgd and muon")
-    refused(lambda: strategies.settled({"optimizer": "sgd", "beta2": 0.9}), "--beta2 0.9", "sgd has no beta2")
+    refused(lambda: strategies.settle({"optimizer": "sgd", "beta2": 0.9}), "--beta2 0.9", "sgd has no beta2")
     refused(lambda: Muon([nn.Parameter(torch.ones(4))]), "here is a vector", "AdamW")
     refused(lambda: build.build("adam", params, recipe()), "unknown", "sgd, lion, adafactor, muon")
     assert build.build("sgd", params, recipe(), momentum=0.0).defaults["momentum"] == 0.0
 
 
 def test_defaults_are_the_optimisers_own_until_a_flag_says_otherwise():
-    settled = {name: strategies.settled({"optimizer": name})[2] for name in OPTIMIZERS}
+    settled = {name: strategies.settle({"optimizer": name}).config for name in OPTIMIZERS}
     assert {name: c.lr for name, c in settled.items()} == {
         "adamw": 1e-3, "sgd": 0.01, "lion": 1e-4, "adafactor": 0.01, "muon": 1e-3,
     }  # fmt: skip
     assert settled["lion"].beta2 == 0.99 and settled["adamw"].beta2 == 0.999
-    assert strategies.settled({"optimizer": "sgd", "lr": 0.3})[2].lr == 0.3
+    assert strategies.settle({"optimizer": "sgd", "lr": 0.3}).config.lr == 0.3
     for name, config in settled.items():
         (group, *_) = Precision(net(), optimizer=name).optimizer.param_groups
         assert group["lr"] == config.lr, "the class and its flags say two things"

@@ -24,8 +24,9 @@ from lowprec.errors import Refused
 from lowprec.optimizers import buckets
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.build import OPTIMIZERS
-from lowprec.optimizers.offload import Offload, Traffic, check_offload, offloaded, size_of, sizes, views
+from lowprec.optimizers.offload import Offload, Traffic, offloaded, size_of, sizes, views
 from lowprec.precision import Precision, recipe
+from lowprec.rules import RUN, RunFacts, refuse
 from lowprec.watch.watch import Watch
 
 eager = common.eager
@@ -439,11 +440,8 @@ def test_the_command_refuses_in_one_line(flags, said, capsys, tmp_path):
 def test_what_else_is_refused():
     refused(lambda: start("pure_bf16", states_on="cpu", optimizer="torchastic"), "torchastic", "adamw")
     refused(lambda: start("fp32", states_on="cpu", grad_release=True), "leave one out")
-    assert check_offload("device", grad_release=True) is None
     with pytest.raises(Refused, match="fully_shard"):
-        from lowprec import fsdp
-
-        fsdp.check(recipe(), states_on="cpu")
+        refuse(RUN, RunFacts(recipe(), spread=True, states_on="cpu"))
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import common
 import pytest
@@ -12,12 +13,19 @@ from common import BF16, batches, correlation, draw, net, refused, same, start, 
 from torch import nn
 
 from lowprec.optimizers import build, rounded
+from lowprec.optimizers.adamw import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
 
 eager = common.eager
 
 # ---- A stranger's optimiser --------------------------------------------------------------------------------
+
+
+class Numbers(NamedTuple):
+    toward_mean: float
+    toward_momentum: float
+    rate: float
 
 
 class Lion(rounded.Rounded):
@@ -29,12 +37,12 @@ class Lion(rounded.Rounded):
         super().__init__(params, dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay), **writing)
 
     def numbers(self, group, step):
-        return [1 - group["betas"][0], 1 - group["betas"][1], -group["lr"]]
+        return Numbers(1 - group["betas"][0], 1 - group["betas"][1], -group["lr"])
 
     @staticmethod
-    def direction(g, moments, h):
+    def direction(g, moments, n):
         (m,) = moments
-        return h[4] * (m + h[2] * (g - m)).sign(), (m + h[3] * (g - m),)
+        return n.rate * (m + n.toward_mean * (g - m)).sign(), (m + n.toward_momentum * (g - m),)
 
 
 LION = dict(optimizer=Lion, lr=1e-3, betas=(0.9, 0.99))
@@ -183,7 +191,7 @@ def test_each_group_is_stepped_by_its_own_optimiser_and_options(flags):
     groups = in_groups(model)
     adamw = torch.optim.AdamW(groups[0]["params"], lr=2e-3, weight_decay=0.1)
     lion = Lion(groups[1]["params"], lr=5e-4, betas=(0.9, 0.99))
-    assert [type(part) for part in run.optimizer.parts] == [adamw.AdamW, Lion]
+    assert [type(part) for part in run.optimizer.parts] == [AdamW, Lion]
     schedules = [cosine(run), *(torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in (adamw, lion))]
     for step in range(8):
         for p, q in zip(run.params, model.parameters(), strict=True):

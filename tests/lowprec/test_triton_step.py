@@ -21,38 +21,39 @@ from lowprec import rounding
 from lowprec.kernels import compiled, exact_step
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
-from lowprec.rounding import _ema_kernel
+from lowprec.rounding import StepAverage, ema_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 triton = pytest.importorskip("triton", reason="needs Triton, which torch brings along on Linux alone")
 
-# where AdamW.write asks for the bits of torch's lerp and addcmul
+# where choose.step asks for the bits of torch's lerp and addcmul
 EXACT = [
     case
     for case in CASES
     if case[1] == "fp32" and (case[3] == "nearest" or case[2] in ("remainder", "master"))
 ]
-def exact(p, g, moments, low, h, key, optimizer, average):
+def exact(p, g, moments, low, row, numbers, key, optimizer, average):
     """exact_step.adamw, with the nearest root of each second moment: MKL misses it in one of 160."""
     m, v = moments
     root = torch.empty(N)
-    exact_step.moments(g, m, v, h, optimizer.param_groups[0]["betas"], root, h[1])
+    exact_step.moments(g, m, v, row, numbers, root)
     root.copy_(torch.from_numpy(np.sqrt(v.numpy())))
-    exact_step._weight_kernel(p, m, root, low, h, average)
+    exact_step._weight_kernel(p, m, root, low, row, average)
 
 
-def by_triton(p, g, moments, low, h, key, optimizer, average, exact=False):
+def by_triton(p, g, moments, low, row, numbers, key, optimizer, average, exact=False):
     from lowprec.kernels.triton_step import adamw
 
-    adamw(p, g, moments, low, h, key, optimizer.update == "stochastic", exact, average)
+    adamw(p, g, moments, low, row, key, optimizer.update == "stochastic", exact, average)
 
 
 def averaged(low, average, kernel):
-    """The average after a step by kernel(average, p, low, h, key, stochastic) from the weights of a case."""
+    """The average after a step by kernel(average, p, low) from the weights of a case."""
     p, _, _, low = flat(("bf16", "fp32", low, "nearest"))
     dtype, stochastic = average
     shadow = draw(N, seed=6).to(DTYPES[dtype])
-    kernel(shadow, p, low, torch.tensor([1e-2]), rounding.noise_key(4, 7, 12345), stochastic)
+    moved = StepAverage(shadow, torch.tensor([1e-2]), rounding.noise_key(4, 7, 12345), stochastic)
+    kernel(moved, p, low)
     return [shadow]
 
 
@@ -62,8 +63,9 @@ def average_by_triton(*args):
     ema(*args)
 
 
-def generic_average(*args):
-    compiled.fused(_ema_kernel, *args)
+def generic_average(average, p, low):
+    flat, *how = average
+    compiled.fused(ema_kernel, flat, p, low, *how)
 
 
 # ---- By the interpreter ------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def interpreted():
 @pytest.fixture(scope="module")
 def differences():
     code = "import test_triton_step as t; t.interpreted()"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "lowprec")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     words = [sys.executable, "-c", code]
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
@@ -135,8 +137,8 @@ def instructions(exact, kind, capability=80, **options):
 
     from lowprec.kernels import triton_step
 
-    pointers = dict(p="*bf16", g="*bf16", m="*fp32", v="*fp32", low="*i16", h="*fp32", key="*i32")
-    pointers.update(average="*bf16", average_h="*fp32", average_key="*i32", n="i32")
+    pointers = dict(p="*bf16", g="*bf16", m="*fp32", v="*fp32", low="*i16", row="*fp32", key="*i32")
+    pointers.update(average="*bf16", average_share="*fp32", average_key="*i32", n="i32")
     constants = dict(STOCHASTIC=True, EXACT=exact, KIND=kind, AVERAGE=2, BLOCK=triton_step.BLOCK)
     signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=triton_step._adamw, signature=signature, constexprs=constants)

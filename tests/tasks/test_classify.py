@@ -22,11 +22,12 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, recall_score
 from torch import nn
 
+import strategies
 import trainer
 from lowprec.errors import Refused
 from lowprec.optimizers import rounded
 from lowprec.precision import Precision, recipe
-from tasks import classify, data
+from tasks import classify, data, published_sets
 from tasks import metrics as scores
 from tasks.classify import Classify
 from tasks.task import VALIDATED, Task
@@ -48,8 +49,8 @@ def quick(*flags, name="run", steps=4):
 
 
 def task(spec="digits", **flags):
-    kind, _, config = trainer.settled({"task": "classify", "data": spec, "model": "cnn", **flags})
-    return kind(kind.load(config), recipe(), config)
+    run = strategies.settle({"task": "classify", "data": spec, "model": "cnn", **flags})
+    return run.kind(run.kind.load(run.config), recipe(), run.config)
 
 
 class Oracle:
@@ -419,11 +420,11 @@ def test_fashion_mnist_is_read(monkeypatch):
     assert labels.tolist() == 2 * list(range(10)) and found.classes[9] == "boot"
     # torchvision's folder, and the package's, hold the same
     clothes("root/FashionMNIST/raw")
-    monkeypatch.setattr(data, "PACKAGED", Path("own").absolute())
+    monkeypatch.setattr(published_sets, "PACKAGED", Path("own").absolute())
     for spec in ("fashion_mnist:root", "fashion_mnist"):
         assert data.load(spec).fingerprint == found.fingerprint
     monkeypatch.chdir("own")
-    monkeypatch.setattr(data, "PACKAGED", Path("nowhere"))
+    monkeypatch.setattr(published_sets, "PACKAGED", Path("nowhere"))
     assert data.load("fashion_mnist:.").fingerprint == found.fingerprint
 
 
@@ -461,7 +462,7 @@ def test_a_checksum_that_does_not_fit():
 
 
 def test_fashion_mnist_without_the_package(monkeypatch, capsys):
-    monkeypatch.setattr(data, "PACKAGED", Path("nowhere"))
+    monkeypatch.setattr(published_sets, "PACKAGED", Path("nowhere"))
     assert quick("--data", "fashion_mnist") == 2
     line = one_line(capsys)
     assert "apt-get install dataset-fashion-mnist" in line and "fashion_mnist:PATH" in line

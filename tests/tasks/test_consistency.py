@@ -7,8 +7,8 @@ from pathlib import Path
 
 import cli
 import common
+import generating
 import pytest
-import test_strategies
 import torch
 from cli import (
     after_step,
@@ -23,19 +23,19 @@ from cli import (
     summary,
 )
 from common import moved_to_the_cpu, same
-from test_strategies import batch, make, velocity_to
+from generating import batch, make, velocity_to
 
 import train
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import stochastic_round
 from tasks.consistency import HUBER, Consistency, fresh, pseudo_huber
-from tasks.diffusion import TIMESTEPS
+from tasks.generation import TIMESTEPS
 from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 stepped = cli.stepped
-digits = test_strategies.digits
+digits = generating.digits
 
 CONSISTENCY = ["--task", "consistency"]
 
@@ -316,7 +316,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(flags, monkeypatch):
     flags = [*flags.split(), "--double_every", 2]
     assert learn(*flags, name="whole", steps=6) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
         assert learn(*flags, name="stopped", steps=6) == 143
     assert learn(*flags, name="stopped", steps=6) == 0
     whole, stopped = checkpoint("whole")["precision"], checkpoint("stopped")["precision"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import cli
 import common
+import generating
 import pytest
-import test_strategies
 import torch
 from cli import (
     QUICK,
@@ -25,18 +25,19 @@ from cli import (
     one_line,
     summary,
 )
-from test_strategies import Recorder, batch, make, rmse
+from generating import Recorder, batch, drawer, make, rmse
 
 import train
-from harness.run_folder import read_checkpoint
-from tasks.diffusion import BINS, RFlow
+from tasks.diffusion import RFlow
 from tasks.distillation import Distill
+from tasks.generation import BINS
 from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 stepped = cli.stepped
-digits = test_strategies.digits
+digits = generating.digits
+teachers = generating.teachers
 
 TEACHER = "runs/teacher"
 DISTILL = ["--task", "distill", "--teacher", TEACHER]
@@ -60,23 +61,8 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def teachers(trained):
-    for run in trained.iterdir():
-        shutil.copytree(run, Path("runs", run.name), ignore=shutil.ignore_patterns("events*"))
-
-
 def student(*flags, name="run", steps=4):
     return command(*QUICK, *DISTILL, *flags, "--steps", steps, "--name", name)
-
-
-def drawer(path):
-    """sample(labels, noise, steps) with the averaged weights of a run."""
-    found = read_checkpoint(path)
-    run = Trainer({**train.DEFAULTS, **found["config"]}, draws=True)
-    run.restore(found)
-    net = run.precision.generator()
-    return lambda labels, noise, steps: run.task.sample(net, labels, noise, steps)
 
 
 def curved(x, t, labels):
@@ -217,7 +203,7 @@ def test_an_interrupted_student_equals_an_uninterrupted_one(flags, teachers, mon
     flags = [*flags.split(), "--log_every", 3]
     assert student(*flags, name="whole", steps=6) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 4, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 4, lambda run: run.stop.ask(signal.SIGTERM))
         assert student(*flags, name="stopped", steps=6) == 143
     assert student(*flags, "--teacher", f"{TEACHER}/checkpoint.pt", name="stopped", steps=6) == 0
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])

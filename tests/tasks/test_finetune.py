@@ -11,9 +11,9 @@ import torch
 from cli import after_step, assert_same, checkpoint, command, metrics, one_line, summary
 
 import train
+from harness.initial import perturb
 from harness.run_folder import read_checkpoint
 from tasks import language
-from trainer import perturb
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -75,7 +75,7 @@ def test_it_starts_from_the_averaged_weights_and_resumes_bit_for_bit(monkeypatch
         torch.testing.assert_close(tuned[name], value, rtol=0, atol=1e-9)
     assert run(*flags, name="whole", steps=6) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda trainer: trainer._asked_to_stop(2, None))
+        after_step(patch, 3, lambda trainer: trainer.stop.ask(2))
         assert run(*flags, name="parts", steps=6) == 130
     assert run(*flags, name="parts", steps=6) == 0
     assert_same(checkpoint("whole")["precision"], checkpoint("parts")["precision"])

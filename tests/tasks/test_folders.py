@@ -2,12 +2,8 @@
 
     python -m pytest tests/tasks/test_folders.py
 """
-import json
 import os
 import struct
-import time
-from multiprocessing import get_context
-from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -18,7 +14,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from lowprec.errors import Refused
-from tasks import data, folders
+from tasks import data, folders, image_sets
 from tasks.data import load
 
 # ---- Folders, generation -----------------------------------------------------------------------------------
@@ -301,7 +297,7 @@ def test_files_are_decoded_once_while_there_is_room(tmp_path, monkeypatch):
         save(tmp_path / f"{i}.png", grey(i))
     calls, decode = [], folders.decode
     monkeypatch.setattr(folders, "decode", lambda *a: calls.append(a) or decode(*a))
-    monkeypatch.setattr(data, "CACHE_BYTES", 2 * 8 * 8 * 4)
+    monkeypatch.setattr(image_sets, "CACHE_BYTES", 2 * 8 * 8 * 4)
     part = load(f"folder:{tmp_path}", image_size=8).train
     first, second = everything(part), everything(part)
     assert torch.equal(first[0], second[0]) and len(part) == 3
@@ -436,155 +432,6 @@ def test_masks_without_a_second_value_or_with_too_many(tmp_path):
         pair(tmp_path / "smooth", name, np.arange(256).reshape(16, 16))
     refused("value 0 alone", spec=f"folder:{tmp_path / 'plain'}", targets="masks")
     refused("256 values", "antialiasing", spec=f"folder:{tmp_path / 'smooth'}", targets="masks")
-
-
-# ---- Index -------------------------------------------------------------------------------------------------
-
-@pytest.fixture
-def opened(monkeypatch):
-    """The names of the files that a load() has read since the list was cleared."""
-    names, look = [], folders._look
-
-    def noted(path, is_mask):
-        names.append(path.name)
-        return look(path, is_mask)
-
-    monkeypatch.setattr(folders, "_look", noted)
-    return names
-
-
-def settle(root, seconds=60):
-    """Make files older than the tick of a clock in which they could change again unseen."""
-    for path in root.rglob("*.*"):
-        os.utime(path, (time.time() - seconds,) * 2)
-
-
-def test_a_later_start_opens_only_new_and_changed_files(tmp_path, opened):
-    root, index = tmp_path / "data", tmp_path / "index"
-    for i in range(5):
-        save(root / f"{i}.bmp", grey(i))
-    settle(root)
-    first = load(f"folder:{root}", index=index)
-    assert sorted(opened) == ["0.bmp", "1.bmp", "2.bmp", "3.bmp", "4.bmp"]
-    opened.clear()
-    again = load(f"folder:{root}/", index=str(index))
-    assert opened == [] and same(first, again) and again.fingerprint == first.fingerprint
-    assert again.fingerprint == load(f"folder:{root}").fingerprint  # what is remembered is what is there
-    opened.clear()
-    save(root / "1.bmp", grey(9))  # the same size in bytes
-    save(root / "5.bmp", grey(5))
-    changed = load(f"folder:{root}", index=index)
-    assert sorted(opened) == ["1.bmp", "5.bmp"] and changed.fingerprint != first.fingerprint
-    os.remove(root / "5.bmp")
-    save(root / "1.bmp", grey(1))
-    assert load(f"folder:{root}", index=index).fingerprint == first.fingerprint
-    assert len(list(index.iterdir())) == 1
-
-
-def test_a_file_that_changes_twice_within_a_tick_is_read_twice(tmp_path, opened):
-    root, index = tmp_path / "data", tmp_path / "index"
-    for i in range(2):
-        save(root / f"{i}.bmp", grey(i))
-    settle(root)
-    stamp = time.time_ns()
-    seen = []
-    for value in (7, 8):
-        save(root / "0.bmp", grey(value))
-        os.utime(root / "0.bmp", ns=(stamp, stamp))
-        seen.append(load(f"folder:{root}", index=index).fingerprint)
-    assert seen[0] != seen[1] and opened.count("0.bmp") == 2 and opened.count("1.bmp") == 1
-
-
-def test_masks_are_remembered_with_their_values(tmp_path, opened):
-    root, index = tmp_path / "data", tmp_path / "index"
-    pair(root, "a", half(200))
-    pair(root, "b", half(7, other=50))
-    settle(root)
-    first = load(f"folder:{root}", "masks", 16, index=index)
-    opened.clear()
-    again = load(f"folder:{root}", "masks", 16, index=index)
-    assert opened == [] and same(first, again) and again.num_classes == first.num_classes == 4
-    assert again.fingerprint == first.fingerprint
-    pair(root, "a", half(7, other=50))
-    assert load(f"folder:{root}", "masks", 16, index=index).num_classes == 2 and "a.png" in opened
-    save(root / "masks" / "b.png", half(1, size=(20, 24)))
-    settle(root, 50)
-    for _ in range(2):  # the second time from the index
-        refused("24x20", "24x24", spec=f"folder:{root}", targets="masks", index=index)
-
-
-@pytest.mark.parametrize("damage", [
-    "", "no JSON", "[1]", '{"format": 1, "files": {}}', "half", "value", "[" * 10**5], ids=range(7))
-def test_a_damaged_index_is_made_anew(damage, tmp_path, opened):
-    root, index = tmp_path / "data", tmp_path / "index"
-    for i in range(3):
-        save(root / f"{i}.png", grey(i))
-    settle(root)
-    first = load(f"folder:{root}", index=index)
-    [file] = index.iterdir()
-    content = file.read_text()
-    mended = content.replace('"L"', '"RGB"')
-    assert mended != content
-    file.write_text({"half": content[:len(content) // 2], "value": mended}.get(damage, damage))
-    opened.clear()
-    again = load(f"folder:{root}", index=index)
-    assert len(opened) == 3 and again.channels == 1 and again.fingerprint == first.fingerprint
-    assert file.read_text() == content
-    facts = json.loads(content)
-    file.write_text(json.dumps({**facts, "format": folders.INDEX_FORMAT + 1}))
-    opened.clear()
-    load(f"folder:{root}", index=index)
-    assert len(opened) == 3
-
-
-def test_one_bad_file_does_not_cost_the_others_their_place(tmp_path, opened):
-    root, index = tmp_path / "data", tmp_path / "index"
-    for i in range(4):
-        save(root / f"{i}.png", grey(i))
-    (root / "2.png").write_bytes(b"no")
-    settle(root)
-    refused("2.png", spec=f"folder:{root}", index=index)
-    opened.clear()
-    refused("2.png", spec=f"folder:{root}", index=index)
-    assert opened == ["2.png"]  # and it is refused each time
-    os.remove(root / "2.png")
-    opened.clear()
-    assert len(load(f"folder:{root}", index=index).train) == 2 and opened == []
-
-
-def test_two_folders_of_one_name_have_two_indexes(tmp_path):
-    for place in ("here", "there"):
-        for i in range(2):
-            save(tmp_path / place / "photos" / f"{i}.png", grey(i))
-        settle(tmp_path / place)
-        load(f"folder:{tmp_path / place / 'photos'}", index=tmp_path / "index")
-    assert len(list((tmp_path / "index").iterdir())) == 2
-
-
-def test_an_index_that_cannot_be_written_costs_time_alone(tmp_path, opened):
-    for i in range(2):
-        save(tmp_path / "data" / f"{i}.png", grey(i))
-    settle(tmp_path / "data")
-    (tmp_path / "file").write_text("in the way")
-    for _ in range(2):
-        load(f"folder:{tmp_path / 'data'}", index=tmp_path / "file")
-    assert len(opened) == 4
-
-
-def survey_often(root, index):
-    return {load(f"folder:{root}", index=f"{index}/{i}").fingerprint for i in range(10)}
-
-
-def test_several_processes_at_once(tmp_path):
-    for i in range(20):
-        save(tmp_path / "data" / f"{i}.png", grey(i))
-    settle(tmp_path / "data")
-    with get_context("fork").Pool(3) as pool:
-        seen = pool.starmap(survey_often, [(tmp_path / "data", tmp_path / "index")] * 3)
-    assert set.union(*seen) == {load(f"folder:{tmp_path / 'data'}").fingerprint}
-    for i in range(10):
-        load(f"folder:{tmp_path / 'data'}", index=tmp_path / "index" / str(i))
-        assert len(list(Path(tmp_path / "index" / str(i)).iterdir())) == 1
 
 
 def test_a_mask_is_turned_as_its_image_is(tmp_path):

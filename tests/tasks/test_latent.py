@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import cli
 import common
+import generating
 import numpy as np
 import pytest
 import torch
@@ -33,20 +34,17 @@ from torch import nn
 import strategies
 import train
 from lowprec.recipes import recipe
-from tasks import data, latent_space, perceptual
+from tasks import latent_space, perceptual
 from tasks import vae as latent
+from tasks.autoencoder import Autoencoder, autoencoder_kl
 from tasks.latent_space import Latents, TrainedVAE
 from tasks.task import Rng
-from tasks.vae import Autoencoder, Frozen, Ranges
+from tasks.vae_halves import Frozen, Ranges, latent_std, snr
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+digits = generating.digits
 VAE = ["--task", "vae", *LOOP]
 IN_LATENTS = ["--vae", "runs/vae", *QUICK]
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return data.load("digits")
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +120,9 @@ def test_the_kl_is_that_of_two_gaussians():
 
 def test_decibels():
     a = common.draw(1000)
-    assert latent.snr(a, a) == 150.0
-    assert latent.snr(a * 1.01, a) == pytest.approx(40, abs=1e-3)
-    assert latent.snr(a + float("nan"), a) == -np.inf
+    assert snr(a, a) == 150.0
+    assert snr(a * 1.01, a) == pytest.approx(40, abs=1e-3)
+    assert snr(a + float("nan"), a) == -np.inf
     off = torch.zeros(1, 1, 8, 8)
     assert latent.psnr(off + 0.2, off) == pytest.approx(20)  # the range is 2
 
@@ -132,7 +130,7 @@ def test_decibels():
 def test_the_spread_is_that_of_draws():
     mean, std = common.draw(200, 50, scale=3), common.draw(200, 50, seed=1).abs()
     drawn = (mean + std * common.draw(200, 50, seed=2)).numpy()
-    assert latent.spread(mean, std) == pytest.approx(drawn.std(), rel=0.02)
+    assert latent_std(mean, std) == pytest.approx(drawn.std(), rel=0.02)
 
 
 def adversarial_losses(digits):
@@ -267,10 +265,10 @@ def loud(by):
     takes the size away again, but for one residual path.
     """
     torch.manual_seed(0)
-    net = latent.autoencoder_kl(1)
+    net = autoencoder_kl(1)
     with torch.no_grad():
         net.decoder.blocks[0].conv.weight.mul_(by)
-    return lambda precision: Frozen(lambda: latent.autoencoder_kl(1), net.state_dict(), precision)
+    return lambda precision: Frozen(lambda: autoencoder_kl(1), net.state_dict(), precision)
 
 
 def test_large_activations_overflow_fp16_and_are_counted():
@@ -383,7 +381,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, vae, 
     flags = [*flags, "--pure_bf16", "--stochastic", "--log_every", 2, "--steps", 5]
     assert command(*flags, "--name", "whole") == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
         assert command(*flags, "--name", "stopped") == 143
     assert command(*flags, "--name", "stopped") == 0
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import cli
 import common
+import generating
 import pytest
-import test_strategies
 import torch
 from cli import (
     after_step,
@@ -21,17 +21,18 @@ from cli import (
     one_line,
     quick,
 )
-from test_strategies import batch, make, noise_from, velocity_to
+from generating import batch, make, noise_from, velocity_to
 
 from tasks import metrics as scores
-from tasks.diffusion import DDPM, TIMESTEPS, RFlow
+from tasks.diffusion import DDPM, RFlow
 from tasks.feature_net import DIGITS_FILE, fit_feature_net, load_feature_net
+from tasks.generation import TIMESTEPS
 from tasks.perceptual import Perceptual
 from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 stepped = cli.stepped
-digits = test_strategies.digits
+digits = generating.digits
 
 
 def written_out(net, a, b):
@@ -171,7 +172,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(monkeypatch):
     flags = "--perceptual 0.1 --pure_bf16 --stochastic --set perceptual=bf16".split()
     assert quick(*flags, name="whole", steps=5) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 3, lambda run: run.stop.ask(signal.SIGTERM))
         assert quick(*flags, name="stopped", steps=5) == 143
     assert quick(*flags, name="stopped", steps=5) == 0
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])

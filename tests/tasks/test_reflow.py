@@ -10,8 +10,8 @@ from pathlib import Path
 
 import cli
 import common
+import generating
 import pytest
-import test_strategies
 import torch
 from cli import (
     LOOP,
@@ -30,18 +30,18 @@ from cli import (
     quick,
     summary,
 )
+from generating import Recorder, batch, drawer, make, rmse
 from safetensors.torch import load_file
-from test_strategies import Recorder, batch, make, rmse
 
 import train
-from harness.run_folder import read_checkpoint
-from tasks.diffusion import BINS, TIMESTEPS
+from tasks.generation import BINS, TIMESTEPS
 from tasks.reflow import PAIRS, Reflow
 from tasks.task import Rng
 from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-digits = test_strategies.digits
+digits = generating.digits
+teachers = generating.teachers
 
 TEACHER = "runs/teacher"
 REFLOW = ["--task", "reflow", "--teacher", TEACHER, "--pairs", 50, "--teacher_steps", 4]
@@ -69,23 +69,8 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def teachers(trained):
-    for run in trained.iterdir():
-        shutil.copytree(run, Path("runs", run.name), ignore=shutil.ignore_patterns("events*"))
-
-
 def student(*flags, steps=4, name="run"):
     return quick(*REFLOW, *flags, steps=steps, name=name)
-
-
-def drawer(path, **changes):
-    """sample(labels, noise, steps) with the averaged weights of a run."""
-    found = read_checkpoint(path)
-    run = Trainer({**train.DEFAULTS, **found["config"], **changes})
-    run.restore(found)
-    net = run.precision.generator()
-    return lambda labels, noise, steps: run.task.sample(net, labels, noise, steps)
 
 
 def pairs(name="run"):
@@ -261,7 +246,7 @@ def test_an_interrupted_student_equals_an_uninterrupted_one_bit_for_bit(flags, t
     flags = [*flags.split(), "--log_every", 3]
     assert student(*flags, name="whole", steps=8) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 5, lambda run: run._asked_to_stop(signal.SIGTERM, None))
+        after_step(patch, 5, lambda run: run.stop.ask(signal.SIGTERM))
         assert student(*flags, name="stopped", steps=8) == 143
     assert checkpoint("stopped")["step"] == 5
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ from torch import nn
 import strategies
 from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
-from tasks import slotcontrast, slots, steve, video
+from tasks import clip_sets, slotcontrast, slots, steve
 from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -33,7 +33,7 @@ def typed(name):
 
 @pytest.fixture(scope="module")
 def clips():
-    return video.sprites(16, 2, 0, 24, 8)
+    return clip_sets.sprites(16, 2, 0, 24, 8)
 
 
 def made(name, clips, sites=(), **flags):

@@ -113,7 +113,7 @@ def test_a_strangers_task_is_one_class():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer
     options = dict(capture_output=True, text=True, env=environment, timeout=300, check=True)
     out = subprocess.run([sys.executable, ROOT / "train.py", *words], **options).stdout
-    assert "waves: 64 + 32\nMine on " in out and "real (floor)" in out and "error" in out
+    assert "waves: 64 + 32\nMine, 97 parameters, on " in out and "real (floor)" in out and "error" in out
     assert "target" in out  # the ledger holds its site
     state = read_checkpoint("runs/run")
     assert state["step"] == 5 and state["config"]["hidden"] == 32 and state["config"]["lr"] == 1e-2

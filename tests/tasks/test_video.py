@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.metrics import adjusted_rand_score
 
 import strategies
-from tasks import folders, video, video_metrics
+from tasks import clip_sets, folders, sprites, video, video_metrics
 from tasks.steve import Steve
 
 FLAGS = strategies.table("steve" if "steve" in strategies.TASKS else f"{video.__file__[:-8]}steve.py:Steve")
@@ -35,7 +35,7 @@ def naive(scene, clip, frames):
         for t in range(frames):
             for row, column in itertools.product(range(side), repeat=2):
                 dx, dy = column + 0.5 - x, row + 0.5 - y
-                kind = video.SHAPES[scene.shape[clip, s]]
+                kind = sprites.SHAPES[scene.shape[clip, s]]
                 if kind == "disc":
                     inside = dx * dx + dy * dy <= half * half
                 elif kind == "square":
@@ -59,20 +59,20 @@ def turned(place, speed, low, high):
 
 
 def test_sprites_are_as_a_naive_drawing_has_them():
-    scene = video.Scene.drawn(6, 24, torch.Generator().manual_seed(3))
+    scene = sprites.Scene.drawn(6, 24, torch.Generator().manual_seed(3))
     clips, masks = scene.frames(6)
     for clip in range(6):
         image, mask = naive(scene, clip, 6)
         assert (mask == masks[clip]).double().mean() > 0.999  # a pixel's centre may lie on an edge
         same = (mask == masks[clip])[:, None].expand_as(image)
         assert torch.allclose(image[same], clips[clip].double()[same], atol=1e-6)
-    assert {video.SHAPES[i] for i in scene.shape.flatten().tolist()} == set(video.SHAPES)
+    assert {sprites.SHAPES[i] for i in scene.shape.flatten().tolist()} == set(sprites.SHAPES)
     walked = (scene.at(1) - scene.at(0)).abs()
     assert walked.max() <= 24 / 12 and walked.median() > 0.2
 
 
 def test_sprites_turn_round_at_borders_and_stay_inside():
-    scene = video.Scene.drawn(50, 24, torch.Generator().manual_seed(0))
+    scene = sprites.Scene.drawn(50, 24, torch.Generator().manual_seed(0))
     turns = 0
     for t in range(1, 40):
         low, high = scene.half[..., None], 24 - scene.half[..., None]
@@ -83,14 +83,14 @@ def test_sprites_turn_round_at_borders_and_stay_inside():
 
 
 def test_sprites_are_a_function_of_the_seed():
-    one, same, other = (video.sprites(16, 3, seed, 20, 5) for seed in (1, 1, 2))
+    one, same, other = (clip_sets.sprites(16, 3, seed, 20, 5) for seed in (1, 1, 2))
     assert one.fingerprint == same.fingerprint != other.fingerprint
     clips, masks = one.train[[4, 0]]
     assert clips.shape == (2, 3, 3, 16, 16) and clips.dtype == torch.float32 and clips.abs().max() <= 1
     assert masks.shape == (2, 3, 16, 16) and masks.dtype == torch.int64
     assert torch.equal(clips, same.train[[4, 0]][0]) and not torch.equal(clips, other.train[[4, 0]][0])
     assert (len(one.train), len(one.heldout)) == (20, 5)
-    counts = [len(mask.unique()) - 1 for mask in video.sprites(24, 2, 0, 100, 5).train.masks]
+    counts = [len(mask.unique()) - 1 for mask in clip_sets.sprites(24, 2, 0, 100, 5).train.masks]
     assert set(counts) <= {1, 2, 3, 4} and len(set(counts)) > 2  # one may hide behind another
 
 
@@ -277,5 +277,5 @@ def test_frames_are_in_the_order_of_their_numbers(tmp_path):
         (tmp_path / clip).mkdir()
         for t in range(12):
             Image.new("L", (16, 16), 20 * t).save(tmp_path / clip / f"frame{t}.png")
-    found = video._folders_of(tmp_path, folders.IMAGES)
+    found = clip_sets._folders_of(tmp_path, folders.IMAGES)
     assert [path.stem for path in found["a"]] == [f"frame{t}" for t in range(12)]

@@ -13,8 +13,9 @@ from test_watch_loop import eager, losing, net, train
 
 from lowprec.telemetry import sample
 from lowprec.watch import findings
-from lowprec.watch.findings import dead_part
-from lowprec.watch.watch import Partial, Watch
+from lowprec.watch.dead_parts import dead_part
+from lowprec.watch.gradients import Partial
+from lowprec.watch.watch import Watch
 from lowprec.watch.writes import Tally
 
 eager = eager
@@ -130,7 +131,7 @@ def clips(scale):
 
 def shrunk(left, norm):
     """What most looks saw: 6 of the healthy loop saw nothing of it."""
-    return lambda watch: watch.shrunk.extend([(left, norm)] * 7)
+    return lambda watch: watch.gradients.shrunk.extend([(left, norm)] * 7)
 
 
 def accumulated(**values):
@@ -152,7 +153,7 @@ def stated(dtype):
 
 
 def summed(error):
-    return lambda watch: watch.sums_of_gradients.update({number(watch, LAST): (7 * error, 7, 8)})
+    return lambda watch: watch.gradients.sums.update({number(watch, LAST): (7 * error, 7, 8)})
 
 
 def heard(cleared, last, times=0):
@@ -166,9 +167,9 @@ def heard(cleared, last, times=0):
         partial = Partial(parts.sum(0), False)
         partial.count, partial.cleared, partial.last = 4, cleared, parts[3]
         partial.times = times or cleared
-        watch.partial = {i: partial}
+        watch.gradients.partial = {i: partial}
         p.grad = (parts[3] if last else parts.sum(0)).view_as(p)
-        watch._compare_sums(None)
+        watch.gradients.compare(None, watch.writes.look)
 
     return change
 
@@ -481,8 +482,8 @@ ROWS = {
         "grads",
         "severe",
         "still there",
-        lambda w: setattr(w, "uncleared", True),
-        lambda w: setattr(w, "uncleared", False),
+        lambda w: setattr(w.gradients, "uncleared", True),
+        lambda w: setattr(w.gradients, "uncleared", False),
     ),
     "half of a matrix": ("grads", "moderate", "columns 32 to 63 of 64", ungraded(32, 64), ungraded(30, 60)),
     "copies": ("optimizer", "severe", "60% of the weights differ", departed(0.6), departed(0.4)),

@@ -8,7 +8,8 @@ import torch
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.rounding import stochastic_round
-from lowprec.watch import watch
+from lowprec.telemetry import StepReport, sample, stays
+from lowprec.watch.writes import Tally, Writes
 
 # ---- Samples -----------------------------------------------------------------------------------------------
 
@@ -17,7 +18,7 @@ from lowprec.watch import watch
 def test_a_sample_sees_all_columns(shape):
     # only the values are needed: each entry holds its own column
     columns = torch.arange(shape[-1], dtype=torch.float32).expand(shape)
-    seen = watch.sample(columns)
+    seen = sample(columns)
     assert seen.numel() < 1 << 17
     share = seen.unique().numel() / min(shape[-1], seen.numel())
     assert share > 0.99, f"{share:.1%} of the columns"
@@ -25,7 +26,7 @@ def test_a_sample_sees_all_columns(shape):
 
 def test_a_sample_is_evenly_spread_and_reaches_the_end():
     for n in (131_072, 300_000, 1_000_003, 1 << 20, 6_300_000):
-        seen = watch.sample(torch.arange(float(n)))
+        seen = sample(torch.arange(float(n)))
         stride = int(seen[1] - seen[0])
         assert (seen.diff() == stride).all() and seen[0] == 0 and n - seen[-1] <= stride
         assert math.gcd(stride, n) == 1
@@ -37,15 +38,15 @@ def test_a_sample_is_evenly_spread_and_reaches_the_end():
 def test_tensors_below_131072_entries_are_taken_whole(n):
     assert max(1, n // 65_536) == 1  # as recorded runs took them
     t = torch.arange(float(n))
-    assert torch.equal(watch.sample(t), t)
+    assert torch.equal(sample(t), t)
 
 
 def test_a_sample_is_flat_and_holds_no_graph():
     t = torch.ones(3, 4, requires_grad=True) * 2
-    assert watch.sample(t).shape == (12,) and not watch.sample(t).requires_grad
+    assert sample(t).shape == (12,) and not sample(t).requires_grad
     turned = torch.arange(12.0).view(3, 4).t()
-    assert torch.equal(watch.sample(turned), turned.flatten())
-    assert watch.sample(torch.tensor(3.0)).tolist() == [3.0]
+    assert torch.equal(sample(turned), turned.flatten())
+    assert sample(torch.tensor(3.0)).tolist() == [3.0]
 
 
 # ---- One step ----------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def adamw(*tensors, lr=1e-3, **options):
 def stepped(optimizer, params, grads, scale=1.0):
     """(report of one step, held before, held after)"""
     names = [(str(i), p) for i, p in enumerate(params)]
-    report = watch.StepReport(optimizer, grads, scale, names, {})
+    report = StepReport(optimizer, grads, scale, names, {})
     before = [optimizer.held(p).clone() for p in params]
     optimizer.step(grads=grads, grad_scale=scale)
     return report.written(), before, [optimizer.held(p).clone() for p in params]
@@ -121,7 +122,7 @@ class Unknown:
 def test_an_optimiser_that_can_not_tell_is_judged_by_what_it_did():
     p = torch.nn.Parameter(torch.full((4,), 2.0))
     grads = {p: torch.tensor([1.0, 1.0, 1.0, 0.0])}
-    report = watch.StepReport(Unknown(), grads, 1.0, [("p", p)], {})
+    report = StepReport(Unknown(), grads, 1.0, [("p", p)], {})
     with torch.no_grad():
         p[:2] += 0.5
     written = report.written()
@@ -135,7 +136,7 @@ def test_the_average_is_counted(dtype, low, high):
     names = [("p", p), ("still", still)]
     average = EMA(names, 0.999, dtype, low_part=optimizer.low_part, compiled=False)
     grads = {p: torch.randn(4000)}
-    report = watch.StepReport(optimizer, grads, 1.0, names, average.shadow)
+    report = StepReport(optimizer, grads, 1.0, names, average.shadow)
     optimizer.step(grads=grads)
     old = average.shadow["p"].clone()
     average.update()
@@ -162,8 +163,8 @@ def test_the_tally_forgives_noise_and_not_loss():
     }
     tallies = {}
     for name, new in writes.items():
-        tallies[name] = watch.Tally()
-        tallies[name].add(watch.stays(stored, target), old, target, new.float())
+        tallies[name] = Tally()
+        tallies[name].add(stays(stored, target), old, target, new.float())
     assert tallies["nearest"].lost > 0.95 and 0.2 < tallies["half"].lost < 0.5
     assert tallies["exact"].lost == tallies["stochastic"].lost == 0.0
     assert all(t.stuck == 1.0 for t in tallies.values())
@@ -184,7 +185,7 @@ def tallied(dtype, steps=8, decay=0.999, ema="fp32", every=5001, **options):
 
     for _ in range(100):
         optimizer.step(grads=gradient(1.0))
-    writes = watch.Writes(optimizer, [("p", p)], {"ema": average})
+    writes = Writes(optimizer, [("p", p)], {"ema": average})
     hook = optimizer.register_step_pre_hook(writes.before)
     for _ in range(steps):
         optimizer.step(grads=gradient(0.01), grad_scale=0.5)
@@ -215,13 +216,13 @@ def test_the_excess_is_v_over_the_mean_square():
     writes = tallied(torch.float32)
     v = (0.999**8 * (1 - 0.999**100)) / (1 - 0.999**108)
     assert writes.excess() == pytest.approx(v / 0.005**2, rel=0.1)
-    assert watch.Writes(writes.optimizer, writes.named_params, {}).excess() is None
+    assert Writes(writes.optimizer, writes.named_params, {}).excess() is None
 
 
 def test_gradients_are_read_from_the_parameters_where_none_are_handed_over():
     torch.manual_seed(0)
     optimizer, (p, without) = adamw(torch.randn(50), torch.randn(3))
-    writes = watch.Writes(optimizer, [("p", p), ("without", without)], {})
+    writes = Writes(optimizer, [("p", p), ("without", without)], {})
     with_hook = optimizer.register_step_pre_hook(writes.before)
     p.grad = torch.randn(50)
     optimizer.step()

@@ -150,7 +150,7 @@ def test_a_step_that_raises_is_forgotten_and_the_next_is_seen(at, late):
     assert watch.depth == 1  # the hook after the step was never called
     looks = watch.looks
     train(model, optimizer, 12, move)
-    assert watch.depth == 0 and watch.frame is None
+    assert watch.depth == 0
     assert watch.steps == at - 1 + 12 and watch.looks >= looks + 5
     assert losing(watch) == set(), str(watch)
 
@@ -181,10 +181,9 @@ def test_gradients_that_a_closure_summed_before_it_raised_are_forgotten():
     optimizer.zero_grad()
     with pytest.raises(AssertionError):
         optimizer.step(lambda: closure(True))
-    assert watch.partial
     optimizer.zero_grad()
     train(model, optimizer, 3)
-    assert watch.sums_of_gradients == {} and watch.forgotten == {}
+    assert watch.gradients.sums == {} and watch.gradients.forgotten == {}
 
 
 def test_a_step_within_a_step_counts_once():

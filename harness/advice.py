@@ -1,0 +1,79 @@
+"""Flags that don't go together on these processes, and the warnings before a run. run: a trainer.Trainer."""
+
+from harness.run_folder import check_export
+from lowprec.errors import Refused
+from lowprec.fsdp import policy_note
+from lowprec.rules import COMMAND, RunFacts, check_machine, refuse
+
+LATE = 0.1  # of the initial weights in an average: more shows in what it draws
+
+
+def check_processes(run):
+    """Raise Refused for flags that these processes can't follow."""
+    c, world = run.config, run.ranks.world
+    if c.batch_size % world:
+        shared = f"--batch_size {c.batch_size} can't be shared by {world} processes"
+        raise Refused(f"{shared}: use a multiple of {world}")
+    if run.ranks.spread and not run.ranks.started:
+        raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
+    asked_for = RunFacts(
+        run.recipe,
+        spread=c.fsdp and not run.draws,
+        compiled=c.compile,
+        processes=world,
+        grad_release=c.grad_release,
+        average_on=c.average_on,
+        states_on=c.states_on,
+    )
+    refuse(COMMAND, asked_for)
+    if c.export:
+        check_export(c.export)
+
+
+def notes(run):
+    """What this machine only emulates, what the recipe loses, and flags that change nothing: a line each."""
+    c, recipe = run.config, run.recipe
+    found = list(check_machine(recipe, run.device))
+    found += recipe.warnings(
+        beta2=c.beta2,
+        ema_decay=c.ema_decay,
+        lr=c.lr,
+        weight_decay=c.weight_decay,
+        micro_batches=c.accumulate,
+        optimizer=c.optimizer,
+    )
+    if run.device.type == "cpu":
+        for name in ("average_on", "states_on"):
+            if getattr(c, name) == "cpu":
+                found.append(f"--{name} cpu changes nothing: the weights are on the CPU too")
+    if recipe.loss_scale != "dynamic":
+        for name, value in run.table.pick(c, "scaler").items():
+            if value != run.table[name].default:
+                found.append(f"--{name} {value:g} changes nothing: --fp16 alone scales the loss")
+    if run.ranks.world == 1 and (recipe.reduce, recipe.reduce_update) != ("fp32", "nearest"):
+        found.append("--set reduce and reduce_update change nothing: this is one process")
+    if c.fsdp and policy_note(recipe):
+        found.append(policy_note(recipe))
+    return found
+
+
+def advice(run):
+    """What would make a run faster or its result better: a line each."""
+    c = run.config
+    found = []
+    if run.recipe.fp8 and run.device.type == "cuda" and not c.compile:
+        slow = "each cast is kernels of its own, which can be slower than --bf16"
+        found.append(f"--fp8 without --compile: {slow}")
+    if c.lr_schedule != "constant" and c.warmup >= c.steps:
+        late = f"--warmup {c.warmup} does not end before --steps {c.steps}"
+        found.append(f"--lr_schedule {c.lr_schedule} never begins: {late}")
+    first_look = run.validation.every
+    if first_look > c.steps:
+        flag = "--early_stop" if c.early_stop else "--validate_every"
+        late = f"the first look is after {first_look:,} steps, and --steps is {c.steps:,}"
+        found.append(f"{flag} never looks at held-out data: {late}; use a smaller --validate_every")
+    initial_share = c.ema_decay**c.steps
+    if initial_share > LATE and c.ema_decay < 1 and not c.ema_warmup:
+        late = f"after {c.steps:,} steps the average that is scored and drawn holds {initial_share:.0%}"
+        found.append(f"--ema_decay {c.ema_decay:g}: {late} of the initial weights; add --ema_warmup")
+    return found

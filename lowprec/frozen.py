@@ -1,0 +1,97 @@
+"""What a run has learnt: its weights by name, and copies of its net to generate from."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from .cast import Cast, View
+from .errors import Refused
+from .optimizers import buckets
+from .rounding import exact_weight
+
+CONVERTED = ("fp32", "bf16", "autocast", "fp16")  # values of the site generation that cast the copy anew
+
+
+@torch.no_grad()
+def weights_of(run, source: str) -> dict[str, torch.Tensor]:
+    """Precision.weights."""
+    if source not in ("raw", *run.averages):
+        raise Refused(f"weights '{source}': this run holds {', '.join(['raw', *run.averages])}")
+    trained = {}
+    for name, p in run.named_params:
+        if source == "raw":
+            trained[p] = exact_weight(buckets.local(p), run.low_part(p))
+        else:
+            trained[p] = run.averages[source].shadow[name]
+    with ExitStack() as stack:
+        for method in run.methods:
+            stack.enter_context(method.plain(run.model))
+        values = dict(run.model.state_dict())
+        for name, p in run.model.named_parameters(remove_duplicate=False):  # tied weights have several names
+            if p in trained:
+                values[name] = trained[p]
+    for method in run.methods:
+        values = method.values(values)
+    return values if run.ranks is None else run.ranks.gathered(values)
+
+
+@torch.no_grad()
+def frozen_view(run, source: str, sites: dict[str, str]) -> View | None:
+    """Precision.frozen."""
+    r = run.recipe.replace(**sites)
+    values = weights_of(run, source)
+    staying = [method for method in run.methods if method.generates == r.generation]
+    net = _copy_of_net(run, values, staying)
+    if net is None:
+        return None
+    converts = r.generation in CONVERTED or r.quantises
+    if converts:
+        r = _converted(r)
+    if converts and run.ranks is None:
+        run.cast.undo(net)
+    if converts or run.ranks is not None:
+        Cast(net, r)
+    for name, p in net.named_parameters():
+        if name in values:
+            p.copy_(values[name])
+    for method in run.methods:
+        method.freeze(net, r.generation)
+    return View(net, r, staying, run.view_of_model.keep)
+
+
+def _copy_of_net(run, values, staying):
+    """A copy of the net with the `staying` methods alone, on the first rank; None on others."""
+    with ExitStack() as stack:
+        for method in run.methods:
+            if method not in staying:
+                stack.enter_context(method.plain(run.model))
+        if run.ranks is None:
+            net = _copied(run.model)
+        else:
+            net = run.ranks.copy(run.options.blank, values)
+        if net is None:
+            return None
+        return net.requires_grad_(False).eval()
+
+
+def _converted(r):
+    """The recipe of a copy that is brought to the dtype of r.generation."""
+    weights = "bf16" if r.generation == "bf16" else "fp32"
+    compute = r.generation if r.generation in ("fp32", "fp16") else "bf16"
+    return r.replace(weights=weights, grads=weights, compute=compute, islands="none")
+
+
+def _copied(net: nn.Module) -> nn.Module:
+    """A copy of a net. What a forward pass has left in its modules, an auxiliary loss for one, is detached:
+    torch copies no tensor with a graph.
+    """
+    known = {}  # deepcopy takes these for copies that it has made already
+    for module in net.modules():
+        for value in vars(module).values():
+            if torch.is_tensor(value) and value.grad_fn:
+                known[id(value)] = value.detach().clone()
+    return copy.deepcopy(net, known)

@@ -1,0 +1,66 @@
+"""The gradients of one step of a Precision, before the optimiser has them."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import Refused
+from .optimizers import buckets
+from .optimizers.release import clipping, norms_of
+from .optimizers.rounded import SPARSE
+
+# {parameter: its gradient, or a number of it}
+ByParameter = dict[torch.nn.Parameter, torch.Tensor]
+Scale = float | torch.Tensor | ByParameter
+
+
+def gradients_of(run) -> ByParameter:
+    """{parameter: what it is updated by, of all micro-batches}, of a net that is spread over ranks this
+    rank's rows. Raises Refused where one is sparse, or where there is none.
+    """
+    grads = run.sums or {p: p.grad for p in run.params if p.grad is not None}
+    if run.ranks is not None:
+        grads = {p: buckets.local(g) for p, g in grads.items()}
+    if any(g.is_sparse for g in grads.values()):
+        raise Refused(SPARSE)
+    if not grads and not run.has_released:
+        raise Refused(
+            "step() found no gradients: call backward(loss) before it, with a loss that depends on the "
+            "model's parameters"
+        )
+    return grads
+
+
+def norms_where_needed(run, grads: ByParameter, measure: bool) -> ByParameter:
+    """{parameter: 2-norm of its whole gradient, fp32, 0-dim}; {} where nobody asks for it."""
+    if not grads or not (run.clip_grad or run.clip_tensor or measure):
+        return {}
+    return norms_of(grads) if run.ranks is None else run.ranks.norms_of(grads)
+
+
+def clip_scale(norms: ByParameter, clip_grad: float, clip_tensor: float) -> Scale:
+    """What the step multiplies gradients by: a number, a 0-dim tensor, or {parameter: 0-dim tensor}."""
+    if clip_grad:
+        return clipping(norm_of_all(norms.values()), clip_grad)
+    if clip_tensor and norms:
+        scales = clipping(torch.stack(list(norms.values())), clip_tensor)
+        return dict(zip(norms, scales.unbind(), strict=True))
+    return 1.0
+
+
+def measured(run, grads: ByParameter, norms: ByParameter) -> dict[str, float]:
+    """{grad_norm, nonfinite_grads} of this step, of what backward has updated too."""
+    nonfinite = {p: (~g.isfinite()).sum() for p, g in grads.items()}
+    if run.has_released:
+        norms = {**run.release.norms, **norms}
+        nonfinite = {**run.release.nonfinite, **nonfinite}
+    norm = norm_of_all(norms[p] for p in run.params if p in norms)
+    count = sum(map(int, nonfinite.values()))
+    if run.ranks is not None:
+        count = int(run.ranks.sum(count))
+    return {"grad_norm": norm.item(), "nonfinite_grads": count}
+
+
+def norm_of_all(norms) -> torch.Tensor:
+    """The norm of tensors that have these norms: 0-dim."""
+    return torch.linalg.vector_norm(torch.stack(list(norms)))

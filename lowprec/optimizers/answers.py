@@ -1,0 +1,264 @@
+"""What precision, telemetry, the ledger and the doctor ask of an optimiser, whatever its class.
+
+`Answers` has a default for each question. `RoundedAnswers` answers for our own optimisers, from their state.
+
+    p is a parameter, `name` that of a moment; pick: tensor -> flat tensor, all of it or a sample.
+
+    held(p, pick)               the fp32 value that p stands for
+    low_part(p)                 what completes p to that value
+    moment(p, name, pick)       a moment, codes as the values they stand for
+    coded(p, name)              whether the moment is held in codes
+    decay(p, name)              how a moment decays
+    decayed(p)                  how much of p weight decay takes
+    wanted(p, g, pick)          the fp32 update that gradient g asks for, before any rounding
+    wanted_together(...)        the same for several parameters
+    nbytes(), notes()           bytes of state, and remarks, by site
+    clear(p, name), still(p)    set a moment to zero; set to zero what moves p without a gradient
+    set_exact(p, value)         let p hold a value
+    announce, attach, collect   called around a run
+"""
+
+import math
+
+import torch
+
+from ..rounding import exact_weight, write_weight
+from .buckets import local
+from .state import LOW, low_of
+
+
+def params_of(groups):
+    """The parameters of parameter groups, in their order."""
+    found = []
+    for group in groups:
+        found += group["params"]
+    return found
+
+
+# ---- Defaults ----------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A mixin for optimisers: the questions, with the answers of one of which nothing special is known."""
+
+    by_recipe = True  # whether it writes as the recipe says; peers write in their own way
+    by_rows = True  # whether it steps some rows of a tensor as it steps them all, see lowprec.fsdp
+    compiled = False
+    coders = {}  # {moment: formats.Format} of those held in codes
+
+    def low_part(self, p):
+        """What completes weight p to the value held: int16 remainder, bf16 compensation, fp32 master, or
+        None.
+        """
+        return None
+
+    def held(self, p, pick=torch.flatten):
+        """The fp32 value held for parameter p, flat."""
+        low = self.low_part(p)
+        return exact_weight(pick(local(p)), None if low is None else pick(low))
+
+    def moment(self, p, name, pick=torch.flatten):
+        """A moment of p, flat: as held, or the fp32 values that its codes stand for; None where it has none.
+        """
+        return None
+
+    def coded(self, p, name):
+        """Whether the moment of p is held in codes."""
+        return False
+
+    def decay(self, p, name):
+        """(beta, t): the decay of a moment at the next step, NaN for one that it does not keep, and the steps
+        that its bias correction counts.
+        """
+        return math.nan, 0
+
+    def decayed(self, p):
+        """Share of p that weight decay takes at each step: lr * weight decay."""
+        group = self._group(p)
+        return float(group["lr"]) * group.get("weight_decay", 0.0)
+
+    def wanted(self, p, g, pick=torch.flatten):
+        """The fp32 update that gradient g (flat, as `pick` takes it) asks of the next step, before any
+        rounding; None where the state does not tell.
+        """
+        return None
+
+    def wanted_together(self, params, gradients, pick=torch.flatten, held=None):
+        """[what `wanted` says of each parameter], NaN for None. held: what `held` says of all of them, flat,
+        where that is known already.
+        """
+        found = []
+        for p, g in zip(params, gradients, strict=True):
+            update = self.wanted(p, g, pick)
+            found.append(torch.full_like(g, math.nan) if update is None else update)
+        return found
+
+    def nbytes(self):
+        """{site: bytes} of the state as allocated."""
+        return {}
+
+    def notes(self):
+        """{site: text} that the ledger adds to its reasons."""
+        return {}
+
+    def clear(self, p, name):
+        """Set the moment of p to zero, in place. False where that can't be done."""
+        return False
+
+    def still(self, p):
+        """Set to zero what moves p without a gradient. False where that can't be done."""
+        return self.clear(p, "exp_avg")
+
+    def set_exact(self, p, value):
+        """Let parameter p hold fp32 `value` (same shape) as exactly as it can."""
+        p.copy_(value)
+
+    def announce(self, grads, grad_scale):
+        """Called before `wanted` is asked of the next step, with what that step will be given."""
+
+    def attach(self, model):
+        """Called once with the model, for optimisers that hang on its gradients."""
+
+    def collect(self):
+        """Called at a step before gradients are read."""
+
+    def all_params(self):
+        """The parameters of all groups, in their order."""
+        return params_of(self.param_groups)
+
+    def _group(self, p):
+        for group in self.param_groups:
+            if any(p is q for q in group["params"]):
+                return group
+        raise KeyError("a parameter of no group")
+
+
+# ---- Ours --------------------------------------------------------------------------------------------------
+
+
+class RoundedAnswers(Answers):
+    """The answers of `Rounded`."""
+
+    def low_part(self, p):
+        return low_of(self.state[p]) if p in self.state else None
+
+    def moment(self, p, name, pick=torch.flatten):
+        if name not in self.moments or name not in self.state[p]:
+            return None
+        bucket = self.rank_buckets.get(p)
+        if bucket is None or not self.coded(p, name):
+            values = self.moment_values(name, self._settled(p, name), self.size(p, name))
+            return pick(values).to(p.device)
+        if bucket.numel:
+            values = self.moment_values(name, self.state[p], bucket.numel)
+        else:
+            values = local(p).float()  # this rank has no rows of p: an empty tensor
+        return pick(bucket.views(values, [p])[0])
+
+    def _settled(self, p, *names):
+        """The state of p after the last step, wherever it is; codes of these moments on the device of p."""
+        state = self.state[p]
+        if self.away is None:
+            return state
+        self.away.settle()
+        state = dict(state)
+        for name in names:
+            if self.coded(p, name):
+                state[name] = state[name].to(p.device)
+                state[f"{name}_scale"] = state[f"{name}_scale"].to(p.device)
+        return state
+
+    def coded(self, p, name):
+        return f"{name}_scale" in self.state[p]
+
+    def decay(self, p, name):
+        if name not in self.moments:
+            return math.nan, 0
+        return self._group(p)["betas"][self.moments.index(name)], self.state[p]["step"]
+
+    def wanted(self, p, g, pick=torch.flatten):
+        return self.wanted_together([p], [g], pick)[0]
+
+    def wanted_together(self, params, gradients, pick=torch.flatten, held=None):
+        """As of Answers: the parameters of one group and step in one vector."""
+        lengths = [g.numel() for g in gradients]
+        held = [self.held(p, pick) for p in params] if held is None else held.split(lengths)
+        found = [None] * len(params)
+        for group, step, device, members in self._alike(params):
+            numbers = self.numbers(group, step + 1)
+            numbers = type(numbers)(*torch.tensor(numbers, dtype=torch.float32, device=device))
+            g = torch.cat([gradients[i].float() for i in members])
+            moments = []
+            for name in self.moments:
+                values = [self.moment(params[i], name, pick).float() for i in members]
+                moments.append(torch.cat(values))
+            update, _ = self.direction(g, moments, numbers)
+            decay = float(group["lr"]) * group["weight_decay"]
+            update = update - decay * torch.cat([held[i] for i in members])
+            parts = update.split([lengths[i] for i in members])
+            for i, part in zip(members, parts, strict=True):
+                found[i] = part
+        return found
+
+    def _alike(self, params):
+        """[(group, step, device, indices of the parameters that are alike in these)]."""
+        group_of = {}
+        for group in self.param_groups:
+            group_of.update(dict.fromkeys(group["params"], group))
+        found = {}
+        for i, p in enumerate(params):
+            group, step = group_of[p], self.state[p]["step"]
+            _, _, _, members = found.setdefault((id(group), step, p.device), (group, step, p.device, []))
+            members.append(i)
+        return list(found.values())
+
+    def clear(self, p, name):
+        key = f"{name}_scale" if self.coded(p, name) else name  # codes are zero where their scale is
+        held = self._settled(p).get(key)
+        if held is None:
+            return False
+        held.zero_()
+        return True
+
+    def still(self, p):
+        return all(self.clear(p, name) for name in self.moments if self.is_signed(name))
+
+    @torch.no_grad()
+    def set_exact(self, p, value):
+        write_weight(value.to(p.device, torch.float32), local(p), low_of(self.state[p]))
+
+    def nbytes(self):
+        """{site: bytes} of the state as allocated: the moments, kahan and master; of a tensor that is spread
+        over ranks, on all of them together.
+        """
+        total = dict.fromkeys([*self.moments, "kahan", "master"], 0)
+        for p, state in self.state.items():
+            for name, t in state.items():
+                if name != "step":
+                    site = LOW.get(name, name.removesuffix("_scale"))
+                    total[site] += self._bytes(p, name, t)
+        for name, coder in self.coders.items():  # tables that all tensors share
+            if any(self.coded(p, name) for p in self.state):
+                total[name] += coder.table_bytes(self.is_signed(name), self.update == "stochastic")
+        return total
+
+    def _bytes(self, p, name, t):
+        if p not in self.rank_buckets:
+            return t.nbytes
+        count = self.coded_sizes(p, name)
+        return t.element_size() * (count(p.numel()) if count else p.numel())
+
+    def plain(self, name):
+        """How many values keep the moment in fp32 although it is held in codes: those of small tensors."""
+        sizes = [self.size(p, name) for p in self.state]
+        return sum(n for n in sizes if not self.coders[name].takes(n))
+
+    def notes(self):
+        whole = sum(p.numel() for p in self.state)
+        found = dict.fromkeys(self.coders, "")
+        for name in self.coders:
+            found[name] = f"; {self.plain(name):,} of {whole:,} in small tensors stay fp32"
+        if self.away is not None:
+            for name in self.moments:
+                found[name] = found.get(name, "") + "; in the memory of the CPU (--states_on cpu)"
+        return found

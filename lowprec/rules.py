@@ -1,0 +1,587 @@
+"""What can't be had, and what a recipe loses: tables of rules, each a condition with its sentence.
+
+    refuse(RECIPE, r)                  # raises Refused with the sentence of the first rule that holds
+    lines = sentences(LOSSES, losses)  # of all rules that hold
+
+All rules of a table get one argument, the facts:
+
+    FLAGS      FlagFacts     what recipe() is called with
+    RECIPE     Recipe        which sites go together
+    MACHINE    MachineFacts  a recipe on a device; EMULATED: what the device is slow at
+    NET        nn.Module     the model of a Precision
+    RUN        RunFacts      the other arguments of a Precision; COMMAND: those of the command
+    OPTIMIZER  PartFacts     an optimiser, once it is made
+    LOSSES     LossFacts     what a recipe that works loses
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import Refused
+from .formats import FORMATS
+from .machine import device_facts, support
+from .optimizers.buckets import whole_alone
+from .optimizers.peers import PEERS
+from .optimizers.rounded import Rounded
+from .sites import CODES
+
+PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """when: facts -> whether the rule holds. says: its sentence, or facts -> the sentence."""
+
+    when: Callable[[Any], Any]
+    says: str | Callable[[Any], str]
+
+    def sentence(self, facts: Any) -> str:
+        return self.says(facts) if callable(self.says) else self.says
+
+
+def refuse(rules: tuple[Rule, ...], facts: Any) -> None:
+    """Raise Refused with the sentence of the first rule that holds."""
+    for rule in rules:
+        if rule.when(facts):
+            raise Refused(rule.sentence(facts))
+
+
+def sentences(rules: tuple[Rule, ...], facts: Any) -> list[str]:
+    """The sentences of all rules that hold, in the order of the table."""
+    return [rule.sentence(facts) for rule in rules if rule.when(facts)]
+
+
+# ---- Flags -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagFacts:
+    """What recipe() is called with, but for single sites."""
+
+    bf16: bool
+    fp16: bool
+    pure_bf16: bool
+    stochastic: bool
+    kahan: bool
+    master: str
+    opt8bit: bool
+    opt4bit: bool
+    fp8: bool
+
+    @property
+    def precisions(self) -> list[str]:
+        """The flags among --bf16, --fp16 and --pure_bf16 that are given."""
+        return [f"--{name}" for name in ("bf16", "fp16", "pure_bf16") if getattr(self, name)]
+
+
+def _writes_bf16_weights(flag):
+    return f"{flag} says how bf16 weights are written, and these weights are fp32: add --pure_bf16"
+
+
+FLAGS = (
+    Rule(
+        lambda flags: len(flags.precisions) > 1,
+        lambda flags: f"{' and '.join(flags.precisions)} exclude each other: choose one "
+        "(--bf16 keeps fp32 weights, --pure_bf16 does not)",
+    ),
+    Rule(
+        lambda flags: flags.opt8bit and flags.opt4bit,
+        "--opt8bit and --opt4bit exclude each other: choose one, or set the moments one by one "
+        "(--set exp_avg=int4 --set exp_avg_sq=int8)",
+    ),
+    Rule(
+        lambda flags: flags.stochastic and not (flags.pure_bf16 or flags.opt8bit or flags.opt4bit),
+        _writes_bf16_weights("--stochastic"),
+    ),
+    Rule(lambda flags: flags.kahan and not flags.pure_bf16, _writes_bf16_weights("--kahan")),
+    Rule(
+        lambda flags: flags.master != "none" and not flags.pure_bf16,
+        lambda flags: _writes_bf16_weights(f"--master {flags.master}"),
+    ),
+    Rule(
+        lambda flags: flags.fp8 and (flags.bf16 or flags.fp16),
+        lambda flags: f"--fp8 and {flags.precisions[0]} exclude each other: --fp8 computes what is not in "
+        f"FP8 in bf16; drop {flags.precisions[0]}",
+    ),
+)
+
+# ---- Recipes -----------------------------------------------------------------------------------------------
+
+
+def _rounds_nothing(r):
+    """Whether a recipe writes neither weights nor moments in bf16 or in codes."""
+    low_written = r.low_weights and r.master == "none"
+    bf16_moments = "bf16" in [r[name] for name in r.moments]
+    return not (low_written or bf16_moments or r.coded)
+
+
+def _something_to_round(r):
+    """What gives stochastic rounding something to do."""
+    of_its_optimizer = [name for name in r.moments if name in r.more]
+    moments = " ".join(f"--set {name}=bf16" for name in of_its_optimizer or ("exp_avg", "exp_avg_sq"))
+    if r.low_weights:
+        return f"the master is exact; drop --stochastic or add {moments}"
+    return f"add --pure_bf16, or {moments}"
+
+
+RECIPE = (
+    Rule(
+        lambda r: r.low_weights and r.compute not in ("bf16", "fp8"),
+        lambda r: f"weights=bf16 with compute={r.compute}: bf16 weights are multiplied in bf16; "
+        f"use compute=bf16, or {'--fp16' if r.compute == 'fp16' else '--bf16'} with fp32 weights",
+    ),
+    Rule(
+        lambda r: r.loss_scale == "dynamic" and r.compute != "fp16",
+        lambda r: f"loss_scale=dynamic with compute={r.compute}: only fp16 needs it; drop it, or add --fp16",
+    ),
+    Rule(
+        lambda r: r.grads != r.weights,
+        lambda r: f"grads={r.grads} with weights={r.weights}: autograd leaves a gradient in its weight's "
+        "dtype; set accumulate=fp32 for an fp32 sum of micro-batches",
+    ),
+    Rule(
+        lambda r: not r.low_weights and r.accumulate == "bf16",
+        "accumulate=bf16 with fp32 weights: their gradients are fp32 already; use accumulate=fp32, or "
+        "--pure_bf16",
+    ),
+    Rule(
+        lambda r: not r.low_weights and r.master != "none",
+        lambda r: f"master={r.master} with fp32 weights: they are their own master; add --pure_bf16",
+    ),
+    Rule(
+        lambda r: not r.low_weights and r.kahan == "on",
+        "kahan=on with fp32 weights: nothing is rounded away; add --pure_bf16",
+    ),
+    Rule(
+        lambda r: not r.low_weights and r.islands != "none",
+        lambda r: f"islands={r.islands} with fp32 weights: all parameters are fp32 already; add --pure_bf16",
+    ),
+    Rule(
+        lambda r: not r.low_weights and r.buffers == "bf16",
+        "buffers=bf16 with fp32 weights: buffers follow the weights; add --pure_bf16, or drop it",
+    ),
+    Rule(
+        lambda r: r.kahan == "on" and r.master != "none",
+        lambda r: f"kahan=on with master={r.master}: the master is exact, there is nothing to compensate; "
+        "drop one of the two",
+    ),
+    Rule(
+        lambda r: r.update == "stochastic" and _rounds_nothing(r),
+        lambda r: f"update=stochastic, but no tensor is written in bf16 or codes: {_something_to_round(r)}",
+    ),
+    Rule(
+        lambda r: r.sparse24 != "none" and r.compute == "fp8",
+        lambda r: f"sparse24={r.sparse24} with compute=fp8: the masked products are taken in bf16; "
+        "drop --fp8 or --sparse24",
+    ),
+    Rule(
+        lambda r: r.sparse24 != "none" and r.quantises,
+        lambda r: f"generation={r.generation} with sparse24={r.sparse24}: sparse kernels read weights in "
+        "bf16; drop one of the two",
+    ),
+    Rule(
+        lambda r: r.ema_update == "stochastic" and r.ema == "fp32",
+        "ema_update=stochastic with ema=fp32: nothing is rounded; add --set ema=bf16 or drop it",
+    ),
+    Rule(
+        lambda r: r.reduce_update == "stochastic" and r.reduce == "fp32",
+        "reduce_update=stochastic with reduce=fp32: nothing is rounded; add --set reduce=bf16 or drop it",
+    ),
+)
+
+# ---- Machines ----------------------------------------------------------------------------------------------
+
+FLAG_OF_CODES = {"int8": "opt8bit", "int4": "opt4bit"}
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineFacts:
+    """A recipe on a kind of device, of which `support` is the table (machine.support)."""
+
+    recipe: Any
+    kind: str
+    support: dict[str, tuple[str, str]]
+
+    @property
+    def compute(self) -> str:
+        return self.recipe.compute
+
+    @property
+    def level(self) -> str:
+        """'native', 'emulated' or 'no': how the products of the recipe run."""
+        return self.support[self.compute][0]
+
+    @property
+    def reason(self) -> str:
+        return self.support[self.compute][1]
+
+    @property
+    def absent(self) -> list[str]:
+        """The flags of codes for which the machine has no kernels."""
+        flags = [FLAG_OF_CODES[name] for name in sorted(self.recipe.coded) if name in FLAG_OF_CODES]
+        return [flag for flag in flags if self.support[flag][0] == "no"]
+
+
+MACHINE = (
+    Rule(
+        lambda here: here.level == "no",
+        lambda here: f"compute={here.compute} can't run on {here.kind}: {here.reason}",
+    ),
+    Rule(
+        lambda here: here.absent,
+        lambda here: f"--{here.absent[0]} can't run on {here.kind}: {here.support[here.absent[0]][1]}; "
+        "--pure_bf16 --stochastic saves 8 of 16 bytes without it",
+    ),
+)
+EMULATED = (
+    Rule(
+        lambda here: here.level == "emulated",
+        lambda here: f"compute={here.compute} is emulated here: {here.reason}",
+    ),
+)
+
+
+def check_machine(r, device: torch.device | str) -> list[str]:
+    """What `device` only emulates of Recipe r: a line each. Raises Refused where it can't run the recipe, or
+    where a package for its moments is absent.
+    """
+    here = MachineFacts(r, torch.device(device).type, support(*device_facts(device)))
+    refuse(MACHINE, here)
+    for name in sorted(r.coded):
+        FORMATS[name].require()
+    return sentences(EMULATED, here)
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------
+
+NET = (
+    Rule(
+        lambda net: isinstance(net, PARALLEL),
+        lambda net: f"the model is a {type(net).__name__}: give the net in it, then "
+        f"run.forward = {type(net).__name__}(run.model)",
+    ),
+    Rule(
+        lambda net: next(net.parameters(), None) is None,
+        "the model has no parameters: there is nothing to train",
+    ),
+    Rule(
+        lambda net: not any(p.requires_grad for p in net.parameters()),
+        "no parameter has requires_grad=True: there is nothing to train",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """What a run is asked for; the fields after `processes` are arguments of Precision.
+
+    spread: whether fully_shard has spread the net over ranks, or will. compiled: whether what calls the net
+    is compiled. processes: how many average their gradients.
+    """
+
+    recipe: Any = None
+    spread: bool = False
+    compiled: bool = False
+    processes: int = 1
+    accumulate: int = 1
+    clip_grad: float = 0.0
+    clip_tensor: float = 0.0
+    grad_release: bool = False
+    average_on: str = "device"
+    states_on: Any = "device"
+
+
+SETTINGS = (
+    Rule(
+        lambda run: not run.clip_grad >= 0,  # so that NaN is refused too
+        lambda run: f"clip_grad={run.clip_grad}: it must be 0 or more",
+    ),
+    Rule(
+        lambda run: not run.clip_tensor >= 0,
+        lambda run: f"clip_tensor={run.clip_tensor}: it must be 0 or more",
+    ),
+    Rule(
+        lambda run: not run.accumulate >= 1,
+        lambda run: f"accumulate={run.accumulate}: it must be 1 or more",
+    ),
+    Rule(
+        lambda run: run.clip_grad and run.clip_tensor,
+        "--clip_grad and --clip_tensor exclude each other: set one of them to 0",
+    ),
+)
+
+# what a net that fully_shard has spread can't be trained with: a rank has rows of its tensors alone
+SPREAD = (
+    Rule(
+        lambda run: run.spread and run.recipe.fp8,
+        "--fp8 needs whole tensors, and a rank of fully_shard (--fsdp) has rows of them: use --bf16 or "
+        "--pure_bf16 --stochastic",
+    ),
+    Rule(
+        lambda run: run.spread and run.recipe.sparse24 != "none",
+        "--sparse24 needs whole tensors, and a rank of fully_shard (--fsdp) has rows of them: leave one of "
+        "the two out",
+    ),
+    Rule(
+        lambda run: run.spread and run.recipe.quantises,
+        lambda run: f"--set generation={run.recipe.generation} needs whole tensors, and a rank of "
+        "fully_shard (--fsdp) has rows of them: leave one out",
+    ),
+    Rule(
+        lambda run: run.spread and run.recipe.reduce_update == "stochastic",
+        "--set reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way; leave it out",
+    ),
+    Rule(
+        lambda run: run.spread and run.grad_release,
+        "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out",
+    ),
+    Rule(
+        lambda run: run.spread and run.average_on == "cpu",
+        "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out",
+    ),
+    Rule(
+        lambda run: run.spread and run.states_on != "device",
+        "--states_on cpu and fully_shard (--fsdp) don't go together: leave one out",
+    ),
+)
+
+# gradients that come all at once, or are to be summed, come too late for an update within backward
+RELEASED_ALONE = (
+    Rule(
+        lambda run: run.grad_release and run.compiled,
+        "the backward pass of a compiled net gives all gradients at once, so --grad_release would free none "
+        "early: drop it, or --compile",
+    ),
+    Rule(
+        lambda run: run.grad_release and run.processes > 1,
+        "--grad_release updates before several processes have summed their gradients: use one process, or "
+        "drop it",
+    ),
+)
+RELEASED = (
+    Rule(
+        lambda run: run.grad_release and run.accumulate > 1,
+        lambda run: f"--accumulate {run.accumulate} sums gradients that --grad_release frees at once: use "
+        "--accumulate 1 with the --batch_size that fits, or drop --grad_release",
+    ),
+    Rule(
+        lambda run: run.grad_release and run.clip_grad,
+        lambda run: f"--clip_grad {run.clip_grad:g} needs the norm of all gradients before the first update, "
+        f"and --grad_release holds one at a time: use --clip_tensor {run.clip_grad:g}, which bounds each "
+        "tensor's by itself, or --clip_grad 0",
+    ),
+    Rule(
+        lambda run: run.grad_release and run.recipe.loss_scale == "dynamic",
+        "--fp16 skips a step in which a gradient overflows, and --grad_release has updated by then: use "
+        "--bf16, or --fp16 --set loss_scale=none",
+    ),
+    *RELEASED_ALONE,
+    Rule(
+        lambda run: run.grad_release and run.states_on != "device",
+        "--grad_release steps within backward, where it is not known which moments come next "
+        "(--states_on cpu): leave one out; --opt8bit or --opt4bit makes moments small",
+    ),
+)
+
+RUN = (*SETTINGS, *SPREAD, *RELEASED)
+COMMAND = (
+    Rule(
+        lambda run: run.spread and run.compiled,
+        "--compile with --fsdp: torch's compiler stops at each hook of fully_shard, so little is compiled; "
+        "leave one of them out",
+    ),
+    *RUN,
+)
+
+
+def check_alone(*, compiled: bool = False, processes: int = 1) -> None:
+    """Raise Refused where gradients come too late to be released."""
+    refuse(RELEASED_ALONE, RunFacts(grad_release=True, compiled=compiled, processes=processes))
+
+
+def check_wrapped(forward: Callable) -> None:
+    """Raise Refused where what calls the net, the net itself or a wrapper, makes gradients come too late to
+    be released.
+    """
+    check_alone(compiled=is_compiled(forward), processes=2 if isinstance(forward, PARALLEL[0]) else 1)
+
+
+def is_compiled(forward: Callable) -> bool:
+    """Whether torch.compile made it of a module."""
+    return hasattr(forward, "_orig_mod")
+
+
+# ---- Optimisers --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PartFacts:
+    """One optimiser of a run. asked_for: the name that the user gave. spread, states_on: as of RunFacts."""
+
+    optimizer: torch.optim.Optimizer
+    asked_for: str
+    spread: bool = False
+    states_on: Any = "device"
+
+    @property
+    def name(self) -> str:
+        return type(self.optimizer).__name__ if self.optimizer.by_recipe else self.asked_for
+
+    @property
+    def owner(self) -> str:
+        """'library's Class' of other people's."""
+        kind = type(getattr(self.optimizer, "inner", self.optimizer))
+        return f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+
+
+OPTIMIZER = (
+    Rule(lambda part: part.spread and not part.optimizer.by_rows, lambda part: whole_alone(part.name)),
+    Rule(
+        lambda part: part.states_on != "device" and not isinstance(part.optimizer, Rounded),
+        lambda part: f"--states_on cpu knows the states of our optimisers alone, and {part.owner} is none: "
+        "use adamw, sgd, lion, adafactor or muon of ours, or drop it",
+    ),
+)
+
+
+def refuse_optimizer(optimizer, asked_for: str, *, spread: bool = False, states_on: Any = "device") -> None:
+    """Raise Refused for an optimiser, or one of several joined, that such a run can't step by."""
+    for part in getattr(optimizer, "parts", [optimizer]):
+        refuse(OPTIMIZER, PartFacts(part, asked_for, spread, states_on))
+
+
+# ---- What a recipe loses -----------------------------------------------------------------------------------
+
+# the gap between two codes, as a share of the value
+GAPS = {"int8": "0.35 % to 28 %", "int4": "3 % to 50 %", "e4m3": "3 % to 6 %", "e5m2": "6 % to 12 %"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFacts:
+    """A recipe and the numbers that decide what it loses; optimizer: its name, or its class."""
+
+    recipe: Any
+    beta2: float
+    ema_decay: float
+    lr: float
+    weight_decay: float
+    micro_batches: int
+    optimizer: Any
+
+    def remedy(self, text: str) -> str:
+        """What keeps the loss away: a peer knows none of our ways to round."""
+        if self.optimizer in PEERS:
+            return f"use --stochastic without --optimizer {self.optimizer}"
+        return text
+
+    @functools.cached_property
+    def writes(self) -> dict[str, str]:
+        """How the optimiser writes weights, moments and decay."""
+        r = self.recipe
+        own = PEERS[self.optimizer].writes if self.optimizer in PEERS else {}
+        return {"update": r.update, "kahan": r.kahan, "moments": r.update, **own}
+
+    @property
+    def nearest_moments(self) -> bool:
+        return self.writes["moments"] == "nearest"
+
+    @property
+    def small_updates(self) -> bool:
+        """Whether updates of bf16 weights under half an ulp are lost."""
+        keeps_nothing = self.writes["kahan"] == "off" and self.recipe.master == "none"
+        return self.recipe.low_weights and self.writes["update"] == "nearest" and keeps_nothing
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay, taken by itself, is lost."""
+        decays_to_nearest = self.recipe.low_weights and self.writes.get("decay") == "nearest"
+        return bool(self.weight_decay) and (self.small_updates or decays_to_nearest)
+
+    @property
+    def step_size(self) -> str:
+        """How long a step is beside a weight, of the optimisers whose steps have the size lr: AdamW and Lion.
+        """
+        if {"momentum", "row_var"} & set(self.recipe.values):
+            return ""
+        return f"a step of lr={self.lr:g} on a weight of 0.05 is {self.lr / 0.05:.2g} of it, and "
+
+    @property
+    def factors(self) -> list[str]:
+        """Second moments by row and column that are held in bf16."""
+        return [name for name in ("row_var", "col_var") if self.recipe.values.get(name) == "bf16"]
+
+    @property
+    def slow_average(self) -> bool:
+        """Whether the average moves by less than half an ulp of bf16 where it is near the weights."""
+        return self.recipe.ema == "bf16" and 1 - self.ema_decay < 2**-7
+
+    @property
+    def average_noise(self) -> float:
+        """Relative noise of a bf16 average that is rounded stochastically.
+
+        Each write adds up to an ulp, which decays at rate 1-decay only: it settles near ulp * sqrt(1/12 ..
+        1/4) / sqrt(2 (1-decay)), of which this is the worst.
+        """
+        return 0.4 * 2**-8 / math.sqrt(2 * (1 - self.ema_decay))
+
+
+LOSSES = (
+    Rule(
+        lambda lost: lost.small_updates,
+        lambda lost: f"update=nearest on bf16 weights: {lost.step_size}steps under 2^-9..2^-8 "
+        f"(0.002..0.004) of a weight vanish; {lost.remedy('add --stochastic, --kahan or --master split')}",
+    ),
+    Rule(
+        lambda lost: lost.decay,
+        lambda lost: f"weight decay moves a weight by lr*wd = {lost.lr * lost.weight_decay:.2g} of itself, "
+        f"below half an ulp (0.002): alone it is always lost in bf16; {lost.remedy('--stochastic keeps it')}",
+    ),
+    Rule(
+        lambda lost: lost.recipe.exp_avg_sq == "bf16" and lost.nearest_moments and 1 - lost.beta2 < 2**-8,
+        lambda lost: f"exp_avg_sq=bf16, nearest: decaying by 1-beta2 = {1 - lost.beta2:.2g} is under half an "
+        "ulp (2^-9..2^-8), so v can grow and never shrink; "
+        f"{lost.remedy('use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99')}",
+    ),
+    Rule(
+        lambda lost: lost.recipe.exp_avg_sq in CODES and lost.nearest_moments,
+        lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}, nearest: a decay by 1-beta2 = "
+        f"{1 - lost.beta2:.2g} under half a gap between codes ({GAPS[lost.recipe.exp_avg_sq]} of the value) "
+        "is lost: where some gradients of a block drop, their v stays too high and their steps too short; "
+        f"{lost.remedy('add --stochastic')}",
+    ),
+    Rule(
+        lambda lost: lost.factors and lost.nearest_moments,
+        lambda lost: f"{' and '.join(lost.factors)} in bf16, nearest: at step t they move by t^-0.8 of a "
+        "difference, from step 1,000 on under half an ulp (2^-8), so they stand still; use --stochastic or "
+        "--set row_var=fp32 --set col_var=fp32",
+    ),
+    Rule(
+        lambda lost: lost.slow_average and lost.recipe.ema_update == "nearest",
+        lambda lost: f"ema=bf16, nearest: an entry moves only while |w-ema| > "
+        f"{2**-9 / (1 - lost.ema_decay):.2g} |ema| (half an ulp over 1-decay): the average freezes far from "
+        "the weights; use --set ema=fp32 (default) or ema_update=stochastic",
+    ),
+    Rule(
+        lambda lost: lost.slow_average and lost.recipe.ema_update == "stochastic",
+        lambda lost: f"ema=bf16, stochastic: unbiased, but rounding noise of an entry settles near "
+        f"{lost.average_noise:.1%} of its value; --set ema=fp32 (default) has none",
+    ),
+    Rule(
+        lambda lost: lost.recipe.compute == "fp16" and lost.recipe.loss_scale == "none",
+        "loss_scale=none with fp16: gradients below 6e-8 become 0 and above 65504 infinite; use --set "
+        "loss_scale=dynamic (default)",
+    ),
+    Rule(
+        lambda lost: lost.recipe.low_weights and lost.recipe.accumulate == "bf16" and lost.micro_batches > 1,
+        lambda lost: f"accumulate=bf16 over {lost.micro_batches} micro-batches: relative error near "
+        f"{2**-9 * math.sqrt(lost.micro_batches / 3):.2%} of the gradient; --set accumulate=fp32 costs "
+        "4 bytes a parameter",
+    ),
+)

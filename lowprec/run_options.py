@@ -1,0 +1,160 @@
+"""The arguments of a Precision, checked, and the parameter groups that it is given."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .errors import Refused
+from .rules import PARALLEL, RUN, RunFacts, is_compiled, refuse
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """The arguments of a Precision after the recipe; its docstring says what they mean."""
+
+    groups: list[dict] | None
+    lr: float | None
+    betas: tuple[float, float] | None
+    eps: float | None
+    momentum: float | None
+    nesterov: bool | None
+    weight_decay: float
+    optimizer: Any
+    ema_decay: float
+    ema_warmup: bool
+    averages: Iterable[str]
+    clip_grad: float
+    clip_tensor: float
+    accumulate: int
+    grad_release: bool
+    average_on: str
+    states_on: Any
+    init_loss_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    seed: int
+    keep: Iterable[str]
+    blank: Callable[[], torch.nn.Module] | None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> RunOptions:
+        """From the arguments of Precision by name, of which some are not its own."""
+        own = {field.name: arguments[field.name] for field in dataclasses.fields(cls)}
+        if own["groups"] is not None:
+            own["groups"] = [{**group, "params": parameters_in(group["params"])} for group in own["groups"]]
+        return cls(**own)
+
+    def check(self, r, forward: Callable, spread: bool) -> None:
+        """Raise Refused for what Recipe r can't be trained with. forward: what calls the net. spread: whether
+        fully_shard has spread the net over ranks.
+        """
+        facts = RunFacts(
+            r,
+            spread=spread,
+            compiled=is_compiled(forward),
+            accumulate=self.accumulate,
+            clip_grad=self.clip_grad,
+            clip_tensor=self.clip_tensor,
+            grad_release=self.grad_release,
+            average_on=self.average_on,
+            states_on=self.states_on,
+        )
+        refuse(RUN, facts)
+
+    @property
+    def optimizers(self) -> list:
+        """Names or classes of all optimisers that are asked for."""
+        found = [self.optimizer]
+        for group in self.groups or ():
+            if "optimizer" in group:
+                found.append(group["optimizer"])
+        return found
+
+    @property
+    def of_optimizer(self) -> dict[str, Any]:
+        """What build.build takes by name."""
+        return dict(
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            seed=self.seed,
+        )
+
+    @property
+    def of_scaler(self) -> dict[str, float]:
+        """What torch.amp.GradScaler takes by name."""
+        return dict(
+            init_scale=self.init_loss_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+        )
+
+
+def check_method_options(kinds: tuple[type, ...], options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that no class of methods takes, as Python does for other arguments."""
+    known = set()
+    for kind in kinds:
+        known.update(inspect.signature(kind.attach).parameters)
+    unknown = set(options) - known
+    if unknown:
+        raise TypeError(f"Precision() got an unexpected keyword argument '{min(unknown)}'")
+
+
+# ---- Parameter groups --------------------------------------------------------------------------------------
+
+
+def parameters_in(params) -> list[torch.nn.Parameter]:
+    """The parameters of a group as torch takes them: one, an iterable, or an iterable of (name, parameter).
+    Raises Refused for a set.
+    """
+    if torch.is_tensor(params):
+        return [params]
+    if isinstance(params, set | frozenset):
+        raise Refused("groups: a set has no order that a resume could rely on; give a list of parameters")
+    return [p[1] if isinstance(p, tuple) else p for p in params]
+
+
+def trained_groups(groups: list[dict], named_params: list[tuple[str, torch.nn.Parameter]]) -> list[dict]:
+    """The groups with the parameters that are trained alone. named_params: [(name, parameter)] of these.
+    Raises Refused where one of them is in no group or in several.
+    """
+    times = collections.Counter()
+    for group in groups:
+        times.update(group["params"])
+    for name, p in named_params:
+        if times[p] > 1:
+            raise Refused(f"groups: parameter {name} is in more than one of them; leave it in one")
+    for name, p in named_params:
+        if p not in times:
+            raise Refused(
+                f"groups: parameter {name} is in none of them; add it, or set requires_grad=False"
+            )
+    trained = {p for _, p in named_params}
+    return [{**group, "params": [p for p in group["params"] if p in trained]} for group in groups]
+
+
+# ---- Wrappers ----------------------------------------------------------------------------------------------
+
+
+def check_averages_gradients(wrapper: Callable) -> None:
+    """Raise Refused for a DistributedDataParallel that was made of fp32 weights which are bf16 now: its hooks
+    are on what gathered fp32 gradients, and a change of dtype makes that anew.
+    """
+    if not isinstance(wrapper, PARALLEL[0]):
+        return
+    if "BFloat16" not in wrapper._get_ddp_logging_data().get("dtypes", "BFloat16"):
+        raise Refused(
+            "this DistributedDataParallel was made of fp32 weights, and averages no gradient now: make it of "
+            "run.model after Precision"
+        )

@@ -1,0 +1,128 @@
+"""The sites: each kind of tensor of a run, with the values that it may have and the reason for each.
+
+A row is a Site. SITES are those of every run. An optimiser has its own in `Rounded.sites`, a task in
+`Task.sites`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .formats import FORMATS
+
+CODES = {name: form.why for name, form in FORMATS.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One kind of tensor. values: what it may be held in or how it may be written, the default first.
+
+    why: {value: the reason that the ledger prints}. warn: {value: what a recipe with that value loses}.
+    follows: the site of SITES whose value it takes where nothing is said; "" for its own default.
+    """
+
+    values: tuple[str, ...]
+    why: dict[str, str] = dataclasses.field(default_factory=dict)
+    warn: dict[str, str] = dataclasses.field(default_factory=dict)
+    follows: str = ""
+
+
+SITES = {
+    "weights": Site(
+        ("fp32", "bf16"),
+        {"fp32": "forward reads full precision", "bf16": "half the bytes; forward reads 8 significant bits"},
+    ),
+    "master": Site(
+        ("none", "fp32", "split"),
+        {
+            "none": "the weights are the only copy",
+            "fp32": "a second, full-precision copy takes the updates",
+            "split": "bf16 weight + int16 remainder = the exact fp32 master in 4 bytes",
+        },
+    ),
+    "update": Site(
+        ("nearest", "stochastic"),
+        {
+            "nearest": "updates under half an ulp are lost",
+            "stochastic": "rounds up with probability = distance: nothing is lost on average, "
+            "some noise is added",
+        },
+    ),
+    "kahan": Site(("off", "on"), {"on": "a bf16 buffer keeps what each weight write rounded away"}),
+    "compute": Site(
+        ("fp32", "tf32", "bf16", "fp16", "fp8"),
+        {
+            "tf32": "fp32 storage, 10-bit mantissa inside tensor cores",
+            "bf16": "matmuls and convolutions read 8 significant bits",
+            "fp16": "11 significant bits, range 6e-8 .. 65504: needs dynamic loss scaling",
+            "fp8": "matmuls of nn.Linear read 3 or 4 significant bits, scaled; all else computes in bf16",
+        },
+    ),
+    "loss_scale": Site(
+        ("none", "dynamic"),
+        {"dynamic": "keeps fp16 gradients between 6e-8 and 65504: backs off at an overflow, grows again"},
+    ),
+    "grads": Site(("fp32", "bf16"), {"bf16": "autograd leaves a gradient in its weight's dtype"}),
+    "accumulate": Site(
+        ("fp32", "bf16"),
+        {"fp32": "micro-batches are summed exactly enough", "bf16": "each micro-batch adds a rounding error"},
+    ),
+    "exp_avg": Site(("fp32", "bf16", *CODES), {"bf16": "1-beta1 = 0.1 is far above an ulp", **CODES}),
+    "exp_avg_sq": Site(
+        ("fp32", "bf16", *CODES),
+        {"bf16": "1-beta2 must beat half an ulp (2^-8), or be rounded stochastically", **CODES},
+    ),
+    "ema": Site(
+        ("fp32", "bf16"),
+        {
+            "fp32": "1-decay is far below a bf16 ulp: the average needs fp32",
+            "bf16": "steps of (1-decay)(w-ema) fall under half an ulp",
+        },
+    ),
+    "ema_update": Site(("nearest", "stochastic"), {"stochastic": "a bf16 average that moves in expectation"}),
+    "islands": Site(("none", "norm", "embed", "final")),
+    "buffers": Site(
+        ("fp32", "bf16"),
+        {"fp32": "frequencies and running statistics keep their bits", "bf16": "cast like the weights"},
+        {
+            "bf16": "buffers=bf16: RoPE frequencies and running statistics keep 8 bits; "
+            "use --set buffers=fp32 (default)"
+        },
+    ),
+    "loss": Site(
+        ("fp32", "bf16"),
+        {"fp32": "sums need the bits", "bf16": "the loss is formed from bf16 differences"},
+    ),
+    "generation": Site(
+        ("compute", "fp32", "bf16", "autocast", "fp16", "fp8", "int8"),
+        {
+            "compute": "samples are drawn in the precision that was trained",
+            "fp32": "samples are drawn from an fp32 copy of the weights",
+            "bf16": "samples are drawn from a bf16 copy of the weights: conversion after training",
+            "fp8": "samples are drawn through the FP8 layers",
+            "int8": "samples are drawn through int8 layers",
+            "autocast": "samples are drawn from an fp32 copy under bf16 autocast",
+            "fp16": "samples are drawn from an fp32 copy under fp16 autocast: above 65504 is infinity",
+        },
+    ),
+    "reduce": Site(
+        ("fp32", "bf16"),
+        {
+            "fp32": "gradients of all ranks are summed in fp32",
+            "bf16": "half the traffic; sums over W ranks are rounded W - 1 times",
+        },
+    ),
+    "reduce_update": Site(
+        ("nearest", "stochastic"),
+        {"stochastic": "gradients of all ranks are summed in fp32 and rounded once, without bias"},
+    ),
+    "sparse24": Site(
+        ("none", "magnitude", "srste"),
+        {"magnitude": "pruned once, the mask is fixed", "srste": "pruned anew at each step"},
+    ),
+}
+
+# of SGD and of Muon
+MOMENTUM = Site(
+    ("fp32", "bf16", *CODES), {"bf16": "1-momentum is far above an ulp", **CODES}, follows="exp_avg"
+)

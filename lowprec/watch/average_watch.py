@@ -1,0 +1,70 @@
+"""What the average took over between two looks of a Watch, and whether it was left behind."""
+
+import torch
+
+
+class AverageWatch:
+    """average: adapters.Average, or None. writes: writes.Writes, with its samples of the average before it
+    moved. extra: facts.Steps, whose `stood` is counted here.
+    """
+
+    def __init__(self, average, writes, extra):
+        self.average = average
+        self.writes = writes
+        self.extra = extra
+        self.names = [name for name, _ in writes.named_params]
+        self.waiting = False  # for an average that did not move at the step of the look
+        self.moves_rarely = False  # it moved between two looks all the same
+        self.count = None  # what its own counter says; None where it has none
+        self.counted_at = 0  # the step that changed the counter last
+        self.longest_pause = 0  # the most steps between two changes
+
+    def compare(self, step, last=False, held=None):
+        """Compare the average, once it has moved. One that moves every few steps is waited for until the next
+        look. step: of the loop. last: this is that look. held: what the optimiser holds now of all tensors of
+        the look.
+        """
+        if self.average is None or not self.writes.shadows:
+            return
+        self._count(step)
+        index, before = self.writes.shadows["ema"]
+        shadow = self.average.shadow
+        taken = [self.writes.pick(shadow[self.names[i]]) for i in index]
+        stood = [torch.equal(now, then) for now, then in zip(taken, before, strict=True)]
+        if all(stood) and not last:
+            self.waiting = True
+            return
+        if self.waiting:
+            self._add_stood(index, before, stood, step)
+        else:
+            look = self.writes.look
+            of_all = look is not None and look.index == index
+            self.writes.averaged(held if of_all else None, taken)
+        self.waiting = False
+
+    def _add_stood(self, index, before, stood, step):
+        """Count the tensors whose average was left behind: how many steps it took is not known."""
+        self.writes.shadows = {}
+        self.moves_rarely |= not all(stood)
+        if all(stood) and self._may_stand(step):
+            return
+        looks = self.extra.row("stood")
+        for i, then, has_stood in zip(index, before, stood, strict=True):
+            p = self.writes.named_params[i][1]
+            away = bool((self.writes.pick(p).float() != then.float()).any())
+            looks[i] = looks[i] + float(away) if has_stood else 0.0
+
+    def _count(self, step):
+        """Notice that the average's counter has changed."""
+        count = self.average.counts()
+        if count == self.count:
+            return
+        if self.count is not None:
+            self.longest_pause = max(self.longest_pause, step - self.counted_at)
+        self.count, self.counted_at = count, step
+
+    def _may_stand(self, step):
+        """Whether all of the average may stand between two looks: SWA moves once an epoch."""
+        if self.count is None:
+            return self.moves_rarely
+        return step - self.counted_at <= self.longest_pause

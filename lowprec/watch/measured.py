@@ -1,0 +1,179 @@
+"""What a Watch has measured, brought to the CPU once: of the whole run, and tensor by tensor."""
+
+import functools
+
+import torch
+
+from ..roles import roles
+from . import net_state
+from .verdicts import LIMITS
+
+STILL = 0.02  # a share written that is as good as none
+SITES = ("update", "exp_avg_sq", "ema")
+
+
+class Measured:
+    """The sums of a watch."""
+
+    def __init__(self, watch):
+        self.watch = watch
+        self.names = [name for name, _ in watch.named]
+        writes = watch.writes
+        self.weights = writes.weights.columns()
+        self.growth = writes.growth.columns()
+        self.moments = writes.moments.columns()
+        self.averages = writes.averages["ema"].columns() if watch.ema else None
+        self.errors = watch.errors.columns()
+        self.moment_errors = watch.moment_errors.columns()
+        self.extra = watch.extra.columns()
+        self.known = getattr(watch.answers, "known", True)
+        # torch's own round to nearest, and often several times a step, which looks like noise
+        self.torchs = type(getattr(watch.answers, "inner", None)).__module__.startswith("torch.optim")
+        # small tensors say too little: all that one optimiser writes are rounded alike
+        self.weights_to_nearest = self.torchs or watch.errors.to_nearest
+        self.moments_to_nearest = self.torchs or watch.moment_errors.to_nearest
+        self.tensors = [Tensor(self, i) for i in range(len(self.names))]
+
+    @functools.cached_property
+    def norm_weights(self):
+        """Names of the gains of norms."""
+        role_of = roles(self.watch.model)
+        norms = {name for name, role in role_of.items() if "norm" in role}
+        gains = [name for name in self.names if name.endswith(("weight", "gamma"))]
+        return {name for name in gains if name.rpartition(".")[0] in norms}
+
+    @functools.cached_property
+    def lost_of_all(self):
+        """Share of the wanted movement of all weights that was not written."""
+        return self.total().get("update", 0.0)
+
+    @functools.cached_property
+    def some_rates_live(self):
+        """Whether there is a tensor whose learning rate does not stay at 0."""
+        return any(one.facts.looks and not one.rate_stays_zero for one in self.tensors)
+
+    @functools.cached_property
+    def accumulators_lost(self):
+        """{name of a state: [share of what it should take over that was not written, tensor by tensor]}, of
+        torch's own optimisers that are no AdamW.
+        """
+        if not self.torchs:
+            return {}
+        return {
+            site: [max(one.unwritten(), one.lost_to_nearest) for one in sums.columns()]
+            for site, sums in self.watch.accumulators.items()
+        }
+
+    @functools.cached_property
+    def alive(self):
+        """{number of a tensor: which entries of its sample ever had a gradient}; {} after few looks."""
+        if self.watch.alive is None or self.watch.alive.looks < 3:
+            return {}
+        alive = self.watch.alive
+        return dict(zip(alive.index, alive.entries.cpu().split(alive.lengths), strict=True))
+
+    def total(self):
+        """{site: share lost of what all tensors wanted}."""
+        found = {}
+        for site in SITES:
+            measured = [one for one in self.tensors if one.lost(site) is not None]
+            wanted = sum(one.tally(site).wanted for one in measured)
+            lost = sum(one.tally(site).wanted * one.lost(site) for one in measured)
+            if measured:
+                found[site] = lost / max(wanted, 1e-300)
+        return found
+
+
+class Tensor:
+    """What was measured of one tensor."""
+
+    def __init__(self, seen, i):
+        self.seen = seen
+        self.i = i
+        self.watch = seen.watch
+        self.name, self.p = self.watch.named[i]
+        self.weight = seen.weights[i]
+        self.moment = seen.moments[i]
+        self.grown = seen.growth[i]
+        self.error = seen.errors[i]
+        self.moment_error = seen.moment_errors[i]
+        self.average = seen.averages[i] if seen.averages else None
+        self.extra = seen.extra[i]
+        self.facts = self.watch.facts[i]
+
+    @property
+    def narrow(self):
+        """Whether the weight is held in 16 bits."""
+        return self.p.dtype in net_state.NARROW
+
+    def tally(self, site):
+        return {"update": self.weight, "exp_avg_sq": self.moment, "ema": self.average}[site]
+
+    def shares(self):
+        """{site: share lost}, of the sites that were measured."""
+        found = {site: self.lost(site) for site in SITES}
+        return {site: share for site, share in found.items() if share is not None}
+
+    def lost(self, site):
+        """Share of the wanted movement that was not written for sure; None where nothing was wanted."""
+        tally = self.tally(site)
+        if tally is None or not tally.entries:
+            return None
+        if site == "ema":
+            return tally.lost_to_nearest if self.average_stands_by_rounding else tally.unwritten()
+        is_weight = site == "update"
+        error = self.error if is_weight else self.moment_error
+        if error.variance == 0:  # not plain 16 bits: fp32, a master, a compensation, codes
+            return tally.unwritten() if self.seen.known or not is_weight else tally.lost
+        nearest = self.seen.torchs or error.to_nearest
+        if nearest is None:
+            nearest = self.seen.weights_to_nearest if is_weight else self.seen.moments_to_nearest
+        return tally.lost_to_nearest if nearest else tally.unwritten(error.spread)
+
+    @property
+    def average_stands_by_rounding(self):
+        """Whether an average in 16 bits stands where rounding to nearest would leave it."""
+        return self.average.threatened > 0 and self.average.written < STILL * self.average.threatened
+
+    @property
+    def average_dtype(self):
+        shadow = self.watch.ema.shadow
+        return shadow[self.name].dtype if self.name in shadow else torch.float32
+
+    @property
+    def unmoved(self):
+        """Share of the sampled entries that are as they were at the first look."""
+        first = self.facts.first
+        return 0.0 if first is None else float((self.watch.pick(self.p) == first).float().mean())
+
+    @property
+    def ones(self):
+        """Share of the sampled entries that are exactly 1."""
+        return float((self.watch.pick(self.p) == 1.0).float().mean())
+
+    @property
+    def rate_stays_zero(self):
+        """Whether its learning rate was 0 at the last looks, for longer than a schedule takes to begin."""
+        return self.facts.at_zero >= max(3, 0.25 * self.facts.looks)
+
+    @property
+    def rate_never_lived(self):
+        return self.rate_stays_zero and self.facts.at_zero == self.facts.looks
+
+    @property
+    def decay_lost(self):
+        return decay_lost(self.extra)
+
+    @property
+    def decay_is_lost(self):
+        return self.decay_lost > LIMITS["weight decay"][0]
+
+
+def decay_lost(sums):
+    """Share of weight decay that was not written for sure: what was written beside the rest of the update is
+    compared with it, entry by entry. sums: watch.Steps of a tensor or of all.
+    """
+    if sums.decay_wanted <= 0:
+        return 0.0
+    sure = 6 * sums.decay_error**0.5 / sums.decay_wanted
+    return min(1.0, max(0.0, 1 - sums.decay / sums.decay_wanted - sure))

@@ -1,0 +1,395 @@
+"""What findings.py judges of writes, states and averages: one function a kind of fault.
+
+Of a tensor a measure gives a Figure, or None where there is nothing to judge; of a whole run any number of
+Figures. The first line of its docstring says what is held against the limit.
+"""
+
+import functools
+import math
+
+import torch
+
+from . import net_state
+from .adapters import accumulates, steps_of
+from .faults import Figure
+from .measured import decay_lost
+from .verdicts import LIMITS
+
+GAINS = 0.5  # share of a norm's gains that are 1.0
+
+
+def short(dtype):
+    """bf16 for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.").replace("float", "fp").replace("bfp16", "bf16")
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------
+
+
+def rate_always_zero(one):
+    """looks at which its learning rate was 0"""
+    if one.rate_never_lived and one.seen.some_rates_live:
+        return Figure(one.facts.at_zero)
+    return None
+
+
+def rate_at_zero(one):
+    """looks since its learning rate became 0"""
+    if one.rate_stays_zero and one.seen.some_rates_live:
+        return Figure(one.facts.at_zero, {"since": one.facts.zero_since})
+    return None
+
+
+def all_rates_always_zero(seen):
+    """looks at which all learning rates were 0"""
+    looked_at = [one for one in seen.tensors if one.facts.looks]
+    if looked_at and all(one.rate_never_lived for one in looked_at):
+        yield Figure(looked_at[0].facts.at_zero, tensor="")
+
+
+def all_rates_at_zero(seen):
+    """looks since all learning rates became 0"""
+    looked_at = [one for one in seen.tensors if one.facts.looks]
+    if looked_at and all(one.rate_stays_zero for one in looked_at):
+        later = [one for one in looked_at if not one.rate_never_lived]
+        first = min(later or looked_at, key=lambda one: one.facts.zero_since)
+        yield Figure(first.facts.at_zero, {"since": first.facts.zero_since}, "")
+
+
+def not_written(one):
+    """share of the wanted movement that is not written"""
+    lost = one.lost("update")
+    if lost is None:
+        return None
+    words = {"lost": lost}
+    if one.narrow:
+        words["stuck"] = one.weight.stuck
+    if one.unmoved > 0.01:
+        words["unmoved"] = one.unmoved
+    return Figure(lost, words, whole=one.seen.lost_of_all)
+
+
+def lost_to_rounding(one):
+    """share of the wanted movement that rounding to nearest loses"""
+    figure = not_written(one)
+    if figure is None or not one.narrow or one.watch.answers.low_part(one.p) is not None:
+        return None
+    rounds = one.weight.threatened > 0.5 * one.weight.wanted * figure.value
+    return figure if rounds else None
+
+
+def of_gains(measure):
+    """The same of a norm's gains, most of which are 1.0 as they started."""
+
+    @functools.wraps(measure)
+    def of_gains_alone(one):
+        figure = measure(one)
+        if figure is None or one.name not in one.seen.norm_weights or one.ones <= GAINS:
+            return None
+        figure.words["ones"] = one.ones
+        return figure
+
+    of_gains_alone.__doc__ = f"{measure.__doc__}, of a norm's gains that are mostly 1.0"
+    return of_gains_alone
+
+
+def too_far(one):
+    """movement written beyond what is wanted, over what is wanted"""
+    if not one.weight.entries or not one.seen.known:
+        return None
+    chance = 6 * math.sqrt(max(one.weight.miss, one.error.spread))
+    beyond = one.weight.arrived - one.weight.wanted - chance
+    return Figure(beyond / one.weight.wanted, {"times": one.weight.share})
+
+
+def put_back(one):
+    """share of the entries that a step moved and that stand where they were before the next step"""
+    back = one.extra.back / max(1.0, one.extra.moved)
+    # a mask puts a part back, and to 0
+    masked = one.extra.masked == one.extra.back and back < 0.99
+    if one.extra.moved < 8 or masked:
+        return None
+    return Figure(back, {"back": back})
+
+
+def decay_not_written(one):
+    """share of its weight decay that is not written"""
+    return Figure(one.decay_lost, {"lost": one.decay_lost})
+
+
+def decay_of_all(seen):
+    """share of the weight decay of all tensors, where each alone says too little"""
+    if any(one.decay_is_lost for one in seen.tensors):
+        return
+    lost = decay_lost(seen.watch.extra)
+    most = max(seen.tensors, key=lambda one: one.extra.decay_wanted)
+    yield Figure(lost, {"lost": lost}, most.name)
+
+
+# ---- Second moments ----------------------------------------------------------------------------------------
+
+
+def v_cast(one):
+    """cast to a narrower dtype"""
+    if one.facts.cast is None:
+        return None
+    old, new, step = one.facts.cast
+    return Figure(1.0, {"old": short(old), "new": short(new), "step": step})
+
+
+def v_all_zero(one):
+    """0 everywhere, after steps with gradients"""
+    if one.facts.v_reset is None:
+        return None
+    step, share = one.facts.v_reset
+    return Figure(1.0, {"step": step}) if share is None else None
+
+
+def v_all_zero_in_fp16(one):
+    """0 everywhere in fp16, after steps with gradients"""
+    return v_all_zero(one) if one.facts.v_dtype == torch.float16 else None
+
+
+def v_fell(one):
+    """share of it that is less than beta2 leaves of it"""
+    if one.facts.v_reset is None:
+        return None
+    step, share = one.facts.v_reset
+    return Figure(share, {"share": share, "step": step})
+
+
+def v_stands(one):
+    """share of its growth and shrinking that is not written"""
+    changes = one.grown.entries + one.moment.entries
+    wanted = one.grown.wanted + one.moment.wanted
+    if changes < 8 or wanted <= 0:
+        return None
+    # the growth of large entries is written even by rounding to nearest
+    return Figure(1 - max(one.grown.share, one.moment.share))
+
+
+def v_not_shrinking(one):
+    """share of its shrinking that is not written"""
+    lost = one.lost("exp_avg_sq")
+    return None if lost is None else Figure(lost, {"lost": lost})
+
+
+def accumulators_not_written(seen):
+    """share of what it should take over that is not written"""
+    for site, lost in seen.accumulators_lost.items():
+        for name, share in zip(seen.names, lost, strict=True):
+            yield Figure(share, {"state": site, "share": share}, name)
+
+
+def narrow_states(seen):
+    """held in 16 bits, of states that no other row judges"""
+    watch = seen.watch
+    exact = getattr(watch.answers, "exact", None)
+    if exact is None:
+        return
+    count = {}
+    for _, p in watch.named:
+        for site, value in watch.state(p).items():
+            judged = site == "exp_avg_sq" or (exact and site == "exp_avg")
+            if judged or not accumulates(site, value) or value.dtype not in net_state.NARROW:
+                continue
+            key = site, short(value.dtype)
+            count[key] = count.get(key, 0) + 1
+    for (site, dtype), tensors in count.items():
+        lost = seen.accumulators_lost.get(site)
+        if lost and max(lost) > LIMITS["exp_avg_sq"][0]:
+            continue
+        most = f"up to {max(lost):.0%} of a tensor's" if lost else "how much, is not known"
+        yield Figure(1.0, {"state": site, "dtype": dtype, "count": tensors, "most": most}, "")
+
+
+# ---- Averages ----------------------------------------------------------------------------------------------
+
+
+def average_stood(one):
+    """looks between which the average did not move, although it is away from its weight"""
+    if one.average is None or one.average.arrived or not one.watch.ema.begun:
+        return None
+    return Figure(one.extra.stood)
+
+
+def average_stands(one):
+    """share of the wanted movement that is not written"""
+    if one.average is None or one.average.entries < 1 or one.average.arrived:
+        return None
+    return Figure(1.0, {"dtype": short(one.average_dtype)})
+
+
+def narrow_average_stands(one):
+    """share of the wanted movement that an average in 16 bits does not write"""
+    return average_stands(one) if _average_is_narrow(one) else None
+
+
+def narrow_average(one):
+    """share of the wanted movement that an average in 16 bits loses"""
+    if not _average_is_narrow(one) or not one.average.entries:
+        return None
+    lost = one.lost("ema")
+    words = {"stuck": one.average.stuck, "dtype": short(one.average_dtype), "lost": lost}
+    return Figure(lost, words)
+
+
+def _average_is_narrow(one):
+    return one.average is not None and one.average_dtype in net_state.NARROW
+
+
+def average_slow(one):
+    """share of the way a step that its decay says and that it does not go"""
+    words = _rate_of_average(one)
+    return None if words is None else Figure(1 - one.average.share, words)
+
+
+def average_fast(one):
+    """the way it goes a step, over what its decay says"""
+    words = _rate_of_average(one)
+    return None if words is None else Figure(one.average.share, words)
+
+
+def _rate_of_average(one):
+    if one.average is None or not one.average.entries or one.watch.ema.decay is None:
+        return None
+    decay = one.watch.ema.decay
+    return {"rate": one.average.share * (1 - decay), "decay": decay, "said": 1 - decay}
+
+
+def average_young(one):
+    """share of the start that remains in it"""
+    steps = one.watch.steps
+    words = _rate_of_average(one)
+    if words is None or one.i > 0 or not 0 < words["decay"] < 1:
+        return None
+    remains = words["decay"] ** steps
+    words |= {"remains": remains, "steps": steps, "less": max(0.0, 1 - 3 / steps)}
+    return Figure(remains, words, "")
+
+
+def average_young_in_a_long_run(one):
+    """share of the start that remains in it after 3000 steps"""
+    return average_young(one) if one.watch.steps >= 3000 else None
+
+
+# ---- Counters ----------------------------------------------------------------------------------------------
+
+
+def counter_fell(one):
+    """steps that it fell by"""
+    if one.facts.fell is None:
+        return None
+    before, after = one.facts.fell
+    return Figure(before - after, {"before": before, "after": after})
+
+
+def counter_stuck(one):
+    """looks at which it did not count"""
+    if one.facts.counted is None:
+        return None
+    dtype, stuck, value = one.facts.counted
+    words = {"stuck": stuck, "looks": one.facts.looks, "value": value, "next": value + 1}
+    return Figure(stuck, {**words, "dtype": short(dtype)})
+
+
+def narrow_counter_stuck(one):
+    """looks at which a counter in 16 bits did not count"""
+    return counter_stuck(one) if _counter_is_narrow(one) else None
+
+
+def narrow_counter(one):
+    """held in 16 bits"""
+    if not _counter_is_narrow(one):
+        return None
+    dtype = one.facts.counted[0]
+    return Figure(1.0, {"dtype": short(dtype), "most": 256 if dtype == torch.bfloat16 else 2048})
+
+
+def _counter_is_narrow(one):
+    return one.facts.counted is not None and one.facts.counted[0] in net_state.NARROW
+
+
+def counter_behind(one):
+    """steps that it did not count, over all steps, 20 at least"""
+    if one.facts.counted is None or one.facts.looks != one.watch.looks:
+        return None
+    behind, steps = one.facts.behind, one.watch.steps
+    return Figure(behind / max(20, steps), {"behind": behind, "steps": steps})
+
+
+def all_counters_behind(seen):
+    """steps that none of them counted, over all steps, 16 at least"""
+    # one alone may lack gradients between two looks
+    watch = seen.watch
+    always = [one for one in seen.tensors if one.facts.looks == watch.looks]
+    behind = [one.facts.behind for one in always if one.facts.counted is not None]
+    others_count = any(
+        one.facts.looks != watch.looks and steps_of(watch.state(one.p)) for one in seen.tensors
+    )
+    stuck = any(one.facts.counted and one.facts.counted[1] for one in seen.tensors)  # another row's
+    if stuck or not behind or others_count:
+        return
+    words = {"behind": min(behind), "steps": watch.steps}
+    yield Figure(min(behind) / max(16, watch.steps), words, "")
+
+
+# ---- Noise -------------------------------------------------------------------------------------------------
+
+
+class Noise:
+    """Measures of the noise of one kind of writes. of: "weight" or "moment"."""
+
+    def __init__(self, of):
+        self.of = of
+        self.words = {} if of == "weight" else {"moment": "exp_avg_sq"}
+
+    def _error(self, one):
+        """The errors of a tensor that is written by chance; None for others."""
+        if one.seen.torchs:
+            return None
+        error = one.error if self.of == "weight" else one.moment_error
+        nearest = error.to_nearest
+        if nearest is None:
+            nearest = self._all(one.seen).to_nearest is not False
+        return None if nearest else error
+
+    def _all(self, seen):
+        return seen.watch.errors if self.of == "weight" else seen.watch.moment_errors
+
+    def in_lumps(self, one):
+        """all entries of a tensor err together, beyond 6 standard errors"""
+        error = self._error(one)
+        if error is None or not error.lumps:
+            return None
+        alternates = abs(error.score) < 0.5 * math.sqrt(error.burst * error.variance)
+        return Figure(1.0, {**self.words}) if alternates else None
+
+    def biased(self, one):
+        """mean error over the wanted steps, where it is certain"""
+        error = self._error(one)
+        if error is None:
+            return None
+        side = "away from" if error.bias > 0 else "toward"
+        mean = abs(error.score) / max(1.0, error.entries)
+        return Figure(abs(error.bias), {**self.words, "side": side, "mean": mean})
+
+    def repeated(self, one):
+        """correlation of the errors of two looks, where it is certain"""
+        error = self._error(one)
+        return None if error is None else Figure(error.repeats, {**self.words, "value": error.repeats})
+
+    def of_neighbours(self, one):
+        """correlation of the errors of neighbours, where it is certain"""
+        error = self._error(one)
+        if error is None:
+            return None
+        return Figure(error.neighbours, {**self.words, "value": error.neighbours})
+
+    def shared(self, seen):
+        """correlation of the errors of two tensors, where it is certain"""
+        errors = self._all(seen)
+        if seen.torchs or errors.to_nearest is not False:
+            return
+        for (a, b), value in errors.shares().items():
+            yield Figure(value, {**self.words, "other": seen.names[a], "value": value}, seen.names[b])

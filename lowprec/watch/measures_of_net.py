@@ -1,0 +1,157 @@
+"""What findings.py judges of gradients and of what no step writes; see measures.py."""
+
+import math
+
+from . import net_state
+from .dead_parts import dead_part, tables_of
+from .faults import Figure
+
+# ---- Gradients ---------------------------------------------------------------------------------------------
+
+
+def not_finite(one):
+    """entries of its sample that are not finite"""
+    return Figure(one.extra.infinite, {"count": one.extra.infinite})
+
+
+def never_graded(one):
+    """looks without a gradient"""
+    return Figure(one.facts.without) if one.facts.looks == 0 else None
+
+
+def zero_gradient(one):
+    """looks at which its gradient was 0"""
+    return Figure(one.facts.idle) if one.facts.idle == one.facts.looks else None
+
+
+def subnormal(one):
+    """share of them below fp16's normal range"""
+    share = one.extra.subnormal / max(1.0, one.extra.graded)
+    return Figure(share, {"share": share}) if one.extra.graded >= 8 else None
+
+
+def below_eps(seen):
+    """share of second moments below the optimiser's eps, squared"""
+    # matrices alone: some biases have no gradient but noise, as those of keys in attention
+    matrices = [one for one in seen.tensors if one.p.dim() > 1 and one.extra.judged]
+    faint = sum(one.extra.faint for one in matrices)
+    judged = sum(one.extra.judged for one in matrices)
+    if judged:
+        worst = max(matrices, key=lambda one: one.extra.faint / one.extra.judged)
+        yield Figure(faint / judged, {"share": faint / judged}, worst.name)
+
+
+def clipped(seen):
+    """share of the gradient's norm that clipping takes away, at half of the looks"""
+    watch = seen.watch
+    scales = sorted(float(scale) for scale in watch.clips)
+    in_place = sorted(left for left, norm in watch.gradients.shrunk if _tiny(left, norm))
+    if 2 * len(in_place) > len(watch.gradients.shrunk):
+        scales = in_place  # as torch's clip_grad_norm_ does
+    if scales:
+        left = scales[len(scales) // 2]
+        yield Figure(1 - left, {"left": left}, "")
+
+
+def _tiny(left, norm):
+    """Whether hardly anything is left of a gradient: neither a loss scale that was taken off, a power of 2 or
+    one that leaves a norm as they usually are.
+    """
+    mantissa, _ = math.frexp(left)
+    return 0 < left < 1e-3 and norm < 1e-3 and min(mantissa - 0.5, 1 - mantissa) > 1e-5
+
+
+def summed(one):
+    """relative error of the sum of a step's micro-batches"""
+    if one.i not in one.watch.gradients.sums:
+        return None
+    total, times, count = one.watch.gradients.sums[one.i]
+    error = total / times
+    # what is far off was changed for another reason than rounding
+    return Figure(error, {"count": count, "error": error}) if error < 0.25 else None
+
+
+def forgotten(seen):
+    """backward passes whose gradients were cleared before a step"""
+    for i, (cleared, count) in list(seen.watch.gradients.forgotten.items())[:1]:
+        yield Figure(cleared, {"cleared": cleared, "count": count}, seen.names[i])
+
+
+def not_cleared(seen):
+    """gradients are there before the first backward pass of a step"""
+    if seen.watch.gradients.uncleared:
+        yield Figure(1.0, tensor=seen.names[0])
+
+
+def dead_parts(seen):
+    """an aligned half, third or quarter of a matrix never has one, as one of a fused qkv"""
+    tables = tables_of(seen.watch.model, seen.watch.named)
+    for i, alive in seen.alive.items():
+        p = seen.watch.named[i][1]
+        if p.dim() < 2 or p in tables or hasattr(p, "to_local"):
+            continue
+        part = dead_part(alive, p.shape, seen.watch.most)
+        if part:
+            yield Figure(1.0, {"part": part}, seen.names[i])
+
+
+# ---- What is left out --------------------------------------------------------------------------------------
+
+
+def copies_apart(seen):
+    """share of the weights that differ from the copies that are stepped"""
+    if seen.watch.copies:
+        share = seen.watch.departed
+        yield Figure(share, {"share": share}, next(iter(seen.watch.copies)))
+
+
+def ungrouped(seen):
+    """requires_grad, and in no group"""
+    watch = seen.watch
+    if watch.copies:
+        return
+    for name, p in watch.model.named_parameters():
+        if p.requires_grad and p not in watch.groups and p not in watch.elsewhere:
+            yield Figure(1.0, tensor=name)
+
+
+def graded_and_ungrouped(seen):
+    """has gradients, and is in no group"""
+    params = dict(seen.watch.model.named_parameters())
+    for figure in ungrouped(seen):
+        g = params[figure.tensor].grad
+        if (g is not None and bool(g.any())) or seen.watch.orphans.get(figure.tensor):
+            yield figure
+
+
+def frozen_alone(seen):
+    """frozen, beside others of its kind that train"""
+    _, alone = net_state.frozen_by_plan(seen.watch.model)
+    for name in alone:
+        yield Figure(1.0, tensor=name)
+
+
+def frozen_parts(seen):
+    """frozen parameters that look like a plan"""
+    parts, _ = net_state.frozen_by_plan(seen.watch.model)
+    if parts:
+        some = ", ".join(list(parts)[:3])
+        more = " ..." if len(parts) > 3 else ""
+        yield Figure(1.0, {"count": sum(parts.values()), "some": some + more}, "")
+
+
+def broken_buffers(seen):
+    """entries that are not finite, and were when the watch began"""
+    watch = seen.watch
+    broken = net_state.broken_buffers(watch.model, watch.buffers, watch.pick)
+    for name, count in broken.items():
+        yield Figure(count, {"count": count}, name)
+
+
+def rounded_buffers(seen):
+    """holds values of 16 bits alone"""
+    watch = seen.watch
+    rounded = net_state.rounded_buffers(watch.model, watch.buffers, watch.pick)
+    for name, (what, error) in rounded.items():
+        words = {"what": what, "error": error} if error else {"what": what}
+        yield Figure(error or 0.0, words, name)

@@ -1,0 +1,118 @@
+"""An optimiser's states from look to look: second moments that were reset or cast, counters that stand."""
+
+import math
+
+import torch
+
+from .adapters import steps_of
+from .writes import totals
+
+
+class States:
+    """answers: an optimiser that answers, see adapters.answering. facts: [facts.Facts of each tensor]. pick:
+    tensor -> its sample, [n]. What is found stands in the facts.
+    """
+
+    def __init__(self, answers, facts, pick):
+        self.answers = answers
+        self.facts = facts
+        self.pick = pick
+        self.last = None  # (step, numbers of tensors, lengths, exp_avg_sq after it) of the last look
+
+    def of(self, p):
+        """What the optimiser keeps for a parameter, a dict."""
+        answers = self.answers.owner[p] if hasattr(self.answers, "owner") else self.answers
+        state = getattr(answers, "inner", answers).state
+        return state[p] if p in state else {}
+
+    # -- second moments
+
+    def find_resets(self, look, step, has_gradient):
+        """Find second moments that are less than beta2 leaves of them: 0 beside an exp_avg, 0 in all tensors
+        after steps, or entries far below those of the last look. has_gradient: [bool of each tensor].
+        """
+        sums = totals([look.v], look.lengths)[0].tolist()
+        keeps_v = [dtype is not None for dtype in look.v_dtypes]
+        here = [k for k in range(len(sums)) if keeps_v[k] and has_gradient[k]]
+        all_zero = not any(sums[k] for k in here)
+        fell = self._fell(look, step)
+        for k in here:
+            p, facts = look.params[k], self.facts[look.index[k]]
+            if sums[k] == 0 and (self._beside_a_momentum(p) or (all_zero and steps_of(self.of(p)))):
+                facts.v_reset = step, None
+            elif fell[k] > 0.1:
+                facts.v_reset = step, fell[k]
+
+    def _beside_a_momentum(self, p):
+        m = self.answers.moment(p, "exp_avg", self.pick)
+        # fp32 holds no square of less
+        return m is not None and bool(m.abs().max() > 1e-15)
+
+    def _fell(self, look, step):
+        """[share of each tensor's exp_avg_sq that is far less than beta2 leaves of the last look's]"""
+        if self.last is None or self.last[1:3] != (look.index, look.lengths):
+            return [0.0] * len(look.lengths)
+        then, _, _, before = self.last
+        between = step - then - 1
+        least = [
+            self._least(p, between, step) if dtype is not None else 0.0
+            for p, dtype in zip(look.params, look.v_dtypes, strict=True)
+        ]
+        fell = look.v < look.spread(least) * before
+        return (totals([fell], look.lengths)[0].cpu() / torch.tensor(look.lengths)).tolist()
+
+    def _least(self, p, between, step):
+        """The least share of exp_avg_sq that so many steps can leave; 0.0 where that is not known."""
+        beta = self.answers.decay(p, "exp_avg_sq")[0]
+        t = steps_of(self.of(p)) or step
+        # codes round too coarsely, and what has become small may be rounded away
+        known = beta**between > 0.2 and t > between and not self.answers.coded(p, "exp_avg_sq")
+        if not known:
+            return 0.0
+        # an average that corrects its own bias forgets more at first
+        return 0.7 * beta**between * (1 - beta ** (t - between)) / (1 - beta**t)
+
+    def stepped(self, look, step):
+        """Remember the second moments after a step, and compare its counters."""
+        if look.v is not None:
+            self.last = step, look.index, look.lengths, look.new_v
+        for i, p in zip(look.index, look.params, strict=True):
+            self._count(self.facts[i], self.of(p).get("step"), step)
+
+    def before(self, facts, p, step):
+        """Look at the dtype of exp_avg_sq, and at the counter before a step."""
+        state = self.of(p)
+        facts.before = steps_of(state)
+        v, m = state.get("exp_avg_sq"), state.get("exp_avg")
+        if not torch.is_tensor(v) or not torch.is_tensor(m) or type(v) is not torch.Tensor:
+            return
+        if facts.v_dtype is None:
+            facts.v_dtype = v.dtype
+        elif v.element_size() < facts.v_dtype.itemsize and facts.cast is None:
+            facts.cast = facts.v_dtype, v.dtype, step
+
+    # -- counters
+
+    def _count(self, facts, counter, step):
+        """Compare a tensor's step counter with itself before the step, and with our own count."""
+        value = steps_of({"step": counter})
+        if value is None:
+            return
+        dtype = counter.dtype if torch.is_tensor(counter) else None
+        _, stuck, last = facts.counted or (dtype, 0, None)
+        if last is not None and value < last:
+            facts.fell = last, value
+            facts.counter = None
+        if facts.counter is None:
+            facts.counter = value, step
+        first, since = facts.counter
+        facts.behind = (step - since) - (value - first)
+        facts.counted = dtype, stuck + (facts.before == value), value
+
+
+def beta_power(answers, p):
+    """beta2^t at the step that was done: what the second moment still lacks; 0.0 where there is none."""
+    if not hasattr(answers, "decay"):
+        return 0.0
+    beta, t = answers.decay(p, "exp_avg_sq")
+    return 0.0 if math.isnan(beta) or math.isinf(t) else beta ** max(1, t)

@@ -1,0 +1,329 @@
+"""What the tasks that generate images share: label dropout, guidance, the loss, sampling and its scores.
+
+diffusion.py holds the two kinds, rectified flow and DDPM; generation_probes.py what the doctor asks of them.
+Three sites are these tasks' own: in which dtype timesteps, sampler state and noise schedule live. Under every
+flag they are fp32; bf16 is there for experiments that show what it breaks.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from harness.flags import Flag, amount, several, share, thousand
+from lowprec.errors import Refused
+from lowprec.recipes import Site
+from tasks import latent_space, metrics, perceptual, vae_halves
+from tasks.task import Task, picture, two_of_each
+
+TIMESTEPS = 1000
+BINS = 10
+PREVIEW_ROWS = 6  # pictures a label in a preview
+HELDOUT = 256  # held-out images that loss_by_timestep is taken on
+
+SITES = {
+    "timesteps": Site(
+        ("fp32", "bf16"),
+        {"fp32": "bf16 holds only 507 of the values 0..999", "bf16": "0..999 collapse to 507 values"},
+        {
+            "bf16": "timesteps=bf16: 0..999 become 507 distinct values, up to 2 apart; "
+            "use --set timesteps=fp32 (default)"
+        },
+    ),
+    "sampler": Site(
+        ("fp32", "bf16"),
+        {"fp32": "x + v dt: small steps need the bits", "bf16": "x + v dt loses dt below half an ulp of x"},
+        {
+            "bf16": "sampler=bf16: x + v dt rounds at every step; with 100 steps a constant velocity misses "
+            "its end by several percent; use --set sampler=fp32 (default)"
+        },
+    ),
+}
+
+
+class Generation(Task):
+    """What rectified flow and DDPM share: label dropout, guidance, the loss by timestep, sampling and its
+    scores.
+    """
+
+    flags = (
+        Flag(
+            "label_dropout",
+            0.1,
+            "share of labels dropped, for classifier-free guidance",
+            "generation",
+            type=share,
+        ),
+        Flag(
+            "guidance",
+            1.0,
+            "classifier-free guidance weight; 1 is none and costs half",
+            "generation",
+            kind="draw",
+            type=amount,
+        ),
+        Flag("sample_steps", 50, "sampling steps", "generation", kind="draw", type=thousand),
+        Flag(
+            "samples",
+            1000,
+            "images drawn for the final scores",
+            "generation",
+            kind="extent",
+            type=several,
+            may=("sample",),
+        ),
+        perceptual.PERCEPTUAL,
+        *latent_space.FLAGS,
+    )
+    sites = {**SITES, "perceptual": perceptual.SITE, **latent_space.SITES}
+    limits = {
+        # relative RMS change of the prediction; the images suffer when it nears the net's own error. Any
+        # timestep lost is a finding as well
+        "timesteps": (0.001, 0.1),
+        # relative RMS change of the images drawn. An fp32 state gives 0 exactly; 0.2 % is a fifth of a grey
+        # level in eight bits
+        "sampler": (0.002, 0.1),
+        # how far the sampler's states are from where their timesteps say, in units of the noise. A right one
+        # gives 0.00, one that noises anew the spread of its noise; one that stands still 1, a wrong sign 2
+        "path": (0.15, 0.5),
+        **vae_halves.LIMITS,
+    }
+    implied = {"size": "tiny", "data": "digits"}
+    unprinted = ("trace", "loss_by_timestep")
+    in_latents = True  # whether the task takes --vae
+    guard = {}  # sites of one kind of generation that the doctor keeps exact where it asks of another
+    answer = noised = None  # of tasks that don't tell them, the sampler's path isn't examined
+
+    def __init__(self, data, recipe, config):
+        super().__init__(data, recipe, config)
+        self.space = latent_space.space(data, recipe, config)  # what the net sees: pixels, or latents
+        # made when they are asked for first
+        self._judge = None
+        self._reference = None
+        self._perceptual = None
+
+    @classmethod
+    def settle(cls, table, given):
+        return latent_space.settle(cls, table, given)
+
+    @classmethod
+    def check(cls, config):
+        perceptual.check(config)
+        latent_space.check(config, cls.in_latents)
+        if config.guidance != 1 and config.label_dropout == 0:
+            raise Refused(
+                f"--guidance {config.guidance:g} reads the net without a label, which --label_dropout 0 "
+                "never trains: train with --label_dropout 0.1"
+            )
+
+    @classmethod
+    def load(cls, config):
+        return two_of_each(super().load(config))
+
+    def nets(self):
+        from models import GENERATIVE  # MONAI takes seconds to import, which --help does not wait for
+
+        return self.space.nets(GENERATIVE)
+
+    def example(self):
+        images = torch.empty(2, *self.space.shape, device="meta")
+        return (images, images.new_empty(2), images.new_empty(2, dtype=torch.int64)), {}
+
+    def train_set(self, run):
+        return self.space.train_set(self.data.train, run.device)
+
+    # -- training
+
+    def loss(self, model, batch, rng, step):
+        """Mean loss of images [B, C, H, W] in [-1, 1] with labels [B]. Timestep, noise and label dropout
+        are drawn from `rng`.
+        """
+        images, labels = batch
+        weight = self.config.perceptual
+        n = len(images)
+        dropped = rng.uniform(n) < self.config.label_dropout
+        labels = torch.where(dropped, self.data.num_classes, labels)
+        values = self.space.draw(images, rng)
+        values, noise = self.with_noise(values, rng)
+        t = self.draw_timesteps(rng, n)
+        if not weight:
+            return self.errors(model, values, labels, noise, t).mean()
+        recorded = Recorded(model)
+        loss = self.errors(recorded, values, labels, noise, t).mean()
+        clean, share = self.clean(recorded.x.float(), recorded.answer.float(), t)
+        distance = self.perceptual_distance(clean, values)  # [B]
+        return loss + weight * (share * distance).mean()
+
+    def with_noise(self, images, rng):
+        """(images, noise) [B, C, H, W] to train on; here the two are independent."""
+        return images, rng.normal(*images.shape)
+
+    def perceptual_distance(self, a, b):
+        """fp32 [B]: perceptual distance of images [B, C, H, W], in the dtype of its site."""
+        if self._perceptual is None:
+            net = self.judge(a.device).net
+            self._perceptual = perceptual.Perceptual(net, self.recipe.dtype("perceptual")).to(a.device)
+        return self._perceptual(a, b)
+
+    @torch.no_grad()
+    def loss_by_timestep(self, model, images, labels, rng):
+        """[BINS] mean unweighted loss in equal bins of the timestep, on the same noise at every call with
+        the same rng.
+        """
+        bins = []
+        for k in range(BINS):
+            t = self.bin_timesteps((k + rng.uniform(len(images))) / BINS)
+            noise = rng.normal(*images.shape)
+            errors = self.errors(model, images, labels, noise, t, weighted=False)
+            bins.append(errors.float().mean().item())
+        return bins
+
+    def predict(self, model, x, t, labels, guidance=1.0):
+        """The net's prediction for x [B, C, H, W] at timesteps t [B], with classifier-free guidance: null +
+        w (label - null).
+
+        arXiv 2207.12598. A weight of 1 needs no second half.
+        """
+        t = t.to(self.recipe.dtype("timesteps"))
+        if guidance == 1.0:
+            return model(x, t, labels)
+        null = torch.full_like(labels, self.data.num_classes)
+        both = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([labels, null]))  # [2 B, C, H, W]
+        with_label, without_label = both.chunk(2)
+        return without_label + guidance * (with_label - without_label)
+
+    # -- generation
+
+    @torch.no_grad()
+    def sample(self, model, labels, noise, steps, trace=None):
+        """Images [B, C, H, W] fp32 from noise [B, C, H, W] in `steps` steps. trace: a list that receives a
+        dict of ranges a step.
+        """
+        x = noise.to(self.recipe.dtype("sampler"))
+        times = self.times(steps)
+        for t, following in zip(times, [*times[1:], 0], strict=True):
+            at = torch.full((len(x),), float(t), device=x.device)
+            prediction = self.predict(model, x.float(), at, labels, self.config.guidance).to(x.dtype)
+            if trace is not None:
+                trace.append({"t": t, **_range("prediction", prediction), **_range("x", x)})
+            x = self.advance(prediction, t, x, following)
+        if trace is not None:
+            trace.append({"t": 0, **_range("x", x)})
+        return x.float()
+
+    def preview(self, model, rng):
+        """A column a label, the same noise whenever the rng is the same."""
+        classes = self.data.num_classes
+        columns = max(1, classes) if classes <= 20 else 10
+        labels = torch.arange(columns).repeat(PREVIEW_ROWS).to(rng.device)
+        if not classes:
+            labels = torch.zeros_like(labels)
+        noise = rng.normal(len(labels), *self.space.shape)
+        drawn = self.sample(model, labels, noise, self.config.sample_steps)
+        return {"samples": picture(self.space.decode(drawn), columns)}
+
+    def evaluate(self, model, rng):
+        """(scores, pictures) of config.samples images against held-out real ones.
+
+        Scores also hold loss_by_timestep and the trace of ranges of the first images.
+        """
+        c = self.config
+        labels = self.wanted_labels(c.samples, rng.device)
+        # drawn at once: torch's generator goes on elsewhere after a count that is no multiple of 16
+        noise = rng.normal(c.samples, *self.space.shape, device="cpu")
+        images = []
+        first = None  # what the net drew in the first batch
+        trace = []
+        for batch_labels, batch_noise in zip(
+            labels.split(c.sample_batch), noise.split(c.sample_batch), strict=True
+        ):
+            traced = trace if first is None else None
+            drawn = self.sample(model, batch_labels, batch_noise.to(rng.device), c.sample_steps, traced)
+            if first is None:
+                first = drawn
+            images.append(self.space.decode(drawn).cpu())
+        images = torch.cat(images)  # [samples, C, H, W]
+
+        judge = self.judge(rng.device)
+        wanted = labels.cpu() if self.data.num_classes else None
+        scores = metrics.generation_scores(judge.net, images, wanted, judge.heldout_images)
+        real, real_labels = self.heldout_images(rng.device)
+        scores.update(self.space.scores(first, real))
+        scores["loss_by_timestep"] = self.loss_by_timestep(model, self.space.mean(real), real_labels, rng)
+        scores["trace"] = trace
+        return scores, {"samples": picture(images[: 10 * PREVIEW_ROWS], 10)}
+
+    def reference(self):
+        """{"floor": scores of real training images, "ceiling": scores of noise}, against the held-out ones,
+        with the labels of the samples.
+        """
+        if self._reference is None:
+            wanted = self.wanted_labels(self.config.samples, "cpu")
+            judge = self.judge()
+            self._reference = metrics.reference_scores(
+                judge.net, judge.train_images, judge.train_labels, judge.heldout_images, wanted=wanted
+            )
+        return self._reference
+
+    def judge(self, device="cpu"):
+        """The Judge of this task's data: read once, for all scores of a run."""
+        if self._judge is None:
+            c = self.config
+            data = self.data
+            net = metrics.yardstick(data, f"{c.runs}/feature_nets").to(metrics.device_of_scores(device))
+            train_images, train_labels = metrics.subset(data.train, 2 * c.samples)  # enough of each class
+            if not data.num_classes:
+                train_labels = None
+            self._judge = Judge(net, train_images, train_labels, *metrics.subset(data.heldout))
+        return self._judge
+
+    def wanted_labels(self, count, device):
+        """int64 [count]: labels to draw, in the held-out images' proportions."""
+        labels = self.judge(device).heldout_labels
+        return metrics.labels_like(labels, self.data.num_classes, count).to(device)
+
+    def heldout_images(self, device, count=HELDOUT):
+        """(images [count, C, H, W], their labels), the same ones each time."""
+        images, labels = metrics.subset(self.data.heldout, count)
+        return images.to(device), labels.to(device)
+
+    # -- what the sites lose
+
+    def probes(self, exam):
+        from tasks import generation_probes  # it builds on this file
+
+        generation_probes.examine(self, exam)
+
+    def probe_schedule(self, exam, net, batch, start, reference):
+        """What using the noise schedule does to it; here it holds nothing that could change.
+
+        start: labels, noise and steps of the images `reference`, drawn in fp32.
+        """
+
+
+class Judge(NamedTuple):
+    """What samples are scored with: a feature net, and real images [N, C, H, W] with labels int64 [N]."""
+
+    net: metrics.FeatureNet
+    train_images: torch.Tensor
+    train_labels: torch.Tensor | None  # of a set without classes
+    heldout_images: torch.Tensor
+    heldout_labels: torch.Tensor
+
+
+class Recorded:
+    """A net that keeps what it was called with last, x [B, C, H, W], and what it answered."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x, t, labels):
+        self.x = x
+        self.answer = self.model(x, t, labels)
+        return self.answer
+
+
+
+def _range(name, x):
+    """{name_min, name_max, name_mean} of a tensor."""
+    x = x.float()
+    return {f"{name}_min": x.min().item(), f"{name}_max": x.max().item(), f"{name}_mean": x.mean().item()}

@@ -1,0 +1,58 @@
+"""Figures of arms in a text, as experiments/front.md has them."""
+
+import pytest
+from lab import TOML, records_of, write
+
+from experiments import report
+from experiments.log import definition
+from experiments.log.evidence import Evidence, filled
+from experiments.log.records import recorded
+from lowprec.errors import Refused
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "experiments", TOML)
+    experiment = definition.load("1", tmp_path / "experiments")
+    write(tmp_path / "experiments", TOML, records_of(experiment))
+    return tmp_path / "experiments"
+
+
+def evidence_of(folder):
+    experiment = definition.load("1", folder)
+    return Evidence([experiment], recorded(experiment))
+
+
+def test_a_placeholder_is_filled_with_the_figure_of_its_arm(folder):
+    evidence = evidence_of(folder)
+    seen = evidence.seen("001/nearest")
+    text = "{001/nearest.n} pairs: {001/nearest.difference} {001/nearest.interval}, {001/nearest.verdict}"
+    wanted = f"6 pairs: {seen.result.mean:+.3f} [{seen.result.low:+.3f}, {seen.result.high:+.3f}], worse"
+    assert filled(text, evidence) == wanted
+    share = 100 * seen.result.achieved / (sum(seen.base.values()) / 6)
+    assert filled("{001/nearest.achieved_share}", evidence) == f"{share:.0f} %"
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{002/fp32.mean}", "there is no experiment 002"),
+        ("{001/bf16.mean}", "has no arm 'bf16'"),
+        ("{001/nearest.harmony}", "an arm has no figure 'harmony'"),
+        ("{001/nearest.moved}", "do not hold that"),
+    ],
+)
+def test_a_placeholder_without_a_figure_is_refused_in_one_line(folder, text, words, capsys):
+    with pytest.raises(Refused, match=words):
+        filled(text, evidence_of(folder))
+    (folder / "front.md").write_text(text)
+    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
+    err = capsys.readouterr().err
+    assert words in err and err.startswith("report.py: front.md: ") and err.count("\n") == 1
+
+
+def test_an_arm_that_was_not_run_has_no_figure(folder):
+    (folder / "001-rounding/results.jsonl").write_text("")
+    with pytest.raises(Refused, match="no record yet: python experiments/run.py 001"):
+        filled("{001/nearest.mean}", evidence_of(folder))

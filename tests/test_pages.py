@@ -1,0 +1,61 @@
+"""The pages: what README shows works, and what is generated is what the records give."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train
+from experiments import report
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINES = re.compile(r"(?:^|`|&& )(?:python|torchrun --nproc_per_node=2) (train\.py[^`#\n]*)", re.M)
+
+
+def commands():
+    """The commands of train.py on README.md and the pages of docs/ that a reader may type as they stand."""
+    found = set()
+    for page in PAGES:
+        for command in LINES.findall(page.read_text()):
+            whole = not command.rstrip().endswith("\\")
+            if whole and "…" not in command and "--help" not in command:
+                found.add(command.strip())
+    return sorted(found)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_parses(command):
+    if "FILE" in command or "mine.py" in command:
+        pytest.skip("names a file of the reader's own; tests/tasks/test_task_file.py runs one")
+    # status 2 on an unknown flag or value
+    given = vars(train.build_parser().parse_args(shlex.split(command)[1:]))
+    assert set(given) <= set(train.FLAGS.defaults()) | {"dry_run", "check", "sample", "diagnose", "config"}
+
+
+def test_the_loop_of_the_readme_learns(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    loop = next(block for block in blocks if "Precision(" in block)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    x = torch.randn(64, 8)
+    scope = {"model": model, "loader": [(x, x[:, :1] * 2)] * 200, "F": F}
+    before = F.mse_loss(model(x), x[:, :1] * 2).item()
+    exec(loop, scope)
+    assert scope["loss"].item() < 0.2 * before
+    assert not any(p.requires_grad for p in scope["net"].net.parameters())
+    assert "bytes a parameter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    text = page.read_text()
+    for target in set(re.findall(r"(?:\]\(|^\[[^\]]+\]: )([^)#:\s]+)(?:#[\w-]+)?\)?", text, re.M)):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_generated_parts_are_what_the_records_give():
+    assert report.main(["--check"]) == 0
