@@ -210,13 +210,8 @@ FORMATS["e4m3-32"] = copy.copy(FORMATS["e4m3"])
 FORMATS["e4m3-32"].name, FORMATS["e4m3-32"].block = "e4m3-32", 32
 """
 NEW = """
-import copy, torch
+import torch
 from typing import NamedTuple
-from lowprec import formats
-
-formats.FORMATS["e4m3-32"] = new = copy.copy(formats.FORMATS["e4m3"])
-new.name, new.block = "e4m3-32", 32
-
 from lowprec.optimizers.build import OPTIMIZERS
 from lowprec.optimizers.peers import PEERS, Torch
 from lowprec.optimizers.rounded import Rounded
