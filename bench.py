@@ -127,9 +127,10 @@ def settings_of(args):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    words = argv
-    if "--gpu" in argv:  # the only command that is written as a flag
-        words = ["gpu", *(word for word in argv if word != "--gpu")]
+    words = list(argv)
+    if "--gpu" in words:  # the only command that is written as a flag
+        words.remove("--gpu")
+        words.insert(0, "gpu")
     args = build_parser().parse_args(words)
     quiet_libraries()
     try:

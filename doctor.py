@@ -1,20 +1,12 @@
-"""The doctor: looks at a finished or running run and names, with figures, the sites that are losing
-information.
+"""The doctor: names, with figures, the sites of a run that are losing information.
 
     python train.py --diagnose runs/NAME        its checkpoint.pt, and metrics.jsonl where there is one;
                                                 exit status 0: healthy, 1: findings
     python doctor.py BEFORE AFTER               two checkpoints of any program, see lowprec/watch/compare.py
 
-It reads the run and writes nothing. It concludes nothing from the recipe: it loads the run into memory and
-takes it some steps further on its own data, by its own code. Each write to a weight, second moment or average
-is compared with what fp32 arithmetic wanted to write (see watch.py). What the net computes is compared with
-an fp32 copy of itself, and what its buffers hold with fp32 ones. A task examines sites of its own by the
-probes that it brings: timesteps, the sampler's state and path, a noise schedule.
-
-Kahan compensation mends the weights alone: an exp_avg_sq beside it that is rounded to nearest is a finding,
-and none with --stochastic beside it. So is one in 8-bit codes to nearest, and one in 4-bit codes.
-Not examined: exp_avg, which loses nothing at beta1 = 0.9 (steps of 0.1 of the difference are far above a bf16
-ulp), the all-reduce of several processes, and FP8 casts by Transformer Engine or torchao.
+It reads the run and writes nothing. It concludes nothing from the recipe: it takes the run some steps further
+in memory, by its own code and data, and compares what is written and computed with fp32 arithmetic. A task
+examines sites of its own by the probes that it brings. docs/doctor.md says more.
 """
 
 import math
@@ -22,7 +14,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.utils import _pytree as pytree
 
 from harness import run_folder
 from harness.batches import BatchIndices
@@ -31,6 +22,8 @@ from lowprec.errors import Refused
 from lowprec.rounding import Stream
 from lowprec.telemetry import sample
 from lowprec.watch import compare, verdicts
+from lowprec.watch.computed import Recorder, not_finite, relative, relative_tree
+from lowprec.watch.net_state import rounded_to_bf16
 from lowprec.watch.verdicts import WIDTH, Diagnosis, Finding
 from lowprec.watch.writes import Writes
 from tasks.task import Rng, to_device
@@ -46,32 +39,7 @@ DEFAULT_DECAY = 0.999  # of the average
 # which is BatchNorm's, is lost below half an ulp, 2^-8 of the value
 STANDSTILL = 10 * 2**-8
 
-# Beside the limits that all loops have in common. A task adds its own.
-LIMITS = {
-    **verdicts.LIMITS,
-    # share of the initial weights in an average when the run ends. 5 % remains after 3 / (1-decay) steps
-    "arrival": (0.1, 0.3),
-    # relative RMS change of the output against an fp32 copy of the net. bf16 matmuls measure 0.01 and score
-    # as fp32 does
-    "compute": (0.1, 0.5),
-    # the same for the buffers alone. A bf16 rounding of the DiT's positions measures 0.001 and harms nothing
-    "buffers": (0.01, 0.5),
-    # relative change of the mean loss: ten times the rounding of a bf16 number
-    "loss": (0.03, math.inf),
-    # shares of values that FP8 casts make zero or clip. Experiment 019 saw at most 0.005 and, at step 50 of
-    # delayed scaling, 0.0004; what is clipped is what is largest
-    "fp8 zeroed": (0.05, 0.5),
-    "fp8 clipped": (0.001, 0.1),
-    # share of recent steps that the loss scaler skipped: in good health one in 2000, plus a few at the start
-    "skipped": (0.05, 0.5),
-}
-
-def relative(a, b):
-    """Relative RMS difference of tensor a from b; inf where either is not finite."""
-    a, b = a.double(), b.double()
-    difference, size = (a - b).square().mean().sqrt(), b.square().mean().sqrt()
-    value = float(difference / size.clamp_min(1e-300))
-    return math.inf if math.isnan(value) else value
+LIMITS = {**verdicts.LIMITS, **verdicts.RUN_LIMITS}  # a task adds its own
 
 
 def diagnose(path, table, flags):
@@ -95,36 +63,26 @@ def diagnose(path, table, flags):
 # ---- The examination ---------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """A net that is called like `net` and keeps what it was called with the first time: self.inputs = (args,
-    kwargs).
-    """
-
-    def __init__(self, net):
-        self.net, self.inputs = net, None
-
-    def __call__(self, *args, **kwargs):
-        if self.inputs is None:
-            self.inputs = args, kwargs
-        return self.net(*args, **kwargs)
-
-    def __getattr__(self, name):
-        return getattr(self.net, name)
-
-
 class Examination:
     """One run, loaded and examined. A task's `probes` read `config`, `device`, `data`, `work`, `pixels` and
     `images`, and call `task`, `net`, `rng`, `relative` and `judge`.
     """
 
-    images, limits, relative = IMAGES, LIMITS, staticmethod(relative)
+    images = IMAGES
+    limits = LIMITS
+    relative = staticmethod(relative)
 
     def __init__(self, config, checkpoint, folder):
-        self.checkpoint, self.found, self.sound = checkpoint, [], {}
+        self.checkpoint = checkpoint
+        self.found = []  # findings
+        self.sound = {}  # {site: its figure}, where that is no finding
         self.metrics = run_folder.read_metrics(folder / "metrics.jsonl")
         self.trainer = trainer = Trainer(config, draws=True, folder=folder)
-        self.config, self.device, self.data = trainer.config, trainer.device, trainer.data
-        self.precision, self.recipe = trainer.precision, trainer.recipe
+        self.config = trainer.config
+        self.device = trainer.device
+        self.data = trainer.data
+        self.precision = trainer.precision
+        self.recipe = trainer.recipe
         self.limits = {**LIMITS, **trainer.task.limits}
         self.train = trainer.task.train_set(trainer)
         self.start = self._start()
@@ -163,10 +121,12 @@ class Examination:
         it is one.
         """
         low, high = self.limits[limit]
+        site = site or limit
         if certain or figure > low:
-            self.found.append(Finding(site or limit, "severe" if figure > high else "moderate", text, remedy))
+            severity = "severe" if figure > high else "moderate"
+            self.found.append(Finding(site, severity, text, remedy))
             return True
-        self.sound[site or limit] = figure
+        self.sound[site] = figure
         return False
 
     # -- for probes
@@ -176,8 +136,7 @@ class Examination:
         return self.trainer.task.again(self.recipe.replace(**sites))
 
     def net(self, **sites):
-        """The net with its last weights, frozen: they tell what a site does even where the average is ruined.
-        """
+        """The net with its last weights, frozen: they tell of a site even where the average is ruined."""
         return self.precision.frozen("raw", **sites)
 
     def rng(self, *words):
@@ -192,10 +151,12 @@ class Examination:
     # -- what the run has written down
 
     def logged(self):
-        rows, scaled = self.metrics, self.recipe.compute == "fp16"
+        rows = self.metrics
+        scaled = self.recipe.compute == "fp16"
         overflows = [row for row in rows if row.get("nonfinite_grads")]
         if overflows and not scaled:
-            entries, last = sum(row["nonfinite_grads"] for row in overflows), overflows[-1]["step"]
+            entries = sum(row["nonfinite_grads"] for row in overflows)
+            last = overflows[-1]["step"]
             text = f"{entries} gradient entries were not finite, last at step {last}"
             self.found.append(Finding("grads", "severe", text, "lower --lr, --clip_grad 1 or --warmup"))
         if rows and not math.isfinite(rows[-1].get("loss", 0.0)):
@@ -209,35 +170,21 @@ class Examination:
         scale = rows[-1].get("loss_scale") if rows else None
         if scale is None:
             scale = self.precision.scaler.get_scale()
-        recent = [(row["step"], row["skipped_steps"]) for row in rows if "skipped_steps" in row][-11:]
-        steps = skips = 0
+        recent = [row for row in rows if "skipped_steps" in row][-11:]
+        share = 0.0
         if recent:
-            (first, skipped_before), (last, skipped_after) = recent[0], recent[-1]
-            steps, skips = last - first, skipped_after - skipped_before
-        share = skips / max(1, steps)
+            steps = recent[-1]["step"] - recent[0]["step"]
+            share = (recent[-1]["skipped_steps"] - recent[0]["skipped_steps"]) / max(1, steps)
         text = f"the loss scaler skipped {share:.0%} of the last steps; the scale is {scale:g}"
         # below 1 the scaler shrinks gradients: they overflow as they are
         self.judge("skipped", share, text, "--bf16, or lower --lr", site="grads", certain=scale < 1)
 
     def finite(self):
         """Whether all weights, averages and states are; a finding for each kind that is not."""
-        saved, bad = self.checkpoint["precision"], {}
-
-        def count(site, value, key=""):
-            if isinstance(value, dict):
-                for name, inner in value.items():
-                    count(site, inner, name)
-            elif isinstance(value, list):
-                for inner in value:
-                    count(site, inner)
-            elif torch.is_tensor(value) and value.is_floating_point() and value.numel() > 1:
-                name = site or str(key)
-                bad[name] = bad.get(name, 0) + int((~value.isfinite()).sum())
-
-        count("weights", saved["model"])
-        count("", saved["optimizer"])
+        saved = self.checkpoint["precision"]
+        bad = {"weights": sum(not_finite(saved["model"]).values()), **not_finite(saved["optimizer"])}
         for name, average in saved["averages"].items():
-            count(self.title(name), average)
+            bad[self.title(name)] = sum(not_finite(average).values())
         remedy = "train again with a lower --lr, --clip_grad 1 or --bf16"
         for site, number in bad.items():
             if number:
@@ -254,7 +201,7 @@ class Examination:
         task.loss(exact, batch, self.rng(3), step)
         args, kwargs = exact.inputs
         full = exact.net(*args, **kwargs)
-        change = _relative_tree(self.net(loss="fp32")(*args, **kwargs), full)
+        change = relative_tree(self.net(loss="fp32")(*args, **kwargs), full)
         text = f"the net's output differs by {change:.1%} from that of an fp32 copy of itself"
         self.judge("compute", change, text, "--bf16, or no flag")
 
@@ -270,13 +217,17 @@ class Examination:
         `full`, is from that with the values that were rounded away.
         """
         fresh = dict(self.trainer.new_net().named_buffers())
-        held = {name: b for name, b in self.precision.model.named_buffers() if name in fresh}
-        held = {name: b for name, b in held.items() if b.is_floating_point() and b.numel()}
-        narrow = [name for name, b in held.items() if _rounded_to_bf16(b, fresh[name])]
+        held = {}
+        for name, b in self.precision.model.named_buffers():
+            if name in fresh and b.is_floating_point() and b.numel():
+                held[name] = b
+        narrow = [name for name, b in held.items() if rounded_to_bf16(b, fresh[name])]
         if not narrow:
-            self.sound.update({"buffers": 0.0} if held else {})
+            if held:
+                self.sound["buffers"] = 0.0
             return
-        own, changes = dict(exact.net.named_buffers()), "changes"
+        own = dict(exact.net.named_buffers())
+        changes = "changes"
         for name in narrow:
             b, made = held[name].float(), fresh[name].to(self.device).float()
             if torch.equal(made.bfloat16(), b.bfloat16()):  # it never changes, like the frequencies of RoPE
@@ -285,7 +236,7 @@ class Examination:
                 off = self.rng(5).uniform(b.numel()).view(b.shape) * 2 - 1
                 own[name].copy_(b * (1 + STANDSTILL * off))
                 changes = "may change"
-        change = _relative_tree(exact(*args, **kwargs), full)
+        change = relative_tree(exact(*args, **kwargs), full)
         text = (
             f"{len(narrow)} of {len(held)} buffers hold bf16 values, {narrow[0]} the first; with fp32 ones "
             f"the net's output {changes} by {change:.1%}"
@@ -302,10 +253,11 @@ class Examination:
 
     def accumulation(self):
         """The sum of a step's micro-batches against their sum in float64."""
-        c, precision = self.config, self.precision
+        c = self.config
         if c.accumulate == 1 or not self.recipe.low_weights:
             return
-        precision.accumulate = count = min(64, c.accumulate)
+        count = min(64, c.accumulate)
+        self.precision.accumulate = count
         size = int(max(1, min(c.batch_size, 8, self.work / (self.pixels * count))))
         exact = {}
         for _ in self.backward(count, size):
@@ -336,7 +288,9 @@ class Examination:
     def take_gradients(self):
         """{parameter: gradient} as summed so far, which are then forgotten."""
         precision = self.precision
-        grads = precision.sums or {p: p.grad for p in precision.params if p.grad is not None}
+        grads = precision.sums
+        if not grads:
+            grads = {p: p.grad for p in precision.params if p.grad is not None}
         precision.sums = {}
         precision.optimizer.zero_grad(set_to_none=True)
         return grads
@@ -373,10 +327,8 @@ class Examination:
 
     def weights(self, tally):
         if tally.entries:
-            text = (
-                f"{tally.stuck:.0%} of the updates are under half an ulp of their weight, and "
-                f"{tally.kept:.0%} of them is written: {tally.lost:.0%} of the wanted movement is lost"
-            )
+            text = f"{tally.stuck:.0%} of the updates are under half an ulp of their weight, and "
+            text += f"{tally.kept:.0%} of them is written: {tally.lost:.0%} of the wanted movement is lost"
             self.judge("update", tally.lost, text, self.writing())
 
     def moments(self, tally, excess):
@@ -396,18 +348,19 @@ class Examination:
         """What FP8 casts made zero and clipped in the steps of these reports, the worst operand of each.
         Casts of other libraries don't tell.
         """
-        zeroed = "zeroed", "underflow", "non-zero values become zero"
-        clipped = "clipped", "saturated", "values are clipped"
-        for what, kind, effect in (zeroed, clipped):
-            prefix = f"fp8_{kind}_"
-            names = [name for name in reports[0] if name.startswith(prefix)]
-            shares = {name: sum(report.get(name, 0.0) for report in reports) / len(reports) for name in names}
-            if not shares:
-                return
-            worst = max(shares, key=shares.get)
-            operand = worst.removeprefix(prefix)
-            text = f"{shares[worst]:.1%} of the {effect}, {operand} operands of FP8 products"
-            self.judge(f"fp8 {what}", shares[worst], text, self.casting(operand))
+        self.casts_of(reports, "fp8 zeroed", "fp8_underflow_", "non-zero values become zero")
+        self.casts_of(reports, "fp8 clipped", "fp8_saturated_", "values are clipped")
+
+    def casts_of(self, reports, limit, prefix, effect):
+        shares = {}  # {operand: its share, the mean over the steps}
+        for name in reports[0]:
+            if name.startswith(prefix):
+                of_steps = [report.get(name, 0.0) for report in reports]
+                shares[name.removeprefix(prefix)] = sum(of_steps) / len(reports)
+        if shares:
+            operand = max(shares, key=shares.get)
+            text = f"{shares[operand]:.1%} of the {effect}, {operand} operands of FP8 products"
+            self.judge(limit, shares[operand], text, self.casting(operand))
 
     def casting(self, operand):
         """The remedy for casts to FP8."""
@@ -420,11 +373,11 @@ class Examination:
         return "--fp8_recipe rowwise" if options.recipe == "tensorwise" else "train without --fp8"
 
     def average(self, name, average, tally):
-        site, q, done = self.title(name), average.decay, self.checkpoint["step"]
-        text = (
-            f"{tally.stuck:.0%} of the entries away from their weight can't move, {tally.lost:.0%} of the "
-            f"wanted movement is lost"
-        )
+        site = self.title(name)
+        q = average.decay
+        done = self.checkpoint["step"]
+        text = f"{tally.stuck:.0%} of the entries away from their weight can't move, "
+        text += f"{tally.lost:.0%} of the wanted movement is lost"
         if self.start:
             steady = (1 - q**done) / (done * (1 - q))
             text += (
@@ -491,19 +444,6 @@ class Examination:
         wanted = f"a weight should shrink by lr*wd = {c.lr * c.weight_decay:.1g} of itself a step"
         text = f"{wanted}; {tally.lost:.0%} of that is lost"
         self.judge("weight decay", tally.lost, text, self.writing())
-
-
-def _relative_tree(a, b):
-    """`relative` of all floating tensors in two trees alike."""
-    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
-    pairs = [(x, y) for x, y in pairs if torch.is_tensor(x) and x.is_floating_point()]
-    return relative(torch.cat([x.flatten() for x, _ in pairs]), torch.cat([y.flatten() for _, y in pairs]))
-
-
-def _rounded_to_bf16(b, made):
-    """Whether all values of buffer b fit into bf16, and are not those that it was made with."""
-    same = torch.equal(b.float(), made.to(b.device).float())
-    return not same and torch.equal(b.bfloat16().float(), b.float())
 
 
 if __name__ == "__main__":

@@ -139,6 +139,8 @@ def train(given, command, dry=False, whole_ledger=False):
         ledger = trainer.precision.ledger()
         print_head(trainer, ledger)
         print_ledger(trainer, ledger, whole=dry or whole_ledger)
+        if dry and trainer.config.fsdp:
+            print(trainer.line_of_a_rank())
         for line in [*trainer.notes, *advice(trainer)]:
             print(f"warning: {line}")
         print(flush=True)

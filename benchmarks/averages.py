@@ -151,8 +151,11 @@ def main(argv=None):
     print("share of the way covered (1 is right) and distance from the fp64 average / spread of the weights")
     print(f"{'':24}" + "".join(f"{'decay ' + decay:>20}" for decay in found))
     for name in RULES:
-        cells = [f"{share:.3f}  {distance:.2%}" for share, distance in (found[d][name] for d in found)]
-        print(f"{name:24}" + "".join(f"{cell:>20}" for cell in cells))
+        line = f"{name:24}"
+        for figures in found.values():
+            share, distance = figures[name]
+            line += f"{f'{share:.3f}  {distance:.2%}':>20}"
+        print(line)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     return 0

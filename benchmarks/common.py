@@ -1,7 +1,6 @@
 """What all benches share: recipes and nets by name, the clock, the runner of turns, tables, and the record.
 
-    net = parse_net("unet:small:64:8")                    # ('unet', 'small', 64, 8)
-    run, inputs, velocity = prepared(net, RECIPES["bf16"], torch.device("cpu"))
+    run, inputs, velocity = prepared(parse_net("unet:small:64:8"), RECIPES["bf16"], torch.device("cpu"))
     cell = Cell("bf16", dict(recipe="bf16"), [partial(in_turn, step, clock)])
     rows = take_turns([cell, other], 15, bar)             # [{'recipe': 'bf16', 'ms': [15 figures]}, ...]
 
@@ -252,39 +251,45 @@ def state_bytes(optimizer):
     """Bytes of all tensors in an optimiser's state and tables of codes; shared storage is counted once."""
     tensors = []
     for state in optimizer.state.values():
-        tensors += [t for _, t in tensors_in(state)]
+        tensors += tensors_in(state)
     for coder in getattr(optimizer, "coders", {}).values():
         tensors += getattr(coder, "tables", {}).values()
-    storages = [t.untyped_storage() for t in tensors]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    sizes = {}
+    for t in tensors:
+        storage = t.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
 
-def tensors_in(state, path=""):
-    """[(where, plain tensor)] of a state.
+def tensors_in(state):
+    """[plain tensor] of a state.
 
     It looks into dicts and lists, into classes of tensors that hold others, as torchao's and SDNQ's codes do,
     and into other classes that hold tensors, as FlashOptim's do.
     """
     if torch.is_tensor(state) and not is_traceable_wrapper_subclass(state):
-        return [(path, state)]
+        return [state]
     found = []
-    for name, value in _parts_of(state).items():
-        found += tensors_in(value, f"{path}.{name}" if path else str(name))
+    for part in _parts_of(state):
+        found += tensors_in(part)
     return found
 
 
 def _parts_of(state):
-    """{name: part} of what is no plain tensor."""
+    """What lies within something that is no plain tensor."""
     if is_traceable_wrapper_subclass(state):
         names, _ = state.__tensor_flatten__()
-        return {name: getattr(state, name) for name in names}
+        return [getattr(state, name) for name in names]
     if isinstance(state, dict):
-        return state
+        return state.values()
     if isinstance(state, (list, tuple)):
-        return dict(enumerate(state))
-    attributes = getattr(state, "__dict__", {})
-    return {name: value for name, value in attributes.items() if torch.is_tensor(value)}
+        return state
+    return filter(torch.is_tensor, getattr(state, "__dict__", {}).values())
+
+
+def count_of(params):
+    """How many numbers they hold."""
+    return sum(p.numel() for p in params)
 
 
 def bytes_on(device):
@@ -373,7 +378,8 @@ def take_turns(cells, repeats, bar):
     """
     turns = []
     for cell in cells:
-        turns += [(cell, turn) for turn in cell.turns]
+        for turn in cell.turns:
+            turns.append((cell, turn))
     order = random.Random(0)
     for _ in range(repeats):
         order.shuffle(turns)
@@ -395,12 +401,20 @@ def started(names, make, bar, title=""):
     return cells
 
 
-def progress(total):
+def progress_bar(total):
     """A bar that is shown on a terminal and leaves nothing behind."""
     return tqdm(total=total, disable=None, leave=False)
 
 
 # ---- Tables and records ------------------------------------------------------------------------------------
+
+
+def grouped(rows, column):
+    """{value of a column: its rows}, in the order of the rows."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row[column], []).append(row)
+    return groups
 
 
 def shown(value, form):
@@ -411,7 +425,8 @@ def shown(value, form):
 def markdown(heads, rows):
     """A table; heads: texts, rows: lists of texts."""
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+    for row in rows:
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 

@@ -103,7 +103,7 @@ def weights_and_states(optimizer, params):
     """[plain tensor] of all weights and their states, for comparison bit by bit."""
     found = [p.detach() for p in params]
     for p in params:
-        found += [t for _, t in tensors_in(optimizer.state.get(p, {}))]
+        found += tensors_in(optimizer.state.get(p, {}))
     return found
 
 

@@ -28,8 +28,7 @@ from benchmarks import (
     subjects,
 )
 from benchmarks.averages import path, progress
-from benchmarks.common import Command, markdown, tensors_in
-from benchmarks.common import progress as progress_bar
+from benchmarks.common import Command, grouped, markdown, progress_bar, tensors_in
 from benchmarks.conformance import Result, differing, judged, nothing, unequal
 from benchmarks.subjects import BF16, DECAY, NAMES, OURS, PEERS, drawn, in_words
 from lowprec.watch import adapters
@@ -117,7 +116,7 @@ def average_memory(subject, size):
     """Bytes of the average a parameter."""
     model, average = subject.start(torch.ones(4096, dtype=BF16))
     shadow = adapters.Average.of(average, model).shadow["weight"]
-    found = sum(t.nbytes for _, t in tensors_in(shadow.detach())) / 4096
+    found = sum(t.nbytes for t in tensors_in(shadow.detach())) / 4096
     return Result("holds", f"{found:.2f}", figures=dict(bytes=found))
 
 
@@ -149,8 +148,9 @@ def conforming(args, clock):
             rows += found
             findings = [row["check"] for row in found if row["verdict"] == "finding"]
             tqdm.write(f"{subject.name}: {', '.join(findings) or 'holds'}", file=sys.stdout)
-    for kind in ASKED:
-        print_tables([row for row in rows if row["kind"] == kind], list(ASKED[kind]))
+    by_kind = grouped(rows, "kind")
+    for kind, checks in ASKED.items():
+        print_tables(by_kind.get(kind, []), list(checks))
     print_findings(rows)
     return rows
 
@@ -186,7 +186,9 @@ def print_tables(rows, checks):
     columns = []
     used = first
     for name in dict.fromkeys(row["name"] for row in rows):
-        width = 2 + max(len(text) for text in [name, *(cells[name, check] for check in checks)])
+        width = len(name) + 2
+        for check in checks:
+            width = max(width, len(cells[name, check]) + 2)
         if columns and used + width > terminal:
             print_table(columns, first, checks, cells)
             columns = []
@@ -215,9 +217,7 @@ def print_findings(rows):
         if row["said"] and row["verdict"] != "finding":
             print(f"{row['name']}: {row['said']} (no finding)")
     if findings:
-        where = {row["name"] for row in findings}
-        everyone = {row["name"] for row in rows}
-        print(f"{len(findings)} findings in {len(where)} of {len(everyone)}")
+        print(f"{len(findings)} findings in {len(grouped(findings, 'name'))} of {len(grouped(rows, 'name'))}")
     else:
         print("all holds")
 
@@ -229,15 +229,22 @@ def status(rows):
 
 # ---- The page ----------------------------------------------------------------------------------------------
 
-CODES = [name for name in PEERS if name.endswith("bit") or name == "bitsandbytes"]
+
+
+def table_with(name):
+    """Which table of docs/conformance.md has a subject's column."""
+    if "ema" in name:
+        return "averages"
+    if name in PEERS:
+        return "theirs, codes" if name.endswith("bit") or name == "bitsandbytes" else "theirs"
+    flags = OURS[name.removeprefix("ours:")]
+    return "ours, others" if "optimizer" in flags else "ours, AdamW"
+
+
 # {a table of docs/conformance.md: whose columns it has}
-TABLES = {
-    "ours, AdamW": [f"ours:{name}" for name, flags in OURS.items() if "optimizer" not in flags],
-    "ours, others": [f"ours:{name}" for name, flags in OURS.items() if "optimizer" in flags],
-    "theirs": [name for name in PEERS if name not in CODES and not name.endswith("ema")],
-    "theirs, codes": CODES,
-    "averages": [name for name in NAMES if "ema" in name],
-}
+TABLES = {"ours, AdamW": [], "ours, others": [], "theirs": [], "theirs, codes": [], "averages": []}
+for name in NAMES:
+    TABLES[table_with(name)].append(name)
 
 
 def table(rows, names):

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Command, add_names, markdown, progress
+from benchmarks.common import Command, add_names, markdown, progress_bar
 from harness.flags import natural
 from lowprec.errors import Refused
 
@@ -80,7 +80,7 @@ def first(args, clock):
     """Rows (dicts), see `measured`. Raises Refused when a command fails."""
     rows = []
     names = with_needs(args.only)
-    with tempfile.TemporaryDirectory() as scratch, progress(len(names)) as bar:
+    with tempfile.TemporaryDirectory() as scratch, progress_bar(len(names)) as bar:
         for name in names:
             bar.set_postfix_str(name)
             row = measured(name, args.runs or scratch, args)

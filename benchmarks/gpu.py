@@ -17,7 +17,6 @@ import signal
 import sys
 import tempfile
 import time
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +68,7 @@ def chosen(args):
     nets = args.nets or (TINY if args.dry_run else list(NETS))
     check_nets(nets)
     for pattern in args.only:
-        if not any(fnmatch(name, pattern) for name in RECIPES):
+        if not cells(nets[:1], [pattern], compiled=[False]):
             raise Refused(f"--only {pattern}: fits no recipe; they are {', '.join(RECIPES)}")
     compiled = {"both": (False, True), "on": (True,), "off": (False,)}[args.compile]
     wanted = cells(nets, args.only, compiled)

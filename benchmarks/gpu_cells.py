@@ -12,6 +12,7 @@ import time
 from contextlib import nullcontext
 from fnmatch import fnmatch
 from functools import partial
+from itertools import product
 
 import torch
 from tqdm import tqdm
@@ -21,6 +22,7 @@ from benchmarks.common import (
     Cell,
     Clock,
     bytes_on,
+    count_of,
     in_turn,
     parse_net,
     peak_bytes,
@@ -68,14 +70,15 @@ def cells(nets, only=("*",), compiled=(False, True)):
 
     Eager ones first: compiling takes up to minutes a cell.
     """
-    names = [name for name in RECIPES if any(fnmatch(name, pattern) for pattern in only)]
     found = []
-    for on in compiled:
-        for net in nets:
-            for name in names:
-                if not on or name not in EAGER:
-                    found.append(dict(net=net, recipe=name, compile=on))
+    for on, net, name in product(compiled, nets, RECIPES):
+        if fits(name, only) and not (on and name in EAGER):
+            found.append(dict(net=net, recipe=name, compile=on))
     return found
+
+
+def fits(name, patterns):
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def key(cell):
@@ -102,7 +105,7 @@ def contender(cell, device, dry):
     notes = check_machine(recipe(**flags).on(device), device)
     run, inputs, velocity = prepared(net, flags, device)
     run.example = (tuple(a[:1].to("meta") for a in inputs), {})
-    facts = dict(parameters=sum(p.numel() for p in run.params), batch_size=net[3])
+    facts = dict(parameters=count_of(run.params), batch_size=net[3])
     facts.update(bytes_per_parameter=None, flops_share=None, how="; ".join(notes))
     if cell["recipe"] in GENERATE:
         ledger = run.ledger()

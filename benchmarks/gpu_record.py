@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import markdown, shown
+from benchmarks.common import grouped, markdown, shown
 from benchmarks.gpu_cells import RECIPES, cells, key
 from harness.files import write_atomically, write_json
 from harness.run_folder import environment
@@ -63,6 +63,10 @@ def same(old, new):
     return True
 
 
+def by_key(rows):
+    return {key(row): row for row in rows}
+
+
 def load(path, machine, fresh):
     """{key: row} measured earlier. Raises Refused for a record of other code or another machine."""
     if fresh or not path.exists():
@@ -70,7 +74,7 @@ def load(path, machine, fresh):
     try:
         record = json.loads(path.read_text())
         if same(record["machine"], machine):
-            return {key(row): row for row in record["results"]}
+            return by_key(record["results"])
     except (ValueError, KeyError, TypeError):
         raise Refused(f"{path} can't be read: move it away, or measure anew with --fresh") from None
     other = record["machine"]
@@ -123,7 +127,7 @@ COLUMNS += ("first step s", "note")
 def page(record):
     """The record as markdown: a table a net, cells without a figure with the reason."""
     machine = record["machine"]
-    rows = {key(row): row for row in record["results"]}
+    rows = by_key(record["results"])
     libraries = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if version)
     changed = "" if machine["clean"] else " (changed or unknown)"
     versions = f"torch {machine['torch']}, CUDA {machine['cuda']}, {libraries}"
@@ -133,7 +137,7 @@ def page(record):
         f"Written by `{record['command']}`, {record['date']}: {versions}; {code}. "
         "`benchmarks/gpu_record.py` says what the columns are.",
     ]
-    nets = [*record["settings"]["nets"], *(row["net"] for row in record["results"])]
+    nets = [*record["settings"]["nets"], *grouped(record["results"], "net")]
     for net in dict.fromkeys(nets):
         parts.append(title(net, record["results"]))
         parts.append(table_of_net(net, rows))
@@ -194,6 +198,6 @@ def docs_table(record):
 
 
 def docs_figures(eager, compiled):
-    speeds = [f"{images_per_second(row):.0f}" if row else "-" for row in (eager, compiled)]
+    speeds = [shown(row and images_per_second(row), ".0f") for row in (eager, compiled)]
     row = eager or compiled
     return [*speeds, times_bf16(row), peak_gib(row), shown(row["bytes_per_parameter"], ".2f")]

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import warnings
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,9 +21,10 @@ from benchmarks.common import (
     Cell,
     Command,
     add_names,
+    grouped,
     in_turn,
     markdown,
-    progress,
+    progress_bar,
     started,
     take_turns,
     timed,
@@ -36,9 +38,11 @@ NETS = {
     "DiT S/8, 64x64": "--task rflow --model dit --size S/8 --image_size 64 --batch_size 8",
     "GPT": "--task language --model gpt --batch_size 16",
 }
-# Accelerate has one mode in a process
-ROWS = [(loop, kind) for loop in LOOPS for kind in OURS if loop != "Accelerate" or kind == "bf16"]
-ROWS += [("ours", kind) for kind in OURS]
+ROWS = [
+    *product(["bare loop", "Lightning"], OURS),
+    ("Accelerate", "bf16"),  # it has one mode in a process
+    *product(["ours"], OURS),
+]
 FIRST = "bare loop, fp32"
 WARM_UP = 4  # steps: compiling, states, and the batch that Lightning fetches ahead
 
@@ -110,7 +114,7 @@ def machine_rows(args, clock):
     for dtype, column in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         for name, act in operations(args.device, dtype).items():
             cells.append(Cell(f"{name}, {column}", {}, [partial(in_turn, act, clock, 3, name)]))
-    with progress(len(cells) * args.repeats) as bar:
+    with progress_bar(len(cells) * args.repeats) as bar:
         take_turns(cells, args.repeats, bar)
     ms = {}
     for cell in cells:
@@ -141,7 +145,7 @@ def compare(net, args, folder, clock):
             return Cell(name, row)
         return Cell(name, row, [partial(in_turn, step, clock)])
 
-    with progress(len(ROWS) * (args.repeats + 1)) as bar:
+    with progress_bar(len(ROWS) * (args.repeats + 1)) as bar:
         rows = take_turns(started(ROWS, start, bar, net), args.repeats, bar)
     add_ratios(rows)
     return rows
@@ -222,9 +226,11 @@ def beside_bare(args, clock):
     rows = []
     names = args.tasks or list(TASKS)
     with tempfile.TemporaryDirectory() as folder, no_warnings():
-        wanted = "".join(TASKS[name] for name in names)
-        folders = {name: one_step_run(name, folder, args) for name in STARTED if f"{{{name}}}" in wanted}
-        with progress(len(names) * len(BESIDE) * (args.repeats + 1)) as bar:
+        folders = {}
+        for start in STARTED:
+            if any(f"{{{start}}}" in TASKS[name] for name in names):
+                folders[start] = one_step_run(start, folder, args)
+        with progress_bar(len(names) * len(BESIDE) * (args.repeats + 1)) as bar:
             for name in names:
                 rows += task_rows(name, TASKS[name].format(**folders), folder, args, clock, bar)
     print(tasks_table(rows), flush=True)
@@ -260,24 +266,16 @@ def task_rows(name, flags, folder, args, clock, bar):
     return take_turns(cells, args.repeats, bar)
 
 
-def rows_of_task(rows, task):
-    """(row of the bare loop, row of ours)."""
-    by_loop = {row["loop"]: row for row in rows if row["task"] == task}
-    return tuple(by_loop[loop] for loop in BESIDE)
-
-
-def beside(rows, task):
-    """[time of a step here / that of the bare loop, of each round] of a task."""
-    bare, ours = rows_of_task(rows, task)
+def beside(bare, ours):
+    """[time of a step here / that of the bare loop, of each round] of the two rows of a task."""
     return [b / a for a, b in zip(bare["ms"], ours["ms"], strict=True)]
 
 
 def tasks_table(rows):
     """Markdown: a line a task."""
     lines = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        bare, ours = rows_of_task(rows, task)
-        ratios = beside(rows, task)
+    for task, (bare, ours) in grouped(rows, "task").items():
+        ratios = beside(bare, ours)
         low = high = ratios[0]
         if len(ratios) > 1:
             low, _, high = statistics.quantiles(ratios, n=4)

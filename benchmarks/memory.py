@@ -18,13 +18,15 @@ from benchmarks.common import (
     Command,
     add_nets,
     check_nets,
+    count_of,
     forget_tables,
+    grouped,
     markdown,
     moment_formats,
     moments_in,
     parse_net,
     prepared,
-    progress,
+    progress_bar,
     state_bytes,
     training_step,
     typed,
@@ -89,14 +91,14 @@ def held(args):
     """
     rows = []
     cases = list(product(args.nets, WRITES.values(), STATES.values()))
-    with progress(len(cases)) as bar:
+    with progress_bar(len(cases)) as bar:
         for spec, write, state in cases:
             flags = {**write, **state}
             bar.set_postfix_str(f"{spec} {typed(flags)}")
             rows.append(allocated(spec, flags, args))
             bar.update()
-    for spec in args.nets:
-        here = {row["flags"]: row for row in rows if row["net"] == spec}
+    for spec, of_net in grouped(rows, "net").items():
+        here = {row["flags"]: row for row in of_net}
         what = f"{here['']['parameters']:,} parameters; weights + gradients + states, bytes a parameter"
         print(f"\n{spec} (model:size:image:batch): {what}\n")
         print(memory_table(here))
@@ -117,7 +119,7 @@ def allocated(spec, flags, args):
         run.optimizer.register_step_pre_hook(look)
         training_step(run, inputs, velocity)()
         size["states"] = state_bytes(run.optimizer)
-    n = sum(p.numel() for p in run.params)
+    n = count_of(run.params)
     row = dict(net=spec, flags=typed(flags), parameters=n)
     for name in ("weights", "gradients", "states"):
         row[name] = size[name] / n
@@ -172,12 +174,11 @@ def kept(args, allocated_rows):
     """Rows (dicts): net, recipe, batch, whether blocks are computed again, and what is kept, by dtype."""
     rows = []
     cases = list(product(args.nets, KEPT, (False, True), args.batches))
-    with progress(len(cases)) as bar:
+    with progress_bar(len(cases)) as bar:
         for spec, name, again, batch in cases:
             rows.append(kept_by(spec, name, KEPT[name], batch, again, args))
             bar.update()
-    for spec in args.nets:
-        here = [row for row in rows if row["net"] == spec]
+    for spec, here in grouped(rows, "net").items():
         print(f"\n{spec}: kept for backward, MiB by batch; with blocks computed again in brackets\n")
         print(kept_table(here, args.batches))
         print(f"\nthe same, for a net of {BILLION:,} parameters, GB\n")
@@ -211,8 +212,8 @@ def kept_table(rows, batches):
 def billion_table(rows, allocated_rows, batch):
     """Markdown: weights, gradients, states and activations of a billion parameters, in GB."""
     total = {row["recipe"]: row["total"] for row in rows if row["batch"] == batch and not row["again"]}
-    net = rows[0]["net"]
-    by_flags = {row["flags"]: row for row in allocated_rows if row["net"] == net}
+    of_net = grouped(allocated_rows, "net")[rows[0]["net"]]
+    by_flags = {row["flags"]: row for row in of_net}
     lines = []
     for name, flags in KEPT.items():
         row = by_flags[flags_of_states(flags)]
@@ -225,8 +226,10 @@ def billion_table(rows, allocated_rows, batch):
 
 def flags_of_states(flags):
     """Those of a recipe's flags, as typed, that decide what weights, gradients and states take."""
-    of_products = (*FP8, "bf16")
-    return typed({name: value for name, value in flags.items() if name not in of_products})
+    of_states = dict(flags)
+    for of_products in (*FP8, "bf16"):
+        of_states.pop(of_products, None)
+    return typed(of_states)
 
 
 COMMAND = Command(

@@ -6,7 +6,7 @@ rounding, and in bitsandbytes' own AdamW8bit.
 
 import torch
 
-from benchmarks.common import ADAMW, Command, markdown, moment_formats, moments_in, progress
+from benchmarks.common import ADAMW, Command, markdown, moment_formats, moments_in, progress_bar
 from harness.flags import natural
 from lowprec.optimizers import adamw, build
 from lowprec.precision import recipe
@@ -81,7 +81,7 @@ def after_a_drop(optimizer, p, read, before, after, bar=None, beta2=None, quiet=
 def moments(args, clock):
     """Rows (dicts): name, and exp_avg_sq over the exact one, of the dropped half and of the others."""
     rows = []
-    with progress(len(HOLDERS) * (args.before + args.after)) as bar:
+    with progress_bar(len(HOLDERS) * (args.before + args.after)) as bar:
         for name in HOLDERS:
             bar.set_postfix_str(name)
             optimizer, p, read = holder(name, args.device)

@@ -19,11 +19,13 @@ from benchmarks.common import (
     Cell,
     Command,
     add_names,
+    count_of,
     forget_tables,
+    grouped,
     in_turn,
     moment_formats,
     moments_in,
-    progress,
+    progress_bar,
     shown,
     started,
     state_bytes,
@@ -131,7 +133,8 @@ def layout_shapes(layout, n):
     vectors and most values lie in kernels and matrices.
     """
     if layout == "large":
-        sizes = [n // 4 + (i < n % 4) for i in range(4)]
+        quarter, rest = divmod(n, 4)
+        sizes = [quarter + 1] * rest + [quarter] * (4 - rest)
         return [(size,) for size in sizes if size]
     block = []
     for w in (32, 64, 128, 256):
@@ -168,7 +171,7 @@ def make_step(name, params):
 
 def copying(params):
     """callable() that moves COPIED bytes a parameter."""
-    size = COPIED // 2 * sum(p.numel() for p in params)
+    size = COPIED // 2 * count_of(params)
     source = torch.ones(size, dtype=torch.uint8, device=params[0].device)
     target = torch.zeros_like(source)
 
@@ -250,11 +253,11 @@ def without_who_needs_it(refusal):
 def optimizers(args, clock):
     """Rows (dicts) of all layouts, see Contest.rows."""
     rows = []
-    with progress(len(args.layouts) * len(args.only) * (args.repeats + 1)) as bar:
+    with progress_bar(len(args.layouts) * len(args.only) * (args.repeats + 1)) as bar:
         for layout in args.layouts:
             rows += Contest(layout, args, clock, bar).rows()
-    for layout in args.layouts:
-        print_layout(layout, [row for row in rows if row["layout"] == layout], args)
+    for layout, of_layout in grouped(rows, "layout").items():
+        print_layout(layout, of_layout, args)
     ours = [name for name, contender in CONTENDERS.items() if contender.ours]
     print("\nratio: to ours, stochastic. of copy: bytes a second that a step moves, over those of copying.")
     print("w weights, m exp_avg, v exp_avg_sq. ours: " + ", ".join(ours))

@@ -19,7 +19,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import strategies
-from benchmarks.common import ADAMW, Cell, Command, add_names, markdown, progress, shown, started, take_turns
+from benchmarks.common import (
+    ADAMW,
+    Cell,
+    Command,
+    add_names,
+    count_of,
+    markdown,
+    progress_bar,
+    shown,
+    started,
+    take_turns,
+)
 from harness.flags import count
 from harness.validation import steps_an_epoch
 from lowprec.activations import Meter
@@ -124,7 +135,7 @@ class SteppedRun:
             "epoch_steps": steps_an_epoch(config, self.run.task.train_count()),
             "items": kind,
             "items_a_step": items_a_step,
-            "parameters": sum(p.numel() for p in precision.params),
+            "parameters": count_of(precision.params),
             "bytes_per_parameter": precision.ledger().state_bytes,
             "kept": kept.json(),
         }
@@ -215,7 +226,7 @@ def compare(table, args, folder):
         runs[name] = run
         return Cell(name, row, [partial(turn, run)])
 
-    with progress(len(flags_of) * (args.repeats + 1)) as bar:
+    with progress_bar(len(flags_of) * (args.repeats + 1)) as bar:
         rows = take_turns(started(flags_of, start, bar, table), args.repeats, bar)
         for row in rows:
             if args.train and row["name"] in runs:

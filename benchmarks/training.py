@@ -18,10 +18,11 @@ from benchmarks.common import (
     add_nets,
     bytes_on,
     check_nets,
+    grouped,
     parse_net,
     peak_bytes,
     prepared,
-    progress,
+    progress_bar,
     shown,
     started,
     take_turns,
@@ -97,12 +98,12 @@ def start(spec, name, device):
 def training(args, clock):
     """Rows (dicts): net, recipe, ms of each round, without and with telemetry, and bytes."""
     rows = []
-    with progress(len(args.nets) * len(args.recipes) * (2 * args.repeats + 1)) as bar:
+    with progress_bar(len(args.nets) * len(args.recipes) * (2 * args.repeats + 1)) as bar:
         for spec in args.nets:
             cells = started(args.recipes, lambda name, spec=spec: start(spec, name, args.device), bar, spec)
             rows += take_turns(cells, args.repeats, bar)
-    for spec in args.nets:
-        print_net(spec, [row for row in rows if row["net"] == spec], args)
+    for spec, of_net in grouped(rows, "net").items():
+        print_net(spec, of_net, args)
     every = f"cost of measuring every {args.measure_every} steps"
     print(
         f"\nstep: optimiser and EMA. telemetry: {every}. B/param:\nweights, gradients, optimiser states. "

@@ -20,7 +20,7 @@ from benchmarks.common import (
     in_turn,
     parse_net,
     prepared,
-    progress,
+    progress_bar,
     take_turns,
     timed,
     training_step,
@@ -56,7 +56,7 @@ def watching(args, clock):
     if args.device.type == "cpu" and torch.get_num_threads() == 1:
         clock = OwnTime(args.device)
     rows = []
-    with progress(len(args.nets) * len(RECIPES_WATCHED) * 3 * args.repeats) as bar:
+    with progress_bar(len(args.nets) * len(RECIPES_WATCHED) * 3 * args.repeats) as bar:
         for spec, name in product(args.nets, RECIPES_WATCHED):
             rows.append(measured(spec, name, args, clock, bar))
     print(f"\n{'net':<20}{'recipe':<24}{'step ms':>9}{'look ms':>9}{f'every {args.every} steps':>18}")

@@ -14,23 +14,26 @@ from lowprec.recipes import recipe
 
 def left_aligned(rows):
     """Lines of left-aligned columns. rows: lists of as many texts."""
-    return _table(rows, lambda number, cell, width: cell.ljust(width))
+    widths = _widths(rows)
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def layout(rows):
     """Lines of a left-aligned first column and right-aligned further ones."""
-    return _table(rows, lambda number, cell, width: cell.rjust(width) if number else cell.ljust(width))
-
-
-def _table(rows, aligned):
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first_width, *widths = _widths(rows)
     lines = []
-    for row in rows:
-        cells = []
-        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            cells.append(aligned(number, cell, width))
-        lines.append("  ".join(cells).rstrip())
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths, strict=True)]
+        lines.append("  ".join([first.ljust(first_width), *cells]).rstrip())
     return "\n".join(lines)
+
+
+def _widths(rows):
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def score_table(scores, reference, unprinted=()):
@@ -96,8 +99,6 @@ def print_ledger(trainer, ledger, whole):
     """The precision of every tensor; unless `whole`, of those alone that differ from fp32 training."""
     if whole:
         print(ledger)
-        if trainer.config.fsdp:
-            print(trainer.line_of_a_rank())
         return
     reference = recipe(more=trainer.kind.sites)
     rows = []
@@ -137,7 +138,7 @@ def print_check():
         for ability, how in found.items():
             if ability in spelled:
                 rows.append([f"  {spelled[ability]}", ability, *how])
-        print(layout(rows))
+        print(left_aligned(rows))
         flag, why = recommended_flags(found)
         print(f"  start with: python train.py {flag}\n  {why}\n")
     print(layout(number_formats()))

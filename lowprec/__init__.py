@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .optimizers.release import Release
     from .optimizers.sgd import SGD
     from .precision import Precision
-    from .recipes import SITES, Recipe, Site, recipe
+    from .recipes import Recipe, recipe
+    from .sites import SITES, Site
     from .watch.compare import compare
     from .watch.watch import Watch
 
@@ -65,8 +66,8 @@ _MODULES = {
     "Refused": "errors",
     "Release": "optimizers.release",
     "SGD": "optimizers.sgd",
-    "SITES": "recipes",
-    "Site": "recipes",
+    "SITES": "sites",
+    "Site": "sites",
     "View": "cast",
     "Watch": "watch.watch",
     "compare": "watch.compare",

@@ -144,7 +144,7 @@ class Cast:
 
     def __init__(self, model: nn.Module, r):
         self.hooks = []  # (name of an island, ids of its two hooks)
-        self.whole = []
+        self.whole: list[nn.Module] = []
         _remove_island_hooks(model)  # of an earlier Precision, whose islands these need not be
         if not r.low_weights:
             model.float()
@@ -224,7 +224,8 @@ class View:
         self.keep = {keep} if isinstance(keep, str) else set(keep)
         self.forward = net  # a compiled or distributed wrapper may take its place
         self.device = next(net.parameters()).device
-        inner = net.get_base_model() if hasattr(net, "get_base_model") else net  # PEFT's says *args
+        base_model: Any = getattr(net, "get_base_model", None)  # PEFT's own forward says *args
+        inner = net if base_model is None else base_model()
         self.arguments = list(inspect.signature(inner.forward).parameters)
 
     @contextmanager

@@ -70,12 +70,9 @@ def _copy_of_net(run, values, staying):
             if method not in staying:
                 stack.enter_context(method.plain(run.model))
         if run.ranks is None:
-            net = _copied(run.model)
-        else:
-            net = run.ranks.copy(run.options.blank, values)
-        if net is None:
-            return None
-        return net.requires_grad_(False).eval()
+            return _copied(run.model).requires_grad_(False).eval()
+        net = run.ranks.copy(run.options.blank, values)
+        return None if net is None else net.requires_grad_(False).eval()
 
 
 def _converted(r):

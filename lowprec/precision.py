@@ -24,7 +24,7 @@ from . import fsdp, ledger
 from .cast import Cast, View
 from .errors import Refused
 from .frozen import frozen_view, weights_of
-from .gradients import clip_scale, gradients_of, measured, norms_where_needed
+from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed
 from .layers.fp8 import FP8
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
@@ -105,7 +105,9 @@ class Precision:
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         refuse(NET, net)
         self.options = options
-        self.clip_grad, self.clip_tensor, self.accumulate = clip_grad, clip_tensor, accumulate
+        self.clip_grad = clip_grad
+        self.clip_tensor = clip_tensor
+        self.accumulate = accumulate
         self.device = next(net.parameters()).device
         self.ranks = fsdp.ranks_of(net)  # those that the net is spread over, or None
         r = (r or Recipe()).keeping(*options.optimizers)
@@ -118,7 +120,7 @@ class Precision:
         self._averages()
         self._scaler()
 
-        self.sums = {}  # parameter -> fp32 sum of its micro-batches' gradients
+        self.sums: ByParameter = {}  # the fp32 sum of each parameter's gradients over micro-batches
         self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
         self.example = None  # (args, kwargs) whose shapes FLOPs are counted on
         self.kept = None  # an activations.Meter of a forward pass, for the ledger
@@ -139,7 +141,8 @@ class Precision:
         """Bring the model to the recipe's dtypes. Returns its fp32 weights, of which an exact master is made,
         in the order of `params`; [] where there is none.
         """
-        net, r = self.model, self.recipe
+        net = self.model
+        r = self.recipe
         originals = []
         if r.low_weights and (r.master != "none" or r.kahan == "on"):
             trained = [p for p in net.parameters() if p.requires_grad]
@@ -156,6 +159,7 @@ class Precision:
         return originals
 
     def _optimizer(self, originals):
+        """Make the optimiser of all parameters that are trained, and its exact master of the `originals`."""
         self.named_params = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.params = [p for _, p in self.named_params]
         for p in self.params:
@@ -179,6 +183,7 @@ class Precision:
                 self.optimizer.set_exact(p, original)
 
     def _averages(self):
+        """Make the average 'ema', which the optimiser may write within its step, and further ones."""
         options = self.options
         kind = average_kind(options.average_on, self.device)
         make = functools.partial(kind, self.named_params, low_part=self.low_part, seed=options.seed)
@@ -190,6 +195,7 @@ class Precision:
             self.averages[spec] = make(*parse_average(spec))
 
     def _scaler(self):
+        """Make the loss scaler, which does nothing but for fp16."""
         dynamic = self.recipe.loss_scale == "dynamic"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=dynamic, **self.options.of_scaler)
         self.skipped = 0  # steps whose gradients were not finite
@@ -284,7 +290,7 @@ class Precision:
         self._optimizer_step(scale)
         for method in self.methods:
             report.update(method.after_step(self.low_part))
-        if measure:
+        if writes is not None:
             if self.skipped == skipped_before:  # a skipped step has no updates that could survive
                 report.update(writes.written())
             report["skipped_steps"] = self.skipped
@@ -292,7 +298,7 @@ class Precision:
                 report["loss_scale"] = self.scaler.get_scale()
         for average in self.averages.values():
             average.update()
-        if measure:
+        if writes is not None:
             self.ema.catch_up()
             report.update(writes.averaged())
         self.zero_grad()

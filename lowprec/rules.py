@@ -43,6 +43,7 @@ class Rule:
     says: str | Callable[[Any], str]
 
     def sentence(self, facts: Any) -> str:
+        """What the rule says of these facts."""
         return self.says(facts) if callable(self.says) else self.says
 
 
@@ -211,6 +212,7 @@ class MachineFacts:
 
     @property
     def compute(self) -> str:
+        """The recipe's site compute."""
         return self.recipe.compute
 
     @property
@@ -220,6 +222,7 @@ class MachineFacts:
 
     @property
     def reason(self) -> str:
+        """Why they run so."""
         return self.support[self.compute][1]
 
     @property
@@ -425,13 +428,14 @@ def is_compiled(forward: Callable) -> bool:
 class PartFacts:
     """One optimiser of a run. asked_for: the name that the user gave. spread, states_on: as of RunFacts."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     asked_for: str
     spread: bool = False
     states_on: Any = "device"
 
     @property
     def name(self) -> str:
+        """What a sentence calls it: the class of ours, or what the user asked for."""
         return type(self.optimizer).__name__ if self.optimizer.by_recipe else self.asked_for
 
     @property
@@ -490,6 +494,7 @@ class LossFacts:
 
     @property
     def nearest_moments(self) -> bool:
+        """Whether moments are rounded to nearest."""
         return self.writes["moments"] == "nearest"
 
     @property

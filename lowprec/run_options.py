@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .errors import Refused
+from .layers.method import Method
 from .rules import PARALLEL, RUN, RunFacts, is_compiled, refuse
 
 
@@ -101,9 +102,9 @@ class RunOptions:
         )
 
 
-def check_method_options(kinds: tuple[type, ...], options: Mapping[str, Any]) -> None:
+def check_method_options(kinds: tuple[type[Method], ...], options: Mapping[str, Any]) -> None:
     """Raise TypeError for an option that no class of methods takes, as Python does for other arguments."""
-    known = set()
+    known: set[str] = set()
     for kind in kinds:
         known.update(inspect.signature(kind.attach).parameters)
     unknown = set(options) - known
@@ -114,7 +115,7 @@ def check_method_options(kinds: tuple[type, ...], options: Mapping[str, Any]) ->
 # ---- Parameter groups --------------------------------------------------------------------------------------
 
 
-def parameters_in(params) -> list[torch.nn.Parameter]:
+def parameters_in(params: Any) -> list[torch.Tensor]:
     """The parameters of a group as torch takes them: one, an iterable, or an iterable of (name, parameter).
     Raises Refused for a set.
     """
@@ -129,7 +130,7 @@ def trained_groups(groups: list[dict], named_params: list[tuple[str, torch.nn.Pa
     """The groups with the parameters that are trained alone. named_params: [(name, parameter)] of these.
     Raises Refused where one of them is in no group or in several.
     """
-    times = collections.Counter()
+    times: collections.Counter = collections.Counter()
     for group in groups:
         times.update(group["params"])
     for name, p in named_params:
@@ -137,11 +138,13 @@ def trained_groups(groups: list[dict], named_params: list[tuple[str, torch.nn.Pa
             raise Refused(f"groups: parameter {name} is in more than one of them; leave it in one")
     for name, p in named_params:
         if p not in times:
-            raise Refused(
-                f"groups: parameter {name} is in none of them; add it, or set requires_grad=False"
-            )
+            raise Refused(f"groups: parameter {name} is in none of them; add it, or set requires_grad=False")
     trained = {p for _, p in named_params}
-    return [{**group, "params": [p for p in group["params"] if p in trained]} for group in groups]
+    found = []
+    for group in groups:
+        own = [p for p in group["params"] if p in trained]
+        found.append({**group, "params": own})
+    return found
 
 
 # ---- Wrappers ----------------------------------------------------------------------------------------------

@@ -107,9 +107,12 @@ class StepReport:
         exp_avg_sq_moved  share of the entries of the second moment that changed, of those that should; left
                           out where the optimiser keeps none
         """
-        wanted, survived = self.count(), self.count()
-        moving, moved = self.count(), self.count()
-        update_squares, weight_squares = self.count(), self.count()
+        wanted = self.count()
+        survived = self.count()
+        moving = self.count()
+        moved = self.count()
+        update_squares = self.count()
+        weight_squares = self.count()
         for _, p in self.named_params:
             if p not in self.before:
                 continue
@@ -138,9 +141,11 @@ class StepReport:
     def averaged(self):
         """{"ema_moved": share of the average's entries that changed, of those that differ from their weight}.
         """
-        moving, moved = self.count(), self.count()
+        moving = self.count()
+        moved = self.count()
         for name, p in self.named_params:
-            old, new = self.shadow_before[name].to(p.device), sample(self.shadow[name]).to(p.device)
+            old = self.shadow_before[name].to(p.device)
+            new = sample(self.shadow[name]).to(p.device)
             differs = self.optimizer.held(p, sample) != old.float()
             moving.add(differs)
             moved.add(differs & (new != old))

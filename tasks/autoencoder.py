@@ -70,7 +70,7 @@ class Autoencoder(nn.Module):
         self.vae = autoencoder_kl(channels, size, latent_channels)
         self.critic = critic(channels, image_size) if adversarial else None
         self.image_size = image_size
-        self.roles = {f"vae.decoder.blocks.{len(self.vae.decoder.blocks) - 1}": {"head"}}  # for method.roles
+        self.roles = {f"vae.decoder.blocks.{len(self.vae.decoder.blocks) - 1}": {"head"}}  # for roles.roles
 
     def forward(self, x, noise=None, part=""):
         if part == "encode":

@@ -8,6 +8,8 @@
     cnn        three stages of 3x3 convolutions with BatchNorm  tiny, small, base
     resnet18   torchvision's (arXiv 1512.03385)                 it has one
     vit        torchvision's vision transformer (2010.11929)    tiny, small, Ti (that of arXiv 2012.12877)
+
+A short run wants --ema_decay 0.99, see Classify.
 """
 
 import math
@@ -25,7 +27,9 @@ from tasks.task import Task, picture
 EXAMINED = 1024  # held-out images that validate and preview look at
 BATCH = 256  # images scored at once
 SHOWN = 12  # classes that a picture has room for
-GREEN, RED = (-0.7, 0.6, -0.5), (0.9, -0.6, -0.6)  # of values in [-1, 1]
+# of values in [-1, 1]
+GREEN = (-0.7, 0.6, -0.5)
+RED = (0.9, -0.6, -0.6)
 
 # ---- A small CNN -------------------------------------------------------------------------------------------
 
@@ -72,12 +76,12 @@ def resnet18(channels, num_classes, image_size, size=None):
     if size is not None:
         raise Refused(f"resnet18 has one size, and no {size!r}: drop --size, or take --model cnn or vit")
     net = resnet18(num_classes=num_classes)
-    small = image_size < 64
-    kernel, stride, padding = (3, 1, 1) if small else (7, 2, 3)
-    net.conv1 = nn.Conv2d(channels, 64, kernel, stride, padding, bias=False)
-    nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
-    if small:
+    if image_size < 64:
+        net.conv1 = nn.Conv2d(channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
         net.maxpool = nn.Identity()
+    else:
+        net.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+    nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
     return net
 
 

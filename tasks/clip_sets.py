@@ -21,7 +21,8 @@ from tasks import folders
 from tasks.image_sets import CACHE_BYTES, square, square_mask
 from tasks.sprites import Scene
 
-CLIPS, HELDOUT = 1024, 64
+CLIPS = 1024  # sprites to train on
+HELDOUT = 64
 SIDE = 24  # pixels, where --image_size does not say
 
 
@@ -31,7 +32,8 @@ class Clips(torch.utils.data.Dataset):
     """
 
     def __init__(self, clips, masks):
-        self.clips, self.masks = clips, masks
+        self.clips = clips
+        self.masks = masks
 
     def __len__(self):
         return len(self.clips)

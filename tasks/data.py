@@ -10,6 +10,7 @@
 
 Images are cropped to their central square and resized; the distinct values of all masks become 0, 1, ...
 """
+
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from tasks.published_sets import cifar10, fashion_mnist, medmnist, mnist
 
 class Wish(NamedTuple):
     """What a loader is asked for: the arguments of load(), the path apart from the word."""
+
     path: Path | None
     masks: bool
     size: int | None
@@ -63,6 +65,7 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
+
 
 def _digits(wish):
     from sklearn.datasets import load_digits
@@ -121,6 +124,7 @@ def _synthetic(wish, count=320, heldout=64, classes=3):
 
 # ---- Folders of images -------------------------------------------------------------------------------------
 
+
 def _folder(wish):
     folders.check_layout(wish.path, wish.masks, "folder")
     return _masked_folder(wish) if wish.masks else _labelled_folder(wish)
@@ -174,6 +178,7 @@ def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
 
 
 # ---- Volumes -----------------------------------------------------------------------------------------------
+
 
 def _nifti(wish):
     """Slices of all volumes, in memory, each volume scaled by its 0.5th and 99.5th percentile.
@@ -230,6 +235,7 @@ def _held_slices(root, owners):
 
 
 # ---- The table ---------------------------------------------------------------------------------------------
+
 
 class _Set(NamedTuple):
     form: str

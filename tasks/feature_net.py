@@ -6,6 +6,7 @@ That file, digits_features.safetensors, was made once (10 seconds) and is commit
 measured with the same yardstick. The held-out digits are only scored. On one machine the file comes out the
 same each time; another CPU may round differently. Images are float [N, C, H, W] in [-1, 1] throughout.
 """
+
 import json
 import math
 from contextlib import contextmanager
@@ -94,8 +95,14 @@ class FeatureNet(nn.Module):
 
 
 @torch.enable_grad()
-def fit_feature_net(images: torch.Tensor, labels: torch.Tensor | None = None, num_classes: int = 0,
-                    seed: int = 0, steps: int = 1000, batch_size: int = 128) -> FeatureNet:
+def fit_feature_net(
+    images: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    num_classes: int = 0,
+    seed: int = 0,
+    steps: int = 1000,
+    batch_size: int = 128,
+) -> FeatureNet:
     """Fit a frozen FeatureNet to images [N, C, H, W] in [-1, 1], at their size up to 64x64, on their device.
 
     With labels int64 [N] in [0, num_classes), two classes or more, it is a classifier. Otherwise it learns by
@@ -170,9 +177,7 @@ def load_feature_net(path: str | Path) -> FeatureNet:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']}, expected {FORMAT}")
-        net = FeatureNet(
-            facts["channels"], facts["num_classes"], facts["image_size"], facts["supervised"]
-        )
+        net = FeatureNet(facts["channels"], facts["num_classes"], facts["image_size"], facts["supervised"])
         net.load_state_dict(tensors)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is not a feature net that this version reads: {error}") from error
@@ -181,16 +186,25 @@ def load_feature_net(path: str | Path) -> FeatureNet:
 
 def main() -> None:
     from tasks import data
+
     torch.set_num_threads(1)  # the order of the sums in backward depends on the number of threads
     digits = data.load("digits")
     images, labels = digits.train[list(range(len(digits.train)))]
     heldout_images, heldout_labels = digits.heldout[list(range(len(digits.heldout)))]
     net = fit_feature_net(images, labels, digits.num_classes, SEED)
     accuracy = (net(heldout_images).argmax(1) == heldout_labels).double().mean().item()
-    save_feature_net(net, DIGITS_FILE, data=digits.name, seed=SEED, heldout_accuracy=accuracy,
-                     command="python -m tasks.feature_net")
-    print(f"{DIGITS_FILE.name}: {sum(p.numel() for p in net.parameters()):,} parameters, "
-          f"held-out accuracy {accuracy:.4f} ({len(heldout_labels)} digits)")
+    save_feature_net(
+        net,
+        DIGITS_FILE,
+        data=digits.name,
+        seed=SEED,
+        heldout_accuracy=accuracy,
+        command="python -m tasks.feature_net",
+    )
+    print(
+        f"{DIGITS_FILE.name}: {sum(p.numel() for p in net.parameters()):,} parameters, "
+        f"held-out accuracy {accuracy:.4f} ({len(heldout_labels)} digits)"
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 Only the formats below are ever opened, whatever a file is called.
 """
+
 import hashlib
 import io
 import logging
@@ -34,6 +35,7 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 
 # ---- Refusals ----------------------------------------------------------------------------------------------
 
+
 @contextmanager
 def reading(path, what="an image"):
     """Decoders raise nearly everything on a broken file. All of it becomes a Refused that names the file."""
@@ -47,6 +49,7 @@ def reading(path, what="an image"):
 
 
 # ---- Layouts -----------------------------------------------------------------------------------------------
+
 
 def check_layout(root: Path, masks: bool, kind: str):
     """Refuses a folder that can't be read, or whose parts are something else than classes."""
@@ -70,6 +73,7 @@ def check_layout(root: Path, masks: bool, kind: str):
 
 def listing(folder: Path, suffixes: tuple, deep: bool = True) -> list[Path]:
     """Files with one of the suffixes, by name; without hidden ones (macOS leaves ._a.png beside a.png)."""
+
     def fail(error):
         raise error
 
@@ -148,7 +152,7 @@ def held_out(root: Path, names: list[str], noun: str = "image") -> set[str]:
     if len(names) < 2:
         raise Refused(f"{root} holds a single {noun}: give at least two, one to train on and one to hold out")
     ranked = sorted(names, key=_hash)
-    return set(ranked[:max(1, round(len(names) / 10))])
+    return set(ranked[: max(1, round(len(names) / 10))])
 
 
 def with_every_class(chosen: set[str], triples: list) -> set[str]:
@@ -193,8 +197,10 @@ def mask_values(root: Path, values: list) -> np.ndarray:
 
 # ---- What a file holds -------------------------------------------------------------------------------------
 
+
 class Seen(NamedTuple):
     """What one look at a file told."""
+
     mode: str
     width: int  # as displayed: upright by EXIF
     height: int
@@ -259,6 +265,7 @@ def _look(path, is_mask):
 
 # ---- Volumes -----------------------------------------------------------------------------------------------
 
+
 def decode_volume(path: Path) -> np.ndarray:
     """float32 [Z, Y, X]: axial slices from the feet up, each with the body's front on top (by the affine)."""
     import nibabel
@@ -279,8 +286,10 @@ def decode_mask_volume(path: Path, volume: Path, shape: tuple) -> np.ndarray:
     """float32 [Z, Y, X] of whole numbers, with the shape of its volume."""
     mask = decode_volume(path)
     if mask.shape != shape:
-        raise Refused(f"mask {path} has {mask.shape[::-1]} voxels but volume {volume} {shape[::-1]}: "
-                      "make them the same size")
+        raise Refused(
+            f"mask {path} has {mask.shape[::-1]} voxels but volume {volume} {shape[::-1]}: "
+            "make them the same size"
+        )
     if (mask % 1).any():
         raise Refused(f"mask {path} holds fractions: save it as integer class ids")
     return mask
@@ -293,8 +302,10 @@ def sha256(path: Path) -> str:
 
 # ---- All files ---------------------------------------------------------------------------------------------
 
+
 def survey(images: list[Path], masks: list[Path]) -> tuple[list, list]:
     """[Seen] of the images and [Seen] of the masks. Raises Refused for the first file that is damaged."""
+
     def see(path, is_mask):
         try:
             return _look(path, is_mask)

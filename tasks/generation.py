@@ -322,7 +322,6 @@ class Recorded:
         return self.answer
 
 
-
 def _range(name, x):
     """{name_min, name_max, name_mean} of a tensor."""
     x = x.float()

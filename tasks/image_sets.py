@@ -1,6 +1,7 @@
 """A data set of images in two parts, and the two kinds of part: tensors in memory, and files that are read
 when they are asked for. data.py says which sets there are.
 """
+
 import hashlib
 import re
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Data:
     `classes` are the names of the labels, where the set has names. part.labels() tells the labels of a part
     without its images.
     """
+
     name: str
     train: torch.utils.data.Dataset = field(repr=False)
     heldout: torch.utils.data.Dataset = field(repr=False)
@@ -40,8 +42,10 @@ class Data:
 
     def __str__(self):
         shape = f"{self.channels}x{self.image_size}x{self.image_size}"
-        return (f"{self.name} ({self.targets}): {len(self.train)} + {len(self.heldout)} held-out images, "
-                f"{shape}, {self.num_classes or 'no'} classes, {self.fingerprint}")
+        return (
+            f"{self.name} ({self.targets}): {len(self.train)} + {len(self.heldout)} held-out images, "
+            f"{shape}, {self.num_classes or 'no'} classes, {self.fingerprint}"
+        )
 
 
 class Tensors(torch.utils.data.Dataset):

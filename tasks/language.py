@@ -209,7 +209,9 @@ class Hatchling(nn.Module):
 
     def __init__(self, dropout):
         super().__init__()
-        self.encode, self.encode_v, self.decode = Scaling(), Scaling(), Scaling()
+        self.encode = Scaling()
+        self.encode_v = Scaling()
+        self.decode = Scaling()
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x, encoder, encoder_v, decoder, cos, sin):
@@ -299,7 +301,8 @@ class Language(Task):
         return {"gpt": self._gpt, "bdh": self._bdh}
 
     def net(self):
-        c, nets = self.config, self.nets()
+        c = self.config
+        nets = self.nets()
         if c.model not in nets:
             raise Refused(f"no model {c.model!r} for task {c.task!r}; choose {' or '.join(nets)}")
         return nets[c.model](c.size or self.implied["size"])

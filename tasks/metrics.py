@@ -6,6 +6,7 @@ little alone: reference_scores gives the floor (real training images in place of
 (Gaussian noise). Masks get Dice and IoU per class. Nothing is hidden: one NaN or infinite pixel makes every
 distance infinite. Images are float [N, C, H, W] in [-1, 1] throughout.
 """
+
 import math
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ FITTED_ON = 5000  # images at most; no flag changes the number, so a data set ha
 
 
 # ---- Yardstick ---------------------------------------------------------------------------------------------
+
 
 def subset(part, count: int = FITTED_ON) -> tuple[torch.Tensor, torch.Tensor]:
     """(images, targets) of `count` items of a part of a data.Data, of all if there are fewer.
@@ -80,6 +82,7 @@ def device_of_scores(device) -> torch.device:
 
 
 # ---- Distances ---------------------------------------------------------------------------------------------
+
 
 def _flat(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     if a.shape[1:] != b.shape[1:] or min(len(a), len(b)) < 2:
@@ -157,6 +160,7 @@ def sliced_wasserstein(a: torch.Tensor, b: torch.Tensor, seed: int = 0, projecti
 
 # ---- Generation --------------------------------------------------------------------------------------------
 
+
 def pixel_stats(images: torch.Tensor) -> dict[str, float]:
     """min, max, mean, std of all values, and `outside`: the share not in [-1, 1], to which NaN counts."""
     x = images.detach().cpu().double()
@@ -170,8 +174,9 @@ def pixel_stats(images: torch.Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def generation_scores(net: FeatureNet, samples: torch.Tensor, labels: torch.Tensor | None,
-                      heldout_images: torch.Tensor) -> dict[str, float | None]:
+def generation_scores(
+    net: FeatureNet, samples: torch.Tensor, labels: torch.Tensor | None, heldout_images: torch.Tensor
+) -> dict[str, float | None]:
     """Scores of samples [N, C, H, W] wanted as labels int64 [N], against held-out real images [M, C, H, W].
 
     frechet, kid, sliced_wasserstein: lower is better. label_accuracy: share that the net reads as wanted;
@@ -201,8 +206,14 @@ def generation_scores(net: FeatureNet, samples: torch.Tensor, labels: torch.Tens
     return scores
 
 
-def reference_scores(net: FeatureNet, train_images: torch.Tensor, train_labels: torch.Tensor | None,
-                     heldout_images: torch.Tensor, seed: int = 0, wanted: torch.Tensor | None = None) -> dict:
+def reference_scores(
+    net: FeatureNet,
+    train_images: torch.Tensor,
+    train_labels: torch.Tensor | None,
+    heldout_images: torch.Tensor,
+    seed: int = 0,
+    wanted: torch.Tensor | None = None,
+) -> dict:
     """{"floor", "ceiling"}: generation_scores of real training images, and of noise N(0, 1), for samples.
 
     wanted: int64 [N], the labels of the samples that will be scored. Both use N images, since the Fréchet
@@ -243,6 +254,7 @@ def _as_often(order: torch.Tensor, labels: torch.Tensor | None, wanted: torch.Te
 
 
 # ---- Segmentation ------------------------------------------------------------------------------------------
+
 
 def confusion(predicted: torch.Tensor, masks: torch.Tensor, num_classes: int) -> torch.Tensor:
     """Pixel counts int64 [num_classes, num_classes + 1], truth by prediction.

@@ -7,6 +7,7 @@
 
 No loader runs code that a file brings along.
 """
+
 import gzip
 import os
 import pickle
@@ -38,6 +39,7 @@ class _CifarUnpickler(pickle.Unpickler):
     CIFAR-10 comes as pickles, and a pickle may name any function to be called. Here _Inert stands for the
     three names that an array needs, and any other name is refused.
     """
+
     ALLOWED = {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
 
     def find_class(self, module, name):
@@ -47,8 +49,10 @@ class _CifarUnpickler(pickle.Unpickler):
 
 
 def _absent(root, name):
-    return Refused(f"{root} holds no {name}: download it with python -c "
-                   f"\"import torchvision; torchvision.datasets.{name}({str(root)!r}, download=True)\"")
+    return Refused(
+        f"{root} holds no {name}: download it with python -c "
+        f'"import torchvision; torchvision.datasets.{name}({str(root)!r}, download=True)"'
+    )
 
 
 def cifar10(wish):
@@ -117,11 +121,15 @@ def fashion_mnist(wish):
         images = _idx(root / f"{name}-images-idx3-ubyte.gz", own, 28, 28)  # uint8 [N, 28, 28]
         labels = _idx(root / f"{name}-labels-idx1-ubyte.gz", own)  # uint8 [N]
         if len(images) != len(labels):
-            raise Refused(f"{root} holds {len(images)} images and {len(labels)} labels named {name}: replace "
-                          f"the two files")
+            raise Refused(
+                f"{root} holds {len(images)} images and {len(labels)} labels named {name}: replace "
+                f"the two files"
+            )
         if labels.max() > 9:
-            raise Refused(f"{root}: a label of {name} is {labels.max()}, and Fashion-MNIST has 0 to 9: "
-                          f"replace {name}-labels-idx1-ubyte.gz")
+            raise Refused(
+                f"{root}: a label of {name} is {labels.max()}, and Fashion-MNIST has 0 to 9: "
+                f"replace {name}-labels-idx1-ubyte.gz"
+            )
         parts.append((torch.from_numpy(images[:, None]), torch.from_numpy(labels)))
     return in_memory("fashion_mnist", wish, *parts, 10, classes=CLOTHES)
 

@@ -1,7 +1,9 @@
-"""Segmentation: Dice and cross-entropy on a U-Net, scored by Dice and IoU of each class.
+"""Segmentation: Dice and cross-entropy on MONAI's U-Net.
 
     python train.py --task segment                           MONAI's discs in noise
     python train.py --task segment --data folder:PATH        PATH/images and PATH/masks
+
+Scores are Dice and IoU of each class, of all pixels pooled (metrics.py).
 """
 
 import torch

@@ -124,9 +124,7 @@ class SlotContrast(nn.Module):
         self.start = nn.Parameter(torch.randn(1, slots, size.width))
         self.encoder = Encoder(size.width, size.heads, numerics, first=3)
         self.side = -(-image_size // size.stride)
-        self.decoder = MaskedMLP(
-            size.width, size.hidden, size.layers, size.features, self.side, numerics
-        )
+        self.decoder = MaskedMLP(size.width, size.hidden, size.layers, size.features, self.side, numerics)
 
     def forward(self, clips):
         b, t = clips.shape[:2]
@@ -192,8 +190,7 @@ class Contrast(Slots):
         return {"slotcontrast": make}
 
     def loss(self, model, batch, rng, step):
-        """Error of the features and contrast of the slots of clips [B, T, 3, H, W]. Nothing in it is random.
-        """
+        """Error of the features and contrast of the slots of clips [B, T, 3, H, W]. It draws nothing."""
         seen = model(batch[0])
         return seen["error"].mean() + self.weight * seen["contrast"].mean()
 

@@ -147,8 +147,7 @@ def gumbel(bits, how="fp32"):
 
 
 def temperature(step, steps, start=1.0, end=0.1):
-    """Of the Gumbel-softmax at a step: from start to end by half a cosine over `steps`, and end from then on.
-    """
+    """Of the Gumbel-softmax at a step: from start to end by half a cosine over `steps`, then end."""
     done = min(1.0, step / steps)
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 

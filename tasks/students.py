@@ -208,8 +208,7 @@ class Student(RFlow):
 
     @torch.no_grad()
     def teach(self, x, labels, t, following):
-        """x [B, C, H, W] after one Euler step of the live teacher from timesteps t to `following`, both [B].
-        """
+        """x [B, C, H, W] after an Euler step of the live teacher from timesteps t [B] to `following` [B]."""
         task, net = self.live
         velocity = task.sign * task.predict(net, x, t, labels, task.config.guidance).float()
         return x + ((t - following) / TIMESTEPS)[:, None, None, None] * velocity

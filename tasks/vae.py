@@ -217,8 +217,7 @@ class VAE(Task):
         return scores, {"reconstructions": _rows(images[:PICTURED], made[:PICTURED])}
 
     def _against_fp32(self, model, images, made, device):
-        """SNR in dB of reconstructions against those of the same weights in fp32; None of weights in codes.
-        """
+        """SNR in dB of reconstructions against the same weights' in fp32; None of weights in codes."""
         try:
             exact = self.frozen(model, "fp32")
         except Refused:

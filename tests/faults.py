@@ -83,11 +83,7 @@ class Frozen(torch.optim.AdamW):
 def _(loop):
     loop.opt()
 
-    def resume(step):
-        for state in loop.optimizer.state.values() if step % 3 == 2 else ():
-            state["exp_avg_sq"].zero_()
-
-    loop.before.append(resume)
+    loop.before.append(lambda step: step % 3 == 2 and zeroed(loop.optimizer))
 
 
 @fault("exp_avg_sq is zero after a resume, before the watch", "GPT-2", ("exp_avg_sq", "c_fc", "it was reset"))
@@ -134,8 +130,9 @@ def _(loop):
     loop.opt()
 
     def cast(step):
-        for state in loop.optimizer.state.values() if step == 1 else ():
-            state["step"] = torch.tensor(250.0, dtype=BF16)
+        if step == 1:
+            for state in loop.optimizer.state.values():
+                state["step"] = torch.tensor(250.0, dtype=BF16)
 
     loop.before.append(cast)
 
@@ -145,8 +142,9 @@ def _(loop):
     loop.opt()
 
     def back(step):
-        for state in loop.optimizer.state.values() if step % 2 else ():
-            state["step"] -= 1
+        if step % 2:
+            for state in loop.optimizer.state.values():
+                state["step"] -= 1
 
     loop.before.append(back)
 
@@ -154,8 +152,13 @@ def _(loop):
 @fault("bf16 Adafactor, late in a run: rows and columns of v stand", "Llama", ("row_var", "mlp"), **LOW)
 def _(loop):
     loop.opt(torch.optim.Adafactor)
-    late = lambda step: [state["step"].add_(3000) for state in loop.optimizer.state.values()]  # noqa: E731
-    loop.before.append(lambda step: step == 1 and late(step))
+
+    def late(step):
+        if step == 1:
+            for state in loop.optimizer.state.values():
+                state["step"].add_(3000)
+
+    loop.before.append(late)
 
 
 @fault("weight decay written to nearest, beside a stochastic update", "GPT-2", DECAY, lr=3e-4, **LOW)
@@ -406,8 +409,9 @@ def _(loop):
 @fault("step counters of an Accelerate loop in bf16", "Accelerate", ("step", "0.weight"))
 def _(steps):
     def spoil(step, optimizer, net):
-        for state in optimizer.optimizer.state.values() if step == 1 else ():
-            state["step"] = state["step"].to(BF16)
+        if step == 1:
+            for state in optimizer.optimizer.state.values():
+                state["step"] = state["step"].to(BF16)
 
     return by_accelerate(steps, spoil)
 

@@ -44,17 +44,13 @@ def held_out(name, client, *expect, missed="", **options):
 def _(loop):
     loop.opt(torch.optim.SGD, momentum=0.999)
 
-    def cast(step):
-        for state in loop.optimizer.state.values():
-            state["momentum_buffer"] = state["momentum_buffer"].to(BF16)
-
-    loop.optimizer.register_step_post_hook(lambda *_: cast(0))
-    loop.optimizer.register_step_pre_hook(lambda *_: widen(loop.optimizer))
+    loop.optimizer.register_step_post_hook(lambda *_: cast_momentum(loop.optimizer, BF16))
+    loop.optimizer.register_step_pre_hook(lambda *_: cast_momentum(loop.optimizer, torch.float32))
 
 
-def widen(optimizer):
+def cast_momentum(optimizer, dtype):
     for state in optimizer.state.values():
-        state["momentum_buffer"] = state["momentum_buffer"].float()
+        state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
 
 
 @held_out("bf16 Lion to nearest, written by hand", "Llama", ("update", "mlp"), lr=1e-5, **LOW)
@@ -135,9 +131,12 @@ def _(loop):
 @held_out("a schedule stepped twice: no learning rate in the second half", "DiT", ("update", ""))
 def _(loop):
     loop.opt()
-    shape = lambda step: max(0.0, 1 - step / loop.steps)  # noqa: E731
+
+    def shape(step):
+        return max(0.0, 1 - step / loop.steps)
+
     schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, shape)
-    loop.after.append(lambda step: [schedule.step(), schedule.step()])
+    loop.after += [lambda step: schedule.step()] * 2
 
 
 @held_out("weight decay that only the first group gets", "Llama", ("weight decay", "mlp"), lr=1e-3)
@@ -258,7 +257,6 @@ def _(loop):
 
 @held_out("an average whose decay and rate are swapped", "U-Net", ("ema", "conv_in"))
 def _(loop):
-
     loop.ema = EMA(list(loop.net.named_parameters()), 0.99, compiled=False)
 
     def swapped(step):

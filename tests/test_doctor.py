@@ -21,6 +21,7 @@ from harness.batches import BatchIndices
 from lowprec import precision, rounding
 from lowprec.kernels import compiled
 from lowprec.rounding import Stream
+from lowprec.watch import net_state
 from tasks import diffusion
 
 BRIEF = "--batch_size 8 --warmup 0".split()
@@ -482,11 +483,11 @@ def test_a_buffer_is_known_to_be_rounded():
     own = {name: b for name, b in net.named_buffers() if b.is_floating_point()}
     assert list(own) == ["1.running_mean", "1.running_var"]
     for name, b in own.items():
-        assert not doctor._rounded_to_bf16(b, made[name])
-        assert doctor._rounded_to_bf16(b.bfloat16(), made[name])
-        assert doctor._rounded_to_bf16(b.bfloat16().float(), made[name])
+        assert not net_state.rounded_to_bf16(b, made[name])
+        assert net_state.rounded_to_bf16(b.bfloat16(), made[name])
+        assert net_state.rounded_to_bf16(b.bfloat16().float(), made[name])
         # zeros and ones, which a new net holds, lose nothing
-        assert not doctor._rounded_to_bf16(made[name].bfloat16(), made[name])
+        assert not net_state.rounded_to_bf16(made[name].bfloat16(), made[name])
 
 
 def test_buffers_that_came_rounded_are_named_whatever_the_recipe_says(tmp_path):

@@ -200,7 +200,7 @@ def test_the_summary_tells_the_noise_of_fp8_gradients(weights, tmp_path, monkeyp
     trainer.restore(read_checkpoint("runs/hybrid"))
     trainer.train, model = trainer.data.train, trainer.precision.model
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    again = method(trainer.precision, FP8).finish(trainer.precision, trainer._fixed_loss)
+    again = method(trainer.precision, FP8).finish(trainer.precision, trainer.fixed_loss)
     assert again == {"gradient_snr": found["hybrid"]}, "a function of the checkpoint"
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

@@ -45,7 +45,7 @@ def test_the_ledger_names_layers_share_of_the_flops_and_what_runs_here(capsys, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     share = {}
     for model in ("dit", "unet"):
-        assert quick("--model", model, "--sparse24", "srste", name=model, steps=1) == 0
+        assert quick("--model", model, "--sparse24", "srste", "--ledger", name=model, steps=1) == 0
         out = capsys.readouterr().out
         share[model] = float(row_of(out).split("Linears = ")[1].split("%")[0])
         assert "sparse kernels can't run here (needs compute capability 8.0)" in row_of(out)

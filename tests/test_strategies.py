@@ -469,6 +469,16 @@ def test_a_task_that_imports_by_an_old_name_is_told_the_new_one(name, tmp_path):
     assert f"`{name}`" in (Path(strategies.__file__).parent / "docs/old-names.md").read_text()
 
 
+def test_old_names_lead_to_modules_that_are_there():
+    root = Path(strategies.__file__).parent
+    for line in (root / "docs/old-names.md").read_text().splitlines():
+        if not line.startswith("| `"):
+            continue
+        new = line.split("|")[2].strip().strip("`")
+        place = root / new.replace(".", "/")
+        assert new == "gone" or place.is_dir() or place.with_suffix(".py").is_file(), line
+
+
 def test_a_derived_task_may_change_a_default(tmp_path):
     file = tmp_path / "guided.py"
     row = 'Flag("guidance", 3.0, "stronger", "generation", kind="draw", type=float)'

@@ -534,3 +534,14 @@ def test_check_tells_what_the_formats_hold(capsys):
     cells = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["bfloat16", "16", "3.38953139e+38", "1.17549435e-38", "1.0078125", "2.4"] in cells
     assert ["float16", "16", "65504", "6.10351562e-05", "1.00097656", "3.3"] in cells
+
+
+HEAVY = "torch._dynamo torchvision monai scipy sklearn matplotlib tensorboard triton transformers"
+
+
+def test_the_command_is_read_before_heavy_libraries_are_imported():
+    code = f"import sys, train; print(*sorted(set('{HEAVY}'.split()) & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert not done.stdout.split()

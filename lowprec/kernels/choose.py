@@ -12,12 +12,13 @@
 """
 
 import dataclasses
+import functools
 
 import torch
 
 from ..rounding import StepAverage, ema_kernel
 from . import cpu_step, exact_step
-from .compiled import fused, triton_step
+from .compiled import fused
 
 
 def hand_written(rule):
@@ -102,7 +103,7 @@ def step(s):
 
 def by_cpu_step(s):
     """Carry out a `Step` by cpu_step; returns whether that was possible."""
-    if s.rule is None or not s.compiled or not cpu_step.fits(s.weights, s.gradients):
+    if not s.compiled or s.rule is None or not cpu_step.fits(s.weights, s.gradients):
         return False
     moments = [m.for_cpu_step() if is_coded(m) else m for m in s.moments]
     if any(m is None for m in moments):
@@ -118,11 +119,21 @@ def by_cpu_step(s):
     return True
 
 
+@functools.cache
+def _triton_step():
+    """The module triton_step; None where there is no Triton."""
+    try:
+        from . import triton_step
+    except ImportError:
+        return None
+    return triton_step
+
+
 def _triton_for(p, moments, low, compiled):
     """The module triton_step where it can take these flat tensors; else None."""
     if not (p.is_cuda and compiled):
         return None
-    triton = triton_step()
+    triton = _triton_step()
     if triton is None or not triton.fits(p, moments, low):
         return None
     return triton

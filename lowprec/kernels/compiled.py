@@ -58,13 +58,3 @@ def fused(kernel, *args, compiled=True):
 
 
 unfused = set()  # kernels that could not be built on this machine
-
-
-@functools.cache
-def triton_step():
-    """The module of the step and the average as Triton kernels; None where there is no Triton."""
-    try:
-        from ..kernels import triton_step
-    except ImportError:
-        return None
-    return triton_step

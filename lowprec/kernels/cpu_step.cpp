@@ -1,5 +1,5 @@
-// The step of AdamW, SGD and Lion and the codes of their moments on a CPU with AVX-512, in one pass, with the
-// bits of optim.py, optimizers.py, rounding.py and formats.py. cpu_step.py compiles it and says what the
+// The step of AdamW, SGD and Lion, the average, and codes of moments on a CPU with AVX-512, each in one pass,
+// with the bits of optimizers/rounded.py, rounding.py and formats.py. cpu_step.py compiles it and says what the
 // fields hold. GCC alone: sixteen values are one of its vectors, (F) and (I) read the bits of one as the
 // other, and `mask ? a : b` picks by lane.
 
@@ -60,9 +60,9 @@ struct Step {
 };
 
 // The step of one tensor
-struct Own : Step {
+struct TensorStep : Step {
     void *p, *g;        // as if they began where the vector does
-    uint32_t words[2];  // of the noise's key, with the position of the first value
+    uint32_t key_words[2];  // of the noise, with the position of the first value
 };
 
 // ---- Vectors in memory: those of sixteen values that a mask has -------------------------------------------
@@ -149,7 +149,7 @@ static INLINE F write(int kind, void* to, int64_t at, Mask mask, F x, bool nan, 
 
 // ---- Weights: rounding.exact_weight, write_weight and written ---------------------------------------------
 
-static INLINE F held(const Own& s, Sort sort, int64_t at, Mask mask) {
+static INLINE F held(const TensorStep& s, Sort sort, int64_t at, Mask mask) {
     F p = read(sort.weight, s.p, at, mask);
     I bits = (I)p;
     if (sort.low == BF16) return p + read(BF16, s.low, at, mask);
@@ -165,7 +165,7 @@ static INLINE F held(const Own& s, Sort sort, int64_t at, Mask mask) {
     return p;
 }
 
-static INLINE F write_weight(const Own& s, Sort sort, int64_t at, Mask mask, F x, bool nan, U noise) {
+static INLINE F write_weight(const TensorStep& s, Sort sort, int64_t at, Mask mask, F x, bool nan, U noise) {
     if (sort.low == NONE) return write(sort.weight, s.p, at, mask, x, nan, sort.stochastic, noise);
     if (sort.low == BF16) {
         F near = write(BF16, s.p, at, mask, x, nan, true, U{} + 0x8000);
@@ -185,7 +185,7 @@ static INLINE F write_weight(const Own& s, Sort sort, int64_t at, Mask mask, F x
 // ---- The average: rounding.ema_kernel ----------------------------------------------------------------------
 
 // Move its sixteen values towards those that are held now
-static INLINE void move_average(const Own& s, int64_t at, Mask mask, F now) {
+static INLINE void move_average(const TensorStep& s, int64_t at, Mask mask, F now) {
     F shadow = read(s.average, s.shadow, at, mask);
     shadow += (now - shadow) * *s.average_share;
     U own = s.average_stochastic ? noise(s.average_key, at) & 0xFFFF : U{};
@@ -313,13 +313,13 @@ static inline F root_of(int kind, F x) {
 }
 
 // What follows WeightNumbers in the row, if it is of this kind. By value, as a Sort.
-template <class Numbers> static INLINE Numbers own_numbers(const Own& s, bool of_this_kind) {
+template <class Numbers> static INLINE Numbers own_numbers(const TensorStep& s, bool of_this_kind) {
     Numbers found{};
     if (of_this_kind) std::memcpy(&found, (const WeightNumbers*)s.numbers + 1, sizeof found);
     return found;
 }
 
-static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
+static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int n) {
     F kept[2][CHUNK / LANES], root[CHUNK / LANES];
     const bool is_adamw = sort.rule == ADAMW;
     const int count = is_adamw ? 2 : 1;  // of moments
@@ -330,10 +330,10 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
 
     // the noise of vector i, then of i + 1, ...: a hash is a long chain, of which each turn does one link for
     // each of the next three
-    U place = LANE + (uint32_t)start + s.words[0], half{}, next{}, first{};
+    U place = LANE + (uint32_t)start + s.key_words[0], half{}, next{}, first{};
     auto draw = [&]() ALWAYS {
         first = next;
-        next = mix(half + s.words[1]);
+        next = mix(half + s.key_words[1]);
         half = mix(place);
         place += LANES;
     };
@@ -426,13 +426,13 @@ static INLINE void step_chunk(const Own& s, Sort sort, int64_t start, int n) {
 }
 
 // Do the step if it is of this sort, with a loop of its own
-static INLINE bool done(Sort own, const Own& s, int64_t start, int n) {
+static INLINE bool done(Sort own, const TensorStep& s, int64_t start, int n) {
     if (std::memcmp(&own, &s.sort, sizeof own)) return false;
     step_chunk(s, own, start, n);
     return true;
 }
 
-static void step(const Own& s, int64_t start, int n) {
+static void step(const TensorStep& s, int64_t start, int n) {
     if (done({ADAMW, FP32, FP32, NONE, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
     if (done({ADAMW, BF16, BF16, INT16, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
     if (done({ADAMW, BF16, BF16, NONE, {BF16, BF16}, true, false, NEAREST}, s, start, n)) return;
@@ -459,9 +459,9 @@ template <class Work> static void in_chunks(int count, const int64_t* ends, int 
     }
 }
 
-static Own of_tensor(const Step* s, int i) {
+static TensorStep of_tensor(const Step* s, int i) {
     int64_t before = i ? s->ends[i - 1] : 0;
-    Own own{*s};
+    TensorStep own{*s};
     own.p = (char*)s->weights[i] - before * (s->sort.weight == FP32 ? 4 : 2);
     return own;
 }
@@ -469,7 +469,7 @@ static Own of_tensor(const Step* s, int i) {
 // The average alone
 extern "C" void ema(const Step* s) {
     in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
-        Own own = of_tensor(s, i);
+        TensorStep own = of_tensor(s, i);
         each(n, [&](int i, Mask mask) ALWAYS {
             int64_t at = start + i * LANES;
             move_average(own, at, mask, held(own, own.sort, at, mask));
@@ -480,9 +480,12 @@ extern "C" void ema(const Step* s) {
 extern "C" void update(const Step* s) {
     in_chunks(s->count, s->ends, s->threads, [s](int i, int64_t start, int n) {
         int64_t before = i ? s->ends[i - 1] : 0;
-        Own own = of_tensor(s, i);
+        TensorStep own = of_tensor(s, i);
         own.g = (char*)s->gradients[i] - before * (s->sort.gradient == FP32 ? 4 : 2);
-        if (s->sort.stochastic) own.words[0] = s->key[0] + s->key[2], own.words[1] = s->key[1];
+        if (s->sort.stochastic) {
+            own.key_words[0] = s->key[0] + s->key[2];
+            own.key_words[1] = s->key[1];
+        }
         step(own, start, n);
     });
 }

@@ -234,7 +234,7 @@ def ema(average, p, low):
 
 
 def _kind(t):
-    return 0 if t is None else KINDS[t.data.dtype]  # of a tensor, or of Codes
+    return 0 if t is None else KINDS[t.dtype]  # of a tensor, or of Codes
 
 
 def _address(t):
@@ -263,6 +263,10 @@ class Codes(NamedTuple):
     chart: ctypes.Array
     key: torch.Tensor
     signed: bool
+
+    @property
+    def dtype(self):
+        return self.data.dtype
 
 
 def encode(x, codes):

@@ -21,7 +21,7 @@ from .numbers import SCALE, AdamWNumbers, WeightNumbers, named
 
 PIECE = 1 << 21  # values whose root is held at once: 8 MiB
 INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
-SMALLEST = 2.0**-126  # normal number
+SMALLEST_NORMAL = 2.0**-126  # of fp32
 PLAIN = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaults are
 
 
@@ -70,7 +70,7 @@ def _fma(a, b, c):
 
 
 def vanishes(beta2, eps):
-    """Whether the root of SMALLEST, 2^-63, is lost when eps is added to it, at any step.
+    """Whether the root of SMALLEST_NORMAL, 2^-63, is lost when eps is added to it, at any step.
 
     Then v may be raised to it before its root is taken. MKL takes the roots of zeros 5 times as slowly as
     others, those of denormals 35 times, and v is zero wherever a weight has had no gradient, as the outer
@@ -92,7 +92,7 @@ def _moment_kernel(g, m, v, root, row, floored):
     m.copy_(_fma(n.one_minus_beta1.expand_as(m), g - m, m))
     new = _fma(n.one_minus_beta2 * g, g, v * n.beta2)
     v.copy_(new)
-    root.copy_(new.clamp(min=SMALLEST) if floored else new)
+    root.copy_(new.clamp(min=SMALLEST_NORMAL) if floored else new)
 
 
 def _weight_kernel(p, m, root, low, row, average):

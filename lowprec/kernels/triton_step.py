@@ -30,12 +30,12 @@ DECAY, SCALE = (tl.constexpr(place(name)) for name in ("decay", "scale"))
 ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, ROOT_CORRECTION, EPS, RATE = (
     tl.constexpr(place(name, AdamWNumbers)) for name in AdamWNumbers._fields
 )
-LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float32: MASTER}
+KIND_OF_LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float32: MASTER}
 
 
 def fits(p, moments, low):
     """Whether the kernel can take these: flat tensors of one device, bf16 or fp32. Codes were decoded."""
-    return all(t.dtype in HOLDS for t in (p, *moments)) and (low is None or low.dtype in LOW)
+    return all(t.dtype in HOLDS for t in (p, *moments)) and (low is None or low.dtype in KIND_OF_LOW)
 
 
 def adamw(p, g, moments, low, row, key, stochastic, exact, average=NO_AVERAGE):
@@ -47,7 +47,7 @@ def adamw(p, g, moments, low, row, key, stochastic, exact, average=NO_AVERAGE):
     StepAverage.
     """
     n = p.numel()
-    kind = ALONE if low is None else LOW[low.dtype]
+    kind = ALONE if low is None else KIND_OF_LOW[low.dtype]
     m, v = moments
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(n, BLOCK),)
@@ -61,7 +61,7 @@ def adamw(p, g, moments, low, row, key, stochastic, exact, average=NO_AVERAGE):
 def ema(average, p, low):
     """Move a StepAverage towards the weights p [n] and their low part, in place, as rounding.ema_kernel does.
     """
-    kind = ALONE if low is None else LOW[low.dtype]
+    kind = ALONE if low is None else KIND_OF_LOW[low.dtype]
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(p.numel(), BLOCK),)
         low = p if low is None else low  # some pointer: it is not read

@@ -55,12 +55,12 @@ class FP8(Coverage):
         self.generation = generation
         self.swaps = []  # (parent module, its attribute, the nn.Linear, what takes its place)
         backend = self.options.backend
-        self.own = "emulate"
+        self.functional_by = "emulate"
         if backend != "emulate" and _has_kernels(options.formats, device):
-            self.own = "scaled_mm"
+            self.functional_by = "scaled_mm"
         names = {"te": "Transformer Engine", "torchao": "torchao, scaled_mm"}
         scaling = f"{options.format}, {options.recipe} scaling"
-        super().__init__(model, names.get(backend, self.own), scaling, flag, instead)
+        super().__init__(model, names.get(backend, self.functional_by), scaling, flag, instead)
         self.te_recipe = None
         if backend == "te" and device.type != "meta":
             self.te_recipe = fp8_backends.te_recipe(self.options)
@@ -223,10 +223,8 @@ class FP8(Coverage):
 def _has_kernels(formats, device):
     """Whether torch._scaled_mm multiplies the three pairs of operands of a layer on this device."""
     x, w, g = (form.dtype for form in formats)
-    for pair in ((x, w), (g, w), (g, x)):
-        if fp8_product.scaled_mm_refusal(device, *pair):
-            return False
-    return True
+    pairs = ((x, w), (g, w), (g, x))
+    return not any(fp8_product.scaled_mm_refusal(device, *pair) for pair in pairs)
 
 
 def _share_largest_amaxes(scalings):

@@ -325,6 +325,7 @@ class Scaling(nn.Module):
             self.left_out = shape_refusal(k, n) or ""
 
     def forward(self, x, w):
+        """x [..., K] or [..., H or 1, M, K], w [K, N] or [H, K, N] -> x @ w, in autocast's dtype or x's."""
         if not torch.compiler.is_compiling():  # a graph writes no attributes
             self.decide(*w.shape[-2:])
         if self.options is None or x.is_meta or x.numel() == 0:
@@ -374,5 +375,6 @@ class Linear(nn.Linear):
         self.scaling = Scaling(options, linear.weight.device)
 
     def forward(self, x):
+        """x [..., in_features] -> [..., out_features], in autocast's dtype or that of x."""
         y = self.scaling(x, self.weight.t())
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -26,7 +26,6 @@ class Method:
     @classmethod
     def attach(cls, model, recipe, **options):
         """The method that `recipe` asks for, or None. The model is still as it came; raises Refused."""
-        return None
 
     def convert(self, model):
         """Change layers of the model, which now has the dtype of the recipe's weights."""
@@ -63,6 +62,7 @@ class Method:
         return saved
 
     def state_dict(self):
+        """{name: tensor or plain value} for a checkpoint, under `key`."""
         return {}
 
     def load_state_dict(self, state, low_part):
@@ -128,8 +128,8 @@ class Coverage(Method):
     """
 
     format = "FP8"
-    own = ""  # how the products of bare parameters are taken
-    bare = True  # whether these are covered
+    functional_by = ""  # who multiplies by bare parameters
+    takes_parameters = True  # whether these are covered
     backward = True
 
     def __init__(self, model, how, scaling, flag, instead):
@@ -149,7 +149,7 @@ class Coverage(Method):
     def _place(self, name, module, its_roles):
         """Put a module where it belongs: among linears, functional or left_out, or nowhere."""
         if isinstance(module, Scaling):
-            if self.bare:
+            if self.takes_parameters:
                 self.functional[name] = module
             else:
                 self.left_out[name] = f"bare parameters: {self.format} takes nn.Linear alone"
@@ -211,7 +211,7 @@ class Coverage(Method):
         linears = covered + len(left_out)
         backends = {how for *_, how in self.layers.values()}
         if self.functional:
-            backends.add(self.own)
+            backends.add(self.functional_by)
         by = " and ".join(sorted(backends))
         share = "" if self.share is None else f", {self.share:.1%} of the FLOPs of products and convolutions"
         return f"{self.scaling}, by {by}: {covered} of {linears} linear layers{share}"
@@ -225,7 +225,7 @@ class Coverage(Method):
         for name, (inputs, outputs, how) in self.layers.items():
             layers.append({"name": name, "inputs": inputs, "outputs": outputs, "matmul": how})
         for name, scaling in self.functional.items():
-            layer = {"name": name, "matmul": self.own}
+            layer = {"name": name, "matmul": self.functional_by}
             if scaling.left_out:
                 layer["left_out"] = scaling.left_out
             layers.append(layer)
@@ -246,7 +246,7 @@ class Coverage(Method):
         lines = [f"{self.format}: {self.summary()}"]
         lines += self._lines_of_layers()
         for name, scaling in self.functional.items():
-            how = f"left out, {scaling.left_out}" if scaling.left_out else self.own
+            how = f"left out, {scaling.left_out}" if scaling.left_out else self.functional_by
             lines.append(f"  {name}: {how}{self._share_text(name)}")
         lines += self._lines_left_out()
         return "\n".join(lines)

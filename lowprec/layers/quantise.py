@@ -16,7 +16,7 @@ class Int8(Coverage):
     """Linear layers in int8 by torchao: a scale a row of weights, a scale a token of activations."""
 
     format = "int8"
-    bare = False
+    takes_parameters = False
     backward = False
 
     def __init__(self, model, flag, instead):

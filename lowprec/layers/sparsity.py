@@ -83,6 +83,7 @@ class MaskedLinear(nn.Linear):
     """
 
     def forward(self, x):
+        """x [..., in_features] -> [..., out_features]."""
         return F.linear(x, _Pruned.apply(self.weight), self.bias)
 
 
@@ -92,6 +93,7 @@ class KernelLinear(nn.Linear):
     """
 
     def forward(self, x):
+        """x [..., in_features] -> [..., out_features]."""
         return F.linear(x.contiguous(), self.weight, self.bias)
 
 
@@ -203,6 +205,7 @@ class Sparse24(Method):
                 g.masked_fill_(~self.masks[name], 0)
 
     def after_step(self, low_part=lambda p: None):
+        """Keep zero what a fixed mask prunes. low_part: parameter -> what completes it."""
         self._hold(low_part)
         return {}
 
@@ -269,6 +272,7 @@ class Sparse24(Method):
     # -- state and report
 
     def state_dict(self):
+        """{"masks": {name: bool tensor like the weight}}, {} of them under srste."""
         return {"masks": dict(self.masks)}
 
     def load_state_dict(self, state, low_part):
@@ -290,9 +294,8 @@ class Sparse24(Method):
         """Let the report name shares of the forward FLOPs; args, kwargs: of the model. Counted once."""
         if self.flops is not None:
             return
-        with self.plain(model):
-            with contextlib.suppress(Exception):  # a net that looks at values can't run on shapes
-                self.flops = module_flops(model, args, kwargs)
+        with self.plain(model), contextlib.suppress(Exception):  # a net that looks at values has no shapes
+            self.flops = module_flops(model, args, kwargs)
 
     def rows(self, parameters, generation_dtype):
         """{"sparse24": {"bytes": of the masks a parameter, "why", "layers", "lines"}} for the ledger.

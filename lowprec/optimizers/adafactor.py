@@ -78,9 +78,10 @@ class Adafactor(ByTensor):
         return -size * update, new
 
     def decay(self, p, name):
+        if name not in self.moments:
+            return math.nan, 0
         step = self.state[p]["step"] + 1
-        known = name in self.moments
-        return (1 - step ** self._group(p)["beta2_decay"], math.inf) if known else (math.nan, 0)
+        return 1 - step ** self._group(p)["beta2_decay"], math.inf
 
 
 def _rms(t):

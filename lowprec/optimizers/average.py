@@ -68,7 +68,8 @@ class EMA:
         keys = []
         for p in self.params:
             low = self.low_part(p)
-            keys.append((p.dtype, p.device, low.dtype if low is not None else None))
+            low_dtype = None if low is None else low.dtype
+            keys.append((p.dtype, p.device, low_dtype))
         self._buckets = grouped(self.params, keys)
         self.bucket_of = {}  # parameter that is a bucket by itself -> that bucket
         for bucket in self._buckets:
@@ -109,9 +110,13 @@ class EMA:
         self.full_decay = value
 
     def _inputs(self, bucket):
-        params = [local(self.params[i]) for i in bucket.indices]
-        lows = [self.low_part(self.params[i]) for i in bucket.indices]
-        return bucket.gather(params), None if lows[0] is None else bucket.gather(lows)
+        """(weights, their low part or None), flat."""
+        params = [self.params[i] for i in bucket.indices]
+        weights = bucket.gather([local(p) for p in params])
+        lows = [self.low_part(p) for p in params]
+        if lows[0] is None:
+            return weights, None
+        return weights, bucket.gather(lows)
 
     @torch.no_grad()
     def update(self):
@@ -186,12 +191,12 @@ class OnCPU(EMA):
     `update` lets a stream of its own copy the weights into pinned memory while the GPU goes on with the next
     forward pass, and the CPU does the arithmetic of that copy at the next update, or once `shadow` is asked
     for. So the host waits for copies of the step before alone. Weights are written after `before_writing`,
-    which Precision calls; whoever writes them otherwise calls it too. traffic: what copies, see Traffic.
+    which Precision calls; whoever writes them otherwise calls it too. traffic: what copies, a WeightTraffic.
     """
 
     def __init__(self, named_params, *args, traffic=None, **options):
         named_params = list(named_params)
-        self.traffic = traffic or Traffic(named_params[0][1].device)
+        self.traffic = traffic or WeightTraffic(named_params[0][1].device)
         self.behind, self._taken = False, {}  # whether a copy is still to be averaged; {bucket: what it is}
         super().__init__(named_params, *args, **options)
 
@@ -216,7 +221,9 @@ class OnCPU(EMA):
         first = self.params[bucket.indices[0]]
         low = self.low_part(first)
         weights = self.traffic.memory(bucket.numel, first.dtype)
-        return weights, None if low is None else self.traffic.memory(bucket.numel, low.dtype)
+        if low is None:
+            return weights, None
+        return weights, self.traffic.memory(bucket.numel, low.dtype)
 
     @torch.no_grad()
     def update(self):
@@ -248,7 +255,7 @@ class OnCPU(EMA):
         self._shadow = value
 
 
-class Traffic:
+class WeightTraffic:
     """Copies from a GPU into pinned memory, on a stream of their own."""
 
     def __init__(self, device):

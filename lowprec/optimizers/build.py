@@ -29,7 +29,9 @@ def kinds(name):
     kind = OPTIMIZERS.get(name) if isinstance(name, str) else name
     if not (isinstance(kind, type) and issubclass(kind, Rounded)):
         return ()
-    return (kind, *kinds(kind.others)) if kind.others else (kind,)
+    if kind.others is None:
+        return (kind,)
+    return (kind, *kinds(kind.others))
 
 
 def divided(groups, name, net=None):
@@ -93,7 +95,7 @@ class Joined(Answers, torch.optim.Optimizer):
         self.owner, self.coders = {}, {}
         for part in parts:
             self.coders.update(part.coders)
-            self.owner.update(dict.fromkeys(part.all_params(), part))
+            self.owner.update(dict.fromkeys(params_of(part.param_groups), part))
 
     def _groups(self):
         found = []
@@ -187,8 +189,8 @@ class Joined(Answers, torch.optim.Optimizer):
 
 # ---- The choice --------------------------------------------------------------------------------------------
 
-COMMON = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # as AdamW has them, for peers
-SOME = ("momentum", "nesterov")  # options of some of ours
+PEER_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}  # as AdamW has them, for peers
+MOMENTUM_OPTIONS = ("momentum", "nesterov")  # options of some of ours
 
 
 def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **options):
@@ -201,7 +203,7 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     unknown, the package absent, the peer can't serve the recipe, or no optimiser here has a momentum that was
     given.
     """
-    if unknown := set(options) - {*COMMON, *SOME}:
+    if unknown := set(options) - {*PEER_DEFAULTS, *MOMENTUM_OPTIONS}:
         raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
     options = {key: value for key, value in options.items() if value is not None}
     groups = divided(_groups(params), name, net)
@@ -213,7 +215,7 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
         seed_of_part = hash64(seed, len(parts)) if parts else seed
         own_options = {**options, "weight_decay": weight_decay}
         parts.append(_one(kind, own, r, own_options, seed_of_part, away))
-    for option in SOME:
+    for option in MOMENTUM_OPTIONS:
         if option in options and not any(option in part.defaults for part in parts):
             theirs = " and ".join(key for key, kind in OPTIMIZERS.items() if option in arguments(kind))
             raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
@@ -229,7 +231,9 @@ def title(optimizer, name):
     """What the ledger calls the optimiser that was asked for as `name`."""
     if isinstance(optimizer, Joined):
         return " and ".join(title(part, None) for part in optimizer.parts)
-    return name if isinstance(name, str) else type(getattr(optimizer, "inner", optimizer)).__name__
+    if isinstance(name, str):
+        return name
+    return type(getattr(optimizer, "inner", optimizer)).__name__
 
 
 def _groups(params):
@@ -256,7 +260,7 @@ def _ours(kind, params, r, options, seed, away):
     for site in kind.sites:
         if site not in kind.moments:
             own[site] = r[site]
-    for option in {"betas", "eps", *SOME} - arguments(kind):
+    for option in {"betas", "eps", *MOMENTUM_OPTIONS} - arguments(kind):
         options.pop(option, None)  # Lion has no eps, SGD neither
     return kind(params, **options, **own)
 
@@ -291,5 +295,5 @@ def _peer(name, params, r, options):
         raise Refused(f"--opt8bit and --opt4bit are ours: drop --optimizer {name} ({published})")
     elif name != "torch" and (not r.low_weights or r.islands != "none"):
         raise Refused(f"--optimizer {name} is for bf16 parameters only: add --pure_bf16 and no islands")
-    own = {key: value for key, value in options.items() if key not in SOME}
-    return PEERS[name].make(params, {**COMMON, **own})
+    own = {key: value for key, value in options.items() if key not in MOMENTUM_OPTIONS}
+    return PEERS[name].make(params, {**PEER_DEFAULTS, **own})

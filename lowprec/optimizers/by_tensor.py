@@ -131,9 +131,13 @@ class ByTensor(Rounded):
         """The whole scaled gradient of p, fp32; None where it is not known."""
         if g.numel() == p.numel():
             return g.float()
-        grads, scale = self.announced or ({}, 1.0)
+        if self.announced is None:
+            return None
+        grads, scale = self.announced
         found = p.grad if grads is None else grads.get(p)
-        return None if found is None else found.detach().float() * scale_of(scale, p)
+        if found is None:
+            return None
+        return found.detach().float() * scale_of(scale, p)
 
 
 def _write_kernel(x, p, low, key, stochastic):

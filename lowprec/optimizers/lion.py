@@ -36,5 +36,6 @@ class Lion(Rounded):
         return n.rate * sign, (m + n.one_minus_beta2 * (g - m),)
 
     def decay(self, p, name):
-        known = name in self.moments
-        return (self._group(p)["betas"][1], math.inf) if known else (math.nan, 0)
+        if name not in self.moments:
+            return math.nan, 0
+        return self._group(p)["betas"][1], math.inf

@@ -110,7 +110,7 @@ def orthogonalised(matrix, dtype, steps=5, eps=1e-7):
 
 def hidden_matrices(net):
     """The set of the parameters that Muon takes: matrices and kernels of the layers between the first and the
-    last. Not embeddings, heads and norms, as `method.roles` and names say, nor the first convolution.
+    last. Not embeddings, heads and norms, as `roles.roles` and names say, nor the first convolution.
 
     net: a module, or parameters without names, of which all matrices and kernels are meant.
     """

@@ -37,5 +37,6 @@ class SGD(Rounded):
         return update, (m,)
 
     def decay(self, p, name):
-        known = name in self.moments
-        return (self._group(p)["momentum"], math.inf) if known else (math.nan, 0)
+        if name not in self.moments:
+            return math.nan, 0
+        return self._group(p)["momentum"], math.inf

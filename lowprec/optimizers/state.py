@@ -272,13 +272,17 @@ def cut(saved, held):
     """A saved state, of DTensors and Chunks or of whole tensors, as this rank holds it: `held`. What is cut
     already stays.
     """
+    if isinstance(saved, dict) and isinstance(held, dict):
+        return cut_dict(saved, held)
     if isinstance(saved, dict):
-        return cut_dict(saved, held if isinstance(held, dict) else {})
+        return cut_dict(saved, {})
     if isinstance(saved, list) and isinstance(held, list) and len(saved) == len(held):
         return [cut(*pair) for pair in zip(saved, held, strict=True)]
     if isinstance(saved, Chunk):
         return saved.tensor
-    return cut_tensor(saved, held) if torch.is_tensor(saved) else saved
+    if torch.is_tensor(saved):
+        return cut_tensor(saved, held)
+    return saved
 
 
 def cut_dict(saved, held):
@@ -297,16 +301,22 @@ def cut_tensor(saved, held):
         return local(saved)
     if isinstance(held, Chunk):
         n = held.tensor.numel()
-        return saved if saved.numel() == n else saved.reshape(-1)[held.first : held.first + n]
-    part = part_of(held) if torch.is_tensor(held) else None
+        if saved.numel() == n:
+            return saved
+        return saved.reshape(-1)[held.first : held.first + n]
+    if not torch.is_tensor(held):
+        return saved
+    part = part_of(held)
     if part is None or saved.shape != part.shape:
         return saved
     return saved.reshape(-1)[part.first : part.last].view(part.rows)
 
 
 def _key(key, held):
-    number = isinstance(key, str) and key.isdigit() and int(key) in held
-    return int(key) if number and key not in held else key
+    is_number = isinstance(key, str) and key.isdigit() and int(key) in held
+    if is_number and key not in held:
+        return int(key)
+    return key
 
 
 class Chunk(torch.Tensor):
@@ -370,7 +380,8 @@ def chunk(t, bucket, sizes):
     sizes: n -> how many of them n entries have.
     """
     part = bucket.part
-    first, whole = sizes(bucket.first) if bucket.own else sizes(part.whole), sizes(part.whole)
+    whole = sizes(part.whole)
+    first = sizes(bucket.first) if bucket.own else whole
     # a block that ranks share is written by the first of them
     write = tuple(sizes(min(-(-at // BLOCK) * BLOCK, part.whole)) for at in (part.first, part.last))
     shape = part.shape if whole == part.whole else torch.Size([whole])

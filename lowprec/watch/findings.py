@@ -22,6 +22,7 @@ UNWRITTEN = (
 )
 ONES = "{ones:.0%} of the gains are exactly 1.0; "
 DECAY = "let decay be part of the fp32 update that is rounded once"
+SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
 RATE = "it goes {rate:.2g} of the way a step, and its decay {decay:g} says {said:.2g}"
 YOUNG = "young: {remains:.0%} of the start remains after {steps} steps of decay {decay:g}"
 ARRIVE = "a decay of {less:.4g} or less, or more steps"
@@ -194,6 +195,59 @@ TENSOR = [
         ),
     ],
     [
+        Fault(
+            site="ema",
+            limit=0.0,
+            measure=measures.average_not_finite,
+            text="{count:,.0f} entries of its sample are not finite, and those of its weight are",
+            remedy="begin the average anew from the weights, and find what wrote it",
+            severity="severe",
+            rank=9.0,
+        ),
+        Fault(
+            site="ema",
+            limit=10.0,
+            measure=measures.average_too_large,
+            text="the average is {times:,.0f} times as large as its weight",
+            remedy="check how the average is updated",
+            severity="severe",
+            rank=4.0,
+        ),
+        Fault(
+            site="ema",
+            limit=0.9,
+            measure=measures.average_of_other_sign,
+            text="the average has the other sign than its weight",
+            remedy=SIGN,
+            severity="severe",
+            rank=3.5,
+        ),
+        Fault(
+            site="ema",
+            limit=0.25,
+            measure=measures.average_goes_away,
+            text="the average moves away from its weight, by {rate:.2g} of the way a step",
+            remedy=SIGN,
+            severity="severe",
+            rank=3.0,
+        ),
+        Fault(
+            site="ema",
+            limit=1.1,
+            measure=measures.average_overshoots,
+            text="the average goes {rate:.2g} of the way to its weight a step, beyond it",
+            remedy="a rate of 1 - decay, between 0 and 1",
+            severity="severe",
+            rank=2.5,
+        ),
+        Fault(
+            site="ema",
+            limit=0.99,
+            measure=measures.average_copies,
+            text="the average is a copy of its weight at each look: it averages nothing",
+            remedy="is its decay applied?",
+            rank=1.0,
+        ),
         Fault(
             site="ema",
             limit=0.5,

@@ -23,6 +23,7 @@ class Measured:
         self.growth = writes.growth.columns()
         self.moments = writes.moments.columns()
         self.averages = writes.averages["ema"].columns() if watch.ema else None
+        self.averaging = writes.averaging["ema"].columns() if watch.ema else None
         self.errors = watch.errors.columns()
         self.moment_errors = watch.moment_errors.columns()
         self.extra = watch.extra.columns()
@@ -98,6 +99,7 @@ class Tensor:
         self.error = seen.errors[i]
         self.moment_error = seen.moment_errors[i]
         self.average = seen.averages[i] if seen.averages else None
+        self.averaging = seen.averaging[i] if seen.averages else None
         self.extra = seen.extra[i]
         self.facts = self.watch.facts[i]
 

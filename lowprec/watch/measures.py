@@ -15,6 +15,7 @@ from .faults import Figure
 from .measured import decay_lost
 from .verdicts import LIMITS
 
+SOME = 16  # entries of a tensor that say something together
 GAINS = 0.5  # share of a norm's gains that are 1.0
 
 
@@ -204,6 +205,58 @@ def narrow_states(seen):
 
 
 # ---- Averages ----------------------------------------------------------------------------------------------
+
+
+def average_not_finite(one):
+    """entries of the average that are not finite, while those of its weight are"""
+    if one.averaging is None or not bool(one.watch.pick(one.p).isfinite().all()):
+        return None
+    return Figure(one.averaging.infinite, {"count": one.averaging.infinite})
+
+
+def average_too_large(one):
+    """norm of the average over that of its weight"""
+    if one.averaging is None or one.averaging.weight_square == 0:
+        return None
+    times = math.sqrt(one.averaging.square / one.averaging.weight_square)
+    return Figure(times, {"times": times})
+
+
+def average_of_other_sign(one):
+    """minus the cosine of the average and its weight"""
+    sums = one.averaging
+    # a few entries change their sign by themselves
+    if sums is None or sums.entries < SOME * sums.looks or sums.square * sums.weight_square == 0:
+        return None
+    return Figure(-sums.product / math.sqrt(sums.square * sums.weight_square))
+
+
+def average_goes_away(one):
+    """minus the cosine of what the average moved and the way to its weight"""
+    sums = one.averaging
+    if sums is None or _average_is_narrow(one) or sums.gap_square * sums.move_square == 0:
+        return None
+    cosine = sums.along / math.sqrt(sums.gap_square * sums.move_square)
+    return Figure(-cosine, {"rate": -sums.along / sums.gap_square})
+
+
+def average_overshoots(one):
+    """the way it goes a step, over the whole way to its weight"""
+    sums = one.averaging
+    if sums is None or _average_is_narrow(one) or sums.gap_square == 0:
+        return None
+    rate = sums.along / sums.gap_square
+    return Figure(rate, {"rate": rate})
+
+
+def average_copies(one):
+    """share of the entries away from their weight that the average copies from it, at 2 looks or more"""
+    sums, decay = one.averaging, one.watch.ema.decay if one.watch.ema else None
+    if sums is None or sums.looks < 1.5 or not sums.away:
+        return None
+    if decay is not None and decay < 0.5:  # it is to follow its weight
+        return None
+    return Figure(sums.copied / sums.away)
 
 
 def average_stood(one):

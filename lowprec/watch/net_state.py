@@ -19,24 +19,24 @@ def frozen_by_plan(net):
     alone, unless all that come before it are frozen too. The rest is a plan: a text encoder, the first
     blocks, all that a LoRA leaves as it is.
     """
-    order = dict(net.named_parameters())
-    frozen = [name for name, p in order.items() if not p.requires_grad]
-    if not frozen:
-        return {}, []
-    kinds, trains = {}, {name for name, p in order.items() if p.requires_grad}
-    for name in order:
-        kinds.setdefault(kind(name), []).append(name)
-    places = {name: i for i, name in enumerate(order)}
-    first_trained = min((places[name] for name in trains), default=len(order))
-    parts, alone = {}, []
-    whole = [part for part in _containers(net) if not any(n.startswith(part + ".") for n in trains)]
-    for name in frozen:
-        if places[name] > first_trained and any(other in trains for other in kinds[kind(name)]):
+    trained = [name for name, p in net.named_parameters() if p.requires_grad]
+    kinds_that_train = {kind(name) for name in trained}
+    frozen_parts = [part for part in _containers(net) if not _holds_one(part, trained)]
+    parts, alone, seen_trained = {}, [], False
+    for name, p in net.named_parameters():
+        if p.requires_grad:
+            seen_trained = True
+        elif seen_trained and kind(name) in kinds_that_train:
             alone.append(name)
         else:
-            part = next((module for module in whole if name.startswith(module + ".")), name)
+            around = [part for part in frozen_parts if _holds_one(part, [name])]
+            part = around[0] if around else name
             parts[part] = parts.get(part, 0) + 1
     return parts, alone
+
+
+def _holds_one(part, names):
+    return any(name.startswith(part + ".") for name in names)
 
 
 def kind(name):
@@ -48,10 +48,14 @@ def _containers(net):
     """Names of the parts that hold parts with parameters, the outermost first."""
     found = []
     for name, module in net.named_modules():
-        holds = [child for child in module.children() if any(True for _ in child.parameters())]
+        holds = any(has_parameters(child) for child in module.children())
         if name and holds:
             found.append(name)
     return found
+
+
+def has_parameters(module):
+    return next(module.parameters(), None) is not None
 
 
 # ---- Buffers -----------------------------------------------------------------------------------------------
@@ -83,7 +87,8 @@ def rounded_buffers(net, before, pick):
         values = pick(b).float()
         if not rounded_values(values):
             continue
-        was, error = before.get(name), None
+        was = before.get(name)
+        error = None
         if was is not None and was.shape == values.shape and torch.equal(was.bfloat16(), values.bfloat16()):
             off = (was.double() - values.double()).norm() / was.double().norm().clamp_min(1e-300)
             error = float(off) or None
@@ -109,3 +114,9 @@ def rounded_values(values, bits=5):
 
 def _floating(net):
     return [(name, b) for name, b in net.named_buffers() if b.is_floating_point() and b.numel()]
+
+
+def rounded_to_bf16(b, made):
+    """Whether all values of buffer b fit into bf16, and are not those that it was made with."""
+    same = torch.equal(b.float(), made.to(b.device).float())
+    return not same and torch.equal(b.bfloat16().float(), b.float())

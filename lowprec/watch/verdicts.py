@@ -2,8 +2,8 @@
 
     print(Diagnosis("step 300", findings, {"update": 0.001}))   # a line a finding, the worst first
 
-Both doctors speak through this file: `watch.Watch` about tensors of anyone's loop, doctor.py about sites of a
-run. Copy it; it needs nothing.
+All doctors speak through this file: `Watch` about tensors of anyone's loop, `compare` about two checkpoints,
+doctor.py about sites of a run.
 """
 
 import dataclasses
@@ -33,6 +33,25 @@ LIMITS = {
     "accumulate": (0.004, 0.1),
 }
 
+# Beside these, of a run of this repository that doctor.py examines.
+RUN_LIMITS = {
+    # share of the initial weights in an average when the run ends. 5 % remains after 3 / (1-decay) steps
+    "arrival": (0.1, 0.3),
+    # relative RMS change of the output against an fp32 copy of the net. bf16 matmuls measure 0.01 and score
+    # as fp32 does
+    "compute": (0.1, 0.5),
+    # the same for the buffers alone. A bf16 rounding of the DiT's positions measures 0.001 and harms nothing
+    "buffers": (0.01, 0.5),
+    # relative change of the mean loss: ten times the rounding of a bf16 number
+    "loss": (0.03, math.inf),
+    # shares of values that FP8 casts make zero or clip. Experiment 019 saw at most 0.005 and, at step 50 of
+    # delayed scaling, 0.0004; what is clipped is what is largest
+    "fp8 zeroed": (0.05, 0.5),
+    "fp8 clipped": (0.001, 0.1),
+    # share of recent steps that the loss scaler skipped: in good health one in 2000, plus a few at the start
+    "skipped": (0.05, 0.5),
+}
+
 SEVERITIES = ("severe", "moderate", "note")
 
 # ---- Findings ----------------------------------------------------------------------------------------------
@@ -40,20 +59,31 @@ SEVERITIES = ("severe", "moderate", "note")
 
 @dataclasses.dataclass
 class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        site: what loses information: "update", "exp_avg_sq", "ema", "step", "grads", ...
+        severity: "severe" can ruin results by itself, "moderate" costs quality, "note" loses nothing.
+        text: what was measured.
+        remedy: what to do.
+        tensor: its name; "" for a site as a whole.
+        figure: the larger, the worse, among findings of one site and severity.
+    """
+
     site: str
-    severity: str  # severe: can ruin samples by itself; moderate: costs quality; note: nothing is lost
+    severity: str
     text: str
     remedy: str
-    tensor: str = ""  # "" for a site as a whole
-    figure: float = 0.0  # the larger, the worse, among findings of one site
+    tensor: str = ""
+    figure: float = 0.0
 
     @property
-    def beside(self):
+    def beside(self) -> bool:
         """Whether it is a further average (--average), which generation reads only when asked to."""
         return self.site.startswith("average ")
 
     @property
-    def title(self):
+    def title(self) -> str:
         return f"{self.site} of {self.tensor}" if self.tensor else self.site
 
     @property
@@ -64,22 +94,28 @@ class Finding:
 
 @dataclasses.dataclass
 class Diagnosis:
-    """findings: list of Finding, the one to blame first. sound: {site: share lost, or relative change} of
-    what else was examined. harm: what the worst findings can cause.
+    """What was examined and found; str() is the table that is printed, with the verdict as its last line.
+
+    Attributes:
+        head: what was examined, in a line.
+        findings: the one to blame first.
+        sound: {site: share lost, or relative change} of what else was examined.
+        harm: what the worst findings can cause.
     """
 
     head: str
-    findings: list
-    sound: dict
+    findings: list[Finding]
+    sound: dict[str, float]
     harm: str = "bad samples"
 
     @property
-    def status(self):
-        """Exit status: 0 healthy, 1 findings."""
+    def status(self) -> int:
+        """Exit status: 0 healthy, 1 findings; notes are none."""
         return int(any(f.severity != "note" for f in self.findings))
 
     @property
-    def verdict(self):
+    def verdict(self) -> str:
+        """One line on the whole."""
         losing = [f for f in self.findings if f.severity != "note"]
         read = [f for f in losing if not f.beside]
         if not losing:
@@ -91,25 +127,32 @@ class Diagnosis:
         harmless = f"nothing found here causes {self.harm} by itself"
         return f"{harmless}; most likely to blame for lost quality: {read[0].title}"
 
-    def __str__(self):
-        shown, hidden = _not_too_many(self.findings)
-        heads = ("tensor", "site", "severity", "finding")
-        rows = [(f.tensor, f.site, f.severity, f"{f.text} -> {f.remedy}") for f in shown]
-        if rows:
-            rows.insert(0, heads)
-        first = 0 if any(f.tensor for f in shown) else 1  # no column of tensors where there are none
-        widths = [max((len(row[i]) for row in rows), default=0) + 2 for i in range(first, 3)]
-        lines = [self.head]
-        for row in rows:
-            line = "".join(f"{cell:<{width}}" for cell, width in zip(row[first:3], widths, strict=True))
-            indent = min(sum(widths), WIDTH // 2)
-            lines += textwrap.wrap(line + row[3], WIDTH, subsequent_indent=" " * indent)
-        lines += [f"... and {count} more findings of {site}" for site, count in hidden.items()]
+    def __str__(self) -> str:
+        lines = [self.head, *self._table()]
         if self.sound:
             sound = ", ".join(f"{name} {share:.2%}" for name, share in self.sound.items())
             line = f"sound (share lost, or relative change): {sound}"
             lines += textwrap.wrap(line, WIDTH, subsequent_indent="  ")
         return "\n".join([*lines, self.verdict])
+
+    def _table(self):
+        """Lines with a row a finding."""
+        shown, hidden = _not_too_many(self.findings)
+        if not shown:
+            return []
+        heads = ["tensor", "site", "severity"]
+        rows = [[f.tensor, f.site, f.severity] for f in shown]
+        if not any(f.tensor for f in shown):
+            heads, rows = heads[1:], [row[1:] for row in rows]
+        table = [heads, *rows]
+        texts = ["finding", *(f"{f.text} -> {f.remedy}" for f in shown)]
+        widths = [max(map(len, column)) + 2 for column in zip(*table, strict=True)]
+        indent = " " * min(sum(widths), WIDTH // 2)
+        lines = []
+        for row, text in zip(table, texts, strict=True):
+            cells = "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            lines += textwrap.wrap(cells + text, WIDTH, subsequent_indent=indent)
+        return lines + [f"... and {count} more findings of {site}" for site, count in hidden.items()]
 
 
 def _not_too_many(findings):

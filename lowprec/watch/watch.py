@@ -343,6 +343,7 @@ class Watch:
 
     def _followed(self):
         """What was done since the step: whether weights were put back, and what the average took over."""
+        self.follow = False
         look, now = self.writes.look, None
         if look is not None:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])

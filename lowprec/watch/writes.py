@@ -155,6 +155,46 @@ class Squares(Sums):
     fields = ("square", "steps")  # means of g^2, one a step; steps that were added
 
 
+class Averaging(Sums):
+    """Where averages are and where they go, a column a tensor. Of entries away from their weight, finite."""
+
+    fields = (
+        "looks",
+        "entries",
+        "infinite",  # entries that are not finite
+        "away",  # entries that differed from their weight before the average moved
+        "copied",  # those of them that equal it then
+        "square",  # of the average
+        "weight_square",
+        "product",  # of the average and its weight
+        "gap_square",  # of the way from the average to its weight, before it moved
+        "move_square",  # of what it moved
+        "along",  # move times gap
+    )
+
+    def add(self, old, new, held, rounded, index, lengths):
+        """Add a move of averages: fp32 [n] before and after, their weights, these in the average's dtype."""
+        away = old != rounded
+        finite = old.isfinite() & new.isfinite() & held.isfinite()
+        none = torch.zeros_like(old)
+        old, new, held = (torch.where(finite, side, none) for side in (old, new, held))
+        gap, move = held - old, new - old
+        rows = {
+            "looks": one_an_entry([1 / n for n in lengths], lengths, old).expand_as(old),
+            "entries": torch.ones_like(old),
+            "infinite": ~finite,
+            "away": away,
+            "copied": away & (new == rounded),
+            "square": new.square(),
+            "weight_square": held.square(),
+            "product": new * held,
+            "gap_square": gap.square(),
+            "move_square": move.square(),
+            "along": move * gap,
+        }
+        self.put(rows, index, lengths)
+
+
 def rounded_by_tensor(values, dtypes, lengths):
     """fp32 [n] rounded to nearest in the dtype of each tensor, as fp32."""
     if len(set(dtypes)) == 1:
@@ -273,6 +313,7 @@ class Writes:
         self.moments = Tally(count)  # second moments that shrink
         self.growth = Tally(count)  # second moments that grow
         self.averages = {name: Tally(count) for name in averages}
+        self.averaging = {name: Averaging(count) for name in averages}
         self.squares = Squares(count)
         self.forget()
         self.at = {"moments", "averages"}  # what the next look compares, beside weights
@@ -365,7 +406,9 @@ class Writes:
             now = [self.pick(shadow[key]) for key, _ in named]
         old = torch.cat([t.float() for t in before])
         new = torch.cat([t.float() for t in now])
-        if torch.equal(new, rounded_by_tensor(held, dtypes, lengths)):
+        rounded = rounded_by_tensor(held, dtypes, lengths)
+        self.averaging[name].add(old, new, held, rounded, index, lengths)
+        if torch.equal(new, rounded):
             return  # it took the weights as they are, as most averages do at their first step
         gap = held - old
         rate = measured_rate(old, new, gap) if average.decay is None else 1 - average.decay

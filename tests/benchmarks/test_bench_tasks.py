@@ -39,7 +39,7 @@ def test_tasks_take_turns_with_a_bare_loop(tmp_path, capsys, monkeypatch):
 def test_the_table_of_tasks_is_of_ratios_within_a_round():
     rows = [dict(task="a", loop="bare loop", flags="--task a", ms=[1.0, 10.0, 2.0, 1.0])]
     rows += [dict(task="a", loop="ours", flags="--task a", ms=[1.1, 11.0, 3.0, 1.0])]
-    assert loops.beside(rows, "a") == pytest.approx([1.1, 1.1, 1.5, 1.0])
+    assert loops.beside(*rows) == pytest.approx([1.1, 1.1, 1.5, 1.0])
     line = loops.tasks_table(rows).splitlines()[-1]
     assert line == "| a | `--task a` | 2 | 2 | 1.10 | 1.02 to 1.40 |"
 

@@ -123,7 +123,7 @@ def test_second_moments_of_zero_and_denormal_ones_give_the_bits_of_torch(eps, fl
         optimizer.step()
         theirs.step()
     v = optimizer.state[p]["exp_avg_sq"]
-    assert (v == 0).any() and ((v > 0) & (v < exact_step.SMALLEST)).any()
+    assert (v == 0).any() and ((v > 0) & (v < exact_step.SMALLEST_NORMAL)).any()
     assert same(p.detach(), q.detach()) and same(v, theirs.state[q]["exp_avg_sq"])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import models
 import train
-from lowprec.layers import fp8, fp8_product, quantise
+from lowprec.layers import fp8, fp8_backends, fp8_product, quantise
 from lowprec.layers.fp8 import FP8, Options, convert
 from lowprec.precision import Precision, Recipe, recipe
 
@@ -273,7 +273,7 @@ def test_auto_on_hopper(installed, options, chosen, monkeypatch):
     def try_import(name):
         return (Module, None) if name in present else (None, "absent")
 
-    monkeypatch.setattr(fp8_product, "try_import", try_import)
+    monkeypatch.setattr(fp8_backends, "try_import", try_import)
     monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: True)
     assert fp8.resolve(Options(**options), "cuda").backend == chosen
     monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: False)

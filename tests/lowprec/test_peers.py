@@ -15,9 +15,19 @@ from lowprec import precision
 from lowprec.formats import FORMATS
 from lowprec.optimizers import build, peers, rounded
 from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.answers import Answers
 from lowprec.recipes import Recipe, recipe
 
 eager = common.eager
+
+# ---- Questions ---------------------------------------------------------------------------------------------
+
+
+def test_joined_optimisers_pass_on_every_question_that_has_a_default():
+    questions = {name for name, value in vars(Answers).items() if callable(value) and name[0] != "_"}
+    made_of_others = {"all_params", "wanted_together"}
+    assert questions - vars(build.Joined).keys() == made_of_others
+
 
 # ---- Peers -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Every loader but that of image folders on small files made here, and the mistakes users make with them.
 
-    python -m pytest tests/tasks/test_data.py
+python -m pytest tests/tasks/test_data.py
 """
+
 import math
 import os
 import pickle
@@ -17,6 +18,7 @@ from pictures import check, everything, grey, refused, same
 from tasks.data import load
 
 # ---- Words -------------------------------------------------------------------------------------------------
+
 
 def test_words_that_are_not_data_sets():
     message = refused("unknown", "imagenet", "folder:PATH", "nifti:PATH", spec="imagenet")
@@ -53,14 +55,19 @@ def test_words_that_are_not_even_names(spec):
 
 @pytest.mark.parametrize("spec", ["folder", "nifti", "medmnist", "cifar10", "mnist"])
 def test_missing_path(spec, tmp_path):
-    refused(tmp_path / "absent", "download" if "mnist" == spec or "cifar" in spec else "does not exist",
-            spec=f"{spec}:{tmp_path / 'absent'}")
+    refused(
+        tmp_path / "absent",
+        "download" if "mnist" == spec or "cifar" in spec else "does not exist",
+        spec=f"{spec}:{tmp_path / 'absent'}",
+    )
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
 
+
 def test_digits_are_all_there_and_split_once():
     from sklearn.datasets import load_digits
+
     found = load("digits")
     images, labels = check(found)
     assert found.yardstick == load("digits", image_size=8).yardstick == "digits"
@@ -119,20 +126,24 @@ def test_synthetic_at_other_sizes_and_without_masks(size):
 
 # ---- Published sets ----------------------------------------------------------------------------------------
 
+
 class Python2Pickler(pickle._Pickler):
     """CIFAR-10's files were pickled by Python 2, whose only string is the byte string."""
+
     dispatch = dict(pickle._Pickler.dispatch)
 
     def save_string(self, value):
         value = value.encode() if isinstance(value, str) else value
         self.write(b"T" + struct.pack("<i", len(value)) + value)
         self.memoize(value)
+
     dispatch[bytes] = dispatch[str] = save_string
 
     def save_global(self, value, name=None):
         module = {"_reconstruct": "numpy.core.multiarray"}.get(value.__name__, "numpy")
         self.write(f"c{module}\n{value.__name__}\n".encode())
         self.memoize(value)
+
     dispatch[types.BuiltinFunctionType] = dispatch[type] = save_global
 
 
@@ -146,9 +157,12 @@ def cifar_files(root, per_file=6):
     folder.mkdir(parents=True)
     random, pixels = np.random.RandomState(0), []
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
-        batch = {"batch_label": name, "labels": random.randint(0, 10, per_file).tolist(),
-                 "data": random.randint(0, 256, (per_file, 3072), np.uint8),
-                 "filenames": ["x.png"] * per_file}
+        batch = {
+            "batch_label": name,
+            "labels": random.randint(0, 10, per_file).tolist(),
+            "data": random.randint(0, 256, (per_file, 3072), np.uint8),
+            "filenames": ["x.png"] * per_file,
+        }
         cifar_batch(folder / name, batch)
         pixels.append(batch)
     return pixels
@@ -266,10 +280,18 @@ def test_medmnist_with_several_labels_is_unlabelled(tmp_path):
     assert check(found)[1].eq(0).all() and found.num_classes == 0
 
 
-@pytest.mark.parametrize("bad, dtype, shown", [
-    (-1, np.int64, "-1"), (math.nan, np.float32, "nan"), (math.inf, np.float64, "inf"),
-    (0.5, np.float64, "0.5"), (2**62, np.int64, str(2**62)),
-    (2**64 - 1, np.uint64, str(2**64 - 1)), (10**6, np.int32, "1000000")])
+@pytest.mark.parametrize(
+    "bad, dtype, shown",
+    [
+        (-1, np.int64, "-1"),
+        (math.nan, np.float32, "nan"),
+        (math.inf, np.float64, "inf"),
+        (0.5, np.float64, "0.5"),
+        (2**62, np.int64, str(2**62)),
+        (2**64 - 1, np.uint64, str(2**64 - 1)),
+        (10**6, np.int32, "1000000"),
+    ],
+)
 @pytest.mark.parametrize("part", ["train", "test"])
 @pytest.mark.filterwarnings("error")
 def test_labels_that_are_no_classes(part, bad, dtype, shown, tmp_path):
@@ -316,6 +338,7 @@ def test_medmnist_mistakes(tmp_path):
 
 # ---- Volumes -----------------------------------------------------------------------------------------------
 
+
 def phantom(slices=12, size=(30, 24), hot=True):
     """[X, Y, Z]: air at the lower end, then slices of a box whose brightness rises with z; one hot voxel."""
     volume = np.zeros((*size, slices), np.float32)
@@ -355,6 +378,7 @@ def test_volumes_are_held_out_whole(tmp_path):
     def volumes(part):  # crop [30] -> [24] starts at 3, the box at 6
         images = everything(part)[0]
         return (images[:, 0, 12, 6:16].argmin(1)).bincount(minlength=10)
+
     train, held = volumes(found.train), volumes(found.heldout)
     assert (train * held).eq(0).all() and (train + held).tolist() == list(range(10, 20))
     assert (held > 0).sum() == 1
@@ -398,7 +422,7 @@ def test_volume_mistakes(tmp_path):
     spec = {"spec": f"nifti:{path}"}
     refused("not a folder", targets="masks", **{"spec": f"nifti:{nifti(path, phantom())}"})
     content = path.read_bytes()
-    path.write_bytes(content[:len(content) // 2])
+    path.write_bytes(content[: len(content) // 2])
     refused("cannot read", path, **spec)
     path.write_bytes(b"not a volume")
     refused("cannot read", path, **spec)

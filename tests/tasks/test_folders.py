@@ -1,7 +1,8 @@
 """folder:PATH on small images made here: what is found, what is refused, and what an index remembers.
 
-    python -m pytest tests/tasks/test_folders.py
+python -m pytest tests/tasks/test_folders.py
 """
+
 import os
 import struct
 
@@ -19,9 +20,11 @@ from tasks.data import load
 
 # ---- Folders, generation -----------------------------------------------------------------------------------
 
+
 def test_the_split_hardly_moves_when_files_are_added(tmp_path):
     def heldout():
         return {path.name for path, _ in load(f"folder:{tmp_path}").heldout.items}
+
     for i in range(100):
         save(tmp_path / f"{i}.png", grey(i, (8, 8)))
     before = heldout()
@@ -32,6 +35,7 @@ def test_the_split_hardly_moves_when_files_are_added(tmp_path):
 def test_fingerprint_of_a_folder_follows_names_and_content(tmp_path):
     def fingerprint():
         return load(f"folder:{tmp_path}").fingerprint
+
     for i in range(4):
         save(tmp_path / f"{i}.bmp", grey(i))
     seen = {fingerprint()}
@@ -134,8 +138,13 @@ def test_pixel_formats(tmp_path):
 
 def test_a_photo_of_a_phone_may_hold_several_pictures(tmp_path):
     for name in "ab":
-        path = save(tmp_path / f"{name}.jpg", rgb(99), format="MPO", save_all=True,
-                    append_images=[Image.fromarray(rgb(9))])
+        path = save(
+            tmp_path / f"{name}.jpg",
+            rgb(99),
+            format="MPO",
+            save_all=True,
+            append_images=[Image.fromarray(rgb(9))],
+        )
         assert Image.open(path).format == "MPO"
     images, _ = check(load(f"folder:{tmp_path}", image_size=20))
     assert (images - (99 / 127.5 - 1)).abs().max() < 0.02
@@ -197,7 +206,7 @@ def test_a_png_that_decodes_to_another_picture_is_named(tmp_path):
     save(tmp_path / "good.png", ramp)
     content, changed = bad.read_bytes(), False
     for at in range(100, len(content)):  # the first byte whose damage the checksum alone tells
-        bad.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+        bad.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         try:
             changed = (np.asarray(Image.open(bad)) != ramp).any()
         except OSError:
@@ -230,9 +239,13 @@ def test_a_file_damaged_since_is_named_at_access_from_a_worker_too(tmp_path):
         list(DataLoader(found.train, sampler=[[0, 1]], batch_size=None, num_workers=1))
 
 
-@pytest.mark.parametrize("content, suffix", [
-    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n", "png"),
-    (b"P5 20 20 255\n" + bytes(400), "jpg")])
+@pytest.mark.parametrize(
+    "content, suffix",
+    [
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n", "png"),
+        (b"P5 20 20 255\n" + bytes(400), "jpg"),
+    ],
+)
 def test_a_format_that_is_not_ours_is_not_opened(content, suffix, tmp_path):
     save(tmp_path / "a.png", grey(0))
     bad = tmp_path / f"bad.{suffix}"
@@ -317,6 +330,7 @@ def test_data_loader_yields_the_lists_asked_for(tmp_path):
 
 # ---- Folders, segmentation ---------------------------------------------------------------------------------
 
+
 def pair(root, stem, mask, image=None, suffix="png"):
     mask = np.asarray(mask, np.uint8)
     save(root / "images" / f"{stem}.{suffix}", rgb(9, mask.shape) if image is None else image)
@@ -325,7 +339,7 @@ def pair(root, stem, mask, image=None, suffix="png"):
 
 def half(value, size=(24, 24), other=0):
     mask = np.full(size, other, np.uint8)
-    mask[:, size[1] // 2:] = value
+    mask[:, size[1] // 2 :] = value
     return mask
 
 

@@ -3,6 +3,7 @@ images apart, and the net in whose features they are told apart.
 
     python -m pytest tests/tasks/test_metrics.py
 """
+
 import dataclasses
 import itertools
 import json
@@ -50,6 +51,7 @@ def references(digits, net):
 
 # ---- Distances ---------------------------------------------------------------------------------------------
 
+
 def features_with(mean, cov, count=400, seed=0):
     """Features whose sample mean and covariance are exactly these."""
     x = torch.randn(count, len(mean), generator=draw(seed), dtype=torch.float64)
@@ -87,8 +89,11 @@ def test_kid_is_the_mmd_of_all_pairs_and_unbiased():
     def kernel(pairs):
         return np.mean([(float(x.double() @ y.double()) / 3 + 1) ** 3 for x, y in pairs])
 
-    wanted = (kernel(itertools.permutations(a, 2)) + kernel(itertools.permutations(b, 2))
-              - 2 * kernel(itertools.product(a, b)))
+    wanted = (
+        kernel(itertools.permutations(a, 2))
+        + kernel(itertools.permutations(b, 2))
+        - 2 * kernel(itertools.product(a, b))
+    )
     assert metrics.kid(a, b) == pytest.approx(wanted)
 
     draws = [metrics.kid(*torch.randn(2, 40, 8, generator=draw(seed))) for seed in range(400)]
@@ -151,6 +156,7 @@ def test_pixel_stats():
 
 
 # ---- Feature net -------------------------------------------------------------------------------------------
+
 
 def test_the_committed_digits_net_reads_heldout_digits(digits, net):
     with torch.no_grad():
@@ -270,7 +276,7 @@ def test_a_net_is_fitted_once_and_again_when_its_file_is_damaged(another, tmp_pa
     content = path.read_bytes()
     other_format = content.replace(b'\\"format\\": 1', b'\\"format\\": 0')
     assert other_format != content
-    for damage in (b"", b"not a net", content[:len(content) // 2], other_format):
+    for damage in (b"", b"not a net", content[: len(content) // 2], other_format):
         path.write_bytes(damage)
         with pytest.raises(ValueError, match="not a feature net"):
             feature_net.load_feature_net(path)
@@ -339,6 +345,7 @@ def full(descriptor):
 
 
 # ---- Generation --------------------------------------------------------------------------------------------
+
 
 def test_floor_lies_far_below_ceiling(references):
     floor, ceiling = references["floor"], references["ceiling"]
@@ -422,6 +429,7 @@ def test_one_bad_pixel_is_not_scored_prettily(digits, net, bad):
 
 # ---- Segmentation ------------------------------------------------------------------------------------------
 
+
 def segmentation_scores(predicted, masks, num_classes):
     return metrics.dice_and_iou(metrics.confusion(predicted, masks, num_classes))
 
@@ -467,9 +475,16 @@ def test_logits_that_are_not_finite_are_misses():
     assert segmentation_scores(logits * math.nan, MASKS, 3)["mean_iou"] == 0
 
 
-@pytest.mark.parametrize("predicted, masks", [
-    (PREDICTED, MASKS + 1), (PREDICTED, MASKS - 1), (PREDICTED, MASKS[:, :1]), (PREDICTED + 1, MASKS),
-    (PREDICTED.float(), MASKS)])
+@pytest.mark.parametrize(
+    "predicted, masks",
+    [
+        (PREDICTED, MASKS + 1),
+        (PREDICTED, MASKS - 1),
+        (PREDICTED, MASKS[:, :1]),
+        (PREDICTED + 1, MASKS),
+        (PREDICTED.float(), MASKS),
+    ],
+)
 def test_wrong_masks_and_predictions_are_refused(predicted, masks):
     with pytest.raises(ValueError):
         segmentation_scores(predicted, masks, 3)

@@ -109,7 +109,7 @@ def flat(run):
 
 def test_a_strangers_task_is_one_class():
     # the real command; those that follow run in this process, which has the libraries already
-    words = [*"--task mine.py:Mine --steps 5 --hidden 32".split(), *QUICK]
+    words = [*"--task mine.py:Mine --steps 5 --hidden 32 --ledger".split(), *QUICK]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer
     options = dict(capture_output=True, text=True, env=environment, timeout=300, check=True)
     out = subprocess.run([sys.executable, ROOT / "train.py", *words], **options).stdout

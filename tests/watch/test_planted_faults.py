@@ -4,7 +4,6 @@ Some steps a case here; WATCH_STEPS=300 runs all of them for as long as that say
 """
 
 import os
-import re
 
 import faults
 import held_out
@@ -13,9 +12,10 @@ import pytest
 import recipes_that_work  # noqa: F401  it fills planted.HEALTHY
 
 from lowprec.kernels import compiled
+from lowprec.watch import findings
+from lowprec.watch.faults import table
 
 STEPS = int(os.environ.get("WATCH_STEPS", "24"))
-PAGE = faults.PAGE.read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -62,20 +62,6 @@ def test_there_are_enough_of_them():
     assert len(planted.HEALTHY) >= 20
 
 
-def test_the_table_of_the_page_lists_all_faults():
-    """`python tests/faults.py` writes it."""
-    rows = re.findall(
-        r"^\| (.+?) \| (.+?) \| (.+?) \| .* \|$", PAGE.split(faults.MARK)[1].split("\n\n")[0], re.M
-    )[1:]
-    rows = [row for row in rows if not row[0].startswith("---")]
-    assert [row[:2] for row in rows] == [(case.name, case.client) for case in planted.FAULTS]
-    assert [row[2] == "missed" for row in rows] == [bool(case.missed) for case in planted.FAULTS]
-
-
-def test_the_page_tells_what_was_found_at_first_sight():
-    """`python tests/held_out.py` writes it."""
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (found|missed) \| (.+) \|$", PAGE.split(held_out.MARK)[1], re.M)
-    assert [row[:2] for row in rows] == [(case.name, case.client) for case in held_out.HELD_OUT]
-    assert [row[2] == "found" for row in rows] == [case.name in held_out.FIRST for case in held_out.HELD_OUT]
-    assert [row[3].startswith("missed") for row in rows] == [bool(c.missed) for c in held_out.HELD_OUT]
-    assert f"named {len(held_out.FIRST)} of {len(held_out.HELD_OUT)}" in PAGE
+def test_the_page_holds_the_table_of_findings():
+    """`python -m lowprec.watch.findings docs/doctor.md` writes it."""
+    assert table([*findings.TENSOR, *findings.RUN]) in faults.PAGE.read_text()

@@ -1,0 +1,382 @@
+"""What `compare` can find in two checkpoints: rows as in findings.py, of weights, averages and states."""
+
+import dataclasses
+import re
+
+import torch
+
+from .adapters import steps_of
+from .faults import Fault, Figure
+from .net_state import NARROW
+from .verdicts import Finding
+
+UNCHANGED = 0.5  # share of entries from which on a trained tensor is a finding
+GAINS = 0.5
+SOME = 16  # entries of a tensor that say something together
+# nobody trains these: frequencies, positions by sine, statistics
+CONSTANT = re.compile(r"inv_freq|freqs|position_ids|pos_embed$|num_batches")
+STATISTICS = ("running_mean", "running_var")
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Weight:
+    name: str
+    before: torch.Tensor
+    after: torch.Tensor
+
+    @property
+    def moved(self):
+        return not torch.equal(self.before, self.after)
+
+
+def not_finite(one):
+    """entries that are not finite"""
+    count = int((~one.after.isfinite()).sum())
+    return Figure(count, {"count": count})
+
+
+def gains_at_one(one):
+    """share of gains that are exactly 1 in both"""
+    if one.after.dim() != 1 or one.after.numel() < 8 or one.name.endswith(STATISTICS):
+        return None
+    before, after = (float((side == 1.0).float().mean()) for side in (one.before, one.after))
+    return Figure(min(before, after), {"ones": after, "count": one.after.numel()})
+
+
+def unchanged(one):
+    """share of the entries that did not change; of fp32 tensors where none did"""
+    if not one.after.numel() or one.name.endswith(STATISTICS):
+        return None
+    if CONSTANT.search(one.name) or not one.after.any():
+        return None
+    narrow = one.after.dtype in NARROW
+    if one.moved and not narrow:
+        return None
+    still = 1 - share_changed(one.before, one.after)
+    words = {"still": still}
+    if narrow:
+        words["dtype"] = name_of(one.after.dtype)
+    return Figure(still, words)
+
+
+def share_changed(a, b):
+    """Share of entries that changed, without whole rows of a matrix that did not: tokens that never came."""
+    changed = a != b
+    if changed.dim() == 2 and changed.any():
+        changed = changed[changed.any(1)]
+    return float(changed.float().mean())
+
+
+LOST = "was it frozen? else updates under half an ulp are lost: fp32 or stochastically rounded weights"
+OF_WEIGHTS = [
+    [
+        Fault(
+            site="weights",
+            limit=0.0,
+            measure=not_finite,
+            text="{count:,} entries are not finite",
+            remedy="an earlier one",
+            severity="severe",
+            rank=9.0,
+        ),
+    ],
+    [
+        Fault(
+            site="gains",
+            limit=GAINS,
+            measure=gains_at_one,
+            text="{ones:.0%} of its {count:,} gains are exactly 1.0, as they start",
+            remedy=LOST,
+        ),
+        Fault(
+            site="update",
+            limit=UNCHANGED,
+            measure=unchanged,
+            text="{still:.0%} of its entries did not change[ in {dtype}]",
+            remedy=LOST,
+        ),
+    ],
+]
+
+# ---- Averages ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class AverageTensor:
+    """before: None where the earlier checkpoint has no averages. weight: None where none has its name."""
+
+    name: str
+    before: torch.Tensor | None
+    after: torch.Tensor
+    weight: Weight | None
+
+
+def average_not_finite(one):
+    """entries of the average that are not finite"""
+    return not_finite(one)
+
+
+def average_too_large(one):
+    """norm of the average over that of its weight"""
+    return None if one.weight is None else size_of(one.after, one.weight.after)
+
+
+def average_of_other_sign(one):
+    """minus the cosine of the average and its weight"""
+    if one.weight is None or one.after.numel() < SOME:
+        return None
+    a, b = one.after.double(), one.weight.after.double()
+    norms = float(a.norm() * b.norm())
+    return Figure(-float((a * b).sum()) / norms) if norms > 0 and a.shape == b.shape else None
+
+
+def size_of(a, b):
+    """Figure of the norm of a over that of b; None where b is 0."""
+    size = float(b.double().norm())
+    if size == 0:
+        return None
+    times = float(a.double().norm()) / size
+    return Figure(times, {"times": times})
+
+
+def average_stands(one):
+    """equals that of the earlier checkpoint"""
+    return Figure(1.0) if one.before is not None and same(one.before, one.after) else None
+
+
+def average_is_start(one):
+    """equals the weights of the earlier checkpoint, which have moved"""
+    if one.weight is None or not one.weight.moved:
+        return None
+    return Figure(1.0) if same(one.after, one.weight.before) else None
+
+
+def same(a, b):
+    return a.shape == b.shape and a.numel() > 0 and torch.equal(a.float(), b.float())
+
+
+SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
+OF_AVERAGES = [
+    [
+        Fault(
+            site="ema",
+            limit=0.0,
+            measure=average_not_finite,
+            text="{count:,} entries are not finite",
+            remedy="begin the average anew from the weights, and find what wrote it",
+            severity="severe",
+            rank=9.0,
+        ),
+        Fault(
+            site="ema",
+            limit=10.0,
+            measure=average_too_large,
+            text="the average is {times:,.0f} times as large as its weight",
+            remedy="check how the average is updated",
+            severity="severe",
+            rank=4.0,
+        ),
+        Fault(
+            site="ema",
+            limit=0.9,
+            measure=average_of_other_sign,
+            text="the average has the other sign than its weight",
+            remedy=SIGN,
+            severity="severe",
+            rank=3.0,
+        ),
+        Fault(
+            site="ema",
+            limit=None,
+            measure=average_stands,
+            text="the average equals that of the earlier checkpoint, while weights moved",
+            remedy="average after each step, in fp32",
+            severity="severe",
+            rank=2.0,
+        ),
+        Fault(
+            site="ema",
+            limit=None,
+            measure=average_is_start,
+            text="the average equals the weights of the earlier checkpoint",
+            remedy="average after each step, in fp32",
+            severity="severe",
+            rank=1.5,
+        ),
+    ],
+]
+
+
+def averages_nothing(averages):
+    """[Finding] where all averages equal their weights."""
+    paired = [one for one in averages if one.weight is not None and one.after.numel()]
+    if not paired or not all(same(one.after, one.weight.after) for one in paired):
+        return []
+    text = "the average equals the weights: it averages nothing"
+    return [
+        Finding("ema", "moderate", text, "was the average saved, or the weights twice?", paired[0].name, 1.0)
+    ]
+
+
+# ---- Optimiser states --------------------------------------------------------------------------------------
+
+
+class State:
+    """What an optimiser keeps for one parameter, in both files."""
+
+    def __init__(self, name, before, after):
+        self.name = name
+        self.before = before
+        self.after = after
+        self.v_before = _tensor(before, "exp_avg_sq")
+        self.v = _tensor(after, "exp_avg_sq")
+
+    @property
+    def v_changed(self):
+        known = self.v is not None and self.v_before is not None and self.v.shape == self.v_before.shape
+        return known and not torch.equal(self.v, self.v_before)
+
+    @property
+    def narrow(self):
+        return self.v is not None and self.v.dtype in NARROW
+
+    @property
+    def shrunk(self):
+        """Share of the entries of exp_avg_sq that shrank; None where that is not known."""
+        if not self.v_changed:
+            return None
+        return float((self.v.float() < self.v_before.float()).float().mean())
+
+    @property
+    def step(self):
+        return steps_of(self.after)
+
+
+def _tensor(state, name):
+    found = state.get(name)
+    return found if torch.is_tensor(found) else None
+
+
+def v_can_shrink(one):
+    """share of the entries of a 16-bit exp_avg_sq that shrank"""
+    if not one.narrow or one.shrunk is None:
+        return None
+    return Figure(one.shrunk, {"dtype": name_of(one.v.dtype), "shrunk": one.shrunk})
+
+
+def v_is_narrow(one):
+    """held in 16 bits"""
+    if not one.narrow:
+        return None
+    words = {"dtype": name_of(one.v.dtype)}
+    if one.shrunk is not None:
+        words["shrunk"] = one.shrunk
+    return Figure(1.0, words)
+
+
+def v_cast(one):
+    """fp32 in the earlier checkpoint, and 16 bits now"""
+    was_wide = one.v_before is not None and one.v_before.dtype == torch.float32
+    return Figure(1.0) if one.narrow and was_wide else None
+
+
+def narrow_counter(one):
+    """what a counter in 16 bits says, over what it can count to"""
+    counter = _tensor(one.after, "step")
+    if counter is None or counter.dtype not in NARROW or one.step is None:
+        return None
+    most = 256 if counter.dtype == torch.bfloat16 else 2048
+    words = {"dtype": name_of(counter.dtype), "step": one.step, "most": most}
+    return Figure(one.step / most, words)
+
+
+def counter_stands(one):
+    """says the same in both, while exp_avg_sq changed"""
+    stands = one.step is not None and one.step == steps_of(one.before)
+    return Figure(1.0, {"step": one.step}) if stands and one.v_changed else None
+
+
+COUNTERS = "fp32 or integer counters"
+OF_STATES = [
+    [
+        Fault(
+            site="exp_avg_sq",
+            limit=0.02,
+            measure=v_can_shrink,
+            text="exp_avg_sq is {dtype}, and {shrunk:.0%} of its entries shrank",
+            remedy="nothing, if it is rounded stochastically",
+            severity="note",
+            rank=0.0,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
+            measure=v_is_narrow,
+            text="exp_avg_sq is {dtype}: rounded to nearest it can grow and not shrink[; {shrunk:.1%} of its "
+            "entries shrank]",
+            remedy="fp32 states, or stochastic rounding",
+        ),
+    ],
+    [
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
+            measure=v_cast,
+            text="it was fp32 before",
+            remedy="put states back as they were saved",
+            rank=2.0,
+        ),
+    ],
+    [
+        Fault(
+            site="step",
+            limit=None,
+            measure=narrow_counter,
+            text="its step counter is {dtype} and says {step:g}: it can't count beyond {most}",
+            remedy=COUNTERS,
+            severe=0.9999,  # it says the last number that it can
+            rank=1.0,
+        ),
+        Fault(
+            site="step",
+            limit=None,
+            measure=counter_stands,
+            text="its step counter says {step:g} in both, while its moments changed",
+            remedy=COUNTERS,
+            rank=1.0,
+        ),
+    ],
+]
+
+
+def resets(states):
+    """[Finding] of second moments of 0 after steps. One tensor may never have had a gradient but 0; all of
+    them did.
+    """
+    held = [one for one in states if one.step and one.v is not None]
+    zero = [one for one in held if not one.v.any()]
+    found = []
+    for one in zero:
+        first = _tensor(one.after, "exp_avg")
+        if len(zero) == len(held) or (first is not None and first.any()):
+            text = f"all zero after {one.step:g} steps: the second moment was reset"
+            remedy = "restore exp_avg_sq at a resume"
+            found.append(Finding("exp_avg_sq", "severe", text, remedy, one.name, 3.0))
+    return found
+
+
+def lost_states(before, after):
+    """[Finding] of parameters that had a state before and have none now."""
+    lost = [key for key in before if before[key] and not after.get(key)]
+    if not lost:
+        return []
+    text = f"{len(lost)} of {len(before)} parameters have no state, although they had one before"
+    remedy = "save and restore the whole of optimizer.state_dict()"
+    return [Finding("state", "severe", text, remedy, "", 4.0)]
