@@ -65,10 +65,8 @@ class Seen:
     def ratio(self, metric):
         """The same, over that of the baseline in the same seeds."""
         seeds = [seed for seed in self.records if seed in self.base_records]
-        own, base = (
-            statistics.fmean(value(records[seed], metric) for seed in seeds)
-            for records in (self.records, self.base_records)
-        )
+        own = statistics.fmean(value(self.records[seed], metric) for seed in seeds)
+        base = statistics.fmean(value(self.base_records[seed], metric) for seed in seeds)
         return own / base
 
     def last(self, curve):

@@ -10,7 +10,6 @@ import io
 import math
 import shlex
 import statistics
-from collections import Counter
 
 from experiments.log.analysis import (
     SLIGHTLY_WORSE,
@@ -273,26 +272,38 @@ def covers(arm, name):
 
 
 def names_of(rows):
-    names = list(dict.fromkeys(column for row in rows for column in row))
-    # these stand last also where a column before them belongs to later arms only
-    return sorted(names, key=lambda c: LAST_COLUMNS.index(c) if c in LAST_COLUMNS else -1)
+    """The columns of all rows; LAST_COLUMNS stand last also where another belongs to later arms only."""
+    names = {}
+    for row in rows:
+        names.update(dict.fromkeys(row))
+    first = [name for name in names if name not in LAST_COLUMNS]
+    return first + [name for name in LAST_COLUMNS if name in names]
 
 
 def shown(rows, experiment):
-    wanted = {"arm", score_title(experiment), DIFFERENCE, ACHIEVED, LOSS_ACHIEVED, HARM, "verdict", "n"}
-    wanted |= {BYTES, KEPT}
-    names = [name for name in names_of(rows) if name in wanted or name.endswith(" loss, % [95 % CI]")]
     order = ["arm", score_title(experiment), DIFFERENCE, ACHIEVED, "held-out loss, % [95 % CI]"]
     order += ["training loss, % [95 % CI]", LOSS_ACHIEVED, HARM, "verdict", "n", BYTES, KEPT]
-    told = Counter(name for row in rows for name in order if row.get(name, "-") != "-")
     least = {KEPT: 2}  # older records lack it, and one arm alone compares with nothing
-    names = [name for name in order if name in names and told[name] >= least.get(name, 1)]
-    return markdown([names] + [[row.get(name, "-") for name in names] for row in rows])
+    names = []
+    for name in order:
+        told = sum(row.get(name, "-") != "-" for row in rows)
+        if told >= least.get(name, 1):
+            names.append(name)
+    return markdown([names, *cells_of(rows, names)])
+
+
+def cells_of(rows, names):
+    """[[text]] of these columns, "-" where a row has none."""
+    cells = []
+    for row in rows:
+        cells.append([row.get(name, "-") for name in names])
+    return cells
 
 
 def csv_text(rows):
-    names, file = names_of(rows), io.StringIO()
+    names = names_of(rows)
+    file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows([[row.get(name, "-") for name in names] for row in rows])
+    writer.writerows(cells_of(rows, names))
     return file.getvalue()
