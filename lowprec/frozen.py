@@ -71,7 +71,7 @@ def _copy_of_net(run, values, staying):
                 stack.enter_context(method.plain(run.model))
         if run.ranks is None:
             return _copied(run.model).requires_grad_(False).eval()
-        net = run.ranks.copy(run.options.blank, values)
+        net = run.ranks.copy(run.blank, values)
         return None if net is None else net.requires_grad_(False).eval()
 
 

@@ -108,6 +108,7 @@ class Precision:
         self.clip_grad = clip_grad
         self.clip_tensor = clip_tensor
         self.accumulate = accumulate
+        self.blank = blank
         self.device = next(net.parameters()).device
         self.ranks = fsdp.ranks_of(net)  # those that the net is spread over, or None
         r = (r or Recipe()).keeping(*options.optimizers)
