@@ -42,7 +42,11 @@ def compare(before: str | Path, after: str | Path) -> Diagnosis:
     Raises:
         Refused (a ValueError): a file that is no checkpoint or would run code, and two of different nets.
     """
-    before, after = read(before), read(after)
+    return diagnosis(read(before), read(after))
+
+
+def diagnosis(before, after):
+    """Diagnosis of two Checkpoints."""
     files = before.path, after.path
     if bool(after.weights) != bool(before.weights):
         raise Refused(f"only one of {files[0]} and {files[1]} holds weights")
@@ -116,9 +120,9 @@ def main(argv: list[str] | None = None, command: str = "python -m lowprec compar
     try:
         if len(argv) != 2:
             raise Refused(usage)
-        diagnosis = compare(*argv)
+        found = compare(*argv)
     except Refused as error:
         print(f"{command.split()[-1]}: {error}", file=sys.stderr)
         return 2
-    print(diagnosis)
-    return diagnosis.status
+    print(found)
+    return found.status

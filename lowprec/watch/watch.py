@@ -93,9 +93,9 @@ class Watch:
         self.moment_errors = Errors(len(self.named))
         self.extra = Steps(len(self.named))
         self.averages = AverageWatch(self.ema, self.writes, self.extra)
-        self.accumulators = {}  # {name of a state: Tally}, of optimisers that step copies
+        self.accumulators: dict[str, Tally] = {}  # {name of a state: Tally}, of optimisers that step copies
         self.gradients = Gradients(self.named, self.pick)
-        self.clips = []  # grad_scale of the steps
+        self.clips: list[Any] = []  # grad_scale of the steps
         self.alive = None
         self.depth = 0  # of calls of step within a step
         self.begun_with = None, 0  # see _a_gradient
