@@ -115,7 +115,7 @@ def read(path):
 
 def _checked(found, path):
     """What a file holds, unless another program wrote it."""
-    if not isinstance(found, dict) or found.get("format") != 1 or not NEEDED <= set(found):
+    if not isinstance(found, dict) or found.get("format") != 1 or not set(found) >= NEEDED:
         raise _stranger(path)
     if "ema" not in found["precision"].get("averages", {}):
         raise Refused(f"{path} is no checkpoint of this program: it holds no average 'ema'")

@@ -211,7 +211,7 @@ class Folder:
         check_regular(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(path, "a+")
+            self._lock = open(path, "a+")  # noqa: SIM115 - held until the run ends
         except OSError as error:
             if self.path.is_dir() and not os.access(self.path, os.W_OK):
                 return  # a run that has ended is printed again; nobody can write here
@@ -293,7 +293,7 @@ class Folder:
 
         _quieten_writers()
         self._board = SummaryWriter(str(self.path), purge_step=step + 1)
-        self._metrics = open(self / "metrics.jsonl", "a")
+        self._metrics = open(self / "metrics.jsonl", "a")  # noqa: SIM115 - open while it trains
 
     def log(self, row):
         """A line of metrics.jsonl, and its numbers as curves."""

@@ -71,7 +71,7 @@ class Format:
 
     def line(self, signed, device):
         """The `broken_line` of the format's table; None where it has none."""
-        return None
+        return
 
     def encode(self, x, codes, scales, signed, key=None, compiled=True):
         """Write fp32 x [n] into codes and scales, in place.

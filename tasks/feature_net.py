@@ -174,7 +174,7 @@ def load_feature_net(path: str | Path) -> FeatureNet:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["feature_net"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']}, expected {FORMAT}")
         net = FeatureNet(facts["channels"], facts["num_classes"], facts["image_size"], facts["supervised"])

@@ -7,6 +7,7 @@ little alone: reference_scores gives the floor (real training images in place of
 distance infinite. Images are float [N, C, H, W] in [-1, 1] throughout.
 """
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -68,10 +69,8 @@ def yardstick(data, folder: str | Path, seed: int = 0, steps: int = 1000) -> Fea
         return load_feature_net(path)
     except (OSError, ValueError):
         net = fit_feature_net(*subset(data.train), data.num_classes, seed, steps)
-    try:
+    with contextlib.suppress(Refused, OSError):  # a kept net only saves time
         save_feature_net(net, path, data=data.name, seed=seed)
-    except (Refused, OSError):
-        pass  # a kept net only saves time
     return net
 
 

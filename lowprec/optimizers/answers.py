@@ -50,7 +50,7 @@ class Answers:
         """What completes weight p to the value held: int16 remainder, bf16 compensation, fp32 master, or
         None.
         """
-        return None
+        return
 
     def held(self, p, pick=torch.flatten):
         """The fp32 value held for parameter p, flat."""
@@ -60,7 +60,7 @@ class Answers:
     def moment(self, p, name, pick=torch.flatten):
         """A moment of p, flat: as held, or the fp32 values that its codes stand for; None where it has none.
         """
-        return None
+        return
 
     def coded(self, p, name):
         """Whether the moment of p is held in codes."""
@@ -81,7 +81,7 @@ class Answers:
         """The fp32 update that gradient g (flat, as `pick` takes it) asks of the next step, before any
         rounding; None where the state does not tell.
         """
-        return None
+        return
 
     def wanted_together(self, params, gradients, pick=torch.flatten, held=None):
         """[what `wanted` says of each parameter], NaN for None. held: what `held` says of all of them, flat,

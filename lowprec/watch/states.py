@@ -23,7 +23,7 @@ class States:
         """What the optimiser keeps for a parameter, a dict."""
         answers = self.answers.owner[p] if hasattr(self.answers, "owner") else self.answers
         state = getattr(answers, "inner", answers).state
-        return state[p] if p in state else {}
+        return state.get(p, {})
 
     # -- second moments
 

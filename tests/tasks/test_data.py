@@ -57,7 +57,7 @@ def test_words_that_are_not_even_names(spec):
 def test_missing_path(spec, tmp_path):
     refused(
         tmp_path / "absent",
-        "download" if "mnist" == spec or "cifar" in spec else "does not exist",
+        "download" if spec == "mnist" or "cifar" in spec else "does not exist",
         spec=f"{spec}:{tmp_path / 'absent'}",
     )
 

@@ -509,7 +509,7 @@ ROWS = {
         "buffers",
         "severe",
         "1 entries of its sample are not finite",
-        buffer(SOME, torch.where(SOME == SOME[3], torch.inf, SOME)),
+        buffer(SOME, torch.where(SOME[3] == SOME, torch.inf, SOME)),
         buffer(torch.full((4,), -torch.inf), torch.full((4,), -torch.inf)),  # a mask
     ),
 }
