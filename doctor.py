@@ -19,6 +19,7 @@ from harness import run_folder
 from harness.batches import BatchIndices
 from lowprec import rounding
 from lowprec.errors import Refused
+from lowprec.formats import FORMATS, Format
 from lowprec.rounding import Stream
 from lowprec.telemetry import sample
 from lowprec.watch import compare, verdicts
@@ -334,9 +335,8 @@ class Examination:
     def moments(self, tally, excess):
         if not tally.entries:
             return
-        # no rounding helps 4-bit codes below the least one, a 16th of the block's largest
-        remedies = {"int8": "--stochastic", "int4": "--stochastic --opt8bit"}
-        remedy = remedies.get(self.recipe.exp_avg_sq, "--set exp_avg_sq=fp32, or --beta2 0.99")
+        # no rounding helps 4-bit codes below the least one, a 16th of the largest of their block
+        remedy = FORMATS.get(self.recipe.exp_avg_sq, Format).remedy
         text = f"{tally.lost:.0%} of the shrinking of v is lost: it can grow and not shrink"
         if tally.lost > 1:  # a block's scale that moves moves all of its values
             text = "v grows where it should shrink"

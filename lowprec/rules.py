@@ -199,8 +199,6 @@ RECIPE = (
 
 # ---- Machines ----------------------------------------------------------------------------------------------
 
-FLAG_OF_CODES = {"int8": "opt8bit", "int4": "opt4bit"}
-
 
 @dataclasses.dataclass(frozen=True)
 class MachineFacts:
@@ -228,7 +226,7 @@ class MachineFacts:
     @property
     def absent(self) -> list[str]:
         """The flags of codes for which the machine has no kernels."""
-        flags = [FLAG_OF_CODES[name] for name in sorted(self.recipe.coded) if name in FLAG_OF_CODES]
+        flags = [FORMATS[name].flag for name in sorted(self.recipe.coded) if FORMATS[name].flag]
         return [flag for flag in flags if self.support[flag][0] == "no"]
 
 
@@ -463,9 +461,6 @@ def refuse_optimizer(optimizer, asked_for: str, *, spread: bool = False, states_
 
 # ---- What a recipe loses -----------------------------------------------------------------------------------
 
-# the gap between two codes, as a share of the value
-GAPS = {"int8": "0.35 % to 28 %", "int4": "3 % to 50 %", "e4m3": "3 % to 6 %", "e5m2": "6 % to 12 %"}
-
 
 @dataclasses.dataclass(frozen=True)
 class LossFacts:
@@ -557,8 +552,9 @@ LOSSES = (
     Rule(
         lambda lost: lost.recipe.exp_avg_sq in CODES and lost.nearest_moments,
         lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}, nearest: a decay by 1-beta2 = "
-        f"{1 - lost.beta2:.2g} under half a gap between codes ({GAPS[lost.recipe.exp_avg_sq]} of the value) "
-        "is lost: where some gradients of a block drop, their v stays too high and their steps too short; "
+        f"{1 - lost.beta2:.2g} under half a gap between codes ({FORMATS[lost.recipe.exp_avg_sq].gap} of the "
+        "value) is lost: where some gradients of a block drop, their v stays too high and their steps too "
+        "short; "
         f"{lost.remedy('add --stochastic')}",
     ),
     Rule(
