@@ -13,9 +13,10 @@ from harness.flags import Flag, amount, several, share, thousand
 from lowprec.errors import Refused
 from lowprec.recipes import Site
 from tasks import latent_space, metrics, perceptual, vae_halves
+from tasks.generation_probes import TIMESTEPS, examine
 from tasks.task import Task, picture, two_of_each
 
-TIMESTEPS = 1000
+__all__ = ["BINS", "TIMESTEPS", "Generation"]
 BINS = 10
 PREVIEW_ROWS = 6  # pictures a label in a preview
 HELDOUT = 256  # held-out images that loss_by_timestep is taken on
@@ -289,9 +290,7 @@ class Generation(Task):
     # -- what the sites lose
 
     def probes(self, exam):
-        from tasks import generation_probes  # it builds on this file
-
-        generation_probes.examine(self, exam)
+        examine(self, exam)
 
     def probe_schedule(self, exam, net, batch, start, reference):
         """What using the noise schedule does to it; here it holds nothing that could change.

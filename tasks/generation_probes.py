@@ -6,8 +6,8 @@ generation.py says which figure is a finding. Every figure compares the run's ow
 import torch
 
 from lowprec.watch.verdicts import Finding
-from tasks.generation import TIMESTEPS
 
+TIMESTEPS = 1000  # of a whole way from the noise to an image, or back
 LEARNT = 0.001  # mean squared error up to which the perfect net below counts as what a loss asks for
 
 
