@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import math
 import os
 import signal
 import time
@@ -64,23 +63,6 @@ def test_a_run_too_short_for_a_trace_says_so(capfd):
 
 
 # ---- Learning rate and weight decay ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
-def test_the_learning_rate_is_a_function_of_the_step(schedule):
-    config = train.FLAGS.typed({"lr_schedule": schedule, "warmup": 10, "steps": 110})
-    factors = [trainer.lr_factor(config, step) for step in range(111)]
-    assert factors[:10] == [(step + 1) / 10 for step in range(10)] and factors[10] == 1
-    middle, last = factors[60], factors[110]
-    if schedule == "constant":
-        assert set(factors[10:]) == {1.0}
-    else:
-        assert middle == pytest.approx(0.5) and last == pytest.approx(0, abs=1e-12)
-        assert all(a > b for a, b in zip(factors[10:], factors[11:], strict=False))
-    if schedule == "linear":
-        assert factors[35] == pytest.approx(0.75)
-    if schedule == "cosine":
-        assert factors[35] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
 
 
 def test_a_scheduled_run_resumes_exactly_and_ends_where_it_was_to_end(monkeypatch, capsys):
