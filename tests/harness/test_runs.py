@@ -6,7 +6,7 @@ from pathlib import Path
 import cli
 import pytest
 import torch
-from cli import assert_same
+from cli import SEGMENT, after_step, assert_same, metrics, quick
 from safetensors.torch import load_file
 
 from harness import run_folder
@@ -53,3 +53,18 @@ def test_json_that_is_no_object():
         run_folder.read_json("no.json")
     run_folder.write_json("x.json", {"a": math.inf})
     assert run_folder.read_json("x.json") == {"a": math.inf} and not list(Path().glob("*.part"))
+
+
+# ---- Lines of metrics --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [4, 6], ids=["after a line", "between two lines"])
+def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(stop, monkeypatch):
+    flags = [*SEGMENT, "--log_every", 4]
+    assert quick(*flags, name="whole", steps=8) == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, stop, lambda run: run.stop.ask(2))
+        assert quick(*flags, name="stopped", steps=8) == 130
+    assert quick(*flags, name="stopped", steps=8) == 0
+    whole, stopped = ([(row["step"], row["loss"]) for row in metrics(name)] for name in ("whole", "stopped"))
+    assert [step for step, _ in whole] == [4, 8] and stopped == whole

@@ -6,14 +6,26 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, FLOATS, KINDS, PACKAGE, TABLES, coder, draw, refused, same_state, through_a_file
+from common import (
+    BF16,
+    FLOATS,
+    KINDS,
+    PACKAGE,
+    TABLES,
+    coder,
+    correlation,
+    draw,
+    refused,
+    same_state,
+    through_a_file,
+)
 from torch import nn
 
 from lowprec.optimizers import build
 from lowprec.optimizers.adamw import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
-from lowprec.rounding import exact_weight
+from lowprec.rounding import exact_weight, noise_bits
 
 eager = common.eager
 
@@ -159,6 +171,20 @@ def test_every_combination_steps_and_continues_bit_for_bit(write, kind):
     assert all(same_state(state, b["optimizer"]["state"][i]) for i, state in states.items())
     assert same_state(a["model"], b["model"])
     assert states[0]["exp_avg"].dtype == states[0]["exp_avg_sq"].dtype == torch.uint8
+
+
+def test_the_codes_of_two_moments_do_not_share_noise(monkeypatch):
+    keys = []
+
+    def encode(self, x, codes, scales, signed, key=None, compiled=True):
+        keys.append(key)
+
+    monkeypatch.setattr(type(coder("e4m3")), "encode", encode)
+    p = nn.Parameter(draw(100, 100))
+    p.grad = torch.ones_like(p)
+    optimizer("e4m3", [p], update="stochastic", compiled=False).step()
+    first, second = (noise_bits(1000, key)[0] for key in keys)
+    assert abs(correlation(first.double(), second.double())) < 0.15
 
 
 def test_states_of_another_kind_are_refused():

@@ -89,6 +89,15 @@ def test_frozen_second_moment_and_average_show():
     assert moved["fp32"][0] == 1.0 and moved["fp32"][1] > 0.95
 
 
+def test_a_second_moment_that_should_shrink_and_stands_is_counted():
+    run = start("pure_bf16", nn.Linear(8, 8, bias=False), lr=1e-4)
+    p = run.params[0]
+    for gradient in (1.0, 0.0):
+        p.grad = torch.full_like(p, gradient)
+        report = run.step(measure=True)
+    assert report["exp_avg_sq_moved"] == 0.0, "no gradient, and a decay below half an ulp"
+
+
 def test_nonfinite_gradients_are_counted_not_hidden():
     run = start("stochastic")
     train(run, 1)
