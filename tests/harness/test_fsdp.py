@@ -572,9 +572,10 @@ def test_two_gpus_train_to_the_bits_of_one(job, words):
 
 
 def test_a_new_checkpoint_removes_old_ones_and_no_folder_of_the_users():
-    kept = ["checkpoint-00000100-backup", "checkpoint-1", "checkpoint-00000100.old", "best-00000100"]
+    new = "checkpoint-00000120"
+    kept = [new, "checkpoint-00000100-backup", "checkpoint-1", "checkpoint-00000100.old", "best-00000100"]
     gone = ["00000100", "00000100-2", "00000120.part", "123456789"]
     for name in [*kept, *(f"checkpoint-{number}" for number in gone)]:
         Path(name).mkdir()
-    shards._forget(Path("checkpoint.json").absolute(), Path("checkpoint-00000120").absolute())
+    shards._forget(Path("checkpoint.json").absolute(), Path(new).absolute())
     assert sorted(path.name for path in Path().iterdir()) == sorted(kept)
