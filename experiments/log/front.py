@@ -30,7 +30,7 @@ def page(experiments, known, root):
         "table": overview.table(experiments, known),
         "index": index(experiments, known),
         "missed": missed(experiments),
-        "links": links(experiments, root.name),
+        "links": links(experiments, known, root.name),
     }
     for name, part in parts.items():
         text = text.replace("{{" + name + "}}", part)
@@ -55,13 +55,21 @@ VERDICTS = {  # in the order of the index: what it calls them
 def index(experiments, known):
     """A line an experiment: its number, its title, and how many of its comparisons ended how."""
     lines = [["", "experiment", "comparisons"]]
+    planned = [e.number for e in experiments if not begun(e, known)]
     for e in experiments:
-        begun = any(k[0] == e.number for k in known)
-        counts = tally(e, known) if begun else {}
+        if e.number in planned:
+            continue
+        counts = tally(e, known)
         told = [f"{counts[name]} {word}" for name, word in VERDICTS.items() if name in counts]
-        title = e.title.replace("|", "\\|")
-        lines.append([f"[{e.number}]", title, ", ".join(told) or "not run yet"])
+        lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), ", ".join(told)])
+    if planned:
+        lines.append(["", f"Planned, with predictions, and not run yet: {', '.join(planned)}", ""])
     return compact(lines)
+
+
+def begun(experiment, known):
+    """Whether an experiment has a record of its own."""
+    return any(key[0] == experiment.number for key in known)
 
 
 def tally(experiment, known):
@@ -85,9 +93,10 @@ def missed(experiments):
     return "\n".join(lines)
 
 
-def links(experiments, root_name):
-    """Where the numbers lead."""
+def links(experiments, known, root_name):
+    """Where the numbers of experiments that have begun lead: a folder shows its README.md."""
     lines = []
     for e in experiments:
-        lines.append(f"[{e.number}]: {root_name}/{e.folder.name}/README.md")
+        if begun(e, known):
+            lines.append(f"[{e.number}]: {root_name}/{e.folder.name}/")
     return "\n".join(lines)

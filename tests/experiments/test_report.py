@@ -85,7 +85,7 @@ def test_every_number_of_the_table_comes_from_the_results(folder):
         assert row.items() <= rows[name].items() and not {"adds", "seconds"} & set(row)
     text = document.read_text()
     assert "|[001]|Rounding|1 slightly worse, 1 worse|" in text
-    assert "[001]: experiments/001-rounding/README.md" in text
+    assert "[001]: experiments/001-rounding/" in text
     assert "Cost of these records: 6 min on 2 cores" in page(folder)  # 18 runs of 36 s
 
 
@@ -240,7 +240,7 @@ def test_a_new_experiment_gets_a_page_and_some_can_be_written_alone(folder):
     assert not (folder / "001-rounding/README.md").exists() and not document.exists()
     assert page(folder, "002-more").count("## What ") == 2
     assert report.main([], folder, document) == 0
-    assert re.findall(r"^\|\[(\d+)\]", document.read_text(), re.M) == ["001", "002"]
+    assert "not run yet: 001, 002" in document.read_text()
     assert report.main(["--check"], folder, document) == 0
     assert report.main(["--check", "2"], folder, document) == 0
 
