@@ -1,6 +1,6 @@
 """Do the tests find faults? Plants one fault after another in a copy of the repository and runs the tests.
 
-    python tests/mutations.py                      all of them: some 15 minutes on one core
+    python tests/mutations.py                      all of them: some five minutes on one core
     python tests/mutations.py --only NAME NAME     these alone
     python tests/mutations.py --list               their names and files
     python tests/mutations.py --sound              run the chosen tests without any fault: all must pass
