@@ -7,6 +7,7 @@ Exit status: 0, 1 for findings of `compare`, 2 for bad input, which ends in one 
 """
 
 import importlib.metadata
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -50,6 +51,17 @@ def kernel_line(device):
     return "kernels: none, there is no C++ compiler: the same results by plain torch, slower; install g++"
 
 
+PACKAGES = {"opt8bit": "bitsandbytes", "opt4bit": "torchao"}  # without which a kind of states can't be had
+
+
+def missing(arithmetic):
+    """What `report` adds where a package is not installed."""
+    package = PACKAGES.get(arithmetic)
+    if package is None or importlib.util.find_spec(package) is not None:
+        return ""
+    return f"; not installed: pip install {package}"
+
+
 def report():
     """What `python -m lowprec` prints."""
     lines = version_lines()
@@ -60,7 +72,7 @@ def report():
         found = support(kind, capability, features)
         lines += ["", f"{device}: {name}"]
         for arithmetic, (here, why) in found.items():
-            lines.append(f"  {arithmetic:9} {here:9} {why}")
+            lines.append(f"  {arithmetic:9} {here:9} {why}{missing(arithmetic)}")
         lines.append(f"  {kernel_line(device)}")
         flags, _ = recommended_flags(found)
         lines.append(f"  start with {START[flags]}")

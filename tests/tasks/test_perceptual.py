@@ -146,7 +146,7 @@ def test_the_term_is_added_to_the_loss(kind, digits):
 
 
 def test_the_loss_falls(capsys):
-    flags = "--perceptual 0.5 --batch_size 16 --lr 3e-3 --log_every 20".split()
+    flags = "--perceptual 0.5 --batch_size 16 --lr 3e-3 --log_every 20 --ledger".split()
     assert quick(*flags, steps=60) == 0
     rows = metrics()
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]

@@ -33,6 +33,7 @@ from cli import (
 from generating import Recorder, batch, drawer, make, rmse
 from safetensors.torch import load_file
 
+import tasks.metrics
 import train
 from tasks.generation import BINS, TIMESTEPS
 from tasks.reflow import PAIRS, Reflow
@@ -59,6 +60,8 @@ def trained(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
+        fit = tasks.metrics.fit_feature_net  # of 16x16 digits: a minute for a score that no test reads
+        patch.setattr("tasks.metrics.fit_feature_net", lambda *args: fit(*args[:4], 2))
         curved = "--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.95"
         assert command(*steps(120), *curved.split()) == 0
         dit = "--name dit --model dit --size tiny/4 --velocity noise-clean --image_size 16 --pure_bf16 "
