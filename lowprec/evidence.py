@@ -40,6 +40,19 @@ KEYS: dict[str, Any] = {
     "set": (),
 }
 
+KINDS = {  # --model: what a row calls the net
+    "unet": "U-Net",
+    "dit": "DiT",
+    "gpt": "GPT",
+    "bdh": "BDH",
+    "cnn": "CNN",
+    "resnet18": "ResNet",
+    "vit": "ViT",
+    "kl": "autoencoder",
+    "steve": "STEVE",
+    "slotcontrast": "SlotContrast",
+}
+
 
 class Row(NamedTuple):
     """One recipe against fp32 on one net. change, low and high: of the held-out loss, in percent of fp32's,
@@ -183,11 +196,11 @@ def nearest(
     for name, wanted in asked.items():
         own = getattr(row, name)
         if wanted not in (None, own):
-            differs.append(f"{name}: {own}, not {wanted}")
+            differs.append(f"{name} {own}, not {wanted}")
     if _times(row.lr, lr) > math.log(1.01):
-        differs.append(f"lr: {row.lr:g}, not {lr:g}")
+        differs.append(f"lr {row.lr:g}, not {lr:g}")
     if parameters and row.parameters and _times(row.parameters, parameters) > math.log(1.1):
-        differs.append(f"parameters: {short(row.parameters)}, not {short(parameters)}")
+        differs.append(f"{short(row.parameters)} parameters, not {short(parameters)}")
     return Nearest(row, tuple(differs))
 
 
@@ -207,10 +220,10 @@ def short(count: float) -> str:
 
 
 def said(row: Row) -> str:
-    """'+0.06 % [-0.18, +0.29] on a DiT of 4.17 M parameters, 6 pairs (037)'"""
+    """In words: +0.06 % [-0.18, +0.29] from fp32's on a DiT of 4.17 M parameters, 6 pairs (037)"""
     article = "an" if row.kind[0] in "aeio" else "a"
     size = ""
     if row.parameters:
         size = f" of {short(row.parameters)} parameters"
     change = f"{row.change:+.2f} % [{row.low:+.2f}, {row.high:+.2f}]"
-    return f"{change} on {article} {row.kind}{size}, {row.pairs} pairs ({row.experiment})"
+    return f"{change} from fp32's on {article} {row.kind}{size}, {row.pairs} pairs ({row.experiment})"

@@ -14,7 +14,7 @@ from experiments.log import overview, stats
 from experiments.log.analysis import HELD_OUT, loss_comparison
 from experiments.log.definition import ROOT, command
 from experiments.run import flags_of
-from lowprec.evidence import FP32, KEYS, LEAST, Pooled, Row, recipe_key, short
+from lowprec.evidence import FP32, KEYS, KINDS, LEAST, Pooled, Row, recipe_key, short
 
 PATH = ROOT / "lowprec" / "evidence.json"
 CAUTION = (
@@ -22,18 +22,6 @@ CAUTION = (
     "a learning rate chosen for fp32. Nobody drew these nets at random, and pooling them was not planned."
 )
 WEIGHTS = {"ema": "average", "raw": "last"}  # what a record calls them: what a row does
-KINDS = {  # --model: what a row calls the net
-    "unet": "U-Net",
-    "dit": "DiT",
-    "gpt": "GPT",
-    "bdh": "BDH",
-    "cnn": "CNN",
-    "resnet18": "ResNet",
-    "vit": "ViT",
-    "kl": "autoencoder",
-    "steve": "STEVE",
-    "slotcontrast": "SlotContrast",
-}
 # flags in which a recipe and its fp32 may differ without being another training; of folders
 # of runs each may have its own
 FOLDERS = ("finetune", "teacher", "vae")

@@ -59,7 +59,7 @@ def test_the_nearest_row_differs_least_first_in_the_regime_then_in_the_kind_then
     asked = ("pure_bf16+stochastic", "GPT", "finetune")
     found = evidence.nearest(*asked, lr=1e-6, parameters=7 * 10**9)
     assert found.row.experiment == "near"
-    assert found.differs == ("lr: 1e-05, not 1e-06", "parameters: 1 M, not 7 B")
+    assert found.differs == ("lr 1e-05, not 1e-06", "1 M parameters, not 7 B")
     assert evidence.nearest(*asked, lr=1e-3).row.experiment == "far"
     assert evidence.nearest(*asked, lr=1e-3).differs == ()
     assert evidence.nearest("pure_bf16+stochastic", "DiT", "finetune", 1e-5).row.experiment == "unet"
