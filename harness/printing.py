@@ -2,6 +2,7 @@
 
 from harness.shards import file_of
 from harness.validation import BEST
+from lowprec import evidence
 from lowprec.recipes import recipe
 
 # ---- Tables ------------------------------------------------------------------------------------------------
@@ -67,6 +68,8 @@ def print_head(trainer, ledger):
     print(trainer.data)
     print(f"{trainer.task}, {ledger.parameters:,} parameters, on {trainer.device}")
     print(f"precision: {precision_flags(trainer) or 'fp32 everywhere'}")
+    if line := known_cost(trainer.config, ledger.parameters):
+        print(line)
     print(
         f"weights, gradients and optimiser: {ledger.state_bytes:.2f} bytes a parameter ({mib:.1f} MiB; fp32: "
         "16 with AdamW)"
@@ -88,6 +91,28 @@ def precision_flags(trainer):
         else:
             words.append(f"--{row.name} {value}")
     return " ".join(words)
+
+
+def known_cost(config, parameters):
+    """What the recipe of a run was measured to cost, in one line; "" for fp32. config: flags.Config."""
+    key = evidence.recipe_key(vars(config))
+    if key == evidence.FP32:
+        return ""
+    found = evidence.nearest(
+        key,
+        evidence.KINDS.get(config.model),
+        "finetune" if config.finetune else "from scratch",
+        config.lr,
+        parameters,
+        optimizer=config.optimizer,
+        weights="average" if config.ema_decay else "last",
+    )
+    if found is None:
+        return "measured cost: no record of this recipe"
+    unlike = ""
+    if found.differs:
+        unlike = f"; measured with {'; '.join(found.differs)}"
+    return f"measured cost: held-out loss {evidence.said(found.row)}{unlike}"
 
 
 def print_ledger(trainer, ledger, whole):
