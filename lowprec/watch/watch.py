@@ -106,6 +106,11 @@ class Watch:
             self.optimizer.register_step_post_hook(self._after),
         ]
         self._hold(True)
+        self._listen()
+
+    def _listen(self):
+        if not self.compiled:
+            self.gradients.listen()
 
     def _watch_optimizer(self, optimizer, others):
         self.optimizer = hooked(optimizer)
@@ -240,8 +245,8 @@ class Watch:
             self._stepped()
         # the step after a look too: what became of its weights is seen before that writes
         self._hold(self.follow or self._due(self.steps + 1))
-        if self._due(self.steps + 1) and not self.compiled:
-            self.gradients.listen(self.looks)
+        if self._due(self.steps + 1):
+            self._listen()
 
     def _freed(self):
         """Whether backward has updated parameters and freed their gradients, see release.Release."""
