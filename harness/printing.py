@@ -6,6 +6,7 @@ import torch
 
 from harness.shards import file_of
 from harness.validation import BEST
+from lowprec.layers.convolutions import fault_line
 from lowprec.machine import device_facts, recommended_flags, support
 from lowprec.recipes import recipe
 
@@ -141,6 +142,8 @@ def print_check():
         print(left_aligned(rows))
         flag, why = recommended_flags(found)
         print(f"  start with: python train.py {flag}\n  {why}\n")
+    if wrong := fault_line():
+        print(f"{wrong}\n")
     print(layout(number_formats()))
 
 

@@ -16,6 +16,7 @@ import torch
 
 from . import __version__
 from .kernels import cpu_step
+from .layers.convolutions import fault_line
 from .machine import device_facts, recommended_flags, support
 
 # the flags that `recommended_flags` gives -> the same as arguments of the library
@@ -76,6 +77,8 @@ def report():
         lines.append(f"  {kernel_line(device)}")
         flags, _ = recommended_flags(found)
         lines.append(f"  start with {START[flags]}")
+    if wrong := fault_line():
+        lines += ["", wrong]
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ from .cast import Cast, View
 from .errors import Refused
 from .frozen import frozen_view, weights_of
 from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed
+from .layers import convolutions
 from .layers.fp8 import FP8
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
@@ -34,7 +35,7 @@ from .optimizers.average import average_kind
 from .optimizers.offload import offloaded
 from .optimizers.release import Release
 from .recipes import SITES, Recipe, Site, parse_average, recipe
-from .rules import NET, check_wrapped, refuse, refuse_optimizer
+from .rules import NET, check_wrapped, is_compiled, refuse, refuse_optimizer
 from .run_options import RunOptions, check_averages_gradients, check_method_options, trained_groups
 from .telemetry import StepReport
 
@@ -154,6 +155,8 @@ class Precision:
         if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
             # in eval without gradients torch's fast path reads the weights, and calls no layer
             torch.backends.mha.set_fastpath_enabled(False)
+        if self.device.type == "cpu" and r.compute in ("bf16", "fp8") and not is_compiled(forward):
+            convolutions.attach(net)
         self.release = None  # a release.Release, where backward updates
         self.view_of_model = View(net, r, self.methods, self.options.keep)
         self.forward = forward
