@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
+from .layers import convolutions
 from .machine import exact_math
 from .optimizers import buckets
 from .roles import roles
@@ -162,12 +163,13 @@ class Cast:
             self.hooks.append((name_of[module], before.id, after.id))
 
     def undo(self, net: nn.Module) -> nn.Module:
-        """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
+        """Take our hooks out of `net`, a copy of the model; other people's stay."""
         for name, before, after in self.hooks:
             module = net.get_submodule(name)
             module._forward_pre_hooks.pop(before, None)
             module._forward_pre_hooks_with_kwargs.pop(before, None)
             module._forward_hooks.pop(after, None)
+        convolutions.detach(net)
         return net
 
 

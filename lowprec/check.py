@@ -9,6 +9,7 @@ import torch
 
 from . import __version__
 from .kernels import cpu_step
+from .layers.convolutions import fault_line
 from .machine import device_facts, recommended_flags, support
 
 PACKAGES = {"opt8bit": "bitsandbytes", "opt4bit": "torchao"}  # without which a kind of states can't be had
@@ -24,6 +25,8 @@ def report(start):
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     for device in devices:
         lines += ["", *device_lines(device, start)]
+    if wrong := fault_line():
+        lines += ["", wrong]
     return "\n".join([*lines, "", *format_lines()])
 
 
