@@ -8,10 +8,11 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from .cast import Cast, View
+from .cast import Cast
 from .errors import Refused
 from .optimizers import buckets
 from .rounding import exact_weight
+from .view import View
 
 CONVERTED = ("fp32", "bf16", "autocast", "fp16")  # values of the site generation that cast the copy anew
 

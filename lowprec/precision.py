@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from . import fsdp, ledger
-from .cast import Cast, View
+from .cast import Cast
 from .errors import Refused
 from .frozen import frozen_view, weights_of
 from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed
@@ -37,6 +37,7 @@ from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rules import NET, check_wrapped, refuse, refuse_optimizer
 from .run_options import RunOptions, check_averages_gradients, check_method_options, trained_groups
 from .telemetry import StepReport
+from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 METHODS = (Sparse24, FP8, Quantised)
