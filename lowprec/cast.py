@@ -89,7 +89,7 @@ def to(dtype: torch.dtype, tree: Any, cast: Callable = torch.Tensor.to) -> Any:
 def _leaf_to(dtype, x, cast):
     if torch.is_tensor(x):
         return cast(x, dtype) if x.is_floating_point() else x
-    parts, put = _parts_of_leaf(x)
+    parts, put = parts_of_leaf(x)
     changed = {}
     for key, value in parts.items():
         new = to(dtype, value, cast)
@@ -103,7 +103,7 @@ def _leaf_to(dtype, x, cast):
     return x
 
 
-def _parts_of_leaf(x):
+def parts_of_leaf(x):
     """({key: value}, put(x, key, value)) of an object that torch's trees take for a leaf, and that may hold
     tensors; ({}, None) of any other.
     """

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from .cast import narrowed, to
-from .errors import Refused
+from .first_call import FirstCall
 from .machine import exact_math
+from .mixed import explain
+from .module import CastModule
 
 
 class View:
@@ -21,10 +24,10 @@ class View:
     loss's dtype.
 
     A loss that the net forms inside comes back in the loss's dtype too, but a net of bf16 weights that forms
-    it from bf16 logits has rounded it by then: write `logits.float()` there, as transformers does. The view
-    holds no optimiser and shares nothing with a run but what it is given. keep: names of arguments of forward
-    that are left as they are (timesteps have a precision of their own), and keys of a dict that is one. A
-    forward of `*args` has no names: pass such an argument by keyword. Integer inputs are left too.
+    it from bf16 logits has rounded it by then: see Precision's fp32_outputs. The view holds no optimiser and
+    shares nothing with a run but what it is given. keep: names of arguments of forward that are left as they
+    are (timesteps have a precision of their own), and keys of a dict that is one. A forward of `*args` has no
+    names: pass such an argument by keyword. Integer inputs are left too.
     """
 
     def __init__(self, net: nn.Module, r, methods: Iterable = (), keep: str | Iterable[str] = ()):
@@ -37,6 +40,13 @@ class View:
         base_model: Any = getattr(net, "get_base_model", None)  # PEFT's own forward says *args
         inner = net if base_model is None else base_model()
         self.arguments = list(inspect.signature(inner.forward).parameters)
+        self.example = None  # (args, kwargs) of the first call, whose shapes FLOPs are counted on
+        self.first_call: FirstCall | None = None  # what says once that a call loses something
+
+    @functools.cached_property
+    def module(self) -> CastModule:
+        """An nn.Module that is called as this view is, to take the net's place in another module."""
+        return CastModule(self)
 
     @contextmanager
     def context(self):
@@ -60,11 +70,15 @@ class View:
 
     def cast(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs) as the net takes them."""
+        return self._cast(self.arguments, args, kwargs)
+
+    def _cast(self, arguments, args, kwargs):
         if not self.recipe.low_weights:
             return args, kwargs
-        nameless = [None] * len(args)  # for a forward of *args
-        names = [*self.arguments, *nameless]
-        args = tuple(self._low(name, value) for name, value in zip(names, args, strict=False))
+        named = list(zip(_names(arguments, args), args, strict=True))
+        if self.first_call is not None:
+            self.first_call.check_inputs([*named, *kwargs.items()], self.keep)
+        args = tuple(self._low(name, value) for name, value in named)
         return args, {name: self._low(name, value) for name, value in kwargs.items()}
 
     def _low(self, name, value):
@@ -72,50 +86,40 @@ class View:
             return value
         if type(value) is dict and self.keep & value.keys():  # a batch, whose keys are names too
             return {key: self._low(key, part) for key, part in value.items()}
+        if type(value) is list and any(type(part) is dict for part in value):  # a batch as detectors take it
+            return [self._low(name, part) for part in value]
         return to(torch.bfloat16, value, narrowed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What forward returns, floating tensors in the loss's dtype. Raises Refused, with the remedy, where
         the net mixes dtypes that it can't.
         """
-        args, kwargs = self.cast(args, kwargs)
+        return self._called(self.forward, self.arguments, args, kwargs)
+
+    def call(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What another method of the net returns, called as forward is."""
+        return self._called(method, list(inspect.signature(method).parameters), args, kwargs)
+
+    def _called(self, function, arguments, args, kwargs):
+        if self.example is None and self.methods and function is self.forward:
+            self.example = tree_map(_shape, (args, kwargs))
+        args, kwargs = self._cast(arguments, args, kwargs)
         try:
             with self.context():
-                out = self.forward(*args, **kwargs)
+                out = function(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            self._explain(error, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
+            explain(error, self, {**dict(zip(_names(arguments, args), args, strict=True)), **kwargs})
             raise
+        if self.first_call is not None:
+            self.first_call.check_outputs(out)
         return to(self.recipe.dtype("loss"), out)
 
-    def _explain(self, error, arguments):
-        """Raises Refused, with the remedy, where an error of torch comes of mixed dtypes."""
-        if "DTensor" in str(error) and "mixed" in str(error):
-            raise Refused(
-                "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it: "
-                "train it without --fsdp, or call them in its forward"
-            ) from error
-        if not self.recipe.low_weights or not MIXED.search(str(error)):
-            return
-        hints = []
-        buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
-        if buffers and self.recipe.buffers == "fp32":
-            hints.append(
-                f"an fp32 buffer ({', '.join(buffers[:3])}) may have met bf16 activations; cast it to "
-                "x.dtype in forward, or --set buffers=bf16"
-            )
-        kept = [name for name in sorted(self.keep) if _is_fp32(arguments.get(name))]
-        if kept:
-            hints.append(
-                f"the argument {kept[0]} stays fp32; cast it to x.dtype in forward, or leave it out of "
-                "Precision's keep"
-            )
-        if hints:
-            raise Refused(f"{error}: {'; or '.join(hints)}") from error
+
+def _names(arguments, args):
+    """A name, or None, for each of the args."""
+    nameless = [None] * len(args)  # for a forward of *args
+    return [*arguments, *nameless][: len(args)]
 
 
-# how torch says that two tensors of an operation have different dtypes
-MIXED = re.compile(r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal")
-
-
-def _is_fp32(x):
-    return torch.is_tensor(x) and x.dtype == torch.float32
+def _shape(x):
+    return x.detach().to("meta") if torch.is_tensor(x) else x
