@@ -154,7 +154,8 @@ MEETINGS = {
 @pytest.mark.parametrize("how", MEETINGS)
 def test_mixed_dtypes_name_the_buffer_and_the_remedy(how):
     x = torch.ones(2, 8)
-    words = ("fp32 buffer basis", "cast it to x.dtype in forward", "dtypes={'basis': 'bf16'}", "recipe(bf16=True)")
+    remedies = ("cast it to x.dtype in forward", "dtypes={'basis': 'bf16'}", "recipe(bf16=True)")
+    words = ("fp32 buffer basis", *remedies)
     refused(lambda: start(LOW, Projected(MEETINGS[how]))(x), *words)
     remedy = start(dict(LOW, sites=["buffers=bf16"]), Projected(MEETINGS[how]))
     assert remedy(x).isfinite().all()
