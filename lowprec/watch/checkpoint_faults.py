@@ -366,8 +366,11 @@ def resets(states):
     for one in zero:
         first = _tensor(one.after, "exp_avg")
         if len(zero) == len(held) or (first is not None and first.any()):
-            text = f"all zero after {one.step:g} steps: the second moment was reset"
-            remedy = "restore exp_avg_sq at a resume"
+            text, remedy = "the second moment was reset", "restore exp_avg_sq at a resume"
+            if one.v.dtype == torch.float16:
+                text = "fp16 holds no squares so small"
+                remedy = "fp32 weights and states, with the products under autocast, or bf16 ones"
+            text = f"all zero after {one.step:g} steps: {text}"
             found.append(Finding("exp_avg_sq", "severe", text, remedy, one.name, 3.0))
     return found
 

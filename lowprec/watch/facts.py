@@ -8,6 +8,8 @@ import torch
 from .states import beta_power
 from .writes import Sums
 
+TINY = 1e-37  # fp32 holds no squares below it
+
 
 class Steps(Sums):
     """What is counted in a look beside the writes, a column a tensor."""
@@ -16,7 +18,11 @@ class Steps(Sums):
         "decay",  # sum of (written - the rest of what was wanted) times the decay wanted
         "decay_wanted",  # sum of the decay wanted, squared
         "decay_error",  # variance of `decay`
-        "infinite",  # gradients that are not finite
+        "infinite",  # gradients that are not finite, while all weights are
+        "broken",  # weights that are not finite before a step
+        "burst",  # those that a step made so, whose gradients are finite
+        "v_burst",  # second moments that it made so
+        "v_gone",  # those that are 0 after a gradient whose square is not
         "graded",  # gradients that are not 0
         "judged",  # those of looks at the second moment
         "faint",  # those of them whose second moment is below the optimiser's eps, squared
@@ -34,13 +40,18 @@ class Steps(Sums):
         finite = look.g.isfinite()
         graded = look.g != 0
         decay, rest = _decay_and_rest(look, finite, answers)
-        judged = faint = torch.zeros_like(graded)
+        judged = faint = v_burst = v_gone = torch.zeros_like(graded)
+        held_finite = look.held.isfinite()
         if look.v is not None:
             lacks = [beta_power(answers, p) for p in look.params]
             corrected = look.new_v * look.spread([1 / max(1e-12, 1 - left) for left in lacks])
             eps = look.spread([_eps(groups[p]) for p in look.params])
             judged = graded
-            faint = graded & (corrected < eps.square())
+            # fp16 makes small squares 0, which is another fault
+            wide = look.spread([dtype != torch.float16 for dtype in look.v_dtypes], torch.bool)
+            faint = graded & (corrected < eps.square()) & wide
+            v_burst = look.aim.isfinite() & ~look.new_v.isfinite()
+            v_gone = graded & (look.new_v == 0) & (look.g.square() > TINY)
         subnormal = torch.zeros_like(graded)
         for at in _from_fp16(look):
             subnormal[at] = graded[at] & (look.g[at].abs() < 2**-14)
@@ -48,7 +59,11 @@ class Steps(Sums):
             "decay": rest * decay,
             "decay_wanted": decay * decay,
             "decay_error": (rest - decay).square() * decay.square(),
-            "infinite": ~finite,
+            "infinite": ~finite & held_finite.all(),
+            "broken": ~held_finite,
+            "burst": held_finite & finite & ~look.new.isfinite(),
+            "v_burst": v_burst,
+            "v_gone": v_gone,
             "graded": graded,
             "judged": judged,
             "faint": faint,

@@ -31,6 +31,9 @@ WIDE_COUNT = "keep step counters in fp32 or as integers"
 GROUP = "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]"
 USED = "is it used and not detached?"
 CHANGED = "find what writes p.grad after backward"
+NO_FP16 = (
+    "fp32 weights and states, with the products under autocast, or bf16 ones: fp16 holds nothing below 6e-8"
+)
 RESET = "restore exp_avg_sq at a resume"
 NEW_BITS = "draw new bits for each step and each entry"
 
@@ -145,6 +148,56 @@ TENSOR = [
     [
         Fault(
             site="exp_avg_sq",
+            limit=0.0,
+            measure=measures.burst_in_fp16,
+            text="{count:,.0f} weights became not finite in a step whose gradients are finite: in fp16 the "
+            "optimiser's eps is 0, and so are small squares, and it divides by 0",
+            remedy=NO_FP16,
+            severity="severe",
+            rank=10.0,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
+            measure=measures.eps_lost_in_fp16,
+            text="its eps of {eps:g} is 0 in fp16[, and so are {share:.0%} of the squares of its gradients]: "
+            "the step divides by 0 where a gradient is small",
+            remedy=NO_FP16,
+            severe=0.01,
+            rank=9.9,
+        ),
+        Fault(
+            site="update",
+            limit=0.0,
+            measure=measures.burst,
+            text="{count:,.0f} weights became not finite in a step whose gradients are finite",
+            remedy="look at the optimiser's states and its eps, and at what is 0 in their dtype",
+            severity="severe",
+            rank=10.0,
+        ),
+        Fault(
+            site="weights",
+            limit=0.0,
+            measure=measures.broken_weights,
+            text="weights of its sample were not finite before a step",
+            remedy="watch with every=1 from an earlier checkpoint, to see what makes them so",
+            severity="severe",
+            rank=9.0,
+        ),
+    ],
+    [
+        Fault(
+            site="exp_avg_sq",
+            limit=0.0,
+            measure=measures.v_burst,
+            text="{count:,.0f} second moments became not finite in a step whose gradients are finite[: "
+            "{dtype} holds no squares above 65,504]",
+            remedy="fp32 states, or take the loss scale off before the step",
+            severity="severe",
+            rank=9.5,
+        ),
+        Fault(
+            site="exp_avg_sq",
             limit=None,
             measure=measures.v_cast,
             text="cast from {old} to {new} by step {step}",
@@ -155,10 +208,20 @@ TENSOR = [
             site="exp_avg_sq",
             limit=None,
             measure=measures.v_all_zero_in_fp16,
-            text="all zero at step {step}: it was reset, or fp16 holds no squares so small",
-            remedy=RESET,
+            text="all zero at step {step}: fp16 holds no squares so small",
+            remedy=NO_FP16,
             severity="severe",
             rank=2.0,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=0.05,
+            measure=measures.v_gone,
+            text="{share:.0%} of the second moments are 0 in {dtype}, where squares of gradients are not: "
+            "steps there are too long",
+            remedy="fp32 or bf16 states, which hold small squares",
+            severity="severe",
+            rank=1.7,
         ),
         Fault(
             site="exp_avg_sq",

@@ -57,6 +57,11 @@ class Measured:
         return len(looked_at) > 1 and len(idle) == len(looked_at)
 
     @functools.cached_property
+    def seen_breaking(self):
+        """Whether a look saw what first was not finite: gradients, or what a step wrote."""
+        return any(one.extra.burst or one.extra.infinite or one.change.spoilt for one in self.tensors)
+
+    @functools.cached_property
     def some_rates_live(self):
         """Whether there is a tensor whose learning rate does not stay at 0."""
         return any(one.facts.looks and not one.rate_stays_zero for one in self.tensors)

@@ -127,6 +127,63 @@ def decay_of_all(seen):
     yield Figure(lost, {"lost": lost}, most.name)
 
 
+# ---- Values that are not finite ----------------------------------------------------------------------------
+
+
+def burst(one):
+    """weights that a step made not finite, although their gradients were finite"""
+    return Figure(one.extra.burst, {"count": one.extra.burst})
+
+
+def burst_in_fp16(one):
+    """the same where a state is fp16, in which its eps is 0"""
+    return burst(one) if _lost_eps(one) else None
+
+
+def eps_lost_in_fp16(one):
+    """a state is fp16, in which its eps is 0"""
+    eps = _lost_eps(one)
+    if not eps:
+        return None
+    share = one.extra.v_gone / max(1.0, one.extra.judged)
+    words = {"eps": eps, "share": share} if share else {"eps": eps}
+    return Figure(share, words, whole=1.0 if one.extra.broken else share)
+
+
+def v_gone(one):
+    """share of the second moments that are 0 after a gradient whose square is not"""
+    v = one.watch.answers.moment(one.p, "exp_avg_sq", one.watch.pick)
+    if v is None or not one.extra.judged or _lost_eps(one) or one.watch.answers.coded(one.p, "exp_avg_sq"):
+        return None
+    share = one.extra.v_gone / one.extra.judged
+    return Figure(share, {"share": share, "dtype": short(v.dtype)})
+
+
+def v_burst(one):
+    """second moments that a step made not finite, although their gradients were finite"""
+    if not one.extra.v_burst:
+        return None
+    v = one.watch.answers.moment(one.p, "exp_avg_sq", one.watch.pick)
+    words = {"count": one.extra.v_burst}
+    if v is not None and v.dtype == torch.float16:
+        words["dtype"] = "fp16"
+    return Figure(one.extra.v_burst, words)
+
+
+def broken_weights(one):
+    """weights that are not finite before a step, where it was not seen what made them so"""
+    return None if one.seen.seen_breaking else Figure(one.extra.broken)
+
+
+def _lost_eps(one):
+    """The eps of a tensor whose states are fp16, where it is 0; 0.0 where it is not."""
+    eps = one.watch.groups.get(one.p, {}).get("eps")
+    if not isinstance(eps, (int, float)) or torch.tensor(float(eps)).half() > 0:
+        return 0.0
+    states = [value for name, value in one.watch.state(one.p).items() if accumulates(name, value)]
+    return float(eps) if any(value.dtype == torch.float16 for value in states) else 0.0
+
+
 # ---- Second moments ----------------------------------------------------------------------------------------
 
 

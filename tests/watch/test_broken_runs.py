@@ -205,3 +205,63 @@ def test_a_loss_that_does_not_depend_on_the_net_is_named():
         (0.0 * model(torch.randn(8, 16)).sum()).backward()
         optimizer.step()
     says(watch, "grads", "", "of all tensors are 0 at each look", "severe")
+
+
+# ---- fp16 and values that are not finite -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam]
+)
+def test_states_in_fp16_are_named_and_not_the_gradients_that_they_break(make):
+    watch = Loop(dtype=torch.half, make=lambda params: make(params, lr=1e-3)).watch
+    says(watch, "exp_avg_sq", FIRST, "in fp16 the optimiser's eps is 0", "severe")
+    assert {site for site, _ in losing(watch)} == {"exp_avg_sq"}
+    assert "smaller eps" not in str(watch) and "lower learning rate" not in str(watch)
+
+
+def test_states_in_fp16_are_named_where_no_look_saw_the_first_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32, bias=False)).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    watch = None
+    for step in range(6):
+        if step == 3:
+            watch = Watch(model, optimizer, every=1)
+        tokens = torch.randint(0, 32, (64,))
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(tokens).float(), torch.ones(64, 32))
+        (loss * 2.0**14).backward()
+        optimizer.step()
+    says(watch, "exp_avg_sq", FIRST.replace("3", "0"), "its eps of 1e-08 is 0 in fp16", "severe")
+
+
+def huge(loop):
+    if loop.step == 7:
+        loop.named[FIRST].data.fill_(torch.inf)
+
+
+def test_weights_that_are_not_finite_are_named_where_no_look_saw_it():
+    watch = Loop(stepped=huge).watch
+    says(watch, "weights", FIRST, "weights of its sample were not finite before a step", "severe")
+
+
+class DividesBy0(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["params"][0].data.div_(0.0)
+
+
+def test_a_step_that_makes_weights_not_finite_is_named():
+    watch = Loop(make=lambda params: DividesBy0(params, lr=1e-3)).watch
+    says(watch, "update", FIRST, "1,024 weights became not finite in a step whose gradients are finite")
+
+
+def test_a_second_moment_beyond_fp16_is_named():
+    """Of gradients whose loss scale was not taken off."""
+
+    def large(loop):
+        loop.scale(1e4 / max(float(p.grad.abs().max()) for p in loop.named.values()))
+
+    watch = Loop(large, dtype=torch.half, make=lambda p: torch.optim.AdamW(p, lr=1e-4, eps=1e-4)).watch
+    assert any("holds no squares above 65,504" in f.text for f in watch.findings()), str(watch)
