@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .states import beta_power
-from .writes import Sums
+from .sums import Sums
 
 TINY = 1e-37  # fp32 holds no squares below it
 

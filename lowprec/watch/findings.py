@@ -3,13 +3,13 @@
     python -m lowprec.watch.findings                    prints the table as Markdown
     python -m lowprec.watch.findings docs/doctor.md     writes it between the marks of a page
 
-A new kind of fault is a row here and a function in measures.py, or one more row of a function that is there.
+A new kind of fault is a row here and a function in a file of measures, or one more row of one that is there.
 """
 
 import sys
 from pathlib import Path
 
-from . import measures, measures_of_net
+from . import measures, measures_of_averages, measures_of_net
 from .faults import Fault, findings_by_tensor, first_finding, table
 from .measured import STILL, Measured
 from .verdicts import LIMITS, Finding
@@ -262,7 +262,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=0.0,
-            measure=measures.average_not_finite,
+            measure=measures_of_averages.average_not_finite,
             text="{count:,.0f} entries of its sample are not finite, and those of its weight are",
             remedy="begin the average anew from the weights, and find what wrote it",
             severity="severe",
@@ -270,17 +270,8 @@ TENSOR = [
         ),
         Fault(
             site="ema",
-            limit=10.0,
-            measure=measures.average_too_large,
-            text="the average is {times:,.0f} times as large as its weight",
-            remedy="check how the average is updated",
-            severity="severe",
-            rank=4.0,
-        ),
-        Fault(
-            site="ema",
             limit=0.9,
-            measure=measures.average_of_other_sign,
+            measure=measures_of_averages.average_of_other_sign,
             text="the average has the other sign than its weight",
             remedy=SIGN,
             severity="severe",
@@ -289,7 +280,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=0.25,
-            measure=measures.average_goes_away,
+            measure=measures_of_averages.average_goes_away,
             text="the average moves away from its weight, by {rate:.2g} of the way a step",
             remedy=SIGN,
             severity="severe",
@@ -298,7 +289,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=1.1,
-            measure=measures.average_overshoots,
+            measure=measures_of_averages.average_overshoots,
             text="the average goes {rate:.2g} of the way to its weight a step, beyond it",
             remedy="a rate of 1 - decay, between 0 and 1",
             severity="severe",
@@ -306,8 +297,17 @@ TENSOR = [
         ),
         Fault(
             site="ema",
+            limit=10.0,
+            measure=measures_of_averages.average_too_large,
+            text="the average is {times:,.0f} times as large as its weight",
+            remedy="check how the average is updated",
+            severity="severe",
+            rank=4.0,
+        ),
+        Fault(
+            site="ema",
             limit=0.99,
-            measure=measures.average_copies,
+            measure=measures_of_averages.average_copies,
             text="the average is a copy of its weight at each look: it averages nothing",
             remedy="is its decay applied?",
             rank=1.0,
@@ -315,7 +315,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=0.5,
-            measure=measures.average_stood,
+            measure=measures_of_averages.average_stood,
             text="the average has not moved between two looks, and is away from its weight",
             remedy="update it after each step, in fp32",
             severity="severe",
@@ -324,7 +324,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=None,
-            measure=measures.narrow_average_stands,
+            measure=measures_of_averages.narrow_average_stands,
             text="the average stands still in {dtype}: none of the wanted movement is written",
             remedy="hold and compute it in fp32",
             severity="severe",
@@ -333,7 +333,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=None,
-            measure=measures.average_stands,
+            measure=measures_of_averages.average_stands,
             text="the average stands still in {dtype}: none of the wanted movement is written",
             remedy="update all tensors of the average after each step",
             severity="severe",
@@ -342,7 +342,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=LIMITS["ema"][0],
-            measure=measures.narrow_average,
+            measure=measures_of_averages.narrow_average,
             text="{stuck:.0%} of the entries away from their weight can't move in {dtype}, {lost:.0%} of the "
             "wanted movement is lost",
             remedy="hold and compute it in fp32, or round stochastically",
@@ -351,7 +351,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=0.5,
-            measure=measures.average_slow,
+            measure=measures_of_averages.average_slow,
             text=RATE,
             remedy="check how the average is updated",
             severe=0.9,
@@ -359,12 +359,12 @@ TENSOR = [
         Fault(
             site="ema",
             limit=3.0,
-            measure=measures.average_fast,
+            measure=measures_of_averages.average_fast,
             text=RATE,
             remedy="check how the average is updated",
         ),
-        Fault("ema", 0.1, measures.average_young_in_a_long_run, YOUNG, ARRIVE),
-        Fault("ema", 0.1, measures.average_young, YOUNG, ARRIVE, severity="note"),
+        Fault("ema", 0.1, measures_of_averages.average_young_in_a_long_run, YOUNG, ARRIVE),
+        Fault("ema", 0.1, measures_of_averages.average_young, YOUNG, ARRIVE, severity="note"),
     ],
     [
         Fault(
@@ -499,6 +499,25 @@ TENSOR = [
 
 # Of the run as a whole. Of the rows of one list the first speaks of a tensor.
 RUN = [
+    [
+        Fault(
+            site="ema",
+            limit=0.0,
+            measure=measures_of_averages.average_counter_fell,
+            text="the counter of the average fell from {before:g} to {after:g}: its warm-up begins anew",
+            remedy="restore the average's counter at a resume",
+            severity="severe",
+            rank=2.5,
+        ),
+        Fault(
+            site="ema",
+            limit=2.0,
+            measure=measures_of_averages.average_counter_stands,
+            text="the counter of the average stands at {count:g}, while the average moves",
+            remedy="count each update: the average's warm-up goes by it",
+            rank=1.0,
+        ),
+    ],
     [
         Fault(
             site="update",

@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from .writes import Sums, one_an_entry, rounded_by_tensor, totals
+from .sums import Sums, one_an_entry, totals
+from .writes import rounded_by_tensor
 
 CERTAIN = 6  # standard errors: once in 5e8 looks by chance
 NARROW = (torch.bfloat16, torch.float16)
