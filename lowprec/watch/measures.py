@@ -334,7 +334,7 @@ class Noise:
 
     def _error(self, one):
         """The errors of a tensor that is written by chance; None for others."""
-        if one.seen.torchs:
+        if not one.seen.by_chance:
             return None
         error = one.error if self.of == "weight" else one.moment_error
         nearest = error.to_nearest
@@ -377,7 +377,7 @@ class Noise:
     def shared(self, seen):
         """correlation of the errors of two tensors, where it is certain"""
         errors = self._all(seen)
-        if seen.torchs or errors.to_nearest is not False:
+        if not seen.by_chance or errors.to_nearest is not False:
             return
         for (a, b), value in errors.shares().items():
             yield Figure(value, {**self.words, "other": seen.names[a], "value": value}, seen.names[b])
