@@ -294,9 +294,8 @@ class Stranger(peers.Peer):
         return update if self.elementwise else pick(update)
 
     def draws(self, p):
-        """Whether its step draws random numbers for p, by which it could round; None where that can't be seen.
-
-        A copy in the dtypes of p and its states is stepped.
+        """Whether a step of p draws random numbers, by which it could round; None where that can't be seen. A
+        copy of its dtypes is stepped.
         """
         twin = torch.nn.Parameter(local(p).detach().clone())
         twin.grad = torch.full_like(twin, 1e-3) if p.grad is None else local(p.grad).clone()

@@ -30,6 +30,14 @@ class Steps(Sums):
         "moved",  # weights that the step changed, of looks that were followed to the next step
         "back",  # those of them that were put back before the next step
         "masked",  # those of these that were put back to 0, or to the bound of all: masks, WGAN's clipping
+        "v_held",  # second moments that are not 0 before a step
+        "v_bf16",  # those of them that are bf16 numbers
+        "m_held",  # the same of first moments
+        "m_bf16",
+        "follows",  # looks that were followed to the next step
+        "drifts",  # those at which something else had moved the weights by then, beside masks and bounds
+        "drift",  # sum of what it moved, squared
+        "stepped",  # of what the steps did
         "stood",  # looks between which the average did not move, although away from its weight
     )
 
@@ -68,6 +76,7 @@ class Steps(Sums):
             "judged": judged,
             "faint": faint,
             "subnormal": subnormal,
+            **_bf16_values(look),
         }
         self.put(rows, look.index, look.lengths)
 
@@ -96,15 +105,48 @@ def _eps(group):
 
 
 def _from_fp16(look):
-    """Slices of the tensors whose gradients are all numbers of fp16: what a product in fp16 gave."""
+    """Slices of the tensors whose gradients are all numbers of fp16, as a product in fp16 gives them; none
+    where most matrices have others, for few bf16 numbers added up may be numbers of fp16 too.
+    """
     ends = [0, *itertools.accumulate(look.lengths)]
     first = look.g[torch.tensor(ends[:-1], device=look.g.device)]
     fits = (first.half().float() == first).tolist()
+    found, matrices = [], 0
     for k, p in enumerate(look.params):
         at = slice(ends[k], ends[k + 1])
-        may = fits[k] and p.dtype != torch.bfloat16
-        if may and torch.equal(look.g[at].half().float(), look.g[at]):
-            yield at
+        matrices += p.dim() > 1
+        if fits[k] and p.dtype != torch.bfloat16 and _is_fp16(look.g[at]):
+            found.append((at, p.dim() > 1))
+    of_matrices = sum(is_matrix for _, is_matrix in found)
+    return [at for at, _ in found] if 2 * of_matrices >= matrices else []
+
+
+def _is_fp16(g):
+    if not torch.equal(g.half().float(), g):
+        return False
+    # of bf16 numbers below 2^-17 hardly any is one of fp16
+    small = (g != 0) & (g.abs() < 2**-17)
+    return not torch.equal(g.bfloat16().float(), g) or int(small.sum()) >= 8
+
+
+def _bf16_values(look):
+    """Rows of Steps: which entries of the moments before the step are not 0, and which are bf16 numbers."""
+    rows = {}
+    for name, moment in (("v", look.v), ("m", getattr(look, "m", None))):
+        if moment is not None:
+            held = moment.isfinite() & (moment != 0)
+            rows[f"{name}_held"] = held
+            rows[f"{name}_bf16"] = held & (moment.bfloat16().float() == moment)
+    return rows
+
+
+def first_moments(look, answers):
+    """exp_avg of all tensors, fp32 [n], NaN where there is none; None for optimisers of this library."""
+    if not hasattr(answers, "inner"):
+        return None
+    found = [answers.moment(p, "exp_avg", look.pick) for p in look.params]
+    parts = zip(found, look.lengths, strict=True)
+    return torch.cat([look.g.new_full((n,), torch.nan) if m is None else m.float() for m, n in parts])
 
 
 class Facts:

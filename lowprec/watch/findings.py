@@ -138,6 +138,25 @@ TENSOR = [
     ],
     [
         Fault(
+            site="update",
+            limit=0.5,
+            measure=measures.drifts,
+            text="something else moves it after the step, by {times:.2g} of the step itself",
+            remedy="find what else writes it: another optimiser (others=[...] tells Watch of it), or a decay "
+            "or a cast by hand",
+        ),
+    ],
+    [
+        Fault(
+            site="exp_avg_sq",
+            limit=0.99,
+            measure=measures.moments_are_bf16,
+            text="{moment} is fp32, and all its values are bf16 numbers: something rounds them between steps",
+            remedy="save and move states as they are, in fp32",
+        ),
+    ],
+    [
+        Fault(
             site="weight decay",
             limit=LIMITS["weight decay"][0],
             measure=measures.decay_not_written,
@@ -499,6 +518,15 @@ TENSOR = [
 
 # Of the run as a whole. Of the rows of one list the first speaks of a tensor.
 RUN = [
+    [
+        Fault(
+            site="optimizer",
+            limit=1.0,
+            measure=measures.betas_swapped,
+            text="its betas are {one:g} and {two:g}: the second moment forgets faster than the first",
+            remedy="are they swapped? Usual are 0.9 and 0.999",
+        ),
+    ],
     [
         Fault(
             site="ema",

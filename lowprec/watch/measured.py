@@ -55,7 +55,9 @@ class Measured:
         """Whether the gradients of all tensors were 0 at each look, and backward gave them so."""
         looked_at = [one for one in self.tensors if one.facts.looks]
         idle = [one for one in looked_at if one.facts.idle == one.facts.looks and not one.change.zeroed]
-        return len(looked_at) > 1 and len(idle) == len(looked_at)
+        # a product of two factors of 0 has gradients of 0: another row's
+        zeros = [one for one in idle if one.p.dim() > 1 and not bool(self.watch.pick(one.p).any())]
+        return len(looked_at) > 1 and len(idle) == len(looked_at) and not zeros
 
     @functools.cached_property
     def seen_breaking(self):

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from ..telemetry import local
 from . import net_state
 from .adapters import accumulates, steps_of
 from .faults import Figure
@@ -105,12 +106,70 @@ def too_far(one):
 
 def put_back(one):
     """share of the entries that a step moved and that stand where they were before the next step"""
-    back = one.extra.back / max(1.0, one.extra.moved)
+    back = put_back_share(one.extra)
     # a mask puts a part back, and to 0
     masked = one.extra.masked == one.extra.back and back < 0.99
     if one.extra.moved < 8 or masked:
         return None
     return Figure(back, {"back": back})
+
+
+def put_back_share(sums):
+    return sums.back / max(1.0, sums.moved)
+
+
+def drifts(one):
+    """share of the looks after which something else moved it, by a tenth of the step or more"""
+    sums = one.extra
+    if not sums.follows or one.p in one.watch.elsewhere or put_back_share(sums) > 0.5:
+        return None
+    times = math.sqrt(sums.drift / max(sums.stepped, 1e-300))
+    if times < 0.1 or not math.isfinite(times) or _has_fixed_norms(one.p):
+        return None
+    return Figure(sums.drifts / sums.follows, {"times": times})
+
+
+def _has_fixed_norms(p):
+    """Whether something keeps rows or columns at one norm, as EDM2, nGPT and max_norm do."""
+    if p.dim() < 2:
+        return False
+    near = 4e-3 if p.dtype in net_state.NARROW else 1e-4
+    held = local(p).detach().float()
+    for norms in (held.flatten(1).norm(dim=1), held.transpose(0, 1).flatten(1).norm(dim=1)):
+        at_top = norms >= (1 - near) * norms.max()
+        if int(at_top.sum()) >= max(2, 0.1 * len(norms)):
+            return True
+    return False
+
+
+def moments_are_bf16(one):
+    """share of the entries of an fp32 moment that are bf16 numbers, the larger of two"""
+    if not hasattr(one.watch.answers, "inner"):
+        return None
+    state = one.watch.state(one.p)
+    found = []
+    for name, held, rounded in (
+        ("exp_avg", one.extra.m_held, one.extra.m_bf16),
+        ("exp_avg_sq", one.extra.v_held, one.extra.v_bf16),
+    ):
+        value = state.get(name)
+        is_wide = type(value) is torch.Tensor and value.dtype == torch.float32
+        if is_wide and held >= 64:
+            found.append((rounded / held, name))
+    if not found:
+        return None
+    share, name = max(found)
+    return Figure(share, {"moment": name})
+
+
+def betas_swapped(seen):
+    """beta1 over the root of beta2, of Adam and AdamW"""
+    if not getattr(seen.watch.answers, "exact", False):
+        return
+    betas = next(iter(seen.watch.groups.values()), {}).get("betas", ())
+    if len(betas) == 2 and betas[1] > 0:
+        one, two = (float(beta) for beta in betas)
+        yield Figure(one / math.sqrt(two), {"one": one, "two": two}, "")
 
 
 def decay_not_written(one):
@@ -337,6 +396,8 @@ class Noise:
         if not one.seen.by_chance:
             return None
         error = one.error if self.of == "weight" else one.moment_error
+        if error.far > 0.01 * error.entries:
+            return None
         nearest = error.to_nearest
         if nearest is None:
             nearest = self._all(one.seen).to_nearest is not False

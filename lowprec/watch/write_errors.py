@@ -30,6 +30,7 @@ class Errors(Sums):
         "entries",  # writes that were to change something
         "chance",  # how many entries stochastic rounding would not round to nearest
         "strays",  # how many were not
+        "far",  # writes that are more than an ulp off, which no rounding explains
         "score",  # sum of the errors, in ulps
         "variance",  # of that sum, under stochastic rounding
         "moves",  # wanted steps in ulps, at most one each: as many entries are expected to move
@@ -76,6 +77,7 @@ class Errors(Sums):
             "entries": rounds,
             "chance": torch.minimum(f, 1 - f),
             "strays": (after != nearest) & rounds,
+            "far": score.abs() > 1.01,
             "score": score,
             "variance": variance,
             "moves": ((aim - before).abs() / gap).clamp(max=1).where(rounds, 0.0),
