@@ -3,9 +3,9 @@
 import torch
 
 from harness import shards
-from harness.checkpoints import check_optimizer
+from harness.checkpoints import check_optimizer, fitting
 from harness.run_folder import CHECKPOINT
-from lowprec.errors import Refused, first_line
+from lowprec.errors import Refused
 
 
 def open_folder(run):
@@ -66,12 +66,9 @@ def _data(run):
 def restore(run, checkpoint):
     """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""
     state = checkpoint["precision"]
-    try:
+    with fitting("the checkpoint"):
         check_optimizer(state["optimizer"], run.precision.optimizer.state_dict(), checkpoint["step"])
         run.precision.load_state_dict(state)
-    except (LookupError, RuntimeError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        other = f"the checkpoint belongs to another model or recipe ({first_line(error)})"
-        raise Refused(f"{other}: use the flags it was trained with") from None
     run.step = checkpoint["step"]
     run.seconds = checkpoint["seconds"]
     run.interval = checkpoint["interval"]

@@ -268,6 +268,7 @@ class Folder:
         """
         rows = read_metrics(self / "metrics.jsonl")
         (self / "summary.json").unlink(missing_ok=True)  # scores of fewer steps or of other samples
+        shards.tidy(self / CHECKPOINT)
         for path in self.path.glob("*.*.part"):  # of a process that was killed while it wrote
             if re.search(r"\.\d+\.part$", path.name):
                 path.unlink(missing_ok=True)
