@@ -33,7 +33,8 @@ def open_folder(run):
         return before
     run.ranks.wait()  # every rank has read the folder before one writes
     if run.ranks.main:
-        folder.begin(run.command, vars(c), run.precision.ledger(), run.device, run.step)
+        logged = run.step - run.interval
+        folder.begin(run.command, vars(c), run.precision.ledger(), run.device, run.step, logged)
     if before:
         run.peak = before["peak_memory"]
     return None

@@ -290,6 +290,26 @@ def test_metrics_jsonl(name, mine, capsys):
         assert "metrics.jsonl" in is_refused(capsys, command, "--diagnose", "runs/run")
 
 
+DAMAGES = {  # of lines that are JSON still
+    "none": lambda lines: lines,
+    "cut": lambda lines: lines[:1],
+    "empty": lambda lines: [],
+    "doubled": lambda lines: lines * 2,
+    "another step": lambda lines: [lines[0].replace(b'"step": 1', b'"step": 2'), *lines[1:]],
+    "no step": lambda lines: [b'{"loss": 1}\n', *lines[1:]],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_lines_of_metrics_that_this_run_has_not_written_are_said(name, mine, capsys):
+    path = mine / "metrics.jsonl"
+    path.write_bytes(b"".join(DAMAGES[name](path.read_bytes().splitlines(keepends=True))))
+    capsys.readouterr()
+    assert again() == 0
+    said = "curves may lie" in capsys.readouterr().err
+    assert said == (name not in ("none", "no step"))
+
+
 @pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "metrics.jsonl", "summary.json", ".lock"])
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a loop", "a link to a device"])
 def test_something_else_in_place_of_a_file(file, kind, mine, capsys):
