@@ -186,6 +186,9 @@ class Folder:
         differences: {flags of the run in the folder (a dict)} -> list of texts, one for each flag that
         differs.
         """
+        if os.fsencode(self.path).decode(errors="replace") != str(self.path):
+            alone = "TensorBoard writes into folders with a UTF-8 name alone"
+            raise Refused(f"{self}: {alone}: choose another --runs")
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:

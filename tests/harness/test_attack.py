@@ -93,6 +93,7 @@ FLAGS = {  # flags: what is said, "" for anything
     "--runs /dev/null": "/dev/null",
     "--runs file": "file",
     "--runs " + "r" * 5000: "",
+    "--runs r\udcff": "UTF-8",
     "--export .": "a folder",
     "--export folder": "a folder",
     "--export /dev/null": "a device",
