@@ -157,8 +157,10 @@ def all_pages(experiments, chosen, known, root, document):
         return found
     found[document] = front.page(experiments, known, Path(root))
     if root == HERE:  # not the log of a test
-        from experiments.log import doc_tables  # the benchmarks' own tables take torch's optimisers and more
+        # the benchmarks' own tables take torch's optimisers and more, the flags of trainings all tasks
+        from experiments.log import doc_tables, quality
 
+        found[quality.PATH] = quality.text(experiments, known)
         found |= doc_tables.updated(ROOT, experiments, known)
     return found
 

@@ -15,7 +15,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .cast import View
     from .errors import Refused
     from .optimizers.adafactor import Adafactor
     from .optimizers.adamw import AdamW
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from .precision import Precision
     from .recipes import Recipe, recipe
     from .sites import SITES, Site
+    from .view import View
     from .watch.compare import compare
     from .watch.watch import Watch
 
@@ -68,7 +68,7 @@ _MODULES = {
     "SGD": "optimizers.sgd",
     "SITES": "sites",
     "Site": "sites",
-    "View": "cast",
+    "View": "view",
     "Watch": "watch.watch",
     "compare": "watch.compare",
     "recipe": "recipes",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack
 
 import torch
-from torch import nn
 
-from .cast import Cast, View
+from .cast import Cast
+from .copies import copied
 from .errors import Refused
 from .optimizers import buckets
 from .rounding import exact_weight
+from .view import View
 
 CONVERTED = ("fp32", "bf16", "autocast", "fp16")  # values of the site generation that cast the copy anew
 
@@ -70,7 +70,7 @@ def _copy_of_net(run, values, staying):
             if method not in staying:
                 stack.enter_context(method.plain(run.model))
         if run.ranks is None:
-            return _copied(run.model).requires_grad_(False).eval()
+            return copied(run.model).requires_grad_(False).eval()
         net = run.ranks.copy(run.blank, values)
         return None if net is None else net.requires_grad_(False).eval()
 
@@ -80,15 +80,3 @@ def _converted(r):
     weights = "bf16" if r.generation == "bf16" else "fp32"
     compute = r.generation if r.generation in ("fp32", "fp16") else "bf16"
     return r.replace(weights=weights, grads=weights, compute=compute, islands="none")
-
-
-def _copied(net: nn.Module) -> nn.Module:
-    """A copy of a net. What a forward pass has left in its modules, an auxiliary loss for one, is detached:
-    torch copies no tensor with a graph.
-    """
-    known = {}  # deepcopy takes these for copies that it has made already
-    for module in net.modules():
-        for value in vars(module).values():
-            if torch.is_tensor(value) and value.grad_fn:
-                known[id(value)] = value.detach().clone()
-    return copy.deepcopy(net, known)

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from . import fsdp, ledger
-from .cast import Cast, View
+from .cast import Cast
 from .errors import Refused
+from .first_call import FirstCall
 from .frozen import frozen_view, weights_of
 from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed, sum_up
 from .layers import convolutions
@@ -30,6 +30,7 @@ from .layers.fp8 import FP8
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
 from .machine import settle_vector_math
+from .module import CastModule
 from .optimizers import buckets, build
 from .optimizers.average import average_kind
 from .optimizers.offload import offloaded
@@ -45,6 +46,7 @@ from .run_options import (
 )
 from .slips import MicroBatches, Slips
 from .telemetry import StepReport
+from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 METHODS = (Sparse24, FP8, Quantised)
@@ -133,7 +135,6 @@ class Precision:
         self.micro_batches = MicroBatches()
         self.slips = Slips(self)
         self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
-        self.example = None  # (args, kwargs) whose shapes FLOPs are counted on
         self.kept = None  # an activations.Meter of a forward pass, for the ledger
         if grad_release:
             self.release = Release(self.optimizer, self._gradient, clip_tensor, self._before_writing)
@@ -168,6 +169,7 @@ class Precision:
             convolutions.attach(net)
         self.release = None  # a release.Release, where backward updates
         self.view_of_model = View(net, r, self.methods, self.options.keep)
+        self.view_of_model.first_call = FirstCall(net)
         self.forward = forward
         return originals
 
@@ -225,14 +227,26 @@ class Precision:
             check_averages_gradients(wrapper)
         self.view_of_model.forward = wrapper
 
+    @property
+    def module(self) -> CastModule:
+        """An nn.Module that takes the net's place in a module that calls it: see module.py."""
+        return self.view_of_model.module
+
+    @property
+    def example(self) -> tuple[tuple, dict] | None:
+        """(args, kwargs) whose shapes FLOPs are counted on."""
+        return self.view_of_model.example
+
+    @example.setter
+    def example(self, call: tuple[tuple, dict]) -> None:
+        self.view_of_model.example = call
+
     # -- one training step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model on any arguments. Floating outputs, a loss formed inside among them, come back in the
         loss's dtype.
         """
-        if self.example is None and self.methods:
-            self.example = tree_map(_shape, (args, kwargs))
         return self.view_of_model(*args, **kwargs)
 
     def observe(self, on: bool) -> None:
@@ -433,7 +447,3 @@ class Precision:
     def ledger(self) -> ledger.Ledger:
         """The precision of this run: a row for each site, with value, bytes a parameter, and why."""
         return ledger.of(self, self.recipe.sites)
-
-
-def _shape(x):
-    return x.detach().to("meta") if torch.is_tensor(x) else x

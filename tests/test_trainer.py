@@ -26,9 +26,10 @@ from cli import (
     summary,
 )
 
+import strategies
 import train
 import trainer
-from harness import progress, ranks, reduction, run_folder
+from harness import printing, progress, ranks, reduction, run_folder
 from harness import summary as end
 from lowprec import precision
 from lowprec.errors import Refused
@@ -182,6 +183,21 @@ def test_a_run_prints_the_sites_that_differ_from_fp32_and_with_ledger_all(capsys
     whole = head_of(capsys, *flags, "--ledger")
     assert all(f"\n{site} " in whole for site in ("weights", "ema", "loss", "timesteps", "master"))
     assert "ledger" not in json.loads(Path("runs/run/config.json").read_text())["flags"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, ""),
+        ({"pure_bf16": True, "opt8bit": True, "kahan": True}, "no record of this recipe"),
+        ({"pure_bf16": True, "stochastic": True}, "6 pairs (000)"),
+        ({"pure_bf16": True, "stochastic": True, "lr": 1e-9}, "lr 3e-05, not 1e-09"),
+    ],
+)
+def test_a_run_prints_what_its_recipe_was_measured_to_cost(flags, said):
+    config = SimpleNamespace(**{**strategies.table().defaults(), **flags})
+    line = printing.known_cost(config, parameters=164_689)
+    assert said in line and bool(line) == bool(flags)
 
 
 # ---- The end of a run --------------------------------------------------------------------------------------

@@ -86,6 +86,9 @@ def verdict(pairs, result):
 # ---- Held-out loss -----------------------------------------------------------------------------------------
 
 
+HELD_OUT = "held-out loss"
+
+
 def held_out(record, weights):
     """(what it is, figure) of the loss of a finished run on held-out data; of its training without one.
 
@@ -94,10 +97,10 @@ def held_out(record, weights):
     own = record.get("scores", {}).get(weights, {})
     bins = own.get("loss_by_timestep")
     if bins and all(is_number(loss) for loss in bins):
-        return "held-out loss", statistics.fmean(bins)
+        return HELD_OUT, statistics.fmean(bins)
     for name in LOSSES:
         if is_number(own.get(name)):
-            return "held-out loss", own[name]
+            return HELD_OUT, own[name]
     return "training loss", record["final_loss"]
 
 
@@ -123,15 +126,18 @@ def diverged(record):
     return DIVERGED.search(record.get("failed", "")) is not None
 
 
-def loss_comparison(experiment, arm, known):
+def loss_comparison(experiment, arm, known, weights=None):
     """(what it is, pairs, stats.Equivalence or None) of an arm's loss against its baseline's, in percent.
 
-    Paired as the scores are. None where a run failed, or where the two train on different tasks.
+    weights: those whose loss is read; those of each arm's own score where none are named. Paired as the
+    scores are. None where a run failed, or where the two train on different tasks.
     """
     base_arm = experiment.arm(arm.baseline)
     own_records = records_of(experiment, arm, known)
     base_records = records_of(experiment, base_arm, known)
-    kind, own, base = losses_of(arm, finished(own_records), base_arm, finished(base_records))
+    own_losses = losses(finished(own_records), weights or weights_of(arm))
+    base_losses = losses(finished(base_records), weights or weights_of(base_arm))
+    kind, own, base = of_one_kind(own_losses, base_losses)
     seeds = [seed for seed in own if seed in base and base[seed] > 0]
     changes = [100 * (own[seed] / base[seed] - 1) for seed in seeds]
     runs = [*own_records.values(), *base_records.values()]
@@ -145,20 +151,24 @@ def loss_comparison(experiment, arm, known):
     return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
 
 
-def losses_of(arm, own_records, base_arm, base_records):
+def losses(records, weights):
+    """{seed: (held-out loss or None, training loss)} of finished runs."""
+    found = {}
+    for seed, record in records.items():
+        kind, loss = held_out(record, weights)
+        found[seed] = loss if kind == HELD_OUT else None, record["final_loss"]
+    return found
+
+
+def of_one_kind(own, base):
     """(what it is, {seed: loss} of an arm, the same of its baseline): a loss that all these runs have."""
-    own = {seed: held_out(r, weights_of(arm)) for seed, r in own_records.items()}
-    base = {seed: held_out(r, weights_of(base_arm)) for seed, r in base_records.items()}
-    kinds = {kind for kind, _ in [*own.values(), *base.values()]}
-    if kinds == {"held-out loss"}:
-        kind = "held-out loss"
+    held = [held for held, _ in [*own.values(), *base.values()]]
+    if held and None not in held:
+        kind, at = HELD_OUT, 0
     else:
-        kind = "training loss"
-    if len(kinds) > 1:
-        own = {seed: (kind, r["final_loss"]) for seed, r in own_records.items()}
-        base = {seed: (kind, r["final_loss"]) for seed, r in base_records.items()}
-    own_losses = {seed: loss for seed, (_, loss) in own.items()}
-    base_losses = {seed: loss for seed, (_, loss) in base.items()}
+        kind, at = "training loss", 1
+    own_losses = {seed: both[at] for seed, both in own.items()}
+    base_losses = {seed: both[at] for seed, both in base.items()}
     return kind, own_losses, base_losses
 
 

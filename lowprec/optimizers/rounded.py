@@ -149,12 +149,13 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
     Raises Refused for other dtypes of parameters, and for a state_dict of other shapes.
     """
 
-    moments = ()  # names of the values that it keeps for each weight
-    sites = {}  # {name: Site} of those that not every optimiser has
-    flags = {}  # {flag: default}, where its own default is another than AdamW's
-    of_run = {}  # {option: default} of build.build, where torch's optimiser of this name has another
+    moments: tuple[str, ...] = ()  # names of the values that it keeps for each weight
+    sites: dict = {}  # {name: Site} of those that not every optimiser has
+    flags: dict = {}  # {flag: default}, where its own default is another than AdamW's
+    of_run: dict = {}  # {option: default} of build.build, where torch's optimiser of this name has another
     average = None  # an EMA that is moved within the step
-    others = None  # the optimiser of the parameters that this one does not take, see build.divided
+    # the optimiser of the parameters that this one does not take, see build.divided
+    others: str | None = None
     signed = {"exp_avg": True, "exp_avg_sq": False}
     # values of a coded tensor that are in fp32 at once, 8 MiB for both moments, which stay in the cache of a
     # CPU; on a GPU four times as many, for a quarter of the kernels

@@ -30,6 +30,7 @@ COUNT = "count each step: bias corrections go by it"
 WIDE_COUNT = "keep step counters in fp32 or as integers"
 GROUP = "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]"
 USED = "is it used and not detached?"
+CHANGED = "find what writes p.grad after backward"
 RESET = "restore exp_avg_sq at a resume"
 NEW_BITS = "draw new bits for each step and each entry"
 
@@ -372,10 +373,44 @@ TENSOR = [
         Fault(
             site="grads",
             limit=2.0,
+            measure=measures_of_net.zero_gradient_of_zeros,
+            text="its gradient is 0 at each look, and it is 0 itself",
+            remedy="begin one of two factors with other values than 0",
+            rank=0.5,
+        ),
+        Fault(
+            site="grads",
+            limit=2.0,
             measure=measures_of_net.zero_gradient,
             text="its gradient is 0 at each look",
-            remedy=USED,
+            remedy=USED + " In some nets it is so by design",
+            severity="note",
             rank=0.5,
+        ),
+    ],
+    [
+        Fault(
+            site="grads",
+            limit=0.02,
+            measure=measures_of_net.partly_negated,
+            text="{share:.0%} of the entries of its gradient change their sign between backward and the step",
+            remedy=CHANGED,
+            severity="severe",
+        ),
+        Fault(
+            site="grads",
+            limit=0.02,
+            measure=measures_of_net.partly_zeroed,
+            text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
+            remedy=CHANGED,
+        ),
+        Fault(
+            site="grads",
+            limit=0.02,
+            measure=measures_of_net.masked,
+            text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
+            remedy="nothing, if it is a mask by plan",
+            severity="note",
         ),
     ],
     [
@@ -478,6 +513,47 @@ RUN = [
             text="clipping leaves {left:.1g} of the gradient's norm",
             remedy="clip at the norm that is usual, not far below it",
             rank=1.0,
+        ),
+    ],
+    [
+        Fault(
+            site="grads",
+            limit=0.0,
+            measure=measures_of_net.spoilt,
+            text="{whose} finite after backward, and not finite when the step begins",
+            remedy="check the norm and the factor that clipping computes: one of them is not finite",
+            severity="severe",
+            rank=9.5,
+        ),
+        Fault(
+            site="grads",
+            limit=0.0,
+            measure=measures_of_net.negated,
+            text="{whose} multiplied by {factor:.2g} between backward and the step",
+            remedy="check the norm and the factor that clipping computes: neither is below 0",
+            severity="severe",
+            rank=8.5,
+        ),
+        Fault(
+            site="grads",
+            limit=0.0,
+            measure=measures_of_net.zeroed,
+            text="{whose} set to 0 between backward and the step, at {share:.0%} of the looks",
+            remedy="check the clipping norm: an infinite one, as of fp16, makes a factor of 0. And find what "
+            "clears gradients before the step",
+            severe=0.5,
+            rank=8.0,
+        ),
+    ],
+    [
+        Fault(
+            site="grads",
+            limit=2.0,
+            measure=measures_of_net.all_zero_gradients,
+            text="the gradients of all tensors are 0 at each look",
+            remedy="does the loss depend on the net? In fp16 small gradients are 0: scale the loss",
+            severity="severe",
+            rank=7.0,
         ),
     ],
     [

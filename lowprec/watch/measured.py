@@ -27,6 +27,7 @@ class Measured:
         self.errors = watch.errors.columns()
         self.moment_errors = watch.moment_errors.columns()
         self.extra = watch.extra.columns()
+        self.changes = watch.gradients.changes.columns()
         self.known = getattr(watch.answers, "known", True)
         # torch's own round to nearest, and often several times a step, which looks like noise
         self.torchs = type(getattr(watch.answers, "inner", None)).__module__.startswith("torch.optim")
@@ -47,6 +48,13 @@ class Measured:
     def lost_of_all(self):
         """Share of the wanted movement of all weights that was not written."""
         return self.total().get("update", 0.0)
+
+    @functools.cached_property
+    def all_zero(self):
+        """Whether the gradients of all tensors were 0 at each look, and backward gave them so."""
+        looked_at = [one for one in self.tensors if one.facts.looks]
+        idle = [one for one in looked_at if one.facts.idle == one.facts.looks and not one.change.zeroed]
+        return len(looked_at) > 1 and len(idle) == len(looked_at)
 
     @functools.cached_property
     def some_rates_live(self):
@@ -71,7 +79,7 @@ class Measured:
         if self.watch.alive is None or self.watch.alive.looks < 3:
             return {}
         alive = self.watch.alive
-        return dict(zip(alive.index, alive.entries.cpu().split(alive.lengths), strict=True))
+        return dict(zip(alive.tensors, alive.entries.cpu().split(alive.lengths), strict=True))
 
     def total(self):
         """{site: share lost of what all tensors wanted}."""
@@ -101,6 +109,7 @@ class Tensor:
         self.average = seen.averages[i] if seen.averages else None
         self.averaging = seen.averaging[i] if seen.averages else None
         self.extra = seen.extra[i]
+        self.change = seen.changes[i]  # of its gradient between backward and the step
         self.facts = self.watch.facts[i]
 
     @property

@@ -106,6 +106,11 @@ class Watch:
             self.optimizer.register_step_post_hook(self._after),
         ]
         self._hold(True)
+        self._listen()
+
+    def _listen(self):
+        if not self.compiled:
+            self.gradients.listen()
 
     def _watch_optimizer(self, optimizer, others):
         self.optimizer = hooked(optimizer)
@@ -240,8 +245,8 @@ class Watch:
             self._stepped()
         # the step after a look too: what became of its weights is seen before that writes
         self._hold(self.follow or self._due(self.steps + 1))
-        if self._due(self.steps + 1) and not self.compiled:
-            self.gradients.listen(self.looks)
+        if self._due(self.steps + 1):
+            self._listen()
 
     def _freed(self):
         """Whether backward has updated parameters and freed their gradients, see release.Release."""
@@ -293,7 +298,7 @@ class Watch:
     def _remember_alive(self, look):
         entries, looks = look.g != 0, 1
         then = self.alive
-        if then is not None and (then.index, then.lengths) == (look.index, look.lengths):
+        if then is not None and (then.tensors, then.lengths) == (look.index, look.lengths):
             entries, looks = entries | then.entries, then.looks + 1
         self.alive = Alive(look.index, look.lengths, entries, looks)
 

@@ -6,7 +6,7 @@ import pytest
 from lab import TOML, record, write
 
 from experiments import report
-from experiments.log import definition, doc_tables, front, overview, stats
+from experiments.log import definition, doc_tables, front, overview, quality, stats
 from experiments.log.analysis import verdict_by_rule
 from experiments.log.records import recorded
 from lowprec.errors import Refused
@@ -92,3 +92,18 @@ def test_a_table_takes_the_place_of_the_one_below_its_marker():
     assert doc_tables.replaced(empty, "t", "| new |", "page") == "a\n\n<!-- t -->\n| new |\n\nb\n"
     with pytest.raises(Refused, match="must stand there once"):
         doc_tables.replaced("a", "t", "| new |", "page")
+
+
+def test_the_evidence_of_the_package_is_what_the_records_say(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03, "stochastic": -0.001})
+    nearest, stochastic = quality.comparisons([experiment], known)
+    assert nearest.recipe == "pure_bf16" and nearest.flags == "--pure_bf16" and nearest.kind == "U-Net"
+    changes = [3 * (1 + seed / 10) for seed in range(6)]
+    assert nearest.change == pytest.approx(statistics.fmean(changes), abs=1e-3) and nearest.pairs == 6
+    assert nearest.low == pytest.approx(nearest.change - (nearest.high - nearest.change), abs=2e-3)
+    assert nearest.weights == "average" and nearest.experiment == "001" and nearest.steps == 4
+    assert stochastic.high < 0
+    more = [nearest._replace(change=nearest.change + up, parameters=up) for up in (1, 2)]
+    [pooled] = quality.pool([nearest, *more, nearest._replace(pairs=2, change=90.0)])
+    assert pooled.rows == 3 and pooled.pairs == 18 and pooled.worst_change == nearest.change + 2
+    assert pooled.change == pytest.approx(nearest.change + 1, abs=2e-3)

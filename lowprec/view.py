@@ -1,0 +1,125 @@
+"""A net called in a recipe's dtypes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from .cast import narrowed, to
+from .first_call import FirstCall
+from .machine import exact_math
+from .mixed import explain
+from .module import CastModule
+
+
+class View:
+    """A net called as Recipe r says: floating inputs cast, products in its dtype, floating outputs in the
+    loss's dtype.
+
+    A loss that the net forms inside comes back in the loss's dtype too, but a net of bf16 weights that forms
+    it from bf16 logits has rounded it by then: see Precision's fp32_outputs. The view holds no optimiser and
+    shares nothing with a run but what it is given. keep: names of arguments of forward that are left as they
+    are (timesteps have a precision of their own), and keys of a dict that is one. A forward of `*args` has no
+    names: pass such an argument by keyword. Integer inputs are left too.
+    """
+
+    def __init__(self, net: nn.Module, r, methods: Iterable = (), keep: str | Iterable[str] = ()):
+        self.net = net
+        self.recipe = r
+        self.methods = methods
+        self.keep = {keep} if isinstance(keep, str) else set(keep)
+        self.forward = net  # a compiled or distributed wrapper may take its place
+        self.device = next(net.parameters()).device
+        base_model: Any = getattr(net, "get_base_model", None)  # PEFT's own forward says *args
+        inner = net if base_model is None else base_model()
+        self.arguments = list(inspect.signature(inner.forward).parameters)
+        self.example = None  # (args, kwargs) of the first call, whose shapes FLOPs are counted on
+        self.first_call: FirstCall | None = None  # what says once that a call loses something
+
+    @functools.cached_property
+    def module(self) -> CastModule:
+        """An nn.Module that is called as this view is, to take the net's place in another module."""
+        return CastModule(self)
+
+    @contextmanager
+    def context(self):
+        """What forward runs in: autocast for 8- and 16-bit products of fp32 weights, TF32 as the recipe says,
+        and what the methods ask for.
+        """
+        r = self.recipe
+        with ExitStack() as stack:
+            stack.enter_context(self.exact())
+            if not r.low_weights and r.compute in ("bf16", "fp16", "fp8"):
+                stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
+            for method in self.methods:
+                stack.enter_context(method.context())
+            yield
+
+    def exact(self) -> AbstractContextManager:
+        """A context in which fp32 products on CUDA are fp32, or TF32 where the recipe says so."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        return exact_math(self.recipe.compute == "tf32")
+
+    def cast(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """(args, kwargs) as the net takes them."""
+        return self._cast(self.arguments, args, kwargs)
+
+    def _cast(self, arguments, args, kwargs):
+        if not self.recipe.low_weights:
+            return args, kwargs
+        named = list(zip(_names(arguments, args), args, strict=True))
+        if self.first_call is not None:
+            self.first_call.check_inputs([*named, *kwargs.items()], self.keep)
+        args = tuple(self._low(name, value) for name, value in named)
+        return args, {name: self._low(name, value) for name, value in kwargs.items()}
+
+    def _low(self, name, value):
+        if name in self.keep:
+            return value
+        if type(value) is dict and self.keep & value.keys():  # a batch, whose keys are names too
+            return {key: self._low(key, part) for key, part in value.items()}
+        if type(value) is list and any(type(part) is dict for part in value):  # a batch as detectors take it
+            return [self._low(name, part) for part in value]
+        return to(torch.bfloat16, value, narrowed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What forward returns, floating tensors in the loss's dtype. Raises Refused, with the remedy, where
+        the net mixes dtypes that it can't.
+        """
+        return self._called(self.forward, self.arguments, args, kwargs)
+
+    def call(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What another method of the net returns, called as forward is."""
+        return self._called(method, list(inspect.signature(method).parameters), args, kwargs)
+
+    def _called(self, function, arguments, args, kwargs):
+        if self.example is None and self.methods and function is self.forward:
+            self.example = tree_map(_shape, (args, kwargs))
+        args, kwargs = self._cast(arguments, args, kwargs)
+        try:
+            with self.context():
+                out = function(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            explain(error, self, {**dict(zip(_names(arguments, args), args, strict=True)), **kwargs})
+            raise
+        if self.first_call is not None:
+            self.first_call.check_outputs(out)
+        return to(self.recipe.dtype("loss"), out)
+
+
+def _names(arguments, args):
+    """A name, or None, for each of the args."""
+    nameless = [None] * len(args)  # for a forward of *args
+    return [*arguments, *nameless][: len(args)]
+
+
+def _shape(x):
+    return x.detach().to("meta") if torch.is_tensor(x) else x

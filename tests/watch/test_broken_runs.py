@@ -1,0 +1,207 @@
+"""Broken runs that go on as if nothing were wrong: each is named with its cause, and healthy ones beside them
+are not.
+"""
+
+import pytest
+import torch
+from test_watch_loop import eager, losing, net
+from torch import nn
+
+from lowprec import rounding
+from lowprec.watch.watch import Watch
+
+eager = eager
+FIRST, LAST = "0.weight", "3.weight"
+
+
+class Loop:
+    """A loop over a tiny net. A case says what happens after backward and after the step, and how it looks.
+
+    graded, stepped: called with the loop. make: parameters -> optimiser. every: steps between looks.
+    """
+
+    def __init__(self, graded=None, stepped=None, make=None, steps=13, every=3, dtype=torch.float32, **watch):
+        self.model = net(dtype)
+        make = make or (lambda params: torch.optim.AdamW(params, lr=1e-3))
+        self.optimizer = make(self.model.parameters())
+        self.step = 0
+        self.watch = Watch(self.model, self.optimizer, every=every, **watch)
+        for self.step in range(steps):
+            torch.manual_seed(rounding.hash64(self.step) >> 1)
+            self.forward()
+            if graded:
+                graded(self)
+            self.optimizer.step()
+            with torch.no_grad():
+                if stepped:
+                    stepped(self)
+        self.watch.remove()
+
+    def forward(self):
+        x = torch.randn(32, 16).to(next(self.model.parameters()).dtype)
+        self.optimizer.zero_grad()
+        (self.model(x).float() - x[:, :4].float()).square().mean().backward()
+
+    @property
+    def named(self):
+        return dict(self.model.named_parameters())
+
+    def scale(self, factor, part=""):
+        for name, p in self.named.items():
+            if part in name:
+                p.grad.mul_(factor)
+
+
+def says(watch, site, tensor, words, severity=None):
+    """Whether the worst finding is that one."""
+    worst = watch.findings()[0]
+    assert (worst.site, worst.tensor) == (site, tensor), str(watch)
+    assert words in f"{worst.text} -> {worst.remedy}", str(watch)
+    assert severity is None or worst.severity == severity, str(watch)
+    assert watch.diagnosis().status == 1
+
+
+# ---- Gradients between backward and the step ---------------------------------------------------------------
+
+
+def clipped_by_an_fp16_norm(loop):
+    """The norm of these gradients is infinite in fp16."""
+    for p in loop.named.values():
+        p.grad.mul_(2.0**20)
+    norm = nn.utils.get_total_norm([p.grad for p in loop.named.values()]).half()
+    for p in loop.named.values():
+        p.grad.mul_(torch.clamp(1.0 / norm, max=1.0))
+
+
+def sometimes_zero(loop):
+    if loop.step % 2:
+        loop.scale(0.0)
+
+
+def flipped_rows(loop):
+    loop.named[FIRST].grad[:32].neg_()
+
+
+def zeroed_rows(loop):
+    loop.named[FIRST].grad[:32].zero_()
+
+
+def zeroed_third(loop):
+    """An aligned part, which else looks as if it were detached."""
+    loop.named[FIRST].grad[:, :4].zero_()
+
+
+GRADIENTS = {
+    "times -0.5": (lambda loop: loop.scale(-0.5), "", "multiplied by -0.5", "severe"),
+    "times -1": (lambda loop: loop.scale(-1.0), "", "multiplied by -1 ", "severe"),
+    "times 0": (lambda loop: loop.scale(0.0), "", "set to 0 between backward and the step", "severe"),
+    "an infinite norm": (clipped_by_an_fp16_norm, "", "an infinite one, as of fp16", "severe"),
+    "a norm of NaN": (lambda loop: loop.scale(torch.nan), "", "finite after backward, and not", "severe"),
+    "times infinity": (lambda loop: loop.scale(torch.inf), "", "finite after backward, and not", "severe"),
+    "zero at times": (sometimes_zero, "", "set to 0 between backward and the step", None),
+    "one tensor negated": (lambda loop: loop.scale(-1.0, FIRST), FIRST, "its gradient is multi", "severe"),
+    "one tensor zeroed": (lambda loop: loop.scale(0.0, FIRST), FIRST, "its gradient is set to 0", "severe"),
+    "half of a tensor negated": (flipped_rows, FIRST, "50% of the entries of its gradient change", "severe"),
+    "half of a tensor zeroed": (zeroed_rows, FIRST, "50% of the entries of its gradient are set", "moderate"),
+    "columns zeroed": (zeroed_third, FIRST, "25% of the entries of its gradient are set", "moderate"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sgd", [False, True], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("change, tensor, words, severity", GRADIENTS.values(), ids=GRADIENTS)
+def test_a_changed_gradient_is_named(change, tensor, words, severity, sgd):
+    make = (lambda params: torch.optim.SGD(params, lr=1e-3)) if sgd else None
+    says(Loop(change, make=make).watch, "grads", tensor, words, severity)
+
+
+def clipped(loop):
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+
+
+def clipped_by_value(loop):
+    nn.utils.clip_grad_value_(loop.model.parameters(), 1e-4)
+
+
+def clipped_each(loop):
+    for p in loop.model.parameters():
+        nn.utils.clip_grad_norm_([p], 0.01)
+
+
+def noisy(loop):
+    for p in loop.model.parameters():
+        p.grad.add_(torch.randn_like(p), alpha=float(p.grad.std(correction=0)))
+
+
+def centred(loop):
+    for p in loop.model.parameters():
+        if p.dim() > 1:
+            p.grad.sub_(p.grad.mean(1, keepdim=True))
+
+
+def sharpened(loop):
+    """SAM: a second backward pass at other weights."""
+    with torch.no_grad():
+        moved = [0.05 * p.grad / p.grad.norm() for p in loop.named.values()]
+        for p, way in zip(loop.named.values(), moved, strict=True):
+            p.add_(way)
+    loop.forward()
+    with torch.no_grad():
+        for p, way in zip(loop.named.values(), moved, strict=True):
+            p.sub_(way)
+
+
+def inner_gradient(loop):
+    """MAML and Hessian-vector products ask for gradients that no step reads."""
+    x = torch.randn(32, 16)
+    torch.autograd.grad(loop.model(x).square().mean(), list(loop.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "change", [clipped, clipped_by_value, clipped_each, noisy, centred, sharpened, inner_gradient]
+)
+def test_gradients_that_are_changed_by_plan_are_healthy(change):
+    watch = Loop(change).watch
+    assert losing(watch) == set(), str(watch)
+
+
+def test_an_inner_gradient_is_no_micro_batch():
+    """MAML's, of a bf16 net, whose second derivative is what the step reads."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watch = Watch(model, optimizer, every=2)
+    for step in range(12):
+        torch.manual_seed(step)
+        x = torch.randn(16, 16).bfloat16()
+        params = dict(model.named_parameters())
+        loss = nn.functional.mse_loss(torch.func.functional_call(model, params, (x,)), x)
+        inner = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(params.items(), inner, strict=True)}
+        optimizer.zero_grad()
+        nn.functional.mse_loss(torch.func.functional_call(model, fast, (x,)), x).backward()
+        optimizer.step()
+    assert "accumulate" not in {site for site, _ in losing(watch)}, str(watch)
+
+
+def test_a_gradient_of_0_by_design_is_a_note():
+    """A Wasserstein critic's last bias."""
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-4)
+    watch = Watch(critic, optimizer, every=2)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (critic(torch.randn(32, 2)).mean() - critic(torch.randn(32, 2) + 1).mean()).backward()
+        optimizer.step()
+    assert losing(watch) == set(), str(watch)
+    assert [f.tensor for f in watch.findings()] == ["2.bias"]
+
+
+def test_a_loss_that_does_not_depend_on_the_net_is_named():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch = Watch(model, optimizer, every=1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (0.0 * model(torch.randn(8, 16)).sum()).backward()
+        optimizer.step()
+    says(watch, "grads", "", "of all tensors are 0 at each look", "severe")
