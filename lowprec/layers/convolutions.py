@@ -10,7 +10,7 @@ docs/reports.md.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,12 +62,16 @@ def _look(module, args, out):
         node.register_hook(_with_onednn)
 
 
+def _use_onednn(on):
+    torch.backends.mkldnn.enabled = on
+
+
 def _without_onednn(gradients):
-    torch.backends.mkldnn.enabled = False
+    _use_onednn(False)
 
 
 def _with_onednn(found, gradients):
-    torch.backends.mkldnn.enabled = True
+    _use_onednn(True)
 
 
 def _is_narrow(node):
@@ -108,16 +112,16 @@ def is_wrong(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, geometry:
     x, weight, g = (torch.empty_like(t).normal_(generator=draw) for t in (x, weight, out.detach()))
     before = torch.backends.mkldnn.enabled
     try:
-        torch.backends.mkldnn.enabled = False
+        _use_onednn(False)
         right = weight_gradient(g, x, weight, geometry).float()
-        torch.backends.mkldnn.enabled = True
+        _use_onednn(True)
         for _ in range(3):
             _leave_behind(float("nan"), weight, x, g)
             found = weight_gradient(g, x, weight, geometry).float()
             if not (found - right).norm() <= 0.05 * right.norm():  # NaN is wrong
                 return True
     finally:
-        torch.backends.mkldnn.enabled = before
+        _use_onednn(before)
     return False
 
 
@@ -138,7 +142,7 @@ def _leave_behind(value, *tensors):
 
 # ---- What the commands say ---------------------------------------------------------------------------------
 
-KNOWN = {
+KNOWN: dict[str, tuple[type, dict[str, Any], tuple[int, ...]]] = {
     "3x3x3 over a depth of 2": (nn.Conv3d, dict(padding=1), (2, 32, 2, 6, 6)),
     "3x3 with stride 2 over one pixel": (nn.Conv2d, dict(padding=1, stride=2), (2, 32, 1, 1)),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec import __main__ as command
+from lowprec import check
 from lowprec.layers import convolutions
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
@@ -68,7 +68,7 @@ def test_only_the_gradient_of_a_wrong_layer_goes_without_onednn(name, flag, wron
 
 
 def test_the_commands_name_what_is_wrong(wrong_by_onednn):
-    assert "3x3x3 over a depth of 2" in command.report()
+    assert "3x3x3 over a depth of 2" in check.report(lambda flags, reason: [])
 
 
 def test_a_layer_that_is_right_keeps_its_kernel(monkeypatch):
