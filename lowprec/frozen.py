@@ -54,7 +54,7 @@ def frozen_view(run, source: str, sites: dict[str, str]) -> View | None:
     if converts and run.ranks is None:
         run.cast.undo(net)
     if converts or run.ranks is not None:
-        Cast(net, r)
+        Cast(net, r, run.options, frozen=False)
     for name, p in net.named_parameters():
         if name in values:
             p.copy_(values[name])

@@ -33,15 +33,21 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
     if not view.recipe.low_weights:
         return
     if NO_KERNEL.search(text):
-        place = _Place(error, view.net)
-        raise Refused(
-            f"{place}: torch has no bf16 kernel for this ({first_line(error)}): {AUTOCAST[3:]}"
-        ) from error
-    if not MIXED.search(text):
+        what = "torch has no bf16 kernel for this"
+    elif MIXED.search(text):
+        what = "fp32 met bf16"
+    else:
         return
     place = _Place(error, view.net)
-    hints = _hints(place, view, arguments)
-    raise Refused(f"{place}: fp32 met bf16 ({first_line(error)}): {'; '.join([*hints, AUTOCAST])}") from error
+    hints = _hints(place, view, arguments) if what == "fp32 met bf16" else _fp32_module(place)
+    raise Refused(f"{place}: {what} ({first_line(error)}): {'; '.join([*hints, AUTOCAST])}") from error
+
+
+def _fp32_module(place):
+    module = place.name_of.get(place.called)
+    if not module:
+        return []
+    return [f"Precision(..., fp32_modules={(module,)}) computes '{module}' in fp32"]
 
 
 def _hints(place, view, arguments):
@@ -58,11 +64,11 @@ def _hints(place, view, arguments):
     if found:
         hints.append(f"fp32 there: {', '.join(list(found)[:4])}; cast it to x.dtype in forward")
     if buffers:
-        hints.append(
-            f"the fp32 buffer {buffers[0]} is cast by Precision(..., dtypes={{'{buffers[0]}': 'bf16'}})"
-        )
+        dtypes = {re.sub(r"\b\d+\b", "*", name): "bf16" for name in buffers}
+        hints.append(f"for a buffer that training does not change: Precision(..., dtypes={dtypes})")
+    hints += _fp32_module(place)
     if frozen:
-        hints.append(f"the frozen weight {frozen[0]} is cast by recipe(..., sites=['frozen=bf16'])")
+        hints.append(f"the frozen weight {frozen[0]} is cast by recipe(..., sites=['frozen=cast'])")
     part = _only_part_with_weights(net)
     if part and place.module is not net and not buffers:
         hints.append(f"give Precision '{part}' alone, which has all weights, and put run.module in its place")
@@ -77,7 +83,8 @@ class _Place:
     def __init__(self, error: Exception, net: nn.Module):
         self.net = net
         self.name_of = {module: name for name, module in net.named_modules()}
-        self.module: nn.Module | None = None  # the innermost that was called
+        self.module: nn.Module | None = None  # the innermost one whose code ran
+        self.called: nn.Module | None = None  # the innermost one whose forward ran
         self.frames = []  # of code that is not torch's, within the call of the net
         self.leaf = None  # the frame of a layer of torch's that was given the tensor
         step = error.__traceback__
@@ -91,6 +98,8 @@ class _Place:
         in_torch = frame.f_code.co_filename.startswith(TORCH)
         if inside:
             self.module = owner
+            if frame.f_code.co_name == "forward":
+                self.called = owner
             self.leaf = frame if in_torch else None
         if self.module is not None and not in_torch:
             self.frames.append((frame, line))
@@ -123,13 +132,12 @@ class _Place:
             value = _value(frame.f_locals, name)
             if _is_fp32(value):
                 found[name] = value
-        for name, value in frame.f_locals.items():
+        others = dict(frame.f_locals)
+        if self.leaf is None and isinstance(frame.f_locals.get("self"), nn.Module):
+            others = {**dict(frame.f_locals["self"].named_buffers("self", recurse=False)), **others}
+        for name, value in others.items():
             if _is_fp32(value):
                 found.setdefault(name, value)
-        if self.leaf is None and isinstance(frame.f_locals.get("self"), nn.Module):
-            for name, value in frame.f_locals["self"].named_buffers("self", recurse=False):
-                if _is_fp32(value):
-                    found.setdefault(name, value)
         return found
 
 
@@ -155,8 +163,12 @@ def _value(names, dotted):
 
 def _sharing_memory(found, named):
     """The names of tensors that any of `found` is, or is a view of."""
-    storages = {t.untyped_storage().data_ptr() for t in found.values()}
-    return [name for name, t in named.items() if _is_fp32(t) and t.untyped_storage().data_ptr() in storages]
+    name_of = {}
+    for name, t in named.items():
+        if _is_fp32(t):
+            name_of[t.untyped_storage().data_ptr()] = name
+    storages = [t.untyped_storage().data_ptr() for t in found.values()]
+    return list(dict.fromkeys(name_of[storage] for storage in storages if storage in name_of))
 
 
 def _only_part_with_weights(net):

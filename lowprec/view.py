@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from .cast import narrowed, to
@@ -41,6 +42,7 @@ class View:
         inner = net if base_model is None else base_model()
         self.arguments = list(inspect.signature(inner.forward).parameters)
         self.example = None  # (args, kwargs) of the first call, whose shapes FLOPs are counted on
+        self.moves_average = False  # whether forward may move an fp32 average towards bf16 weights
         self.first_call: FirstCall | None = None  # what says once that a call loses something
 
     @functools.cached_property
@@ -60,6 +62,8 @@ class View:
                 stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
             for method in self.methods:
                 stack.enter_context(method.context())
+            if self.moves_average:
+                stack.enter_context(MixedLerp())
             yield
 
     def exact(self) -> AbstractContextManager:
@@ -113,6 +117,20 @@ class View:
         if self.first_call is not None:
             self.first_call.check_outputs(out)
         return to(self.recipe.dtype("loss"), out)
+
+
+class MixedLerp(TorchFunctionMode):
+    """Within it lerp_ takes two dtypes, as mul_ and add_ do: an fp32 average goes towards bf16 weights."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.lerp_:
+            average, end, *rest = args
+            args = (average, end.to(average.dtype), *rest)
+        elif function is torch._foreach_lerp_:
+            averages, ends, *rest = args
+            ends = [end.to(t.dtype) for t, end in zip(averages, ends, strict=True)]
+            args = (averages, ends, *rest)
+        return function(*args, **(kwargs or {}))
 
 
 def _names(arguments, args):
