@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .cast import Into
 from .errors import Refused, first_line
 
 # how torch says that two tensors of an operation have different dtypes, or that it has no bf16 kernel
-MIXED = re.compile(r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal")
-NO_KERNEL = re.compile(r"not implemented for '?BFloat16")
+MIXED = re.compile(r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal|mixed dtype")
+NO_KERNEL = re.compile(r"not implemented for '?BFloat16|not supported. Got BFloat16")
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 NAME = re.compile(r"[A-Za-z_][\w.]*")
 AUTOCAST = "or take recipe(bf16=True), which keeps fp32 weights and casts for each product"
@@ -50,6 +51,36 @@ def _fp32_module(place):
     return [f"Precision(..., fp32_modules={(module,)}) computes '{module}' in fp32"]
 
 
+def adapt(error: Exception, view: Any) -> bool:
+    """Let a layer of torch's that the net gave fp32, and that raised an error for it, take bf16 from now on,
+    with all layers that differ from it in a number of their name alone. Returns whether there was one.
+    """
+    if not MIXED.search(str(error)):
+        return False
+    place = _Place(error, view.net)
+    name = place.name_of.get(place.module)
+    if place.leaf is None or not _takes_bf16(place.module) or not _is_fp32(place.leaf.f_locals.get("input")):
+        return False
+    numbered = _without_numbers(name)
+    for module, other in place.name_of.items():
+        if _without_numbers(other) == numbered and _takes_bf16(module):
+            module.register_forward_pre_hook(Into(torch.bfloat16), with_kwargs=True)
+            view.adapted.append(other or type(module).__name__)
+    return True
+
+
+def _takes_bf16(module):
+    """Whether it is a layer of torch's with bf16 weights that was not adapted yet."""
+    of_others = not type(module).__module__.startswith("torch.nn")
+    if of_others or any(isinstance(hook, Into) for hook in module._forward_pre_hooks.values()):
+        return False
+    return any(p.dtype == torch.bfloat16 for p in module.parameters(recurse=False))
+
+
+def _without_numbers(name):
+    return re.sub(r"\b\d+\b", "*", name)
+
+
 def _hints(place, view, arguments):
     """What to do about the tensors that are fp32 where the error arose."""
     net = view.net
@@ -64,13 +95,13 @@ def _hints(place, view, arguments):
     if found:
         hints.append(f"fp32 there: {', '.join(list(found)[:4])}; cast it to x.dtype in forward")
     if buffers:
-        dtypes = {re.sub(r"\b\d+\b", "*", name): "bf16" for name in buffers}
+        dtypes = {_without_numbers(name): "bf16" for name in buffers}
         hints.append(f"for a buffer that training does not change: Precision(..., dtypes={dtypes})")
     hints += _fp32_module(place)
     if frozen:
         hints.append(f"the frozen weight {frozen[0]} is cast by recipe(..., sites=['frozen=cast'])")
     part = _only_part_with_weights(net)
-    if part and place.module is not net and not buffers:
+    if part and not buffers:
         hints.append(f"give Precision '{part}' alone, which has all weights, and put run.module in its place")
     if kept:
         hints.append(f"the argument {kept[0]} stays fp32: leave it out of Precision's keep")
@@ -133,7 +164,8 @@ class _Place:
             if _is_fp32(value):
                 found[name] = value
         others = dict(frame.f_locals)
-        if self.leaf is None and isinstance(frame.f_locals.get("self"), nn.Module):
+        names_attribute = any(name.startswith("self.") for name in found)
+        if self.leaf is None and not names_attribute and isinstance(frame.f_locals.get("self"), nn.Module):
             others = {**dict(frame.f_locals["self"].named_buffers("self", recurse=False)), **others}
         for name, value in others.items():
             if _is_fp32(value):

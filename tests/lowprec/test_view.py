@@ -165,13 +165,13 @@ def test_mixed_dtypes_name_an_argument_that_is_left_alone():
     class Timed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.time = nn.Linear(8, 8)
+            self.time = nn.Parameter(torch.eye(8))
 
         def forward(self, x, t):
-            return x + self.time(t)
+            return x + t @ self.time
 
     x = torch.ones(2, 8)
-    words = ("the argument t stays fp32", "cast it to x.dtype in forward", "keep")
+    words = ("the argument t stays fp32", "fp32 there: t;", "cast it to x.dtype in forward", "keep")
     refused(lambda: start(LOW, Timed())(x, x), *words)
     refused(lambda: start(LOW, Timed())(x, t=x), *words)
     assert start(LOW, Timed(), keep=())(x, x).dtype == torch.float32
