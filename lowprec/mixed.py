@@ -14,7 +14,9 @@ from .cast import Into
 from .errors import Refused, first_line
 
 # how torch says that two tensors of an operation have different dtypes, or that it has no bf16 kernel
-MIXED = re.compile(r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal|mixed dtype")
+MIXED = re.compile(
+    r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal|mixed dtype"
+)
 NO_KERNEL = re.compile(r"not implemented for '?BFloat16|not supported. Got BFloat16")
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 NAME = re.compile(r"[A-Za-z_][\w.]*")

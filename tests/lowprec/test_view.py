@@ -154,7 +154,7 @@ MEETINGS = {
 @pytest.mark.parametrize("how", MEETINGS)
 def test_mixed_dtypes_name_the_buffer_and_the_remedy(how):
     x = torch.ones(2, 8)
-    words = ("cast it to x.dtype in forward", "buffer basis", "dtypes={'basis': 'bf16'}", "recipe(bf16=True)")
+    words = ("cast it to x.dtype in forward", "dtypes={'basis': 'bf16'}", "recipe(bf16=True)")
     refused(lambda: start(LOW, Projected(MEETINGS[how]))(x), *words)
     remedy = start(dict(LOW, sites=["buffers=bf16"]), Projected(MEETINGS[how]))
     assert remedy(x).isfinite().all()
