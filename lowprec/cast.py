@@ -120,7 +120,25 @@ def parts_of_leaf(x):
         return dict(x), operator.setitem
     if isinstance(x, list):
         return dict(enumerate(x)), operator.setitem
+    homes = [base.__module__ for base in type(x).__mro__]
+    if any(home.startswith("torch_geometric.data") for home in homes):  # a batch of graphs
+        return _parts_of_graphs(x)
+    if hasattr(x, "__dict__") and not isinstance(x, type | nn.Module) and not homes[0].startswith("torch."):
+        return {name: value for name, value in vars(x).items() if torch.is_tensor(value)}, setattr
     return {}, None
+
+
+def _parts_of_graphs(x):
+    parts = {}
+    for number, store in enumerate(getattr(x, "stores", ())):
+        for key, value in store.items():
+            parts[number, key] = value
+
+    def put(x, place, value):
+        number, key = place
+        x.stores[number][key] = value
+
+    return parts, put
 
 
 # ---- Borders -----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .errors import Refused
 from .formats import FORMATS
@@ -271,6 +272,10 @@ NET = (
     Rule(
         lambda net: next(net.parameters(), None) is None,
         "the model has no parameters: there is nothing to train",
+    ),
+    Rule(
+        lambda net: any(map(is_lazy, net.parameters())),
+        "the model has layers whose weights are not made yet (nn.LazyLinear): call it once on a batch first",
     ),
     Rule(
         lambda net: not any(p.requires_grad for p in net.parameters()),

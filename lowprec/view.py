@@ -41,7 +41,7 @@ class View:
         self.device = next(net.parameters()).device
         base_model: Any = getattr(net, "get_base_model", None)  # PEFT's own forward says *args
         inner = net if base_model is None else base_model()
-        self.arguments = list(inspect.signature(inner.forward).parameters)
+        self.arguments = _parameters(inner.forward)
         self.example = None  # (args, kwargs) of the first call, whose shapes FLOPs are counted on
         # after the first call. In it layers are found that the net gives fp32, and they take it in bf16
         self.settled = not r.low_weights
@@ -115,7 +115,7 @@ class View:
 
     def call(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
         """What another method of the net returns, called as forward is."""
-        return self._called(method, list(inspect.signature(method).parameters), args, kwargs)
+        return self._called(method, _parameters(method), args, kwargs)
 
     def _called(self, function, arguments, args, kwargs):
         if self.example is None and self.methods and function is self.forward:
@@ -138,6 +138,14 @@ class View:
         if self.first_call is not None:
             self.first_call.check_outputs(out)
         return to(self.recipe.dtype("loss"), out)
+
+
+def _parameters(function):
+    """The names of a function's parameters; [] where Python does not know them, as of a traced net."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:
+        return []
 
 
 class Start:
