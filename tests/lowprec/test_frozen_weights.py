@@ -1,4 +1,4 @@
-"""Weights that are not trained: their dtype, their row, their absence from a checkpoint; averages in the net."""
+"""Weights that are not trained: dtype, row, absence from a checkpoint; averages in the net."""
 
 import copy
 
@@ -223,7 +223,7 @@ def test_a_teacher_that_is_cast_on_request_is_told():
         stuck = way_of_teacher(dict(LOW, sites=["frozen=cast"]), "lerp_")
     with pytest.warns(UserWarning):
         moving = way_of_teacher(dict(LOW, sites=["frozen=cast"]), "mul_ and add_", dtypes={"teacher": "fp32"})
-    assert stuck < 0.2 * moving
+    assert stuck < 0.5 * moving
 
 
 def test_what_is_taken_for_an_average():
