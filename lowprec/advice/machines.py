@@ -113,8 +113,9 @@ def size(text: str) -> int:
     units = {"": 1, "m": 2**20, "mib": 2**20, "mb": 10**6, "g": GIB, "gib": GIB, "gb": 10**9, "tib": 2**40}
     found = re.fullmatch(r"([0-9.]+) *([a-z]*)", str(text).strip().lower())
     try:
-        memory = int(float(found[1]) * units[found[2]])
-    except (TypeError, ValueError, KeyError, OverflowError):
+        number, unit = found.groups() if found else ("", "")
+        memory = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
         raise Refused(f"--memory {text}: write a number and a unit, as in 24GiB or 512MiB") from None
     if memory < 2**20:
         raise Refused(f"--memory {text}: no net fits into that; write a number and a unit, as in 24GiB")

@@ -30,8 +30,7 @@ def draw(advice, file: str) -> None:
         _point(axes, row, row.total / parameters)
     budget = advice.machine.memory * (1 - advice.machine.margin) / parameters
     axes.axvline(budget, color="black", linestyle="--", linewidth=1)
-    place = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
-    axes.annotate("memory", (budget, 1), rotation=90, **place)
+    axes.text(budget, 0.99, "memory", rotation=90, ha="right", va="top", transform=axes.get_xaxis_transform())
     axes.axhline(0, color="black", linewidth=0.5)
     largest = max(row.total for row in rows) / parameters
     if budget < 3 * largest:
