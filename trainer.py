@@ -148,7 +148,7 @@ class Trainer:
         )
         if c.fsdp and not self.draws:
             refuse_optimizer(run.optimizer, run.optimizer_name, spread=True)
-        run.example = self.task.example()
+        run.view_of_model.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)
         if self.ranks.world > 1 and any(p._post_accumulate_grad_hooks for p in run.params):
