@@ -226,6 +226,23 @@ TENSOR = [
         Fault(
             site="exp_avg_sq",
             limit=None,
+            measure=measures.all_begun_anew,
+            text="its second moment and the weight itself began anew before step {step}",
+            remedy="nothing, if it is a restart by plan as of ReLoRA",
+            severity="note",
+            rank=0.5,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
+            measure=measures.v_begun_anew,
+            text="both moments were 0 at step {step}, after steps with gradients: they began anew",
+            remedy="restore the optimiser's state at a resume; nothing, if it is a restart by plan",
+            rank=1.0,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
             measure=measures.v_all_zero_in_fp16,
             text="all zero at step {step}: fp16 holds no squares so small",
             remedy=NO_FP16,
