@@ -189,6 +189,7 @@ TRAINING = (
         type=count,
     ),
     training("seed", 0, "seed of weights, data order, noise and rounding", kind="draw", type=seed),
+    training("noise_seed", None, "seed of the noise of rounding alone (default: that of --seed)", type=seed),
     training(
         "optimizer",
         "adamw",

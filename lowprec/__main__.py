@@ -1,6 +1,7 @@
 """The library's own command.
 
     python -m lowprec                        its version, what this machine can do, which kernels it would use
+    python -m lowprec advise --params 7e9    which recipe to train a net in, and what it takes and costs
     python -m lowprec compare BEFORE AFTER   two checkpoints of any program: what did training move?
 
 Exit status: 0, 1 for findings of `compare`, 2 for bad input, which ends in one line.
@@ -9,6 +10,7 @@ Exit status: 0, 1 for findings of `compare`, 2 for bad input, which ends in one 
 import sys
 
 from .check import report
+from .errors import Refused
 
 # the flags that `recommended_flags` gives -> the same as arguments of the library
 START = {
@@ -31,12 +33,24 @@ def main(argv=None):
     if not argv:
         print(report(start))
         return 0
-    if argv[0] == "compare":
+    try:
+        return command(*argv)
+    except Refused as error:
+        print(f"lowprec: {error}", file=sys.stderr)
+        return 2
+
+
+def command(name, *words):
+    """The exit status of one of the commands. Each is imported where it is asked for: it takes a second."""
+    if name == "advise":
+        from .advice import command
+
+        return command.main(list(words))
+    if name == "compare":
         from .watch import compare
 
-        return compare.main(argv[1:])
-    print(f"lowprec: unknown command {argv[0]!r}; there is: compare BEFORE AFTER", file=sys.stderr)
-    return 2
+        return compare.main(list(words))
+    raise Refused(f"unknown command {name!r}; there are: advise, compare BEFORE AFTER")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import fnmatch
 import operator
 import types
 from collections.abc import Callable
@@ -15,12 +16,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
+from .frozen_weights import averages_inside, check_dtypes, dtypes_of_frozen, matching
 from .layers import convolutions
 from .optimizers import buckets
 from .roles import roles
+from .rounding import DTYPES
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
 
+CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 ROLE_OF_ISLAND = {"norm": "norm", "embed": "embedding", "final": "head"}
 
 
@@ -117,76 +121,211 @@ def parts_of_leaf(x):
         return dict(x), operator.setitem
     if isinstance(x, list):
         return dict(enumerate(x)), operator.setitem
+    homes = [base.__module__ for base in type(x).__mro__]
+    if any(home.startswith("torch_geometric.data") for home in homes):  # a batch of graphs
+        return _parts_of_graphs(x)
+    if hasattr(x, "__dict__") and not isinstance(x, type | nn.Module) and not homes[0].startswith("torch."):
+        return {name: value for name, value in vars(x).items() if torch.is_tensor(value)}, setattr
     return {}, None
+
+
+def _parts_of_graphs(x):
+    parts = {}
+    for number, store in enumerate(getattr(x, "stores", ())):
+        for key, value in store.items():
+            parts[number, key] = value
+
+    def put(x, place, value):
+        number, key = place
+        x.stores[number][key] = value
+
+    return parts, put
+
+
+# ---- Borders -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Into:
+    """A hook before forward: floating inputs in a dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module, args, kwargs):
+        return to(self.dtype, (args, kwargs))
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOf:
+    """A hook after forward: floating outputs in a dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module, args, out):
+        return to(self.dtype, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class AsGiven:
+    """A hook after forward: outputs in the dtype of an input of the same shape. A module with fp32 buffers
+    alone, a norm with frozen statistics or a codebook, gives back bf16 for bf16.
+    """
+
+    def __call__(self, module, args, kwargs, out):
+        inputs = tree_flatten((args, kwargs))[0]
+        low_shapes = {x.shape for x in inputs if torch.is_tensor(x) and x.dtype == torch.bfloat16}
+
+        def as_given(x, dtype):
+            return x.to(dtype) if x.dim() and x.shape in low_shapes else x
+
+        return to(torch.bfloat16, out, as_given) if low_shapes else out
+
+
+BORDERS = (Into, OutOf, AsGiven)
+
+
+def _remove_borders(model):
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            ours = [number for number, hook in hooks.items() if isinstance(hook, BORDERS)]
+            for number in ours:
+                del hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+                module._forward_hooks_with_kwargs.pop(number, None)
 
 
 # ---- Cast --------------------------------------------------------------------------------------------------
 
 
-def _into_island(module, args, kwargs):
-    return to(torch.float32, (args, kwargs))
-
-
-def _out_of_island(module, args, out):
-    return to(torch.bfloat16, out)
-
-
 class Cast:
     """A model brought to the dtypes of Recipe r, in place. Islands keep fp32 weights and cast at their
-    borders.
+    borders, and so do frozen parts in a dtype of their own.
 
-    whole: norm layers with running statistics, whose weights stay fp32 with their buffers. Raises Refused for
-    an island that the net does not have.
+    whole: norm layers with running statistics, whose weights stay fp32 with their buffers. averages: {frozen
+    part: the trained part of which it is an average}. options: the RunOptions that name single modules and
+    tensors, or None. frozen: whether frozen weights are held as the site says; False: as the others. Raises
+    Refused for an island that the net does not have, and for a name or pattern of nothing.
     """
 
-    def __init__(self, model: nn.Module, r):
-        self.hooks = []  # (name of an island, ids of its two hooks)
+    def __init__(self, model: nn.Module, r, options: Any = None, frozen: bool = True):
+        self.dtypes = dict(getattr(options, "dtypes", None) or {})
+        fp32_outputs = _matching_modules(model, "fp32_outputs", options)
+        by_name = _matching_modules(model, "fp32_modules", options) if r.low_weights else {}
+        within = {part for module in by_name for part in module.modules()}
         self.whole: list[nn.Module] = []
-        _remove_island_hooks(model)  # of an earlier Precision, whose islands these need not be
-        if not r.low_weights:
+        self.dtype_of_frozen: dict[nn.Module, torch.dtype] = {}
+        self.averages: dict[str, str] = {}
+        _remove_borders(model)  # of an earlier Precision, whose islands these need not be
+        check_dtypes(model, self.dtypes)
+        islands: list[nn.Module] = []
+        if r.low_weights:
+            islands, self.whole = exact_modules(model, r)
+        exact = {*islands, *self.whole, *within}
+        if frozen and not any(map(buckets.is_spread, model.parameters())):
+            self._find_frozen(model, r, exact)
+        if r.low_weights:
+            self._cast_low(model, r, exact)
+        elif self.dtype_of_frozen:
+            self._cast_wide(model)
+        else:
             model.float()
-            return
-        islands, self.whole = exact_modules(model, r)
-        _cast_parameters(model, (*islands, *self.whole))
-        _cast_buffers(model, r.dtype("buffers"))
+        self._borders(model, r, [*islands, *by_name], within - set(by_name), fp32_outputs)
+
+    def _find_frozen(self, model, r, exact):
+        """The frozen modules whose dtype is not that of the trained weights."""
+        weights = r.dtype("weights")
+        self.averages = averages_inside(model)
+        for module, dtype in dtypes_of_frozen(model, r, self.dtypes, self.averages).items():
+            if dtype != weights and module not in exact:
+                self.dtype_of_frozen[module] = dtype
+
+    def _cast_low(self, model, r, exact):
+        _cast_parameters(model, exact, self.dtype_of_frozen)
+        for name, module in model.named_modules():
+            apart = self.dtype_of_frozen.get(module)
+            _cast_buffers(name, module, apart or r.dtype("buffers"), self.dtypes)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
-        name_of = {module: name for name, module in model.named_modules()}
-        for module in islands:
-            before = module.register_forward_pre_hook(_into_island, with_kwargs=True)
-            after = module.register_forward_hook(_out_of_island)
-            self.hooks.append((name_of[module], before.id, after.id))
+
+    def _cast_wide(self, model):
+        """As model.float(), but for the frozen parts."""
+        dtype_of = {}
+        for module, dtype in self.dtype_of_frozen.items():
+            for t in (*_own_parameters(module), *module.buffers(recurse=False)):
+                dtype_of[t] = dtype
+        model._apply(lambda t: t.to(dtype_of.get(t, torch.float32)) if t.is_floating_point() else t)
+
+    def _borders(self, model, r, islands, within, fp32_outputs):
+        """Hooks that cast. within: modules in one that is fp32 as a whole, which need none."""
+        autocast = not r.low_weights and r.compute in ("bf16", "fp16", "fp8")
+        weights = r.dtype("weights")
+        around = dict.fromkeys(islands, torch.float32)
+        for module, dtype in self.dtype_of_frozen.items():
+            if not (autocast and isinstance(module, (nn.Linear, *CONVOLUTIONS))):  # which casts for itself
+                around[module] = dtype
+        if r.low_weights and r.buffers == "fp32":
+            around.update(dict.fromkeys(_parametrizations(model), torch.float32))
+            for module in _with_buffers_alone(model):
+                if module not in around:
+                    module.register_forward_hook(AsGiven(), with_kwargs=True)
+        for module, dtype in around.items():
+            if module in within:
+                continue
+            module.register_forward_pre_hook(Into(dtype), with_kwargs=True)
+            if module not in fp32_outputs:
+                module.register_forward_hook(OutOf(weights))
+        for module in fp32_outputs:
+            module.register_forward_hook(OutOf(torch.float32))
 
     def undo(self, net: nn.Module) -> nn.Module:
-        """Take our hooks out of `net`, a copy of the model; other people's stay."""
-        for name, before, after in self.hooks:
-            module = net.get_submodule(name)
-            module._forward_pre_hooks.pop(before, None)
-            module._forward_pre_hooks_with_kwargs.pop(before, None)
-            module._forward_hooks.pop(after, None)
+        """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
+        _remove_borders(net)
         convolutions.detach(net)
         return net
 
 
-def _remove_island_hooks(model):
+def _matching_modules(model, option, options):
+    """The modules that an option names. Raises Refused for a name or pattern of none."""
+    found = []
+    for pattern in getattr(options, option, ()):
+        named = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+        if not named:
+            raise Refused(f"{option}: no module of this net is called '{pattern}'")
+        found += named
+    return dict.fromkeys(found)
+
+
+def _parametrizations(model):
+    """Modules that compute a weight with buffers of their own, as spectral_norm does."""
+    found = []
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            ours = [number for number, hook in hooks.items() if hook in (_into_island, _out_of_island)]
-            for number in ours:
-                del hooks[number]
-                module._forward_pre_hooks_with_kwargs.pop(number, None)
+        if isinstance(module, nn.utils.parametrize.ParametrizationList):
+            found += [part for part in module.children() if _fp32_buffers(part)]
+    return found
 
 
-def _cast_parameters(model, whole):
-    """fp32 for the parameters of the modules `whole`, bf16 for the other floating ones."""
-    exact = set()
-    for module in whole:
-        exact.update(_own_parameters(module))
+def _with_buffers_alone(model):
+    """Modules with fp32 buffers and no parameters."""
+    return [m for m in model.modules() if _fp32_buffers(m) and next(m.parameters(), None) is None]
+
+
+def _fp32_buffers(module):
+    return [b for b in module.buffers(recurse=False) if b.dtype == torch.float32]
+
+
+def _cast_parameters(model, whole, dtype_of_module):
+    """fp32 for the parameters of the modules `whole`, bf16 for the other floating ones, but those in
+    `dtype_of_module`.
+    """
     dtype_of = {}
     for p in model.parameters():
         if p.is_floating_point():
-            dtype_of[p] = torch.float32 if p in exact else torch.bfloat16
+            dtype_of[p] = torch.bfloat16
+    for module, dtype in (*dtype_of_module.items(), *((module, torch.float32) for module in whole)):
+        for p in _own_parameters(module):
+            if p in dtype_of:
+                dtype_of[p] = dtype
     if any(map(buckets.is_spread, dtype_of)):  # what fully_shard keeps follows Module.to alone, not p.data
         model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)))
         return
@@ -194,8 +333,9 @@ def _cast_parameters(model, whole):
         p.data = p.data.to(dtype)
 
 
-def _cast_buffers(model, dtype):
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
+def _cast_buffers(module_name, module, dtype, dtypes):
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_floating_point():
+            full_name = f"{module_name}.{name}" if module_name else name
+            chosen = matching(full_name, dtypes)
+            setattr(module, name, buffer.to(DTYPES[chosen] if chosen else dtype))

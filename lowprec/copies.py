@@ -11,12 +11,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .cast import parts_of_leaf
+from .errors import Refused
 
 
 def copied(net: nn.Module, memo: dict | None = None) -> nn.Module:
     """A copy of a net. What a forward pass has left in its modules, an auxiliary loss or a list of attention
     maps, is detached: torch copies no tensor with a graph. memo: as of copy.deepcopy.
     """
+    if isinstance(net, torch.jit.ScriptModule):
+        raise Refused(
+            "a TorchScript net can't be copied: load run.weights() into the nn.Module that it was made of"
+        )
     known = {} if memo is None else memo  # deepcopy takes these for copies that it has made already
     for module in net.modules():
         for t in _with_graph(vars(module)):

@@ -21,12 +21,8 @@ def weights_of(run, source: str) -> dict[str, torch.Tensor]:
     """Precision.weights."""
     if source not in ("raw", *run.averages):
         raise Refused(f"weights '{source}': this run holds {', '.join(['raw', *run.averages])}")
-    trained = {}
-    for name, p in run.named_params:
-        if source == "raw":
-            trained[p] = exact_weight(buckets.local(p), run.low_part(p))
-        else:
-            trained[p] = run.averages[source].shadow[name]
+    trained = _last_weights(run) if source == "raw" else run.averages[source].shadow
+    trained = {p: trained[name] for name, p in run.named_params}
     with ExitStack() as stack:
         for method in run.methods:
             stack.enter_context(method.plain(run.model))
@@ -37,6 +33,16 @@ def weights_of(run, source: str) -> dict[str, torch.Tensor]:
     for method in run.methods:
         values = method.values(values)
     return values if run.ranks is None else run.ranks.gathered(values)
+
+
+def _last_weights(run):
+    """{name: fp32 tensor}: what the optimiser holds of each trained weight."""
+    found = {}
+    with run.optimizer.reading() as swapped:
+        for name, p in run.named_params:
+            held = exact_weight(buckets.local(p), run.low_part(p))
+            found[name] = held.clone() if swapped else held
+    return found
 
 
 @torch.no_grad()
@@ -54,7 +60,7 @@ def frozen_view(run, source: str, sites: dict[str, str]) -> View | None:
     if converts and run.ranks is None:
         run.cast.undo(net)
     if converts or run.ranks is not None:
-        Cast(net, r)
+        Cast(net, r, run.options, frozen=False)
     for name, p in net.named_parameters():
         if name in values:
             p.copy_(values[name])

@@ -13,17 +13,18 @@ nn.TransformerEncoderLayer, its fast path, which would pass by them, is turned o
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import fsdp, ledger
+from . import fsdp, ledger, saving
 from .cast import Cast
 from .errors import Refused
 from .first_call import FirstCall
 from .frozen import frozen_view, weights_of
+from .frozen_weights import warn_of_averages
 from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed, sum_up
 from .layers import convolutions
 from .layers.fp8 import FP8
@@ -74,8 +75,11 @@ class Precision:
     kept, 'device' or 'cpu'.
 
     init_loss_scale, growth_factor, backoff_factor, growth_interval: as of torch.amp.GradScaler. seed: of the
-    rounding noise. keep: arguments of forward whose dtype is left alone. blank: builds the net anew, for the
-    generator of a model that fully_shard has spread, see fsdp.py. method_options: as sparse24_decay.
+    rounding noise. keep: arguments of forward whose dtype is left alone. dtypes: {name or pattern: 'fp32' or
+    'bf16'} of single buffers and frozen weights. fp32_modules: names or patterns of modules that compute in
+    fp32 with fp32 weights, islands by name. fp32_outputs: of modules whose outputs are fp32, as of a head
+    whose logits become a loss within the net. blank: builds the net anew, for the generator of a model that
+    fully_shard has spread, see fsdp.py. method_options: as sparse24_decay.
     """
 
     def __init__(
@@ -106,6 +110,9 @@ class Precision:
         growth_interval: int = 2000,
         seed: int = 0,
         keep: Iterable[str] = ("t", "timestep", "timesteps"),
+        dtypes: Mapping[str, str] | None = None,
+        fp32_modules: Iterable[str] = (),
+        fp32_outputs: Iterable[str] = (),
         blank: Callable[[], nn.Module] | None = None,
         **method_options: Any,
     ):
@@ -159,7 +166,7 @@ class Precision:
         if r.low_weights and (r.master != "none" or r.kahan == "on"):
             trained = [p for p in net.parameters() if p.requires_grad]
             originals = [buckets.local(p).float().clone() for p in trained]
-        self.cast = Cast(net, r)
+        self.cast = Cast(net, r, self.options)
         for method in self.methods:
             method.convert(net)
         if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
@@ -170,6 +177,9 @@ class Precision:
         self.release = None  # a release.Release, where backward updates
         self.view_of_model = View(net, r, self.methods, self.options.keep)
         self.view_of_model.first_call = FirstCall(net)
+        if r.low_weights and self.cast.averages:
+            self.view_of_model.moves_average = True
+            warn_of_averages(self.cast.averages, r)
         self.forward = forward
         return originals
 
@@ -231,15 +241,6 @@ class Precision:
     def module(self) -> CastModule:
         """An nn.Module that takes the net's place in a module that calls it: see module.py."""
         return self.view_of_model.module
-
-    @property
-    def example(self) -> tuple[tuple, dict] | None:
-        """(args, kwargs) whose shapes FLOPs are counted on."""
-        return self.view_of_model.example
-
-    @example.setter
-    def example(self, call: tuple[tuple, dict]) -> None:
-        self.view_of_model.example = call
 
     # -- one training step
 
@@ -407,42 +408,20 @@ class Precision:
 
     # -- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only: loads with weights_only=True.
+    def state_dict(self, trainable_only: bool = False) -> dict[str, Any]:
+        """Tensors and plain values only: loads with weights_only=True. trainable_only: without the frozen
+        weights, say the base of adapters; buffers are in it.
 
         Of a model that is spread over ranks DTensors and state.Chunks, of this rank's parts, as
         torch.distributed.checkpoint saves and loads them on any number of ranks.
         """
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "averages": {name: average.state_dict() for name, average in self.averages.items()},
-            "scaler": self.scaler.state_dict(),
-            "skipped": self.skipped,
-        }
-        for method in self.methods:
-            if method.key:
-                state[method.key] = method.state_dict()
-        return state if self.ranks is None else self.ranks.wrapped(state, self.averages)
+        return saving.state_of(self, trainable_only)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state_dict of the same recipe, of whole tensors too where the model is spread over ranks.
         Raises Refused, KeyError or RuntimeError for another one's.
         """
-        if self.ranks is not None:
-            state = self.ranks.cut(state, self.state_dict())
-        weights = state["model"]
-        for method in self.methods:
-            weights = method.adapt(self.model.state_dict(), weights)
-        self.model.load_state_dict(weights)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for method in self.methods:
-            method.load_state_dict(state.get(method.key), self.low_part)
-        for name, average in self.averages.items():
-            average.load_state_dict(state["averages"][name])
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
-        self.skipped = state["skipped"]
+        saving.load_state(self, state)
 
     def ledger(self) -> ledger.Ledger:
         """The precision of this run: a row for each site, with value, bytes a parameter, and why."""

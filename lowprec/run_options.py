@@ -43,6 +43,9 @@ class RunOptions:
     growth_interval: int
     seed: int
     keep: Iterable[str]
+    dtypes: Mapping[str, str] | None
+    fp32_modules: Iterable[str]
+    fp32_outputs: Iterable[str]
     blank: Callable[[], torch.nn.Module] | None
 
     @classmethod

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from .cast import narrowed, to
 from .first_call import FirstCall
 from .machine import exact_math
-from .mixed import explain
+from .mixed import adapt, explain
 from .module import CastModule
 
 
@@ -39,8 +41,12 @@ class View:
         self.device = next(net.parameters()).device
         base_model: Any = getattr(net, "get_base_model", None)  # PEFT's own forward says *args
         inner = net if base_model is None else base_model()
-        self.arguments = list(inspect.signature(inner.forward).parameters)
+        self.arguments = _parameters(inner.forward)
         self.example = None  # (args, kwargs) of the first call, whose shapes FLOPs are counted on
+        # after the first call. In it layers are found that the net gives fp32, and they take it in bf16
+        self.settled = not r.low_weights
+        self.adapted: list[str] = []
+        self.moves_average = False  # whether forward may move an fp32 average towards bf16 weights
         self.first_call: FirstCall | None = None  # what says once that a call loses something
 
     @functools.cached_property
@@ -60,6 +66,8 @@ class View:
                 stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
             for method in self.methods:
                 stack.enter_context(method.context())
+            if self.moves_average:
+                stack.enter_context(MixedLerp())
             yield
 
     def exact(self) -> AbstractContextManager:
@@ -81,6 +89,15 @@ class View:
         args = tuple(self._low(name, value) for name, value in named)
         return args, {name: self._low(name, value) for name, value in kwargs.items()}
 
+    def _tell_adapted(self):
+        if self.adapted and self.first_call is not None:
+            more = f" and {len(self.adapted) - 3} more" if len(self.adapted) > 3 else ""
+            warnings.warn(
+                f"{', '.join(self.adapted[:3])}{more}: given fp32 by the net, and cast to bf16 for bf16 "
+                f"weights; Precision(..., fp32_modules={tuple(self.adapted[:3])}) computes them in fp32",
+                stacklevel=5,  # where run(...) is called
+            )
+
     def _low(self, name, value):
         if name in self.keep:
             return value
@@ -98,21 +115,72 @@ class View:
 
     def call(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
         """What another method of the net returns, called as forward is."""
-        return self._called(method, list(inspect.signature(method).parameters), args, kwargs)
+        return self._called(method, _parameters(method), args, kwargs)
 
     def _called(self, function, arguments, args, kwargs):
         if self.example is None and self.methods and function is self.forward:
             self.example = tree_map(_shape, (args, kwargs))
         args, kwargs = self._cast(arguments, args, kwargs)
-        try:
-            with self.context():
-                out = function(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            explain(error, self, {**dict(zip(_names(arguments, args), args, strict=True)), **kwargs})
-            raise
+        start = None if self.settled else Start(self)
+        while True:
+            try:
+                with self.context():
+                    out = function(*args, **kwargs)
+                break
+            except (RuntimeError, ValueError) as error:
+                if start is None or not adapt(error, self):
+                    explain(error, self, {**dict(zip(_names(arguments, args), args, strict=True)), **kwargs})
+                    raise
+            start.restore()
+        if not self.settled:
+            self.settled = True
+            self._tell_adapted()
         if self.first_call is not None:
             self.first_call.check_outputs(out)
         return to(self.recipe.dtype("loss"), out)
+
+
+def _parameters(function):
+    """The names of a function's parameters; [] where Python does not know them, as of a traced net."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:
+        return []
+
+
+class Start:
+    """What a call begins with, to begin it anew: random numbers, and tensors that forward may change."""
+
+    def __init__(self, view: View):
+        self.rng = torch.get_rng_state()
+        self.devices = [view.device] if view.device.type == "cuda" else []
+        self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
+        tensors = list(view.net.buffers())
+        if view.moves_average:
+            tensors += [p for p in view.net.parameters() if not p.requires_grad]
+        self.held = [(t, t.detach().clone()) for t in tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        torch.set_rng_state(self.rng)
+        for device, state in zip(self.devices, self.cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+        for t, value in self.held:
+            t.copy_(value)
+
+
+class MixedLerp(TorchFunctionMode):
+    """Within it lerp_ takes two dtypes, as mul_ and add_ do: an fp32 average goes towards bf16 weights."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.lerp_:
+            average, end, *rest = args
+            args = (average, end.to(average.dtype), *rest)
+        elif function is torch._foreach_lerp_:
+            averages, ends, *rest = args
+            ends = [end.to(t.dtype) for t, end in zip(averages, ends, strict=True)]
+            args = (averages, ends, *rest)
+        return function(*args, **(kwargs or {}))
 
 
 def _names(arguments, args):

@@ -200,6 +200,30 @@ def test_a_run_prints_what_its_recipe_was_measured_to_cost(flags, said):
     assert said in line and bool(line) == bool(flags)
 
 
+# ---- The noise of rounding ---------------------------------------------------------------------------------
+
+
+def test_another_noise_seed_changes_what_rounding_does_and_nothing_else():
+    stochastic = {"pure_bf16": True, "stochastic": True}
+    trained = {}
+    for name, flags in {
+        "as before": stochastic,
+        "the same": {**stochastic, "noise_seed": 3},
+        "other": {**stochastic, "noise_seed": 4},
+        "fp32": {},
+        "fp32 other": {"noise_seed": 4},
+    }.items():
+        run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8, "warmup": 0, "seed": 3, **flags})
+        run.ready()
+        loss, _ = run.train_step(False)
+        trained[name] = loss, run.precision.model.state_dict()
+    assert_same(trained["as before"], trained["the same"])
+    assert_same(trained["fp32"], trained["fp32 other"])
+    assert_same(trained["as before"][0], trained["other"][0])  # the first step: one net, one batch
+    with pytest.raises(AssertionError):
+        assert_same(trained["as before"], trained["other"])
+
+
 # ---- The end of a run --------------------------------------------------------------------------------------
 
 

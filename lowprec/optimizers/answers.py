@@ -19,6 +19,7 @@
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 
@@ -115,6 +116,12 @@ class Answers:
 
     def announce(self, grads, grad_scale):
         """Called before `wanted` is asked of the next step, with what that step will be given."""
+
+    def reading(self):
+        """A context in which the weights are those to evaluate. It gives whether these are others than those
+        that are trained, as of schedule-free optimisers.
+        """
+        return nullcontext(False)
 
     def attach(self, model):
         """Called once with the model, for optimisers that hang on its gradients."""

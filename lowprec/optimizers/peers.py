@@ -8,6 +8,7 @@ of PEERS.
 """
 
 import math
+from contextlib import contextmanager
 
 import torch
 
@@ -37,6 +38,24 @@ class Peer(Answers, torch.optim.Optimizer):
         self.inner = inner
         super().__init__(params_of(inner.param_groups), {})
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        # as schedule-free optimisers have
+        self.has_modes = callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None))
+        if self.has_modes:
+            inner.train()
+
+    @contextmanager
+    def reading(self):
+        if not self.has_modes:
+            yield False
+            return
+        trained = [p.detach().clone() for p in self.all_params()]
+        self.inner.eval()
+        try:
+            yield True
+        finally:
+            self.inner.train()
+            with torch.no_grad():  # to the bit: train() computes them back
+                torch._foreach_copy_(self.all_params(), trained)
 
     # -- one step
 

@@ -8,7 +8,7 @@ import math
 import torch
 
 from .net_state import NARROW
-from .writes import Sums, one_an_entry, totals
+from .sums import Sums, one_an_entry, totals
 
 # relative distance up to which a gradient is the one that backward gave, times a factor
 ALIKE = 0.02

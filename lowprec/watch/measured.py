@@ -31,9 +31,10 @@ class Measured:
         self.known = getattr(watch.answers, "known", True)
         # torch's own round to nearest, and often several times a step, which looks like noise
         self.torchs = type(getattr(watch.answers, "inner", None)).__module__.startswith("torch.optim")
+        self.by_chance = not self.torchs and _draws(watch)
         # small tensors say too little: all that one optimiser writes are rounded alike
-        self.weights_to_nearest = self.torchs or watch.errors.to_nearest
-        self.moments_to_nearest = self.torchs or watch.moment_errors.to_nearest
+        self.weights_to_nearest = not self.by_chance or watch.errors.to_nearest
+        self.moments_to_nearest = not self.by_chance or watch.moment_errors.to_nearest
         self.tensors = [Tensor(self, i) for i in range(len(self.names))]
 
     @functools.cached_property
@@ -54,7 +55,14 @@ class Measured:
         """Whether the gradients of all tensors were 0 at each look, and backward gave them so."""
         looked_at = [one for one in self.tensors if one.facts.looks]
         idle = [one for one in looked_at if one.facts.idle == one.facts.looks and not one.change.zeroed]
-        return len(looked_at) > 1 and len(idle) == len(looked_at)
+        # a product of two factors of 0 has gradients of 0: another row's
+        zeros = [one for one in idle if one.p.dim() > 1 and not bool(self.watch.pick(one.p).any())]
+        return len(looked_at) > 1 and len(idle) == len(looked_at) and not zeros
+
+    @functools.cached_property
+    def seen_breaking(self):
+        """Whether a look saw what first was not finite: gradients, or what a step wrote."""
+        return any(one.extra.burst or one.extra.infinite or one.change.spoilt for one in self.tensors)
 
     @functools.cached_property
     def some_rates_live(self):
@@ -91,6 +99,13 @@ class Measured:
             if measured:
                 found[site] = lost / max(wanted, 1e-300)
         return found
+
+
+def _draws(watch):
+    """Whether the optimiser may round by chance: all that draws random numbers, or can't be seen."""
+    narrow = [p for _, p in watch.named if p.dtype in net_state.NARROW and p.numel() and watch.state(p)]
+    sees = getattr(watch.answers, "draws", None)
+    return sees is None or not narrow or sees(narrow[0]) is not False
 
 
 class Tensor:
@@ -136,7 +151,7 @@ class Tensor:
         error = self.error if is_weight else self.moment_error
         if error.variance == 0:  # not plain 16 bits: fp32, a master, a compensation, codes
             return tally.unwritten() if self.seen.known or not is_weight else tally.lost
-        nearest = self.seen.torchs or error.to_nearest
+        nearest = not self.seen.by_chance or error.to_nearest
         if nearest is None:
             nearest = self.seen.weights_to_nearest if is_weight else self.seen.moments_to_nearest
         return tally.lost_to_nearest if nearest else tally.unwritten(error.spread)

@@ -205,3 +205,204 @@ def test_a_loss_that_does_not_depend_on_the_net_is_named():
         (0.0 * model(torch.randn(8, 16)).sum()).backward()
         optimizer.step()
     says(watch, "grads", "", "of all tensors are 0 at each look", "severe")
+
+
+# ---- fp16 and values that are not finite -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam]
+)
+def test_states_in_fp16_are_named_and_not_the_gradients_that_they_break(make):
+    watch = Loop(dtype=torch.half, make=lambda params: make(params, lr=1e-3)).watch
+    says(watch, "exp_avg_sq", FIRST, "in fp16 the optimiser's eps is 0", "severe")
+    assert {site for site, _ in losing(watch)} == {"exp_avg_sq"}
+    assert "smaller eps" not in str(watch) and "lower learning rate" not in str(watch)
+
+
+def test_states_in_fp16_are_named_where_no_look_saw_the_first_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32, bias=False)).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    watch = None
+    for step in range(6):
+        if step == 3:
+            watch = Watch(model, optimizer, every=1)
+        tokens = torch.randint(0, 32, (64,))
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(tokens).float(), torch.ones(64, 32))
+        (loss * 2.0**14).backward()
+        optimizer.step()
+    says(watch, "exp_avg_sq", FIRST.replace("3", "0"), "its eps of 1e-08 is 0 in fp16", "severe")
+
+
+def huge(loop):
+    if loop.step == 7:
+        loop.named[FIRST].data.fill_(torch.inf)
+
+
+def test_weights_that_are_not_finite_are_named_where_no_look_saw_it():
+    watch = Loop(stepped=huge).watch
+    says(watch, "weights", FIRST, "weights of its sample were not finite before a step", "severe")
+
+
+class DividesBy0(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["params"][0].data.div_(0.0)
+
+
+def test_a_step_that_makes_weights_not_finite_is_named():
+    watch = Loop(make=lambda params: DividesBy0(params, lr=1e-3)).watch
+    says(watch, "update", FIRST, "1,024 weights became not finite in a step whose gradients are finite")
+
+
+def test_a_second_moment_beyond_fp16_is_named():
+    """Of gradients whose loss scale was not taken off."""
+
+    def large(loop):
+        loop.scale(1e4 / max(float(p.grad.abs().max()) for p in loop.named.values()))
+
+    watch = Loop(large, dtype=torch.half, make=lambda p: torch.optim.AdamW(p, lr=1e-4, eps=1e-4)).watch
+    assert any("holds no squares above 65,504" in f.text for f in watch.findings()), str(watch)
+
+
+# ---- Other writers -----------------------------------------------------------------------------------------
+
+
+class TwoWriters(Loop):
+    """A second optimiser steps some of the weights too."""
+
+    def __init__(self, part, told=False):
+        self.part, self.told, self.second = part, told, None
+        super().__init__(stepped=self.also)
+
+    def also(self, loop):
+        if self.second is None:
+            chosen = [p for name, p in self.named.items() if self.part in name]
+            self.second = torch.optim.AdamW(chosen, lr=1e-3)
+            if self.told:
+                self.watch.elsewhere = set(chosen)
+        self.second.step()
+
+
+@pytest.mark.parametrize("part", ["", "3."])
+def test_a_second_writer_is_named(part):
+    found = {tensor for site, tensor in losing(TwoWriters(part).watch) if site == "update"}
+    assert found >= {LAST} and (FIRST in found) == (part == ""), found
+    assert losing(TwoWriters(part, told=True).watch) == set()
+
+
+def shrunk(loop):
+    for p in loop.named.values():
+        p.mul_(0.99)
+
+
+def moved_sometimes(loop):
+    if loop.step == 6:
+        shrunk(loop)
+
+
+def bounded(loop):
+    for p in loop.named.values():
+        p.clamp_(-0.05, 0.05)
+
+
+def pruned(loop):
+    loop.named[FIRST][:, ::2] = 0.0
+
+
+def normalised(loop):
+    """EDM2 and nGPT keep rows at one norm."""
+    for p in loop.named.values():
+        if p.dim() > 1:
+            p.div_(p.norm(dim=1, keepdim=True))
+
+
+def swapped_and_back(loop):
+    held = [p.clone() for p in loop.named.values()]
+    shrunk(loop)
+    for p, value in zip(loop.named.values(), held, strict=True):
+        p.copy_(value)
+
+
+def test_weights_that_are_changed_after_the_step_are_named():
+    watch = Loop(stepped=shrunk).watch
+    says(watch, "update", FIRST, "something else moves it after the step", "moderate")
+
+
+@pytest.mark.parametrize("change", [moved_sometimes, bounded, pruned, normalised, swapped_and_back])
+def test_weights_that_are_changed_by_plan_are_healthy(change):
+    watch = Loop(stepped=change).watch
+    assert losing(watch) == set(), str(watch)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_moments_that_pass_through_bf16_are_named(name):
+    def rounded(loop):
+        for state in loop.optimizer.state.values():
+            state[name].copy_(state[name].bfloat16())
+
+    watch = Loop(stepped=rounded).watch
+    assert ("exp_avg_sq", FIRST) in losing(watch), str(watch)
+    assert f"{name} is fp32, and all its values are bf16 numbers" in str(watch).replace("\n", " ").replace(
+        "  ", ""
+    )
+
+
+def test_swapped_betas_are_named():
+    watch = Loop(make=lambda params: torch.optim.AdamW(params, lr=1e-3, betas=(0.999, 0.9))).watch
+    says(watch, "optimizer", "", "betas are 0.999 and 0.9")
+
+
+# ---- Noise and fp16 that are none --------------------------------------------------------------------------
+
+
+class RoundsTwice(torch.optim.Optimizer):
+    """A stranger's optimiser in bf16: each operation is rounded to nearest."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                v.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                p.data.mul_(1 - 0.1 * group["lr"])
+                p.data.sub_(group["lr"] * p.grad / (v.sqrt() + 1e-8))
+
+
+class RoundsByChance(RoundsTwice):
+    """The same with noise, which all entries of a tensor share."""
+
+    def step(self, closure=None):
+        held = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+        super().step()
+        for p, old in held.items():
+            noise = torch.randint(1 << 16, (1,), dtype=torch.int32).expand(p.numel())
+            wide = (old.float() - 3e-4 * p.grad.float().sign()).flatten()
+            p.data.copy_(rounding.stochastic_round(wide, noise).view_as(p))
+
+
+def test_what_is_rounded_to_nearest_has_no_noise_to_blame():
+    watch = Loop(make=RoundsTwice, dtype=torch.bfloat16, steps=40).watch
+    assert not [f for f in watch.findings() if f.site.startswith("noise")], str(watch)
+
+
+def test_what_draws_is_seen():
+    for make, draws in ((RoundsTwice, False), (RoundsByChance, True)):
+        watch = Loop(make=make, dtype=torch.bfloat16, steps=4).watch
+        assert watch.answers.draws(watch.named[0][1]) is draws
+
+
+def test_sums_of_few_bf16_numbers_are_no_fp16():
+    """The gradients of one small tensor all are numbers of fp16, by chance."""
+
+    def few_bits(loop):
+        g = loop.named["3.bias"].grad
+        g.copy_(torch.tensor([5.0, 9.0, 300.0, 17.0]) * 2.0**-24)
+        loop.named["1.bias"].grad.copy_((1 + torch.arange(64.0)) * 2.0**-23)
+
+    assert losing(Loop(few_bits, make=lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-12)).watch) == set()
