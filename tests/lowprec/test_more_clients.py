@@ -253,7 +253,6 @@ TIMM = {
     "timm_beit": ("beit_base_patch16_224", dict(dtypes=BIASES), SMALL),
     "timm_convnext": ("convnext_atto", {}, dict(depths=(1, 1, 1, 1), dims=(4, 4, 8, 8))),
     "timm_deit3": ("deit3_small_patch16_224", {}, SMALL),
-    "timm_mixer": ("mixer_s16_224", {}, dict(img_size=32, embed_dim=16, num_blocks=1)),
 }
 SWIN = dict(img_size=32, patch_size=4, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4)
 TIMM["timm_swin"] = ("swin_tiny_patch4_window7_224", {}, SWIN)
