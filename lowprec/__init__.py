@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .advice.answer import advise
     from .errors import Refused
     from .optimizers.adafactor import Adafactor
     from .optimizers.adamw import AdamW
@@ -48,6 +49,7 @@ __all__ = [
     "Site",
     "View",
     "Watch",
+    "advise",
     "compare",
     "recipe",
 ]
@@ -70,6 +72,7 @@ _MODULES = {
     "Site": "sites",
     "View": "view",
     "Watch": "watch.watch",
+    "advise": "advice.answer",
     "compare": "watch.compare",
     "recipe": "recipes",
 }

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
 from .frozen_weights import averages_inside, check_dtypes, dtypes_of_frozen, matching
+from .layers import convolutions
 from .optimizers import buckets
 from .roles import roles
 from .rounding import DTYPES
@@ -220,7 +221,7 @@ class Cast:
         self.averages: dict[str, str] = {}
         _remove_borders(model)  # of an earlier Precision, whose islands these need not be
         check_dtypes(model, self.dtypes)
-        islands = []
+        islands: list[nn.Module] = []
         if r.low_weights:
             islands, self.whole = exact_modules(model, r)
         exact = {*islands, *self.whole, *within}
@@ -284,6 +285,7 @@ class Cast:
     def undo(self, net: nn.Module) -> nn.Module:
         """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
         _remove_borders(net)
+        convolutions.detach(net)
         return net
 
 

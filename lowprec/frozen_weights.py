@@ -21,7 +21,7 @@ def frozen_modules(model: nn.Module) -> dict[str, nn.Module]:
     """{name: module} of those all of whose parameters, their parts' included, are frozen. A bias that trains
     beside a frozen weight makes both a trained module's: one kernel takes them, in one dtype.
     """
-    with_trained = set()
+    with_trained: set = set()
     for name, p in model.named_parameters(remove_duplicate=False):
         if p.requires_grad:
             with_trained.update(_prefixes(name))

@@ -258,20 +258,27 @@ def _of_buffers(run):
 WORLDS = (1, 8, 64)  # numbers of ranks that are told where none is given
 
 
-def held(run, world: int) -> float:
-    """Bytes that the first of `world` ranks holds of a Precision that is not spread and may be on the meta
-    device. Its rows are the most: of weights, gradients, their sums, states and averages.
+def held(run, world: int) -> dict[str, float]:
+    """{part: bytes} that the first of `world` ranks holds of a Precision that is not spread and may be on the
+    meta device. Its rows are the most. Sums of micro-batches count as gradients.
     """
-    total = 0.0
+    found = dict.fromkeys(("weights", "grads", "states", "average"), 0.0)
     for p in run.params:
         rows = p.shape[0] if p.dim() else 1
         rows_of_first = -(-rows // world)
         share = rows_of_first / max(1, rows)
+        found["weights"] += share * p.nbytes
+        gradient = share * p.nbytes
+        if run.keeps_sums and p.dtype.itemsize < 4:
+            gradient += share * 4 * p.numel()
+        if run.release is None:
+            found["grads"] += gradient
+        else:  # freed within backward, one after the other
+            found["grads"] = max(found["grads"], gradient)
         states = sum(t.nbytes for name, t in run.optimizer.state[p].items() if name != "step")
-        summed_apart = run.keeps_sums and p.dtype.itemsize < 4
-        sums = 4 if summed_apart else 0
-        total += share * (2 * p.nbytes + states + (_bytes_of_an_average(run) + sums) * p.numel())
-    return total
+        found["states"] += share * states
+        found["average"] += share * _bytes_of_an_average(run) * p.numel()
+    return found
 
 
 def gathered(run, parts: Iterable[nn.Module]) -> int:
@@ -288,6 +295,9 @@ def gathered(run, parts: Iterable[nn.Module]) -> int:
 
 def of_a_rank(run, parts: Iterable[nn.Module], worlds: Iterable[int] = WORLDS) -> str:
     """`held` for each number of ranks and `gathered`, in a line."""
-    sizes = ", ".join(f"{held(run, world) / MIB:.1f} MiB as one of {world}" for world in worlds)
+    sizes = []
+    for world in worlds:
+        total = sum(held(run, world).values())
+        sizes.append(f"{total / MIB:.1f} MiB as one of {world}")
     at_once = f"and for a moment {gathered(run, parts) / MIB:.1f} MiB of whole blocks"
-    return f"a rank holds, of weights, gradients, states and averages: {sizes}; {at_once}"
+    return f"a rank holds, of weights, gradients, states and averages: {', '.join(sizes)}; {at_once}"

@@ -118,7 +118,7 @@ class _Place:
         self.name_of = {module: name for name, module in net.named_modules()}
         self.module: nn.Module | None = None  # the innermost one whose code ran
         self.called: nn.Module | None = None  # the innermost one whose forward ran
-        self.frames = []  # of code that is not torch's, within the call of the net
+        self.frames: list = []  # of code that is not torch's, within the call of the net
         self.leaf = None  # the frame of a layer of torch's that was given the tensor
         step = error.__traceback__
         while step is not None:
@@ -155,7 +155,7 @@ class _Place:
         """{name in the code: fp32 tensor} of that line; of all that its function knows, where it names none
         but what it has computed.
         """
-        found = {}
+        found: dict = {}
         if self.leaf is not None and _is_fp32(self.leaf.f_locals.get("input")):
             found["its input"] = self.leaf.f_locals["input"]
         if not self.frames:

@@ -25,7 +25,8 @@ from .errors import Refused
 from .first_call import FirstCall
 from .frozen import frozen_view, weights_of
 from .frozen_weights import warn_of_averages
-from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed
+from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed, sum_up
+from .layers import convolutions
 from .layers.fp8 import FP8
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
@@ -36,8 +37,15 @@ from .optimizers.average import average_kind
 from .optimizers.offload import offloaded
 from .optimizers.release import Release
 from .recipes import SITES, Recipe, Site, parse_average, recipe
-from .rules import NET, check_wrapped, refuse, refuse_optimizer
-from .run_options import RunOptions, check_averages_gradients, check_method_options, trained_groups
+from .rules import NET, check_wrapped, is_compiled, refuse, refuse_optimizer
+from .run_options import (
+    RunOptions,
+    check_averages_gradients,
+    check_method_options,
+    checked_recipe,
+    trained_groups,
+)
+from .slips import MicroBatches, Slips
 from .telemetry import StepReport
 from .view import View
 
@@ -120,7 +128,7 @@ class Precision:
         self.blank = blank
         self.device = next(net.parameters()).device
         self.ranks = fsdp.ranks_of(net)  # those that the net is spread over, or None
-        r = (r or Recipe()).keeping(*options.optimizers)
+        r = checked_recipe(r).keeping(*options.optimizers)
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         options.check(self.recipe, model, spread=self.ranks is not None)
 
@@ -131,6 +139,8 @@ class Precision:
         self._scaler()
 
         self.sums: ByParameter = {}  # the fp32 sum of each parameter's gradients over micro-batches
+        self.micro_batches = MicroBatches()
+        self.slips = Slips(self)
         self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
         self.kept = None  # an activations.Meter of a forward pass, for the ledger
         if grad_release:
@@ -162,6 +172,8 @@ class Precision:
         if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
             # in eval without gradients torch's fast path reads the weights, and calls no layer
             torch.backends.mha.set_fastpath_enabled(False)
+        if self.device.type == "cpu" and r.compute in ("bf16", "fp8") and not is_compiled(forward):
+            convolutions.attach(net)
         self.release = None  # a release.Release, where backward updates
         self.view_of_model = View(net, r, self.methods, self.options.keep)
         self.view_of_model.first_call = FirstCall(net)
@@ -186,7 +198,6 @@ class Precision:
             options.optimizer, groups, self.recipe, net=self.model, away=self.away, **options.of_optimizer
         )
         self.optimizer_name = build.title(self.optimizer, options.optimizer)
-        self.count_at_start = self._parameters_of_optimizer()
         spread = self.ranks is not None
         refuse_optimizer(self.optimizer, self.optimizer_name, spread=spread, states_on=options.states_on)
         self.optimizer.attach(self.model)
@@ -254,27 +265,16 @@ class Precision:
         several = self.accumulate > 1 or any(method.needs_sums for method in self.methods)
         return several and self.recipe.low_weights and self.recipe.accumulate == "fp32"
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch's mean loss, 0-dim. Gradients are averaged over `accumulate` calls.
-        Raises Refused within no_sync() of DistributedDataParallel where sums are kept in fp32.
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Backward of one micro-batch's mean loss, 0-dim. Gradients are averaged over `accumulate` calls, or,
+        with weights (numbers of tokens, say), over all calls before a step: sum(weight * g) / sum(weight).
+        Raises Refused within no_sync() of DistributedDataParallel where sums are kept in fp32, and for
+        weights where several processes average their gradients.
         """
         with self.view_of_model.exact():
-            self.scaler.scale(loss / self.accumulate).backward()
-        if not self.keeps_sums:
-            return
-        if self.reduce_sums is None and not getattr(self.forward, "require_backward_grad_sync", True):
-            raise Refused(
-                "micro-batches are summed in fp32 apart from p.grad: DDP would average the last alone: leave "
-                "no_sync() out, or take sites=('accumulate=bf16',)"
-            )
-        for p in self.params:
-            if p.grad is None:
-                continue
-            if p in self.sums:
-                self.sums[p].add_(p.grad)
-            else:
-                self.sums[p] = p.grad.float()
-            p.grad = None
+            self.scaler.scale(loss / self.micro_batches.divisor(self, weight)).backward()
+        if self.keeps_sums:
+            sum_up(self)
 
     @torch.no_grad()
     def step(self, measure: bool = False) -> dict[str, float]:
@@ -285,11 +285,11 @@ class Precision:
         and what the methods tell after observe(True). Raises Refused for gradients that are sparse or absent,
         and for parameters that the optimiser was given later.
         """
-        self._refuse_later_parameters()
         self.optimizer.collect()
         if self.reduce_sums and self.sums:
             self.reduce_sums(self.sums)
         grads = gradients_of(self)
+        self.slips.check(self, grads)
         self.scaler.unscale_(self.optimizer)
         for method in self.methods:
             method.on_grads(grads)
@@ -325,17 +325,8 @@ class Precision:
         that is not to count, or what the backward pass of another run has left in this net. step() ends so.
         """
         self.sums = {}
+        self.micro_batches.forget()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _parameters_of_optimizer(self):
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
-
-    def _refuse_later_parameters(self):
-        if self._parameters_of_optimizer() != self.count_at_start:
-            raise Refused(
-                "the optimiser has parameters that this run does not average, clip or sum: make Precision "
-                "while all that is ever trained has requires_grad=True, and freeze it then"
-            )
 
     @property
     def has_released(self) -> bool:

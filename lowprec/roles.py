@@ -57,7 +57,7 @@ def normalises(module):
     return _NORMALISES[module]
 
 
-_NORMALISES = weakref.WeakKeyDictionary()  # module -> what was found
+_NORMALISES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> what was found
 
 
 @torch.no_grad()

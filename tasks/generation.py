@@ -120,6 +120,17 @@ class Generation(Task):
     def load(cls, config):
         return two_of_each(super().load(config))
 
+    def notes(self):
+        found = super().notes()
+        count = len(self.data.train) + len(self.data.heldout)
+        samples = self.config.samples
+        if samples > 4 * count:
+            found.append(
+                f"{samples:,} images are drawn for the scores, and the data hold {count}: scoring may take "
+                f"longer than training; --samples {max(50, 2 * count)} draws fewer"
+            )
+        return found
+
     def nets(self):
         from models import GENERATIVE  # MONAI takes seconds to import, which --help does not wait for
 

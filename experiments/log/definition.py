@@ -32,6 +32,12 @@ NOT_AN_ARMS = (
 )
 
 
+MARKS = {  # the `marked` of an arm: what its page says of it
+    "together": "Arm, prediction and results first appear in one commit",
+    "known": "Added when the records that it reads were known, with a margin set then",
+}
+
+
 @dataclasses.dataclass(eq=False)
 class Arm:
     name: str
@@ -47,6 +53,8 @@ class Arm:
     cell: dict = dataclasses.field(default_factory=dict)  # {factor: level} of a factorial experiment
     series: str = ""  # with x: a point of the curve of this name
     x: float = 0.0
+    marked: str = ""  # one of MARKS: why git does not show that its prediction came before its results
+    baseline_was: str = ""  # the baseline that it had before its results were there
     headline: str = ""  # "net: recipe", its row in the figure that EXPERIMENTS.md opens with
 
     # load sets five more: `experiment`, the one it belongs to; `lower_is_better`, of its metric; `trained`,
@@ -76,6 +84,7 @@ class Experiment:
     # that of a one-sided test; `unplanned = true` where it was not. Without any: once, at all seeds, at 0.05
     looks: list = dataclasses.field(default_factory=list)
     missed: list = dataclasses.field(default_factory=list)  # titles of its missed predictions
+    second_reading: str = ""  # why the last weights are scored too, decided on after the results
 
     # load sets two more: `number` ("007") and `folder`
 
@@ -189,6 +198,7 @@ def _check(experiment, path):
         (all(math.isfinite(arm.x) for arm in arms), "the x of an arm is a finite number"),
         (all(arm.processes > 0 for arm in arms), "processes are 1 or more"),
         (all(arm.processes == 1 for arm in arms if arm.of), "an arm `of` another has no processes"),
+        (all(arm.marked in ("", *MARKS) for arm in arms), f"marked is one of {', '.join(MARKS)}"),
         (0 <= experiment.loss_margin < math.inf, "loss_margin is in percent, above 0"),
         (all(isinstance(title, str) for title in experiment.missed), "missed predictions are titles"),
         (_sound_looks(experiment.looks), f"looks are {LOOKS}"),

@@ -164,11 +164,11 @@ def draw_series(plt, data):
 
 
 def draw_bytes(plt, data):
-    """Score of every recipe against its bytes a parameter, most bytes first, with the 95 % interval of its
-    difference from the baseline.
+    """The change of the held-out loss of every recipe, with its 95 % interval, against its bytes a parameter,
+    most bytes first.
 
-    Recipes of about the same size stand side by side. The colour is the verdict; signs differ within a
-    colour. The band is the margin within which recipes equal the baseline.
+    Recipes of about the same size stand side by side. The colour says where the interval lies; signs differ
+    within a colour.
     """
     picture, axis = plt.subplots(figsize=(9, 4.5))
     taken, alike = {}, {}
@@ -178,25 +178,18 @@ def draw_bytes(plt, data):
         taken[column], alike[verdict] = taken.get(column, 0) + 1, i + 1
         bars = None if low is None else [[mean - low], [high - mean]]
         style = {"color": COLOURS[verdict], "marker": MARKS[i % len(MARKS)], "linestyle": "none"}
-        label = f"{size:.4g}  {name}: {verdict}"
+        label = f"{size:.4g}  {name}: {SIDES.get(verdict, verdict)}"
         axis.errorbar([x], [mean], yerr=bars, markersize=6, capsize=3, label=label, **style)
-    base = next((point[2] for point in data["points"] if point[5] == "baseline"), None)
-    if base is not None:
-        margin = data["margin"]
-        axis.axhspan(base - margin, base + margin, color="tab:green", alpha=0.12, linewidth=0)
-    values = [point[2] for point in data["points"]]
-    if min(values) > 0 and max(values) > 10 * min(values):
-        axis.set_yscale("log")
-    for name, value in data["levels"].items():
-        if value < 3 * max(values):
-            level(axis, name, value)
+    axis.axhline(0, color="grey", linewidth=1)
     axis.invert_xaxis()
     axis.grid(alpha=0.3)
-    shown = "mean over seeds; bars: 95 % interval of the paired difference; band: margin of equality"
-    axis.set_title(f"{data['title']}\n{shown}", fontsize=10)
+    axis.set_title(f"{data['title']}\nmean of the paired differences, with 95 % intervals", fontsize=10)
     axis.set(xlabel="bytes a parameter: weights, gradients, optimiser states", ylabel=data["y_label"])
     axis.legend(title="bytes  recipe", title_fontsize=8, **BESIDE)
     return picture
+
+
+SIDES = {"undecided": "interval holds 0"}
 
 
 def draw_factorial(plt, data):
@@ -309,7 +302,7 @@ def draw_change(axis, place, cell, edge):
 FIGURES = {  # name of the file: (how it is drawn, its version, what the pages call it), in their order
     "factorial": (draw_factorial, 1, "cells and effects"),
     "series": (draw_series, 1, "score over x"),
-    "bytes": (draw_bytes, 1, "score against bytes a parameter"),
+    "bytes": (draw_bytes, 2, "held-out loss against bytes a parameter"),
     "ranges": (draw_ranges, 1, "ranges by sampling step"),
     "samples": (draw_strips, 1, "samples of each arm from the same noise"),
     "loss_by_timestep": (draw_bins, 1, "loss by timestep"),

@@ -8,20 +8,21 @@ import math
 import re
 import statistics
 
-from experiments.log import figures, stats, tables
+from experiments.log import figures, second, stats, tables
 from experiments.log.analysis import (
     WAITS,
     across,
     comparison,
-    factorials,
     finite_scores,
+    from_changed_code,
     levels,
     look_of,
     loss_comparison,
     machine_of,
     needed,
-    ranges,
 )
+from experiments.log.curves import factorials, ranges
+from experiments.log.definition import MARKS
 from experiments.log.records import noted
 from experiments.log.tables import cell, decimals_of, markdown, percent
 from lowprec.errors import Refused
@@ -122,6 +123,8 @@ def results(experiment, known, used=0):
             "More columns (training loss, last weights, seconds, p) are in [table.csv](table.csv)."
         )
     parts.append("\n".join(f"- {sentence}" for sentence in facts(e, known, here)))
+    if told := second.reading(e, known):
+        parts.append(told)
     failed = [f"- {r['arm']}, seed {r['seed']}: {r['failed']}" for r in here if "failed" in r]
     if failed:
         parts.append("Runs that failed:\n\n" + "\n".join(failed))
@@ -175,7 +178,23 @@ def facts(experiment, known, here):
     said += fewer_seeds(e, known)
     if told := two_kinds_of_cpu(e, known):
         said.append(told)
-    return said + runs_told(e, here) + [check_told(check) for check in noted(e)]
+    return said + marks_told(e, known) + runs_told(e, here) + [check_told(check) for check in noted(e)]
+
+
+def marks_told(experiment, known):
+    """Sentences on the arms of which git does not show that all was fixed before the results."""
+    told = []
+    for mark, said in MARKS.items():
+        names = [arm.name for arm in experiment.arms if arm.marked == mark]
+        if names:
+            told.append(f"{said}: {', '.join(names)}.")
+    moved = [f"{arm.name} (was {arm.baseline_was})" for arm in experiment.arms if arm.baseline_was]
+    if moved:
+        told.append(f"The baseline was changed after the results: {', '.join(moved)}.")
+    changed = [arm.name for arm in experiment.arms if from_changed_code(experiment, arm, known)]
+    if changed:
+        told.append(f"Compared by runs of code with changes that are in no commit: {', '.join(changed)}.")
+    return told
 
 
 def two_kinds_of_cpu(experiment, known):

@@ -21,7 +21,7 @@ class Method:
 
     key = ""  # name of its state in a checkpoint; "": it has none beyond the model's own
     needs_sums = False  # whether bf16 gradients must be summed in fp32 for it
-    generates = None  # the value of the site generation in which copies of the model keep it
+    generates: str | None = None  # the value of the site generation in which copies of the model keep it
 
     @classmethod
     def attach(cls, model, recipe, **options):

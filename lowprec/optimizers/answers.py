@@ -45,7 +45,7 @@ class Answers:
     by_recipe = True  # whether it writes as the recipe says; peers write in their own way
     by_rows = True  # whether it steps some rows of a tensor as it steps them all, see lowprec.fsdp
     compiled = False
-    coders = {}  # {moment: formats.Format} of those held in codes
+    coders: dict = {}  # {moment: formats.Format} of those held in codes
 
     def low_part(self, p):
         """What completes weight p to the value held: int16 remainder, bf16 compensation, fp32 master, or

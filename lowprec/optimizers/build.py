@@ -268,7 +268,7 @@ def _ours(kind, params, r, options, seed, away):
             own[site] = r[site]
     for option in {"betas", "eps", *MOMENTUM_OPTIONS} - arguments(kind):
         options.pop(option, None)  # Lion has no eps, SGD neither
-    return kind(params, **options, **own)
+    return kind(params, **{**kind.of_run, **options}, **own)
 
 
 def _rounds_itself(r):

@@ -28,8 +28,9 @@ class Peer(Answers, torch.optim.Optimizer):
     """
 
     names = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
-    low = None  # name of the state that keeps what rounding lost
-    writes = {}  # {site: how it is written}: update, kahan, moments and decay, where not as the recipe says
+    low: str | None = None  # name of the state that keeps what rounding lost
+    # {site: how it is written}: update, kahan, moments and decay, where not as the recipe says
+    writes: dict = {}
     by_recipe = False
     by_rows = False
 

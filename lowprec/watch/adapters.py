@@ -17,6 +17,7 @@ from collections import OrderedDict, defaultdict
 from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import Refused
 from ..optimizers import peers
@@ -292,6 +293,20 @@ class Stranger(peers.Peer):
         update = twin.detach() - take(p).float()
         return update if self.elementwise else pick(update)
 
+    def draws(self, p):
+        """Whether a step of p draws random numbers, by which it could round; None where that can't be seen. A
+        copy of its dtypes is stepped.
+        """
+        twin = torch.nn.Parameter(local(p).detach().clone())
+        twin.grad = torch.full_like(twin, 1e-3) if p.grad is None else local(p.grad).clone()
+        drawing = Drawing()
+        try:
+            with undrawn(p.device), torch.no_grad(), torch.compiler.set_stance("force_eager"), drawing:
+                self._step(p, twin, local, wide=False)
+        except Exception:  # see _by_a_copy
+            return None
+        return drawing.seen
+
     def _accumulators(self, p, stepped, pick):
         """(name, (fp32 sample of a state of p, and of the one that a step of the copy left)): all but second
         moments, which are looked at by themselves.
@@ -305,8 +320,8 @@ class Stranger(peers.Peer):
             if after.shape == before.shape:
                 yield name, (before, after.float())
 
-    def _step(self, p, twin, take):
-        """Step the copy; its states then."""
+    def _step(self, p, twin, take, wide=True):
+        """Step the copy; its states then. wide: they are fp32."""
         inner = self.inner
         # copying would run its __setstate__, which changes shared groups
         other = object.__new__(type(inner))
@@ -317,7 +332,7 @@ class Stranger(peers.Peer):
         group = {name: apart(value) for name, value in self._group(p).items() if name != "params"}
         other.param_groups = [{**group, "params": [twin]}]
         other.state = defaultdict(dict)
-        state = self._copied_state(p, take)
+        state = self._copied_state(p, take, wide)
         if state:
             other.state[twin] = state
         other._optimizer_step_pre_hooks = OrderedDict()
@@ -325,8 +340,8 @@ class Stranger(peers.Peer):
         inspect.unwrap(type(inner).step)(other)
         return other.state[twin]
 
-    def _copied_state(self, p, take):
-        """The state of p in fp32; of tensors of its shape what `take` takes."""
+    def _copied_state(self, p, take, wide):
+        """The state of p, in fp32 or as it is; of tensors of its shape what `take` takes."""
         copied = {}
         for name, value in self.state.get(p, {}).items():
             if not torch.is_tensor(value):
@@ -334,8 +349,18 @@ class Stranger(peers.Peer):
                 continue
             alike = value.dim() > 0 and value.shape == p.shape
             value = take(value).clone() if alike else local(value).clone()
-            copied[name] = value.float() if value.is_floating_point() else value
+            copied[name] = value.float() if wide and value.is_floating_point() else value
         return copied
+
+
+class Drawing(TorchDispatchMode):
+    """Within it, `seen` tells whether torch has drawn a random number."""
+
+    seen = False
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.seen |= torch.Tag.nondeterministic_seeded in operation.tags
+        return operation(*args, **(kwargs or {}))
 
 
 def apart(value):

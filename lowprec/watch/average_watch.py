@@ -4,7 +4,7 @@ import torch
 
 
 class AverageWatch:
-    """average: adapters.Average, or None. writes: writes.Writes, with its samples of the average before it
+    """average: averages.Average, or None. writes: writes.Writes, with its samples of the average before it
     moved. extra: facts.Steps, whose `stood` is counted here.
     """
 
@@ -16,6 +16,9 @@ class AverageWatch:
         self.waiting = False  # for an average that did not move at the step of the look
         self.moves_rarely = False  # it moved between two looks all the same
         self.count = None  # what its own counter says; None where it has none
+        self.fell = None  # (what it said, a smaller number that it said later)
+        self.counts_up = False  # whether it ever said more
+        self.moves = 0  # looks at which the average moved, where there is a counter
         self.counted_at = 0  # the step that changed the counter last
         self.longest_pause = 0  # the most steps between two changes
 
@@ -26,6 +29,7 @@ class AverageWatch:
         """
         if self.average is None or not self.writes.shadows:
             return
+        self.average.step = step
         self._count(step)
         index, before = self.writes.shadows["ema"]
         shadow = self.average.shadow
@@ -34,6 +38,7 @@ class AverageWatch:
         if all(stood) and not last:
             self.waiting = True
             return
+        self.moves += self.count is not None and not all(stood)
         if self.waiting:
             self._add_stood(index, before, stood, step)
         else:
@@ -60,6 +65,9 @@ class AverageWatch:
         if count == self.count:
             return
         if self.count is not None:
+            self.counts_up = True
+            if count is not None and count < self.count:
+                self.fell = self.count, count
             self.longest_pause = max(self.longest_pause, step - self.counted_at)
         self.count, self.counted_at = count, step
 

@@ -7,20 +7,21 @@ import torch
 from ..errors import Refused
 
 # what an average that is an object calls the net that it holds
-HOLDERS = ("module", "ema_model", "averaged_model", "model")
+HOLDERS = ("module", "ema_model", "averaged_model", "_average_model", "ema", "model")
+# and the number of its updates
+COUNTERS = ("optimization_step", "num_updates", "n_averaged", "updates", "step")
 
 
 class Average:
     """An average of the weights, whoever keeps it.
 
-    read: () -> {name: tensor}. decays: () -> its decay, None where nobody says. counts: () -> how often it
-    was updated, None where nobody counts.
+    read: () -> {name: tensor}. ema: what says its decay, its warm-up and its counter; None where nobody does.
     """
 
-    def __init__(self, read, decays=lambda: None, counts=lambda: None):
+    def __init__(self, read, ema=None):
         self.read = read
-        self.decays = decays
-        self.counts = counts
+        self.ema = ema
+        self.step = 0  # of the loop, as its Watch counts
 
     @property
     def begun(self):
@@ -34,16 +35,46 @@ class Average:
 
     @property
     def decay(self):
-        return self.decays()
+        """Its decay at the last update, or for good; None where nobody says."""
+        return _decay(self.ema)
+
+    def counts(self):
+        """How often it was updated; None where nobody counts."""
+        return _first_number(self.ema, COUNTERS)
+
+    @property
+    def ranges(self):
+        """[(lowest, highest)] decay that it may have now: its decay, or what its schedule or its warm-up says
+        at so many updates. [] where nobody says.
+        """
+        decay, count = self.decay, self.counts()
+        schedule = getattr(self.ema, "get_decay", None)
+        if isinstance(getattr(self.ema, "cur_decay_value", None), float):  # what get_decay said
+            return [(decay, decay)]
+        if callable(schedule):
+            at = int(self.step if count is None else count)
+            # some count before they ask, some after
+            now = [float(schedule(at)), float(schedule(max(0, at - 1)))]
+            # how many steps its schedule was told is not known: up to all that this loop and others did
+            now += [decay] if count is None and decay is not None else []
+            return [(min(now), max(now))]
+        if decay is None:
+            means = _is_mean(self.ema) and count
+            return [(1 - 1 / count, 1 - 1 / count)] if means else []
+        found = [(decay, decay)]
+        if count is not None:  # as torch_ema, and TensorFlow before it, warm up
+            warm = min(decay, (1 + count) / (10 + count))
+            found.append((warm, warm))
+        return found
 
     @classmethod
     def of(cls, ema, model):
-        """An Average of a module, a dict of tensors, torch's AveragedModel, diffusers' EMAModel, EMA,
-        or an object that holds one of them. Raises Refused for anything else, and where no name fits.
+        """An Average of a module, a dict of tensors, torch's AveragedModel, diffusers' EMAModel, timm's
+        ModelEmaV3, ema_pytorch's EMA, this library's, or an object that holds one of them. Raises Refused for
+        anything else, and where no name fits.
         """
         if isinstance(getattr(ema, "shadow_params", None), list):  # diffusers' EMAModel, torch_ema
-            decays = lambda: _first_number(ema, ("cur_decay_value", "decay"))  # noqa: E731
-            return cls(lambda: _named_in_order(ema.shadow_params, model), decays)
+            return cls(lambda: _named_in_order(ema.shadow_params, model), ema)
         found = cls._by_name(ema)
         if found is None:
             raise Refused(
@@ -61,11 +92,11 @@ class Average:
         if isinstance(ema, dict):
             return cls(lambda: ema)
         if isinstance(getattr(ema, "shadow", None), dict):  # EMA
-            return cls(lambda: ema.shadow, lambda: _first_number(ema, ("decay",)))
+            return cls(lambda: ema.shadow, ema)
         held = [getattr(ema, name, None) for name in HOLDERS]
         nets = [net for net in held if isinstance(net, torch.nn.Module)]
         if nets:
-            return cls(lambda: _parameters(nets[0]), lambda: _decay_of_module(ema), lambda: _updates(ema))
+            return cls(lambda: _parameters(nets[0]), ema)
         if isinstance(ema, torch.nn.Module):
             return cls(lambda: _parameters(ema))
         return None
@@ -83,22 +114,20 @@ def _parameters(module):
     return {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _updates(ema):
-    """How often an average was updated; None where it has no counter."""
-    return int(ema.n_averaged) if hasattr(ema, "n_averaged") else None
-
-
 def _first_number(ema, names):
-    """The first of these attributes that is a number; None where none is."""
+    """The first of these attributes that is a number, or a tensor of one; None where none is."""
     for name in names:
         value = getattr(ema, name, None)
+        if torch.is_tensor(value) and value.numel() == 1:
+            return float(value)
         if isinstance(value, (int, float)):
             return float(value)
     return None
 
 
-def _decay_of_module(ema):
-    """AveragedModel keeps its decay in a closure; without a function it is a plain mean, of no decay."""
+def _decay(ema):
+    """The decay of an average's object; None where nobody says."""
+    # AveragedModel keeps its decay in a closure
     for function in (getattr(ema, "multi_avg_fn", None), getattr(ema, "avg_fn", None)):
         if inspect.isfunction(function):
             decay = inspect.getclosurevars(inspect.unwrap(function)).nonlocals.get("decay")
@@ -106,4 +135,13 @@ def _decay_of_module(ema):
     current = getattr(ema, "get_current_decay", None)
     if callable(current):
         return float(current())
-    return _first_number(ema, ("decay",))
+    decays = getattr(ema, "decay", None)
+    if inspect.isfunction(decays):  # of the number of updates
+        return float(decays(_first_number(ema, COUNTERS) or 0))
+    return _first_number(ema, ("cur_decay_value", "decay"))
+
+
+def _is_mean(ema):
+    """Whether it is torch's AveragedModel without a function of one's own: a plain mean."""
+    functions = (getattr(ema, "multi_avg_fn", None), getattr(ema, "avg_fn", None))
+    return isinstance(ema, torch.optim.swa_utils.AveragedModel) and not any(functions)

@@ -105,6 +105,28 @@ OF_WEIGHTS = [
     ],
 ]
 
+# the factor of an adapter that begins as 0, in PEFT, diffusers, kohya's scripts and LyCORIS
+BEGINS_AT_0 = re.compile(r"lora_(embedding_)?B\b|lora[._]up\b|hada_w2_a|lokr_w2(_b)?\b|lambda_b\b|zero_proj")
+
+
+def dead_adapters(weights):
+    """[Finding] of an adapter that does nothing: the factors that begin as 0 are 0. Where that is so of some,
+    each is named.
+    """
+    begun = [one for one in weights if BEGINS_AT_0.search(one.name) and one.after.numel()]
+    dead = [one for one in begun if not one.after.any()]
+    if not dead:
+        return []
+    remedy = (
+        "was it trained, and saved from the right net? In PEFT the names of the adapter's parameters tell"
+    )
+    if len(dead) == len(begun):
+        text = f"all {len(dead)} factors as {dead[0].name} are 0: the adapter does nothing"
+        return [Finding("adapter", "severe", text, remedy, "", 4.0)]
+    text = "it is 0, as it begins: here the adapter does nothing"
+    return [Finding("adapter", "moderate", text, remedy, one.name, 1.0) for one in dead]
+
+
 # ---- Averages ----------------------------------------------------------------------------------------------
 
 
@@ -366,8 +388,11 @@ def resets(states):
     for one in zero:
         first = _tensor(one.after, "exp_avg")
         if len(zero) == len(held) or (first is not None and first.any()):
-            text = f"all zero after {one.step:g} steps: the second moment was reset"
-            remedy = "restore exp_avg_sq at a resume"
+            text, remedy = "the second moment was reset", "restore exp_avg_sq at a resume"
+            if one.v.dtype == torch.float16:
+                text = "fp16 holds no squares so small"
+                remedy = "fp32 weights and states, with the products under autocast, or bf16 ones"
+            text = f"all zero after {one.step:g} steps: {text}"
             found.append(Finding("exp_avg_sq", "severe", text, remedy, one.name, 3.0))
     return found
 

@@ -1,16 +1,17 @@
 """Checkpoints of any program, read without running code: which tensors are weights, averages and states."""
 
 import dataclasses
-import pickle
+import math
 import re
-import warnings
 from pathlib import Path
 
 import torch
 
 from ..errors import Refused
+from .files import loaded
 
 AVERAGE = re.compile(r"(^|[._])(ema|shadow|averages?|averaged)([._]|$)|_ema|ema_", re.I)
+BESIDE = ("callbacks", "loops", "lr_schedulers", "hyper_parameters", "datamodule_hyper_parameters")
 WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
 
 
@@ -25,36 +26,13 @@ class Checkpoint:
 
 
 def read(path):
-    """A Checkpoint of a safetensors file, or of what torch.save wrote. Raises Refused for what is no file of
-    tensors.
-    """
+    """A Checkpoint of a file or a folder, see files.loaded. Raises Refused for what is no file of tensors."""
     path = Path(path)
-    if not path.is_file():
-        found = "a folder, and not a checkpoint" if path.is_dir() else "no such file"
-        raise Refused(f"{path}: {found}; give a .safetensors file or one that torch.save wrote")
     found = Checkpoint(path)
-    _sort(_loaded(path), found, "")
+    _sort(loaded(path), found, "")
     if not (found.weights or found.averages or found.states):
         raise Refused(f"{path} holds no named tensors: it is no state dict")
     return found
-
-
-def _loaded(path):
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, at sparse tensors
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "allowed global" in str(error) or "Unsupported class" in str(error):
-            said = "it holds more than tensors and plain values, and loading it would run code"
-            raise Refused(f"{path}: {said}; save its state_dict alone") from error
-        raise Refused(f"{path} is no checkpoint, or is cut short") from error
-    except Exception as error:  # torch and safetensors raise what they like at broken files
-        raise Refused(f"{path} is no checkpoint, or is cut short ({type(error).__name__})") from error
 
 
 def _sort(tree, found, path):
@@ -64,6 +42,8 @@ def _sort(tree, found, path):
         return
     if isinstance(tree, dict) and "shadow_params" in tree:  # diffusers' EMAModel
         tree = {"ema": list(tree["shadow_params"])}
+    if isinstance(tree, dict) and not path and "state_dict" in tree:  # Lightning's counts are no weights
+        tree = {key: value for key, value in tree.items() if key not in BESIDE}
     if isinstance(tree, dict):
         children = tree.items()
     elif isinstance(tree, (list, tuple)):
@@ -71,9 +51,9 @@ def _sort(tree, found, path):
     else:
         return
     for key, value in children:
-        name = f"{path}{key}"
+        name = f"{path}{key}" if key != "" else path.removesuffix(".")
         if not torch.is_tensor(value):
-            _sort(value, found, f"{name}.")
+            _sort(value, found, f"{name}." if name else "")
         elif path or value.dim() > 0:  # a bare number of the whole checkpoint is a counter
             _check(value, name, found.path)
             side = found.averages if AVERAGE.search(name) else found.weights
@@ -87,7 +67,42 @@ def _sort_states(states, found, path):
         for name, value in state.items():
             if torch.is_tensor(value):
                 _check(value, f"{name} of {path}{key}", found.path)
-        found.states[f"{path}{key}"] = state
+        found.states[bare(f"{path}{key}")] = decoded(state)
+
+
+def decoded(state):
+    """A state whose moments of 8 and 4 bits, as torchao and bitsandbytes keep them, are fp32."""
+    state = {**state, **state.get("__bnb_optimizer_quant_state__", {})}
+    found = {}
+    for name, value in state.items():
+        codes = getattr(value, "codes", None)
+        found[name] = _of_torchao(value, codes) if torch.is_tensor(codes) else value
+    # bitsandbytes: a moment of 8 bits, or a plain one of a small tensor
+    for name, number in (("exp_avg", 1), ("exp_avg_sq", 2)):
+        held = state.get(f"state{number}")
+        if torch.is_tensor(held):
+            found[name] = _of_bitsandbytes(held, state, number)
+    return found
+
+
+def _of_torchao(value, codes):
+    qmap = getattr(value, "qmap", None)
+    if qmap is None:  # FP8
+        return (codes.float().view(-1, value.block_size) * value.scale.view(-1, 1)).view(codes.shape)
+    shape = codes.shape
+    if hasattr(value, "_shape"):  # two codes of 4 bits in a byte
+        shape = value._shape
+        codes = torch.stack([codes >> 4, codes & 15], -1)
+    return (qmap[codes.int()].view(-1, value.block_size) * value.scale.view(-1, 1)).view(shape)
+
+
+def _of_bitsandbytes(codes, state, number):
+    if codes.dtype != torch.uint8:
+        return codes
+    values = state[f"qmap{number}"][codes.int()].flatten()
+    scales = state[f"absmax{number}"]
+    size = 2 ** math.ceil(math.log2(values.numel() / scales.numel()))  # of a block; the last one may be short
+    return (values * scales.repeat_interleave(size)[: values.numel()]).view(codes.shape)
 
 
 def _check(value, name, path):
@@ -103,7 +118,7 @@ def pairs(before, after, what, files):
 
     before, after: {name: tensor}. what: what they are called. files: the two paths.
     """
-    one, two = _comparable(before), _comparable(after)
+    one, two = _alike(_comparable(before), _comparable(after))
     for name in [*one, *two]:
         for side, path in ((one, files[0]), (two, files[1])):
             if name not in side:
@@ -112,6 +127,22 @@ def pairs(before, after, what, files):
             shapes = f"{list(one[name].shape)} and {list(two[name].shape)}"
             raise Refused(f"different nets: {name} has the shapes {shapes}")
     return [(name, one[name], two[name]) for name in one]
+
+
+def _alike(one, two):
+    """The same, without what wrappers put before the names of one side alone."""
+    for shortened in (bare, _end):
+        if set(one) == set(two):
+            break
+        short = [{shortened(name): t for name, t in side.items()} for side in (one, two)]
+        if len(short[0]) == len(one) and len(short[1]) == len(two) and set(short[0]) == set(short[1]):
+            one, two = short
+    return one, two
+
+
+def bare(name):
+    """A name without what DistributedDataParallel, torch.compile, FSDP and checkpoint_wrapper put into it."""
+    return re.sub(r"^(module\.)+|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
 
 
 def _comparable(tensors):

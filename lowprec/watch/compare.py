@@ -2,9 +2,10 @@
 
     python -m lowprec compare BEFORE AFTER      exit status 0: healthy, 1: findings, 2: bad input, in one line
 
-A checkpoint is a safetensors file, or what torch.save wrote (.pt, .pth, .bin, .ckpt), of which no code is
-run. It may hold weights alone, or weights, optimiser states and averages in any nest of dicts. Two files
-can't tell why something stands still: `Watch` in the training loop can.
+A checkpoint is a safetensors file, what torch.save wrote (.pt, .pth, .bin, .ckpt), an index of such files, or
+a folder that holds one or that torch.distributed.checkpoint wrote. No code in it is run. It may hold weights
+alone, or weights, optimiser states and averages in any nest of dicts. Two files can't tell why something
+stands still: `Watch` in the training loop can.
 """
 
 import sys
@@ -19,6 +20,7 @@ from .checkpoint_faults import (
     State,
     Weight,
     averages_nothing,
+    dead_adapters,
     lost_states,
     resets,
 )
@@ -59,6 +61,7 @@ def diagnosis(before, after):
     else:
         for one in weights:
             found += all_findings(OF_WEIGHTS, one)
+        found += dead_adapters(weights)
     averages = paired_averages(before, after, weights)
     if trained:
         for one in averages:

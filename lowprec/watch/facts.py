@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 
 from .states import beta_power
-from .writes import Sums
+from .sums import Sums
+
+TINY = 1e-37  # fp32 holds no squares below it
 
 
 class Steps(Sums):
@@ -16,7 +18,11 @@ class Steps(Sums):
         "decay",  # sum of (written - the rest of what was wanted) times the decay wanted
         "decay_wanted",  # sum of the decay wanted, squared
         "decay_error",  # variance of `decay`
-        "infinite",  # gradients that are not finite
+        "infinite",  # gradients that are not finite, while all weights are
+        "broken",  # weights that are not finite before a step
+        "burst",  # those that a step made so, whose gradients are finite
+        "v_burst",  # second moments that it made so
+        "v_gone",  # those that are 0 after a gradient whose square is not
         "graded",  # gradients that are not 0
         "judged",  # those of looks at the second moment
         "faint",  # those of them whose second moment is below the optimiser's eps, squared
@@ -24,6 +30,14 @@ class Steps(Sums):
         "moved",  # weights that the step changed, of looks that were followed to the next step
         "back",  # those of them that were put back before the next step
         "masked",  # those of these that were put back to 0, or to the bound of all: masks, WGAN's clipping
+        "v_held",  # second moments that are not 0 before a step
+        "v_bf16",  # those of them that are bf16 numbers
+        "m_held",  # the same of first moments
+        "m_bf16",
+        "follows",  # looks that were followed to the next step
+        "drifts",  # those at which something else had moved the weights by then, beside masks and bounds
+        "drift",  # sum of what it moved, squared
+        "stepped",  # of what the steps did
         "stood",  # looks between which the average did not move, although away from its weight
     )
 
@@ -34,13 +48,18 @@ class Steps(Sums):
         finite = look.g.isfinite()
         graded = look.g != 0
         decay, rest = _decay_and_rest(look, finite, answers)
-        judged = faint = torch.zeros_like(graded)
+        judged = faint = v_burst = v_gone = torch.zeros_like(graded)
+        held_finite = look.held.isfinite()
         if look.v is not None:
             lacks = [beta_power(answers, p) for p in look.params]
             corrected = look.new_v * look.spread([1 / max(1e-12, 1 - left) for left in lacks])
             eps = look.spread([_eps(groups[p]) for p in look.params])
             judged = graded
-            faint = graded & (corrected < eps.square())
+            # fp16 makes small squares 0, which is another fault
+            wide = look.spread([dtype != torch.float16 for dtype in look.v_dtypes], torch.bool)
+            faint = graded & (corrected < eps.square()) & wide
+            v_burst = look.aim.isfinite() & ~look.new_v.isfinite()
+            v_gone = graded & (look.new_v == 0) & (look.g.square() > TINY)
         subnormal = torch.zeros_like(graded)
         for at in _from_fp16(look):
             subnormal[at] = graded[at] & (look.g[at].abs() < 2**-14)
@@ -48,11 +67,16 @@ class Steps(Sums):
             "decay": rest * decay,
             "decay_wanted": decay * decay,
             "decay_error": (rest - decay).square() * decay.square(),
-            "infinite": ~finite,
+            "infinite": ~finite & held_finite.all(),
+            "broken": ~held_finite,
+            "burst": held_finite & finite & ~look.new.isfinite(),
+            "v_burst": v_burst,
+            "v_gone": v_gone,
             "graded": graded,
             "judged": judged,
             "faint": faint,
             "subnormal": subnormal,
+            **_bf16_values(look),
         }
         self.put(rows, look.index, look.lengths)
 
@@ -81,15 +105,48 @@ def _eps(group):
 
 
 def _from_fp16(look):
-    """Slices of the tensors whose gradients are all numbers of fp16: what a product in fp16 gave."""
+    """Slices of the tensors whose gradients are all numbers of fp16, as a product in fp16 gives them; none
+    where most matrices have others, for few bf16 numbers added up may be numbers of fp16 too.
+    """
     ends = [0, *itertools.accumulate(look.lengths)]
     first = look.g[torch.tensor(ends[:-1], device=look.g.device)]
     fits = (first.half().float() == first).tolist()
+    found, matrices = [], 0
     for k, p in enumerate(look.params):
         at = slice(ends[k], ends[k + 1])
-        may = fits[k] and p.dtype != torch.bfloat16
-        if may and torch.equal(look.g[at].half().float(), look.g[at]):
-            yield at
+        matrices += p.dim() > 1
+        if fits[k] and p.dtype != torch.bfloat16 and _is_fp16(look.g[at]):
+            found.append((at, p.dim() > 1))
+    of_matrices = sum(is_matrix for _, is_matrix in found)
+    return [at for at, _ in found] if 2 * of_matrices >= matrices else []
+
+
+def _is_fp16(g):
+    if not torch.equal(g.half().float(), g):
+        return False
+    # of bf16 numbers below 2^-17 hardly any is one of fp16
+    small = (g != 0) & (g.abs() < 2**-17)
+    return not torch.equal(g.bfloat16().float(), g) or int(small.sum()) >= 8
+
+
+def _bf16_values(look):
+    """Rows of Steps: which entries of the moments before the step are not 0, and which are bf16 numbers."""
+    rows = {}
+    for name, moment in (("v", look.v), ("m", getattr(look, "m", None))):
+        if moment is not None:
+            held = moment.isfinite() & (moment != 0)
+            rows[f"{name}_held"] = held
+            rows[f"{name}_bf16"] = held & (moment.bfloat16().float() == moment)
+    return rows
+
+
+def first_moments(look, answers):
+    """exp_avg of all tensors, fp32 [n], NaN where there is none; None for optimisers of this library."""
+    if not hasattr(answers, "inner"):
+        return None
+    found = [answers.moment(p, "exp_avg", look.pick) for p in look.params]
+    parts = zip(found, look.lengths, strict=True)
+    return torch.cat([look.g.new_full((n,), torch.nan) if m is None else m.float() for m, n in parts])
 
 
 class Facts:
@@ -124,7 +181,7 @@ class Facts:
 class Alive(NamedTuple):
     """Which entries ever had a gradient, of the tensors of the last look."""
 
-    index: list  # numbers of the tensors
+    tensors: list  # their numbers
     lengths: list  # entries of each
     entries: torch.Tensor  # bool [sum of lengths]
     looks: int

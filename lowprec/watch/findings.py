@@ -3,13 +3,13 @@
     python -m lowprec.watch.findings                    prints the table as Markdown
     python -m lowprec.watch.findings docs/doctor.md     writes it between the marks of a page
 
-A new kind of fault is a row here and a function in measures.py, or one more row of a function that is there.
+A new kind of fault is a row here and a function in a file of measures, or one more row of one that is there.
 """
 
 import sys
 from pathlib import Path
 
-from . import measures, measures_of_net
+from . import measures, measures_of_averages, measures_of_net
 from .faults import Fault, findings_by_tensor, first_finding, table
 from .measured import STILL, Measured
 from .verdicts import LIMITS, Finding
@@ -30,6 +30,10 @@ COUNT = "count each step: bias corrections go by it"
 WIDE_COUNT = "keep step counters in fp32 or as integers"
 GROUP = "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]"
 USED = "is it used and not detached?"
+CHANGED = "find what writes p.grad after backward"
+NO_FP16 = (
+    "fp32 weights and states, with the products under autocast, or bf16 ones: fp16 holds nothing below 6e-8"
+)
 RESET = "restore exp_avg_sq at a resume"
 NEW_BITS = "draw new bits for each step and each entry"
 
@@ -134,6 +138,25 @@ TENSOR = [
     ],
     [
         Fault(
+            site="update",
+            limit=0.5,
+            measure=measures.drifts,
+            text="something else moves it after the step, by {times:.2g} of the step itself",
+            remedy="find what else writes it: another optimiser (others=[...] tells Watch of it), or a decay "
+            "or a cast by hand",
+        ),
+    ],
+    [
+        Fault(
+            site="exp_avg_sq",
+            limit=0.99,
+            measure=measures.moments_are_bf16,
+            text="{moment} is fp32, and all its values are bf16 numbers: something rounds them between steps",
+            remedy="save and move states as they are, in fp32",
+        ),
+    ],
+    [
+        Fault(
             site="weight decay",
             limit=LIMITS["weight decay"][0],
             measure=measures.decay_not_written,
@@ -142,6 +165,56 @@ TENSOR = [
         ),
     ],
     [
+        Fault(
+            site="exp_avg_sq",
+            limit=0.0,
+            measure=measures.burst_in_fp16,
+            text="{count:,.0f} weights became not finite in a step whose gradients are finite: in fp16 the "
+            "optimiser's eps is 0, and so are small squares, and it divides by 0",
+            remedy=NO_FP16,
+            severity="severe",
+            rank=10.0,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
+            measure=measures.eps_lost_in_fp16,
+            text="its eps of {eps:g} is 0 in fp16[, and so are {share:.0%} of the squares of its gradients]: "
+            "the step divides by 0 where a gradient is small",
+            remedy=NO_FP16,
+            severe=0.01,
+            rank=9.9,
+        ),
+        Fault(
+            site="update",
+            limit=0.0,
+            measure=measures.burst,
+            text="{count:,.0f} weights became not finite in a step whose gradients are finite",
+            remedy="look at the optimiser's states and its eps, and at what is 0 in their dtype",
+            severity="severe",
+            rank=10.0,
+        ),
+        Fault(
+            site="weights",
+            limit=0.0,
+            measure=measures.broken_weights,
+            text="weights of its sample were not finite before a step",
+            remedy="watch with every=1 from an earlier checkpoint, to see what makes them so",
+            severity="severe",
+            rank=9.0,
+        ),
+    ],
+    [
+        Fault(
+            site="exp_avg_sq",
+            limit=0.0,
+            measure=measures.v_burst,
+            text="{count:,.0f} second moments became not finite in a step whose gradients are finite[: "
+            "{dtype} holds no squares above 65,504]",
+            remedy="fp32 states, or take the loss scale off before the step",
+            severity="severe",
+            rank=9.5,
+        ),
         Fault(
             site="exp_avg_sq",
             limit=None,
@@ -154,10 +227,20 @@ TENSOR = [
             site="exp_avg_sq",
             limit=None,
             measure=measures.v_all_zero_in_fp16,
-            text="all zero at step {step}: it was reset, or fp16 holds no squares so small",
-            remedy=RESET,
+            text="all zero at step {step}: fp16 holds no squares so small",
+            remedy=NO_FP16,
             severity="severe",
             rank=2.0,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=0.05,
+            measure=measures.v_gone,
+            text="{share:.0%} of the second moments are 0 in {dtype}, where squares of gradients are not: "
+            "steps there are too long",
+            remedy="fp32 or bf16 states, which hold small squares",
+            severity="severe",
+            rank=1.7,
         ),
         Fault(
             site="exp_avg_sq",
@@ -198,7 +281,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=0.0,
-            measure=measures.average_not_finite,
+            measure=measures_of_averages.average_not_finite,
             text="{count:,.0f} entries of its sample are not finite, and those of its weight are",
             remedy="begin the average anew from the weights, and find what wrote it",
             severity="severe",
@@ -206,17 +289,8 @@ TENSOR = [
         ),
         Fault(
             site="ema",
-            limit=10.0,
-            measure=measures.average_too_large,
-            text="the average is {times:,.0f} times as large as its weight",
-            remedy="check how the average is updated",
-            severity="severe",
-            rank=4.0,
-        ),
-        Fault(
-            site="ema",
             limit=0.9,
-            measure=measures.average_of_other_sign,
+            measure=measures_of_averages.average_of_other_sign,
             text="the average has the other sign than its weight",
             remedy=SIGN,
             severity="severe",
@@ -225,7 +299,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=0.25,
-            measure=measures.average_goes_away,
+            measure=measures_of_averages.average_goes_away,
             text="the average moves away from its weight, by {rate:.2g} of the way a step",
             remedy=SIGN,
             severity="severe",
@@ -234,7 +308,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=1.1,
-            measure=measures.average_overshoots,
+            measure=measures_of_averages.average_overshoots,
             text="the average goes {rate:.2g} of the way to its weight a step, beyond it",
             remedy="a rate of 1 - decay, between 0 and 1",
             severity="severe",
@@ -242,8 +316,17 @@ TENSOR = [
         ),
         Fault(
             site="ema",
+            limit=10.0,
+            measure=measures_of_averages.average_too_large,
+            text="the average is {times:,.0f} times as large as its weight",
+            remedy="check how the average is updated",
+            severity="severe",
+            rank=4.0,
+        ),
+        Fault(
+            site="ema",
             limit=0.99,
-            measure=measures.average_copies,
+            measure=measures_of_averages.average_copies,
             text="the average is a copy of its weight at each look: it averages nothing",
             remedy="is its decay applied?",
             rank=1.0,
@@ -251,7 +334,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=0.5,
-            measure=measures.average_stood,
+            measure=measures_of_averages.average_stood,
             text="the average has not moved between two looks, and is away from its weight",
             remedy="update it after each step, in fp32",
             severity="severe",
@@ -260,7 +343,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=None,
-            measure=measures.narrow_average_stands,
+            measure=measures_of_averages.narrow_average_stands,
             text="the average stands still in {dtype}: none of the wanted movement is written",
             remedy="hold and compute it in fp32",
             severity="severe",
@@ -269,7 +352,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=None,
-            measure=measures.average_stands,
+            measure=measures_of_averages.average_stands,
             text="the average stands still in {dtype}: none of the wanted movement is written",
             remedy="update all tensors of the average after each step",
             severity="severe",
@@ -278,7 +361,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=LIMITS["ema"][0],
-            measure=measures.narrow_average,
+            measure=measures_of_averages.narrow_average,
             text="{stuck:.0%} of the entries away from their weight can't move in {dtype}, {lost:.0%} of the "
             "wanted movement is lost",
             remedy="hold and compute it in fp32, or round stochastically",
@@ -287,7 +370,7 @@ TENSOR = [
         Fault(
             site="ema",
             limit=0.5,
-            measure=measures.average_slow,
+            measure=measures_of_averages.average_slow,
             text=RATE,
             remedy="check how the average is updated",
             severe=0.9,
@@ -295,12 +378,12 @@ TENSOR = [
         Fault(
             site="ema",
             limit=3.0,
-            measure=measures.average_fast,
+            measure=measures_of_averages.average_fast,
             text=RATE,
             remedy="check how the average is updated",
         ),
-        Fault("ema", 0.1, measures.average_young_in_a_long_run, YOUNG, ARRIVE),
-        Fault("ema", 0.1, measures.average_young, YOUNG, ARRIVE, severity="note"),
+        Fault("ema", 0.1, measures_of_averages.average_young_in_a_long_run, YOUNG, ARRIVE),
+        Fault("ema", 0.1, measures_of_averages.average_young, YOUNG, ARRIVE, severity="note"),
     ],
     [
         Fault(
@@ -372,10 +455,44 @@ TENSOR = [
         Fault(
             site="grads",
             limit=2.0,
+            measure=measures_of_net.zero_gradient_of_zeros,
+            text="its gradient is 0 at each look, and it is 0 itself",
+            remedy="begin one of two factors with other values than 0",
+            rank=0.5,
+        ),
+        Fault(
+            site="grads",
+            limit=2.0,
             measure=measures_of_net.zero_gradient,
             text="its gradient is 0 at each look",
-            remedy=USED,
+            remedy=USED + " In some nets it is so by design",
+            severity="note",
             rank=0.5,
+        ),
+    ],
+    [
+        Fault(
+            site="grads",
+            limit=0.02,
+            measure=measures_of_net.partly_negated,
+            text="{share:.0%} of the entries of its gradient change their sign between backward and the step",
+            remedy=CHANGED,
+            severity="severe",
+        ),
+        Fault(
+            site="grads",
+            limit=0.02,
+            measure=measures_of_net.partly_zeroed,
+            text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
+            remedy=CHANGED,
+        ),
+        Fault(
+            site="grads",
+            limit=0.02,
+            measure=measures_of_net.masked,
+            text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
+            remedy="nothing, if it is a mask by plan",
+            severity="note",
         ),
     ],
     [
@@ -401,6 +518,34 @@ TENSOR = [
 
 # Of the run as a whole. Of the rows of one list the first speaks of a tensor.
 RUN = [
+    [
+        Fault(
+            site="optimizer",
+            limit=1.0,
+            measure=measures.betas_swapped,
+            text="its betas are {one:g} and {two:g}: the second moment forgets faster than the first",
+            remedy="are they swapped? Usual are 0.9 and 0.999",
+        ),
+    ],
+    [
+        Fault(
+            site="ema",
+            limit=0.0,
+            measure=measures_of_averages.average_counter_fell,
+            text="the counter of the average fell from {before:g} to {after:g}: its warm-up begins anew",
+            remedy="restore the average's counter at a resume",
+            severity="severe",
+            rank=2.5,
+        ),
+        Fault(
+            site="ema",
+            limit=2.0,
+            measure=measures_of_averages.average_counter_stands,
+            text="the counter of the average stands at {count:g}, while the average moves",
+            remedy="count each update: the average's warm-up goes by it",
+            rank=1.0,
+        ),
+    ],
     [
         Fault(
             site="update",
@@ -478,6 +623,47 @@ RUN = [
             text="clipping leaves {left:.1g} of the gradient's norm",
             remedy="clip at the norm that is usual, not far below it",
             rank=1.0,
+        ),
+    ],
+    [
+        Fault(
+            site="grads",
+            limit=0.0,
+            measure=measures_of_net.spoilt,
+            text="{whose} finite after backward, and not finite when the step begins",
+            remedy="check the norm and the factor that clipping computes: one of them is not finite",
+            severity="severe",
+            rank=9.5,
+        ),
+        Fault(
+            site="grads",
+            limit=0.0,
+            measure=measures_of_net.negated,
+            text="{whose} multiplied by {factor:.2g} between backward and the step",
+            remedy="check the norm and the factor that clipping computes: neither is below 0",
+            severity="severe",
+            rank=8.5,
+        ),
+        Fault(
+            site="grads",
+            limit=0.0,
+            measure=measures_of_net.zeroed,
+            text="{whose} set to 0 between backward and the step, at {share:.0%} of the looks",
+            remedy="check the clipping norm: an infinite one, as of fp16, makes a factor of 0. And find what "
+            "clears gradients before the step",
+            severe=0.5,
+            rank=8.0,
+        ),
+    ],
+    [
+        Fault(
+            site="grads",
+            limit=2.0,
+            measure=measures_of_net.all_zero_gradients,
+            text="the gradients of all tensors are 0 at each look",
+            remedy="does the loss depend on the net? In fp16 small gradients are 0: scale the loss",
+            severity="severe",
+            rank=7.0,
         ),
     ],
     [

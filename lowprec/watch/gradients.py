@@ -8,7 +8,11 @@ import math
 import torch
 
 from .net_state import NARROW
-from .writes import totals
+from .sums import Sums, one_an_entry, totals
+
+# relative distance up to which a gradient is the one that backward gave, times a factor
+ALIKE = 0.02
+SOME = 16  # entries of a tensor that say something together
 
 
 class Partial:
@@ -22,9 +26,28 @@ class Partial:
         self.times = 0  # how often they were cleared
         self.last = None  # sum of those since they were cleared; None where they never were
 
+    @property
+    def kept(self):
+        """The sum that the step should be given, but for a factor."""
+        return self.sum if self.last is None else self.last
+
+
+class Changes(Sums):
+    """What became of the gradients between backward and the step, a column a tensor."""
+
+    fields = (
+        "looks",  # at gradients that are not 0
+        "zeroed",  # those of them that the step reads as 0
+        "negated",  # whose factor is below 0
+        "spoilt",  # finite after backward and not at the step
+        "factor",  # sum of the factors below 0
+        "parts_negated",  # share of the entries that were, where not all were, summed over the looks
+        "parts_zeroed",
+    )
+
 
 class Gradients:
-    """Listens to the gradients of the step that follows, at some 16 tensors: what sums one of them sums all.
+    """Listens to the gradients of the step that follows.
 
     named: [(name, parameter)]. pick: tensor -> its sample, [n].
     """
@@ -33,21 +56,25 @@ class Gradients:
         self.named = named
         self.pick = pick
         self.partial = {}  # {number of a tensor: Partial}
+        self.heard = {}  # {number of a tensor: what _hear knows of a pass that is not done}
+        self.cleared = False  # whether the gradients were cleared before this pass
         self.hooks = []
         self.sums = {}  # {number of a 16-bit tensor: (sum of relative errors, looks, passes of the last one)}
         self.shrunk = []  # (what is left of a gradient when a step begins, norm of all gradients then)
         self.forgotten = {}  # {number of a tensor: (passes whose gradients were cleared too early, of all)}
         self.uncleared = False  # whether gradients of earlier steps were still there
+        self.begun = False  # whether a step was compared
+        self.changes = Changes(len(named))
 
-    def listen(self, turn):
-        """Begin. turn: a number that chooses the 16-bit tensors, others each time."""
+    def listen(self):
+        """Begin."""
         self.partial = {}
-        trained = [(i, p) for i, (_, p) in enumerate(self.named) if p.requires_grad]
-        turns = 1 + len(trained) // 16
-        for k, (i, p) in enumerate(trained):
-            in_turn = p.dtype in NARROW and k % turns == turn % turns
-            if k == 0 or in_turn:
+        self.heard = {}
+        for i, (_, p) in enumerate(self.named):
+            if p.requires_grad and p.is_floating_point():
                 self.hooks.append(p.register_hook(functools.partial(self._hear, i, p)))
+                # torch.autograd.grad calls the first one too, and leaves p.grad as it is
+                self.hooks.append(p.register_post_accumulate_grad_hook(functools.partial(self._take, i)))
 
     def stop(self):
         for hook in self.hooks:
@@ -63,17 +90,25 @@ class Gradients:
     def _hear(self, i, p, g):
         if g.is_sparse:
             return
-        part = self.pick(g).float().clone()
+        is_first = i == next(iter(self.partial), i)
+        # a look into the values waits for a GPU: once a pass
+        if is_first:
+            there = p.grad is not None and not p.grad.is_sparse and bool(p.grad.any())
+            self.cleared = not there
+        self.heard[i] = self.pick(g).float().clone(), self.cleared or p.grad is None
+
+    @torch.no_grad()
+    def _take(self, i, _):
+        if i not in self.heard:
+            return
+        part, cleared = self.heard.pop(i)
         if i not in self.partial:
-            left = p.grad is not None and not p.grad.is_sparse and bool(p.grad.any())
-            self.partial[i] = Partial(part, left)
+            self.partial[i] = Partial(part, not cleared)
             return
         partial = self.partial[i]
         partial.count += 1
         partial.sum += part
-        # a look into the values waits for a GPU: once a pass
-        is_first = i == next(iter(self.partial))
-        if p.grad is None or (is_first and not p.grad.any()):
+        if cleared:
             partial.cleared = partial.count - 1
             partial.last = part
             partial.times += 1
@@ -86,42 +121,105 @@ class Gradients:
         """
         self.stop()
         heard, self.partial = self.partial, {}
+        begun, self.begun = self.begun, True
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return  # what a rank hears is its own part
+        index, given, kept, whole = [], [], [], []
         for i, partial in heard.items():
             p = self.named[i][1]
             g = p.grad if grads is None else grads.get(p)
-            if g is None:
+            if g is None or g.is_sparse or not p.numel():
                 continue
             # what another optimiser's backward left is no fault where it is cleared before its own
             if partial.left and not partial.cleared:
-                self.uncleared = True
-            else:
-                self._compare(i, partial, self.pick(g), look)
-
-    def _compare(self, i, partial, g, look):
-        error, left = distance(g, partial.sum)
-        if error < 0.02:
-            self.shrunk.append((left, norm_of(look) if left < 1e-3 else math.nan))
-        if partial.count < 2:
+                self.uncleared |= begun
+                continue
+            index.append(i)
+            given.append(self.pick(g).float())
+            kept.append(partial.kept)
+            whole.append(partial.sum)
+        if not index:
             return
-        if self.named[i][1].dtype in NARROW:
-            total, times, _ = self.sums.get(i, (0.0, 0, 0))
-            self.sums[i] = total + error, times + 1, partial.count
-        # an optimiser that sums by itself takes gradients away, and forgets none; SAM clears them once, and
-        # so does a discriminator, of what backward passes for its generator have left
-        if partial.times > 1 and error > 0.1 and distance(g, partial.last)[0] < 0.02:
-            self.forgotten[i] = partial.cleared, partial.count
+        self._sum(heard, index, given, kept, whole)
+        self._change(index, torch.cat(given), torch.cat(kept), look)
+
+    def _sum(self, heard, index, given, kept, whole):
+        """Whether micro-batches are summed well, and none is forgotten."""
+        several = [k for k, i in enumerate(index) if heard[i].count > 1]
+        if not several:
+            return
+        g = [given[k] for k in several]
+        of_all = distances(g, [whole[k] for k in several])[0]
+        of_last = distances(g, [kept[k] for k in several])[0]
+        for k, error, error_of_last in zip(several, of_all, of_last, strict=True):
+            i = index[k]
+            partial = heard[i]
+            if self.named[i][1].dtype in NARROW:
+                total, times, _ = self.sums.get(i, (0.0, 0, 0))
+                self.sums[i] = total + error, times + 1, partial.count
+            # an optimiser that sums by itself takes gradients away, and forgets none; SAM clears them once,
+            # and so does a discriminator, of what backward passes for its generator have left
+            if partial.times > 1 and error > 0.1 and error_of_last < ALIKE:
+                self.forgotten[i] = partial.cleared, partial.count
+
+    def _change(self, index, given, heard, look):
+        """What became of the gradients since backward: one factor for all entries of a tensor, some of which
+        may have been negated or zeroed beside.
+        """
+        lengths = [self.pick(self.named[i][1]).numel() for i in index]
+        finite = totals([~heard.isfinite(), ~given.isfinite()], lengths)
+        was_finite, is_finite = finite == 0
+        kept = given != 0
+        product = (given * heard).abs()
+        moved, square = totals([product, heard.square().where(kept, 0.0)], lengths)
+        factor = moved / square.clamp_min(1e-300)
+        each = one_an_entry(factor.tolist(), lengths, given)
+        tiny = one_an_entry([torch.finfo(self.named[i][1].dtype).tiny for i in index], lengths, given)
+        # what a factor takes below the least number of a format is 0 by rounding
+        zeroed = ~kept & (heard.abs() * each.clamp(max=1.0).where(each > 0, 1.0) >= tiny)
+        rows = [
+            (given.abs() - each * heard.abs()).square().where(kept, 0.0),
+            given.square(),
+            given * heard < 0,
+            zeroed,
+            kept & (heard != 0),
+        ]
+        off, size, negated, zeroed, kept = totals(rows, lengths)
+        good = was_finite & is_finite
+        known = good & (off <= ALIKE**2 * size.clamp_min(1e-300))
+        entries = kept + zeroed
+        minus = known & (kept >= SOME) & (negated >= 0.99 * kept)
+        gone = good & (kept == 0) & (zeroed > 0)
+        partly = known & (kept >= SOME) & ~minus & (negated + zeroed >= 0.05 * entries)
+        rows = {
+            "looks": good & (entries > 0),
+            "zeroed": gone,
+            "negated": minus,
+            "spoilt": was_finite & ~is_finite,
+            "factor": torch.where(minus, -factor, 0.0),
+            "parts_negated": torch.where(partly, negated / entries.clamp_min(1), 0.0),
+            "parts_zeroed": torch.where(partly, zeroed / entries.clamp_min(1), 0.0),
+        }
+        self.changes.sums = self.changes.sums.to(given.device)
+        for name, values in rows.items():
+            self.changes.row(name)[index] += values.double()
+        plain = factor[known & (negated == 0) & (kept > 0)]
+        if plain.numel():
+            left = float(plain.median())
+            self.shrunk.append((left, norm_of(look) if left < 1e-3 else math.nan))
 
 
-def distance(g, exact):
-    """(relative distance of a gradient from a sum, but for a factor, and that factor): clipping and averaging
-    over micro-batches scale it.
+def distances(gradients, exact):
+    """([relative distance of a gradient from a sum, but for a factor], [that factor]) of lists of tensors
+    alike: clipping and averaging over micro-batches scale it.
     """
-    g, exact = g.double(), exact.double()
-    scale = float((g * exact).sum() / exact.square().sum().clamp_min(1e-300))
-    off = (g - scale * exact).norm() / (scale * exact).norm().clamp_min(1e-300)
-    return float(off), scale
+    lengths = [g.numel() for g in gradients]
+    g, exact = torch.cat(gradients), torch.cat(exact)
+    product, square = totals([g * exact, exact.square()], lengths)
+    scale = product / square.clamp_min(1e-300)
+    scaled = one_an_entry(scale.tolist(), lengths, g) * exact
+    off, size = totals([(g - scaled).square(), scaled.square()], lengths)
+    return (off.sqrt() / size.sqrt().clamp_min(1e-300)).tolist(), scale.tolist()
 
 
 def norm_of(look):

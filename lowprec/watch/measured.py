@@ -27,12 +27,14 @@ class Measured:
         self.errors = watch.errors.columns()
         self.moment_errors = watch.moment_errors.columns()
         self.extra = watch.extra.columns()
+        self.changes = watch.gradients.changes.columns()
         self.known = getattr(watch.answers, "known", True)
         # torch's own round to nearest, and often several times a step, which looks like noise
         self.torchs = type(getattr(watch.answers, "inner", None)).__module__.startswith("torch.optim")
+        self.by_chance = not self.torchs and _draws(watch)
         # small tensors say too little: all that one optimiser writes are rounded alike
-        self.weights_to_nearest = self.torchs or watch.errors.to_nearest
-        self.moments_to_nearest = self.torchs or watch.moment_errors.to_nearest
+        self.weights_to_nearest = not self.by_chance or watch.errors.to_nearest
+        self.moments_to_nearest = not self.by_chance or watch.moment_errors.to_nearest
         self.tensors = [Tensor(self, i) for i in range(len(self.names))]
 
     @functools.cached_property
@@ -47,6 +49,20 @@ class Measured:
     def lost_of_all(self):
         """Share of the wanted movement of all weights that was not written."""
         return self.total().get("update", 0.0)
+
+    @functools.cached_property
+    def all_zero(self):
+        """Whether the gradients of all tensors were 0 at each look, and backward gave them so."""
+        looked_at = [one for one in self.tensors if one.facts.looks]
+        idle = [one for one in looked_at if one.facts.idle == one.facts.looks and not one.change.zeroed]
+        # a product of two factors of 0 has gradients of 0: another row's
+        zeros = [one for one in idle if one.p.dim() > 1 and not bool(self.watch.pick(one.p).any())]
+        return len(looked_at) > 1 and len(idle) == len(looked_at) and not zeros
+
+    @functools.cached_property
+    def seen_breaking(self):
+        """Whether a look saw what first was not finite: gradients, or what a step wrote."""
+        return any(one.extra.burst or one.extra.infinite or one.change.spoilt for one in self.tensors)
 
     @functools.cached_property
     def some_rates_live(self):
@@ -71,7 +87,7 @@ class Measured:
         if self.watch.alive is None or self.watch.alive.looks < 3:
             return {}
         alive = self.watch.alive
-        return dict(zip(alive.index, alive.entries.cpu().split(alive.lengths), strict=True))
+        return dict(zip(alive.tensors, alive.entries.cpu().split(alive.lengths), strict=True))
 
     def total(self):
         """{site: share lost of what all tensors wanted}."""
@@ -83,6 +99,13 @@ class Measured:
             if measured:
                 found[site] = lost / max(wanted, 1e-300)
         return found
+
+
+def _draws(watch):
+    """Whether the optimiser may round by chance: all that draws random numbers, or can't be seen."""
+    narrow = [p for _, p in watch.named if p.dtype in net_state.NARROW and p.numel() and watch.state(p)]
+    sees = getattr(watch.answers, "draws", None)
+    return sees is None or not narrow or sees(narrow[0]) is not False
 
 
 class Tensor:
@@ -101,6 +124,7 @@ class Tensor:
         self.average = seen.averages[i] if seen.averages else None
         self.averaging = seen.averaging[i] if seen.averages else None
         self.extra = seen.extra[i]
+        self.change = seen.changes[i]  # of its gradient between backward and the step
         self.facts = self.watch.facts[i]
 
     @property
@@ -127,7 +151,7 @@ class Tensor:
         error = self.error if is_weight else self.moment_error
         if error.variance == 0:  # not plain 16 bits: fp32, a master, a compensation, codes
             return tally.unwritten() if self.seen.known or not is_weight else tally.lost
-        nearest = self.seen.torchs or error.to_nearest
+        nearest = not self.seen.by_chance or error.to_nearest
         if nearest is None:
             nearest = self.seen.weights_to_nearest if is_weight else self.seen.moments_to_nearest
         return tally.lost_to_nearest if nearest else tally.unwritten(error.spread)

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from ..telemetry import local
 from . import net_state
 from .adapters import accumulates, steps_of
 from .faults import Figure
@@ -105,12 +106,70 @@ def too_far(one):
 
 def put_back(one):
     """share of the entries that a step moved and that stand where they were before the next step"""
-    back = one.extra.back / max(1.0, one.extra.moved)
+    back = put_back_share(one.extra)
     # a mask puts a part back, and to 0
     masked = one.extra.masked == one.extra.back and back < 0.99
     if one.extra.moved < 8 or masked:
         return None
     return Figure(back, {"back": back})
+
+
+def put_back_share(sums):
+    return sums.back / max(1.0, sums.moved)
+
+
+def drifts(one):
+    """share of the looks after which something else moved it, by a tenth of the step or more"""
+    sums = one.extra
+    if not sums.follows or one.p in one.watch.elsewhere or put_back_share(sums) > 0.5:
+        return None
+    times = math.sqrt(sums.drift / max(sums.stepped, 1e-300))
+    if times < 0.1 or not math.isfinite(times) or _has_fixed_norms(one.p):
+        return None
+    return Figure(sums.drifts / sums.follows, {"times": times})
+
+
+def _has_fixed_norms(p):
+    """Whether something keeps rows or columns at one norm, as EDM2, nGPT and max_norm do."""
+    if p.dim() < 2:
+        return False
+    near = 4e-3 if p.dtype in net_state.NARROW else 1e-4
+    held = local(p).detach().float()
+    for norms in (held.flatten(1).norm(dim=1), held.transpose(0, 1).flatten(1).norm(dim=1)):
+        at_top = norms >= (1 - near) * norms.max()
+        if int(at_top.sum()) >= max(2, 0.1 * len(norms)):
+            return True
+    return False
+
+
+def moments_are_bf16(one):
+    """share of the entries of an fp32 moment that are bf16 numbers, the larger of two"""
+    if not hasattr(one.watch.answers, "inner"):
+        return None
+    state = one.watch.state(one.p)
+    found = []
+    for name, held, rounded in (
+        ("exp_avg", one.extra.m_held, one.extra.m_bf16),
+        ("exp_avg_sq", one.extra.v_held, one.extra.v_bf16),
+    ):
+        value = state.get(name)
+        is_wide = type(value) is torch.Tensor and value.dtype == torch.float32
+        if is_wide and held >= 64:
+            found.append((rounded / held, name))
+    if not found:
+        return None
+    share, name = max(found)
+    return Figure(share, {"moment": name})
+
+
+def betas_swapped(seen):
+    """beta1 over the root of beta2, of Adam and AdamW"""
+    if not getattr(seen.watch.answers, "exact", False):
+        return
+    betas = next(iter(seen.watch.groups.values()), {}).get("betas", ())
+    if len(betas) == 2 and betas[1] > 0:
+        one, two = (float(beta) for beta in betas)
+        yield Figure(one / math.sqrt(two), {"one": one, "two": two}, "")
 
 
 def decay_not_written(one):
@@ -125,6 +184,63 @@ def decay_of_all(seen):
     lost = decay_lost(seen.watch.extra)
     most = max(seen.tensors, key=lambda one: one.extra.decay_wanted)
     yield Figure(lost, {"lost": lost}, most.name)
+
+
+# ---- Values that are not finite ----------------------------------------------------------------------------
+
+
+def burst(one):
+    """weights that a step made not finite, although their gradients were finite"""
+    return Figure(one.extra.burst, {"count": one.extra.burst})
+
+
+def burst_in_fp16(one):
+    """the same where a state is fp16, in which its eps is 0"""
+    return burst(one) if _lost_eps(one) else None
+
+
+def eps_lost_in_fp16(one):
+    """a state is fp16, in which its eps is 0"""
+    eps = _lost_eps(one)
+    if not eps:
+        return None
+    share = one.extra.v_gone / max(1.0, one.extra.judged)
+    words = {"eps": eps, "share": share} if share else {"eps": eps}
+    return Figure(share, words, whole=1.0 if one.extra.broken else share)
+
+
+def v_gone(one):
+    """share of the second moments that are 0 after a gradient whose square is not"""
+    v = one.watch.answers.moment(one.p, "exp_avg_sq", one.watch.pick)
+    if v is None or not one.extra.judged or _lost_eps(one) or one.watch.answers.coded(one.p, "exp_avg_sq"):
+        return None
+    share = one.extra.v_gone / one.extra.judged
+    return Figure(share, {"share": share, "dtype": short(v.dtype)})
+
+
+def v_burst(one):
+    """second moments that a step made not finite, although their gradients were finite"""
+    if not one.extra.v_burst:
+        return None
+    v = one.watch.answers.moment(one.p, "exp_avg_sq", one.watch.pick)
+    words = {"count": one.extra.v_burst}
+    if v is not None and v.dtype == torch.float16:
+        words["dtype"] = "fp16"
+    return Figure(one.extra.v_burst, words)
+
+
+def broken_weights(one):
+    """weights that are not finite before a step, where it was not seen what made them so"""
+    return None if one.seen.seen_breaking else Figure(one.extra.broken)
+
+
+def _lost_eps(one):
+    """The eps of a tensor whose states are fp16, where it is 0; 0.0 where it is not."""
+    eps = one.watch.groups.get(one.p, {}).get("eps")
+    if not isinstance(eps, (int, float)) or torch.tensor(float(eps)).half() > 0:
+        return 0.0
+    states = [value for name, value in one.watch.state(one.p).items() if accumulates(name, value)]
+    return float(eps) if any(value.dtype == torch.float16 for value in states) else 0.0
 
 
 # ---- Second moments ----------------------------------------------------------------------------------------
@@ -204,128 +320,6 @@ def narrow_states(seen):
         yield Figure(1.0, {"state": site, "dtype": dtype, "count": tensors, "most": most}, "")
 
 
-# ---- Averages ----------------------------------------------------------------------------------------------
-
-
-def average_not_finite(one):
-    """entries of the average that are not finite, while those of its weight are"""
-    if one.averaging is None or not bool(one.watch.pick(one.p).isfinite().all()):
-        return None
-    return Figure(one.averaging.infinite, {"count": one.averaging.infinite})
-
-
-def average_too_large(one):
-    """norm of the average over that of its weight"""
-    if one.averaging is None or one.averaging.weight_square == 0:
-        return None
-    times = math.sqrt(one.averaging.square / one.averaging.weight_square)
-    return Figure(times, {"times": times})
-
-
-def average_of_other_sign(one):
-    """minus the cosine of the average and its weight"""
-    sums = one.averaging
-    # a few entries change their sign by themselves
-    if sums is None or sums.entries < SOME * sums.looks or sums.square * sums.weight_square == 0:
-        return None
-    return Figure(-sums.product / math.sqrt(sums.square * sums.weight_square))
-
-
-def average_goes_away(one):
-    """minus the cosine of what the average moved and the way to its weight"""
-    sums = one.averaging
-    if sums is None or _average_is_narrow(one) or sums.gap_square * sums.move_square == 0:
-        return None
-    cosine = sums.along / math.sqrt(sums.gap_square * sums.move_square)
-    return Figure(-cosine, {"rate": -sums.along / sums.gap_square})
-
-
-def average_overshoots(one):
-    """the way it goes a step, over the whole way to its weight"""
-    sums = one.averaging
-    if sums is None or _average_is_narrow(one) or sums.gap_square == 0:
-        return None
-    rate = sums.along / sums.gap_square
-    return Figure(rate, {"rate": rate})
-
-
-def average_copies(one):
-    """share of the entries away from their weight that the average copies from it, at 2 looks or more"""
-    sums, decay = one.averaging, one.watch.ema.decay if one.watch.ema else None
-    if sums is None or sums.looks < 1.5 or not sums.away:
-        return None
-    if decay is not None and decay < 0.5:  # it is to follow its weight
-        return None
-    return Figure(sums.copied / sums.away)
-
-
-def average_stood(one):
-    """looks between which the average did not move, although it is away from its weight"""
-    if one.average is None or one.average.arrived or not one.watch.ema.begun:
-        return None
-    return Figure(one.extra.stood)
-
-
-def average_stands(one):
-    """share of the wanted movement that is not written"""
-    if one.average is None or one.average.entries < 1 or one.average.arrived:
-        return None
-    return Figure(1.0, {"dtype": short(one.average_dtype)})
-
-
-def narrow_average_stands(one):
-    """share of the wanted movement that an average in 16 bits does not write"""
-    return average_stands(one) if _average_is_narrow(one) else None
-
-
-def narrow_average(one):
-    """share of the wanted movement that an average in 16 bits loses"""
-    if not _average_is_narrow(one) or not one.average.entries:
-        return None
-    lost = one.lost("ema")
-    words = {"stuck": one.average.stuck, "dtype": short(one.average_dtype), "lost": lost}
-    return Figure(lost, words)
-
-
-def _average_is_narrow(one):
-    return one.average is not None and one.average_dtype in net_state.NARROW
-
-
-def average_slow(one):
-    """share of the way a step that its decay says and that it does not go"""
-    words = _rate_of_average(one)
-    return None if words is None else Figure(1 - one.average.share, words)
-
-
-def average_fast(one):
-    """the way it goes a step, over what its decay says"""
-    words = _rate_of_average(one)
-    return None if words is None else Figure(one.average.share, words)
-
-
-def _rate_of_average(one):
-    if one.average is None or not one.average.entries or one.watch.ema.decay is None:
-        return None
-    decay = one.watch.ema.decay
-    return {"rate": one.average.share * (1 - decay), "decay": decay, "said": 1 - decay}
-
-
-def average_young(one):
-    """share of the start that remains in it"""
-    steps = one.watch.steps
-    words = _rate_of_average(one)
-    if words is None or one.i > 0 or not 0 < words["decay"] < 1:
-        return None
-    remains = words["decay"] ** steps
-    words |= {"remains": remains, "steps": steps, "less": max(0.0, 1 - 3 / steps)}
-    return Figure(remains, words, "")
-
-
-def average_young_in_a_long_run(one):
-    """share of the start that remains in it after 3000 steps"""
-    return average_young(one) if one.watch.steps >= 3000 else None
-
-
 # ---- Counters ----------------------------------------------------------------------------------------------
 
 
@@ -399,9 +393,11 @@ class Noise:
 
     def _error(self, one):
         """The errors of a tensor that is written by chance; None for others."""
-        if one.seen.torchs:
+        if not one.seen.by_chance:
             return None
         error = one.error if self.of == "weight" else one.moment_error
+        if error.far > 0.01 * error.entries:
+            return None
         nearest = error.to_nearest
         if nearest is None:
             nearest = self._all(one.seen).to_nearest is not False
@@ -442,7 +438,7 @@ class Noise:
     def shared(self, seen):
         """correlation of the errors of two tensors, where it is certain"""
         errors = self._all(seen)
-        if seen.torchs or errors.to_nearest is not False:
+        if not seen.by_chance or errors.to_nearest is not False:
             return
         for (a, b), value in errors.shares().items():
             yield Figure(value, {**self.words, "other": seen.names[a], "value": value}, seen.names[b])

@@ -5,12 +5,15 @@ import math
 from . import net_state
 from .dead_parts import dead_part, tables_of
 from .faults import Figure
+from .gradients import SOME
 
 # ---- Gradients ---------------------------------------------------------------------------------------------
 
 
 def not_finite(one):
     """entries of its sample that are not finite"""
+    if one.change.spoilt:  # another row's
+        return None
     return Figure(one.extra.infinite, {"count": one.extra.infinite})
 
 
@@ -21,7 +24,83 @@ def never_graded(one):
 
 def zero_gradient(one):
     """looks at which its gradient was 0"""
-    return Figure(one.facts.idle) if one.facts.idle == one.facts.looks else None
+    changed = one.change.zeroed or one.seen.all_zero  # another row's
+    return None if changed or one.facts.idle < one.facts.looks else Figure(one.facts.idle)
+
+
+def zero_gradient_of_zeros(one):
+    """looks at which the gradient of a matrix of zeros was 0"""
+    # a bias of zeros may have none by design
+    of_zeros = one.p.dim() > 1 and not bool(one.watch.pick(one.p).any())
+    return zero_gradient(one) if of_zeros else None
+
+
+def all_zero_gradients(seen):
+    """looks at which the gradients of all tensors were 0"""
+    if seen.all_zero:
+        yield Figure(seen.watch.looks, tensor="")
+
+
+# ---- Gradients that are changed between backward and the step ----------------------------------------------
+
+
+def negated(seen):
+    """share of the looks at which the step read a gradient times a negative factor"""
+    for one, figure in _changed(seen, "negated"):
+        figure.words["factor"] = one.change.factor / one.change.negated
+        yield figure
+
+
+def zeroed(seen):
+    """share of the looks at which the step read 0 instead of a gradient"""
+    for _, figure in _changed(seen, "zeroed"):
+        yield figure
+
+
+def spoilt(seen):
+    """looks at which a gradient was finite after backward and not at the step"""
+    for one, figure in _changed(seen, "spoilt"):
+        figure.value = one.change.spoilt
+        yield figure
+
+
+def _changed(seen, field):
+    """(Tensor, Figure) of those whose gradients were changed so; of the first alone where all were."""
+    heard = [one for one in seen.tensors if one.change.looks + one.change.spoilt]
+    found = [one for one in heard if getattr(one.change, field)]
+    # those that are too small to tell are taken for the others
+    judged = [one for one in heard if field != "negated" or one.p.numel() >= SOME]
+    of_all = len(judged) > 1 and set(judged) <= set(found)
+    for one in found[:1] if of_all else found:
+        share = getattr(one.change, field) / max(1.0, one.change.looks)
+        whose = "the gradients of all tensors are" if of_all else "its gradient is"
+        yield one, Figure(share, {"whose": whose, "share": share}, "" if of_all else one.name)
+
+
+def partly_negated(one):
+    """share of the entries of a gradient whose sign was changed between backward and the step"""
+    share = one.change.parts_negated / max(1.0, one.change.looks)
+    return Figure(share, {"share": share})
+
+
+def partly_zeroed(one):
+    """share of the entries of a gradient that were set to 0 between backward and the step"""
+    share = one.change.parts_zeroed / max(1.0, one.change.looks)
+    return None if _is_masked(one, share) else Figure(share, {"share": share})
+
+
+def masked(one):
+    """the same of a table of which some rows train, or where the weights are 0 too"""
+    share = one.change.parts_zeroed / max(1.0, one.change.looks)
+    return Figure(share, {"share": share}) if _is_masked(one, share) else None
+
+
+def _is_masked(one, share):
+    zero = float((one.watch.pick(one.p) == 0).float().mean())
+    return one.p in tables_of(one.watch.model, one.watch.named) or zero > 0.9 * share
+
+
+# ---- Gradients and their sums ------------------------------------------------------------------------------
 
 
 def subnormal(one):
@@ -46,7 +125,7 @@ def clipped(seen):
     watch = seen.watch
     scales = sorted(float(scale) for scale in watch.clips)
     in_place = sorted(left for left, norm in watch.gradients.shrunk if _tiny(left, norm))
-    if 2 * len(in_place) > len(watch.gradients.shrunk):
+    if in_place and 2 * len(in_place) >= len(watch.gradients.shrunk):
         scales = in_place  # as torch's clip_grad_norm_ does
     if scales:
         left = scales[len(scales) // 2]
@@ -88,7 +167,7 @@ def dead_parts(seen):
     tables = tables_of(seen.watch.model, seen.watch.named)
     for i, alive in seen.alive.items():
         p = seen.watch.named[i][1]
-        if p.dim() < 2 or p in tables or hasattr(p, "to_local"):
+        if p.dim() < 2 or p in tables or hasattr(p, "to_local") or seen.changes[i].parts_zeroed:
             continue
         part = dead_part(alive, p.shape, seen.watch.most)
         if part:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from .adapters import steps_of
-from .writes import totals
+from .sums import totals
 
 
 class States:

@@ -20,7 +20,7 @@ from . import findings, net_state
 from .adapters import answering, check_states, grad_scale, hooked, renew, skips, unwrapped
 from .average_watch import AverageWatch
 from .averages import Average
-from .facts import Alive, Facts, Steps
+from .facts import Alive, Facts, Steps, first_moments
 from .gradients import Gradients
 from .states import States
 from .verdicts import Diagnosis, Finding
@@ -106,6 +106,11 @@ class Watch:
             self.optimizer.register_step_post_hook(self._after),
         ]
         self._hold(True)
+        self._listen()
+
+    def _listen(self):
+        if not self.compiled:
+            self.gradients.listen()
 
     def _watch_optimizer(self, optimizer, others):
         self.optimizer = hooked(optimizer)
@@ -223,6 +228,8 @@ class Watch:
         self.writes.before(self.optimizer, (), {**kwargs, "grad_scale": scale})
         look = self.writes.look
         self.looking = look is not None
+        if self.looking:
+            look.m = first_moments(look, self.answers)
         self.gradients.compare(kwargs.get("grads"), look)
         self._remember_orphans()
         self._remember_gradients(look)
@@ -240,8 +247,8 @@ class Watch:
             self._stepped()
         # the step after a look too: what became of its weights is seen before that writes
         self._hold(self.follow or self._due(self.steps + 1))
-        if self._due(self.steps + 1) and not self.compiled:
-            self.gradients.listen(self.looks)
+        if self._due(self.steps + 1):
+            self._listen()
 
     def _freed(self):
         """Whether backward has updated parameters and freed their gradients, see release.Release."""
@@ -293,7 +300,7 @@ class Watch:
     def _remember_alive(self, look):
         entries, looks = look.g != 0, 1
         then = self.alive
-        if then is not None and (then.index, then.lengths) == (look.index, look.lengths):
+        if then is not None and (then.tensors, then.lengths) == (look.index, look.lengths):
             entries, looks = entries | then.entries, then.looks + 1
         self.alive = Alive(look.index, look.lengths, entries, looks)
 
@@ -351,7 +358,20 @@ class Watch:
             back = moved & (now == look.held)
             tops = torch.cat([part.abs().max().expand(part.numel()) for part in now.split(look.lengths)])
             bound = (look.held == 0) | (look.held.abs() == tops)
-            rows = {"moved": moved, "back": back, "masked": back & bound}
+            # a mask or a bound, as of WGAN's weights, is no step
+            drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
+            some = [part.float().mean() > 0.05 for part in drifted.split(look.lengths)]
+            looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
+            is_some = torch.cat([one.expand(n) for one, n in zip(some, look.lengths, strict=True)])
+            rows = {
+                "moved": moved,
+                "back": back,
+                "masked": back & bound,
+                "follows": looks,
+                "drifts": looks.where(is_some, 0.0),
+                "drift": (now - look.new).square().where(drifted, 0.0),
+                "stepped": (look.new - look.held).square(),
+            }
             self.extra.put(rows, look.index, look.lengths)
             self._compare_copies(look)
         self.averages.compare(self.steps, held=now)

@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from .writes import Sums, one_an_entry, rounded_by_tensor, totals
+from .sums import Sums, one_an_entry, totals
+from .writes import rounded_by_tensor
 
 CERTAIN = 6  # standard errors: once in 5e8 looks by chance
 NARROW = (torch.bfloat16, torch.float16)
@@ -29,6 +30,7 @@ class Errors(Sums):
         "entries",  # writes that were to change something
         "chance",  # how many entries stochastic rounding would not round to nearest
         "strays",  # how many were not
+        "far",  # writes that are more than an ulp off, which no rounding explains
         "score",  # sum of the errors, in ulps
         "variance",  # of that sum, under stochastic rounding
         "moves",  # wanted steps in ulps, at most one each: as many entries are expected to move
@@ -75,6 +77,7 @@ class Errors(Sums):
             "entries": rounds,
             "chance": torch.minimum(f, 1 - f),
             "strays": (after != nearest) & rounds,
+            "far": score.abs() > 1.01,
             "score": score,
             "variance": variance,
             "moves": ((aim - before).abs() / gap).clamp(max=1).where(rounds, 0.0),

@@ -11,66 +11,15 @@ and what was written. It knows no optimiser by name and asks three things (adapt
 answer about 4 billion entries costs what one about 65,536 does.
 """
 
-import functools
 import math
 
 import torch
 
 from ..optimizers.buckets import scale_of
 from ..telemetry import announce, sample
+from .sums import Sums, one_an_entry
 
 # ---- Many steps, added up ----------------------------------------------------------------------------------
-
-
-class Sums:
-    """Sums over the entries of several tensors, one column a tensor: `sums` is float64 [fields, tensors].
-
-    They stay on their device until they are asked for.
-    """
-
-    fields = ()
-
-    def __init__(self, tensors=1):
-        self.sums = torch.zeros(len(self.fields), tensors, dtype=torch.float64)
-
-    def put(self, rows, index=None, lengths=None):
-        """Add to some fields. rows: {field: [n]}, n entries of any dtype: lengths[0] of tensor index[0], and
-        so on; all of tensor 0 where nothing is said.
-        """
-        if lengths is None:
-            index, lengths = [0], [len(next(iter(rows.values())))]
-        found = totals(list(rows.values()), lengths)
-        self.sums = self.sums.to(found.device)
-        for name, of_tensors in zip(rows, found, strict=True):
-            self.row(name)[index] += of_tensors
-
-    def row(self, field):
-        """The sums of one field, float64 [tensors]; to be changed in place."""
-        return self.sums[self.fields.index(field)]
-
-    def of(self, tensor):
-        """The same sums of one tensor alone."""
-        one = type(self)()
-        one.sums = self.sums[:, tensor : tensor + 1]
-        return one
-
-    def columns(self):
-        """The sums of each tensor, a list; brought to the CPU together."""
-        self.sums = self.sums.cpu()
-        return [self.of(i) for i in range(self.sums.shape[1])]
-
-    def __getattr__(self, name):
-        if name.startswith("_") or name not in type(self).fields:
-            raise AttributeError(name)
-        return float(self.row(name).sum())
-
-
-def totals(rows, lengths):
-    """Rows [n] of any dtype -> float64 [rows, tensors]: sums over the entries of each tensor."""
-    table = torch.empty(len(rows), rows[0].numel(), device=rows[0].device)  # fp32: torch sums in a tree
-    for i, row in enumerate(rows):
-        table[i] = row
-    return torch.stack([part.sum(1) for part in table.split(lengths, 1)], 1).double()
 
 
 class Tally(Sums):
@@ -167,18 +116,25 @@ class Averaging(Sums):
         "square",  # of the average
         "weight_square",
         "product",  # of the average and its weight
+        # of entries more than 2 ulp from their weight, which a move may bring nearer:
         "gap_square",  # of the way from the average to its weight, before it moved
         "move_square",  # of what it moved
         "along",  # move times gap
+        "path",  # the same without its sign
+        "spread",  # the same squared
+        "said",  # the rate that it should have, times the square of the gap
     )
 
-    def add(self, old, new, held, rounded, index, lengths):
-        """Add a move of averages: fp32 [n] before and after, their weights, these in the average's dtype."""
+    def add(self, old, new, held, rounded, far, said, index, lengths):
+        """Add a move of averages: fp32 [n] before and after, their weights, these in the average's dtype, and
+        which are far from their weight. said: the rate that it should have; 0.0 where nobody says.
+        """
         away = old != rounded
         finite = old.isfinite() & new.isfinite() & held.isfinite()
         none = torch.zeros_like(old)
         old, new, held = (torch.where(finite, side, none) for side in (old, new, held))
-        gap, move = held - old, new - old
+        gap, move = (held - old).where(far, 0.0), (new - old).where(far, 0.0)
+        along = move * gap
         rows = {
             "looks": one_an_entry([1 / n for n in lengths], lengths, old).expand_as(old),
             "entries": torch.ones_like(old),
@@ -190,7 +146,10 @@ class Averaging(Sums):
             "product": new * held,
             "gap_square": gap.square(),
             "move_square": move.square(),
-            "along": move * gap,
+            "along": along,
+            "path": along.abs(),
+            "spread": along.square(),
+            "said": said * gap.square(),
         }
         self.put(rows, index, lengths)
 
@@ -201,21 +160,6 @@ def rounded_by_tensor(values, dtypes, lengths):
         return values.to(dtypes[0]).float()
     parts = zip(values.split(lengths), dtypes, strict=True)
     return torch.cat([part.to(dtype).float() for part, dtype in parts])
-
-
-def one_an_entry(values, lengths, like):
-    """One number a tensor -> one an entry, fp32 on the device of `like`; 0-dim where all are the same."""
-    if len(set(values)) == 1:
-        return torch.tensor(values[0], dtype=torch.float32, device=like.device)
-    values = torch.tensor(values, dtype=torch.float32, device=like.device)
-    return values[_numbers(tuple(lengths), like.device)]
-
-
-@functools.lru_cache(4)
-def _numbers(lengths, device):
-    """int64 [n]: which tensor an entry is of."""
-    lengths = torch.tensor(lengths, device=device)
-    return torch.arange(len(lengths), device=device).repeat_interleave(lengths)
 
 
 class Look:
@@ -407,15 +351,16 @@ class Writes:
         old = torch.cat([t.float() for t in before])
         new = torch.cat([t.float() for t in now])
         rounded = rounded_by_tensor(held, dtypes, lengths)
-        self.averaging[name].add(old, new, held, rounded, index, lengths)
+        gap = held - old
+        ulps = one_an_entry([torch.finfo(dtype).eps for dtype in dtypes], lengths, old) * old.abs()
+        far = gap.abs() > 2 * ulps
+        rate = measured_rate(old, new, gap)
+        said = said_rate(average, rate)
+        self.averaging[name].add(old, new, held, rounded, far, said or 0.0, index, lengths)
         if torch.equal(new, rounded):
             return  # it took the weights as they are, as most averages do at their first step
-        gap = held - old
-        rate = measured_rate(old, new, gap) if average.decay is None else 1 - average.decay
-        target = old + rate * gap
-        ulps = one_an_entry([torch.finfo(dtype).eps for dtype in dtypes], lengths, old) * old.abs()
+        target = old + (rate if said is None else said) * gap
         may_stay = rounded_by_tensor(target, dtypes, lengths) == old
-        far = gap.abs() > 2 * ulps
         self.averages[name].add(may_stay, old, target, new, far, index=index, lengths=lengths)
 
     def excess(self):
@@ -436,6 +381,23 @@ class Writes:
                 logs += p.numel() * math.log(v / g)
                 entries += p.numel()
         return math.exp(logs / entries) if entries else None
+
+
+def said_rate(average, measured):
+    """The rate that an average should have: of those that its decay, its schedule or its warm-up may say, the
+    nearest to the measured one. None where nobody says.
+    """
+    ranges = getattr(average, "ranges", None)
+    if ranges is None:  # a decay alone
+        ranges = [] if average.decay is None else [(average.decay, average.decay)]
+    nearest = [min(max(measured, 1 - high), 1 - low) for low, high in ranges]
+    return min(nearest, key=lambda rate: _factor(rate, measured), default=None)
+
+
+def _factor(a, b):
+    """How many times the larger of two rates is the smaller."""
+    low, high = sorted((abs(a), abs(b)))
+    return high / max(low, 1e-12)
 
 
 def measured_rate(old, new, gap):

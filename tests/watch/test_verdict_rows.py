@@ -435,7 +435,7 @@ ROWS = {
         facts(looks=0, without=7),
         facts(looks=6, without=1),
     ),
-    "gradient of 0": ("grads", "moderate", "0 at each look", facts(looks=7, idle=7), facts(looks=7, idle=6)),
+    "gradient of 0": ("grads", "note", "0 at each look", facts(looks=7, idle=7), facts(looks=7, idle=6)),
     "subnormal": (
         "grads",
         "moderate",

@@ -1,0 +1,223 @@
+"""Files and folders of checkpoints as nests of dicts and tensors. No code in them is run: an object that is
+neither a tensor nor a plain value becomes an empty stand-in.
+"""
+
+import io
+import json
+import pickle
+import re
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+
+import torch
+
+from ..errors import Refused
+
+# what transformers, diffusers and PEFT call the weights in a folder
+STEMS = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_model")
+WEIGHTS = [f"{name}.{suffix}" for name in STEMS for suffix in ("safetensors", "bin")]
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+# objects of the standard library that hold values and nothing else
+PLAIN = {"argparse.Namespace", "collections.defaultdict", "collections.Counter", "collections.deque"}
+PLAIN |= {"pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib.WindowsPath", "pathlib.PureWindowsPath"}
+PLAIN |= {"datetime.datetime", "datetime.timedelta", "pathlib._local.PosixPath", "types.SimpleNamespace"}
+RUNS_CODE = (
+    "it holds more than tensors and plain values, and loading it would run code; save its state_dict alone"
+)
+
+
+def loaded(path):
+    """A nest of dicts, lists and tensors: of a file, an index of shards, or a folder with an index, with one
+    file of weights or by torch.distributed.checkpoint. Raises Refused for anything else.
+    """
+    if path.is_dir():
+        return _folder(path)
+    if not path.is_file():
+        raise Refused(f"{path}: no such file; give a .safetensors file or one that torch.save wrote")
+    try:
+        if path.name.endswith(".index.json"):
+            return _shards(path)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return _saved(path)
+    except Refused:
+        raise
+    except pickle.UnpicklingError as error:
+        if re.search("allowed global|Unsupported class|unsupported GLOBAL", str(error)):
+            raise Refused(f"{path}: {RUNS_CODE}") from error
+        raise Refused(f"{path} is no checkpoint, or is cut short") from error
+    except Exception as error:  # torch and safetensors raise what they like at broken files
+        raise Refused(f"{path} is no checkpoint, or is cut short ({type(error).__name__})") from error
+
+
+# ---- What torch.save wrote ---------------------------------------------------------------------------------
+
+
+class StandIn:
+    """An object of a class that is not loaded. It takes what a file says of it, and forgets that."""
+
+    def __new__(cls, *args, **kwargs):
+        return object.__new__(cls)
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+    def __setitem__(self, key, value):
+        pass
+
+    def append(self, value):
+        pass
+
+    def extend(self, values):
+        pass
+
+
+class Coded(torch.Tensor):
+    """torchao's states of 8 and 4 bits, as they are in a file: `codes`, `scale`, `qmap`, `block_size`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        raise NotImplementedError("a file's codes are decoded, and not computed with")
+
+
+def _saved(path):
+    """What torch.save wrote, with stand-ins for objects of other classes."""
+    stand_ins = []
+    if zipfile.is_zipfile(path):
+        for name in torch.serialization.get_unsafe_globals_in_checkpoint(path):
+            package = name.partition(".")[0]
+            if package not in sys.stdlib_module_names or name in PLAIN:
+                coded = package == "torchao" and "OptimState" in name
+                stand_ins.append((Coded if coded else StandIn, name))
+    with warnings.catch_warnings(), torch.serialization.safe_globals(stand_ins):
+        warnings.simplefilter("ignore")  # torch's, at sparse tensors
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(found, StandIn):
+        raise Refused(f"{path}: {RUNS_CODE}")
+    return found
+
+
+# ---- Folders and indices of shards -------------------------------------------------------------------------
+
+
+def _folder(path):
+    if (path / ".metadata").is_file():
+        return _distributed(path)
+    indices = sorted(path.glob("*.index.json"), reverse=True)  # of safetensors before .bin
+    weights = [*indices, *(path / name for name in WEIGHTS if (path / name).is_file())]
+    if not weights:
+        raise Refused(
+            f"{path}: a folder, and not a checkpoint; give a .safetensors file, one that torch.save wrote, "
+            f"or a folder with an index of shards, with one of {', '.join(WEIGHTS[:3])} or with .metadata"
+        )
+    found = {"": loaded(weights[0])}
+    for name in OPTIMIZERS:
+        if (path / name).is_file():
+            found["optimizer"] = loaded(path / name)
+    return found
+
+
+def _shards(path):
+    """The tensors of all files that an index names."""
+    named = json.loads(path.read_text())["weight_map"]
+    found = {}
+    for name in sorted(set(named.values())):
+        tensors = loaded(_beside(path.parent, name))
+        found.update({key: tensors[key] for key, file in named.items() if file == name and key in tensors})
+    missing = sorted(set(named) - set(found))
+    if missing:
+        raise Refused(f"{path}: its files lack {missing[0]}: they are of another checkpoint")
+    return found
+
+
+def _beside(folder, name):
+    """A file of a folder; the name of one elsewhere is refused."""
+    if Path(name).name != name:
+        raise Refused(f"{folder}: {name} is not a file of this folder")
+    return folder / name
+
+
+# ---- torch.distributed.checkpoint --------------------------------------------------------------------------
+
+
+class Described:
+    """One of the records in .metadata: its fields are attributes."""
+
+    def __new__(cls, *args):
+        return object.__new__(cls)
+
+    def __init__(self, *args):
+        pass
+
+    def __setstate__(self, state):
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+
+class Records(pickle.Unpickler):
+    """Reads .metadata: records, sizes and dtypes. What else a pickle may name becomes an empty record."""
+
+    def find_class(self, module, name):
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        found = getattr(torch, name, None) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) else Described
+
+
+def _distributed(folder):
+    """The tensors of a folder that torch.distributed.checkpoint wrote, in the nest that was saved."""
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            records = Records(file).load()
+        sizes = {name: getattr(record, "size", None) for name, record in records.state_dict_metadata.items()}
+        tensors = _filled(folder, records.storage_data, sizes)
+        return _nest(tensors, records.planner_data or {})
+    except Refused:
+        raise
+    except Exception as error:  # of a forged or a broken file
+        raise Refused(f"{folder} is no checkpoint, or is cut short ({type(error).__name__})") from error
+
+
+def _filled(folder, places, sizes):
+    """{name: tensor, or None for what is none}, put together from their parts. places: {(name, offsets):
+    (file, offset, length)}, as records. sizes: {name: its shape, None for what is no tensor}.
+    """
+    tensors = dict.fromkeys(sizes)
+    for index, place in sorted(places.items(), key=lambda pair: (pair[1].relative_path, pair[1].offset)):
+        size = sizes[index.fqn]
+        if size is None:
+            continue
+        if getattr(place, "transform_descriptors", None):
+            raise Refused(f"{folder}: its tensors are compressed; save them as they are")
+        with open(_beside(folder, place.relative_path), "rb") as file:
+            file.seek(place.offset)
+            part = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+        if tensors[index.fqn] is None:
+            tensors[index.fqn] = torch.zeros(size, dtype=part.dtype)
+        offsets = index.offset or (0,) * part.dim()
+        at = tuple(slice(start, start + n) for start, n in zip(offsets, part.shape, strict=True))
+        tensors[index.fqn][at] = part
+    return tensors
+
+
+def _nest(tensors, paths):
+    """{flat name: value} as the dicts that were saved. paths: {flat name: (key, key, ...)}."""
+    tree = {}
+    for name, value in tensors.items():
+        *outer, last = paths.get(name, (name,))
+        place = tree
+        for key in outer:
+            place = place.setdefault(key, {})
+        place[last] = value
+    return tree

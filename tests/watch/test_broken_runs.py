@@ -1,0 +1,408 @@
+"""Broken runs that go on as if nothing were wrong: each is named with its cause, and healthy ones beside them
+are not.
+"""
+
+import pytest
+import torch
+from test_watch_loop import eager, losing, net
+from torch import nn
+
+from lowprec import rounding
+from lowprec.watch.watch import Watch
+
+eager = eager
+FIRST, LAST = "0.weight", "3.weight"
+
+
+class Loop:
+    """A loop over a tiny net. A case says what happens after backward and after the step, and how it looks.
+
+    graded, stepped: called with the loop. make: parameters -> optimiser. every: steps between looks.
+    """
+
+    def __init__(self, graded=None, stepped=None, make=None, steps=13, every=3, dtype=torch.float32, **watch):
+        self.model = net(dtype)
+        make = make or (lambda params: torch.optim.AdamW(params, lr=1e-3))
+        self.optimizer = make(self.model.parameters())
+        self.step = 0
+        self.watch = Watch(self.model, self.optimizer, every=every, **watch)
+        for self.step in range(steps):
+            torch.manual_seed(rounding.hash64(self.step) >> 1)
+            self.forward()
+            if graded:
+                graded(self)
+            self.optimizer.step()
+            with torch.no_grad():
+                if stepped:
+                    stepped(self)
+        self.watch.remove()
+
+    def forward(self):
+        x = torch.randn(32, 16).to(next(self.model.parameters()).dtype)
+        self.optimizer.zero_grad()
+        (self.model(x).float() - x[:, :4].float()).square().mean().backward()
+
+    @property
+    def named(self):
+        return dict(self.model.named_parameters())
+
+    def scale(self, factor, part=""):
+        for name, p in self.named.items():
+            if part in name:
+                p.grad.mul_(factor)
+
+
+def says(watch, site, tensor, words, severity=None):
+    """Whether the worst finding is that one."""
+    worst = watch.findings()[0]
+    assert (worst.site, worst.tensor) == (site, tensor), str(watch)
+    assert words in f"{worst.text} -> {worst.remedy}", str(watch)
+    assert severity is None or worst.severity == severity, str(watch)
+    assert watch.diagnosis().status == 1
+
+
+# ---- Gradients between backward and the step ---------------------------------------------------------------
+
+
+def clipped_by_an_fp16_norm(loop):
+    """The norm of these gradients is infinite in fp16."""
+    for p in loop.named.values():
+        p.grad.mul_(2.0**20)
+    norm = nn.utils.get_total_norm([p.grad for p in loop.named.values()]).half()
+    for p in loop.named.values():
+        p.grad.mul_(torch.clamp(1.0 / norm, max=1.0))
+
+
+def sometimes_zero(loop):
+    if loop.step % 2:
+        loop.scale(0.0)
+
+
+def flipped_rows(loop):
+    loop.named[FIRST].grad[:32].neg_()
+
+
+def zeroed_rows(loop):
+    loop.named[FIRST].grad[:32].zero_()
+
+
+def zeroed_third(loop):
+    """An aligned part, which else looks as if it were detached."""
+    loop.named[FIRST].grad[:, :4].zero_()
+
+
+GRADIENTS = {
+    "times -0.5": (lambda loop: loop.scale(-0.5), "", "multiplied by -0.5", "severe"),
+    "times -1": (lambda loop: loop.scale(-1.0), "", "multiplied by -1 ", "severe"),
+    "times 0": (lambda loop: loop.scale(0.0), "", "set to 0 between backward and the step", "severe"),
+    "an infinite norm": (clipped_by_an_fp16_norm, "", "an infinite one, as of fp16", "severe"),
+    "a norm of NaN": (lambda loop: loop.scale(torch.nan), "", "finite after backward, and not", "severe"),
+    "times infinity": (lambda loop: loop.scale(torch.inf), "", "finite after backward, and not", "severe"),
+    "zero at times": (sometimes_zero, "", "set to 0 between backward and the step", None),
+    "one tensor negated": (lambda loop: loop.scale(-1.0, FIRST), FIRST, "its gradient is multi", "severe"),
+    "one tensor zeroed": (lambda loop: loop.scale(0.0, FIRST), FIRST, "its gradient is set to 0", "severe"),
+    "half of a tensor negated": (flipped_rows, FIRST, "50% of the entries of its gradient change", "severe"),
+    "half of a tensor zeroed": (zeroed_rows, FIRST, "50% of the entries of its gradient are set", "moderate"),
+    "columns zeroed": (zeroed_third, FIRST, "25% of the entries of its gradient are set", "moderate"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sgd", [False, True], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("change, tensor, words, severity", GRADIENTS.values(), ids=GRADIENTS)
+def test_a_changed_gradient_is_named(change, tensor, words, severity, sgd):
+    make = (lambda params: torch.optim.SGD(params, lr=1e-3)) if sgd else None
+    says(Loop(change, make=make).watch, "grads", tensor, words, severity)
+
+
+def clipped(loop):
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+
+
+def clipped_by_value(loop):
+    nn.utils.clip_grad_value_(loop.model.parameters(), 1e-4)
+
+
+def clipped_each(loop):
+    for p in loop.model.parameters():
+        nn.utils.clip_grad_norm_([p], 0.01)
+
+
+def noisy(loop):
+    for p in loop.model.parameters():
+        p.grad.add_(torch.randn_like(p), alpha=float(p.grad.std(correction=0)))
+
+
+def centred(loop):
+    for p in loop.model.parameters():
+        if p.dim() > 1:
+            p.grad.sub_(p.grad.mean(1, keepdim=True))
+
+
+def sharpened(loop):
+    """SAM: a second backward pass at other weights."""
+    with torch.no_grad():
+        moved = [0.05 * p.grad / p.grad.norm() for p in loop.named.values()]
+        for p, way in zip(loop.named.values(), moved, strict=True):
+            p.add_(way)
+    loop.forward()
+    with torch.no_grad():
+        for p, way in zip(loop.named.values(), moved, strict=True):
+            p.sub_(way)
+
+
+def inner_gradient(loop):
+    """MAML and Hessian-vector products ask for gradients that no step reads."""
+    x = torch.randn(32, 16)
+    torch.autograd.grad(loop.model(x).square().mean(), list(loop.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "change", [clipped, clipped_by_value, clipped_each, noisy, centred, sharpened, inner_gradient]
+)
+def test_gradients_that_are_changed_by_plan_are_healthy(change):
+    watch = Loop(change).watch
+    assert losing(watch) == set(), str(watch)
+
+
+def test_an_inner_gradient_is_no_micro_batch():
+    """MAML's, of a bf16 net, whose second derivative is what the step reads."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watch = Watch(model, optimizer, every=2)
+    for step in range(12):
+        torch.manual_seed(step)
+        x = torch.randn(16, 16).bfloat16()
+        params = dict(model.named_parameters())
+        loss = nn.functional.mse_loss(torch.func.functional_call(model, params, (x,)), x)
+        inner = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(params.items(), inner, strict=True)}
+        optimizer.zero_grad()
+        nn.functional.mse_loss(torch.func.functional_call(model, fast, (x,)), x).backward()
+        optimizer.step()
+    assert "accumulate" not in {site for site, _ in losing(watch)}, str(watch)
+
+
+def test_a_gradient_of_0_by_design_is_a_note():
+    """A Wasserstein critic's last bias."""
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-4)
+    watch = Watch(critic, optimizer, every=2)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (critic(torch.randn(32, 2)).mean() - critic(torch.randn(32, 2) + 1).mean()).backward()
+        optimizer.step()
+    assert losing(watch) == set(), str(watch)
+    assert [f.tensor for f in watch.findings()] == ["2.bias"]
+
+
+def test_a_loss_that_does_not_depend_on_the_net_is_named():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch = Watch(model, optimizer, every=1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (0.0 * model(torch.randn(8, 16)).sum()).backward()
+        optimizer.step()
+    says(watch, "grads", "", "of all tensors are 0 at each look", "severe")
+
+
+# ---- fp16 and values that are not finite -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam]
+)
+def test_states_in_fp16_are_named_and_not_the_gradients_that_they_break(make):
+    watch = Loop(dtype=torch.half, make=lambda params: make(params, lr=1e-3)).watch
+    says(watch, "exp_avg_sq", FIRST, "in fp16 the optimiser's eps is 0", "severe")
+    assert {site for site, _ in losing(watch)} == {"exp_avg_sq"}
+    assert "smaller eps" not in str(watch) and "lower learning rate" not in str(watch)
+
+
+def test_states_in_fp16_are_named_where_no_look_saw_the_first_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32, bias=False)).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    watch = None
+    for step in range(6):
+        if step == 3:
+            watch = Watch(model, optimizer, every=1)
+        tokens = torch.randint(0, 32, (64,))
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(tokens).float(), torch.ones(64, 32))
+        (loss * 2.0**14).backward()
+        optimizer.step()
+    says(watch, "exp_avg_sq", FIRST.replace("3", "0"), "its eps of 1e-08 is 0 in fp16", "severe")
+
+
+def huge(loop):
+    if loop.step == 7:
+        loop.named[FIRST].data.fill_(torch.inf)
+
+
+def test_weights_that_are_not_finite_are_named_where_no_look_saw_it():
+    watch = Loop(stepped=huge).watch
+    says(watch, "weights", FIRST, "weights of its sample were not finite before a step", "severe")
+
+
+class DividesBy0(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["params"][0].data.div_(0.0)
+
+
+def test_a_step_that_makes_weights_not_finite_is_named():
+    watch = Loop(make=lambda params: DividesBy0(params, lr=1e-3)).watch
+    says(watch, "update", FIRST, "1,024 weights became not finite in a step whose gradients are finite")
+
+
+def test_a_second_moment_beyond_fp16_is_named():
+    """Of gradients whose loss scale was not taken off."""
+
+    def large(loop):
+        loop.scale(1e4 / max(float(p.grad.abs().max()) for p in loop.named.values()))
+
+    watch = Loop(large, dtype=torch.half, make=lambda p: torch.optim.AdamW(p, lr=1e-4, eps=1e-4)).watch
+    assert any("holds no squares above 65,504" in f.text for f in watch.findings()), str(watch)
+
+
+# ---- Other writers -----------------------------------------------------------------------------------------
+
+
+class TwoWriters(Loop):
+    """A second optimiser steps some of the weights too."""
+
+    def __init__(self, part, told=False):
+        self.part, self.told, self.second = part, told, None
+        super().__init__(stepped=self.also)
+
+    def also(self, loop):
+        if self.second is None:
+            chosen = [p for name, p in self.named.items() if self.part in name]
+            self.second = torch.optim.AdamW(chosen, lr=1e-3)
+            if self.told:
+                self.watch.elsewhere = set(chosen)
+        self.second.step()
+
+
+@pytest.mark.parametrize("part", ["", "3."])
+def test_a_second_writer_is_named(part):
+    found = {tensor for site, tensor in losing(TwoWriters(part).watch) if site == "update"}
+    assert found >= {LAST} and (FIRST in found) == (part == ""), found
+    assert losing(TwoWriters(part, told=True).watch) == set()
+
+
+def shrunk(loop):
+    for p in loop.named.values():
+        p.mul_(0.99)
+
+
+def moved_sometimes(loop):
+    if loop.step == 6:
+        shrunk(loop)
+
+
+def bounded(loop):
+    for p in loop.named.values():
+        p.clamp_(-0.05, 0.05)
+
+
+def pruned(loop):
+    loop.named[FIRST][:, ::2] = 0.0
+
+
+def normalised(loop):
+    """EDM2 and nGPT keep rows at one norm."""
+    for p in loop.named.values():
+        if p.dim() > 1:
+            p.div_(p.norm(dim=1, keepdim=True))
+
+
+def swapped_and_back(loop):
+    held = [p.clone() for p in loop.named.values()]
+    shrunk(loop)
+    for p, value in zip(loop.named.values(), held, strict=True):
+        p.copy_(value)
+
+
+def test_weights_that_are_changed_after_the_step_are_named():
+    watch = Loop(stepped=shrunk).watch
+    says(watch, "update", FIRST, "something else moves it after the step", "moderate")
+
+
+@pytest.mark.parametrize("change", [moved_sometimes, bounded, pruned, normalised, swapped_and_back])
+def test_weights_that_are_changed_by_plan_are_healthy(change):
+    watch = Loop(stepped=change).watch
+    assert losing(watch) == set(), str(watch)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_moments_that_pass_through_bf16_are_named(name):
+    def rounded(loop):
+        for state in loop.optimizer.state.values():
+            state[name].copy_(state[name].bfloat16())
+
+    watch = Loop(stepped=rounded).watch
+    assert ("exp_avg_sq", FIRST) in losing(watch), str(watch)
+    assert f"{name} is fp32, and all its values are bf16 numbers" in str(watch).replace("\n", " ").replace(
+        "  ", ""
+    )
+
+
+def test_swapped_betas_are_named():
+    watch = Loop(make=lambda params: torch.optim.AdamW(params, lr=1e-3, betas=(0.999, 0.9))).watch
+    says(watch, "optimizer", "", "betas are 0.999 and 0.9")
+
+
+# ---- Noise and fp16 that are none --------------------------------------------------------------------------
+
+
+class RoundsTwice(torch.optim.Optimizer):
+    """A stranger's optimiser in bf16: each operation is rounded to nearest."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                v.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                p.data.mul_(1 - 0.1 * group["lr"])
+                p.data.sub_(group["lr"] * p.grad / (v.sqrt() + 1e-8))
+
+
+class RoundsByChance(RoundsTwice):
+    """The same with noise, which all entries of a tensor share."""
+
+    def step(self, closure=None):
+        held = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+        super().step()
+        for p, old in held.items():
+            noise = torch.randint(1 << 16, (1,), dtype=torch.int32).expand(p.numel())
+            wide = (old.float() - 3e-4 * p.grad.float().sign()).flatten()
+            p.data.copy_(rounding.stochastic_round(wide, noise).view_as(p))
+
+
+def test_what_is_rounded_to_nearest_has_no_noise_to_blame():
+    watch = Loop(make=RoundsTwice, dtype=torch.bfloat16, steps=40).watch
+    assert not [f for f in watch.findings() if f.site.startswith("noise")], str(watch)
+
+
+def test_what_draws_is_seen():
+    for make, draws in ((RoundsTwice, False), (RoundsByChance, True)):
+        watch = Loop(make=make, dtype=torch.bfloat16, steps=4).watch
+        assert watch.answers.draws(watch.named[0][1]) is draws
+
+
+def test_sums_of_few_bf16_numbers_are_no_fp16():
+    """The gradients of one small tensor all are numbers of fp16, by chance."""
+
+    def few_bits(loop):
+        g = loop.named["3.bias"].grad
+        g.copy_(torch.tensor([5.0, 9.0, 300.0, 17.0]) * 2.0**-24)
+        loop.named["1.bias"].grad.copy_((1 + torch.arange(64.0)) * 2.0**-23)
+
+    assert losing(Loop(few_bits, make=lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-12)).watch) == set()

@@ -1,0 +1,281 @@
+"""Checkpoints as other programs keep them: shards, folders, prefixes, states of 8 bits. None runs code."""
+
+import argparse
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from test_doctor_offline import trained, whole
+
+from lowprec.watch import compare
+from lowprec.watch.checkpoints import read
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two state dicts of one run, the last layer of which stood in the second."""
+    torch.manual_seed(0)
+    before = {f"layers.{i}.w": torch.randn(8, 16) for i in range(6)}
+    after = {name: t + 0.01 * torch.randn_like(t) for name, t in before.items()}
+    stood = {**after, "layers.3.w": before["layers.3.w"]}
+    return before, after, stood
+
+
+def single(path, tensors):
+    save_file(tensors, path.with_suffix(".safetensors"))
+    return path.with_suffix(".safetensors")
+
+
+def sharded(path, tensors, suffix="safetensors", name="model"):
+    path.mkdir()
+    names = list(tensors)
+    index = {}
+    for number, part in enumerate((names[:3], names[3:])):
+        file = f"{name}-{number}.{suffix}"
+        content = {key: tensors[key] for key in part}
+        save_file(content, path / file) if suffix == "safetensors" else torch.save(content, path / file)
+        index |= dict.fromkeys(part, file)
+    (path / f"{name}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return path
+
+
+def index_alone(path, tensors):
+    return sharded(path, tensors) / "model.safetensors.index.json"
+
+
+def pickled_shards(path, tensors):
+    return sharded(path, tensors, "bin", "pytorch_model")
+
+
+def one_file(path, tensors):
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+def distributed(path, tensors):
+    dcp.save({"model": tensors, "epoch": 3}, checkpoint_id=path)
+    return path
+
+
+def of_lightning(path, tensors):
+    path = path.with_suffix(".ckpt")
+    content = {
+        "epoch": 1,
+        "state_dict": {f"net.{name}": t for name, t in tensors.items()},
+        "callbacks": {"ModelCheckpoint": {"best_model_path": Path("best.ckpt"), "best": torch.tensor(1.0)}},
+        "hyper_parameters": argparse.Namespace(lr=1e-3),
+    }
+    torch.save(content, path)
+    return path
+
+
+def prefixed(prefix):
+    def save(path, tensors):
+        return single(path, {name if prefix is None else prefix + name: t for name, t in tensors.items()})
+
+    return save
+
+
+def within(path, tensors):
+    return single(path, {name.replace(".w", "._orig_mod.w"): t for name, t in tensors.items()})
+
+
+KEPT = {
+    "shards": sharded,
+    "index": index_alone,
+    "shards of torch.save": pickled_shards,
+    "a folder of one file": one_file,
+    "DCP": distributed,
+    "Lightning": of_lightning,
+    "module.": prefixed("module."),
+    "_orig_mod.": prefixed("_orig_mod."),
+    "both": prefixed("module._orig_mod."),
+    "_orig_mod. within": within,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("save", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("first", [single, None], ids=["beside one file", "both"])
+def test_a_checkpoint_is_read_however_it_is_kept(tmp_path, pair, save, first):
+    before, after, stood = pair
+    start = (first or save)(tmp_path / "before", before)
+    assert compare.compare(start, save(tmp_path / "after", after)).status == 0
+    found = compare.compare(start, save(tmp_path / "stood", stood)).findings
+    assert [f.site for f in found] == ["update"] and "layers.3" in found[0].tensor
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_states_in_a_dcp_folder_are_read(tmp_path):
+    for steps, name in ((5, "early"), (30, "late")):
+        content = whole(*trained(steps))
+        if name == "late":
+            content["optimizer"]["state"][3]["exp_avg_sq"].zero_()
+        dcp.save(content, checkpoint_id=tmp_path / name)
+    found = compare.compare(tmp_path / "early", tmp_path / "late").findings
+    assert [(f.site, f.tensor) for f in found] == [("exp_avg_sq", "optimizer.3")]
+
+
+def test_a_real_checkpoint_of_lightning_is_read(tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, width=8):
+            super().__init__()
+            self.save_hyperparameters(
+                {"width": width, "where": Path("here"), "args": argparse.Namespace(a=1)}
+            )
+            self.net = torch.nn.Linear(4, width)
+
+        def training_step(self, batch):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    trainer = lightning.Trainer(max_steps=2, enable_model_summary=False, **options)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(8, 4)))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    found = read(tmp_path / "a.ckpt")
+    assert set(found.weights) == {"state_dict.net.weight", "state_dict.net.bias"}
+    assert found.states["optimizer_states.0.0"]["exp_avg_sq"].shape == (8, 4)
+
+
+# ---- States of 8 bits --------------------------------------------------------------------------------------
+
+
+def torchao_state(kind):
+    optim = pytest.importorskip("torchao.optim")
+    return lambda p: getattr(optim, kind)(p)
+
+
+def bnb_state(p):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    return bitsandbytes.optim.AdamW8bit(p, min_8bit_size=0)
+
+
+def after_a_step(make):
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(64, 256))
+    optimizer = make([p])
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    return p, optimizer
+
+
+EIGHT_BITS = {
+    "torchao": (lambda: torchao_state("AdamW8bit"), 0.05),
+    "torchao, 4 bits": (lambda: torchao_state("AdamW4bit"), 0.5),
+    "torchao, FP8": (lambda: torchao_state("AdamWFp8"), 0.1),
+    "bitsandbytes": (lambda: bnb_state, 0.05),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_states_in_codes_are_decoded(tmp_path, kind):
+    make, error = EIGHT_BITS[kind]
+    with torch.compiler.set_stance("force_eager"):
+        p, optimizer = after_a_step(make())
+    torch.save({"model": {"w": p.detach()}, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([]):
+        torch.serialization.clear_safe_globals()  # as where the package was never imported
+        found = read(tmp_path / "a.pt").states["optimizer.0"]["exp_avg_sq"]
+    wanted = 0.001 * p.grad.square()
+    assert type(found) is torch.Tensor and found.shape == p.shape
+    assert float((found - wanted).norm() / wanted.norm()) < error
+
+
+# ---- Adapters ----------------------------------------------------------------------------------------------
+
+FACTORS = [
+    ("lora_A.weight", "lora_B.weight"),
+    ("lora_down.weight", "lora_up.weight"),
+    ("hada_w2_b", "hada_w2_a"),
+]
+
+
+@pytest.mark.parametrize("down, up", FACTORS)
+def test_an_adapter_that_does_nothing_is_named(tmp_path, down, up):
+    torch.manual_seed(0)
+    start = {f"l{i}.{down}": torch.randn(4, 16) for i in range(3)}
+    start |= {f"l{i}.{up}": torch.zeros(16, 4) for i in range(3)}
+    good = {name: t + 0.01 * torch.randn_like(t) for name, t in start.items()}
+    begin = single(tmp_path / "start", start)
+    assert compare.compare(begin, single(tmp_path / "good", good)).status == 0
+    dead = {name: start[name] if up in name else t for name, t in good.items()}
+    found = compare.compare(begin, single(tmp_path / "dead", dead)).findings
+    assert [(f.site, f.severity, f.tensor) for f in found] == [("adapter", "severe", "")]
+    assert "all 3 factors" in found[0].text and "does nothing" in found[0].text
+    partly = {**good, f"l1.{up}": start[f"l1.{up}"]}
+    found = compare.compare(begin, single(tmp_path / "partly", partly)).findings
+    assert [(f.site, f.severity, f.tensor) for f in found] == [("adapter", "moderate", f"l1.{up}")]
+
+
+# ---- No code -----------------------------------------------------------------------------------------------
+
+
+class Touches:
+    def __reduce__(self):
+        return Path.touch, (Path("was-run"),)
+
+
+class Evaluates:
+    def __reduce__(self):
+        return eval, ("open('was-run', 'w')",)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("spoil", [Touches, Evaluates])
+@pytest.mark.parametrize("save", [pickled_shards, distributed, of_lightning])
+def test_no_code_is_run(tmp_path, monkeypatch, capsys, pair, save, spoil):
+    monkeypatch.chdir(tmp_path)
+    before, after, _ = pair
+    start = save(tmp_path / "before", before)
+    path = save(tmp_path / "after", copy.deepcopy(after))
+    if save is of_lightning:
+        torch.save({"state_dict": after, "hyper_parameters": spoil()}, path)
+    elif save is distributed:
+        records = pickle.loads((path / ".metadata").read_bytes())
+        records.storage_meta = spoil()
+        (path / ".metadata").write_bytes(pickle.dumps(records))
+    else:
+        torch.save({"layers.0.w": spoil()}, path / "pytorch_model-0.bin")
+    compare.main([str(start), str(path)])
+    assert not Path("was-run").exists()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+BROKEN = {
+    "a missing shard": lambda path: (path / "model-1.safetensors").unlink(),
+    "a shard elsewhere": lambda path: rename(path, "../model-0.safetensors"),
+    "no index": lambda path: (path / "model.safetensors.index.json").write_text("{}"),
+    "an index of text": lambda path: (path / "model.safetensors.index.json").write_text("text"),
+    "a tensor too many": lambda path: rename(path, None),
+}
+
+
+def rename(path, file):
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    if file:
+        content["weight_map"]["layers.0.w"] = file
+    else:
+        content["weight_map"]["more"] = "model-0.safetensors"
+    index.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("spoil", BROKEN.values(), ids=BROKEN)
+def test_broken_shards_are_one_line_and_status_2(tmp_path, capsys, pair, spoil):
+    path = sharded(tmp_path / "a", pair[0])
+    spoil(path)
+    assert compare.main([str(path), str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
