@@ -157,12 +157,16 @@ class Into:
 
 @dataclasses.dataclass(frozen=True)
 class OutOf:
-    """A hook after forward: floating outputs in a dtype."""
+    """A hook after forward: floating outputs in a dtype, but for a scalar in fp32, a loss formed within."""
 
     dtype: torch.dtype
 
     def __call__(self, module, args, out):
-        return to(self.dtype, out)
+        return to(self.dtype, out, _but_scalars)
+
+
+def _but_scalars(x, dtype):
+    return x.to(dtype) if x.dim() or dtype == torch.float32 else x
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from .cast import narrowed
 
 FEW = 8  # coordinates of a position; images are wider
 ENOUGH = 16  # values in order that are no accident: 16 numbers drawn at random lie so once in 10^13
+MANY = 4  # heads of a loss
 EXACT = 2**24  # fp32 itself can't hold larger whole numbers apart
 
 
@@ -187,9 +188,11 @@ class FirstCall:
         name, loss = found
         self.loss = name or "the loss"
         heads = tuple(last_products(loss, self.net))
-        remedy = f"Precision(..., fp32_outputs={heads})" if heads else "fp32_outputs= of its last layers"
+        remedy = "fp32_outputs= of the last layers"
+        if 0 < len(heads) <= MANY:  # a compiled net is one node of the graph, and names all
+            remedy = f"Precision(..., fp32_outputs={heads})"
         warnings.warn(
-            f"{type(self.net).__name__} forms {self.loss} from bf16 logits, so it has 8 "
-            f"significant bits, as its gradient there has: {remedy} gives it fp32 logits",
+            f"{type(self.net).__name__} computes {self.loss} in bf16, so it and its gradient have 8 "
+            f"significant bits: {remedy} gives it fp32 logits",
             stacklevel=5,  # where run(...) is called
         )

@@ -130,7 +130,7 @@ def _rows(run, sites, parameters):
     remarks["frozen"] = _of_frozen(run)
     loss = run.view_of_model.first_call.loss
     if loss:
-        remarks["loss"] = {"value": "bf16", "why": f"the net forms {loss} from bf16 logits: see fp32_outputs"}
+        remarks["loss"] = {"value": "bf16", "why": f"the net computes {loss} in bf16: see fp32_outputs"}
     for method in run.methods:
         for site, row in method.rows(parameters, run.recipe.generation_dtype).items():
             remarks.setdefault(site, {}).update(row)

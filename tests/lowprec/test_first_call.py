@@ -126,7 +126,7 @@ def test_a_loss_of_bf16_logits_is_said_with_its_remedy():
     tokens = torch.arange(16)
     run = start(LOW, Language())
     (line,) = said(lambda: run(tokens))
-    assert "Language forms loss from bf16 logits" in line and "fp32_outputs=('lm_head',)" in line
+    assert "Language computes loss in bf16" in line and "fp32_outputs=('lm_head',)" in line
     assert loss_row(run)[0] == "bf16" and said(lambda: run(tokens)) == []
     for run in (
         start(LOW, Language(), fp32_outputs=("lm_head",)),
