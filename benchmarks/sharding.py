@@ -52,7 +52,7 @@ def rows(nets=NETS):
             net = DiT(4, 1000, 32, 2, depth, width, heads)
         run = Precision(net, recipe(**options))
         sizes = [gathered(run, blocks(net))]
-        sizes += [held(run, world) for world in WORLDS]
+        sizes += [sum(held(run, world).values()) for world in WORLDS]
         found.append([name, flags, *(f"{size / GIB:.1f}" for size in sizes)])
     return found
 
