@@ -23,6 +23,7 @@ from benchmarks import (
     memory,
     moments,
     optimizers,
+    reduction,
     sharding,
     systems,
     training,
@@ -44,6 +45,7 @@ FILES = (
     systems,
     loops,
     watch,
+    reduction,
     first,
     conformance_command,
 )

@@ -88,7 +88,7 @@ class Examination:
         self.train = trainer.task.train_set(trainer)
         self.start = self._start()
         trainer.restore(checkpoint)
-        args, _ = self.precision.example
+        args, _ = self.precision.view_of_model.example
         parameters = sum(p.numel() for p in self.precision.params)
         self.pixels = math.prod(args[0].shape[2:] or args[0].shape[1:]) * parameters
         self.work = WORK * (100 if self.device.type == "cuda" else 1)

@@ -60,6 +60,19 @@ TASK = (
         "resize images to this side (default: the data's own; 64 for folders and volumes)",
         type=natural,
     ),
+    Flag(
+        "white",
+        65535,
+        "value of white in images of 16 bits; 4095 for a camera's 12",
+        type=natural,
+    ),
+    Flag(
+        "pages",
+        "first",
+        "which images of a file of several are read, as of a TIFF of many pages",
+        choices=("first", "all"),
+        titled=True,
+    ),
 )
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -176,6 +189,7 @@ TRAINING = (
         type=count,
     ),
     training("seed", 0, "seed of weights, data order, noise and rounding", kind="draw", type=seed),
+    training("noise_seed", None, "seed of the noise of rounding alone (default: that of --seed)", type=seed),
     training(
         "optimizer",
         "adamw",

@@ -1,10 +1,10 @@
 """The library as the command and tasks see it: `from precision import Precision, recipe`."""
 
 from harness.flags import LARGEST, Flag, amount, checked, crowd, natural, positive
-from lowprec.cast import View
 from lowprec.errors import Refused
 from lowprec.precision import Precision
 from lowprec.recipes import SITES, Recipe, Site, recipe
+from lowprec.view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 

@@ -20,9 +20,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import torch
+
 import options
 from harness import flags
+from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
+from lowprec.evidence import KINDS
 from lowprec.optimizers.build import arguments, kinds
 from lowprec.recipes import Recipe
 from precision import PRECISION, recipe_of
@@ -35,7 +39,7 @@ from tasks.reflow import Reflow
 from tasks.segment import Segment
 from tasks.slotcontrast import Contrast
 from tasks.steve import Steve
-from tasks.task import Task
+from tasks.task import Rng, Task
 from tasks.vae import VAE
 
 # ---- The list ----------------------------------------------------------------------------------------------
@@ -251,3 +255,25 @@ def _check(config, known):
             f"--weight_decay_on {config.weight_decay_on}: nothing decays without --weight_decay; add that, "
             "or drop it"
         )
+
+
+# ---- A net without a run -----------------------------------------------------------------------------------
+
+
+def subject(words):
+    """What `python -m lowprec advise` asks of a task: an advice.subjects.Subject with the net of these flags
+    on the meta device, and the task's own loss.
+    """
+    spec = words[words.index("--task") + 1]
+    known = table(spec)
+    run = settle(vars(known.parser("advise", "the flags of train.py").parse_args(words)), typed=True)
+    task = run.kind(run.kind.load(run.config), run.recipe, run.config)
+    with torch.device("meta"):
+        net = task.net()
+
+    def loss(model, n):
+        return task.loss(model, task.data.train[[0] * n], Rng(0), 0)
+
+    model = getattr(run.config, "model", "")
+    name = " ".join(["train.py", *words])
+    return Subject(name, net, loss, "", KINDS.get(model))

@@ -37,8 +37,9 @@ from harness.advice import advice
 from harness.checkpoints import read as read_checkpoint
 from harness.ending import ended_by, line_and_status
 from harness.flags import Parser, read_yaml
-from harness.printing import print_check, print_head, print_ledger, print_scores, print_summary
+from harness.printing import print_head, print_ledger, print_scores, print_summary, start_here
 from harness.ranks import leave, speaks_first, write_error_file
+from lowprec import check
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
 from trainer import Trainer
@@ -223,7 +224,8 @@ def run(argv):
             others.append("config")
         if others:
             raise Refused(f"--check looks at the machine alone: drop --{others[0]}; --dry_run reads it")
-        return print_check()
+        print(check.report(start_here))
+        return 0
     if "config" in verbs:
         given = {**table.read_yaml(verbs["config"], parser), **given}
     command = ["train.py", *argv]

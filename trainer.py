@@ -141,14 +141,14 @@ class Trainer:
             ema_decay=c.ema_decay,
             ema_warmup=c.ema_warmup,
             averages=[*c.average, *self.task.averages().values()],
-            seed=c.seed,
+            seed=self.noise_seed,
             blank=self.new_net,
             **self.table.pick(c, "scaler"),
             **self.table.pick(c, "method"),
         )
         if c.fsdp and not self.draws:
             refuse_optimizer(run.optimizer, run.optimizer_name, spread=True)
-        run.example = self.task.example()
+        run.view_of_model.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)
         if self.ranks.world > 1 and any(p._post_accumulate_grad_hooks for p in run.params):
@@ -189,7 +189,7 @@ class Trainer:
         c, run, ranks, total = self.config, self.precision, self.ranks, 0.0
         run.observe(measure)
         self._set_rates(lr_factor(c, self.step))
-        self._seed(ranks.rank)  # dropout: each rank its own
+        self._seed(c.seed, ranks.rank)  # dropout: each rank its own
         for micro in range(c.accumulate):
             batch = to_device(next(self.batches), self.device)
             rng = Rng(stream(c.seed, Stream.BATCH, self.step, micro), ranks.rank, ranks.world, self.device)
@@ -198,7 +198,7 @@ class Trainer:
                     loss = self.task.loss(run, batch, rng, self.step)
                 run.backward(loss * c.loss_weight)
             total = total + loss.detach().float() / c.accumulate
-        self._seed(0)  # peers that round by the global generator: alike on every rank
+        self._seed(self.noise_seed)  # peers that round by the global generator: alike on every rank
         report = run.step(measure=measure)
         self.step += 1
         return total, report
@@ -223,9 +223,15 @@ class Trainer:
             else:
                 group["lr"] = rate * factor
 
-    def _seed(self, rank):
+    @property
+    def noise_seed(self):
+        """The seed of rounding."""
+        own = self.config.noise_seed
+        return self.config.seed if own is None else own
+
+    def _seed(self, seed, rank=0):
         own = (rank,) if rank else ()
-        seed = stream(self.config.seed, Stream.GLOBAL, self.step, *own)
+        seed = stream(seed, Stream.GLOBAL, self.step, *own)
         # torch.manual_seed seeds every kind of device; without a GPU it queues a call and a traceback a time
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
@@ -271,7 +277,7 @@ class Trainer:
         net = self.precision.model
         if self.config.compile:
             net = torch.compile(net)
-        self.precision.forward = self.ranks.wrap(self.precision, net, self.config.seed, lambda: self.step)
+        self.precision.forward = self.ranks.wrap(self.precision, net, self.noise_seed, lambda: self.step)
         self.batches = self.new_batches()
 
     def new_batches(self):

@@ -1,6 +1,7 @@
 """Every recipe on a GPU, on nets of real size, in one command that can be stopped and continued.
 
-    python bench.py --gpu                   DiT-B/2, DiT-XL/2 and a U-Net, every recipe, eager and compiled
+    python bench.py --gpu                   half an hour of a GPU by the plan of gpu_plan.py; --plan prints it
+    python bench.py --gpu --compile both    DiT-B/2, DiT-XL/2 and a U-Net, every recipe, eager and compiled
     python bench.py --gpu --budget 600      for ten minutes; the same command again goes on
     python bench.py --gpu --only 'fp8-torchao-*' --compile on      some recipes, compiled alone
     python bench.py --gpu --dry_run         every recipe on a CPU: tiny nets, one round, nothing kept
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks import common
+from benchmarks import common, gpu_plan
 from benchmarks.common import check_nets
 from benchmarks.gpu_cells import GENERATE, RECIPES, ROUND_MS, WARM_UP, cells, key, measure
 from benchmarks.gpu_record import NETS, ROOT, docs_table, facts_of_machine, line, load, page, save
@@ -44,6 +45,8 @@ def add_command(commands):
         sub.add_argument(flag, help=help, **options)
 
     recipes = "recipes, * and ? as in a shell (default: all): " + ", ".join(RECIPES)
+    plan = "print what --gpu alone runs, in order, and how many seconds each step may take"
+    add("--plan", plan, action="store_true")
     add("--nets", f"default: {' '.join(NETS)}", nargs="+", metavar="MODEL:SIZE:IMAGE:BATCH")
     add("--only", recipes, nargs="+", default=["*"], metavar="PATTERN")
     add("--compile", "torch.compile (default: both)", choices=["both", "on", "off"], default="both")
@@ -88,6 +91,11 @@ def main(args, argv):
 
     Raises Refused before anything is measured.
     """
+    if args.plan:
+        print(gpu_plan.table())
+        return 0
+    if argv == ["--gpu"]:
+        return gpu_plan.run()
     nets, wanted = chosen(args)
     if args.dry_run and not args.out:
         with tempfile.TemporaryDirectory() as scratch:

@@ -104,7 +104,7 @@ def contender(cell, device, dry):
     net = parse_net(cell["net"])
     notes = check_machine(recipe(**flags).on(device), device)
     run, inputs, velocity = prepared(net, flags, device)
-    run.example = (tuple(a[:1].to("meta") for a in inputs), {})
+    run.view_of_model.example = (tuple(a[:1].to("meta") for a in inputs), {})
     facts = dict(parameters=count_of(run.params), batch_size=net[3])
     facts.update(bytes_per_parameter=None, flops_share=None, how="; ".join(notes))
     if cell["recipe"] in GENERATE:

@@ -52,7 +52,7 @@ def rows(nets=NETS):
             net = DiT(4, 1000, 32, 2, depth, width, heads)
         run = Precision(net, recipe(**options))
         sizes = [gathered(run, blocks(net))]
-        sizes += [held(run, world) for world in WORLDS]
+        sizes += [sum(held(run, world).values()) for world in WORLDS]
         found.append([name, flags, *(f"{size / GIB:.1f}" for size in sizes)])
     return found
 
@@ -128,7 +128,7 @@ def held_and_said(spread, whole, inputs, target, ranks):
     spread, whole: Precision over the same net, on all ranks and on this one alone.
     """
     spread.backward(F.mse_loss(spread(*inputs), target))
-    return dict(held=bytes_of(spread), said=held(whole, ranks))
+    return dict(held=bytes_of(spread), said=sum(held(whole, ranks).values()))
 
 
 def bytes_of(run):

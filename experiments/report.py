@@ -22,16 +22,19 @@ from experiments.log import (
     tables,  # noqa: E402
 )
 from experiments.log.analysis import (  # noqa: E402
+    levels,
+    segments,
+    weights_of,
+    writes_text,
+)
+from experiments.log.curves import (  # noqa: E402
     bins,
     by_bytes,
     curves,
     factorials,
-    levels,
+    loss_weights,
     ranges,
-    segments,
     series,
-    weights_of,
-    writes_text,
 )
 from experiments.log.definition import HERE, ROOT, RUNS, folders, key, label, load  # noqa: E402
 from experiments.log.records import recorded  # noqa: E402
@@ -73,9 +76,9 @@ def figure_data(experiment, known, runs):
         yield "series", {"title": title, "series": lines, **labels, "levels": levels(e, known)}
     points = by_bytes(e, known) if e.by_bytes else []
     if points:
-        good = "lower" if e.lower_is_better else "higher"
-        shown = {"title": e.title, "points": points, "margin": e.margin}
-        yield "bytes", {**shown, "levels": levels(e, known), "y_label": f"{heading(e)}, {good} is better"}
+        which = " of the last weights" if loss_weights(e, known) else ""
+        y_label = f"held-out loss{which} against {e.baseline}, %"
+        yield "bytes", {"title": e.title, "points": points, "y_label": y_label}
     if groups := factorials(e, known):
         yield "factorial", {"title": title, "groups": groups}
     if traces := ranges(e, known):
@@ -157,8 +160,10 @@ def all_pages(experiments, chosen, known, root, document):
         return found
     found[document] = front.page(experiments, known, Path(root))
     if root == HERE:  # not the log of a test
-        from experiments.log import doc_tables  # the benchmarks' own tables take torch's optimisers and more
+        # the benchmarks' own tables take torch's optimisers and more, the flags of trainings all tasks
+        from experiments.log import doc_tables, quality
 
+        found[quality.PATH] = quality.text(experiments, known)
         found |= doc_tables.updated(ROOT, experiments, known)
     return found
 

@@ -60,7 +60,7 @@ def notes(run):
 def advice(run):
     """What would make a run faster or its result better: a line each."""
     c = run.config
-    found = []
+    found = run.task.notes()
     if run.recipe.fp8 and run.device.type == "cuda" and not c.compile:
         slow = "each cast is kernels of its own, which can be slower than --bf16"
         found.append(f"--fp8 without --compile: {slow}")

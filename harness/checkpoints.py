@@ -11,13 +11,14 @@ is verified by the CRCs that a zip holds for each tensor. No code in a file is r
 import hashlib
 import os
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from harness import shards
 from harness.files import digest
-from lowprec.errors import Refused
+from lowprec.errors import Refused, first_line
 
 CHECKPOINT = "checkpoint.pt"
 MARK = b"sha256 of the pieces before: "
@@ -117,12 +118,23 @@ def _checked(found, path):
     """What a file holds, unless another program wrote it."""
     if not isinstance(found, dict) or found.get("format") != 1 or not set(found) >= NEEDED:
         raise _stranger(path)
-    if "ema" not in found["precision"].get("averages", {}):
+    average = found["precision"].get("averages", {}).get("ema")
+    if not average or not all(map(torch.is_tensor, average["shadow"].values())):
         raise Refused(f"{path} is no checkpoint of this program: it holds no average 'ema'")
     return found
 
 
 # ---- Whether it fits a run ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def fitting(source):
+    """Within it, what a state of another model or recipe raises becomes a Refused. source: its name."""
+    try:
+        yield
+    except (LookupError, RuntimeError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        other = f"{source} belongs to another model or recipe ({first_line(error)})"
+        raise Refused(f"{other}: use the flags it was trained with") from None
 
 
 OPTIONS = {"betas", "eps", "weight_decay", "momentum", "nesterov", "beta2_decay", "clip"}  # of a group

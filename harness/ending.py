@@ -63,22 +63,30 @@ def check_loss(loss, report, step, folder):
 
 
 def check_weights(run, step, folder, ranks, device):
-    """Raise Refused on all ranks where a weight of a Precision `run` is not finite on one: the last step's
-    loss was taken before it wrote the weights.
+    """Raise Refused on all ranks where a weight or a moment of a Precision `run` is not finite on one: the
+    last step's loss was taken before it wrote them, and a moment that is infinite lets its weight stand.
     """
-    bad = ""
-    for name, p in run.named_params:
-        if not local(p.detach()).isfinite().all():
-            bad = name
-            break
+    bad = _not_finite(run)
     if not ranks.any(int(bool(bad)), device):
         return
     example = f", {bad} for one" if bad else ""
     kept = f"metrics.jsonl and the checkpoint before, if there is one, in {folder} are kept"
     raise Refused(
-        f"weights are not finite after step {step}{example}: lower --lr, or add --clip_grad 1 or --warmup; "
-        f"{kept}"
+        f"weights or moments are not finite after step {step}{example}: lower --lr, or add --clip_grad 1 or "
+        f"--warmup; {kept}"
     )
+
+
+def _not_finite(run):
+    """The name of a weight, or of a moment, that is not finite; "" where all are."""
+    for name, p in run.named_params:
+        if not local(p.detach()).isfinite().all():
+            return name
+        for site in run.recipe.moments:
+            moment = run.optimizer.moment(p, site)
+            if moment is not None and not moment.isfinite().all():
+                return f"{site} of {name}"
+    return ""
 
 
 # ---- Of the command ----------------------------------------------------------------------------------------

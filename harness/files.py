@@ -2,6 +2,7 @@
 
 write_atomically(path, write)    what was there stays until the new file is complete
 read_json, read_lines            an object; the objects of a .jsonl
+read_tensors                     what a file of safetensors holds
 """
 
 import errno
@@ -14,6 +15,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from lowprec.errors import Refused, first_line
 from lowprec.machine import cpu_threads
@@ -165,6 +168,20 @@ def read_lines(path):
         with suppress(Refused):
             rows.append(_row(path, len(lines) + 1, last))
     return rows
+
+
+def read_tensors(path):
+    """({name: tensor}, {word: text}), the tensors and the metadata of a file of safetensors. Raises Refused
+    when it is no such file, or is damaged.
+    """
+    if not os.path.isfile(path):  # a pipe never ends
+        raise Refused(f"{path} can't be read: it is no file; remove it")
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+            return tensors, file.metadata() or {}
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
+        raise Refused(f"{path} is damaged or no file of safetensors ({first_line(error)})") from None
 
 
 def _row(path, number, line):

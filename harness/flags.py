@@ -197,6 +197,11 @@ class Parser(argparse.ArgumentParser):
         ended.line = line
         raise ended
 
+    def _get_values(self, action, words):
+        if action.option_strings and "--" in words:  # of --flag=--, which argparse takes for an empty list
+            raise argparse.ArgumentError(action, "'--' is no value")
+        return super()._get_values(action, words)
+
 
 class Table:
     """All flags of one program. rows: Flags in any order; of two with one name the later replaces the

@@ -46,7 +46,7 @@ def load_average(net, checkpoint, source):
             state[name] = average[first_name[p]]
     # what layers of a recipe hold beside weights, scales for one, stays behind
     state = {name: value for name, value in state.items() if name in wanted}
-    shapes = {name: value.shape for name, value in state.items()}
+    shapes = {name: getattr(value, "shape", None) for name, value in state.items()}
     if shapes != {name: value.shape for name, value in wanted.items()}:
         other = f"{source} holds a net of other shapes (other channels, labels or --size)"
         raise Refused(f"{other}: use another checkpoint")

@@ -1,12 +1,8 @@
-"""What a person reads: scores, summaries, and what a machine can do."""
-
-import math
-
-import torch
+"""What a person reads: the recipe before a run, scores and a summary after it."""
 
 from harness.shards import file_of
 from harness.validation import BEST
-from lowprec.machine import device_facts, recommended_flags, support
+from lowprec import evidence
 from lowprec.recipes import recipe
 
 # ---- Tables ------------------------------------------------------------------------------------------------
@@ -72,6 +68,8 @@ def print_head(trainer, ledger):
     print(trainer.data)
     print(f"{trainer.task}, {ledger.parameters:,} parameters, on {trainer.device}")
     print(f"precision: {precision_flags(trainer) or 'fp32 everywhere'}")
+    if line := known_cost(trainer.config, ledger.parameters):
+        print(line)
     print(
         f"weights, gradients and optimiser: {ledger.state_bytes:.2f} bytes a parameter ({mib:.1f} MiB; fp32: "
         "16 with AdamW)"
@@ -95,6 +93,28 @@ def precision_flags(trainer):
     return " ".join(words)
 
 
+def known_cost(config, parameters):
+    """What the recipe of a run was measured to cost, in one line; "" for fp32. config: flags.Config."""
+    key = evidence.recipe_key(vars(config))
+    if key == evidence.FP32:
+        return ""
+    found = evidence.nearest(
+        key,
+        evidence.KINDS.get(config.model),
+        "finetune" if config.finetune else "from scratch",
+        config.lr,
+        parameters,
+        optimizer=config.optimizer,
+        weights="average" if config.ema_decay else "last",
+    )
+    if found is None:
+        return "measured cost: no record of this recipe"
+    unlike = ""
+    if found.differs:
+        unlike = f"; measured with {'; '.join(found.differs)}"
+    return f"measured cost: held-out loss {evidence.said(found.row)}{unlike}"
+
+
 def print_ledger(trainer, ledger, whole):
     """The precision of every tensor; unless `whole`, of those alone that differ from fp32 training."""
     if whole:
@@ -114,45 +134,9 @@ def print_ledger(trainer, ledger, whole):
 # ---- --check -----------------------------------------------------------------------------------------------
 
 
-def print_check():
-    """What this machine runs natively, and what number formats hold."""
-    spelled = {
-        "fp32": "(none)",
-        "tf32": "--set compute=tf32",
-        "bf16": "--bf16, --pure_bf16",
-        "fp16": "--fp16",
-        "fp8": "--fp8",
-        "opt8bit": "--opt8bit",
-        "opt4bit": "--opt4bit",
-        "sparse24": "--sparse24 (kernels)",
-    }
-    devices = ["cpu"]
-    if torch.cuda.is_available():
-        devices.insert(0, "cuda")
-    for device in devices:
-        kind, capability, features = device_facts(device)
-        found = support(kind, capability, features)
-        name = torch.cuda.get_device_name() if device == "cuda" else kind
-        print(f"{device}: {name}")
-        rows = [["", "flag", "here", "why"]]
-        for ability, how in found.items():
-            if ability in spelled:
-                rows.append([f"  {spelled[ability]}", ability, *how])
-        print(left_aligned(rows))
-        flag, why = recommended_flags(found)
-        print(f"  start with: python train.py {flag}\n  {why}\n")
-    print(layout(number_formats()))
-
-
-def number_formats():
-    """Rows: what the floating-point formats can hold."""
-    rows = [["format", "bits", "largest", "smallest normal", "next after 1", "decimal digits"]]
-    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
-        facts = torch.finfo(getattr(torch, name))
-        digits = f"{-math.log10(facts.eps / 2):.1f}"
-        figures = (facts.max, facts.smallest_normal, 1 + facts.eps)
-        rows.append([name, str(facts.bits), *(f"{figure:.9g}" for figure in figures), digits])
-    return rows
+def start_here(flags, reason):
+    """Where to start on this machine, for `lowprec.check.report`."""
+    return [f"start with: python train.py {flags}".rstrip(), reason]
 
 
 # ---- After a run -------------------------------------------------------------------------------------------

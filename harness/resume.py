@@ -3,9 +3,9 @@
 import torch
 
 from harness import shards
-from harness.checkpoints import check_optimizer
+from harness.checkpoints import check_optimizer, fitting
 from harness.run_folder import CHECKPOINT
-from lowprec.errors import Refused, first_line
+from lowprec.errors import Refused
 
 
 def open_folder(run):
@@ -33,7 +33,8 @@ def open_folder(run):
         return before
     run.ranks.wait()  # every rank has read the folder before one writes
     if run.ranks.main:
-        folder.begin(run.command, vars(c), run.precision.ledger(), run.device, run.step)
+        logged = run.step - run.interval
+        folder.begin(run.command, vars(c), run.precision.ledger(), run.device, run.step, logged)
     if before:
         run.peak = before["peak_memory"]
     return None
@@ -66,12 +67,9 @@ def _data(run):
 def restore(run, checkpoint):
     """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""
     state = checkpoint["precision"]
-    try:
+    with fitting("the checkpoint"):
         check_optimizer(state["optimizer"], run.precision.optimizer.state_dict(), checkpoint["step"])
         run.precision.load_state_dict(state)
-    except (LookupError, RuntimeError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        other = f"the checkpoint belongs to another model or recipe ({first_line(error)})"
-        raise Refused(f"{other}: use the flags it was trained with") from None
     run.step = checkpoint["step"]
     run.seconds = checkpoint["seconds"]
     run.interval = checkpoint["interval"]

@@ -186,6 +186,9 @@ class Folder:
         differences: {flags of the run in the folder (a dict)} -> list of texts, one for each flag that
         differs.
         """
+        if os.fsencode(self.path).decode(errors="replace") != str(self.path):
+            alone = "TensorBoard writes into folders with a UTF-8 name alone"
+            raise Refused(f"{self}: {alone}: choose another --runs")
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -262,12 +265,13 @@ class Folder:
             return read_json(path)
         return None
 
-    def begin(self, command, config, ledger, device, step):
+    def begin(self, command, config, ledger, device, step, logged=0):
         """Write what is known before the first step, and forget what lies after `step`: it will be done
-        again.
+        again. logged: the last step with a line of metrics.jsonl; warns where there are other lines.
         """
         rows = read_metrics(self / "metrics.jsonl")
         (self / "summary.json").unlink(missing_ok=True)  # scores of fewer steps or of other samples
+        shards.tidy(self / CHECKPOINT)
         for path in self.path.glob("*.*.part"):  # of a process that was killed while it wrote
             if re.search(r"\.\d+\.part$", path.name):
                 path.unlink(missing_ok=True)
@@ -276,8 +280,12 @@ class Folder:
         write_json(self / "env.json", environment(device))
         path = self / "metrics.jsonl"
         if path.exists():
-            kept = [json.dumps(row) for row in rows if row["step"] <= step]
-            content = "".join(f"{line}\n" for line in kept)
+            rows = [row for row in rows if type(row.get("step")) is int and row["step"] <= step]
+            steps = [row["step"] for row in rows]
+            if steps != sorted(set(steps)) or max(steps, default=0) != logged:
+                lines = "holds other lines than this run has written up to its checkpoint"
+                print(f"warning: {path} {lines}: curves may lie", file=sys.stderr)
+            content = "".join(f"{json.dumps(row)}\n" for row in rows)
             write_atomically(path, lambda file: file.write(content.encode()))
 
     def save(self, state, name=CHECKPOINT):

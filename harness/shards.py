@@ -181,6 +181,16 @@ def _forget(file, kept=None):
             shutil.rmtree(old, ignore_errors=True)
 
 
+def tidy(path):
+    """Remove the folders beside the checkpoint `path` that it does not speak of: those of a process that was
+    killed before the checkpoint was whole, or before the one before it was gone.
+    """
+    file, kept = pointer(path), None
+    if is_there(path):
+        kept = file.with_name(str(read_json(file).get("folder")))
+    _forget(file, kept)
+
+
 def remove(path):
     """Remove what is read as the checkpoint `path`, where a file of one process has taken its place."""
     if is_there(path):

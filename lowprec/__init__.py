@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .cast import View
+    from .advice.answer import advise
     from .errors import Refused
     from .optimizers.adafactor import Adafactor
     from .optimizers.adamw import AdamW
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .precision import Precision
     from .recipes import Recipe, recipe
     from .sites import SITES, Site
+    from .view import View
     from .watch.compare import compare
     from .watch.watch import Watch
 
@@ -48,6 +49,7 @@ __all__ = [
     "Site",
     "View",
     "Watch",
+    "advise",
     "compare",
     "recipe",
 ]
@@ -68,8 +70,9 @@ _MODULES = {
     "SGD": "optimizers.sgd",
     "SITES": "sites",
     "Site": "sites",
-    "View": "cast",
+    "View": "view",
     "Watch": "watch.watch",
+    "advise": "advice.answer",
     "compare": "watch.compare",
     "recipe": "recipes",
 }

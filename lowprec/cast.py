@@ -1,16 +1,14 @@
-"""A net brought to a recipe's dtypes (Cast), and called in them (View)."""
+"""A net brought to a recipe's dtypes."""
 
 from __future__ import annotations
 
 import collections
 import copy
 import dataclasses
-import inspect
+import fnmatch
 import operator
-import re
 import types
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +16,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
-from .machine import exact_math
+from .frozen_weights import averages_inside, check_dtypes, dtypes_of_frozen, matching
+from .layers import convolutions
 from .optimizers import buckets
 from .roles import roles
+from .rounding import DTYPES
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
 
+CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 ROLE_OF_ISLAND = {"norm": "norm", "embed": "embedding", "final": "head"}
 
 
@@ -93,7 +94,7 @@ def to(dtype: torch.dtype, tree: Any, cast: Callable = torch.Tensor.to) -> Any:
 def _leaf_to(dtype, x, cast):
     if torch.is_tensor(x):
         return cast(x, dtype) if x.is_floating_point() else x
-    parts, put = _parts_of_leaf(x)
+    parts, put = parts_of_leaf(x)
     changed = {}
     for key, value in parts.items():
         new = to(dtype, value, cast)
@@ -107,7 +108,7 @@ def _leaf_to(dtype, x, cast):
     return x
 
 
-def _parts_of_leaf(x):
+def parts_of_leaf(x):
     """({key: value}, put(x, key, value)) of an object that torch's trees take for a leaf, and that may hold
     tensors; ({}, None) of any other.
     """
@@ -120,75 +121,215 @@ def _parts_of_leaf(x):
         return dict(x), operator.setitem
     if isinstance(x, list):
         return dict(enumerate(x)), operator.setitem
+    homes = [base.__module__ for base in type(x).__mro__]
+    if any(home.startswith("torch_geometric.data") for home in homes):  # a batch of graphs
+        return _parts_of_graphs(x)
+    if hasattr(x, "__dict__") and not isinstance(x, type | nn.Module) and not homes[0].startswith("torch."):
+        return {name: value for name, value in vars(x).items() if torch.is_tensor(value)}, setattr
     return {}, None
+
+
+def _parts_of_graphs(x):
+    parts = {}
+    for number, store in enumerate(getattr(x, "stores", ())):
+        for key, value in store.items():
+            parts[number, key] = value
+
+    def put(x, place, value):
+        number, key = place
+        x.stores[number][key] = value
+
+    return parts, put
+
+
+# ---- Borders -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Into:
+    """A hook before forward: floating inputs in a dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module, args, kwargs):
+        return to(self.dtype, (args, kwargs))
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOf:
+    """A hook after forward: floating outputs in a dtype, but for a scalar in fp32, a loss formed within."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module, args, out):
+        return to(self.dtype, out, _but_scalars)
+
+
+def _but_scalars(x, dtype):
+    return x.to(dtype) if x.dim() or dtype == torch.float32 else x
+
+
+@dataclasses.dataclass(frozen=True)
+class AsGiven:
+    """A hook after forward: outputs in the dtype of an input of the same shape. A module with fp32 buffers
+    alone, a norm with frozen statistics or a codebook, gives back bf16 for bf16.
+    """
+
+    def __call__(self, module, args, kwargs, out):
+        inputs = tree_flatten((args, kwargs))[0]
+        low_shapes = {x.shape for x in inputs if torch.is_tensor(x) and x.dtype == torch.bfloat16}
+
+        def as_given(x, dtype):
+            return x.to(dtype) if x.dim() and x.shape in low_shapes else x
+
+        return to(torch.bfloat16, out, as_given) if low_shapes else out
+
+
+BORDERS = (Into, OutOf, AsGiven)
+
+
+def _remove_borders(model):
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            ours = [number for number, hook in hooks.items() if isinstance(hook, BORDERS)]
+            for number in ours:
+                del hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+                module._forward_hooks_with_kwargs.pop(number, None)
 
 
 # ---- Cast --------------------------------------------------------------------------------------------------
 
 
-def _into_island(module, args, kwargs):
-    return to(torch.float32, (args, kwargs))
-
-
-def _out_of_island(module, args, out):
-    return to(torch.bfloat16, out)
-
-
 class Cast:
     """A model brought to the dtypes of Recipe r, in place. Islands keep fp32 weights and cast at their
-    borders.
+    borders, and so do frozen parts in a dtype of their own.
 
-    whole: norm layers with running statistics, whose weights stay fp32 with their buffers. Raises Refused for
-    an island that the net does not have.
+    whole: norm layers with running statistics, whose weights stay fp32 with their buffers. averages: {frozen
+    part: the trained part of which it is an average}. options: the RunOptions that name single modules and
+    tensors, or None. frozen: whether frozen weights are held as the site says; False: as the others. Raises
+    Refused for an island that the net does not have, and for a name or pattern of nothing.
     """
 
-    def __init__(self, model: nn.Module, r):
-        self.hooks = []  # (name of an island, ids of its two hooks)
+    def __init__(self, model: nn.Module, r, options: Any = None, frozen: bool = True):
+        self.dtypes = dict(getattr(options, "dtypes", None) or {})
+        fp32_outputs = _matching_modules(model, "fp32_outputs", options)
+        by_name = _matching_modules(model, "fp32_modules", options) if r.low_weights else {}
+        within = {part for module in by_name for part in module.modules()}
         self.whole: list[nn.Module] = []
-        _remove_island_hooks(model)  # of an earlier Precision, whose islands these need not be
-        if not r.low_weights:
+        self.dtype_of_frozen: dict[nn.Module, torch.dtype] = {}
+        self.averages: dict[str, str] = {}
+        _remove_borders(model)  # of an earlier Precision, whose islands these need not be
+        check_dtypes(model, self.dtypes)
+        islands: list[nn.Module] = []
+        if r.low_weights:
+            islands, self.whole = exact_modules(model, r)
+        exact = {*islands, *self.whole, *within}
+        if frozen and not any(map(buckets.is_spread, model.parameters())):
+            self._find_frozen(model, r, exact)
+        if r.low_weights:
+            self._cast_low(model, r, exact)
+        elif self.dtype_of_frozen:
+            self._cast_wide(model)
+        else:
             model.float()
-            return
-        islands, self.whole = exact_modules(model, r)
-        _cast_parameters(model, (*islands, *self.whole))
-        _cast_buffers(model, r.dtype("buffers"))
+        self._borders(model, r, [*islands, *by_name], within - set(by_name), fp32_outputs)
+
+    def _find_frozen(self, model, r, exact):
+        """The frozen modules whose dtype is not that of the trained weights."""
+        weights = r.dtype("weights")
+        self.averages = averages_inside(model)
+        for module, dtype in dtypes_of_frozen(model, r, self.dtypes, self.averages).items():
+            if dtype != weights and module not in exact:
+                self.dtype_of_frozen[module] = dtype
+
+    def _cast_low(self, model, r, exact):
+        _cast_parameters(model, exact, self.dtype_of_frozen)
+        for name, module in model.named_modules():
+            apart = self.dtype_of_frozen.get(module)
+            _cast_buffers(name, module, apart or r.dtype("buffers"), self.dtypes)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
-        name_of = {module: name for name, module in model.named_modules()}
-        for module in islands:
-            before = module.register_forward_pre_hook(_into_island, with_kwargs=True)
-            after = module.register_forward_hook(_out_of_island)
-            self.hooks.append((name_of[module], before.id, after.id))
+
+    def _cast_wide(self, model):
+        """As model.float(), but for the frozen parts."""
+        dtype_of = {}
+        for module, dtype in self.dtype_of_frozen.items():
+            for t in (*_own_parameters(module), *module.buffers(recurse=False)):
+                dtype_of[t] = dtype
+        model._apply(lambda t: t.to(dtype_of.get(t, torch.float32)) if t.is_floating_point() else t)
+
+    def _borders(self, model, r, islands, within, fp32_outputs):
+        """Hooks that cast. within: modules in one that is fp32 as a whole, which need none."""
+        autocast = not r.low_weights and r.compute in ("bf16", "fp16", "fp8")
+        weights = r.dtype("weights")
+        around = dict.fromkeys(islands, torch.float32)
+        for module, dtype in self.dtype_of_frozen.items():
+            if not (autocast and isinstance(module, (nn.Linear, *CONVOLUTIONS))):  # which casts for itself
+                around[module] = dtype
+        if r.low_weights and r.buffers == "fp32":
+            around.update(dict.fromkeys(_parametrizations(model), torch.float32))
+            for module in _with_buffers_alone(model):
+                if module not in around:
+                    module.register_forward_hook(AsGiven(), with_kwargs=True)
+        for module, dtype in around.items():
+            if module in within:
+                continue
+            module.register_forward_pre_hook(Into(dtype), with_kwargs=True)
+            if module not in fp32_outputs:
+                module.register_forward_hook(OutOf(weights))
+        for module in fp32_outputs:
+            module.register_forward_hook(OutOf(torch.float32))
 
     def undo(self, net: nn.Module) -> nn.Module:
         """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
-        for name, before, after in self.hooks:
-            module = net.get_submodule(name)
-            module._forward_pre_hooks.pop(before, None)
-            module._forward_pre_hooks_with_kwargs.pop(before, None)
-            module._forward_hooks.pop(after, None)
+        _remove_borders(net)
+        convolutions.detach(net)
         return net
 
 
-def _remove_island_hooks(model):
+def _matching_modules(model, option, options):
+    """The modules that an option names. Raises Refused for a name or pattern of none."""
+    found = []
+    for pattern in getattr(options, option, ()):
+        named = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+        if not named:
+            raise Refused(f"{option}: no module of this net is called '{pattern}'")
+        found += named
+    return dict.fromkeys(found)
+
+
+def _parametrizations(model):
+    """Modules that compute a weight with buffers of their own, as spectral_norm does."""
+    found = []
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            ours = [number for number, hook in hooks.items() if hook in (_into_island, _out_of_island)]
-            for number in ours:
-                del hooks[number]
-                module._forward_pre_hooks_with_kwargs.pop(number, None)
+        if isinstance(module, nn.utils.parametrize.ParametrizationList):
+            found += [part for part in module.children() if _fp32_buffers(part)]
+    return found
 
 
-def _cast_parameters(model, whole):
-    """fp32 for the parameters of the modules `whole`, bf16 for the other floating ones."""
-    exact = set()
-    for module in whole:
-        exact.update(_own_parameters(module))
+def _with_buffers_alone(model):
+    """Modules with fp32 buffers and no parameters."""
+    return [m for m in model.modules() if _fp32_buffers(m) and next(m.parameters(), None) is None]
+
+
+def _fp32_buffers(module):
+    return [b for b in module.buffers(recurse=False) if b.dtype == torch.float32]
+
+
+def _cast_parameters(model, whole, dtype_of_module):
+    """fp32 for the parameters of the modules `whole`, bf16 for the other floating ones, but those in
+    `dtype_of_module`.
+    """
     dtype_of = {}
     for p in model.parameters():
         if p.is_floating_point():
-            dtype_of[p] = torch.float32 if p in exact else torch.bfloat16
+            dtype_of[p] = torch.bfloat16
+    for module, dtype in (*dtype_of_module.items(), *((module, torch.float32) for module in whole)):
+        for p in _own_parameters(module):
+            if p in dtype_of:
+                dtype_of[p] = dtype
     if any(map(buckets.is_spread, dtype_of)):  # what fully_shard keeps follows Module.to alone, not p.data
         model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)))
         return
@@ -196,116 +337,9 @@ def _cast_parameters(model, whole):
         p.data = p.data.to(dtype)
 
 
-def _cast_buffers(model, dtype):
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
-
-
-# ---- View --------------------------------------------------------------------------------------------------
-
-
-class View:
-    """A net called as Recipe r says: floating inputs cast, products in its dtype, floating outputs in the
-    loss's dtype.
-
-    A loss that the net forms inside comes back in the loss's dtype too, but a net of bf16 weights that forms
-    it from bf16 logits has rounded it by then: write `logits.float()` there, as transformers does. The view
-    holds no optimiser and shares nothing with a run but what it is given. keep: names of arguments of forward
-    that are left as they are (timesteps have a precision of their own), and keys of a dict that is one. A
-    forward of `*args` has no names: pass such an argument by keyword. Integer inputs are left too.
-    """
-
-    def __init__(self, net: nn.Module, r, methods: Iterable = (), keep: str | Iterable[str] = ()):
-        self.net = net
-        self.recipe = r
-        self.methods = methods
-        self.keep = {keep} if isinstance(keep, str) else set(keep)
-        self.forward = net  # a compiled or distributed wrapper may take its place
-        self.device = next(net.parameters()).device
-        base_model: Any = getattr(net, "get_base_model", None)  # PEFT's own forward says *args
-        inner = net if base_model is None else base_model()
-        self.arguments = list(inspect.signature(inner.forward).parameters)
-
-    @contextmanager
-    def context(self):
-        """What forward runs in: autocast for 8- and 16-bit products of fp32 weights, TF32 as the recipe says,
-        and what the methods ask for.
-        """
-        r = self.recipe
-        with ExitStack() as stack:
-            stack.enter_context(self.exact())
-            if not r.low_weights and r.compute in ("bf16", "fp16", "fp8"):
-                stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
-            for method in self.methods:
-                stack.enter_context(method.context())
-            yield
-
-    def exact(self) -> AbstractContextManager:
-        """A context in which fp32 products on CUDA are fp32, or TF32 where the recipe says so."""
-        if self.device.type != "cuda":
-            return nullcontext()
-        return exact_math(self.recipe.compute == "tf32")
-
-    def cast(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """(args, kwargs) as the net takes them."""
-        if not self.recipe.low_weights:
-            return args, kwargs
-        nameless = [None] * len(args)  # for a forward of *args
-        names = [*self.arguments, *nameless]
-        args = tuple(self._low(name, value) for name, value in zip(names, args, strict=False))
-        return args, {name: self._low(name, value) for name, value in kwargs.items()}
-
-    def _low(self, name, value):
-        if name in self.keep:
-            return value
-        if type(value) is dict and self.keep & value.keys():  # a batch, whose keys are names too
-            return {key: self._low(key, part) for key, part in value.items()}
-        return to(torch.bfloat16, value, narrowed)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What forward returns, floating tensors in the loss's dtype. Raises Refused, with the remedy, where
-        the net mixes dtypes that it can't.
-        """
-        args, kwargs = self.cast(args, kwargs)
-        try:
-            with self.context():
-                out = self.forward(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            self._explain(error, {**dict(zip(self.arguments, args, strict=False)), **kwargs})
-            raise
-        return to(self.recipe.dtype("loss"), out)
-
-    def _explain(self, error, arguments):
-        """Raises Refused, with the remedy, where an error of torch comes of mixed dtypes."""
-        if "DTensor" in str(error) and "mixed" in str(error):
-            raise Refused(
-                "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it: "
-                "train it without --fsdp, or call them in its forward"
-            ) from error
-        if not self.recipe.low_weights or not MIXED.search(str(error)):
-            return
-        hints = []
-        buffers = [name for name, b in self.net.named_buffers() if b.dtype == torch.float32]
-        if buffers and self.recipe.buffers == "fp32":
-            hints.append(
-                f"an fp32 buffer ({', '.join(buffers[:3])}) may have met bf16 activations; cast it to "
-                "x.dtype in forward, or --set buffers=bf16"
-            )
-        kept = [name for name in sorted(self.keep) if _is_fp32(arguments.get(name))]
-        if kept:
-            hints.append(
-                f"the argument {kept[0]} stays fp32; cast it to x.dtype in forward, or leave it out of "
-                "Precision's keep"
-            )
-        if hints:
-            raise Refused(f"{error}: {'; or '.join(hints)}") from error
-
-
-# how torch says that two tensors of an operation have different dtypes
-MIXED = re.compile(r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal")
-
-
-def _is_fp32(x):
-    return torch.is_tensor(x) and x.dtype == torch.float32
+def _cast_buffers(module_name, module, dtype, dtypes):
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_floating_point():
+            full_name = f"{module_name}.{name}" if module_name else name
+            chosen = matching(full_name, dtypes)
+            setattr(module, name, buffer.to(DTYPES[chosen] if chosen else dtype))

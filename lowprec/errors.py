@@ -29,6 +29,12 @@ def check_choice(what, value, choices):
         raise Refused(f"{what}={value!r}: unknown; choose from {', '.join(choices)}")
 
 
+def check_several(name, texts):
+    """Raises Refused for one text where a list of them belongs."""
+    if isinstance(texts, str):
+        raise Refused(f"{name}={texts!r} is one text, and a list is asked for: write {name}=[{texts!r}]")
+
+
 def first_line(error):
     """The first line with words in an exception's text, or its class's name."""
     for line in str(error).splitlines():

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack
 
 import torch
-from torch import nn
 
-from .cast import Cast, View
+from .cast import Cast
+from .copies import copied
 from .errors import Refused
 from .optimizers import buckets
 from .rounding import exact_weight
+from .view import View
 
 CONVERTED = ("fp32", "bf16", "autocast", "fp16")  # values of the site generation that cast the copy anew
 
@@ -21,12 +21,8 @@ def weights_of(run, source: str) -> dict[str, torch.Tensor]:
     """Precision.weights."""
     if source not in ("raw", *run.averages):
         raise Refused(f"weights '{source}': this run holds {', '.join(['raw', *run.averages])}")
-    trained = {}
-    for name, p in run.named_params:
-        if source == "raw":
-            trained[p] = exact_weight(buckets.local(p), run.low_part(p))
-        else:
-            trained[p] = run.averages[source].shadow[name]
+    trained = _last_weights(run) if source == "raw" else run.averages[source].shadow
+    trained = {p: trained[name] for name, p in run.named_params}
     with ExitStack() as stack:
         for method in run.methods:
             stack.enter_context(method.plain(run.model))
@@ -37,6 +33,16 @@ def weights_of(run, source: str) -> dict[str, torch.Tensor]:
     for method in run.methods:
         values = method.values(values)
     return values if run.ranks is None else run.ranks.gathered(values)
+
+
+def _last_weights(run):
+    """{name: fp32 tensor}: what the optimiser holds of each trained weight."""
+    found = {}
+    with run.optimizer.reading() as swapped:
+        for name, p in run.named_params:
+            held = exact_weight(buckets.local(p), run.low_part(p))
+            found[name] = held.clone() if swapped else held
+    return found
 
 
 @torch.no_grad()
@@ -54,7 +60,7 @@ def frozen_view(run, source: str, sites: dict[str, str]) -> View | None:
     if converts and run.ranks is None:
         run.cast.undo(net)
     if converts or run.ranks is not None:
-        Cast(net, r)
+        Cast(net, r, run.options, frozen=False)
     for name, p in net.named_parameters():
         if name in values:
             p.copy_(values[name])
@@ -70,7 +76,7 @@ def _copy_of_net(run, values, staying):
             if method not in staying:
                 stack.enter_context(method.plain(run.model))
         if run.ranks is None:
-            return _copied(run.model).requires_grad_(False).eval()
+            return copied(run.model).requires_grad_(False).eval()
         net = run.ranks.copy(run.blank, values)
         return None if net is None else net.requires_grad_(False).eval()
 
@@ -80,15 +86,3 @@ def _converted(r):
     weights = "bf16" if r.generation == "bf16" else "fp32"
     compute = r.generation if r.generation in ("fp32", "fp16") else "bf16"
     return r.replace(weights=weights, grads=weights, compute=compute, islands="none")
-
-
-def _copied(net: nn.Module) -> nn.Module:
-    """A copy of a net. What a forward pass has left in its modules, an auxiliary loss for one, is detached:
-    torch copies no tensor with a graph.
-    """
-    known = {}  # deepcopy takes these for copies that it has made already
-    for module in net.modules():
-        for value in vars(module).values():
-            if torch.is_tensor(value) and value.grad_fn:
-                known[id(value)] = value.detach().clone()
-    return copy.deepcopy(net, known)

@@ -14,8 +14,25 @@ ByParameter = dict[torch.nn.Parameter, torch.Tensor]
 Scale = float | torch.Tensor | ByParameter
 
 
+def sum_up(run) -> None:
+    """Add a micro-batch's gradients to the run's fp32 sums. Raises Refused within no_sync() of DDP."""
+    if run.reduce_sums is None and not getattr(run.forward, "require_backward_grad_sync", True):
+        raise Refused(
+            "micro-batches are summed in fp32 apart from p.grad: DDP would average the last alone: leave "
+            "no_sync() out, or take sites=('accumulate=bf16',)"
+        )
+    for p in run.params:
+        if p.grad is None:
+            continue
+        if p in run.sums:
+            run.sums[p].add_(p.grad)
+        else:
+            run.sums[p] = p.grad.float()
+        p.grad = None
+
+
 def gradients_of(run) -> ByParameter:
-    """{parameter: what it is updated by, of all micro-batches}, of a net that is spread over ranks this
+    """{parameter: the mean of its gradients over all micro-batches}, of a net that is spread over ranks this
     rank's rows. Raises Refused where one is sparse, or where there is none.
     """
     grads = run.sums or {p: p.grad for p in run.params if p.grad is not None}
@@ -28,6 +45,9 @@ def gradients_of(run) -> ByParameter:
             "step() found no gradients: call backward(loss) before it, with a loss that depends on the "
             "model's parameters"
         )
+    factor = run.micro_batches.factor(run.accumulate)
+    if factor != 1.0:
+        torch._foreach_mul_(list(grads.values()), factor)
     return grads
 
 

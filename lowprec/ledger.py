@@ -105,8 +105,9 @@ class Ledger:
 def of(run, sites: Mapping[str, Site]) -> Ledger:
     """The Ledger of a `Precision`; sites: {name: Site}, in the order of the rows."""
     parameters = sum(p.numel() for p in run.params)
-    if run.example is not None:
-        args, kwargs = run.view_of_model.cast(*run.example)
+    example = run.view_of_model.example
+    if example is not None:
+        args, kwargs = run.view_of_model.cast(*example)
         for method in run.methods:
             method.count_flops(run.model, args, kwargs)
     rows = _rows(run, sites, parameters)
@@ -126,11 +127,17 @@ def _rows(run, sites, parameters):
     notes = run.optimizer.notes()
     held_by_optimizer = run.optimizer.nbytes()
     remarks = {site: {"why": why} for site, why in _remarks(run, parameters).items()}
+    remarks["frozen"] = _of_frozen(run)
+    loss = run.view_of_model.first_call.loss
+    if loss:
+        remarks["loss"] = {"value": "bf16", "why": f"the net computes {loss} in bf16: see fp32_outputs"}
     for method in run.methods:
         for site, row in method.rows(parameters, run.recipe.generation_dtype).items():
             remarks.setdefault(site, {}).update(row)
     rows = []
     for site, spec in sites.items():
+        if site == "frozen" and all(p.requires_grad for p in run.model.parameters()):
+            continue
         value = run.recipe[site]
         why = spec.why.get(value, "") + notes.get(site, "")
         row = {"site": site, "value": value, "bytes": sizes.get(site), "why": why}
@@ -196,10 +203,26 @@ def _remarks(run, parameters):
     if buffers:
         found["buffers"] = buffers
     r = run.recipe
+    if r.update == "nearest" and r.low_weights and (r.master != "none" or r.kahan == "on"):
+        found["update"] = "what a write to bf16 rounds away is kept beside it: no update is lost"
     writes_bf16 = r.low_weights or "bf16" in [r[name] for name in r.moments]
     if r.update == "nearest" and not writes_bf16:
         found["update"] = "changes of a moment under half a gap between codes are lost" if r.coded else ""
     return found
+
+
+def _of_frozen(run):
+    """{value, why} of the frozen weights, which are no part of the bytes a trained parameter."""
+    frozen = [p for p in run.model.parameters() if not p.requires_grad]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in frozen})
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    values = " and ".join(short.get(dtype, dtype) for dtype in dtypes)
+    count = sum(p.numel() for p in frozen)
+    size = sum(p.nbytes for p in frozen) / MIB
+    why = f"{count:,} weights that are not trained take {size:.1f} MiB"
+    if "float32" in dtypes and run.recipe.low_weights and run.recipe.frozen == "kept":
+        why += ", as the net came; sites=['frozen=cast'] casts them"
+    return {"value": values, "why": why}
 
 
 def _of_released_gradients(run):
@@ -235,20 +258,27 @@ def _of_buffers(run):
 WORLDS = (1, 8, 64)  # numbers of ranks that are told where none is given
 
 
-def held(run, world: int) -> float:
-    """Bytes that the first of `world` ranks holds of a Precision that is not spread and may be on the meta
-    device. Its rows are the most: of weights, gradients, their sums, states and averages.
+def held(run, world: int) -> dict[str, float]:
+    """{part: bytes} that the first of `world` ranks holds of a Precision that is not spread and may be on the
+    meta device. Its rows are the most. Sums of micro-batches count as gradients.
     """
-    total = 0.0
+    found = dict.fromkeys(("weights", "grads", "states", "average"), 0.0)
     for p in run.params:
         rows = p.shape[0] if p.dim() else 1
         rows_of_first = -(-rows // world)
         share = rows_of_first / max(1, rows)
+        found["weights"] += share * p.nbytes
+        gradient = share * p.nbytes
+        if run.keeps_sums and p.dtype.itemsize < 4:
+            gradient += share * 4 * p.numel()
+        if run.release is None:
+            found["grads"] += gradient
+        else:  # freed within backward, one after the other
+            found["grads"] = max(found["grads"], gradient)
         states = sum(t.nbytes for name, t in run.optimizer.state[p].items() if name != "step")
-        summed_apart = run.keeps_sums and p.dtype.itemsize < 4
-        sums = 4 if summed_apart else 0
-        total += share * (2 * p.nbytes + states + (_bytes_of_an_average(run) + sums) * p.numel())
-    return total
+        found["states"] += share * states
+        found["average"] += share * _bytes_of_an_average(run) * p.numel()
+    return found
 
 
 def gathered(run, parts: Iterable[nn.Module]) -> int:
@@ -265,6 +295,9 @@ def gathered(run, parts: Iterable[nn.Module]) -> int:
 
 def of_a_rank(run, parts: Iterable[nn.Module], worlds: Iterable[int] = WORLDS) -> str:
     """`held` for each number of ranks and `gathered`, in a line."""
-    sizes = ", ".join(f"{held(run, world) / MIB:.1f} MiB as one of {world}" for world in worlds)
+    sizes = []
+    for world in worlds:
+        total = sum(held(run, world).values())
+        sizes.append(f"{total / MIB:.1f} MiB as one of {world}")
     at_once = f"and for a moment {gathered(run, parts) / MIB:.1f} MiB of whole blocks"
-    return f"a rank holds, of weights, gradients, states and averages: {sizes}; {at_once}"
+    return f"a rank holds, of weights, gradients, states and averages: {', '.join(sizes)}; {at_once}"

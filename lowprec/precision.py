@@ -13,30 +13,41 @@ nn.TransformerEncoderLayer, its fast path, which would pass by them, is turned o
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from . import fsdp, ledger
-from .cast import Cast, View
+from . import fsdp, ledger, saving
+from .cast import Cast
 from .errors import Refused
+from .first_call import FirstCall
 from .frozen import frozen_view, weights_of
-from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed
+from .frozen_weights import warn_of_averages
+from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed, sum_up
+from .layers import convolutions
 from .layers.fp8 import FP8
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
 from .machine import settle_vector_math
+from .module import CastModule
 from .optimizers import buckets, build
 from .optimizers.average import average_kind
 from .optimizers.offload import offloaded
 from .optimizers.release import Release
 from .recipes import SITES, Recipe, Site, parse_average, recipe
-from .rules import NET, check_wrapped, refuse, refuse_optimizer
-from .run_options import RunOptions, check_averages_gradients, check_method_options, trained_groups
+from .rules import NET, check_wrapped, is_compiled, refuse, refuse_optimizer
+from .run_options import (
+    RunOptions,
+    check_averages_gradients,
+    check_method_options,
+    checked_recipe,
+    trained_groups,
+)
+from .slips import MicroBatches, Slips
 from .telemetry import StepReport
+from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 METHODS = (Sparse24, FP8, Quantised)
@@ -64,8 +75,11 @@ class Precision:
     kept, 'device' or 'cpu'.
 
     init_loss_scale, growth_factor, backoff_factor, growth_interval: as of torch.amp.GradScaler. seed: of the
-    rounding noise. keep: arguments of forward whose dtype is left alone. blank: builds the net anew, for the
-    generator of a model that fully_shard has spread, see fsdp.py. method_options: as sparse24_decay.
+    rounding noise. keep: arguments of forward whose dtype is left alone. dtypes: {name or pattern: 'fp32' or
+    'bf16'} of single buffers and frozen weights. fp32_modules: names or patterns of modules that compute in
+    fp32 with fp32 weights, islands by name. fp32_outputs: of modules whose outputs are fp32, as of a head
+    whose logits become a loss within the net. blank: builds the net anew, for the generator of a model that
+    fully_shard has spread, see fsdp.py. method_options: as sparse24_decay.
     """
 
     def __init__(
@@ -96,6 +110,9 @@ class Precision:
         growth_interval: int = 2000,
         seed: int = 0,
         keep: Iterable[str] = ("t", "timestep", "timesteps"),
+        dtypes: Mapping[str, str] | None = None,
+        fp32_modules: Iterable[str] = (),
+        fp32_outputs: Iterable[str] = (),
         blank: Callable[[], nn.Module] | None = None,
         **method_options: Any,
     ):
@@ -111,7 +128,7 @@ class Precision:
         self.blank = blank
         self.device = next(net.parameters()).device
         self.ranks = fsdp.ranks_of(net)  # those that the net is spread over, or None
-        r = (r or Recipe()).keeping(*options.optimizers)
+        r = checked_recipe(r).keeping(*options.optimizers)
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         options.check(self.recipe, model, spread=self.ranks is not None)
 
@@ -122,8 +139,9 @@ class Precision:
         self._scaler()
 
         self.sums: ByParameter = {}  # the fp32 sum of each parameter's gradients over micro-batches
+        self.micro_batches = MicroBatches()
+        self.slips = Slips(self)
         self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
-        self.example = None  # (args, kwargs) whose shapes FLOPs are counted on
         self.kept = None  # an activations.Meter of a forward pass, for the ledger
         if grad_release:
             self.release = Release(self.optimizer, self._gradient, clip_tensor, self._before_writing)
@@ -148,14 +166,20 @@ class Precision:
         if r.low_weights and (r.master != "none" or r.kahan == "on"):
             trained = [p for p in net.parameters() if p.requires_grad]
             originals = [buckets.local(p).float().clone() for p in trained]
-        self.cast = Cast(net, r)
+        self.cast = Cast(net, r, self.options)
         for method in self.methods:
             method.convert(net)
         if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
             # in eval without gradients torch's fast path reads the weights, and calls no layer
             torch.backends.mha.set_fastpath_enabled(False)
+        if self.device.type == "cpu" and r.compute in ("bf16", "fp8") and not is_compiled(forward):
+            convolutions.attach(net)
         self.release = None  # a release.Release, where backward updates
         self.view_of_model = View(net, r, self.methods, self.options.keep)
+        self.view_of_model.first_call = FirstCall(net)
+        if r.low_weights and self.cast.averages:
+            self.view_of_model.moves_average = True
+            warn_of_averages(self.cast.averages, r)
         self.forward = forward
         return originals
 
@@ -174,7 +198,6 @@ class Precision:
             options.optimizer, groups, self.recipe, net=self.model, away=self.away, **options.of_optimizer
         )
         self.optimizer_name = build.title(self.optimizer, options.optimizer)
-        self.count_at_start = self._parameters_of_optimizer()
         spread = self.ranks is not None
         refuse_optimizer(self.optimizer, self.optimizer_name, spread=spread, states_on=options.states_on)
         self.optimizer.attach(self.model)
@@ -214,14 +237,17 @@ class Precision:
             check_averages_gradients(wrapper)
         self.view_of_model.forward = wrapper
 
+    @property
+    def module(self) -> CastModule:
+        """An nn.Module that takes the net's place in a module that calls it: see module.py."""
+        return self.view_of_model.module
+
     # -- one training step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model on any arguments. Floating outputs, a loss formed inside among them, come back in the
         loss's dtype.
         """
-        if self.example is None and self.methods:
-            self.example = tree_map(_shape, (args, kwargs))
         return self.view_of_model(*args, **kwargs)
 
     def observe(self, on: bool) -> None:
@@ -239,27 +265,16 @@ class Precision:
         several = self.accumulate > 1 or any(method.needs_sums for method in self.methods)
         return several and self.recipe.low_weights and self.recipe.accumulate == "fp32"
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch's mean loss, 0-dim. Gradients are averaged over `accumulate` calls.
-        Raises Refused within no_sync() of DistributedDataParallel where sums are kept in fp32.
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Backward of one micro-batch's mean loss, 0-dim. Gradients are averaged over `accumulate` calls, or,
+        with weights (numbers of tokens, say), over all calls before a step: sum(weight * g) / sum(weight).
+        Raises Refused within no_sync() of DistributedDataParallel where sums are kept in fp32, and for
+        weights where several processes average their gradients.
         """
         with self.view_of_model.exact():
-            self.scaler.scale(loss / self.accumulate).backward()
-        if not self.keeps_sums:
-            return
-        if self.reduce_sums is None and not getattr(self.forward, "require_backward_grad_sync", True):
-            raise Refused(
-                "micro-batches are summed in fp32 apart from p.grad: DDP would average the last alone: leave "
-                "no_sync() out, or take sites=('accumulate=bf16',)"
-            )
-        for p in self.params:
-            if p.grad is None:
-                continue
-            if p in self.sums:
-                self.sums[p].add_(p.grad)
-            else:
-                self.sums[p] = p.grad.float()
-            p.grad = None
+            self.scaler.scale(loss / self.micro_batches.divisor(self, weight)).backward()
+        if self.keeps_sums:
+            sum_up(self)
 
     @torch.no_grad()
     def step(self, measure: bool = False) -> dict[str, float]:
@@ -270,11 +285,11 @@ class Precision:
         and what the methods tell after observe(True). Raises Refused for gradients that are sparse or absent,
         and for parameters that the optimiser was given later.
         """
-        self._refuse_later_parameters()
         self.optimizer.collect()
         if self.reduce_sums and self.sums:
             self.reduce_sums(self.sums)
         grads = gradients_of(self)
+        self.slips.check(self, grads)
         self.scaler.unscale_(self.optimizer)
         for method in self.methods:
             method.on_grads(grads)
@@ -310,17 +325,8 @@ class Precision:
         that is not to count, or what the backward pass of another run has left in this net. step() ends so.
         """
         self.sums = {}
+        self.micro_batches.forget()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _parameters_of_optimizer(self):
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
-
-    def _refuse_later_parameters(self):
-        if self._parameters_of_optimizer() != self.count_at_start:
-            raise Refused(
-                "the optimiser has parameters that this run does not average, clip or sum: make Precision "
-                "while all that is ever trained has requires_grad=True, and freeze it then"
-            )
 
     @property
     def has_released(self) -> bool:
@@ -402,47 +408,21 @@ class Precision:
 
     # -- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only: loads with weights_only=True.
+    def state_dict(self, trainable_only: bool = False) -> dict[str, Any]:
+        """Tensors and plain values only: loads with weights_only=True. trainable_only: without the frozen
+        weights, say the base of adapters; buffers are in it.
 
         Of a model that is spread over ranks DTensors and state.Chunks, of this rank's parts, as
         torch.distributed.checkpoint saves and loads them on any number of ranks.
         """
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "averages": {name: average.state_dict() for name, average in self.averages.items()},
-            "scaler": self.scaler.state_dict(),
-            "skipped": self.skipped,
-        }
-        for method in self.methods:
-            if method.key:
-                state[method.key] = method.state_dict()
-        return state if self.ranks is None else self.ranks.wrapped(state, self.averages)
+        return saving.state_of(self, trainable_only)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state_dict of the same recipe, of whole tensors too where the model is spread over ranks.
         Raises Refused, KeyError or RuntimeError for another one's.
         """
-        if self.ranks is not None:
-            state = self.ranks.cut(state, self.state_dict())
-        weights = state["model"]
-        for method in self.methods:
-            weights = method.adapt(self.model.state_dict(), weights)
-        self.model.load_state_dict(weights)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for method in self.methods:
-            method.load_state_dict(state.get(method.key), self.low_part)
-        for name, average in self.averages.items():
-            average.load_state_dict(state["averages"][name])
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
-        self.skipped = state["skipped"]
+        saving.load_state(self, state)
 
     def ledger(self) -> ledger.Ledger:
         """The precision of this run: a row for each site, with value, bytes a parameter, and why."""
         return ledger.of(self, self.recipe.sites)
-
-
-def _shape(x):
-    return x.detach().to("meta") if torch.is_tensor(x) else x

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import rules
-from .errors import Refused
+from .errors import Refused, check_several
 from .layers import fp8
 from .optimizers.build import OPTIMIZERS, kinds
 from .rounding import DTYPES
@@ -208,6 +208,7 @@ def recipe(
     unknown = set(fp8_flags) - set(FP8_FLAGS)
     if unknown:
         raise TypeError(f"recipe() got an unexpected keyword argument '{min(unknown)}'")
+    check_several("sites", sites)
     _check_flag("master", master)
     _check_flag("sparse24", sparse24)
     flags = rules.FlagFacts(bf16, fp16, pure_bf16, stochastic, kahan, master, opt8bit, opt4bit, fp8)

@@ -1,7 +1,10 @@
 """Which role a layer has in its net: norm, embedding, head, condition."""
 
+import copy
 import re
+import weakref
 
+import torch
 from torch import nn
 
 NORMS = (
@@ -27,7 +30,7 @@ def role(name, module):
     The set is empty for the layers that do the work. A norm inside the head is both.
     """
     found = set()
-    if isinstance(module, NORMS) or type(module).__name__.endswith("RMSNorm"):
+    if isinstance(module, NORMS) or type(module).__name__.endswith("RMSNorm") or normalises(module):
         found.add("norm")
     if isinstance(module, nn.Embedding) or EMBEDDING.match(name):
         found.add("embedding")
@@ -36,6 +39,43 @@ def role(name, module):
     if CONDITION.match(name):
         found.add("condition")
     return found
+
+
+def normalises(module):
+    """Whether a module of gains and offsets alone gives the same for 8 times its input, as norms do: nets
+    bring norms of their own, under names of their own. Its forward is tried on the CPU, with gains of 1.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    if len(own) != sum(1 for _ in module.parameters()):
+        return False
+    widths = {p.numel() if p.dim() == 1 else 1 for p in own.values()}
+    of_torch = type(module).__module__.startswith("torch.nn")
+    if of_torch or len(own) not in (1, 2) or len(widths) > 1 or widths == {1} or list(module.buffers()):
+        return False
+    if module not in _NORMALISES:
+        _NORMALISES[module] = _same_for_a_multiple(module, own, widths.pop())
+    return _NORMALISES[module]
+
+
+_NORMALISES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> what was found
+
+
+@torch.no_grad()
+def _same_for_a_multiple(module, own, width):
+    twin = copy.copy(module)  # beside the module: its forward alone is called, no hook
+    twin.__dict__ = {**vars(module), "training": False, "_parameters": {}}
+    for name in own:
+        is_offset = "bias" in name or "beta" in name
+        twin._parameters[name] = torch.full((width,), 0.0 if is_offset else 1.0, device="cpu")
+    x = torch.sin(torch.arange(1.0, 2 * width + 1, device="cpu")).view(2, width)
+    for shape in ((2, width), (2, width, 1, 1)):
+        try:
+            one, other = twin.forward(x.view(shape)), twin.forward(8 * x.view(shape))
+        except Exception:  # it takes something else: it may be any net's
+            continue
+        if torch.is_tensor(one) and one.shape == shape and one.any():
+            return bool(torch.allclose(one, other, rtol=1e-2, atol=1e-3))
+    return False
 
 
 def roles(net):

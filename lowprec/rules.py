@@ -23,13 +23,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .errors import Refused
 from .formats import FORMATS
 from .machine import device_facts, support
 from .optimizers.buckets import whole_alone
 from .optimizers.peers import PEERS
-from .optimizers.rounded import Rounded
+from .optimizers.rounded import LAZY, REMEDIES, Rounded
 from .sites import CODES
 
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -273,8 +274,17 @@ NET = (
         "the model has no parameters: there is nothing to train",
     ),
     Rule(
+        lambda net: any(map(is_lazy, net.parameters())),
+        "the model has layers whose weights are not made yet (nn.LazyLinear): call it once on a batch first",
+    ),
+    Rule(
         lambda net: not any(p.requires_grad for p in net.parameters()),
         "no parameter has requires_grad=True: there is nothing to train",
+    ),
+    Rule(lambda net: any(map(is_lazy, net.parameters())), LAZY),
+    Rule(
+        lambda net: any(p.is_complex() and p.requires_grad for p in net.parameters()),
+        f"the model trains complex parameters: {REMEDIES[torch.complex64]}",
     ),
 )
 

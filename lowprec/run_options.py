@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from .errors import Refused
+from .errors import Refused, check_several
 from .layers.method import Method
+from .recipes import Recipe, recipe
 from .rules import PARALLEL, RUN, RunFacts, is_compiled, refuse
 
 
@@ -42,12 +43,16 @@ class RunOptions:
     growth_interval: int
     seed: int
     keep: Iterable[str]
+    dtypes: Mapping[str, str] | None
+    fp32_modules: Iterable[str]
+    fp32_outputs: Iterable[str]
     blank: Callable[[], torch.nn.Module] | None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> RunOptions:
         """From the arguments of Precision by name, of which some are not its own."""
         own = {field.name: arguments[field.name] for field in dataclasses.fields(cls)}
+        check_several("averages", own["averages"])
         if own["groups"] is not None:
             own["groups"] = [{**group, "params": parameters_in(group["params"])} for group in own["groups"]]
         return cls(**own)
@@ -102,14 +107,32 @@ class RunOptions:
         )
 
 
+def checked_recipe(r: Any) -> Recipe:
+    """The second argument of Precision, of which None is fp32. Raises Refused for what is no Recipe."""
+    if r is None:
+        return Recipe()
+    if not hasattr(r, "keeping"):
+        raise Refused(
+            f"the second argument of Precision is a recipe, and this is a {type(r).__name__}: write "
+            "Precision(model, recipe(pure_bf16=True))"
+        )
+    return r
+
+
 def check_method_options(kinds: tuple[type[Method], ...], options: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option that no class of methods takes, as Python does for other arguments."""
+    """Raise TypeError for an option that no class of methods takes, as Python does for other arguments;
+    Refused for one of recipe().
+    """
     known: set[str] = set()
     for kind in kinds:
         known.update(inspect.signature(kind.attach).parameters)
     unknown = set(options) - known
     if unknown:
-        raise TypeError(f"Precision() got an unexpected keyword argument '{min(unknown)}'")
+        name = min(unknown)
+        if name in inspect.signature(recipe).parameters:
+            given = f"{name}={options[name]!r}"
+            raise Refused(f"{name}= belongs to the recipe: Precision(model, recipe({given}))")
+        raise TypeError(f"Precision() got an unexpected keyword argument '{name}'")
 
 
 # ---- Parameter groups --------------------------------------------------------------------------------------

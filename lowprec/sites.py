@@ -89,6 +89,15 @@ SITES = {
             "use --set buffers=fp32 (default)"
         },
     ),
+    "frozen": Site(
+        ("kept", "cast", "fp32", "bf16"),
+        {
+            "kept": "in the dtype in which the net came, but averages of other parts in fp32",
+            "cast": "in the dtype of the weights that are trained",
+            "fp32": "brought to full precision",
+            "bf16": "half the bytes of fp32",
+        },
+    ),
     "loss": Site(
         ("fp32", "bf16"),
         {"fp32": "sums need the bits", "bf16": "the loss is formed from bf16 differences"},

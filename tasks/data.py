@@ -32,13 +32,23 @@ class Wish(NamedTuple):
     masks: bool
     size: int | None
     seed: int
+    white: int
+    pages: str
 
 
-def load(spec: str, targets: str = "labels", image_size: int | None = None, seed: int = 0) -> Data:
+def load(
+    spec: str,
+    targets: str = "labels",
+    image_size: int | None = None,
+    seed: int = 0,
+    white: int = folders.WHITE,
+    pages: str = "first",
+) -> Data:
     """The data set that `spec` names (see the table above), with its "labels" or its "masks" as targets.
 
     image_size None keeps the set's own size, 64 for folders and volumes. `seed` draws synthetic and touches
-    no other set. Raises Refused.
+    no other set. white: the value of white in files of 16 bits; pages: which images of a file of several,
+    "first" or "all". Raises Refused.
     """
     if targets not in ("labels", "masks"):
         raise ValueError(f"targets are labels or masks, not {targets!r}")
@@ -61,7 +71,7 @@ def load(spec: str, targets: str = "labels", image_size: int | None = None, seed
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
-    return loader(Wish(path, targets == "masks", image_size, seed))
+    return loader(Wish(path, targets == "masks", image_size, seed, white, pages))
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
@@ -132,6 +142,8 @@ def _folder(wish):
 
 def _masked_folder(wish):
     root = wish.path
+    if wish.pages == "all":
+        raise Refused("--pages all: the pages of an image have no masks; save each as a file of its own")
     triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
     images = [image for _, image, _ in triples]
     masks = [mask for _, _, mask in triples]
@@ -163,17 +175,21 @@ def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
     for (name, image, target), its, of_target in zip(triples, seen, targets, strict=True):
         part = heldout if name in chosen else train
         part.append((image, target))
+        if wish.pages == "all":
+            part += [(folders.Page(image, number), target) for number in range(1, its.pages)]
         content.append((name, its.sha256, of_target))
+    changed = [how for how in (wish.white, wish.pages) if how not in (folders.WHITE, "first")]
     return data_set(
         f"folder-{wish.path.resolve().name}",
         wish,
-        Files(train, channels, size, values),
-        Files(heldout, channels, size, values),
+        Files(train, channels, size, values, wish.white),
+        Files(heldout, channels, size, values, wish.white),
         channels,
         len(classes),
         size,
-        [content, classes],
+        [content, classes, *changed],
         classes=() if wish.masks else classes,
+        notes=folders.notes(seen, wish.white, wish.pages, wish.masks),
     )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.files import write_atomically
+from harness.files import read_tensors, write_atomically
 from lowprec.machine import exact_math
 
 DIGITS_FILE = Path(__file__).with_name("digits_features.safetensors")
@@ -170,16 +170,15 @@ def save_feature_net(net: FeatureNet, path: str | Path, **notes) -> None:
 
 
 def load_feature_net(path: str | Path) -> FeatureNet:
-    """Read what save_feature_net wrote, frozen. OSError; ValueError for a damaged file or another format."""
+    """Read what save_feature_net wrote, frozen. ValueError for a damaged file or another format."""
+    tensors, metadata = read_tensors(path)
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["feature_net"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+        facts = json.loads(metadata["feature_net"])
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']}, expected {FORMAT}")
         net = FeatureNet(facts["channels"], facts["num_classes"], facts["image_size"], facts["supervised"])
         net.load_state_dict(tensors)
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is not a feature net that this version reads: {error}") from error
     return net.eval().requires_grad_(False)
 

@@ -25,8 +25,10 @@ from lowprec.errors import Refused
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MASKS = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # PIL opens 40 more, EPS by Ghostscript for one
+PAGED = ("PNG", "WEBP", "TIFF")  # may hold several images; those of a phone's JPEG are aids for the first
 MASK_FORMATS = ("PNG", "BMP", "TIFF")
 VOLUMES = (".nii", ".nii.gz")
+WHITE = 65535  # in an image of 16 bits
 MAX_CLASSES = 200  # more distinct values than this are antialiasing, not class ids
 
 # PIL warns of what it could read all the same. What it can't read is refused.
@@ -206,14 +208,27 @@ class Seen(NamedTuple):
     height: int
     sha256: str
     values: list | None = None  # the distinct values of a mask, sorted; None for an image
+    largest: int = 0  # value of an image of 16 bits
+    pages: int = 1  # images in the file
 
 
-def decode(path: Path, channels: int) -> torch.Tensor:
-    """float32 [channels, H, W] in [-1, 1]: upright by EXIF, transparency on white, 16 bits by full range."""
+class Page(NamedTuple):
+    """One image of a file of several."""
+
+    path: Path
+    number: int
+
+
+def decode(image: Path | Page, channels: int, white: int = WHITE) -> torch.Tensor:
+    """float32 [channels, H, W] in [-1, 1]: upright by EXIF, transparency on white, 16 bits from 0 to `white`.
+    """
+    path, page = image if isinstance(image, Page) else (image, 0)
     with reading(path), _open(path, IMAGE_FORMATS) as image:
+        if page:
+            image.seek(page)
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):
-            pixels = torch.from_numpy(np.asarray(image).astype(np.float32) / 32767.5 - 1)
+            pixels = torch.from_numpy(np.asarray(image).astype(np.float32) / (white / 2) - 1).clamp(max=1)
             return pixels.expand(channels, -1, -1)  # [H, W] -> [channels, H, W]
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
@@ -245,6 +260,7 @@ def _look(path, is_mask):
     """Seen of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
     formats = MASK_FORMATS if is_mask else IMAGE_FORMATS
     values = None
+    largest, pages = 0, 1
     with reading(path, "a mask" if is_mask else "an image"):
         content = io.BytesIO(path.read_bytes())
         with _open(content, formats) as image:
@@ -257,10 +273,33 @@ def _look(path, is_mask):
         else:
             with _open(content, formats) as image:
                 width, height = ImageOps.exif_transpose(image).size
+                if mode.startswith("I;16"):
+                    largest = int(np.asarray(image).max())
+                if image.format in PAGED:
+                    pages = image.n_frames
     if not is_mask and mode in ("I", "F"):
         raise Refused(f"{path} has 32-bit pixels, whose range is unknown: save it with 8 or 16 bits")
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
-    return Seen(mode, width, height, digest, values)
+    return Seen(mode, width, height, digest, values, largest, pages)
+
+
+def notes(seen: list, white: int, pages: str, masks: bool) -> list[str]:
+    """What may not be meant of images of which these are the Seen: a line each, with what mends it."""
+    found = []
+    largest = max(image.largest for image in seen)
+    of_range = (1 << largest.bit_length()) - 1  # of as many bits as they use
+    if white == WHITE and 0 < of_range < WHITE:
+        found.append(
+            f"images of 16 bits reach {largest:,} of {WHITE:,}, and are read by the full range, as nearly "
+            f"black ones: if they have {largest.bit_length()} bits add --white {of_range}"
+        )
+    if white < largest:
+        found.append(f"--white {white}: images of 16 bits reach {largest:,}, and what is above is white")
+    several = sum(image.pages > 1 for image in seen)
+    if several and pages == "first":
+        remedy = "save each with a mask of its own" if masks else "--pages all reads them all"
+        found.append(f"{several} of {len(seen)} files hold several images; the first is read: {remedy}")
+    return found
 
 
 # ---- Volumes -----------------------------------------------------------------------------------------------

@@ -120,6 +120,17 @@ class Generation(Task):
     def load(cls, config):
         return two_of_each(super().load(config))
 
+    def notes(self):
+        found = super().notes()
+        count = len(self.data.train) + len(self.data.heldout)
+        samples = self.config.samples
+        if samples > 4 * count:
+            found.append(
+                f"{samples:,} images are drawn for the scores, and the data hold {count}: scoring may take "
+                f"longer than training; --samples {max(50, 2 * count)} draws fewer"
+            )
+        return found
+
     def nets(self):
         from models import GENERATIVE  # MONAI takes seconds to import, which --help does not wait for
 
@@ -282,9 +293,9 @@ class Generation(Task):
         labels = self.judge(device).heldout_labels
         return metrics.labels_like(labels, self.data.num_classes, count).to(device)
 
-    def heldout_images(self, device, count=HELDOUT):
-        """(images [count, C, H, W], their labels), the same ones each time."""
-        images, labels = metrics.subset(self.data.heldout, count)
+    def heldout_images(self, device):
+        """(HELDOUT images [count, C, H, W], their labels), the same ones each time."""
+        images, labels = metrics.subset(self.data.heldout, HELDOUT)
         return images.to(device), labels.to(device)
 
     # -- what the sites lose

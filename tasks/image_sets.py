@@ -25,8 +25,8 @@ class Data:
     A part suits DataLoader(part, sampler=<yields lists>, batch_size=None, num_workers=N).
     `name` is fit for a file name. `fingerprint`, 16 hex digits, stands for the content, the image size and
     the split. `yardstick` names the feature net that is committed for this very set, where there is one.
-    `classes` are the names of the labels, where the set has names. part.labels() tells the labels of a part
-    without its images.
+    `classes` are the names of the labels, where the set has names. `notes` say what may not be meant.
+    part.labels() tells the labels of a part without its images.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Data:
     targets: str
     yardstick: str | None = None
     classes: tuple = field(default=(), repr=False)
+    notes: list = field(default_factory=list, repr=False)
 
     def __str__(self):
         shape = f"{self.channels}x{self.image_size}x{self.image_size}"
@@ -77,13 +78,18 @@ class Tensors(torch.utils.data.Dataset):
 
 
 class Files(torch.utils.data.Dataset):
-    """items: (image path, label), or (image path, mask path) with the mask values that become 0, 1, ..."""
+    """items: (image path or folders.Page, label), or (image path, mask path) with the mask values that become
+    0, 1, ...; white: of images of 16 bits.
+    """
 
-    def __init__(self, items: list, channels: int, size: int, values: np.ndarray | None):
+    def __init__(
+        self, items: list, channels: int, size: int, values: np.ndarray | None, white: int = folders.WHITE
+    ):
         self.items = items
         self.channels = channels
         self.size = size
         self.values = values
+        self.white = white
         bytes_a_pixel = 4 * channels  # fp32
         if values is not None:
             bytes_a_pixel += 8  # an int64 mask
@@ -106,7 +112,7 @@ class Files(torch.utils.data.Dataset):
         if i in self.cache:
             return self.cache[i]
         path, target = self.items[i]
-        image = square(folders.decode(path, self.channels)[None], self.size)[0]
+        image = square(folders.decode(path, self.channels, self.white)[None], self.size)[0]
         if self.values is None:
             target = torch.tensor(target)
         else:
@@ -138,7 +144,9 @@ def square_mask(x, size):
     return square(x[:, None].float(), size, mode="nearest-exact")[:, 0]
 
 
-def data_set(name, wish, train, heldout, channels, num_classes, size, content, yardstick=None, classes=()):
+def data_set(
+    name, wish, train, heldout, channels, num_classes, size, content, yardstick=None, classes=(), notes=()
+):
     """Data with a fingerprint of content: tensors by their bytes, anything else by its repr."""
     facts = (wish.masks, channels, num_classes, size, len(train), len(heldout))
     digest = hashlib.sha256(repr(facts).encode())
@@ -155,6 +163,7 @@ def data_set(name, wish, train, heldout, channels, num_classes, size, content, y
         targets="masks" if wish.masks else "labels",
         yardstick=yardstick,
         classes=tuple(classes),
+        notes=list(notes),
     )
 
 

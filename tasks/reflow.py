@@ -8,14 +8,11 @@ The pairs are drawn once and kept in the run's folder with a hash of the teacher
 reads them there. Once trained the student needs neither pairs nor teacher, and can be a teacher in turn.
 """
 
-from pathlib import Path
-
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from tqdm import tqdm
 
-from harness.files import write_atomically
+from harness.files import read_tensors, write_atomically
 from harness.flags import Flag, natural
 from lowprec.errors import Refused
 from lowprec.rounding import Stream, stream
@@ -29,14 +26,23 @@ from tasks.task import Rng
 PAIRS = "pairs.safetensors"
 
 
-def read_pairs(folder):
-    """The training set of a student's folder: fp32 [B, 2 C, H, W], clean images and their noise, with
-    labels int64 [B].
+def read_pairs(path, data, count):
+    """(the training set in a file of pairs: fp32 [B, 2 C, H, W], clean images and their noise, with labels
+    int64 [B]; the fingerprint of the teacher that drew them). Raises Refused for pairs of other data.
     """
-    with safe_open(Path(folder) / PAIRS, "pt") as file:
-        pairs = {name: file.get_tensor(name) for name in ("images", "noise", "labels")}
-    both = torch.cat([pairs["images"], pairs["noise"]], dim=1)
-    return Tensors(both, pairs["labels"], pairs["images"].shape[-1])
+    pairs, facts = read_tensors(path)
+    images = (torch.float32, (count, data.channels, data.image_size, data.image_size))
+    wanted = {"images": images, "noise": images, "labels": (torch.int64, (count,))}
+    good = {name: (t.dtype, tuple(t.shape)) for name, t in pairs.items()} == wanted
+    if good:
+        both = torch.cat([pairs["images"], pairs["noise"]], dim=1)
+        known = pairs["labels"].ge(0) & pairs["labels"].lt(max(1, data.num_classes))
+        good = bool(both.isfinite().all() and known.all())
+    if not good:
+        raise Refused(
+            f"{path} holds no {count} pairs of {data.name}: remove it, and the same command draws them again"
+        )
+    return Tensors(both, pairs["labels"], data.image_size), facts.get("teacher")
 
 
 class Reflow(Student):
@@ -84,7 +90,7 @@ class Reflow(Student):
         path = run.folder / PAIRS
         if not path.exists():
             check_machine(teacher.recipe, run.device)
-        elif _drawn_by(path) != teacher.fingerprint:
+        elif read_pairs(path, self.data, self.config.pairs)[1] != teacher.fingerprint:
             raise Refused(
                 f"{path} holds the pairs of another teacher than {teacher.path} holds now: give that "
                 "teacher, or another --name"
@@ -112,7 +118,7 @@ class Reflow(Student):
                 write_atomically(path, lambda file: file.write(content))
             run.ranks.wait()  # before the others read it
         self.teacher = None  # training needs no memory of it
-        return read_pairs(run.folder)
+        return read_pairs(path, self.data, self.config.pairs)[0]
 
     def _draw(self, run):
         """{"images", "noise", "labels"} of all pairs, on the CPU; each rank draws its share of the images."""
@@ -163,14 +169,3 @@ class Reflow(Student):
             t = self.bin_timesteps((k + rng.uniform(len(own))) / BINS)
             bins.append(self.errors(model, own, labels, noise, t).float().mean().item())
         return bins
-
-
-def _drawn_by(path):
-    """The fingerprint of the teacher that drew a file of pairs. Raises Refused when it holds none."""
-    try:
-        with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get("teacher")
-    except (SafetensorError, OSError):
-        raise Refused(
-            f"{path} is cut short or holds no pairs: remove it, and the same command draws them again"
-        ) from None

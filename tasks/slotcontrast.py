@@ -9,15 +9,17 @@ be most similar to itself in the next frame, among all slots of all clips of the
     loss = mean (features - decoded)^2 + weight cross-entropy(cos(s_t, s_t+1) / 0.1, identity)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from harness.flags import Flag, amount, positive
+from lowprec.sites import SITES
 from tasks.slots import Block, Encoder, Numerics, Place, Slots, as_is, coordinates, into
 
+FROZEN = replace(SITES["frozen"], values=("cast", "kept", "fp32", "bf16"))
 FEATURE_SEED = 0  # of the frozen net, whatever the run's
 
 
@@ -171,6 +173,8 @@ class Contrast(Slots):
         ),
         Flag("contrast_temperature", 0.1, "its temperature", type=positive),
     )
+    # the features are read in the dtype of the net that learns from them, unless one says otherwise
+    sites = {**Slots.sites, "frozen": FROZEN}
     judged = {"softmax": ("masks", "slots"), "logits": ("contrast",), "recurrent": ("masks", "slots")}
     defaults = {"batch_size": 8, "ema_decay": 0.99}
     implied = {"model": "slotcontrast", "size": "tiny", "data": "sprites"}

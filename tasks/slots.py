@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lowprec.attention import attend
+from lowprec.errors import Refused
 from lowprec.recipes import Recipe, Site
 from tasks.video import Video
 
@@ -81,6 +82,10 @@ class Numerics:
 
     def __init__(self, recipe=None):
         recipe = recipe or Recipe(SITES)
+        if recipe["softmax"] == "fp16" and recipe.compute == "bf16" and not recipe.low_weights:
+            raise Refused(
+                "--set softmax=fp16 under --bf16: autocast can't mix the two; use softmax=fp32 or bf16"
+            )
         self.softmax = recipe.dtype("softmax")
         self.logits = recipe.dtype("logits")
         self.recurrent = recipe.dtype("recurrent")

@@ -11,7 +11,7 @@ once trained needs no teacher.
 
 import torch
 
-from harness.checkpoints import fingerprint
+from harness.checkpoints import fingerprint, fitting
 from harness.checkpoints import read as read_checkpoint
 from harness.files import read_json, write_json
 from harness.flags import Flag, thousand
@@ -92,11 +92,12 @@ class Teacher:
         """
         task = RFlow(data, self.recipe, self.config)
         run = Precision(task.net().to(device), self.recipe, ema_decay=self.config.ema_decay)
-        saved = self.checkpoint["precision"]["model"]
-        for method in run.methods:
-            saved = method.adapt(run.model.state_dict(), saved)
-        run.model.load_state_dict(saved)
-        run.ema.load_state_dict(self.average)
+        with fitting(f"--teacher {self.path}"):
+            saved = self.checkpoint["precision"]["model"]
+            for method in run.methods:
+                saved = method.adapt(run.model.state_dict(), saved)
+            run.model.load_state_dict(saved)
+            run.ema.load_state_dict(self.average)
         return task, run.generator()
 
 

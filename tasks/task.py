@@ -107,7 +107,12 @@ class Task:
     def load(cls, config):
         """The data: `name`, and `train` and `heldout`, which map a list of indices to a batch."""
         spec = config.data or cls.implied["data"]
-        return datasets.load(spec, cls.targets, config.image_size, config.seed)
+        c = config
+        return datasets.load(spec, cls.targets, c.image_size, c.seed, c.white, c.pages)
+
+    def notes(self):
+        """Lines that are printed before a run: what may not be meant, and which flag mends it."""
+        return list(getattr(self.data, "notes", ()))
 
     # -- the net
 

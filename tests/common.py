@@ -129,10 +129,10 @@ SHAPES = [(1,), (7,), (3, 5), (16,), (16, 6, 3, 3), (33,), (129, 7), (2000,)]
 
 def make(mode, initial, lr=1e-3, compiled=False, **more):
     """(parameters, optimiser) of a mode, holding the fp32 tensors `initial` as exactly as the mode can."""
-    options = dict(MODES[mode])
+    options = dict(weight_decay=0.0) | MODES[mode] | more
     dtype = options.pop("dtype", BF16)
     params = [nn.Parameter(t.to(dtype, copy=True)) for t in initial]
-    optimizer = AdamW(params, lr, compiled=compiled, **options, **more)
+    optimizer = AdamW(params, lr, compiled=compiled, **options)
     for p, t in zip(params, initial, strict=True):
         optimizer.set_exact(p, t)
     return params, optimizer

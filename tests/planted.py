@@ -19,8 +19,8 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from lowprec import rounding  # noqa: E402
-from lowprec.cast import View  # noqa: E402
 from lowprec.precision import recipe  # noqa: E402
+from lowprec.view import View  # noqa: E402
 from lowprec.watch.watch import Watch  # noqa: E402
 
 BF16 = torch.bfloat16

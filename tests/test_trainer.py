@@ -26,9 +26,10 @@ from cli import (
     summary,
 )
 
+import strategies
 import train
 import trainer
-from harness import progress, ranks, reduction, run_folder
+from harness import printing, progress, ranks, reduction, run_folder
 from harness import summary as end
 from lowprec import precision
 from lowprec.errors import Refused
@@ -182,6 +183,45 @@ def test_a_run_prints_the_sites_that_differ_from_fp32_and_with_ledger_all(capsys
     whole = head_of(capsys, *flags, "--ledger")
     assert all(f"\n{site} " in whole for site in ("weights", "ema", "loss", "timesteps", "master"))
     assert "ledger" not in json.loads(Path("runs/run/config.json").read_text())["flags"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, ""),
+        ({"pure_bf16": True, "opt8bit": True, "kahan": True}, "no record of this recipe"),
+        ({"pure_bf16": True, "stochastic": True}, "6 pairs (000)"),
+        ({"pure_bf16": True, "stochastic": True, "lr": 1e-9}, "lr 3e-05, not 1e-09"),
+    ],
+)
+def test_a_run_prints_what_its_recipe_was_measured_to_cost(flags, said):
+    config = SimpleNamespace(**{**strategies.table().defaults(), **flags})
+    line = printing.known_cost(config, parameters=164_689)
+    assert said in line and bool(line) == bool(flags)
+
+
+# ---- The noise of rounding ---------------------------------------------------------------------------------
+
+
+def test_another_noise_seed_changes_what_rounding_does_and_nothing_else():
+    stochastic = {"pure_bf16": True, "stochastic": True}
+    trained = {}
+    for name, flags in {
+        "as before": stochastic,
+        "the same": {**stochastic, "noise_seed": 3},
+        "other": {**stochastic, "noise_seed": 4},
+        "fp32": {},
+        "fp32 other": {"noise_seed": 4},
+    }.items():
+        run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8, "warmup": 0, "seed": 3, **flags})
+        run.ready()
+        loss, _ = run.train_step(False)
+        trained[name] = loss, run.precision.model.state_dict()
+    assert_same(trained["as before"], trained["the same"])
+    assert_same(trained["fp32"], trained["fp32 other"])
+    assert_same(trained["as before"][0], trained["other"][0])  # the first step: one net, one batch
+    with pytest.raises(AssertionError):
+        assert_same(trained["as before"], trained["other"])
 
 
 # ---- The end of a run --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the records of an experiment say: scores and differences, effects of factors, curves, ranges.
+"""What the records of an experiment say: scores and differences, held-out losses, verdicts, machines.
 
 Everything here takes an Experiment and `known`, {key: record} of all experiments, and returns plain data.
 """
@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 
-from experiments.log import figures, stats
+from experiments.log import stats
 from experiments.log.definition import key, look_of
 from experiments.log.records import is_number, value
 
@@ -44,8 +44,12 @@ def score(record, metric, lower_is_better):
 
 def records_of(experiment, arm, known):
     """{seed: record} of the runs that an arm's scores are read from, in the order of the seeds."""
-    keys = {seed: key(arm.source, seed) for seed in experiment.seeds}
-    return {seed: known[k] for seed, k in keys.items() if k in known}
+    found = {}
+    for seed in experiment.seeds:
+        record = known.get(key(arm.source, seed))
+        if record is not None:
+            found[seed] = record
+    return found
 
 
 def scores(experiment, arm, known):
@@ -66,15 +70,19 @@ def comparison(experiment, arm, known):
     """(pairs, stats.Equivalence, or None with fewer than two) of an arm against its baseline."""
     own = scores(experiment, arm, known)
     base = scores(experiment, experiment.arm(arm.baseline), known)
-    differences = [own[seed] - base[seed] for seed in own if seed in base]
-    if len(differences) < 2:
-        return len(differences), None
-    due, level = look_of(experiment, len(differences))
-    lower = arm.lower_is_better
-    result = stats.equivalence(differences, arm.margin, level, lower_is_better=lower)
-    if experiment.looks and len(differences) != due:
+    paired = differences(own, base)
+    if len(paired) < 2:
+        return len(paired), None
+    due, level = look_of(experiment, len(paired))
+    result = stats.equivalence(paired, arm.margin, level, lower_is_better=arm.lower_is_better)
+    if experiment.looks and len(paired) != due:
         result = dataclasses.replace(result, verdict=WAITS)
-    return len(differences), result
+    return len(paired), result
+
+
+def differences(own, base):
+    """[own minus base] of {seed: score}, of the seeds that both have."""
+    return [own[seed] - base[seed] for seed in own if seed in base]
 
 
 def verdict(pairs, result):
@@ -86,6 +94,9 @@ def verdict(pairs, result):
 # ---- Held-out loss -----------------------------------------------------------------------------------------
 
 
+HELD_OUT = "held-out loss"
+
+
 def held_out(record, weights):
     """(what it is, figure) of the loss of a finished run on held-out data; of its training without one.
 
@@ -94,10 +105,10 @@ def held_out(record, weights):
     own = record.get("scores", {}).get(weights, {})
     bins = own.get("loss_by_timestep")
     if bins and all(is_number(loss) for loss in bins):
-        return "held-out loss", statistics.fmean(bins)
+        return HELD_OUT, statistics.fmean(bins)
     for name in LOSSES:
         if is_number(own.get(name)):
-            return "held-out loss", own[name]
+            return HELD_OUT, own[name]
     return "training loss", record["final_loss"]
 
 
@@ -123,17 +134,22 @@ def diverged(record):
     return DIVERGED.search(record.get("failed", "")) is not None
 
 
-def loss_comparison(experiment, arm, known):
+def loss_comparison(experiment, arm, known, weights=None):
     """(what it is, pairs, stats.Equivalence or None) of an arm's loss against its baseline's, in percent.
 
-    Paired as the scores are. None where a run failed, or where the two train on different tasks.
+    weights: those whose loss is read; those of each arm's own score where none are named. Paired as the
+    scores are. None where a run failed, or where the two train on different tasks.
     """
     base_arm = experiment.arm(arm.baseline)
     own_records = records_of(experiment, arm, known)
     base_records = records_of(experiment, base_arm, known)
-    kind, own, base = losses_of(arm, finished(own_records), base_arm, finished(base_records))
-    seeds = [seed for seed in own if seed in base and base[seed] > 0]
-    changes = [100 * (own[seed] / base[seed] - 1) for seed in seeds]
+    own_losses = losses(finished(own_records), weights or weights_of(arm))
+    base_losses = losses(finished(base_records), weights or weights_of(base_arm))
+    kind, own, base = of_one_kind(own_losses, base_losses)
+    changes = []
+    for seed, loss in own.items():
+        if base.get(seed, 0) > 0:
+            changes.append(100 * (loss / base[seed] - 1))
     runs = [*own_records.values(), *base_records.values()]
     if any(map(diverged, runs)):  # the runs that did not would speak for those that did
         return kind, len(changes), None
@@ -145,21 +161,25 @@ def loss_comparison(experiment, arm, known):
     return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
 
 
-def losses_of(arm, own_records, base_arm, base_records):
+def losses(records, weights):
+    """{seed: (held-out loss or None, training loss)} of finished runs."""
+    found = {}
+    for seed, record in records.items():
+        kind, loss = held_out(record, weights)
+        found[seed] = loss if kind == HELD_OUT else None, record["final_loss"]
+    return found
+
+
+def of_one_kind(own, base):
     """(what it is, {seed: loss} of an arm, the same of its baseline): a loss that all these runs have."""
-    own = {seed: held_out(r, weights_of(arm)) for seed, r in own_records.items()}
-    base = {seed: held_out(r, weights_of(base_arm)) for seed, r in base_records.items()}
-    kinds = {kind for kind, _ in [*own.values(), *base.values()]}
-    if kinds == {"held-out loss"}:
-        kind = "held-out loss"
-    else:
-        kind = "training loss"
-    if len(kinds) > 1:
-        own = {seed: (kind, r["final_loss"]) for seed, r in own_records.items()}
-        base = {seed: (kind, r["final_loss"]) for seed, r in base_records.items()}
-    own_losses = {seed: loss for seed, (_, loss) in own.items()}
-    base_losses = {seed: loss for seed, (_, loss) in base.items()}
-    return kind, own_losses, base_losses
+    held = [held for held, _ in [*own.values(), *base.values()]]
+    if held and None not in held:
+        return HELD_OUT, of_each(own, 0), of_each(base, 0)
+    return "training loss", of_each(own, 1), of_each(base, 1)
+
+
+def of_each(table, place):
+    return {name: values[place] for name, values in table.items()}
 
 
 SLIGHTLY_WORSE = "slightly worse"
@@ -229,6 +249,23 @@ def share(own, harm):
     return own.mean / harm.mean
 
 
+# ---- What stands apart -------------------------------------------------------------------------------------
+
+
+def from_changed_code(experiment, arm, known):
+    """How many of the runs behind a comparison were recorded with changes that are in no commit."""
+    base = experiment.arm(arm.baseline)
+    records = [*records_of(experiment, arm, known).values(), *records_of(experiment, base, known).values()]
+    return sum(record.get("clean") is False for record in records)
+
+
+def stands_apart(experiment, arm, known):
+    """Whether git doesn't show for a comparison that prediction, baseline and code were there before the
+    results.
+    """
+    return bool(arm.marked or arm.baseline_was or from_changed_code(experiment, arm, known))
+
+
 # ---- Machines ----------------------------------------------------------------------------------------------
 
 
@@ -284,193 +321,3 @@ def reference_of(experiment, known):
             if record.get("reference"):
                 return record["reference"]
     return {}
-
-
-# ---- Curves, factors, ranges -------------------------------------------------------------------------------
-
-
-def series(experiment, known):
-    """{series: [(x, mean, sd)]} of the arms that are points of a curve."""
-    found = {}
-    for arm in experiment.arms:
-        values = finite_scores(experiment, arm, known)
-        if arm.series and values:
-            sd = statistics.stdev(values) if len(values) > 1 else 0.0
-            found.setdefault(arm.series, []).append((arm.x, statistics.fmean(values), sd))
-    return found
-
-
-def by_bytes(experiment, known):
-    """[(arm, bytes a parameter, mean score, low, high, verdict)], most bytes first, of the arms that ran.
-
-    low and high: the 95 % interval of the arm's paired difference from its baseline, around its mean. The
-    spread over seeds, which all arms share, is not in it. The baseline's own are None.
-    """
-    points = []
-    for arm in experiment.arms:
-        held = [r for r in records_of(experiment, arm, known).values() if "bytes_per_parameter" in r]
-        values = finite_scores(experiment, arm, known)
-        if not held or not values:
-            continue
-        _, result = comparison(experiment, arm, known)
-        said = verdict_by_rule(experiment, arm, known)
-        mean, low, high = statistics.fmean(values), None, None
-        if arm.name == arm.baseline:
-            said = "baseline"
-        elif result and math.isfinite(result.mean):
-            low, high = (mean + end - result.mean for end in (result.low, result.high))
-        points.append((arm.name, round(held[0]["bytes_per_parameter"], 2), mean, low, high, said))
-    return sorted(points, key=lambda point: -point[1])
-
-
-def factorials(experiment, known):
-    """Groups of arms with the same factors, for which all cells and seeds are there: their cells and effects.
-
-    Effects are factors on the score: means of log scores, paired by seed, with t intervals. A main effect is
-    the faulty level against the baseline's level, averaged over all other factors. That of a pair is the
-    first's effect where the second is faulty over where it isn't.
-    """
-    by_factors = {}
-    for arm in experiment.arms:
-        if arm.cell:
-            by_factors.setdefault(tuple(arm.cell), []).append(arm)
-    groups = []
-    for names, arms in by_factors.items():
-        values = {arm: scores(experiment, arm, known) for arm in arms}
-        seeds = [seed for seed in experiment.seeds if has_all_cells(seed, values)]
-        if len(seeds) < 2:
-            continue
-        group = factorial(names, arms, values, seeds)
-        if group["effects"]:
-            groups.append(group)
-    return groups
-
-
-def has_all_cells(seed, values):
-    """Whether each arm of {arm: {seed: score}} has a score of this seed whose logarithm can be taken."""
-    return all(0 < scores.get(seed, 0) < math.inf for scores in values.values())
-
-
-def factorial(names, arms, values, seeds):
-    """One group: `names` of the factors, `values` {arm: {seed: score}}."""
-    half = len(names) // 2  # the first half of the factors spans the rows, the second the columns
-    rows = settings_of(arms, names[:half])
-    columns = settings_of(arms, names[half:])
-    mean = {}
-    for arm in arms:
-        mean[tuple(arm.cell.values())] = statistics.fmean(values[arm][seed] for seed in seeds)
-    return {
-        "title": f"{len(names)} factors, {len(arms)} cells, {len(seeds)} seeds",
-        "effects": effects(names, arms, values, seeds),
-        "rows": [_words(names[:half], row) for row in rows],
-        "columns": [_words(names[half:], column) for column in columns],
-        "cells": [[mean.get(row + column) for column in columns] for row in rows],
-    }
-
-
-def settings_of(arms, names):
-    """[the levels of these factors], each once, in the order of the arms."""
-    found = {}
-    for arm in arms:
-        found[tuple(arm.cell[name] for name in names)] = None
-    return list(found)
-
-
-def _words(names, spot):
-    return ", ".join(f"{name} {setting}" for name, setting in zip(names, spot, strict=True))
-
-
-def effects(names, arms, values, seeds):
-    """[(name, times, low, high)] of each factor, then of each pair, that has cells on every side."""
-    healthy = next((arm.cell for arm in arms if arm.name == arm.baseline), arms[0].cell)
-    faults = {arm: tuple(arm.cell[name] != healthy[name] for name in names) for arm in arms}
-
-    def mean_logs(*wanted):
-        """{seed: mean log score} of the cells with these factors (index, faulty); None without a cell."""
-        chosen = [arm for arm in arms if all(faults[arm][i] == faulty for i, faulty in wanted)]
-        if not chosen:
-            return None
-        return {s: statistics.fmean(math.log10(values[arm][s]) for arm in chosen) for s in seeds}
-
-    found = []
-    for i, name in enumerate(names):
-        faulty, sound = mean_logs((i, True)), mean_logs((i, False))
-        if faulty and sound:
-            fault = next(arm.cell[name] for arm in arms if faults[arm][i])
-            found.append(_times(f"{name} {fault}", [faulty[s] - sound[s] for s in seeds]))
-    for i, j in itertools.combinations(range(len(names)), 2):
-        sides = itertools.product((True, False), repeat=2)
-        corners = [mean_logs((i, first), (j, second)) for first, second in sides]
-        if all(corners):
-            both, only_first, only_second, none = corners
-            logs = [both[s] - only_second[s] - only_first[s] + none[s] for s in seeds]
-            found.append(_times(f"{names[i]} x {names[j]}", logs))
-    return found
-
-
-def _times(name, logs):
-    result = stats.equivalence(logs, 1.0)
-    return (name, *(10**v for v in (result.mean, result.low, result.high)))
-
-
-def ranges(experiment, known):
-    """{arm: [{"t", "x_min", ...}]}: the traces of generation, mean over seeds."""
-    if not experiment.ranges:
-        return {}
-    found = {}
-    for arm in experiment.arms:
-        records = records_of(experiment, arm, known).values()
-        traces = [own_scores(arm, record).get("trace") for record in records]
-        # one tuple a step, of the same step in the traces of all seeds
-        steps = zip(*filter(None, traces), strict=False)
-        means = [mean_step(step) for step in steps]
-        if means:
-            found[arm.name] = means
-    return found
-
-
-def mean_step(step):
-    """{figure: mean over the seeds} of one step of several traces."""
-    return {name: statistics.fmean(trace[name] for trace in step) for name in step[0]}
-
-
-def own_scores(arm, record):
-    """Every score of the weights that an arm reads, {} if the run has none."""
-    return record.get("scores", {}).get(weights_of(arm), {})
-
-
-def bins(experiment, known):
-    """{arm: (timesteps, loss)}, means over seeds; cells of a factorial experiment are left out."""
-    found = {}
-    for arm in experiment.arms:
-        own = [own_scores(arm, r) for r in records_of(experiment, arm, known).values()]
-        losses = [scores["loss_by_timestep"] for scores in own if "loss_by_timestep" in scores]
-        if losses and not arm.cell:
-            count = len(losses[0])
-            found[arm.name] = [(k + 0.5) * 1000 / count for k in range(count)], mean_curve(losses)
-    return found
-
-
-def curves(experiment, known):
-    """{figure of the training: {arm: (steps, values)}}, means over the seeds that ran longest."""
-    panels, trained = {}, set()
-    for arm in experiment.arms:
-        if arm.trained in trained:
-            continue
-        trained.add(arm.trained)
-        own = [r["curves"] for r in records_of(experiment, arm, known).values() if r.get("curves")]
-        longest = max((curve["step"] for curve in own), key=len, default=[])
-        for name in figures.LABELS:
-            same = [curve[name] for curve in own if name in curve and curve["step"] == longest]
-            if same:
-                panels.setdefault(name, {})[arm.name] = longest, mean_curve(same)
-    return panels
-
-
-def mean_curve(rows):
-    """Elementwise mean of equally long lists, over the finite entries; NaN where there are none."""
-    means = []
-    for column in zip(*rows, strict=False):
-        finite = [v for v in column if v is not None and math.isfinite(v)]
-        means.append(statistics.fmean(finite) if finite else math.nan)
-    return means

@@ -8,7 +8,7 @@ table of nets and recipes, the list of experiments, that of missed predictions, 
 import re
 
 from experiments.log import overview
-from experiments.log.analysis import comparison, verdict_by_rule
+from experiments.log.analysis import comparison, stands_apart, verdict_by_rule
 from experiments.log.evidence import Evidence, filled
 from experiments.log.tables import compact
 from lowprec.errors import Refused
@@ -59,9 +59,10 @@ def index(experiments, known):
     for e in experiments:
         if e.number in planned:
             continue
-        counts = tally(e, known)
-        told = [f"{counts[name]} {word}" for name, word in VERDICTS.items() if name in counts]
-        lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), ", ".join(told)])
+        told = counted(tally(e, known))
+        if apart := counted(tally(e, known, apart=True)):
+            told += f"; apart: {apart}" if told else f"apart: {apart}"
+        lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), told])
     if planned:
         lines.append(["", f"Planned, with predictions, and not run yet: {', '.join(planned)}", ""])
     return compact(lines)
@@ -72,12 +73,17 @@ def begun(experiment, known):
     return any(key[0] == experiment.number for key in known)
 
 
-def tally(experiment, known):
-    """{verdict: how many arms} of an experiment."""
+def counted(counts):
+    """'3 equal, 1 worse'"""
+    return ", ".join(f"{counts[name]} {word}" for name, word in VERDICTS.items() if name in counts)
+
+
+def tally(experiment, known, apart=False):
+    """{verdict: how many arms} of an experiment; of those that stand apart, or of the others."""
     counts = {}
     for arm in experiment.arms:
         _, result = comparison(experiment, arm, known)
-        if arm.name == arm.baseline or not result:
+        if arm.name == arm.baseline or not result or stands_apart(experiment, arm, known) != apart:
             continue
         said = verdict_by_rule(experiment, arm, known)
         counts[said] = counts.get(said, 0) + 1
@@ -85,11 +91,8 @@ def tally(experiment, known):
 
 
 def missed(experiments):
-    """The titles of negative results and missed predictions, a line each."""
-    lines = []
-    for e in experiments:
-        for title in e.missed:
-            lines.append(f"- {title} [{e.number}]")
+    """The titles of negative results and missed predictions, a line an experiment."""
+    lines = [f"- [{e.number}] {'; '.join(e.missed)}" for e in experiments if e.missed]
     return "\n".join(lines)
 
 

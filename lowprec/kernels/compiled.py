@@ -57,4 +57,4 @@ def fused(kernel, *args, compiled=True):
     return kernel(*args)
 
 
-unfused = set()  # kernels that could not be built on this machine
+unfused: set = set()  # kernels that could not be built on this machine

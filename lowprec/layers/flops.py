@@ -6,7 +6,6 @@
 A multiplication and an addition count as two. Only products and convolutions count, by torch's own formulas.
 """
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,10 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ..copies import copied
+
 KINDS = {  # the other products are those of activations
     "mm": "linear",
     "addmm": "linear",
     "_scaled_mm": "linear",
+    "_grouped_mm": "linear",
     "convolution": "convolution",
     "_convolution": "convolution",
     "convolution_backward": "convolution",
@@ -33,7 +35,7 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         from torch.utils.flop_counter import flop_registry  # it imports triton
 
-        self.formulas = flop_registry
+        self.formulas = {torch.ops.aten._grouped_mm: _grouped_flops, **flop_registry}
         self.running = []
         self.by_module = {}
         self.by_kind = dict.fromkeys(("linear", "convolution", "attention"), 0)
@@ -109,6 +111,14 @@ def module_flops(net, args, kwargs=None, backward=False):
     return by_module, counter.by_kind
 
 
+def _grouped_flops(a, b, *args, out_val=None, **kwargs):
+    """FLOPs of the products of a mixture of experts, of which torch has no formula: rows of `a` that each go
+    to one of the matrices of `b`, or, in backward, rows of both that belong to one expert.
+    """
+    rows = a.shape[-2] if b.dim() == 2 else a.numel() // a.shape[-1]
+    return 2 * rows * a.shape[-1] * b.shape[-1]
+
+
 def _shape_of(tensor):
     return torch.empty_like(tensor, device="meta")
 
@@ -120,7 +130,7 @@ def _without_values(net):
         shapes[id(p)] = torch.nn.Parameter(_shape_of(p), p.requires_grad)
     for b in net.buffers():
         shapes[id(b)] = _shape_of(b)
-    return copy.deepcopy(net, shapes)
+    return copied(net, shapes)
 
 
 def tensors(tree):

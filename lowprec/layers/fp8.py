@@ -11,7 +11,6 @@
     with covered.plain(model): evaluate(model)                     # without FP8
 """
 
-import copy
 import dataclasses
 import math
 import re
@@ -20,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
+from ..copies import copied
 from . import fp8_backends, fp8_product
 from .fp8_backends import resolve
 from .fp8_product import Linear, Options, Scaling, matmul
@@ -208,14 +208,14 @@ class FP8(Coverage):
         """
         exact = self._gradients_without_fp8(run, loss, "fp32")
         bf16 = signal_to_noise(self._gradients_without_fp8(run, loss, "bf16"), exact)["all"]
-        low = copy.deepcopy(run.model)  # a copy: delayed scaling records what it sees
+        low = copied(run.model)  # a copy: delayed scaling records what it sees
         fp8 = signal_to_noise(gradients(run.view(low, methods=(self,)), low, loss), exact)["all"]
         return {"gradient_snr": {"fp8": fp8, "bf16": bf16}}
 
     def _gradients_without_fp8(self, run, loss, compute):
         """Of a copy of the net with fp32 weights, whose products are taken in `compute`."""
         with self.plain(run.model):
-            net = run.cast.undo(copy.deepcopy(run.model)).float()
+            net = run.cast.undo(copied(run.model)).float()
         view = run.view(net, compute=compute, weights="fp32", grads="fp32", islands="none")
         return gradients(view, net, loss)
 

@@ -21,7 +21,7 @@ class Method:
 
     key = ""  # name of its state in a checkpoint; "": it has none beyond the model's own
     needs_sums = False  # whether bf16 gradients must be summed in fp32 for it
-    generates = None  # the value of the site generation in which copies of the model keep it
+    generates: str | None = None  # the value of the site generation in which copies of the model keep it
 
     @classmethod
     def attach(cls, model, recipe, **options):
@@ -87,6 +87,8 @@ class Method:
 # ---- What a layer is ---------------------------------------------------------------------------------------
 
 CONVOLUTIONS = nn.modules.conv._ConvNd
+# how the reasons begin for which weights that belong to no linear layer are left out
+BESIDE = ("convolution", "several matrices")
 # how the attributes of a module begin that hold its hooks
 HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
 
@@ -94,7 +96,7 @@ HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
 def layer_refusal(name, module, its_roles):
     """Why an nn.Linear or convolution stays out of 8 bits, or None. its_roles: see roles.roles."""
     if isinstance(module, CONVOLUTIONS):
-        return "convolution: stays as it is"
+        return f"{BESIDE[0]}: stays as it is"
     if "embedding" in its_roles:
         return "embedding"
     if "head" in its_roles:
@@ -159,11 +161,15 @@ class Coverage(Method):
                 self.left_out[name] = why
             else:
                 self.linears[name] = module
+        else:
+            for own_name, p in module.named_parameters(name, recurse=False):
+                if p.dim() == 3 and p.shape[0] > 1:  # the experts of a mixture; not positions [1, N, width]
+                    self.left_out[own_name] = f"{BESIDE[1]} in one parameter"
 
     def _refuse(self, flag, instead):
         reason = "it has no nn.Linear, and convolutions stay as they are"
         for name, why in self.left_out.items():
-            if not why.startswith("convolution"):
+            if not why.startswith(BESIDE):
                 reason = f"'{name}' is left out ({why})"
                 break
         what = f"no layer of this net can be multiplied in {self.format}"
@@ -207,7 +213,7 @@ class Coverage(Method):
     def summary(self):
         """One line: scaling, backend, how much is covered."""
         covered = len(self.layers) + len(self.functional)
-        left_out = [why for why in self.left_out.values() if not why.startswith("convolution")]
+        left_out = [why for why in self.left_out.values() if not why.startswith(BESIDE)]
         linears = covered + len(left_out)
         backends = {how for *_, how in self.layers.values()}
         if self.functional:

@@ -8,13 +8,14 @@ from .rounded import Rounded
 class AdamW(Rounded):
     """AdamW (arXiv 1711.05101), all arithmetic in fp32 in the order of torch.optim.AdamW.
 
-    Arguments beyond torch's: see Rounded; exp_avg and exp_avg_sq say how the moments are held. With fp32
-    moments and an exact master the result equals torch.optim.AdamW on fp32 weights bit for bit on a CPU.
+    Defaults are torch's, weight decay of 0.01 among them. Arguments beyond torch's: see Rounded; exp_avg and
+    exp_avg_sq say how the moments are held. With fp32 moments and an exact master the result equals
+    torch.optim.AdamW on fp32 weights bit for bit on a CPU.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **writing):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, **writing):
         options = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 

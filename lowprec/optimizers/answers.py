@@ -19,6 +19,7 @@
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 
@@ -44,7 +45,7 @@ class Answers:
     by_recipe = True  # whether it writes as the recipe says; peers write in their own way
     by_rows = True  # whether it steps some rows of a tensor as it steps them all, see lowprec.fsdp
     compiled = False
-    coders = {}  # {moment: formats.Format} of those held in codes
+    coders: dict = {}  # {moment: formats.Format} of those held in codes
 
     def low_part(self, p):
         """What completes weight p to the value held: int16 remainder, bf16 compensation, fp32 master, or
@@ -115,6 +116,12 @@ class Answers:
 
     def announce(self, grads, grad_scale):
         """Called before `wanted` is asked of the next step, with what that step will be given."""
+
+    def reading(self):
+        """A context in which the weights are those to evaluate. It gives whether these are others than those
+        that are trained, as of schedule-free optimisers.
+        """
+        return nullcontext(False)
 
     def attach(self, model):
         """Called once with the model, for optimisers that hang on its gradients."""

@@ -1,6 +1,7 @@
 """The choice of an optimiser: ours and other people's by name, and several of them as one."""
 
 import inspect
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -96,6 +97,11 @@ class Joined(Answers, torch.optim.Optimizer):
         for part in parts:
             self.coders.update(part.coders)
             self.owner.update(dict.fromkeys(params_of(part.param_groups), part))
+
+    @contextmanager
+    def reading(self):
+        with ExitStack() as stack:
+            yield any([stack.enter_context(part.reading()) for part in self.parts])
 
     def _groups(self):
         found = []
@@ -262,7 +268,7 @@ def _ours(kind, params, r, options, seed, away):
             own[site] = r[site]
     for option in {"betas", "eps", *MOMENTUM_OPTIONS} - arguments(kind):
         options.pop(option, None)  # Lion has no eps, SGD neither
-    return kind(params, **options, **own)
+    return kind(params, **{**kind.of_run, **options}, **own)
 
 
 def _rounds_itself(r):

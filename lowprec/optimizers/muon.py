@@ -34,9 +34,10 @@ class Muon(ByTensor):
     """Muon (Keller Jordan 2024): the momentum of a matrix, its singular values brought near 1.
 
     For matrices of hidden layers; a convolution's kernel [out, in, ...] is the matrix [out, rest]. The other
-    parameters belong to AdamW, see `divided`. orthogonalise: the dtype of the Newton-Schulz iteration, "fp32"
-    or "bf16", as published. adjust: "match_rms_adamw" (arXiv 2502.16982) makes steps as long as AdamW's, so
-    that one learning rate serves both; "original" multiplies by sqrt(max(1, rows / columns)).
+    parameters belong to AdamW, see `divided`. Defaults are those of torch.optim.Muon but for adjust.
+    orthogonalise: the dtype of the Newton-Schulz iteration, "fp32" or "bf16", as published.
+    adjust: "match_rms_adamw" (arXiv 2502.16982) makes steps as long as AdamW's, so that one learning rate
+    serves both; "original", which is torch's, multiplies by sqrt(max(1, rows / columns)).
     """
 
     moments = ("momentum",)
@@ -49,7 +50,7 @@ class Muon(ByTensor):
         lr=1e-3,
         momentum=0.95,
         nesterov=True,
-        weight_decay=0.0,
+        weight_decay=0.1,
         orthogonalise="fp32",
         adjust="match_rms_adamw",
         **writing,

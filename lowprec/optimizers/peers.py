@@ -8,6 +8,7 @@ of PEERS.
 """
 
 import math
+from contextlib import contextmanager
 
 import torch
 
@@ -27,8 +28,9 @@ class Peer(Answers, torch.optim.Optimizer):
     """
 
     names = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
-    low = None  # name of the state that keeps what rounding lost
-    writes = {}  # {site: how it is written}: update, kahan, moments and decay, where not as the recipe says
+    low: str | None = None  # name of the state that keeps what rounding lost
+    # {site: how it is written}: update, kahan, moments and decay, where not as the recipe says
+    writes: dict = {}
     by_recipe = False
     by_rows = False
 
@@ -36,6 +38,24 @@ class Peer(Answers, torch.optim.Optimizer):
         self.inner = inner
         super().__init__(params_of(inner.param_groups), {})
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        # as schedule-free optimisers have
+        self.has_modes = callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None))
+        if self.has_modes:
+            inner.train()
+
+    @contextmanager
+    def reading(self):
+        if not self.has_modes:
+            yield False
+            return
+        trained = [p.detach().clone() for p in self.all_params()]
+        self.inner.eval()
+        try:
+            yield True
+        finally:
+            self.inner.train()
+            with torch.no_grad():  # to the bit: train() computes them back
+                torch._foreach_copy_(self.all_params(), trained)
 
     # -- one step
 

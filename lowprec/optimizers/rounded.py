@@ -15,6 +15,7 @@ import operator
 from typing import NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import Refused, check_choice
 from ..formats import FORMATS
@@ -79,6 +80,7 @@ def step_kernel(direction, kind):
 # ---- Options -----------------------------------------------------------------------------------------------
 
 MASTERS = "none", "split", "fp32"
+LAZY = "a lazy layer has no weights before its first call: call the model once on a batch before this"
 SPARSE = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
 REMEDIES = {
     torch.float16: "keep fp16 in autocast (--fp16) and the weights in fp32",
@@ -104,6 +106,8 @@ def check_numbers(group):
 def check_dtypes(params, name):
     """Raises Refused for parameters that the optimiser of this name can't write."""
     for p in params:
+        if is_lazy(p):
+            raise Refused(LAZY)
         if p.dtype not in (torch.float32, torch.bfloat16):
             what = f"{name} takes fp32 and bf16 parameters, not {p.dtype}"
             raise Refused(f"{what}: {REMEDIES.get(p.dtype, 'leave it out of the groups')}")
@@ -141,14 +145,17 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
     is a function of (seed, step, place in the parameter list). compiled: fuse the step by a compiler.
     away: an offload.Offload, which keeps the moments in the memory of the CPU. `average` may be set to an EMA
     of the same parameters whose `update` follows each step: what it can, the step then moves in the pass that
-    writes the weights. Raises Refused for other dtypes of parameters, and for a state_dict of other shapes.
+    writes the weights. fused, foreach: taken for torch's sake, and do nothing: a step is fused already.
+    Raises Refused for other dtypes of parameters, and for a state_dict of other shapes.
     """
 
-    moments = ()  # names of the values that it keeps for each weight
-    sites = {}  # {name: Site} of those that not every optimiser has
-    flags = {}  # {flag: default}, where its own default is another than AdamW's
+    moments: tuple[str, ...] = ()  # names of the values that it keeps for each weight
+    sites: dict = {}  # {name: Site} of those that not every optimiser has
+    flags: dict = {}  # {flag: default}, where its own default is another than AdamW's
+    of_run: dict = {}  # {option: default} of build.build, where torch's optimiser of this name has another
     average = None  # an EMA that is moved within the step
-    others = None  # the optimiser of the parameters that this one does not take, see build.divided
+    # the optimiser of the parameters that this one does not take, see build.divided
+    others: str | None = None
     signed = {"exp_avg": True, "exp_avg_sq": False}
     # values of a coded tensor that are in fp32 at once, 8 MiB for both moments, which stay in the cache of a
     # CPU; on a GPU four times as many, for a quarter of the kernels
@@ -166,6 +173,8 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
         compiled=True,
         kinds=None,
         away=None,
+        fused=None,
+        foreach=None,
         **named,
     ):
         settle_vector_math()

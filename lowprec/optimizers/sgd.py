@@ -9,13 +9,16 @@ from .rounded import Rounded
 
 
 class SGD(Rounded):
-    """SGD with momentum, as torch.optim.SGD forms it: m = momentum m + g. Decay is decoupled (SGDW)."""
+    """SGD with momentum, as torch.optim.SGD forms it: m = momentum m + g, with its defaults, momentum of 0
+    among them; Precision and train.py take `of_run`. Decay is decoupled (SGDW).
+    """
 
     moments = ("momentum",)
     sites = {"momentum": MOMENTUM}
     flags = {"lr": 0.01}
+    of_run = {"lr": 0.01, "momentum": 0.9}
 
-    def __init__(self, params, lr=0.01, momentum=0.9, nesterov=False, weight_decay=0.0, **writing):
+    def __init__(self, params, lr=1e-3, momentum=0.0, nesterov=False, weight_decay=0.0, **writing):
         options = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 

@@ -182,7 +182,7 @@ class Facts:
 class Alive(NamedTuple):
     """Which entries ever had a gradient, of the tensors of the last look."""
 
-    index: list  # numbers of the tensors
+    tensors: list  # their numbers
     lengths: list  # entries of each
     entries: torch.Tensor  # bool [sum of lengths]
     looks: int

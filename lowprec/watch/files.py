@@ -16,8 +16,8 @@ import torch
 from ..errors import Refused
 
 # what transformers, diffusers and PEFT call the weights in a folder
-WEIGHTS = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_model")
-WEIGHTS = [f"{name}.{suffix}" for name in WEIGHTS for suffix in ("safetensors", "bin")]
+STEMS = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_model")
+WEIGHTS = [f"{name}.{suffix}" for name in STEMS for suffix in ("safetensors", "bin")]
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 # objects of the standard library that hold values and nothing else
 PLAIN = {"argparse.Namespace", "collections.defaultdict", "collections.Counter", "collections.deque"}
@@ -82,7 +82,7 @@ class StandIn:
 class Coded(torch.Tensor):
     """torchao's states of 8 and 4 bits, as they are in a file: `codes`, `scale`, `qmap`, `block_size`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):

@@ -88,7 +88,7 @@ class Measured:
         if self.watch.alive is None or self.watch.alive.looks < 3:
             return {}
         alive = self.watch.alive
-        return dict(zip(alive.index, alive.entries.cpu().split(alive.lengths), strict=True))
+        return dict(zip(alive.tensors, alive.entries.cpu().split(alive.lengths), strict=True))
 
     def total(self):
         """{site: share lost of what all tensors wanted}."""

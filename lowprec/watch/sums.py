@@ -11,7 +11,7 @@ class Sums:
     They stay on their device until they are asked for.
     """
 
-    fields = ()
+    fields: tuple[str, ...] = ()
 
     def __init__(self, tensors=1):
         self.sums = torch.zeros(len(self.fields), tensors, dtype=torch.float64)

@@ -303,7 +303,7 @@ class Watch:
     def _remember_alive(self, look):
         entries, looks = look.g != 0, 1
         then = self.alive
-        if then is not None and (then.index, then.lengths) == (look.index, look.lengths):
+        if then is not None and (then.tensors, then.lengths) == (look.index, look.lengths):
             entries, looks = entries | then.entries, then.looks + 1
         self.alive = Alive(look.index, look.lengths, entries, looks)
 

@@ -22,7 +22,7 @@ import precision
 from benchmarks import gpu_cells, loops, memory, moments, optimizers, other_loops, sharding, systems, training
 from benchmarks.common import RECIPES, Cell, parse_net, state_bytes, take_turns
 from harness import flags
-from lowprec import cast, machine, recipes
+from lowprec import machine, recipes, view
 from lowprec.optimizers import build, peers
 
 SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
@@ -338,7 +338,7 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
     monkeypatch.setattr(recipes, "check_machine", lambda *_: [])  # a CPU has no TF32, but takes the setting
     monkeypatch.setattr(gpu_cells, "check_machine", lambda *_: [])
     exact = machine.exact_math
-    monkeypatch.setattr(cast.View, "exact", lambda self: exact(self.recipe.compute == "tf32"))
+    monkeypatch.setattr(view.View, "exact", lambda self: exact(self.recipe.compute == "tf32"))
     knobs = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = [knob.fp32_precision for knob in knobs]
     seen = []

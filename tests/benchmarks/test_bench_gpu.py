@@ -12,7 +12,7 @@ import torch
 from common import cpu_scales_rows
 
 import bench
-from benchmarks import gpu, gpu_cells, gpu_record
+from benchmarks import gpu, gpu_cells, gpu_plan, gpu_record, reduction
 from benchmarks.worker import Here, Lost, Worker
 from lowprec.errors import Refused
 from lowprec.kernels import compiled
@@ -259,3 +259,37 @@ def test_the_gpu_bench_runs_on_one(tmp_path):
         < rows["generate-bf16"]["peak_bytes"]
         < rows["pure_bf16-stochastic"]["peak_bytes"]
     )
+
+
+# ---- The plan ----------------------------------------------------------------------------------------------
+
+
+def test_the_plan_fits_into_half_an_hour_and_needs_a_gpu(capsys):
+    assert sum(step.seconds + 10 for step in gpu_plan.PLAN) <= 1800
+    assert bench.main(["--gpu", "--plan"]) == 0
+    printed = capsys.readouterr().out
+    for step in gpu_plan.PLAN:
+        assert f"| {step.name} | {step.seconds} | `python {step.words}` |" in printed
+    assert bench.main(["--gpu"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_each_step_of_the_plan_keeps_its_budget_and_leaves_its_outcome(tmp_path):
+    steps = [
+        gpu_plan.Step("a", 60, "-c print('said')", ""),
+        gpu_plan.Step("b", 60, "-c 1/0", ""),
+        gpu_plan.Step("c", 1, "-c __import__('time').sleep(60)", ""),
+    ]
+    path = tmp_path / "plan.json"
+    assert gpu_plan.follow(steps, path, {}) == 1
+    kept = json.loads(path.read_text())["steps"]
+    assert [step["ended"] for step in kept] == ["done", "failed", "stopped"]
+    assert kept[0]["said"] == ["said"] and "ZeroDivisionError" in kept[1]["said"][-1]
+    assert kept[2]["seconds"] < 30
+
+
+def test_gradients_in_bf16_carry_a_few_hundred_times_their_rounding():
+    found, exact = torch.tensor([3.0, 4.1]), torch.tensor([3.0, 4.0])
+    assert reduction.decibels(found, exact) == pytest.approx(33.979, abs=1e-3)
+    [row] = reduction.reduction(SimpleNamespace(nets=["dit:tiny:8:2"], device=torch.device("cpu")), None)
+    assert 35 < row["decibels"] < 70

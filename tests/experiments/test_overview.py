@@ -6,7 +6,7 @@ import pytest
 from lab import TOML, record, write
 
 from experiments import report
-from experiments.log import definition, doc_tables, front, overview, stats
+from experiments.log import definition, doc_tables, front, overview, pages, quality, second, stats
 from experiments.log.analysis import verdict_by_rule
 from experiments.log.records import recorded
 from lowprec.errors import Refused
@@ -92,3 +92,53 @@ def test_a_table_takes_the_place_of_the_one_below_its_marker():
     assert doc_tables.replaced(empty, "t", "| new |", "page") == "a\n\n<!-- t -->\n| new |\n\nb\n"
     with pytest.raises(Refused, match="must stand there once"):
         doc_tables.replaced("a", "t", "| new |", "page")
+
+
+def test_the_evidence_of_the_package_is_what_the_records_say(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03, "stochastic": -0.001})
+    nearest, stochastic = quality.comparisons([experiment], known)
+    assert nearest.recipe == "pure_bf16" and nearest.flags == "--pure_bf16" and nearest.kind == "U-Net"
+    changes = [3 * (1 + seed / 10) for seed in range(6)]
+    assert nearest.change == pytest.approx(statistics.fmean(changes), abs=1e-3) and nearest.pairs == 6
+    assert nearest.low == pytest.approx(nearest.change - (nearest.high - nearest.change), abs=2e-3)
+    assert nearest.weights == "average" and nearest.experiment == "001" and nearest.steps == 4
+    assert stochastic.high < 0
+    more = [nearest._replace(change=nearest.change + up, parameters=up) for up in (1, 2)]
+    [pooled] = quality.pool([nearest, *more, nearest._replace(pairs=2, change=90.0)])
+    assert pooled.rows == 3 and pooled.pairs == 18 and pooled.worst_change == nearest.change + 2
+    assert pooled.change == pytest.approx(nearest.change + 1, abs=2e-3)
+
+
+def test_what_git_does_not_show_was_fixed_before_is_marked_and_counted_apart(folder):
+    marked = TOML + ARMS.replace('name = "stochastic"', 'name = "stochastic"\nmarked = "known"')
+    marked = marked.replace('name = "sampler"', 'name = "sampler"\nbaseline_was = "nearest"')
+    with_losses(folder, {})
+    (folder / "001-rounding/experiment.toml").write_text(marked)
+    experiment = definition.load("1", folder)
+    known = recorded(experiment)
+    assert "|1 equal; apart: 2 equal|" in front.index([experiment], known)
+    next(r for k, r in known.items() if k[1:] == ("nearest", 3))["clean"] = False
+    assert "|apart: 3 equal|" in front.index([experiment], known)
+    told = pages.marks_told(experiment, known)
+    which = [line.rpartition(": ")[2] for line in told]
+    assert which == ["stochastic.", "sampler (was nearest).", "nearest."]
+    wrong = marked.replace('"known"', '"guessed"')
+    (folder / "001-rounding/experiment.toml").write_text(wrong)
+    with pytest.raises(Refused, match="marked is one of"):
+        definition.load("1", folder)
+
+
+def test_a_second_reading_tells_the_last_weights_and_gives_no_verdict(folder):
+    toml = TOML.replace("margin = 0.5", 'margin = 0.5\nsecond_reading = "Late averages."')
+    experiment, known = with_losses(folder, {"nearest": 0.03})
+    assert second.reading(experiment, known) == ""
+    (folder / "001-rounding/experiment.toml").write_text(toml + ARMS)
+    experiment = definition.load("1", folder)
+    for (_, name, _), r in known.items():
+        up = float(name == "nearest")
+        r["scores"]["raw"] = {"frechet": 2 + up, "loss_by_timestep": [1 + up]}
+    head, *rows = second.reading(experiment, known).splitlines()
+    assert "decided on after the results.** Late averages." in head
+    [nearest] = [row for row in rows if row.startswith("| nearest ")]
+    assert "+1.000 [+1.000, +1.000]" in nearest and "+100.00 [+100.00, +100.00]" in nearest
+    assert "equal" not in nearest and "worse" not in nearest

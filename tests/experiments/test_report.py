@@ -12,7 +12,7 @@ from scipy import stats
 
 import strategies
 from experiments import report, run
-from experiments.log import analysis, definition, figures, overview
+from experiments.log import analysis, curves, definition, figures, overview
 from experiments.log import records as log
 from experiments.log.stats import equivalence
 
@@ -399,7 +399,7 @@ def test_effects_of_factors_are_ratios_of_cells(folder):
     drawn = {p.name for p in (folder / "001-rounding").glob("*.png")}
     assert drawn == {"curves.png", "factorial.png", "series.png", "ranges.png"}
     known = {k: r for k, r in log.recorded(experiment).items() if k[1] != "nearest-fp32"}
-    assert analysis.factorials(experiment, known) == []  # a missing cell: no effects
+    assert curves.factorials(experiment, known) == []  # a missing cell: no effects
 
 
 def test_factors_without_every_cell_have_the_effects_that_can_be_told(folder):
@@ -422,7 +422,7 @@ def test_factors_without_every_cell_have_the_effects_that_can_be_told(folder):
             records += [record(experiment, arm.name, seed, score * (1 + seed)) for arm in experiment.arms]
         write(folder, toml, records)
         assert report.main(["--check"], folder, document) == 1
-        groups = analysis.factorials(experiment, log.recorded(experiment))
+        groups = curves.factorials(experiment, log.recorded(experiment))
         assert {name for group in groups for name, *_ in group["effects"]} == expected
 
 
@@ -462,36 +462,39 @@ def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, c
     assert "no score 'gradient_snr.fp8'" in capsys.readouterr().err
 
 
-def test_score_against_bytes_a_parameter(folder):
+def test_held_out_loss_against_bytes_a_parameter(folder):
     toml = TOML.replace("margin = 0.5", "margin = 0.5\nby_bytes = true")
     write(folder, toml)
     experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
     picture = folder / "001-rounding/bytes.png"
     assert report.main([], folder, document) == 0 and not picture.exists(), "nothing ran"
     sizes = {"fp32": 16.0, "nearest": 8.0, "sampler": 10.14}
+    times = {"fp32": 1.0, "nearest": 1.03, "sampler": 0.99}
     records = [{**r, "bytes_per_parameter": sizes[r["arm"]]} for r in records_of(experiment)]
+    for r in records:
+        loss = times[r["arm"]] + r["seed"] / 1000
+        r["scores"]["ema"]["loss_by_timestep"], r["scores"]["raw"] = [1.0], {"loss_by_timestep": [loss]}
     write(folder, toml, records)
     recorded = log.recorded(experiment)
-    points = analysis.by_bytes(experiment, recorded)
+    points = curves.by_bytes(experiment, recorded)
     assert [(p[0], p[1], p[5]) for p in points] == [
         ("fp32", 16.0, "baseline"),
-        ("sampler", 10.14, "slightly worse"),
+        ("sampler", 10.14, "better"),
         ("nearest", 8.0, "worse"),
     ]
-    values = scores_of(records)
-    for name, _, mean, low, high, _ in points:
-        assert mean == pytest.approx(values[name].mean())
-        if name == "fp32":
-            assert low is high is None
-            continue
-        half = half_interval(values[name] - values["fp32"])
-        assert (low, high) == (pytest.approx(mean - half), pytest.approx(mean + half))
-    # one seed alone has no interval; a run that diverged no place
-    few = {k: r for k, r in recorded.items() if k[2] == 0}
+    base = np.array([1 + seed / 1000 for seed in experiment.seeds])
+    for name, _, mean, low, high, _ in points[1:]:
+        changes = 100 * ((base + times[name] - 1) / base - 1)
+        half = half_interval(changes)
+        expected = [changes.mean(), changes.mean() - half, changes.mean() + half]
+        assert [mean, low, high] == pytest.approx(expected), "of the last weights"
+    # without last weights it is the loss of the arm's own; a run that diverged, or one seed, has no place
+    few = {k: r for k, r in recorded.items() if k[2] < 2}
     diverged = {"arm": "nearest", "seed": 0, "failed": "the loss is nan at step 2"}
     few[definition.key(experiment.arm("nearest"), 0)] = diverged
-    expected = [(values[name][0], None, None) for name in ("fp32", "sampler")]
-    assert [p[2:5] for p in analysis.by_bytes(experiment, few)] == expected
+    few[definition.key(experiment.arm("sampler"), 0)]["scores"].pop("raw")
+    assert [p[0] for p in curves.by_bytes(experiment, few)] == ["fp32", "sampler"]
+    assert curves.by_bytes(experiment, few)[1][2] == 0.0 and curves.loss_weights(experiment, few) is None
     assert report.main([], folder, document) == 0
     assert picture.stat().st_size > 5000
     assert "](bytes.png)" in page(folder)

@@ -43,6 +43,9 @@ FLAGS = {  # flags: what is said, "" for anything
     f"--sample_batch {LONG}": "up to",
     f"--accumulate {LONG}": "up to",
     f"--steps {LONG}": "up to",
+    "--task=--": "no value",
+    "--log_every=--": "no value",
+    "--task slotcontrast --bf16 --set softmax=fp16": "use softmax=fp32 or bf16",
     "--steps 1e3": "not a whole number",
     "--steps nan": "not a whole number",
     "--steps " + "9" * 5000: "not a whole number",
@@ -90,6 +93,7 @@ FLAGS = {  # flags: what is said, "" for anything
     "--runs /dev/null": "/dev/null",
     "--runs file": "file",
     "--runs " + "r" * 5000: "",
+    "--runs r\udcff": "UTF-8",
     "--export .": "a folder",
     "--export folder": "a folder",
     "--export /dev/null": "a device",
@@ -190,6 +194,7 @@ YAML = {
     "[1]: 2": "",
     "steps: 2001-01-01": "not a whole number",
     "steps: 0x7fffffffffffffff": "",
+    "runs: --": "no value",
     "steps: yes": "not a whole number",
     "steps: .inf": "not a whole number",
     "lr: .nan": "not a number",
@@ -284,6 +289,26 @@ def test_metrics_jsonl(name, mine, capsys):
     assert "metrics.jsonl" in is_refused(capsys, again)
     if name == "binary":
         assert "metrics.jsonl" in is_refused(capsys, command, "--diagnose", "runs/run")
+
+
+DAMAGES = {  # of lines that are JSON still
+    "none": lambda lines: lines,
+    "cut": lambda lines: lines[:1],
+    "empty": lambda lines: [],
+    "doubled": lambda lines: lines * 2,
+    "another step": lambda lines: [lines[0].replace(b'"step": 1', b'"step": 2'), *lines[1:]],
+    "no step": lambda lines: [b'{"loss": 1}\n', *lines[1:]],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_lines_of_metrics_that_this_run_has_not_written_are_said(name, mine, capsys):
+    path = mine / "metrics.jsonl"
+    path.write_bytes(b"".join(DAMAGES[name](path.read_bytes().splitlines(keepends=True))))
+    capsys.readouterr()
+    assert again() == 0
+    said = "curves may lie" in capsys.readouterr().err
+    assert said == (name not in ("none", "no step"))
 
 
 @pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "metrics.jsonl", "summary.json", ".lock"])

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import cli
 import fsdp_jobs
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 
 from benchmarks import sharding
 from harness import checkpoints, shards
+from harness.run_folder import Folder
 from lowprec import fsdp
 from lowprec.errors import Refused
 from lowprec.optimizers import buckets
@@ -579,3 +581,15 @@ def test_a_new_checkpoint_removes_old_ones_and_no_folder_of_the_users():
         Path(name).mkdir()
     shards._forget(Path("checkpoint.json").absolute(), Path(new).absolute())
     assert sorted(path.name for path in Path().iterdir()) == sorted(kept)
+
+
+@pytest.mark.parametrize("whole", ["00000004", None])
+def test_what_a_kill_left_of_a_checkpoint_goes_at_the_next_start(whole):
+    for name in ("00000004", "00000006", "00000006.part"):
+        Path("run", f"checkpoint-{name}").mkdir(parents=True)
+    if whole:
+        Path("run/checkpoint.json").write_text(json.dumps({"folder": f"checkpoint-{whole}"}))
+    left = [f"checkpoint-{whole}"] if whole else []
+    ledger = SimpleNamespace(json=dict)
+    Folder("run").begin(["train.py"], {}, ledger, torch.device("cpu"), 0)
+    assert [path.name for path in Path("run").glob("checkpoint-*")] == left

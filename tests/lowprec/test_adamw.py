@@ -115,7 +115,7 @@ def test_second_moments_of_zero_and_denormal_ones_give_the_bits_of_torch(eps, fl
     p, q = nn.Parameter(initial.clone()), nn.Parameter(initial.clone())
     sizes = torch.tensor([0.0, 1e-23, 1e-21, 1e-20, 3e-18, 1e-17, 1e-12, 1.0]).repeat(625)
     optimizer = AdamW([p], 1e-2, eps=eps)
-    theirs = torch.optim.AdamW([q], 1e-2, eps=eps, weight_decay=0.0)
+    theirs = torch.optim.AdamW([q], 1e-2, eps=eps)
     for step in range(6):
         p.grad = draw(5000, seed=10 + step) * sizes
         p.grad[::3] *= step != 2  # a gradient that vanishes once

@@ -261,8 +261,7 @@ def test_weights_load_strictly_into_the_plain_net(name, source):
             getattr(plain.norm, key), getattr(model.norm, key).to(getattr(plain.norm, key).dtype)
         )
     assert plain.norm.num_batches_tracked == 5 and plain.norm.running_mean.abs().sum() > 0
-    low = WEIGHTS[name].get("pure_bf16", False)
-    assert torch.equal(plain.frozen.weight, frozen.to(BF16).float() if low else frozen)
+    assert torch.equal(plain.frozen.weight, frozen), "frozen weights keep their bits"
     assert values["first.weight"] is values["again.weight"] is values["tied.weight"]
     trained = dict(run.named_params)["first.weight"]
     if source == "raw":

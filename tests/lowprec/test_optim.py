@@ -29,9 +29,15 @@ from torch.overrides import TorchFunctionMode
 
 from lowprec.errors import Refused
 from lowprec.kernels import exact_step
+from lowprec.optimizers import build
+from lowprec.optimizers.adafactor import Adafactor
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.buckets import Bucket
+from lowprec.optimizers.muon import Muon
+from lowprec.optimizers.sgd import SGD
+from lowprec.precision import Precision
+from lowprec.recipes import recipe
 from lowprec.rounding import DTYPES
 
 # ---- Noise of a step ---------------------------------------------------------------------------------------
@@ -237,7 +243,7 @@ def test_fp32_and_bf16_parameters_mix():
     weights = [nn.Parameter(draw(30, seed=i).to(dtype)) for i, dtype in enumerate(dtypes)]
     reference = [nn.Parameter(p.detach().clone()) for p in weights if p.dtype == torch.float32]
     optimizer = AdamW(weights, 1e-2, master="split", compiled=False)
-    theirs = torch.optim.AdamW(reference, 1e-2, weight_decay=0.0)
+    theirs = torch.optim.AdamW(reference, 1e-2)
     for p in weights:
         p.grad = draw(30, seed=9).to(p.dtype)
     for q in reference:
@@ -361,6 +367,55 @@ def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(4, 4, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     refused(AdamW(embedding.parameters(), compiled=False).step, "sparse=False")
+
+
+@pytest.mark.parametrize("make", [lambda net: AdamW(net.parameters()), Precision], ids=["alone", "Precision"])
+def test_a_lazy_layer_is_refused_before_its_first_call(make):
+    net = nn.Sequential(nn.LazyLinear(2))
+    refused(lambda: make(net), "lazy layer", "first call")
+    net(torch.ones(1, 3))
+    make(net)
+
+
+class Turning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x * self.turn).abs()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "torch"])
+def test_complex_parameters_are_refused(optimizer):
+    refused(lambda: Precision(Turning(), recipe(), optimizer=optimizer), "real and imaginary parts in fp32")
+
+
+# ---- Defaults ----------------------------------------------------------------------------------------------
+
+TORCHS = {AdamW: torch.optim.AdamW, SGD: torch.optim.SGD, Muon: torch.optim.Muon}
+
+
+@pytest.mark.parametrize("kind", [*TORCHS, Adafactor])
+def test_defaults_are_those_of_torch(kind):
+    matrix = nn.Parameter(torch.ones(2, 2))
+    ours = kind([matrix], fused=True, foreach=False).defaults
+    theirs = TORCHS.get(kind, torch.optim.Adafactor)([matrix]).defaults
+    shared = ours.keys() & theirs.keys() - {"eps"} if kind is Adafactor else ours.keys() & theirs.keys()
+    assert {"lr", "weight_decay"} <= shared
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+
+
+def test_a_run_and_a_checkpoint_keep_their_options():
+    params = [nn.Parameter(torch.ones(2, 2))]
+    recorded = {"adamw": dict(weight_decay=0.0), "sgd": dict(lr=0.01, momentum=0.9, weight_decay=0.0)}
+    for name, options in recorded.items():
+        group = build.build(name, params, recipe(optimizer=name)).param_groups[0]
+        assert {option: group[option] for option in options} == options
+    saved = AdamW(params, weight_decay=0.0).state_dict()
+    resumed = AdamW(params)
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["weight_decay"] == 0.0
 
 
 def test_a_state_of_groups_of_other_sizes_is_refused():

@@ -38,7 +38,8 @@ DECAY = dict(weight_decay=0.1)
 def made(name, tensors, dtype=torch.float32, **options):
     """(parameters that hold `tensors` exactly, an optimiser of them) without a recipe."""
     params = [nn.Parameter(t.to(dtype, copy=True)) for t in tensors]
-    optimizer = OPTIMIZERS[name](params, compiled=False, **options)
+    kind = OPTIMIZERS[name]
+    optimizer = kind(params, compiled=False, **(kind.of_run | dict(weight_decay=0.0) | options))
     for p, t in zip(params, tensors, strict=True):
         optimizer.set_exact(p, t)
     return params, optimizer
@@ -190,7 +191,7 @@ KEPT = {"sgd": "momentum", "lion": "exp_avg", "muon": "momentum", "adafactor": "
 def moved_once(name, lr, gradient=0.77, **writing):
     """(weights after one step from 1.0, their optimiser): 40,000 equal entries, equal fp32 gradients."""
     p = nn.Parameter(torch.ones(200, 200, dtype=BF16 if writing else torch.float32))
-    optimizer = OPTIMIZERS[name]([p], lr=lr, compiled=False, **writing)
+    optimizer = OPTIMIZERS[name]([p], lr=lr, weight_decay=0.0, compiled=False, **writing)
     optimizer.step(grads={p: torch.full(p.shape, gradient)})
     return p, optimizer
 
@@ -226,7 +227,9 @@ def test_noise_depends_on_place_step_and_seed_alone(name):
     def choices(seed, alone):
         params = [nn.Parameter(torch.ones(100, 100, dtype=BF16)) for _ in range(2)]
         lr = dict(sgd=1e-3, lion=1e-3, adafactor=1e-3, muon=0.05)[name]
-        optimizer = OPTIMIZERS[name](params, lr=lr, update="stochastic", seed=seed, compiled=False)
+        optimizer = OPTIMIZERS[name](
+            params, lr=lr, weight_decay=0.0, update="stochastic", seed=seed, compiled=False
+        )
         found = []
         for _ in range(2):
             for i, p in enumerate(params):

@@ -52,6 +52,39 @@ def test_fingerprint_of_a_folder_follows_names_and_content(tmp_path):
     assert fingerprint() in seen
 
 
+def sixteen_bits(path, largest):
+    rows = np.linspace(0, largest, 64).reshape(8, 8).astype(np.uint16)
+    Image.fromarray(rows).save(path)
+
+
+def test_twelve_bits_in_sixteen_are_said_and_mended(tmp_path):
+    for i, largest in enumerate((4095, 3000, 100)):
+        sixteen_bits(tmp_path / f"{i}.png", largest)
+    dark = load(f"folder:{tmp_path}", image_size=8)
+    assert len(dark.notes) == 1 and "--white 4095" in dark.notes[0]
+    mended = load(f"folder:{tmp_path}", image_size=8, white=4095)
+    assert not mended.notes and mended.fingerprint != dark.fingerprint
+    images, _ = check(mended)
+    assert images.max() == 1 and images.min() == -1
+    assert "what is above is white" in load(f"folder:{tmp_path}", image_size=8, white=1000).notes[0]
+    sixteen_bits(tmp_path / "full.png", 40000)
+    assert not load(f"folder:{tmp_path}", image_size=8).notes
+
+
+@pytest.mark.parametrize("suffix", ["tif", "webp"])
+def test_several_images_in_a_file_are_said_and_read_on_demand(tmp_path, suffix):
+    for i in range(2):
+        pages = [Image.fromarray(np.full((16, 16), 50 * (3 * i + k), np.uint8)) for k in range(3)]
+        pages[0].save(tmp_path / f"{i}.{suffix}", save_all=True, append_images=pages[1:])
+    first = load(f"folder:{tmp_path}", image_size=16)
+    assert len(first.notes) == 1 and "--pages all" in first.notes[0]
+    found = load(f"folder:{tmp_path}", image_size=16, pages="all")
+    assert not found.notes and (len(found.train), len(found.heldout)) == (3, 3)
+    assert found.fingerprint != first.fingerprint
+    images = torch.cat([found.train[[0, 1, 2]][0], found.heldout[[0, 1, 2]][0]])
+    assert len({round(float(image.mean()), 1) for image in images}) == 6
+
+
 def test_flat_folder(tmp_path):
     for i in range(30):
         save(tmp_path / f"{i:02}.{'PNG' if i % 2 else 'bmp'}", grey(i * 8))

@@ -3,6 +3,7 @@ not fit a teacher.
 """
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -31,7 +32,9 @@ from cli import (
     summary,
 )
 from generating import Recorder, batch, drawer, make, rmse
+from safetensors.torch import load as load_pairs
 from safetensors.torch import load_file
+from safetensors.torch import save as save_pairs
 
 import tasks.metrics
 import train
@@ -389,6 +392,17 @@ def test_what_equals_the_teachers_in_other_words_is_taken(teachers):
     )
 
 
+CHANGES = {  # of the tensors in a file of pairs
+    "none": lambda pairs: pairs.update({name: t[:0].clone() for name, t in pairs.items()}),
+    "fewer labels": lambda pairs: pairs.update(labels=pairs["labels"][1:].clone()),
+    "a label too large": lambda pairs: pairs["labels"].fill_(10),
+    "another size": lambda pairs: pairs.update(images=pairs["images"][..., 1:].clone()),
+    "another dtype": lambda pairs: pairs.update(noise=pairs["noise"].half()),
+    "not finite": lambda pairs: pairs["noise"].view(-1)[5].fill_(float("nan")),
+    "no noise": lambda pairs: pairs.pop("noise"),
+}
+
+
 def test_pairs_of_another_teacher_and_broken_pairs_are_refused(teachers, capsys):
     assert student() == 0
     state = checkpoint("teacher")
@@ -400,11 +414,43 @@ def test_pairs_of_another_teacher_and_broken_pairs_are_refused(teachers, capsys)
     assert student(steps=6) == 2
     assert "the pairs of another teacher" in one_line(capsys) and content("runs") == before
     path = Path(f"runs/run/{PAIRS}")
+    whole = path.read_bytes()
+    for name, change in CHANGES.items():
+        tensors = load_pairs(whole)
+        change(tensors)
+        path.write_bytes(save_pairs(tensors, metadata={"teacher": "any"}))
+        before = content("runs")
+        assert student(steps=6) == 2, name
+        assert str(path) in one_line(capsys) and content("runs") == before
+    path.unlink()
+    os.mkfifo(path)
+    assert student(steps=6) == 2
+    assert "no file" in one_line(capsys)
+    path.unlink()
+    path.write_bytes(whole)
     for broken in (path.read_bytes()[:-5], b"", b"\x08\0\0\0\0\0\0\0{}      "):
         path.write_bytes(broken)
         before = content("runs")
         assert student(steps=6) == 2
         assert str(path) in one_line(capsys) and content("runs") == before
+
+
+FORGED = {  # of the model and the average in a teacher's checkpoint
+    "a tensor of another shape": lambda model, average: model.update({next(iter(model)): torch.zeros(3)}),
+    "a tensor less": lambda model, average: model.pop(next(iter(model))),
+    "a tensor more": lambda model, average: model.update(another=torch.zeros(3)),
+    "no tensor": lambda model, average: model.update({next(iter(model)): 3}),
+    "no tensor in the average": lambda model, average: average.update({next(iter(average)): "text"}),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_teacher_that_does_not_fit_is_one_line(name, teachers, capsys):
+    state = checkpoint("teacher")["precision"]
+    FORGED[name](state["model"], state["averages"]["ema"]["shadow"])
+    torch.save({**checkpoint("teacher"), "precision": state}, f"{TEACHER}/checkpoint.pt")
+    assert student() == 2
+    one_line(capsys)
 
 
 def test_a_teacher_whose_images_are_not_finite_is_refused(teachers, capsys):

@@ -1,0 +1,118 @@
+"""Half an hour on a borrowed GPU: what is run, in which order, and how long each step may take.
+
+    python bench.py --gpu --plan      prints it
+    python bench.py --gpu             runs it
+
+A step that is not done within its seconds is stopped; the next one begins. What came of each is written to
+experiments/bench/gpu-plan.json when it ends, beside the records that the steps keep themselves.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.common import markdown
+from benchmarks.gpu_record import ROOT
+from harness.files import write_json
+from harness.run_folder import environment
+from lowprec.errors import Refused
+
+PATH = ROOT / "experiments" / "bench" / "gpu-plan.json"
+GRACE = 20  # seconds that a stopped step has to write what it holds
+COMPILED = "tf32 pure_bf16-stochastic fp8-torchao-tensorwise fp8-torchao-rowwise bf16-2:4 bf16"
+LARGE = "bench.py --gpu --nets dit:XL/2:32:32 unet:base:64:32 --repeats 20"
+
+
+class Step(NamedTuple):
+    name: str
+    seconds: int  # its budget
+    words: str  # after `python`
+    what: str  # it answers
+
+
+PLAN = (
+    Step("tests", 600, "-m pytest -q -m gpu", "whether the Triton step has the CPU's bits, and more"),
+    Step(
+        "reduction",
+        120,
+        "bench.py reduction --out experiments/bench/gpu-reduction.json",
+        "gradients with partial sums in bf16 and in fp32, against the CPU's and fp64",
+    ),
+    Step(
+        "compiled",
+        420,
+        f"{LARGE} --compile on --budget 400 --only {COMPILED}",
+        "compiled speed and peak memory, 20 rounds",
+    ),
+    Step(
+        "8-bit states",
+        120,
+        f"{LARGE} --compile off --budget 110 --only pure_bf16-stochastic-opt8bit",
+        "the same for a recipe whose net is that of another",
+    ),
+    Step("043", 480, "experiments/run.py 043 --jobs 6", "the runs that 043 lacks, several at once"),
+)
+
+
+def table():
+    """The plan as a table in Markdown."""
+    rows = [[step.name, str(step.seconds), f"`python {step.words}`", step.what] for step in PLAN]
+    rows.append(["together", str(sum(step.seconds for step in PLAN)), "", ""])
+    return markdown(["step", "seconds", "command", "what it answers"], rows)
+
+
+def run(plan=PLAN, path=PATH):
+    """Run the steps in order. Returns the exit status. Raises Refused without a GPU."""
+    if not torch.cuda.is_available():
+        raise Refused(
+            "--gpu: torch finds no CUDA device here; --gpu --plan prints what would run, --gpu --dry_run "
+            "tries every recipe on tiny nets"
+        )
+    return follow(plan, path, environment(torch.device("cuda")))
+
+
+def follow(plan, path, machine):
+    """Run the steps in order, and write after each what came of it. Returns the exit status."""
+    done = []
+    for step in plan:
+        print(f"{step.name}: {step.seconds} s at most: python {step.words}", flush=True)
+        done.append(outcome(step))
+        write_json(path, {"machine": machine, "steps": done})
+        print(f"{step.name}: {done[-1]['ended']} after {done[-1]['seconds']:.0f} s", flush=True)
+    return int(any(step["ended"] != "done" for step in done))
+
+
+def outcome(step):
+    """{name, command, budget, seconds, ended, last lines} of a step; ended: done, failed or stopped."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *step.words.split()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    try:
+        said, _ = process.communicate(timeout=step.seconds)
+        ended = "failed" if process.returncode else "done"
+    except subprocess.TimeoutExpired:
+        said, ended = stop(process), "stopped"
+    seconds = round(time.monotonic() - start, 1)
+    command = f"python {step.words}"
+    last = said.splitlines()[-30:]
+    return dict(name=step.name, command=command, budget=step.seconds, seconds=seconds, ended=ended, said=last)
+
+
+def stop(process):
+    """Ask a step to end, and what it had said by then."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.communicate(timeout=GRACE)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]

@@ -1,0 +1,85 @@
+"""bench.py reduction: what do sums in bf16 inside a matrix product cost a gradient?
+
+On CUDA torch lets a product of bf16 matrices add up partial sums in bf16, unless
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False; CPUs add in fp32. Gradients of one
+batch under autocast are compared with those in fp64 on the CPU. Without a GPU the CPU's row stands alone.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common import Command, check_nets, markdown, parse_net, prepared, progress_bar
+from lowprec.precision import recipe
+from lowprec.rules import check_machine
+
+NETS = ["dit:S/4:32:16", "unet:small:32:16"]
+
+
+def add_arguments(parser):
+    options = {"nargs": "+", "default": NETS, "metavar": "MODEL:SIZE:IMAGE:BATCH"}
+    parser.add_argument("--nets", **options, help=f"default: {' '.join(NETS)}")
+
+
+def check(args):
+    check_nets(args.nets)
+    check_machine(recipe(bf16=True).on(args.device), args.device)
+
+
+def gradients(net, device, flags, dtype=torch.float32):
+    """The gradients of one batch as one vector, fp64 on the CPU. dtype: of weights and inputs."""
+    run, inputs, velocity = prepared(net, flags, torch.device(device))
+    run.model.to(dtype)
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    run.backward(F.mse_loss(run(*inputs), velocity.to(dtype)))
+    return torch.cat([p.grad.detach().flatten().double().cpu() for p in run.params])
+
+
+def decibels(found, exact):
+    """Signal to noise of gradients, 10 log10(|exact|^2 / |found - exact|^2)."""
+    noise = (found - exact).square().sum().item()
+    return 10 * math.log10(exact.square().sum().item() / noise) if noise else math.inf
+
+
+def ways(device):
+    """[(what the table calls it, device, whether partial sums may be bf16)]"""
+    found = [("CPU", "cpu", False)]
+    if device.type == "cuda":
+        found += [("GPU, partial sums in bf16 allowed", device, True), ("GPU, sums in fp32", device, False)]
+    return found
+
+
+def reduction(args, clock):
+    """Rows (dicts): net, name, and decibels of its gradients under autocast."""
+    rows, setting = [], torch.backends.cuda.matmul
+    before = setting.allow_bf16_reduced_precision_reduction
+    todo = ways(args.device)
+    with progress_bar(len(args.nets) * len(todo)) as bar:
+        for word in args.nets:
+            net = parse_net(word)
+            exact = gradients(net, "cpu", {}, torch.float64)
+            for name, device, allowed in todo:
+                setting.allow_bf16_reduced_precision_reduction = allowed
+                found = gradients(net, device, {"bf16": True})
+                rows.append(dict(net=word, name=name, decibels=decibels(found, exact)))
+                bar.update()
+    setting.allow_bf16_reduced_precision_reduction = before
+    print("\ngradients under autocast, signal to noise against fp64\n")
+    print(reduction_table(rows))
+    return rows
+
+
+def reduction_table(rows):
+    """Markdown of the rows of `reduction`."""
+    lines = [[row["net"], row["name"], f"{row['decibels']:.2f}"] for row in rows]
+    return markdown(["net", "where", "dB"], lines)
+
+
+COMMAND = Command(
+    "reduction",
+    "gradients where products may add up in bf16",
+    reduction,
+    add_arguments=add_arguments,
+    check=check,
+)

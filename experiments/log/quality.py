@@ -1,0 +1,182 @@
+"""lowprec/evidence.json: what each recipe costs in held-out loss, one row a comparison with fp32.
+
+A comparison is found by its flags: the baseline has none of precision, and the arm adds only such. Where
+several arms hold the same comparison, the one with the most pairs stands. lowprec/evidence.py has the
+columns.
+
+    text(experiments, known)      what the file holds
+"""
+
+import json
+import statistics
+
+from experiments.log import overview, stats
+from experiments.log.analysis import HELD_OUT, loss_comparison
+from experiments.log.definition import ROOT, command
+from experiments.run import flags_of
+from lowprec.evidence import FP32, KEYS, KINDS, LEAST, Pooled, Row, recipe_key, short
+
+PATH = ROOT / "lowprec" / "evidence.json"
+CAUTION = (
+    "Nets of 0.1 to 4.2 million parameters, most on images of 8x8 pixels, a few thousand steps, on CPUs, at "
+    "a learning rate chosen for fp32. Nobody drew these nets at random, and pooling them was not planned."
+)
+WEIGHTS = {"ema": "average", "raw": "last"}  # what a record calls them: what a row does
+# flags in which a recipe and its fp32 may differ without being another training; of folders
+# of runs each may have its own
+FOLDERS = ("finetune", "teacher", "vae")
+BESIDE = {"seed", "name", "optimizer", "fp8_backend", "average", "weights", *KEYS, *FOLDERS}
+
+
+# ---- Rows --------------------------------------------------------------------------------------------------
+
+
+class Trainings:
+    """The flags of trainings, defaults included, each read once."""
+
+    def __init__(self):
+        self.known = {}
+        self.parameters = {}
+
+    def flags(self, arm):
+        if arm not in self.known:
+            words = command(arm, arm.experiment.seeds[0])
+            self.known[arm] = flags_of(words[words.index("train.py") + 1 :])
+        return self.known[arm]
+
+    def named(self, experiments):
+        """Learn how large the nets are that overview.NETS names."""
+        for experiment in experiments:
+            for arm in experiment.arms:
+                name = f"{experiment.number}/{arm.name}"
+                if name in overview.NETS:
+                    self.parameters[net_of(self.flags(arm.trained))] = overview.NETS[name][1]
+
+
+def net_of(flags):
+    """What two trainings of one net have in common."""
+    data = (flags["data"] or "").partition(":")[0]
+    return flags["model"], flags["size"] or "tiny", data, flags["block"], bool(flags["vae"])
+
+
+def recipe_beside_fp32(experiment, arm, trainings):
+    """(flags of the arm, flags of its baseline), or None unless the arm is a recipe beside fp32."""
+    base = experiment.arm(arm.baseline)
+    samples_alone = arm.source.of and arm.source.flags
+    if arm is base or samples_alone:
+        return None
+    own, plain = trainings.flags(arm.trained), trainings.flags(base.trained)
+    if recipe_key(plain) != FP32 or recipe_key(own) == FP32:
+        return None
+    unlike = {name for name in own if own[name] != plain[name]}
+    return (own, plain) if unlike <= BESIDE else None
+
+
+def comparisons(experiments, known):
+    """[Row], in the order of the experiments and their arms."""
+    trainings = Trainings()
+    trainings.named(experiments)
+    found = {}
+    for experiment in experiments:
+        for arm in experiment.arms:
+            both = recipe_beside_fp32(experiment, arm, trainings)
+            if both is None:
+                continue
+            base = experiment.arm(arm.baseline).trained
+            for weights in WEIGHTS:
+                kind, pairs, change = loss_comparison(experiment, arm, known, weights)
+                if change is None or kind != HELD_OUT:
+                    continue
+                row = row_of(arm, both[0], weights, pairs, change, trainings)
+                same = base, row.recipe, row.optimizer, weights
+                if same not in found or pairs > found[same].pairs:
+                    found[same] = row
+    return list(found.values())
+
+
+def row_of(arm, flags, weights, pairs, change, trainings):
+    import strategies
+
+    data = flags["data"] or strategies.find(flags["task"]).implied["data"]
+    return Row(
+        kind=KINDS[flags["model"]],
+        task=flags["task"],
+        data=data.partition(":")[0],
+        regime="finetune" if flags["finetune"] else "from scratch",
+        recipe=recipe_key(flags),
+        optimizer=flags["optimizer"],
+        parameters=trainings.parameters.get(net_of(flags), 0),
+        steps=flags["steps"],
+        batch=flags["batch_size"],
+        lr=flags["lr"],
+        change=round(change.mean, 3),
+        low=round(change.low, 3),
+        high=round(change.high, 3),
+        pairs=pairs,
+        weights=WEIGHTS[weights],
+        experiment=arm.trained.experiment.number,
+    )
+
+
+# ---- All nets together -------------------------------------------------------------------------------------
+
+FEWEST = 3  # rows; of two the interval says nothing
+
+
+def pool(rows):
+    """[Pooled] of the recipes that FEWEST rows or more have, by recipe, optimiser and weights."""
+    groups = {}
+    for row in rows:
+        if row.pairs >= LEAST:
+            groups.setdefault((row.recipe, row.optimizer, row.weights), []).append(row)
+    found = []
+    for name, of_recipe in groups.items():
+        if len(of_recipe) >= FEWEST:
+            found.append(pooled_row(*name, of_recipe))
+    return found
+
+
+def pooled_row(recipe, optimizer, weights, rows):
+    means, errors, nets, pairs, worse = [], [], set(), 0, 0
+    for row in rows:
+        means.append(row.change)
+        error = (row.high - row.low) / 2 / stats.quantile(row.pairs)
+        errors.append(max(error, 1e-4))  # rounded ends of an interval may fall together
+        nets.add((row.kind, row.task, row.data, row.parameters))
+        pairs += row.pairs
+        worse += row.low > 0
+    mean, half = stats.random_effects(means, errors)
+    worst = max(rows, key=lambda row: row.change)
+    return Pooled(
+        recipe=recipe,
+        optimizer=optimizer,
+        weights=weights,
+        change=round(mean, 3),
+        low=round(mean - half, 3),
+        high=round(mean + half, 3),
+        median=round(statistics.median(means), 3),
+        rows=len(rows),
+        nets=len(nets),
+        pairs=pairs,
+        worse=worse,
+        worst=f"{worst.kind}, {short(worst.parameters)}, {worst.data}, lr {worst.lr:g} ({worst.experiment})",
+        worst_change=worst.change,
+        worst_low=worst.low,
+        worst_high=worst.high,
+    )
+
+
+# ---- The file ----------------------------------------------------------------------------------------------
+
+
+def lines(rows):
+    return ",\n".join(json.dumps(list(row), separators=(",", ":")) for row in rows)
+
+
+def text(experiments, known):
+    """What lowprec/evidence.json holds: a line a row."""
+    rows = comparisons(experiments, known)
+    head = f'{{"made_by": "python experiments/report.py",\n"caution": {json.dumps(CAUTION)},\n'
+    of_rows = f'"columns": {json.dumps(Row._fields)},\n"rows": [\n{lines(rows)}\n],\n'
+    of_pool = f'"columns_pooled": {json.dumps(Pooled._fields)},\n"pooled": [\n{lines(pool(rows))}\n]}}\n'
+    return head + of_rows + of_pool

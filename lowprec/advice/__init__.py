@@ -1,0 +1,1 @@
+"""What a recipe takes of a machine and costs in quality: see answer.py."""

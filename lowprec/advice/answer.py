@@ -1,0 +1,330 @@
+"""Which recipe to train a net in on a machine: bytes, speed and quality of each, the best first.
+
+    print(advise(model, memory="24GiB", lr=1e-4))
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .. import evidence
+from ..errors import Refused
+from ..recipes import recipe
+from . import machines
+from .footprint import Demand, Held, demand, held
+from .machines import Machine
+from .subjects import Subject, of_module
+from .timing import seconds_a_step
+
+GIB = 2**30
+WORSE = 0.5  # percent of the loss: a recipe whose interval lies above that comes after all others that fit
+
+# ---- The recipes -------------------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """flags: of `recipe`; options: of Precision. arithmetic: the row of machine.support that it needs. lost:
+    what it gives up against the one before it; watch: the line of a Watch that would see that go wrong.
+    """
+
+    flags: Mapping[str, Any]
+    arithmetic: str
+    lost: str
+    watch: str
+    options: Mapping[str, Any] = {}
+
+    @property
+    def typed(self) -> str:
+        """As flags of train.py; "(none)" for fp32."""
+        words = []
+        for name, value in {**self.flags, **self.options}.items():
+            words.append(f"--{name}" if value is True else f"--{name} {value}")
+        return " ".join(words) or "(none)"
+
+    @property
+    def line(self) -> str:
+        """As a line of a loop of one's own."""
+        flags = ", ".join(f"{name}={value!r}" for name, value in self.flags.items())
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"Precision(model, recipe({flags}){options})"
+
+
+PURE = {"pure_bf16": True}
+STOCHASTIC = {"pure_bf16": True, "stochastic": True}
+GRADIENTS = "`gradients`: entries that 16 bits round to 0 or to infinity"
+UPDATES = "`update`: what share of a step the weights keep"
+MOMENTS = "`second moment`: what codes keep of small entries"
+
+# in the order in which to try them: each takes fewer bytes than the one before, but for the last two
+CANDIDATES = (
+    Candidate({"bf16": True}, "bf16", "digits of products", GRADIENTS),
+    Candidate({"fp16": True}, "fp16", "range of products, which loss scaling gives back", GRADIENTS),
+    Candidate({}, "fp32", "nothing", "nothing in particular: it is the reference"),
+    Candidate({"bf16": True, "opt8bit": True}, "bf16", "digits of the moments", MOMENTS),
+    Candidate({**PURE, "master": "split"}, "bf16", "digits of gradients", GRADIENTS),
+    Candidate({**STOCHASTIC, "kahan": True}, "bf16", "the exact sum of weights, nearly", UPDATES),
+    Candidate(STOCHASTIC, "bf16", "digits of weights, right in the mean", UPDATES),
+    Candidate({**STOCHASTIC, "opt8bit": True}, "bf16", "digits of the moments", MOMENTS),
+    Candidate(
+        {**STOCHASTIC, "opt8bit": True},
+        "bf16",
+        "clipping by the norm of all gradients, and micro-batches",
+        UPDATES,
+        {"grad_release": True},
+    ),
+    Candidate({**STOCHASTIC, "opt4bit": True}, "bf16", "most digits of the moments", MOMENTS),
+    Candidate({"fp8": True}, "fp8", "digits and range of products", GRADIENTS),
+    Candidate(PURE, "bf16", "every update under half an ulp of its weight", UPDATES),
+)
+
+# ---- One row -----------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """What one recipe takes and costs. Bytes are of one GPU.
+
+    activations: the most at once, None where the net can't be called. total: the most at once of all. most:
+    examples that fit on a GPU, None where that is not known. how: "native", "emulated" or "no", and why.
+    quality: the nearest measurement, or None. speed: how many times as fast as fp32, None where it was not
+    measured.
+    """
+
+    candidate: Candidate
+    held: Held
+    activations: float | None
+    total: float
+    fits: bool
+    most: int | None
+    how: tuple[str, str]
+    quality: evidence.Nearest | None
+    speed: float | None
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it was measured to cost WORSE or more."""
+        return self.quality is not None and self.quality.row.low > WORSE
+
+    def said_of_quality(self, parameters: int) -> str:
+        """The change of the held-out loss, on which net, and how far that is from the one asked about."""
+        if not self.candidate.flags:
+            return "the reference"
+        if self.quality is None:
+            return "not measured"
+        row, differs = self.quality
+        parts = [evidence.said(row).replace(" from fp32's on", ",")]
+        if row.parameters:
+            parts += _times_as_large(parameters / row.parameters)
+        for text in differs:
+            if not text.endswith(" parameters") and "parameters, not" not in text:
+                parts.append(text)
+        return "; ".join(parts)
+
+    def json(self) -> dict[str, Any]:
+        """Plain values for a program."""
+        found = {
+            "flags": self.candidate.typed,
+            "line": self.candidate.line,
+            **{f"{name}_bytes": round(value) for name, value in self.held._asdict().items()},
+            "activation_bytes": self.activations,
+            "total_bytes": round(self.total),
+            "fits": self.fits,
+            "largest_batch": self.most,
+            "machine": list(self.how),
+            "speed": self.speed,
+            "quality": None,
+        }
+        if self.quality is not None:
+            found["quality"] = {**self.quality.row._asdict(), "differs": list(self.quality.differs)}
+        return found
+
+
+def _times_as_large(ratio):
+    if 0.5 < ratio < 2:
+        return []
+    if ratio >= 2:
+        return [f"yours is {ratio:,.0f} times as large"]
+    return [f"yours is a {1 / ratio:,.0f}th of it"]
+
+
+# ---- The answer --------------------------------------------------------------------------------------------
+
+
+class Advice:
+    """The answer: `rows`, the best first; str() for a person, json() for a program."""
+
+    def __init__(self, subject: Subject, machine: Machine, gpus: int, batch: int):
+        self.subject, self.machine, self.gpus, self.batch = subject, machine, gpus, batch
+        self.rows: list[Row] = []
+        self.no_activations = subject.no_loss  # why they are left out; "" where they are not
+        self.refused: list[str] = []  # why this net can't be trained in a recipe, a line each
+
+    @property
+    def best(self) -> Row | None:
+        """The recipe to start with, or None where none fits."""
+        first = self.rows[0]
+        return first if first.fits else None
+
+    def json(self) -> dict[str, Any]:
+        """Plain values for a program."""
+        return {
+            "net": self.subject.name,
+            "kind": self.subject.kind,
+            "parameters": self.subject.parameters,
+            "machine": self.machine.name,
+            "memory_bytes": self.machine.memory,
+            "gpus": self.gpus,
+            "batch": self.batch,
+            "rows": [row.json() for row in self.rows],
+            "caution": evidence.caution(),
+        }
+
+    def __str__(self) -> str:
+        from . import text  # the words, which nobody needs who asks for the rows
+
+        return text.written(self)
+
+
+def advise(
+    model: nn.Module | Subject,
+    loss: Callable | None = None,
+    *,
+    gpu: str | None = None,
+    memory: str | None = None,
+    gpus: int = 1,
+    regime: str = "from scratch",
+    lr: float | None = None,
+    batch: int = 8,
+    image_size: int | None = None,
+    seq: int | None = None,
+    kind: str | None = None,
+    average: bool | None = None,
+    time: bool = False,
+) -> Advice:
+    """What training `model` takes and costs in each recipe, on a machine: this one, or `gpu` by its name, or
+    one with so much `memory` ("24GiB"); on `gpus` of them its rows are spread as by --fsdp.
+
+    model: any nn.Module, which is left as it is and may be on the meta device. loss(model, n): the loss, a
+    scalar, of the callable `model` on n examples that it makes itself; without it image_size or seq say what
+    the net is called with. batch: examples a step on each GPU. regime: "from scratch" or "finetune". kind: of
+    net, as evidence.KINDS has it. average: whether a moving average is kept. time: measure the speed here, by
+    real steps. Raises Refused.
+    """
+    if gpus < 1 or batch < 1:
+        raise Refused(f"gpus={gpus}, batch={batch}: each must be 1 or more")
+    if lr is not None and not 0 < lr < float("inf"):
+        raise Refused(f"lr={lr:g}: it must be above 0")
+    subject = model if isinstance(model, Subject) else of_module(model, loss, image_size, seq)
+    if kind is not None:
+        if kind not in evidence.KINDS.values():
+            raise Refused(f"kind={kind!r}: choose from {', '.join(evidence.KINDS.values())}")
+        subject = subject._replace(kind=kind)
+    if average is not None:
+        subject = subject._replace(average=average)
+    if not subject.parameters:
+        raise Refused(f"{subject.name}: nothing in it is trained")
+    machine = _machine(gpu, memory)
+    if time and (gpu or memory):
+        raise Refused("time: steps can be timed on this machine alone; leave gpu and memory out")
+    advice = Advice(subject, machine, gpus, batch)
+    _add_rows(advice, regime, lr)
+    if time:
+        advice.rows = _timed(advice.rows, subject, batch)
+    advice.rows.sort(key=_order)
+    return advice
+
+
+def _machine(gpu, memory):
+    if gpu and memory:
+        found = machines.gpu(gpu)
+        return found._replace(memory=machines.size(memory))
+    if gpu:
+        return machines.gpu(gpu)
+    if memory:
+        return machines.of_memory(memory)
+    return machines.here()
+
+
+def _add_rows(advice, regime, lr):
+    """Add the rows of an advice, in the order of CANDIDATES."""
+    subject, machine = advice.subject, advice.machine
+    demands = functools.cache(lambda r: demand(subject.net, subject.loss, r, advice.batch))
+    for candidate in CANDIDATES:
+        if not _is_offered(candidate, advice):
+            continue
+        r = recipe(**candidate.flags)
+        try:
+            size = held(subject.net, r, advice.gpus, subject.average, **candidate.options)
+        except Refused as error:
+            advice.refused.append(str(error))
+            continue
+        need = None
+        if not advice.no_activations:
+            try:
+                need = demands(_of_products(r, advice.gpus))
+            except Refused as error:
+                advice.no_activations = f"activations are left out: {error}"
+        quality = None
+        if candidate.flags:
+            key = evidence.recipe_key(candidate.flags)
+            quality = evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
+        how = machine.support[candidate.arithmetic]
+        room = _room(candidate, size, need, advice)
+        advice.rows.append(Row(candidate, size, *room, how, quality, None))
+
+
+def _is_offered(candidate, advice):
+    if candidate.arithmetic == "fp16":  # else bf16 has the same bytes and a larger range
+        return advice.machine.support["bf16"][0] != "native"
+    return advice.gpus == 1 or not candidate.options  # gradients that are freed can't be summed over GPUs
+
+
+def _of_products(r, gpus):
+    """A recipe with the same products and dtypes of weights: what activations depend on."""
+    compute = "bf16" if r.compute == "fp8" else r.compute
+    weights = r.weights
+    if gpus > 1 and compute == "bf16":  # a net that is spread is gathered in bf16: no copies by autocast
+        weights = "bf16"
+    return recipe().replace(weights=weights, compute=compute)
+
+
+def _room(candidate, size: Held, need: Demand | None, advice):
+    """(activations, total, whether that fits, most examples that fit) of one recipe."""
+    machine = advice.machine
+    room = machine.memory * (1 - machine.margin)
+    fixed = size.total + (machines.process() if machine.is_cpu else 0)
+    if need is None:
+        return None, fixed, fixed <= room, None
+    if advice.gpus > 1 or candidate.options:
+        total = fixed + need.activations  # gradients are spread, or freed at once
+    else:
+        total = fixed - size.gradients + max(size.gradients, need.most)
+    most = max(0, int(need.batch + (room - total) / need.each))
+    return need.activations, total, total <= room, most
+
+
+def _order(row):
+    """What sorts rows: those that run and fit, that cost nothing much, and that the machine runs natively."""
+    at = CANDIDATES.index(row.candidate)
+    return row.how[0] == "no", not row.fits, row.is_worse, row.how[0] != "native", at
+
+
+def _timed(rows, subject, batch):
+    if subject.loss is None:
+        raise Refused(f"time: {subject.no_loss}")
+    seconds = {}
+    for row in rows:
+        if row.fits and row.how[0] != "no":
+            candidate = row.candidate
+            r = recipe(**candidate.flags)
+            seconds[candidate.typed] = seconds_a_step(subject, r, batch, **candidate.options)
+    reference = seconds.get("(none)")
+    found = []
+    for row in rows:
+        own = seconds.get(row.candidate.typed)
+        speed = reference / own if own and reference else None
+        found.append(row._replace(speed=speed))
+    return found

@@ -1,0 +1,103 @@
+"""python -m lowprec advise: which recipe to train a net in, and what it takes and costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from .. import evidence
+from ..errors import Refused
+from . import plot, subjects
+from .answer import advise
+
+HELP = """Which recipe to train a net in on a machine: bytes, speed and quality of each, the best first.
+
+    python -m lowprec advise --params 7e9 --gpu H100 --gpus 8
+    python -m lowprec advise --config config.json --memory 24GiB --from finetune --lr 1e-5
+    python -m lowprec advise --net mine.py:build --image_size 64 --plot recipes.png
+    python -m lowprec advise --task rflow --model dit --size XL/2 --image_size 64 --gpu "RTX 4090"
+
+Behind --task stand flags of train.py, which it runs in its clone alone.
+"""
+
+REGIMES = {"scratch": "from scratch", "finetune": "finetune"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command, without the flags of train.py."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lowprec advise",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    net = parser.add_argument_group("the net: one of these")
+    net.add_argument("--net", metavar="FILE.py:FUNCTION", help="a function that returns it, or (net, loss)")
+    net.add_argument("--config", metavar="FILE.json", help="a config of transformers or diffusers")
+    net.add_argument("--params", type=float, metavar="N", help="its number of parameters, as in 7e9")
+    net.add_argument("--task", help="a task of train.py, with further flags of it")
+    net.add_argument("--kind", help=f"what it is most like: {', '.join(evidence.KINDS.values())}")
+    machine = parser.add_argument_group("the machine: this one, where nothing is said")
+    machine.add_argument("--gpu", metavar="NAME", help='as in "RTX 4090"')
+    machine.add_argument("--memory", metavar="SIZE", help="of one GPU, as in 24GiB")
+    machine.add_argument("--gpus", type=int, default=1, help="how many; the net is spread over them")
+    job = parser.add_argument_group("the job")
+    job.add_argument("--from", dest="start", choices=[*REGIMES], default="scratch", help="default: scratch")
+    job.add_argument("--lr", type=float, help="learning rate")
+    job.add_argument("--batch", type=int, default=8, help="examples a step on each GPU; default: 8")
+    job.add_argument("--image_size", type=int, help="pixels of the side of an image")
+    job.add_argument("--seq", type=int, help="tokens of an example")
+    job.add_argument(
+        "--average",
+        choices=["yes", "no"],
+        help="count a moving average of the weights; default: yes; no for transformers' nets and --params",
+    )
+    answer = parser.add_argument_group("the answer")
+    answer.add_argument("--time", action="store_true", help="time a few real steps of each, here")
+    answer.add_argument("--plot", metavar="FILE.png", help="draw bytes against the change of the loss")
+    answer.add_argument("--json", action="store_true", help="print it for a program")
+    return parser
+
+
+def subject_of(args, rest: list[str]) -> subjects.Subject:
+    """The net that the command line names. rest: words that the parser does not know, train.py's flags."""
+    named = [name for name in ("net", "config", "params", "task") if getattr(args, name) is not None]
+    if len(named) != 1:
+        raise Refused("say which net: one of --net, --config, --params and --task")
+    if args.task:
+        words = ["--task", args.task, *rest]
+        if args.image_size:
+            words += ["--image_size", str(args.image_size)]
+        return subjects.of_task(words)
+    if rest:
+        raise Refused(f"{rest[0]}: no such flag; python -m lowprec advise --help lists them")
+    if args.net:
+        return subjects.of_file(args.net, args.image_size, args.seq)
+    if args.config:
+        return subjects.of_config(args.config, args.seq)
+    return subjects.of_count(args.params)
+
+
+def main(argv: list[str]) -> int:
+    """The exit status of `python -m lowprec advise` with these words. Raises Refused for bad ones."""
+    args, rest = build_parser().parse_known_args(argv)
+    subject = subject_of(args, rest)
+    advice = advise(
+        subject,
+        gpu=args.gpu,
+        memory=args.memory,
+        gpus=args.gpus,
+        regime=REGIMES[args.start],
+        lr=args.lr,
+        batch=args.batch,
+        kind=args.kind,
+        average=None if args.average is None else args.average == "yes",
+        time=args.time,
+    )
+    if args.plot:
+        plot.draw(advice, args.plot)
+    if args.json:
+        print(json.dumps(advice.json(), indent=1))
+    else:
+        print(advice)
+    return 0

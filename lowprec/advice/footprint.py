@@ -1,0 +1,181 @@
+"""What a training step takes of memory, worked out without taking it.
+
+    held(net, recipe, world)                     bytes of weights, gradients, states and average on a GPU
+    demand(net, loss, recipe, batch)             most bytes of gradients and activations within a step
+
+Both work on copies of the net without values: `held` on torch's meta device, `demand` on fake tensors, which
+have shapes, dtypes and a device, and no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .. import ledger
+from ..activations import blocks
+from ..cast import Cast
+from ..errors import Refused, first_line
+from ..precision import Precision
+from ..view import View
+
+
+class Held(NamedTuple):
+    """Bytes on one GPU between two steps, gradients included. `gathered`: of whole blocks, which a GPU has
+    for a moment where the net is spread over several.
+    """
+
+    weights: float
+    gradients: float
+    states: float
+    average: float
+    gathered: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def copied(net: nn.Module, blank: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy of a net in which each tensor is what blank(tensor) returns. A tied weight stays tied."""
+    new = {}
+    for module in net.modules():
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            for tensor in tensors.values():
+                if torch.is_tensor(tensor) and id(tensor) not in new:
+                    new[id(tensor)] = blank(tensor)
+    return copy.deepcopy(net, new)
+
+
+def _blank(device, tensor):
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def on_meta(net: nn.Module) -> nn.Module:
+    """A copy of a net on the meta device."""
+    return copied(net, functools.partial(_blank, "meta"))
+
+
+# ---- Between two steps -------------------------------------------------------------------------------------
+
+
+def held(net: nn.Module, recipe, world: int = 1, average: bool = True, **options: Any) -> Held:
+    """What the first of `world` GPUs holds of a run in a recipe, its rows spread as by --fsdp. average: with
+    a moving average of the weights. options: of Precision.
+    """
+    run = Precision(on_meta(net), recipe, **options)
+    parts = ledger.held(run, world)
+    gathered = 0
+    if world > 1:
+        gathered = ledger.gathered(run, blocks(run.model))
+    weights = parts["weights"] + _fixed(run)
+    return Held(weights, parts["grads"], parts["states"], parts["average"] if average else 0, gathered)
+
+
+def _fixed(run):
+    """Bytes of buffers and of weights that are not trained. Each GPU has all of them."""
+    trained = set(run.params)
+    rest = [p for p in run.model.parameters() if p not in trained]
+    return sum(t.nbytes for t in [*rest, *run.model.buffers()])
+
+
+# ---- Within a step -----------------------------------------------------------------------------------------
+
+
+class Demand(NamedTuple):
+    """The most bytes at once within a step on `batch` examples: `most` of gradients and activations together,
+    `activations` of these alone, of which `casts` are copies of weights in another dtype, which autocast
+    keeps.
+    """
+
+    batch: int
+    most: int
+    activations: int
+    casts: int
+
+    @property
+    def each(self) -> float:
+        """Bytes that one more example takes. Activations grow evenly with the batch, casts do not."""
+        return (self.activations - self.casts) / self.batch
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of tensors that are made while it is entered. A memory counts from its first tensor to
+    its last.
+
+    weights: the tensors of the net, whose memory does not count. `most` and `activations` and `casts` are
+    those of Demand; `gradient` is to be called for each weight that has got its gradient.
+    """
+
+    def __init__(self, weights):
+        super().__init__()
+        self.most = self.activations = self.casts = 0
+        self._now = self._gradients = 0
+        self._weights = list(weights)  # else one's memory could be freed, and its place be another's
+        self._of_weights = weakref.WeakSet(t.untyped_storage() for t in self._weights)
+        self._seen = weakref.WeakSet(self._of_weights)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        is_copy = function is torch.ops.aten._to_copy.default
+        is_cast = is_copy and args[0].untyped_storage() in self._of_weights
+        for tensor in tree_leaves(out):
+            if torch.is_tensor(tensor):
+                self._count(tensor, is_cast)
+        return out
+
+    def gradient(self, weight):
+        """A hook: the gradient of a weight is no activation."""
+        self._gradients += weight.grad.untyped_storage().nbytes()
+
+    def _count(self, tensor, is_cast):
+        storage = tensor.untyped_storage()
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        if is_cast:
+            self.casts += size
+        self._now += size
+        self.most = max(self.most, self._now)
+        self.activations = max(self.activations, self._now - self._gradients)
+        weakref.finalize(storage, self._freed, size)
+
+    def _freed(self, size):
+        self._now -= size
+
+
+def demand(net: nn.Module, loss: Callable, recipe, batch: int) -> Demand:
+    """The Demand of a step of a net in a recipe.
+
+    loss(model, n): the loss, a scalar, of a callable model on n examples that it makes itself. Products are
+    those that torch takes on a CPU; FP8 counts as bf16. Raises Refused where the net can't be called without
+    values, as where it reads a number out of a tensor.
+    """
+    shapes = on_meta(net)
+    Cast(shapes, recipe)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):  # those of a loss, which are not counted
+            fake = copied(shapes, functools.partial(_blank, "cpu"))
+            with Meter([*fake.parameters(), *fake.buffers()]) as meter:
+                for p in fake.parameters():
+                    if p.requires_grad:
+                        p.register_post_accumulate_grad_hook(meter.gradient)
+                loss(View(fake, recipe, keep=("t", "timestep", "timesteps")), batch).backward()
+    except Refused:
+        raise
+    except Exception as error:  # the net is a stranger's, and may raise anything
+        raise Refused(f"the net can't be called without values ({first_line(error)})") from error
+    return Demand(batch, meter.most, meter.activations, meter.casts)

@@ -1,0 +1,270 @@
+"""The net that is asked about: a module, a file's function, a config of transformers or diffusers, a task of
+train.py, or a number of parameters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import Refused, first_line
+from ..machine import quiet_import
+
+# what the name of a class, in small letters, says of its kind, as lowprec.evidence calls it
+KINDS = {
+    "unet": "U-Net",
+    "dit": "DiT",
+    "transformer2d": "DiT",
+    "causallm": "GPT",
+    "gpt": "GPT",
+    "llama": "GPT",
+    "resnet": "ResNet",
+    "vit": "ViT",
+    "visiontransformer": "ViT",
+    "autoencoder": "autoencoder",
+}
+
+
+class Subject(NamedTuple):
+    """loss(model, n): the loss, a scalar, of the callable `model` on n examples that it makes itself; None
+    where `no_loss` says why the net can't be called. kind: of net, or None where it is not known. average:
+    whether it is trained with a moving average of its weights.
+    """
+
+    name: str
+    net: nn.Module
+    loss: Callable | None
+    no_loss: str
+    kind: str | None
+    average: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(p.numel() for p in self.net.parameters() if p.requires_grad)
+
+
+def kind_of(net: nn.Module) -> str | None:
+    """The kind of a net by the name of its class."""
+    name = type(net).__name__.lower().replace("_", "")
+    for part, kind in KINDS.items():
+        if part in name:
+            return kind
+    return None
+
+
+# ---- A module ----------------------------------------------------------------------------------------------
+
+
+def of_module(net: nn.Module, loss=None, image_size=None, seq=None, name=None) -> Subject:
+    """A net of one's own. Without a `loss`, image_size (pixels) or seq (tokens) say what it is called with:
+    images of as many channels as its first convolution takes, or token numbers.
+    """
+    name = name or type(net).__name__
+    why = ""
+    if loss is None and image_size:
+        loss = _image_loss(net, image_size)
+    elif loss is None and seq:
+        loss = _token_loss(seq)
+    elif loss is None:
+        why = "nothing says what the net is called with: give --image_size, --seq, or a loss (docs/advise.md)"
+    return Subject(name, net, loss, why, kind_of(net))
+
+
+def _image_loss(net, image_size):
+    channels = 3
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            channels = module.in_channels
+            break
+
+    def loss(model, n):
+        return mean_square(model(torch.randn(n, channels, image_size, image_size)))
+
+    return loss
+
+
+def _token_loss(seq):
+    def loss(model, n):
+        return mean_square(model(torch.zeros(n, seq, dtype=torch.long)))
+
+    return loss
+
+
+def mean_square(out: Any) -> torch.Tensor:
+    """A loss of any output: the mean square of its first floating tensor."""
+    values = vars(out).values() if hasattr(out, "__dict__") and not torch.is_tensor(out) else out
+    for leaf in tree_leaves(list(values) if values is not out else out):
+        if torch.is_tensor(leaf) and leaf.is_floating_point():
+            return leaf.float().square().mean()
+    raise Refused("the net returns no floating tensor")
+
+
+# ---- A number ----------------------------------------------------------------------------------------------
+
+
+class _Matrices(nn.Module):
+    """So many parameters, in layers of 4,096 units."""
+
+    UNITS = 4096
+
+    def __init__(self, count):
+        super().__init__()
+        layers, rest = divmod(count, self.UNITS**2)
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            self.layers.append(nn.Linear(self.UNITS, self.UNITS, bias=False, device="meta"))
+        if rest:
+            self.rest = nn.Parameter(torch.empty(rest, device="meta"))
+
+
+def of_count(count: float) -> Subject:
+    """A net of which the number of parameters alone is known."""
+    if not 1 <= count < 1e13:
+        raise Refused(f"--params {count:g}: write how many parameters the net has, as in 7e9")
+    why = "activations are left out: a number of parameters can't be called"
+    return Subject(f"{count:,.0f} parameters", _Matrices(int(count)), None, why, None, average=False)
+
+
+# ---- A file ------------------------------------------------------------------------------------------------
+
+
+def of_file(spec: str, image_size=None, seq=None) -> Subject:
+    """FILE.py:FUNCTION, which returns the net, or (net, loss). The file is run. Raises Refused."""
+    file, _, function = spec.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        raise Refused(f"--net {spec}: write FILE.py:FUNCTION of a file that there is")
+    build = getattr(_run(path), function, None)
+    if not callable(build):
+        raise Refused(f"--net {spec}: {path} has no function {function}")
+    wanted = [
+        name
+        for name, argument in inspect.signature(build).parameters.items()
+        if argument.default is argument.empty and argument.kind in (argument.POSITIONAL_OR_KEYWORD,)
+    ]
+    if wanted:
+        raise Refused(f"--net {spec}: {function} needs {', '.join(wanted)}; give one without arguments")
+    built = build()
+    net, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(net, nn.Module):
+        raise Refused(f"--net {spec}: {function}() returns no torch.nn.Module")
+    return of_module(net, loss, image_size, seq)
+
+
+def _run(path):
+    spec = importlib.util.spec_from_file_location(f"advised_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise Refused(f"--net {path}: it can't be run as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # what it imports from beside it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise Refused(f"--net {path}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+# ---- A config ----------------------------------------------------------------------------------------------
+
+
+def of_config(file: str, seq=None) -> Subject:
+    """A config.json of transformers or diffusers, built on the meta device. Raises Refused."""
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(f"--config {file}: {first_line(error)}") from None
+    if not isinstance(config, dict) or not {"_class_name", "model_type"} & config.keys():
+        raise Refused(
+            f"--config {file}: it has neither model_type (transformers) nor _class_name (diffusers)"
+        )
+    try:
+        if "_class_name" in config:
+            return _of_diffusers(file, config)
+        return _of_transformers(file, config, seq)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"--config {file}: the library refuses it ({first_line(error)})") from error
+
+
+def _of_diffusers(file, config):
+    diffusers = quiet_import("diffusers", f"--config {file}")
+    name = config["_class_name"]
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise Refused(f"--config {file}: diffusers has no net {name}")
+    with torch.device("meta"):
+        net = kind.from_config(config)
+    c = net.config
+
+    def loss(model, n):
+        sample = torch.randn(n, c.in_channels, c.sample_size, c.sample_size)
+        words = {"timestep": torch.zeros(n, dtype=torch.long)}
+        if name == "UNet2DConditionModel":
+            words["encoder_hidden_states"] = torch.randn(n, 77, c.cross_attention_dim)
+        if name == "DiTTransformer2DModel":
+            words["class_labels"] = torch.zeros(n, dtype=torch.long)
+        return mean_square(model(sample, **words, return_dict=False))
+
+    known = name in ("UNet2DModel", "UNet2DConditionModel", "DiTTransformer2DModel")
+    why = "" if known else f"activations are left out: what {name} is called with is not known here"
+    return Subject(name, net, loss if known else None, why, kind_of(net))
+
+
+def _of_transformers(file, config, seq):
+    transformers = quiet_import("transformers", f"--config {file}")
+    settings = transformers.AutoConfig.for_model(**config)
+    named = next(iter(config.get("architectures") or ()), None)
+    kind = getattr(transformers, named, None) if named else None
+    if named and kind is None:
+        raise Refused(f"--config {file}: transformers has no net {named}")
+    with torch.device("meta"):
+        if kind is None:
+            net = transformers.AutoModelForCausalLM.from_config(settings)
+        else:
+            net = kind(settings)
+    longest = getattr(settings, "max_position_embeddings", None) or 2048
+    if seq and seq > longest:
+        raise Refused(f"--seq {seq}: this net has positions for {longest} tokens")
+    seq = seq or min(longest, 2048)
+
+    def loss(model, n):
+        if net.main_input_name == "pixel_values":
+            size = settings.image_size
+            images = torch.randn(n, getattr(settings, "num_channels", 3), size, size)
+            return mean_square(model(pixel_values=images))
+        tokens = torch.zeros(n, seq, dtype=torch.long)
+        if "labels" in inspect.signature(net.forward).parameters and net.can_generate():
+            return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return mean_square(model(input_ids=tokens))
+
+    return Subject(f"{type(net).__name__}, {seq} tokens", net, loss, "", kind_of(net), average=False)
+
+
+# ---- A task ------------------------------------------------------------------------------------------------
+
+
+def of_task(words: list[str]) -> Subject:
+    """A net of train.py, as its flags say. Raises Refused outside the laboratory's folder."""
+    try:
+        strategies = importlib.import_module("strategies")
+    except ImportError:
+        raise Refused(
+            "--task asks for a net of train.py, which is not here: run this in the clone, or use --net"
+        ) from None
+    return strategies.subject(words)
+
+

@@ -1,0 +1,229 @@
+"""What each recipe was measured to cost in held-out loss: the rows of evidence.json, beside this file.
+
+    rows()                                            every comparison with fp32
+    pooled()                                          each recipe over all nets that have it
+    nearest("pure_bf16+stochastic", kind="GPT")       the comparison that is most like a training
+
+experiments/report.py writes the file from the records of experiments/. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).with_name("evidence.json")
+LEAST = 3  # pairs; a comparison of fewer says nothing, and nearest() passes over it
+FP32 = "fp32"  # the key of the recipe without any flag
+
+# flags that make a recipe, in the order of its key: their defaults. Which program multiplies in FP8 changes
+# no recipe.
+KEYS: dict[str, Any] = {
+    "bf16": False,
+    "fp16": False,
+    "pure_bf16": False,
+    "stochastic": False,
+    "kahan": False,
+    "master": "none",
+    "opt8bit": False,
+    "opt4bit": False,
+    "fp8": False,
+    "fp8_format": "hybrid",
+    "fp8_recipe": "tensorwise",
+    "amax_history_len": 1024,
+    "amax_compute_algo": "max",
+    "sparse24": "none",
+    "set": (),
+}
+
+KINDS = {  # --model: what a row calls the net
+    "unet": "U-Net",
+    "dit": "DiT",
+    "gpt": "GPT",
+    "bdh": "BDH",
+    "cnn": "CNN",
+    "resnet18": "ResNet",
+    "vit": "ViT",
+    "kl": "autoencoder",
+    "steve": "STEVE",
+    "slotcontrast": "SlotContrast",
+}
+
+
+class Row(NamedTuple):
+    """One recipe against fp32 on one net. change, low and high: of the held-out loss, in percent of fp32's,
+    with the ends of the 95 % interval; above 0 is worse.
+    """
+
+    kind: str  # of net: "U-Net", "DiT", "GPT" …
+    task: str  # of train.py: "rflow", "language" …
+    data: str
+    regime: str  # "from scratch" or "finetune"
+    recipe: str  # as recipe_key() writes it
+    optimizer: str
+    parameters: int  # 0: not known
+    steps: int
+    batch: int
+    lr: float
+    change: float
+    low: float
+    high: float
+    pairs: int
+    weights: str  # "average" or "last": those that were scored
+    experiment: str  # number of the folder in experiments/
+
+    @property
+    def flags(self) -> str:
+        """What train.py is told: "--pure_bf16 --stochastic"."""
+        words = flags_of(self.recipe)
+        if self.optimizer != "adamw":
+            words += ["--optimizer", self.optimizer]
+        return " ".join(words)
+
+
+class Pooled(NamedTuple):
+    """One recipe over all its rows of LEAST pairs or more, by random effects; in percent, as in Row."""
+
+    recipe: str
+    optimizer: str
+    weights: str
+    change: float
+    low: float
+    high: float
+    median: float  # of the rows
+    rows: int  # fp32 baselines; one net may be trained in several ways
+    nets: int  # that differ in kind, task, data or size
+    pairs: int
+    worse: int  # rows whose interval lies above 0
+    worst: str  # the row with the largest change: net, data, learning rate and experiment
+    worst_change: float
+    worst_low: float
+    worst_high: float
+
+
+class Nearest(NamedTuple):
+    """A row, and in words how it differs from what was asked for."""
+
+    row: Row
+    differs: tuple[str, ...]
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def rows() -> list[Row]:
+    """Every comparison with fp32."""
+    return [Row(*values) for values in _file()["rows"]]
+
+
+def pooled() -> list[Pooled]:
+    """Recipes that three rows or more have. Read caution() beside them."""
+    return [Pooled(*values) for values in _file()["pooled"]]
+
+
+def caution() -> str:
+    """How far the pooled rows reach, in two sentences."""
+    return _file()["caution"]
+
+
+def recipe_key(flags: Mapping[str, Any]) -> str:
+    """"pure_bf16+stochastic+opt8bit" of {"pure_bf16": True, …}; values that are defaults, and flags that are
+    not of KEYS, may stand there too. "fp32" for none. A --set counts by its sites, in alphabetical order.
+    """
+    parts: list[str] = []
+    for name, default in KEYS.items():
+        value = flags.get(name, default)
+        if name == "set":
+            parts += sorted(value or ())
+        elif value is True:
+            parts.append(name)
+        elif value != default:
+            parts.append(f"{name}={value}")
+    return "+".join(parts) or FP32
+
+
+def flags_of(recipe: str) -> list[str]:
+    """The words of train.py that a key stands for: ["--pure_bf16", "--set", "ema=bf16"]."""
+    parts: list[str] = []
+    for part in recipe.split("+"):
+        if parts and part not in KEYS and "=" not in part:
+            parts[-1] += f"+{part}"  # a site whose value is a list: islands=norm+embed
+        elif part != FP32:
+            parts.append(part)
+    words: list[str] = []
+    for part in parts:
+        name, _, value = part.partition("=")
+        if name not in KEYS:
+            words += ["--set", part]
+        else:
+            words.append(f"--{name}")
+            words += [value] if value else []
+    return words
+
+
+def nearest(
+    recipe: str,
+    kind: str | None = None,
+    regime: str | None = None,
+    lr: float | None = None,
+    parameters: int | None = None,
+    *,
+    optimizer: str = "adamw",
+    weights: str | None = None,
+) -> Nearest | None:
+    """The row of this recipe and optimiser that is most like a training, or None without any.
+
+    Rows differ first by the regime, then by the kind of net, then by the weights that are scored, then by how
+    many times the learning rate and the parameters are those asked for. What is None counts nowhere.
+    """
+    found = [r for r in rows() if (r.recipe, r.optimizer) == (recipe, optimizer) and r.pairs >= LEAST]
+    if not found:
+        return None
+    asked = {"regime": regime, "kind": kind, "weights": weights}
+
+    def distance(row):
+        unlike = [wanted not in (None, getattr(row, name)) for name, wanted in asked.items()]
+        return [*unlike, _times(row.lr, lr) + _times(row.parameters, parameters), -row.pairs]
+
+    row = min(found, key=distance)
+    differs = []
+    for name, wanted in asked.items():
+        own = getattr(row, name)
+        if wanted not in (None, own):
+            differs.append(f"{name} {own}, not {wanted}")
+    if _times(row.lr, lr) > math.log(1.01):
+        differs.append(f"lr {row.lr:g}, not {lr:g}")
+    if parameters and row.parameters and _times(row.parameters, parameters) > math.log(1.1):
+        differs.append(f"{short(row.parameters)} parameters, not {short(parameters)}")
+    return Nearest(row, tuple(differs))
+
+
+def _times(own: float, wanted: float | None) -> float:
+    """How far two sizes are apart: the logarithm of their ratio. 0 where one is not known."""
+    if not own or not wanted:
+        return 0.0
+    return abs(math.log(own / wanted))
+
+
+def short(count: float) -> str:
+    """'0.16 M' of 164,689."""
+    for name, unit in (("B", 1e9), ("M", 1e6)):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count / 1e6:.2f} M"
+
+
+def said(row: Row) -> str:
+    """In words: +0.06 % [-0.18, +0.29] from fp32's on a DiT of 4.17 M parameters, 6 pairs (037)"""
+    article = "an" if row.kind[0] in "aeio" else "a"
+    size = ""
+    if row.parameters:
+        size = f" of {short(row.parameters)} parameters"
+    change = f"{row.change:+.2f} % [{row.low:+.2f}, {row.high:+.2f}]"
+    return f"{change} from fp32's on {article} {row.kind}{size}, {row.pairs} pairs ({row.experiment})"

@@ -1,0 +1,240 @@
+"""Weights that are not trained: dtype, row, absence from a checkpoint; averages in the net."""
+
+import copy
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import BF16, draw, refused, same, start, through_a_file
+from torch import nn
+
+from lowprec.frozen_weights import averages_inside
+
+eager = common.eager
+LOW = dict(pure_bf16=True, stochastic=True)
+
+
+class Adapted(nn.Module):
+    """A frozen base layer with a low-rank factor beside it, as PEFT builds it."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.base_layer = nn.Linear(width, width).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class Net(nn.Module):
+    """A frozen embedding and norm, adapted layers, and a layer whose bias alone is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16).requires_grad_(False)
+        self.norm = nn.LayerNorm(16).requires_grad_(False)
+        self.layers = nn.ModuleList([Adapted(), Adapted()])
+        self.out = nn.Linear(16, 16)
+        self.out.weight.requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.norm(self.embedding(ids))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(x)
+
+
+def run_of(flags, base=torch.float32, seed=0, sites=(), **options):
+    torch.manual_seed(seed)
+    net = Net()
+    for p in net.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(base)
+    return start(dict(flags, sites=list(sites)), net, lr=1e-2, **options)
+
+
+def train(run, first=0, last=4):
+    losses = []
+    for step in range(first, last):
+        loss = (run(torch.arange(8)) - draw(8, 16, seed=step)).square().mean()
+        run.backward(loss)
+        run.step()
+        losses.append(loss.item())
+    return losses
+
+
+def frozen_row(run):
+    return next(row for row in run.ledger().rows if row["site"] == "frozen")
+
+
+FLAGS = {"fp32": {}, "bf16": dict(bf16=True), "pure_bf16": LOW}
+
+
+@pytest.mark.parametrize("base", [torch.float32, BF16], ids=["fp32 base", "bf16 base"])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_frozen_weights_keep_their_dtype_and_bits(flags, base):
+    run = run_of(FLAGS[flags], base)
+    torch.manual_seed(0)
+    came = dict(Net().named_parameters())
+    losses = train(run)
+    assert torch.isfinite(torch.tensor(losses)).all()
+    trained = BF16 if flags == "pure_bf16" else torch.float32
+    for name, p in run.model.named_parameters():
+        beside_trained = name == "out.weight"  # its bias trains: one kernel takes both
+        assert p.dtype == (trained if p.requires_grad or beside_trained else base), name
+        if not p.requires_grad and not beside_trained:
+            assert same(p.detach(), came[name].to(base)), name
+    for generation in ("compute", "fp32", "bf16"):
+        assert run.frozen("ema", generation=generation)(torch.arange(8)).isfinite().all()
+    row = frozen_row(run)
+    kept = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}[str(base)]
+    assert kept in row["value"] and "960 weights" in row["why"]
+    assert run.ledger().parameters == sum(p.numel() for p in run.params)
+
+
+def test_frozen_weights_are_cast_on_request():
+    for sites, dtype in ((["frozen=cast"], BF16), (["frozen=bf16"], BF16), (["frozen=fp32"], torch.float32)):
+        run = run_of(LOW, sites=sites)
+        assert run.model.layers[0].base_layer.weight.dtype == dtype
+        train(run)
+    run = run_of(dict(bf16=True), BF16, sites=["frozen=cast"])
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    run = run_of(LOW, sites=["frozen=cast"], dtypes={"layers.0": "fp32"})
+    layers = run.model.layers
+    assert [layer.base_layer.weight.dtype for layer in layers] == [torch.float32, BF16]
+    assert frozen_row(run)["value"] == "bf16 and fp32"
+    train(run)
+
+
+def test_a_net_without_frozen_weights_has_no_row_of_them():
+    assert all(row["site"] != "frozen" for row in start(LOW).ledger().rows)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_trained_weights_are_saved_alone_and_resume(flags):
+    run = run_of(FLAGS[flags], BF16)
+    train(run)
+    saved = through_a_file(run.state_dict(trainable_only=True))
+    assert set(saved["model"]) == {name for name, _ in run.named_params}
+    rest = train(run, 4, 6)
+    again = run_of(FLAGS[flags], BF16)  # the base is built as before
+    again.load_state_dict(saved)
+    assert train(again, 4, 6) == rest
+    del saved["model"]["out.bias"]
+    refused(lambda: again.load_state_dict(saved), "out.bias")
+
+
+class Codes(nn.Linear):
+    """As bitsandbytes' Linear4bit: its state_dict has keys that it does not read back."""
+
+    def __init__(self, width, seed):
+        super().__init__(width, width, bias=False)
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(255, (width, width), dtype=torch.uint8, generator=generator)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight.quant_state = self.scale = torch.full((1,), 1 / 1024)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.absmax"] = self.scale
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+def quantised(seed=0):
+    torch.manual_seed(0)
+    layer = Adapted()
+    layer.base_layer = Codes(16, seed)
+    return start(LOW, layer, lr=1e-2)
+
+
+def test_a_quantised_base_resumes_and_another_one_is_refused():
+    def train(run, first, last):
+        for step in range(first, last):
+            run.backward((run(draw(4, 16, seed=step)) - 1).square().mean())
+            run.step()
+        return run.weights("raw")["lora_A.weight"]
+
+    run = quantised()
+    train(run, 0, 3)
+    saved = through_a_file(run.state_dict())
+    assert "base_layer.weight.absmax" in saved["model"]
+    again = quantised()
+    again.load_state_dict(saved)
+    assert same(train(again, 3, 5), train(run, 3, 5))
+    refused(lambda: quantised(seed=1).load_state_dict(saved), "base_layer.weight", "quantised base")
+
+
+# ---- Averages in the net -----------------------------------------------------------------------------------
+
+
+class Byol(nn.Module):
+    """A student, and a teacher that forward moves by an average of its own."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.update = update
+        self.student = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            pairs = list(zip(self.teacher.parameters(), self.student.parameters(), strict=True))
+            if self.update == "lerp_":
+                for t, p in pairs:
+                    t.lerp_(p, 1e-3)
+            elif self.update == "foreach":
+                torch._foreach_lerp_([t for t, _ in pairs], [p for _, p in pairs], 1e-3)
+            else:
+                for t, p in pairs:
+                    t.mul_(1 - 1e-3).add_(p, alpha=1e-3)
+            target = self.teacher(x)
+        return F.mse_loss(self.student(x).float(), target.float() + 1)
+
+
+def way_of_teacher(flags, update, **options):
+    """How far the teacher went, as a share of the student's way."""
+    torch.manual_seed(0)
+    net = Byol(update)
+    first = copy.deepcopy(net.teacher.state_dict())
+    run = start(flags, net, lr=1e-3, **options)
+    for step in range(60):
+        run.backward(run(draw(16, 8, seed=step)))
+        run.step()
+    own, went = 0, 0
+    for name, value in first.items():
+        went += (net.teacher.state_dict()[name].float() - value).norm().item()
+        own += (net.student.state_dict()[name].float() - value).norm().item()
+    return went / own
+
+
+@pytest.mark.parametrize("update", ["lerp_", "foreach", "mul_ and add_"])
+def test_a_teacher_in_the_net_follows_its_student(update):
+    exact = way_of_teacher({}, update)
+    with pytest.warns(UserWarning, match="'teacher' is frozen, and an average of 'student'.* fp32"):
+        low = way_of_teacher(LOW, update)
+    assert low == pytest.approx(exact, rel=0.1)
+
+
+def test_a_teacher_that_is_cast_on_request_is_told():
+    with pytest.warns(UserWarning, match="frozen=cast.*dtypes={'teacher': 'fp32'}"):
+        stuck = way_of_teacher(dict(LOW, sites=["frozen=cast"]), "lerp_")
+    with pytest.warns(UserWarning):
+        moving = way_of_teacher(dict(LOW, sites=["frozen=cast"]), "mul_ and add_", dtypes={"teacher": "fp32"})
+    assert stuck < 0.5 * moving
+
+
+def test_what_is_taken_for_an_average():
+    def pair(one, two, *names):
+        net = nn.ModuleDict(dict(zip(names, (one, two), strict=True)))
+        net[names[1]].requires_grad_(False)
+        return averages_inside(net)
+
+    layer, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    assert pair(layer, copy.deepcopy(layer), "encoder_q", "encoder_b") == {"encoder_b": "encoder_q"}
+    assert pair(layer, copy.deepcopy(other), "net", "ema_net") == {"ema_net": "net"}
+    assert pair(layer, copy.deepcopy(other), "query", "key") == {}, "a frozen layer of the same shape"
+    assert pair(layer, copy.deepcopy(layer), "0", "1") == {}, "layers of a stack"
+    assert pair(layer, nn.Sequential(nn.Linear(4, 5)), "student", "teacher") == {}

@@ -1,0 +1,138 @@
+"""slips.py, and what else a first hour with the library gets wrong: one line each. Micro-batches of unequal
+weight.
+"""
+
+import warnings
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from common import refused
+from torch import nn
+
+from lowprec.precision import Precision
+from lowprec.recipes import recipe
+
+eager = common.eager
+LOW = dict(pure_bf16=True, stochastic=True)
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 6))
+
+
+def started(**options):
+    return Precision(mlp(), recipe(**LOW), lr=1e-2, **options)
+
+
+def train(run):
+    run.backward(F.mse_loss(run(X), X))
+    run.step()
+
+
+@pytest.mark.parametrize("flags", [LOW, dict(fp16=True), dict()], ids=str)
+def test_the_optimisers_own_step_is_refused(flags):
+    run = Precision(mlp(), recipe(**flags), lr=1e-2)
+    run.backward(F.mse_loss(run(X), X))
+    refused(run.optimizer.step, "call run.step()", "average")
+    run.step()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_layer_replaced_after_precision_is_refused_at_the_next_step(steps_before):
+    run = started()
+    for _ in range(steps_before):
+        train(run)
+    run.model[2] = nn.Linear(8, 6).bfloat16()
+    refused(lambda: train(run), "parameter 2.weight", "after Precision")
+
+
+MISTAKES = {
+    "a dict": (lambda: Precision(mlp(), LOW), ["this is a dict", "recipe("]),
+    "an empty dict": (lambda: Precision(mlp(), {}), ["this is a dict"]),
+    "flags": (lambda: Precision(mlp(), **LOW), ["belongs to the recipe", "recipe(pure_bf16=True)"]),
+    "one site": (lambda: recipe(sites="ema=bf16"), ["sites=['ema=bf16']"]),
+    "one average": (lambda: started(averages="0.9:fp32"), ["averages=['0.9:fp32']"]),
+}
+
+
+@pytest.mark.parametrize("call, words", MISTAKES.values(), ids=MISTAKES)
+def test_arguments_of_the_wrong_kind(call, words):
+    refused(call, *words)
+
+
+# ---- Micro-batches -----------------------------------------------------------------------------------------
+
+
+def test_missing_micro_batches_are_said_once():
+    run = started(accumulate=4)
+    with pytest.warns(UserWarning, match="after 1 micro-batches of accumulate=4"):
+        train(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(run)
+        for _ in range(3):
+            run.backward(F.mse_loss(run(X), X))
+        train(run)
+
+
+IDS = torch.randint(0, 50, (6, 16), generator=torch.Generator().manual_seed(1))
+LABELS = IDS.roll(-1, 1).clone()
+for row, length in enumerate((16, 2, 9, 1, 16, 4)):
+    LABELS[row, length:] = -100
+
+
+def language_gradient(parts, flags, weighted=True, **options):
+    """The gradient of a net of tokens that a step takes, of a batch in so many parts, and the run."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    run = Precision(net, recipe(**flags), lr=0.1, optimizer="sgd", momentum=0.0, **options)
+    before = run.weights("raw")["1.weight"].float().clone()
+    for ids, labels in zip(IDS.chunk(parts), LABELS.chunk(parts), strict=True):
+        loss = F.cross_entropy(run(ids).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        run.backward(loss, weight=(labels != -100).sum() if weighted else None)
+    run.step()
+    return run.weights("raw")["1.weight"].float() - before, run
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [({}, 1e-5), (dict(fp16=True), 1e-2), (dict(pure_bf16=True, master="split"), 2e-2)],
+    ids=["fp32", "fp16", "bf16"],
+)
+@pytest.mark.parametrize("parts, accumulate", [(6, 6), (3, 1), (2, 4)])
+def test_weights_give_the_gradient_of_the_whole_batch(flags, error, parts, accumulate):
+    whole, _ = language_gradient(1, flags, weighted=False)
+    found, run = language_gradient(parts, flags, accumulate=accumulate)
+    assert (found - whole).norm() < error * whole.norm()
+    as_equals, _ = language_gradient(parts, flags, weighted=False, accumulate=parts)
+    assert (as_equals - whole).norm() > 0.1 * whole.norm()
+    assert not run.micro_batches.total  # the next step starts anew
+
+
+def test_equal_weights_are_no_weights_to_the_bit():
+    run = Precision(mlp(), recipe(), lr=1e-2, accumulate=3)
+    other = Precision(mlp(), recipe(), lr=1e-2, accumulate=3)
+    for part in X.split(3):
+        run.backward(run(part).square().mean())
+        other.backward(other(part).square().mean(), weight=7)
+    run.step()
+    other.step()
+    assert all(map(torch.equal, run.params, other.params))
+
+
+def test_weights_that_make_no_sense():
+    run = started()
+    loss = run(X).mean()
+    refused(lambda: run.backward(loss, weight=0), "above 0")
+    run.backward(run(X).mean(), weight=2)
+    refused(lambda: run.backward(loss), "every micro-batch")
+    run.zero_grad()
+    run.backward(run(X).mean())
+    refused(lambda: run.backward(loss, weight=2), "every micro-batch")
+    run.zero_grad()
+    run.reduce_sums = lambda sums: None
+    refused(lambda: run.backward(loss, weight=2), "one process alone")
