@@ -62,6 +62,7 @@ class Average:
             means = _is_mean(self.ema) and count
             return [(1 - 1 / count, 1 - 1 / count)] if means else []
         found = [(decay, decay)]
+        count = _first_number(self.ema, COUNTERS[:2])
         if count is not None:  # as torch_ema, and TensorFlow before it, warm up
             warm = min(decay, (1 + count) / (10 + count))
             found.append((warm, warm))

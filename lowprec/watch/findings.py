@@ -398,6 +398,13 @@ TENSOR = [
         ),
         Fault(
             site="exp_avg_sq",
+            limit=1.0,
+            measure=measures.v_grows,
+            text="it grows where it should shrink: entries with small gradients take too short steps",
+            remedy="fp32 or 8-bit exp_avg_sq, or beta2 0.99",
+        ),
+        Fault(
+            site="exp_avg_sq",
             limit=LIMITS["exp_avg_sq"][0],
             measure=measures.v_not_shrinking,
             text="{lost:.0%} of the shrinking of v is lost: it can grow and not shrink",
@@ -542,7 +549,7 @@ RUN = [
         Fault(
             site="optimizer",
             limit=1.0,
-            measure=measures.betas_swapped,
+            measure=measures_of_net.betas_swapped,
             text="its betas are {one:g} and {two:g}: the second moment forgets faster than the first",
             remedy="are they swapped? Usual are 0.9 and 0.999",
         ),

@@ -162,16 +162,6 @@ def moments_are_bf16(one):
     return Figure(share, {"moment": name})
 
 
-def betas_swapped(seen):
-    """beta1 over the root of beta2, of Adam and AdamW"""
-    if not getattr(seen.watch.answers, "exact", False):
-        return
-    betas = next(iter(seen.watch.groups.values()), {}).get("betas", ())
-    if len(betas) == 2 and betas[1] > 0:
-        one, two = (float(beta) for beta in betas)
-        yield Figure(one / math.sqrt(two), {"one": one, "two": two}, "")
-
-
 def decay_not_written(one):
     """share of its weight decay that is not written"""
     return Figure(one.decay_lost, {"lost": one.decay_lost})
@@ -295,6 +285,11 @@ def v_stands(one):
         return None
     # the growth of large entries is written even by rounding to nearest
     return Figure(1 - max(one.grown.share, one.moment.share))
+
+
+def v_grows(one):
+    """share of its shrinking that is not written, where it grows instead"""
+    return v_not_shrinking(one)
 
 
 def v_not_shrinking(one):

@@ -177,6 +177,16 @@ def dead_parts(seen):
 # ---- What is left out --------------------------------------------------------------------------------------
 
 
+def betas_swapped(seen):
+    """beta1 over the root of beta2, of Adam and AdamW"""
+    if not getattr(seen.watch.answers, "exact", False):
+        return
+    betas = next(iter(seen.watch.groups.values()), {}).get("betas", ())
+    if len(betas) == 2 and betas[1] > 0:
+        one, two = (float(beta) for beta in betas)
+        yield Figure(one / math.sqrt(two), {"one": one, "two": two}, "")
+
+
 def copies_apart(seen):
     """share of the weights that differ from the copies that are stepped"""
     if seen.watch.copies:

@@ -55,7 +55,7 @@ class States:
         """What else began anew with this share of a second moment, see Facts."""
         then, now = self.weights.get(look.index[k]), look.held.split(look.lengths)[k]
         alike = then is not None and then.shape == now.shape
-        if alike and float((now - then).norm()) > 0.5 * float(then.norm()):
+        if alike and _is_another(now, then):
             return "weights"
         m = self.answers.moment(look.params[k], "exp_avg", self.pick)
         both = m is not None and float((m == 0).float().mean()) >= 0.9 * share
@@ -127,6 +127,13 @@ class States:
         first, since = facts.counter
         facts.behind = (step - since) - (value - first)
         facts.counted = dtype, stuck + (facts.before == value), value
+
+
+def _is_another(now, then):
+    """Whether a weight was made anew: it is smaller, or no larger and unlike. Long steps make it larger."""
+    size, before = float(now.norm()), float(then.norm())
+    unlike = float((now * then).sum()) < 0.5 * size * before
+    return size < 0.5 * before or (unlike and size < 1.2 * before)
 
 
 def beta_power(answers, p):

@@ -469,8 +469,9 @@ def restart(weights, momentum, at):
         for name, p in loop.named.items():
             if weights:
                 p.copy_(net(seed=7).state_dict()[name]) if p.dim() > 1 else p.zero_()
+            kept = (torch.rand_like(p) > 0.99).float()
             for moment in ("exp_avg", "exp_avg_sq") if momentum else ("exp_avg_sq",):
-                loop.optimizer.state[p][moment].mul_((torch.rand_like(p) > 0.99).float())
+                loop.optimizer.state[p][moment].mul_(kept)
 
     return act
 

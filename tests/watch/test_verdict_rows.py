@@ -324,6 +324,13 @@ ROWS = {
         moments(**WANTED, arrived=0.6),
         moments(**WANTED, arrived=0.8),
     ),
+    "v grows": (
+        "exp_avg_sq",
+        "moderate",
+        "it grows where it should shrink",
+        moments(**WANTED, arrived=-1.0),
+        moments(**WANTED, arrived=0.8),
+    ),
     "average stood": (
         "ema",
         "severe",
