@@ -20,7 +20,7 @@ import train
 import trainer
 from harness import printing
 from lowprec.kernels import compiled
-from tasks import diffusion
+from tasks import diffusion, generation
 
 ROOT = Path(trainer.__file__).parent
 LOOP = "--batch_size 8 --log_every 2 --sample_every 0 --warmup 0".split()
@@ -33,6 +33,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(generation, "HELDOUT", 16)  # else most of a quick run is its held-out loss
     # building fused kernels takes longer than these runs; the subprocesses below do use them
     monkeypatch.setattr(compiled, "_compiled", common.uncompiled)
 

@@ -44,8 +44,12 @@ def score(record, metric, lower_is_better):
 
 def records_of(experiment, arm, known):
     """{seed: record} of the runs that an arm's scores are read from, in the order of the seeds."""
-    keys = {seed: key(arm.source, seed) for seed in experiment.seeds}
-    return {seed: known[k] for seed, k in keys.items() if k in known}
+    found = {}
+    for seed in experiment.seeds:
+        record = known.get(key(arm.source, seed))
+        if record is not None:
+            found[seed] = record
+    return found
 
 
 def scores(experiment, arm, known):
@@ -142,8 +146,10 @@ def loss_comparison(experiment, arm, known, weights=None):
     own_losses = losses(finished(own_records), weights or weights_of(arm))
     base_losses = losses(finished(base_records), weights or weights_of(base_arm))
     kind, own, base = of_one_kind(own_losses, base_losses)
-    seeds = [seed for seed in own if seed in base and base[seed] > 0]
-    changes = [100 * (own[seed] / base[seed] - 1) for seed in seeds]
+    changes = []
+    for seed, loss in own.items():
+        if base.get(seed, 0) > 0:
+            changes.append(100 * (loss / base[seed] - 1))
     runs = [*own_records.values(), *base_records.values()]
     if any(map(diverged, runs)):  # the runs that did not would speak for those that did
         return kind, len(changes), None
@@ -168,12 +174,12 @@ def of_one_kind(own, base):
     """(what it is, {seed: loss} of an arm, the same of its baseline): a loss that all these runs have."""
     held = [held for held, _ in [*own.values(), *base.values()]]
     if held and None not in held:
-        kind, at = HELD_OUT, 0
-    else:
-        kind, at = "training loss", 1
-    own_losses = {seed: both[at] for seed, both in own.items()}
-    base_losses = {seed: both[at] for seed, both in base.items()}
-    return kind, own_losses, base_losses
+        return HELD_OUT, of_each(own, 0), of_each(base, 0)
+    return "training loss", of_each(own, 1), of_each(base, 1)
+
+
+def of_each(table, place):
+    return {name: values[place] for name, values in table.items()}
 
 
 SLIGHTLY_WORSE = "slightly worse"

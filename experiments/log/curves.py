@@ -92,8 +92,7 @@ def factorials(experiment, known):
             by_factors.setdefault(tuple(arm.cell), []).append(arm)
     groups = []
     for names, arms in by_factors.items():
-        values = {arm: scores(experiment, arm, known) for arm in arms}
-        seeds = [seed for seed in experiment.seeds if has_all_cells(seed, values)]
+        values, seeds = scores_of_all(experiment, arms, known)
         if len(seeds) < 2:
             continue
         group = factorial(names, arms, values, seeds)
@@ -102,9 +101,13 @@ def factorials(experiment, known):
     return groups
 
 
-def has_all_cells(seed, values):
-    """Whether each arm of {arm: {seed: score}} has a score of this seed whose logarithm can be taken."""
-    return all(0 < scores.get(seed, 0) < math.inf for scores in values.values())
+def scores_of_all(experiment, arms, known):
+    """({arm: {seed: score}}, the seeds for which each arm has a score whose logarithm can be taken)."""
+    values, seeds = {}, list(experiment.seeds)
+    for arm in arms:
+        own = values[arm] = scores(experiment, arm, known)
+        seeds = [seed for seed in seeds if 0 < own.get(seed, 0) < math.inf]
+    return values, seeds
 
 
 def factorial(names, arms, values, seeds):
@@ -114,59 +117,108 @@ def factorial(names, arms, values, seeds):
     columns = settings_of(arms, names[half:])
     mean = {}
     for arm in arms:
-        mean[tuple(arm.cell.values())] = statistics.fmean(values[arm][seed] for seed in seeds)
+        mean[tuple(arm.cell.values())] = mean_of(values[arm], seeds)
+    cells = []
+    for row in rows:
+        cells.append([mean.get(row + column) for column in columns])
     return {
         "title": f"{len(names)} factors, {len(arms)} cells, {len(seeds)} seeds",
         "effects": effects(names, arms, values, seeds),
         "rows": [_words(names[:half], row) for row in rows],
         "columns": [_words(names[half:], column) for column in columns],
-        "cells": [[mean.get(row + column) for column in columns] for row in rows],
+        "cells": cells,
     }
+
+
+def mean_of(table, names):
+    """The mean of the values that a dict has for these keys."""
+    return statistics.fmean(table[name] for name in names)
 
 
 def settings_of(arms, names):
     """[the levels of these factors], each once, in the order of the arms."""
     found = {}
     for arm in arms:
-        found[tuple(arm.cell[name] for name in names)] = None
+        found[levels_of(arm, names)] = None
     return list(found)
 
 
+def levels_of(arm, names):
+    return tuple(arm.cell[name] for name in names)
+
+
 def _words(names, spot):
-    return ", ".join(f"{name} {setting}" for name, setting in zip(names, spot, strict=True))
+    words = []
+    for name, setting in zip(names, spot, strict=True):
+        words.append(f"{name} {setting}")
+    return ", ".join(words)
 
 
 def effects(names, arms, values, seeds):
     """[(name, times, low, high)] of each factor, then of each pair, that has cells on every side."""
-    healthy = next((arm.cell for arm in arms if arm.name == arm.baseline), arms[0].cell)
-    faults = {arm: tuple(arm.cell[name] != healthy[name] for name in names) for arm in arms}
-
-    def mean_logs(*wanted):
-        """{seed: mean log score} of the cells with these factors (index, faulty); None without a cell."""
-        chosen = [arm for arm in arms if all(faults[arm][i] == faulty for i, faulty in wanted)]
-        if not chosen:
-            return None
-        return {s: statistics.fmean(math.log10(values[arm][s]) for arm in chosen) for s in seeds}
-
+    cells = Cells(names, arms, values, seeds)
     found = []
     for i, name in enumerate(names):
-        faulty, sound = mean_logs((i, True)), mean_logs((i, False))
+        faulty, sound = cells.mean_logs({i: True}), cells.mean_logs({i: False})
         if faulty and sound:
-            fault = next(arm.cell[name] for arm in arms if faults[arm][i])
-            found.append(_times(f"{name} {fault}", [faulty[s] - sound[s] for s in seeds]))
+            fault = cells.fault(i)
+            found.append(_times(f"{name} {fault}", [a - b for a, b in zip(faulty, sound, strict=True)]))
     for i, j in itertools.combinations(range(len(names)), 2):
-        sides = itertools.product((True, False), repeat=2)
-        corners = [mean_logs((i, first), (j, second)) for first, second in sides]
-        if all(corners):
-            both, only_first, only_second, none = corners
-            logs = [both[s] - only_second[s] - only_first[s] + none[s] for s in seeds]
+        logs = cells.of_a_pair(i, j)
+        if logs:
             found.append(_times(f"{names[i]} x {names[j]}", logs))
     return found
 
 
+class Cells:
+    """The cells of a factorial experiment, each factor of which is sound or faulty in a cell."""
+
+    def __init__(self, names, arms, values, seeds):
+        self.arms, self.values, self.seeds = arms, values, seeds
+        healthy = arms[0]
+        for arm in arms[::-1]:
+            if arm.name == arm.baseline:
+                healthy = arm
+        self.levels, self.faults = {}, {}
+        for arm in arms:
+            self.levels[arm] = levels_of(arm, names)
+            pairs = zip(self.levels[arm], levels_of(healthy, names), strict=True)
+            self.faults[arm] = [level != sound for level, sound in pairs]
+
+    def fault(self, i):
+        """The faulty level of factor i in the first cell that has it."""
+        for arm in self.arms:
+            if self.faults[arm][i]:
+                return self.levels[arm][i]
+        return None
+
+    def mean_logs(self, wanted):
+        """[mean log score of a seed] over some cells, [] without one. wanted: {factor: whether faulty}."""
+        chosen = list(self.arms)
+        for i, faulty in wanted.items():
+            chosen = [arm for arm in chosen if self.faults[arm][i] == faulty]
+        if not chosen:
+            return []
+        return [self.mean_log(chosen, seed) for seed in self.seeds]
+
+    def mean_log(self, arms, seed):
+        return statistics.fmean(math.log10(self.values[arm][seed]) for arm in arms)
+
+    def of_a_pair(self, i, j):
+        """[by how much i's effect on the log score is larger where j is faulty] of the seeds, or []."""
+        both, first = self.mean_logs({i: True, j: True}), self.mean_logs({i: True, j: False})
+        second, none = self.mean_logs({i: False, j: True}), self.mean_logs({i: False, j: False})
+        if not (both and first and second and none):
+            return []
+        logs = []
+        for k in range(len(self.seeds)):
+            logs.append(both[k] - second[k] - first[k] + none[k])
+        return logs
+
+
 def _times(name, logs):
     result = stats.equivalence(logs, 1.0)
-    return (name, *(10**v for v in (result.mean, result.low, result.high)))
+    return name, 10**result.mean, 10**result.low, 10**result.high
 
 
 def ranges(experiment, known):
@@ -175,11 +227,9 @@ def ranges(experiment, known):
         return {}
     found = {}
     for arm in experiment.arms:
-        records = records_of(experiment, arm, known).values()
-        traces = [own_scores(arm, record).get("trace") for record in records]
+        traces = own_scores_named(experiment, arm, known, "trace")
         # one tuple a step, of the same step in the traces of all seeds
-        steps = zip(*filter(None, traces), strict=False)
-        means = [mean_step(step) for step in steps]
+        means = list(map(mean_step, zip(*filter(None, traces), strict=False)))
         if means:
             found[arm.name] = means
     return found
@@ -187,20 +237,27 @@ def ranges(experiment, known):
 
 def mean_step(step):
     """{figure: mean over the seeds} of one step of several traces."""
-    return {name: statistics.fmean(trace[name] for trace in step) for name in step[0]}
+    means = {}
+    for name in step[0]:
+        means[name] = statistics.fmean(trace[name] for trace in step)
+    return means
 
 
-def own_scores(arm, record):
-    """Every score of the weights that an arm reads, {} if the run has none."""
-    return record.get("scores", {}).get(weights_of(arm), {})
+def own_scores_named(experiment, arm, known, name):
+    """[a score of the weights that an arm reads], of the runs that have it."""
+    found = []
+    for record in records_of(experiment, arm, known).values():
+        own = record.get("scores", {}).get(weights_of(arm), {})
+        if name in own:
+            found.append(own[name])
+    return found
 
 
 def bins(experiment, known):
     """{arm: (timesteps, loss)}, means over seeds; cells of a factorial experiment are left out."""
     found = {}
     for arm in experiment.arms:
-        own = [own_scores(arm, r) for r in records_of(experiment, arm, known).values()]
-        losses = [scores["loss_by_timestep"] for scores in own if "loss_by_timestep" in scores]
+        losses = own_scores_named(experiment, arm, known, "loss_by_timestep")
         if losses and not arm.cell:
             count = len(losses[0])
             found[arm.name] = [(k + 0.5) * 1000 / count for k in range(count)], mean_curve(losses)
@@ -214,13 +271,26 @@ def curves(experiment, known):
         if arm.trained in trained:
             continue
         trained.add(arm.trained)
-        own = [r["curves"] for r in records_of(experiment, arm, known).values() if r.get("curves")]
-        longest = max((curve["step"] for curve in own), key=len, default=[])
+        longest, same = longest_curves(records_of(experiment, arm, known).values())
         for name in figures.LABELS:
-            same = [curve[name] for curve in own if name in curve and curve["step"] == longest]
-            if same:
-                panels.setdefault(name, {})[arm.name] = longest, mean_curve(same)
+            own = [curve[name] for curve in same if name in curve]
+            if own:
+                panels.setdefault(name, {})[arm.name] = longest, mean_curve(own)
     return panels
+
+
+def longest_curves(records):
+    """(the steps of the longest of these runs, [the curves of all that have these steps])."""
+    longest, same = [], []
+    for record in records:
+        curve = record.get("curves")
+        if not curve:
+            continue
+        if len(curve["step"]) > len(longest):
+            longest, same = curve["step"], []
+        if curve["step"] == longest:
+            same.append(curve)
+    return longest, same
 
 
 def mean_curve(rows):

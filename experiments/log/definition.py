@@ -89,11 +89,11 @@ class Experiment:
     # load sets two more: `number` ("007") and `folder`
 
     def arm(self, name):
-        found = next((a for a in self.arms if a.name == name), None)
-        if found is None:
-            names = ", ".join(a.name for a in self.arms)
-            raise Refused(f"experiment {self.number} has no arm '{name}'; it has {names}")
-        return found
+        for arm in self.arms:
+            if arm.name == name:
+                return arm
+        names = ", ".join(arm.name for arm in self.arms)
+        raise Refused(f"experiment {self.number} has no arm '{name}'; it has {names}")
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------
@@ -123,9 +123,13 @@ def load(number, root=HERE, loaded=None):
     experiment = _fill(Experiment, _read_toml(path), path)
     experiment.number, experiment.folder = number, known[number]
     loaded[number] = experiment
-    if not experiment.arms or not all(isinstance(table, dict) for table in experiment.arms):
-        raise Refused(f"{path}: arms are tables: [[arms]] with name and flags")
-    experiment.arms = [_fill(Arm, table, f"{path}: an arm") for table in experiment.arms]
+    tables, experiment.arms = experiment.arms, []
+    for table in tables:
+        if not isinstance(table, dict):
+            raise Refused(f"{path}: {ARMS_ARE}")
+        experiment.arms.append(_fill(Arm, table, f"{path}: an arm"))
+    if not tables:
+        raise Refused(f"{path}: {ARMS_ARE}")
     _check(experiment, path)
     for arm in experiment.arms:
         arm.experiment = experiment
@@ -139,13 +143,17 @@ def load(number, root=HERE, loaded=None):
     return experiment
 
 
+ARMS_ARE = "arms are tables: [[arms]] with name and flags"
 LEVEL = 0.05  # of the one look that is planned where nothing is said
 
 
 def look_of(experiment, pairs):
     """(pairs of the look that so many pairs are, or are on the way to; its level)."""
     looks = experiment.looks or [{"pairs": len(experiment.seeds), "level": LEVEL}]
-    due = next((look for look in looks if look["pairs"] >= pairs), looks[-1])
+    due = looks[-1]
+    for look in looks[::-1]:
+        if look["pairs"] >= pairs:
+            due = look
     return due["pairs"], due["level"]
 
 
@@ -179,32 +187,25 @@ def _fill(kind, table, where):
 def _check(experiment, path):
     """Refuse values of the right type that make no sense."""
     arms, seeds = experiment.arms, experiment.seeds
-    names = [arm.name for arm in arms]
-    # an arm that only samples may draw its images from another seed
-    chosen = [flag for arm in arms for flag in arm.flags if not (arm.of and flag == "--seed")]
-    flags = experiment.common + chosen
-    margins = [experiment.margin, *(arm.margin for arm in arms if arm.margin != 0)]
-    levels = [level for arm in arms for level in arm.cell.values()]
-    sound_names = all(re.fullmatch(r"[A-Za-z0-9][\w.+=-]*", name) for name in names)
+    names = {arm.name for arm in arms}
     sound_seeds = bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
     for sound, what in [
-        (len(set(names)) == len(names), "two arms have one name"),
-        (sound_names, "names of arms become folders: letters, digits and _.+=- only"),
-        (all(0 < margin < math.inf for margin in margins), "margin must be above 0, and finite"),
+        (len(names) == len(arms), "two arms have one name"),
+        (0 < experiment.margin < math.inf, "margin must be above 0, and finite"),
         (sound_seeds, "seeds are whole numbers, 0 or more"),
         (not sound_seeds or len(set(seeds)) == len(seeds), "a seed is listed twice"),
-        (all(isinstance(flag, str) for flag in flags), 'flags are strings, as typed: ["--steps", "3000"]'),
-        (all(isinstance(level, str) for level in levels), 'levels of a cell are strings: {ema = "bf16"}'),
-        (all(math.isfinite(arm.x) for arm in arms), "the x of an arm is a finite number"),
-        (all(arm.processes > 0 for arm in arms), "processes are 1 or more"),
-        (all(arm.processes == 1 for arm in arms if arm.of), "an arm `of` another has no processes"),
-        (all(arm.marked in ("", *MARKS) for arm in arms), f"marked is one of {', '.join(MARKS)}"),
+        (all(map(is_text, experiment.common)), FLAGS_ARE),
         (0 <= experiment.loss_margin < math.inf, "loss_margin is in percent, above 0"),
-        (all(isinstance(title, str) for title in experiment.missed), "missed predictions are titles"),
+        (all(map(is_text, experiment.missed)), "missed predictions are titles"),
         (_sound_looks(experiment.looks), f"looks are {LOOKS}"),
     ]:
         if not sound:
             raise Refused(f"{path}: {what}")
+    flags = list(experiment.common)
+    for arm in arms:
+        _check_arm(arm, path)
+        # an arm that only samples may draw its images from another seed
+        flags += [flag for flag in arm.flags if not (arm.of and flag == "--seed")]
     if experiment.looks and len(seeds := experiment.seeds) > experiment.looks[-1]["pairs"]:
         last = experiment.looks[-1]["pairs"]
         used = f"its looks are used up at {last} pairs, and it has {len(seeds)} seeds"
@@ -212,6 +213,30 @@ def _check(experiment, path):
     for flag in flags:
         if flag.partition("=")[0] in NOT_AN_ARMS:
             raise Refused(f"{path}: {flag} is no flag of an arm: {', '.join(NOT_AN_ARMS)} are left to run.py")
+
+
+FLAGS_ARE = 'flags are strings, as typed: ["--steps", "3000"]'
+
+
+def is_text(x):
+    return isinstance(x, str)
+
+
+def _check_arm(arm, path):
+    """Refuse values of an arm that have the right type and make no sense."""
+    name = re.fullmatch(r"[A-Za-z0-9][\w.+=-]*", arm.name)
+    for sound, what in [
+        (name, "names of arms become folders: letters, digits and _.+=- only"),
+        (0 <= arm.margin < math.inf, "margin must be above 0, and finite"),
+        (all(map(is_text, arm.flags)), FLAGS_ARE),
+        (all(map(is_text, arm.cell.values())), 'levels of a cell are strings: {ema = "bf16"}'),
+        (math.isfinite(arm.x), "the x of an arm is a finite number"),
+        (arm.processes > 0, "processes are 1 or more"),
+        (arm.processes == 1 or not arm.of, "an arm `of` another has no processes"),
+        (arm.marked in ("", *MARKS), f"marked is one of {', '.join(MARKS)}"),
+    ]:
+        if not sound:
+            raise Refused(f"{path}: {what}")
 
 
 LOOKS = "tables in order: {pairs = 6, level = 0.03}; level above 0 and up to 0.05"

@@ -63,8 +63,9 @@ def optimizers_table():
     rows = rows_of("cpu-optimizers")
     table = [["optimiser", "271 tensors of mixed sizes", "4 large tensors", "how a bf16 write is protected"]]
     for name, (said, protection) in OPTIMIZERS.items():
-        times = [f"{median_ms(rows, name=name, layout=layout):.1f}" for layout in ("mixed", "large")]
-        table.append([said, *times, protection])
+        mixed = median_ms(rows, name=name, layout="mixed")
+        large = median_ms(rows, name=name, layout="large")
+        table.append([said, f"{mixed:.1f}", f"{large:.1f}", protection])
     return markdown(table)
 
 
@@ -193,8 +194,8 @@ def recipes_table(experiments, known):
             table.append(["(none): fp32", size, "0, the reference", "-", "1", *speed_of_fp32()])
             continue
         found = overview.on_the_largest_net(flags, experiments, known)
-        cells = [speed(column, flags) for column in ("U-Net, 64x64 images", "DiT-B/2 on an H100")]
-        table.append([f"`{flags}`", size, *found, *cells])
+        on_cpu, on_gpu = speed("U-Net, 64x64 images", flags), speed("DiT-B/2 on an H100", flags)
+        table.append([f"`{flags}`", size, *found, on_cpu, on_gpu])
     return markdown(table)
 
 

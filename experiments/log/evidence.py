@@ -64,10 +64,12 @@ class Seen:
 
     def ratio(self, metric):
         """The same, over that of the baseline in the same seeds."""
-        seeds = [seed for seed in self.records if seed in self.base_records]
-        own = statistics.fmean(value(self.records[seed], metric) for seed in seeds)
-        base = statistics.fmean(value(self.base_records[seed], metric) for seed in seeds)
-        return own / base
+        own, base = [], []
+        for seed, record in self.records.items():
+            if seed in self.base_records:
+                own.append(value(record, metric))
+                base.append(value(self.base_records[seed], metric))
+        return statistics.fmean(own) / statistics.fmean(base)
 
     def last(self, curve):
         """The mean over the records of the end of a curve."""

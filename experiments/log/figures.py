@@ -6,6 +6,8 @@ Raise the version in FIGURES when a draw_* draws another picture of the same dat
 
 import hashlib
 import json
+import math
+import operator
 
 from harness import run_folder
 
@@ -122,8 +124,8 @@ def draw_curves(plt, data):
             axis.set_yscale("log", base=2)
         drawn, names = axis.get_legend_handles_labels()
         handles.update(zip(names, drawn, strict=True))
-    names = [name for name in data["order"] if name in handles]
-    axes[-1].legend([handles[name] for name in names], names, **BESIDE)
+    handles = {name: handles[name] for name in data["order"] if name in handles}
+    axes[-1].legend(handles.values(), handles, **BESIDE)
     picture.suptitle(data["title"] + ", mean over seeds")
     picture.tight_layout()
     return picture
@@ -131,7 +133,7 @@ def draw_curves(plt, data):
 
 def draw_strips(plt, data):
     heights = [len(pixels) / len(pixels[0]) for _, pixels in data["rows"]]
-    size = (9, 0.3 + sum(7 * h + 0.12 for h in heights))
+    size = (9, 0.3 + 7 * sum(heights) + 0.12 * len(heights))
     picture, axes = plt.subplots(len(heights), 1, figsize=size, squeeze=False, height_ratios=heights)
     for axis, (name, pixels) in zip(axes[:, 0], data["rows"], strict=True):
         axis.imshow(pixels, interpolation="nearest")
@@ -151,7 +153,10 @@ def draw_series(plt, data):
         rest = len(series) - 1 - i  # wide below and narrow above: all are seen where lines fall together
         size = {"linewidth": 1.2 + rest, "markersize": 3.5 + 1.4 * rest, "elinewidth": 1.2, "capsize": 3}
         axis.errorbar(x, y, yerr=sd, color=colours[i % 10], marker="o", label=name, **size)
-    if len({x for points in series.values() for x, _, _ in points}) > 2:
+    places = set()
+    for points in series.values():
+        places.update(x for x, _, _ in points)
+    if len(places) > 2:
         axis.set_xscale("log")
     axis.set_yscale("log")
     for name, value in data["levels"].items():
@@ -200,7 +205,10 @@ def draw_factorial(plt, data):
     heights = [max(len(g["rows"]), 0.55 * len(g["effects"])) for g in groups]
     shape = {"height_ratios": heights, "width_ratios": [1.2, 1], "figsize": (13, 1.2 + 0.55 * sum(heights))}
     picture, axes = plt.subplots(len(groups), 2, squeeze=False, **shape)
-    values = [v for g in groups for row in g["cells"] for v in row if v is not None]
+    values = []
+    for group in groups:
+        for row in group["cells"]:
+            values += [v for v in row if v is not None]
     for (table, bars), group in zip(axes, groups, strict=True):
         draw_cells(table, group, LogNorm(min(values), max(values)))
         draw_effects(bars, group["effects"])
@@ -210,7 +218,9 @@ def draw_factorial(plt, data):
 
 
 def draw_cells(axis, group, norm):
-    shown = [[float("nan") if v is None else v for v in row] for row in group["cells"]]
+    shown = []
+    for row in group["cells"]:
+        shown.append([math.nan if v is None else v for v in row])
     axis.imshow(shown, norm=norm, cmap="RdYlGn_r", aspect="auto")
     for i, row in enumerate(group["cells"]):
         for j, v in enumerate(row):
@@ -223,10 +233,7 @@ def draw_cells(axis, group, norm):
 def draw_effects(axis, effects):
     names, mid, low, high = zip(*effects, strict=True)
     at = list(range(len(names)))[::-1]
-    bars = [
-        [m - end for m, end in zip(mid, low, strict=True)],
-        [end - m for m, end in zip(mid, high, strict=True)],
-    ]
+    bars = list(map(operator.sub, mid, low)), list(map(operator.sub, high, mid))
     axis.errorbar(mid, at, xerr=bars, fmt="o", markersize=4, capsize=3, color="black")
     axis.axvline(1, color="grey", linewidth=1)
     axis.set_xscale("log")

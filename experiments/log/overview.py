@@ -166,8 +166,8 @@ def rows(experiments, known):
             cells = found.setdefault(f"{source.experiment.number}/{source.name}", {})
             if recipe not in cells or cell.pairs > cells[recipe].pairs:
                 cells[recipe] = cell
-    order = [*(name for name in NETS if name in found), *(name for name in found if name not in NETS)]
-    return [row_of(name, found[name]) for name in order]
+    named = [row_of(name, found.pop(name)) for name in NETS if name in found]
+    return named + [row_of(name, cells) for name, cells in found.items()]
 
 
 def row_of(name, cells):
@@ -203,7 +203,9 @@ def table(experiments, known):
         together.append(pooled_words(over_nets))
         median.append(f"{over_nets.median:+.2f}" if over_nets else "")
         worse.append(f"{over_nets.worse} of {over_nets.nets}" if over_nets else "")
-    return compact([*lines, *([*line, ""] for line in (together, median, worse))])
+    for line in (together, median, worse):
+        lines.append([*line, ""])
+    return compact(lines)
 
 
 @dataclasses.dataclass
@@ -226,16 +228,21 @@ class Summary:
 
 def summary(rows, recipe):
     """Summary of the nets that have enough pairs of a recipe; None for fewer than two nets."""
-    having = [row.cells[recipe] for row in rows if recipe in row.cells]
-    cells = [cell for cell in having if cell.counts]
-    if len(cells) < 2:
+    means, errors, sides, pairs, largest = [], [], [], 0, 0.0
+    for row in rows:
+        cell = row.cells.get(recipe)
+        if cell is None or not cell.counts:
+            continue
+        means.append(cell.change.mean)
+        errors.append(cell.error)
+        sides.append(cell.side)
+        pairs += cell.pairs
+        if cell.side == "worse":
+            largest = max(largest, cell.change.mean)
+    if len(means) < 2:
         return None
-    means = [cell.change.mean for cell in cells]
-    sides = [cell.side for cell in cells]
-    mean, half = stats.random_effects(means, [cell.error for cell in cells])
-    largest = max([cell.change.mean for cell in cells if cell.side == "worse"], default=0.0)
-    pairs = sum(cell.pairs for cell in cells)
-    counts = dict(nets=len(cells), pairs=pairs, worse=sides.count("worse"), better=sides.count("better"))
+    mean, half = stats.random_effects(means, errors)
+    counts = dict(nets=len(means), pairs=pairs, worse=sides.count("worse"), better=sides.count("better"))
     return Summary(mean, half, statistics.median(means), largest, **counts)
 
 

@@ -46,7 +46,7 @@ def replaced(text, name, body, where):
 
 def empty_page():
     """README.md of an experiment that has none: its parts, and headings for the prose."""
-    results, last = ("\n".join(edges(name)) for name in ("results", "verdict"))
+    results, last = "\n".join(edges("results")), "\n".join(edges("verdict"))
     return f"{results}\n\n## What happened\n\n## What follows\n\n{last}\n"
 
 
@@ -79,11 +79,15 @@ def looks_told(experiment, known):
     looks = experiment.looks
     if len(looks) < 2:
         return []
-    pairs, given = [look["pairs"] for look in looks], [look["level"] for look in looks]
+    pairs, given, words, unplanned = [], [], [], []
+    for look in looks:
+        pairs.append(look["pairs"])
+        given.append(look["level"])
+        words.append(f"{look['pairs']} pairs (level {look['level']:g})")
+        if look.get("unplanned"):
+            unplanned.append(str(look["pairs"]))
     total, even = stats.family_level(pairs, given), stats.even_level(pairs)
-    unplanned = [str(look["pairs"]) for look in looks if look.get("unplanned")]
-    words = ", ".join(f"{n} pairs (level {level:g})" for n, level in zip(pairs, given, strict=True))
-    said = f"Looks: {words}; the chance that one of them says *equal* wrongly is {percent(total)}."
+    said = f"Looks: {', '.join(words)}; the chance that one of them says *equal* wrongly is {percent(total)}."
     if not unplanned:
         if total > 0.0505:
             words = f"its looks together have the level {total:.3f}; with {even:.4f} each it is 0.05"
@@ -128,7 +132,7 @@ def results(experiment, known, used=0):
     failed = [f"- {r['arm']}, seed {r['seed']}: {r['failed']}" for r in here if "failed" in r]
     if failed:
         parts.append("Runs that failed:\n\n" + "\n".join(failed))
-    parts += [effects_table(group) for group in factorials(e, known)]
+    parts += map(effects_table, factorials(e, known))
     if traces := ranges(e, known):
         parts.append(ranges_table(traces))
     for name, (_, _, title) in figures.FIGURES.items():
@@ -143,8 +147,10 @@ def results(experiment, known, used=0):
 def complete(experiment, known):
     """len(seeds) once an arm has all its pairs: its verdict was read."""
     full = len(experiment.seeds)
-    arms = [arm for arm in experiment.arms if arm.name != arm.baseline]
-    return full if any(comparison(experiment, arm, known)[0] == full for arm in arms) else 0
+    for arm in experiment.arms:
+        if arm.name != arm.baseline and comparison(experiment, arm, known)[0] == full:
+            return full
+    return 0
 
 
 def conclusion(experiment):
@@ -178,7 +184,7 @@ def facts(experiment, known, here):
     said += fewer_seeds(e, known)
     if told := two_kinds_of_cpu(e, known):
         said.append(told)
-    return said + marks_told(e, known) + runs_told(e, here) + [check_told(check) for check in noted(e)]
+    return [*said, *marks_told(e, known), *runs_told(e, here), *map(check_told, noted(e))]
 
 
 def marks_told(experiment, known):
@@ -212,16 +218,18 @@ def two_kinds_of_cpu(experiment, known):
 
 def runs_told(experiment, here):
     """Sentences about the records `here`: how many there are, where they ran, at which commits."""
-    runs = {run for arm in experiment.arms for run in (arm.source, arm.trained)}
+    runs = set()
+    for arm in experiment.arms:
+        runs |= {arm.source, arm.trained}
     expected = len(runs) * len(experiment.seeds)
-    machines = ", ".join(sorted({machine_of(record) for record in here})) or "none yet"
+    machines = ", ".join(sorted(set(map(machine_of, here)))) or "none yet"
     said = f"{len(here)} of {expected} runs, {machines}."
     if not here:
         return [said]
     told = [f"{said} Cost of these records: {cost(here)}."]
     if any("of" in record and "trained_on" not in record for record in here):
         told.append("Records of arms that only sample name the machine and commit of the training here.")
-    commits = sorted({commit_words(record) for record in here})
+    commits = sorted(set(map(commit_words, here)))
     told.append(f"Commit {', '.join(commits)}.")
     return told
 
@@ -245,14 +253,22 @@ def margin_told(experiment, known):
     said = f"Margin {e.margin:g} ({'lower' if e.lower_is_better else 'higher'} is better)"
     if base and statistics.fmean(base):
         said += f", {percent(e.margin / abs(statistics.fmean(base)))} of the baseline's score"
-    harmed = [a for a in e.arms if a.name.split("-")[-1] == "nearest" and a.baseline == e.baseline]
-    harms = [comparison(e, arm, known)[1] for arm in harmed]
-    harm = next((abs(h.mean) for h in harms if h and h.low * h.high > 0 and math.isfinite(h.mean)), None)
-    if harm:
+    if harm := harm_of_nearest(e, known):
         said += f" and {percent(e.margin / harm)} of what rounding to nearest costs here"
     if e.loss_margin:
         return f"{said}; of the loss {e.loss_margin:g} %."
     return f"{said}. No margin was fixed for the loss."
+
+
+def harm_of_nearest(experiment, known):
+    """What the first arm that rounds to nearest loses against the experiment's baseline, or None."""
+    for arm in experiment.arms:
+        if arm.name.split("-")[-1] != "nearest" or arm.baseline != experiment.baseline:
+            continue
+        harm = comparison(experiment, arm, known)[1]
+        if harm and harm.low * harm.high > 0 and math.isfinite(harm.mean):
+            return abs(harm.mean)
+    return None
 
 
 def together(experiment, known):
@@ -290,7 +306,7 @@ def fewer_seeds(experiment, known):
     told = []
     for arm in experiment.arms:
         there = arm.source.experiment
-        theirs = next((a for a in there.arms if a.source is arm.source and a.metric == arm.metric), None)
+        theirs = arm_that_reads(there, arm.source, arm.metric)
         if there is experiment or theirs is None or arm.baseline == arm.name:
             continue
         n, own = comparison(experiment, arm, known)
@@ -299,6 +315,14 @@ def fewer_seeds(experiment, known):
             words = tables.verdict_words(there, theirs, known)
             told.append(f"{arm.name} ({words} over the {more} seeds of {there.number})")
     return [f"Over more seeds another verdict: {', '.join(told)}."] if told else []
+
+
+def arm_that_reads(experiment, source, metric):
+    """The first arm of an experiment that reads this figure of these runs, or None."""
+    for arm in experiment.arms:
+        if arm.source is source and arm.metric == metric:
+            return arm
+    return None
 
 
 def effects_table(group):

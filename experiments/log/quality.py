@@ -129,15 +129,24 @@ def pool(rows):
     for row in rows:
         if row.pairs >= LEAST:
             groups.setdefault((row.recipe, row.optimizer, row.weights), []).append(row)
-    return [pooled_row(*name, of_recipe) for name, of_recipe in groups.items() if len(of_recipe) >= FEWEST]
+    found = []
+    for name, of_recipe in groups.items():
+        if len(of_recipe) >= FEWEST:
+            found.append(pooled_row(*name, of_recipe))
+    return found
 
 
 def pooled_row(recipe, optimizer, weights, rows):
-    means = [row.change for row in rows]
-    errors = [(row.high - row.low) / 2 / stats.quantile(row.pairs) for row in rows]
-    mean, half = stats.random_effects(means, [max(error, 1e-4) for error in errors])
+    means, errors, nets, pairs, worse = [], [], set(), 0, 0
+    for row in rows:
+        means.append(row.change)
+        error = (row.high - row.low) / 2 / stats.quantile(row.pairs)
+        errors.append(max(error, 1e-4))  # rounded ends of an interval may fall together
+        nets.add((row.kind, row.task, row.data, row.parameters))
+        pairs += row.pairs
+        worse += row.low > 0
+    mean, half = stats.random_effects(means, errors)
     worst = max(rows, key=lambda row: row.change)
-    nets = {(row.kind, row.task, row.data, row.parameters) for row in rows}
     return Pooled(
         recipe=recipe,
         optimizer=optimizer,
@@ -148,8 +157,8 @@ def pooled_row(recipe, optimizer, weights, rows):
         median=round(statistics.median(means), 3),
         rows=len(rows),
         nets=len(nets),
-        pairs=sum(row.pairs for row in rows),
-        worse=sum(row.low > 0 for row in rows),
+        pairs=pairs,
+        worse=worse,
         worst=f"{worst.kind}, {short(worst.parameters)}, {worst.data}, lr {worst.lr:g} ({worst.experiment})",
         worst_change=worst.change,
         worst_low=worst.low,

@@ -12,7 +12,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from experiments.log.definition import RUNS, key, label, typed
+from experiments.log.definition import RUNS, is_text, key, label, typed
 from harness.files import read_json, read_lines, write_atomically
 from harness.run_folder import environment, read_metrics
 from lowprec.errors import Refused
@@ -25,10 +25,6 @@ CURVES = ("step", "loss", "update_survival", "exp_avg_sq_moved", "ema_moved", "l
 
 
 LARGEST = 2**53  # counts beyond it are no counts: float64 can't tell them apart
-
-
-def is_text(x):
-    return isinstance(x, str)
 
 
 def is_whole(x):
@@ -50,7 +46,7 @@ def listing(test):
 
 def table(test=lambda x: True):
     """A dict whose keys are text and whose values pass `test`."""
-    return lambda x: isinstance(x, dict) and all(is_text(key) and test(value) for key, value in x.items())
+    return lambda x: isinstance(x, dict) and all(map(is_text, x)) and all(map(test, x.values()))
 
 
 def is_numbers(x):
@@ -66,7 +62,7 @@ def is_curves(x):
 
 
 def is_trace(x):
-    return isinstance(x, list) and all(is_numbers(step) for step in x)
+    return listing(is_numbers)(x)
 
 
 def is_figure(name, x):
@@ -78,13 +74,19 @@ def is_figure(name, x):
 
 
 def is_scores(x):
-    if not isinstance(x, dict) or not all(isinstance(figures, dict) for figures in x.values()):
+    if not isinstance(x, dict):
         return False
-    return all(is_figure(name, v) for figures in x.values() for name, v in figures.items())
+    return all(map(is_figures, x.values()))
+
+
+def is_figures(x):
+    return isinstance(x, dict) and all(is_figure(name, v) for name, v in x.items())
 
 
 def is_environment(x):
-    return isinstance(x, dict) and all(x.get(k) is None or is_text(x[k]) for k in ("cpu", "gpu"))
+    if not isinstance(x, dict):
+        return False
+    return maybe(is_text)(x.get("cpu")) and maybe(is_text)(x.get("gpu"))
 
 
 FIELDS = {  # key: (test, what it is, which records must have it)
@@ -153,7 +155,8 @@ def append(experiment, record):
 def note(arm, seed, same, said, record, machine):
     """Keep what a check of one run came to, in checks.jsonl beside the records."""
     found = dict(arm=arm.name, seed=seed, same=same, said=said, machine=machine)
-    found.update({name: record.get(name) for name in ("commit", "clean")})
+    for name in CODE:
+        found[name] = record.get(name)
     with open(arm.experiment.folder / "checks.jsonl", "a") as file:
         file.write(json.dumps(found) + "\n")
 
@@ -178,7 +181,7 @@ def recorded(experiment, repair=False):
     Raises Refused for records of other arms or flags.
     """
     path, found = experiment.folder / "results.jsonl", {}
-    names = [arm.name for arm in experiment.arms]
+    names = {arm.name for arm in experiment.arms}
     for record in read(path, repair):
         name, seed = record["arm"], record["seed"]
         if name not in names:
@@ -212,10 +215,10 @@ def make(arm, seed, runs, code):
         if not {*MACHINE, *CODE} <= set(env) or not is_environment(env):
             raise Refused(f"{folder}/env.json tells of no machine: remove that folder, and run again")
         if arm.of:  # it was sampled here and now, whatever machine and code trained it
-            record["trained_on"] = {k: env[k] for k in ("cpu", "gpu", "commit")}
+            record["trained_on"] = picked(env, ("cpu", "gpu", "commit"))
             env = environment("cuda" if env["gpu"] else "cpu")
-        record["env"] = {k: env[k] for k in MACHINE}
-        record |= {k: env[k] for k in CODE}
+        record["env"] = picked(env, MACHINE)
+        record |= picked(env, CODE)
     final_loss, curves = _curves(folder / "metrics.jsonl")
     curves = {} if arm.of else {"curves": curves}
     if code != 0:
@@ -223,6 +226,10 @@ def make(arm, seed, runs, code):
     record |= _results(arm, seed, folder) | {"final_loss": final_loss} | curves
     check(record, f"what {folder} holds")
     return record
+
+
+def picked(table, names):
+    return {name: table[name] for name in names}
 
 
 def _results(arm, seed, folder):
@@ -237,8 +244,8 @@ def _results(arm, seed, folder):
     if not is_scores(result.get("scores")) or not is_scores(result.get("reference")):
         raise Refused(f"{folder} holds scores that are none: remove that folder, and run again")
     found = {
-        "scores": {source: _short_scores(scores) for source, scores in result["scores"].items()},
-        "reference": {end: _without_pixels(scores) for end, scores in result["reference"].items()},
+        "scores": of_each(_short_scores, result["scores"]),
+        "reference": of_each(_without_pixels, result["reference"]),
         "seconds": 0.0 if arm.of else summary.get("seconds"),
         "scoring_seconds": result.get("scoring_seconds", 0.0),
     }
@@ -253,8 +260,15 @@ def _results(arm, seed, folder):
     return found
 
 
+def of_each(change, tables):
+    return {name: change(table) for name, table in tables.items()}
+
+
 def _short_scores(scores):
-    return {name: _thinned(v) if name == "trace" else v for name, v in scores.items()}
+    found = dict(scores)
+    if "trace" in found:
+        found["trace"] = _thinned(found["trace"])
+    return found
 
 
 def _without_pixels(scores):
@@ -265,8 +279,11 @@ def _thinned(trace, most=11):
     """The trace of ranges at about `most` even steps, first and last included, numbers to 4 digits."""
     if not trace:
         return []
-    at = sorted({round(i * (len(trace) - 1) / (most - 1)) for i in range(most)})
-    return [{k: float(f"{v:.4g}") for k, v in trace[i].items()} for i in at]
+    at = {round(i * (len(trace) - 1) / (most - 1)) for i in range(most)}
+    found = []
+    for i in sorted(at):
+        found.append({k: float(f"{v:.4g}") for k, v in trace[i].items()})
+    return found
 
 
 def _curves(path, most=30):
@@ -277,8 +294,12 @@ def _curves(path, most=30):
     every = -(-len(rows) // most)
     kept = rows[::-1][::every][::-1]
     last = [row["loss"] for row in rows if "loss" in row and row["step"] > 0.9 * rows[-1]["step"]]
-    names = [name for name in CURVES if any(name in row for row in rows)]
-    return sum(last) / max(1, len(last)), {name: [_short(row.get(name)) for row in kept] for name in names}
+    written = set().union(*rows)
+    curves = {}
+    for name in CURVES:
+        if name in written:
+            curves[name] = [_short(row.get(name)) for row in kept]
+    return sum(last) / max(1, len(last)), curves
 
 
 def _short(x):
@@ -307,8 +328,9 @@ def value(record, metric):
         holder = {**record, **record["scores"]}[source] if source else record
         return statistics.fmean(holder[name]) if name == "loss_by_timestep" else float(holder[name])
     except (KeyError, TypeError, ValueError):
-        scores = record["scores"].items()
-        held = [f"{source}.{k}" for source, own in scores for k, v in own.items() if is_number(v)]
+        held = []
+        for source, own in record["scores"].items():
+            held += [f"{source}.{k}" for k, v in own.items() if is_number(v)]
         where = f"arm {record['arm']}, seed {record['seed']}"
         raise Refused(f"{where}: no score '{metric}'; its record holds {', '.join(held)}") from None
 
@@ -321,24 +343,28 @@ def compare(arm, old, new, records):
     if "failed" in old or "failed" in new:
         if old.get("failed") == new.get("failed"):
             return True, f"failed as recorded: {old['failed']}"
-        ends = [record.get("failed", "finished") for record in (old, new)]
-        return False, f"recorded: {ends[0]}; now: {ends[1]}"
-    figures = [dict(_leaves(record["scores"])) for record in (old, new)]
-    moved = [name for name, x in figures[0].items() if repr(figures[1].get(name)) != repr(x)]
+        was, now = old.get("failed", "finished"), new.get("failed", "finished")
+        return False, f"recorded: {was}; now: {now}"
+    figures, found = dict(_leaves(old["scores"])), dict(_leaves(new["scores"]))
+    moved = [name for name, x in figures.items() if repr(found.get(name)) != repr(x)]
     if not moved:
         return True, "all scores equal to the last bit"
     a, b = value(old, arm.metric), value(new, arm.metric)
-    commits = [str(record.get("commit"))[:7] for record in (old, new)]
-    said = f"{arm.metric} {a:.6g} recorded (commit {commits[0]}), {b:.6g} now (commit {commits[1]})"
-    before, now = ({**record.get("env", {}), "python": 0} for record in (old, new))
+    said = f"{arm.metric} {a:.6g} recorded (commit {short_commit(old)}), "
+    said += f"{b:.6g} now (commit {short_commit(new)})"
+    before, now = {**old.get("env", {}), "python": 0}, {**new.get("env", {}), "python": 0}
     if before == now and not now.get("gpu"):
-        some = f"{len(moved)} of {len(figures[0])} scores differ, the first {moved[0]}"
+        some = f"{len(moved)} of {len(figures)} scores differ, the first {moved[0]}"
         return False, f"{said}; {some}; same CPU and torch, where equal bits are expected"
     spread = [value(record, arm.metric) for record in records if "failed" not in record]
     sd = statistics.stdev(spread) if len(spread) > 2 else 0
     tolerance = 4 * max(arm.margin, sd)
     said += f"; another machine or torch than recorded, tolerance {tolerance:.3g}"
     return abs(a - b) <= tolerance, said
+
+
+def short_commit(record):
+    return str(record.get("commit"))[:7]
 
 
 def _leaves(value, path=""):

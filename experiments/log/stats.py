@@ -124,7 +124,9 @@ def family_level(pairs, levels) -> float:
     """
     if len(pairs) == 1:
         return levels[0]
-    shared = [[math.sqrt(min(a, b) / max(a, b)) for a in pairs] for b in pairs]
+    shared = []
+    for b in pairs:
+        shared.append([math.sqrt(min(a, b) / max(a, b)) for a in pairs])
     bounds = [stats.norm.isf(level) for level in levels]
     return 1 - float(stats.multivariate_normal(cov=shared, seed=0).cdf(bounds))
 

@@ -44,8 +44,8 @@ def cell(x, decimals, sign=""):
 
 def interval(result, decimals):
     """'+0.100 [+0.050, +0.150]'"""
-    mean, low, high = (cell(x, decimals, "+") for x in (result.mean, result.low, result.high))
-    return f"{mean} [{low}, {high}]"
+    low, high = cell(result.low, decimals, "+"), cell(result.high, decimals, "+")
+    return f"{cell(result.mean, decimals, '+')} [{low}, {high}]"
 
 
 def spread(values, decimals):
@@ -75,14 +75,20 @@ def percent(x):
 
 def compact(rows):
     """A table in Markdown without the spaces between its cells, for a page that has to stay short."""
-    head, *body = rows
-    lines = [head, ["-"] * len(head), *body]
-    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
+    return ruled(rows, "-", "|", "|", "|")
 
 
 def markdown(rows):
+    return ruled(rows, "---", "| ", " | ", " |")
+
+
+def ruled(rows, rule, first, between, last):
+    """Lines of a table whose first row is its head."""
     head, *body = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
+    lines = []
+    for row in [head, [rule] * len(head), *body]:
+        lines.append(first + between.join(row) + last)
+    return "\n".join(lines)
 
 
 # ---- Words -------------------------------------------------------------------------------------------------
@@ -180,14 +186,18 @@ def difference_columns(experiment, arm, known, values):
         row[loss_title] = interval(loss, 2)
         row[LOSS_ACHIEVED] = cell(loss.achieved, 2)
     shares = of_nearest(e, arm, known)
-    if any(share is not None for share in shares):
-        row[HARM] = ", ".join("-" if share is None else percent(share) for share in shares)
+    if shares != (None, None):
+        row[HARM] = ", ".join(map(share_words, shares))
     row["verdict"] = whole_verdict(e, arm, known)
     row["n"] = pairs_words(e, arm, known)
     row["detectable"] = cell(result.smallest_effect, digits) if result else "-"
     row["p of no difference"] = p(result, "p_difference")
     row["p of a margin or more"] = p(result, "p_equal")
     return row
+
+
+def share_words(share):
+    return "-" if share is None else percent(share)
 
 
 def achieved_words(experiment, arm, known, result):
@@ -237,16 +247,20 @@ def score_columns(arm, finished):
     }
     for title, (source, score_name, places) in extra.items():
         metric = f"{source}.{score_name}"
-        held = all(r["scores"].get(source, {}).get(score_name) is not None for r in finished)
-        if held and metric != arm.metric:
-            found[title] = spread([value(r, metric) for r in finished], places)
+        own = [r["scores"].get(source, {}).get(score_name) for r in finished]
+        if None not in own and metric != arm.metric:
+            found[title] = spread(values_of(finished, metric), places)
     return found
+
+
+def values_of(records, metric):
+    return [value(record, metric) for record in records]
 
 
 def cost_columns(arm, finished):
     first = finished[0]
     found = {
-        "training loss": spread([r["final_loss"] for r in finished], 4),
+        "training loss": spread(values_of(finished, "final_loss"), 4),
         BYTES: f"{first['bytes_per_parameter']:.5g}",
     }
     if first.get("activation_bytes"):
@@ -256,15 +270,17 @@ def cost_columns(arm, finished):
         found["of the FLOPs"] = ", ".join(parts)
     if all("gradient_snr" in r for r in finished):
         for name, title in (("fp8", "gradient SNR in FP8, dB"), ("bf16", "in bf16, dB")):
-            found[title] = spread([value(r, f"gradient_snr.{name}") for r in finished], 1)
+            found[title] = spread(values_of(finished, f"gradient_snr.{name}"), 1)
     found["seconds"] = cell(statistics.fmean(r["seconds"] + r["scoring_seconds"] for r in finished), 0)
     return found
 
 
 def covers(arm, name):
     """What a share in a record's flops_share is in: 'FP8', '2:4', or the value of the generation site."""
-    settings = [flag.partition("=")[2] for flag in arm.source.flags if flag.startswith("generation=")]
-    setting = settings[-1] if settings else "8 bits"
+    setting = "8 bits"
+    for flag in arm.source.flags:
+        if flag.startswith("generation="):
+            setting = flag.removeprefix("generation=")
     return {"fp8": "FP8", "sparse24": "2:4", "generation": setting}.get(name, name)
 
 
@@ -276,8 +292,10 @@ def names_of(rows):
     names = {}
     for row in rows:
         names.update(dict.fromkeys(row))
-    first = [name for name in names if name not in LAST_COLUMNS]
-    return first + [name for name in LAST_COLUMNS if name in names]
+    for name in LAST_COLUMNS:
+        if name in names:
+            names[name] = names.pop(name)
+    return list(names)
 
 
 def shown(rows, experiment):

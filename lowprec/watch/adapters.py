@@ -134,6 +134,7 @@ class Stranger(peers.Peer):
     def __init__(self, inner):
         super().__init__(inner)
         self.silent = set()  # parameters whose copy could not be stepped
+        self.forms_v = True  # whether a stranger's second moment is seen to be Adam's
         self.accumulated = None  # {parameter: {name: (its state, what the copy made of it)}}, if wanted
         kind, module = type(inner).__name__, type(inner).__module__
         torchs = module.startswith("torch.optim.")
@@ -167,7 +168,8 @@ class Stranger(peers.Peer):
 
     def decay(self, p, name):
         """(beta, t); NaN where it is not known how the optimiser forms this moment."""
-        if not self.known and "adamw" not in type(self.inner).__name__.lower():
+        adams = "adamw" in type(self.inner).__name__.lower() and self.forms_v
+        if not self.known and not adams:
             return math.nan, 0
         group = self._group(p)
         steps = int(steps_of(self.state.get(p, {})) or 0)
@@ -282,16 +284,29 @@ class Stranger(peers.Peer):
         take = pick if self.elementwise else (lambda t: local(t).clone())
         twin = torch.nn.Parameter(take(p).float().clone())
         twin.grad = take(p.grad).float() / grad_scale(self.inner)
+        given = twin.grad.clone()
         try:
             with undrawn(p.device), torch.no_grad():
                 states = self._step(p, twin, take)
         except Exception:  # a stranger's code may need what a copy of one tensor does not have
             self.silent.add(p)
             return None
+        if not self.known and self.forms_v:
+            self.forms_v = self._is_adams(p, given, states, take)
         if self.accumulated is not None and self.known:
             self.accumulated[p] = dict(self._accumulators(p, states, pick))
         update = twin.detach() - take(p).float()
         return update if self.elementwise else pick(update)
+
+    def _is_adams(self, p, g, stepped, take):
+        """Whether the step of a copy left beta2 v + (1 - beta2) g^2. Grokfast, for one, takes another g."""
+        after, held = stepped.get("exp_avg_sq"), self.state.get(p, {}).get("exp_avg_sq")
+        beta, _ = self.decay(p, "exp_avg_sq")
+        if not torch.is_tensor(after) or after.shape != g.shape or math.isnan(beta):
+            return True
+        before = take(held).float() if torch.is_tensor(held) else torch.zeros_like(g)
+        wanted = beta * before + (1 - beta) * g.square()
+        return float((after - wanted).abs().sum()) <= 0.01 * float(wanted.abs().sum())
 
     def draws(self, p):
         """Whether a step of p draws random numbers, by which it could round; None where that can't be seen. A

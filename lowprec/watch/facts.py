@@ -59,7 +59,7 @@ class Steps(Sums):
             wide = look.spread([dtype != torch.float16 for dtype in look.v_dtypes], torch.bool)
             faint = graded & (corrected < eps.square()) & wide
             v_burst = look.aim.isfinite() & ~look.new_v.isfinite()
-            v_gone = graded & (look.new_v == 0) & (look.g.square() > TINY)
+            v_gone = graded & (look.new_v == 0) & (look.aim > TINY)
         subnormal = torch.zeros_like(graded)
         for at in _from_fp16(look):
             subnormal[at] = graded[at] & (look.g[at].abs() < 2**-14)
@@ -162,6 +162,7 @@ class Facts:
         self.v_dtype = None  # dtype of exp_avg_sq at first
         self.cast = None  # (old dtype, new dtype, step) once it got narrower
         self.v_reset = None  # (step, share of exp_avg_sq below what beta2 leaves of it; None for all 0)
+        self.begun_anew = ""  # what else began anew with exp_avg_sq: "moments", "weights" too, or ""
         self.counter = None  # (what its step counter said first, our own count then)
         self.counted = None  # (dtype of the counter, looks in which it did not count, its last value)
         self.behind = 0  # how many steps less than we it has counted

@@ -105,6 +105,116 @@ def row_of_shared_noise(noise):
 NOISE_OF_WEIGHTS = measures.Noise("weight")
 NOISE_OF_MOMENTS = measures.Noise("moment")
 
+# Of an average of a tensor.
+AVERAGE = [
+    Fault(
+        site="ema",
+        limit=0.0,
+        measure=measures_of_averages.average_not_finite,
+        text="{count:,.0f} entries of its sample are not finite, and those of its weight are",
+        remedy="begin the average anew from the weights, and find what wrote it",
+        severity="severe",
+        rank=9.0,
+    ),
+    Fault(
+        site="ema",
+        limit=0.9,
+        measure=measures_of_averages.average_of_other_sign,
+        text="the average has the other sign than its weight",
+        remedy=SIGN,
+        severity="severe",
+        rank=3.5,
+    ),
+    Fault(
+        site="ema",
+        limit=0.25,
+        measure=measures_of_averages.average_goes_away,
+        text="the average moves away from its weight, by {rate:.2g} of the way a step",
+        remedy=SIGN,
+        severity="severe",
+        rank=3.0,
+    ),
+    Fault(
+        site="ema",
+        limit=1.1,
+        measure=measures_of_averages.average_overshoots,
+        text="the average goes {rate:.2g} of the way to its weight a step, beyond it",
+        remedy="a rate of 1 - decay, between 0 and 1",
+        severity="severe",
+        rank=2.5,
+    ),
+    Fault(
+        site="ema",
+        limit=10.0,
+        measure=measures_of_averages.average_too_large,
+        text="the average is {times:,.0f} times as large as its weight",
+        remedy="check how the average is updated",
+        severity="severe",
+        rank=4.0,
+    ),
+    Fault(
+        site="ema",
+        limit=0.99,
+        measure=measures_of_averages.average_copies,
+        text="the average is a copy of its weight at each look: it averages nothing",
+        remedy="is its decay applied?",
+        rank=1.0,
+    ),
+    Fault(
+        site="ema",
+        limit=0.5,
+        measure=measures_of_averages.average_stood,
+        text="the average has not moved between two looks, and is away from its weight",
+        remedy="update it after each step, in fp32",
+        severity="severe",
+        rank=2.0,
+    ),
+    Fault(
+        site="ema",
+        limit=None,
+        measure=measures_of_averages.narrow_average_stands,
+        text="the average stands still in {dtype}: none of the wanted movement is written",
+        remedy="hold and compute it in fp32",
+        severity="severe",
+        rank=1.5,
+    ),
+    Fault(
+        site="ema",
+        limit=None,
+        measure=measures_of_averages.average_stands,
+        text="the average stands still in {dtype}: none of the wanted movement is written",
+        remedy="update all tensors of the average after each step",
+        severity="severe",
+        rank=1.5,
+    ),
+    Fault(
+        site="ema",
+        limit=LIMITS["ema"][0],
+        measure=measures_of_averages.narrow_average,
+        text="{stuck:.0%} of the entries away from their weight can't move in {dtype}, {lost:.0%} of the "
+        "wanted movement is lost",
+        remedy="hold and compute it in fp32, or round stochastically",
+        severe=LIMITS["ema"][1],
+    ),
+    Fault(
+        site="ema",
+        limit=0.5,
+        measure=measures_of_averages.average_slow,
+        text=RATE,
+        remedy="check how the average is updated",
+        severe=0.9,
+    ),
+    Fault(
+        site="ema",
+        limit=3.0,
+        measure=measures_of_averages.average_fast,
+        text=RATE,
+        remedy="check how the average is updated",
+    ),
+    Fault("ema", 0.1, measures_of_averages.average_young_in_a_long_run, YOUNG, ARRIVE),
+    Fault("ema", 0.1, measures_of_averages.average_young, YOUNG, ARRIVE, severity="note"),
+]
+
 # Of each tensor. Of the rows of one list the first that finds something speaks.
 TENSOR = [
     [
@@ -226,6 +336,23 @@ TENSOR = [
         Fault(
             site="exp_avg_sq",
             limit=None,
+            measure=measures.all_begun_anew,
+            text="its second moment and the weight itself began anew before step {step}",
+            remedy="nothing, if it is a restart by plan as of ReLoRA",
+            severity="note",
+            rank=0.5,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
+            measure=measures.v_begun_anew,
+            text="both moments were 0 at step {step}, after steps with gradients: they began anew",
+            remedy="restore the optimiser's state at a resume; nothing, if it is a restart by plan",
+            rank=1.0,
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=None,
             measure=measures.v_all_zero_in_fp16,
             text="all zero at step {step}: fp16 holds no squares so small",
             remedy=NO_FP16,
@@ -277,114 +404,7 @@ TENSOR = [
             remedy="fp32 or stochastically rounded exp_avg_sq, or beta2 0.99",
         ),
     ],
-    [
-        Fault(
-            site="ema",
-            limit=0.0,
-            measure=measures_of_averages.average_not_finite,
-            text="{count:,.0f} entries of its sample are not finite, and those of its weight are",
-            remedy="begin the average anew from the weights, and find what wrote it",
-            severity="severe",
-            rank=9.0,
-        ),
-        Fault(
-            site="ema",
-            limit=0.9,
-            measure=measures_of_averages.average_of_other_sign,
-            text="the average has the other sign than its weight",
-            remedy=SIGN,
-            severity="severe",
-            rank=3.5,
-        ),
-        Fault(
-            site="ema",
-            limit=0.25,
-            measure=measures_of_averages.average_goes_away,
-            text="the average moves away from its weight, by {rate:.2g} of the way a step",
-            remedy=SIGN,
-            severity="severe",
-            rank=3.0,
-        ),
-        Fault(
-            site="ema",
-            limit=1.1,
-            measure=measures_of_averages.average_overshoots,
-            text="the average goes {rate:.2g} of the way to its weight a step, beyond it",
-            remedy="a rate of 1 - decay, between 0 and 1",
-            severity="severe",
-            rank=2.5,
-        ),
-        Fault(
-            site="ema",
-            limit=10.0,
-            measure=measures_of_averages.average_too_large,
-            text="the average is {times:,.0f} times as large as its weight",
-            remedy="check how the average is updated",
-            severity="severe",
-            rank=4.0,
-        ),
-        Fault(
-            site="ema",
-            limit=0.99,
-            measure=measures_of_averages.average_copies,
-            text="the average is a copy of its weight at each look: it averages nothing",
-            remedy="is its decay applied?",
-            rank=1.0,
-        ),
-        Fault(
-            site="ema",
-            limit=0.5,
-            measure=measures_of_averages.average_stood,
-            text="the average has not moved between two looks, and is away from its weight",
-            remedy="update it after each step, in fp32",
-            severity="severe",
-            rank=2.0,
-        ),
-        Fault(
-            site="ema",
-            limit=None,
-            measure=measures_of_averages.narrow_average_stands,
-            text="the average stands still in {dtype}: none of the wanted movement is written",
-            remedy="hold and compute it in fp32",
-            severity="severe",
-            rank=1.5,
-        ),
-        Fault(
-            site="ema",
-            limit=None,
-            measure=measures_of_averages.average_stands,
-            text="the average stands still in {dtype}: none of the wanted movement is written",
-            remedy="update all tensors of the average after each step",
-            severity="severe",
-            rank=1.5,
-        ),
-        Fault(
-            site="ema",
-            limit=LIMITS["ema"][0],
-            measure=measures_of_averages.narrow_average,
-            text="{stuck:.0%} of the entries away from their weight can't move in {dtype}, {lost:.0%} of the "
-            "wanted movement is lost",
-            remedy="hold and compute it in fp32, or round stochastically",
-            severe=LIMITS["ema"][1],
-        ),
-        Fault(
-            site="ema",
-            limit=0.5,
-            measure=measures_of_averages.average_slow,
-            text=RATE,
-            remedy="check how the average is updated",
-            severe=0.9,
-        ),
-        Fault(
-            site="ema",
-            limit=3.0,
-            measure=measures_of_averages.average_fast,
-            text=RATE,
-            remedy="check how the average is updated",
-        ),
-        Fault("ema", 0.1, measures_of_averages.average_young_in_a_long_run, YOUNG, ARRIVE),
-        Fault("ema", 0.1, measures_of_averages.average_young, YOUNG, ARRIVE, severity="note"),
-    ],
+    AVERAGE,
     [
         Fault(
             site="step",
@@ -792,6 +812,10 @@ def findings(watch):
     for one in seen.tensors:
         for rows in TENSOR:
             found += first_finding(rows, one, one.name)
+    # a target that is copied now and then, as of Q-learning, is no average
+    of_teachers = [fault for fault in AVERAGE if fault.measure is not measures_of_averages.average_copies]
+    for one in watch.teachers.tensors(seen):
+        found += first_finding(of_teachers, one, one.name)
     for rows in RUN:
         found += findings_by_tensor(rows, seen)
     sites = {finding.site for finding in found if finding.severity != "note"}

@@ -7,6 +7,7 @@ import torch
 from ..roles import roles
 from . import net_state
 from .verdicts import LIMITS
+from .writes import Tally
 
 STILL = 0.02  # a share written that is as good as none
 SITES = ("update", "exp_avg_sq", "ema")
@@ -117,8 +118,10 @@ class Tensor:
         self.watch = seen.watch
         self.name, self.p = self.watch.named[i]
         self.weight = seen.weights[i]
-        self.moment = seen.moments[i]
-        self.grown = seen.growth[i]
+        # sums of a stranger's second moment that is not Adam's say nothing
+        forms_v = getattr(self.watch.answers, "forms_v", True)
+        self.moment = seen.moments[i] if forms_v else Tally()
+        self.grown = seen.growth[i] if forms_v else Tally()
         self.error = seen.errors[i]
         self.moment_error = seen.moment_errors[i]
         self.average = seen.averages[i] if seen.averages else None

@@ -215,7 +215,7 @@ def v_gone(one):
     if v is None or not one.extra.judged or _lost_eps(one) or one.watch.answers.coded(one.p, "exp_avg_sq"):
         return None
     share = one.extra.v_gone / one.extra.judged
-    return Figure(share, {"share": share, "dtype": short(v.dtype)})
+    return Figure(share, {"share": share, "dtype": short(v.dtype)}) if v.dtype in net_state.NARROW else None
 
 
 def v_burst(one):
@@ -265,6 +265,18 @@ def v_all_zero(one):
 def v_all_zero_in_fp16(one):
     """0 everywhere in fp16, after steps with gradients"""
     return v_all_zero(one) if one.facts.v_dtype == torch.float16 else None
+
+
+def v_begun_anew(one):
+    """exp_avg and exp_avg_sq began anew together"""
+    if one.facts.v_reset is None or not one.facts.begun_anew:
+        return None
+    return Figure(1.0, {"step": one.facts.v_reset[0]})
+
+
+def all_begun_anew(one):
+    """exp_avg_sq began anew, and the weight with it"""
+    return v_begun_anew(one) if one.facts.begun_anew == "weights" else None
 
 
 def v_fell(one):

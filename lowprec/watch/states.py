@@ -18,6 +18,7 @@ class States:
         self.facts = facts
         self.pick = pick
         self.last = None  # (step, numbers of tensors, lengths, exp_avg_sq after it) of the last look
+        self.weights = {}  # {number of a tensor: what it held after that look}
 
     def of(self, p):
         """What the optimiser keeps for a parameter, a dict."""
@@ -32,7 +33,12 @@ class States:
         after steps, or entries far below those of the last look. has_gradient: [bool of each tensor].
         """
         sums = totals([look.v], look.lengths)[0].tolist()
-        keeps_v = [dtype is not None for dtype in look.v_dtypes]
+        # how a stranger forms it may not be known
+        betas = [self.answers.decay(p, "exp_avg_sq")[0] for p in look.params]
+        keeps_v = [
+            dtype is not None and not math.isnan(beta)
+            for dtype, beta in zip(look.v_dtypes, betas, strict=True)
+        ]
         here = [k for k in range(len(sums)) if keeps_v[k] and has_gradient[k]]
         all_zero = not any(sums[k] for k in here)
         fell = self._fell(look, step)
@@ -40,8 +46,20 @@ class States:
             p, facts = look.params[k], self.facts[look.index[k]]
             if sums[k] == 0 and (self._beside_a_momentum(p) or (all_zero and steps_of(self.of(p)))):
                 facts.v_reset = step, None
+                facts.begun_anew = self._begun_anew(look, k, 1.0)
             elif fell[k] > 0.1:
                 facts.v_reset = step, fell[k]
+                facts.begun_anew = self._begun_anew(look, k, fell[k])
+
+    def _begun_anew(self, look, k, share):
+        """What else began anew with this share of a second moment, see Facts."""
+        then, now = self.weights.get(look.index[k]), look.held.split(look.lengths)[k]
+        alike = then is not None and then.shape == now.shape
+        if alike and float((now - then).norm()) > 0.5 * float(then.norm()):
+            return "weights"
+        m = self.answers.moment(look.params[k], "exp_avg", self.pick)
+        both = m is not None and float((m == 0).float().mean()) >= 0.9 * share
+        return "moments" if both and look.v_dtypes[k] != torch.float16 else ""
 
     def _beside_a_momentum(self, p):
         m = self.answers.moment(p, "exp_avg", self.pick)
@@ -76,6 +94,7 @@ class States:
         """Remember the second moments after a step, and compare its counters."""
         if look.v is not None:
             self.last = step, look.index, look.lengths, look.new_v
+            self.weights = dict(zip(look.index, look.new.split(look.lengths), strict=True))
         for i, p in zip(look.index, look.params, strict=True):
             self._count(self.facts[i], self.of(p).get("step"), step)
 

@@ -23,6 +23,7 @@ from .averages import Average
 from .facts import Alive, Facts, Steps, first_moments
 from .gradients import Gradients
 from .states import States
+from .teachers import Teachers
 from .verdicts import Diagnosis, Finding
 from .write_errors import Errors
 from .writes import Tally, Writes
@@ -93,6 +94,7 @@ class Watch:
         self.moment_errors = Errors(len(self.named))
         self.extra = Steps(len(self.named))
         self.averages = AverageWatch(self.ema, self.writes, self.extra)
+        self.teachers = Teachers(self.model, self.answers, self.named, self.pick)
         self.accumulators: dict[str, Tally] = {}  # {name of a state: Tally}, of optimisers that step copies
         self.gradients = Gradients(self.named, self.pick)
         self.clips: list[Any] = []  # grad_scale of the steps
@@ -226,6 +228,7 @@ class Watch:
         turn_of_averages = self.looks % 2 and self.ema is not None
         self.writes.at = {"averages"} if turn_of_averages else {"moments"}
         self.writes.before(self.optimizer, (), {**kwargs, "grad_scale": scale})
+        self.teachers.before()
         look = self.writes.look
         self.looking = look is not None
         if self.looking:
@@ -375,6 +378,7 @@ class Watch:
             self.extra.put(rows, look.index, look.lengths)
             self._compare_copies(look)
         self.averages.compare(self.steps, held=now)
+        self.teachers.compare(self.steps)
 
     def _compare_copies(self, look):
         """How far the model's own weights are from the copies that the optimiser steps."""

@@ -418,3 +418,81 @@ def test_two_bf16_operations_are_no_flipped_sign():
 
     watch = watched(update, Holder, dtype=torch.bfloat16)
     assert not any("away from its weight" in f.text for f in watch.findings()), str(watch)
+
+
+# ---- Averages within the net -------------------------------------------------------------------------------
+
+
+class Teaching(nn.Module):
+    """BYOL, DINO and MoCo: the forward pass moves a frozen copy of the student."""
+
+    def __init__(self, move, dtype):
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False).to(dtype)
+        self.move = move
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.move:
+                for t, p in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    self.move(t, p)
+            target = self.teacher(x.to(next(self.teacher.parameters()).dtype)).float()
+        return (self.student(x) - target - x).square().mean()
+
+
+def by_lerp(t, p):
+    t.lerp_(p.to(t.dtype), 0.004)
+
+
+def by_data(t, p):
+    t.data = t.data * 0.996 + p.data.to(t.dtype) * 0.004
+
+
+def away(t, p):
+    t.lerp_(p.to(t.dtype), -0.01)
+
+
+def taught(move, dtype, steps=40):
+    torch.manual_seed(0)
+    model = Teaching(move, dtype)
+    optimizer = torch.optim.AdamW(model.student.parameters(), lr=1e-3)
+    watch = Watch(model, optimizer, every=4)
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(32, 16)).backward()
+        optimizer.step()
+    return watch
+
+
+@pytest.mark.parametrize("move", [by_lerp, by_data])
+def test_a_teacher_in_bf16_that_falls_behind_is_named(move):
+    watch = taught(move, torch.bfloat16)
+    found = {f.tensor: f.text for f in watch.findings() if f.site == "ema"}
+    assert {"teacher.0.weight", "teacher.2.weight"} <= set(found), str(watch)
+    assert "bf16" in found["teacher.0.weight"], str(watch)
+
+
+def test_a_teacher_that_goes_away_is_named():
+    watch = taught(away, torch.float32)
+    found = watch.findings()[0]
+    assert found.tensor.startswith("teacher.") and "away" in found.text, str(watch)
+
+
+def by_copy(t, p):
+    t.copy_(p)
+
+
+HEALTHY = [
+    (by_lerp, torch.float32),
+    (None, torch.bfloat16),
+    (by_copy, torch.float32),
+    (by_copy, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("move, dtype", HEALTHY)
+def test_healthy_teachers_and_references(move, dtype):
+    watch = taught(move, dtype)
+    assert losing(watch) == set(), str(watch)

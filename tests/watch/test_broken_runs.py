@@ -406,3 +406,87 @@ def test_sums_of_few_bf16_numbers_are_no_fp16():
         loop.named["1.bias"].grad.copy_((1 + torch.arange(64.0)) * 2.0**-23)
 
     assert losing(Loop(few_bits, make=lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-12)).watch) == set()
+
+
+# ---- Other people's optimisers and restarts ----------------------------------------------------------------
+
+
+class Grokfast(torch.optim.Optimizer):
+    """Slow gradients count more, and the second moment is theirs."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-8})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {name: torch.zeros_like(p) for name in ("slow", "exp_avg", "exp_avg_sq")}
+                    state["step"] = 0
+                state["step"] += 1
+                state["slow"].lerp_(p.grad, 0.02)
+                g = p.grad + 2.0 * state["slow"]
+                state["exp_avg"].lerp_(g, 0.1)
+                state["exp_avg_sq"].mul_(0.99).addcmul_(g, g, value=0.01)
+                p.data.sub_(group["lr"] * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8))
+
+
+class GrokfastAdamW(Grokfast):
+    pass
+
+
+class AdaShift(torch.optim.Optimizer):
+    """Its second moment is of the gradient of some steps ago, and 0 at first."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-8})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                past = state.setdefault("past", [])
+                v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                state["step"] = state.get("step", 0) + 1
+                past.append(p.grad.clone())
+                if len(past) > 5:
+                    old = past.pop(0)
+                    v.mul_(0.99).addcmul_(old, old, value=0.01)
+                    p.data.sub_(group["lr"] * p.grad / (v.sqrt() + 1e-8))
+
+
+@pytest.mark.parametrize("make", [Grokfast, GrokfastAdamW, AdaShift])
+def test_second_moments_of_another_kind_are_healthy(make):
+    watch = Loop(make=make, steps=40).watch
+    assert losing(watch) == set(), str(watch)
+
+
+def restart(weights, momentum, at):
+    def act(loop):
+        if loop.step != at:
+            return
+        for name, p in loop.named.items():
+            if weights:
+                p.copy_(net(seed=7).state_dict()[name]) if p.dim() > 1 else p.zero_()
+            for moment in ("exp_avg", "exp_avg_sq") if momentum else ("exp_avg_sq",):
+                loop.optimizer.state[p][moment].mul_((torch.rand_like(p) > 0.99).float())
+
+    return act
+
+
+RESTARTS = {  # (weights too, exp_avg too, after which step), severity
+    "ReLoRA": (True, True, 20, "note"),
+    "both moments, seen at once": (False, True, 22, "moderate"),
+    "the second moment": (False, False, 22, "severe"),
+}
+
+
+@pytest.mark.parametrize("weights, momentum, at, severity", RESTARTS.values(), ids=RESTARTS)
+def test_a_restart_by_plan_is_not_severe(weights, momentum, at, severity):
+    """ReLoRA prunes both moments as it begins its factors anew."""
+    watch = Loop(stepped=restart(weights, momentum, at), steps=40).watch
+    found = [f.severity for f in watch.findings() if f.site == "exp_avg_sq" and f.tensor == FIRST]
+    assert found == [severity], str(watch)
+    if weights:
+        assert not [f for f in watch.findings() if f.severity == "severe"], str(watch)

@@ -1,0 +1,111 @@
+"""Averages that a net keeps of parts of itself, as DINO's, BYOL's and MoCo's teachers: frozen parts that are
+built as a part that trains, and that something writes.
+"""
+
+import torch
+
+from .average_watch import AverageWatch
+from .averages import Average
+from .facts import Steps
+from .measured import Tensor
+from .net_state import has_parameters
+from .writes import Writes
+
+
+class Teachers:
+    """The frozen parts of a net that follow trained ones. answers, named, pick: see Watch."""
+
+    def __init__(self, model, answers, named, pick):
+        self.frozen = followers(model, {name for name, _ in named})
+        average = Average(lambda: {name: p.detach() for name, (_, p) in self.frozen.items()})
+        self.extra = Steps(len(named))
+        self.writes = Writes(answers, named, {"ema": average}, pick)
+        self.watch = AverageWatch(average, self.writes, self.extra)
+        self.then = []
+
+    def before(self):
+        """Remember them before a step."""
+        if self.frozen:
+            self.then = self._state()
+            self.writes.shadows["ema"] = self.writes._shadow(self.watch.average)
+
+    def compare(self, step):
+        """Compare them, once the net has seen a batch after the step."""
+        if not self.writes.shadows:
+            return
+        index, before = self.writes.shadows["ema"]
+        stood = [torch.equal(now, then) for now, then in zip(self._samples(index), before, strict=True)]
+        if not all(stood):
+            self.watch.compare(step)
+        elif self._state() != self.then:  # written, and left as they were
+            self.watch._add_stood(index, before, stood, step)
+        self.writes.shadows = {}
+
+    def _samples(self, index):
+        return [self.writes.pick(self.frozen[self.watch.names[i]][1]) for i in index]
+
+    def _state(self):
+        """What changes when they are written, although their values may not."""
+        return [(p._version, p.data_ptr()) for _, p in self.frozen.values()]
+
+    def tensors(self, seen):
+        """[Follower] of all that were measured. seen: measured.Measured."""
+        tallies = self.writes.averages["ema"].columns()
+        sums = self.writes.averaging["ema"].columns()
+        extra = self.extra.columns()
+        found = []
+        for i, name in enumerate(seen.names):
+            if name in self.frozen:
+                found.append(Follower(seen, i, self, tallies[i], sums[i], extra[i]))
+        return found
+
+
+class Follower(Tensor):
+    """What was measured of a frozen tensor that follows a trained one, asked as averages are."""
+
+    def __init__(self, seen, i, teachers, average, averaging, extra):
+        super().__init__(seen, i)
+        self.name = teachers.frozen[self.name][0]
+        self.average, self.averaging, self.extra = average, averaging, extra
+        self.watch = Beside(self.watch, teachers.watch.average)
+
+    @property
+    def average_dtype(self):
+        return next(iter(self.watch.ema.shadow.values())).dtype
+
+
+class Beside:
+    """A Watch with another average."""
+
+    def __init__(self, watch, ema):
+        self.ema = ema
+        self.inner = watch
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def followers(model, trained):
+    """{name of a trained parameter: (name of a frozen one, that)} of frozen parts whose parameters have the
+    names and shapes of those of a part that trains. trained: names of what the optimiser steps.
+    """
+    frozen, built = [], {}
+    for name, module in model.named_modules():
+        if not name or not has_parameters(module):
+            continue
+        own = dict(module.named_parameters())
+        if any(p.requires_grad for p in own.values()):
+            if all(f"{name}.{rest}" in trained for rest in own):
+                built.setdefault(_plan(own), name)
+        elif not any(name.startswith(f"{part}.") for part, _ in frozen):
+            frozen.append((name, own))
+    found = {}
+    for name, own in frozen:
+        part = built.get(_plan(own))
+        if part is not None:
+            found |= {f"{part}.{rest}": (f"{name}.{rest}", p) for rest, p in own.items()}
+    return found
+
+
+def _plan(params):
+    return tuple((name, tuple(p.shape)) for name, p in params.items())
