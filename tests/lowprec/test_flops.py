@@ -17,6 +17,23 @@ def product(rows, k, n):
     return 2 * rows * k * n
 
 
+def test_products_of_experts_count():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.zeros(4, 8, 16))
+
+        def forward(self, x):
+            ends = torch.arange(1, 5, dtype=torch.int32, device=x.device) * 4
+            return torch._grouped_mm(x, self.up.to(x.dtype), ends).relu()
+
+    net = Experts().bfloat16()
+    x = torch.zeros(16, 8, dtype=torch.bfloat16)
+    product = 2 * 16 * 8 * 16  # each row goes through one expert
+    assert module_flops(net, (x,))[1]["linear"] == product
+    assert module_flops(net, (x,), backward=True)[1]["linear"] == 2 * product, "x needs no gradient"
+
+
 def test_flops_are_counted_by_layer_and_kind():
     layers = nn.Flatten(2), nn.Linear(16, 32, bias=False), nn.Linear(32, 4)
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers)

@@ -90,6 +90,14 @@ def test_bytes_a_parameter(name):
     assert f"optimiser: {SIZES[name]}.00 bytes" in str(ledger)
 
 
+@pytest.mark.parametrize("name", ["split", "fp32 master", "kahan"])
+def test_what_keeps_the_lost_part_loses_no_update(name):
+    (why,) = [row["why"] for row in start(name).ledger().rows if row["site"] == "update"]
+    assert "no update is lost" in why
+    (why,) = [row["why"] for row in start("pure_bf16").ledger().rows if row["site"] == "update"]
+    assert why == SITES["update"].why["nearest"]
+
+
 def test_ledger_says_why():
     rows = {row["site"]: row for row in start("split").ledger().rows}
     master, ema = rows["master"], rows["ema"]

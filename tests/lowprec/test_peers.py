@@ -1,6 +1,7 @@
 """peers.py: other people's optimisers by name, and the choice by name."""
 
 import copy
+import functools
 import itertools
 import math
 
@@ -217,3 +218,39 @@ def test_a_copy_of_a_run_steps_itself(optimizer):
     other.step()
     assert all(map(torch.equal, run.params, before))
     assert not any(map(torch.equal, other.params, before))
+
+
+class TwoPlaces(torch.optim.SGD):
+    """Trains weights in one place and evaluates them in another, as schedule-free optimisers do."""
+
+    training = False
+
+    def train(self):
+        self._shift(0.0 if self.training else 1.0)
+        self.training = True
+
+    def eval(self):
+        self._shift(-1.0 if self.training else 0.0)
+        self.training = False
+
+    @torch.no_grad()
+    def _shift(self, by):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(by)
+
+    def step(self, closure=None):
+        assert self.training, "call train() first"
+        return super().step(closure)
+
+
+def test_an_optimiser_with_modes_trains_in_one_and_is_read_in_the_other():
+    run = start("fp32", optimizer=functools.partial(TwoPlaces, lr=1e-2))
+    train(run, 2)
+    held = {name: p.detach().clone() for name, p in run.named_params}
+    read = run.weights("raw")
+    assert all(torch.allclose(read[name], held[name] - 1, atol=1e-5) for name in held)
+    net = run.generator("raw").net
+    assert all(same(p.detach(), read[name]) for name, p in net.named_parameters())
+    assert all(same(p.detach(), held[name]) for name, p in run.named_params), "training goes on"
+    train(run, 1)

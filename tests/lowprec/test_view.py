@@ -290,6 +290,68 @@ def test_roles_by_type_and_name_and_as_a_net_declares_them():
     assert "up.out" in {names[m] for m in _island_modules(model, "final")}
 
 
+class OwnNorm(nn.Module):
+    """nanoGPT's and T5's kind: a norm whose class is called anything."""
+
+    def __init__(self, width, offset=True, axis=-1):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((width,), 0.7))
+        self.bias = nn.Parameter(torch.zeros(width)) if offset else None
+        self.axis = axis
+
+    def forward(self, x):
+        x = (x - x.mean(self.axis, keepdim=True)) / (x.std(self.axis, keepdim=True) + 1e-6)
+        shape = [-1] + [1] * (x.dim() - 2) if self.axis == 1 else [-1]
+        x = x * self.gain.view(shape)
+        return x if self.bias is None else x + self.bias.view(shape)
+
+
+class OwnScale(OwnNorm):
+    def forward(self, x):
+        return x * self.gain
+
+
+class OwnTanh(OwnNorm):
+    def forward(self, x):
+        return (self.gain * x).tanh()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_norms_are_known_by_what_they_do(device):
+    norms = (OwnNorm(8), OwnNorm(8, offset=False), OwnNorm(8, axis=1))
+    net = nn.Sequential(nn.Linear(8, 8), *norms, OwnScale(8), OwnTanh(8), nn.PReLU(8)).to(device)
+    assert [name for name, found in roles(net).items() if "norm" in found] == ["1", "2", "3"]
+    start(dict(LOW, sites=["islands=norm"]), net)
+    assert net[1].gain.dtype == torch.float32 and net[4].gain.dtype == BF16
+
+
+class Graph:
+    """What a net may be given that is no tree of tensors."""
+
+    def __init__(self):
+        self.x, self.edges, self.name = draw(4, 8), torch.arange(4), "a graph"
+
+
+def test_the_tensors_of_an_object_are_cast_in_a_copy():
+    class Net(nn.Linear):
+        def forward(self, graph):
+            self.seen = graph.x.dtype, graph.edges.dtype, graph.name, type(graph)
+            return super().forward(graph.x)
+
+    graph = Graph()
+    run = start(LOW, Net(8, 8))
+    assert run(graph).dtype == torch.float32
+    assert run.model.seen == (BF16, torch.int64, "a graph", Graph) and graph.x.dtype == torch.float32
+
+
+def test_what_has_no_weights_yet_and_what_can_not_be_copied_is_one_line():
+    refused(lambda: start(LOW, nn.Sequential(nn.LazyLinear(8))), "nn.LazyLinear", "a batch first")
+    run = start(LOW, torch.jit.script(nn.Sequential(nn.Linear(8, 8))))
+    run.backward(run(draw(2, 8)).square().mean())
+    run.step()
+    refused(run.generator, "TorchScript", "run.weights()")
+
+
 @pytest.mark.parametrize("islands", ["embed", "final"])
 def test_a_tied_head_is_an_island_with_its_embedding(islands):
     class Language(nn.Module):
