@@ -80,6 +80,11 @@ class Steps(Sums):
         }
         self.put(rows, look.index, look.lengths)
 
+    @property
+    def put_back(self):
+        """Share of the weights that steps moved which were put back before the next step."""
+        return self.back / max(1.0, self.moved)
+
 
 def _decay_and_rest(look, finite, answers):
     """(weight decay that was wanted, what was written beside the rest of the update), [n] each, in units of

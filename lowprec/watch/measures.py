@@ -106,7 +106,7 @@ def too_far(one):
 
 def put_back(one):
     """share of the entries that a step moved and that stand where they were before the next step"""
-    back = put_back_share(one.extra)
+    back = one.extra.put_back
     # a mask puts a part back, and to 0
     masked = one.extra.masked == one.extra.back and back < 0.99
     if one.extra.moved < 8 or masked:
@@ -114,14 +114,10 @@ def put_back(one):
     return Figure(back, {"back": back})
 
 
-def put_back_share(sums):
-    return sums.back / max(1.0, sums.moved)
-
-
 def drifts(one):
     """share of the looks after which something else moved it, by a tenth of the step or more"""
     sums = one.extra
-    if not sums.follows or one.p in one.watch.elsewhere or put_back_share(sums) > 0.5:
+    if not sums.follows or one.p in one.watch.elsewhere or sums.put_back > 0.5:
         return None
     times = math.sqrt(sums.drift / max(sums.stepped, 1e-300))
     if times < 0.1 or not math.isfinite(times) or _has_fixed_norms(one.p):
