@@ -14,10 +14,13 @@ from benchmarks import conformance_command, first, gpu_record, loops, memory, mo
 from experiments.log import overview
 from experiments.log.definition import HERE
 from experiments.log.tables import markdown
+from lowprec.advice.answer import advise
+from lowprec.advice.subjects import of_count
 from lowprec.errors import Refused
 
 BENCH = HERE / "bench"
 H100 = "gpu-nvidia-h100-80gb-hbm3"
+GIB = 2**30
 
 # ---- Records of benchmarks ---------------------------------------------------------------------------------
 
@@ -185,6 +188,13 @@ SHOWN = {  # the recipes of README.md: flags, and the bytes of the ledger for a 
 }
 
 
+ASKED = {  # columns of README.md's second table: parameters, memory of a GPU, number of GPUs
+    "0.8 B, 16 GiB": (0.8e9, "16GiB", 1),
+    "1.5 B, a GPU of 24 GiB": (1.5e9, "24GiB", 1),
+    "40 B, 8 GPUs of 80 GiB": (40e9, "80GiB", 8),
+}
+
+
 def recipes_table(experiments, known):
     loss = "held-out loss against fp32, % [95 % interval] (pairs)"
     head = ["flags", "bytes", loss, "net", "speed: U-Net, CPU", "speed: DiT-B/2, H100"]
@@ -196,6 +206,21 @@ def recipes_table(experiments, known):
         found = overview.on_the_largest_net(flags, experiments, known)
         on_cpu, on_gpu = speed("U-Net, 64x64 images", flags), speed("DiT-B/2 on an H100", flags)
         table.append([f"`{flags}`", size, *found, on_cpu, on_gpu])
+    return markdown(table)
+
+
+def fits_table():
+    """What `python -m lowprec advise --params N --memory SIZE --gpus K` says of each recipe of README.md."""
+    by_flags = {}  # the words of a recipe, in any order: its cells
+    for count, each, gpus in ASKED.values():
+        for row in advise(of_count(count), memory=each, gpus=gpus).rows:
+            fits = "fits" if row.fits else "no"
+            words = frozenset(row.candidate.typed.split())
+            by_flags.setdefault(words, []).append(f"{fits}: {row.total / GIB:.1f}")
+    table = [["flags", *ASKED]]
+    for flags in SHOWN:
+        words = flags or "(none)"
+        table.append([f"`{flags}`" if flags else "(none): fp32", *by_flags[frozenset(words.split())]])
     return markdown(table)
 
 
@@ -283,7 +308,7 @@ def tables(experiments, known):
     for name in systems.TABLES:
         speed_page[f"systems {name}"] = functools.partial(systems_table, name)
     return {
-        "README.md": {"recipes": lambda: recipes_table(experiments, known)},
+        "README.md": {"recipes": lambda: recipes_table(experiments, known), "fits": fits_table},
         "docs/recipes.md": {
             "speeds": speeds_table,
             "default run": lambda: default_run_table(experiments, known),
