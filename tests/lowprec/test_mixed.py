@@ -63,6 +63,7 @@ def test_modules_with_buffers_alone_give_back_bf16():
     run = start(LOW, nn.Sequential(nn.Linear(8, 8), FrozenNorm(8), nn.Linear(8, 8)))
     run.backward(run(draw(2, 8)).square().mean())
     run.step()
+    assert run.view_of_model.adapted == [], "no layer was given fp32"
     assert run.generator()(draw(2, 8)).shape == (2, 8)
     assert run.frozen("raw", generation="bf16")(draw(2, 8)).shape == (2, 8)
     run = start(LOW, Coded())
