@@ -220,15 +220,15 @@ LOWPREC = (
     Mutation(
         "loss-not-divided",
         "lowprec/precision.py",
-        "self.scaler.scale(loss / self.accumulate).backward()",
+        "self.scaler.scale(loss / self.micro_batches.divisor(self, weight)).backward()",
         "self.scaler.scale(loss).backward()",
         ("lowprec/test_precision.py accumulation_averages",),
     ),
     Mutation(
         "last-micro-batch-alone",
-        "lowprec/precision.py",
-        "self.sums[p].add_(p.grad)",
-        "self.sums[p].copy_(p.grad)",
+        "lowprec/gradients.py",
+        "run.sums[p].add_(p.grad)",
+        "run.sums[p].copy_(p.grad)",
         ("lowprec/test_precision.py fp32_accumulation or fp32_sum",),
     ),
     Mutation(

@@ -18,6 +18,7 @@ class Steps(Sums):
         "decay",  # sum of (written - the rest of what was wanted) times the decay wanted
         "decay_wanted",  # sum of the decay wanted, squared
         "decay_error",  # variance of `decay`
+        "decay_moved",  # entries that decay and that a step moved
         "infinite",  # gradients that are not finite, while all weights are
         "broken",  # weights that are not finite before a step
         "burst",  # those that a step made so, whose gradients are finite
@@ -67,6 +68,7 @@ class Steps(Sums):
             "decay": rest * decay,
             "decay_wanted": decay * decay,
             "decay_error": (rest - decay).square() * decay.square(),
+            "decay_moved": (decay != 0) & (look.new != look.held),
             "infinite": ~finite & held_finite.all(),
             "broken": ~held_finite,
             "burst": held_finite & finite & ~look.new.isfinite(),

@@ -198,11 +198,16 @@ class Tensor:
         return self.decay_lost > LIMITS["weight decay"][0]
 
 
+LEAST_MOVED = 30  # entries, for a variance to be known
+
+
 def decay_lost(sums):
     """Share of weight decay that was not written for sure: what was written beside the rest of the update is
     compared with it, entry by entry. sums: watch.Steps of a tensor or of all.
+
+    Where few entries moved, as by stochastic rounding of tiny steps, nothing is sure.
     """
-    if sums.decay_wanted <= 0:
+    if sums.decay_wanted <= 0 or sums.decay_moved < LEAST_MOVED:
         return 0.0
     sure = 6 * sums.decay_error**0.5 / sums.decay_wanted
     return min(1.0, max(0.0, 1 - sums.decay / sums.decay_wanted - sure))
