@@ -114,16 +114,18 @@ def mean_square(out: Any) -> torch.Tensor:
 
 
 class _Matrices(nn.Module):
-    """So many parameters, in layers of 4,096 units."""
+    """So many parameters, in LAYERS layers of one matrix each: several GPUs have a layer or two whole."""
 
-    UNITS = 4096
+    LAYERS, UNITS = 32, 4096
 
     def __init__(self, count):
         super().__init__()
-        layers, rest = divmod(count, self.UNITS**2)
+        rows = count // (self.LAYERS * self.UNITS) // 16 * 16  # FP8 takes multiples of 16
+        rest = count - rows * self.LAYERS * self.UNITS
         self.layers = nn.ModuleList()
-        for _ in range(layers):
-            self.layers.append(nn.Linear(self.UNITS, self.UNITS, bias=False, device="meta"))
+        if rows:
+            for _ in range(self.LAYERS):
+                self.layers.append(nn.Linear(self.UNITS, rows, bias=False, device="meta"))
         if rest:
             self.rest = nn.Parameter(torch.empty(rest, device="meta"))
 
