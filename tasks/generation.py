@@ -293,9 +293,9 @@ class Generation(Task):
         labels = self.judge(device).heldout_labels
         return metrics.labels_like(labels, self.data.num_classes, count).to(device)
 
-    def heldout_images(self, device):
-        """(HELDOUT images [count, C, H, W], their labels), the same ones each time."""
-        images, labels = metrics.subset(self.data.heldout, HELDOUT)
+    def heldout_images(self, device, count=None):
+        """(images [count, C, H, W], their labels), the same ones each time; HELDOUT of them by default."""
+        images, labels = metrics.subset(self.data.heldout, count or HELDOUT)
         return images.to(device), labels.to(device)
 
     # -- what the sites lose
