@@ -37,6 +37,8 @@ def what_merges(x: torch.Tensor) -> str:
     """
     if x.dtype not in (torch.float32, torch.float64) or x.is_meta or type(x) is not torch.Tensor:
         return ""
+    if x.layout != torch.strided:
+        return ""
     is_list = x.dim() <= 2 or (x.dim() == 3 and x.shape[-1] <= FEW)
     if not is_list or not x.numel():
         return ""

@@ -274,10 +274,6 @@ NET = (
         "the model has no parameters: there is nothing to train",
     ),
     Rule(
-        lambda net: any(map(is_lazy, net.parameters())),
-        "the model has layers whose weights are not made yet (nn.LazyLinear): call it once on a batch first",
-    ),
-    Rule(
         lambda net: not any(p.requires_grad for p in net.parameters()),
         "no parameter has requires_grad=True: there is nothing to train",
     ),

@@ -1,6 +1,5 @@
 """FP8 in whole runs: recipes, training, generation, resume, commands, and on a GPU."""
 
-import copy
 import json
 import weakref
 from pathlib import Path
@@ -152,7 +151,7 @@ def test_the_noise_of_gradients_is_measured_on_one_copy_at_a_time(monkeypatch):
     run = Precision(net(), recipe(fp8=True))
     run.backward(run(draw(16, 16)).square().mean())
     run.step()
-    alive, most, real = [], [], copy.deepcopy
+    alive, most, real = [], [], fp8.copied
 
     def counting(net):
         made = real(net)
@@ -160,7 +159,7 @@ def test_the_noise_of_gradients_is_measured_on_one_copy_at_a_time(monkeypatch):
         most.append(sum(ref() is not None for ref in alive))
         return made
 
-    monkeypatch.setattr(fp8.copy, "deepcopy", counting)
+    monkeypatch.setattr(fp8, "copied", counting)
     found = method(run, FP8).finish(run, lambda model: model(draw(16, 16, seed=1)).square().mean())
     assert 15 < found["gradient_snr"]["fp8"] < found["gradient_snr"]["bf16"] - 5
     assert most == [1, 1, 1]

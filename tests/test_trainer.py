@@ -405,7 +405,10 @@ def advised(fp8=None, kind="cpu", **config):
     config = SimpleNamespace(**{**train.DEFAULTS, **config})
     recipe = SimpleNamespace(fp8=fp8)
     looks = SimpleNamespace(every=0)
-    run = SimpleNamespace(recipe=recipe, device=torch.device(kind), config=config, validation=looks)
+    task = SimpleNamespace(notes=list)
+    run = SimpleNamespace(
+        recipe=recipe, device=torch.device(kind), config=config, validation=looks, task=task
+    )
     return train.advice(run)
 
 

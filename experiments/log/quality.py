@@ -94,10 +94,17 @@ def comparisons(experiments, known):
     return list(found.values())
 
 
-def row_of(arm, flags, weights, pairs, change, trainings):
+def _task(spec):
+    """The class of a task; a task of a file lies in the repository, wherever this process stands."""
     import strategies
 
-    data = flags["data"] or strategies.find(flags["task"]).implied["data"]
+    if spec not in strategies.TASKS:
+        spec = str(ROOT / spec)
+    return strategies.find(spec)
+
+
+def row_of(arm, flags, weights, pairs, change, trainings):
+    data = flags["data"] or _task(flags["task"]).implied["data"]
     return Row(
         kind=KINDS[flags["model"]],
         task=flags["task"],

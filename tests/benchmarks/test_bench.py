@@ -493,7 +493,7 @@ def test_a_peers_loop_trains_its_net(loop, tmp_path):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "systems | peers | watch | first | conformance | --gpu"),
+        ([], "systems | peers | watch | reduction | first | conformance | --gpu"),
         (["optimizers", "--parameters", "0"], "whole number above 0"),
         (["optimizers", "--repeats", "many"], "whole number above 0"),
         (["optimizers", "--only", "adam"], "adam"),
