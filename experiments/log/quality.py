@@ -41,7 +41,7 @@ class Trainings:
     def flags(self, arm):
         if arm not in self.known:
             words = command(arm, arm.experiment.seeds[0])
-            self.known[arm] = flags_of(words[words.index("train.py") + 1 :])
+            self.known[arm] = _flags(words[words.index("train.py") + 1 :])
         return self.known[arm]
 
     def named(self, experiments):
@@ -94,13 +94,22 @@ def comparisons(experiments, known):
     return list(found.values())
 
 
+def _flags(words):
+    """run.flags_of, wherever this process stands: a task of a file lies in the repository."""
+    if "--task" not in words:
+        return flags_of(words)
+    at = words.index("--task") + 1
+    spec = words[at]
+    if ".py:" in spec:
+        words = [*words[:at], str(ROOT / spec), *words[at + 1 :]]
+    return {**flags_of(words), "task": spec}
+
+
 def _task(spec):
-    """The class of a task; a task of a file lies in the repository, wherever this process stands."""
+    """The class of a task of a record's command."""
     import strategies
 
-    if spec not in strategies.TASKS:
-        spec = str(ROOT / spec)
-    return strategies.find(spec)
+    return strategies.find(spec if spec in strategies.TASKS else str(ROOT / spec))
 
 
 def row_of(arm, flags, weights, pairs, change, trainings):
