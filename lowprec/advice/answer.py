@@ -20,7 +20,6 @@ from .machines import Machine
 from .subjects import Subject, of_module
 from .timing import seconds_a_step
 
-GIB = 2**30
 WORSE = 0.5  # percent of the loss: a recipe whose interval lies above that comes after all others that fit
 
 # ---- The recipes -------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def _times_as_large(ratio):
         return []
     if ratio >= 2:
         return [f"yours is {ratio:,.0f} times as large"]
-    return [f"yours is a {1 / ratio:,.0f}th of it"]
+    return [f"it is {1 / ratio:,.0f} times as large as yours"]
 
 
 # ---- The answer --------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ have shapes, dtypes and a device, and no memory.
 
 from __future__ import annotations
 
-import copy
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from .. import ledger
 from ..activations import blocks
 from ..cast import Cast
+from ..copies import without_values
 from ..errors import Refused, first_line
 from ..precision import Precision
 from ..view import View
@@ -45,29 +44,6 @@ class Held(NamedTuple):
         return sum(self)
 
 
-def copied(net: nn.Module, blank: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A copy of a net in which each tensor is what blank(tensor) returns. A tied weight stays tied."""
-    new = {}
-    for module in net.modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
-            for tensor in tensors.values():
-                if torch.is_tensor(tensor) and id(tensor) not in new:
-                    new[id(tensor)] = blank(tensor)
-    return copy.deepcopy(net, new)
-
-
-def _blank(device, tensor):
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
-
-
-def on_meta(net: nn.Module) -> nn.Module:
-    """A copy of a net on the meta device."""
-    return copied(net, functools.partial(_blank, "meta"))
-
-
 # ---- Between two steps -------------------------------------------------------------------------------------
 
 
@@ -75,7 +51,7 @@ def held(net: nn.Module, recipe, world: int = 1, average: bool = True, **options
     """What the first of `world` GPUs holds of a run in a recipe, its rows spread as by --fsdp. average: with
     a moving average of the weights. options: of Precision.
     """
-    run = Precision(on_meta(net), recipe, **options)
+    run = Precision(without_values(net, "meta"), recipe, **options)
     parts = ledger.held(run, world)
     gathered = 0
     if world > 1:
@@ -111,7 +87,7 @@ class Demand(NamedTuple):
         return (self.activations - self.casts) / self.batch
 
 
-class Meter(TorchDispatchMode):
+class StepMeter(TorchDispatchMode):
     """Counts the bytes of tensors that are made while it is entered. A memory counts from its first tensor to
     its last.
 
@@ -164,12 +140,12 @@ def demand(net: nn.Module, loss: Callable, recipe, batch: int) -> Demand:
     those that torch takes on a CPU; FP8 counts as bf16. Raises Refused where the net can't be called without
     values, as where it reads a number out of a tensor.
     """
-    shapes = on_meta(net)
+    shapes = without_values(net, "meta")
     Cast(shapes, recipe)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # those of a loss, which are not counted
-            fake = copied(shapes, functools.partial(_blank, "cpu"))
-            with Meter([*fake.parameters(), *fake.buffers()]) as meter:
+            fake = without_values(shapes, "cpu")
+            with StepMeter([*fake.parameters(), *fake.buffers()]) as meter:
                 for p in fake.parameters():
                     if p.requires_grad:
                         p.register_post_accumulate_grad_hook(meter.gradient)

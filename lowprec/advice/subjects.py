@@ -103,8 +103,10 @@ def _token_loss(seq):
 
 def mean_square(out: Any) -> torch.Tensor:
     """A loss of any output: the mean square of its first floating tensor."""
-    values = vars(out).values() if hasattr(out, "__dict__") and not torch.is_tensor(out) else out
-    for leaf in tree_leaves(list(values) if values is not out else out):
+    leaves = tree_leaves(out)
+    if not any(map(torch.is_tensor, leaves)) and hasattr(out, "__dict__"):  # an object that holds tensors
+        leaves = tree_leaves(list(vars(out).values()))
+    for leaf in leaves:
         if torch.is_tensor(leaf) and leaf.is_floating_point():
             return leaf.float().square().mean()
     raise Refused("the net returns no floating tensor")

@@ -101,6 +101,8 @@ def recommendation(advice) -> list[str]:
 def _why(best, advice):
     memory = f"it takes {gib(best.total)} of {gib(advice.machine.memory)} GiB"
     if not best.candidate.flags:
+        if advice.machine.support["bf16"][0] == "native":
+            return f"since {memory}, and what is smaller was measured to cost more than half a percent"
         return f"since this machine has no fast 16-bit arithmetic, and {memory}"
     if best.quality is None:
         return f"since {memory}; what it costs in quality was not measured"

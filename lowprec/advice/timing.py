@@ -8,8 +8,8 @@ import time
 import torch
 from torch import nn
 
+from ..copies import with_tensors
 from ..precision import Precision
-from .footprint import copied
 
 STEPS = 5
 
@@ -19,7 +19,8 @@ def seconds_a_step(subject, recipe, batch: int, **options) -> float:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
-        run = Precision(copied(subject.net, _drawn), recipe, lr=1e-4, **options)
+        net = with_tensors(subject.net, _drawn).to(device)
+        run = Precision(net, recipe, lr=1e-4, **options)
         times = []
         for _ in range(STEPS + 1):
             start = time.perf_counter()

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..copies import copied
+from ..copies import without_values
 
 KINDS = {  # the other products are those of activations
     "mm": "linear",
@@ -90,7 +90,7 @@ def module_flops(net, args, kwargs=None, backward=False):
     gradients, the arguments don't. Raises what the copy raises, RuntimeError for a net that looks at values.
     """
     args, kwargs = tree_map_only(torch.Tensor, _shape_of, (tuple(args), dict(kwargs or {})))
-    twin = _without_values(net)
+    twin = without_values(net, "meta")  # what its forward stores stays there
     counter = _Counter()
     counter.watch(twin)
     # attention as plain products: fused kernels count in other ways, and the device chooses among them
@@ -121,16 +121,6 @@ def _grouped_flops(a, b, *args, out_val=None, **kwargs):
 
 def _shape_of(tensor):
     return torch.empty_like(tensor, device="meta")
-
-
-def _without_values(net):
-    """A copy of `net` on the meta device. What its forward stores, say a table of positions, stays there."""
-    shapes = {}  # deepcopy takes these for copies that it has made already
-    for p in net.parameters():
-        shapes[id(p)] = torch.nn.Parameter(_shape_of(p), p.requires_grad)
-    for b in net.buffers():
-        shapes[id(b)] = _shape_of(b)
-    return copied(net, shapes)
 
 
 def tensors(tree):

@@ -92,7 +92,7 @@ def test_a_pass_over_shapes_takes_the_bytes_of_a_real_one(flags):
     run = Precision(Net(), r)
     loss(run, 8).backward()  # what the first call leaves behind, casts of weights apart
     run.zero_grad()
-    with footprint.Meter([*run.model.parameters(), *run.model.buffers()]) as real:
+    with footprint.StepMeter([*run.model.parameters(), *run.model.buffers()]) as real:
         for p in run.params:
             p.register_post_accumulate_grad_hook(real.gradient)
         loss(run, 8).backward()
