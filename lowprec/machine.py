@@ -258,10 +258,12 @@ def _mps(capability):
 def _cpu(features):
     bf16_features = " ".join(sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}))
     fp16_features = " ".join(sorted(features & {"avx512_fp16", "amx_fp16"}))
-    bf16 = ("emulated", "this CPU has neither avx512_bf16 nor amx_bf16: correct, but slower than fp32")
+    in_fp32 = "products are taken in fp32 and rounded: right, and not faster than fp32"
+    bf16 = ("emulated", f"this CPU has neither avx512_bf16 nor amx_bf16, so {in_fp32}")
+    fp16_reason = f"this CPU has no arithmetic of 16 bits, so {in_fp32}"
     if bf16_features:
         bf16 = ("native", bf16_features)
-    fp16_reason = "no avx512_fp16 or amx_fp16: 30 to 60 times slower than fp32"
+        fp16_reason = "no avx512_fp16 or amx_fp16: 30 to 60 times slower than fp32"
     if fp16_features:
         # measured on a Xeon with avx512_fp16, torch 2.14: Linear layers at the speed of fp32 and better
         fp16_reason = f"{fp16_features}: a convolution's gradients take 50 times as long as in fp32"

@@ -26,6 +26,7 @@ from .first_call import FirstCall
 from .frozen import frozen_view, weights_of
 from .frozen_weights import warn_of_averages
 from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed, sum_up
+from .kernels import cpu_products
 from .layers import convolutions
 from .layers.fp8 import FP8
 from .layers.quantise import Quantised
@@ -131,6 +132,8 @@ class Precision:
         r = checked_recipe(r).keeping(*options.optimizers)
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         options.check(self.recipe, model, spread=self.ranks is not None)
+        if self.recipe.compute not in ("fp32", "tf32"):
+            cpu_products.settle(self.device)
 
         self._methods(method_options)
         originals = self._cast(model)

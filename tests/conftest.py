@@ -7,10 +7,15 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from lowprec.kernels import cpu_products  # noqa: E402
+
 # The nets of the tests are so small that a second thread costs more than it brings, most of all on busy
 # cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Tests of bare loops in bf16 take as long as those of Precision, where a CPU has no instructions for it.
+cpu_products.settle(torch.device("cpu"))
 
 
 def pytest_configure(config):

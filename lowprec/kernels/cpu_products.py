@@ -1,0 +1,76 @@
+"""Products and convolutions of bf16 and fp16 numbers on a CPU that has no instructions for them.
+
+    cpu_products.settle(device)      # from now on, in this process, such a CPU takes them in fp32
+
+Such a CPU (no avx512_bf16, amx_bf16 or Arm's bf16: most laptops) takes 30 to 90 times as long over a product
+in bf16 as over the same in fp32, as torch's own code for it goes one number at a time. Here the inputs are
+made fp32, the product is taken in fp32 and its result is rounded once to nearest. That is what a matrix unit
+does with bf16: exact products, summed in fp32, rounded once. Sums are taken in another order, so the last bit
+of a result can differ from torch's own. All other tensors are left to torch's kernels, whose bits stay.
+"""
+
+import functools
+import warnings
+
+import torch
+
+from ..machine import device_facts, support
+
+SLOW_DTYPES = (torch.bfloat16, torch.float16)
+OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
+WITH_OUT = ("mm", "addmm", "bmm", "baddbmm", "addmv")  # torch.compile calls these, with `out`
+
+
+def settle(device: torch.device) -> None:
+    """Put the products of this module in the place of torch's, once a process, where `device` is a CPU that
+    has no instructions for bf16.
+    """
+    if device.type == "cpu" and support(*device_facts(device))["bf16"][0] == "emulated":
+        install()
+
+
+@functools.cache
+def install() -> None:
+    """Put the products of this module in the place of torch's, on any CPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel")
+        for name in OPERATORS:
+            in_fp32 = functools.partial(_in_fp32, torch.library.get_kernel(f"aten::{name}", "CPU"))
+            _replace(f"aten::{name}", in_fp32)
+            if name in WITH_OUT:
+                _replace(f"aten::{name}.out", functools.partial(_written_to_out, in_fp32))
+
+
+@functools.cache
+def _library():
+    return torch.library.Library("aten", "IMPL")  # what it holds is taken back when it is freed
+
+
+def _replace(name, product):
+    """Calls `product` in the place of an operator where an input is slow, and torch's kernel elsewhere."""
+    kernel = torch.library.get_kernel(name, "CPU")
+
+    def choose(keyset, *args, **kwargs):
+        if any(_is_slow(value) for value in args):
+            return product(keyset, *args, **kwargs)
+        return kernel.call_boxed(keyset, *args, **kwargs)
+
+    _library().impl(name, choose, "CPU", with_keyset=True)
+
+
+def _is_slow(value):
+    return isinstance(value, torch.Tensor) and value.dtype in SLOW_DTYPES
+
+
+def _in_fp32(kernel, keyset, *args, **kwargs):
+    """The kernel's results for the same arguments in fp32, each rounded to the dtype of the inputs."""
+    dtype = next(value.dtype for value in args if _is_slow(value))
+    wide = [value.float() if _is_slow(value) else value for value in args]
+    result = kernel.call_boxed(keyset, *wide, **kwargs)
+    if isinstance(result, torch.Tensor):
+        return result.to(dtype)
+    return tuple(part if part is None else part.to(dtype) for part in result)
+
+
+def _written_to_out(in_fp32, keyset, *args, out, **kwargs):
+    return out.copy_(in_fp32(keyset, *args, **kwargs))
