@@ -17,7 +17,7 @@ HELP = """Which recipe to train a net in on a machine: bytes, speed and quality 
     python -m lowprec advise --net mine.py:build --image_size 64 --plot recipes.png
     python -m lowprec advise --task rflow --model dit --size XL/2 --image_size 64 --gpu "RTX 4090"
 
-Behind --task stand flags of train.py, which it runs in its clone alone.
+Flags of train.py may follow --task, which works in a clone of the repository alone.
 """
 
 REGIMES = {"scratch": "from scratch", "finetune": "finetune"}
