@@ -334,6 +334,16 @@ def counter_fell(one):
     return Figure(before - after, {"before": before, "after": after})
 
 
+def counter_fell_with_moments(one):
+    """the same where its moments began anew with it"""
+    return counter_fell(one) if one.facts.begun_anew else None
+
+
+def counter_fell_with_weights(one):
+    """the same where weights of the net began anew too"""
+    return counter_fell(one) if one.facts.begun_anew == "weights" else None
+
+
 def counter_stuck(one):
     """looks at which it did not count"""
     if one.facts.counted is None:

@@ -284,6 +284,7 @@ class Watch:
             self._remember_alive(look)
             is_zero = _zero(look.g, look.lengths)
             zero = dict(zip(look.index, is_zero, strict=True))
+            self.states.find_restarts(look, self.steps)
             if look.v is not None:
                 self.states.find_resets(look, self.steps, [not quiet for quiet in is_zero])
         for i, (_, p) in enumerate(self.named):
