@@ -254,6 +254,14 @@ TENSOR = [
         Fault(
             site="update",
             limit=0.5,
+            measure=measures.goes_back,
+            text="something moves it back after the step, by {times:.2g} of the step itself",
+            remedy="nothing, if it is a plan as Lookahead",
+            severity="note",
+        ),
+        Fault(
+            site="update",
+            limit=0.5,
             measure=measures.drifts,
             text="something else moves it after the step, by {times:.2g} of the step itself",
             remedy="find what else writes it: another optimiser (others=[...] tells Watch of it), or a decay "

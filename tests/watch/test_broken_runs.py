@@ -331,10 +331,35 @@ def test_weights_that_are_changed_after_the_step_are_named():
     says(watch, "update", FIRST, "something else moves it after the step", "moderate")
 
 
-@pytest.mark.parametrize("change", [moved_sometimes, bounded, pruned, normalised, swapped_and_back])
+def looking_ahead(loop):
+    """Lookahead: every third step half of the way back to slow weights, as each look meets it."""
+    slow = loop.__dict__.setdefault("slow", {})
+    for name, p in loop.named.items():
+        if loop.step % 3 == 2:
+            p.lerp_(slow[name], 0.5)
+        if loop.step % 3 == 2 or name not in slow:
+            slow[name] = p.clone()
+
+
+@pytest.mark.parametrize(
+    "change", [moved_sometimes, bounded, pruned, normalised, swapped_and_back, looking_ahead]
+)
 def test_weights_that_are_changed_by_plan_are_healthy(change):
     watch = Loop(stepped=change).watch
     assert losing(watch) == set(), str(watch)
+
+
+def half_restored(loop):
+    kept = loop.__dict__.setdefault("kept", {})
+    for name, p in loop.named.items():
+        if name in kept:
+            p.lerp_(kept[name], 0.5)
+        kept[name] = p.clone()
+
+
+def test_weights_that_are_restored_in_half_are_named():
+    watch = Loop(stepped=half_restored).watch
+    says(watch, "update", FIRST, "something else moves it after the step", "moderate")
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
