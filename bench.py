@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    advice,
     conformance_command,
     first,
     gpu,
@@ -40,6 +41,7 @@ FILES = (
     optimizers,
     training,
     memory,
+    advice,
     sharding,
     moments,
     systems,

@@ -250,7 +250,9 @@ def _machine(gpu, memory):
 def _add_rows(advice, regime, lr):
     """Add the rows of an advice, in the order of CANDIDATES."""
     subject, machine = advice.subject, advice.machine
-    demands = functools.cache(lambda r: demand(subject.net, subject.loss, r, advice.batch))
+    in_fp32 = machine.is_cpu and machine.support["bf16"][0] == "emulated"
+    process = machines.process(subject.net) if machine.is_cpu else 0
+    demands = functools.cache(lambda r: demand(subject.net, subject.loss, r, advice.batch, in_fp32))
     for candidate in CANDIDATES:
         if not _is_offered(candidate, advice):
             continue
@@ -271,7 +273,7 @@ def _add_rows(advice, regime, lr):
             key = evidence.recipe_key(candidate.flags)
             quality = evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
         how = machine.support[candidate.arithmetic]
-        room = _room(candidate, size, need, advice)
+        room = _room(candidate, size, need, advice, process)
         advice.rows.append(Row(candidate, size, *room, how, quality, None))
 
 
@@ -290,11 +292,11 @@ def _of_products(r, gpus):
     return recipe().replace(weights=weights, compute=compute)
 
 
-def _room(candidate, size: Held, need: Demand | None, advice):
+def _room(candidate, size: Held, need: Demand | None, advice, process):
     """(activations, total, whether that fits, most examples that fit) of one recipe."""
     machine = advice.machine
     room = machine.memory * (1 - machine.margin)
-    fixed = size.total + (machines.process() if machine.is_cpu else 0)
+    fixed = size.total + process
     if need is None:
         return None, fixed, fixed <= room, None
     if advice.gpus > 1 or candidate.options:

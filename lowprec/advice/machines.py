@@ -13,6 +13,7 @@ import re
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ..errors import Refused
 from ..machine import device_facts, support
@@ -126,13 +127,18 @@ def _gib(memory):
     return f"{memory / GIB:.3g} GiB"
 
 
-def process() -> int:
-    """Bytes that a process which trains on a CPU holds beside tensors: Python, torch, and its compiler, which
-    makes the optimiser's step.
+RUNNING = 50 * 2**20  # what compiled code and its buffers add to a process once it trains, as measured
+
+
+def process(net: nn.Module) -> int:
+    """Bytes that this process would hold beside tensors if it trained on a CPU: Python, the libraries that it
+    has imported, and torch's compiler, which makes the optimiser's step. The net's own bytes do not count.
     """
     importlib.import_module("torch._inductor.compile_fx")
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+    own = [t for t in [*net.parameters(), *net.buffers()] if t.device.type != "meta"]
+    return max(0, resident - sum(t.nbytes for t in own)) + RUNNING
