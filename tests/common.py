@@ -98,10 +98,10 @@ def refused(call, *words):
 
 # ---- Codes -------------------------------------------------------------------------------------------------
 
-TABLES = ["int8", "int4"]
+TABLES = ["int8", "int4", "log4"]
 FLOATS = ["e4m3", "e5m2"]
-KINDS = TABLES + FLOATS
-PACKAGE = {"int8": "bitsandbytes", "int4": "torchao"}
+KINDS = [*TABLES, *FLOATS, "flash8"]
+PACKAGE = {"int8": "bitsandbytes", "int4": "torchao", "log4": "torchao"}
 
 
 def coder(kind):

@@ -364,8 +364,11 @@ FROZEN = [
     ("int8", "stochastic", 0.95, 1.05),
     ("int4", "nearest", 4, 100),
     ("int4", "stochastic", 0.95, 2),
+    ("log4", "stochastic", 0.9, 1.1),
     ("e4m3", "nearest", 4, 1e5),
     ("e4m3", "stochastic", 0.95, 1.05),
+    ("flash8", "nearest", 4, 100),
+    ("flash8", "stochastic", 0.95, 1.05),
 ]
 
 
@@ -402,9 +405,10 @@ def fp32_left():
     return regression(torch.optim.AdamW([p], lr=4e-4, weight_decay=0), p)
 
 
-@pytest.mark.parametrize(
-    "kind, master", [("int8", "none"), ("int4", "none"), ("int8", "split"), ("e4m3", "none")]
-)
+ALONE = [(kind, "none") for kind in ("int8", "int4", "log4", "e4m3", "flash8")]
+
+
+@pytest.mark.parametrize("kind, master", [*ALONE, ("int8", "split")])
 def test_quality_is_that_of_fp32(kind, master):
     p, reference = ones(BF16), fp32_left()
     left = regression(optimizer(kind, [p], lr=4e-4, update="stochastic", master=master), p)
