@@ -392,7 +392,7 @@ class Log4(Int4):
     """
 
     name = "log4"
-    why = "4-bit codes in blocks of 128: exp_avg as torchao's, exp_avg_sq in powers of two"
+    why = "4-bit codes in blocks of 128: exp_avg as torchao has it, exp_avg_sq in powers of two"
     gap = "100 %"
     flag = ""
 

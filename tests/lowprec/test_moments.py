@@ -11,7 +11,6 @@ from common import (
     FLOATS,
     KINDS,
     PACKAGE,
-    TABLES,
     coder,
     correlation,
     draw,
@@ -41,8 +40,11 @@ WRITES = {
     "kahan+stochastic": dict(LOW, kahan=True, stochastic=True),
     "split": dict(LOW, master="split"),
     "split stochastic": dict(LOW, master="split", stochastic=True),
+    "split8 stochastic": dict(LOW, master="split8", stochastic=True),
 }
-COMBINATIONS = [*itertools.product(WRITES, TABLES), ("stochastic", "e4m3"), ("split stochastic", "e5m2")]
+COMBINATIONS = [*itertools.product(list(WRITES)[:8], ("int8", "int4"))]
+COMBINATIONS += [("stochastic", "e4m3"), ("split stochastic", "e5m2"), ("stochastic", "log4")]
+COMBINATIONS += [("split8 stochastic", "flash8")]
 
 
 def start(model, write, kind, **options):
@@ -456,7 +458,7 @@ def test_the_ledger_is_what_is_allocated(write, kind):
     assert ledger.state_bytes * n == pytest.approx(allocated(run), abs=0.01)
     (row,) = [row for row in ledger.rows if row["site"] == "exp_avg_sq"]
     assert row["value"] == kind and f"769 of {n:,} in small tensors stay fp32" in row["why"]
-    assert PACKAGE.get(kind, "8-bit floats") in row["why"]
+    assert PACKAGE.get(kind, "8-bit floats" if kind != "flash8" else "FlashOptim") in row["why"]
 
 
 TARGETS = [
@@ -468,6 +470,7 @@ TARGETS = [
     ("split", "int4", 7.06),
     ("fp32", "int4", 9.06),
     ("stochastic", "e4m3", 6.03),
+    ("split8 stochastic", "flash8", 7.25),
 ]
 
 
