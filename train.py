@@ -229,6 +229,16 @@ def advise(words):
     return command.main(words, "train.py --advise", subject)
 
 
+def for_a_billion():
+    """The first rows of what --advise says of this machine, for a net of a billion parameters."""
+    from lowprec.advice import text
+    from lowprec.advice.answer import advise
+    from lowprec.advice.subjects import of_count
+
+    head = "for a net of a billion parameters, without activations (--advise says it of yours, in full):"
+    return "\n".join([head, *text.short(advise(of_count(1e9)))])
+
+
 def run(argv):
     """Do what a command line says; returns the exit status."""
     if "--advise" in argv:
@@ -244,6 +254,7 @@ def run(argv):
         if others:
             raise Refused(f"--check looks at the machine alone: drop --{others[0]}; --dry_run reads it")
         print(check.report(start_here))
+        print(f"\n{for_a_billion()}")
         return 0
     if "config" in verbs:
         given = {**table.read_yaml(verbs["config"], parser), **given}

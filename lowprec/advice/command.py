@@ -66,13 +66,13 @@ def subject_of(args, rest: list[str], build: Callable[[list[str]], subjects.Subj
     if build and not named:
         size = [] if args.image_size is None else ["--image_size", str(args.image_size)]
         return build(rest + size)
-    if len(named) != 1:
-        raise Refused("say which net: one of --net, --config and --params")
     if rest:
         raise Refused(
             f"{rest[0]}: no such flag; python -m lowprec advise --help lists them. A net of train.py, with "
             "its flags: python train.py --advise"
         )
+    if len(named) != 1:
+        raise Refused("say which net: one of --net, --config and --params")
     if args.net:
         return subjects.of_file(args.net, args.image_size, args.seq)
     if args.config:

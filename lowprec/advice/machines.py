@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ GIB = 2**30
 
 class Machine(NamedTuple):
     """name: as a person says it; memory: bytes of one GPU, or of the machine; support: see machine.support.
-    margin: share of the memory that is left free, for what fragments it, and for CUDA's own.
+    margin: share of the memory that is left free, for what fragments it, and for CUDA's own. hardware: what
+    records of speeds call it, "" where that is not known.
     """
 
     name: str
@@ -31,7 +33,10 @@ class Machine(NamedTuple):
     support: dict[str, tuple[str, str]]
     is_cpu: bool
     margin: float = 0.1
+    hardware: str = ""
 
+
+MARGIN_OF_CPU = 0.1  # what the C library keeps of freed memory, see docs/advise.md
 
 # name -> (GiB, compute capability), as NVIDIA's data sheets have them
 GPUS = {
@@ -72,9 +77,23 @@ def here() -> Machine:
     """This machine: its first GPU, or its CPU and the memory that this process may use."""
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
-        return Machine(torch.cuda.get_device_name(0), memory, support(*device_facts("cuda")), False)
+        name = torch.cuda.get_device_name(0)
+        return Machine(name, memory, support(*device_facts("cuda")), False, hardware=kind_of_gpu(name))
     memory = _memory_of_cpu()
-    return Machine(f"this machine's CPU, {_gib(memory)}", memory, support(*device_facts("cpu")), True, 0.0)
+    name, facts = f"this machine's CPU, {_gib(memory)}", device_facts("cpu")
+    return Machine(name, memory, support(*facts), True, MARGIN_OF_CPU, kind_of_cpu(facts[2]))
+
+
+def kind_of_gpu(name: str) -> str:
+    """The entry of GPUS of a GPU as torch calls it ("NVIDIA H100 80GB HBM3"); its own name without any."""
+    inside = [known for known in GPUS if _plain(known) in _plain(name)]
+    return max(inside, key=len, default=name)
+
+
+def kind_of_cpu(features: Collection[str]) -> str:
+    """What decides how fast a CPU is in 16 bits."""
+    found = " ".join(sorted({"avx512_bf16", "amx_bf16", "bf16"} & set(features)))
+    return f"CPU with {found}" if found else "CPU without bf16 instructions"
 
 
 def _memory_of_cpu():
@@ -93,7 +112,8 @@ def gpu(name: str) -> Machine:
     wanted = _plain(name)
     for known, (memory, capability) in GPUS.items():
         if _plain(known) == wanted:
-            return Machine(f"{known}, {memory} GiB", memory * GIB, support("cuda", capability), False)
+            facts = support("cuda", capability)
+            return Machine(f"{known}, {memory} GiB", memory * GIB, facts, False, hardware=known)
     raise Refused(
         f"--gpu {name}: not known here; give its memory, as in --memory 24GiB, or one of {', '.join(GPUS)}"
     )

@@ -137,7 +137,8 @@ def of_count(count: float) -> Subject:
     if not 1 <= count < 1e13:
         raise Refused(f"--params {count:g}: write how many parameters the net has, as in 7e9")
     why = "activations are left out: a number of parameters can't be called"
-    return Subject(f"{count:,.0f} parameters", _Matrices(int(count)), None, why, None, average=False)
+    net = _Matrices(int(count))
+    return Subject("a net of which the size alone is known", net, None, why, None, average=False)
 
 
 # ---- A file ------------------------------------------------------------------------------------------------
