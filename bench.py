@@ -18,6 +18,7 @@ import torch
 from benchmarks import (
     conformance_command,
     first,
+    fp16_weights,
     gpu,
     loops,
     memory,
@@ -46,6 +47,7 @@ FILES = (
     loops,
     watch,
     reduction,
+    fp16_weights,
     first,
     conformance_command,
 )
