@@ -19,6 +19,7 @@ from benchmarks import (
     advice,
     conformance_command,
     first,
+    fp16_weights,
     gpu,
     loops,
     memory,
@@ -48,6 +49,7 @@ FILES = (
     loops,
     watch,
     reduction,
+    fp16_weights,
     first,
     conformance_command,
 )
