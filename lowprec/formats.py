@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import curves
+from . import curves, float8
 from .kernels import choose
 from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
@@ -189,35 +189,17 @@ class Float8(Format):
         return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
     def _encode_rows(self, x, codes, scales, signed, key, compiled):
-        fused(_float8_kernel(self, signed), x, codes.view(self.dtype), scales, key, compiled=compiled)
+        fused(float8.encoder(self, signed), x, codes, scales, key, compiled=compiled)
 
     def _decode_rows(self, codes, scales, signed, compiled):
+        if compiled and codes.is_cpu:  # no table, which torch.compile could not vectorise
+            return fused(float8.decoder(self), codes, scales)
         return self.values(codes.view(self.dtype)) * scales[:, None]
 
 
 @functools.cache
 def _float8_values(dtype):
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
-
-
-@functools.cache
-def _float8_kernel(form, signed):
-    def kernel(x, codes, scales, key):
-        scale = finite(x).abs().amax(1) / form.top  # [blocks]
-        y = torch.where(scale[:, None] == 0, 0.0, x / scale[:, None]) - (x - x)  # NaN if x is not finite
-        # the gap between neighbours at y: 2^(exponent - mantissa), constant below the smallest normal number
-        exponent = ((y.view(torch.int32) >> 23) & 0xFF) - 127
-        gap = torch.exp2((exponent.clamp(min=form.least) - form.mantissa).float())
-        if key is not None:
-            uniform = (noise_bits(x.numel(), key)[0].view(x.shape) & 0xFFFFFF).float() * 2.0**-24
-            y = (y / gap + uniform).floor() * gap
-        if not signed:
-            smallest = 2.0 ** (form.least - form.mantissa)
-            y = torch.where((x > 0) & (y < smallest), smallest, y)
-        codes.copy_(y.clamp(-form.top, form.top).to(form.dtype))
-        scales.copy_(scale)
-
-    return kernel
 
 
 # ---- Tables ------------------------------------------------------------------------------------------------
