@@ -34,6 +34,7 @@ from benchmarks import (
 from benchmarks.common import RECIPES, Cell, parse_net, state_bytes, take_turns
 from harness import flags
 from lowprec import machine, recipes, view
+from lowprec.kernels import cpu_products
 from lowprec.optimizers import build, peers
 
 SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
@@ -343,6 +344,15 @@ def test_training_writes_every_single_time(tmp_path, capsys):
     assert size["fp32"] == 16 and size["pure_bf16-stochastic"] == 8 and 10 < size["opt8bit"] < 16
     table = capsys.readouterr().out
     assert "unet:tiny:8:2" in table and table.count("pure_bf16-stochastic") == 2
+
+
+@pytest.mark.parametrize("whose, asked", [("ours", True), ("torch", False)])
+def test_training_takes_torchs_own_products_where_asked(whose, asked, tmp_path, monkeypatch):
+    devices = []
+    monkeypatch.setattr(cpu_products, "settle", devices.append)
+    words = "--nets dit:tiny:8:2 --recipes bf16 --repeats 1 --products".split()
+    run(tmp_path, "training", *words, whose)
+    assert bool(devices) == asked
 
 
 def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
