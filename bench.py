@@ -20,6 +20,7 @@ from benchmarks import (
     first,
     fp16_weights,
     gpu,
+    guides,
     largest_batch,
     loops,
     memory,
@@ -50,6 +51,7 @@ FILES = (
     watch,
     reduction,
     fp16_weights,
+    guides,
     first,
     conformance_command,
 )

@@ -476,6 +476,24 @@ def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     assert f"| int8, stochastic | {rows[5]['dropped']:.2f} | {rows[5]['others']:.2f} |" in table
 
 
+def test_weights_in_blocks_lie_at_the_nearest_level():
+    weight = torch.linspace(-3, 5, 37).view(1, 37)
+    for levels in guides.LEVELS.values():
+        held = guides.in_blocks(weight, levels)
+        for block, exact in zip(held[0].split(16), weight[0].split(16), strict=True):
+            places = levels * exact.abs().max() / levels[-1]
+            nearest = (exact.abs()[:, None] - places).abs().amin(1)
+            assert torch.allclose((block - exact).abs(), nearest, atol=1e-6)
+
+
+def test_guides_write_a_row_a_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(guides, "QUESTIONS", (guides.bare, guides.attention))
+    rows = run(tmp_path, "guides")["results"]
+    found = {row["what"]: row["value"] for row in rows}
+    assert len(rows) == 5 and found["parameters of bdh in nn.Linear"] == 0
+    assert 20 < found["attention with queries, keys and values in e4m3"] < 40
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("value", [0.1, -0.1, 3e-5, -1e-8, 0.0])
 def test_a_stochastic_write_to_16_bits_is_right_on_average(dtype, value):
