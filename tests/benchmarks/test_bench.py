@@ -22,6 +22,7 @@ import precision
 from benchmarks import (
     fp16_weights,
     gpu_cells,
+    guides,
     loops,
     memory,
     moments,
