@@ -29,6 +29,7 @@ from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_wh
 from .kernels import cpu_products
 from .layers import convolutions
 from .layers.fp8 import FP8
+from .layers.fp8_attention import FP8Attention
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
 from .machine import settle_vector_math
@@ -51,7 +52,7 @@ from .telemetry import StepReport
 from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
-METHODS = (Sparse24, FP8, Quantised)
+METHODS = (Sparse24, FP8, FP8Attention, Quantised)
 
 
 class Precision:
