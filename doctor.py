@@ -345,7 +345,7 @@ class Examination:
         self.judge("exp_avg_sq", tally.lost, text, self.writing(remedy))
 
     def casts(self, reports):
-        """What our FP8 casts made zero and clipped in the steps of these reports, the worst operand of each."""
+        """What our FP8 casts made zero and clipped in these steps, the worst operand of each."""
         self.casts_of(reports, "fp8 zeroed", "fp8_underflow_", "non-zero values become zero")
         self.casts_of(reports, "fp8 clipped", "fp8_saturated_", "values are clipped")
         self.casts_of(reports, "attention", "attention_underflow_", "magnitude becomes zero")
