@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowprec.attention import SHORT, attend
+from lowprec.attention import SHORT, Attend
 from lowprec.errors import Refused
 from lowprec.machine import without
 
@@ -192,6 +192,7 @@ class Attention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
+        self.attend = Attend()
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
@@ -200,7 +201,7 @@ class Attention(nn.Module):
         # heads]
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         # [B, heads, tokens, width / heads] -> [B, tokens, width]
-        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

@@ -42,6 +42,7 @@ class Format:
     why = ""  # what the ledger says of it
     gap = ""  # between two codes, as a share of the value
     flag = ""  # the flag that asks for it, without dashes; "" where --set alone does
+    lowest = 0.0  # second moment, as a share of its block's largest, below which there is no code but 0
     remedy = "--set exp_avg_sq=fp32, or --beta2 0.99"  # where a second moment in it loses too much
 
     def __getstate__(self):  # a copy, or a pickle, finds its library and kernels by itself
@@ -329,6 +330,7 @@ class Int4(Table):
     name, bits, block = "int4", 4, 128
     why = "4-bit codes in blocks of 128, format of torchao"
     gap = "3 % to 50 %"
+    lowest = 1 / 16
     flag = "opt4bit"
     remedy = "--stochastic --opt8bit"
 
@@ -376,6 +378,7 @@ class Log4(Int4):
     name = "log4"
     why = "4-bit codes in blocks of 128: exp_avg as torchao has it, exp_avg_sq in powers of two"
     gap = "100 %"
+    lowest = 2.0**-15
     flag = ""
 
     def _published(self, signed):

@@ -30,6 +30,7 @@ from .kernels import cpu_products
 from .layers import convolutions
 from .layers.fp4 import FP4
 from .layers.fp8 import FP8
+from .layers.fp8_attention import FP8Attention
 from .layers.lora import Lora
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
@@ -54,7 +55,7 @@ from .telemetry import StepReport
 from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
-METHODS = (Lora, Sparse24, FP8, FP4, Quantised)
+METHODS = (Lora, Sparse24, FP8, FP4, FP8Attention, Quantised)
 
 
 class Precision:

@@ -576,6 +576,13 @@ LOSSES = (
         f"{lost.remedy('add --stochastic')}",
     ),
     Rule(
+        lambda lost: lost.recipe.exp_avg_sq in CODES and FORMATS[lost.recipe.exp_avg_sq].lowest > 0.01,
+        lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}: no code lies below "
+        f"{FORMATS[lost.recipe.exp_avg_sq].lowest:g} of the largest in a block, so entries whose gradients "
+        f"are below {FORMATS[lost.recipe.exp_avg_sq].lowest ** 0.5:g} of its largest take steps too short; "
+        "--set exp_avg_sq=log4 (as many bits) or int8 reaches further down",
+    ),
+    Rule(
         lambda lost: lost.factors and lost.nearest_moments,
         lambda lost: f"{' and '.join(lost.factors)} in bf16, nearest: at step t they move by t^-0.8 of a "
         "difference, from step 1,000 on under half an ulp (2^-8), so they stand still; use --stochastic or "

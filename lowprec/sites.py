@@ -133,6 +133,13 @@ SITES = {
         ("none", "magnitude", "srste"),
         {"magnitude": "pruned once, the mask is fixed", "srste": "pruned anew at each step"},
     ),
+    "attention": Site(
+        ("compute", "fp8"),
+        {
+            "compute": "queries by keys and probabilities by values are multiplied as all else",
+            "fp8": "queries by keys and probabilities by values read 8-bit floats",
+        },
+    ),
 }
 
 # of SGD and of Muon
