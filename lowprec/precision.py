@@ -45,6 +45,7 @@ from .rules import NET, check_wrapped, is_compiled, refuse, refuse_optimizer
 from .run_options import (
     RunOptions,
     check_averages_gradients,
+    check_calls_the_model,
     check_method_options,
     checked_recipe,
     trained_groups,
@@ -243,6 +244,7 @@ class Precision:
             check_wrapped(wrapper)
         if self.recipe.low_weights:
             check_averages_gradients(wrapper)
+        check_calls_the_model(wrapper, self.view_of_model)
         self.view_of_model.forward = wrapper
 
     @property
