@@ -2,8 +2,8 @@
 
 Each net and recipe is trained for two steps in a process of its own, which then says how much memory it had
 at most. The C library keeps pieces of freed memory for later use. MALLOC_MMAP_THRESHOLD_=65536 in the
-environment gives freed tensors back at once: the estimate is held against that. Some cells run without it,
-too.
+environment gives freed tensors back at once: the estimate is held against that. fp32 runs without it, too.
+Peaks on a GPU are those of the record of `bench.py --gpu`.
 """
 
 import json
@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import strategies
-from benchmarks.common import RECIPES, Command, markdown, progress_bar, typed
+from benchmarks.common import RECIPES, Command, built, markdown, parse_net, progress_bar, typed
 from lowprec.advice import timing
+from lowprec.advice.answer import advise
 from lowprec.errors import Refused
 from lowprec.recipes import recipe
 
@@ -33,6 +35,14 @@ TRAINED = {  # recipe: whether it runs as a user runs it, too
     "bf16": False,
     "pure_bf16-stochastic-opt8bit": False,
     "pure_bf16-stochastic-opt4bit": False,
+}
+GPU_RECORD = "experiments/bench/gpu-nvidia-h100-80gb-hbm3.json"
+GPU_NET = "dit:B/2:32:64"
+ON_A_GPU = {  # what the record calls a recipe: its flags
+    "fp32": "(none)",
+    "bf16": "--bf16",
+    "pure_bf16-stochastic": "--pure_bf16 --stochastic",
+    "fp8-torchao-tensorwise": "--fp8",
 }
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 MIB = 2**20
@@ -51,8 +61,30 @@ def advice(args, clock):
                 rows.append(measured(net, name, told, args.threads or 1))
                 print(rows[-1], flush=True)
                 bar.update()
+    rows += on_a_gpu()
     print(table(rows))
     return rows
+
+
+def on_a_gpu():
+    """Rows of the net of GPU_RECORD, whose peaks CUDA's allocator told."""
+    with torch.device("meta"):
+        net = built(parse_net(GPU_NET))
+    found = advise(net, mse, gpu="H100", batch=64).rows
+    told = {row.candidate.typed: round(row.total) for row in found}
+    rows = []
+    for row in json.loads((ROOT / GPU_RECORD).read_text(encoding="utf-8"))["results"]:
+        flags = ON_A_GPU.get(row["recipe"])
+        if flags and row["net"] == GPU_NET and not row["compile"]:
+            net = "DiT-B/2, 32x32 images, on an H100"
+            rows.append(dict(net=net, flags=flags, batch=64, told=told[flags], peak=row["peak_bytes"]))
+    return rows
+
+
+def mse(model, n):
+    """The loss of `bench.py --gpu`."""
+    x, velocity = torch.randn(n, 3, 32, 32), torch.randn(n, 3, 32, 32)
+    return F.mse_loss(model(x, torch.linspace(0, 999, n), torch.arange(n) % 10), velocity)
 
 
 def measured(net, name, told, threads):

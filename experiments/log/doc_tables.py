@@ -10,7 +10,17 @@ import functools
 import json
 import statistics
 
-from benchmarks import conformance_command, first, gpu_record, loops, memory, moments, sharding, systems
+from benchmarks import (
+    advice,
+    conformance_command,
+    first,
+    gpu_record,
+    loops,
+    memory,
+    moments,
+    sharding,
+    systems,
+)
 from experiments.log import overview
 from experiments.log.definition import HERE
 from experiments.log.tables import markdown
@@ -334,6 +344,7 @@ def tables(experiments, known):
             "speeds": speeds_table,
             "default run": lambda: default_run_table(experiments, known),
         },
+        "docs/advise.md": {"peaks": lambda: advice.table(rows_of("cpu-advice"))},
         "docs/tasks.md": {"first commands": tasks_table},
         "docs/many_gpus.md": {
             "sharded": sharding.table,

@@ -221,8 +221,9 @@ def advise(
     net, as evidence.KINDS has it. average: whether a moving average is kept. time: measure the speed here, by
     real steps. Raises Refused.
     """
-    if gpus < 1 or batch < 1:
-        raise Refused(f"gpus={gpus}, batch={batch}: each must be 1 or more")
+    for name, number in dict(gpus=gpus, batch=batch, image_size=image_size, seq=seq).items():
+        if number is not None and number < 1:
+            raise Refused(f"{name}={number}: it must be 1 or more")
     if lr is not None and not 0 < lr < float("inf"):
         raise Refused(f"lr={lr:g}: it must be above 0")
     subject = model if isinstance(model, Subject) else of_module(model, loss, image_size, seq)
@@ -249,14 +250,10 @@ def advise(
 
 
 def _machine(gpu, memory):
-    if gpu and memory:
-        found = machines.gpu(gpu)
-        return found._replace(memory=machines.size(memory))
-    if gpu:
-        return machines.gpu(gpu)
-    if memory:
-        return machines.of_memory(memory)
-    return machines.here()
+    if gpu is None:
+        return machines.here() if memory is None else machines.of_memory(memory)
+    found = machines.gpu(gpu)
+    return found if memory is None else found._replace(memory=machines.size(memory))
 
 
 def _add_rows(advice, regime, lr):
@@ -337,10 +334,9 @@ def _take_speeds_of_a_record(advice):
         rows.append(row._replace(speed=speed))
     advice.rows = rows
     size = evidence.short(found.parameters)
-    without = "" if advice.machine.is_cpu else " without TF32"
     advice.speeds_from = (
-        f"a {found.kind} of {size} parameters ({found.net}) on this kind of machine, {found.hardware}, fp32"
-        f"{without} (experiments/bench/{found.record}.json)"
+        f"a {found.kind} of {size} parameters ({found.net}), not compiled, on: {found.hardware} "
+        f"(experiments/bench/{found.record}.json)"
     )
 
 

@@ -25,9 +25,23 @@ In the laboratory's folder, train.py asks the same of its own nets, and takes th
 REGIMES = {"scratch": "from scratch", "finetune": "finetune"}
 
 
+class Parser(argparse.ArgumentParser):
+    """Its errors are one line."""
+
+    def error(self, message):
+        raise Refused(message)
+
+
+def natural(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: write a whole number, 1 or more")
+    return int(text)
+
+
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The parser of the command, without the flags of train.py."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,13 +55,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     machine = parser.add_argument_group("the machine: this one, where nothing is said")
     machine.add_argument("--gpu", metavar="NAME", help='as in "RTX 4090"')
     machine.add_argument("--memory", metavar="SIZE", help="of one GPU, as in 24GiB")
-    machine.add_argument("--gpus", type=int, default=1, help="how many; the net is spread over them")
+    machine.add_argument("--gpus", type=natural, default=1, help="how many; the net is spread over them")
     job = parser.add_argument_group("the job")
     job.add_argument("--from", dest="start", choices=[*REGIMES], default="scratch", help="default: scratch")
     job.add_argument("--lr", type=float, help="learning rate")
-    job.add_argument("--batch", type=int, default=8, help="examples a step on each GPU; default: 8")
-    job.add_argument("--image_size", type=int, help="pixels of the side of an image")
-    job.add_argument("--seq", type=int, help="tokens of an example")
+    job.add_argument("--batch", type=natural, default=8, help="examples a step on each GPU; default: 8")
+    job.add_argument("--image_size", type=natural, help="pixels of the side of an image")
+    job.add_argument("--seq", type=natural, help="tokens of an example")
     job.add_argument(
         "--average",
         choices=["yes", "no"],

@@ -112,7 +112,7 @@ def recommendation(advice) -> list[str]:
         less = f"{smaller.candidate.typed} takes {gib(best.total - smaller.total)} GiB less"
         lines.append(f"{less}. It gives up: {smaller.candidate.lost}")
     if best.candidate.flags:
-        lines.append(f"what lowprec.Watch says of it first when it goes wrong: {best.candidate.watch}")
+        lines.append(f"to look at in lowprec.Watch: {best.candidate.watch}")
     return lines
 
 
@@ -170,7 +170,8 @@ def _notes(advice):
     if not advice.subject.average:
         lines.append("No moving average of the weights is counted; --average yes adds 4 bytes a parameter.")
     if advice.speeds_from:
-        lines.append(f"Speed is how many times as fast as fp32, of {advice.speeds_from}.")
+        reference = "fp32" if machine.is_cpu else "fp32 without TF32"
+        lines.append(f"Speed is how many times as fast as {reference}: {advice.speeds_from}.")
     else:
         lines.append("Speed was not measured on this kind of machine; --time measures it where it runs.")
     lines += advice.refused
