@@ -16,9 +16,13 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    advice,
     conformance_command,
     first,
+    fp16_weights,
     gpu,
+    guides,
+    largest_batch,
     loops,
     memory,
     moments,
@@ -40,12 +44,16 @@ FILES = (
     optimizers,
     training,
     memory,
+    advice,
+    largest_batch,
     sharding,
     moments,
     systems,
     loops,
     watch,
     reduction,
+    fp16_weights,
+    guides,
     first,
     conformance_command,
 )

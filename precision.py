@@ -35,8 +35,8 @@ PRECISION = (
         "master",
         "none",
         "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a "
-        "full copy; both keep fp32 states",
-        choices=("none", "split", "fp32"),
+        "full copy; both keep fp32 states; split8 keeps 24 bits, as bf16 weight + int8 remainder",
+        choices=("none", "split", "split8", "fp32"),
     ),
     precision("opt8bit", False, "optimiser states in 8 bits, by the blockwise functions of bitsandbytes"),
     precision("opt4bit", False, "optimiser states in 4 bits, by those of torchao"),
@@ -147,6 +147,14 @@ PRECISION = (
         type=amount,
     ),
     precision(
+        "lora",
+        0,
+        "with --finetune: train adapters of this rank beside the layers, which are frozen; --set frozen=bf16 "
+        "halves the bytes of these",
+        to="method",
+        type=checked(int, lambda v: 0 <= v <= 4096, "a whole number, 0 to 4096"),
+    ),
+    precision(
         "set",
         [],
         "any one site, after the flags: --set ema=bf16 --set islands=norm+embed; --dry_run lists them",
@@ -169,6 +177,8 @@ def check_options(wanted, config):
     if config.sparse24_decay is not None and wanted.sparse24 != "srste":
         decay = f"--sparse24_decay {config.sparse24_decay:g}"
         raise Refused(f"{decay} belongs to --sparse24 srste: add that, or drop it")
+    if config.lora and not getattr(config, "finetune", None):
+        raise Refused(f"--lora {config.lora} trains adapters beside trained weights: add --finetune RUN")
 
 
 def check_origin(wanted, before, said="", draws=False):

@@ -33,6 +33,7 @@ from .optimizers.peers import PEERS
 from .optimizers.rounded import LAZY, REMEDIES, Rounded
 from .sites import CODES, LOW_PRODUCTS
 
+EXACT = "split", "fp32"  # masters that are fp32, bit for bit
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
@@ -125,7 +126,7 @@ FLAGS = (
 
 def _rounds_nothing(r):
     """Whether a recipe writes neither weights nor moments in bf16 or in codes."""
-    low_written = r.low_weights and r.master == "none"
+    low_written = r.low_weights and r.master not in EXACT
     bf16_moments = "bf16" in [r[name] for name in r.moments]
     return not (low_written or bf16_moments or r.coded)
 
@@ -177,12 +178,17 @@ RECIPE = (
     ),
     Rule(
         lambda r: r.kahan == "on" and r.master != "none",
-        lambda r: f"kahan=on with master={r.master}: the master is exact, there is nothing to compensate; "
+        lambda r: f"kahan=on with master={r.master}: the master keeps what is rounded away already; "
         "drop one of the two",
     ),
     Rule(
         lambda r: r.update == "stochastic" and _rounds_nothing(r),
         lambda r: f"update=stochastic, but no tensor is written in bf16 or codes: {_something_to_round(r)}",
+    ),
+    Rule(
+        lambda r: r.update == "eco" and (not r.low_weights or r.kahan == "on" or r.master != "none"),
+        "update=eco feeds back what a bf16 weight rounds away, and here is none, or a master or Kahan buffer "
+        "that keeps it: use it with --pure_bf16 alone",
     ),
     Rule(
         lambda r: r.sparse24 != "none" and r.compute in LOW_PRODUCTS,
@@ -568,6 +574,13 @@ LOSSES = (
         "value) is lost: where some gradients of a block drop, their v stays too high and their steps too "
         "short; "
         f"{lost.remedy('add --stochastic')}",
+    ),
+    Rule(
+        lambda lost: lost.recipe.exp_avg_sq in CODES and FORMATS[lost.recipe.exp_avg_sq].lowest > 0.01,
+        lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}: no code lies below "
+        f"{FORMATS[lost.recipe.exp_avg_sq].lowest:g} of the largest in a block, so entries whose gradients "
+        f"are below {FORMATS[lost.recipe.exp_avg_sq].lowest ** 0.5:g} of its largest take steps too short; "
+        "--set exp_avg_sq=log4 (as many bits) or int8 reaches further down",
     ),
     Rule(
         lambda lost: lost.factors and lost.nearest_moments,
