@@ -22,7 +22,7 @@ from .layers import fp8
 from .optimizers.build import OPTIMIZERS, kinds
 from .rounding import DTYPES
 from .rules import check_machine
-from .sites import CODES, LOW_PRODUCTS, SITES, Site
+from .sites import BLOCKS_OF_GENERATION, CODES, LOW_PRODUCTS, SITES, Site
 
 __all__ = ["MOMENTS", "OF_OPTIMIZERS", "SITES", "Recipe", "Site", "check_machine", "parse_average", "recipe"]
 
@@ -127,8 +127,9 @@ class Recipe:
 
     @property
     def quantises(self) -> bool:
-        """Whether samples are drawn in 8 bits from a net that was not trained so."""
-        return self.generation == "int8" or (self.generation == "fp8" and not self.fp8)
+        """Whether samples are drawn in 8 or 4 bits from a net that was not trained so."""
+        after_training = ("int8", *BLOCKS_OF_GENERATION)
+        return self.generation in after_training or (self.generation == "fp8" and not self.fp8)
 
     @property
     def moments(self) -> list[str]:

@@ -12,6 +12,9 @@ from .formats import FORMATS
 
 LOW_PRODUCTS = ("fp8", "fp4")  # values of compute in which nn.Linear reads 8 or 4 bits, all else bf16
 CODES = {name: form.why for name, form in FORMATS.items()}
+_BLOCKS = {name: f"samples are drawn through layers in {name}" for name in ("mxfp8", "mxfp4", "nvfp4")}
+# and with weights alone in these formats, what they multiply in bf16
+BLOCKS_OF_GENERATION = {**_BLOCKS, **{f"{name}_weights": why for name, why in _BLOCKS.items()}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +110,7 @@ SITES = {
         {"fp32": "sums need the bits", "bf16": "the loss is formed from bf16 differences"},
     ),
     "generation": Site(
-        ("compute", "fp32", "bf16", "autocast", "fp16", "fp8", "int8"),
+        ("compute", "fp32", "bf16", "autocast", "fp16", "fp8", "int8", *BLOCKS_OF_GENERATION),
         {
             "compute": "samples are drawn in the precision that was trained",
             "fp32": "samples are drawn from an fp32 copy of the weights",
@@ -116,6 +119,7 @@ SITES = {
             "int8": "samples are drawn through int8 layers",
             "autocast": "samples are drawn from an fp32 copy under bf16 autocast",
             "fp16": "samples are drawn from an fp32 copy under fp16 autocast: above 65504 is infinity",
+            **BLOCKS_OF_GENERATION,
         },
     ),
     "reduce": Site(
