@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    advice,
     conformance_command,
     first,
     fp16_weights,
@@ -44,6 +45,7 @@ FILES = (
     training,
     memory,
     largest_batch,
+    advice,
     sharding,
     moments,
     systems,

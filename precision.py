@@ -35,8 +35,8 @@ PRECISION = (
         "master",
         "none",
         "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a "
-        "full copy; both keep fp32 states",
-        choices=("none", "split", "fp32"),
+        "full copy; both keep fp32 states; split8 keeps 24 bits, as bf16 weight + int8 remainder",
+        choices=("none", "split", "split8", "fp32"),
     ),
     precision("opt8bit", False, "optimiser states in 8 bits, by the blockwise functions of bitsandbytes"),
     precision("opt4bit", False, "optimiser states in 4 bits, by those of torchao"),

@@ -248,7 +248,7 @@ def _composed(flags):
         values.update(weights="bf16", compute="bf16", grads="bf16", accumulate="bf16")
         # an exact master promises fp32 AdamW bit for bit, which bf16 moments would break; --set exp_avg=bf16
         # takes them back
-        moments = "bf16" if flags.master == "none" else "fp32"
+        moments = "fp32" if flags.master in rules.EXACT else "bf16"
         values.update(exp_avg=moments, exp_avg_sq=moments, master=flags.master)
     if flags.kahan:
         values["kahan"] = "on"
@@ -351,7 +351,7 @@ def _unset(site, values):
     if site.follows != "compute":
         return values.get(site.follows, "fp32")
     # an exact master promises the bits of fp32
-    exact = values.get("master", "none") != "none"
+    exact = values.get("master") in rules.EXACT
     return "bf16" if values.get("compute") in ("bf16", "fp8") and not exact else "fp32"
 
 

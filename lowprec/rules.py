@@ -33,6 +33,7 @@ from .optimizers.peers import PEERS
 from .optimizers.rounded import LAZY, REMEDIES, Rounded
 from .sites import CODES
 
+EXACT = "split", "fp32"  # masters that are fp32, bit for bit
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
@@ -119,7 +120,7 @@ FLAGS = (
 
 def _rounds_nothing(r):
     """Whether a recipe writes neither weights nor moments in bf16 or in codes."""
-    low_written = r.low_weights and r.master == "none"
+    low_written = r.low_weights and r.master not in EXACT
     bf16_moments = "bf16" in [r[name] for name in r.moments]
     return not (low_written or bf16_moments or r.coded)
 
@@ -171,12 +172,17 @@ RECIPE = (
     ),
     Rule(
         lambda r: r.kahan == "on" and r.master != "none",
-        lambda r: f"kahan=on with master={r.master}: the master is exact, there is nothing to compensate; "
+        lambda r: f"kahan=on with master={r.master}: the master keeps what is rounded away already; "
         "drop one of the two",
     ),
     Rule(
         lambda r: r.update == "stochastic" and _rounds_nothing(r),
         lambda r: f"update=stochastic, but no tensor is written in bf16 or codes: {_something_to_round(r)}",
+    ),
+    Rule(
+        lambda r: r.update == "eco" and (not r.low_weights or r.kahan == "on" or r.master != "none"),
+        "update=eco feeds back what a bf16 weight rounds away, and here is none, or a master or Kahan buffer "
+        "that keeps it: use it with --pure_bf16 alone",
     ),
     Rule(
         lambda r: r.sparse24 != "none" and r.compute == "fp8",

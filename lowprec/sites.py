@@ -33,17 +33,19 @@ SITES = {
         {"fp32": "forward reads full precision", "bf16": "half the bytes; forward reads 8 significant bits"},
     ),
     "master": Site(
-        ("none", "fp32", "split"),
+        ("none", "fp32", "split", "split8"),
         {
             "none": "the weights are the only copy",
             "fp32": "a second, full-precision copy takes the updates",
             "split": "bf16 weight + int16 remainder = the exact fp32 master in 4 bytes",
+            "split8": "bf16 weight + int8 remainder = a master of 16 significant bits in 3 bytes",
         },
     ),
     "update": Site(
-        ("nearest", "stochastic"),
+        ("nearest", "stochastic", "eco"),
         {
             "nearest": "updates under half an ulp are lost",
+            "eco": "to nearest, and what is rounded away goes into the momentum; moments stochastically",
             "stochastic": "rounds up with probability = distance: nothing is lost on average, "
             "some noise is added",
         },

@@ -275,7 +275,7 @@ def _ours(kind, params, r, options, seed, away):
 
 
 def _rounds_itself(r):
-    return r.update == "stochastic" or r.kahan == "on" or r.master != "none"
+    return r.update != "nearest" or r.kahan == "on" or r.master != "none"
 
 
 def _strangers(make, params, r):
