@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    advice,
     conformance_command,
     first,
+    fp16_weights,
     gpu,
     loops,
     memory,
@@ -40,12 +42,14 @@ FILES = (
     optimizers,
     training,
     memory,
+    advice,
     sharding,
     moments,
     systems,
     loops,
     watch,
     reduction,
+    fp16_weights,
     first,
     conformance_command,
 )

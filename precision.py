@@ -112,6 +112,14 @@ PRECISION = (
         type=amount,
     ),
     precision(
+        "lora",
+        0,
+        "with --finetune: train adapters of this rank beside the layers, which are frozen; --set frozen=bf16 "
+        "halves the bytes of these",
+        to="method",
+        type=checked(int, lambda v: 0 <= v <= 4096, "a whole number, 0 to 4096"),
+    ),
+    precision(
         "set",
         [],
         "any one site, after the flags: --set ema=bf16 --set islands=norm+embed; --dry_run lists them",
@@ -132,6 +140,8 @@ def check_options(wanted, config):
     if config.sparse24_decay is not None and wanted.sparse24 != "srste":
         decay = f"--sparse24_decay {config.sparse24_decay:g}"
         raise Refused(f"{decay} belongs to --sparse24 srste: add that, or drop it")
+    if config.lora and not getattr(config, "finetune", None):
+        raise Refused(f"--lora {config.lora} trains adapters beside trained weights: add --finetune RUN")
 
 
 def check_origin(wanted, before, said="", draws=False):

@@ -260,13 +260,12 @@ def _check(config, known):
 # ---- A net without a run -----------------------------------------------------------------------------------
 
 
-def subject(words):
-    """What `python -m lowprec advise` asks of a task: an advice.subjects.Subject with the net of these flags
-    on the meta device, and the task's own loss.
+def subject(words, spec=None):
+    """What `train.py --advise` asks about: an advice.subjects.Subject with the net of these flags on the meta
+    device, and the task's own loss. spec: the --task among them.
     """
-    spec = words[words.index("--task") + 1]
-    known = table(spec)
-    run = settle(vars(known.parser("advise", "the flags of train.py").parse_args(words)), typed=True)
+    parser = table(spec).parser("train.py --advise", "the flags of train.py")
+    run = settle(vars(parser.parse_args(words)), typed=True)
     task = run.kind(run.kind.load(run.config), run.recipe, run.config)
     with torch.device("meta"):
         net = task.net()
@@ -275,5 +274,5 @@ def subject(words):
         return task.loss(model, task.data.train[[0] * n], Rng(0), 0)
 
     model = getattr(run.config, "model", "")
-    name = " ".join(["train.py", *words])
+    name = " ".join(["python train.py", *words])
     return Subject(name, net, loss, "", KINDS.get(model))

@@ -1,8 +1,9 @@
-"""The command: flags -> Trainer.
+"""Trains a net in the number formats that its flags choose, and says what they cost.
 
     python train.py --pure_bf16 --stochastic     digits out of noise, in bf16 weights, gradients and states:
                                                  a few minutes on 2 cores
     python train.py --check                      what this machine runs natively, and the flags to start with
+    python train.py --advise --model dit         what training a net takes and costs in each recipe
     python train.py --dry_run --pure_bf16        the resolved flags and the precision of every tensor
     python train.py --sample runs/NAME           draw again from a run's weights
     python train.py --diagnose runs/NAME         which tensors of a run are losing information
@@ -70,6 +71,12 @@ def build_parser(table=FLAGS):
         "--check",
         action="store_true",
         help="print what this machine runs natively, emulates or can't, and stop",
+    )
+    group.add_argument(
+        "--advise",
+        action="store_true",
+        help="say what training this net takes and costs in each recipe, and stop; --advise --help lists its "
+        "own flags, as --gpu and --plot",
     )
     group.add_argument(
         "--diagnose",
@@ -212,8 +219,30 @@ def diagnose(path, given, table):
     return diagnosis.status
 
 
+def advise(words):
+    """Print what training a net takes and costs; words: flags of its task, and of advice/command.py."""
+    from lowprec.advice import command
+
+    def subject(own):
+        return strategies.subject(own, task_of(own))
+
+    return command.main(words, "train.py --advise", subject)
+
+
+def for_a_billion():
+    """The first rows of what --advise says of this machine, for a net of a billion parameters."""
+    from lowprec.advice import text
+    from lowprec.advice.answer import advise
+    from lowprec.advice.subjects import of_count
+
+    head = "for a net of a billion parameters, without activations (--advise says it of yours, in full):"
+    return "\n".join([head, *text.short(advise(of_count(1e9)))])
+
+
 def run(argv):
     """Do what a command line says; returns the exit status."""
+    if "--advise" in argv:
+        return advise([word for word in argv if word != "--advise"])
     table = strategies.table(task_of(argv))
     parser = build_parser(table)
     given = vars(parser.parse_args(argv))
@@ -225,6 +254,7 @@ def run(argv):
         if others:
             raise Refused(f"--check looks at the machine alone: drop --{others[0]}; --dry_run reads it")
         print(check.report(start_here))
+        print(f"\n{for_a_billion()}")
         return 0
     if "config" in verbs:
         given = {**table.read_yaml(verbs["config"], parser), **given}

@@ -129,6 +129,7 @@ class Trainer:
             optimizer=c.optimizer,
             lr=c.lr,
             betas=(0.9, c.beta2),
+            eps=c.eps,
             weight_decay=c.weight_decay,
             clip_grad=c.clip_grad,
             momentum=c.momentum,

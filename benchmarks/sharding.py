@@ -22,6 +22,7 @@ from benchmarks.common import Command, add_nets, built, check_nets, markdown, pa
 from harness.flags import natural
 from lowprec import fsdp
 from lowprec.activations import blocks
+from lowprec.advice import footprint
 from lowprec.ledger import WORLDS, gathered, held
 from lowprec.optimizers import buckets
 from lowprec.precision import Precision, recipe
@@ -119,21 +120,23 @@ def allocated(net, r, ranks):
     _, _, side, batch = net
     x = torch.randn(batch, 3, side, side)
     inputs = x, torch.linspace(0, 999, batch), torch.arange(batch) % 10
-    return held_and_said(Precision(spread, r), Precision(whole, r), inputs, x, ranks)
+    return held_and_said(Precision(spread, r), whole, inputs, x, ranks)
 
 
 def held_and_said(spread, whole, inputs, target, ranks):
-    """{held: bytes of what this process holds after a backward pass; said: by `ledger.held`}.
+    """{held: bytes of what this process holds after a backward pass; said: by `python -m lowprec advise`}.
 
-    spread, whole: Precision over the same net, on all ranks and on this one alone.
+    spread: Precision over a net on all ranks; whole: the same net, on this rank alone.
     """
     spread.backward(F.mse_loss(spread(*inputs), target))
-    return dict(held=bytes_of(spread), said=sum(held(whole, ranks).values()))
+    said = footprint.held(whole, spread.recipe, ranks)
+    return dict(held=bytes_of(spread), said=said.total - said.gathered)
 
 
 def bytes_of(run):
-    """Of the weights, gradients, states and average that this process holds of a spread Precision."""
-    tensors = list(run.ema.shadow.values())
+    """Of weights, buffers, gradients, states and average: what this process holds of a spread Precision."""
+    tensors = [*run.ema.shadow.values(), *run.model.buffers()]
+    tensors += [p for p in run.model.parameters() if not p.requires_grad]
     for p in run.params:
         tensors += [buckets.local(p), buckets.local(p.grad)]
         tensors += [t for name, t in run.optimizer.state[p].items() if name != "step"]

@@ -11,6 +11,7 @@ import sys
 
 from .check import report
 from .errors import Refused
+from .machine import quiet_libraries
 
 # the flags that `recommended_flags` gives -> the same as arguments of the library
 START = {
@@ -33,6 +34,7 @@ def main(argv=None):
     if not argv:
         print(report(start))
         return 0
+    quiet_libraries()
     try:
         return command(*argv)
     except Refused as error:

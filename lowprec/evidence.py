@@ -3,6 +3,8 @@
     rows()                                            every comparison with fp32
     pooled()                                          each recipe over all nets that have it
     nearest("pure_bf16+stochastic", kind="GPT")       the comparison that is most like a training
+    nearest_speed("H100", kind="DiT")                 how fast recipes were on a machine
+    others()                                          what other people found
 
 experiments/report.py writes the file from the records of experiments/. Nothing here imports torch.
 """
@@ -105,6 +107,25 @@ class Pooled(NamedTuple):
     worst_high: float
 
 
+class Speed(NamedTuple):
+    """How many times as fast as fp32 (on a GPU: without TF32) recipes trained one net on one machine."""
+
+    hardware: str  # as advice.machines.Machine has it
+    kind: str
+    parameters: int
+    net: str  # "unet:small:64:8": model, size, side of the image, examples a step
+    record: str  # of experiments/bench
+    ratios: dict[str, float]  # by recipe
+
+
+class Other(NamedTuple):
+    """What other people found of a recipe, by their own measure."""
+
+    recipe: str
+    said: str
+    source: str
+
+
 class Nearest(NamedTuple):
     """A row, and in words how it differs from what was asked for."""
 
@@ -125,6 +146,23 @@ def rows() -> list[Row]:
 def pooled() -> list[Pooled]:
     """Recipes that three rows or more have. Read caution() beside them."""
     return [Pooled(*values) for values in _file()["pooled"]]
+
+
+def others() -> list[Other]:
+    """What other people found, not checked here."""
+    return [Other(*values) for values in _file()["others"]]
+
+
+def nearest_speed(hardware: str, kind: str | None, parameters: int) -> Speed | None:
+    """The record on this hardware of the net that is most like one asked about: of its kind before others,
+    then nearest in size. None without any.
+    """
+    found = [row for row in map(Speed._make, _file()["speeds"]) if row.hardware == hardware]
+
+    def distance(row):
+        return row.kind != kind, _times(row.parameters, parameters)
+
+    return min(found, key=distance, default=None)
 
 
 def caution() -> str:

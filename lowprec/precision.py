@@ -30,6 +30,8 @@ from .kernels import cpu_products
 from .layers import convolutions
 from .layers.fp8 import FP8
 from .layers.fp8_attention import FP8Attention
+from .layers.lora import Lora
+from .layers.nf4 import NF4Base
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
 from .machine import settle_vector_math
@@ -52,7 +54,7 @@ from .telemetry import StepReport
 from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
-METHODS = (Sparse24, FP8, FP8Attention, Quantised)
+METHODS = (Lora, NF4Base, Sparse24, FP8, FP8Attention, Quantised)
 
 
 class Precision:
@@ -81,7 +83,8 @@ class Precision:
     'bf16'} of single buffers and frozen weights. fp32_modules: names or patterns of modules that compute in
     fp32 with fp32 weights, islands by name. fp32_outputs: of modules whose outputs are fp32, as of a head
     whose logits become a loss within the net. blank: builds the net anew, for the generator of a model that
-    fully_shard has spread, see fsdp.py. method_options: as sparse24_decay.
+    fully_shard has spread, see fsdp.py. method_options: sparse24_decay; lora, the rank of adapters beside
+    frozen layers, see layers/lora.py.
     """
 
     def __init__(
@@ -402,13 +405,16 @@ class Precision:
     def weights(self, source: str = "ema") -> dict[str, torch.Tensor]:
         """{name: tensor}: the net's state_dict with averaged ('ema' or a further average, in its dtype) or
         last ('raw', the fp32 values held) weights, buffers and frozen parameters beside them; pruned under
-        sparse24.
+        sparse24, with the adapters of lora merged.
 
         It loads into the net as it was before the run. Of a model that is spread over ranks all of them call
         this, and the first gets it, on the CPU, the others {}. Raises Refused for a source that this run does
         not hold.
         """
-        return weights_of(self, source)
+        values = weights_of(self, source)
+        for method in self.methods:
+            values = method.as_it_came(values)
+        return values
 
     # -- state
 

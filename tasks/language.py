@@ -262,7 +262,7 @@ class Language(Task):
     """Predicts the next byte of a text."""
 
     flags = (
-        Flag("block", 128, "bytes of context", type=natural, fits=True),
+        Flag("block", 128, "bytes of text that the net sees at once", type=natural, fits=True),
         drawing("prompt", "", "text to continue (default: the start of the held-out text)"),
         drawing("length", 256, "bytes to write", type=natural),
         drawing("temperature", 0.8, "how evenly a byte is chosen; 0 takes the likeliest", type=amount),

@@ -321,13 +321,12 @@ def drawn(file):
 
 
 def measured(names, file):
-    """{recipe: (bytes that the first rank holds, bytes that the ledger says)}."""
+    """{recipe: (bytes that the first rank holds, bytes that advise says)}."""
     meet()
     result = {}
     for name in names:
-        spread, whole = start(name, spread=True), start(name, spread=False)
         x, y = batch(0)
-        sizes = sharding.held_and_said(spread, whole, (x,), y, dist.get_world_size())
+        sizes = sharding.held_and_said(start(name, spread=True), build(), (x,), y, dist.get_world_size())
         result[name] = [sizes["held"], sizes["said"]]
     told(file, result)
 

@@ -405,6 +405,7 @@ def test_check_prints_the_matrix(capsys, tmp_path):
     for word in ("cpu", "bf16", "fp16", "fp8", "opt8bit", "tf32", "start with: python train.py"):
         assert word in out
     assert "mps" not in out  # --device has none
+    assert "a billion parameters" in out and out.index("GiB at once") > out.index("float8_e5m2")
     assert not list(tmp_path.iterdir())
 
 

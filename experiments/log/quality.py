@@ -4,17 +4,19 @@ A comparison is found by its flags: the baseline has none of precision, and the 
 several arms hold the same comparison, the one with the most pairs stands. lowprec/evidence.py has the
 columns.
 
-    text(experiments, known)      what the file holds
+    text(experiments, known)      what the file holds, with speeds of benchmarks and what others found
 """
 
 import json
 import statistics
 
+from benchmarks.common import RECIPES, grouped
 from experiments.log import overview, stats
 from experiments.log.analysis import HELD_OUT, loss_comparison
-from experiments.log.definition import ROOT, command
+from experiments.log.definition import HERE, ROOT, command
 from experiments.run import flags_of
-from lowprec.evidence import FP32, KEYS, KINDS, LEAST, Pooled, Row, recipe_key, short
+from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
+from lowprec.evidence import FP32, KEYS, KINDS, LEAST, Other, Pooled, Row, Speed, recipe_key, short
 
 PATH = ROOT / "lowprec" / "evidence.json"
 CAUTION = (
@@ -182,6 +184,82 @@ def pooled_row(recipe, optimizer, weights, rows):
     )
 
 
+# ---- Speeds ------------------------------------------------------------------------------------------------
+
+TIMED = ("cpu-training-64x64", "cpu-training-8x8", "gpu-nvidia-h100-80gb-hbm3")  # of experiments/bench
+
+
+def speeds():
+    """[Speed], one a net of a record, of trainings that were not compiled."""
+    found = []
+    for record in TIMED:
+        whole = json.loads((HERE / "bench" / f"{record}.json").read_text(encoding="utf-8"))
+        machine = whole["machine"]
+        hardware = kind_of_gpu(machine["gpu"]) if machine["gpu"] else kind_of_cpu(machine["bf16"])
+        trained = []
+        for row in whole["results"]:
+            if row.get("ms") and not row.get("compile") and not row["recipe"].startswith("generate"):
+                trained.append(row)
+        for net, rows in grouped(trained, "net").items():
+            found.append(speed_of_net(hardware, record, net, rows))
+    return found
+
+
+def speed_of_net(hardware, record, net, rows):
+    """Of two programs that multiply in FP8 the first stands for the recipe."""
+    speed = {}
+    for row in rows:
+        # a GPU's rows were measured beside one reference each, in turns
+        beside = statistics.median(row["reference_ms"]) if "reference_ms" in row else 1.0
+        speed[row["recipe"]] = beside / statistics.median(row["ms"])
+    ratios = {}
+    for name, value in speed.items():
+        flags = RECIPES[name]
+        if "sites" not in flags:
+            ratios.setdefault(recipe_key(flags), round(value / speed["fp32"], 2))
+    return Speed(hardware, KINDS[net.partition(":")[0]], rows[0]["parameters"], net, record, ratios)
+
+
+# ---- What others found -------------------------------------------------------------------------------------
+
+OTHERS = (
+    Other(
+        "pure_bf16",
+        "torch's AdamW on bf16 weights, Qwen3-8B finetuned at lr 1e-4 for 220 steps: the training loss ends "
+        "about 3 times as high as with fp32 states (0.0464), one run",
+        "github.com/areal-project/AReaL, issue 1292",
+    ),
+    Other(
+        "pure_bf16",
+        "DeepSpeed with bf16 weights, gradients and states: training loss 3.12, not 3.09, one run",
+        "github.com/deepspeedai/DeepSpeed, blogs/core_api_update",
+    ),
+    Other(
+        "pure_bf16",
+        "finetuning of a robot's policy: success rate 0 %, not 94 %, one run",
+        "github.com/TensorAuto/OpenTau, issue 181",
+    ),
+    Other(
+        "pure_bf16+stochastic",
+        "pretraining of language models of up to 6.7 B parameters: validation perplexity better than that of "
+        "bf16 with fp32 master weights",
+        "arXiv 2502.20566",
+    ),
+    Other(
+        "pure_bf16+stochastic",
+        "with this or --kahan, seven applications: validation accuracy from 0.1 % lower to 0.2 % higher than "
+        "in fp32",
+        "arXiv 2010.06192",
+    ),
+    Other(
+        "pure_bf16+stochastic+opt8bit",
+        "a relative, weights of 24 bits and moments of 8: no measurable loss of quality up to the finetuning "
+        "of Llama-3.1-8B",
+        "arXiv 2602.23349",
+    ),
+)
+
+
 # ---- The file ----------------------------------------------------------------------------------------------
 
 
@@ -193,6 +271,7 @@ def text(experiments, known):
     """What lowprec/evidence.json holds: a line a row."""
     rows = comparisons(experiments, known)
     head = f'{{"made_by": "python experiments/report.py",\n"caution": {json.dumps(CAUTION)},\n'
+    head += f'"speeds": [\n{lines(speeds())}\n],\n"others": [\n{lines(OTHERS)}\n],\n'
     of_rows = f'"columns": {json.dumps(Row._fields)},\n"rows": [\n{lines(rows)}\n],\n'
     of_pool = f'"columns_pooled": {json.dumps(Pooled._fields)},\n"pooled": [\n{lines(pool(rows))}\n]}}\n'
     return head + of_rows + of_pool

@@ -110,7 +110,7 @@ class Row(NamedTuple):
     def said_of_quality(self, parameters: int) -> str:
         """The change of the held-out loss, on which net, and how far that is from the one asked about."""
         if not self.candidate.flags:
-            return "the reference"
+            return "fp32, the reference"
         if self.quality is None:
             return "not measured"
         row, differs = self.quality
@@ -160,12 +160,18 @@ class Advice:
         self.rows: list[Row] = []
         self.no_activations = subject.no_loss  # why they are left out; "" where they are not
         self.refused: list[str] = []  # why this net can't be trained in a recipe, a line each
+        self.speeds_from = ""  # what the speeds were measured on; "" without any
 
     @property
     def best(self) -> Row | None:
         """The recipe to start with, or None where none fits."""
         first = self.rows[0]
         return first if first.fits else None
+
+    def found_by_others(self) -> list[evidence.Other]:
+        """What other people found of the recipes of `rows`."""
+        keys = {evidence.recipe_key(row.candidate.flags) for row in self.rows}
+        return [other for other in evidence.others() if other.recipe in keys]
 
     def json(self) -> dict[str, Any]:
         """Plain values for a program."""
@@ -178,6 +184,8 @@ class Advice:
             "gpus": self.gpus,
             "batch": self.batch,
             "rows": [row.json() for row in self.rows],
+            "speeds_from": self.speeds_from,
+            "found_by_others": [other._asdict() for other in self.found_by_others()],
             "caution": evidence.caution(),
         }
 
@@ -232,6 +240,9 @@ def advise(
     _add_rows(advice, regime, lr)
     if time:
         advice.rows = _timed(advice.rows, subject, batch)
+        advice.speeds_from = "this net on this machine, a few steps each"
+    else:
+        _take_speeds_of_a_record(advice)
     advice.rows.sort(key=_order)
     return advice
 
@@ -250,7 +261,9 @@ def _machine(gpu, memory):
 def _add_rows(advice, regime, lr):
     """Add the rows of an advice, in the order of CANDIDATES."""
     subject, machine = advice.subject, advice.machine
-    demands = functools.cache(lambda r: demand(subject.net, subject.loss, r, advice.batch))
+    in_fp32 = machine.is_cpu and machine.support["bf16"][0] == "emulated"
+    process = machines.process(subject.net) if machine.is_cpu else 0
+    demands = functools.cache(lambda r: demand(subject.net, subject.loss, r, advice.batch, in_fp32))
     for candidate in CANDIDATES:
         if not _is_offered(candidate, advice):
             continue
@@ -271,7 +284,7 @@ def _add_rows(advice, regime, lr):
             key = evidence.recipe_key(candidate.flags)
             quality = evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
         how = machine.support[candidate.arithmetic]
-        room = _room(candidate, size, need, advice)
+        room = _room(candidate, size, need, advice, process)
         advice.rows.append(Row(candidate, size, *room, how, quality, None))
 
 
@@ -283,18 +296,18 @@ def _is_offered(candidate, advice):
 
 def _of_products(r, gpus):
     """A recipe with the same products and dtypes of weights: what activations depend on."""
-    compute = "bf16" if r.compute == "fp8" else r.compute
+    compute = "bf16" if r.compute in ("fp8", "fp16") else r.compute
     weights = r.weights
     if gpus > 1 and compute == "bf16":  # a net that is spread is gathered in bf16: no copies by autocast
         weights = "bf16"
     return recipe().replace(weights=weights, compute=compute)
 
 
-def _room(candidate, size: Held, need: Demand | None, advice):
+def _room(candidate, size: Held, need: Demand | None, advice, process):
     """(activations, total, whether that fits, most examples that fit) of one recipe."""
     machine = advice.machine
     room = machine.memory * (1 - machine.margin)
-    fixed = size.total + (machines.process() if machine.is_cpu else 0)
+    fixed = size.total + process
     if need is None:
         return None, fixed, fixed <= room, None
     if advice.gpus > 1 or candidate.options:
@@ -309,6 +322,25 @@ def _order(row):
     """What sorts rows: those that run and fit, that cost nothing much, and that the machine runs natively."""
     at = CANDIDATES.index(row.candidate)
     return row.how[0] == "no", not row.fits, row.is_worse, row.how[0] != "native", at
+
+
+def _take_speeds_of_a_record(advice):
+    subject = advice.subject
+    found = evidence.nearest_speed(advice.machine.hardware, subject.kind, subject.parameters)
+    if found is None:
+        return
+    rows = []
+    for row in advice.rows:
+        key = evidence.recipe_key(row.candidate.flags)
+        speed = None if row.candidate.options else found.ratios.get(key)
+        rows.append(row._replace(speed=speed))
+    advice.rows = rows
+    size = evidence.short(found.parameters)
+    without = "" if advice.machine.is_cpu else " without TF32"
+    advice.speeds_from = (
+        f"a {found.kind} of {size} parameters ({found.net}) on this kind of machine, {found.hardware}, fp32"
+        f"{without} (experiments/bench/{found.record}.json)"
+    )
 
 
 def _timed(rows, subject, batch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 
 from .. import evidence
 from ..errors import Refused
@@ -15,18 +16,19 @@ HELP = """Which recipe to train a net in on a machine: bytes, speed and quality 
     python -m lowprec advise --params 7e9 --gpu H100 --gpus 8
     python -m lowprec advise --config config.json --memory 24GiB --from finetune --lr 1e-5
     python -m lowprec advise --net mine.py:build --image_size 64 --plot recipes.png
-    python -m lowprec advise --task rflow --model dit --size XL/2 --image_size 64 --gpu "RTX 4090"
 
-Behind --task stand flags of train.py, which it runs in its clone alone.
+In the laboratory's folder, train.py asks the same of its own nets, and takes their flags too:
+
+    python train.py --advise --task rflow --model dit --size XL/2 --image_size 64 --gpu "RTX 4090"
 """
 
 REGIMES = {"scratch": "from scratch", "finetune": "finetune"}
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str) -> argparse.ArgumentParser:
     """The parser of the command, without the flags of train.py."""
     parser = argparse.ArgumentParser(
-        prog="python -m lowprec advise",
+        prog=prog,
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -35,7 +37,6 @@ def build_parser() -> argparse.ArgumentParser:
     net.add_argument("--net", metavar="FILE.py:FUNCTION", help="a function that returns it, or (net, loss)")
     net.add_argument("--config", metavar="FILE.json", help="a config of transformers or diffusers")
     net.add_argument("--params", type=float, metavar="N", help="its number of parameters, as in 7e9")
-    net.add_argument("--task", help="a task of train.py, with further flags of it")
     net.add_argument("--kind", help=f"what it is most like: {', '.join(evidence.KINDS.values())}")
     machine = parser.add_argument_group("the machine: this one, where nothing is said")
     machine.add_argument("--gpu", metavar="NAME", help='as in "RTX 4090"')
@@ -59,18 +60,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def subject_of(args, rest: list[str]) -> subjects.Subject:
-    """The net that the command line names. rest: words that the parser does not know, train.py's flags."""
-    named = [name for name in ("net", "config", "params", "task") if getattr(args, name) is not None]
-    if len(named) != 1:
-        raise Refused("say which net: one of --net, --config, --params and --task")
-    if args.task:
-        words = ["--task", args.task, *rest]
-        if args.image_size:
-            words += ["--image_size", str(args.image_size)]
-        return subjects.of_task(words)
+def subject_of(args, rest: list[str], build: Callable[[list[str]], subjects.Subject] | None):
+    """The Subject that the command line names. rest: words that the parser does not know; build: see main."""
+    named = [name for name in ("net", "config", "params") if getattr(args, name) is not None]
+    if build and not named:
+        size = [] if args.image_size is None else ["--image_size", str(args.image_size)]
+        return build(rest + size)
     if rest:
-        raise Refused(f"{rest[0]}: no such flag; python -m lowprec advise --help lists them")
+        raise Refused(
+            f"{rest[0]}: no such flag; python -m lowprec advise --help lists them. A net of train.py, with "
+            "its flags: python train.py --advise"
+        )
+    if len(named) != 1:
+        raise Refused("say which net: one of --net, --config and --params")
     if args.net:
         return subjects.of_file(args.net, args.image_size, args.seq)
     if args.config:
@@ -78,10 +80,17 @@ def subject_of(args, rest: list[str]) -> subjects.Subject:
     return subjects.of_count(args.params)
 
 
-def main(argv: list[str]) -> int:
-    """The exit status of `python -m lowprec advise` with these words. Raises Refused for bad ones."""
-    args, rest = build_parser().parse_known_args(argv)
-    subject = subject_of(args, rest)
+def main(
+    argv: list[str],
+    prog: str = "python -m lowprec advise",
+    build: Callable[[list[str]], subjects.Subject] | None = None,
+) -> int:
+    """The exit status of the command with these words. Raises Refused for bad ones.
+
+    build(words): the Subject where no flag of this command names one; words: those that it does not know.
+    """
+    args, rest = build_parser(prog).parse_known_args(argv)
+    subject = subject_of(args, rest, build)
     advice = advise(
         subject,
         gpu=args.gpu,

@@ -24,6 +24,7 @@ from ..activations import blocks
 from ..cast import Cast
 from ..copies import without_values
 from ..errors import Refused, first_line
+from ..kernels import cpu_products
 from ..precision import Precision
 from ..view import View
 
@@ -91,12 +92,14 @@ class StepMeter(TorchDispatchMode):
     """Counts the bytes of tensors that are made while it is entered. A memory counts from its first tensor to
     its last.
 
-    weights: the tensors of the net, whose memory does not count. `most` and `activations` and `casts` are
-    those of Demand; `gradient` is to be called for each weight that has got its gradient.
+    weights: the tensors of the net, whose memory does not count. in_fp32: whether 16-bit products are taken
+    as kernels/cpu_products.py does it, with copies of all that enters and leaves. `most` and `activations`
+    and `casts` are those of Demand; `gradient` is to be called for each weight that has got its gradient.
     """
 
-    def __init__(self, weights):
+    def __init__(self, weights, in_fp32=False):
         super().__init__()
+        self._in_fp32 = in_fp32
         self.most = self.activations = self.casts = 0
         self._now = self._gradients = 0
         self._weights = list(weights)  # else one's memory could be freed, and its place be another's
@@ -110,6 +113,8 @@ class StepMeter(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if torch.is_tensor(tensor):
                 self._count(tensor, is_cast)
+        if self._in_fp32 and cpu_products.is_replaced(function, args):
+            self._look(cpu_products.copies(args, out))
         return out
 
     def gradient(self, weight):
@@ -125,16 +130,21 @@ class StepMeter(TorchDispatchMode):
         if is_cast:
             self.casts += size
         self._now += size
-        self.most = max(self.most, self._now)
-        self.activations = max(self.activations, self._now - self._gradients)
+        self._look()
         weakref.finalize(storage, self._freed, size)
+
+    def _look(self, passing=0):
+        """passing: bytes that are there at this moment and belong to no tensor that is counted."""
+        now = self._now + passing
+        self.most = max(self.most, now)
+        self.activations = max(self.activations, now - self._gradients)
 
     def _freed(self, size):
         self._now -= size
 
 
-def demand(net: nn.Module, loss: Callable, recipe, batch: int) -> Demand:
-    """The Demand of a step of a net in a recipe.
+def demand(net: nn.Module, loss: Callable, recipe, batch: int, in_fp32: bool = False) -> Demand:
+    """The Demand of a step of a net in a recipe. in_fp32: as of StepMeter.
 
     loss(model, n): the loss, a scalar, of a callable model on n examples that it makes itself. Products are
     those that torch takes on a CPU; FP8 counts as bf16. Raises Refused where the net can't be called without
@@ -145,7 +155,7 @@ def demand(net: nn.Module, loss: Callable, recipe, batch: int) -> Demand:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # those of a loss, which are not counted
             fake = without_values(shapes, "cpu")
-            with StepMeter([*fake.parameters(), *fake.buffers()]) as meter:
+            with StepMeter([*fake.parameters(), *fake.buffers()], in_fp32) as meter:
                 for p in fake.parameters():
                     if p.requires_grad:
                         p.register_post_accumulate_grad_hook(meter.gradient)

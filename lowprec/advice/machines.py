@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ..errors import Refused
 from ..machine import device_facts, support
@@ -22,7 +24,8 @@ GIB = 2**30
 
 class Machine(NamedTuple):
     """name: as a person says it; memory: bytes of one GPU, or of the machine; support: see machine.support.
-    margin: share of the memory that is left free, for what fragments it, and for CUDA's own.
+    margin: share of the memory that is left free, for what fragments it, and for CUDA's own. hardware: what
+    records of speeds call it, "" where that is not known.
     """
 
     name: str
@@ -30,7 +33,10 @@ class Machine(NamedTuple):
     support: dict[str, tuple[str, str]]
     is_cpu: bool
     margin: float = 0.1
+    hardware: str = ""
 
+
+MARGIN_OF_CPU = 0.1  # what the C library keeps of freed memory, see docs/advise.md
 
 # name -> (GiB, compute capability), as NVIDIA's data sheets have them
 GPUS = {
@@ -71,9 +77,23 @@ def here() -> Machine:
     """This machine: its first GPU, or its CPU and the memory that this process may use."""
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
-        return Machine(torch.cuda.get_device_name(0), memory, support(*device_facts("cuda")), False)
+        name = torch.cuda.get_device_name(0)
+        return Machine(name, memory, support(*device_facts("cuda")), False, hardware=kind_of_gpu(name))
     memory = _memory_of_cpu()
-    return Machine(f"this machine's CPU, {_gib(memory)}", memory, support(*device_facts("cpu")), True, 0.0)
+    name, facts = f"this machine's CPU, {_gib(memory)}", device_facts("cpu")
+    return Machine(name, memory, support(*facts), True, MARGIN_OF_CPU, kind_of_cpu(facts[2]))
+
+
+def kind_of_gpu(name: str) -> str:
+    """The entry of GPUS of a GPU as torch calls it ("NVIDIA H100 80GB HBM3"); its own name without any."""
+    inside = [known for known in GPUS if _plain(known) in _plain(name)]
+    return max(inside, key=len, default=name)
+
+
+def kind_of_cpu(features: Collection[str]) -> str:
+    """What decides how fast a CPU is in 16 bits."""
+    found = " ".join(sorted({"avx512_bf16", "amx_bf16", "bf16"} & set(features)))
+    return f"CPU with {found}" if found else "CPU without bf16 instructions"
 
 
 def _memory_of_cpu():
@@ -92,7 +112,8 @@ def gpu(name: str) -> Machine:
     wanted = _plain(name)
     for known, (memory, capability) in GPUS.items():
         if _plain(known) == wanted:
-            return Machine(f"{known}, {memory} GiB", memory * GIB, support("cuda", capability), False)
+            facts = support("cuda", capability)
+            return Machine(f"{known}, {memory} GiB", memory * GIB, facts, False, hardware=known)
     raise Refused(
         f"--gpu {name}: not known here; give its memory, as in --memory 24GiB, or one of {', '.join(GPUS)}"
     )
@@ -126,13 +147,18 @@ def _gib(memory):
     return f"{memory / GIB:.3g} GiB"
 
 
-def process() -> int:
-    """Bytes that a process which trains on a CPU holds beside tensors: Python, torch, and its compiler, which
-    makes the optimiser's step.
+RUNNING = 50 * 2**20  # what compiled code and its buffers add to a process once it trains, as measured
+
+
+def process(net: nn.Module) -> int:
+    """Bytes that this process would hold beside tensors if it trained on a CPU: Python, the libraries that it
+    has imported, and torch's compiler, which makes the optimiser's step. The net's own bytes do not count.
     """
     importlib.import_module("torch._inductor.compile_fx")
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+    own = [t for t in [*net.parameters(), *net.buffers()] if t.device.type != "meta"]
+    return max(0, resident - sum(t.nbytes for t in own)) + RUNNING

@@ -1,5 +1,5 @@
-"""The net that is asked about: a module, a file's function, a config of transformers or diffusers, a task of
-train.py, or a number of parameters.
+"""The net that is asked about: a module, a file's function, a config of transformers or diffusers, or a
+number of parameters.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def of_count(count: float) -> Subject:
     if not 1 <= count < 1e13:
         raise Refused(f"--params {count:g}: write how many parameters the net has, as in 7e9")
     why = "activations are left out: a number of parameters can't be called"
-    return Subject(f"{count:,.0f} parameters", _Matrices(int(count)), None, why, None, average=False)
+    net = _Matrices(int(count))
+    return Subject("a net of which the size alone is known", net, None, why, None, average=False)
 
 
 # ---- A file ------------------------------------------------------------------------------------------------
@@ -256,19 +257,3 @@ def _of_transformers(file, config, seq):
         return mean_square(model(input_ids=tokens))
 
     return Subject(f"{type(net).__name__}, {seq} tokens", net, loss, "", kind_of(net), average=False)
-
-
-# ---- A task ------------------------------------------------------------------------------------------------
-
-
-def of_task(words: list[str]) -> Subject:
-    """A net of train.py, as its flags say. Raises Refused outside the laboratory's folder."""
-    try:
-        strategies = importlib.import_module("strategies")
-    except ImportError:
-        raise Refused(
-            "--task asks for a net of train.py, which is not here: run this in the clone, or use --net"
-        ) from None
-    return strategies.subject(words)
-
-

@@ -10,13 +10,18 @@ GIB = 2**30
 def written(advice) -> str:
     """The whole answer, as `python -m lowprec advise` prints it."""
     subject = advice.subject
-    gpus = "" if advice.gpus == 1 else f" x {advice.gpus}, the rows of all tensors spread over them (--fsdp)"
+    machine = f"on {advice.machine.name}; {advice.batch} examples a step"
+    if advice.gpus > 1:
+        spread = "on each; the rows of all tensors are spread over them (--fsdp)"
+        machine = f"on {advice.gpus} x {advice.machine.name}; {advice.batch} examples a step {spread}"
+    kind = f"a {subject.kind}" if subject.kind else "of no known kind: --kind says what it is most like"
     lines = [
-        f"{subject.name}: {subject.parameters:,} trained parameters"
-        + (f", a {subject.kind}" if subject.kind else "; what kind of net it is is not known"),
-        f"on {advice.machine.name}{gpus}; {advice.batch} examples a step on each",
+        f"{subject.name}: {subject.parameters:,} trained parameters, {kind}",
+        machine,
         "",
         *_table(advice),
+        "",
+        *_quality(advice),
         "",
         *recommendation(advice),
         "",
@@ -25,18 +30,26 @@ def written(advice) -> str:
     return "\n".join(lines)
 
 
+def short(advice, rows: int = 4) -> list[str]:
+    """The first rows of the table, their quality, and the recommendation."""
+    return [*_table(advice, rows), "", *_quality(advice, rows), "", *recommendation(advice)]
+
+
 # ---- The table ---------------------------------------------------------------------------------------------
 
-HEAD = ["flags", "GiB", "weights", "grads", "states", "average", "activations", "fits", "batch", "speed"]
+HEAD = [
+    *("flags", "GiB at once", "weights", "gradients", "states", "average", "activations"),
+    *("fits", "largest batch", "speed"),
+]
 
 
-def _table(advice):
+def _table(advice, rows=None):
     cells = [HEAD]
-    for row in advice.rows:
+    for row in advice.rows[:rows]:
         fits = "no" if not row.fits else "yes"
         if row.how[0] != "native":
             fits += f", {row.how[0]}"
-        most = "-" if row.most is None else f"<= {row.most:,}"
+        most = "-" if row.most is None else f"{row.most:,}"
         speed = "-" if row.speed is None else f"{row.speed:.2f}"
         held = row.held
         cells.append(
@@ -53,18 +66,24 @@ def _table(advice):
                 speed,
             ]
         )
-    lines = _aligned(cells)
-    quality = []
-    width = max(len(row.candidate.typed) for row in advice.rows)
-    for row in advice.rows:
+    return _aligned(cells)
+
+
+def _quality(advice, rows=None):
+    width = max(len(row.candidate.typed) for row in advice.rows[:rows])
+    lines = [
+        "change of the held-out loss against fp32 [95 % interval], plus is worse, on the nearest net that "
+        "was measured, with its pairs of runs (and the experiment):"
+    ]
+    for row in advice.rows[:rows]:
         said = row.said_of_quality(advice.subject.parameters)
-        quality.append(f"{row.candidate.typed:<{width}}  {said}")
-    return [*lines, "", "held-out loss against fp32, % [95 % interval]:", *quality]
+        lines.append(f"{row.candidate.typed:<{width}}  {said}")
+    return lines
 
 
 def gib(size: float) -> str:
     """'1.25', in GiB."""
-    return f"{size / GIB:.3g}" if size >= 0.001 * GIB else f"{size / GIB:.1g}"
+    return f"{size / GIB:#.3g}".rstrip(".") if size >= 0.001 * GIB else f"{size / GIB:.1g}"
 
 
 def _aligned(cells):
@@ -83,19 +102,26 @@ def recommendation(advice) -> list[str]:
     """What to start with and why, what the next smaller recipe gives up, and what to watch."""
     best = advice.best
     if best is None:
-        least = min(advice.rows, key=lambda row: row.total)
-        need = f"the least is {gib(least.total)} GiB, with {least.candidate.typed}"
-        return [f"Nothing fits: {need}. More GPUs (--gpus), a smaller batch or a frozen base need less."]
+        return [_nothing_fits(advice)]
     flags = best.candidate.typed
     lines = [f"start with {flags if best.candidate.flags else 'no flag: fp32'}, {_why(best, advice)}"]
     if best.candidate.flags:
         lines.append(f"in a loop of your own: {best.candidate.line}")
     smaller = next_smaller(advice)
     if smaller is not None:
-        saved = best.total - smaller.total
-        lines.append(f"{smaller.candidate.typed} saves {gib(saved)} GiB more; lost: {smaller.candidate.lost}")
-    lines.append(f"to watch: {best.candidate.watch} (lowprec.Watch prints it)")
+        less = f"{smaller.candidate.typed} takes {gib(best.total - smaller.total)} GiB less"
+        lines.append(f"{less}. It gives up: {smaller.candidate.lost}")
+    if best.candidate.flags:
+        lines.append(f"what lowprec.Watch says of it first when it goes wrong: {best.candidate.watch}")
     return lines
+
+
+def _nothing_fits(advice):
+    least = min(advice.rows, key=lambda row: row.total)
+    said = f"Nothing fits: the least is {gib(least.total)} GiB, with {least.candidate.typed}"
+    if least.most:
+        return f"{said}. With --batch {least.most} that fits."
+    return f"{said}. More GPUs (--gpus) or a frozen base need less."
 
 
 def _why(best, advice):
@@ -128,21 +154,30 @@ def next_smaller(advice):
 
 
 def _notes(advice):
+    machine = advice.machine
     lines = []
     if advice.no_activations:
         lines.append(advice.no_activations)
     else:
         lines.append(
-            "GiB is the most at once: gradients come while activations go, so it can be less than the sum of "
-            "the columns. Activations are found by a pass over shapes, as torch computes on a CPU."
+            "GiB at once can be less than the sum of the columns: gradients come while activations go. "
+            "Activations are found by a pass over shapes, as torch computes on a CPU."
         )
-    if advice.machine.is_cpu:
-        lines.append("the process itself, Python and its libraries, is in the sum")
-    else:
-        share = f"{advice.machine.margin:.0%}"
-        lines.append(f"{share} of a GPU's memory is left free, for CUDA itself and for what fragments it")
+    kept = "what is kept of freed memory" if machine.is_cpu else "CUDA itself and what fragments it"
+    lines.append(f"A recipe fits where {machine.margin:.0%} of the memory is left free, for {kept}.")
+    if machine.is_cpu:
+        lines.append("The process itself, Python and its libraries, is counted too.")
     if not advice.subject.average:
-        lines.append("without a moving average of the weights, which takes 4 bytes a parameter more")
+        lines.append("No moving average of the weights is counted; --average yes adds 4 bytes a parameter.")
+    if advice.speeds_from:
+        lines.append(f"Speed is how many times as fast as fp32, of {advice.speeds_from}.")
+    else:
+        lines.append("Speed was not measured on this kind of machine; --time measures it where it runs.")
     lines += advice.refused
     lines.append(f"Quality: {evidence.caution()}")
+    others = advice.found_by_others()
+    if others:
+        lines += ["", "What others found, by their own measures, and was not repeated here:"]
+    for other in others:
+        lines.append(f"{' '.join(evidence.flags_of(other.recipe))}: {other.said} ({other.source})")
     return lines

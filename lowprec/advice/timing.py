@@ -14,15 +14,15 @@ from ..precision import Precision
 STEPS = 5
 
 
-def seconds_a_step(subject, recipe, batch: int, **options) -> float:
-    """The median of STEPS training steps behind one that compiles. The weights are drawn anew."""
+def seconds_a_step(subject, recipe, batch: int, steps: int = STEPS, **options) -> float:
+    """The median of so many training steps behind one that compiles. The weights are drawn anew."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
         net = with_tensors(subject.net, _drawn).to(device)
         run = Precision(net, recipe, lr=1e-4, **options)
         times = []
-        for _ in range(STEPS + 1):
+        for _ in range(steps + 1):
             start = time.perf_counter()
             run.backward(subject.loss(run, batch))
             run.step()

@@ -11,8 +11,11 @@ of a result can differ from torch's own. All other tensors are left to torch's k
 
 import functools
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..machine import device_facts, support
 
@@ -60,6 +63,18 @@ def _replace(name, product):
 
 def _is_slow(value):
     return isinstance(value, torch.Tensor) and value.dtype in SLOW_DTYPES
+
+
+def is_replaced(function: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether this module takes a call of an operator, as aten.mm.default, with these arguments."""
+    name = function._schema.name.removeprefix("aten::")
+    return name in OPERATORS and any(_is_slow(value) for value in args)
+
+
+def copies(args: Sequence[Any], out: Any) -> int:
+    """Bytes in fp32 that such a call holds for a moment: of its inputs and of its results."""
+    slow = [value for value in [*args, *tree_leaves(out)] if _is_slow(value)]
+    return sum(4 * value.numel() for value in slow)
 
 
 def _in_fp32(kernel, keyset, *args, **kwargs):

@@ -57,6 +57,10 @@ class Method:
         """{name: tensor}: weights as generation and export read them."""
         return values
 
+    def as_it_came(self, values):
+        """{name: tensor}: `values` under the names that the model had before it was attached."""
+        return values
+
     def adapt(self, own, saved):
         """`saved`, a state_dict of the model, as one for the model whose state_dict is `own`."""
         return saved

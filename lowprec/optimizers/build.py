@@ -206,8 +206,8 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
     momentum, nesterov; None or left out: the optimiser's own. net: the module that they belong to, which
     tells hidden layers. away: an offload.Offload for the moments of ours. Raises Refused when the name is
-    unknown, the package absent, the peer can't serve the recipe, or no optimiser here has a momentum that was
-    given.
+    unknown, the package absent, the peer can't serve the recipe, or none here has an eps or a momentum that
+    was given.
     """
     if unknown := set(options) - {*PEER_DEFAULTS, *MOMENTUM_OPTIONS}:
         raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
@@ -221,7 +221,7 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
         seed_of_part = hash64(seed, len(parts)) if parts else seed
         own_options = {**options, "weight_decay": weight_decay}
         parts.append(_one(kind, own, r, own_options, seed_of_part, away))
-    for option in MOMENTUM_OPTIONS:
+    for option in ("eps", *MOMENTUM_OPTIONS):
         if option in options and not any(option in part.defaults for part in parts):
             theirs = " and ".join(key for key, kind in OPTIMIZERS.items() if option in arguments(kind))
             raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")

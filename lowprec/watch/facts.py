@@ -39,6 +39,10 @@ class Steps(Sums):
         "drifts",  # those at which something else had moved the weights by then, beside masks and bounds
         "drift",  # sum of what it moved, squared
         "stepped",  # of what the steps did
+        "against",  # of what it moved times the step, where they go two ways
+        "beside",  # of the steps of what it moved, squared
+        "shrunk",  # of what it moved times the weight, where it makes that smaller
+        "shrinkable",  # of the weights that it moved, squared
         "stood",  # looks between which the average did not move, although away from its weight
     )
 

@@ -29,12 +29,14 @@ ARRIVE = "a decay of {less:.4g} or less, or more steps"
 COUNT = "count each step: bias corrections go by it"
 WIDE_COUNT = "keep step counters in fp32 or as integers"
 GROUP = "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]"
+GROUP_AT_0 = "nothing, if it is frozen by plan; else check its group"
 USED = "is it used and not detached?"
 CHANGED = "find what writes p.grad after backward"
 NO_FP16 = (
     "fp32 weights and states, with the products under autocast, or bf16 ones: fp16 holds nothing below 6e-8"
 )
 RESET = "restore exp_avg_sq at a resume"
+RESTART = "nothing, if it is a restart by plan as of ReLoRA"
 NEW_BITS = "draw new bits for each step and each entry"
 
 
@@ -223,7 +225,8 @@ TENSOR = [
             limit=None,
             measure=measures.rate_always_zero,
             text="its learning rate was 0 at each look",
-            remedy="check its group",
+            remedy=GROUP_AT_0,
+            severity="note",
             rank=1.0,
         ),
         Fault(
@@ -231,7 +234,8 @@ TENSOR = [
             limit=None,
             measure=measures.rate_at_zero,
             text="its learning rate has been 0 since step {since}",
-            remedy="check its group",
+            remedy=GROUP_AT_0,
+            severity="note",
             rank=1.0,
         ),
     ],
@@ -247,6 +251,14 @@ TENSOR = [
         ),
     ],
     [
+        Fault(
+            site="update",
+            limit=0.5,
+            measure=measures.goes_back,
+            text="something moves it back after the step, by {times:.2g} of the step itself",
+            remedy="nothing, if it is a plan as Lookahead",
+            severity="note",
+        ),
         Fault(
             site="update",
             limit=0.5,
@@ -337,8 +349,8 @@ TENSOR = [
             site="exp_avg_sq",
             limit=None,
             measure=measures.all_begun_anew,
-            text="its second moment and the weight itself began anew before step {step}",
-            remedy="nothing, if it is a restart by plan as of ReLoRA",
+            text="its second moment began anew before step {step}, as weights did",
+            remedy=RESTART,
             severity="note",
             rank=0.5,
         ),
@@ -413,6 +425,23 @@ TENSOR = [
     ],
     AVERAGE,
     [
+        Fault(
+            site="step",
+            limit=0.0,
+            measure=measures.counter_fell_with_weights,
+            text="its step counter fell from {before:g} to {after:g}, and weights began anew with it",
+            remedy=RESTART,
+            severity="note",
+            rank=3.0,
+        ),
+        Fault(
+            site="step",
+            limit=0.0,
+            measure=measures.counter_fell_with_moments,
+            text="its step counter fell from {before:g} to {after:g}, and its moments began anew with it",
+            remedy="restore the optimiser's state at a resume; nothing, if it is a restart by plan",
+            rank=3.0,
+        ),
         Fault(
             site="step",
             limit=0.0,

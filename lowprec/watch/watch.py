@@ -284,6 +284,7 @@ class Watch:
             self._remember_alive(look)
             is_zero = _zero(look.g, look.lengths)
             zero = dict(zip(look.index, is_zero, strict=True))
+            self.states.find_restarts(look, self.steps)
             if look.v is not None:
                 self.states.find_resets(look, self.steps, [not quiet for quiet in is_zero])
         for i, (_, p) in enumerate(self.named):
@@ -363,6 +364,7 @@ class Watch:
             bound = (look.held == 0) | (look.held.abs() == tops)
             # a mask or a bound, as of WGAN's weights, is no step
             drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
+            drift, step = (now - look.new).where(drifted, 0.0), look.new - look.held
             some = [part.float().mean() > 0.05 for part in drifted.split(look.lengths)]
             looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
             is_some = torch.cat([one.expand(n) for one, n in zip(some, look.lengths, strict=True)])
@@ -372,8 +374,12 @@ class Watch:
                 "masked": back & bound,
                 "follows": looks,
                 "drifts": looks.where(is_some, 0.0),
-                "drift": (now - look.new).square().where(drifted, 0.0),
-                "stepped": (look.new - look.held).square(),
+                "drift": drift.square(),
+                "stepped": step.square(),
+                "against": -drift * step,
+                "beside": step.square().where(drifted, 0.0),
+                "shrunk": -drift * look.new,
+                "shrinkable": look.new.square().where(drifted, 0.0),
             }
             self.extra.put(rows, look.index, look.lengths)
             self._compare_copies(look)

@@ -19,7 +19,18 @@ import torch
 import bench
 import options
 import precision
-from benchmarks import gpu_cells, loops, memory, moments, optimizers, other_loops, sharding, systems, training
+from benchmarks import (
+    fp16_weights,
+    gpu_cells,
+    loops,
+    memory,
+    moments,
+    optimizers,
+    other_loops,
+    sharding,
+    systems,
+    training,
+)
 from benchmarks.common import RECIPES, Cell, parse_net, state_bytes, take_turns
 from harness import flags
 from lowprec import machine, recipes, view
@@ -453,6 +464,26 @@ def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     assert rows[0]["dropped"] == pytest.approx(1, abs=1e-4) == rows[0]["others"]
     table = capsys.readouterr().out
     assert f"| int8, stochastic | {rows[5]['dropped']:.2f} | {rows[5]['others']:.2f} |" in table
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.1, -0.1, 3e-5, -1e-8, 0.0])
+def test_a_stochastic_write_to_16_bits_is_right_on_average(dtype, value):
+    x = torch.full((100_000,), value)
+    held = fp16_weights.stochastic(x, dtype, torch.Generator().manual_seed(0))
+    places = held.unique().float()
+    assert held.dtype == dtype and len(places) <= 2
+    assert places.min() <= x[0] <= places.max()
+    assert (held.double().mean() - x[0]).abs() <= 0.01 * (places.max() - places.min())
+
+
+def test_fp16_writes_a_row_for_each_way_and_seed(tmp_path, monkeypatch):
+    ways = {name: fp16_weights.WAYS[name] for name in ("fp32", "fp16 weights, Kahan")}
+    monkeypatch.setattr(fp16_weights, "WAYS", ways)
+    monkeypatch.chdir(tmp_path)
+    rows = run(tmp_path, "fp16", "--steps", "2", "--seeds", "1")["results"]
+    assert [row["name"] for row in rows] == list(ways)
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-3) and rows[0]["loss"] != rows[1]["loss"]
 
 
 def test_peers_take_turns_with_other_peoples_loops(tmp_path, capsys, monkeypatch):

@@ -155,7 +155,7 @@ def test_the_generator_draws_what_that_of_one_rank_draws(ranks):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_holds_the_bytes_that_the_table_says(world, ranks):
+def test_a_rank_holds_the_bytes_that_advise_says(world, ranks):
     names = ["fp32", "split", "stochastic opt8bit", "stochastic opt4bit"]
     for name, (held, said) in told(ranks, world, "measured", names).items():
         # a block of codes that ranks share is held by each of them

@@ -1,6 +1,7 @@
 """Advice: bytes are those that are allocated, the order is that of the evidence, bad input is one line."""
 
 import json
+from pathlib import Path
 
 import common
 import pytest
@@ -9,9 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowprec.__main__ as command
+import models
+import train
 from lowprec import Precision, advise, recipe
 from lowprec.advice import answer, footprint, machines, subjects
 from lowprec.errors import Refused
+
+ROOT = Path(__file__).resolve().parents[2]
 
 eager = common.eager
 NATIVE = {name: ("native", "here") for name in ("fp32", "bf16", "fp16", "fp8")}
@@ -103,6 +108,39 @@ def test_a_pass_over_shapes_takes_the_bytes_of_a_real_one(flags):
     assert told.activations > 8 * 64 * 512 * r.dtype("compute").itemsize  # of the widest layer
 
 
+def test_a_pass_over_shapes_takes_the_bytes_of_a_gpu(monkeypatch):
+    """Of the peak that CUDA's allocator told of a DiT-B/2 on an H100, 64 images of 32x32, in bf16."""
+    monkeypatch.setattr(answer, "CANDIDATES", answer.CANDIDATES[:1])
+    record = json.loads((ROOT / "experiments/bench/gpu-nvidia-h100-80gb-hbm3.json").read_text())
+    real = next(row["peak_bytes"] for row in record["results"] if row["recipe"] == "bf16")
+    (told,) = advise(dit_b2(), dit_loss, gpu="H100", batch=64).rows
+    assert told.candidate.typed == "--bf16" and told.total == pytest.approx(real, rel=0.03)
+
+
+def dit_b2():
+    with torch.device("meta"):
+        return models.GENERATIVE["dit"](3, 10, 32, "B/2")
+
+
+def dit_loss(model, n):
+    x = torch.randn(n, 3, 32, 32)
+    return F.mse_loss(model(x, torch.ones(n), torch.zeros(n, dtype=torch.long)), x)
+
+
+def test_products_that_are_taken_in_fp32_hold_copies_for_a_moment():
+    net = nn.Linear(64, 32, bias=False)
+
+    def mean(model, n):
+        return model(torch.ones(n, 64)).mean()
+
+    r = recipe(pure_bf16=True)
+    plain, in_fp32 = footprint.demand(net, mean, r, 256), footprint.demand(net, mean, r, 256, in_fp32=True)
+    # the gradient of the weights is the largest product: of what enters and of the gradient of what leaves
+    assert in_fp32.most - plain.most == 4 * (256 * 64 + 256 * 32 + 64 * 32)
+    exact = footprint.demand(net, mean, recipe(), 256)
+    assert exact == footprint.demand(net, mean, recipe(), 256, in_fp32=True)
+
+
 def test_a_larger_batch_takes_what_each_example_takes():
     one = footprint.demand(Net(), loss, recipe(bf16=True), 32)
     double = footprint.demand(Net(), loss, recipe(bf16=True), 64)
@@ -165,6 +203,19 @@ def test_it_says_how_far_the_evidence_is(monkeypatch):
     plain = json.loads(json.dumps(found.json()))
     assert plain["rows"][0]["quality"]["pairs"] >= 3 and plain["parameters"] == 7_000_000_000
     assert plain["rows"][0]["activation_bytes"] is None and "activations are left out" in str(found)
+
+
+def test_speeds_are_those_of_a_record_of_the_same_hardware():
+    def speeds(**asked):
+        found = advise(subjects.of_count(1e8), **asked)
+        return found.speeds_from, {row.candidate.typed: row.speed for row in found.rows}
+
+    source, known = speeds(gpu="H100")
+    assert "dit:B/2:32:64" in source and known["(none)"] == 1.0 < known["--bf16"]
+    assert known["--pure_bf16 --master split"] is None  # the record has none of it
+    assert speeds(gpu="RTX 4090") == ("", dict.fromkeys(speeds(gpu="RTX 4090")[1]))
+    assert machines.kind_of_gpu("NVIDIA H100 80GB HBM3") == "H100"
+    assert machines.kind_of_gpu("NVIDIA L40S") == "L40S"
 
 
 def test_steps_are_timed_here(monkeypatch):
@@ -233,7 +284,6 @@ def ask(capsys, words):
         ("--net mine.py:with_loss", "20 trained parameters"),
         ("--config llama.json --seq 16", "LlamaForCausalLM, 16 tokens"),
         ("--config unet.json", "UNet2DModel"),
-        ("--task language --size 3M", "2,730,432 trained parameters, a GPT"),
         ("--params 1e6 --gpus 4 --from finetune", "x 4"),
     ],
 )
@@ -268,7 +318,7 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
         ("--net none.py:build", "FILE.py:FUNCTION"),
         ("--config other.json", "neither model_type"),
         ("--config none.json", "none.json"),
-        ("--task language --bf17", "bf17"),
+        ("--task language", "python train.py --advise"),
         ("--config llama.json --seq 64", "32 tokens"),
     ],
 )
@@ -280,6 +330,27 @@ def test_bad_words_are_one_line(capsys, mine, words, said):
     except SystemExit as ended:
         status, printed = ended.code, capsys.readouterr()
     assert status == 2 and said in printed.err and "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("--task language --size 3M --memory 1GiB", 0, "2,730,432 trained parameters, a GPT"),
+        ("--params 1e6 --memory 1GiB", 0, "1,000,000 trained parameters"),
+        ("--task language --bf17", 2, "bf17"),
+        ("--model dit --size S/3", 2, "patch size 3"),
+        ("--task nothing", 2, "rflow"),
+        ("--check", 2, "--check"),
+    ],
+)
+def test_train_asks_of_its_own_nets(capsys, words, status, said):
+    try:
+        ended = train.main(["--advise", *words.split()])
+    except SystemExit as error:
+        ended = error.code
+    printed = capsys.readouterr()
+    assert ended == status and said in (printed.err if status else printed.out)
+    assert "Traceback" not in printed.err
 
 
 def test_a_gpu_is_known_however_it_is_written():

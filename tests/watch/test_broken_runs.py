@@ -331,10 +331,35 @@ def test_weights_that_are_changed_after_the_step_are_named():
     says(watch, "update", FIRST, "something else moves it after the step", "moderate")
 
 
-@pytest.mark.parametrize("change", [moved_sometimes, bounded, pruned, normalised, swapped_and_back])
+def looking_ahead(loop):
+    """Lookahead: every third step half of the way back to slow weights, as each look meets it."""
+    slow = loop.__dict__.setdefault("slow", {})
+    for name, p in loop.named.items():
+        if loop.step % 3 == 2:
+            p.lerp_(slow[name], 0.5)
+        if loop.step % 3 == 2 or name not in slow:
+            slow[name] = p.clone()
+
+
+@pytest.mark.parametrize(
+    "change", [moved_sometimes, bounded, pruned, normalised, swapped_and_back, looking_ahead]
+)
 def test_weights_that_are_changed_by_plan_are_healthy(change):
     watch = Loop(stepped=change).watch
     assert losing(watch) == set(), str(watch)
+
+
+def half_restored(loop):
+    kept = loop.__dict__.setdefault("kept", {})
+    for name, p in loop.named.items():
+        if name in kept:
+            p.lerp_(kept[name], 0.5)
+        kept[name] = p.clone()
+
+
+def test_weights_that_are_restored_in_half_are_named():
+    watch = Loop(stepped=half_restored).watch
+    says(watch, "update", FIRST, "something else moves it after the step", "moderate")
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
@@ -491,3 +516,60 @@ def test_a_restart_by_plan_is_not_severe(weights, momentum, at, severity):
     assert found == [severity], str(watch)
     if weights:
         assert not [f for f in watch.findings() if f.severity == "severe"], str(watch)
+
+
+def dropped(weights="", moments=True, at=20):
+    """All that the optimiser keeps is dropped. weights: a part of the names of those that begin anew."""
+
+    def act(loop):
+        if loop.step != at:
+            return
+        for name, p in loop.named.items():
+            if weights and weights in name:
+                p.copy_(net(seed=7).state_dict()[name]) if p.dim() > 1 else p.zero_()
+            loop.optimizer.state[p]["step"].zero_()
+        if moments:
+            loop.optimizer.state.clear()
+
+    return act
+
+
+DROPPED = {  # severity, what is said of the counter
+    "with weights": (dropped("."), "note", "and weights began anew with it"),
+    "with weights, before a look": (dropped(".", at=22), "note", "and weights began anew with it"),
+    "with a part of the weights": (dropped("3."), "note", "and weights began anew with it"),
+    "alone": (dropped(), "moderate", "and its moments began anew with it"),
+    "alone, before a look": (dropped(at=22), "moderate", "and its moments began anew with it"),
+    "the counter": (dropped(moments=False), "severe", "the state was lost or replaced"),
+}
+
+
+@pytest.mark.parametrize("drop, severity, words", DROPPED.values(), ids=DROPPED)
+def test_a_state_that_is_dropped_is_judged_by_what_begins_anew_with_it(drop, severity, words):
+    watch = Loop(stepped=drop, steps=40).watch
+    found = [f for f in watch.findings() if f.tensor == FIRST]
+    assert [f.severity for f in found if f.site == "step"] == [severity], str(watch)
+    assert words in str(found) and all(f.severity in (severity, "note") for f in found), str(watch)
+
+
+def test_a_group_that_is_frozen_by_its_rate_is_a_note():
+    """From the start, or by a schedule on the way."""
+
+    def frozen_later(loop):
+        if loop.step == 12:
+            loop.optimizer.param_groups[1]["lr"] = 0.0
+
+    def groups(lr):
+        return lambda params: torch.optim.AdamW(
+            [{"params": rest, "lr": rate} for rest, rate in zip(halves(params), (1e-3, lr), strict=True)]
+        )
+
+    for lr, stepped in ((0.0, None), (1e-3, frozen_later)):
+        watch = Loop(stepped=stepped, make=groups(lr), steps=40).watch
+        assert losing(watch) == set(), str(watch)
+        assert {f.tensor for f in watch.findings() if "its learning rate" in f.text} >= {LAST}, str(watch)
+
+
+def halves(params):
+    params = list(params)
+    return params[:2], params[2:]
