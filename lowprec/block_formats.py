@@ -320,8 +320,22 @@ class BlockFormat:
     def rounded(self, x, dim, noise=None, compiled=True):
         """decode(encode(x, dim, noise)), fp32 of x's shape, in one fused pass without codes."""
         rows, layout = self._rows(x, dim)
+        compiled = compiled and type(rows) is torch.Tensor  # a compiler that traces this fuses it itself
         y = fused(_kernel(self), rows, noise, compiled=compiled)
         return _cut(self._whole(y, layout), x.shape, dim)
+
+    def lost(self, x, dim):
+        """int64 [4] of what nearest codes lose of x: values that become zero, non-zero values, values that
+        are clipped, all values. Clipped are those that lie more than half a gap beyond the largest code.
+        """
+        rows, _ = self._rows(x, dim)
+        y, held, tensor = _scaled(self, rows, None)
+        exact = self.scale.scaled(rows.float(), held, tensor).abs()
+        gap = 2.0 ** (math.frexp(self.element.top)[1] - 1 - self.element.mantissa)
+        clipped = exact > self.element.top + gap / 2
+        nonzero = rows != 0
+        counts = [(nonzero & (y == 0)).sum(), nonzero.sum(), clipped.sum()]
+        return torch.stack([*counts, counts[0].new_tensor(x.numel())])
 
     def _rows(self, x, dim):
         """(x in rows of a block each [blocks, values], the Layout that takes them back)."""

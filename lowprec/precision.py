@@ -28,6 +28,7 @@ from .frozen_weights import warn_of_averages
 from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed, sum_up
 from .kernels import cpu_products
 from .layers import convolutions
+from .layers.fp4 import FP4
 from .layers.fp8 import FP8
 from .layers.fp8_attention import FP8Attention
 from .layers.lora import Lora
@@ -49,12 +50,13 @@ from .run_options import (
     checked_recipe,
     trained_groups,
 )
+from .sites import LOW_PRODUCTS
 from .slips import MicroBatches, Slips
 from .telemetry import StepReport
 from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
-METHODS = (Lora, NF4Base, Sparse24, FP8, FP8Attention, Quantised)
+METHODS = (Lora, NF4Base, Sparse24, FP8, FP4, FP8Attention, Quantised)
 
 
 class Precision:
@@ -84,7 +86,7 @@ class Precision:
     fp32 with fp32 weights, islands by name. fp32_outputs: of modules whose outputs are fp32, as of a head
     whose logits become a loss within the net. blank: builds the net anew, for the generator of a model that
     fully_shard has spread, see fsdp.py. method_options: sparse24_decay; lora, the rank of adapters beside
-    frozen layers, see layers/lora.py.
+    frozen layers, see layers/lora.py; fp4_until: the step from which on layers in FP4 compute in bf16.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class Precision:
         """Attach the methods that the recipe asks for, to the model as it came."""
         self.methods = []
         for kind in METHODS:
-            method = kind.attach(self.model, self.recipe, **method_options)
+            method = kind.attach(self.model, self.recipe, seed=self.options.seed, **method_options)
             if method is not None:
                 self.methods.append(method)
 
@@ -179,7 +181,7 @@ class Precision:
         if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
             # in eval without gradients torch's fast path reads the weights, and calls no layer
             torch.backends.mha.set_fastpath_enabled(False)
-        if self.device.type == "cpu" and r.compute in ("bf16", "fp8") and not is_compiled(forward):
+        if self.device.type == "cpu" and r.compute in ("bf16", *LOW_PRODUCTS) and not is_compiled(forward):
             convolutions.attach(net)
         self.release = None  # a release.Release, where backward updates
         self.view_of_model = View(net, r, self.methods, self.options.keep)

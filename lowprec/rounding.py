@@ -45,6 +45,7 @@ class Noise(enum.IntEnum):
     EXP_AVG = 2  # codes of the first moment, and those of each further one from here on
     EXP_AVG_SQ = 3
     REDUCE = 1 << 16  # gradients that processes send each other
+    PRODUCT = 1 << 17  # gradients as operands of a product in FP4
 
 
 def hash64(*words):

@@ -10,6 +10,7 @@ import dataclasses
 
 from .formats import FORMATS
 
+LOW_PRODUCTS = ("fp8", "fp4")  # values of compute in which nn.Linear reads 8 or 4 bits, all else bf16
 CODES = {name: form.why for name, form in FORMATS.items()}
 
 
@@ -52,12 +53,13 @@ SITES = {
     ),
     "kahan": Site(("off", "on"), {"on": "a bf16 buffer keeps what each weight write rounded away"}),
     "compute": Site(
-        ("fp32", "tf32", "bf16", "fp16", "fp8"),
+        ("fp32", "tf32", "bf16", "fp16", *LOW_PRODUCTS),
         {
             "tf32": "fp32 storage, 10-bit mantissa inside tensor cores",
             "bf16": "matmuls and convolutions read 8 significant bits",
             "fp16": "11 significant bits, range 6e-8 .. 65504: needs dynamic loss scaling",
             "fp8": "matmuls of nn.Linear read 3 or 4 significant bits, scaled; all else computes in bf16",
+            "fp4": "matmuls of nn.Linear read 2 significant bits, scaled in blocks; all else is in bf16",
         },
     ),
     "loss_scale": Site(

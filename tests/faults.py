@@ -99,7 +99,7 @@ def _(loop):
 def _(loop):
     loop.opt()
     every = max(3, loop.steps // 12)
-    loop.before.append(lambda step: step == 6 * every and zeroed(loop.optimizer))
+    loop.before.append(lambda step: step == loop.steps - every and zeroed(loop.optimizer))
 
 
 def zeroed(optimizer):

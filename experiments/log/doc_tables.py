@@ -92,6 +92,26 @@ def training_table():
     return markdown(table)
 
 
+PRODUCTS = {"unet:tiny:8:64": "tiny U-Net, 8x8 images", "dit:tiny:8:64": "tiny DiT, 8x8 images"}
+
+
+def products_table():
+    """Whole steps on a CPU without bf16 instructions, as speeds against fp32."""
+    table = [["net", "`--bf16`", "`--pure_bf16 --stochastic`", "`--bf16` with torch's own products"]]
+    columns = (
+        ("cpu-products", "bf16"),
+        ("cpu-products", "pure_bf16-stochastic"),
+        ("cpu-products-of-torch", "bf16"),
+    )
+    for net, said in PRODUCTS.items():
+        speeds = []
+        for record, recipe in columns:
+            fp32 = median_ms(rows_of(record), net=net, recipe="fp32")
+            speeds.append(f"{fp32 / median_ms(rows_of(record), net=net, recipe=recipe):.2f}")
+        table.append([said, *speeds])
+    return markdown(table)
+
+
 def loops_table(net):
     rows = [row for row in rows_of("cpu-peers") if row["net"] == net]
     return loops.table_of(rows).replace("| loop |", f"| {net} |", 1)
@@ -298,6 +318,7 @@ def tables(experiments, known):
     speed_page = {
         "optimizers": optimizers_table,
         "training": training_table,
+        "products": products_table,
         "peers older": older_loops_table,
         "first": lambda: first.table(rows_of("cpu-first")),
         "tasks": lambda: loops.tasks_table(rows_of("cpu-tasks")),

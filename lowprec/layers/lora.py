@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import Refused
 from ..optimizers import buckets
 from ..roles import roles
+from ..sites import LOW_PRODUCTS
 from .method import Method
 
 TAKEN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # a subclass has a forward that is not ours to know
@@ -67,11 +68,11 @@ class Lora(Method):
 
     @classmethod
     def attach(cls, model, recipe, lora=0, **_):
-        """lora: the rank, 0 for no adapters. Raises Refused beside FP8, 2:4 sparsity and fully_shard."""
+        """lora: the rank, 0 for no adapters. Raises Refused beside FP8, FP4, 2:4 sparsity and fully_shard."""
         if not lora:
             return None
-        if recipe.compute == "fp8" or recipe.sparse24 != "none" or recipe.quantises:
-            instead = "drop --fp8, --sparse24 or the site generation"
+        if recipe.compute in LOW_PRODUCTS or recipe.sparse24 != "none" or recipe.quantises:
+            instead = "drop --fp8, --fp4, --sparse24 or the site generation"
             raise Refused(f"lora={lora} goes with layers in fp32 or bf16: {instead}")
         if any(map(buckets.is_spread, model.parameters())):
             raise Refused(f"lora={lora}: adapters are not spread over ranks yet; drop --fsdp")

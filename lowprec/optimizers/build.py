@@ -221,7 +221,10 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
         seed_of_part = hash64(seed, len(parts)) if parts else seed
         own_options = {**options, "weight_decay": weight_decay}
         parts.append(_one(kind, own, r, own_options, seed_of_part, away))
-    for option in ("eps", *MOMENTUM_OPTIONS):
+    refusable = MOMENTUM_OPTIONS
+    if all(kinds(kind) for kind in of_groups):  # a stranger's may be made with an eps of its own
+        refusable = ("eps", *MOMENTUM_OPTIONS)
+    for option in refusable:
         if option in options and not any(option in part.defaults for part in parts):
             theirs = " and ".join(key for key, kind in OPTIMIZERS.items() if option in arguments(kind))
             raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
