@@ -32,6 +32,7 @@ from .layers.fp4 import FP4
 from .layers.fp8 import FP8
 from .layers.fp8_attention import FP8Attention
 from .layers.lora import Lora
+from .layers.nf4 import NF4Base
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
 from .machine import settle_vector_math
@@ -56,7 +57,7 @@ from .telemetry import StepReport
 from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
-METHODS = (Lora, Sparse24, FP8, FP4, FP8Attention, Quantised)
+METHODS = (Lora, NF4Base, Sparse24, FP8, FP4, FP8Attention, Quantised)
 
 
 class Precision:

@@ -97,12 +97,13 @@ SITES = {
         },
     ),
     "frozen": Site(
-        ("kept", "cast", "fp32", "bf16"),
+        ("kept", "cast", "fp32", "bf16", "nf4"),
         {
             "kept": "in the dtype in which the net came, but averages of other parts in fp32",
             "cast": "in the dtype of the weights that are trained",
             "fp32": "brought to full precision",
             "bf16": "half the bytes of fp32",
+            "nf4": "linear layers in 4.5 bits a weight, decoded for each product",
         },
     ),
     "loss": Site(

@@ -96,7 +96,7 @@ def test_a_checkpoint_of_the_adapters_alone_goes_on_bit_for_bit():
     "flags, rank, said",
     [
         (dict(fp8=True), 4, "drop --fp8"),
-        (dict(sparse24="srste"), 4, "drop --fp8, --sparse24"),
+        (dict(sparse24="srste"), 4, "drop --fp8, --fp4, --sparse24"),
         ({}, 300, "no linear layer or convolution wider than 300"),
     ],
 )

@@ -29,7 +29,7 @@ from lowprec.rounding import exact_weight, noise_bits
 eager = common.eager
 
 FLAG = {"int8": dict(opt8bit=True), "int4": dict(opt4bit=True)}
-FLAG |= {kind: dict(sites=[f"exp_avg={kind}", f"exp_avg_sq={kind}"]) for kind in FLOATS}
+FLAG |= {kind: dict(sites=[f"exp_avg={kind}", f"exp_avg_sq={kind}"]) for kind in ("log4", *FLOATS, "flash8")}
 LOW = dict(pure_bf16=True)
 WRITES = {
     "fp32": {},
