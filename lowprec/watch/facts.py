@@ -35,6 +35,10 @@ class Steps(Sums):
         "v_bf16",  # those of them that are bf16 numbers
         "m_held",  # the same of first moments
         "m_bf16",
+        "m_kept",  # looks after which its moments were followed to the next step
+        "v_kept",
+        "m_rewritten",  # those of them at which something else had changed the moment by then
+        "v_rewritten",
         "follows",  # looks that were followed to the next step
         "drifts",  # those at which something else had moved the weights by then, beside masks and bounds
         "drift",  # sum of what it moved, squared

@@ -294,6 +294,13 @@ TENSOR = [
             text="{moment} is fp32, and all its values are bf16 numbers: something rounds them between steps",
             remedy="save and move states as they are, in fp32",
         ),
+        Fault(
+            site="exp_avg_sq",
+            limit=0.5,
+            measure=measures.moments_rewritten,
+            text="something else changes {moment} between two steps",
+            remedy="find what writes the optimiser's states",
+        ),
     ],
     [
         Fault(

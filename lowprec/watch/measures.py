@@ -165,6 +165,15 @@ def moments_are_bf16(one):
     return Figure(share, {"moment": name})
 
 
+def moments_rewritten(one):
+    """share of the looks after which something else changed a moment, the larger of two"""
+    sums = one.extra
+    kept = {"exp_avg": sums.m_kept, "exp_avg_sq": sums.v_kept}
+    changed = {"exp_avg": sums.m_rewritten, "exp_avg_sq": sums.v_rewritten}
+    share, name = max((changed[name] / max(2.0, kept[name]), name) for name in kept)
+    return Figure(share, {"moment": name})
+
+
 def decay_not_written(one):
     """share of its weight decay that is not written"""
     return Figure(one.decay_lost, {"lost": one.decay_lost})

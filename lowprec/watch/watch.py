@@ -314,6 +314,7 @@ class Watch:
         """Compare what the step wrote, and what its counters count."""
         look = self.writes.look
         self.writes.stepped()
+        look.new_m = first_moments(look, self.answers)
         dtypes = [
             None if self.answers.low_part(p) is not None else dtype
             for p, dtype in zip(look.params, look.dtypes, strict=True)
@@ -382,9 +383,24 @@ class Watch:
                 "shrinkable": look.new.square().where(drifted, 0.0),
             }
             self.extra.put(rows, look.index, look.lengths)
+            self._follow_moments(look)
             self._compare_copies(look)
         self.averages.compare(self.steps, held=now)
         self.teachers.compare(self.steps)
+
+    def _follow_moments(self, look):
+        """Whether something else has changed the moments since the step wrote them."""
+        written = {"m": look.new_m, "v": look.new_v}
+        for name, then in written.items():
+            if then is None:
+                continue
+            now = first_moments(look, self.answers) if name == "m" else look.read_v()[0]
+            kept = now.isfinite() & then.isfinite()
+            shares = torch.stack([part.float().mean() for part in (kept & (now != then)).split(look.lengths)])
+            has_one = torch.stack([part.any() for part in kept.split(look.lengths)])
+            self.extra.row(f"{name}_kept")[look.index] += has_one.double().to(self.extra.sums.device)
+            changed = (shares > 0.05).double().to(self.extra.sums.device)
+            self.extra.row(f"{name}_rewritten")[look.index] += changed
 
     def _compare_copies(self, look):
         """How far the model's own weights are from the copies that the optimiser steps."""

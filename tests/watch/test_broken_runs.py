@@ -73,6 +73,11 @@ def clipped_by_an_fp16_norm(loop):
         p.grad.mul_(torch.clamp(1.0 / norm, max=1.0))
 
 
+def cleared(loop):
+    """Before the step, and to None as by default."""
+    loop.optimizer.zero_grad()
+
+
 def sometimes_zero(loop):
     if loop.step % 2:
         loop.scale(0.0)
@@ -95,6 +100,7 @@ GRADIENTS = {
     "times -0.5": (lambda loop: loop.scale(-0.5), "", "multiplied by -0.5", "severe"),
     "times -1": (lambda loop: loop.scale(-1.0), "", "multiplied by -1 ", "severe"),
     "times 0": (lambda loop: loop.scale(0.0), "", "set to 0 between backward and the step", "severe"),
+    "cleared": (cleared, "", "set to 0 between backward and the step", "severe"),
     "an infinite norm": (clipped_by_an_fp16_norm, "", "an infinite one, as of fp16", "severe"),
     "a norm of NaN": (lambda loop: loop.scale(torch.nan), "", "finite after backward, and not", "severe"),
     "times infinity": (lambda loop: loop.scale(torch.inf), "", "finite after backward, and not", "severe"),
@@ -373,6 +379,31 @@ def test_moments_that_pass_through_bf16_are_named(name):
     assert f"{name} is fp32, and all its values are bf16 numbers" in str(watch).replace("\n", " ").replace(
         "  ", ""
     )
+
+
+def emptied(name):
+    def act(loop):
+        for state in loop.optimizer.state.values():
+            state[name].zero_()
+
+    return act
+
+
+def held_still(loop):
+    for p, state in loop.optimizer.state.items():
+        kept = loop.__dict__.setdefault("kept", {})
+        kept.setdefault(p, state["exp_avg_sq"].clone())
+        state["exp_avg_sq"].copy_(kept[p])
+
+
+REWRITTEN = {"m emptied": (emptied("exp_avg"), "exp_avg"), "v still": (held_still, "exp_avg_sq")}
+
+
+@pytest.mark.parametrize("change, moment", REWRITTEN.values(), ids=REWRITTEN)
+def test_moments_that_something_else_writes_are_named(change, moment):
+    watch = Loop(stepped=change).watch
+    says = [f.text for f in watch.findings() if (f.site, f.tensor) == ("exp_avg_sq", FIRST)]
+    assert f"something else changes {moment} between two steps" in says, str(watch)
 
 
 def test_swapped_betas_are_named():
