@@ -104,9 +104,9 @@ E2M1 = Element("e2m1", 2, 1, 6.0)
 E5M3 = Element("e5m3", 5, 3, 114688.0)  # of scales alone, whose sign bit is not stored
 
 # ---- Scales ------------------------------------------------------------------------------------------------
-# A scale has four methods. `tensor`: what all blocks of x share, or None. `held`: the scale that a block with
+# A scale's methods. `tensor`: what all blocks of x share, or None. `held`: the scale that a block with
 # this amax stores, as numbers. `scaled`: x in units of the element. `value`: what a stored scale stands for.
-# `codes`: `held` as stored. `decoded`: what these codes stand for.
+# `codes`: `held` as stored; `decoded`: what these codes stand for.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,32 +297,33 @@ class BlockFormat:
         dim: the dimension along which blocks run; sizes that don't divide are filled up with zeros. noise:
         None for the nearest codes, or a `rounding.noise_key` for stochastic ones, whose mean over keys is x.
         """
-        rows, layout = self._rows(x, dim)
-        y, held, tensor = _scaled(self, rows, noise)
-        codes = self._whole(self.element.codes(y), layout)
+        blocks, filled = self._rows(x, dim)
+        y, held, tensor = _scaled(self, blocks, noise)
+        codes = self._whole(self.element.codes(y), filled)
         if self.element.bits == 4:
             codes = codes[..., ::2] | codes[..., 1::2] << 4
-        shape = *layout.shape[:-1], layout.shape[-1] // self.length
+        *rows, length = filled
         if self.height > 1:
-            shape = layout.shape[0] // self.height, shape[1]
-        return Packed(codes, self.scale.codes(held).view(shape), tensor, x.shape, dim)
+            rows = [rows[0] // self.height]
+        scales = self.scale.codes(held).view(*rows, length // self.length)
+        return Packed(codes, scales, tensor, x.shape, dim)
 
     def decode(self, packed):
         """fp32 of the shape that was encoded: what codes and scales stand for."""
         codes = packed.codes
         if self.element.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-        rows, layout = self._rows(codes, -1)
+        rows, filled = self._rows(codes, -1)
         scales = self.scale.decoded(packed.scales, packed.tensor).reshape(-1, 1)
-        y = self._whole(self.element.values(rows) * scales, layout)
+        y = self._whole(self.element.values(rows) * scales, filled)
         return _cut(y, packed.shape, packed.dim)
 
     def rounded(self, x, dim, noise=None, compiled=True):
         """decode(encode(x, dim, noise)), fp32 of x's shape, in one fused pass without codes."""
-        rows, layout = self._rows(x, dim)
+        rows, filled = self._rows(x, dim)
         compiled = compiled and type(rows) is torch.Tensor  # a compiler that traces this fuses it itself
         y = fused(_kernel(self), rows, noise, compiled=compiled)
-        return _cut(self._whole(y, layout), x.shape, dim)
+        return _cut(self._whole(y, filled), x.shape, dim)
 
     def lost(self, x, dim):
         """int64 [4] of what nearest codes lose of x: values that become zero, non-zero values, values that
@@ -338,7 +339,9 @@ class BlockFormat:
         return torch.stack([*counts, counts[0].new_tensor(x.numel())])
 
     def _rows(self, x, dim):
-        """(x in rows of a block each [blocks, values], the Layout that takes them back)."""
+        """(x in rows of a block each [blocks, values], its shape when it was filled up, the summed dimension
+        last).
+        """
         x = x.movedim(dim, -1)
         missing = -x.shape[-1] % self.length
         above = -x.shape[-2] % self.height if self.height > 1 else 0
@@ -347,21 +350,15 @@ class BlockFormat:
         shape = x.shape
         if self.height > 1:
             x = x.unflatten(1, (-1, self.length)).unflatten(0, (-1, self.height)).transpose(1, 2)
-        return x.reshape(-1, self.height * self.length), Layout(shape)
+        return x.reshape(-1, self.height * self.length), shape
 
-    def _whole(self, rows, layout):
+    def _whole(self, rows, filled):
         """The inverse of `_rows`, still filled up, the summed dimension last."""
         if self.height == 1:
-            return rows.view(layout.shape)
-        high, long = layout.shape
+            return rows.view(filled)
+        high, long = filled
         squares = rows.view(high // self.height, long // self.length, self.height, self.length)
-        return squares.transpose(1, 2).reshape(layout.shape)
-
-
-class Layout(NamedTuple):
-    """shape: of a tensor whose last dimension is the summed one, filled up to whole blocks."""
-
-    shape: torch.Size
+        return squares.transpose(1, 2).reshape(filled)
 
 
 def _cut(y, shape, dim):
@@ -427,16 +424,14 @@ def _eden(form, y, rounded, held, key):
 
 # ---- The table ---------------------------------------------------------------------------------------------
 
-BLACKWELL = (10, 0)
-HOPPER = (9, 0)
+HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 def _mx(name, element, flag, remedy, mode="floor"):
     return BlockFormat(name, element, PowerOfTwo(mode), 32, BLACKWELL, flag, remedy)
 
 
-_BY_FLAG = "--fp8_recipe rowwise, or --bf16"
-_BY_SET = "--set generation=bf16"
+_BY_FLAG, _BY_SET = "--fp8_recipe rowwise, or --bf16", "--set generation=bf16"
 _ROWS = (
     _mx("mxfp8", E4M3, "fp8_recipe mxfp8", _BY_FLAG, mode="up"),
     _mx("mxfp8_e5m2", E5M2, "fp8_recipe mxfp8 --fp8_format e5m2", _BY_FLAG, mode="up"),

@@ -22,6 +22,7 @@ from .average_watch import AverageWatch
 from .averages import Average
 from .facts import Alive, Facts, Steps, first_moments
 from .gradients import Gradients
+from .products import Products
 from .states import States
 from .teachers import Teachers
 from .verdicts import Diagnosis, Finding
@@ -51,6 +52,7 @@ class Watch:
             default an eighth of what a tensor of the net has on average, from 2,560 to 4,096, so that a look
             at a small net is as cheap as its steps.
         others: further optimisers of this net, whose parameters are theirs, as with Muon beside AdamW.
+        products: names of block_formats.BLOCK_FORMATS: say what they would do to its layers, see products.py.
 
     Raises:
         Refused (a ValueError): `every` below 1, a model without parameters, an optimiser or an average of no
@@ -71,6 +73,7 @@ class Watch:
         every: int = 50,
         most: int | None = None,
         others: Iterable[Any] = (),
+        products: Iterable[str] = (),
     ) -> None:
         if every < 1:
             raise Refused(f"every={every}: looks are at least one step apart")
@@ -97,6 +100,7 @@ class Watch:
         self.teachers = Teachers(self.model, self.answers, self.named, self.pick)
         self.accumulators: dict[str, Tally] = {}  # {name of a state: Tally}, of optimisers that step copies
         self.gradients = Gradients(self.named, self.pick)
+        self.products = Products(self.model, tuple(products))
         self.clips: list[Any] = []  # grad_scale of the steps
         self.alive = None
         self.depth = 0  # of calls of step within a step
@@ -113,6 +117,7 @@ class Watch:
     def _listen(self):
         if not self.compiled:
             self.gradients.listen()
+            self.products.listen()
 
     def _watch_optimizer(self, optimizer, others):
         self.optimizer = hooked(optimizer)
@@ -150,6 +155,7 @@ class Watch:
             handle.remove()
         self.handles = []
         self.gradients.stop()
+        self.products.stop()
         self._hold(False)
 
     # -- one step
@@ -212,6 +218,7 @@ class Watch:
 
     def _look(self, kwargs):
         """Look at what the step is about to write."""
+        self.products.stop()
         renew(self.answers)
         check_states(self.optimizer, self.named)
         if hasattr(self.answers, "accumulated"):
@@ -434,7 +441,7 @@ class Watch:
         return Diagnosis(f"{head} of {type(self.model).__name__}", found, sound, harm="bad results")
 
     def __str__(self) -> str:
-        return str(self.diagnosis())
+        return "\n".join(filter(None, [str(self.diagnosis()), str(self.products)]))
 
 
 def usual_sample(model):
