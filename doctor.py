@@ -345,11 +345,10 @@ class Examination:
         self.judge("exp_avg_sq", tally.lost, text, self.writing(remedy))
 
     def casts(self, reports):
-        """What FP8 casts made zero and clipped in the steps of these reports, the worst operand of each.
-        Casts of other libraries don't tell.
-        """
+        """What our FP8 casts made zero and clipped in these steps, the worst operand of each."""
         self.casts_of(reports, "fp8 zeroed", "fp8_underflow_", "non-zero values become zero")
         self.casts_of(reports, "fp8 clipped", "fp8_saturated_", "values are clipped")
+        self.casts_of(reports, "attention", "attention_underflow_", "magnitude becomes zero")
 
     def casts_of(self, reports, limit, prefix, effect):
         shares = {}  # {operand: its share, the mean over the steps}
@@ -360,7 +359,8 @@ class Examination:
         if shares:
             operand = max(shares, key=shares.get)
             text = f"{shares[operand]:.1%} of the {effect}, {operand} operands of FP8 products"
-            self.judge(limit, shares[operand], text, self.casting(operand))
+            remedy = "--set attention=compute" if limit == "attention" else self.casting(operand)
+            self.judge(limit, shares[operand], text, remedy)
 
     def casting(self, operand):
         """The remedy for casts to FP8."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowprec.attention import SHORT, attend
+from lowprec.attention import SHORT, Attend
 from lowprec.errors import Refused
 from lowprec.machine import without
 
@@ -83,7 +83,7 @@ class DiffusionUNet(DiffusionModelUNet):
         return super().forward(x, t, class_labels=y)
 
 
-def diffusion_unet(channels, num_classes, image_size, size=None):
+def diffusion_unet(channels, num_classes, image_size, size=None, given=0):
     size = size or "tiny"
     if size not in DIFFUSION_UNETS:
         raise Refused(f"unknown size {size!r} for unet; choose one of {', '.join(DIFFUSION_UNETS)}")
@@ -95,7 +95,7 @@ def diffusion_unet(channels, num_classes, image_size, size=None):
         highest = attention.index(True)
     return DiffusionUNet(
         spatial_dims=2,
-        in_channels=channels,
+        in_channels=channels + given,
         out_channels=channels,
         channels=widths,
         num_res_blocks=res_blocks,
@@ -192,6 +192,7 @@ class Attention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
+        self.attend = Attend()
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
@@ -200,7 +201,7 @@ class Attention(nn.Module):
         # heads]
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         # [B, heads, tokens, width / heads] -> [B, tokens, width]
-        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -250,10 +251,10 @@ class DiT(nn.Module):
     new net returns zeros.
     """
 
-    def __init__(self, channels, num_classes, image_size, patch, depth, width, heads):
+    def __init__(self, channels, num_classes, image_size, patch, depth, width, heads, given=0):
         super().__init__()
         self.patch = patch
-        self.x_embed = nn.Linear(channels * patch**2, width)
+        self.x_embed = nn.Linear((channels + given) * patch**2, width)
         self.t_embed = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.y_embed = nn.Embedding(num_classes + 1, width)
         self.register_buffer("pos_embed", position_embedding(image_size // patch, width), persistent=False)
@@ -290,7 +291,7 @@ class DiT(nn.Module):
         return F.pixel_shuffle(h.transpose(1, 2).unflatten(2, (side, side)), self.patch)
 
 
-def dit(channels, num_classes, image_size, size=None):
+def dit(channels, num_classes, image_size, size=None, given=0):
     size = size or "tiny"
     name, slash, patch = size.partition("/")
     if name not in DITS or (slash and not re.fullmatch("[1-9][0-9]{0,2}", patch)):
@@ -299,7 +300,7 @@ def dit(channels, num_classes, image_size, size=None):
         )
     patch = int(patch or 2)
     check_image_size(f"a dit of patch size {patch}", image_size, patch, patch)
-    return DiT(channels, num_classes, image_size, patch, *DITS[name])
+    return DiT(channels, num_classes, image_size, patch, *DITS[name], given=given)
 
 
 # ---- Registries --------------------------------------------------------------------------------------------
@@ -309,7 +310,8 @@ def dit(channels, num_classes, image_size, size=None):
 
 # called as net(x [B, C, H, W], t [B] floating, timesteps in [0, 1000), y [B] int64 labels) -> [B, C, H, W].
 # The label num_classes is the null label of classifier-free guidance (Ho & Salimans, arXiv 2207.12598), which
-# the caller puts in place of labels: no net drops labels by itself
+# the caller puts in place of labels: no net drops labels by itself. given: channels of x behind the C, of a
+# condition image
 GENERATIVE = {"unet": diffusion_unet, "dit": dit}
 # called as net(x [B, C, H, W]) -> logits [B, num_classes, H, W]
 SEGMENTING = {"unet": segmentation_unet}

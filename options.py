@@ -137,6 +137,13 @@ TRAINING = (
     ),
     training("beta2", 0.999, "decay of exp_avg_sq, and of lion's exp_avg (0.99 there)", type=fraction),
     training(
+        "eps",
+        None,
+        "what adamw, alone or beside muon, adds to the root of exp_avg_sq (default: the optimiser's own, "
+        "1e-8 for adamw)",
+        type=positive,
+    ),
+    training(
         "momentum",
         None,
         "decay of the momentum of sgd (default: 0.9) and muon (default: 0.95)",

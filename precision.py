@@ -1,6 +1,6 @@
 """The library as the command and tasks see it: `from precision import Precision, recipe`."""
 
-from harness.flags import LARGEST, Flag, amount, checked, crowd, natural, positive
+from harness.flags import LARGEST, Flag, amount, checked, count, crowd, natural, positive
 from lowprec.errors import Refused
 from lowprec.precision import Precision
 from lowprec.recipes import SITES, Recipe, Site, recipe
@@ -35,8 +35,8 @@ PRECISION = (
         "master",
         "none",
         "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a "
-        "full copy; both keep fp32 states",
-        choices=("none", "split", "fp32"),
+        "full copy; both keep fp32 states; split8 keeps 24 bits, as bf16 weight + int8 remainder",
+        choices=("none", "split", "split8", "fp32"),
     ),
     precision("opt8bit", False, "optimiser states in 8 bits, by the blockwise functions of bitsandbytes"),
     precision("opt4bit", False, "optimiser states in 4 bits, by those of torchao"),
@@ -80,8 +80,9 @@ PRECISION = (
     precision(
         "fp8_recipe",
         "tensorwise",
-        "scales from the tensor's own amax, that of its rows, or of past steps",
-        choices=("delayed", "tensorwise", "rowwise"),
+        "scales from the tensor's own amax, that of its rows, of past steps, or of blocks: of 32 (mxfp8) or "
+        "128, with powers of two or fp32; runs with blocks are published with --fp8_format e4m3",
+        choices=("delayed", "tensorwise", "rowwise", "mxfp8", "block128", "block128_fp32"),
     ),
     precision(
         "amax_history_len",
@@ -94,6 +95,40 @@ PRECISION = (
         "max",
         "with --fp8_recipe delayed: their largest amax, or the last",
         choices=("max", "most_recent"),
+    ),
+    precision(
+        "fp4",
+        "none",
+        "FP4 matmuls in nn.Linear layers, all else as --bf16; nvfp4, with scales of a wider range "
+        "(nvfp4_ue5m3), or mxfp4",
+        choices=("none", "nvfp4", "mxfp4", "nvfp4_ue5m3"),
+        titled=True,
+    ),
+    precision(
+        "fp4_hadamard",
+        16,
+        "with --fp4: size of the random rotation of what a weight's gradient sums over, 0 for none",
+        type=count,
+    ),
+    precision(
+        "fp4_grads",
+        "stochastic",
+        "with --fp4: how gradients are rounded; eden is MS-EDEN of Quartet II",
+        choices=("stochastic", "nearest", "eden"),
+    ),
+    precision(
+        "fp4_weights",
+        "2d",
+        "with --fp4: weights in square blocks, alike in forward and backward, or in blocks of a row",
+        choices=("2d", "1d"),
+    ),
+    precision("fp4_keep", "none", "with --fp4: last:2 leaves the last 2 blocks of the net in bf16"),
+    precision(
+        "fp4_finish",
+        0.0,
+        "with --fp4: percent of the steps, at the end, in which those layers compute in bf16",
+        to="",
+        type=checked(float, lambda v: 0 <= v < 100, "a percentage from 0 to below 100"),
     ),
     precision(
         "sparse24",
@@ -110,6 +145,14 @@ PRECISION = (
         "with --sparse24 srste: decay of pruned weights, lambda in arXiv 2102.04010 (default: 0.0002)",
         to="method",
         type=amount,
+    ),
+    precision(
+        "lora",
+        0,
+        "with --finetune: train adapters of this rank beside the layers, which are frozen; --set frozen=bf16 "
+        "halves the bytes of these",
+        to="method",
+        type=checked(int, lambda v: 0 <= v <= 4096, "a whole number, 0 to 4096"),
     ),
     precision(
         "set",
@@ -129,9 +172,13 @@ def recipe_of(config, table, sites):
 
 def check_options(wanted, config):
     """Raise Refused for an option of a method that recipe `wanted` does not train with."""
+    if config.fp4_finish and wanted.compute != "fp4":
+        raise Refused(f"--fp4_finish {config.fp4_finish:g} belongs to --fp4 nvfp4: add that, or drop it")
     if config.sparse24_decay is not None and wanted.sparse24 != "srste":
         decay = f"--sparse24_decay {config.sparse24_decay:g}"
         raise Refused(f"{decay} belongs to --sparse24 srste: add that, or drop it")
+    if config.lora and not getattr(config, "finetune", None):
+        raise Refused(f"--lora {config.lora} trains adapters beside trained weights: add --finetune RUN")
 
 
 def check_origin(wanted, before, said="", draws=False):

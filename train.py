@@ -1,4 +1,4 @@
-"""The command: flags -> Trainer.
+"""Trains a net in the number formats that its flags choose, and says what they cost.
 
     python train.py --pure_bf16 --stochastic     digits out of noise, in bf16 weights, gradients and states:
                                                  a few minutes on 2 cores

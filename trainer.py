@@ -129,6 +129,7 @@ class Trainer:
             optimizer=c.optimizer,
             lr=c.lr,
             betas=(0.9, c.beta2),
+            eps=c.eps,
             weight_decay=c.weight_decay,
             clip_grad=c.clip_grad,
             momentum=c.momentum,
@@ -145,6 +146,7 @@ class Trainer:
             blank=self.new_net,
             **self.table.pick(c, "scaler"),
             **self.table.pick(c, "method"),
+            fp4_until=round(c.steps * (1 - c.fp4_finish / 100)) if c.fp4_finish else None,
         )
         if c.fsdp and not self.draws:
             refuse_optimizer(run.optimizer, run.optimizer_name, spread=True)

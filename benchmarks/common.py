@@ -98,6 +98,7 @@ RECIPES = {
     "pure_bf16-stochastic-opt8bit": dict(STOCHASTIC, opt8bit=True),
     "pure_bf16-stochastic-opt4bit": dict(STOCHASTIC, opt4bit=True),
 }
+RECIPES["pure_bf16-flashoptim"] = PURE
 FP8 = []  # names of the recipes that differ only in how FP8 is run
 for backend in ("torchao", "te", "scaled_mm"):
     for scaling in ("tensorwise", "rowwise", "delayed"):
@@ -168,18 +169,17 @@ def check_nets(specs):
             built(parse_net(spec))
 
 
-def prepared(net, flags, device):
+def prepared(net, flags, device, **options):
     """(Precision over the net, its inputs (x, t, y), the velocity that it is to predict).
 
     The same for every recipe: x and velocity [B, 3, H, W] fp32, t [B] fp32, y [B] int64. flags: as
-    `precision.recipe` takes them, and grad_release and states_on.
+    `precision.recipe` takes them, and grad_release and states_on. options: of Precision.
     """
     _, _, side, batch = net
     torch.manual_seed(0)
     with device:
         model = built(net)
     of_recipe = dict(flags)
-    options = {}
     for name in ("grad_release", "states_on"):
         if name in of_recipe:
             options[name] = of_recipe.pop(name)

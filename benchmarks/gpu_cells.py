@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from tqdm import tqdm
 
-from benchmarks import common
+from benchmarks import common, subjects
 from benchmarks.common import (
     Cell,
     Clock,
@@ -45,7 +45,9 @@ EAGER = (  # their net is that of bf16 or pure_bf16-stochastic: nothing else to 
     "bf16-opt4bit",
     "pure_bf16-stochastic-opt8bit",
     "pure_bf16-stochastic-opt4bit",
+    "pure_bf16-flashoptim",
 )
+PEERS = {"pure_bf16-flashoptim": "flashoptim"}  # recipe: whose AdamW writes its weights, in subjects.PEERS
 MEASURED = (  # in this order
     "bf16",
     "fp32",
@@ -103,7 +105,7 @@ def contender(cell, device, dry):
     flags = RECIPES[cell["recipe"]]
     net = parse_net(cell["net"])
     notes = check_machine(recipe(**flags).on(device), device)
-    run, inputs, velocity = prepared(net, flags, device)
+    run, inputs, velocity = prepared(net, flags, device, **optimizer_of(cell["recipe"], device))
     run.view_of_model.example = (tuple(a[:1].to("meta") for a in inputs), {})
     facts = dict(parameters=count_of(run.params), batch_size=net[3])
     facts.update(bytes_per_parameter=None, flops_share=None, how="; ".join(notes))
@@ -121,6 +123,14 @@ def contender(cell, device, dry):
         return {**facts, "bytes_per_parameter": ledger.state_bytes, **covered(ledger)}
 
     return training_step(run, inputs, velocity), described
+
+
+def optimizer_of(name, device):
+    """{"optimizer": what makes it} of a recipe that a peer's optimiser steps, else {}. Raises Refused."""
+    if name not in PEERS:
+        return {}
+    made = subjects.subject(PEERS[name], device)
+    return {"optimizer": lambda params: made.over(list(params), **common.ADAMW)}
 
 
 def covered(ledger):

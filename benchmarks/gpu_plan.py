@@ -24,7 +24,7 @@ from lowprec.errors import Refused
 PATH = ROOT / "experiments" / "bench" / "gpu-plan.json"
 GRACE = 20  # seconds that a stopped step has to write what it holds
 COMPILED = "tf32 pure_bf16-stochastic fp8-torchao-tensorwise fp8-torchao-rowwise bf16-2:4 bf16"
-LARGE = "bench.py --gpu --nets dit:XL/2:32:32 unet:base:64:32 --repeats 20"
+LARGE = "bench.py --gpu --nets dit:XL/2:64:8 unet:base:64:32 --repeats 20"
 
 
 class Step(NamedTuple):
@@ -35,26 +35,32 @@ class Step(NamedTuple):
 
 
 PLAN = (
-    Step("tests", 600, "-m pytest -q -m gpu", "whether the Triton step has the CPU's bits, and more"),
+    Step("tests", 480, "-m pytest -q -m gpu", "whether the Triton step has the CPU's bits, and more"),
     Step(
         "reduction",
-        120,
+        100,
         "bench.py reduction --out experiments/bench/gpu-reduction.json",
         "gradients with partial sums in bf16 and in fp32, against the CPU's and fp64",
     ),
     Step(
         "compiled",
-        420,
-        f"{LARGE} --compile on --budget 400 --only {COMPILED}",
+        480,
+        f"{LARGE} --compile on --budget 460 --only {COMPILED}",
         "compiled speed and peak memory, 20 rounds",
     ),
     Step(
-        "8-bit states",
-        120,
-        f"{LARGE} --compile off --budget 110 --only pure_bf16-stochastic-opt8bit",
-        "the same for a recipe whose net is that of another",
+        "eager",
+        130,
+        f"{LARGE} --compile off --budget 120 --only pure_bf16-stochastic-opt8bit pure_bf16-flashoptim",
+        "the same of recipes whose net is that of another: 8-bit states, FlashOptim's AdamW",
     ),
-    Step("043", 480, "experiments/run.py 043 --jobs 6", "the runs that 043 lacks, several at once"),
+    Step(
+        "batch",
+        200,
+        "bench.py batch --out experiments/bench/gpu-batch.json",
+        "the largest batch by recipe",
+    ),
+    Step("043", 340, "experiments/run.py 043 --jobs 6", "the runs that 043 lacks, several at once"),
 )
 
 

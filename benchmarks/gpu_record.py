@@ -20,8 +20,9 @@ from harness.run_folder import environment
 from lowprec.errors import Refused
 
 ROOT = Path(__file__).resolve().parent.parent
-# 32x32 with patches of 2: 256 tokens, as the latents of 256x256 images in the DiT paper
-NETS = {"dit:B/2:32:64": "DiT-B/2", "dit:XL/2:32:32": "DiT-XL/2", "unet:base:64:32": "U-Net"}
+# 32x32 with patches of 2: 256 tokens, as the latents of 256x256 images in the DiT paper; 64x64: 1024 tokens,
+# as those of 512x512
+NETS = {"dit:B/2:32:64": "DiT-B/2", "dit:XL/2:64:8": "DiT-XL/2, 64x64", "unet:base:64:32": "U-Net"}
 # what the figures depend on, besides lowprec/
 SOURCES = ("models.py", "benchmarks/common.py", "benchmarks/gpu_cells.py")
 

@@ -5,7 +5,9 @@ optimiser and the average.
 """
 
 import statistics
+from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch.nn.functional as F
 
@@ -29,6 +31,7 @@ from benchmarks.common import (
     timed,
 )
 from harness.flags import natural
+from lowprec.kernels import cpu_products
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
@@ -44,6 +47,8 @@ def add_arguments(parser):
     add_names(parser, "--recipes", TRAINED, list(USUAL), help)
     help = "steps between two measurements of telemetry (default: 50)"
     parser.add_argument("--measure_every", type=natural, default=50, help=help)
+    help = "whose products in bf16 a CPU without instructions for them takes (default: ours)"
+    parser.add_argument("--products", choices=["ours", "torch"], default="ours", help=help)
 
 
 def check(args):
@@ -98,7 +103,10 @@ def start(spec, name, device):
 def training(args, clock):
     """Rows (dicts): net, recipe, ms of each round, without and with telemetry, and bytes."""
     rows = []
-    with progress_bar(len(args.nets) * len(args.recipes) * (2 * args.repeats + 1)) as bar:
+    torchs_own = nullcontext()
+    if args.products == "torch":
+        torchs_own = patch.object(cpu_products, "settle")
+    with torchs_own, progress_bar(len(args.nets) * len(args.recipes) * (2 * args.repeats + 1)) as bar:
         for spec in args.nets:
             cells = started(args.recipes, lambda name, spec=spec: start(spec, name, args.device), bar, spec)
             rows += take_turns(cells, args.repeats, bar)

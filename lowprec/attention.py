@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # tokens up to which a CPU runs plain attention in bf16 faster than the flash kernel, whose backward pass
@@ -21,6 +22,21 @@ def attend(q, k, v, **options):
     """
     with kernel(q.device, q.dtype, k.shape[2]):
         return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+class Attend(nn.Module):
+    """`attend` as a part of a net, so that a recipe may take its products otherwise (site attention). It has
+    no weights and no state. by: what is called in place of `attend`, with `counts`, or None.
+    """
+
+    by = None
+    counts = None
+
+    def forward(self, q, k, v, **options):
+        """As `attend`."""
+        if self.by is None:
+            return attend(q, k, v, **options)
+        return self.by(q, k, v, self.counts, **options)
 
 
 def kernel(device, dtype, tokens):

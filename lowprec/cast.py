@@ -21,6 +21,7 @@ from .layers import convolutions
 from .optimizers import buckets
 from .roles import roles
 from .rounding import DTYPES
+from .sites import LOW_PRODUCTS
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class Cast:
 
     def _borders(self, model, r, islands, within, fp32_outputs):
         """Hooks that cast. within: modules in one that is fp32 as a whole, which need none."""
-        autocast = not r.low_weights and r.compute in ("bf16", "fp16", "fp8")
+        autocast = not r.low_weights and r.compute in ("bf16", "fp16", *LOW_PRODUCTS)
         weights = r.dtype("weights")
         around = dict.fromkeys(islands, torch.float32)
         for module, dtype in self.dtype_of_frozen.items():

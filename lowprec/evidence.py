@@ -38,6 +38,12 @@ KEYS: dict[str, Any] = {
     "fp8_recipe": "tensorwise",
     "amax_history_len": 1024,
     "amax_compute_algo": "max",
+    "fp4": "none",
+    "fp4_hadamard": 16,
+    "fp4_grads": "stochastic",
+    "fp4_weights": "2d",
+    "fp4_keep": "none",
+    "fp4_finish": 0.0,
     "sparse24": "none",
     "set": (),
 }

@@ -7,8 +7,10 @@ moments.
     FORMATS["int8"].decode(codes, scales, n, signed=True)
 
 e4m3 and e5m2 are the 8-bit floats of arXiv 2209.05433. int8 is bitsandbytes' dynamic map in blocks of 256
-(arXiv 2110.02861), int4 torchao's 4-bit maps in blocks of 128 (arXiv 2309.01507). As in these libraries,
-tensors under 4,096 values stay fp32. A moment of any length can be coded: its last block is shorter.
+(arXiv 2110.02861), int4 torchao's 4-bit maps in blocks of 128 (arXiv 2309.01507), log4 the same with powers
+of two for second moments, flash8 the curves of FlashOptim in blocks of 32 (arXiv 2602.23349). As in the first
+two libraries, tensors under 4,096 values stay fp32. A moment of any length can be coded: its last block is
+shorter.
 
 Codes are written to the nearest, or stochastically: exp_avg_sq decays by 0.1 % a step, and codes lie 0.7 % to
 56 % apart, so that to the nearest it may stand still. A new format is one more row of FORMATS.
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from . import curves, float8
 from .kernels import choose
 from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
@@ -39,6 +42,7 @@ class Format:
     why = ""  # what the ledger says of it
     gap = ""  # between two codes, as a share of the value
     flag = ""  # the flag that asks for it, without dashes; "" where --set alone does
+    lowest = 0.0  # second moment, as a share of its block's largest, below which there is no code but 0
     remedy = "--set exp_avg_sq=fp32, or --beta2 0.99"  # where a second moment in it loses too much
 
     def __getstate__(self):  # a copy, or a pickle, finds its library and kernels by itself
@@ -186,35 +190,17 @@ class Float8(Format):
         return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
     def _encode_rows(self, x, codes, scales, signed, key, compiled):
-        fused(_float8_kernel(self, signed), x, codes.view(self.dtype), scales, key, compiled=compiled)
+        fused(float8.encoder(self, signed), x, codes, scales, key, compiled=compiled)
 
     def _decode_rows(self, codes, scales, signed, compiled):
+        if compiled and codes.is_cpu:  # no table, which torch.compile could not vectorise
+            return fused(float8.decoder(self), codes, scales)
         return self.values(codes.view(self.dtype)) * scales[:, None]
 
 
 @functools.cache
 def _float8_values(dtype):
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
-
-
-@functools.cache
-def _float8_kernel(form, signed):
-    def kernel(x, codes, scales, key):
-        scale = finite(x).abs().amax(1) / form.top  # [blocks]
-        y = torch.where(scale[:, None] == 0, 0.0, x / scale[:, None]) - (x - x)  # NaN if x is not finite
-        # the gap between neighbours at y: 2^(exponent - mantissa), constant below the smallest normal number
-        exponent = ((y.view(torch.int32) >> 23) & 0xFF) - 127
-        gap = torch.exp2((exponent.clamp(min=form.least) - form.mantissa).float())
-        if key is not None:
-            uniform = (noise_bits(x.numel(), key)[0].view(x.shape) & 0xFFFFFF).float() * 2.0**-24
-            y = (y / gap + uniform).floor() * gap
-        if not signed:
-            smallest = 2.0 ** (form.least - form.mantissa)
-            y = torch.where((x > 0) & (y < smallest), smallest, y)
-        codes.copy_(y.clamp(-form.top, form.top).to(form.dtype))
-        scales.copy_(scale)
-
-    return kernel
 
 
 # ---- Tables ------------------------------------------------------------------------------------------------
@@ -344,6 +330,7 @@ class Int4(Table):
     name, bits, block = "int4", 4, 128
     why = "4-bit codes in blocks of 128, format of torchao"
     gap = "3 % to 50 %"
+    lowest = 1 / 16
     flag = "opt4bit"
     remedy = "--stochastic --opt8bit"
 
@@ -383,9 +370,46 @@ class Int4(Table):
         return fused(self.kernels[0], codes.reshape(-1), scales, table, compiled=compiled)
 
 
+class Log4(Int4):
+    """As Int4, but a second moment goes by powers of two. Its step is by the root of that: torchao's map has
+    no code for gradients below a quarter of a block's largest, this one reaches down to 1/181.
+    """
+
+    name = "log4"
+    why = "4-bit codes in blocks of 128: exp_avg as torchao has it, exp_avg_sq in powers of two"
+    gap = "100 %"
+    lowest = 2.0**-15
+    flag = ""
+
+    def _published(self, signed):
+        return super()._published(signed) if signed else torch.exp2(torch.arange(-15.0, 1.0))
+
+
+# ---- Curves ------------------------------------------------------------------------------------------------
+
+
+class Curved(Format):
+    """FlashOptim's 8-bit states, see curves.py. The scales are fp32 here, of the moment itself: in fp16, as
+    published, the root of a second moment below 4e-15 would have none.
+    """
+
+    name, block = "flash8", 32
+    why = "8-bit codes in blocks of 32 on the curves of FlashOptim: softsign for exp_avg, root for exp_avg_sq"
+    gap = "0.8 % and more"
+    remedy = "--stochastic"
+
+    def _encode_rows(self, x, codes, scales, signed, key, compiled):
+        fused(curves.encoder(signed), x, codes, scales, key, compiled=compiled)
+
+    def _decode_rows(self, codes, scales, signed, compiled):
+        return fused(curves.decoder(signed), codes, scales, compiled=compiled)
+
+
 FORMATS = {
     "e4m3": Float8("e4m3", torch.float8_e4m3fn, mantissa=3, least=-6, gap="3 % to 6 %"),
     "e5m2": Float8("e5m2", torch.float8_e5m2, mantissa=2, least=-14, gap="6 % to 12 %"),
     "int8": Int8(),
     "int4": Int4(),
+    "log4": Log4(),
+    "flash8": Curved(),
 }

@@ -88,7 +88,7 @@ def dtypes_of_frozen(
         chosen = [value for value in (matching(key, dtypes) for key in own) if value]
         if chosen:
             found[module] = DTYPES[chosen[0]]
-        elif r.frozen != "kept":
+        elif r.frozen not in ("kept", "nf4"):
             found[module] = r.dtype("weights") if r.frozen == "cast" else DTYPES[r.frozen]
         elif any(part in averages for part in (*_prefixes(name), name)):
             found[module] = torch.float32

@@ -41,6 +41,7 @@ def gradients_of(run) -> ByParameter:
     if any(g.is_sparse for g in grads.values()):
         raise Refused(SPARSE)
     if not grads and not run.has_released:
+        run.slips.refuse_new(run)
         raise Refused(
             "step() found no gradients: call backward(loss) before it, with a loss that depends on the "
             "model's parameters"

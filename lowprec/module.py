@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from .copies import copied
+from .errors import Refused
 
 # what nn.Module keeps in each module for calls of it: these are the stand-in's own
 OF_CALLS = (
@@ -57,6 +58,11 @@ class CastModule(nn.Module):
         return functools.partial(self._view.call, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise Refused(
+                "run.module can't be given another class, as fully_shard gives one: spread or change the net "
+                "itself, and make Precision then"
+            )
         setattr(self._view.net, name, value)
 
     def __delattr__(self, name: str) -> None:

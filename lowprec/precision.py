@@ -28,7 +28,11 @@ from .frozen_weights import warn_of_averages
 from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed, sum_up
 from .kernels import cpu_products
 from .layers import convolutions
+from .layers.fp4 import FP4
 from .layers.fp8 import FP8
+from .layers.fp8_attention import FP8Attention
+from .layers.lora import Lora
+from .layers.nf4 import NF4Base
 from .layers.quantise import Quantised
 from .layers.sparsity import Sparse24
 from .machine import settle_vector_math
@@ -42,16 +46,18 @@ from .rules import NET, check_wrapped, is_compiled, refuse, refuse_optimizer
 from .run_options import (
     RunOptions,
     check_averages_gradients,
+    check_calls_the_model,
     check_method_options,
     checked_recipe,
     trained_groups,
 )
+from .sites import LOW_PRODUCTS
 from .slips import MicroBatches, Slips
 from .telemetry import StepReport
 from .view import View
 
 __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
-METHODS = (Sparse24, FP8, Quantised)
+METHODS = (Lora, NF4Base, Sparse24, FP8, FP4, FP8Attention, Quantised)
 
 
 class Precision:
@@ -80,7 +86,8 @@ class Precision:
     'bf16'} of single buffers and frozen weights. fp32_modules: names or patterns of modules that compute in
     fp32 with fp32 weights, islands by name. fp32_outputs: of modules whose outputs are fp32, as of a head
     whose logits become a loss within the net. blank: builds the net anew, for the generator of a model that
-    fully_shard has spread, see fsdp.py. method_options: as sparse24_decay.
+    fully_shard has spread, see fsdp.py. method_options: sparse24_decay; lora, the rank of adapters beside
+    frozen layers, see layers/lora.py; fp4_until: the step from which on layers in FP4 compute in bf16.
     """
 
     def __init__(
@@ -155,7 +162,7 @@ class Precision:
         """Attach the methods that the recipe asks for, to the model as it came."""
         self.methods = []
         for kind in METHODS:
-            method = kind.attach(self.model, self.recipe, **method_options)
+            method = kind.attach(self.model, self.recipe, seed=self.options.seed, **method_options)
             if method is not None:
                 self.methods.append(method)
 
@@ -175,7 +182,7 @@ class Precision:
         if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
             # in eval without gradients torch's fast path reads the weights, and calls no layer
             torch.backends.mha.set_fastpath_enabled(False)
-        if self.device.type == "cpu" and r.compute in ("bf16", "fp8") and not is_compiled(forward):
+        if self.device.type == "cpu" and r.compute in ("bf16", *LOW_PRODUCTS) and not is_compiled(forward):
             convolutions.attach(net)
         self.release = None  # a release.Release, where backward updates
         self.view_of_model = View(net, r, self.methods, self.options.keep)
@@ -238,6 +245,7 @@ class Precision:
             check_wrapped(wrapper)
         if self.recipe.low_weights:
             check_averages_gradients(wrapper)
+        check_calls_the_model(wrapper, self.view_of_model)
         self.view_of_model.forward = wrapper
 
     @property
@@ -401,13 +409,16 @@ class Precision:
     def weights(self, source: str = "ema") -> dict[str, torch.Tensor]:
         """{name: tensor}: the net's state_dict with averaged ('ema' or a further average, in its dtype) or
         last ('raw', the fp32 values held) weights, buffers and frozen parameters beside them; pruned under
-        sparse24.
+        sparse24, with the adapters of lora merged.
 
         It loads into the net as it was before the run. Of a model that is spread over ranks all of them call
         this, and the first gets it, on the CPU, the others {}. Raises Refused for a source that this run does
         not hold.
         """
-        return weights_of(self, source)
+        values = weights_of(self, source)
+        for method in self.methods:
+            values = method.as_it_came(values)
+        return values
 
     # -- state
 

@@ -17,11 +17,12 @@ import torch
 
 from . import rules
 from .errors import Refused, check_several
+from .layers import fp4 as four_bits
 from .layers import fp8
 from .optimizers.build import OPTIMIZERS, kinds
 from .rounding import DTYPES
 from .rules import check_machine
-from .sites import CODES, SITES, Site
+from .sites import BLOCKS_OF_GENERATION, CODES, LOW_PRODUCTS, SITES, Site
 
 __all__ = ["MOMENTS", "OF_OPTIMIZERS", "SITES", "Recipe", "Site", "check_machine", "parse_average", "recipe"]
 
@@ -53,12 +54,16 @@ class Recipe:
 
     Build one with `recipe(...)`, which applies presets, the user's single sites, and the refusals. A recipe
     is a value: `==`, hash and `replace`. more: {name: Site} of the sites that belong to a task or an
-    optimiser. fp8: an `fp8.Options` when compute is fp8. Raises TypeError for an unknown site.
+    optimiser. fp8: an `fp8.Options` when compute is fp8; fp4: an `FP4Options` when it is fp4. Raises
+    TypeError for an unknown site.
     """
 
-    def __init__(self, more: Mapping[str, Site] | None = None, fp8: Any = None, **values: str):
+    def __init__(
+        self, more: Mapping[str, Site] | None = None, fp8: Any = None, fp4: Any = None, **values: str
+    ):
         self.more = dict(more or {})
         self.fp8 = fp8
+        self.fp4 = fp4
         self.values = {name: site.values[0] for name, site in self.sites.items()}
         unknown = set(values) - set(self.values)
         if unknown:
@@ -80,10 +85,13 @@ class Recipe:
         return self.values[site]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and (self.values, self.fp8) == (other.values, other.fp8)
+        return isinstance(other, Recipe) and self._all() == other._all()
 
     def __hash__(self) -> int:
-        return hash((*self.values.items(), self.fp8))
+        return hash((*self.values.items(), self.fp8, self.fp4))
+
+    def _all(self):
+        return self.values, self.fp8, self.fp4
 
     def __repr__(self) -> str:
         changed = [f"{k}={v!r}" for k, v in self.values.items() if v != self.sites[k].values[0]]
@@ -91,22 +99,24 @@ class Recipe:
 
     def replace(self, **values: str) -> Recipe:
         """The recipe with some sites changed. Raises TypeError for an unknown site."""
-        return Recipe(self.more, self.fp8, **{**self.values, **values})
+        return Recipe(self.more, self.fp8, self.fp4, **{**self.values, **values})
 
     def dtype(self, site: str) -> torch.dtype:
-        """torch dtype of a site that holds fp32, bf16 or fp16; of compute=fp8 what computes beside the FP8
-        layers.
+        """torch dtype of a site that holds fp32, bf16 or fp16; of compute=fp8 and fp4 what computes beside
+        their layers.
         """
         value = self.values[site]
-        return DTYPES["bf16" if value == "fp8" else value]
+        return DTYPES["bf16" if value in LOW_PRODUCTS else value]
 
     def on(self, device: torch.device | str) -> Recipe:
-        """The recipe with what depends on the machine settled: which backend runs FP8. Raises Refused when
-        none can.
+        """The recipe with what depends on the machine settled: which backend runs FP8 or FP4. Raises Refused
+        when none can.
         """
-        if not self.fp8:
+        device = torch.device(device)
+        options = [each and each.resolve(device) for each in (self.fp8, self.fp4)]
+        if not any(options):
             return self
-        settled = Recipe(self.more, fp8.resolve(self.fp8, device), **self.values)
+        settled = Recipe(self.more, *options, **self.values)
         settled._kept_for = self._kept_for
         return settled
 
@@ -117,8 +127,9 @@ class Recipe:
 
     @property
     def quantises(self) -> bool:
-        """Whether samples are drawn in 8 bits from a net that was not trained so."""
-        return self.generation == "int8" or (self.generation == "fp8" and not self.fp8)
+        """Whether samples are drawn in 8 or 4 bits from a net that was not trained so."""
+        after_training = ("int8", *BLOCKS_OF_GENERATION)
+        return self.generation in after_training or (self.generation == "fp8" and not self.fp8)
 
     @property
     def moments(self) -> list[str]:
@@ -139,7 +150,7 @@ class Recipe:
             return self
         values = _with_sites_of(optimizers, self.values)
         values = _without_moments_but_of(optimizers, values)
-        found = Recipe({**sites_of(*optimizers), **self.more}, self.fp8, **values)
+        found = Recipe({**sites_of(*optimizers), **self.more}, self.fp8, self.fp4, **values)
         found._kept_for = wanted
         return found
 
@@ -179,6 +190,7 @@ FP8_FLAGS = {
     "amax_history_len": 1024,
     "amax_compute_algo": "max",
 }
+FP4_FLAGS = {"fp4_hadamard": 16, "fp4_grads": "stochastic", "fp4_weights": "2d", "fp4_keep": "none"}
 
 
 def recipe(
@@ -192,26 +204,27 @@ def recipe(
     opt8bit: bool = False,
     opt4bit: bool = False,
     fp8: bool = False,
+    fp4: str = "none",
     sparse24: str = "none",
     sites: Iterable[str] = (),
     more: Mapping[str, Site] | None = None,
     optimizer: Any = "adamw",
-    **fp8_flags: Any,
+    **flags_of_products: Any,
 ) -> Recipe:
     """The recipe that a set of flags composes.
 
     sites: single settings ("ema=bf16"), applied after the flags. more: {name: Site} of a task. optimizer: its
-    name or class, whose sites the recipe has. fp8_flags: see FP8_FLAGS. Raises Refused for an unknown site or
-    value and for combinations that make no sense, naming the nearest that does; TypeError for an unknown
-    flag.
+    name or class, whose sites the recipe has. flags_of_products: see FP8_FLAGS and FP4_FLAGS. Raises Refused
+    for an unknown site or value and for combinations that make no sense, naming the nearest that does;
+    TypeError for an unknown flag.
     """
-    unknown = set(fp8_flags) - set(FP8_FLAGS)
+    unknown = set(flags_of_products) - {*FP8_FLAGS, *FP4_FLAGS}
     if unknown:
         raise TypeError(f"recipe() got an unexpected keyword argument '{min(unknown)}'")
     check_several("sites", sites)
     _check_flag("master", master)
     _check_flag("sparse24", sparse24)
-    flags = rules.FlagFacts(bf16, fp16, pure_bf16, stochastic, kahan, master, opt8bit, opt4bit, fp8)
+    flags = rules.FlagFacts(bf16, fp16, pure_bf16, stochastic, kahan, master, opt8bit, opt4bit, fp8, fp4)
     rules.refuse(rules.FLAGS, flags)
     values = {"sparse24": sparse24, **_composed(flags)}
     task_sites = dict(more or {})
@@ -224,8 +237,8 @@ def recipe(
         values["accumulate"] = "fp32"
     values = _with_sites_of([optimizer], values)
     values = _without_moments_but_of([optimizer], values, chosen)
-    options = _fp8_options(values.get("compute", "fp32"), fp8_flags)
-    result = Recipe({**sites_of(optimizer), **task_sites}, options, **values)
+    options = _options_of_products(values.get("compute", "fp32"), fp4, flags_of_products)
+    result = Recipe({**sites_of(optimizer), **task_sites}, *options, **values)
     result._kept_for = _identity([optimizer])
     rules.refuse(rules.RECIPE, result)
     return result
@@ -248,7 +261,7 @@ def _composed(flags):
         values.update(weights="bf16", compute="bf16", grads="bf16", accumulate="bf16")
         # an exact master promises fp32 AdamW bit for bit, which bf16 moments would break; --set exp_avg=bf16
         # takes them back
-        moments = "bf16" if flags.master == "none" else "fp32"
+        moments = "fp32" if flags.master in rules.EXACT else "bf16"
         values.update(exp_avg=moments, exp_avg_sq=moments, master=flags.master)
     if flags.kahan:
         values["kahan"] = "on"
@@ -260,6 +273,8 @@ def _composed(flags):
         values.update(exp_avg="int4", exp_avg_sq="int4")
     if flags.fp8:
         values["compute"] = "fp8"
+    if flags.fp4 != "none":
+        values["compute"] = "fp4"
     return values
 
 
@@ -299,20 +314,31 @@ def _check_value(setting, site, value, choices):
         raise Refused(f"--set {setting}: 'none' stands alone")
 
 
-def _fp8_options(compute, flags):
-    """The fp8.Options of a recipe, None where it does not compute in FP8. Raises Refused for flags that say
-    how to, then.
+def _options_of_products(compute, fp4, flags):
+    """(fp8.Options or None, FP4Options or None) of a recipe. Raises Refused for flags that say how products
+    are taken in FP8 or FP4 where they are not.
     """
-    settings = {**FP8_FLAGS, **flags}
+    eight = {**FP8_FLAGS, **flags}
+    eight = {flag: eight[flag] for flag in FP8_FLAGS}
+    four = {**FP4_FLAGS, **flags}
+    four = {flag: four[flag] for flag in FP4_FLAGS}
     if compute == "fp8":
-        return fp8.Options(*settings.values())
-    for flag, default in FP8_FLAGS.items():
+        _check_unused(compute, "FP4", "fp4 nvfp4", four, FP4_FLAGS)
+        return fp8.Options(*eight.values()), None
+    _check_unused(compute, "FP8", "fp8", eight, FP8_FLAGS)
+    if compute == "fp4":
+        return None, four_bits.FP4Options("nvfp4" if fp4 == "none" else fp4, *four.values())
+    _check_unused(compute, "FP4", "fp4 nvfp4", four, FP4_FLAGS)
+    return None, None
+
+
+def _check_unused(compute, kind, remedy, settings, defaults):
+    for flag, default in defaults.items():
         if settings[flag] != default:
             raise Refused(
-                f"--{flag} {settings[flag]} says how FP8 is run, and this recipe computes in {compute}: "
-                "add --fp8"
+                f"--{flag} {settings[flag]} says how {kind} is run, and this recipe computes in {compute}: "
+                f"add --{remedy}"
             )
-    return None
 
 
 # ---- Sites of optimisers -----------------------------------------------------------------------------------
@@ -351,8 +377,8 @@ def _unset(site, values):
     if site.follows != "compute":
         return values.get(site.follows, "fp32")
     # an exact master promises the bits of fp32
-    exact = values.get("master", "none") != "none"
-    return "bf16" if values.get("compute") in ("bf16", "fp8") and not exact else "fp32"
+    exact = values.get("master") in rules.EXACT
+    return "bf16" if values.get("compute") in ("bf16", *LOW_PRODUCTS) and not exact else "fp32"
 
 
 def _without_moments_but_of(optimizers, values, chosen=()):

@@ -45,6 +45,7 @@ class Noise(enum.IntEnum):
     EXP_AVG = 2  # codes of the first moment, and those of each further one from here on
     EXP_AVG_SQ = 3
     REDUCE = 1 << 16  # gradients that processes send each other
+    PRODUCT = 1 << 17  # gradients as operands of a product in FP4
 
 
 def hash64(*words):
@@ -137,7 +138,8 @@ def split_master(x):
 def exact_weight(p, low=None):
     """The fp32 value that an optimiser holds for weight `p`, given what completes it.
 
-    low: None (p itself), int16 (the remainder of a split master), bf16 (a Kahan buffer) or fp32 (a master).
+    low: None (p itself), int16 or int8 (the remainder of a split master, exact or of 24 bits), bf16 (a Kahan
+    buffer) or fp32 (a master).
     What others wrote into p, weights of a file or a mask, counts: the old low part is not to undo it.
     """
     if low is None:
@@ -145,8 +147,8 @@ def exact_weight(p, low=None):
     if low.dtype == torch.bfloat16:
         return p.float() + low.float()
     bits = p.float().view(torch.int32)
-    if low.dtype == torch.int16:
-        low = low.to(torch.int32)
+    if low.dtype in (torch.int16, torch.int8):
+        low = low.to(torch.int32) * (1 if low.dtype == torch.int16 else 256)
         # no weight that is written here is 0 with a remainder below 0, which would make a NaN of it
         return (bits + torch.where((bits & 0x7FFFFFFF) == 0, low.clamp(min=0), low)).view(torch.float32)
     away = bits - low.view(torch.int32) + 0x8000  # to nearest, a weight is half of its last bit away at most
@@ -160,10 +162,10 @@ def write_weight(x, p, low=None, noise=None):
     """
     if low is None:
         p.copy_(rounded(x, p.dtype, noise))
-    elif low.dtype == torch.int16:
-        high, remainder = split_master(x)
+    elif low.dtype in (torch.int16, torch.int8):
+        high, remainder = split_master(x if low.dtype == torch.int16 else on_24_bits(x, noise))
         p.copy_(high)
-        low.copy_(remainder)
+        low.copy_(remainder if low.dtype == torch.int16 else (remainder.to(torch.int32) >> 8).to(torch.int8))
     elif low.dtype == torch.bfloat16:
         # Kahan: the weight is the nearest bf16, the buffer takes the rest. With noise the rest itself is
         # rounded stochastically: the sum of both is then unbiased, and forward still reads the nearest
@@ -185,6 +187,8 @@ def written(x, dtype, low=None, noise=None):
     """
     if low is None:
         return _on_grid(x, noise) if dtype == torch.bfloat16 else x
+    if low.dtype == torch.int8:
+        return on_24_bits(x, noise)
     if low.dtype != torch.bfloat16:
         return x
     nearest = _on_grid(x, 0x8000)
@@ -193,9 +197,22 @@ def written(x, dtype, low=None, noise=None):
 
 def _on_grid(x, noise):
     """`rounded` to bf16, as fp32 whose low 16 bits are zero."""
+    return _without_low_bits(x, noise, 16)
+
+
+def on_24_bits(x, noise=None):
+    """fp32 x to a number of 16 significant bits, which a bf16 weight and an int8 remainder hold: to nearest,
+    or stochastically by the noise.
+    """
+    return _without_low_bits(x, noise, 8)
+
+
+def _without_low_bits(x, noise, count):
     bits = x.view(torch.int32)
-    noise = 0x7FFF + ((bits >> 16) & 1) if noise is None else noise & 0xFFFF  # to nearest: ties to even
-    return torch.where(x == x, ((bits + noise) & -65536).view(torch.float32), x)
+    below = (1 << count) - 1
+    # to nearest: ties to even
+    noise = (below >> 1) + ((bits >> count) & 1) if noise is None else noise & below
+    return torch.where(x == x, ((bits + noise) & ~below).view(torch.float32), x)
 
 
 # ---- The average of a weight -------------------------------------------------------------------------------

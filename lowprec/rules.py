@@ -31,8 +31,9 @@ from .machine import device_facts, support
 from .optimizers.buckets import whole_alone
 from .optimizers.peers import PEERS
 from .optimizers.rounded import LAZY, REMEDIES, Rounded
-from .sites import CODES
+from .sites import CODES, LOW_PRODUCTS
 
+EXACT = "split", "fp32"  # masters that are fp32, bit for bit
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
@@ -76,6 +77,7 @@ class FlagFacts:
     opt8bit: bool
     opt4bit: bool
     fp8: bool
+    fp4: str = "none"
 
     @property
     def precisions(self) -> list[str]:
@@ -112,6 +114,11 @@ FLAGS = (
         lambda flags: f"--fp8 and {flags.precisions[0]} exclude each other: --fp8 computes what is not in "
         f"FP8 in bf16; drop {flags.precisions[0]}",
     ),
+    Rule(
+        lambda flags: flags.fp4 != "none" and (flags.bf16 or flags.fp16 or flags.fp8),
+        lambda flags: f"--fp4 and {'--fp8' if flags.fp8 else flags.precisions[0]} exclude each other: --fp4 "
+        "computes what is not in FP4 in bf16; leave one out",
+    ),
 )
 
 # ---- Recipes -----------------------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ FLAGS = (
 
 def _rounds_nothing(r):
     """Whether a recipe writes neither weights nor moments in bf16 or in codes."""
-    low_written = r.low_weights and r.master == "none"
+    low_written = r.low_weights and r.master not in EXACT
     bf16_moments = "bf16" in [r[name] for name in r.moments]
     return not (low_written or bf16_moments or r.coded)
 
@@ -135,7 +142,7 @@ def _something_to_round(r):
 
 RECIPE = (
     Rule(
-        lambda r: r.low_weights and r.compute not in ("bf16", "fp8"),
+        lambda r: r.low_weights and r.compute not in ("bf16", *LOW_PRODUCTS),
         lambda r: f"weights=bf16 with compute={r.compute}: bf16 weights are multiplied in bf16; "
         f"use compute=bf16, or {'--fp16' if r.compute == 'fp16' else '--bf16'} with fp32 weights",
     ),
@@ -171,7 +178,7 @@ RECIPE = (
     ),
     Rule(
         lambda r: r.kahan == "on" and r.master != "none",
-        lambda r: f"kahan=on with master={r.master}: the master is exact, there is nothing to compensate; "
+        lambda r: f"kahan=on with master={r.master}: the master keeps what is rounded away already; "
         "drop one of the two",
     ),
     Rule(
@@ -179,9 +186,14 @@ RECIPE = (
         lambda r: f"update=stochastic, but no tensor is written in bf16 or codes: {_something_to_round(r)}",
     ),
     Rule(
-        lambda r: r.sparse24 != "none" and r.compute == "fp8",
-        lambda r: f"sparse24={r.sparse24} with compute=fp8: the masked products are taken in bf16; "
-        "drop --fp8 or --sparse24",
+        lambda r: r.update == "eco" and (not r.low_weights or r.kahan == "on" or r.master != "none"),
+        "update=eco feeds back what a bf16 weight rounds away, and here is none, or a master or Kahan buffer "
+        "that keeps it: use it with --pure_bf16 alone",
+    ),
+    Rule(
+        lambda r: r.sparse24 != "none" and r.compute in LOW_PRODUCTS,
+        lambda r: f"sparse24={r.sparse24} with compute={r.compute}: the masked products are taken in bf16; "
+        f"drop --{r.compute} or --sparse24",
     ),
     Rule(
         lambda r: r.sparse24 != "none" and r.quantises,
@@ -327,9 +339,9 @@ SETTINGS = (
 # what a net that fully_shard has spread can't be trained with: a rank has rows of its tensors alone
 SPREAD = (
     Rule(
-        lambda run: run.spread and run.recipe.fp8,
-        "--fp8 needs whole tensors, and a rank of fully_shard (--fsdp) has rows of them: use --bf16 or "
-        "--pure_bf16 --stochastic",
+        lambda run: run.spread and run.recipe.compute in LOW_PRODUCTS,
+        lambda run: f"--{run.recipe.compute} needs whole tensors, and a rank of fully_shard (--fsdp) has "
+        "rows of them: use --bf16 or --pure_bf16 --stochastic",
     ),
     Rule(
         lambda run: run.spread and run.recipe.sparse24 != "none",
@@ -562,6 +574,13 @@ LOSSES = (
         "value) is lost: where some gradients of a block drop, their v stays too high and their steps too "
         "short; "
         f"{lost.remedy('add --stochastic')}",
+    ),
+    Rule(
+        lambda lost: lost.recipe.exp_avg_sq in CODES and FORMATS[lost.recipe.exp_avg_sq].lowest > 0.01,
+        lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}: no code lies below "
+        f"{FORMATS[lost.recipe.exp_avg_sq].lowest:g} of the largest in a block, so entries whose gradients "
+        f"are below {FORMATS[lost.recipe.exp_avg_sq].lowest ** 0.5:g} of its largest take steps too short; "
+        "--set exp_avg_sq=log4 (as many bits) or int8 reaches further down",
     ),
     Rule(
         lambda lost: lost.factors and lost.nearest_moments,

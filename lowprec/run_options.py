@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from .errors import Refused, check_several
 from .layers.method import Method
 from .recipes import Recipe, recipe
 from .rules import PARALLEL, RUN, RunFacts, is_compiled, refuse
+
+if TYPE_CHECKING:
+    from .view import View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +174,16 @@ def trained_groups(groups: list[dict], named_params: list[tuple[str, torch.nn.Pa
 
 
 # ---- Wrappers ----------------------------------------------------------------------------------------------
+
+
+def check_calls_the_model(wrapper: Callable, view: View) -> None:
+    """Raise Refused for a wrapper of run.module, which would call itself."""
+    modules = wrapper.modules() if isinstance(wrapper, torch.nn.Module) else ()
+    if any(module.__dict__.get("_view") is view for module in modules):
+        raise Refused(
+            "run.module calls run.forward: give run.forward a wrapper of run.model, or leave it and wrap "
+            "run.module where the loss is formed"
+        )
 
 
 def check_averages_gradients(wrapper: Callable) -> None:

@@ -10,7 +10,11 @@ import dataclasses
 
 from .formats import FORMATS
 
+LOW_PRODUCTS = ("fp8", "fp4")  # values of compute in which nn.Linear reads 8 or 4 bits, all else bf16
 CODES = {name: form.why for name, form in FORMATS.items()}
+_BLOCKS = {name: f"samples are drawn through layers in {name}" for name in ("mxfp8", "mxfp4", "nvfp4")}
+# and with weights alone in these formats, what they multiply in bf16
+BLOCKS_OF_GENERATION = {**_BLOCKS, **{f"{name}_weights": why for name, why in _BLOCKS.items()}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,29 +37,32 @@ SITES = {
         {"fp32": "forward reads full precision", "bf16": "half the bytes; forward reads 8 significant bits"},
     ),
     "master": Site(
-        ("none", "fp32", "split"),
+        ("none", "fp32", "split", "split8"),
         {
             "none": "the weights are the only copy",
             "fp32": "a second, full-precision copy takes the updates",
             "split": "bf16 weight + int16 remainder = the exact fp32 master in 4 bytes",
+            "split8": "bf16 weight + int8 remainder = a master of 16 significant bits in 3 bytes",
         },
     ),
     "update": Site(
-        ("nearest", "stochastic"),
+        ("nearest", "stochastic", "eco"),
         {
             "nearest": "updates under half an ulp are lost",
+            "eco": "to nearest, and what is rounded away goes into the momentum; moments stochastically",
             "stochastic": "rounds up with probability = distance: nothing is lost on average, "
             "some noise is added",
         },
     ),
     "kahan": Site(("off", "on"), {"on": "a bf16 buffer keeps what each weight write rounded away"}),
     "compute": Site(
-        ("fp32", "tf32", "bf16", "fp16", "fp8"),
+        ("fp32", "tf32", "bf16", "fp16", *LOW_PRODUCTS),
         {
             "tf32": "fp32 storage, 10-bit mantissa inside tensor cores",
             "bf16": "matmuls and convolutions read 8 significant bits",
             "fp16": "11 significant bits, range 6e-8 .. 65504: needs dynamic loss scaling",
             "fp8": "matmuls of nn.Linear read 3 or 4 significant bits, scaled; all else computes in bf16",
+            "fp4": "matmuls of nn.Linear read 2 significant bits, scaled in blocks; all else is in bf16",
         },
     ),
     "loss_scale": Site(
@@ -90,12 +97,13 @@ SITES = {
         },
     ),
     "frozen": Site(
-        ("kept", "cast", "fp32", "bf16"),
+        ("kept", "cast", "fp32", "bf16", "nf4"),
         {
             "kept": "in the dtype in which the net came, but averages of other parts in fp32",
             "cast": "in the dtype of the weights that are trained",
             "fp32": "brought to full precision",
             "bf16": "half the bytes of fp32",
+            "nf4": "linear layers in 4.5 bits a weight, decoded for each product",
         },
     ),
     "loss": Site(
@@ -103,7 +111,7 @@ SITES = {
         {"fp32": "sums need the bits", "bf16": "the loss is formed from bf16 differences"},
     ),
     "generation": Site(
-        ("compute", "fp32", "bf16", "autocast", "fp16", "fp8", "int8"),
+        ("compute", "fp32", "bf16", "autocast", "fp16", "fp8", "int8", *BLOCKS_OF_GENERATION),
         {
             "compute": "samples are drawn in the precision that was trained",
             "fp32": "samples are drawn from an fp32 copy of the weights",
@@ -112,6 +120,7 @@ SITES = {
             "int8": "samples are drawn through int8 layers",
             "autocast": "samples are drawn from an fp32 copy under bf16 autocast",
             "fp16": "samples are drawn from an fp32 copy under fp16 autocast: above 65504 is infinity",
+            **BLOCKS_OF_GENERATION,
         },
     ),
     "reduce": Site(
@@ -128,6 +137,13 @@ SITES = {
     "sparse24": Site(
         ("none", "magnitude", "srste"),
         {"magnitude": "pruned once, the mask is fixed", "srste": "pruned anew at each step"},
+    ),
+    "attention": Site(
+        ("compute", "fp8"),
+        {
+            "compute": "queries by keys and probabilities by values are multiplied as all else",
+            "fp8": "queries by keys and probabilities by values read 8-bit floats",
+        },
     ),
 }
 

@@ -30,11 +30,15 @@ class Slips:
         if len(grads) == self.gradients or run.ranks is not None:
             return
         self.gradients = len(grads)  # a layer that was replaced gets none
+        self.refuse_new(run)
+
+    def refuse_new(self, run) -> None:
+        """Raise Refused where the model has a parameter that came after Precision."""
         for name, p in run.model.named_parameters():
             if p.requires_grad and p not in self.parameters:
                 raise Refused(
                     f"parameter {name} was put into the model after Precision was made, and would never be "
-                    "trained: change the model first"
+                    "trained: change the model first, and spread it (fully_shard) first"
                 )
 
 

@@ -19,6 +19,7 @@ from .first_call import FirstCall
 from .machine import exact_math
 from .mixed import adapt, explain
 from .module import CastModule
+from .sites import LOW_PRODUCTS
 
 
 class View:
@@ -62,7 +63,7 @@ class View:
         r = self.recipe
         with ExitStack() as stack:
             stack.enter_context(self.exact())
-            if not r.low_weights and r.compute in ("bf16", "fp16", "fp8"):
+            if not r.low_weights and r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
                 stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
             for method in self.methods:
                 stack.enter_context(method.context())

@@ -12,7 +12,11 @@ import torch
 from harness.flags import Flag, amount, several, share, thousand
 from lowprec.errors import Refused
 from lowprec.recipes import Site
+from tasks import data as datasets
 from tasks import latent_space, metrics, perceptual, vae_halves
+from tasks.condition import FLAG as CONDITION
+from tasks.condition import channels, condition_of, given, psnr, shown, taking
+from tasks.condition import check as check_condition
 from tasks.generation_probes import TIMESTEPS, examine
 from tasks.task import Task, picture, two_of_each
 
@@ -74,6 +78,7 @@ class Generation(Task):
         ),
         perceptual.PERCEPTUAL,
         *latent_space.FLAGS,
+        CONDITION,
     )
     sites = {**SITES, "perceptual": perceptual.SITE, **latent_space.SITES}
     limits = {
@@ -91,6 +96,7 @@ class Generation(Task):
     implied = {"size": "tiny", "data": "digits"}
     unprinted = ("trace", "loss_by_timestep")
     in_latents = True  # whether the task takes --vae
+    takes_condition = True
     guard = {}  # sites of one kind of generation that the doctor keeps exact where it asks of another
     answer = noised = None  # of tasks that don't tell them, the sampler's path isn't examined
 
@@ -110,6 +116,7 @@ class Generation(Task):
     def check(cls, config):
         perceptual.check(config)
         latent_space.check(config, cls.in_latents)
+        check_condition(config, cls.takes_condition)
         if config.guidance != 1 and config.label_dropout == 0:
             raise Refused(
                 f"--guidance {config.guidance:g} reads the net without a label, which --label_dropout 0 "
@@ -118,7 +125,13 @@ class Generation(Task):
 
     @classmethod
     def load(cls, config):
-        return two_of_each(super().load(config))
+        if config.condition != "masks":
+            return two_of_each(super().load(config))
+        c = config
+        spec = c.data or "synthetic"
+        data = two_of_each(datasets.load(spec, "masks", c.image_size, c.seed, c.white, c.pages))
+        data.mask_classes, data.num_classes = data.num_classes, 0
+        return data
 
     def notes(self):
         found = super().notes()
@@ -134,10 +147,12 @@ class Generation(Task):
     def nets(self):
         from models import GENERATIVE  # MONAI takes seconds to import, which --help does not wait for
 
-        return self.space.nets(GENERATIVE)
+        return taking(self.space.nets(GENERATIVE), channels(self.config.condition, self.data))
 
     def example(self):
-        images = torch.empty(2, *self.space.shape, device="meta")
+        count, *sides = self.space.shape
+        count += channels(self.config.condition, self.data)
+        images = torch.empty(2, count, *sides, device="meta")
         return (images, images.new_empty(2), images.new_empty(2, dtype=torch.int64)), {}
 
     def train_set(self, run):
@@ -149,7 +164,9 @@ class Generation(Task):
         """Mean loss of images [B, C, H, W] in [-1, 1] with labels [B]. Timestep, noise and label dropout
         are drawn from `rng`.
         """
-        images, labels = batch
+        images, targets = batch
+        labels, condition = self.labels_and_condition(images, targets)
+        model = given(model, condition)
         weight = self.config.perceptual
         n = len(images)
         dropped = rng.uniform(n) < self.config.label_dropout
@@ -164,6 +181,10 @@ class Generation(Task):
         clean, share = self.clean(recorded.x.float(), recorded.answer.float(), t)
         distance = self.perceptual_distance(clean, values)  # [B]
         return loss + weight * (share * distance).mean()
+
+    def labels_and_condition(self, images, targets):
+        """(labels int64 [B], condition or None) of images [B, C, H, W] and what the data have beside them."""
+        return condition_of(self.config.condition, images, targets, self.data.mask_classes)
 
     def with_noise(self, images, rng):
         """(images, noise) [B, C, H, W] to train on; here the two are independent."""
@@ -224,6 +245,8 @@ class Generation(Task):
 
     def preview(self, model, rng):
         """A column a label, the same noise whenever the rng is the same."""
+        if self.config.condition != "none":
+            return self._preview_of_conditions(model, rng)
         classes = self.data.num_classes
         columns = max(1, classes) if classes <= 20 else 10
         labels = torch.arange(columns).repeat(PREVIEW_ROWS).to(rng.device)
@@ -233,23 +256,34 @@ class Generation(Task):
         drawn = self.sample(model, labels, noise, self.config.sample_steps)
         return {"samples": picture(self.space.decode(drawn), columns)}
 
+    def _preview_of_conditions(self, model, rng):
+        """Conditions of held-out images, below them what is drawn from them, below those the images."""
+        real, targets = self.heldout_images(rng.device, 10)
+        labels, condition = self.labels_and_condition(real, targets)
+        noise = rng.normal(*real.shape)
+        drawn = self.sample(given(model, condition), labels, noise, self.config.sample_steps)
+        rows = [shown(condition).expand_as(real), drawn, real]
+        return {"samples": picture(torch.cat(rows).cpu(), len(real))}
+
     def evaluate(self, model, rng):
-        """(scores, pictures) of config.samples images against held-out real ones.
+        """(scores, pictures) of config.samples images against held-out real ones; with --condition one for
+        each held-out image in turn, whose labels and conditions they have.
 
         Scores also hold loss_by_timestep and the trace of ranges of the first images.
         """
         c = self.config
-        labels = self.wanted_labels(c.samples, rng.device)
+        wanted, condition, originals = self._asked_for(rng.device)
+        labels = wanted
         # drawn at once: torch's generator goes on elsewhere after a count that is no multiple of 16
         noise = rng.normal(c.samples, *self.space.shape, device="cpu")
         images = []
         first = None  # what the net drew in the first batch
         trace = []
-        for batch_labels, batch_noise in zip(
-            labels.split(c.sample_batch), noise.split(c.sample_batch), strict=True
-        ):
+        for start in range(0, c.samples, c.sample_batch):
+            part = slice(start, start + c.sample_batch)
             traced = trace if first is None else None
-            drawn = self.sample(model, batch_labels, batch_noise.to(rng.device), c.sample_steps, traced)
+            net = given(model, None if condition is None else condition[part])
+            drawn = self.sample(net, labels[part], noise[part].to(rng.device), c.sample_steps, traced)
             if first is None:
                 first = drawn
             images.append(self.space.decode(drawn).cpu())
@@ -258,11 +292,27 @@ class Generation(Task):
         judge = self.judge(rng.device)
         wanted = labels.cpu() if self.data.num_classes else None
         scores = metrics.generation_scores(judge.net, images, wanted, judge.heldout_images)
-        real, real_labels = self.heldout_images(rng.device)
+        if originals is not None:
+            scores["psnr"] = psnr(images, originals)
+            scores["distance"] = self.perceptual_distance(images, originals).mean().item()
+        real, targets = self.heldout_images(rng.device)
         scores.update(self.space.scores(first, real))
-        scores["loss_by_timestep"] = self.loss_by_timestep(model, self.space.mean(real), real_labels, rng)
+        real_labels, condition = self.labels_and_condition(real, targets)
+        scores["loss_by_timestep"] = self.loss_by_timestep(
+            given(model, condition), self.space.mean(real), real_labels, rng
+        )
         scores["trace"] = trace
         return scores, {"samples": picture(images[: 10 * PREVIEW_ROWS], 10)}
+
+    def _asked_for(self, device):
+        """(labels, conditions, originals) of the images to score, the last two None without --condition."""
+        count = self.config.samples
+        if self.config.condition == "none":
+            return self.wanted_labels(count, device), None, None
+        real, targets = metrics.subset(self.data.heldout, count)
+        again = torch.arange(count) % len(real)  # more samples than held-out images
+        labels, condition = self.labels_and_condition(real, targets)
+        return labels[again].to(device), condition[again].to(device), real[again]
 
     def reference(self):
         """{"floor": scores of real training images, "ceiling": scores of noise}, against the held-out ones,

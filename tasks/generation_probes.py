@@ -6,6 +6,7 @@ generation.py says which figure is a finding. Every figure compares the run's ow
 import torch
 
 from lowprec.watch.verdicts import Finding
+from tasks.condition import given
 
 TIMESTEPS = 1000  # of a whole way from the noise to an image, or back
 LEARNT = 0.001  # mean squared error up to which the perfect net below counts as what a loss asks for
@@ -14,13 +15,13 @@ LEARNT = 0.001  # mean squared error up to which the perfect net below counts as
 @torch.no_grad()
 def examine(task, exam):
     """Judge the sites of `task`, a Generation, on held-out images. exam: a doctor.Examination."""
-    images, labels = task.heldout_images(exam.device, exam.images)
+    batch = images, targets = task.heldout_images(exam.device, exam.images)
+    labels, condition = task.labels_and_condition(images, targets)
     task.space.probe(exam, task.recipe)
-    batch = images, labels
     clean = task.space.mean(images)
     exact = exam.task(timesteps="fp32", **task.guard)
     rng = exam.rng(1)
-    net = exam.net()
+    net = given(exam.net(), condition)
     noise = rng.normal(*clean.shape)
 
     spy = Spy()
@@ -32,6 +33,8 @@ def examine(task, exam):
     steps = task.config.sample_steps
     affordable = exam.work / (exam.pixels * steps)
     count = int(max(2, min(len(noised), affordable)))
+    if condition is not None:
+        net = given(net, condition[:count])
     start = labels[:count], rng.normal(count, *noised.shape[1:]), steps
     reference = exam.task(sampler="fp32", **task.guard).sample(net, *start)
     change = exam.relative(exam.task(**task.guard).sample(net, *start), reference)

@@ -38,6 +38,7 @@ class Data:
     fingerprint: str
     targets: str
     yardstick: str | None = None
+    mask_classes: int = 0  # where the masks are a condition, and the images have no classes
     classes: tuple = field(default=(), repr=False)
     notes: list = field(default_factory=list, repr=False)
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.flags import Flag, amount, natural
-from lowprec.attention import attend
+from lowprec.attention import Attend
 from lowprec.errors import Refused
 from lowprec.layers.fp8 import Scaling
 from tasks.task import Task
@@ -119,6 +119,7 @@ class Layer(nn.Module):
         self.heads = heads
         self.norm1 = nn.RMSNorm(width)
         self.norm2 = nn.RMSNorm(width)
+        self.attend = Attend()
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
@@ -131,7 +132,7 @@ class Layer(nn.Module):
     def attention(self, x):
         # [B, T, 3 width] -> [B, T, 3, heads, width / heads] -> three of [B, heads, T, width / heads]
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.proj(attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.proj(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class GPT(nn.Module):
@@ -261,7 +262,7 @@ class Language(Task):
     """Predicts the next byte of a text."""
 
     flags = (
-        Flag("block", 128, "bytes of context", type=natural, fits=True),
+        Flag("block", 128, "bytes of text that the net sees at once", type=natural, fits=True),
         drawing("prompt", "", "text to continue (default: the start of the held-out text)"),
         drawing("length", 256, "bytes to write", type=natural),
         drawing("temperature", 0.8, "how evenly a byte is chosen; 0 takes the likeliest", type=amount),

@@ -171,7 +171,7 @@ class Contrast(Slots):
             "weight of the slot-contrastive loss (default: 0.05 for tiny, 0.5 for base)",
             type=amount,
         ),
-        Flag("contrast_temperature", 0.1, "its temperature", type=positive),
+        Flag("contrast_temperature", 0.1, "temperature of the slot-contrastive loss", type=positive),
     )
     # the features are read in the dtype of the net that learns from them, unless one says otherwise
     sites = {**Slots.sites, "frozen": FROZEN}

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from lowprec.attention import attend
+from lowprec.attention import Attend
 from lowprec.errors import Refused
 from lowprec.recipes import Recipe, Site
 from tasks.video import Video
@@ -126,6 +126,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.dropout = dropout
         self.causal = causal
+        self.attend = Attend()
         self.q = nn.Linear(width, width, bias=False)
         self.k = nn.Linear(width, width, bias=False)
         self.v = nn.Linear(width, width, bias=False)
@@ -137,7 +138,7 @@ class Attention(nn.Module):
         k = self.split(self.k(context))
         v = self.split(self.v(context))
         dropout = self.dropout if self.training else 0.0
-        x = attend(q, k, v, dropout_p=dropout, is_causal=self.causal)
+        x = self.attend(q, k, v, dropout_p=dropout, is_causal=self.causal)
         return self.proj(x.transpose(1, 2).flatten(2))
 
     def split(self, x):

@@ -114,7 +114,7 @@ class Student(RFlow):
     watched = ("frechet", "lower")  # a loss on real images with independent noise is not what students learn
     draws_times = True  # whether training draws timesteps as --timestep_sampling says
     live = None
-    in_latents = False
+    in_latents = takes_condition = False
 
     @classmethod
     def settle(cls, table, given):

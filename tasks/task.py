@@ -141,7 +141,7 @@ class Task:
     def groups(self, net):
         """torch's parameter groups, or None for one group of everything. See --weight_decay_on."""
         c = self.config
-        if not c.weight_decay or c.weight_decay_on == "all":
+        if not c.weight_decay or c.weight_decay_on == "all" or c.lora:  # adapters are matrices
             return None
         spared = set()
         found = roles(net)

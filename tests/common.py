@@ -98,10 +98,10 @@ def refused(call, *words):
 
 # ---- Codes -------------------------------------------------------------------------------------------------
 
-TABLES = ["int8", "int4"]
+TABLES = ["int8", "int4", "log4"]
 FLOATS = ["e4m3", "e5m2"]
-KINDS = TABLES + FLOATS
-PACKAGE = {"int8": "bitsandbytes", "int4": "torchao"}
+KINDS = [*TABLES, *FLOATS, "flash8"]
+PACKAGE = {"int8": "bitsandbytes", "int4": "torchao", "log4": "torchao"}
 
 
 def coder(kind):
@@ -122,6 +122,7 @@ MODES = {
     "kahan": dict(kahan=True, exp_avg="bf16", exp_avg_sq="bf16"),
     "kahan+stochastic": dict(kahan=True, update="stochastic", exp_avg="bf16", exp_avg_sq="bf16"),
     "split": dict(master="split"),
+    "split8": dict(master="split8", update="stochastic", exp_avg="bf16", exp_avg_sq="bf16"),
     "fp32 master": dict(master="fp32"),
 }
 SHAPES = [(1,), (7,), (3, 5), (16,), (16, 6, 3, 3), (33,), (129, 7), (2000,)]
@@ -190,6 +191,8 @@ RECIPES = {
     "opt4bit": dict(opt4bit=True, stochastic=True),
     "stochastic opt4bit": dict(pure_bf16=True, stochastic=True, opt4bit=True),
     "split opt4bit": dict(pure_bf16=True, master="split", opt4bit=True),
+    "split8": dict(pure_bf16=True, master="split8", stochastic=True),
+    "eco": dict(pure_bf16=True, sites=["update=eco"]),
     "fp8 moments": dict(pure_bf16=True, stochastic=True, sites=["exp_avg=e5m2", "exp_avg_sq=e4m3"]),
     "bf16 moments": dict(bf16=True, sites=["exp_avg=bf16", "exp_avg_sq=bf16", "update=stochastic"]),
     "bf16 average": dict(pure_bf16=True, stochastic=True, sites=["ema=bf16", "ema_update=stochastic"]),

@@ -331,6 +331,53 @@ def measured(names, file):
     told(file, result)
 
 
+class Loss(nn.Module):
+    """A wrapper that calls a net, as a diffusion does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        return F.mse_loss(self.model(x), y)
+
+
+def alone(run):
+    return Loss(run.module)
+
+
+def parallel_forward(run):
+    run.forward = nn.parallel.DistributedDataParallel(run.model)
+    return Loss(run.module)
+
+
+def parallel_wrapper(run):
+    return nn.parallel.DistributedDataParallel(Loss(run.module))
+
+
+def parallel_module(run):
+    return Loss(nn.parallel.DistributedDataParallel(run.module))
+
+
+def by_its_module(wrapped, spread):
+    """All that a run holds after some steps of a loss that calls run.module."""
+    run = start("stochastic", spread)
+    loss = wrapped(run)
+    for step in range(STEPS):
+        run.backward(loss(*batch(step)))
+        run.step()
+    return found(run)
+
+
+def modules(file):
+    """{how run.module is wrapped: names of tensors that differ from those of a run that is not spread}."""
+    meet()
+    want = by_its_module(alone, False)
+    ways = {"fully_shard": (alone, True)}
+    ways |= {way.__name__: (way, False) for way in (parallel_forward, parallel_wrapper, parallel_module)}
+    told(file, {name: differing(by_its_module(*way), want) for name, way in ways.items()})
+
+
 def refused(file):
     """{what was tried: the line}."""
     from lowprec.errors import Refused

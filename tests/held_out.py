@@ -131,6 +131,7 @@ def _(loop):
 @held_out("a schedule stepped twice: no learning rate in the second half", "DiT", ("update", ""))
 def _(loop):
     loop.opt()
+    loop.steps *= 2
 
     def shape(step):
         return max(0.0, 1 - step / loop.steps)

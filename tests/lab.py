@@ -16,6 +16,7 @@ question = "Does it matter how a bf16 weight is written?"
 believed = "No."
 prediction = "Yes."
 margin = 0.5
+margin_reason = "Half of what nearest costs."
 metric = "ema.frechet"
 seeds = [0, 1, 2, 3, 4, 5]
 common = ["--steps", "4", "--batch_size", "8", "--samples", "64", "--sample_steps", "2",

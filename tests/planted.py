@@ -5,6 +5,7 @@ faults.py plants the faults, recipes_that_work.py holds healthy loops, test_plan
 says of both.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,8 +25,14 @@ from lowprec.view import View  # noqa: E402
 from lowprec.watch.watch import Watch  # noqa: E402
 
 BF16 = torch.bfloat16
-NETS = {"GPT-2": clients.gpt2, "Llama": clients.llama, "U-Net": clients.unet, "DiT": clients.dit}
-NETS |= {"ResNet": clients.resnet}
+# as small as they can be: each case trains one
+NETS = {
+    "GPT-2": functools.partial(clients.gpt2, layers=1),
+    "Llama": functools.partial(clients.llama, layers=1),
+    "U-Net": functools.partial(clients.unet, levels=1),
+    "DiT": functools.partial(clients.dit, layers=1),
+    "ResNet": clients.resnet,
+}
 
 Everything = clients.Everything  # kernels that are not compiled
 

@@ -117,6 +117,15 @@ def is_loss(metric):
     return metric.rpartition(".")[2] in (*LOSSES, "loss_by_timestep")
 
 
+def shown_margin(experiment, arm, result):
+    """The margin that a row shows: the planned one, if its reason was written down, else the one that was
+    reached. A reason speaks of the experiment's own score, or of losses where that is one.
+    """
+    own, first = arm.metric, experiment.metric
+    same_score = own.rpartition(".")[2] == first.rpartition(".")[2] or (is_loss(own) and is_loss(first))
+    return arm.margin if experiment.margin_reason and same_score else result.achieved
+
+
 def task_of(arm):
     task = ""
     flags = arm.trained.experiment.common + arm.trained.flags

@@ -15,6 +15,7 @@ from benchmarks import (
     conformance_command,
     first,
     gpu_record,
+    guides,
     loops,
     memory,
     moments,
@@ -99,6 +100,26 @@ def training_table():
         for recipe in ("bf16", "pure_bf16-stochastic"):
             speeds.append(f"{fp32 / median_ms(rows, net=net, recipe=recipe):.1f}")
         table.append([said, *speeds, f"`{record}.json`, `{net}`"])
+    return markdown(table)
+
+
+PRODUCTS = {"unet:tiny:8:64": "tiny U-Net, 8x8 images", "dit:tiny:8:64": "tiny DiT, 8x8 images"}
+
+
+def products_table():
+    """Whole steps on a CPU without bf16 instructions, as speeds against fp32."""
+    table = [["net", "`--bf16`", "`--pure_bf16 --stochastic`", "`--bf16` with torch's own products"]]
+    columns = (
+        ("cpu-products", "bf16"),
+        ("cpu-products", "pure_bf16-stochastic"),
+        ("cpu-products-of-torch", "bf16"),
+    )
+    for net, said in PRODUCTS.items():
+        speeds = []
+        for record, recipe in columns:
+            fp32 = median_ms(rows_of(record), net=net, recipe="fp32")
+            speeds.append(f"{fp32 / median_ms(rows_of(record), net=net, recipe=recipe):.2f}")
+        table.append([said, *speeds])
     return markdown(table)
 
 
@@ -251,6 +272,41 @@ def default_run_table(experiments, known):
     return markdown(table)
 
 
+# ---- docs/claims.md ----------------------------------------------------------------------------------------
+
+GUIDES = {  # question of benchmarks/guides.py: (what guides say, whether it holds)
+    "loading": (
+        "if there is no speed-up, raise num_workers",
+        "not for data that lie in memory: hardly a step waits for them, and workers cost more",
+    ),
+    "casting": ("casting inputs by hand under autocast makes training slow", "not seen on a CPU"),
+    "bare": ("a 4-bit linear layer cannot hold a model of bare parameters", "holds for BDH"),
+    "attention": (
+        "FP8 speeds up attention",
+        "of small use to a DiT even at twice the speed, by arithmetic; speed itself was not measured",
+    ),
+    "drawing": (
+        "nets infer in FP4",
+        "4 bits cost the loss something without further training; whether it is fast takes a GPU",
+    ),
+    "divergence": (
+        "against NaN lower the learning rate, and clip gradients",
+        "a rate 300 times too high gave no NaN here, and a loss that hardly falls or rises. The usual rate "
+        "mends that; clipping at 1 does not, since AdamW divides by the gradient's size",
+    ),
+}
+
+
+def guides_table():
+    rows = rows_of("cpu-guides")
+    table = [["the guides say", "measured here", "holds?"]]
+    for question, (said, verdict) in GUIDES.items():
+        own = [row for row in rows if row["question"] == question]
+        found = "; ".join(f"{row['what']}: {guides.shown(row)}" for row in own)
+        table.append([said, found, verdict])
+    return markdown(table)
+
+
 # ---- docs/tasks.md -----------------------------------------------------------------------------------------
 
 DIGITS = "digits"
@@ -308,6 +364,7 @@ def tables(experiments, known):
     speed_page = {
         "optimizers": optimizers_table,
         "training": training_table,
+        "products": products_table,
         "peers older": older_loops_table,
         "first": lambda: first.table(rows_of("cpu-first")),
         "tasks": lambda: loops.tasks_table(rows_of("cpu-tasks")),
@@ -324,6 +381,7 @@ def tables(experiments, known):
             "default run": lambda: default_run_table(experiments, known),
         },
         "docs/advise.md": {"peaks": lambda: advice.table(rows_of("cpu-advice"))},
+        "docs/claims.md": {"guides": guides_table},
         "docs/tasks.md": {"first commands": tasks_table},
         "docs/many_gpus.md": {
             "sharded": sharding.table,

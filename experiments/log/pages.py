@@ -256,8 +256,12 @@ def margin_told(experiment, known):
     if harm := harm_of_nearest(e, known):
         said += f" and {percent(e.margin / harm)} of what rounding to nearest costs here"
     if e.loss_margin:
-        return f"{said}; of the loss {e.loss_margin:g} %."
-    return f"{said}. No margin was fixed for the loss."
+        said += f"; of the loss {e.loss_margin:g} %."
+    else:
+        said += ". No margin was fixed for the loss."
+    if e.margin_reason:
+        return f"{said} Why, written before the runs: {e.margin_reason}"
+    return f"{said} Why it is as wide was not written down, so a row shows what it reached in its place."
 
 
 def harm_of_nearest(experiment, known):

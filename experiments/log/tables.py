@@ -21,6 +21,7 @@ from experiments.log.analysis import (
     of_nearest,
     records_of,
     scores,
+    shown_margin,
     verdict,
     verdict_by_rule,
     weights_of,
@@ -130,14 +131,20 @@ def verdict_words(experiment, arm, known):
         return f"no verdict before {look_of(experiment, pairs)[0]} pairs"
     if said == "undecided":
         return "not shown to differ"
-    by_score = verdict(pairs, result)
-    if said == SLIGHTLY_WORSE:
-        equal = by_score == "equal"
-        return f"{said}, within {arm.margin:g}" if equal else f"{said} (score not shown to differ)"
-    if said != "equal":
+    if said == SLIGHTLY_WORSE and verdict(pairs, result) != "equal":
+        return f"{said} (score not shown to differ)"
+    if said not in ("equal", SLIGHTLY_WORSE):
         return said
+    within = f"within {margin_words(experiment, arm, result)}"
+    if said == SLIGHTLY_WORSE:
+        return f"{said}, {within}"
     better = result.high < 0 if arm.lower_is_better else result.low > 0
-    return f"slightly better, within {arm.margin:g}" if better else f"equal within {arm.margin:g}"
+    return f"slightly better, {within}" if better else f"equal {within}"
+
+
+def margin_words(experiment, arm, result):
+    margin = shown_margin(experiment, arm, result)
+    return f"{margin:g}" if margin == arm.margin else cell(margin, decimals_of(arm.margin))
 
 
 def loss_words(experiment, arm, known):

@@ -14,6 +14,7 @@ from torch import nn
 from .. import evidence
 from ..errors import Refused
 from ..recipes import recipe
+from ..sites import LOW_PRODUCTS
 from . import machines
 from .footprint import Demand, Held, demand, held
 from .machines import Machine
@@ -293,7 +294,7 @@ def _is_offered(candidate, advice):
 
 def _of_products(r, gpus):
     """A recipe with the same products and dtypes of weights: what activations depend on."""
-    compute = "bf16" if r.compute in ("fp8", "fp16") else r.compute
+    compute = "bf16" if r.compute in (*LOW_PRODUCTS, "fp16") else r.compute
     weights = r.weights
     if gpus > 1 and compute == "bf16":  # a net that is spread is gathered in bf16: no copies by autocast
         weights = "bf16"

@@ -69,8 +69,8 @@ class Step:
         """Whether it is to have the bits of torch.optim.AdamW: its weights and moments are exact fp32."""
         if self.rule != "adamw":
             return False
-        all_in_bf16 = self.low is None or self.low.dtype == torch.bfloat16
-        if self.stochastic and self.weights[0].dtype == torch.bfloat16 and all_in_bf16:
+        rounds = self.low is None or self.low.dtype in (torch.bfloat16, torch.int8)
+        if self.stochastic and self.weights[0].dtype == torch.bfloat16 and rounds:
             return False
         return all(is_coded(moment) or moment.dtype == torch.float32 for moment in self.moments)
 
@@ -103,7 +103,7 @@ def step(s):
 
 def by_cpu_step(s):
     """Carry out a `Step` by cpu_step; returns whether that was possible."""
-    if not s.compiled or s.rule is None or not cpu_step.fits(s.weights, s.gradients):
+    if not s.compiled or s.rule is None or not cpu_step.fits(s.weights, s.gradients, s.low):
         return False
     moments = [m.for_cpu_step() if is_coded(m) else m for m in s.moments]
     if any(m is None for m in moments):
@@ -147,7 +147,7 @@ def move_average(average, weights, low, compiled):
     triton = _triton_for(average.flat, [weights], low, compiled)
     if triton is not None:
         triton.ema(average, weights, low)
-    elif compiled and cpu_step.fits([weights], [average.flat]):
+    elif compiled and cpu_step.fits([weights], [average.flat], low):
         cpu_step.ema(average, weights, low)
     else:
         flat, *how = average

@@ -160,11 +160,13 @@ def roots(x, kind, address=None):
 # ---- The step ----------------------------------------------------------------------------------------------
 
 
-def fits(p, g):
+def fits(p, g, low=None):
     """Whether `update` can take lists of weights p and of gradients g, each of one dtype: contiguous ones, on
-    a CPU that has what it needs.
+    a CPU that has what it needs; and what completes them.
     """
     if not p[0].is_cpu or library() is None:
+        return False
+    if low is not None and low.dtype not in KINDS:
         return False
     return all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in (*p, *g))
 

@@ -51,16 +51,18 @@ class FP8(Coverage):
 
     def __init__(self, model, options, flag="--fp8", instead="--bf16", generation=""):
         device = next(model.parameters()).device
-        self.options = resolve(options, device)
+        self.options = options = options.resolve(device)
+        self.multiple = options.multiple
         self.generation = generation
         self.swaps = []  # (parent module, its attribute, the nn.Linear, what takes its place)
-        backend = self.options.backend
+        backend = options.backend
         self.functional_by = "emulate"
-        if backend != "emulate" and _has_kernels(options.formats, device):
+        if options.plan:
+            self.functional_by = backend
+        elif backend != "emulate" and _has_kernels(options.formats, device):
             self.functional_by = "scaled_mm"
         names = {"te": "Transformer Engine", "torchao": "torchao, scaled_mm"}
-        scaling = f"{options.format}, {options.recipe} scaling"
-        super().__init__(model, names.get(backend, self.functional_by), scaling, flag, instead)
+        super().__init__(model, names.get(backend, self.functional_by), options.words, flag, instead)
         self.te_recipe = None
         if backend == "te" and device.type != "meta":
             self.te_recipe = fp8_backends.te_recipe(self.options)
@@ -85,15 +87,17 @@ class FP8(Coverage):
                 self.swaps.append((model.get_submodule(parent), attribute, linear, new))
         for parent, attribute, _, new in self.swaps:
             setattr(parent, attribute, new)
-        ours = "emulate" if self.options.backend == "emulate" else "scaled_mm"
+        ours = self.options
+        if not ours.plan and ours.backend != "emulate":
+            ours = dataclasses.replace(ours, backend="scaled_mm")
         for scaling in self.functional.values():
-            scaling.switch(dataclasses.replace(self.options, backend=ours), self.device)
+            scaling.switch(ours, self.device)
 
     def _layer_for(self, linear, alone):
         """A layer over the parameters of an nn.Linear, with its hooks, which multiplies in FP8."""
         if self.options.backend == "te":
             new = fp8_backends.te_linear(linear, self.te_recipe, alone)
-        elif self.options.backend == "torchao":
+        elif self.options.backend == "torchao" and not self.options.plan:
             new = fp8_backends.torchao_linear(linear, self.options)
         else:
             new = Linear(linear, self.options)
@@ -151,6 +155,7 @@ class FP8(Coverage):
 
         Returns the shares counted since observe(True), {} if none were: fp8_underflow_<operand>, non-zero
         values that became 0, and fp8_saturated_<operand>, values clipped; operands are input, weight, grad.
+        In FP4 they begin with fp4_.
         """
         scalings = self.scalings
         if self.options.recipe == "delayed" and scalings:
@@ -162,9 +167,10 @@ class FP8(Coverage):
             return {}
         totals = torch.stack(counts).sum(0).tolist()  # 3 operands x 4 counts, see fp8_product._count
         report = {}
+        kind = self.format.lower()
         for name, (zeroed, nonzero, clipped, everything) in zip(fp8_product.OPERANDS, totals, strict=True):
-            report[f"fp8_underflow_{name}"] = zeroed / max(1, nonzero)
-            report[f"fp8_saturated_{name}"] = clipped / max(1, everything)
+            report[f"{kind}_underflow_{name}"] = zeroed / max(1, nonzero)
+            report[f"{kind}_saturated_{name}"] = clipped / max(1, everything)
         return report
 
     def after_step(self, low_part):
@@ -192,11 +198,11 @@ class FP8(Coverage):
     def rows(self, parameters, generation_dtype):
         rows = {"compute": {"why": self.summary()}}
         if self.generation == "compute":
-            rows["generation"] = {"why": "samples are drawn without FP8, in bf16"}
+            rows["generation"] = {"why": f"samples are drawn without {self.format}, in bf16"}
         return rows
 
     def details(self):
-        return {"fp8": self}
+        return {self.format.lower(): self}
 
     def _settings(self):
         return dataclasses.asdict(self.options)
@@ -209,8 +215,8 @@ class FP8(Coverage):
         exact = self._gradients_without_fp8(run, loss, "fp32")
         bf16 = signal_to_noise(self._gradients_without_fp8(run, loss, "bf16"), exact)["all"]
         low = copied(run.model)  # a copy: delayed scaling records what it sees
-        fp8 = signal_to_noise(gradients(run.view(low, methods=(self,)), low, loss), exact)["all"]
-        return {"gradient_snr": {"fp8": fp8, "bf16": bf16}}
+        own = signal_to_noise(gradients(run.view(low, methods=(self,)), low, loss), exact)["all"]
+        return {"gradient_snr": {self.format.lower(): own, "bf16": bf16}}
 
     def _gradients_without_fp8(self, run, loss, compute):
         """Of a copy of the net with fp32 weights, whose products are taken in `compute`."""

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 
+from ..block_formats import BLOCK_FORMATS
 from ..errors import Refused
 from ..machine import try_import
 from .fp8_product import CHOICES, E4M3, GRAD, INPUT, MULTIPLE, WEIGHT, scaled_mm_refusal
@@ -19,6 +20,8 @@ def backend_refusal(backend, options, device):
         return _torchao_refusal(options, device)
     if device.type == "mps":
         return "torch has no float8 on mps"
+    if backend == "scaled_mm" and options.plan:
+        return "scaled_mm is called with one scale a tensor or a row"
     if backend == "scaled_mm":
         return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype)
     return None
@@ -27,6 +30,8 @@ def backend_refusal(backend, options, device):
 def _te_refusal(options, device):
     if options.recipe == "rowwise":
         return "Transformer Engine has no rowwise scaling"
+    if options.plan:
+        return f"Transformer Engine's own recipe of {options.recipe} is not connected here"
     if options.format == "e5m2":
         return "Transformer Engine trains in hybrid and e4m3 only"
     te, error = try_import("transformer_engine.pytorch")
@@ -44,9 +49,13 @@ def _torchao_refusal(options, device):
         return "torchao has no delayed scaling"
     if options.format == "e5m2":
         return "no kernel multiplies e5m2 by e5m2"
+    if options.plan and not (options.recipe == "mxfp8" and options.format == "e4m3"):
+        return "of block scaling, torchao's mxfp8 with --fp8_format e4m3 alone is connected here"
     module, error = try_import("torchao.float8")
     if module is None:
         return f"torchao can't be imported ({error}); pip install -r requirements.txt"
+    if options.plan and not BLOCK_FORMATS[options.recipe].native(device):
+        return "torchao's kernels of mxfp8 need an NVIDIA GPU of compute capability 10.0 or later"
     if device.type == "cpu" and options.recipe == "rowwise":
         return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype)
     if device.type != "cpu" and not E4M3.native(device):

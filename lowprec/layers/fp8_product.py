@@ -15,8 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ..block_formats import BLOCK_FORMATS
+from ..block_formats import E4M3 as E4M3_ELEMENT
+from ..block_formats import E5M2 as E5M2_ELEMENT
 from ..errors import Refused
 from ..formats import FORMATS
+from ..rounding import noise_key
+from . import block_product
+from .block_product import Plan
 
 # the operands of the three products of a layer: y = x w, dx = g w^T, dw = x^T g
 INPUT, WEIGHT, GRAD = range(3)
@@ -30,7 +36,7 @@ OPERAND_FORMATS = {
 CHOICES = {
     "backend": ("auto", "te", "torchao", "scaled_mm", "emulate"),
     "format": tuple(OPERAND_FORMATS),
-    "recipe": ("delayed", "tensorwise", "rowwise"),
+    "recipe": ("delayed", "tensorwise", "rowwise", "mxfp8", "block128", "block128_fp32"),
     "amax_compute_algo": ("max", "most_recent"),
 }
 # what CUDA's FP8 kernels ask of every contracted and every output dimension; kept on all devices
@@ -44,7 +50,7 @@ class Options:
     backend: who multiplies, see fp8_backends.resolve. format: hybrid (inputs and weights e4m3, gradients
     e5m2), e4m3 or e5m2. recipe: where a scale comes from. tensorwise: this tensor's amax; rowwise: that of
     each row or column along which a product sums; delayed: that of past steps, of which amax_history_len are
-    kept and amax_compute_algo is taken.
+    kept and amax_compute_algo is taken; a name of BLOCK_FORMATS: those of its blocks.
 
     Raises Refused for unknown values, and for amax settings of a recipe that keeps no history.
     """
@@ -73,6 +79,37 @@ class Options:
     def formats(self):
         """Formats of input, weight and gradient."""
         return OPERAND_FORMATS[self.format]
+
+    @property
+    def plan(self):
+        """The Plan of products with a scale a block; None for other recipes."""
+        return _block_plan(self.recipe, self.format) if self.recipe in BLOCK_FORMATS else None
+
+    @property
+    def words(self):
+        """What the ledger says of it."""
+        return f"{self.format}, {self.recipe} scaling"
+
+    def resolve(self, device):
+        """The options with a backend that runs on the device, see fp8_backends.resolve."""
+        from .fp8_backends import resolve
+
+        return resolve(self, device)
+
+    @property
+    def multiple(self):
+        """What inputs and outputs of a layer are multiples of."""
+        return self.plan.multiple if self.plan else MULTIPLE
+
+
+@functools.cache
+def _block_plan(recipe, format):
+    elements = {"e4m3": E4M3_ELEMENT, "e5m2": E5M2_ELEMENT}
+    x, w, g = (
+        dataclasses.replace(BLOCK_FORMATS[recipe], element=elements[form.name])
+        for form in OPERAND_FORMATS[format]
+    )
+    return Plan(x, w.square() if recipe.startswith("block") else w, g)
 
 
 # ---- Scales ------------------------------------------------------------------------------------------------
@@ -147,14 +184,14 @@ def scaled_mm_refusal(device, a, b):
     return None
 
 
-def shape_refusal(k, n):
+def shape_refusal(k, n, multiple=MULTIPLE):
     """Why a weight of k inputs and n outputs can't be multiplied in FP8, or None."""
     odd = []
-    if k % MULTIPLE:
+    if k % multiple:
         odd.append(f"{k} inputs")
-    if n % MULTIPLE:
+    if n % multiple:
         odd.append(f"{n} outputs")
-    return f"{' and '.join(odd)}: no multiple of {MULTIPLE}" if odd else None
+    return f"{' and '.join(odd)}: no multiple of {multiple}" if odd else None
 
 
 def decode(codes):
@@ -253,6 +290,7 @@ class _Product(torch.autograd.Function):
     def register(cls):
         """Tell torch.compile so: when a layer is put in FP8, since this imports the compiler for a second."""
         torch.compiler.allow_in_graph(cls)
+        torch.compiler.allow_in_graph(block_product.Product)
 
     @staticmethod
     def forward(ctx, x, w, out_dtype, *state):
@@ -305,6 +343,7 @@ class Scaling(nn.Module):
         super().__init__()
         self.options = None
         self.counts = None
+        self.multiple = MULTIPLE  # of the inputs and outputs of w
         self.left_out = None  # why w stays out of FP8; "": it does not; None: not known yet
         if options is not None:
             self.switch(options, device)
@@ -313,6 +352,10 @@ class Scaling(nn.Module):
         """FP8 on as `options` say; state is made anew."""
         _Product.register()
         self.options = options
+        self.multiple = options.multiple
+        if options.plan:
+            # of the noise that the next step's codes are written with: see fp8.FP8.seed
+            self.register_buffer("key", noise_key(0, 0, device=device), persistent=False)
         if options.recipe == "delayed":
             history = torch.zeros(options.amax_history_len, 3, dtype=torch.float32, device=device)
             self.register_buffer("amax_history", history)
@@ -322,7 +365,7 @@ class Scaling(nn.Module):
     def decide(self, k, n):
         """Say in `left_out`, once, whether a w of k inputs and n outputs stays out of FP8."""
         if self.left_out is None:
-            self.left_out = shape_refusal(k, n) or ""
+            self.left_out = shape_refusal(k, n, self.multiple) or ""
 
     def forward(self, x, w):
         """x [..., K] or [..., H or 1, M, K], w [K, N] or [H, K, N] -> x @ w, in autocast's dtype or x's."""
@@ -334,7 +377,7 @@ class Scaling(nn.Module):
             heads = x.expand(*x.shape[:-3], w.shape[0], *x.shape[-2:]).unbind(-3)
             products = [self(one, weight) for one, weight in zip(heads, w.unbind(0), strict=True)]
             return torch.stack(products, dim=-3)
-        if shape_refusal(*w.shape):
+        if shape_refusal(*w.shape, self.multiple):
             return x @ w
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -343,6 +386,9 @@ class Scaling(nn.Module):
             history = self.amax_history
             scale = self.scale
         rows = x.reshape(-1, x.shape[-1])  # [..., K] -> [M, K]
+        if self.options.plan:
+            y = block_product.multiply(rows, w, dtype, self.options, self.key, self.counts)
+            return y.reshape(*x.shape[:-1], w.shape[-1])
         # the weight's gradient sums over rows: zero rows bring them to a multiple of 16 and add nothing
         padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
         y = _Product.apply(padded, w, dtype, self.options, history, scale, self.training, self.counts)

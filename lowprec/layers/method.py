@@ -57,6 +57,10 @@ class Method:
         """{name: tensor}: weights as generation and export read them."""
         return values
 
+    def as_it_came(self, values):
+        """{name: tensor}: `values` under the names that the model had before it was attached."""
+        return values
+
     def adapt(self, own, saved):
         """`saved`, a state_dict of the model, as one for the model whose state_dict is `own`."""
         return saved
@@ -93,8 +97,10 @@ BESIDE = ("convolution", "several matrices")
 HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
 
 
-def layer_refusal(name, module, its_roles):
-    """Why an nn.Linear or convolution stays out of 8 bits, or None. its_roles: see roles.roles."""
+def layer_refusal(name, module, its_roles, multiple):
+    """Why an nn.Linear or convolution stays out of 8 bits, or None. its_roles: see roles.roles. multiple: of
+    inputs and outputs.
+    """
     if isinstance(module, CONVOLUTIONS):
         return f"{BESIDE[0]}: stays as it is"
     if "embedding" in its_roles:
@@ -107,7 +113,7 @@ def layer_refusal(name, module, its_roles):
         return "its weight is computed from others"
     if not name:
         return "the model is this one layer: wrap it in a module"
-    return fp8_product.shape_refusal(module.in_features, module.out_features)
+    return fp8_product.shape_refusal(module.in_features, module.out_features, multiple)
 
 
 def _note_shape(scaling):
@@ -133,6 +139,7 @@ class Coverage(Method):
     functional_by = ""  # who multiplies by bare parameters
     takes_parameters = True  # whether these are covered
     backward = True
+    multiple = fp8_product.MULTIPLE  # of the inputs and outputs of a layer
 
     def __init__(self, model, how, scaling, flag, instead):
         self.device = next(model.parameters()).device
@@ -153,10 +160,11 @@ class Coverage(Method):
         if isinstance(module, Scaling):
             if self.takes_parameters:
                 self.functional[name] = module
+                module.multiple = self.multiple
             else:
                 self.left_out[name] = f"bare parameters: {self.format} takes nn.Linear alone"
         elif isinstance(module, nn.Linear | CONVOLUTIONS):
-            why = layer_refusal(name, module, its_roles)
+            why = layer_refusal(name, module, its_roles, self.multiple)
             if why:
                 self.left_out[name] = why
             else:

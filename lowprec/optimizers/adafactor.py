@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import Refused
 from ..sites import Site
 from .by_tensor import ByTensor
 
@@ -45,6 +46,8 @@ class Adafactor(ByTensor):
     def __init__(
         self, params, lr=1e-2, beta2_decay=-0.8, eps=(1e-30, 1e-3), clip=1.0, weight_decay=0.0, **writing
     ):
+        if isinstance(eps, int | float):
+            raise Refused(f"eps={eps:g}: adafactor's is a pair, (of squares, of weights)")
         options = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), clip=clip, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 

@@ -1,5 +1,7 @@
 """AdamW, written in any of the ways of `Rounded`."""
 
+import torch
+
 from ..kernels import choose
 from ..kernels.numbers import AdamWNumbers
 from .rounded import Rounded
@@ -38,3 +40,11 @@ class AdamW(Rounded):
         v = n.one_minus_beta2 * g * g + v * n.beta2
         update = (n.rate * m) / (v.sqrt() / n.root_correction + n.eps)
         return update, (m, v)
+
+    @staticmethod
+    def feedback(error, moments, n):
+        m, v = moments
+        # decaying by beta1, it makes steps of (1 - beta1) error, beta1 (1 - beta1) error, ...
+        share = n.one_minus_beta1 / (1 - n.one_minus_beta1)
+        back = error * share * (v.sqrt() / n.root_correction + n.eps) / n.rate
+        return torch.where(error == 0, m, m + back), v  # a rate of 0 makes no error

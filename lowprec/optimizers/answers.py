@@ -48,7 +48,7 @@ class Answers:
     coders: dict = {}  # {moment: formats.Format} of those held in codes
 
     def low_part(self, p):
-        """What completes weight p to the value held: int16 remainder, bf16 compensation, fp32 master, or
+        """What completes weight p to the value held: remainder, bf16 compensation, fp32 master, or
         None.
         """
         return
@@ -188,6 +188,8 @@ class RoundedAnswers(Answers):
 
     def wanted_together(self, params, gradients, pick=torch.flatten, held=None):
         """As of Answers: the parameters of one group and step in one vector."""
+        if self.update == "eco":  # a step asks again for what earlier ones rounded away: how much is not told
+            return [torch.full_like(g, math.nan, dtype=torch.float32) for g in gradients]
         lengths = [g.numel() for g in gradients]
         held = [self.held(p, pick) for p in params] if held is None else held.split(lengths)
         found = [None] * len(params)
@@ -246,7 +248,7 @@ class RoundedAnswers(Answers):
                     total[site] += self._bytes(p, name, t)
         for name, coder in self.coders.items():  # tables that all tensors share
             if any(self.coded(p, name) for p in self.state):
-                total[name] += coder.table_bytes(self.is_signed(name), self.update == "stochastic")
+                total[name] += coder.table_bytes(self.is_signed(name), self.by_noise)
         return total
 
     def _bytes(self, p, name, t):

@@ -206,8 +206,8 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
     momentum, nesterov; None or left out: the optimiser's own. net: the module that they belong to, which
     tells hidden layers. away: an offload.Offload for the moments of ours. Raises Refused when the name is
-    unknown, the package absent, the peer can't serve the recipe, or no optimiser here has a momentum that was
-    given.
+    unknown, the package absent, the peer can't serve the recipe, or none here has an eps or a momentum that
+    was given.
     """
     if unknown := set(options) - {*PEER_DEFAULTS, *MOMENTUM_OPTIONS}:
         raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
@@ -221,7 +221,10 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
         seed_of_part = hash64(seed, len(parts)) if parts else seed
         own_options = {**options, "weight_decay": weight_decay}
         parts.append(_one(kind, own, r, own_options, seed_of_part, away))
-    for option in MOMENTUM_OPTIONS:
+    refusable = MOMENTUM_OPTIONS
+    if all(kinds(kind) for kind in of_groups):  # a stranger's may be made with an eps of its own
+        refusable = ("eps", *MOMENTUM_OPTIONS)
+    for option in refusable:
         if option in options and not any(option in part.defaults for part in parts):
             theirs = " and ".join(key for key, kind in OPTIMIZERS.items() if option in arguments(kind))
             raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
@@ -272,7 +275,7 @@ def _ours(kind, params, r, options, seed, away):
 
 
 def _rounds_itself(r):
-    return r.update == "stochastic" or r.kahan == "on" or r.master != "none"
+    return r.update != "nearest" or r.kahan == "on" or r.master != "none"
 
 
 def _strangers(make, params, r):

@@ -84,7 +84,7 @@ class ByTensor(Rounded):
         (parameter,) = work.piece.params
         weight = WeightNumbers(*work.table.numbers[row])
         keys = work.table.keys[row:]
-        stochastic = self.update == "stochastic"
+        stochastic = self.by_noise
         low = low_of(state)
         held = exact_weight(p, low)
         g = (g.float() * weight.scale).view(parameter.shape)

@@ -32,6 +32,7 @@ from ..rounding import (
     noise_bits,
     rounded,
     write_weight,
+    written,
 )
 from .answers import RoundedAnswers
 from .buckets import (
@@ -52,9 +53,10 @@ from .state import KeptState, low_of
 
 
 @functools.cache
-def step_kernel(direction, kind):
+def step_kernel(direction, kind, feedback=None):
     """One step of an optimiser on flat vectors [n], in place. All arithmetic is fp32; only the writes differ
-    by recipe. direction: of the optimiser; kind: the class of its numbers.
+    by recipe. direction: of the optimiser; kind: the class of its numbers; feedback: see `Rounded.feedback`,
+    where what the write of a weight rounds away is to come back.
     """
 
     def kernel(p, g, moments, low, row, key, stochastic, average):
@@ -69,6 +71,9 @@ def step_kernel(direction, kind):
         if stochastic:
             noise, second = noise_bits(p.numel(), key)
             noise_of_moments = [noise >> 16, second, second >> 16]
+        if feedback is not None:
+            noise = None
+            new = feedback(x - written(x, p.dtype), new, own)
         write_weight(x, p, low, noise)
         average.follow(x, p, low, noise)
         for m, value, bits in zip(moments, new, noise_of_moments, strict=False):
@@ -79,7 +84,7 @@ def step_kernel(direction, kind):
 
 # ---- Options -----------------------------------------------------------------------------------------------
 
-MASTERS = "none", "split", "fp32"
+MASTERS = "none", "split", "split8", "fp32"
 LAZY = "a lazy layer has no weights before its first call: call the model once on a batch before this"
 SPARSE = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
 REMEDIES = {
@@ -138,11 +143,13 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
     """What every optimiser here shares. A new one has `moments`, `numbers` and `direction`; see AdamW.
 
     params: fp32 or bf16 parameters, mixed freely, or groups with options of their own. How bf16 weights are
-    written: `update` is 'nearest' or 'stochastic'; `kahan` adds a bf16 compensation buffer (2 bytes);
-    `master` 'split' adds an int16 remainder (2 bytes, the exact fp32 master), 'fp32' a full copy (4 bytes).
-    Each moment is held as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes of
-    `formats.FORMATS` with a scale a block (small tensors in fp32), rounded as `update` says. Rounding noise
-    is a function of (seed, step, place in the parameter list). compiled: fuse the step by a compiler.
+    written: `update` is 'nearest', 'stochastic' or 'eco' (to nearest, and what is rounded away goes into the
+    momentum, arXiv 2601.22101; the rest is stochastic); `kahan` adds a bf16 compensation buffer (2 bytes);
+    `master` 'split' adds an int16 remainder (2 bytes, the exact fp32 master), 'split8' an int8 one (1 byte: a
+    master of 24 bits, which `update` rounds), 'fp32' a full copy (4 bytes). Each moment is held as its
+    keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes of `formats.FORMATS` with a scale a
+    block (small tensors in fp32), rounded as `update` says. Rounding noise is a function of (seed, step,
+    place in the parameter list). compiled: fuse the step by a compiler.
     away: an offload.Offload, which keeps the moments in the memory of the CPU. `average` may be set to an EMA
     of the same parameters whose `update` follows each step: what it can, the step then moves in the pass that
     writes the weights. fused, foreach: taken for torch's sake, and do nothing: a step is fused already.
@@ -157,6 +164,8 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
     # the optimiser of the parameters that this one does not take, see build.divided
     others: str | None = None
     signed = {"exp_avg": True, "exp_avg_sq": False}
+    # (error, new moments, numbers) -> new moments, such that the next steps add up to the error: for 'eco'
+    feedback = None
     # values of a coded tensor that are in fp32 at once, 8 MiB for both moments, which stay in the cache of a
     # CPU; on a GPU four times as many, for a quarter of the kernels
     PIECE = 1 << 20
@@ -178,10 +187,15 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
         **named,
     ):
         settle_vector_math()
-        check_choice("update", update, UPDATES)
+        check_choice("update", update, (*UPDATES, "eco"))
         check_choice("master", master, MASTERS)
+        if update == "eco" and self.feedback is None:
+            name = type(self).__name__
+            raise Refused(f"update='eco': {name} has no momentum that takes rounding errors; AdamW has")
+        if update == "eco" and (kahan or master != "none"):
+            raise Refused("update='eco' beside kahan or a master, which keep what it rounds away: choose one")
         if kahan and master != "none":
-            raise Refused(f"kahan beside master={master!r}: an exact master loses nothing; drop kahan")
+            raise Refused(f"kahan beside master={master!r}, which keeps what is rounded away: drop kahan")
         self.update, self.kahan, self.master = update, kahan, master
         self.seed, self.compiled, self.away = seed, compiled, away
         self._hold_moments({**named, **(kinds or {})})
@@ -203,6 +217,11 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
             if kind in FORMATS:
                 self.coders[name] = FORMATS[kind]
                 self.coders[name].require()
+
+    @property
+    def by_noise(self):
+        """Whether what is rounded is rounded by noise."""
+        return self.update != "nearest"
 
     def numbers(self, group, step):
         """What `direction` reads at this step, from a group's options: a NamedTuple of float."""
@@ -356,9 +375,10 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
     def _kernel_step(self, work, row, weights, gradients, state, average=NO_AVERAGE):
         """What a kernel is given, see choose.Step."""
         keys = self._code_keys(state, work.table, row)
+        eco = self.update == "eco"
         return choose.Step(
-            direction=self.direction,
-            kernel=step_kernel(self.direction, type(work.numbers)),
+            direction=None if eco else self.direction,  # hand-written kernels have no feedback
+            kernel=step_kernel(self.direction, type(work.numbers), self.feedback if eco else None),
             weights=weights,
             gradients=gradients,
             moments=[self.held_moment(name, state, keys.get(name)) for name in self.moments],
@@ -366,14 +386,14 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
             numbers=work.numbers,
             row=work.table.numbers[row],
             key=work.table.keys[row],
-            stochastic=self.update == "stochastic",
+            stochastic=self.by_noise,
             average=average,
             compiled=self.compiled,
         )
 
     def _code_keys(self, state, table, row):
         """{moment that is coded: key of the noise of its codes}; {} where they are the nearest codes."""
-        if self.update != "stochastic":
+        if not self.by_noise:
             return {}
         coded = [name for name in self.coders if f"{name}_scale" in state]
         return {name: table.keys[at] for at, name in enumerate(coded, row + 1)}

@@ -2,6 +2,9 @@
 
 import math
 
+import torch
+
+from ..errors import Refused
 from ..kernels import choose
 from ..kernels.numbers import SGDNumbers
 from ..sites import MOMENTUM
@@ -22,6 +25,11 @@ class SGD(Rounded):
         options = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 
+    def add_param_group(self, param_group):
+        if self.update == "eco" and not param_group.get("momentum", self.defaults["momentum"]):
+            raise Refused("update='eco' puts rounding errors into the momentum: set momentum, as 0.9")
+        super().add_param_group(param_group)
+
     def numbers(self, group, step):
         momentum, nesterov = group["momentum"], bool(group["nesterov"])
         return SGDNumbers(
@@ -38,6 +46,12 @@ class SGD(Rounded):
         m = m * n.momentum + g
         update = n.rate * (n.of_gradient * g + n.of_momentum * m)
         return update, (m,)
+
+    @staticmethod
+    def feedback(error, moments, n):
+        (m,) = moments
+        back = error * (1 - n.momentum) / (n.momentum * n.of_momentum * n.rate)  # as of AdamW
+        return (torch.where(error == 0, m, m + back),)
 
     def decay(self, p, name):
         if name not in self.moments:

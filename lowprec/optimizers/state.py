@@ -14,6 +14,7 @@ from .buckets import BLOCK, Bucket, RankBucket, as_dtensor, is_spread, local, pa
 
 # what completes a weight, and its site
 LOW = {"compensation": "kahan", "remainder": "master", "master": "master"}
+REMAINDERS = {"split": torch.int16, "split8": torch.int8}
 
 
 def low_of(state):
@@ -74,8 +75,8 @@ class KeptState:
             return state
         if self.kahan:
             state["compensation"] = torch.zeros(bucket.numel, dtype=torch.bfloat16, device=first.device)
-        elif self.master == "split":
-            state["remainder"] = torch.zeros(bucket.numel, dtype=torch.int16, device=first.device)
+        elif self.master in REMAINDERS:
+            state["remainder"] = torch.zeros(bucket.numel, dtype=REMAINDERS[self.master], device=first.device)
         elif self.master == "fp32":
             state["master"] = bucket.gather([local(p) for p in bucket.params]).float()
         return state

@@ -31,7 +31,7 @@ WRAPPED = ("optimizer", "_optimizer", "base_optimizer")  # what wrappers call th
 
 # what a state that completes a bf16 weight is called, here and elsewhere
 LOW = ("kahan_comp", "compensation", "remainder", "shift", "master", "master_param", "fp32_param")
-LOW_DTYPES = (torch.float32, torch.bfloat16, torch.int16)
+LOW_DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
 # classes whose update is AdamW's or Adam's
 ADAMW = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
 ADAMW |= {"FusedAdam", "FusedAdamW", "CPUAdam", "DeepSpeedCPUAdam"}

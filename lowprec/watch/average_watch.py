@@ -30,7 +30,7 @@ class AverageWatch:
         if self.average is None or not self.writes.shadows:
             return
         self.average.step = step
-        self._count(step)
+        updated = self._count(step)
         index, before = self.writes.shadows["ema"]
         shadow = self.average.shadow
         taken = [self.writes.pick(shadow[self.names[i]]) for i in index]
@@ -40,18 +40,18 @@ class AverageWatch:
             return
         self.moves += self.count is not None and not all(stood)
         if self.waiting:
-            self._add_stood(index, before, stood, step)
+            self._add_stood(index, before, stood, not updated and self._may_stand(step))
         else:
             look = self.writes.look
             of_all = look is not None and look.index == index
             self.writes.averaged(held if of_all else None, taken)
         self.waiting = False
 
-    def _add_stood(self, index, before, stood, step):
+    def _add_stood(self, index, before, stood, may_stand):
         """Count the tensors whose average was left behind: how many steps it took is not known."""
         self.writes.shadows = {}
         self.moves_rarely |= not all(stood)
-        if all(stood) and self._may_stand(step):
+        if all(stood) and may_stand:
             return
         looks = self.extra.row("stood")
         for i, then, has_stood in zip(index, before, stood, strict=True):
@@ -60,16 +60,18 @@ class AverageWatch:
             looks[i] = looks[i] + float(away) if has_stood else 0.0
 
     def _count(self, step):
-        """Notice that the average's counter has changed."""
+        """Notice that the average's counter has changed. Returns whether it counts an update since."""
         count = self.average.counts()
         if count == self.count:
-            return
+            return False
         if self.count is not None:
             self.counts_up = True
             if count is not None and count < self.count:
                 self.fell = self.count, count
             self.longest_pause = max(self.longest_pause, step - self.counted_at)
+        counts_more = self.count is not None and count is not None and count > self.count
         self.count, self.counted_at = count, step
+        return counts_more and self.average.counts_updates
 
     def _may_stand(self, step):
         """Whether all of the average may stand between two looks: SWA moves once an epoch."""

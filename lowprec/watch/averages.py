@@ -43,6 +43,16 @@ class Average:
         return _first_number(self.ema, COUNTERS)
 
     @property
+    def counts_updates(self):
+        """Whether its counter stands where it is not updated: some count calls that do nothing."""
+        return _first_number(self.ema, COUNTERS[:4]) is not None
+
+    @property
+    def may_begin_late(self):
+        """Whether it is torch's AveragedModel: SWA begins late in a run."""
+        return hasattr(self.ema, "n_averaged")
+
+    @property
     def ranges(self):
         """[(lowest, highest)] decay that it may have now: its decay, or what its schedule or its warm-up says
         at so many updates. [] where nobody says.

@@ -35,10 +35,18 @@ class Steps(Sums):
         "v_bf16",  # those of them that are bf16 numbers
         "m_held",  # the same of first moments
         "m_bf16",
+        "m_kept",  # looks after which its moments were followed to the next step
+        "v_kept",
+        "m_rewritten",  # those of them at which something else had changed the moment by then
+        "v_rewritten",
         "follows",  # looks that were followed to the next step
         "drifts",  # those at which something else had moved the weights by then, beside masks and bounds
         "drift",  # sum of what it moved, squared
         "stepped",  # of what the steps did
+        "against",  # of what it moved times the step, where they go two ways
+        "beside",  # of the steps of what it moved, squared
+        "shrunk",  # of what it moved times the weight, where it makes that smaller
+        "shrinkable",  # of the weights that it moved, squared
         "stood",  # looks between which the average did not move, although away from its weight
     )
 

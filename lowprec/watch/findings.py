@@ -29,12 +29,14 @@ ARRIVE = "a decay of {less:.4g} or less, or more steps"
 COUNT = "count each step: bias corrections go by it"
 WIDE_COUNT = "keep step counters in fp32 or as integers"
 GROUP = "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]"
+GROUP_AT_0 = "nothing, if it is frozen by plan; else check its group"
 USED = "is it used and not detached?"
 CHANGED = "find what writes p.grad after backward"
 NO_FP16 = (
     "fp32 weights and states, with the products under autocast, or bf16 ones: fp16 holds nothing below 6e-8"
 )
 RESET = "restore exp_avg_sq at a resume"
+RESTART = "nothing, if it is a restart by plan as of ReLoRA"
 NEW_BITS = "draw new bits for each step and each entry"
 
 
@@ -154,6 +156,24 @@ AVERAGE = [
     ),
     Fault(
         site="ema",
+        limit=0.0,
+        measure=measures_of_averages.average_jumped,
+        text="at once the average went {times:.3g} times as far as its weight was away",
+        remedy="find what else writes the average",
+        severity="severe",
+        rank=2.2,
+    ),
+    Fault(
+        site="ema",
+        limit=0.99,
+        measure=measures_of_averages.average_is_bf16,
+        text="the average is fp32, and all its values are bf16 numbers: something rounds them",
+        remedy="hold, move and compute it in fp32",
+        severity="severe",
+        rank=1.5,
+    ),
+    Fault(
+        site="ema",
         limit=0.99,
         measure=measures_of_averages.average_copies,
         text="the average is a copy of its weight at each look: it averages nothing",
@@ -223,7 +243,8 @@ TENSOR = [
             limit=None,
             measure=measures.rate_always_zero,
             text="its learning rate was 0 at each look",
-            remedy="check its group",
+            remedy=GROUP_AT_0,
+            severity="note",
             rank=1.0,
         ),
         Fault(
@@ -231,7 +252,8 @@ TENSOR = [
             limit=None,
             measure=measures.rate_at_zero,
             text="its learning rate has been 0 since step {since}",
-            remedy="check its group",
+            remedy=GROUP_AT_0,
+            severity="note",
             rank=1.0,
         ),
     ],
@@ -250,6 +272,14 @@ TENSOR = [
         Fault(
             site="update",
             limit=0.5,
+            measure=measures.goes_back,
+            text="something moves it back after the step, by {times:.2g} of the step itself",
+            remedy="nothing, if it is a plan as Lookahead",
+            severity="note",
+        ),
+        Fault(
+            site="update",
+            limit=0.5,
             measure=measures.drifts,
             text="something else moves it after the step, by {times:.2g} of the step itself",
             remedy="find what else writes it: another optimiser (others=[...] tells Watch of it), or a decay "
@@ -263,6 +293,13 @@ TENSOR = [
             measure=measures.moments_are_bf16,
             text="{moment} is fp32, and all its values are bf16 numbers: something rounds them between steps",
             remedy="save and move states as they are, in fp32",
+        ),
+        Fault(
+            site="exp_avg_sq",
+            limit=0.5,
+            measure=measures.moments_rewritten,
+            text="something else changes {moment} between two steps",
+            remedy="find what writes the optimiser's states",
         ),
     ],
     [
@@ -337,8 +374,8 @@ TENSOR = [
             site="exp_avg_sq",
             limit=None,
             measure=measures.all_begun_anew,
-            text="its second moment and the weight itself began anew before step {step}",
-            remedy="nothing, if it is a restart by plan as of ReLoRA",
+            text="its second moment began anew before step {step}, as weights did",
+            remedy=RESTART,
             severity="note",
             rank=0.5,
         ),
@@ -413,6 +450,23 @@ TENSOR = [
     ],
     AVERAGE,
     [
+        Fault(
+            site="step",
+            limit=0.0,
+            measure=measures.counter_fell_with_weights,
+            text="its step counter fell from {before:g} to {after:g}, and weights began anew with it",
+            remedy=RESTART,
+            severity="note",
+            rank=3.0,
+        ),
+        Fault(
+            site="step",
+            limit=0.0,
+            measure=measures.counter_fell_with_moments,
+            text="its step counter fell from {before:g} to {after:g}, and its moments began anew with it",
+            remedy="restore the optimiser's state at a resume; nothing, if it is a restart by plan",
+            rank=3.0,
+        ),
         Fault(
             site="step",
             limit=0.0,
@@ -563,6 +617,23 @@ RUN = [
             remedy="restore the average's counter at a resume",
             severity="severe",
             rank=2.5,
+        ),
+        Fault(
+            site="ema",
+            limit=2.0,
+            measure=measures_of_averages.average_never_updated,
+            text="the average was never updated: its counter says 0",
+            remedy="update it after each step",
+            rank=1.0,
+        ),
+        Fault(
+            site="ema",
+            limit=2.0,
+            measure=measures_of_averages.average_not_begun,
+            text="the average was not updated yet: its counter says 0",
+            remedy="nothing, if it begins later, as SWA",
+            severity="note",
+            rank=1.0,
         ),
         Fault(
             site="ema",

@@ -125,9 +125,12 @@ class Gradients:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return  # what a rank hears is its own part
         index, given, kept, whole = [], [], [], []
+        # cleared after backward: None, by default. Of some alone that freezes them
+        all_gone = grads is None and all(self.named[i][1].grad is None for i in heard)
         for i, partial in heard.items():
             p = self.named[i][1]
             g = p.grad if grads is None else grads.get(p)
+            g = torch.zeros_like(p) if all_gone else g
             if g is None or g.is_sparse or not p.numel():
                 continue
             # what another optimiser's backward left is no fault where it is cleared before its own

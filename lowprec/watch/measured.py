@@ -1,6 +1,7 @@
 """What a Watch has measured, brought to the CPU once: of the whole run, and tensor by tensor."""
 
 import functools
+import math
 
 import torch
 
@@ -69,6 +70,13 @@ class Measured:
     def some_rates_live(self):
         """Whether there is a tensor whose learning rate does not stay at 0."""
         return any(one.facts.looks and not one.rate_stays_zero for one in self.tensors)
+
+    @functools.cached_property
+    def shrinks(self):
+        """Whether what moves weights after the step makes them smaller, as a decay by hand."""
+        # of all together: a bias that began at 0 is made smaller by each way back
+        sums = self.watch.extra
+        return sums.shrunk > 0.9 * math.sqrt(sums.drift * sums.shrinkable)
 
     @functools.cached_property
     def accumulators_lost(self):

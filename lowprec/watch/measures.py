@@ -125,6 +125,13 @@ def drifts(one):
     return Figure(sums.drifts / sums.follows, {"times": times})
 
 
+def goes_back(one):
+    """the same where that leads back, as to the slow weights of Lookahead"""
+    sums = one.extra
+    back = sums.against / max(math.sqrt(sums.drift * sums.beside), 1e-300)
+    return drifts(one) if 0.3 < back < 0.99 and not one.seen.shrinks else None
+
+
 def _has_fixed_norms(p):
     """Whether something keeps rows or columns at one norm, as EDM2, nGPT and max_norm do."""
     if p.dim() < 2:
@@ -155,6 +162,15 @@ def moments_are_bf16(one):
     if not found:
         return None
     share, name = max(found)
+    return Figure(share, {"moment": name})
+
+
+def moments_rewritten(one):
+    """share of the looks after which something else changed a moment, the larger of two"""
+    sums = one.extra
+    kept = {"exp_avg": sums.m_kept, "exp_avg_sq": sums.v_kept}
+    changed = {"exp_avg": sums.m_rewritten, "exp_avg_sq": sums.v_rewritten}
+    share, name = max((changed[name] / max(2.0, kept[name]), name) for name in kept)
     return Figure(share, {"moment": name})
 
 
@@ -332,6 +348,16 @@ def counter_fell(one):
         return None
     before, after = one.facts.fell
     return Figure(before - after, {"before": before, "after": after})
+
+
+def counter_fell_with_moments(one):
+    """the same where its moments began anew with it"""
+    return counter_fell(one) if one.facts.begun_anew else None
+
+
+def counter_fell_with_weights(one):
+    """the same where weights of the net began anew too"""
+    return counter_fell(one) if one.facts.begun_anew == "weights" else None
 
 
 def counter_stuck(one):

@@ -60,6 +60,21 @@ def average_overshoots(one):
     return Figure(rate, {"rate": rate})
 
 
+def average_jumped(one):
+    """times it went farther than 1.5 times the way to its weight, in a step or since the last look"""
+    if one.averaging is None:
+        return None
+    return Figure(one.averaging.jumps, {"times": one.averaging.jumped})
+
+
+def average_is_bf16(one):
+    """share of the entries of an fp32 average that are bf16 numbers, where their weights are none"""
+    sums = one.averaging
+    if sums is None or sums.seen < 64 or _average_is_narrow(one):
+        return None
+    return Figure(sums.bf16 / sums.seen)
+
+
 def average_copies(one):
     """share of the entries away from their weight that the average copies from it, at 2 looks or more"""
     sums = one.averaging
@@ -149,6 +164,24 @@ def average_counter_fell(seen):
     fell = seen.watch.averages.fell
     if fell:
         yield Figure(fell[0] - fell[1], {"before": fell[0], "after": fell[1]}, "")
+
+
+def average_never_updated(seen):
+    """looks at which its counter says that it was never updated"""
+    if _stands_at_zero(seen) and not seen.watch.ema.may_begin_late:
+        yield Figure(seen.watch.looks, tensor="")
+
+
+def average_not_begun(seen):
+    """the same of torch's AveragedModel"""
+    if _stands_at_zero(seen):
+        yield Figure(seen.watch.looks, tensor="")
+
+
+def _stands_at_zero(seen):
+    """Whether the counter of the average says 0, and the average does not move."""
+    average = seen.watch.ema
+    return average is not None and not average.begun and not seen.watch.averages.moves
 
 
 def average_counter_stands(seen):

@@ -42,21 +42,62 @@ class States:
         here = [k for k in range(len(sums)) if keeps_v[k] and has_gradient[k]]
         all_zero = not any(sums[k] for k in here)
         fell = self._fell(look, step)
+        reset = []
         for k in here:
             p, facts = look.params[k], self.facts[look.index[k]]
             if sums[k] == 0 and (self._beside_a_momentum(p) or (all_zero and steps_of(self.of(p)))):
                 facts.v_reset = step, None
                 facts.begun_anew = self._begun_anew(look, k, 1.0)
+                reset.append(k)
             elif fell[k] > 0.1:
                 facts.v_reset = step, fell[k]
                 facts.begun_anew = self._begun_anew(look, k, fell[k])
+                reset.append(k)
+        self._compare_weights(look, reset)
+
+    def find_restarts(self, look, step):
+        """Find what began anew with counters that fell since the last look."""
+        restarted = []
+        for k, p in enumerate(look.params):
+            facts = self.facts[look.index[k]]
+            if facts.counted and (steps_of(self.of(p)) or 0) < facts.counted[2]:
+                facts.begun_anew = "moments" if self._has_new_moments(look, k, step) else ""
+                restarted.append(k)
+        self._compare_weights(look, restarted)
+
+    def _compare_weights(self, look, restarted):
+        """Notice that the weights of what restarted were made anew too, of one tensor at least: of two
+        factors the other may be kept.
+        """
+        parts = look.held.split(look.lengths)
+        # a bias may be another after some steps
+        for k in [k for k in restarted if look.params[k].dim() > 1]:
+            then = self.weights.get(look.index[k])
+            if then is not None and then.shape == parts[k].shape and _is_another(parts[k], then):
+                for of_plan in restarted:
+                    self.facts[look.index[of_plan]].begun_anew = "weights"
+                return
+
+    def _has_new_moments(self, look, k, step):
+        """Whether most of exp_avg_sq is less than beta2 leaves of the last look's, or there is none."""
+        p = look.params[k]
+        v = self.answers.moment(p, "exp_avg_sq", self.pick)
+        if v is None:
+            return True
+        then, index, lengths, before = self.last or (0, [], [], None)
+        if look.index[k] not in index:
+            return False
+        before = before.split(lengths)[index.index(look.index[k])]
+        left = self.answers.decay(p, "exp_avg_sq")[0] ** (step - then - 1)
+        return v.shape == before.shape and float((v < 0.7 * left * before).float().mean()) > 0.5
+
+    def _is_another(self, look, k):
+        """Whether a weight was made anew since the last look."""
+        then, now = self.weights.get(look.index[k]), look.held.split(look.lengths)[k]
+        return then is not None and then.shape == now.shape and _is_another(now, then)
 
     def _begun_anew(self, look, k, share):
-        """What else began anew with this share of a second moment, see Facts."""
-        then, now = self.weights.get(look.index[k]), look.held.split(look.lengths)[k]
-        alike = then is not None and then.shape == now.shape
-        if alike and _is_another(now, then):
-            return "weights"
+        """What else of a state began anew with this share of a second moment, see Facts."""
         m = self.answers.moment(look.params[k], "exp_avg", self.pick)
         both = m is not None and float((m == 0).float().mean()) >= 0.9 * share
         return "moments" if both and look.v_dtypes[k] != torch.float16 else ""

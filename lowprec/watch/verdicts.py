@@ -48,6 +48,8 @@ RUN_LIMITS = {
     # delayed scaling, 0.0004; what is clipped is what is largest
     "fp8 zeroed": (0.05, 0.5),
     "fp8 clipped": (0.001, 0.1),
+    # share of the magnitude of an operand within attention that casts to FP8 make zero
+    "attention": (0.01, 0.2),
     # share of recent steps that the loss scaler skipped: in good health one in 2000, plus a few at the start
     "skipped": (0.05, 0.5),
 }

@@ -284,6 +284,7 @@ class Watch:
             self._remember_alive(look)
             is_zero = _zero(look.g, look.lengths)
             zero = dict(zip(look.index, is_zero, strict=True))
+            self.states.find_restarts(look, self.steps)
             if look.v is not None:
                 self.states.find_resets(look, self.steps, [not quiet for quiet in is_zero])
         for i, (_, p) in enumerate(self.named):
@@ -313,6 +314,7 @@ class Watch:
         """Compare what the step wrote, and what its counters count."""
         look = self.writes.look
         self.writes.stepped()
+        look.new_m = first_moments(look, self.answers)
         dtypes = [
             None if self.answers.low_part(p) is not None else dtype
             for p, dtype in zip(look.params, look.dtypes, strict=True)
@@ -363,6 +365,7 @@ class Watch:
             bound = (look.held == 0) | (look.held.abs() == tops)
             # a mask or a bound, as of WGAN's weights, is no step
             drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
+            drift, step = (now - look.new).where(drifted, 0.0), look.new - look.held
             some = [part.float().mean() > 0.05 for part in drifted.split(look.lengths)]
             looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
             is_some = torch.cat([one.expand(n) for one, n in zip(some, look.lengths, strict=True)])
@@ -372,13 +375,32 @@ class Watch:
                 "masked": back & bound,
                 "follows": looks,
                 "drifts": looks.where(is_some, 0.0),
-                "drift": (now - look.new).square().where(drifted, 0.0),
-                "stepped": (look.new - look.held).square(),
+                "drift": drift.square(),
+                "stepped": step.square(),
+                "against": -drift * step,
+                "beside": step.square().where(drifted, 0.0),
+                "shrunk": -drift * look.new,
+                "shrinkable": look.new.square().where(drifted, 0.0),
             }
             self.extra.put(rows, look.index, look.lengths)
+            self._follow_moments(look)
             self._compare_copies(look)
         self.averages.compare(self.steps, held=now)
         self.teachers.compare(self.steps)
+
+    def _follow_moments(self, look):
+        """Whether something else has changed the moments since the step wrote them."""
+        written = {"m": look.new_m, "v": look.new_v}
+        for name, then in written.items():
+            if then is None:
+                continue
+            now = first_moments(look, self.answers) if name == "m" else look.read_v()[0]
+            kept = now.isfinite() & then.isfinite()
+            shares = torch.stack([part.float().mean() for part in (kept & (now != then)).split(look.lengths)])
+            has_one = torch.stack([part.any() for part in kept.split(look.lengths)])
+            self.extra.row(f"{name}_kept")[look.index] += has_one.double().to(self.extra.sums.device)
+            changed = (shares > 0.05).double().to(self.extra.sums.device)
+            self.extra.row(f"{name}_rewritten")[look.index] += changed
 
     def _compare_copies(self, look):
         """How far the model's own weights are from the copies that the optimiser steps."""

@@ -17,7 +17,7 @@ import torch
 
 from ..optimizers.buckets import scale_of
 from ..telemetry import announce, sample
-from .sums import Sums, one_an_entry
+from .sums import Sums, one_an_entry, totals
 
 # ---- Many steps, added up ----------------------------------------------------------------------------------
 
@@ -123,6 +123,10 @@ class Averaging(Sums):
         "path",  # the same without its sign
         "spread",  # the same squared
         "said",  # the rate that it should have, times the square of the gap
+        "jumps",  # times it went much farther than its weight was away
+        "jumped",  # how far at most, over the way to its weight
+        "seen",  # of fp32 averages: entries that are not 0 and differ from their weight
+        "bf16",  # those of them that are bf16 numbers, where their weight is none
     )
 
     def add(self, old, new, held, rounded, far, said, index, lengths):
@@ -135,6 +139,7 @@ class Averaging(Sums):
         old, new, held = (torch.where(finite, side, none) for side in (old, new, held))
         gap, move = (held - old).where(far, 0.0), (new - old).where(far, 0.0)
         along = move * gap
+        differs = finite & (new != 0) & (new != held)
         rows = {
             "looks": one_an_entry([1 / n for n in lengths], lengths, old).expand_as(old),
             "entries": torch.ones_like(old),
@@ -150,8 +155,23 @@ class Averaging(Sums):
             "path": along.abs(),
             "spread": along.square(),
             "said": said * gap.square(),
+            "seen": differs,
+            "bf16": differs & (new.bfloat16().float() == new) & (held.bfloat16().float() != held),
         }
         self.put(rows, index, lengths)
+
+    def compare(self, now, then, ways, index, lengths):
+        """Compare averages with what they were, fp32 [n]: they go no farther than their weights are away.
+        ways: from the averages then to their weights then and now, [n] each.
+        """
+        squares = totals([(now - then).square(), then.square(), *[way.square() for way in ways]], lengths)
+        jump, size, *reach = squares.sqrt()
+        reach = sum(reach)
+        jumps = (jump > 1.5 * reach) & (jump > 0.1 * size)
+        self.sums = self.sums.to(now.device)
+        self.row("jumps")[index] += jumps.double()
+        farthest = torch.where(jumps, jump / reach.clamp_min(1e-300), 0.0)
+        self.row("jumped")[index] = torch.maximum(self.row("jumped")[index], farthest)
 
 
 def rounded_by_tensor(values, dtypes, lengths):
@@ -188,7 +208,7 @@ class Look:
             self._aim(gradients)
 
     def _aim(self, gradients):
-        self.v, self.v_dtypes = self._v()  # a dtype of None: there is no such moment
+        self.v, self.v_dtypes = self.read_v()  # a dtype of None: there is no such moment
         betas = [math.nan] * len(self.params)
         for k, p in enumerate(self.params):
             if self.v_dtypes[k] is not None:
@@ -220,7 +240,8 @@ class Look:
             found.append(torch.full_like(g, math.nan) if update is None else update)
         return found
 
-    def _v(self):
+    def read_v(self):
+        """(second moments of all tensors, fp32 [n], NaN where there is none; [their dtypes])."""
         found = [self.optimizer.moment(p, "exp_avg_sq", self.pick) for p in self.params]
         missing = torch.full((max(self.lengths),), math.nan, device=self.g.device)
         parts = zip(found, self.lengths, strict=True)
@@ -231,7 +252,7 @@ class Look:
         """Look again, once the step is done."""
         self.new = self._held()
         if self.v is not None:
-            self.new_v, _ = self._v()
+            self.new_v, _ = self.read_v()
 
     def spread(self, values, dtype=torch.float32):
         """One value a tensor -> one an entry, [n]; 0-dim where all are the same."""
@@ -259,6 +280,7 @@ class Writes:
         self.averages = {name: Tally(count) for name in averages}
         self.averaging = {name: Averaging(count) for name in averages}
         self.squares = Squares(count)
+        self.last = {}  # {name of an average: (numbers of its tensors, it and its weights at the last look)}
         self.forget()
         self.at = {"moments", "averages"}  # what the next look compares, beside weights
 
@@ -358,6 +380,12 @@ class Writes:
         rate = measured_rate(old, new, gap, narrow)
         said = said_rate(average, rate)
         self.averaging[name].add(old, new, held, rounded, far, said or 0.0, index, lengths)
+        then, average_then, held_then = self.last.get(name, (None, None, None))
+        if then == index and average_then.shape == old.shape:
+            ways = [held_then - average_then, held - average_then]
+            self.averaging[name].compare(old, average_then, ways, index, lengths)
+        self.averaging[name].compare(new, old, [gap], index, lengths)
+        self.last[name] = index, new, held
         if torch.equal(new, rounded):
             return  # it took the weights as they are, as most averages do at their first step
         target = old + (rate if said is None else said) * gap

@@ -19,10 +19,23 @@ import torch
 import bench
 import options
 import precision
-from benchmarks import gpu_cells, loops, memory, moments, optimizers, other_loops, sharding, systems, training
+from benchmarks import (
+    fp16_weights,
+    gpu_cells,
+    guides,
+    loops,
+    memory,
+    moments,
+    optimizers,
+    other_loops,
+    sharding,
+    systems,
+    training,
+)
 from benchmarks.common import RECIPES, Cell, parse_net, state_bytes, take_turns
 from harness import flags
 from lowprec import machine, recipes, view
+from lowprec.kernels import cpu_products
 from lowprec.optimizers import build, peers
 
 SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
@@ -334,6 +347,15 @@ def test_training_writes_every_single_time(tmp_path, capsys):
     assert "unet:tiny:8:2" in table and table.count("pure_bf16-stochastic") == 2
 
 
+@pytest.mark.parametrize("whose, asked", [("ours", True), ("torch", False)])
+def test_training_takes_torchs_own_products_where_asked(whose, asked, tmp_path, monkeypatch):
+    devices = []
+    monkeypatch.setattr(cpu_products, "settle", devices.append)
+    words = "--nets dit:tiny:8:2 --recipes bf16 --repeats 1 --products".split()
+    run(tmp_path, "training", *words, whose)
+    assert bool(devices) == asked
+
+
 def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
     monkeypatch.setattr(recipes, "check_machine", lambda *_: [])  # a CPU has no TF32, but takes the setting
     monkeypatch.setattr(gpu_cells, "check_machine", lambda *_: [])
@@ -453,6 +475,44 @@ def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     assert rows[0]["dropped"] == pytest.approx(1, abs=1e-4) == rows[0]["others"]
     table = capsys.readouterr().out
     assert f"| int8, stochastic | {rows[5]['dropped']:.2f} | {rows[5]['others']:.2f} |" in table
+
+
+def test_weights_in_blocks_lie_at_the_nearest_level():
+    weight = torch.linspace(-3, 5, 37).view(1, 37)
+    for levels in guides.LEVELS.values():
+        held = guides.in_blocks(weight, levels)
+        for block, exact in zip(held[0].split(16), weight[0].split(16), strict=True):
+            places = levels * exact.abs().max() / levels[-1]
+            nearest = (exact.abs()[:, None] - places).abs().amin(1)
+            assert torch.allclose((block - exact).abs(), nearest, atol=1e-6)
+
+
+def test_guides_write_a_row_a_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(guides, "QUESTIONS", (guides.bare, guides.attention))
+    rows = run(tmp_path, "guides")["results"]
+    found = {row["what"]: row["value"] for row in rows}
+    assert len(rows) == 5 and found["parameters of bdh in nn.Linear"] == 0
+    assert 20 < found["attention with queries, keys and values in e4m3"] < 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.1, -0.1, 3e-5, -1e-8, 0.0])
+def test_a_stochastic_write_to_16_bits_is_right_on_average(dtype, value):
+    x = torch.full((100_000,), value)
+    held = fp16_weights.stochastic(x, dtype, torch.Generator().manual_seed(0))
+    places = held.unique().float()
+    assert held.dtype == dtype and len(places) <= 2
+    assert places.min() <= x[0] <= places.max()
+    assert (held.double().mean() - x[0]).abs() <= 0.01 * (places.max() - places.min())
+
+
+def test_fp16_writes_a_row_for_each_way_and_seed(tmp_path, monkeypatch):
+    ways = {name: fp16_weights.WAYS[name] for name in ("fp32", "fp16 weights, Kahan")}
+    monkeypatch.setattr(fp16_weights, "WAYS", ways)
+    monkeypatch.chdir(tmp_path)
+    rows = run(tmp_path, "fp16", "--steps", "2", "--seeds", "1")["results"]
+    assert [row["name"] for row in rows] == list(ways)
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-3) and rows[0]["loss"] != rows[1]["loss"]
 
 
 def test_peers_take_turns_with_other_peoples_loops(tmp_path, capsys, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from common import cpu_scales_rows
 
 import bench
-from benchmarks import gpu, gpu_cells, gpu_plan, gpu_record, reduction
+from benchmarks import gpu, gpu_cells, gpu_plan, gpu_record, largest_batch, reduction, subjects
 from benchmarks.worker import Here, Lost, Worker
 from lowprec.errors import Refused
 from lowprec.kernels import compiled
@@ -44,7 +44,8 @@ def test_a_dry_run_runs_every_recipe(dry):
     assert {(net, on) for net, _, on in rows} == {(net, on) for net in gpu.TINY for on in (False, True)}
     for (_, name, _), row in rows.items():
         if row["status"] == "refused":
-            assert name == "tf32" or name.startswith(("fp8-te-", "fp8-torchao-delayed")), row["note"]
+            not_here = ("tf32", "pure_bf16-flashoptim", "fp8-te-", "fp8-torchao-delayed")
+            assert name.startswith(not_here), row["note"]
             assert row["note"] and "\n" not in row["note"] and "ms" not in row
             continue
         assert row["status"] == "measured", row["note"]
@@ -286,6 +287,47 @@ def test_each_step_of_the_plan_keeps_its_budget_and_leaves_its_outcome(tmp_path)
     assert [step["ended"] for step in kept] == ["done", "failed", "stopped"]
     assert kept[0]["said"] == ["said"] and "ZeroDivisionError" in kept[1]["said"][-1]
     assert kept[2]["seconds"] < 30
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 5, 7, 40, 41, 1000])
+def test_the_largest_batch_is_found_to_a_sixteenth(limit):
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= limit
+
+    found = largest_batch.finest(fits, most=512)
+    assert found <= min(limit, 512) <= found + max(0, found // 16)
+    assert len(tried) == len(set(tried)) < 16
+
+
+def test_the_search_for_a_batch_is_rehearsed_on_a_cpu_and_refused_without_a_limit(tmp_path, capsys):
+    words = "batch --device cpu --nets dit:tiny:8:1 --recipes fp32 pure_bf16-stochastic".split()
+    assert bench.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no CUDA device" in said
+    out = tmp_path / "batch.json"
+    assert bench.main([*words, "--most", "4", "--out", str(out)]) == 0
+    assert [row["batch"] for row in json.loads(out.read_text())["results"]] == [4, 4]
+
+
+def test_a_batch_that_exceeds_memory_ends_the_search(monkeypatch):
+    def two_steps(net, flags, device):
+        if net[3] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(largest_batch, "two_steps", two_steps)
+    args = SimpleNamespace(device=torch.device("cpu"), most=64)
+    row = largest_batch.searched("dit:tiny:8:1", "fp32", args)
+    assert (row["batch"], row["tried"]) == (2, [2, 3, 4])
+
+
+def test_a_peers_optimiser_is_a_cell_like_others(monkeypatch):
+    monkeypatch.setitem(subjects.PEERS, "flashoptim", "torch.optim:AdamW")
+    cell = dict(net="dit:tiny:8:2", recipe="pure_bf16-flashoptim", compile=False)
+    row = gpu_cells.measure(cell, device="cpu", rounds=1, dry=True)
+    assert row["status"] == "measured" and row["bytes_per_parameter"] == pytest.approx(8, abs=0.1)
 
 
 def test_gradients_in_bf16_carry_a_few_hundred_times_their_rounding():

@@ -89,6 +89,16 @@ def test_every_number_of_the_table_comes_from_the_results(folder):
     assert "Cost of these records: 6 min on 2 cores" in page(folder)  # 18 runs of 36 s
 
 
+@pytest.mark.parametrize("reason", ["Half of what nearest costs.", ""])
+def test_a_margin_without_a_reason_is_not_shown(folder, reason):
+    lines = TOML.replace("Half of what nearest costs.", reason)
+    write(folder, lines, records_of(definition.load("1", folder)))
+    assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
+    row = table(folder)["sampler"]
+    reached, _, _ = row["achieved margin"].partition(" ")
+    assert row["verdict"] == f"slightly worse, within {'0.5' if reason else reached}"
+
+
 def test_the_achieved_margin_is_the_farther_end_of_the_90_percent_interval(folder):
     experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)

@@ -459,6 +459,11 @@ def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_fi
     assert [row["step"] for row in cli.metrics()] == list(range(2, 121, 2))
 
 
+def test_run_module_in_a_wrapper_takes_the_same_steps_under_ddp_and_fully_shard(ranks):
+    differing = told(ranks, 2, "modules")
+    assert len(differing) == 4 and not any(differing.values()), differing
+
+
 # ---- Bad input ---------------------------------------------------------------------------------------------
 
 

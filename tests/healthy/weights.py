@@ -200,16 +200,61 @@ def pruned_weights():
     return trained(net, after=prune)
 
 
-@loop
-def low_rank_restarts():
-    net = mlp()
-    optimizer = adam(net)
+class LowRank(nn.Module):
+    """A frozen layer with two factors beside it, as LoRA has."""
 
+    def __init__(self, layer, rank=4):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+    @torch.no_grad()
+    def merge(self, keep):
+        """Add the factors to the layer, and begin them anew: the first of them too, unless it is kept."""
+        self.layer.weight += self.up.weight @ self.down.weight
+        nn.init.zeros_(self.up.weight)
+        if not keep:
+            self.down.reset_parameters()
+
+
+def low_rank(forget, keep=False):
+    """ReLoRA, arXiv 2307.05695. forget: (optimizer, parameter) -> what becomes of its state."""
+    net = mlp()
+    for i in (0, 3, 5):
+        net[i] = LowRank(net[i])
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+
+    @torch.no_grad()
     def restart(step):
-        if step == 30:
-            optimizer.state.clear()
+        if step not in (25, 45):
+            return
+        for layer in (net[0], net[3], net[5]):
+            layer.merge(keep)
+            for p in (layer.up.weight, layer.down.weight):
+                forget(optimizer, p)
 
     return trained(net, optimizer, after=restart)
+
+
+def drop_state(optimizer, p):
+    optimizer.state.pop(p)
+
+
+def prune_state(optimizer, p):
+    """All but a hundredth of both moments."""
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = optimizer.state[p][name]
+        moment.mul_(torch.rand_like(moment) > 0.99)
+
+
+LOOPS["low rank, pruned at restarts"] = lambda: low_rank(prune_state)
+LOOPS["low rank, dropped at restarts"] = lambda: low_rank(drop_state)
+LOOPS["low rank, with one factor kept"] = lambda: low_rank(drop_state, keep=True)
 
 
 @loop

@@ -76,16 +76,16 @@ def language_model(build):
     return Client(build, loss, lambda net: net(tokens(99)).logits)
 
 
-def gpt2():
+def gpt2(layers=2):
     transformers = need("transformers")
-    sizes = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    sizes = dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=layers, n_head=2)
     config = transformers.GPT2Config(**sizes)
     return language_model(lambda: transformers.GPT2LMHeadModel(config))
 
 
-def llama(tied=False):
+def llama(tied=False, layers=2):
     transformers = need("transformers")
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
     config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
     return language_model(lambda: transformers.LlamaForCausalLM(config))
@@ -116,7 +116,7 @@ def denoising(build, condition, lr):
     return Client(build, loss, call, lr)
 
 
-def unet():
+def unet(levels=2):
     diffusers = need("diffusers")
 
     def build():
@@ -125,9 +125,9 @@ def unet():
             in_channels=1,
             out_channels=1,
             layers_per_block=1,
-            block_out_channels=(16, 32),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(16, 32)[:levels],
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D")[:levels],
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D")[-levels:],
             cross_attention_dim=8,
             norm_num_groups=4,
             attention_head_dim=8,
@@ -139,7 +139,7 @@ def unet():
     return denoising(build, condition, lr=2e-3)
 
 
-def dit():
+def dit(layers=2):
     diffusers = need("diffusers")
 
     def build():
@@ -148,7 +148,7 @@ def dit():
             attention_head_dim=16,
             in_channels=1,
             out_channels=1,
-            num_layers=2,
+            num_layers=layers,
             norm_num_groups=4,
             sample_size=8,
             patch_size=2,

@@ -396,4 +396,4 @@ def test_a_compiler_that_fails_leaves_the_step_to_torch(afresh, monkeypatch, err
 
     monkeypatch.setattr(cpu_step, "_built", fail)
     assert cpu_step.library() is None
-    assert torch.isfinite(trained(KINDS["int8"], steps=1)[0].float()).all()
+    assert not cpu_step.fits([torch.zeros(1)], [torch.zeros(1)])

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from common import BF16, RECIPES, draw, same, start, through_a_file
 from torch import nn
 
+from lowprec.errors import Refused
+
 eager = common.eager
 every_precision = pytest.mark.parametrize("name", ["fp32", "bf16", "stochastic", "islands"])
 
@@ -142,3 +144,17 @@ def test_methods_that_load_and_save_are_not_cast():
     run = start(RECIPES["stochastic"], Own())
     run.module.load_average({"out": torch.ones(3)})
     assert run.model.loaded == torch.float32
+
+
+def test_what_would_call_itself_or_lose_its_parameters_is_refused():
+    run = start("stochastic")
+    wrapped = nn.Sequential(run.module)
+    with pytest.raises(Refused, match="run.module calls run.forward"):
+        run.forward = wrapped
+    with pytest.raises(Refused, match="fully_shard.*and make Precision then"):
+        run.module.__class__ = nn.Sequential  # as fully_shard does
+    with pytest.raises(Refused, match="was put into the model after Precision"):
+        for module in run.model.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(p.detach().clone()))  # as fully_shard does to a wrapper
+        run.step()

@@ -11,7 +11,6 @@ from common import (
     FLOATS,
     KINDS,
     PACKAGE,
-    TABLES,
     coder,
     correlation,
     draw,
@@ -30,7 +29,7 @@ from lowprec.rounding import exact_weight, noise_bits
 eager = common.eager
 
 FLAG = {"int8": dict(opt8bit=True), "int4": dict(opt4bit=True)}
-FLAG |= {kind: dict(sites=[f"exp_avg={kind}", f"exp_avg_sq={kind}"]) for kind in FLOATS}
+FLAG |= {kind: dict(sites=[f"exp_avg={kind}", f"exp_avg_sq={kind}"]) for kind in ("log4", *FLOATS, "flash8")}
 LOW = dict(pure_bf16=True)
 WRITES = {
     "fp32": {},
@@ -41,8 +40,11 @@ WRITES = {
     "kahan+stochastic": dict(LOW, kahan=True, stochastic=True),
     "split": dict(LOW, master="split"),
     "split stochastic": dict(LOW, master="split", stochastic=True),
+    "split8 stochastic": dict(LOW, master="split8", stochastic=True),
 }
-COMBINATIONS = [*itertools.product(WRITES, TABLES), ("stochastic", "e4m3"), ("split stochastic", "e5m2")]
+COMBINATIONS = [*itertools.product(list(WRITES)[:8], ("int8", "int4"))]
+COMBINATIONS += [("stochastic", "e4m3"), ("split stochastic", "e5m2"), ("stochastic", "log4")]
+COMBINATIONS += [("split8 stochastic", "flash8")]
 
 
 def start(model, write, kind, **options):
@@ -364,8 +366,11 @@ FROZEN = [
     ("int8", "stochastic", 0.95, 1.05),
     ("int4", "nearest", 4, 100),
     ("int4", "stochastic", 0.95, 2),
+    ("log4", "stochastic", 0.9, 1.1),
     ("e4m3", "nearest", 4, 1e5),
     ("e4m3", "stochastic", 0.95, 1.05),
+    ("flash8", "nearest", 4, 100),
+    ("flash8", "stochastic", 0.95, 1.05),
 ]
 
 
@@ -402,9 +407,10 @@ def fp32_left():
     return regression(torch.optim.AdamW([p], lr=4e-4, weight_decay=0), p)
 
 
-@pytest.mark.parametrize(
-    "kind, master", [("int8", "none"), ("int4", "none"), ("int8", "split"), ("e4m3", "none")]
-)
+ALONE = [(kind, "none") for kind in ("int8", "int4", "log4", "e4m3", "flash8")]
+
+
+@pytest.mark.parametrize("kind, master", [*ALONE, ("int8", "split")])
 def test_quality_is_that_of_fp32(kind, master):
     p, reference = ones(BF16), fp32_left()
     left = regression(optimizer(kind, [p], lr=4e-4, update="stochastic", master=master), p)
@@ -452,7 +458,7 @@ def test_the_ledger_is_what_is_allocated(write, kind):
     assert ledger.state_bytes * n == pytest.approx(allocated(run), abs=0.01)
     (row,) = [row for row in ledger.rows if row["site"] == "exp_avg_sq"]
     assert row["value"] == kind and f"769 of {n:,} in small tensors stay fp32" in row["why"]
-    assert PACKAGE.get(kind, "8-bit floats") in row["why"]
+    assert PACKAGE.get(kind, "8-bit floats" if kind != "flash8" else "FlashOptim") in row["why"]
 
 
 TARGETS = [
@@ -464,6 +470,7 @@ TARGETS = [
     ("split", "int4", 7.06),
     ("fp32", "int4", 9.06),
     ("stochastic", "e4m3", 6.03),
+    ("split8 stochastic", "flash8", 7.25),
 ]
 
 

@@ -12,6 +12,7 @@ from common import BF16, RECIPES, batches, correlation, draw, held, net, refused
 from torch import nn
 
 import strategies
+import trainer
 from lowprec import recipes
 from lowprec.optimizers import build
 from lowprec.optimizers.adafactor import Adafactor
@@ -618,3 +619,17 @@ def test_every_site_of_an_optimiser_is_explained():
     for kind in OPTIMIZERS.values():
         assert set(kind.moments) <= set(recipes.MOMENTS) and kind.__doc__
     assert set(Adafactor.signed.values()) == {False} and Lion.flags["lr"] == 1e-4
+
+
+NO_EPS = {"sgd": "--eps belongs", "lion": "--eps belongs", "adafactor": "is a pair"}
+
+
+@pytest.mark.parametrize("name, said", NO_EPS.items())
+def test_an_eps_that_an_optimiser_has_not_is_refused(name, said, capsys):
+    assert cli.quick("--optimizer", name, "--eps", "1e-6") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_eps_reaches_adamw():
+    groups = trainer.Trainer({"eps": 1e-3, "batch_size": 4}).precision.optimizer.param_groups
+    assert [group["eps"] for group in groups] == [1e-3]

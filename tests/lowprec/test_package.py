@@ -61,7 +61,7 @@ torch.backends.cudnn.allow_tf32 = True
 found = [options()]
 
 from mylib.precision import Precision, recipe
-from mylib import rounding
+from mylib.kernels import compiled
 found.append(options())
 
 
@@ -100,7 +100,7 @@ for flags in json.loads(sys.argv[1]):
     assert run.weights("ema").keys() == own
     assert "bytes a parameter" in str(run.ledger())
     run.load_state_dict(run.state_dict())
-    rounding.unfused = Everything()  # one compiled recipe is enough: the others are eager, to be quick
+    compiled.unfused = Everything()  # one compiled recipe is enough: the others are eager, to be quick
     assert torch.equal(random_state, torch.get_rng_state())  # it draws nothing from the project's generator
 found.append(options())
 

@@ -300,6 +300,12 @@ WARNED = [  # flags, run, words of the one more line that this run gets, a run t
         ["exp_avg_sq=int4, nearest", "3 % to 50 %"],
         (dict(opt4bit=True, stochastic=True), {}),
     ),
+    (
+        dict(opt4bit=True, stochastic=True, pure_bf16=True),
+        {},
+        ["below 0.0625 of the largest", "below 0.25 of its largest", "exp_avg_sq=log4"],
+        (dict(opt8bit=True, stochastic=True), {}),
+    ),
 ]
 
 
@@ -318,7 +324,8 @@ def test_lossy_recipes_warn_with_the_arithmetic(flags, run, words, silent):
         dict(fp16=True),
         dict(opt8bit=True, stochastic=True),
         dict(pure_bf16=True, stochastic=True),
-        dict(pure_bf16=True, stochastic=True, opt4bit=True),
+        dict(pure_bf16=True, stochastic=True, sites=["exp_avg=int4", "exp_avg_sq=log4"]),
+        dict(pure_bf16=True, sites=["update=eco"]),
         dict(pure_bf16=True, master="split", stochastic=True, opt8bit=True),
         dict(pure_bf16=True, master="split"),
         dict(pure_bf16=True, master="fp32"),

@@ -215,12 +215,31 @@ def test_nearest_even_would_lose_half_of_the_ties():
     assert torch.equal(exact_weight(*split_master(ties)), ties)
 
 
+def test_a_master_of_24_bits_round_trips():
+    x = many_bit_patterns()
+    x = (bits_of(x) & -256).view(torch.float32)
+    x = x[x.isfinite()]
+    for noise in (None, 0xFF):  # what has 24 bits stays
+        weight, low = torch.zeros(len(x), dtype=BF16), torch.zeros(len(x), dtype=torch.int8)
+        write_weight(x, weight, low, noise)
+        assert torch.equal(bits_of(exact_weight(weight, low)), bits_of(x))
+
+
+def test_a_master_of_24_bits_is_right_on_average():
+    x = torch.full((1 << 16,), 1 + 2**-15 + 0.3 * 2**-15)
+    weight, low = torch.zeros(len(x), dtype=BF16), torch.zeros(len(x), dtype=torch.int8)
+    write_weight(x, weight, low, noise_bits(len(x), noise_key(0, 1))[0])
+    held = exact_weight(weight, low).double()
+    assert held.unique().numel() == 2 and abs(held.mean() - x[0].double()) < 2**-15 * 0.01
+
+
 def test_exact_weight_and_write_weight_of_every_kind():
     x = draw(1000, scale=0.1)
     for low, tolerance in (
         (None, 2**-8),
         (torch.zeros(1000, dtype=BF16), 2**-16),
         (torch.zeros(1000, dtype=torch.int16), 0),
+        (torch.zeros(1000, dtype=torch.int8), 2**-16),
         (torch.zeros(1000), 0),
     ):
         p = torch.zeros(1000, dtype=BF16)
@@ -230,7 +249,7 @@ def test_exact_weight_and_write_weight_of_every_kind():
 
 
 @pytest.mark.parametrize("noise", [None, 0, 0x1234])
-@pytest.mark.parametrize("low", [None, BF16, torch.int16, torch.float32])
+@pytest.mark.parametrize("low", [None, BF16, torch.int16, torch.int8, torch.float32])
 def test_what_is_held_once_it_is_written(low, noise):
     """`written` says what `write_weight` leaves, where x lies halfway between two bf16 numbers too."""
     upper = torch.arange(0x3F80, 0x3FC0, dtype=torch.int32) << 16

@@ -88,6 +88,69 @@ BROKEN = {
 }
 
 
+def once(change, at=20):
+    """An average that something else writes once, between two looks."""
+
+    def update(average, p, step):
+        average.lerp_(p, RATE)
+        if step == at:
+            change(average)
+
+    return update
+
+
+def through_bf16(average, p, step):
+    average.copy_(average.lerp(p, RATE).bfloat16())
+
+
+def emptied(average, p, step):
+    average.zero_()
+
+
+JUMP = "times as far as its weight was away"
+BROKEN |= {
+    "negated once": (once(lambda average: average.neg_()), JUMP),
+    "emptied once": (once(lambda average: average.zero_()), JUMP),
+    "doubled once": (once(lambda average: average.mul_(2.0)), JUMP),
+    "through bf16": (through_bf16, "all its values are bf16 numbers"),
+    "always 0": (emptied, "has not moved between two looks"),
+}
+
+
+class Counting(Holder):
+    """Counts its updates."""
+
+    def __init__(self, shadow):
+        super().__init__(shadow)
+        self.num_updates = 0
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_an_average_that_is_never_updated_is_named(counts):
+    """Whether its counter says so, or counts updates that write nothing."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    average = Counting({name: p.detach().clone() for name, p in model.named_parameters()})
+    watch = Watch(model, optimizer, average, every=3)
+
+    def count():
+        average.num_updates += counts
+
+    train(model, optimizer, 36, count)
+    says = "has not moved between two looks" if counts else "never updated: its counter says 0"
+    assert says in watch.findings()[0].text, str(watch)
+
+
+def test_an_average_that_begins_late_is_a_note():
+    """SWA, whose counter says 0 until then."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    watch = Watch(model, optimizer, AveragedModel(model), every=3)
+    train(model, optimizer, 24)
+    assert losing(watch) == set(), str(watch)
+    assert "not updated yet" in watch.findings()[0].text
+
+
 def watched(update, kind, steps=36, dtype=torch.float32):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -73,6 +73,11 @@ def clipped_by_an_fp16_norm(loop):
         p.grad.mul_(torch.clamp(1.0 / norm, max=1.0))
 
 
+def cleared(loop):
+    """Before the step, and to None as by default."""
+    loop.optimizer.zero_grad()
+
+
 def sometimes_zero(loop):
     if loop.step % 2:
         loop.scale(0.0)
@@ -95,6 +100,7 @@ GRADIENTS = {
     "times -0.5": (lambda loop: loop.scale(-0.5), "", "multiplied by -0.5", "severe"),
     "times -1": (lambda loop: loop.scale(-1.0), "", "multiplied by -1 ", "severe"),
     "times 0": (lambda loop: loop.scale(0.0), "", "set to 0 between backward and the step", "severe"),
+    "cleared": (cleared, "", "set to 0 between backward and the step", "severe"),
     "an infinite norm": (clipped_by_an_fp16_norm, "", "an infinite one, as of fp16", "severe"),
     "a norm of NaN": (lambda loop: loop.scale(torch.nan), "", "finite after backward, and not", "severe"),
     "times infinity": (lambda loop: loop.scale(torch.inf), "", "finite after backward, and not", "severe"),
@@ -331,10 +337,35 @@ def test_weights_that_are_changed_after_the_step_are_named():
     says(watch, "update", FIRST, "something else moves it after the step", "moderate")
 
 
-@pytest.mark.parametrize("change", [moved_sometimes, bounded, pruned, normalised, swapped_and_back])
+def looking_ahead(loop):
+    """Lookahead: every third step half of the way back to slow weights, as each look meets it."""
+    slow = loop.__dict__.setdefault("slow", {})
+    for name, p in loop.named.items():
+        if loop.step % 3 == 2:
+            p.lerp_(slow[name], 0.5)
+        if loop.step % 3 == 2 or name not in slow:
+            slow[name] = p.clone()
+
+
+@pytest.mark.parametrize(
+    "change", [moved_sometimes, bounded, pruned, normalised, swapped_and_back, looking_ahead]
+)
 def test_weights_that_are_changed_by_plan_are_healthy(change):
     watch = Loop(stepped=change).watch
     assert losing(watch) == set(), str(watch)
+
+
+def half_restored(loop):
+    kept = loop.__dict__.setdefault("kept", {})
+    for name, p in loop.named.items():
+        if name in kept:
+            p.lerp_(kept[name], 0.5)
+        kept[name] = p.clone()
+
+
+def test_weights_that_are_restored_in_half_are_named():
+    watch = Loop(stepped=half_restored).watch
+    says(watch, "update", FIRST, "something else moves it after the step", "moderate")
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
@@ -348,6 +379,31 @@ def test_moments_that_pass_through_bf16_are_named(name):
     assert f"{name} is fp32, and all its values are bf16 numbers" in str(watch).replace("\n", " ").replace(
         "  ", ""
     )
+
+
+def emptied(name):
+    def act(loop):
+        for state in loop.optimizer.state.values():
+            state[name].zero_()
+
+    return act
+
+
+def held_still(loop):
+    for p, state in loop.optimizer.state.items():
+        kept = loop.__dict__.setdefault("kept", {})
+        kept.setdefault(p, state["exp_avg_sq"].clone())
+        state["exp_avg_sq"].copy_(kept[p])
+
+
+REWRITTEN = {"m emptied": (emptied("exp_avg"), "exp_avg"), "v still": (held_still, "exp_avg_sq")}
+
+
+@pytest.mark.parametrize("change, moment", REWRITTEN.values(), ids=REWRITTEN)
+def test_moments_that_something_else_writes_are_named(change, moment):
+    watch = Loop(stepped=change).watch
+    says = [f.text for f in watch.findings() if (f.site, f.tensor) == ("exp_avg_sq", FIRST)]
+    assert f"something else changes {moment} between two steps" in says, str(watch)
 
 
 def test_swapped_betas_are_named():
@@ -491,3 +547,60 @@ def test_a_restart_by_plan_is_not_severe(weights, momentum, at, severity):
     assert found == [severity], str(watch)
     if weights:
         assert not [f for f in watch.findings() if f.severity == "severe"], str(watch)
+
+
+def dropped(weights="", moments=True, at=20):
+    """All that the optimiser keeps is dropped. weights: a part of the names of those that begin anew."""
+
+    def act(loop):
+        if loop.step != at:
+            return
+        for name, p in loop.named.items():
+            if weights and weights in name:
+                p.copy_(net(seed=7).state_dict()[name]) if p.dim() > 1 else p.zero_()
+            loop.optimizer.state[p]["step"].zero_()
+        if moments:
+            loop.optimizer.state.clear()
+
+    return act
+
+
+DROPPED = {  # severity, what is said of the counter
+    "with weights": (dropped("."), "note", "and weights began anew with it"),
+    "with weights, before a look": (dropped(".", at=22), "note", "and weights began anew with it"),
+    "with a part of the weights": (dropped("3."), "note", "and weights began anew with it"),
+    "alone": (dropped(), "moderate", "and its moments began anew with it"),
+    "alone, before a look": (dropped(at=22), "moderate", "and its moments began anew with it"),
+    "the counter": (dropped(moments=False), "severe", "the state was lost or replaced"),
+}
+
+
+@pytest.mark.parametrize("drop, severity, words", DROPPED.values(), ids=DROPPED)
+def test_a_state_that_is_dropped_is_judged_by_what_begins_anew_with_it(drop, severity, words):
+    watch = Loop(stepped=drop, steps=40).watch
+    found = [f for f in watch.findings() if f.tensor == FIRST]
+    assert [f.severity for f in found if f.site == "step"] == [severity], str(watch)
+    assert words in str(found) and all(f.severity in (severity, "note") for f in found), str(watch)
+
+
+def test_a_group_that_is_frozen_by_its_rate_is_a_note():
+    """From the start, or by a schedule on the way."""
+
+    def frozen_later(loop):
+        if loop.step == 12:
+            loop.optimizer.param_groups[1]["lr"] = 0.0
+
+    def groups(lr):
+        return lambda params: torch.optim.AdamW(
+            [{"params": rest, "lr": rate} for rest, rate in zip(halves(params), (1e-3, lr), strict=True)]
+        )
+
+    for lr, stepped in ((0.0, None), (1e-3, frozen_later)):
+        watch = Loop(stepped=stepped, make=groups(lr), steps=40).watch
+        assert losing(watch) == set(), str(watch)
+        assert {f.tensor for f in watch.findings() if "its learning rate" in f.text} >= {LAST}, str(watch)
+
+
+def halves(params):
+    params = list(params)
+    return params[:2], params[2:]

@@ -15,7 +15,7 @@ from lowprec.kernels import compiled
 from lowprec.watch import findings
 from lowprec.watch.faults import table
 
-STEPS = int(os.environ.get("WATCH_STEPS", "24"))
+STEPS = int(os.environ.get("WATCH_STEPS", "12"))
 
 
 @pytest.fixture(autouse=True)

@@ -274,7 +274,7 @@ ROWS = {
     "decay of all": ("weight decay", "moderate", "of all tensors", decays(0.2), decays(0.4)),
     "rate": (
         "update",
-        "moderate",
+        "note",
         "its learning rate was 0",
         facts(looks=7, at_zero=7),
         facts(looks=7, at_zero=2),

@@ -1,0 +1,130 @@
+"""bench.py batch: the largest batch that trains under each recipe on this GPU. (3 minutes)
+
+    python bench.py batch                      DiT-XL/2 on images of 64x64, and a U-Net
+    python bench.py batch --most 4 --device cpu --nets dit:tiny:8:1     a rehearsal: sizes up to 4, no limit
+
+Two training steps are taken with 2, 4, 8 ... images until memory does not suffice, and then with sizes
+between the last that fitted and the first that did not, to a sixteenth. A tenth of the free memory stays
+free.
+"""
+
+import contextlib
+
+from benchmarks.common import (
+    RECIPES,
+    Command,
+    add_names,
+    add_nets,
+    check_nets,
+    grouped,
+    markdown,
+    parse_net,
+    prepared,
+    progress_bar,
+    training_step,
+)
+from harness.batch_size import Memory, largest, survives
+from harness.flags import natural
+from lowprec.errors import Refused
+from lowprec.precision import recipe
+from lowprec.rules import check_machine
+
+NETS = ["dit:XL/2:64:1", "unet:base:64:1"]
+MOST = 4096
+USUAL = (
+    "fp32",
+    "bf16",
+    "bf16-opt8bit",
+    "pure_bf16-split",
+    "pure_bf16-stochastic",
+    "pure_bf16-stochastic-opt8bit",
+)
+
+
+def add_arguments(parser):
+    add_nets(parser, NETS)
+    add_names(parser, "--recipes", RECIPES, list(USUAL), f"default: {', '.join(USUAL)}")
+    parser.add_argument("--most", type=natural, help=f"largest size that is tried (default: {MOST})")
+
+
+def check(args):
+    check_nets(args.nets)
+    if args.device.type != "cuda" and not args.most:
+        shared = "the memory of a CPU is shared with all else, so nothing says when it is full"
+        raise Refused(f"batch: torch finds no CUDA device here, and {shared}; --most 4 rehearses it")
+    for name in args.recipes:
+        check_machine(recipe(**RECIPES[name]), args.device)
+
+
+def finest(fits, most):
+    """The largest size, at most `most`, for which fits(size) holds, to a sixteenth of itself; 0 for none."""
+    good = largest(fits, most)
+    bad = min(2 * good or 1, most + 1)
+    while bad - good > max(1, good // 16):
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def searched(spec, name, args):
+    """The row of a recipe on a net: the batch that was found, and the bytes that it took."""
+    kind, size, side, _ = parse_net(spec)
+    on_gpu = args.device.type == "cuda"
+    used = {}
+    with Memory(args.device) if on_gpu else contextlib.nullcontext() as memory:
+
+        def fits(batch):
+            if on_gpu:
+                memory.clear()
+            fine = survives(lambda: two_steps((kind, size, side, batch), RECIPES[name], args.device))
+            used[batch] = memory.used() if on_gpu else None
+            return fine
+
+        found = finest(fits, args.most or MOST)
+        if on_gpu:
+            memory.clear()
+    return dict(net=spec, recipe=name, batch=found, used_bytes=used.get(found), tried=sorted(used))
+
+
+def two_steps(net, flags, device):
+    """The second step is the one that holds moments while gradients come."""
+    run, inputs, velocity = prepared(net, flags, device)
+    step = training_step(run, inputs, velocity)
+    step()
+    step()
+
+
+def batch(args, clock):
+    """Rows (dicts): net, recipe, largest batch, bytes it took, sizes tried."""
+    rows = []
+    with progress_bar(len(args.nets) * len(args.recipes)) as bar:
+        for spec in args.nets:
+            for name in args.recipes:
+                bar.set_postfix_str(f"{spec} {name}")
+                rows.append(searched(spec, name, args))
+                bar.update()
+    print(table(rows))
+    return rows
+
+
+def table(rows):
+    """Markdown: the batch of each recipe, and how many times the first one's it is."""
+    lines = []
+    for spec, of_net in grouped(rows, "net").items():
+        first = of_net[0]["batch"]
+        for row in of_net:
+            times = f"{row['batch'] / first:.2f}" if first else "-"
+            lines.append([spec.rpartition(":")[0], row["recipe"], str(row["batch"]), times])
+    return markdown(["net", "recipe", "largest batch", "times the first"], lines)
+
+
+COMMAND = Command(
+    "batch",
+    "the largest batch that fits under each recipe on this GPU",
+    batch,
+    add_arguments=add_arguments,
+    check=check,
+)

@@ -1,0 +1,194 @@
+"""FP4 training: the matrix products of nn.Linear layers in 4-bit floats. docs/formats.md explains the words.
+
+    run = Precision(model, recipe(fp4="nvfp4", fp4_keep="last:2"), fp4_until=8500)
+
+What the papers switch has an option each: a random Hadamard rotation of what the weight's gradient sums over,
+stochastic gradients, square blocks of weights (arXiv 2509.25149), MS-EDEN (arXiv 2601.22813), the last blocks
+in bf16, and bf16 for the last steps.
+"""
+
+import dataclasses
+import functools
+
+from ..activations import blocks
+from ..block_formats import BLOCK_FORMATS
+from ..errors import Refused
+from ..machine import try_import
+from ..rounding import Noise, noise_key
+from .block_product import Plan
+from .fp8 import FP8
+
+CHOICES = {
+    "fp4": ("nvfp4", "mxfp4", "nvfp4_ue5m3"),
+    "fp4_grads": ("stochastic", "nearest", "eden"),
+    "fp4_weights": ("2d", "1d"),
+}
+SIZES = (0, *(2**power for power in range(1, 11)))  # of a rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class FP4Options:
+    """How products are taken in FP4.
+
+    recipe: nvfp4, mxfp4 or nvfp4_ue5m3, see BLOCK_FORMATS. hadamard: size of the random rotation, 0 for
+    none. grads: how gradients are rounded: stochastic, nearest or eden. weights: 2d for square blocks, which
+    forward and backward share, or 1d. keep: 'last:K' leaves the last K blocks of the net in bf16. backend:
+    who multiplies, see `resolve`.
+
+    Raises Refused for unknown values and for MS-EDEN without a rotation or with mxfp4.
+    """
+
+    recipe: str = "nvfp4"
+    hadamard: int = 16
+    grads: str = "stochastic"
+    weights: str = "2d"
+    keep: str = "none"
+    backend: str = "emulate"
+
+    def __post_init__(self):
+        given = {"fp4": self.recipe, "fp4_grads": self.grads, "fp4_weights": self.weights}
+        for flag, value in given.items():
+            if value not in CHOICES[flag]:
+                raise Refused(f"--{flag} {value}: unknown; choose from {', '.join(CHOICES[flag])}")
+        if self.hadamard not in SIZES:
+            raise Refused(
+                f"--fp4_hadamard {self.hadamard}: a power of two from 2 to {SIZES[-1]}, or 0 for none"
+            )
+        kind, _, count = self.keep.partition(":")
+        if self.keep != "none" and not (kind == "last" and count.isdigit() and int(count)):
+            raise Refused(f"--fp4_keep {self.keep}: write last:K, as in last:2, or none")
+        if self.grads == "eden" and self.recipe == "mxfp4":
+            raise Refused(
+                "--fp4_grads eden needs the scales of --fp4 nvfp4, or use --fp4_grads stochastic"
+            )
+        if self.grads == "eden" and self.hadamard < self.plan.weight.length:
+            least = self.plan.weight.length
+            raise Refused(
+                f"--fp4_grads eden with --fp4_hadamard {self.hadamard}: it rotates {least} values or more, "
+                "as with --fp4_hadamard 128"
+            )
+
+    @property
+    def kept(self):
+        """How many of the last blocks stay in bf16."""
+        return 0 if self.keep == "none" else int(self.keep.partition(":")[2])
+
+    @property
+    def plan(self):
+        """The Plan of the products."""
+        return _plan(self.recipe, self.hadamard, self.grads, self.weights)
+
+    @property
+    def multiple(self):
+        """What inputs and outputs of a layer are multiples of."""
+        return 128 if self.backend == "torchao" else self.plan.multiple
+
+    @property
+    def words(self):
+        """What the ledger says of it."""
+        rotation = f"Hadamard {self.hadamard}" if self.hadamard else "no rotation"
+        kept = f", {self.keep} in bf16" if self.kept else ""
+        return f"{self.recipe}, {rotation}, {self.grads} gradients, {self.weights} weight blocks{kept}"
+
+    def resolve(self, device):
+        """The options with the backend for a device: torchao's kernels, which know the default of each option
+        alone, where the GPU has FP4; elsewhere the same numbers by fp32 products.
+        """
+        by_kernel = dataclasses.replace(FP4Options(), keep=self.keep)
+        if dataclasses.replace(self, backend="emulate") != by_kernel:
+            return self
+        library, _ = try_import("torchao.prototype.moe_training.nvfp4_training")
+        native = library is not None and BLOCK_FORMATS[self.recipe].native(device)
+        return dataclasses.replace(self, backend="torchao" if native else "emulate")
+
+
+@functools.cache
+def _plan(recipe, hadamard, gradients, weights):
+    form = BLOCK_FORMATS[recipe]
+    return Plan(form, form.square() if weights == "2d" else form, form, hadamard, gradients)
+
+
+class FP4(FP8):
+    """FP4 products of a model that trains. seed: of the noise. until: the step from which on the layers
+    compute in bf16, None for never.
+    """
+
+    format = "FP4"
+    generates = None
+    key = "fp4"
+
+    def __init__(self, model, options, seed=0, until=None, generation=""):
+        self.inside = []  # how the names of layers in the kept blocks begin
+        if options.kept:
+            self.inside = _names_of_last_blocks(model, options)
+        self.seed = seed
+        self.until = until
+        self.steps = 0
+        super().__init__(model, options, f"--fp4 {options.recipe}", generation=generation)
+
+    @classmethod
+    def attach(cls, model, recipe, seed=0, fp4_until=None, **_):
+        if recipe.compute != "fp4":
+            return None
+        return cls(model, recipe.fp4, seed, fp4_until, recipe.generation)
+
+    def _place(self, name, module, its_roles):
+        super()._place(name, module, its_roles)
+        if name.startswith(tuple(self.inside)) and (name in self.linears or name in self.functional):
+            self.linears.pop(name, None)
+            self.functional.pop(name, None)
+            self.left_out[name] = f"--fp4_keep {self.options.keep}"
+
+    def convert(self, model, alone=False):
+        super().convert(model, alone)
+        self._next_step()
+
+    @property
+    def has_ended(self):
+        """Whether the layers compute in bf16 by now."""
+        return self.until is not None and self.steps >= self.until
+
+    def observe(self, on):
+        super().observe(on and not self.has_ended)
+
+    def _next_step(self):
+        """Bring the noise, and from `until` on bf16, to the step that comes."""
+        if self.has_ended:
+            for parent, attribute, linear, _ in self.swaps:
+                setattr(parent, attribute, linear)
+            for scaling in self.functional.values():
+                scaling.options = None
+            return
+        for place, scaling in enumerate(self.scalings):
+            if scaling.options is not None:  # on the meta device no layer is switched
+                key = noise_key(self.seed, self.steps, place << 32, Noise.PRODUCT, scaling.key.device)
+                scaling.key.copy_(key)
+
+    def after_step(self, low_part):
+        report = self.step()
+        self.steps += 1
+        self._next_step()
+        return report
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state, low_part):
+        if state is not None:
+            self.steps = state["steps"]
+            self._next_step()
+
+    def summary(self):
+        end = "" if self.until is None else f", bf16 from step {self.until} on"
+        return super().summary() + end
+
+
+def _names_of_last_blocks(model, options):
+    parts = blocks(model)
+    if not parts:
+        raise Refused(
+            f"--fp4_keep {options.keep}: this net has no blocks (an nn.ModuleList, or a method `recomputed` "
+            "that lists them); use --fp4_keep none"
+        )
+    last = {id(block) for block in parts[-options.kept :]}
+    return [f"{name}." for name, module in model.named_modules() if id(module) in last]

@@ -1,0 +1,109 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside the frozen layers of a net that is finetuned.
+
+    run = Precision(net, recipe(pure_bf16=True, stochastic=True, sites=["frozen=bf16"]), lora=8)
+    run.weights()      # the net's own state_dict, the adapters merged into it
+
+The adapters follow the recipe as all trained weights do: their dtype is that of the site weights. The site
+frozen says what the layers beside them are held in.
+"""
+
+from torch import nn
+
+from ..errors import Refused
+from ..optimizers import buckets
+from ..roles import roles
+from ..sites import LOW_PRODUCTS
+from .method import Method
+
+TAKEN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # a subclass has a forward that is not ours to know
+STAY = {"embedding", "head"}
+
+
+class Adapted(nn.Module):
+    """base(x) + lora_up(lora_down(x)): a frozen layer and an adapter, which begins as 0.
+
+    base: nn.Linear or a convolution of one group. rank: channels between the two factors.
+    """
+
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base
+        if isinstance(base, nn.Linear):
+            down = nn.Linear(base.in_features, rank, bias=False)
+            up = nn.Linear(rank, base.out_features, bias=False)
+        else:
+            kind = type(base)
+            window = dict(stride=base.stride, padding=base.padding, dilation=base.dilation)
+            window["padding_mode"] = base.padding_mode
+            down = kind(base.in_channels, rank, base.kernel_size, bias=False, **window)
+            up = kind(rank, base.out_channels, 1, bias=False)
+        nn.init.zeros_(up.weight)
+        self.lora_down = down.to(base.weight.device)
+        self.lora_up = up.to(base.weight.device)
+
+    def forward(self, x):
+        """x as the base takes it -> what the base gives, in its dtype."""
+        y = self.base(x)
+        return y + self.lora_up(self.lora_down(x)).to(y.dtype)
+
+
+class Lora(Method):
+    """Adapters of this rank on all linear layers and convolutions of `model` but embeddings and the head, in
+    place; all its own parameters are frozen. Raises Refused where no layer is wider than the rank.
+    """
+
+    def __init__(self, model, rank):
+        self.rank = rank
+        self.layers = []  # names of the modules that are Adapted
+        role_of = roles(model)
+        found = [(name, module) for name, module in model.named_modules() if takes(module, rank)]
+        model.requires_grad_(False)
+        for name, module in found:
+            if name and not role_of[name] & STAY:
+                parent, _, own_name = name.rpartition(".")
+                setattr(model.get_submodule(parent), own_name, Adapted(module, rank))
+                self.layers.append(name)
+        if not self.layers:
+            raise Refused(f"lora={rank}: this net has no linear layer or convolution wider than {rank}")
+
+    @classmethod
+    def attach(cls, model, recipe, lora=0, **_):
+        """lora: the rank, 0 for no adapters. Raises Refused beside FP8, FP4, 2:4 sparsity and fully_shard."""
+        if not lora:
+            return None
+        if recipe.compute in LOW_PRODUCTS or recipe.sparse24 != "none" or recipe.quantises:
+            instead = "drop --fp8, --fp4, --sparse24 or the site generation"
+            raise Refused(f"lora={lora} goes with layers in fp32 or bf16: {instead}")
+        if any(map(buckets.is_spread, model.parameters())):
+            raise Refused(f"lora={lora}: adapters are not spread over ranks yet; drop --fsdp")
+        return cls(model, lora)
+
+    def as_it_came(self, values):
+        for name in self.layers:
+            values = merged(values, name)
+        return values
+
+    def rows(self, parameters, generation_dtype):
+        why = f"adapters of rank {self.rank} beside {len(self.layers)} frozen layers"
+        return {"weights": {"why": why}}
+
+
+def takes(module, rank):
+    """Whether a layer gets an adapter of this rank."""
+    if type(module) not in TAKEN:
+        return False
+    one_group = getattr(module, "groups", 1) == 1
+    outputs, inputs = module.weight.shape[:2]
+    return one_group and min(outputs, inputs) > rank
+
+
+def merged(values, name):
+    """{name: tensor} with the layer `name` as it was before, its adapter added to its weight in fp32."""
+    found = dict(values)
+    up = found.pop(f"{name}.lora_up.weight").float()  # [out, rank, 1 ...]
+    down = found.pop(f"{name}.lora_down.weight").float()  # [rank, in ...]
+    weight = found.pop(f"{name}.base.weight").float()  # [out, in ...]
+    found[f"{name}.weight"] = weight + (up.flatten(1) @ down.flatten(1)).view_as(weight)
+    if f"{name}.base.bias" in found:
+        found[f"{name}.bias"] = found.pop(f"{name}.base.bias")
+    return found

@@ -1,0 +1,221 @@
+"""Products in MXFP8, FP8 of blocks and FP4: operands, gradients on average, runs, refusals."""
+
+import functools
+
+import common
+import pytest
+import torch
+from common import refused, through_a_file
+from eight_bit import Bare, dit, draw, net, snr
+from torch import nn
+
+from lowprec.block_formats import BLOCK_FORMATS
+from lowprec.layers.block_product import rotated
+from lowprec.layers.fp4 import FP4Options
+from lowprec.layers.fp8 import Options, Scaling
+from lowprec.layers.fp8_product import INPUT
+from lowprec.precision import Precision, recipe
+from lowprec.rounding import noise_key
+
+eager = common.eager
+
+
+def products(options, x, w, g, step=0):
+    """y = x w and both gradients, as fp32."""
+    left, right = x.clone().requires_grad_(), w.clone().requires_grad_()
+    scaling = Scaling(options)
+    scaling.key.copy_(noise_key(0, step))
+    y = scaling(left, right)
+    y.backward(g)
+    return y.detach(), left.grad, right.grad
+
+
+def operands(m=64, k=128, n=64):
+    return draw(m, k), draw(k, n, seed=1, scale=0.1), draw(m, n, seed=2, scale=1e-4)
+
+
+def test_mxfp8_is_torchaos_own_emulation():
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+    from torchao.prototype.mx_formats import config
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    x, w, g = (t.bfloat16() for t in operands())
+    left, right = x.clone().requires_grad_(), w.t().contiguous().requires_grad_()
+    by_torch = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
+    elements = [torch.float8_e4m3fn] * 3
+    mode = config.ScaleCalculationMode.RCEIL
+    y = mx_mm.apply(left, right, *elements, 32, KernelPreference.EMULATED, *by_torch, mode, False)
+    y.backward(g)
+    exact = y.detach(), left.grad, right.grad.t()
+    ours = products(Options(recipe="mxfp8", format="e4m3", backend="emulate"), x, w, g)
+    for got, wanted in zip(ours, exact, strict=True):
+        assert got.dtype == torch.bfloat16 and snr(got.float(), wanted.float()) > 50  # the order of sums
+
+
+@pytest.mark.parametrize(
+    "options, bounds",
+    [
+        (Options(recipe="mxfp8", format="e4m3"), (28, 28, 28)),
+        (Options(recipe="mxfp8"), (28, 24, 24)),
+        (Options(recipe="block128"), (28, 24, 24)),
+        (Options(recipe="block128_fp32", format="e4m3"), (28, 28, 28)),
+        (FP4Options(), (16, 14, 14)),
+        (FP4Options(grads="nearest", hadamard=0, weights="1d"), (17, 17, 17)),
+        (FP4Options("mxfp4", grads="nearest"), (15, 15, 15)),
+        (FP4Options("nvfp4_ue5m3"), (16, 14, 14)),
+        (FP4Options(grads="eden", hadamard=128), (16, 14.5, 14.5)),
+    ],
+    ids=lambda value: getattr(value, "words", ""),
+)
+def test_each_recipe_has_the_noise_of_its_digits(options, bounds):
+    x, w, g = operands(128, 128, 128)
+    exact = x @ w, g @ w.t(), x.t() @ g
+    for got, wanted, least in zip(products(options, x, w, g), exact, bounds, strict=True):
+        assert least < snr(got, wanted) < least + 3
+
+
+def test_a_square_weight_is_the_same_in_forward_and_backward():
+    form = BLOCK_FORMATS["nvfp4"]
+    x, w, g = operands()
+    low_w = form.square().rounded(w, 0)
+    y, dx, dw = products(FP4Options(grads="nearest", hadamard=0), x, w, g)
+    assert torch.equal(y, form.rounded(x, 1) @ low_w)
+    assert torch.equal(dx, form.rounded(g, 1) @ low_w.t())
+    assert torch.equal(dw, form.rounded(x, 0).t() @ form.rounded(g, 0))
+    row = products(FP4Options(grads="nearest", hadamard=0, weights="1d"), x, w, g)
+    assert torch.equal(row[0], form.rounded(x, 1) @ form.rounded(w, 0))
+    assert torch.equal(row[1], form.rounded(g, 1) @ form.rounded(w, 1).t())
+
+
+@pytest.mark.parametrize("grads, hadamard", [("stochastic", 0), ("stochastic", 16), ("eden", 32)])
+def test_gradients_are_right_on_average(grads, hadamard):
+    """Those of stochastic gradients approach the product of what the other operand was rounded to."""
+    options = FP4Options(grads=grads, hadamard=hadamard)
+    x, w, g = operands(64, 64, 64)
+    g[:, :8] *= 30  # many of the others are near zero in their block
+    form = BLOCK_FORMATS["nvfp4"]
+    exact = g @ form.square().rounded(w, 0).t()
+    draws = [products(options, x, w, g, step)[1] for step in range(64)]
+    mean = torch.stack(draws).mean(0)
+    assert snr(mean, exact) > snr(draws[0], exact) + 13  # 18 where nothing but noise is left
+    assert torch.equal(products(options, x, w, g, 3)[1], draws[3])
+
+
+@pytest.mark.parametrize("size", [2, 16, 128])
+def test_a_rotation_spreads_an_outlier_and_keeps_the_sum(size):
+    x, _, g = operands(150, 64, 48)
+    turned = [rotated(t, size, noise_key(0, 1)) for t in (x, g)]
+    assert snr(turned[0].t() @ turned[1], x.t() @ g) > 100
+    assert len(turned[0]) == -(-150 // size) * size
+    one = torch.zeros(size, 1)
+    one[1] = 1.0
+    assert torch.allclose(rotated(one, size, noise_key(0, 1)).abs(), torch.full((size, 1), size**-0.5))
+    signs = {tuple(rotated(one, size, noise_key(0, step)).sign().flatten().tolist()) for step in range(16)}
+    assert len(signs) == 2  # those of one token: drawn anew in each step
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------
+
+
+def batch(seed=0):
+    x = draw(8, 1, 8, 8, seed=seed)
+    return x, torch.linspace(0, 1, 8), torch.zeros(8, dtype=torch.long)
+
+
+def steps(run, first, last):
+    for step in range(first, last):
+        run.observe(True)
+        run.backward((run(*batch(step)) - 1).square().mean())
+        report = run.step()
+    return report
+
+
+def test_a_run_resumes_with_the_same_bits_and_ends_in_bf16():
+    r = recipe(fp4="nvfp4", fp4_keep="last:1")
+    whole = Precision(dit(), r, lr=1e-3, seed=5, fp4_until=4)
+    report = steps(whole, 0, 3)
+    assert 0 < report["fp4_underflow_grad"] < 0.6 and report["fp4_saturated_input"] < 0.1
+    saved = through_a_file(whole.state_dict())
+    resumed = Precision(dit(1), r, lr=1e-3, seed=5, fp4_until=4)
+    resumed.load_state_dict(saved)
+    for run in (whole, resumed):
+        assert len(steps(run, 3, 4)) and steps(run, 4, 6) == {}
+    for a, b in zip(whole.params, resumed.params, strict=True):
+        assert torch.equal(a, b)
+    plain = Precision(dit(), recipe(bf16=True))
+    plain.model.load_state_dict(whole.model.state_dict())
+    assert torch.equal(whole(*batch()), plain(*batch()))
+    words = str(whole.ledger())
+    assert "bf16 from step 4 on" in words and "(--fp4_keep last:1)" in words
+    assert 0.5 < whole.ledger().flops_share["fp4"] < 0.9
+
+
+def test_another_seed_and_another_step_draw_other_noise():
+    """And so do the layers of one step: no two gradients are rounded by the same numbers."""
+    runs = [Precision(dit(), recipe(fp4="nvfp4"), seed=seed) for seed in (0, 0, 1)]
+    keys = [torch.stack([s.key for s in run.methods[0].scalings]) for run in runs]
+    assert torch.equal(keys[0], keys[1]) and not (keys[0] == keys[2]).all(1).any()
+    assert len(torch.unique(keys[0], dim=0)) == len(keys[0])
+    steps(runs[0], 0, 1)
+    now = torch.stack([s.key for s in runs[0].methods[0].scalings])
+    assert not (now[:, :2] == keys[0][:, :2]).all(1).any()
+
+
+def test_bare_parameters_train_in_fp4():
+    model = Bare()
+    run = Precision(model, recipe(fp4="nvfp4"))
+    x = draw(4, 1, 16, 16)
+    with torch.no_grad():
+        exact = run(x)
+    assert {s.left_out for s in model.scalings} == {"", "10 outputs: no multiple of 16"}
+    run.backward(run(x).square().mean())
+    assert all(p.grad.abs().sum() > 0 for p in run.params)
+    with run.methods[0].plain(model):
+        assert 8 < snr(exact, run(x)) < 25
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(fp4="nvfp4", fp4_hadamard=12), "--fp4_hadamard 12: a power of two"),
+        (dict(fp4="nvfp4", fp4_hadamard=1), "--fp4_hadamard 1: a power of two"),
+        (dict(fp4="nvfp4", fp4_keep="first:2"), "--fp4_keep first:2: write last:K"),
+        (dict(fp4="nvfp4", fp4_keep="last:0"), "--fp4_keep last:0"),
+        (dict(fp4="int4"), "--fp4 int4: unknown"),
+        (dict(fp4="mxfp4", fp4_grads="eden"), "--fp4 nvfp4"),
+        (dict(fp4="nvfp4", fp4_grads="eden", fp4_hadamard=8), "--fp4_hadamard 128"),
+        (dict(fp4="nvfp4", sparse24="srste"), "drop --fp4 or --sparse24"),
+        (dict(fp4="nvfp4", fp8=True), "--fp4 and --fp8 exclude each other"),
+        (dict(fp4="nvfp4", bf16=True), "--fp4 and --bf16 exclude each other"),
+        (dict(bf16=True, fp4_grads="nearest"), "computes in bf16: add --fp4 nvfp4"),
+        (dict(fp8=True, fp4_weights="1d"), "computes in fp8: add --fp4 nvfp4"),
+    ],
+)
+def test_recipes_that_make_no_sense(flags, words):
+    refused(lambda: recipe(**flags), words)
+
+
+def test_nets_that_can_not_are_told_which_layer_and_why():
+    conv = nn.Sequential(nn.Conv2d(1, 16, 3))
+    odd = nn.Sequential(nn.Linear(96, 40), nn.Linear(40, 16))
+    block = dict(fp8=True, fp8_recipe="block128")
+    by_torchao = dict(fp8=True, fp8_recipe="mxfp8", fp8_format="e4m3", fp8_backend="torchao")
+    cases = [
+        (conv, dict(fp4="nvfp4"), "convolutions stay as they are"),
+        (odd, dict(fp4="mxfp4"), "'0' is left out (40 outputs: no multiple of 32)"),
+        (odd, block, "'0' is left out (96 inputs and 40 outputs: no multiple of 128)"),
+        (net(), dict(fp4="nvfp4", fp4_keep="last:2"), "no blocks"),
+        (net(), by_torchao, "compute capability 10.0 or later; here works --fp8_backend emulate"),
+    ]
+    for model, flags, words in cases:
+        refused(functools.partial(Precision, model, recipe(**flags)), words)
+    assert Precision(net(), recipe(fp8=True, fp8_recipe="mxfp8")).recipe.fp8.backend == "emulate"
+
+
+def test_what_casts_lose_is_counted():
+    scaling = Scaling(FP4Options(grads="nearest"))
+    scaling.counts = torch.zeros(3, 4, dtype=torch.float64)
+    x = torch.ones(16, 32)
+    x[:, ::2] = 1e-3  # under a quarter of the smallest step of a block
+    scaling(x, torch.ones(32, 16))
+    assert scaling.counts[INPUT].tolist() == [256, 512, 0, 512]

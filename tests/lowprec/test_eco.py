@@ -1,0 +1,95 @@
+"""update='eco': what the write of a bf16 weight rounds away goes into the momentum."""
+
+import common
+import pytest
+import torch
+from common import BF16, refused
+from torch import nn
+
+from lowprec import Precision, Watch, recipe
+from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.lion import Lion
+from lowprec.optimizers.muon import Muon
+from lowprec.optimizers.sgd import SGD
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=BF16):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+
+
+def left(kind, net, steps=200, watched=False, **options):
+    """(share of the distance to a target near 1 that is left after steps below half an ulp, Watch)."""
+    g = torch.Generator().manual_seed(1)
+    target = 1 + 0.03 * common.draw(64, 64, seed=2)
+    before = (1 - target).square().mean()
+    made = kind([net.w], weight_decay=0.0, compiled=False, **options)
+    watch = Watch(net, made, every=20) if watched else None
+    for _ in range(steps):
+        x = torch.randn(64, 64, generator=g)
+        error = x @ (net.w.detach().float() - target).T
+        net.w.grad = (error.T @ x / 64).to(net.w.dtype)
+        made.step()
+    return ((net.w.detach().float() - target).square().mean() / before).item(), watch
+
+
+WAYS = [
+    (AdamW, dict(lr=4e-4, exp_avg="bf16", exp_avg_sq="bf16")),
+    (SGD, dict(lr=2e-3, momentum=0.9)),
+    (SGD, dict(lr=2e-3, momentum=0.9, nesterov=True)),
+]
+
+
+@pytest.mark.parametrize("kind, options", WAYS, ids=["adamw", "sgd", "nesterov"])
+def test_steps_below_half_an_ulp_are_kept(kind, options):
+    exact, _ = left(kind, Net(torch.float32), **options)
+    nearest, _ = left(kind, Net(), **options)
+    eco, watch = left(kind, Net(), update="eco", watched=True, **options)
+    assert exact < 0.05 and nearest > 0.9 and eco < exact + 0.15
+    assert "healthy" in str(watch)
+
+
+@pytest.mark.parametrize("kind, options", WAYS, ids=["adamw", "sgd", "nesterov"])
+def test_the_next_steps_add_up_to_the_error(kind, options):
+    """Without further gradients, and with a second moment that stands still."""
+    if kind is AdamW:
+        options = dict(options, betas=(0.9, 1 - 1e-12))
+    made = kind([nn.Parameter(torch.ones(3))], weight_decay=0.0, **options)
+    error = torch.tensor([1e-3, 0.0, -2e-3])
+    group = made.param_groups[0]
+    values = made.numbers(group, 10**6)  # the bias of the moments is gone
+    numbers = type(values)(*torch.tensor(values))
+    moments = [torch.zeros(3), torch.full((3,), 1e-4)][: len(made.moments)]
+    moments = made.feedback(error, moments, numbers)
+    total = torch.zeros(3)
+    for _ in range(300):
+        update, moments = made.direction(torch.zeros(3), moments, numbers)
+        total += update
+    assert torch.allclose(total, error, rtol=1e-3)
+
+
+def test_a_rate_of_zero_leaves_the_momentum_alone():
+    net = Net()
+    made = AdamW([net.w], lr=0.0, update="eco", compiled=False)
+    for _ in range(3):
+        net.w.grad = torch.ones_like(net.w)
+        made.step()
+    assert made.state[net.w]["exp_avg"].isfinite().all() and (net.w == 1).all()
+
+
+def test_what_takes_no_error_is_refused():
+    params = [nn.Parameter(torch.ones(8, 8, dtype=BF16))]
+    refused(lambda: Lion(params, update="eco"), "Lion has no momentum", "AdamW has")
+    refused(lambda: Muon(params, update="eco"), "Muon has no momentum")
+    refused(lambda: SGD(params, update="eco"), "set momentum")
+    refused(lambda: AdamW(params, update="eco", master="split"), "choose one")
+    refused(lambda: recipe(sites=["update=eco"]), "use it with --pure_bf16 alone")
+    refused(lambda: recipe(pure_bf16=True, kahan=True, sites=["update=eco"]), "with --pure_bf16 alone")
+
+
+def test_a_measured_step_says_nothing_of_what_it_cannot_know():
+    torch.manual_seed(0)
+    run = Precision(nn.Linear(8, 8), recipe(pure_bf16=True, sites=["update=eco"]))
+    run.backward(run(torch.randn(4, 8)).square().mean())
+    assert not run.step(measure=True)["update_survival"] < 1

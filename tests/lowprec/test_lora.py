@@ -1,0 +1,105 @@
+"""Adapters beside frozen layers: lowprec/layers/lora.py."""
+
+import pytest
+import torch
+from common import BF16, draw, eager, same  # noqa: F401
+from torch import nn
+
+from lowprec.errors import Refused
+from lowprec.precision import Precision, recipe
+
+FROZEN = ["frozen=bf16"]
+RECIPES = {  # name: (flags, dtype of the adapters, dtype of what lies beside them)
+    "fp32": ({}, torch.float32, torch.float32),
+    "fp32 beside bf16": (dict(bf16=True, sites=FROZEN), torch.float32, BF16),
+    "bf16": (dict(pure_bf16=True, sites=FROZEN), BF16, BF16),
+    "stochastic": (dict(pure_bf16=True, stochastic=True, sites=FROZEN), BF16, BF16),
+}
+
+
+class Net(nn.Module):
+    """Convolution, linear layer and head, of images [n, 3, 8, 8] -> [n, 10]."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, stride=2, padding=1)
+        self.body = nn.Sequential(nn.Linear(256, 32), nn.SiLU(), nn.Linear(32, 32))
+        self.wide = nn.Conv2d(16, 16, 3, padding=2, dilation=2, padding_mode="circular")
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.body(self.wide(self.conv(x)).flatten(1)))
+
+
+def new_net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def trained(flags, steps=3, rank=4):
+    run = Precision(new_net(), recipe(**flags), lr=1e-2, lora=rank)
+    for step in range(steps):
+        one_step(run, step)
+    return run
+
+
+def one_step(run, step):
+    run.backward(run(draw(4, 3, 8, 8, seed=step)).square().mean())
+    run.step()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_adapters_train_and_the_rest_does_not(name):
+    flags, own, beside = RECIPES[name]
+    run = trained(flags)
+    before = new_net().state_dict()
+    factors = {key: p for key, p in run.model.named_parameters() if p.requires_grad}
+    assert len(factors) == 6 and all("lora_" in key and p.dtype == own for key, p in factors.items())
+    assert all(p.any() for p in factors.values())  # the second factor has left 0
+    for key, p in run.model.named_parameters():
+        if key not in factors:
+            assert p.dtype == beside and same(p, before[key.replace(".base", "")].to(beside))
+    assert run.ledger().json()["parameters"] == sum(p.numel() for p in factors.values())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_merged_weights_load_into_the_net_as_it_came(name):
+    run = trained(RECIPES[name][0], steps=9)
+    net, x = new_net(), draw(4, 3, 8, 8, seed=9)
+    before = net(x)
+    net.load_state_dict(run.weights("raw"))
+    wanted = run.generator("raw")(x).float()
+    exact = name == "fp32"
+    torch.testing.assert_close(net(x), wanted, rtol=1e-5 if exact else 0.05, atol=1e-6 if exact else 0.02)
+    assert (net(x) - before).abs().max() > 0.05
+
+
+def test_adapters_begin_as_nothing():
+    run = Precision(new_net(), recipe(), lora=4)
+    x = draw(4, 3, 8, 8)
+    assert same(run(x), new_net()(x))
+
+
+def test_a_checkpoint_of_the_adapters_alone_goes_on_bit_for_bit():
+    flags = RECIPES["stochastic"][0]
+    run = trained(flags, steps=2)
+    state = run.state_dict(trainable_only=True)
+    assert len(state["model"]) == 6
+    again = trained(flags, steps=0)
+    again.load_state_dict(state)
+    for one in (run, again):
+        one_step(one, 2)
+    assert all(map(same, run.params, again.params))
+
+
+@pytest.mark.parametrize(
+    "flags, rank, said",
+    [
+        (dict(fp8=True), 4, "drop --fp8"),
+        (dict(sparse24="srste"), 4, "drop --fp8, --fp4, --sparse24"),
+        ({}, 300, "no linear layer or convolution wider than 300"),
+    ],
+)
+def test_what_goes_with_no_adapters(flags, rank, said):
+    with pytest.raises(Refused, match=said):
+        trained(flags, steps=0, rank=rank)

@@ -1,0 +1,119 @@
+"""--condition: a net that sees an image beside the noise."""
+
+import common
+import generating
+import numpy as np
+import pytest
+import torch
+from common import refused
+from generating import FLAGS, batch, make
+from PIL import Image
+
+import models
+import train
+from tasks import condition, metrics
+from tasks.diffusion import DDPM, RFlow
+from tasks.reflow import Reflow
+from tasks.task import Rng
+
+eager = common.eager
+digits = generating.digits
+
+
+class Seen:
+    """A net that answers zeros for the channels of an image, and keeps what it saw behind them."""
+
+    def __init__(self, channels=1):
+        self.channels, self.behind = channels, []
+
+    def __call__(self, x, t, labels):
+        self.behind.append(x[:, self.channels :])
+        return torch.zeros_like(x[:, : self.channels])
+
+
+def test_what_a_condition_shows(digits):
+    images, labels = batch(digits)
+    for kind in ("blurred", "halved"):
+        kept, shown = condition.condition_of(kind, images, labels, 0)
+        assert torch.equal(kept, labels) and shown.shape == images.shape
+        assert 0 < (shown - images).abs().mean() < images.std()
+    assert torch.equal(shown[..., ::2, ::2], shown[..., 1::2, 1::2]), "a quarter of the pixels"
+    flat = torch.full((1, 1, 8, 8), 0.5)
+    assert torch.allclose(condition.condition_of("blurred", flat, None, 0)[1], flat), "edges too"
+    masks = torch.tensor([[[0, 2], [1, 1]]])
+    kept, shown = condition.condition_of("masks", torch.zeros(1, 1, 2, 2), masks, 3)
+    assert torch.equal(shown.argmax(1), masks) and shown.unique().tolist() == [-1, 1]
+    assert kept.tolist() == [0] and condition.condition_of("none", images, labels, 0)[1] is None
+
+
+@pytest.mark.parametrize("kind", [RFlow, DDPM])
+def test_training_drawing_and_scoring_show_each_image_its_own_condition(kind, digits):
+    task = make(kind, digits, condition="halved", samples=12, guidance=2.0)
+    images, labels = batch(digits)
+    wanted = condition.condition_of("halved", images, labels, 0)[1]
+    net = Seen()
+    task.loss(net, (images, labels), Rng(0), 0)
+    assert torch.equal(net.behind[0], wanted)
+    net = Seen()
+    scores, pictures = task.evaluate(net, Rng(1))
+    real, heldout_labels = task.heldout_images("cpu", 12)
+    wanted = condition.condition_of("halved", real, heldout_labels, 0)[1]
+    assert torch.equal(net.behind[0], torch.cat([wanted, wanted])), "guidance asks twice at once"
+    assert 0 < scores["psnr"] < 20 and scores["distance"] > 0
+    task.preview(net, Rng(1))
+    assert not any(part.shape[1] != 1 for part in net.behind)
+
+
+def test_a_perfect_drawing_has_no_distance(digits):
+    images, _ = batch(digits)
+    assert condition.psnr(images, images) == 100
+    assert condition.psnr(images + 0.02, images) < 41
+    assert make(RFlow, digits).perceptual_distance(images, images).max() == 0
+
+
+@pytest.mark.parametrize("model", ["unet", "dit"])
+def test_a_net_takes_the_channels_and_answers_the_image(model, digits):
+    task = make(RFlow, digits, condition="blurred", model=model)
+    net = task.net()
+    (x, t, y), _ = task.example()
+    assert x.shape[1] == 2
+    with torch.device("meta"):
+        assert task.net()(x, t, y).shape[1] == 1
+    plain = models.GENERATIVE[model](1, 10, 8)
+    added = sum(p.numel() for p in net.parameters()) - sum(p.numel() for p in plain.parameters())
+    assert added > 0, "and without a condition it is the net that it was"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve squares and their masks, PATH/images and PATH/masks."""
+    root = tmp_path_factory.mktemp("squares")
+    for part in ("images", "masks"):
+        (root / part).mkdir()
+    random = np.random.default_rng(0)
+    for i in range(24):
+        mask = np.zeros((16, 16), np.uint8)
+        top, left = random.integers(0, 10, 2)
+        mask[top : top + 6, left : left + 6] = 7
+        Image.fromarray(mask).save(root / f"masks/{i}.png")
+        Image.fromarray((mask * 30 + 20).astype(np.uint8)).save(root / f"images/{i}.png")
+    return root
+
+
+def test_images_from_their_masks_resume_and_are_diagnosed(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    # not one that is fitted to these squares, which takes a minute
+    monkeypatch.setattr(metrics, "yardstick", lambda *_: metrics.load_feature_net(metrics.DIGITS_FILE))
+    flags = ["--data", f"folder:{folder}", "--condition", "masks", "--image_size", "16", "--steps", "3"]
+    flags += ["--batch_size", "4", "--samples", "6", "--sample_steps", "2", "--model", "dit", "--name", "a"]
+    assert train.main(flags) in (0, None)
+    assert "psnr" in capsys.readouterr().out
+    assert train.main(["--diagnose", "runs/a"]) in (0, 1, None)
+    assert train.main(["--sample", "runs/a"]) in (0, None)
+
+
+def test_what_has_no_condition_is_refused(digits):
+    config = FLAGS.typed({"condition": "halved", "task": "reflow", "teacher": "runs/x"})
+    refused(lambda: Reflow.check(config), "--task reflow", "trained without it")
+    refused(lambda: RFlow.check(FLAGS.typed({"condition": "halved", "vae": "runs/vae"})), "--vae")
+    refused(lambda: RFlow.load(FLAGS.typed({"condition": "masks", "data": "digits"})), "no masks")

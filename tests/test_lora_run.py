@@ -1,0 +1,24 @@
+"""train.py --lora: adapters of a finetuning, from the command to drawing and export."""
+
+import pytest
+import torch
+from cli import checkpoint, draw, in_a_folder_of_its_own, quick, summary  # noqa: F401
+from safetensors.torch import load_file
+
+LORA = "--finetune runs/source --lora 4 --set frozen=bf16 --pure_bf16 --stochastic --weight_decay 0.1".split()
+
+
+@pytest.mark.parametrize("model", ["unet", "dit"])
+def test_finetune_draw_and_export(model, monkeypatch):
+    assert quick("--model", model, name="source", steps=2) == 0
+    assert quick("--model", model, *LORA, "--export", "tuned.safetensors") == 0
+    held = checkpoint()["precision"]["model"]
+    factors = [key for key in held if "lora_" in key]
+    assert len(factors) > 20 and all(held[key].dtype == torch.bfloat16 for key in factors)
+    assert load_file("tuned.safetensors").keys() == checkpoint("source")["precision"]["model"].keys()
+    assert draw(monkeypatch, "runs/run") == summary()["scores"]
+
+
+def test_adapters_of_nothing_are_refused(capsys):
+    assert quick("--lora", "4") == 2
+    assert "--lora 4 trains adapters beside trained weights: add --finetune RUN" in capsys.readouterr().err
