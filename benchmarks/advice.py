@@ -15,12 +15,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import strategies
 from benchmarks.common import RECIPES, Command, built, markdown, parse_net, progress_bar, typed
-from lowprec.advice import timing
 from lowprec.advice.answer import advise
 from lowprec.errors import Refused
-from lowprec.recipes import recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 NETS = {  # what the page calls it: (flags of train.py, examples a step)
@@ -92,7 +89,7 @@ def measured(net, name, told, threads):
     words, batch = NETS[net]
     flags = typed(RECIPES[name]) or "(none)"
     row = dict(net=net, command=f"train.py {words}", flags=flags, batch=batch, told=told[flags])
-    command = ["-m", "benchmarks.advice", json.dumps([words.split(), RECIPES[name], batch, threads])]
+    command = ["-m", "benchmarks.advice_process", json.dumps([words.split(), RECIPES[name], batch, threads])]
     row["peak"] = int(output(command, FREED_AT_ONCE))
     if TRAINED[name]:
         row["peak_kept"] = int(output(command))
@@ -116,23 +113,6 @@ def output(words, environment=None):
     return done.stdout
 
 
-def main(cell):
-    """Train a net in a recipe, and print the peak. cell: JSON of flags, recipe, examples a step, threads."""
-    words, flags, batch, threads = json.loads(cell)
-    torch.set_num_threads(threads)
-    timing.seconds_a_step(strategies.subject(words), recipe(**flags), batch, steps=1)
-    print(peak())
-
-
-def peak():
-    """Bytes that this process had in memory at most."""
-    status = Path("/proc/self/status").read_text()
-    for line in status.splitlines():
-        if line.startswith("VmHWM"):
-            return 1024 * int(line.split()[1])
-    raise Refused("/proc/self/status says nothing of the peak: this bench needs Linux")
-
-
 def table(rows):
     """Markdown: told and real, in MiB, and by how much they differ."""
     heads = ["net", "flags", "told, MiB", "peak, MiB", "off, %", "with freed memory kept, MiB", "off, %"]
@@ -153,6 +133,3 @@ COMMAND = Command(
     advice,
     cpu_only=True,
 )
-
-if __name__ == "__main__":
-    main(sys.argv[1])
