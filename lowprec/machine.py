@@ -207,6 +207,9 @@ def support(kind, capability=None, features=frozenset()):
     return {"fp32": ("native", "every machine"), **table}
 
 
+NO_FP4 = "operands are rounded and multiplied in fp32: the numbers of FP4, slower than bf16"
+
+
 def _cuda(capability):
     name = f"compute capability {capability[0]}.{capability[1]}"
 
@@ -223,6 +226,7 @@ def _cuda(capability):
         "bf16": since((8, 0), otherwise_bf16),
         "fp16": since((7, 0), ("emulated", f"{name}; fp16 tensor cores start at 7.0: prefer fp32")),
         "fp8": since((8, 9), ("emulated", no_fp8)),
+        "fp4": since((10, 0), ("emulated", f"{name}; fp4 tensor cores start at 10.0: {NO_FP4}")),
         "opt8bit": ("native", "bitsandbytes CUDA kernels"),
         "opt4bit": ("native", "torchao, by torch.compile"),
         "sparse24": since((8, 0), ("no", f"{name}; sparse tensor cores start at 8.0")),
@@ -236,6 +240,7 @@ def _rocm(capability):
         "bf16": cores,
         "fp16": cores,
         "fp8": ("no", "not measured on AMD here"),
+        "fp4": ("emulated", NO_FP4),
         "opt8bit": ("no", "bitsandbytes on ROCm is not measured here"),
         "opt4bit": ("no", "torchao on ROCm is not measured here"),
         "sparse24": ("no", "NVIDIA sparse tensor cores only"),
@@ -249,6 +254,7 @@ def _mps(capability):
         "bf16": ("emulated", "Apple GPU: correct, no speed-up promised"),
         "fp16": ("no", "no loss scaler for MPS in torch: use --bf16 or fp32"),
         "fp8": nvidia,
+        "fp4": ("emulated", NO_FP4),
         "opt8bit": ("no", "bitsandbytes has no MPS kernels"),
         "opt4bit": ("no", "torchao on MPS is not measured here"),
         "sparse24": nvidia,
@@ -273,6 +279,7 @@ def _cpu(features):
         "bf16": bf16,
         "fp16": ("emulated", f"{fp16_reason}; use --bf16"),
         "fp8": ("emulated", no_fp8),
+        "fp4": ("emulated", NO_FP4),
         "opt8bit": ("native", "bitsandbytes CPU kernels"),
         "opt4bit": ("native", "torchao, by torch.compile"),
         "sparse24": ("no", "needs compute capability 8.0"),
