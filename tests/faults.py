@@ -284,7 +284,7 @@ def hand_over(pairs):
         copied.grad = p.grad
 
 
-@fault("a third of the weights with requires_grad=False", "U-Net", ("frozen", "blocks"))
+@fault("a third of the weights with requires_grad=False", "deeper U-Net", ("frozen", "blocks"))
 def _(loop):
     for p in loop.third():
         p.requires_grad_(False)

@@ -30,8 +30,9 @@ NETS = {
     "GPT-2": functools.partial(clients.gpt2, layers=1),
     "Llama": functools.partial(clients.llama, layers=1),
     "U-Net": functools.partial(clients.unet, levels=1),
+    "deeper U-Net": clients.unet,
     "DiT": functools.partial(clients.dit, layers=1),
-    "ResNet": clients.resnet,
+    "ResNet": functools.partial(clients.resnet, stages=1),
 }
 
 Everything = clients.Everything  # kernels that are not compiled

@@ -106,7 +106,7 @@ def _(loop):
 @healthy("the first stage frozen", "ResNet")
 def _(loop):
     for name, p in loop.net.named_parameters():
-        if name.startswith(("conv1", "bn1", "layer1")):
+        if name.startswith(("conv1", "bn1", "layer1.0")):
             p.requires_grad_(False)
 
 

@@ -72,6 +72,12 @@ class Measured:
         return any(one.facts.looks and not one.rate_stays_zero for one in self.tensors)
 
     @functools.cached_property
+    def led_back(self):
+        """Minus the cosine of the steps of all weights and of what moves them after the step."""
+        sums = self.watch.extra
+        return sums.against / max(math.sqrt(sums.drift * sums.beside), 1e-300)
+
+    @functools.cached_property
     def shrinks(self):
         """Whether what moves weights after the step makes them smaller, as a decay by hand."""
         # of all together: a bias that began at 0 is made smaller by each way back

@@ -127,9 +127,9 @@ def drifts(one):
 
 def goes_back(one):
     """the same where that leads back, as to the slow weights of Lookahead"""
-    sums = one.extra
-    back = sums.against / max(math.sqrt(sums.drift * sums.beside), 1e-300)
-    return drifts(one) if 0.3 < back < 0.99 and not one.seen.shrinks else None
+    # right back is no average of several steps: it takes a part of each
+    is_back = 0.3 < one.seen.led_back < 0.99
+    return drifts(one) if is_back and not one.seen.shrinks else None
 
 
 def _has_fixed_norms(p):

@@ -131,6 +131,7 @@ def unet(levels=2):
             cross_attention_dim=8,
             norm_num_groups=4,
             attention_head_dim=8,
+            **({} if levels > 1 else {"mid_block_type": None}),
         )
 
     def condition(labels):  # fp32 [B, 3 tokens, 8]: text embeddings
@@ -157,13 +158,15 @@ def dit(layers=2):
     return denoising(build, lambda labels: {"class_labels": labels}, lr=2e-3)
 
 
-def resnet():
+def resnet(stages=2):
     torchvision = need("torchvision")
 
     def build():
         """ResNet-18 without its two deep stages, which hold nine tenths of the weights, to be quick."""
         net = torchvision.models.resnet18(num_classes=2)
         net.layer3, net.layer4, net.fc = nn.Identity(), nn.Identity(), nn.Linear(128, 2)
+        if stages < 2:
+            net.layer2, net.fc = nn.Identity(), nn.Linear(64, 2)
         return net
 
     def loss(net, step):
