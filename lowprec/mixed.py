@@ -12,6 +12,7 @@ from torch import nn
 
 from .cast import Into
 from .errors import Refused, first_line
+from .kernels import cpu_products
 
 # how torch says that two tensors of an operation have different dtypes, or that it has no bf16 kernel
 MIXED = re.compile(
@@ -128,7 +129,7 @@ class _Place:
     def _pass(self, frame, line):
         owner = frame.f_locals.get("self")
         inside = isinstance(owner, nn.Module) and owner in self.name_of
-        in_torch = frame.f_code.co_filename.startswith(TORCH)
+        in_torch = frame.f_code.co_filename.startswith((TORCH, cpu_products.__file__))
         if inside:
             self.module = owner
             if frame.f_code.co_name == "forward":

@@ -11,11 +11,8 @@ of a result can differ from torch's own. All other tensors are left to torch's k
 
 import functools
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..machine import device_facts, support
 
@@ -54,33 +51,23 @@ def _replace(name, product):
     kernel = torch.library.get_kernel(name, "CPU")
 
     def choose(keyset, *args, **kwargs):
-        if any(_is_slow(value) for value in args):
+        if _dtype_of(args) in SLOW_DTYPES:
             return product(keyset, *args, **kwargs)
         return kernel.call_boxed(keyset, *args, **kwargs)
 
     _library().impl(name, choose, "CPU", with_keyset=True)
 
 
-def _is_slow(value):
-    return isinstance(value, torch.Tensor) and value.dtype in SLOW_DTYPES
-
-
-def is_replaced(function: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether this module takes a call of an operator, as aten.mm.default, with these arguments."""
-    name = function._schema.name.removeprefix("aten::")
-    return name in OPERATORS and any(_is_slow(value) for value in args)
-
-
-def copies(args: Sequence[Any], out: Any) -> int:
-    """Bytes in fp32 that such a call holds for a moment: of its inputs and of its results."""
-    slow = [value for value in [*args, *tree_leaves(out)] if _is_slow(value)]
-    return sum(4 * value.numel() for value in slow)
+def _dtype_of(args):
+    """The one dtype of all tensors, or None: torch's kernel then says that they differ."""
+    dtypes = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _in_fp32(kernel, keyset, *args, **kwargs):
     """The kernel's results for the same arguments in fp32, each rounded to the dtype of the inputs."""
-    dtype = next(value.dtype for value in args if _is_slow(value))
-    wide = [value.float() if _is_slow(value) else value for value in args]
+    dtype = _dtype_of(args)
+    wide = [value.float() if isinstance(value, torch.Tensor) else value for value in args]
     result = kernel.call_boxed(keyset, *wide, **kwargs)
     if isinstance(result, torch.Tensor):
         return result.to(dtype)

@@ -46,7 +46,7 @@ class FP8(Coverage):
     (roles.roles), and every `Scaling`. Raises Refused as `resolve` and `Coverage` do.
     """
 
-    generates = "fp8"  # the value of the site generation under which copies keep it
+    generates: str | None = "fp8"  # the value of the site generation under which copies keep it
     key_of_scales = re.compile(r"(.*\.)?(amax_history|scale|_extra_state)$")
 
     def __init__(self, model, options, flag="--fp8", instead="--bf16", generation=""):

@@ -75,6 +75,14 @@ def test_products_into_a_given_tensor_and_in_compiled_code(installed):
     assert torch.equal(compiled(), torch.addmm(bias.float(), a.float(), b.float()).bfloat16())
 
 
+@pytest.mark.parametrize("others", [torch.float32, torch.float16])
+def test_dtypes_that_differ_are_refused_as_by_torch(installed, others):
+    for function, *shapes in PRODUCTS.values():
+        first, *rest = (draw(*shape, dtype=torch.bfloat16) for shape in shapes)
+        with pytest.raises(RuntimeError, match="dtype|type"):
+            function(first.to(others), *rest)
+
+
 def test_products_of_fp32_keep_their_bits(installed):
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5))
     x = draw(2, 3, 6, 6, dtype=torch.float32)

@@ -270,7 +270,7 @@ def test_moments_of_odd_lengths_are_near_those_of_fp32(kind):
     feed(made, params, grads)
     feed(reference, exact, grads)
     # half a gap of the largest value of a block; a block holds one decade
-    tolerance = {"int8": 0.03, "int4": 0.35, "e4m3": 0.1, "e5m2": 0.2}[kind]
+    tolerance = {"int8": 0.03, "int4": 0.35, "log4": 0.5, "e4m3": 0.1, "e5m2": 0.2, "flash8": 0.03}[kind]
     for p, q in zip(params, exact, strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
             value, wanted = made.moment(p, name), reference.moment(q, name)
@@ -369,7 +369,7 @@ FROZEN = [
     ("log4", "stochastic", 0.9, 1.1),
     ("e4m3", "nearest", 4, 1e5),
     ("e4m3", "stochastic", 0.95, 1.05),
-    ("flash8", "nearest", 4, 100),
+    ("flash8", "nearest", 2, 100),
     ("flash8", "stochastic", 0.95, 1.05),
 ]
 
