@@ -36,7 +36,7 @@ class Machine(NamedTuple):
     hardware: str = ""
 
 
-MARGIN_OF_CPU = 0.1  # what the C library keeps of freed memory, see docs/advise.md
+MARGIN_OF_CPU = 0.15  # what the C library keeps of freed memory, see docs/advise.md
 
 # name -> (GiB, compute capability), as NVIDIA's data sheets have them
 GPUS = {
