@@ -112,8 +112,8 @@ def environment(device):
 
 
 def _git(*words):
-    """What git says of this folder, or None where it is no clone, or there is no git."""
-    words = ["git", "-C", str(Path(__file__).parent), *words]
+    """What git says of the whole clone, or None where it is no clone, or there is no git."""
+    words = ["git", "-C", str(Path(__file__).parent.parent), *words]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import cli
 import pytest
@@ -68,3 +69,15 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(stop, monkeypatch):
     assert quick(*flags, name="stopped", steps=8) == 0
     whole, stopped = ([(row["step"], row["loss"]) for row in metrics(name)] for name in ("whole", "stopped"))
     assert [step for step, _ in whole] == [4, 8] and stopped == whole
+
+
+def test_a_change_anywhere_in_the_clone_makes_it_unclean(monkeypatch):
+    folders = []
+
+    def run(words, **_):
+        folders.append(Path(words[words.index("-C") + 1]))
+        return SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setattr(run_folder.subprocess, "run", run)
+    assert run_folder._git("status") == ""
+    assert (folders[0] / "train.py").exists() and (folders[0] / "lowprec").is_dir()
