@@ -11,8 +11,11 @@ of a result can differ from torch's own. All other tensors are left to torch's k
 
 import functools
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..machine import device_facts, support
 
@@ -62,6 +65,18 @@ def _dtype_of(args):
     """The one dtype of all tensors, or None: torch's kernel then says that they differ."""
     dtypes = {value.dtype for value in args if isinstance(value, torch.Tensor)}
     return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def is_replaced(function: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether this module takes a call of an operator, as aten.mm.default, with these arguments."""
+    name = function._schema.name.removeprefix("aten::")
+    return name in OPERATORS and _dtype_of(args) in SLOW_DTYPES
+
+
+def copies(args: Sequence[Any], out: Any) -> int:
+    """Bytes in fp32 that such a call holds for a moment: of its inputs and of its results."""
+    values = [value for value in [*args, *tree_leaves(out)] if isinstance(value, torch.Tensor)]
+    return sum(4 * value.numel() for value in values)
 
 
 def _in_fp32(kernel, keyset, *args, **kwargs):
