@@ -144,6 +144,7 @@ class Trainer:
             averages=[*c.average, *self.task.averages().values()],
             seed=self.noise_seed,
             blank=self.new_net,
+            calibrate=lambda view: self.task.calibrate(view, self),
             **self.table.pick(c, "scaler"),
             **self.table.pick(c, "method"),
             fp4_until=round(c.steps * (1 - c.fp4_finish / 100)) if c.fp4_finish else None,

@@ -64,9 +64,10 @@ def frozen_view(run, source: str, sites: dict[str, str]) -> View | None:
     for name, p in net.named_parameters():
         if name in values:
             p.copy_(values[name])
+    view = View(net, r, staying, run.view_of_model.keep)
     for method in run.methods:
-        method.freeze(net, r.generation)
-    return View(net, r, staying, run.view_of_model.keep)
+        method.freeze(view, r.generation)
+    return view
 
 
 def _copy_of_net(run, values, staying):

@@ -35,6 +35,7 @@ class Stream(enum.IntEnum):
     PROBE = 7  # the fixed loss that gradients are compared on
     DOCTOR = 8  # what the doctor draws
     RENOISE = 9  # what a consistency model's further steps add to an image
+    CALIBRATION = 10  # batches whose inputs GPTQ rounds by
 
 
 class Noise(enum.IntEnum):

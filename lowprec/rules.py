@@ -31,7 +31,7 @@ from .machine import device_facts, support
 from .optimizers.buckets import whole_alone
 from .optimizers.peers import PEERS
 from .optimizers.rounded import LAZY, REMEDIES, Rounded
-from .sites import CODES, LOW_PRODUCTS
+from .sites import BLOCKS_OF_GENERATION, CODES, LOW_PRODUCTS
 
 EXACT = "split", "fp32"  # masters that are fp32, bit for bit
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -199,6 +199,11 @@ RECIPE = (
         lambda r: r.sparse24 != "none" and r.quantises,
         lambda r: f"generation={r.generation} with sparse24={r.sparse24}: sparse kernels read weights in "
         "bf16; drop one of the two",
+    ),
+    Rule(
+        lambda r: r.generation_rounding == "gptq" and r.generation not in ("int8", *BLOCKS_OF_GENERATION),
+        lambda r: f"generation_rounding=gptq with generation={r.generation}: it rounds a finished net's "
+        "weights to int8 or to blocks; add --set generation=int8, or nvfp4_weights",
     ),
     Rule(
         lambda r: r.ema_update == "stochastic" and r.ema == "fp32",

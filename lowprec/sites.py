@@ -123,6 +123,10 @@ SITES = {
             **BLOCKS_OF_GENERATION,
         },
     ),
+    "generation_rounding": Site(
+        ("nearest", "gptq"),
+        {"gptq": "a weight makes up for what rounding those before it did to the layer's output"},
+    ),
     "reduce": Site(
         ("fp32", "bf16"),
         {

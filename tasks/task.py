@@ -23,10 +23,12 @@ import torch.nn.functional as F
 from harness.checkpoints import read as read_checkpoint
 from lowprec.errors import Refused
 from lowprec.roles import roles
+from lowprec.rounding import Stream, stream
 from precision import check_options, check_origin, recipe_of
 from tasks import data as datasets
 
 VALIDATED = 256  # held-out items that `Task.validate` looks at
+CALIBRATED = 1024  # training items that `Task.calibrate` calls a net on
 
 # ---- Randomness --------------------------------------------------------------------------------------------
 
@@ -231,15 +233,25 @@ class Task:
         """{name: number} on held-out data, cheap enough to be asked often; here the mean loss, as at the last
         step. model: the averaged weights, called like the net.
         """
-        c, heldout = self.config, self.data.heldout
+        return {"loss": self._mean_loss(model, self.data.heldout, VALIDATED, rng)}
+
+    def calibrate(self, view, run):
+        """Call a frozen net on training data, whose inputs to its layers GPTQ reads. run: the Trainer."""
+        train = self.train_set(run) if run.train is None else run.train
+        rng = Rng(stream(self.config.seed, Stream.CALIBRATION), device=run.device)
+        self._mean_loss(view, train, CALIBRATED, rng)
+
+    def _mean_loss(self, model, items, most, rng):
+        """Of `most` of the items, or all."""
+        c = self.config
         total = 0.0
-        count = min(len(heldout), VALIDATED)
-        chosen = [i * len(heldout) // count for i in range(count)]  # of all classes, where these come in turn
+        count = min(len(items), most)
+        chosen = [i * len(items) // count for i in range(count)]  # of all classes, where these come in turn
         for start in range(0, count, c.batch_size):
             index = chosen[start : start + c.batch_size]
-            batch = to_device(heldout[index], rng.device)
+            batch = to_device(items[index], rng.device)
             total += float(self.loss(model, batch, rng, c.steps)) * len(index)
-        return {"loss": total / count}
+        return total / count
 
     def preview(self, model, rng):
         """{title: picture grid [C, H, W] in [0, 1]} while training."""

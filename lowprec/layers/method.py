@@ -50,8 +50,10 @@ class Method:
         """A context in which the model multiplies without this method, and copies of it are made so."""
         return nullcontext()
 
-    def freeze(self, net, generation):
-        """Make `net`, a copy with its final weights, ready to generate as the site `generation` says."""
+    def freeze(self, view, generation):
+        """Make the net of `view`, a copy with its final weights, ready to generate as the site `generation`
+        says.
+        """
 
     def values(self, values):
         """{name: tensor}: weights as generation and export read them."""

@@ -249,12 +249,12 @@ class Sparse24(Method):
                 found[weight] = pruned(found[weight])
         return found
 
-    def freeze(self, net, generation):
-        """Let `net`, a copy of the model that holds pruned weights, run dense, or by the sparse kernels those
-        layers that have one here.
+    def freeze(self, view, generation):
+        """Let the net of `view`, a copy of the model that holds pruned weights, run dense, or by the sparse
+        kernels those layers that have one here.
         """
         for name in self.layers:
-            module = net.get_submodule(name)
+            module = view.net.get_submodule(name)
             module.__class__ = nn.Linear
             weight = module.weight
             if not weight.is_cuda or self.machine[0] != "native":
