@@ -153,7 +153,7 @@ def folder(root, size, frames):
 
 def _clips(root):
     """({clip: frames}, {clip: masks}), by name; the second is empty where there is no folder of masks."""
-    folders.check_layout(root, False, "folder")
+    folders.check_layout(root, "labels", "folder")
     clips = _folders_of(root, folders.IMAGES)
     clips.pop("masks", None)
     if not clips:

@@ -3,6 +3,7 @@
     python train.py --condition blurred                                    digits from their blurred selves
     python train.py --condition halved --data fashion_mnist --model dit    and from half as many pixels a side
     python train.py --condition masks --data folder:PATH                   PATH/images from PATH/masks
+    python train.py --condition inputs --data folder:PATH                  PATH/targets from PATH/inputs
 
 The net gets it as further channels of its input, at every timestep, with labels as ever where the data have
 them. What it draws for the conditions of held-out images is scored beside these images: psnr (dB, the higher
@@ -21,9 +22,9 @@ FLAG = Flag(
     "condition",
     "none",
     "an image that the net sees beside the noise: the image blurred, the image with half the pixels a side, "
-    "or the mask of each image",
+    "the mask of each image, or of folder:PATH the image of its name in PATH/inputs, to draw PATH/targets",
     "generation",
-    choices=("none", "blurred", "halved", "masks"),
+    choices=("none", "blurred", "halved", "masks", "inputs"),
     fits=True,
 )
 
@@ -43,13 +44,16 @@ def check(config, allowed):
 
 def channels(kind, data):
     """How many channels the condition has."""
-    return {"none": 0, "masks": data.mask_classes}.get(kind, data.channels)
+    own = data.condition_channels
+    return {"none": 0, "masks": own, "inputs": own}.get(kind, data.channels)
 
 
 def condition_of(kind, images, targets, classes):
     """(labels int64 [B], condition [B, channels, H, W] in [-1, 1] or None) of images [B, C, H, W] and what
-    the data have beside them: labels, or masks int64 [B, H, W] of so many classes.
+    the data have beside them: labels, masks int64 [B, H, W] of so many classes, or images [B, c, H, W].
     """
+    if kind == "inputs":
+        return torch.zeros(len(targets), dtype=torch.int64, device=targets.device), targets
     if kind == "masks":
         found = F.one_hot(targets, classes).movedim(-1, 1).to(images.dtype) * 2 - 1
         return targets.new_zeros(len(targets)), found

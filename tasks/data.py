@@ -3,7 +3,8 @@
     digits            scikit-learn's 1,797 handwritten digits, 8x8 (500, stratified)
     synthetic         MONAI's discs in noise with their masks, 64x64 (64 of 320)
     folder:PATH       images, class folders optional; with masks PATH/images and PATH/masks, each image and
-                      its mask under one stem (a tenth, one at least, by the hash of the name)
+                      its mask under one stem; with inputs PATH/inputs and PATH/targets in the same way
+                      (a tenth, one at least, by the hash of the name)
     nifti:PATH        axial slices of a .nii or .nii.gz volume, or of a folder of them; with masks PATH/images
                       and PATH/masks again (a tenth of the volumes, or of the slices of one)
     cifar10:PATH, mnist:PATH, fashion_mnist[:PATH], medmnist:FILE.npz: see published_sets.py
@@ -29,11 +30,16 @@ class Wish(NamedTuple):
     """What a loader is asked for: the arguments of load(), the path apart from the word."""
 
     path: Path | None
-    masks: bool
+    targets: str
     size: int | None
     seed: int
     white: int
     pages: str
+
+    @property
+    def masks(self):
+        """Whether the targets are masks."""
+        return self.targets == "masks"
 
 
 def load(
@@ -44,14 +50,15 @@ def load(
     white: int = folders.WHITE,
     pages: str = "first",
 ) -> Data:
-    """The data set that `spec` names (see the table above), with its "labels" or its "masks" as targets.
+    """The data set that `spec` names (see the table above), with its "labels", its "masks" or, of a folder,
+    its "inputs" as targets.
 
     image_size None keeps the set's own size, 64 for folders and volumes. `seed` draws synthetic and touches
     no other set. white: the value of white in files of 16 bits; pages: which images of a file of several,
     "first" or "all". Raises Refused.
     """
-    if targets not in ("labels", "masks"):
-        raise ValueError(f"targets are labels or masks, not {targets!r}")
+    if targets not in ("labels", "masks", "inputs"):
+        raise ValueError(f"targets are labels, masks or inputs, not {targets!r}")
     if image_size is not None and image_size < 8:
         raise Refused(f"image size {image_size} is too small: give at least 8")
     word, _, where = spec.partition(":")
@@ -69,9 +76,11 @@ def load(
         raise Refused(f"{word} takes no path: write --data {form}")
     if targets == "masks" and not has_masks:
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
+    if targets == "inputs" and word != "folder":
+        raise Refused(f"{word} has no pairs: use --data folder:PATH with PATH/inputs and PATH/targets")
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
-    return loader(Wish(path, targets == "masks", image_size, seed, white, pages))
+    return loader(Wish(path, targets, image_size, seed, white, pages))
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
@@ -136,15 +145,19 @@ def _synthetic(wish, count=320, heldout=64, classes=3):
 
 
 def _folder(wish):
-    folders.check_layout(wish.path, wish.masks, "folder")
-    return _masked_folder(wish) if wish.masks else _labelled_folder(wish)
+    folders.check_layout(wish.path, wish.targets, "folder")
+    if wish.targets == "labels":
+        return _labelled_folder(wish)
+    if wish.pages == "all":
+        raise Refused(
+            f"--pages all: the pages of an image have no {wish.targets}; save each as a file of its own"
+        )
+    return _masked_folder(wish) if wish.masks else _paired_folder(wish)
 
 
 def _masked_folder(wish):
     root = wish.path
-    if wish.pages == "all":
-        raise Refused("--pages all: the pages of an image have no masks; save each as a file of its own")
-    triples = folders.pairs(root, folders.IMAGES, folders.MASKS)
+    triples = folders.pairs(root, {"images": folders.IMAGES, "masks": folders.MASKS})
     images = [image for _, image, _ in triples]
     masks = [mask for _, _, mask in triples]
     seen, seen_masks = folders.survey(images, masks)
@@ -153,6 +166,22 @@ def _masked_folder(wish):
     chosen = folders.held_out(root, [name for name, _, _ in triples])
     targets = [mask.sha256 for mask in seen_masks]
     return _of_files(wish, triples, seen, targets, chosen, values.tolist(), values)
+
+
+def _paired_folder(wish):
+    root = wish.path
+    triples = folders.pairs(root, {"targets": folders.IMAGES, "inputs": folders.IMAGES})
+    count = len(triples)
+    files = [image for _, image, _ in triples] + [other for _, _, other in triples]
+    seen, _ = folders.survey(files, [])
+    folders.check_shapes(triples, seen[:count], seen[count:])
+    chosen = folders.held_out(root, [name for name, _, _ in triples])
+    hashes = [other.sha256 for other in seen[count:]]
+    return _of_files(wish, triples, seen, hashes, chosen, range(_channels(seen[count:])))
+
+
+def _channels(seen):
+    return 1 if all(folders.is_grey(image.mode) for image in seen) else 3
 
 
 def _labelled_folder(wish):
@@ -166,13 +195,15 @@ def _labelled_folder(wish):
 
 
 def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
-    """Data of a folder. triples: (name, image, label or mask); seen: a folders.Seen an image; targets: what
-    the fingerprint reads of a label or a mask; chosen: the names held out; values: those of the masks.
+    """Data of a folder. triples: (name, image, its label, mask or input); seen: a folders.Seen an image, and
+    an input behind them; targets: what the fingerprint reads of a label, mask or input; chosen: the names
+    held out; classes: as many as labels, masks or channels of the inputs have; values: those of the masks.
     """
     size = wish.size or 64
-    channels = 1 if all(folders.is_grey(image.mode) for image in seen) else 3
+    channels = _channels(seen[: len(triples)])
+    others = len(classes) if wish.targets == "inputs" else 0
     train, heldout, content = [], [], []
-    for (name, image, target), its, of_target in zip(triples, seen, targets, strict=True):
+    for (name, image, target), its, of_target in zip(triples, seen, targets, strict=False):
         part = heldout if name in chosen else train
         part.append((image, target))
         if wish.pages == "all":
@@ -182,14 +213,14 @@ def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
     return data_set(
         f"folder-{wish.path.resolve().name}",
         wish,
-        Files(train, channels, size, values, wish.white),
-        Files(heldout, channels, size, values, wish.white),
+        Files(train, channels, size, values, wish.white, others),
+        Files(heldout, channels, size, values, wish.white, others),
         channels,
         len(classes),
         size,
         [content, classes, *changed],
-        classes=() if wish.masks else classes,
-        notes=folders.notes(seen, wish.white, wish.pages, wish.masks),
+        classes=classes if wish.targets == "labels" else (),
+        notes=folders.notes(seen, wish.white, wish.pages, wish.targets),
     )
 
 

@@ -53,7 +53,7 @@ def reading(path, what="an image"):
 # ---- Layouts -----------------------------------------------------------------------------------------------
 
 
-def check_layout(root: Path, masks: bool, kind: str):
+def check_layout(root: Path, targets: str, kind: str):
     """Refuses a folder that can't be read, or whose parts are something else than classes."""
     try:
         has = {entry.name for entry in os.scandir(root) if entry.is_dir()}
@@ -64,12 +64,21 @@ def check_layout(root: Path, masks: bool, kind: str):
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise Refused(f"cannot read {root} as a folder ({why}): check the path and its permissions") from None
-    if masks and not has >= {"images", "masks"}:
+    if targets == "masks" and not has >= {"images", "masks"}:
         raise Refused(f"{root} has no folders images and masks: to segment it needs both, with equal names")
-    if not masks and has >= {"images", "masks"}:
+    if targets == "inputs" and not has >= {"inputs", "targets"}:
+        raise Refused(
+            f"{root} has no folders inputs and targets: --condition inputs needs both, with equal names"
+        )
+    if targets != "labels":
+        return
+    if has >= {"images", "masks"}:
         images = root / "images"
         raise Refused(f"{root} holds images and masks: use --data {kind}:{images}, or --task segment")
-    if not masks and "train" in has and has & {"test", "val", "valid", "validation"}:
+    if has >= {"inputs", "targets"}:
+        images = root / "targets"
+        raise Refused(f"{root} holds inputs and targets: use --data {kind}:{images}, or --condition inputs")
+    if "train" in has and has & {"test", "val", "valid", "validation"}:
         raise Refused(f"{root} is split into train and others: use --data {kind}:{root / 'train'}")
 
 
@@ -112,18 +121,23 @@ def labelled(root: Path) -> tuple[list, list[str]]:
     return triples, list(classes)
 
 
-def pairs(root: Path, suffixes: tuple, mask_suffixes: tuple) -> list:
-    """[(stem, image, mask)] of root/images and root/masks, which must match one to one."""
-    images = _by_stem(root / "images", suffixes)
-    masks = _by_stem(root / "masks", mask_suffixes)
+def pairs(root: Path, parts: dict[str, tuple]) -> list:
+    """[(stem, image, its partner)] of two folders in root, which must match one to one. parts: {folder:
+    suffixes}, as {"images": IMAGES, "masks": MASKS}.
+    """
+    (first, suffixes), (second, partner_suffixes) = parts.items()
+    image, partner = first.removesuffix("s"), second.removesuffix("s")
+    images = _by_stem(root / first, suffixes)
+    partners = _by_stem(root / second, partner_suffixes)
     if not images:
-        raise Refused(f"{root / 'images'} is empty: put images there ({', '.join(suffixes)})")
-    for stem in sorted(images.keys() ^ masks.keys()):
+        raise Refused(f"{root / first} is empty: put images there ({', '.join(suffixes)})")
+    for stem in sorted(images.keys() ^ partners.keys()):
         if stem in images:
-            wanted = f"{root / 'masks' / stem} with suffix {' or '.join(mask_suffixes)}"
-            raise Refused(f"image {images[stem]} has no mask: add {wanted}")
-        raise Refused(f"mask {masks[stem]} has no image: add {root / 'images' / stem} or remove the mask")
-    return [(stem, images[stem], masks[stem]) for stem in sorted(images)]
+            wanted = f"{root / second / stem} with suffix {' or '.join(partner_suffixes)}"
+            raise Refused(f"{image} {images[stem]} has no {partner}: add {wanted}")
+        remedy = f"add {root / first / stem} or remove the {partner}"
+        raise Refused(f"{partner} {partners[stem]} has no {image}: {remedy}")
+    return [(stem, images[stem], partners[stem]) for stem in sorted(images)]
 
 
 def _by_stem(folder, suffixes):
@@ -140,9 +154,9 @@ def volumes(root: Path, masks: bool) -> list:
     """[(name, volume, its mask or None)] of one file or of a folder."""
     if os.path.isfile(root) and not masks:
         return [(root.name, root, None)]
-    check_layout(root, masks, "nifti")
+    check_layout(root, "masks" if masks else "labels", "nifti")
     if masks:
-        return pairs(root, VOLUMES, VOLUMES)
+        return pairs(root, {"images": VOLUMES, "masks": VOLUMES})
     found = [(path.relative_to(root).as_posix(), path, None) for path in listing(root, VOLUMES)]
     if not found:
         raise Refused(f"{root} holds no volumes ({', '.join(VOLUMES)}): give one, or a folder of them")
@@ -182,6 +196,19 @@ def check_extents(triples: list, images: list, masks: list):
             raise Refused(
                 f"mask {mask_path} is {mask.width}x{mask.height} but image {path} is "
                 f"{image.width}x{image.height}: make them the same size"
+            )
+
+
+def check_shapes(triples: list, images: list, others: list):
+    """Refuses an input of another shape than its target, whose central square shows another part. It may have
+    fewer pixels. triples: (name, target, input); images and others: the Seen of each.
+    """
+    for (_, path, other_path), image, other in zip(triples, images, others, strict=True):
+        off = abs(image.width * other.height - other.width * image.height)
+        if off > max(image.width, image.height):  # more than one pixel of the input
+            raise Refused(
+                f"input {other_path} is {other.width}x{other.height} but target {path} is "
+                f"{image.width}x{image.height}: give both the same shape"
             )
 
 
@@ -283,7 +310,7 @@ def _look(path, is_mask):
     return Seen(mode, width, height, digest, values, largest, pages)
 
 
-def notes(seen: list, white: int, pages: str, masks: bool) -> list[str]:
+def notes(seen: list, white: int, pages: str, targets: str) -> list[str]:
     """What may not be meant of images of which these are the Seen: a line each, with what mends it."""
     found = []
     largest = max(image.largest for image in seen)
@@ -297,7 +324,9 @@ def notes(seen: list, white: int, pages: str, masks: bool) -> list[str]:
         found.append(f"--white {white}: images of 16 bits reach {largest:,}, and what is above is white")
     several = sum(image.pages > 1 for image in seen)
     if several and pages == "first":
-        remedy = "save each with a mask of its own" if masks else "--pages all reads them all"
+        remedy = "--pages all reads them all"
+        if targets != "labels":
+            remedy = f"save each as a file with its own {targets}"
         found.append(f"{several} of {len(seen)} files hold several images; the first is read: {remedy}")
     return found
 

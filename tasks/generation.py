@@ -125,12 +125,12 @@ class Generation(Task):
 
     @classmethod
     def load(cls, config):
-        if config.condition != "masks":
-            return two_of_each(super().load(config))
         c = config
-        spec = c.data or "synthetic"
-        data = two_of_each(datasets.load(spec, "masks", c.image_size, c.seed, c.white, c.pages))
-        data.mask_classes, data.num_classes = data.num_classes, 0
+        if c.condition not in ("masks", "inputs"):
+            return two_of_each(super().load(c))
+        spec = c.data or ("synthetic" if c.condition == "masks" else cls.implied["data"])
+        data = two_of_each(datasets.load(spec, c.condition, c.image_size, c.seed, c.white, c.pages))
+        data.condition_channels, data.num_classes = data.num_classes, 0
         return data
 
     def notes(self):
@@ -184,7 +184,7 @@ class Generation(Task):
 
     def labels_and_condition(self, images, targets):
         """(labels int64 [B], condition or None) of images [B, C, H, W] and what the data have beside them."""
-        return condition_of(self.config.condition, images, targets, self.data.mask_classes)
+        return condition_of(self.config.condition, images, targets, self.data.condition_channels)
 
     def with_noise(self, images, rng):
         """(images, noise) [B, C, H, W] to train on; here the two are independent."""

@@ -21,7 +21,8 @@ class Data:
 
     Both are map-style: len(part), and part[[3, 1, 4]] -> (images float32 [B, C, H, W] in [-1, 1], target).
     When targets is "labels" the target is int64 [B], zeros if there are no classes (num_classes 0). When it
-    is "masks" the target is int64 [B, H, W], and num_classes counts the background.
+    is "masks" the target is int64 [B, H, W], and num_classes counts the background. When it is "inputs" the
+    target is another image [B, num_classes, H, W].
     A part suits DataLoader(part, sampler=<yields lists>, batch_size=None, num_workers=N).
     `name` is fit for a file name. `fingerprint`, 16 hex digits, stands for the content, the image size and
     the split. `yardstick` names the feature net that is committed for this very set, where there is one.
@@ -38,7 +39,8 @@ class Data:
     fingerprint: str
     targets: str
     yardstick: str | None = None
-    mask_classes: int = 0  # where the masks are a condition, and the images have no classes
+    # where the targets are a condition, and the images have no classes: classes of masks, channels of images
+    condition_channels: int = 0
     classes: tuple = field(default=(), repr=False)
     notes: list = field(default_factory=list, repr=False)
 
@@ -79,19 +81,26 @@ class Tensors(torch.utils.data.Dataset):
 
 
 class Files(torch.utils.data.Dataset):
-    """items: (image path or folders.Page, label), or (image path, mask path) with the mask values that become
-    0, 1, ...; white: of images of 16 bits.
+    """items: (image path or folders.Page, label), (image path, mask path) with the mask values that become
+    0, 1, ..., or (image path, path of another image) with the channels of that; white: of images of 16 bits.
     """
 
     def __init__(
-        self, items: list, channels: int, size: int, values: np.ndarray | None, white: int = folders.WHITE
+        self,
+        items: list,
+        channels: int,
+        size: int,
+        values: np.ndarray | None,
+        white: int = folders.WHITE,
+        others: int = 0,
     ):
         self.items = items
         self.channels = channels
         self.size = size
         self.values = values
         self.white = white
-        bytes_a_pixel = 4 * channels  # fp32
+        self.others = others
+        bytes_a_pixel = 4 * (channels + others)  # fp32
         if values is not None:
             bytes_a_pixel += 8  # an int64 mask
         self.cache = {}
@@ -113,8 +122,10 @@ class Files(torch.utils.data.Dataset):
         if i in self.cache:
             return self.cache[i]
         path, target = self.items[i]
-        image = square(folders.decode(path, self.channels, self.white)[None], self.size)[0]
-        if self.values is None:
+        image = self._image(path, self.channels)
+        if self.others:
+            target = self._image(target, self.others)
+        elif self.values is None:
             target = torch.tensor(target)
         else:
             classes = torch.from_numpy(np.searchsorted(self.values, folders.decode_mask(target)))
@@ -122,6 +133,9 @@ class Files(torch.utils.data.Dataset):
         if len(self.cache) < self.room:
             self.cache[i] = image, target
         return image, target
+
+    def _image(self, path, channels):
+        return square(folders.decode(path, channels, self.white)[None], self.size)[0]
 
 
 def square(x, size, **how):
@@ -149,7 +163,7 @@ def data_set(
     name, wish, train, heldout, channels, num_classes, size, content, yardstick=None, classes=(), notes=()
 ):
     """Data with a fingerprint of content: tensors by their bytes, anything else by its repr."""
-    facts = (wish.masks, channels, num_classes, size, len(train), len(heldout))
+    facts = (wish.targets == "masks", channels, num_classes, size, len(train), len(heldout))
     digest = hashlib.sha256(repr(facts).encode())
     for piece in content:
         digest.update(piece.numpy() if isinstance(piece, torch.Tensor) else repr(piece).encode())
@@ -161,7 +175,7 @@ def data_set(
         num_classes=num_classes,
         image_size=size,
         fingerprint=digest.hexdigest()[:16],
-        targets="masks" if wish.masks else "labels",
+        targets=wish.targets,
         yardstick=yardstick,
         classes=tuple(classes),
         notes=list(notes),

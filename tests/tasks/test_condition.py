@@ -5,6 +5,7 @@ import generating
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from common import refused
 from generating import FLAGS, batch, make
 from PIL import Image
@@ -100,11 +101,65 @@ def folder(tmp_path_factory):
     return root
 
 
-def test_images_from_their_masks_resume_and_are_diagnosed(folder, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def paired(tmp_path):
+    """Grey images of 16 x 16 and coloured ones of 8 x 8 of the same names, PATH/targets and PATH/inputs."""
+    root = tmp_path / "pairs"
+    for part in ("inputs", "targets"):
+        (root / part).mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for i in range(20):
+        image = Image.fromarray(random.integers(0, 255, (16, 16), np.uint8))
+        image.save(root / f"targets/{i}.png")
+        image.resize((8, 8), Image.Resampling.BOX).convert("RGB").save(root / f"inputs/{i}.png")
+    return root
+
+
+def loaded(root, **flags):
+    flags = {"condition": "inputs", "data": f"folder:{root}", "image_size": 16, **flags}
+    return RFlow.load(FLAGS.typed(flags))
+
+
+def test_pairs_of_a_folder_keep_together(paired):
+    data = loaded(paired)
+    assert (data.channels, data.condition_channels, data.num_classes) == (1, 3, 0)
+    assert (len(data.train), len(data.heldout)) == (18, 2)
+    images, inputs = data.train[list(range(18))]
+    assert inputs.shape == (18, 3, 16, 16)
+    labels, shown = condition.condition_of("inputs", images, inputs, 3)
+    assert shown is inputs and labels.tolist() == [0] * 18
+    far = (F.avg_pool2d(images, 2)[:, None] - F.avg_pool2d(inputs, 2)[None]).square().flatten(2).mean(2)
+    assert far.argmin(1).tolist() == list(range(18)), "the input of another target is farther"
+    before = data.fingerprint
+    Image.new("L", (8, 8)).save(paired / "inputs/3.png")
+    assert loaded(paired).fingerprint != before, "a run does not go on with other inputs"
+
+
+def test_pairs_that_are_none_are_refused(paired, digits):
+    refused(lambda: RFlow.load(FLAGS.typed({"condition": "inputs"})), "digits has no pairs", "PATH/targets")
+    refused(lambda: loaded(paired, condition="none"), "holds inputs and targets", "--condition inputs")
+    refused(lambda: loaded(paired, pages="all"), "--pages all", "inputs")
+    Image.new("L", (8, 4)).save(paired / "inputs/5.png")
+    refused(lambda: loaded(paired), "inputs/5.png is 8x4", "targets/5.png is 16x16")
+    (paired / "inputs/5.png").unlink()
+    (paired / "inputs/7.png").unlink()
+    refused(lambda: loaded(paired), "targets/5.png has no input", "inputs/5")
+    (paired / "targets/5.png").unlink()
+    (paired / "targets/7.png").unlink()
+    (paired / "targets/2.png").unlink()
+    refused(lambda: loaded(paired), "inputs/2.png has no target", "targets/2")
+    refused(lambda: loaded(paired / "inputs"), "no folders inputs and targets")
+
+
+@pytest.mark.parametrize("kind", ["masks", "inputs"])
+def test_images_from_those_of_a_folder_resume_and_are_diagnosed(
+    kind, folder, paired, tmp_path, monkeypatch, capsys
+):
+    folder = {"masks": folder, "inputs": paired}[kind]
     monkeypatch.chdir(tmp_path)
     # not one that is fitted to these squares, which takes a minute
     monkeypatch.setattr(metrics, "yardstick", lambda *_: metrics.load_feature_net(metrics.DIGITS_FILE))
-    flags = ["--data", f"folder:{folder}", "--condition", "masks", "--image_size", "16", "--steps", "3"]
+    flags = ["--data", f"folder:{folder}", "--condition", kind, "--image_size", "16", "--steps", "3"]
     flags += ["--batch_size", "4", "--samples", "6", "--sample_steps", "2", "--model", "dit", "--name", "a"]
     assert train.main(flags) in (0, None)
     assert "psnr" in capsys.readouterr().out

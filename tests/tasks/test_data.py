@@ -28,7 +28,7 @@ def test_words_that_are_not_data_sets():
     refused("medmnist:FILE.npz", spec="medmnist:")
     refused("digits takes no path", spec="digits:x")
     refused("image size 4", "8", spec="digits", image_size=4)
-    with pytest.raises(ValueError, match="labels or masks"):
+    with pytest.raises(ValueError, match="labels, masks or inputs"):
         load("digits", "classify")
 
 
