@@ -27,8 +27,9 @@ def gather(linears, calibrate):
 
     def hook(name):
         def add(module, args):
-            rows = args[0].reshape(-1, module.in_features).double()
-            found[name] = found.get(name, 0.0) + 2 * rows.t() @ rows
+            rows = args[0].reshape(-1, module.in_features).float()
+            with torch.autocast(rows.device.type, enabled=False):
+                found[name] = found.get(name, 0.0) + 2 * (rows.t() @ rows).double()
 
         return add
 

@@ -10,6 +10,7 @@ from eight_bit import Bare, dit, draw, net, snr
 from torch import nn
 
 from lowprec.block_formats import BLOCK_FORMATS
+from lowprec.layers import block_product
 from lowprec.layers.block_product import rotated
 from lowprec.layers.fp4 import FP4Options
 from lowprec.layers.fp8 import Options, Scaling
@@ -99,6 +100,21 @@ def test_gradients_are_right_on_average(grads, hadamard):
     mean = torch.stack(draws).mean(0)
     assert snr(mean, exact) > snr(draws[0], exact) + 13  # 18 where nothing but noise is left
     assert torch.equal(products(options, x, w, g, 3)[1], draws[3])
+
+
+def test_each_operand_of_eden_has_noise_of_its_own():
+    """Where codes are to the nearest the scales alone carry the noise, and without it they have a bias."""
+    x, w, g = operands(64, 64, 64)
+    options = FP4Options(grads="eden", hadamard=32)
+    own = [noise_key(0, place) for place in range(5)]
+    exact = block_product._eden(options.plan, x, w, g, own, (True, True))
+    of = {0: "dx", 1: "dw", 2: "dx and dw", 3: "dx", 4: "dw"}  # 2: the rotation
+    for place, changed in of.items():
+        keys = list(own)
+        keys[place] = noise_key(1, place)
+        found = block_product._eden(options.plan, x, w, g, keys, (True, True))
+        pairs = zip(("dx", "dw"), found, exact, strict=True)
+        assert " and ".join(name for name, a, b in pairs if not torch.equal(a, b)) == changed
 
 
 @pytest.mark.parametrize("size", [2, 16, 128])
