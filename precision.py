@@ -124,6 +124,12 @@ PRECISION = (
     ),
     precision("fp4_keep", "none", "with --fp4: last:2 leaves the last 2 blocks of the net in bf16"),
     precision(
+        "fp4_backend",
+        "emulate",
+        "with --fp4: fp32 products of the same operands, anywhere, or torchao's kernels on Blackwell",
+        choices=("emulate", "torchao"),
+    ),
+    precision(
         "fp4_finish",
         0.0,
         "with --fp4: percent of the steps, at the end, in which those layers compute in bf16",

@@ -190,7 +190,13 @@ FP8_FLAGS = {
     "amax_history_len": 1024,
     "amax_compute_algo": "max",
 }
-FP4_FLAGS = {"fp4_hadamard": 16, "fp4_grads": "stochastic", "fp4_weights": "2d", "fp4_keep": "none"}
+FP4_FLAGS = {
+    "fp4_hadamard": 16,
+    "fp4_grads": "stochastic",
+    "fp4_weights": "2d",
+    "fp4_keep": "none",
+    "fp4_backend": "emulate",
+}
 
 
 def recipe(

@@ -125,7 +125,10 @@ SITES = {
     ),
     "generation_rounding": Site(
         ("nearest", "gptq"),
-        {"gptq": "a weight makes up for what rounding those before it did to the layer's output"},
+        {
+            "nearest": "weights of a finished net go to the nearest value of 8 or 4 bits",
+            "gptq": "a weight makes up for what rounding those before it did to the layer's output",
+        },
     ),
     "reduce": Site(
         ("fp32", "bf16"),

@@ -22,6 +22,7 @@ CHOICES = {
     "fp4": ("nvfp4", "mxfp4", "nvfp4_ue5m3"),
     "fp4_grads": ("stochastic", "nearest", "eden"),
     "fp4_weights": ("2d", "1d"),
+    "fp4_backend": ("emulate", "torchao"),
 }
 SIZES = (0, *(2**power for power in range(1, 11)))  # of a rotation
 
@@ -47,6 +48,7 @@ class FP4Options:
 
     def __post_init__(self):
         given = {"fp4": self.recipe, "fp4_grads": self.grads, "fp4_weights": self.weights}
+        given["fp4_backend"] = self.backend
         for flag, value in given.items():
             if value not in CHOICES[flag]:
                 raise Refused(f"--{flag} {value}: unknown; choose from {', '.join(CHOICES[flag])}")
@@ -91,15 +93,27 @@ class FP4Options:
         return f"{self.recipe}, {rotation}, {self.grads} gradients, {self.weights} weight blocks{kept}"
 
     def resolve(self, device):
-        """The options with the backend for a device: torchao's kernels, which know the default of each option
-        alone, where the GPU has FP4; elsewhere the same numbers by fp32 products.
+        """The same, if its backend runs on the device. emulate runs anywhere. torchao: its kernels, on GPUs
+        with FP4 and with the default of each option. Nobody has run them from here yet, so nothing but an
+        explicit choice takes them. Raises Refused where they can't run.
         """
-        by_kernel = dataclasses.replace(FP4Options(), keep=self.keep)
-        if dataclasses.replace(self, backend="emulate") != by_kernel:
-            return self
-        library, _ = try_import("torchao.prototype.moe_training.nvfp4_training")
-        native = library is not None and BLOCK_FORMATS[self.recipe].native(device)
-        return dataclasses.replace(self, backend="torchao" if native else "emulate")
+        refusal = self._refusal(device)
+        if refusal:
+            raise Refused(f"--fp4_backend torchao: {refusal}; use --fp4_backend emulate")
+        return self
+
+    def _refusal(self, device):
+        """Why the backend can't run on the device, or None."""
+        if self.backend == "emulate" or device.type == "meta":
+            return None
+        if self != FP4Options(keep=self.keep, backend="torchao"):
+            return "its kernels know nvfp4 with the default of each --fp4 switch alone"
+        library, error = try_import("torchao.prototype.moe_training.nvfp4_training")
+        if library is None:
+            return f"torchao's kernels of nvfp4 can't be imported ({error})"
+        if not BLOCK_FORMATS[self.recipe].native(device):
+            return "torchao's kernels of nvfp4 need an NVIDIA GPU of compute capability 10.0 or later"
+        return None
 
 
 @functools.cache

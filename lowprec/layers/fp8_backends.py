@@ -65,7 +65,8 @@ def _torchao_refusal(options, device):
 
 def resolve(options, device):
     """The options with a backend that can run them on the device: on GPUs with FP8 tensor cores te, then
-    torchao, then scaled_mm; elsewhere scaled_mm, then emulate. A meta device settles nothing.
+    torchao, then scaled_mm; elsewhere, and with a scale a block, scaled_mm, then emulate. A meta device
+    settles nothing.
 
     Raises Refused, naming the backends that can, when the one asked for can't.
     """
@@ -84,7 +85,7 @@ def resolve(options, device):
 
 def _first_that_runs(options, device):
     candidates = ["scaled_mm", "emulate"]
-    if E4M3.native(device):
+    if E4M3.native(device) and not options.plan:  # torchao's mxfp8 has not been run from here yet
         candidates = ["te", "torchao", *candidates]
     for backend in candidates:
         refusal = backend_refusal(backend, options, device)

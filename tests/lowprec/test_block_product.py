@@ -1,5 +1,6 @@
 """Products in MXFP8, FP8 of blocks and FP4: operands, gradients on average, runs, refusals."""
 
+import dataclasses
 import functools
 
 import common
@@ -10,7 +11,8 @@ from eight_bit import Bare, dit, draw, net, snr
 from torch import nn
 
 from lowprec.block_formats import BLOCK_FORMATS
-from lowprec.layers import block_product
+from lowprec.errors import Refused
+from lowprec.layers import block_product, fp4
 from lowprec.layers.block_product import rotated
 from lowprec.layers.fp4 import FP4Options
 from lowprec.layers.fp8 import Options, Scaling
@@ -24,7 +26,7 @@ eager = common.eager
 def products(options, x, w, g, step=0):
     """y = x w and both gradients, as fp32."""
     left, right = x.clone().requires_grad_(), w.clone().requires_grad_()
-    scaling = Scaling(options)
+    scaling = Scaling(options, x.device)
     scaling.key.copy_(noise_key(0, step))
     y = scaling(left, right)
     y.backward(g)
@@ -130,6 +132,51 @@ def test_a_rotation_spreads_an_outlier_and_keeps_the_sum(size):
     assert len(signs) == 2  # those of one token: drawn anew in each step
 
 
+# ---- Kernels -----------------------------------------------------------------------------------------------
+
+
+def test_kernels_that_were_never_run_are_taken_where_they_are_asked_for_alone(monkeypatch):
+    cuda = torch.device("cuda")
+    mxfp8 = Options(recipe="mxfp8", format="e4m3")
+    asked = FP4Options(backend="torchao"), dataclasses.replace(mxfp8, backend="torchao")
+    monkeypatch.setattr(fp4, "try_import", lambda name: (object(), None))
+    monkeypatch.setattr("lowprec.block_formats.device_facts", lambda device: ("cuda", (10, 0), set()))
+    monkeypatch.setattr("lowprec.formats.fp8_cores", lambda device: True)
+    for options in (FP4Options(), mxfp8):
+        assert options.resolve(cuda).backend == "emulate"
+    for options in asked:
+        assert options.resolve(cuda).backend == "torchao"
+    others = dict(hadamard=0), dict(recipe="mxfp4"), dict(grads="nearest"), dict(weights="1d")
+    for other in others:
+        options = FP4Options(backend="torchao", **other)
+        refused(lambda options=options: options.resolve(cuda), "--fp4_backend torchao", "default of each")
+    assert FP4Options(backend="torchao", keep="last:2").resolve(cuda).multiple == 128
+    monkeypatch.setattr("lowprec.block_formats.device_facts", lambda device: ("cuda", (9, 0), set()))
+    for options in asked:
+        refused(lambda options=options: options.resolve(cuda), "compute capability 10.0", "emulate")
+    monkeypatch.setattr(fp4, "try_import", lambda name: (None, "absent"))
+    refused(lambda: asked[0].resolve(cuda), "can't be imported (absent)")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [FP4Options(backend="torchao"), Options(recipe="mxfp8", format="e4m3", backend="torchao")]
+)
+def test_kernels_have_the_noise_of_the_emulation(options):
+    cuda = torch.device("cuda")
+    try:
+        native = options.resolve(cuda)
+    except Refused as refusal:
+        pytest.skip(str(refusal))
+    x, w, g = (t.to(cuda).bfloat16() for t in operands(128, 128, 128))
+    emulated = dataclasses.replace(options, backend="emulate")
+    exact = x.float() @ w.float(), g.float() @ w.float().t(), x.float().t() @ g.float()
+    for got, ours, wanted in zip(
+        products(native, x, w, g), products(emulated, x, w, g), exact, strict=True
+    ):
+        assert abs(snr(got.float(), wanted) - snr(ours.float(), wanted)) < 3
+
+
 # ---- Runs --------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +245,8 @@ def test_bare_parameters_train_in_fp4():
         (dict(fp4="nvfp4", fp4_keep="first:2"), "--fp4_keep first:2: write last:K"),
         (dict(fp4="nvfp4", fp4_keep="last:0"), "--fp4_keep last:0"),
         (dict(fp4="int4"), "--fp4 int4: unknown"),
+        (dict(fp4="nvfp4", fp4_backend="te"), "--fp4_backend te: unknown"),
+        (dict(bf16=True, fp4_backend="torchao"), "computes in bf16: add --fp4 nvfp4"),
         (dict(fp4="mxfp4", fp4_grads="eden"), "--fp4 nvfp4"),
         (dict(fp4="nvfp4", fp4_grads="eden", fp4_hadamard=8), "--fp4_hadamard 128"),
         (dict(fp4="nvfp4", sparse24="srste"), "drop --fp4 or --sparse24"),
@@ -222,6 +271,7 @@ def test_nets_that_can_not_are_told_which_layer_and_why():
         (odd, block, "'0' is left out (96 inputs and 40 outputs: no multiple of 128)"),
         (net(), dict(fp4="nvfp4", fp4_keep="last:2"), "no blocks"),
         (net(), by_torchao, "compute capability 10.0 or later; here works --fp8_backend emulate"),
+        (net(), dict(fp4="nvfp4", fp4_backend="torchao"), "capability 10.0 or later; use --fp4_backend emul"),
     ]
     for model, flags, words in cases:
         refused(functools.partial(Precision, model, recipe(**flags)), words)
