@@ -60,8 +60,9 @@ def ways_to_hold():
 KAHAN = dict(PURE, kahan=True)
 RELEASED = dict(STOCHASTIC, grad_release=True)
 OFFLOADED = dict(STOCHASTIC, states_on="cpu")
-SPLIT = dict(PURE, master="split")
-WAYS = ({}, PURE, STOCHASTIC, RELEASED, OFFLOADED, KAHAN, dict(KAHAN, stochastic=True), SPLIT)
+SPLITS = [dict(PURE, master=master) for master in ("split", "split8")]
+ECO = dict(PURE, sites=["update=eco"])
+WAYS = ({}, PURE, STOCHASTIC, RELEASED, OFFLOADED, KAHAN, dict(KAHAN, stochastic=True), *SPLITS, ECO)
 WRITES = {typed(flags): flags for flags in WAYS}
 STATES = ways_to_hold()
 
@@ -94,6 +95,8 @@ def held(args):
     with progress_bar(len(cases)) as bar:
         for spec, write, state in cases:
             flags = {**write, **state}
+            if "sites" in flags:
+                flags["sites"] = [*write.get("sites", ()), *state.get("sites", ())]
             bar.set_postfix_str(f"{spec} {typed(flags)}")
             rows.append(allocated(spec, flags, args))
             bar.update()
@@ -165,6 +168,8 @@ KEPT = {
     "fp8": FP8,
     "stochastic, 8-bit states": dict(STOCHASTIC, opt8bit=True),
     "stochastic, 8-bit states, fp8": dict(STOCHASTIC, opt8bit=True, **FP8),
+    "mxfp8": dict(FP8, fp8_recipe="mxfp8"),
+    "nvfp4": dict(fp4="nvfp4"),
 }
 BILLION = 10**9  # parameters
 FP32_ACTIVATIONS = 8.0  # GB for a billion parameters, as document 002 of CLAIMS.md says
@@ -227,7 +232,7 @@ def billion_table(rows, allocated_rows, batch):
 def flags_of_states(flags):
     """Those of a recipe's flags, as typed, that decide what weights, gradients and states take."""
     of_states = dict(flags)
-    for of_products in (*FP8, "bf16"):
+    for of_products in (*FP8, "fp8_recipe", "fp4", "bf16"):
         of_states.pop(of_products, None)
     return typed(of_states)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..errors import Refused
+from ..kernels import cpu_products
 from ..roles import role, roles
 from ..rounding import DTYPES
 from ..sites import MOMENTUM, Site
@@ -68,6 +69,8 @@ class Muon(ByTensor):
                 what = "Muon takes matrices and kernels of convolutions, and here is a vector"
                 remedy = "give biases, norms, embeddings and heads to AdamW (optimizers.build does)"
                 raise Refused(f"{what}: {remedy}")
+            if torch.is_tensor(p) and self.dtype == torch.bfloat16:
+                cpu_products.settle(p.device)
         param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
 
