@@ -14,6 +14,7 @@ from torch import nn
 import strategies
 import trainer
 from lowprec import recipes
+from lowprec.kernels import cpu_products
 from lowprec.optimizers import build
 from lowprec.optimizers.adafactor import Adafactor
 from lowprec.optimizers.adamw import AdamW
@@ -176,6 +177,15 @@ def test_newton_schulz_keeps_singular_vectors_and_evens_the_values(shape, dtype)
     off = (in_their_frame - got.diag()).abs().max()
     assert off < (1e-4 if dtype == torch.float32 else 0.05)
     assert not orthogonalised(torch.zeros(shape), dtype).any()
+
+
+def test_muon_in_bf16_has_fast_products_in_any_loop(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cpu_products, "settle", asked.append)
+    Muon([nn.Parameter(draw(8, 8))])
+    assert not asked, "fp32 needs none"
+    Muon([nn.Parameter(draw(8, 8))], orthogonalise="bf16")
+    assert asked == [torch.device("cpu")]
 
 
 # ---- Writes ------------------------------------------------------------------------------------------------
