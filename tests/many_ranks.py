@@ -33,6 +33,7 @@ import train
 from harness import run_folder
 from lowprec.formats import FORMATS
 from lowprec.kernels import compiled
+from tasks import generation
 
 
 def port():
@@ -81,6 +82,7 @@ def rank(number, world, port, job, words, messages, folder, hosted="False"):
 
 if __name__ == "__main__":
     compiled._compiled = common.uncompiled
+    generation.HELDOUT = 16  # as in cli.py
     torch.set_num_threads(1)
     run_folder.environment("cpu")
     for form in FORMATS.values():
