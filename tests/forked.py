@@ -15,10 +15,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import common
+import matplotlib.figure  # noqa: F401  these are what runs import once they need it
+import sklearn.datasets  # noqa: F401
+import sklearn.metrics  # noqa: F401
+import sklearn.model_selection  # noqa: F401
 import torch
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.utils  # noqa: F401
 
+import models  # noqa: F401
 import train
 from harness import run_folder
 from lowprec.kernels import compiled

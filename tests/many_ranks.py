@@ -25,8 +25,6 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.utils.tensorboard  # noqa: F401
-import torchvision.utils  # noqa: F401
 from forked import LONGEST, forked, wait
 
 import train
