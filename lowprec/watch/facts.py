@@ -90,6 +90,47 @@ class Steps(Sums):
         }
         self.put(rows, look.index, look.lengths)
 
+    def follow(self, look, now):
+        """Count what became of the weights between the step of a look and the next. now: held then, [n]."""
+        moved = look.new != look.held
+        back = moved & (now == look.held)
+        tops = torch.cat([part.abs().max().expand(part.numel()) for part in now.split(look.lengths)])
+        bound = (look.held == 0) | (look.held.abs() == tops)
+        # a mask or a bound, as of WGAN's weights, is no step
+        drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
+        drift, step = (now - look.new).where(drifted, 0.0), look.new - look.held
+        some = [part.float().mean() > 0.05 for part in drifted.split(look.lengths)]
+        looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
+        is_some = torch.cat([one.expand(n) for one, n in zip(some, look.lengths, strict=True)])
+        rows = {
+            "moved": moved,
+            "back": back,
+            "masked": back & bound,
+            "follows": looks,
+            "drifts": looks.where(is_some, 0.0),
+            "drift": drift.square(),
+            "stepped": step.square(),
+            "against": -drift * step,
+            "beside": step.square().where(drifted, 0.0),
+            "shrunk": -drift * look.new,
+            "shrinkable": look.new.square().where(drifted, 0.0),
+        }
+        self.put(rows, look.index, look.lengths)
+
+    def follow_moments(self, look, answers):
+        """Count whether something else has changed the moments since the step of a look wrote them."""
+        written = {"m": look.new_m, "v": look.new_v}
+        for name, then in written.items():
+            if then is None:
+                continue
+            now = first_moments(look, answers) if name == "m" else look.read_v()[0]
+            kept = now.isfinite() & then.isfinite()
+            shares = torch.stack([part.float().mean() for part in (kept & (now != then)).split(look.lengths)])
+            has_one = torch.stack([part.any() for part in kept.split(look.lengths)])
+            self.row(f"{name}_kept")[look.index] += has_one.double().to(self.sums.device)
+            changed = (shares > 0.05).double().to(self.sums.device)
+            self.row(f"{name}_rewritten")[look.index] += changed
+
     @property
     def put_back(self):
         """Share of the weights that steps moved which were put back before the next step."""

@@ -9,7 +9,7 @@ A new kind of fault is a row here and a function in a file of measures, or one m
 import sys
 from pathlib import Path
 
-from . import measures, measures_of_averages, measures_of_net
+from . import measures, measures_of_averages, measures_of_net, measures_of_noise
 from .faults import Fault, findings_by_tensor, first_finding, table
 from .measured import STILL, Measured
 from .verdicts import LIMITS, Finding
@@ -104,8 +104,8 @@ def row_of_shared_noise(noise):
     )
 
 
-NOISE_OF_WEIGHTS = measures.Noise("weight")
-NOISE_OF_MOMENTS = measures.Noise("moment")
+NOISE_OF_WEIGHTS = measures_of_noise.Noise("weight")
+NOISE_OF_MOMENTS = measures_of_noise.Noise("moment")
 
 # Of an average of a tensor.
 AVERAGE = [

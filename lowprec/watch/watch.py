@@ -366,48 +366,11 @@ class Watch:
         look, now = self.writes.look, None
         if look is not None:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])
-            moved = look.new != look.held
-            back = moved & (now == look.held)
-            tops = torch.cat([part.abs().max().expand(part.numel()) for part in now.split(look.lengths)])
-            bound = (look.held == 0) | (look.held.abs() == tops)
-            # a mask or a bound, as of WGAN's weights, is no step
-            drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
-            drift, step = (now - look.new).where(drifted, 0.0), look.new - look.held
-            some = [part.float().mean() > 0.05 for part in drifted.split(look.lengths)]
-            looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
-            is_some = torch.cat([one.expand(n) for one, n in zip(some, look.lengths, strict=True)])
-            rows = {
-                "moved": moved,
-                "back": back,
-                "masked": back & bound,
-                "follows": looks,
-                "drifts": looks.where(is_some, 0.0),
-                "drift": drift.square(),
-                "stepped": step.square(),
-                "against": -drift * step,
-                "beside": step.square().where(drifted, 0.0),
-                "shrunk": -drift * look.new,
-                "shrinkable": look.new.square().where(drifted, 0.0),
-            }
-            self.extra.put(rows, look.index, look.lengths)
-            self._follow_moments(look)
+            self.extra.follow(look, now)
+            self.extra.follow_moments(look, self.answers)
             self._compare_copies(look)
         self.averages.compare(self.steps, held=now)
         self.teachers.compare(self.steps)
-
-    def _follow_moments(self, look):
-        """Whether something else has changed the moments since the step wrote them."""
-        written = {"m": look.new_m, "v": look.new_v}
-        for name, then in written.items():
-            if then is None:
-                continue
-            now = first_moments(look, self.answers) if name == "m" else look.read_v()[0]
-            kept = now.isfinite() & then.isfinite()
-            shares = torch.stack([part.float().mean() for part in (kept & (now != then)).split(look.lengths)])
-            has_one = torch.stack([part.any() for part in kept.split(look.lengths)])
-            self.extra.row(f"{name}_kept")[look.index] += has_one.double().to(self.extra.sums.device)
-            changed = (shares > 0.05).double().to(self.extra.sums.device)
-            self.extra.row(f"{name}_rewritten")[look.index] += changed
 
     def _compare_copies(self, look):
         """How far the model's own weights are from the copies that the optimiser steps."""
