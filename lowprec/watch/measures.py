@@ -42,6 +42,14 @@ def rate_at_zero(one):
     return None
 
 
+def rate_below_zero(seen):
+    """looks at which a learning rate was below 0"""
+    below = [one for one in seen.tensors if one.facts.below_zero]
+    for one in below[:1]:
+        whole = len(below) == len(seen.tensors)
+        yield Figure(one.facts.below_zero, {"looks": one.facts.below_zero}, "" if whole else one.name)
+
+
 def all_rates_always_zero(seen):
     """looks at which all learning rates were 0"""
     looked_at = [one for one in seen.tensors if one.facts.looks]
@@ -102,6 +110,14 @@ def too_far(one):
     chance = 6 * math.sqrt(max(one.weight.miss, one.error.spread))
     beyond = one.weight.arrived - one.weight.wanted - chance
     return Figure(beyond / one.weight.wanted, {"times": one.weight.share})
+
+
+def weights_are_bf16(one):
+    """share of the entries of an fp32 weight that a step moved, and that are bf16 numbers at the next step"""
+    if one.p.dtype != torch.float32 or one.extra.moved < 64:
+        return None
+    # some are after the step by themselves
+    return Figure(one.extra.narrowed / one.extra.wide) if one.extra.wide >= 64 else None
 
 
 def put_back(one):
@@ -218,6 +234,12 @@ def v_gone(one):
         return None
     share = one.extra.v_gone / one.extra.judged
     return Figure(share, {"share": share, "dtype": short(v.dtype)}) if v.dtype in net_state.NARROW else None
+
+
+def v_below_zero(one):
+    """second moments below 0 before a step"""
+    known = getattr(one.watch.answers, "forms_v", True)
+    return Figure(one.extra.v_below, {"count": one.extra.v_below}) if known else None
 
 
 def v_burst(one):
@@ -392,6 +414,14 @@ def counter_behind(one):
         return None
     behind, steps = one.facts.behind, one.watch.steps
     return Figure(behind / max(20, steps), {"behind": behind, "steps": steps})
+
+
+def states_begin_anew(seen):
+    """share of the looks after the first at which all tensors with gradients had no state"""
+    kept = [one for one in seen.tensors if one.facts.looks > 2 and one.facts.keeps]
+    shares = [(one.facts.empty - 1) / (one.facts.looks - 1) for one in kept]
+    if shares:
+        yield Figure(min(shares), {"share": min(shares)}, "")
 
 
 def all_counters_behind(seen):

@@ -9,6 +9,7 @@ it can find.
 """
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -105,6 +106,8 @@ class Watch:
         self.alive = None
         self.depth = 0  # of calls of step within a step
         self.begun_with = None, 0  # see _a_gradient
+        self.read = None, 0  # the gradient of the last step, weakly, and how often it was written
+        self.again = 0  # steps whose gradients nothing has written since the step before
         self.looking = False  # a look has begun, and its step is not done
         self.follow = False  # the next step compares what has become of the weights since
         self.handles = [
@@ -172,7 +175,16 @@ class Watch:
         if self.depth > 1:  # a subclass that calls its parent's step, which has the same hooks
             return None
         self.begun_with = gradient, version
+        self._read_again(gradient, version)
         return self._begin(args, kwargs)
+
+    def _read_again(self, gradient, version):
+        """Notice that a step is given the gradients of the one before."""
+        if gradient is None:
+            return
+        last, then = self.read
+        self.again += last is not None and last() is gradient and version == then
+        self.read = weakref.ref(gradient), version
 
     def _a_gradient(self):
         """(a gradient, how often it was written): the same in a step and in the step within that."""
@@ -231,6 +243,8 @@ class Watch:
             if torch.is_tensor(scale) or scale != 1.0:
                 self.clips.append(scale)
             scale = scale / grad_scale(self.optimizer)
+        if self.averages.count is not None:
+            self.averages.count_now(self.steps)
         # by turns, which halves what they cost
         turn_of_averages = self.looks % 2 and self.ema is not None
         self.writes.at = {"averages"} if turn_of_averages else {"moments"}
