@@ -980,7 +980,7 @@ STEPLESS = Finding(
     "step",
     "moderate",
     "no step was done since this watch began",
-    "does the loop step this optimiser, or another? GradScaler leaves out steps whose gradients are inf or NaN",
+    "does the loop step this optimiser? GradScaler leaves out steps whose gradients are not finite",
 )
 
 # ---- Findings ----------------------------------------------------------------------------------------------
