@@ -1,13 +1,10 @@
 """bench.py advice: the peak of a process that trains, beside what `advise` says of it. (an hour, 4 GiB)
 
 Each net and recipe is trained for two steps in a process of its own, which then says how much memory it had
-at most. The C library keeps pieces of freed memory for later use. MALLOC_MMAP_THRESHOLD_=65536 in the
-environment gives freed tensors back at once: the estimate is held against that. fp32 runs without it, too.
-Peaks on a GPU are those of the record of `bench.py --gpu`.
+at most. Peaks on a GPU are those of the record of `bench.py --gpu`.
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,13 +23,13 @@ NETS = {  # what the page calls it: (flags of train.py, examples a step)
     "GPT, 512 tokens": ("--task language --size 25M --block 512", 2),
     "ResNet-18, 224x224 images": ("--task classify --model resnet18 --image_size 224", 8),
 }
-TRAINED = {  # recipe: whether it runs as a user runs it, too
-    "fp32": True,
-    "pure_bf16-stochastic": False,
-    "bf16": False,
-    "pure_bf16-stochastic-opt8bit": False,
-    "pure_bf16-stochastic-opt4bit": False,
-}
+TRAINED = (
+    "fp32",
+    "pure_bf16-stochastic",
+    "bf16",
+    "pure_bf16-stochastic-opt8bit",
+    "pure_bf16-stochastic-opt4bit",
+)
 GPU_RECORD = "experiments/bench/gpu-nvidia-h100-80gb-hbm3.json"
 GPU_NET = "dit:B/2:32:64"
 ON_A_GPU = {  # what the record calls a recipe: its flags
@@ -41,14 +38,11 @@ ON_A_GPU = {  # what the record calls a recipe: its flags
     "pure_bf16-stochastic": "--pure_bf16 --stochastic",
     "fp8-torchao-tensorwise": "--fp8",
 }
-FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 MIB = 2**20
 
 
 def advice(args, clock):
-    """Rows (dicts): net, command, flags, batch, and in bytes what was told, and the peak of a process that
-    gives freed memory back, and where it was measured of one that keeps it.
-    """
+    """Rows (dicts): net, command, flags, batch, and in bytes what was told and the peak of a process."""
     rows = []
     with progress_bar(len(NETS) * len(TRAINED)) as bar:
         for net in NETS:
@@ -90,9 +84,7 @@ def measured(net, name, told, threads):
     flags = typed(RECIPES[name]) or "(none)"
     row = dict(net=net, command=f"train.py {words}", flags=flags, batch=batch, told=told[flags])
     command = ["-m", "benchmarks.advice_process", json.dumps([words.split(), RECIPES[name], batch, threads])]
-    row["peak"] = int(output(command, FREED_AT_ONCE))
-    if TRAINED[name]:
-        row["peak_kept"] = int(output(command))
+    row["peak"] = int(output(command))
     return row
 
 
@@ -103,10 +95,9 @@ def told_of(net):
     return {row["flags"]: row["total_bytes"] for row in answer["rows"]}
 
 
-def output(words, environment=None):
+def output(words):
     """What Python prints with these words, in a new process. Raises Refused where it fails."""
-    environment = {**os.environ, **(environment or {})}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise Refused(f"{words}: exit status {done.returncode}: {lines[-1]}")
@@ -115,15 +106,13 @@ def output(words, environment=None):
 
 def table(rows):
     """Markdown: told and real, in MiB, and by how much they differ."""
-    heads = ["net", "flags", "told, MiB", "peak, MiB", "off, %", "with freed memory kept, MiB", "off, %"]
+    heads = ["net", "flags", "told, MiB", "peak, MiB", "off, %"]
     lines = []
     for row in rows:
-        cells = [row["net"], f"`{row['flags']}`", f"{row['told'] / MIB:,.0f}"]
-        for column in ("peak", "peak_kept"):
-            size = row.get(column)
-            cells.append("-" if size is None else f"{size / MIB:,.0f}")
-            cells.append("-" if size is None else f"{100 * (size / row['told'] - 1):+.0f}")
-        lines.append(cells)
+        told, peak = row["told"], row["peak"]
+        off = 100 * (peak / told - 1)
+        sizes = [f"{told / MIB:,.0f}", f"{peak / MIB:,.0f}", f"{off:+.0f}"]
+        lines.append([row["net"], f"`{row['flags']}`", *sizes])
     return markdown(heads, lines)
 
 

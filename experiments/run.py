@@ -148,6 +148,9 @@ def end_with(parent):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+PRELOADED = ["trainer", "models", "sklearn.model_selection", "torch.utils.tensorboard", "torchvision.utils"]
+
+
 def server():
     """Where the runs' processes come from.
 
@@ -157,7 +160,7 @@ def server():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["trainer"])
+    processes.set_forkserver_preload(PRELOADED)
     return processes
 
 

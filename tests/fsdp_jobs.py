@@ -1,5 +1,5 @@
-"""What the ranks of test_fsdp.py and test_reduction.py do: each function runs on all ranks of a job, see
-many_ranks.py.
+"""What the ranks of test_fsdp.py, test_processes.py and test_reduction.py do: each function runs on all ranks
+of a job, see many_ranks.py.
 
     torchrun --nproc_per_node=2 tests/fsdp_jobs.py pieces '"cuda"' '"told.json"'    # a job, its words in JSON
 
@@ -421,6 +421,18 @@ def hurried(*words):
     if "DIES" in words and os.environ["RANK"] == "1":
         dist.init_process_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
     return train.main([word for word in words if word != "DIES"])
+
+
+def auto(limits, *words):
+    """train.py where the memory of each rank ends at a batch size of its own."""
+    import pytest
+    from out_of_memory import Full
+
+    import train
+
+    with pytest.MonkeyPatch.context() as patch:
+        Full(patch, limits[int(os.environ["RANK"])])
+        return train.main(list(words))
 
 
 # ---- Means of gradients ------------------------------------------------------------------------------------

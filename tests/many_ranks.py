@@ -25,14 +25,13 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.utils.tensorboard  # noqa: F401
-import torchvision.utils  # noqa: F401
 from forked import LONGEST, forked, wait
 
 import train
 from harness import run_folder
 from lowprec.formats import FORMATS
 from lowprec.kernels import compiled
+from tasks import generation
 
 
 def port():
@@ -81,6 +80,7 @@ def rank(number, world, port, job, words, messages, folder, hosted="False"):
 
 if __name__ == "__main__":
     compiled._compiled = common.uncompiled
+    generation.HELDOUT = 16  # as in cli.py
     torch.set_num_threads(1)
     run_folder.environment("cpu")
     for form in FORMATS.values():

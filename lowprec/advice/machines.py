@@ -36,7 +36,7 @@ class Machine(NamedTuple):
     hardware: str = ""
 
 
-MARGIN_OF_CPU = 0.15  # what the C library keeps of freed memory, see docs/advise.md
+MARGIN_OF_CPU = 0.1  # how far a peak may lie above what is told, see docs/advise.md
 
 # name -> (GiB, compute capability), as NVIDIA's data sheets have them
 GPUS = {
@@ -148,11 +148,15 @@ def _gib(memory):
 
 
 RUNNING = 50 * 2**20  # what compiled code and its buffers add to a process once it trains, as measured
+# The GNU C library does not give back the last 64 MiB of memory that was freed: mallopt(3),
+# M_MMAP_THRESHOLD, whose largest value is 32 MiB; M_TRIM_THRESHOLD becomes twice that.
+KEPT = 64 * 2**20
 
 
 def process(net: nn.Module) -> int:
     """Bytes that this process would hold beside tensors if it trained on a CPU: Python, the libraries that it
-    has imported, and torch's compiler, which makes the optimiser's step. The net's own bytes do not count.
+    has imported, torch's compiler, which makes the optimiser's step, and freed memory that the C library
+    keeps. The net's own bytes do not count.
     """
     importlib.import_module("torch._inductor.compile_fx")
     try:
@@ -161,4 +165,4 @@ def process(net: nn.Module) -> int:
     except OSError:
         return 0
     own = [t for t in [*net.parameters(), *net.buffers()] if t.device.type != "meta"]
-    return max(0, resident - sum(t.nbytes for t in own)) + RUNNING
+    return max(0, resident - sum(t.nbytes for t in own)) + RUNNING + KEPT

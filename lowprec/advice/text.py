@@ -163,10 +163,10 @@ def _notes(advice):
             "GiB at once can be less than the sum of the columns: gradients come while activations go. "
             "Activations are found by a pass over shapes, as torch computes on a CPU."
         )
-    kept = "what is kept of freed memory" if machine.is_cpu else "CUDA itself and what fragments it"
+    kept = "what the estimate may miss" if machine.is_cpu else "CUDA itself and what fragments it"
     lines.append(f"A recipe fits where {machine.margin:.0%} of the memory is left free, for {kept}.")
     if machine.is_cpu:
-        lines.append("The process itself, Python and its libraries, is counted too.")
+        lines.append("The process itself, its libraries and what it keeps of freed memory are counted too.")
     if not advice.subject.average:
         lines.append("No moving average of the weights is counted; --average yes adds 4 bytes a parameter.")
     if advice.speeds_from:

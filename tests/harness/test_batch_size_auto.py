@@ -2,9 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +9,7 @@ import cli
 import common
 import pytest
 import torch
+from out_of_memory import Full
 
 import strategies
 import train
@@ -73,55 +71,6 @@ def test_all_processes_take_the_smallest_number():
 
 
 # ---- The command, where a CPU plays the GPU ----------------------------------------------------------------
-
-
-class Memory:
-    """Stands in for batch_size.Memory: that of a machine that has none to speak of."""
-
-    total = 8 << 30
-
-    def __init__(self, device):
-        self.cleared = 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        """Nothing was changed."""
-
-    def clear(self):
-        self.cleared += 1
-
-    def used(self):
-        return 3 << 30
-
-
-class Full:
-    """Lets steps of more than `limit` examples run out of memory, at the point that `where` names."""
-
-    def __init__(self, monkeypatch, limit, where="backward"):
-        self.limit, self.sizes, self.trainers = limit, [], weakref.WeakSet()
-        step, backward = trainer.Trainer.train_step, trainer.Precision.backward
-
-        def train_step(run, measure):
-            size = run.config.batch_size // run.ranks.world
-            self.sizes.append((size, measure))
-            self.trainers.add(run)
-            self.size = size
-            result = step(run, measure)
-            if where == "after" and size > self.limit:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return result
-
-        def full(precision, loss):
-            if where == "backward" and self.size > self.limit:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return backward(precision, loss)
-
-        monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
-        monkeypatch.setattr(trainer.Precision, "backward", full)
-        monkeypatch.setattr(batch_size, "Memory", Memory)
-        monkeypatch.setattr(batch_size, "check", lambda *_: None)
 
 
 def auto(*flags, name="auto", steps=4):
@@ -225,45 +174,6 @@ def test_one_example_is_a_batch(monkeypatch, capsys):
     run = strategies.settle({"name": "run", "batch_size": "auto"}, typed=True)
     assert batch_size.chosen(trainer.Trainer, run) == 1
     assert "auto: 1 (" in capsys.readouterr().out
-
-
-# ---- Several processes -------------------------------------------------------------------------------------
-
-RANKS = """
-import sys
-
-sys.path[:0] = {paths!r}
-import pytest
-import test_batch_size_auto as tests
-import two_ranks
-
-full, started = tests.Full(pytest.MonkeyPatch(), 0), two_ranks.rank
-
-def rank(number, port):
-    full.limit = {limits!r}[number]  # in a fork of its own
-    started(number, port)
-
-two_ranks.rank = rank
-sys.argv[1:] = {words!r}
-sys.exit(two_ranks.main())
-"""
-
-
-def two_ranks(limits, *words):
-    here = Path(__file__).resolve()
-    paths = [str(folder) for folder in here.parents[:3]]  # tests/harness, tests, and the root
-    words = [str(word) for word in words]
-    Path("in_two.py").write_text(RANKS.format(paths=paths, limits=limits, words=words))
-    return subprocess.run([sys.executable, "in_two.py"], capture_output=True, text=True, timeout=300)
-
-
-def test_two_processes_take_the_smallest_number():
-    quick = [word for word in cli.QUICK if word not in ("--batch_size", "8")]
-    words = [*quick, "--name", "run", "--steps", 2, "--threads", 1, "--batch_size", "auto"]
-    done = two_ranks([16, 4], *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("--batch_size auto: 8 (") == 1, done.stdout
-    assert cli.checkpoint()["config"]["batch_size"] == 8 and cli.checkpoint()["step"] == 2
 
 
 # ---- Where it is refused -----------------------------------------------------------------------------------

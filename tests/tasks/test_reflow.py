@@ -17,7 +17,6 @@ import torch
 from cli import (
     LOOP,
     QUICK,
-    ROOT,
     after_step,
     assert_same,
     checkpoint,
@@ -27,7 +26,6 @@ from cli import (
     metrics,
     no_training,
     one_line,
-    process,
     quick,
     summary,
 )
@@ -274,27 +272,6 @@ def test_pairs_that_are_gone_are_drawn_again(teachers):
     assert student(name="again") == 0
     assert_same(pairs("again"), pairs())
     assert_same(checkpoint("again")["precision"], checkpoint()["precision"])
-
-
-def on_two_processes(*flags):
-    """train.py on two ranks."""
-    running = process(ROOT / "tests" / "two_ranks.py", *flags)
-    _, said = running.communicate(timeout=300)
-    assert running.returncode == 0, said
-
-
-def test_two_processes_draw_and_learn_what_one_does_and_resume(teachers):
-    flags = [*QUICK, *REFLOW, "--sample_batch", 8]
-    on_two_processes(*flags, "--name", "two", "--steps", 4)
-    assert command(*flags, "--name", "one", "--steps", 6) == 0
-    assert_same(pairs("two"), pairs("one"))
-    on_two_processes(*flags, "--name", "two", "--steps", 6)
-    assert [row["step"] for row in metrics("two")] == [2, 4, 6]
-
-    def last(name):
-        return torch.cat([t.flatten() for t in checkpoint(name)["precision"]["model"].values()])
-
-    assert float((last("two") - last("one")).norm() / last("one").norm()) < 1e-4
 
 
 # ---- Without the teacher -----------------------------------------------------------------------------------
