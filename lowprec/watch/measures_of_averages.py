@@ -59,13 +59,13 @@ def average_goes_right_away(one):
 
 
 def average_goes_elsewhere(one):
-    """1 less the cosine of what an fp32 average moved and the way to its weight"""
+    """1 less the mean cosine of what an fp32 average moved and the way to its weight"""
     sums = one.averaging
-    if _average_is_narrow(one) or sums is None or sums.gap_square * sums.move_square == 0:
+    if _average_is_narrow(one) or sums is None or not sums.directed:
         return None
     if sums.entries < SOME * sums.looks:
         return None
-    return Figure(1 - sums.along / math.sqrt(sums.gap_square * sums.move_square))
+    return Figure(1 - sums.cosine / sums.directed)
 
 
 def average_overshoots(one):
