@@ -22,6 +22,8 @@ def try_import(name):
     """(module, None), or (None, why it can't be imported). Silences what libraries say about parts that this
     machine lacks.
     """
+    if sys.modules.get(name) is not None:  # formats ask at each step
+        return sys.modules[name], None
     for library in ("torchao", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
     quiet = logging.root.manager.disable

@@ -12,6 +12,7 @@
 Images are cropped to their central square and resized; the distinct values of all masks become 0, 1, ...
 """
 
+import functools
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -86,11 +87,17 @@ def load(
 # ---- Built in ----------------------------------------------------------------------------------------------
 
 
-def _digits(wish):
+@functools.cache
+def _sklearn_digits():
     from sklearn.datasets import load_digits
+
+    return load_digits()
+
+
+def _digits(wish):
     from sklearn.model_selection import train_test_split
 
-    digits = load_digits()
+    digits = _sklearn_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1  # 0..16 -> [-1, 1], exact in fp32
     labels = torch.from_numpy(digits.target).long()
     train, heldout = train_test_split(

@@ -30,7 +30,7 @@ class AverageWatch:
         if self.average is None or not self.writes.shadows:
             return
         self.average.step = step
-        updated = self._count(step)
+        updated = self.count_now(step)
         index, before = self.writes.shadows["ema"]
         shadow = self.average.shadow
         taken = [self.writes.pick(shadow[self.names[i]]) for i in index]
@@ -59,7 +59,7 @@ class AverageWatch:
             away = bool((self.writes.pick(p).float() != then.float()).any())
             looks[i] = looks[i] + float(away) if has_stood else 0.0
 
-    def _count(self, step):
+    def count_now(self, step):
         """Notice that the average's counter has changed. Returns whether it counts an update since."""
         count = self.average.counts()
         if count == self.count:

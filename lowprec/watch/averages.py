@@ -156,3 +156,39 @@ def _is_mean(ema):
     """Whether it is torch's AveragedModel without a function of one's own: a plain mean."""
     functions = (getattr(ema, "multi_avg_fn", None), getattr(ema, "avg_fn", None))
     return isinstance(ema, torch.optim.swa_utils.AveragedModel) and not any(functions)
+
+
+# ---- The rate at which it goes -----------------------------------------------------------------------------
+
+
+def said_rate(average, measured):
+    """The rate that an average should have: of those that its decay, its schedule or its warm-up may say, the
+    nearest to the measured one. None where nobody says.
+    """
+    ranges = getattr(average, "ranges", None)
+    if ranges is None:  # a decay alone
+        ranges = [] if average.decay is None else [(average.decay, average.decay)]
+    nearest = [min(max(measured, 1 - high), 1 - low) for low, high in ranges]
+    return min(nearest, key=lambda rate: _factor(rate, measured), default=None)
+
+
+def _factor(a, b):
+    """How many times the larger of two rates is the smaller."""
+    low, high = sorted((abs(a), abs(b)))
+    return high / max(low, 1e-12)
+
+
+def measured_rate(old, new, gap, narrow):
+    """The share of its distance that an average went, where nobody says: the median of the entries that
+    moved. 0.0 where none did. narrow: it is held in 16 bits.
+    """
+    moved = (new != old) & (gap != 0)
+    count = int(moved.sum())
+    if not count:
+        return 0.0
+    if not narrow:
+        return float(((new - old) / gap)[moved].median())
+    # as many of the farthest: those that rounding to nearest moved, and a fair sample where chance rounds
+    farthest = (gap / old.abs().clamp_min(1e-30)).abs().topk(count).indices
+    gap = gap[farthest]
+    return float(((new - old)[farthest] * gap).sum() / gap.square().sum())

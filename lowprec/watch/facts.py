@@ -23,6 +23,7 @@ class Steps(Sums):
         "broken",  # weights that are not finite before a step
         "burst",  # those that a step made so, whose gradients are finite
         "v_burst",  # second moments that it made so
+        "v_below",  # those that are below 0
         "v_gone",  # those that are 0 after a gradient whose square is not
         "graded",  # gradients that are not 0
         "judged",  # those of looks at the second moment
@@ -30,6 +31,8 @@ class Steps(Sums):
         "subnormal",  # those of an fp16 product that have lost bits or nearly all
         "moved",  # weights that the step changed, of looks that were followed to the next step
         "back",  # those of them that were put back before the next step
+        "wide",  # those of them that are no bf16 numbers after the step, and not 0 at the next
+        "narrowed",  # those of these that are at the next
         "masked",  # those of these that were put back to 0, or to the bound of all: masks, WGAN's clipping
         "v_held",  # second moments that are not 0 before a step
         "v_bf16",  # those of them that are bf16 numbers
@@ -57,7 +60,7 @@ class Steps(Sums):
         finite = look.g.isfinite()
         graded = look.g != 0
         decay, rest = _decay_and_rest(look, finite, answers)
-        judged = faint = v_burst = v_gone = torch.zeros_like(graded)
+        judged = faint = v_burst = v_gone = v_below = torch.zeros_like(graded)
         held_finite = look.held.isfinite()
         if look.v is not None:
             lacks = [beta_power(answers, p) for p in look.params]
@@ -68,6 +71,7 @@ class Steps(Sums):
             wide = look.spread([dtype != torch.float16 for dtype in look.v_dtypes], torch.bool)
             faint = graded & (corrected < eps.square()) & wide
             v_burst = look.aim.isfinite() & ~look.new_v.isfinite()
+            v_below = look.v < 0
             v_gone = graded & (look.new_v == 0) & (look.aim > TINY)
         subnormal = torch.zeros_like(graded)
         for at in _from_fp16(look):
@@ -81,6 +85,7 @@ class Steps(Sums):
             "broken": ~held_finite,
             "burst": held_finite & finite & ~look.new.isfinite(),
             "v_burst": v_burst,
+            "v_below": v_below,
             "v_gone": v_gone,
             "graded": graded,
             "judged": judged,
@@ -89,6 +94,50 @@ class Steps(Sums):
             **_bf16_values(look),
         }
         self.put(rows, look.index, look.lengths)
+
+    def follow(self, look, now):
+        """Count what became of the weights between the step of a look and the next. now: held then, [n]."""
+        moved = look.new != look.held
+        back = moved & (now == look.held)
+        wide = moved & ~_is_bf16(look.new) & (now != 0)
+        tops = torch.cat([part.abs().max().expand(part.numel()) for part in now.split(look.lengths)])
+        bound = (look.held == 0) | (look.held.abs() == tops)
+        # a mask or a bound, as of WGAN's weights, is no step
+        drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
+        drift, step = (now - look.new).where(drifted, 0.0), look.new - look.held
+        some = [part.float().mean() > 0.05 for part in drifted.split(look.lengths)]
+        looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
+        is_some = torch.cat([one.expand(n) for one, n in zip(some, look.lengths, strict=True)])
+        rows = {
+            "moved": moved,
+            "back": back,
+            "wide": wide,
+            "narrowed": wide & _is_bf16(now),
+            "masked": back & bound,
+            "follows": looks,
+            "drifts": looks.where(is_some, 0.0),
+            "drift": drift.square(),
+            "stepped": step.square(),
+            "against": -drift * step,
+            "beside": step.square().where(drifted, 0.0),
+            "shrunk": -drift * look.new,
+            "shrinkable": look.new.square().where(drifted, 0.0),
+        }
+        self.put(rows, look.index, look.lengths)
+
+    def follow_moments(self, look, answers):
+        """Count whether something else has changed the moments since the step of a look wrote them."""
+        written = {"m": look.new_m, "v": look.new_v}
+        for name, then in written.items():
+            if then is None:
+                continue
+            now = first_moments(look, answers) if name == "m" else look.read_v()[0]
+            kept = now.isfinite() & then.isfinite()
+            shares = torch.stack([part.float().mean() for part in (kept & (now != then)).split(look.lengths)])
+            has_one = torch.stack([part.any() for part in kept.split(look.lengths)])
+            self.row(f"{name}_kept")[look.index] += has_one.double().to(self.sums.device)
+            changed = (shares > 0.05).double().to(self.sums.device)
+            self.row(f"{name}_rewritten")[look.index] += changed
 
     @property
     def put_back(self):
@@ -151,8 +200,12 @@ def _bf16_values(look):
         if moment is not None:
             held = moment.isfinite() & (moment != 0)
             rows[f"{name}_held"] = held
-            rows[f"{name}_bf16"] = held & (moment.bfloat16().float() == moment)
+            rows[f"{name}_bf16"] = held & _is_bf16(moment)
     return rows
+
+
+def _is_bf16(values):
+    return values.bfloat16().float() == values
 
 
 def first_moments(look, answers):
@@ -172,6 +225,9 @@ class Facts:
         self.looks = 0  # looks with a gradient
         self.idle = 0  # looks with a gradient that is 0 everywhere
         self.without = 0  # looks without one
+        self.empty = 0  # looks with a gradient at which the optimiser kept no state of it
+        self.keeps = False  # whether a step ever left a state
+        self.below_zero = 0  # looks at which its learning rate was below 0
         self.at_zero = 0  # the last looks, at which its learning rate was 0
         self.zero_since = 0  # the step of the first of them
         self.v_dtype = None  # dtype of exp_avg_sq at first
@@ -186,6 +242,7 @@ class Facts:
 
     def at_rate(self, rate, step):
         """Take in the learning rate of a look."""
+        self.below_zero += rate < 0
         if rate:
             self.at_zero = 0
             return

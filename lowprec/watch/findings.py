@@ -9,7 +9,7 @@ A new kind of fault is a row here and a function in a file of measures, or one m
 import sys
 from pathlib import Path
 
-from . import measures, measures_of_averages, measures_of_net
+from . import measures, measures_of_averages, measures_of_net, measures_of_noise
 from .faults import Fault, findings_by_tensor, first_finding, table
 from .measured import STILL, Measured
 from .verdicts import LIMITS, Finding
@@ -23,6 +23,8 @@ UNWRITTEN = (
 ONES = "{ones:.0%} of the gains are exactly 1.0; "
 DECAY = "let decay be part of the fp32 update that is rounded once"
 SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
+OF_THIS_NET = "update it with the weights of this net, each with its own, as average.lerp_(weight, 1 - decay)"
+AWAY = "the average moves away from its weight, by {rate:.2g} of the way a step"
 RATE = "it goes {rate:.2g} of the way a step, and its decay {decay:g} says {said:.2g}"
 YOUNG = "young: {remains:.0%} of the start remains after {steps} steps of decay {decay:g}"
 ARRIVE = "a decay of {less:.4g} or less, or more steps"
@@ -104,8 +106,8 @@ def row_of_shared_noise(noise):
     )
 
 
-NOISE_OF_WEIGHTS = measures.Noise("weight")
-NOISE_OF_MOMENTS = measures.Noise("moment")
+NOISE_OF_WEIGHTS = measures_of_noise.Noise("weight")
+NOISE_OF_MOMENTS = measures_of_noise.Noise("moment")
 
 # Of an average of a tensor.
 AVERAGE = [
@@ -129,10 +131,19 @@ AVERAGE = [
     ),
     Fault(
         site="ema",
+        limit=0.9,
+        measure=measures_of_averages.average_goes_right_away,
+        text=AWAY,
+        remedy=SIGN,
+        severity="severe",
+        rank=3.0,
+    ),
+    Fault(
+        site="ema",
         limit=0.25,
         measure=measures_of_averages.average_goes_away,
-        text="the average moves away from its weight, by {rate:.2g} of the way a step",
-        remedy=SIGN,
+        text=AWAY,
+        remedy=OF_THIS_NET,
         severity="severe",
         rank=3.0,
     ),
@@ -165,12 +176,30 @@ AVERAGE = [
     ),
     Fault(
         site="ema",
+        limit=0.5,
+        measure=measures_of_averages.average_goes_elsewhere,
+        text="the average moves, and not toward its weight",
+        remedy=OF_THIS_NET,
+        severity="severe",
+        rank=2.1,
+    ),
+    Fault(
+        site="ema",
         limit=0.99,
         measure=measures_of_averages.average_is_bf16,
         text="the average is fp32, and all its values are bf16 numbers: something rounds them",
         remedy="hold, move and compute it in fp32",
         severity="severe",
         rank=1.5,
+    ),
+    Fault(
+        site="ema",
+        limit=None,
+        measure=measures_of_averages.average_is_its_weight,
+        text="the average is the weight itself: they share their memory",
+        remedy="clone the weights where the average is made",
+        severity="severe",
+        rank=2.3,
     ),
     Fault(
         site="ema",
@@ -226,10 +255,10 @@ AVERAGE = [
     ),
     Fault(
         site="ema",
-        limit=3.0,
+        limit=1.7,
         measure=measures_of_averages.average_fast,
         text=RATE,
-        remedy="check how the average is updated",
+        remedy="check how the average is updated: once a step?",
     ),
     Fault("ema", 0.1, measures_of_averages.average_young_in_a_long_run, YOUNG, ARRIVE),
     Fault("ema", 0.1, measures_of_averages.average_young, YOUNG, ARRIVE, severity="note"),
@@ -259,6 +288,15 @@ TENSOR = [
     ],
     rows_of_updates(),
     [
+        Fault(
+            site="update",
+            limit=0.99,
+            measure=measures.weights_are_bf16,
+            text="the weight is fp32, and all its values are bf16 numbers after each step: something rounds "
+            "them",
+            remedy="find what casts the weights to bf16 and back, or restores them",
+            severity="severe",
+        ),
         Fault(
             site="update",
             limit=measures.GAINS,
@@ -312,6 +350,15 @@ TENSOR = [
         ),
     ],
     [
+        Fault(
+            site="exp_avg_sq",
+            limit=0.0,
+            measure=measures.v_below_zero,
+            text="{count:,.0f} second moments are below 0, which no mean of squares is",
+            remedy="load the states as they were saved: were exp_avg and exp_avg_sq swapped?",
+            severity="severe",
+            rank=10.5,
+        ),
         Fault(
             site="exp_avg_sq",
             limit=0.0,
@@ -602,10 +649,42 @@ RUN = [
     [
         Fault(
             site="optimizer",
+            limit=2.0,
+            measure=measures_of_net.none_graded,
+            text="none of its parameters ever has a gradient",
+            remedy="make the optimiser of the parameters that the net has once it is loaded, moved and cast",
+            severity="severe",
+            rank=6.0,
+        ),
+    ],
+    [
+        Fault(
+            site="update",
+            limit=0.0,
+            measure=measures.rate_below_zero,
+            text="the learning rate was below 0 at {looks} of its looks: the weights go up the loss",
+            remedy="check the schedule: one that goes on beyond its last step, say",
+            severity="severe",
+            rank=8.0,
+        ),
+    ],
+    [
+        Fault(
+            site="optimizer",
             limit=1.0,
             measure=measures_of_net.betas_swapped,
             text="its betas are {one:g} and {two:g}: the second moment forgets faster than the first",
             remedy="are they swapped? Usual are 0.9 and 0.999",
+        ),
+    ],
+    [
+        Fault(
+            site="ema",
+            limit=None,
+            measure=measures_of_averages.average_lacks,
+            text="it has no average of {count} of the {all} tensors that train, as {name}",
+            remedy="average all that trains, buffers aside",
+            rank=1.2,
         ),
     ],
     [
@@ -694,6 +773,15 @@ RUN = [
     [
         Fault(
             site="step",
+            limit=0.5,
+            measure=measures.states_begin_anew,
+            text="the optimiser's states were empty at {share:.0%} of the looks after the first",
+            remedy="keep the states from step to step: find what clears them or makes the optimiser anew",
+            severity="severe",
+            rank=3.5,
+        ),
+        Fault(
+            site="step",
             limit=0.25,
             measure=measures.all_counters_behind,
             text="the step counters of all tensors are {behind:g} or more behind the {steps} steps done",
@@ -724,6 +812,17 @@ RUN = [
         ),
     ],
     [
+        Fault(
+            site="grads",
+            limit=0.0,
+            measure=measures_of_net.mended,
+            text="{whose} not finite after backward, and finite when the step begins, at {share:.0%} of the "
+            "looks",
+            remedy="leave out such a step, and find what overflows: what was not finite says nothing of the "
+            "others",
+            severe=0.25,
+            rank=9.4,
+        ),
         Fault(
             site="grads",
             limit=0.0,
@@ -776,6 +875,14 @@ RUN = [
         ),
     ],
     [
+        Fault(
+            site="grads",
+            limit=0.2,
+            measure=measures_of_net.stepped_again,
+            text="{share:.0%} of the steps read the gradients of the step before once more",
+            remedy="call optimizer.step() once for each backward pass",
+            rank=8.2,
+        ),
         Fault(
             site="grads",
             limit=None,
@@ -873,7 +980,7 @@ STEPLESS = Finding(
     "step",
     "moderate",
     "no step was done since this watch began",
-    "does the loop call optimizer.step? GradScaler leaves out steps whose gradients are not finite",
+    "does the loop step this optimiser? GradScaler leaves out steps whose gradients are not finite",
 )
 
 # ---- Findings ----------------------------------------------------------------------------------------------

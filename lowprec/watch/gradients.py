@@ -40,6 +40,7 @@ class Changes(Sums):
         "zeroed",  # those of them that the step reads as 0
         "negated",  # whose factor is below 0
         "spoilt",  # finite after backward and not at the step
+        "mended",  # not finite after backward, and finite at the step
         "factor",  # sum of the factors below 0
         "parts_negated",  # share of the entries that were, where not all were, summed over the looks
         "parts_zeroed",
@@ -199,6 +200,7 @@ class Gradients:
             "zeroed": gone,
             "negated": minus,
             "spoilt": was_finite & ~is_finite,
+            "mended": ~was_finite & is_finite,
             "factor": torch.where(minus, -factor, 0.0),
             "parts_negated": torch.where(partly, negated / entries.clamp_min(1), 0.0),
             "parts_zeroed": torch.where(partly, zeroed / entries.clamp_min(1), 0.0),

@@ -42,6 +42,14 @@ def rate_at_zero(one):
     return None
 
 
+def rate_below_zero(seen):
+    """looks at which a learning rate was below 0"""
+    below = [one for one in seen.tensors if one.facts.below_zero]
+    for one in below[:1]:
+        whole = len(below) == len(seen.tensors)
+        yield Figure(one.facts.below_zero, {"looks": one.facts.below_zero}, "" if whole else one.name)
+
+
 def all_rates_always_zero(seen):
     """looks at which all learning rates were 0"""
     looked_at = [one for one in seen.tensors if one.facts.looks]
@@ -102,6 +110,14 @@ def too_far(one):
     chance = 6 * math.sqrt(max(one.weight.miss, one.error.spread))
     beyond = one.weight.arrived - one.weight.wanted - chance
     return Figure(beyond / one.weight.wanted, {"times": one.weight.share})
+
+
+def weights_are_bf16(one):
+    """share of the entries of an fp32 weight that a step moved, and that are bf16 numbers at the next step"""
+    if one.p.dtype != torch.float32 or one.extra.moved < 64:
+        return None
+    # some are after the step by themselves
+    return Figure(one.extra.narrowed / one.extra.wide) if one.extra.wide >= 64 else None
 
 
 def put_back(one):
@@ -218,6 +234,12 @@ def v_gone(one):
         return None
     share = one.extra.v_gone / one.extra.judged
     return Figure(share, {"share": share, "dtype": short(v.dtype)}) if v.dtype in net_state.NARROW else None
+
+
+def v_below_zero(one):
+    """second moments below 0 before a step"""
+    known = getattr(one.watch.answers, "forms_v", True)
+    return Figure(one.extra.v_below, {"count": one.extra.v_below}) if known else None
 
 
 def v_burst(one):
@@ -394,6 +416,14 @@ def counter_behind(one):
     return Figure(behind / max(20, steps), {"behind": behind, "steps": steps})
 
 
+def states_begin_anew(seen):
+    """share of the looks after the first at which all tensors with gradients had no state"""
+    kept = [one for one in seen.tensors if one.facts.looks > 2 and one.facts.keeps]
+    shares = [(one.facts.empty - 1) / (one.facts.looks - 1) for one in kept]
+    if shares:
+        yield Figure(min(shares), {"share": min(shares)}, "")
+
+
 def all_counters_behind(seen):
     """steps that none of them counted, over all steps, 16 at least"""
     # one alone may lack gradients between two looks
@@ -408,66 +438,3 @@ def all_counters_behind(seen):
         return
     words = {"behind": min(behind), "steps": watch.steps}
     yield Figure(min(behind) / max(16, watch.steps), words, "")
-
-
-# ---- Noise -------------------------------------------------------------------------------------------------
-
-
-class Noise:
-    """Measures of the noise of one kind of writes. of: "weight" or "moment"."""
-
-    def __init__(self, of):
-        self.of = of
-        self.words = {} if of == "weight" else {"moment": "exp_avg_sq"}
-
-    def _error(self, one):
-        """The errors of a tensor that is written by chance; None for others."""
-        if not one.seen.by_chance:
-            return None
-        error = one.error if self.of == "weight" else one.moment_error
-        if error.far > 0.01 * error.entries:
-            return None
-        nearest = error.to_nearest
-        if nearest is None:
-            nearest = self._all(one.seen).to_nearest is not False
-        return None if nearest else error
-
-    def _all(self, seen):
-        return seen.watch.errors if self.of == "weight" else seen.watch.moment_errors
-
-    def in_lumps(self, one):
-        """all entries of a tensor err together, beyond 6 standard errors"""
-        error = self._error(one)
-        if error is None or not error.lumps:
-            return None
-        alternates = abs(error.score) < 0.5 * math.sqrt(error.burst * error.variance)
-        return Figure(1.0, {**self.words}) if alternates else None
-
-    def biased(self, one):
-        """mean error over the wanted steps, where it is certain"""
-        error = self._error(one)
-        if error is None:
-            return None
-        side = "away from" if error.bias > 0 else "toward"
-        mean = abs(error.score) / max(1.0, error.entries)
-        return Figure(abs(error.bias), {**self.words, "side": side, "mean": mean})
-
-    def repeated(self, one):
-        """correlation of the errors of two looks, where it is certain"""
-        error = self._error(one)
-        return None if error is None else Figure(error.repeats, {**self.words, "value": error.repeats})
-
-    def of_neighbours(self, one):
-        """correlation of the errors of neighbours, where it is certain"""
-        error = self._error(one)
-        if error is None:
-            return None
-        return Figure(error.neighbours, {**self.words, "value": error.neighbours})
-
-    def shared(self, seen):
-        """correlation of the errors of two tensors, where it is certain"""
-        errors = self._all(seen)
-        if not seen.by_chance or errors.to_nearest is not False:
-            return
-        for (a, b), value in errors.shares().items():
-            yield Figure(value, {**self.words, "other": seen.names[a], "value": value}, seen.names[b])

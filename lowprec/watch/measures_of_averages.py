@@ -2,6 +2,7 @@
 
 import math
 
+from ..telemetry import local
 from . import net_state
 from .faults import Figure
 from .gradients import SOME
@@ -49,6 +50,24 @@ def average_goes_away(one):
     return Figure(-sums.along / size, {"rate": -sums.along / sums.gap_square})
 
 
+def average_goes_right_away(one):
+    """the same where it leads right back"""
+    figure = average_goes_away(one)
+    # rounding hides how straight it is
+    straight = figure is not None and (_average_is_narrow(one) or figure.value > 0.9)
+    return Figure(1.0, figure.words) if straight and figure.value > 0.25 else None
+
+
+def average_goes_elsewhere(one):
+    """1 less the mean cosine of what an fp32 average moved and the way to its weight"""
+    sums = one.averaging
+    if _average_is_narrow(one) or sums is None or not sums.directed:
+        return None
+    if sums.entries < SOME * sums.looks:
+        return None
+    return Figure(1 - sums.cosine / sums.directed)
+
+
 def average_overshoots(one):
     """the way it goes a step, over the whole way to its weight"""
     sums = one.averaging
@@ -73,6 +92,17 @@ def average_is_bf16(one):
     if sums is None or sums.seen < 64 or _average_is_narrow(one):
         return None
     return Figure(sums.bf16 / sums.seen)
+
+
+def average_is_its_weight(one):
+    """shares the memory of its weight"""
+    shadow = one.watch.ema.shadow if one.average is not None else {}
+    shared = one.name in shadow and one.p.numel() and _memory(shadow[one.name]) == _memory(one.p)
+    return Figure(1.0) if shared else None
+
+
+def _memory(t):
+    return local(t).data_ptr()
 
 
 def average_copies(one):
@@ -126,7 +156,10 @@ def average_slow(one):
 def average_fast(one):
     """the way it goes a step, over what its decay says"""
     words = _rate_of_average(one)
-    return None if words is None else Figure(one.average.share, words)
+    # rounding to nearest moves entries far at a time
+    if words is None or (_average_is_narrow(one) and one.average.share < 3):
+        return None
+    return Figure(one.average.share, words)
 
 
 def _rate_of_average(one):
@@ -154,6 +187,16 @@ def average_young(one):
 def average_young_in_a_long_run(one):
     """share of the start that remains in it after 3000 steps"""
     return average_young(one) if one.watch.steps >= 3000 else None
+
+
+def average_lacks(seen):
+    """trained tensors that the average has not, while it has others"""
+    if seen.watch.ema is None:
+        return
+    shadow = seen.watch.ema.shadow
+    missing = [name for name in seen.names if name not in shadow]
+    if missing:
+        yield Figure(len(missing), {"count": len(missing), "all": len(seen.names), "name": missing[0]}, "")
 
 
 # ---- Its counter -------------------------------------------------------------------------------------------

@@ -57,6 +57,14 @@ def zeroed(seen):
         yield figure
 
 
+def mended(seen):
+    """share of the looks at which a gradient was not finite after backward and finite at the step"""
+    for one, figure in _changed(seen, "mended"):
+        looks = max(1.0, one.change.looks + one.change.mended)
+        figure.value = figure.words["share"] = one.change.mended / looks
+        yield figure
+
+
 def spoilt(seen):
     """looks at which a gradient was finite after backward and not at the step"""
     for one, figure in _changed(seen, "spoilt"):
@@ -66,7 +74,7 @@ def spoilt(seen):
 
 def _changed(seen, field):
     """(Tensor, Figure) of those whose gradients were changed so; of the first alone where all were."""
-    heard = [one for one in seen.tensors if one.change.looks + one.change.spoilt]
+    heard = [one for one in seen.tensors if one.change.looks + one.change.spoilt + one.change.mended]
     found = [one for one in heard if getattr(one.change, field)]
     # those that are too small to tell are taken for the others
     judged = [one for one in heard if field != "negated" or one.p.numel() >= SOME]
@@ -156,6 +164,12 @@ def forgotten(seen):
         yield Figure(cleared, {"cleared": cleared, "count": count}, seen.names[i])
 
 
+def stepped_again(seen):
+    """share of the steps that read the gradients of the step before, which nothing has written since"""
+    share = seen.watch.again / seen.watch.steps
+    yield Figure(share, {"share": share}, "")
+
+
 def not_cleared(seen):
     """gradients are there before the first backward pass of a step"""
     if seen.watch.gradients.uncleared:
@@ -185,6 +199,13 @@ def betas_swapped(seen):
     if len(betas) == 2 and betas[1] > 0:
         one, two = (float(beta) for beta in betas)
         yield Figure(one / math.sqrt(two), {"one": one, "two": two}, "")
+
+
+def none_graded(seen):
+    """looks at which no parameter of the optimiser had a gradient"""
+    never = [one for one in seen.tensors if one.facts.looks == 0 and one.facts.without]
+    if len(never) == len(seen.tensors):
+        yield Figure(seen.watch.looks, tensor="")
 
 
 def copies_apart(seen):

@@ -137,11 +137,14 @@ class States:
             self.last = step, look.index, look.lengths, look.new_v
             self.weights = dict(zip(look.index, look.new.split(look.lengths), strict=True))
         for i, p in zip(look.index, look.params, strict=True):
-            self._count(self.facts[i], self.of(p).get("step"), step)
+            state = self.of(p)
+            self.facts[i].keeps |= bool(state)
+            self._count(self.facts[i], state.get("step"), step)
 
     def before(self, facts, p, step):
         """Look at the dtype of exp_avg_sq, and at the counter before a step."""
         state = self.of(p)
+        facts.empty += not state
         facts.before = steps_of(state)
         v, m = state.get("exp_avg_sq"), state.get("exp_avg")
         if not torch.is_tensor(v) or not torch.is_tensor(m) or type(v) is not torch.Tensor:

@@ -9,6 +9,7 @@ it can find.
 """
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -105,6 +106,8 @@ class Watch:
         self.alive = None
         self.depth = 0  # of calls of step within a step
         self.begun_with = None, 0  # see _a_gradient
+        self.read = None, 0  # the gradient of the last step, weakly, and how often it was written
+        self.again = 0  # steps whose gradients nothing has written since the step before
         self.looking = False  # a look has begun, and its step is not done
         self.follow = False  # the next step compares what has become of the weights since
         self.handles = [
@@ -172,7 +175,16 @@ class Watch:
         if self.depth > 1:  # a subclass that calls its parent's step, which has the same hooks
             return None
         self.begun_with = gradient, version
+        self._read_again(gradient, version)
         return self._begin(args, kwargs)
+
+    def _read_again(self, gradient, version):
+        """Notice that a step is given the gradients of the one before."""
+        if gradient is None:
+            return
+        last, then = self.read
+        self.again += last is not None and last() is gradient and version == then
+        self.read = weakref.ref(gradient), version
 
     def _a_gradient(self):
         """(a gradient, how often it was written): the same in a step and in the step within that."""
@@ -231,6 +243,8 @@ class Watch:
             if torch.is_tensor(scale) or scale != 1.0:
                 self.clips.append(scale)
             scale = scale / grad_scale(self.optimizer)
+        if self.averages.count is not None:
+            self.averages.count_now(self.steps)
         # by turns, which halves what they cost
         turn_of_averages = self.looks % 2 and self.ema is not None
         self.writes.at = {"averages"} if turn_of_averages else {"moments"}
@@ -366,48 +380,11 @@ class Watch:
         look, now = self.writes.look, None
         if look is not None:
             now = torch.cat([self.answers.held(p, self.pick) for p in look.params])
-            moved = look.new != look.held
-            back = moved & (now == look.held)
-            tops = torch.cat([part.abs().max().expand(part.numel()) for part in now.split(look.lengths)])
-            bound = (look.held == 0) | (look.held.abs() == tops)
-            # a mask or a bound, as of WGAN's weights, is no step
-            drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
-            drift, step = (now - look.new).where(drifted, 0.0), look.new - look.held
-            some = [part.float().mean() > 0.05 for part in drifted.split(look.lengths)]
-            looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
-            is_some = torch.cat([one.expand(n) for one, n in zip(some, look.lengths, strict=True)])
-            rows = {
-                "moved": moved,
-                "back": back,
-                "masked": back & bound,
-                "follows": looks,
-                "drifts": looks.where(is_some, 0.0),
-                "drift": drift.square(),
-                "stepped": step.square(),
-                "against": -drift * step,
-                "beside": step.square().where(drifted, 0.0),
-                "shrunk": -drift * look.new,
-                "shrinkable": look.new.square().where(drifted, 0.0),
-            }
-            self.extra.put(rows, look.index, look.lengths)
-            self._follow_moments(look)
+            self.extra.follow(look, now)
+            self.extra.follow_moments(look, self.answers)
             self._compare_copies(look)
         self.averages.compare(self.steps, held=now)
         self.teachers.compare(self.steps)
-
-    def _follow_moments(self, look):
-        """Whether something else has changed the moments since the step wrote them."""
-        written = {"m": look.new_m, "v": look.new_v}
-        for name, then in written.items():
-            if then is None:
-                continue
-            now = first_moments(look, self.answers) if name == "m" else look.read_v()[0]
-            kept = now.isfinite() & then.isfinite()
-            shares = torch.stack([part.float().mean() for part in (kept & (now != then)).split(look.lengths)])
-            has_one = torch.stack([part.any() for part in kept.split(look.lengths)])
-            self.extra.row(f"{name}_kept")[look.index] += has_one.double().to(self.extra.sums.device)
-            changed = (shares > 0.05).double().to(self.extra.sums.device)
-            self.extra.row(f"{name}_rewritten")[look.index] += changed
 
     def _compare_copies(self, look):
         """How far the model's own weights are from the copies that the optimiser steps."""

@@ -17,6 +17,7 @@ import torch
 
 from ..optimizers.buckets import scale_of
 from ..telemetry import announce, sample
+from .averages import measured_rate, said_rate
 from .sums import Sums, one_an_entry, totals
 
 # ---- Many steps, added up ----------------------------------------------------------------------------------
@@ -123,6 +124,8 @@ class Averaging(Sums):
         "path",  # the same without its sign
         "spread",  # the same squared
         "said",  # the rate that it should have, times the square of the gap
+        "cosine",  # of the move and the gap, summed over the looks that follow
+        "directed",  # looks at which there was a move and a gap
         "jumps",  # times it went much farther than its weight was away
         "jumped",  # how far at most, over the way to its weight
         "seen",  # of fp32 averages: entries that are not 0 and differ from their weight
@@ -159,6 +162,10 @@ class Averaging(Sums):
             "bf16": differs & (new.bfloat16().float() == new) & (held.bfloat16().float() != held),
         }
         self.put(rows, index, lengths)
+        gap, move, along = totals([gap.square(), move.square(), along], lengths)
+        size = (gap * move).sqrt()
+        self.row("cosine")[index] += (along / size.clamp_min(1e-300)).where(size > 0, 0.0).double()
+        self.row("directed")[index] += (size > 0).double()
 
     def compare(self, now, then, ways, index, lengths):
         """Compare averages with what they were, fp32 [n]: they go no farther than their weights are away.
@@ -410,36 +417,3 @@ class Writes:
                 logs += p.numel() * math.log(v / g)
                 entries += p.numel()
         return math.exp(logs / entries) if entries else None
-
-
-def said_rate(average, measured):
-    """The rate that an average should have: of those that its decay, its schedule or its warm-up may say, the
-    nearest to the measured one. None where nobody says.
-    """
-    ranges = getattr(average, "ranges", None)
-    if ranges is None:  # a decay alone
-        ranges = [] if average.decay is None else [(average.decay, average.decay)]
-    nearest = [min(max(measured, 1 - high), 1 - low) for low, high in ranges]
-    return min(nearest, key=lambda rate: _factor(rate, measured), default=None)
-
-
-def _factor(a, b):
-    """How many times the larger of two rates is the smaller."""
-    low, high = sorted((abs(a), abs(b)))
-    return high / max(low, 1e-12)
-
-
-def measured_rate(old, new, gap, narrow):
-    """The share of its distance that an average went, where nobody says: the median of the entries that
-    moved. 0.0 where none did. narrow: it is held in 16 bits.
-    """
-    moved = (new != old) & (gap != 0)
-    count = int(moved.sum())
-    if not count:
-        return 0.0
-    if not narrow:
-        return float(((new - old) / gap)[moved].median())
-    # as many of the farthest: those that rounding to nearest moved, and a fair sample where chance rounds
-    farthest = (gap / old.abs().clamp_min(1e-30)).abs().topk(count).indices
-    gap = gap[farthest]
-    return float(((new - old)[farthest] * gap).sum() / gap.square().sum())

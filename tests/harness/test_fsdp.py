@@ -437,7 +437,7 @@ def worker(child, rank):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux alone tells the workers of torchrun")
-def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_finishes(torchrun):
+def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_finishes(torchrun, ranks):
     words = ["--name", "run", "--steps", 120, "--checkpoint_every", 20]
     first = torchrun(*words)
     end = time.monotonic() + 200  # three processes import their libraries
@@ -452,10 +452,9 @@ def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_fi
     ours = r"^(?! ).*(another process of this run has ended|interrupted); the same command resumes"
     assert len(re.findall(ours, said, re.M)) == 1, said
     assert 20 <= checkpoints.read("runs/run")["step"] < 120
-    again = torchrun(*words)
-    out, said = again.communicate(timeout=200)
-    assert again.returncode == 0, said[-3000:]
-    assert "120 steps in" in out and checkpoints.read("runs/run")["step"] == 120
+    again = ["--task", "lines.py:Lines", "--fsdp", *RUN, *LOW[:2], *words]
+    assert ranks(2, None, *again) == [0, 0], ranks_messages(ranks)
+    assert "120 steps in" in ranks.printed() and checkpoints.read("runs/run")["step"] == 120
     assert [row["step"] for row in cli.metrics()] == list(range(2, 121, 2))
 
 

@@ -1,12 +1,14 @@
 """train.py on two processes, which share each batch: they learn what one process learns, and resume."""
 
+from pathlib import Path
+
 import cli
 import generating
 import pytest
 import rank_server
 import torch
 from cli import LOOP, QUICK, assert_same, checkpoint, command, metrics, quick, summary
-from rank_server import ranks_messages
+from rank_server import ranks_messages, told
 from safetensors.torch import load_file
 
 from tasks.reflow import PAIRS
@@ -69,6 +71,13 @@ def test_the_smallest_batch_size_that_one_of_them_finds_is_that_of_both(ranks):
     assert ranks(2, "auto", [16, 4], *words) == [0, 0], ranks_messages(ranks)
     assert ranks.printed().count("--batch_size auto: 8 (") == 1
     assert checkpoint()["config"]["batch_size"] == 8 and checkpoint()["step"] == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux alone tells the names of threads")
+def test_no_thread_of_the_process_group_outlives_a_run(ranks):
+    """One that lets go of a tensor while Python ends aborts its process, and the run with it."""
+    words = [*QUICK, "--name", "run", "--steps", "2"]
+    assert told(ranks, 2, "threads_left", words) == []
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,61 @@ def test_a_broken_average_is_named(update, words, kind):
     assert watch.diagnosis().status == 1
 
 
+def of_another_net(average, p, step):
+    average.lerp_(torch.linspace(-0.2, 0.2, p.numel()).view_as(p), RATE)
+
+
+def in_another_order(average, p, step):
+    average.lerp_(p.flip(0), RATE)
+
+
+def fading(average, p, step):
+    average.mul_(1 - RATE)
+
+
+@pytest.mark.parametrize(
+    "update, remedy",
+    [
+        (of_another_net, "this net"),
+        (in_another_order, "this net"),
+        (fading, "this net"),
+        (flipped, "the sign"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_an_average_of_something_else_is_told_from_a_flipped_sign(update, remedy, kind):
+    worst = watched(update, kind).findings()[0]
+    assert (worst.site, worst.severity) == ("ema", "severe") and remedy in worst.remedy, worst
+
+
+def test_an_average_that_is_moved_twice_a_step_is_named():
+    def twice(average, p, step):
+        average.lerp_(p, RATE).lerp_(p, RATE)
+
+    found = watched(twice, Holder).findings()
+    assert {f.tensor for f in found} >= {"0.weight", "3.weight"}, found
+    assert "of the way a step, and its decay 0.95 says 0.05" in found[0].text
+
+
+def test_an_average_that_is_the_weights_themselves_is_named():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    watch = Watch(model, optimizer, {name: p.detach() for name, p in model.named_parameters()}, every=3)
+    train(model, optimizer, 12)
+    assert "they share their memory" in watch.findings()[0].text, str(watch)
+
+
+def test_an_average_without_some_trained_tensors_is_named():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    shadow = {name: p.detach().clone() for name, p in model.named_parameters() if name[0] != "3"}
+    watch = Watch(model, optimizer, shadow, every=3)
+    named = dict(model.named_parameters())
+    train(model, optimizer, 12, lambda: [t.lerp_(named[name].detach(), RATE) for name, t in shadow.items()])
+    (found,) = [f for f in watch.findings() if f.severity != "note"]
+    assert "no average of 2 of the 6 tensors that train, as 3.weight" in found.text, str(watch)
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_healthy_average_is_healthy(kind):
     assert losing(watched(healthy, kind)) == set()
@@ -444,6 +499,17 @@ def test_a_counter_that_is_reset_is_named(make, name):
     watch = run(make, begun_anew(name))
     assert any("counter of the average fell" in f.text for f in watch.findings()), str(watch)
     assert watch.diagnosis().verdict == "most likely to blame for bad results: ema"
+
+
+def test_a_counter_that_is_reset_between_all_looks_is_named():
+    """Each look at the average then reads the same number."""
+
+    def reset(average, model, step):
+        if step % 6 == 0:
+            average.optimization_step = 0
+
+    watch = run(Numbered, reset)
+    assert any("fell from" in f.text for f in watch.findings()), str(watch)
 
 
 def test_a_counter_that_stands_is_named():
