@@ -486,7 +486,7 @@ def main(steps=30):
     compiled.unfused = planted.Everything()
     rows = []
     for case in FAULTS:
-        ok, losing = planted.says(case, case.run(steps))
+        ok, losing = planted.says(case, case.run(steps).diagnosis())
         rows.append((case, first(case, losing) if ok else None))
         print("found " if ok else "missed", case.client, case.name, flush=True)
     page = PAGE.read_text()

@@ -340,7 +340,7 @@ def main(steps=30):
     compiled.unfused = planted.Everything()
     rows = []
     for case in HELD_OUT:
-        ok, losing = planted.says(case, case.run(steps))
+        ok, losing = planted.says(case, case.run(steps).diagnosis())
         rows.append((case, faults.first(case, losing) if ok else None))
         print("found " if ok else "missed", case.client, case.name, flush=True)
     before, _, rest = faults.PAGE.read_text().partition(MARK)

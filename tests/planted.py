@@ -196,10 +196,9 @@ def healthy(name, client, **options):
     return add
 
 
-def says(case, watch):
+def says(case, diagnosis):
     """(whether each expected site and tensor is named, the findings that lose something)."""
-    losing = [f for f in watch.findings() if f.severity != "note"]
-
+    losing = [f for f in diagnosis.findings if f.severity != "note"]
     return bool(losing) and all(any(fits(f, *wanted) for f in losing) for wanted in case.expect), losing
 
 

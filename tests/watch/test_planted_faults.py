@@ -33,11 +33,11 @@ def named(case):
 def test_a_planted_fault_is_named(case):
     if case.missed:
         pytest.skip(f"it can't be found: {case.missed}")
-    watch = case.run(STEPS)
-    ok, losing = planted.says(case, watch)
-    assert ok, f"{case.expect} is not named:\n{watch}"
-    assert watch.diagnosis().status == 1
-    assert not str(watch).splitlines()[-1].startswith("healthy")
+    diagnosis = case.run(STEPS).diagnosis()
+    ok, losing = planted.says(case, diagnosis)
+    assert ok, f"{case.expect} is not named:\n{diagnosis}"
+    assert diagnosis.status == 1
+    assert not str(diagnosis).splitlines()[-1].startswith("healthy")
     assert all(f.remedy for f in losing)
 
 
@@ -45,9 +45,10 @@ def test_a_planted_fault_is_named(case):
 @pytest.mark.parametrize("case", planted.HEALTHY, ids=named)
 def test_a_loop_that_works_is_healthy(case):
     watch = case.run(STEPS)
-    assert [f for f in watch.findings() if f.severity != "note"] == [], str(watch)
-    assert str(watch).splitlines()[-1] == "healthy: nothing is losing information"
-    assert watch.diagnosis().status == 0 and watch.looks >= 3
+    diagnosis = watch.diagnosis()
+    assert [f for f in diagnosis.findings if f.severity != "note"] == [], str(diagnosis)
+    assert str(diagnosis).splitlines()[-1] == "healthy: nothing is losing information"
+    assert diagnosis.status == 0 and watch.looks >= 3
 
 
 def test_noise_that_is_biased_in_all_tensors_is_not_called_shared():
