@@ -80,8 +80,8 @@ LOWPREC = (
     Mutation(
         "ties-up-in-the-average",
         "lowprec/rounding.py",
-        "0x7FFF + ((bits >> 16) & 1)",
-        "0x8000",
+        "(below >> 1) + ((bits >> count) & 1)",
+        "(below >> 1) + 1",
         ("lowprec/test_rounding.py exact_weight or held_once",),
     ),
     Mutation(
@@ -108,8 +108,8 @@ LOWPREC = (
     Mutation(
         "eps-under-the-root",
         "lowprec/optimizers/adamw.py",
-        "(v.sqrt() / n.root_correction + n.eps)",
-        "((v + n.eps).sqrt() / n.root_correction)",
+        "(n.rate * m) / (v.sqrt() / n.root_correction + n.eps)",
+        "(n.rate * m) / ((v + n.eps).sqrt() / n.root_correction)",
         ("lowprec/test_cpu_step.py bits_of_the_torch_code", "lowprec/test_adamw.py"),
     ),
     Mutation(
@@ -241,8 +241,8 @@ LOWPREC = (
     Mutation(
         "moments-of-an-exact-master",
         "lowprec/recipes.py",
-        'moments = "bf16" if flags.master == "none" else "fp32"',
-        'moments = "fp32" if flags.master == "none" else "bf16"',
+        'moments = "fp32" if flags.master in rules.EXACT else "bf16"',
+        'moments = "bf16" if flags.master in rules.EXACT else "fp32"',
         ("lowprec/test_recipes.py compose",),
     ),
     Mutation(
@@ -321,8 +321,8 @@ HARNESS = (
     Mutation(
         "last-row-of-metrics-lost",
         "harness/run_folder.py",
-        'if row["step"] <= step]',
-        'if row["step"] < step]',
+        'row["step"] <= step]',
+        'row["step"] < step]',
         ("harness/test_runs.py",),
     ),
     Mutation(
