@@ -94,9 +94,7 @@ def held(args):
     cases = list(product(args.nets, WRITES.values(), STATES.values()))
     with progress_bar(len(cases)) as bar:
         for spec, write, state in cases:
-            flags = {**write, **state}
-            if "sites" in flags:
-                flags["sites"] = [*write.get("sites", ()), *state.get("sites", ())]
+            flags = together(write, state)
             bar.set_postfix_str(f"{spec} {typed(flags)}")
             rows.append(allocated(spec, flags, args))
             bar.update()
@@ -106,6 +104,14 @@ def held(args):
         print(f"\n{spec} (model:size:image:batch): {what}\n")
         print(memory_table(here))
     return rows
+
+
+def together(write, state):
+    """The arguments of recipe() for a way to write weights and one to hold moments."""
+    flags = {**write, **state}
+    if "sites" in flags:
+        flags["sites"] = [*write.get("sites", ()), *state.get("sites", ())]
+    return flags
 
 
 def allocated(spec, flags, args):

@@ -233,7 +233,7 @@ class Figures(Method):
     seen = []
 
     @classmethod
-    def attach(cls, model, recipe, sparse24_decay=None, lora=0, fp4_until=None, **_):
+    def attach(cls, model, recipe, sparse24_decay=None, lora=0, fp4_until=None, calibrate=None, **_):
         return cls()
 
     def finish(self, run, loss):

@@ -440,9 +440,10 @@ def test_the_flags_in_the_table_of_bytes_are_those_of_train():
         for state, holding in memory.STATES.items():
             config = table.config(vars(parser.parse_args(f"{write} {state}".split())))
             typed = precision.recipe(sites=config.set, **table.pick(config, "recipe"))
-            apart = ("grad_release", "states_on")
-            own = {name: value for name, value in writing.items() if name not in apart}
-            assert typed == precision.recipe(**own, **holding), (write, state)
+            arguments = memory.together(writing, holding)
+            for apart in ("grad_release", "states_on"):
+                arguments.pop(apart, None)
+            assert typed == precision.recipe(**arguments), (write, state)
             assert config.grad_release == ("grad_release" in writing)
             assert config.states_on == writing.get("states_on", "device")
 
