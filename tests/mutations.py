@@ -110,7 +110,7 @@ LOWPREC = (
         "lowprec/optimizers/adamw.py",
         "(n.rate * m) / (v.sqrt() / n.root_correction + n.eps)",
         "(n.rate * m) / ((v + n.eps).sqrt() / n.root_correction)",
-        ("lowprec/test_cpu_step.py bits_of_the_torch_code", "lowprec/test_adamw.py"),
+        ("lowprec/test_cpu_step.py bits_of_the_torch_code", "lowprec/test_adamw.py eps_is_added"),
     ),
     Mutation(
         "moments-share-noise",

@@ -221,6 +221,14 @@ def test_kahan_follows_fp32_far_closer_than_nearest(compiled):
     assert error(kahan) < 0.05 < 0.5 < error(nearest)
 
 
+def test_eps_is_added_to_the_root_and_not_under_it():
+    """A gradient as large as eps moves a weight by half of the rate at the first step."""
+    (p,), optimizer = make("kahan", [torch.zeros(64)], 1e-3, False, eps=1e-8, weight_decay=0.0)
+    p.grad = torch.full_like(p, 1e-8)
+    optimizer.step()
+    assert held(optimizer, p).double() == pytest.approx(-0.5e-3, rel=0.01)
+
+
 def test_kahan_with_stochastic_is_unbiased_and_kahan_alone_is_not():
     n = 200_000
     means, exact = {}, None
