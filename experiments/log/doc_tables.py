@@ -23,6 +23,7 @@ from benchmarks import (
     systems,
 )
 from experiments.log import overview
+from experiments.log.analysis import loss_comparison
 from experiments.log.definition import HERE
 from experiments.log.tables import markdown
 from lowprec.advice.answer import advise
@@ -352,6 +353,33 @@ def memory_table():
     return memory.memory_table(rows)
 
 
+ROUNDED = {  # --set generation=: the arms of experiment 062 that round weights to nearest, and by GPTQ
+    "int8": ("int8", None),
+    "mxfp8": ("mxfp8", None),
+    "nvfp4_weights": ("nvfp4-weights", "nvfp4-weights-gptq"),
+    "mxfp4_weights": ("mxfp4-weights", "mxfp4-weights-gptq"),
+    "nvfp4": ("nvfp4", "nvfp4-gptq"),
+    "mxfp4": ("mxfp4", None),
+}
+
+
+def rounded_table(experiments, known):
+    experiment = next(one for one in experiments if one.number == "062")
+
+    def said(arm):
+        if arm is None:
+            return "-"
+        _, pairs, change = loss_comparison(experiment, experiment.arm(arm), known)
+        if change is None:  # not recorded yet
+            return "-"
+        return f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({pairs})"
+
+    table = [["`--set generation=`", "weights to nearest", "weights by GPTQ"]]
+    for value, (nearest, by_gptq) in ROUNDED.items():
+        table.append([f"`{value}`", said(nearest), said(by_gptq)])
+    return markdown(table)
+
+
 # ---- All pages ---------------------------------------------------------------------------------------------
 
 
@@ -392,6 +420,7 @@ def tables(experiments, known):
         "docs/formats.md": {
             "memory": memory_table,
             "moments": lambda: moments.moments_table(rows_of("cpu-moments")),
+            "rounded": lambda: rounded_table(experiments, known),
         },
     }
 
