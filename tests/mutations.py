@@ -201,7 +201,7 @@ LOWPREC = (
         "lowprec/formats.py",
         "return self.values(codes.view(self.dtype)) * scales[:, None]",
         "return self.values(codes.view(self.dtype))",
-        ("lowprec/test_formats.py float",),
+        ("lowprec/test_formats.py compiled_and_eager and e4m3",),
     ),
     Mutation(
         "scale-of-gradients-dropped",
@@ -365,7 +365,7 @@ HARNESS = (
         "harness/ranks.py",
         "op=dist.ReduceOp.MAX",
         "op=dist.ReduceOp.MIN",
-        ("harness/test_batch_size_auto.py two_processes",),
+        ("harness/test_processes.py smallest",),
     ),
     Mutation(
         "patience-one-look-longer",
