@@ -14,6 +14,7 @@ from benchmarks import (
     advice,
     conformance_command,
     first,
+    fp16_weights,
     gpu_record,
     guides,
     loops,
@@ -421,6 +422,7 @@ def tables(experiments, known):
             "memory": memory_table,
             "moments": lambda: moments.moments_table(rows_of("cpu-moments")),
             "rounded": lambda: rounded_table(experiments, known),
+            "fp16": lambda: fp16_weights.table(rows_of("cpu-fp16")),
         },
     }
 
