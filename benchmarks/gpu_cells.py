@@ -216,10 +216,11 @@ def measured(cell, device, rounds, dry):
     """
     clock = Clock(device)
     before = bytes_on(device)
-    step, described = contender(cell, device, dry)
-    row = dict(first_step_s=first_step(step, clock))
-    free(device)  # the dense net that a generator was made from, and what compiling took
-    with alone(device):
+    with turn(device, fcntl.LOCK_SH):
+        step, described = contender(cell, device, dry)
+        row = dict(first_step_s=first_step(step, clock))
+        free(device)  # the dense net that a generator was made from, and what compiling took
+    with turn(device, fcntl.LOCK_EX):
         row.update(warmed_up(step, dry))
         row["peak_bytes"] = peak_bytes(step, device, before)
         turns = [turn_of(step, clock, "ms", dry)]
@@ -236,13 +237,17 @@ def measured(cell, device, rounds, dry):
 
 
 @contextmanager
-def alone(device):
-    """Wait until no other process measures on this machine's GPU, and keep it from the others."""
+def turn(device, kind):
+    """Hold this machine's GPU: fcntl.LOCK_SH beside others that build and compile, LOCK_EX alone, to measure.
+
+    Compiling beside a measurement is not harmless: the CPU that it takes is the one that fills the GPU's
+    queue.
+    """
     if device.type != "cuda":
         yield
         return
     with open(TURN, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, or its process ends
+        fcntl.flock(file, kind)  # given back when the file is closed, or its process ends
         yield
 
 

@@ -209,13 +209,21 @@ def test_cells_are_measured_at_once_by_as_many_processes_and_none_is_lost(monkey
     assert set(rows) == {gpu_cells.key(cell) for cell in todo}
 
 
-def test_one_process_at_a_time_measures_on_a_gpu(tmp_path, monkeypatch):
+def test_a_process_measures_alone_and_builds_beside_others(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_cells, "TURN", tmp_path / "turn")
-    gpu = SimpleNamespace(type="cuda")
-    with gpu_cells.alone(gpu), open(gpu_cells.TURN, "w") as other, pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with open(gpu_cells.TURN, "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def another(kind):
+        with open(gpu_cells.TURN, "w") as other:
+            fcntl.flock(other, kind | fcntl.LOCK_NB)
+
+    on_gpu = SimpleNamespace(type="cuda")
+    with gpu_cells.turn(on_gpu, fcntl.LOCK_SH):
+        another(fcntl.LOCK_SH)
+        with pytest.raises(BlockingIOError):
+            another(fcntl.LOCK_EX)
+    with gpu_cells.turn(on_gpu, fcntl.LOCK_EX), pytest.raises(BlockingIOError):
+        another(fcntl.LOCK_SH)
+    another(fcntl.LOCK_EX)
 
 
 def test_a_process_that_hangs_or_ends_is_replaced():

@@ -131,7 +131,7 @@ def test_it_resumes_with_its_number_and_without_a_search(monkeypatch, capsys):
 
 
 def test_a_run_without_a_name_is_found_again(monkeypatch, capsys):
-    quick = [word for word in cli.quick_words(flags) if word not in ("--batch_size", "8")]
+    quick = [word for word in cli.QUICK if word not in ("--batch_size", "8")]
     with monkeypatch.context() as patch:
         Full(patch, 4)
         assert cli.command(*quick, "--steps", 2, "--batch_size", "auto") == 0
