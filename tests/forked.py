@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import cli
 import common
 import matplotlib.figure  # noqa: F401  these are what runs import once they need it
 import sklearn.datasets  # noqa: F401
@@ -23,11 +24,9 @@ import torch
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.utils  # noqa: F401
 
-import models  # noqa: F401
 import train
 from harness import run_folder
 from lowprec.kernels import compiled
-from tasks import generation
 
 LONGEST = 100  # seconds that a process may take to end
 
@@ -74,7 +73,7 @@ def wait(number):
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
     compiled._compiled = common.uncompiled
-    generation.HELDOUT = 16  # as in cli.py
+    cli.shorten()
     run_folder.environment("cpu")
     print("ready", flush=True)
     for line in sys.stdin:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import cli
 import common
 import fsdp_jobs
 import torch._dynamo
@@ -31,7 +32,6 @@ import train
 from harness import run_folder
 from lowprec.formats import FORMATS
 from lowprec.kernels import compiled
-from tasks import generation
 
 
 def port():
@@ -80,7 +80,7 @@ def rank(number, world, port, job, words, messages, folder, hosted="False"):
 
 if __name__ == "__main__":
     compiled._compiled = common.uncompiled
-    generation.HELDOUT = 16  # as in cli.py
+    cli.shorten()
     torch.set_num_threads(1)
     run_folder.environment("cpu")
     for form in FORMATS.values():

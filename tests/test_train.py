@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 import train
 import trainer
 from tasks import metrics as metrics_module
-from tasks import task
+from tasks import generation, task
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -117,7 +117,7 @@ def check_folder(name, generated=True):
     for scores in found["scores"].values():
         assert math.isfinite(scores["frechet" if generated else "mean_dice"])
         if generated:
-            assert len(scores["loss_by_timestep"]) == 10
+            assert len(scores["loss_by_timestep"]) == generation.BINS
     return state, found
 
 
@@ -290,7 +290,7 @@ def test_an_extension_that_dies_before_its_scores_is_not_taken_for_finished(monk
 
 def test_a_signal_ends_a_real_process_with_a_checkpoint():
     """As torchrun and SLURM end a run; tests/harness/test_kills.py sends other signals to forks."""
-    flags = ["--workers", 2]
+    flags = ["--workers", 2, "--model", "dit"]
     words = [*QUICK, "--name", "run", "--steps", 100000, *flags]
     child = process(ROOT / "train.py", *words, start_new_session=True)
     try:

@@ -36,7 +36,8 @@ from safetensors.torch import save as save_pairs
 
 import tasks.metrics
 import train
-from tasks.generation import BINS, TIMESTEPS
+from tasks import generation
+from tasks.generation import TIMESTEPS
 from tasks.reflow import PAIRS, Reflow
 from tasks.task import Rng
 from trainer import Trainer
@@ -103,7 +104,7 @@ def test_the_loss_takes_the_noise_that_came_with_the_image(digits):
 def test_the_loss_by_timestep_is_zero_where_paths_are_straight(digits):
     task, (images, labels) = make(Reflow, digits, sample_steps=7), batch(digits, 16)
     straight = task.loss_by_timestep(Recorder(0.3), images, labels, Rng(0))
-    assert len(straight) == BINS and max(straight) < 1e-10
+    assert len(straight) == generation.BINS and max(straight) < 1e-10
 
     def turning(x, t, labels):
         return torch.zeros_like(x) + (t / TIMESTEPS)[:, None, None, None]
