@@ -5,6 +5,7 @@ the process's number; the process leads a group of its own. ["wait", number] ans
 negative for a signal; a process that does not end is killed. Kernels are not compiled.
 """
 
+import gc
 import json
 import os
 import signal
@@ -75,6 +76,7 @@ if __name__ == "__main__":
     compiled._compiled = common.uncompiled
     cli.shorten()
     run_folder.environment("cpu")
+    gc.freeze()  # what was imported is no garbage: no fork looks through it
     print("ready", flush=True)
     for line in sys.stdin:
         act, *arguments = json.loads(line)

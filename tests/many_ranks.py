@@ -10,6 +10,7 @@ Kernels are not compiled.
 """
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -85,6 +86,7 @@ if __name__ == "__main__":
     run_folder.environment("cpu")
     for form in FORMATS.values():
         form.require()
+    gc.freeze()  # as in forked.py
     print("ready", flush=True)
     for line in sys.stdin:
         act, *rest = json.loads(line)

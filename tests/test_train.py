@@ -39,8 +39,8 @@ from safetensors.torch import load_file
 
 import train
 import trainer
-from tasks import metrics as metrics_module
 from tasks import generation, task
+from tasks import metrics as metrics_module
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 

@@ -280,7 +280,7 @@ def test_norms_with_statistics_are_read_in_fp32_as_without_fsdp(norms, ranks):
 
 def test_a_language_model_with_a_tied_head_goes_on_bit_for_bit(ranks):
     words = "--task language --size tiny --fsdp --batch_size 4 --threads 1 --log_every 2".split()
-    words += "--warmup 0 --sample_every 0 --device cpu".split()
+    words += "--warmup 0 --sample_every 0 --length 4 --device cpu".split()
     for name, steps in (("whole", 4), ("run", 2), ("run", 4)):
         status = ranks(2, None, *words, "--name", name, "--steps", steps)
         assert status == [0, 0], ranks_messages(ranks)

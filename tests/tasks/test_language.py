@@ -32,14 +32,6 @@ SHORT = (
 SMALL = {"gpt": (2, 32, 2), "bdh": (2, 32, 2, 4)}
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Nets of thousands of parameters, and few held-out windows: what is tested does not depend on size."""
-    monkeypatch.setitem(language.GPTS, "tiny", SMALL["gpt"])
-    monkeypatch.setitem(language.BDHS, "tiny", SMALL["bdh"])
-    monkeypatch.setattr(language, "HELDOUT", 8)
-
-
 def quick(*flags, name="run", steps=4):
     return command(*SHORT, "--name", name, "--steps", steps, *flags)
 
