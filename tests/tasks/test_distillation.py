@@ -53,6 +53,7 @@ def trained(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
+        cli.shorten(patch.setattr)
         quickly(60, *"--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.9".split())
         quickly(1, *"--name ddpm --task ddpm".split())
         quickly(1, *"--name backward --velocity noise-clean --pure_bf16 --guidance 2".split())
