@@ -13,12 +13,14 @@ where code, machine and versions are those of the record.
 """
 
 import math
+import queue
 import re
 import signal
 import sys
 import tempfile
 import time
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import torch
@@ -54,6 +56,8 @@ def add_command(commands):
     limit = "longest for one cell (default: 300)"
     add("--cell_limit", limit, type=natural, default=300, metavar="SECONDS")
     add("--repeats", "rounds (default: 7)", type=natural, default=7)
+    jobs = "cells that are built and compiled at once; they are timed one by one (default: 1)"
+    add("--jobs", jobs, type=natural, default=1)
     add("--retry", "measure again what failed or ran out of memory or time", action="store_true")
     add("--fresh", "measure all anew, and replace the record", action="store_true")
     dry = "every recipe on a CPU with tiny nets and one round; kept only with --out"
@@ -137,27 +141,48 @@ def name_of_record(args, machine):
 def measure_all(todo, rows, save, args, rounds, device):
     """Measure cells into `rows`, saved after each one; returns how many are left when the budget ends."""
     kind = Here if args.dry_run else Worker
-    runner = kind(partial(measure, device=str(device), rounds=rounds, dry=args.dry_run))
+    function = partial(measure, device=str(device), rounds=rounds, dry=args.dry_run)
+    runners = [kind(function) for _ in range(args.jobs)]
     deadline = time.monotonic() + (args.budget or math.inf)
-    if not args.dry_run:  # a time limit from outside ends the worker too
+    left = 0
+    if not args.dry_run:  # a time limit from outside ends the workers too
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for at, cell in enumerate(tqdm(todo, disable=None, leave=False)):
-            row = measured_within(runner, cell, args.cell_limit, deadline - time.monotonic())
+        found = measured_by(runners, todo, args.cell_limit, deadline)
+        for row in tqdm(found, total=len(todo), disable=None, leave=False):
             if row is None:
-                return len(todo) - at
-            if row["status"] == "failed":
-                runner.close()  # an illegal access poisons all that a process does later
+                left += 1
+                continue
             rows[key(row)] = row
             save()
-            compiled = " compiled" if cell["compile"] else ""
-            tqdm.write(f"{cell['net']} {cell['recipe']}{compiled}: {line(row)}")
+            compiled = " compiled" if row["compile"] else ""
+            tqdm.write(f"{row['net']} {row['recipe']}{compiled}: {line(row)}")
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept: run the same command again", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        runner.close()
-    return 0
+        for runner in runners:
+            runner.close()
+    return left
+
+
+def measured_by(runners, todo, limit, deadline):
+    """The rows of cells as they are done, by as many processes; None for those that the budget cuts off."""
+    free = queue.SimpleQueue()
+    for runner in runners:
+        free.put(runner)
+
+    def row_of(cell):
+        runner = free.get()
+        row = measured_within(runner, cell, limit, deadline - time.monotonic())
+        if row and row["status"] == "failed":
+            runner.close()  # an illegal access poisons all that a process does later
+        free.put(runner)
+        return row
+
+    if len(runners) == 1:
+        return map(row_of, todo)
+    return ThreadPool(len(runners)).imap_unordered(row_of, todo)
 
 
 def measured_within(runner, cell, limit, rest):

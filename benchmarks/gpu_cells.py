@@ -6,13 +6,16 @@ rounds. Every recipe gets the same initial weights and inputs. The loss is that 
 what is fast also learns.
 """
 
+import fcntl
 import gc
 import math
+import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -65,6 +68,8 @@ RECIPES = {name: common.RECIPES[name] for name in MEASURED}
 WARM_UP = 10  # steps before any figure
 ROUND_MS = 200  # steps enough for that make a round, so that the queue of kernels is as full as in a training
 MOST_STEPS = 50  # a round
+# whoever measures on this machine's GPU holds it; `flock` in a shell takes it as well
+TURN = Path(tempfile.gettempdir()) / "lowprec-gpu.lock"
 
 
 def cells(nets, only=("*",), compiled=(False, True)):
@@ -191,7 +196,10 @@ def measure(cell, *, device, rounds, dry=False):
             row.update(status="out of memory", note=note)
         else:
             row.update(status="failed", note=f"{type(error).__name__}: {first_line(error)[:200]}")
-    free(cell)  # after the exception and its frames are gone
+    # after the exception and its frames are gone
+    if cell["compile"]:
+        torch._dynamo.reset()  # guards would tell one cell's net from the next until dynamo gives up
+    free(device)
     return row
 
 
@@ -208,15 +216,18 @@ def measured(cell, device, rounds, dry):
     """
     clock = Clock(device)
     before = bytes_on(device)
-    step, described = contender(cell, device, dry)
-    gc.collect()  # the dense net that a generator was made from
-    row = first_steps(step, clock, dry)
-    row["peak_bytes"] = peak_bytes(step, device, before)
-    turns = [turn_of(step, clock, "ms", dry)]
-    is_reference = key(reference_of(cell)) == key(cell)
-    if not is_reference:
-        turns += reference_turns(cell, device, clock, dry, row)
-    take_turns([Cell(cell["recipe"], row, turns)], rounds, tqdm(disable=True))
+    with turn(device, fcntl.LOCK_SH):
+        step, described = contender(cell, device, dry)
+        row = dict(first_step_s=first_step(step, clock))
+        free(device)  # the dense net that a generator was made from, and what compiling took
+    with turn(device, fcntl.LOCK_EX):
+        row.update(warmed_up(step, dry))
+        row["peak_bytes"] = peak_bytes(step, device, before)
+        turns = [turn_of(step, clock, "ms", dry)]
+        is_reference = key(reference_of(cell)) == key(cell)
+        if not is_reference:
+            turns += reference_turns(cell, device, clock, dry, row)
+        take_turns([Cell(cell["recipe"], row, turns)], rounds, tqdm(disable=True))
     if is_reference:
         row["reference_ms"] = row["ms"]
     row.update(described())
@@ -225,19 +236,35 @@ def measured(cell, device, rounds, dry):
     return row
 
 
-def first_steps(step, clock, dry):
-    """{first_step_s, compiling included; loss after the warm-up, of a training step}."""
+@contextmanager
+def turn(device, kind):
+    """Hold this machine's GPU: fcntl.LOCK_SH beside others that build and compile, LOCK_EX alone, to measure.
+
+    Compiling beside a measurement is not harmless: the CPU that it takes is the one that fills the GPU's
+    queue.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with open(TURN, "w") as file:
+        fcntl.flock(file, kind)  # given back when the file is closed, or its process ends
+        yield
+
+
+def first_step(step, clock):
+    """Seconds of the first step, compiling included."""
     clock.wait()
     start = time.perf_counter()
-    loss = step()
+    step()
     clock.wait()
-    row = dict(first_step_s=time.perf_counter() - start)
-    if not dry:
-        for _ in range(WARM_UP - 1):
-            loss = step()
-    if loss is not None:
-        row["loss"] = loss.item()
-    return row
+    return time.perf_counter() - start
+
+
+def warmed_up(step, dry):
+    """{loss of the last step before any figure, of a training step}."""
+    for _ in range(1 if dry else WARM_UP - 1):
+        loss = step()
+    return {} if loss is None else {"loss": loss.item()}
 
 
 def turn_of(step, clock, column, dry):
@@ -252,7 +279,7 @@ def reference_turns(cell, device, clock, dry, row):
     """[the turn of the cell's reference]; where it can't run, none, and row["note"] says why."""
     try:
         step, _ = contender(reference_of(cell), device, dry)
-        first_steps(step, clock, dry)
+        warmed_up(step, dry)
         return [turn_of(step, clock, "reference_ms", dry)]
     except Refused as error:
         row["note"] = f"no ratio: {error}"
@@ -268,13 +295,8 @@ def unfused_kernels():
     return sorted({kernel.__qualname__.partition(".")[0].strip("_") for kernel in compiling.unfused})
 
 
-def free(cell):
-    """Give back what a cell held.
-
-    Compiled code too: its guards would tell one cell's net from the next until dynamo gives up.
-    """
-    if cell["compile"]:
-        torch._dynamo.reset()
+def free(device):
+    """Give back the memory that nothing holds any more."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from lowprec.errors import Refused
 PATH = ROOT / "experiments" / "bench" / "gpu-plan.json"
 GRACE = 20  # seconds that a stopped step has to write what it holds
 COMPILED = "tf32 pure_bf16-stochastic fp8-torchao-tensorwise fp8-torchao-rowwise bf16-2:4 bf16"
-LARGE = "bench.py --gpu --nets dit:XL/2:64:8 unet:base:64:32 --repeats 20"
+LARGE = "bench.py --gpu --nets dit:XL/2:64:8 unet:base:64:32 --repeats 20 --jobs 3"
 
 
 class Step(NamedTuple):
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 PLAN = (
-    Step("tests", 480, "-m pytest -q -m gpu", "whether the Triton step has the CPU's bits, and more"),
+    Step("tests", 400, "-m pytest -v -m gpu -n 6", "whether the Triton step has the CPU's bits, and more"),
     Step(
         "reduction",
         100,

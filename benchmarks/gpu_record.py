@@ -138,6 +138,8 @@ def page(record):
         f"Written by `{record['command']}`, {record['date']}: {versions}; {code}. "
         "`benchmarks/gpu_record.py` says what the columns are.",
     ]
+    if "caution" in record:  # written into a record by hand, where a measurement was disturbed
+        parts.append(record["caution"])
     nets = [*record["settings"]["nets"], *grouped(record["results"], "net")]
     for net in dict.fromkeys(nets):
         parts.append(title(net, record["results"]))

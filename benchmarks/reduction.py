@@ -27,13 +27,24 @@ def check(args):
     check_machine(recipe(bf16=True).on(args.device), args.device)
 
 
-def gradients(net, device, flags, dtype=torch.float32):
-    """The gradients of one batch as one vector, fp64 on the CPU. dtype: of weights and inputs."""
-    run, inputs, velocity = prepared(net, flags, torch.device(device))
-    run.model.to(dtype)
-    inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
-    run.backward(F.mse_loss(run(*inputs), velocity.to(dtype)))
-    return torch.cat([p.grad.detach().flatten().double().cpu() for p in run.params])
+def gradients(net, device):
+    """The gradients of one batch under autocast in bf16 as one vector, fp64 on the CPU."""
+    run, inputs, velocity = prepared(net, {"bf16": True}, torch.device(device))
+    run.backward(F.mse_loss(run(*inputs), velocity))
+    return as_vector(run.params)
+
+
+def exact_gradients(net):
+    """Those of the same batch in fp64 on the CPU."""
+    run, inputs, velocity = prepared(net, {}, torch.device("cpu"))
+    model = run.model.double()
+    x, t, y = inputs
+    F.mse_loss(model(x.double(), t.double(), y), velocity.double()).backward()
+    return as_vector(model.parameters())
+
+
+def as_vector(params):
+    return torch.cat([p.grad.flatten().double().cpu() for p in params])
 
 
 def decibels(found, exact):
@@ -58,10 +69,10 @@ def reduction(args, clock):
     with progress_bar(len(args.nets) * len(todo)) as bar:
         for word in args.nets:
             net = parse_net(word)
-            exact = gradients(net, "cpu", {}, torch.float64)
+            exact = exact_gradients(net)
             for name, device, allowed in todo:
                 setting.allow_bf16_reduced_precision_reduction = allowed
-                found = gradients(net, device, {"bf16": True})
+                found = gradients(net, device)
                 rows.append(dict(net=word, name=name, decibels=decibels(found, exact)))
                 bar.update()
     setting.allow_bf16_reduced_precision_reduction = before

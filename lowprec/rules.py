@@ -100,10 +100,6 @@ FLAGS = (
         "--opt8bit and --opt4bit exclude each other: choose one, or set the moments one by one "
         "(--set exp_avg=int4 --set exp_avg_sq=int8)",
     ),
-    Rule(
-        lambda flags: flags.stochastic and not (flags.pure_bf16 or flags.opt8bit or flags.opt4bit),
-        _writes_bf16_weights("--stochastic"),
-    ),
     Rule(lambda flags: flags.kahan and not flags.pure_bf16, _writes_bf16_weights("--kahan")),
     Rule(
         lambda flags: flags.master != "none" and not flags.pure_bf16,
@@ -183,7 +179,8 @@ RECIPE = (
     ),
     Rule(
         lambda r: r.update == "stochastic" and _rounds_nothing(r),
-        lambda r: f"update=stochastic, but no tensor is written in bf16 or codes: {_something_to_round(r)}",
+        lambda r: "--stochastic (update=stochastic), but no tensor is written in bf16 or codes: "
+        f"{_something_to_round(r)}",
     ),
     Rule(
         lambda r: r.update == "eco" and (not r.low_weights or r.kahan == "on" or r.master != "none"),

@@ -60,10 +60,14 @@ def command(*flags):
         return ended.code
 
 
-def quick(*flags, name="run", steps=4):
+def quick_words(flags):
+    """What makes a run of these flags short."""
     task = strategies.find(flags[flags.index("--task") + 1]) if "--task" in flags else diffusion.RFlow
-    words = QUICK if issubclass(task, diffusion.Generation) else LOOP
-    return command(*words, "--name", name, "--steps", steps, *flags)
+    return QUICK if issubclass(task, diffusion.Generation) else LOOP
+
+
+def quick(*flags, name="run", steps=4):
+    return command(*quick_words(flags), "--name", name, "--steps", steps, *flags)
 
 
 @pytest.fixture

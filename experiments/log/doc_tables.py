@@ -33,6 +33,7 @@ from lowprec.errors import Refused
 
 BENCH = HERE / "bench"
 H100 = "gpu-nvidia-h100-80gb-hbm3"
+H200 = "gpu-nvidia-h200"
 GIB = 2**30
 
 # ---- Records of benchmarks ---------------------------------------------------------------------------------
@@ -148,6 +149,21 @@ def systems_table(name):
 
 def gpu_table():
     return gpu_record.docs_table(json.loads((BENCH / f"{H100}.json").read_text(encoding="utf-8")))
+
+
+def gpu_peaks_table():
+    """Peak memory of a compiled step on an H200: a row a recipe, a column a net."""
+    rows = rows_of(H200)
+    nets = list(dict.fromkeys(row["net"] for row in rows))
+    titles = [f"{gpu_record.NETS[net]}, batch of {net.rpartition(':')[2]}" for net in nets]
+    table = [["peak GiB, compiled", *titles]]
+    for name in dict.fromkeys(row["recipe"] for row in rows):
+        peaks = []
+        for net in nets:
+            found = [row["peak_bytes"] for row in rows if row["net"] == net and row["recipe"] == name]
+            peaks.append(f"{found[0] / GIB:.2f}" if found else "-")
+        table.append([f"`{name}`", *peaks])
+    return markdown(table)
 
 
 # ---- docs/recipes.md and README.md -------------------------------------------------------------------------
@@ -398,6 +414,7 @@ def tables(experiments, known):
         "first": lambda: first.table(rows_of("cpu-first")),
         "tasks": lambda: loops.tasks_table(rows_of("cpu-tasks")),
         "gpu": gpu_table,
+        "gpu peaks": gpu_peaks_table,
     }
     for net in loops.NETS:
         speed_page[f"peers {net}"] = functools.partial(loops_table, net)

@@ -16,8 +16,9 @@ def _compiled(kernel):
     try:
         return torch.compile(kernel, recompile_limit=RECOMPILE_LIMIT, **options), nullcontext
     except TypeError:  # before torch 2.14 it is a setting of the process: raised while the kernel is called
-        patch = functools.partial(torch._dynamo.config.patch, recompile_limit=RECOMPILE_LIMIT)
-        return torch.compile(kernel, **options), patch
+        # and there it would compile numbers that a kernel closes over as variables, by which it can't shift
+        settings = dict(recompile_limit=RECOMPILE_LIMIT, specialize_int=True)
+        return torch.compile(kernel, **options), functools.partial(torch._dynamo.config.patch, **settings)
 
 
 def _compile_options():

@@ -1,9 +1,11 @@
 """bench.py --gpu, without a GPU: the cells, the record, the page, the budget, and the processes."""
 
+import fcntl
 import json
 import math
 import os
 import re
+import threading
 import time
 from types import SimpleNamespace
 
@@ -182,14 +184,46 @@ def test_the_budgets_end_is_no_fault_of_the_cell(monkeypatch):
 
     monkeypatch.setattr(gpu, "Here", Slow)
     todo, rows = gpu_cells.cells(["dit:tiny:8:2"]), {}
-    args = SimpleNamespace(dry_run=True, budget=5, cell_limit=300)
+    args = SimpleNamespace(dry_run=True, budget=5, cell_limit=300, jobs=1)
     assert (
         gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == len(todo)
         and not rows
     )
-    args = SimpleNamespace(dry_run=True, budget=None, cell_limit=300)
+    args = SimpleNamespace(dry_run=True, budget=None, cell_limit=300, jobs=1)
     assert gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == 0
     assert {row["note"] for row in rows.values()} == {"took longer"} and len(rows) == len(todo)
+
+
+def test_cells_are_measured_at_once_by_as_many_processes_and_none_is_lost(monkeypatch):
+    both = threading.Barrier(2)  # broken unless two cells are under way together
+
+    class Fake(Here):
+        def do(self, cell, seconds):
+            both.wait(timeout=60)
+            return {**cell, "status": "refused", "note": "said"}
+
+    monkeypatch.setattr(gpu, "Here", Fake)
+    todo, rows = gpu_cells.cells(["dit:tiny:8:2"])[:8], {}
+    args = SimpleNamespace(dry_run=True, budget=None, cell_limit=300, jobs=2)
+    assert gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == 0
+    assert set(rows) == {gpu_cells.key(cell) for cell in todo}
+
+
+def test_a_process_measures_alone_and_builds_beside_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_cells, "TURN", tmp_path / "turn")
+
+    def another(kind):
+        with open(gpu_cells.TURN, "w") as other:
+            fcntl.flock(other, kind | fcntl.LOCK_NB)
+
+    on_gpu = SimpleNamespace(type="cuda")
+    with gpu_cells.turn(on_gpu, fcntl.LOCK_SH):
+        another(fcntl.LOCK_SH)
+        with pytest.raises(BlockingIOError):
+            another(fcntl.LOCK_EX)
+    with gpu_cells.turn(on_gpu, fcntl.LOCK_EX), pytest.raises(BlockingIOError):
+        another(fcntl.LOCK_SH)
+    another(fcntl.LOCK_EX)
 
 
 def test_a_process_that_hangs_or_ends_is_replaced():

@@ -389,6 +389,7 @@ def test_a_killed_run_py_leaves_no_run_behind(folder, fake, tmp_path):
         from pathlib import Path
         from experiments import run
         run.ROOT = Path({str(tmp_path)!r})
+        run.refuse_changed_code = lambda todo: None
         run.main(["001", "--arm", "fp32", "--seeds", "0", "--jobs", "1"], Path({str(folder)!r}))
     """
     lines = "\n".join(line.strip() for line in code.splitlines())

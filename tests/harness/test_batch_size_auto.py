@@ -74,7 +74,7 @@ def test_all_processes_take_the_smallest_number():
 
 
 def auto(*flags, name="auto", steps=4):
-    quick = [word for word in cli.QUICK if word not in ("--batch_size", "8")]
+    quick = [word for word in cli.quick_words(flags) if word not in ("--batch_size", "8")]
     return cli.command(*quick, "--name", name, "--steps", steps, "--batch_size", "auto", *flags)
 
 

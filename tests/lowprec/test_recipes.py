@@ -35,6 +35,7 @@ COMPOSED = [  # flags -> the sites that differ from fp32 everywhere
     (dict(pure_bf16=True, opt8bit=True), PURE | dict(exp_avg="int8", exp_avg_sq="int8")),
     (dict(opt4bit=True), dict(exp_avg="int4", exp_avg_sq="int4")),
     (dict(opt8bit=True, stochastic=True), dict(exp_avg="int8", exp_avg_sq="int8", update="stochastic")),
+    (dict(sites=["exp_avg=flash8"], stochastic=True), dict(exp_avg="flash8", update="stochastic")),
     (
         dict(pure_bf16=True, stochastic=True, opt8bit=True),
         PURE | dict(update="stochastic", exp_avg="int8", exp_avg_sq="int8"),

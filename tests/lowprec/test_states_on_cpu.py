@@ -504,5 +504,5 @@ def test_the_command_on_cuda(capsys):
     assert cli.quick(*PURE, "--device", "cuda", name="plain") == 0
     assert cli.quick(*PURE, "--device", "cuda", "--states_on", "cpu", name="run", steps=2) == 0
     assert cli.quick(*PURE, "--device", "cuda", "--states_on", "cpu", name="run") == 0
-    assert "of them in the memory of the CPU" in capsys.readouterr().out
+    assert "in the memory of the CPU" in capsys.readouterr().out
     assert train.FLAGS["states_on"].kind == "machine"
