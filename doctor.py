@@ -202,12 +202,13 @@ class Examination:
         task.loss(exact, batch, self.rng(3), step)
         args, kwargs = exact.inputs
         full = exact.net(*args, **kwargs)
-        change = relative_tree(self.net(loss="fp32")(*args, **kwargs), full)
+        own_net = self.net(loss="fp32")
+        change = relative_tree(own_net(*args, **kwargs), full)
         text = f"the net's output differs by {change:.1%} from that of an fp32 copy of itself"
         self.judge("compute", change, text, "--bf16, or no flag")
 
         own = float(self.task().loss(self.net(), batch, self.rng(3), step))
-        in_fp32 = float(self.task().loss(self.net(loss="fp32"), batch, self.rng(3), step))
+        in_fp32 = float(self.task().loss(own_net, batch, self.rng(3), step))
         change = abs(own - in_fp32) / max(abs(in_fp32), 1e-300)
         text = f"the loss is {own:.4g} and in fp32 {in_fp32:.4g}"
         self.judge("loss", change, text, "--set loss=fp32")
@@ -309,8 +310,9 @@ class Examination:
         writes = Writes(precision.optimizer, precision.named_params, precision.averages)
         hook = precision.optimizer.register_step_pre_hook(writes.before)
         reports = []
+        measured = bool(precision.methods)  # `casts` alone asks for it; Writes looks for itself
         for _ in range(STEPS // c.accumulate if whole else 2):
-            reports.append(trainer.train_step(measure=True)[1])
+            reports.append(trainer.train_step(measure=measured)[1])
             writes.after()
         hook.remove()
         self.weights(writes.weights)

@@ -15,12 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
+import models
 import strategies
 import train
 import trainer
 from harness import printing
 from lowprec.kernels import compiled
-from tasks import diffusion, generation
+from tasks import diffusion, distillation, generation, language, reflow
 
 ROOT = Path(trainer.__file__).parent
 LOOP = "--batch_size 8 --log_every 2 --sample_every 0 --warmup 0".split()
@@ -33,9 +34,22 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(generation, "HELDOUT", 16)  # else most of a quick run is its held-out loss
+    shorten(monkeypatch.setattr)
     # building fused kernels takes longer than these runs; the subprocesses below do use them
     monkeypatch.setattr(compiled, "_compiled", common.uncompiled)
+
+
+def shorten(put=setattr):
+    """Make the runs of this process short: else most of a quick run is its held-out loss, and most of a step
+    is Python's way through layers. What is tested does not depend on size. put: what sets an attribute.
+    """
+    put(generation, "HELDOUT", 16)
+    put(language, "HELDOUT", 8)
+    for module in (generation, reflow, distillation):
+        put(module, "BINS", 2)
+    put(models, "DIFFUSION_UNETS", {**models.DIFFUSION_UNETS, "tiny": ((16,), 1, (False,))})  # of one level
+    put(language, "GPTS", {**language.GPTS, "tiny": (2, 32, 2)})
+    put(language, "BDHS", {**language.BDHS, "tiny": (2, 32, 2, 4)})
 
 
 def command(*flags):

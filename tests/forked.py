@@ -5,6 +5,7 @@ the process's number; the process leads a group of its own. ["wait", number] ans
 negative for a signal; a process that does not end is killed. Kernels are not compiled.
 """
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import cli
 import common
 import matplotlib.figure  # noqa: F401  these are what runs import once they need it
 import sklearn.datasets  # noqa: F401
@@ -23,11 +25,9 @@ import torch
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.utils  # noqa: F401
 
-import models  # noqa: F401
 import train
 from harness import run_folder
 from lowprec.kernels import compiled
-from tasks import generation
 
 LONGEST = 100  # seconds that a process may take to end
 
@@ -74,8 +74,9 @@ def wait(number):
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
     compiled._compiled = common.uncompiled
-    generation.HELDOUT = 16  # as in cli.py
+    cli.shorten()
     run_folder.environment("cpu")
+    gc.freeze()  # what was imported is no garbage: no fork looks through it
     print("ready", flush=True)
     for line in sys.stdin:
         act, *arguments = json.loads(line)

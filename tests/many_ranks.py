@@ -10,6 +10,7 @@ Kernels are not compiled.
 """
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import cli
 import common
 import fsdp_jobs
 import torch._dynamo
@@ -31,7 +33,6 @@ import train
 from harness import run_folder
 from lowprec.formats import FORMATS
 from lowprec.kernels import compiled
-from tasks import generation
 
 
 def port():
@@ -80,11 +81,12 @@ def rank(number, world, port, job, words, messages, folder, hosted="False"):
 
 if __name__ == "__main__":
     compiled._compiled = common.uncompiled
-    generation.HELDOUT = 16  # as in cli.py
+    cli.shorten()
     torch.set_num_threads(1)
     run_folder.environment("cpu")
     for form in FORMATS.values():
         form.require()
+    gc.freeze()  # as in forked.py
     print("ready", flush=True)
     for line in sys.stdin:
         act, *rest = json.loads(line)

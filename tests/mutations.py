@@ -330,7 +330,7 @@ HARNESS = (
         "harness/shards.py",
         "if old != kept and written.fullmatch(old.name)",
         "if written.fullmatch(old.name)",
-        ("harness/test_fsdp.py removes_old_ones",),
+        ("harness/test_fsdp_runs.py removes_old_ones",),
     ),
     Mutation(
         "resume-forgets-micro-batches",

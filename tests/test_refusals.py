@@ -228,7 +228,7 @@ BAD_INPUT = {
     "--optimizer torchastic": "add --pure_bf16",
     "--task segment --model dit": "no model 'dit'",
     "--size huge": "unknown size",
-    "--image_size 9": "9",
+    "--size mini --image_size 9": "9",
     "--image_size 4": "too small",
     "--stepz 3": "unrecognized arguments",
     "--step 3": "unrecognized arguments",  # no abbreviations: a new flag would change their meaning

@@ -39,8 +39,8 @@ from safetensors.torch import load_file
 
 import train
 import trainer
+from tasks import generation, task
 from tasks import metrics as metrics_module
-from tasks import task
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -117,7 +117,7 @@ def check_folder(name, generated=True):
     for scores in found["scores"].values():
         assert math.isfinite(scores["frechet" if generated else "mean_dice"])
         if generated:
-            assert len(scores["loss_by_timestep"]) == 10
+            assert len(scores["loss_by_timestep"]) == generation.BINS
     return state, found
 
 
@@ -222,17 +222,37 @@ RESUMED = [
 ]
 
 
+OFTEN = ["--log_every", 3, "--checkpoint_every", 4]
+
+
+def assert_equals_the_whole(name):
+    """The run of this name has ended as runs/whole has."""
+    whole, again = checkpoint("whole"), checkpoint(name)
+    assert [row["step"] for row in metrics("whole")] == [3, 6, 8]
+    assert_same(again["precision"], whole["precision"])
+    assert_same([again["step"], again["interval"], again["since"]], [8, whole["interval"], whole["since"]])
+    assert Path(f"runs/{name}/metrics.jsonl").read_text() == Path("runs/whole/metrics.jsonl").read_text()
+    assert summary(name)["scores"] == summary("whole")["scores"]
+    assert summary(name)["skipped_steps"] == summary("whole")["skipped_steps"]
+
+
 @pytest.mark.parametrize("flags", RESUMED)
 def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, monkeypatch, capsys):
-    flags = [*flags.split(), "--log_every", 3, "--checkpoint_every", 4]
+    flags = [*flags.split(), *OFTEN]
     assert quick(*flags, name="whole", steps=8) == 0
-
     with monkeypatch.context() as patch:  # between two logged steps
         after_step(patch, 5, lambda run: run.stop.ask(signal.SIGTERM))
         capsys.readouterr()
         assert quick(*flags, name="stopped", steps=8) == 143
     assert "stopped at step 5 of 8" in capsys.readouterr().err and checkpoint("stopped")["step"] == 5
     assert quick(*flags, name="stopped", steps=8) == 0
+    assert_equals_the_whole("stopped")
+
+
+@pytest.mark.parametrize("flags", ["--fp16 --batch_size 2 --set generation=fp32", "--pure_bf16 --stochastic"])
+def test_a_run_that_crashed_equals_an_uninterrupted_one_bit_for_bit(flags, monkeypatch):
+    flags = [*flags.split(), *OFTEN]
+    assert quick(*flags, name="whole", steps=8) == 0
 
     def crash(run):
         raise ZeroDivisionError
@@ -245,18 +265,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, monke
     with open("runs/crashed/metrics.jsonl", "a") as file:
         file.write('{"step": 7, "lo')
     assert quick(*flags, name="crashed", steps=8) == 0
-
-    whole = checkpoint("whole")
-    assert [row["step"] for row in metrics("whole")] == [3, 6, 8]
-    for name in ("stopped", "crashed"):
-        again = checkpoint(name)
-        assert_same(again["precision"], whole["precision"])
-        assert_same(
-            [again["step"], again["interval"], again["since"]], [8, whole["interval"], whole["since"]]
-        )
-        assert Path(f"runs/{name}/metrics.jsonl").read_text() == Path("runs/whole/metrics.jsonl").read_text()
-        assert summary(name)["scores"] == summary("whole")["scores"]
-        assert summary(name)["skipped_steps"] == summary("whole")["skipped_steps"]
+    assert_equals_the_whole("crashed")
 
 
 def test_finished_runs_print_again_score_again_export_and_extend(monkeypatch, capsys):
@@ -290,7 +299,7 @@ def test_an_extension_that_dies_before_its_scores_is_not_taken_for_finished(monk
 
 def test_a_signal_ends_a_real_process_with_a_checkpoint():
     """As torchrun and SLURM end a run; tests/harness/test_kills.py sends other signals to forks."""
-    flags = ["--workers", 2]
+    flags = ["--workers", 2, "--model", "dit"]
     words = [*QUICK, "--name", "run", "--steps", 100000, *flags]
     child = process(ROOT / "train.py", *words, start_new_session=True)
     try:

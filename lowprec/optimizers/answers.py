@@ -234,7 +234,8 @@ class RoundedAnswers(Answers):
 
     @torch.no_grad()
     def set_exact(self, p, value):
-        write_weight(value.to(p.device, torch.float32), local(p), low_of(self.state[p]))
+        if not p.is_meta:  # shapes alone have no values to write
+            write_weight(value.to(p.device, torch.float32), local(p), low_of(self.state[p]))
 
     def nbytes(self):
         """{site: bytes} of the state as allocated: the moments, kahan and master; of a tensor that is spread

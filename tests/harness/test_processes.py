@@ -84,7 +84,9 @@ def test_no_thread_of_the_process_group_outlives_a_run(ranks):
 def trained(tmp_path_factory):
     """A folder with the run of a teacher that is hardly trained."""
     folder = tmp_path_factory.mktemp("trained")
-    assert command(*QUICK, "--runs", folder, "--name", "teacher", "--steps", 2) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        cli.shorten(patch.setattr)
+        assert command(*QUICK, "--runs", folder, "--name", "teacher", "--steps", 2) == 0
     return folder
 
 

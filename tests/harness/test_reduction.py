@@ -10,8 +10,8 @@ import pytest
 import rank_server
 import torch
 from cli import assert_same, checkpoint
+from fsdp_runs import RUN, TASK
 from rank_server import ranks_messages, told
-from test_fsdp import RUN, TASK
 
 from lowprec.rounding import Noise, hash64, noise_bits, noise_key, stochastic_round
 

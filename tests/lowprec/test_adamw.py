@@ -20,11 +20,11 @@ from lowprec.optimizers.buckets import Bucket
 @pytest.mark.parametrize(
     "mode, steps, compiled",
     [
-        ("split", 1000, False),
-        ("split", 1000, True),
+        ("split", 400, False),
+        ("split", 100, True),
         ("fp32 master", 100, False),
         ("fp32", 300, False),
-        ("fp32", 300, True),
+        ("fp32", 100, True),
     ],
 )
 def test_equals_torch_adamw_bit_for_bit(monkeypatch, mode, steps, compiled):

@@ -106,12 +106,13 @@ def test_compiled_average_equals_eager(kahan):
     assert all(same(results[0][n], results[1][n]) for n in "ab")
 
 
-# compiled, dtype and update of the average
-KINDS = [(True, "fp32", "nearest"), *((False, "bf16", update) for update in ("nearest", "stochastic"))]
+# compiled, dtype and update of the average; compiled for each kind of weight, and of what completes it
+KINDS = [(False, "fp32", "nearest"), *((False, "bf16", update) for update in ("nearest", "stochastic"))]
+ALONG = [(mode, *kind) for mode in MODES for kind in KINDS]
+ALONG += [(mode, True, "fp32", "nearest") for mode in ("fp32", "stochastic", "kahan", "split", "fp32 master")]
 
 
-@pytest.mark.parametrize("compiled, dtype, update", KINDS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode, compiled, dtype, update", ALONG)
 def test_an_average_that_moves_with_the_step_has_the_same_bits(mode, compiled, dtype, update, monkeypatch):
     monkeypatch.setattr(Bucket, "SMALL", 1000)
     monkeypatch.setattr(exact_step, "PIECE", 512)  # the noise of an average goes on from piece to piece

@@ -397,7 +397,8 @@ def test_every_optimiser_trains_in_every_recipe_and_resumes_bit_for_bit(name, ke
         return
     run = run_of(name, key, seed=0)
     before = loss_of(run)
-    report = common.train(run, 16, measure=True)[-1]
+    common.train(run, 15)
+    (report,) = common.train(run, 1, measure=True)
     assert loss_of(run) < 0.75 * before
     exact = key in ("fp32", "bf16", "split", "fp32 master", "opt8bit", "opt4bit")
     assert (0.999 if exact else 0.2) < report["update_survival"] <= 1

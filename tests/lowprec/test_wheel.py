@@ -83,9 +83,11 @@ for one in (run, again):
 for p, q in zip(run.params, again.params, strict=True):
     assert torch.equal(p, q)
 
-# the optimiser alone, with moments in 8-bit floats, and each gradient freed within backward
+# the optimiser alone, with moments in 8-bit floats, and each gradient freed within backward; the steps above
+# were compiled
 model = make().to(torch.bfloat16)
-optimizer = AdamW(model.parameters(), lr=1e-3, update="stochastic", exp_avg="e5m2", exp_avg_sq="e4m3")
+codes = dict(exp_avg="e5m2", exp_avg_sq="e4m3", compiled=False)
+optimizer = AdamW(model.parameters(), lr=1e-3, update="stochastic", **codes)
 watch = Watch(model, optimizer, every=1)
 for x, y in batches(3):
     F.mse_loss(model(x.bfloat16()).float(), y).backward()

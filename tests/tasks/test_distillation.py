@@ -28,9 +28,9 @@ from cli import (
 from generating import Recorder, batch, drawer, make, rmse
 
 import train
+from tasks import generation
 from tasks.diffusion import RFlow
 from tasks.distillation import Distill
-from tasks.generation import BINS
 from tasks.task import Rng
 from trainer import Trainer
 
@@ -53,6 +53,7 @@ def trained(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
+        cli.shorten(patch.setattr)
         quickly(60, *"--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.9".split())
         quickly(1, *"--name ddpm --task ddpm".split())
         quickly(1, *"--name backward --velocity noise-clean --pure_bf16 --guidance 2".split())
@@ -117,7 +118,7 @@ def test_it_is_trained_at_its_own_times_alone(digits):
         task.loss(net, batch(digits, 32), Rng(seed), 0)
     counts = torch.cat(net.t).unique(return_counts=True)
     assert counts[0].tolist() == [250.0, 500.0, 750.0, 1000.0] and counts[1].min() > 40
-    assert len(task.loss_by_timestep(net, *batch(digits, 32), Rng(0))) == BINS
+    assert len(task.loss_by_timestep(net, *batch(digits, 32), Rng(0))) == generation.BINS
 
 
 def test_only_the_student_is_taught(teachers):

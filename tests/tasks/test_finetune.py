@@ -13,7 +13,6 @@ from cli import after_step, assert_same, checkpoint, command, metrics, one_line,
 import train
 from harness.initial import perturb
 from harness.run_folder import read_checkpoint
-from tasks import language
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -21,13 +20,6 @@ SHORT = (
     "--task language --block 16 --batch_size 4 --length 8 --log_every 2 --sample_every 0 --warmup 0".split()
 )
 NEW = ["--data", "text:new.txt", "--finetune", "runs/old"]
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(language.GPTS, "tiny", (2, 32, 2))
-    monkeypatch.setitem(language.BDHS, "tiny", (2, 32, 2, 4))
-    monkeypatch.setattr(language, "HELDOUT", 8)
 
 
 def run(*flags, name="run", steps=4):

@@ -32,14 +32,6 @@ SHORT = (
 SMALL = {"gpt": (2, 32, 2), "bdh": (2, 32, 2, 4)}
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Nets of thousands of parameters, and few held-out windows: what is tested does not depend on size."""
-    monkeypatch.setitem(language.GPTS, "tiny", SMALL["gpt"])
-    monkeypatch.setitem(language.BDHS, "tiny", SMALL["bdh"])
-    monkeypatch.setattr(language, "HELDOUT", 8)
-
-
 def quick(*flags, name="run", steps=4):
     return command(*SHORT, "--name", name, "--steps", steps, *flags)
 
@@ -192,8 +184,7 @@ def test_rotation_keeps_lengths_and_reads_differences_of_positions():
     assert rotate(torch.ones(50, 8).bfloat16(), *rotary(50, 8, "cpu")).dtype == torch.bfloat16
 
 
-def test_sizes_are_equal_and_as_published(monkeypatch):
-    monkeypatch.undo()
+def test_sizes_are_equal_and_as_published():
     wanted = {"tiny": 0.23e6, "1M": 0.852e6, "3M": 2.75e6, "25M": 25.3e6, "100M": 100.9e6}
     assert list(GPTS) == list(BDHS) == list(wanted)
     for size, count in wanted.items():

@@ -53,6 +53,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
+        cli.shorten(patch.setattr)
         flags = ["--batch_size", 32, "--lr", 3e-3, "--ema_decay", 0.9, "--runs", folder, "--name", "vae"]
         assert command(*VAE, *flags, "--steps", 60, "--log_every", 10, "--sample_every", 30) == 0
     return folder / "vae"
@@ -469,6 +470,7 @@ def odd(trained, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
+        cli.shorten(patch.setattr)
         shutil.copytree(trained, "runs/vae")
         assert command(*QUICK, "--name", "flow", "--steps", 1) == 0
         assert command(*IN_LATENTS, "--name", "inside", "--steps", 1) == 0

@@ -36,7 +36,8 @@ from safetensors.torch import save as save_pairs
 
 import tasks.metrics
 import train
-from tasks.generation import BINS, TIMESTEPS
+from tasks import reflow
+from tasks.generation import TIMESTEPS
 from tasks.reflow import PAIRS, Reflow
 from tasks.task import Rng
 from trainer import Trainer
@@ -61,6 +62,7 @@ def trained(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowprec.kernels.compiled._compiled", common.uncompiled)
+        cli.shorten(patch.setattr)
         fit = tasks.metrics.fit_feature_net  # of 16x16 digits: a minute for a score that no test reads
         patch.setattr("tasks.metrics.fit_feature_net", lambda *args: fit(*args[:4], 2))
         curved = "--name teacher --batch_size 16 --lr 3e-3 --ema_decay 0.95"
@@ -100,10 +102,11 @@ def test_the_loss_takes_the_noise_that_came_with_the_image(digits):
     torch.testing.assert_close(net.x[0], (1 - s) * images + s * noise)
 
 
-def test_the_loss_by_timestep_is_zero_where_paths_are_straight(digits):
+def test_the_loss_by_timestep_is_zero_where_paths_are_straight(digits, monkeypatch):
+    monkeypatch.setattr(reflow, "BINS", 10)
     task, (images, labels) = make(Reflow, digits, sample_steps=7), batch(digits, 16)
     straight = task.loss_by_timestep(Recorder(0.3), images, labels, Rng(0))
-    assert len(straight) == BINS and max(straight) < 1e-10
+    assert len(straight) == 10 and max(straight) < 1e-10
 
     def turning(x, t, labels):
         return torch.zeros_like(x) + (t / TIMESTEPS)[:, None, None, None]
