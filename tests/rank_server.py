@@ -1,5 +1,7 @@
 """Fixtures and questions of tests whose ranks are real processes: forks of tests/many_ranks.py."""
 
+import atexit
+import functools
 import json
 import os
 import re
@@ -10,24 +12,25 @@ import pytest
 from cli import ROOT, process
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def server():
-    child = process(ROOT / "tests/many_ranks.py", stdin=-1)
+    """One for all files of tests: it takes 10 seconds to start."""
+    child = process(ROOT / "tests/many_ranks.py", stdin=-1, cwd=ROOT)
     assert child.stdout.readline() == "ready\n", child.stderr.read()[-2000:]
-    yield child
-    child.stdin.close()
-    child.wait(10)
+    atexit.register(child.stdin.close)  # which ends it
+    return child
 
 
 @pytest.fixture
-def ranks(server):
+def ranks():
     """ranks(world, job or None, *words) -> exit statuses; ranks.start gives process numbers instead."""
     running = []
 
     def ask(*words):
-        server.stdin.write(json.dumps(words) + "\n")
-        server.stdin.flush()
-        return json.loads(server.stdout.readline())
+        child = server()
+        child.stdin.write(json.dumps(words) + "\n")
+        child.stdin.flush()
+        return json.loads(child.stdout.readline())
 
     def start(world, job, *words):
         words = [word if job else str(word) for word in words]

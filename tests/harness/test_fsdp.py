@@ -18,7 +18,7 @@ from lowprec import fsdp
 from lowprec.optimizers import buckets
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-ranks, server = rank_server.ranks, rank_server.server
+ranks = rank_server.ranks
 
 
 # ---- The same bits -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rank_server import ranks_messages
 from harness import checkpoints
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-ranks, server = rank_server.ranks, rank_server.server
+ranks = rank_server.ranks
 run, norms = fsdp_runs.run, fsdp_runs.norms
 
 

@@ -24,7 +24,7 @@ from harness.run_folder import Folder
 from lowprec.errors import Refused
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-ranks, server = rank_server.ranks, rank_server.server
+ranks = rank_server.ranks
 run, norms = fsdp_runs.run, fsdp_runs.norms
 
 

@@ -15,7 +15,7 @@ from tasks.reflow import PAIRS
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 teachers = generating.teachers
-ranks, server = rank_server.ranks, rank_server.server
+ranks = rank_server.ranks
 BF16 = ["--pure_bf16", "--stochastic", "--accumulate", 2, "--set", "accumulate=fp32"]
 
 

@@ -16,7 +16,7 @@ from rank_server import ranks_messages, told
 from lowprec.rounding import Noise, hash64, noise_bits, noise_key, stochastic_round
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-ranks, server = rank_server.ranks, rank_server.server
+ranks = rank_server.ranks
 
 # ---- The mean ----------------------------------------------------------------------------------------------
 
