@@ -125,14 +125,15 @@ TRAINING = (
     training(
         "init_scale",
         1.0,
-        "multiplies the initial matrices and kernels: rounding compares a step with its weight",
+        "multiplies the initial matrices and kernels; the larger a weight, the more of a step is lost to "
+        "rounding",
         type=positive,
     ),
     training(
         "perturb",
         0,
         "A/A control: move each initial weight to the next fp32 number, up or down by random pattern number "
-        "N (0: not); runs that differ in nothing else show what chaos alone does to a score",
+        "N (0: not); runs that differ in nothing else show how far scores lie apart by chance",
         type=few,
     ),
     training("beta2", 0.999, "decay of exp_avg_sq, and of lion's exp_avg (0.99 there)", type=fraction),
@@ -166,7 +167,8 @@ TRAINING = (
     training(
         "loss_weight",
         1.0,
-        "multiplies the loss before backward: Adam hardly minds, the range of fp16 gradients does",
+        "multiplies the loss before backward: Adam's steps stay as they are, fp16 gradients may leave "
+        "their range",
         type=positive,
     ),
     training("ema_decay", 0.999, "decay of the averaged weights that generation reads", type=fraction),
@@ -191,7 +193,7 @@ TRAINING = (
     training(
         "early_stop",
         0,
-        "end after so many looks without a better held-out score, 0 for never; best.pt holds the best",
+        "end after that many looks without a better held-out score, 0 for never; best.pt holds the best",
         kind="extent",
         type=count,
     ),
@@ -240,7 +242,7 @@ MACHINE = (
     machine(
         "checkpoint_activations",
         False,
-        "keep the input of each block alone for backward, and compute the rest again: less memory, same bits",
+        "keep only the input of each block for backward, and compute the rest again: less memory, same bits",
     ),
     machine(
         "grad_release",
@@ -268,7 +270,10 @@ MACHINE = (
         "gradients give the same bits on any number of them",
     ),
     machine(
-        "profile", 0, "trace so many steps, after five: profile.json, and what takes longest", type=count
+        "profile",
+        0,
+        "trace that many steps, after the first five: profile.json, and what takes longest",
+        type=count,
     ),
     machine("threads", 0, "CPU threads, 0 for torch's choice", type=few, may=("sample", "diagnose")),
     machine("workers", 0, "processes that read data", type=few),

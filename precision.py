@@ -25,7 +25,7 @@ PRECISION = (
     precision(
         "stochastic",
         False,
-        "with --pure_bf16, --opt8bit or --opt4bit: round writes up or down at random, so that small updates "
+        "with --pure_bf16 or states in 8 or 4 bits: round writes up or down at random, so that small updates "
         "survive on average",
     ),
     precision(
@@ -38,8 +38,8 @@ PRECISION = (
         "full copy; both keep fp32 states; split8 keeps 24 bits, as bf16 weight + int8 remainder",
         choices=("none", "split", "split8", "fp32"),
     ),
-    precision("opt8bit", False, "optimiser states in 8 bits, by the blockwise functions of bitsandbytes"),
-    precision("opt4bit", False, "optimiser states in 4 bits, by those of torchao"),
+    precision("opt8bit", False, "optimiser states in 8 bits, with bitsandbytes' codes"),
+    precision("opt4bit", False, "optimiser states in 4 bits, with torchao's codes"),
     precision(
         "growth_interval",
         2000,

@@ -266,7 +266,7 @@ class Language(Task):
         drawing("prompt", "", "text to continue (default: the start of the held-out text)"),
         drawing("length", 256, "bytes to write", type=natural),
         drawing("temperature", 0.8, "how evenly a byte is chosen; 0 takes the likeliest", type=amount),
-        drawing("top_k", 40, "choose among so many of the likeliest bytes", type=natural),
+        drawing("top_k", 40, "choose among that many of the likeliest bytes", type=natural),
     )
     defaults = {"batch_size": 16}
     implied = {"model": "gpt", "size": "tiny", "data": "text"}
