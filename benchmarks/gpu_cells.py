@@ -218,10 +218,11 @@ def measured(cell, device, rounds, dry):
     before = bytes_on(device)
     with turn(device, fcntl.LOCK_SH):
         step, described = contender(cell, device, dry)
-        row = dict(first_step_s=first_step(step, clock))
+        seconds, loss = first_step(step, clock)
+        row = dict(first_step_s=seconds)
         free(device)  # the dense net that a generator was made from, and what compiling took
     with turn(device, fcntl.LOCK_EX):
-        row.update(warmed_up(step, dry))
+        row.update(warmed_up(step, loss, dry))
         row["peak_bytes"] = peak_bytes(step, device, before)
         turns = [turn_of(step, clock, "ms", dry)]
         is_reference = key(reference_of(cell)) == key(cell)
@@ -252,18 +253,19 @@ def turn(device, kind):
 
 
 def first_step(step, clock):
-    """Seconds of the first step, compiling included."""
+    """(seconds, compiling included; loss, None of a generator) of the first step."""
     clock.wait()
     start = time.perf_counter()
-    step()
+    loss = step()
     clock.wait()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, loss
 
 
-def warmed_up(step, dry):
-    """{loss of the last step before any figure, of a training step}."""
-    for _ in range(1 if dry else WARM_UP - 1):
-        loss = step()
+def warmed_up(step, loss, dry):
+    """{loss of the last step before any figure, of a training step}. loss: that of the first."""
+    if not dry:
+        for _ in range(WARM_UP - 1):
+            loss = step()
     return {} if loss is None else {"loss": loss.item()}
 
 
@@ -279,7 +281,7 @@ def reference_turns(cell, device, clock, dry, row):
     """[the turn of the cell's reference]; where it can't run, none, and row["note"] says why."""
     try:
         step, _ = contender(reference_of(cell), device, dry)
-        warmed_up(step, dry)
+        warmed_up(step, step(), dry)
         return [turn_of(step, clock, "reference_ms", dry)]
     except Refused as error:
         row["note"] = f"no ratio: {error}"
