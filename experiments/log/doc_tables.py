@@ -380,20 +380,37 @@ ROUNDED = {  # --set generation=: the arms of experiment 062 that round weights 
 }
 
 
-def rounded_table(experiments, known):
-    experiment = next(one for one in experiments if one.number == "062")
+CODED = {  # arms of experiment 063: how a user types their moments, and bytes of both for each parameter
+    "int8": ("`--opt8bit`", 2.03),
+    "flash8": ("`--set exp_avg=flash8 --set exp_avg_sq=flash8`", 2.25),
+    "int4": ("`--opt4bit`", 1.06),
+    "log4": ("`--opt4bit --set exp_avg_sq=log4`", 1.06),
+}
 
+
+def loss_change(number, arm, experiments, known):
+    """'+0.37 [+0.33, +0.40] (6)': the change of the held-out loss in percent, its interval, pairs."""
+    experiment = next(one for one in experiments if one.number == number)
+    _, pairs, change = loss_comparison(experiment, experiment.arm(arm), known)
+    if change is None:  # not recorded yet
+        return "-"
+    return f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({pairs})"
+
+
+def rounded_table(experiments, known):
     def said(arm):
-        if arm is None:
-            return "-"
-        _, pairs, change = loss_comparison(experiment, experiment.arm(arm), known)
-        if change is None:  # not recorded yet
-            return "-"
-        return f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({pairs})"
+        return "-" if arm is None else loss_change("062", arm, experiments, known)
 
     table = [["`--set generation=`", "weights to nearest", "weights by GPTQ"]]
     for value, (nearest, by_gptq) in ROUNDED.items():
         table.append([f"`{value}`", said(nearest), said(by_gptq)])
+    return markdown(table)
+
+
+def coded_table(experiments, known):
+    table = [["moments, with `--stochastic`", "their bytes", "held-out loss, %"]]
+    for arm, (flags, size) in CODED.items():
+        table.append([flags, f"{size}", loss_change("063", arm, experiments, known)])
     return markdown(table)
 
 
@@ -439,6 +456,7 @@ def tables(experiments, known):
             "memory": memory_table,
             "moments": lambda: moments.moments_table(rows_of("cpu-moments")),
             "rounded": lambda: rounded_table(experiments, known),
+            "coded": lambda: coded_table(experiments, known),
             "fp16": lambda: fp16_weights.table(rows_of("cpu-fp16")),
         },
     }
