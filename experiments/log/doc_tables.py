@@ -380,11 +380,11 @@ ROUNDED = {  # --set generation=: the arms of experiment 062 that round weights 
 }
 
 
-CODED = {  # arms of experiment 063: how a user types their moments, and bytes of both for each parameter
-    "int8": ("`--opt8bit`", 2.03),
-    "flash8": ("`--set exp_avg=flash8 --set exp_avg_sq=flash8`", 2.25),
-    "int4": ("`--opt4bit`", 1.06),
-    "log4": ("`--opt4bit --set exp_avg_sq=log4`", 1.06),
+CODED = {  # arms of experiment 063: how a user types their moments
+    "int8": "`--opt8bit`",
+    "flash8": "`--set exp_avg=flash8 --set exp_avg_sq=flash8`",
+    "int4": "`--opt4bit`",
+    "log4": "`--opt4bit --set exp_avg_sq=log4`",
 }
 
 
@@ -408,9 +408,9 @@ def rounded_table(experiments, known):
 
 
 def coded_table(experiments, known):
-    table = [["moments, with `--stochastic`", "their bytes", "held-out loss, %"]]
-    for arm, (flags, size) in CODED.items():
-        table.append([flags, f"{size}", loss_change("063", arm, experiments, known)])
+    table = [["moments, with `--stochastic`", "held-out loss, %"]]
+    for arm, flags in CODED.items():
+        table.append([flags, loss_change("063", arm, experiments, known)])
     return markdown(table)
 
 
