@@ -162,9 +162,9 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_one_line(number, flags, s
 
 def test_a_signal_while_workers_start_is_one_line_too(start):
     draw = random.Random()
-    for _ in range(3):
-        run = start("--steps", 10**6, "--workers", 2)
-        until(lambda: Path("runs/run/.lock").exists())
+    for name in ("first", "second", "third"):
+        run = start("--steps", 10**6, "--workers", 2, "--name", name)
+        until(Path(f"runs/{name}/.lock").exists)  # this run's own: a lock's file outlives its run
         time.sleep(draw.uniform(0, 0.2))
         os.killpg(run, signal.SIGTERM)
         assert start.wait(run) == 143
