@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 # Run by Python before the script: nothing can be imported but lowprec, torch and what torch needs.
 GUARD = """
