@@ -13,7 +13,7 @@ from .layers.convolutions import fault_line
 from .machine import device_facts, recommended_flags, support
 
 PACKAGES = {"opt8bit": "bitsandbytes", "opt4bit": "torchao"}  # without which a kind of states can't be had
-FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES_SHOWN = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def report(start):
@@ -79,7 +79,7 @@ def kernel_line(device):
 def format_lines():
     """What floating-point formats can hold. `digits` are decimal: -log10 of half the gap above 1."""
     lines = ["format         bits         largest  smallest normal  next after 1  digits"]
-    for dtype in FORMATS:
+    for dtype in DTYPES_SHOWN:
         facts = torch.finfo(dtype)
         name = str(dtype).removeprefix("torch.")
         digits = -torch.tensor(facts.eps / 2).log10().item()

@@ -12,10 +12,10 @@ from torch import nn
 
 from .cast import narrowed
 
-FEW = 8  # coordinates of a position; images are wider
+COORDINATES = 8  # coordinates of a position; images are wider
 ENOUGH = 16  # values in order that are no accident: 16 numbers drawn at random lie so once in 10^13
 MANY = 4  # heads of a loss
-EXACT = 2**24  # fp32 itself can't hold larger whole numbers apart
+EXACT_INTEGERS = 2**24  # fp32 itself can't hold larger whole numbers apart
 
 
 # ---- Positions and conditions ------------------------------------------------------------------------------
@@ -39,12 +39,12 @@ def what_merges(x: torch.Tensor) -> str:
         return ""
     if x.layout != torch.strided:
         return ""
-    is_list = x.dim() <= 2 or (x.dim() == 3 and x.shape[-1] <= FEW)
+    is_list = x.dim() <= 2 or (x.dim() == 3 and x.shape[-1] <= COORDINATES)
     if not is_list or not x.numel():
         return ""
     x = x.detach()
     low = narrowed(x, torch.bfloat16).to(x.dtype)
-    plain = x.abs() < EXACT
+    plain = x.abs() < EXACT_INTEGERS
     changed = plain & (x != low)
     if not changed.any():
         return ""
@@ -69,7 +69,7 @@ def _lines(x) -> Iterator[torch.Tensor]:
     if x.dim() <= 1:
         candidates = [x.reshape(1, -1)]
     else:
-        columns = x.shape[-1] if x.shape[-1] <= FEW else 0
+        columns = x.shape[-1] if x.shape[-1] <= COORDINATES else 0
         candidates = [x[..., column].reshape(-1, x.shape[-2]) for column in range(columns)]
         if x.dim() == 2:
             candidates.append(x)

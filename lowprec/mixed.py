@@ -163,7 +163,7 @@ class _Place:
             return found
         frame, line = self.frames[-1]
         for name in NAME.findall(linecache.getline(frame.f_code.co_filename, line)):
-            value = _value(frame.f_locals, name)
+            value = _value_at(frame.f_locals, name)
             if _is_fp32(value):
                 found[name] = value
         others = dict(frame.f_locals)
@@ -176,7 +176,7 @@ class _Place:
         return found
 
 
-def _value(names, dotted):
+def _value_at(names, dotted):
     """The tensor that a dotted name stands for, or None."""
     first, *rest = dotted.split(".")
     value = names.get(first)

@@ -29,7 +29,7 @@ OF_CALLS = (
     "_is_full_backward_hook",
 )
 # how the names of methods begin whose tensors are no activations
-PLAIN = ("_", "save", "load", "set_")
+OWN_NAMES = ("_", "save", "load", "set_")
 
 
 class CastModule(nn.Module):
@@ -53,7 +53,7 @@ class CastModule(nn.Module):
         if "_view" not in self.__dict__:  # while it is being copied or unpickled
             raise AttributeError(name)
         value = getattr(self._view.net, name)
-        if not inspect.ismethod(value) or name.startswith(PLAIN) or hasattr(nn.Module, name):
+        if not inspect.ismethod(value) or name.startswith(OWN_NAMES) or hasattr(nn.Module, name):
             return value
         return functools.partial(self._view.call, value)
 

@@ -18,7 +18,7 @@ NORMS = (
 
 # the head: a part called so anywhere in the name, or one of these at the top of the net
 TOP = "out|fc|head|heads|classifier|score|proj_out|conv_out"
-HEAD = re.compile(rf"(.*\.)?(final|lm_head)(\.|$)|({TOP})(\.|$)")
+HEAD_NAME = re.compile(rf"(.*\.)?(final|lm_head)(\.|$)|({TOP})(\.|$)")
 # a layer that reads one vector an image, not one a token: every value of its block depends on it
 CONDITION = re.compile(r".*(modulation|time_emb)")
 EMBEDDING = re.compile(r".*(embed|\b(wte|wpe)(\.|$))")
@@ -34,7 +34,7 @@ def role(name, module):
         found.add("norm")
     if isinstance(module, nn.Embedding) or EMBEDDING.match(name):
         found.add("embedding")
-    if HEAD.match(name):
+    if HEAD_NAME.match(name):
         found.add("head")
     if CONDITION.match(name):
         found.add("condition")

@@ -15,7 +15,7 @@ def sample(t, most=1 << 16):
     from every column alike. A stride of 256 would see 16 of the 4,096 columns of a 4096 x 4096 weight.
     Returns a view where `t` is contiguous.
     """
-    values = t.detach() if type(t) in PLAIN else local(t)
+    values = t.detach() if type(t) in WITHOUT_WRAPPER else local(t)
     flat = values.reshape(-1)  # [...] -> [entries]
     entries = flat.numel()
     if entries < 2 * most:
@@ -31,7 +31,7 @@ def _stride(entries, most):
     return stride
 
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+WITHOUT_WRAPPER = (torch.Tensor, torch.nn.Parameter)
 
 
 def local(t):
@@ -39,7 +39,7 @@ def local(t):
     t = t.detach()
     if hasattr(t, "to_local"):
         t = t.to_local()
-    if type(t) not in PLAIN and hasattr(t, "dequantize"):  # torchao's codes
+    if type(t) not in WITHOUT_WRAPPER and hasattr(t, "dequantize"):  # torchao's codes
         return t.dequantize()
     return t
 

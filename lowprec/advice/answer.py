@@ -1,6 +1,6 @@
 """Which recipe to train a net in on a machine: bytes, speed and quality of each, the best first.
 
-    print(advise(model, memory="24GiB", lr=1e-4))
+print(advise(model, memory="24GiB", lr=1e-4))
 """
 
 from __future__ import annotations
@@ -56,35 +56,35 @@ class Candidate(NamedTuple):
 PURE = {"pure_bf16": True}
 STOCHASTIC = {"pure_bf16": True, "stochastic": True}
 GRADIENTS = "`gradients`: entries that 16 bits round to 0 or to infinity"
-UPDATES = "`update`: what share of a step the weights keep"
-MOMENTS = "`second moment`: what codes keep of small entries"
+UPDATE_COLUMN = "`update`: what share of a step the weights keep"
+MOMENT_COLUMN = "`second moment`: what codes keep of small entries"
 
 # in the order in which to try them: each takes fewer bytes than the one before, but for the last two
 CANDIDATES = (
     Candidate({"bf16": True}, "bf16", "digits of products", GRADIENTS),
     Candidate({"fp16": True}, "fp16", "range of products, which loss scaling gives back", GRADIENTS),
     Candidate({}, "fp32", "nothing", "nothing in particular: it is the reference"),
-    Candidate({"bf16": True, "opt8bit": True}, "bf16", "digits of the moments", MOMENTS),
+    Candidate({"bf16": True, "opt8bit": True}, "bf16", "digits of the moments", MOMENT_COLUMN),
     Candidate({**PURE, "master": "split"}, "bf16", "digits of gradients", GRADIENTS),
-    Candidate({**STOCHASTIC, "kahan": True}, "bf16", "the exact sum of weights, nearly", UPDATES),
-    Candidate(STOCHASTIC, "bf16", "digits of weights, right in the mean", UPDATES),
-    Candidate({**STOCHASTIC, "opt8bit": True}, "bf16", "digits of the moments", MOMENTS),
+    Candidate({**STOCHASTIC, "kahan": True}, "bf16", "the exact sum of weights, nearly", UPDATE_COLUMN),
+    Candidate(STOCHASTIC, "bf16", "digits of weights, right in the mean", UPDATE_COLUMN),
+    Candidate({**STOCHASTIC, "opt8bit": True}, "bf16", "digits of the moments", MOMENT_COLUMN),
     Candidate(
         {**STOCHASTIC, "opt8bit": True},
         "bf16",
         "clipping by the norm of all gradients, and micro-batches",
-        UPDATES,
+        UPDATE_COLUMN,
         {"grad_release": True},
     ),
-    Candidate({**STOCHASTIC, "opt4bit": True}, "bf16", "most digits of the moments", MOMENTS),
+    Candidate({**STOCHASTIC, "opt4bit": True}, "bf16", "most digits of the moments", MOMENT_COLUMN),
     Candidate({"fp8": True}, "fp8", "digits and range of products", GRADIENTS),
-    Candidate(PURE, "bf16", "every update under half an ulp of its weight", UPDATES),
+    Candidate(PURE, "bf16", "every update under half an ulp of its weight", UPDATE_COLUMN),
 )
 
 # ---- One row -----------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class RecipeRow(NamedTuple):
     """What one recipe takes and costs. Bytes are of one GPU.
 
     activations: the most at once, None where the net can't be called. total: the most at once of all. most:
@@ -158,13 +158,13 @@ class Advice:
 
     def __init__(self, subject: Subject, machine: Machine, gpus: int, batch: int):
         self.subject, self.machine, self.gpus, self.batch = subject, machine, gpus, batch
-        self.rows: list[Row] = []
+        self.rows: list[RecipeRow] = []
         self.no_activations = subject.no_loss  # why they are left out; "" where they are not
         self.refused: list[str] = []  # why this net can't be trained in a recipe, a line each
         self.speeds_from = ""  # what the speeds were measured on; "" without any
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> RecipeRow | None:
         """The recipe to start with, or None where none fits."""
         first = self.rows[0]
         return first if first.fits else None
@@ -283,7 +283,7 @@ def _add_rows(advice, regime, lr):
             quality = evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
         how = machine.support[candidate.arithmetic]
         room = _room(candidate, size, need, advice, process)
-        advice.rows.append(Row(candidate, size, *room, how, quality, None))
+        advice.rows.append(RecipeRow(candidate, size, *room, how, quality, None))
 
 
 def _is_offered(candidate, advice):

@@ -21,7 +21,7 @@ from ..errors import Refused, first_line
 from ..machine import quiet_import
 
 # what the name of a class, in small letters, says of its kind, as lowprec.evidence calls it
-KINDS = {
+KIND_OF_CLASS = {
     "unet": "U-Net",
     "dit": "DiT",
     "transformer2d": "DiT",
@@ -57,7 +57,7 @@ class Subject(NamedTuple):
 def kind_of(net: nn.Module) -> str | None:
     """The kind of a net by the name of its class."""
     name = type(net).__name__.lower().replace("_", "")
-    for part, kind in KINDS.items():
+    for part, kind in KIND_OF_CLASS.items():
         if part in name:
             return kind
     return None

@@ -37,14 +37,14 @@ def short(advice, rows: int = 4) -> list[str]:
 
 # ---- The table ---------------------------------------------------------------------------------------------
 
-HEAD = [
+HEADER = [
     *("flags", "GiB at once", "weights", "gradients", "states", "average", "activations"),
     *("fits", "largest batch", "speed"),
 ]
 
 
 def _table(advice, rows=None):
-    cells = [HEAD]
+    cells = [HEADER]
     for row in advice.rows[:rows]:
         fits = "no" if not row.fits else "yes"
         if row.how[0] != "native":

@@ -26,11 +26,13 @@ from ..rounding import NO_AVERAGE
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # each operation rounds once: no product is contracted with a sum
-FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
+COMPILER_FLAGS = (
+    "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
+)
 RULES = {"adamw": 0, "sgd": 1, "lion": 2}  # as in cpu_step.cpp
-KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
+DTYPE_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
 FLOATS = torch.float32, torch.bfloat16
-FEW = 1 << 15  # values below which a second thread costs more than it does
+FOR_ONE_THREAD = 1 << 15  # values below which a second thread costs more than it does
 
 
 # ---- The library -------------------------------------------------------------------------------------------
@@ -100,13 +102,17 @@ def _built():
     compiler = cpp_builder.get_cpp_compiler()
     if not cpp_builder.is_gcc():
         raise RuntimeError(f"{compiler} is not GCC")
-    target = subprocess.run([compiler, *FLAGS, "-Q", "--help=target"], check=True, capture_output=True).stdout
-    name = hashlib.sha256(SOURCE.read_bytes() + target + " ".join(FLAGS).encode()).hexdigest()[:20]
+    target = subprocess.run(
+        [compiler, *COMPILER_FLAGS, "-Q", "--help=target"], check=True, capture_output=True
+    ).stdout
+    name = hashlib.sha256(SOURCE.read_bytes() + target + " ".join(COMPILER_FLAGS).encode()).hexdigest()[:20]
     path = Path(cache_dir()) / "cpu_step" / f"{name}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_suffix(f".{os.getpid()}")  # processes that build it together do not meet
-        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(own)], check=True, capture_output=True)
+        subprocess.run(
+            [compiler, *COMPILER_FLAGS, str(SOURCE), "-o", str(own)], check=True, capture_output=True
+        )
         own.replace(path)
     return path
 
@@ -166,14 +172,12 @@ def fits(p, g, low=None):
     """
     if not p[0].is_cpu or library() is None:
         return False
-    if low is not None and low.dtype not in KINDS:
+    if low is not None and low.dtype not in DTYPE_NUMBERS:
         return False
     return all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in (*p, *g))
 
 
-def update(
-    rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, exact=False, floored=False
-):
+def update(rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, exact=False, floored=False):
     """One step on weights p, their moments and their low part, in place. rule: of RULES.
 
     p, g: lists of weights and of their gradients, whose values follow each other in all else.
@@ -236,7 +240,7 @@ def ema(average, p, low):
 
 
 def _kind(t):
-    return 0 if t is None else KINDS[t.dtype]  # of a tensor, or of Codes
+    return 0 if t is None else DTYPE_NUMBERS[t.dtype]  # of a tensor, or of Codes
 
 
 def _address(t):
@@ -332,4 +336,4 @@ def _written(*changed):
 
 
 def _threads(n):
-    return 1 if n < FEW else torch.get_num_threads()
+    return 1 if n < FOR_ONE_THREAD else torch.get_num_threads()

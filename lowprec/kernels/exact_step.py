@@ -22,7 +22,7 @@ from .numbers import SCALE, AdamWNumbers, WeightNumbers, named
 PIECE = 1 << 21  # values whose root is held at once: 8 MiB
 INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
 SMALLEST_NORMAL = 2.0**-126  # of fp32
-PLAIN = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+FP32_ON_CPU = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaults are
 
 
 def adamw(p, g, m, v, low, row, numbers, average=NO_AVERAGE, compiled=True):
@@ -47,7 +47,7 @@ def adamw(p, g, m, v, low, row, numbers, average=NO_AVERAGE, compiled=True):
 def _kept_memory():
     """fp32 [PIECE], the same at each call: the system clears each page of new memory, which costs a pass."""
     if not hasattr(_of_thread, "root"):
-        _of_thread.root = torch.empty(PIECE, **PLAIN)
+        _of_thread.root = torch.empty(PIECE, **FP32_ON_CPU)
     return _of_thread.root
 
 
@@ -130,8 +130,8 @@ TRIED = AdamWNumbers(
 
 def _trial():
     """(gradient, [m, v], row of TRIED) of some random values, to compare two ways to the moments."""
-    draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0), **PLAIN)
-    row = torch.tensor([*WeightNumbers(decay=1.0, scale=1.0), *TRIED], **PLAIN)
+    draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0), **FP32_ON_CPU)
+    row = torch.tensor([*WeightNumbers(decay=1.0, scale=1.0), *TRIED], **FP32_ON_CPU)
     return draw(), [draw(), draw().square()], row
 
 

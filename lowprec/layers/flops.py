@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..copies import without_values
 
-KINDS = {  # the other products are those of activations
+LAYER_OF_OPERATOR = {  # the other products are those of activations
     "mm": "linear",
     "addmm": "linear",
     "_scaled_mm": "linear",
@@ -47,7 +47,7 @@ class _Counter(TorchDispatchMode):
         if operation not in self.formulas:
             return out
         flops = self.formulas[operation](*args, **(kwargs or {}), out_val=out)
-        self.by_kind[KINDS.get(operation.__name__, "attention")] += flops
+        self.by_kind[LAYER_OF_OPERATOR.get(operation.__name__, "attention")] += flops
         name = self._module()
         self.by_module[name] = self.by_module.get(name, 0) + flops
         return out

@@ -94,7 +94,7 @@ class Method:
 
 CONVOLUTIONS = nn.modules.conv._ConvNd
 # how the reasons begin for which weights that belong to no linear layer are left out
-BESIDE = ("convolution", "several matrices")
+NO_LINEAR_LAYER = ("convolution", "several matrices")
 # how the attributes of a module begin that hold its hooks
 HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
 
@@ -104,7 +104,7 @@ def layer_refusal(name, module, its_roles, multiple):
     inputs and outputs.
     """
     if isinstance(module, CONVOLUTIONS):
-        return f"{BESIDE[0]}: stays as it is"
+        return f"{NO_LINEAR_LAYER[0]}: stays as it is"
     if "embedding" in its_roles:
         return "embedding"
     if "head" in its_roles:
@@ -174,12 +174,12 @@ class Coverage(Method):
         else:
             for own_name, p in module.named_parameters(name, recurse=False):
                 if p.dim() == 3 and p.shape[0] > 1:  # the experts of a mixture; not positions [1, N, width]
-                    self.left_out[own_name] = f"{BESIDE[1]} in one parameter"
+                    self.left_out[own_name] = f"{NO_LINEAR_LAYER[1]} in one parameter"
 
     def _refuse(self, flag, instead):
         reason = "it has no nn.Linear, and convolutions stay as they are"
         for name, why in self.left_out.items():
-            if not why.startswith(BESIDE):
+            if not why.startswith(NO_LINEAR_LAYER):
                 reason = f"'{name}' is left out ({why})"
                 break
         what = f"no layer of this net can be multiplied in {self.format}"
@@ -223,7 +223,7 @@ class Coverage(Method):
     def summary(self):
         """One line: scaling, backend, how much is covered."""
         covered = len(self.layers) + len(self.functional)
-        left_out = [why for why in self.left_out.values() if not why.startswith(BESIDE)]
+        left_out = [why for why in self.left_out.values() if not why.startswith(NO_LINEAR_LAYER)]
         linears = covered + len(left_out)
         backends = {how for *_, how in self.layers.values()}
         if self.functional:

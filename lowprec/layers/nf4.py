@@ -16,8 +16,8 @@ from ..errors import Refused
 from ..roles import roles
 from .method import Method
 
-BLOCK = 64
-SMALLEST = 4096  # weights of a layer, below which it stays as it is
+WEIGHTS_A_SCALE = 64
+SMALLEST_LAYER = 4096  # weights of a layer, below which it stays as it is
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def table():
 
 def encode(w):
     """(codes uint8 [n / 2], scales fp32 [n / 64]) of a weight of n values, the last block filled up."""
-    flat = F.pad(w.detach().float().flatten(), (0, -w.numel() % BLOCK)).view(-1, BLOCK)
+    flat = F.pad(w.detach().float().flatten(), (0, -w.numel() % WEIGHTS_A_SCALE)).view(-1, WEIGHTS_A_SCALE)
     scales = flat.abs().amax(1)
     shares = flat / scales.clamp(min=1e-30)[:, None]
     values = table().to(w.device)
@@ -44,7 +44,9 @@ def encode(w):
 def decode(codes, scales, shape):
     """fp32 of a shape."""
     pairs = torch.stack([codes >> 4, codes & 15], 1).flatten().int()
-    values = table().to(codes.device).index_select(0, pairs).view(-1, BLOCK) * scales.float()[:, None]
+    values = (
+        table().to(codes.device).index_select(0, pairs).view(-1, WEIGHTS_A_SCALE) * scales.float()[:, None]
+    )
     return values.flatten()[: shape.numel()].view(shape)
 
 
@@ -91,7 +93,7 @@ class NF4Base(Method):
         self.layers = [name for name, module in model.named_modules() if takes(module, role_of[name])]
         if not self.layers:
             raise Refused(
-                f"frozen=nf4: this net has no frozen nn.Linear of {SMALLEST:,} weights or more; train "
+                f"frozen=nf4: this net has no frozen nn.Linear of {SMALLEST_LAYER:,} weights or more; train "
                 "adapters (--lora 8), freeze some, or drop it"
             )
 
@@ -125,4 +127,4 @@ def takes(module, its_roles):
     """Whether a layer is held in NF4."""
     if type(module) is not nn.Linear or its_roles & {"embedding", "head"}:
         return False
-    return not any(p.requires_grad for p in module.parameters()) and module.weight.numel() >= SMALLEST
+    return not any(p.requires_grad for p in module.parameters()) and module.weight.numel() >= SMALLEST_LAYER

@@ -1,9 +1,9 @@
 """A finished net that generates in numbers of 8 or 4 bits.
 
-    covered = quantise(net, "int8")              # in place; or "fp8", "nvfp4", "nvfp4_weights" …
-    covered = quantise(net, "nvfp4", calibrate=lambda: [net(x) for x in batches])       # weights by GPTQ
-    with torch.autocast(device, torch.bfloat16), torch.no_grad():
-        y = net(x)
+covered = quantise(net, "int8")              # in place; or "fp8", "nvfp4", "nvfp4_weights" …
+covered = quantise(net, "nvfp4", calibrate=lambda: [net(x) for x in batches])       # weights by GPTQ
+with torch.autocast(device, torch.bfloat16), torch.no_grad():
+    y = net(x)
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ class AfterTraining(Coverage):
         return text if self.rounding is None else f"{text}; {self.rounding}"
 
 
-class Int8(AfterTraining):
+class Int8Layers(AfterTraining):
     """Linear layers in int8 by torchao: a scale a row of weights, a scale a token of activations."""
 
     format = "int8"
@@ -220,7 +220,7 @@ def _coverage(model, kind):
     flag = f"--set generation={kind}"
     instead = "--set generation=bf16"
     if kind == "int8":
-        return Int8(model, flag, instead)
+        return Int8Layers(model, flag, instead)
     if kind in BLOCKS_OF_GENERATION:
         return Blocks(model, kind, flag, instead)
     report = FP8(model, Options(), flag, instead)

@@ -30,7 +30,15 @@ __all__ = ["Average", "answering", "hooked"]
 WRAPPED = ("optimizer", "_optimizer", "base_optimizer")  # what wrappers call the optimiser that they hold
 
 # what a state that completes a bf16 weight is called, here and elsewhere
-LOW = ("kahan_comp", "compensation", "remainder", "shift", "master", "master_param", "fp32_param")
+NAMES_OF_LOW_PARTS = (
+    "kahan_comp",
+    "compensation",
+    "remainder",
+    "shift",
+    "master",
+    "master_param",
+    "fp32_param",
+)
 LOW_DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
 # classes whose update is AdamW's or Adam's
 ADAMW = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
@@ -149,7 +157,7 @@ class Stranger(peers.Peer):
 
     def low_part(self, p):
         state = self.state.get(p, {})
-        names = [name for name in LOW if name in state]
+        names = [name for name in NAMES_OF_LOW_PARTS if name in state]
         found = state[names[0]] if names else None
         fits = torch.is_tensor(found) and found.shape == p.shape and found.dtype in LOW_DTYPES
         return found if fits else None
@@ -412,7 +420,12 @@ def undrawn(device):
 
 def accumulates(name, value):
     """Whether a state is a sum over steps: a tensor of fractions that does not complete the weight."""
-    return torch.is_tensor(value) and value.is_floating_point() and value.dim() > 0 and name not in LOW
+    return (
+        torch.is_tensor(value)
+        and value.is_floating_point()
+        and value.dim() > 0
+        and name not in NAMES_OF_LOW_PARTS
+    )
 
 
 def grad_scale(optimizer):

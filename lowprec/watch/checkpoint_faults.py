@@ -6,7 +6,7 @@ import re
 import torch
 
 from .adapters import steps_of
-from .faults import Fault, Figure
+from .faults import SIGN, Fault, Figure
 from .net_state import NARROW
 from .verdicts import Finding
 
@@ -184,7 +184,6 @@ def same(a, b):
     return a.shape == b.shape and a.numel() > 0 and torch.equal(a.float(), b.float())
 
 
-SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
 OF_AVERAGES = [
     [
         Fault(

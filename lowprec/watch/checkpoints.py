@@ -10,8 +10,8 @@ import torch
 from ..errors import Refused
 from .files import loaded
 
-AVERAGE = re.compile(r"(^|[._])(ema|shadow|averages?|averaged)([._]|$)|_ema|ema_", re.I)
-BESIDE = ("callbacks", "loops", "lr_schedulers", "hyper_parameters", "datamodule_hyper_parameters")
+NAME_OF_AVERAGE = re.compile(r"(^|[._])(ema|shadow|averages?|averaged)([._]|$)|_ema|ema_", re.I)
+BESIDE_WEIGHTS = ("callbacks", "loops", "lr_schedulers", "hyper_parameters", "datamodule_hyper_parameters")
 WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
 
 
@@ -43,7 +43,7 @@ def _sort(tree, found, path):
     if isinstance(tree, dict) and "shadow_params" in tree:  # diffusers' EMAModel
         tree = {"ema": list(tree["shadow_params"])}
     if isinstance(tree, dict) and not path and "state_dict" in tree:  # Lightning's counts are no weights
-        tree = {key: value for key, value in tree.items() if key not in BESIDE}
+        tree = {key: value for key, value in tree.items() if key not in BESIDE_WEIGHTS}
     if isinstance(tree, dict):
         children = tree.items()
     elif isinstance(tree, (list, tuple)):
@@ -56,7 +56,7 @@ def _sort(tree, found, path):
             _sort(value, found, f"{name}." if name else "")
         elif path or value.dim() > 0:  # a bare number of the whole checkpoint is a counter
             _check(value, name, found.path)
-            side = found.averages if AVERAGE.search(name) else found.weights
+            side = found.averages if NAME_OF_AVERAGE.search(name) else found.weights
             side[name] = value
 
 
@@ -159,8 +159,8 @@ def weights_of(averages, weights):
 
 def _end(name):
     """A name without what wrappers and averages put before it."""
-    if AVERAGE.search(name):
-        name = AVERAGE.split(name)[-1]
+    if NAME_OF_AVERAGE.search(name):
+        name = NAME_OF_AVERAGE.split(name)[-1]
     for prefix in ("shadow.", *WRAPPERS, *WRAPPERS):
         name = name.removeprefix(prefix)
     return name

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from .verdicts import Finding
 
+# of averages, in a loop and in checkpoints
+SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
+
 
 @dataclasses.dataclass
 class Figure:

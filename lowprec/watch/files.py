@@ -18,11 +18,11 @@ from ..errors import Refused
 # what transformers, diffusers and PEFT call the weights in a folder
 STEMS = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_model")
 WEIGHTS = [f"{name}.{suffix}" for name in STEMS for suffix in ("safetensors", "bin")]
-OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 # objects of the standard library that hold values and nothing else
-PLAIN = {"argparse.Namespace", "collections.defaultdict", "collections.Counter", "collections.deque"}
-PLAIN |= {"pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib.WindowsPath", "pathlib.PureWindowsPath"}
-PLAIN |= {"datetime.datetime", "datetime.timedelta", "pathlib._local.PosixPath", "types.SimpleNamespace"}
+HARMLESS = {"argparse.Namespace", "collections.defaultdict", "collections.Counter", "collections.deque"}
+HARMLESS |= {"pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib.WindowsPath", "pathlib.PureWindowsPath"}
+HARMLESS |= {"datetime.datetime", "datetime.timedelta", "pathlib._local.PosixPath", "types.SimpleNamespace"}
 RUNS_CODE = (
     "it holds more than tensors and plain values, and loading it would run code; save its state_dict alone"
 )
@@ -79,7 +79,7 @@ class StandIn:
         pass
 
 
-class Coded(torch.Tensor):
+class CodedTensor(torch.Tensor):
     """torchao's states of 8 and 4 bits, as they are in a file: `codes`, `scale`, `qmap`, `block_size`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -95,9 +95,9 @@ def _saved(path):
     if zipfile.is_zipfile(path):
         for name in torch.serialization.get_unsafe_globals_in_checkpoint(path):
             package = name.partition(".")[0]
-            if package not in sys.stdlib_module_names or name in PLAIN:
+            if package not in sys.stdlib_module_names or name in HARMLESS:
                 coded = package == "torchao" and "OptimState" in name
-                stand_ins.append((Coded if coded else StandIn, name))
+                stand_ins.append((CodedTensor if coded else StandIn, name))
     with warnings.catch_warnings(), torch.serialization.safe_globals(stand_ins):
         warnings.simplefilter("ignore")  # torch's, at sparse tensors
         found = torch.load(path, map_location="cpu", weights_only=True)
@@ -120,7 +120,7 @@ def _folder(path):
             f"or a folder with an index of shards, with one of {', '.join(WEIGHTS[:3])} or with .metadata"
         )
     found = {"": loaded(weights[0])}
-    for name in OPTIMIZERS:
+    for name in OPTIMIZER_FILES:
         if (path / name).is_file():
             found["optimizer"] = loaded(path / name)
     return found

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from . import measures, measures_of_averages, measures_of_net, measures_of_noise
-from .faults import Fault, findings_by_tensor, first_finding, table
+from .faults import SIGN, Fault, findings_by_tensor, first_finding, table
 from .measured import STILL, Measured
 from .verdicts import LIMITS, Finding
 
@@ -22,7 +22,6 @@ UNWRITTEN = (
 )
 ONES = "{ones:.0%} of the gains are exactly 1.0; "
 DECAY = "let decay be part of the fp32 update that is rounded once"
-SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
 OF_THIS_NET = "update it with the weights of this net, each with its own, as average.lerp_(weight, 1 - decay)"
 AWAY = "the average moves away from its weight, by {rate:.2g} of the way a step"
 RATE = "it goes {rate:.2g} of the way a step, and its decay {decay:g} says {said:.2g}"
@@ -110,7 +109,7 @@ NOISE_OF_WEIGHTS = measures_of_noise.Noise("weight")
 NOISE_OF_MOMENTS = measures_of_noise.Noise("moment")
 
 # Of an average of a tensor.
-AVERAGE = [
+FAULTS_OF_AVERAGE = [
     Fault(
         site="ema",
         limit=0.0,
@@ -495,7 +494,7 @@ TENSOR = [
             remedy="fp32 or stochastically rounded exp_avg_sq, or beta2 0.99",
         ),
     ],
-    AVERAGE,
+    FAULTS_OF_AVERAGE,
     [
         Fault(
             site="step",
@@ -998,7 +997,9 @@ def findings(watch):
         for rows in TENSOR:
             found += first_finding(rows, one, one.name)
     # a target that is copied now and then, as of Q-learning, is no average
-    of_teachers = [fault for fault in AVERAGE if fault.measure is not measures_of_averages.average_copies]
+    of_teachers = [
+        fault for fault in FAULTS_OF_AVERAGE if fault.measure is not measures_of_averages.average_copies
+    ]
     for one in watch.teachers.tensors(seen):
         found += first_finding(of_teachers, one, one.name)
     for rows in RUN:

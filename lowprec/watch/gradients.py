@@ -11,7 +11,7 @@ from .net_state import NARROW
 from .sums import Sums, one_an_entry, totals
 
 # relative distance up to which a gradient is the one that backward gave, times a factor
-ALIKE = 0.02
+ALIKE_WITHIN = 0.02
 SOME = 16  # entries of a tensor that say something together
 
 
@@ -163,7 +163,7 @@ class Gradients:
                 self.sums[i] = total + error, times + 1, partial.count
             # an optimiser that sums by itself takes gradients away, and forgets none; SAM clears them once,
             # and so does a discriminator, of what backward passes for its generator have left
-            if partial.times > 1 and error > 0.1 and error_of_last < ALIKE:
+            if partial.times > 1 and error > 0.1 and error_of_last < ALIKE_WITHIN:
                 self.forgotten[i] = partial.cleared, partial.count
 
     def _change(self, index, given, heard, look):
@@ -190,7 +190,7 @@ class Gradients:
         ]
         off, size, negated, zeroed, kept = totals(rows, lengths)
         good = was_finite & is_finite
-        known = good & (off <= ALIKE**2 * size.clamp_min(1e-300))
+        known = good & (off <= ALIKE_WITHIN**2 * size.clamp_min(1e-300))
         entries = kept + zeroed
         minus = known & (kept >= SOME) & (negated >= 0.99 * kept)
         gone = good & (kept == 0) & (zeroed > 0)

@@ -10,11 +10,11 @@ import math
 
 import torch
 
+from .net_state import NARROW
 from .sums import Sums, one_an_entry, totals
 from .writes import rounded_by_tensor
 
 CERTAIN = 6  # standard errors: once in 5e8 looks by chance
-NARROW = (torch.bfloat16, torch.float16)
 
 
 def ulp(x, eps):
