@@ -380,14 +380,6 @@ ROUNDED = {  # --set generation=: the arms of experiment 062 that round weights 
 }
 
 
-CODED = {  # arms of experiment 063: how a user types their moments
-    "int8": "`--opt8bit`",
-    "flash8": "`--set exp_avg=flash8 --set exp_avg_sq=flash8`",
-    "int4": "`--opt4bit`",
-    "log4": "`--opt4bit --set exp_avg_sq=log4`",
-}
-
-
 def loss_change(number, arm, experiments, known):
     """'+0.37 [+0.33, +0.40] (6)': the change of the held-out loss in percent, its interval, pairs."""
     experiment = next(one for one in experiments if one.number == number)
@@ -407,10 +399,25 @@ def rounded_table(experiments, known):
     return markdown(table)
 
 
-def coded_table(experiments, known):
-    table = [["moments, with `--stochastic`", "held-out loss, %"]]
-    for arm, flags in CODED.items():
-        table.append([flags, loss_change("063", arm, experiments, known)])
+def from_scratch_table(number, experiments, known):
+    """The arms of an experiment that train: their flags, and what each loses against the baseline. An arm
+    NAME-read, which draws with what NAME trained, has a column.
+    """
+    experiment = next(one for one in experiments if one.number == number)
+    arms = {arm.name: arm for arm in experiment.arms}
+    are_read_again = any(name.endswith("-read") for name in arms)
+    header = ["flags", "held-out loss, %"]
+    if are_read_again:
+        header += ["products of the same format when it is scored"]
+    table = [header]
+    for name, arm in arms.items():
+        if arm.of or arm.after:
+            continue
+        row = [f"`{' '.join(arm.flags)}`", loss_change(number, name, experiments, known)]
+        if are_read_again:
+            again = f"{name}-read"
+            row.append(loss_change(number, again, experiments, known) if again in arms else "-")
+        table.append(row)
     return markdown(table)
 
 
@@ -456,7 +463,8 @@ def tables(experiments, known):
             "memory": memory_table,
             "moments": lambda: moments.moments_table(rows_of("cpu-moments")),
             "rounded": lambda: rounded_table(experiments, known),
-            "coded": lambda: coded_table(experiments, known),
+            "coded": lambda: from_scratch_table("063", experiments, known),
+            "trained": lambda: from_scratch_table("064", experiments, known),
             "fp16": lambda: fp16_weights.table(rows_of("cpu-fp16")),
         },
     }
