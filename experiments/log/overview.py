@@ -55,6 +55,7 @@ NETS = {  # the fp32 runs that a row is compared with: (what the tables call net
     "039/dit-cosine-64-fp32": ("DiT, digits, rate to zero", 328_964),
     "039/dit-cosine-64-decay-fp32": ("the same, decay 0.1", 328_964),
     "039/dit-cosine-512-fp32": ("the same, batches of 512", 328_964),
+    "062/fp32": ("DiT, digits, lr 5e-4", 328_964),
     "037/fp32": ("DiT, Fashion-MNIST, 4.2 M", 4_167_568),
     "043/fp32": ("DiT, Fashion-MNIST, 32 M, H100", 32_478_736),
     "026/fp32": ("CNN, classification", 94_186),

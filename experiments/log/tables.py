@@ -276,7 +276,8 @@ def cost_columns(arm, finished):
         parts = [f"{share:.1%} in {covers(arm, name)}" for name, share in shares.items()]
         found["of the FLOPs"] = ", ".join(parts)
     if all("gradient_snr" in r for r in finished):
-        for name, title in (("fp8", "gradient SNR in FP8, dB"), ("bf16", "in bf16, dB")):
+        for name in first["gradient_snr"]:  # the low format, and bf16
+            title = "in bf16, dB" if name == "bf16" else f"gradient SNR in {name.upper()}, dB"
             found[title] = spread(values_of(finished, f"gradient_snr.{name}"), 1)
     found["seconds"] = cell(statistics.fmean(r["seconds"] + r["scoring_seconds"] for r in finished), 0)
     return found
