@@ -466,10 +466,15 @@ def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, c
     assert rows["noise"]["score"] == "40.000 ± 0.000" and rows["fp32"]["training loss"] != "-"
     for r in records:
         if r["arm"] == "nearest":
-            r["gradient_snr"] = {"bf16": 40.0}
+            r["gradient_snr"] = {"fp4": 2.5, "bf16": 40.0}
+    write(folder, toml, records)
+    assert report.main([], folder, document) == 0
+    assert table(folder)["nearest"]["gradient SNR in FP4, dB"].startswith("2.5")
+    last = next(r for r in reversed(records) if r["arm"] == "nearest")
+    del last["gradient_snr"]["fp4"]
     write(folder, toml, records)
     assert report.main([], folder, document) == 2
-    assert "no score 'gradient_snr.fp8'" in capsys.readouterr().err
+    assert "no score 'gradient_snr.fp4'" in capsys.readouterr().err
 
 
 def test_held_out_loss_against_bytes_a_parameter(folder):
