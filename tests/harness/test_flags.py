@@ -52,8 +52,8 @@ def name_of(config):
             value = os.path.basename(value)
         if flag in ("teacher", "finetune", "vae"):
             value = f"{flag}_{os.path.basename(os.path.normpath(value.removesuffix('checkpoint.pt')))}"
-        if flag == "sparse24":
-            value = "sparse24_" + value
+        if flag in ("sparse24", "fp4"):
+            value = f"{flag}_{value}"
         if value is True:
             parts.append(flag)
         elif isinstance(value, list):
