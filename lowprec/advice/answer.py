@@ -1,6 +1,6 @@
 """Which recipe to train a net in on a machine: bytes, speed and quality of each, the best first.
 
-print(advise(model, memory="24GiB", lr=1e-4))
+    print(advise(model, memory="24GiB", lr=1e-4))
 """
 
 from __future__ import annotations

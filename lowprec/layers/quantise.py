@@ -1,9 +1,9 @@
 """A finished net that generates in numbers of 8 or 4 bits.
 
-covered = quantise(net, "int8")              # in place; or "fp8", "nvfp4", "nvfp4_weights" …
-covered = quantise(net, "nvfp4", calibrate=lambda: [net(x) for x in batches])       # weights by GPTQ
-with torch.autocast(device, torch.bfloat16), torch.no_grad():
-    y = net(x)
+    covered = quantise(net, "int8")              # in place; or "fp8", "nvfp4", "nvfp4_weights" …
+    covered = quantise(net, "nvfp4", calibrate=lambda: [net(x) for x in batches])       # weights by GPTQ
+    with torch.autocast(device, torch.bfloat16), torch.no_grad():
+        y = net(x)
 """
 
 import dataclasses
