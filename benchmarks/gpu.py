@@ -82,9 +82,6 @@ def chosen(args):
     if args.dry_run:  # all recipes once, on the first net, and a few of them on the others and compiled
         first = cells(nets[:1], compiled=(False,))
         wanted = [cell for cell in wanted if cell["recipe"] in DRY or cell in first]
-    if not wanted:
-        same_net = "compiled, this is the net of bf16 or pure_bf16-stochastic"
-        raise Refused(f"--only {' '.join(args.only)}: {same_net}; use --compile off, or those")
     if args.out and not Path(args.out).is_dir():
         raise Refused(f"--out {args.out}: no such folder; make it, or name another")
     return nets, wanted

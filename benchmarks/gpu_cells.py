@@ -41,15 +41,6 @@ from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
 GENERATE = ("generate-bf16", "generate-bf16-2:4")  # a forward pass of a generator
-EAGER = (  # their net is that of bf16 or pure_bf16-stochastic: nothing else to compile
-    "pure_bf16-kahan",
-    "pure_bf16-split",
-    "bf16-opt8bit",
-    "bf16-opt4bit",
-    "pure_bf16-stochastic-opt8bit",
-    "pure_bf16-stochastic-opt4bit",
-    "pure_bf16-flashoptim",
-)
 PEERS = {"pure_bf16-flashoptim": "flashoptim"}  # recipe: whose AdamW writes its weights, in subjects.PEERS
 MEASURED = (  # in this order
     "bf16",
@@ -61,7 +52,14 @@ MEASURED = (  # in this order
     *GENERATE,
     "bf16-2:4",
     "pure_bf16-stochastic-2:4",
-    *EAGER,
+    # their net is that of bf16 or pure_bf16-stochastic: torch takes what it compiled for those
+    "pure_bf16-kahan",
+    "pure_bf16-split",
+    "bf16-opt8bit",
+    "bf16-opt4bit",
+    "pure_bf16-stochastic-opt8bit",
+    "pure_bf16-stochastic-opt4bit",
+    "pure_bf16-flashoptim",
 )
 RECIPES = {name: common.RECIPES[name] for name in MEASURED}
 
@@ -79,7 +77,7 @@ def cells(nets, only=("*",), compiled=(False, True)):
     """
     found = []
     for on, net, name in product(compiled, nets, RECIPES):
-        if fits(name, only) and not (on and name in EAGER):
+        if fits(name, only):
             found.append(dict(net=net, recipe=name, compile=on))
     return found
 

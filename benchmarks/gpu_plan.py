@@ -24,6 +24,7 @@ from lowprec.errors import Refused
 PATH = ROOT / "experiments" / "bench" / "gpu-plan.json"
 GRACE = 20  # seconds that a stopped step has to write what it holds
 COMPILED = "tf32 pure_bf16-stochastic fp8-torchao-tensorwise fp8-torchao-rowwise bf16-2:4 bf16"
+STATES = "pure_bf16-stochastic-opt8bit pure_bf16-split pure_bf16-flashoptim"
 LARGE = "bench.py --gpu --nets dit:XL/2:64:8 unet:base:64:32 --repeats 20 --jobs 3"
 
 
@@ -49,10 +50,10 @@ PLAN = (
         "compiled speed and peak memory, 20 rounds",
     ),
     Step(
-        "eager",
-        130,
-        f"{LARGE} --compile off --budget 120 --only pure_bf16-stochastic-opt8bit pure_bf16-flashoptim",
-        "the same of recipes whose net is that of another: 8-bit states, FlashOptim's AdamW",
+        "states",
+        150,
+        f"{LARGE} --compile on --budget 140 --only {STATES}",
+        "the same of recipes whose net is compiled by then: other states, FlashOptim's AdamW",
     ),
     Step(
         "batch",
