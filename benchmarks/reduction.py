@@ -27,20 +27,26 @@ def check(args):
     check_machine(recipe(bf16=True).on(args.device), args.device)
 
 
-def gradients(net, device):
-    """The gradients of one batch under autocast in bf16 as one vector, fp64 on the CPU."""
+def gradients(net, device, weights):
+    """The gradients of one batch under autocast in bf16 as one vector, fp64 on the CPU.
+
+    weights: those of the net, as state_dict() names them. A GPU's generator would draw others from the same
+    seed.
+    """
     run, inputs, velocity = prepared(net, {"bf16": True}, torch.device(device))
+    run.model.load_state_dict(weights)
     run.backward(F.mse_loss(run(*inputs), velocity))
     return as_vector(run.params)
 
 
 def exact_gradients(net):
-    """Those of the same batch in fp64 on the CPU."""
+    """(the weights of a net, its gradients of the same batch in fp64), both on the CPU."""
     run, inputs, velocity = prepared(net, {}, torch.device("cpu"))
+    weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     model = run.model.double()
     x, t, y = inputs
     F.mse_loss(model(x.double(), t.double(), y), velocity.double()).backward()
-    return as_vector(model.parameters())
+    return weights, as_vector(model.parameters())
 
 
 def as_vector(params):
@@ -69,10 +75,10 @@ def reduction(args, clock):
     with progress_bar(len(args.nets) * len(todo)) as bar:
         for word in args.nets:
             net = parse_net(word)
-            exact = exact_gradients(net)
+            weights, exact = exact_gradients(net)
             for name, device, allowed in todo:
                 setting.allow_bf16_reduced_precision_reduction = allowed
-                found = gradients(net, device)
+                found = gradients(net, device, weights)
                 rows.append(dict(net=word, name=name, decibels=decibels(found, exact)))
                 bar.update()
     setting.allow_bf16_reduced_precision_reduction = before

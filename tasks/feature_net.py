@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 from harness.files import read_tensors, write_atomically
 from lowprec.machine import exact_math
@@ -121,7 +122,8 @@ def fit_feature_net(
     images = net.resize(images)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    for _ in range(steps):
+    title = "fitting the net that scores samples, once"
+    for _ in tqdm(range(steps), title, leave=False, unit="step", dynamic_ncols=True):
         index = torch.randint(len(images), (batch_size,), generator=draw)
         x = _shifted(images[index.to(device)], size // 8, draw)
         if supervised:

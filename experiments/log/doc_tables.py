@@ -33,6 +33,7 @@ from lowprec.errors import Refused
 
 BENCH = HERE / "bench"
 H100 = "gpu-nvidia-h100-80gb-hbm3"
+H100_COMPILED = "gpu-nvidia-h100-80gb-hbm3-compiled"
 H200 = "gpu-nvidia-h200"
 GIB = 2**30
 
@@ -147,8 +148,10 @@ def systems_table(name):
     return systems.table_of([row for row in rows_of("cpu-systems") if row["table"] == name])
 
 
-def gpu_table():
-    return gpu_record.docs_table(json.loads((BENCH / f"{H100}.json").read_text(encoding="utf-8")))
+def gpu_table(record, net):
+    whole = json.loads((BENCH / f"{record}.json").read_text(encoding="utf-8"))
+    rows = [row for row in whole["results"] if row["net"] == net]
+    return gpu_record.docs_table({**whole, "results": rows})
 
 
 def gpu_peaks_table():
@@ -172,8 +175,9 @@ SPEED_COLUMNS = {  # what the page calls it: (record, net, the key that names a 
     "U-Net, 64x64 images": ("cpu-training-64x64", "unet:small:64:8", "recipe"),
     "DiT S/8, 64x64 images": ("cpu-training-64x64", "dit:S/8:64:8", "recipe"),
     "BDH, text": ("cpu-systems", "language", "name"),
-    "DiT-B/2 on an H100": (H100, "dit:B/2:32:64", "recipe"),
+    "DiT-XL/2 on an H100, compiled": (H100_COMPILED, "dit:XL/2:64:8", "recipe"),
 }
+ON_GPU = "DiT-XL/2 on an H100, compiled"
 SPEED_ROWS = {  # flags: what records call them
     "--bf16": ("bf16",),
     "--pure_bf16": ("pure_bf16-nearest",),
@@ -197,13 +201,9 @@ def speeds(column):
     record, net, named = SPEED_COLUMNS[column]
     found = {}
     for row in rows_of(record):
-        of_net = row.get("net", row.get("table")) == net
-        if not of_net or not row.get("ms") or row.get("compile"):
-            continue
-        # a GPU's rows were measured beside one reference each, in turns
-        beside = statistics.median(row["reference_ms"]) if "reference_ms" in row else 1.0
-        found[row[named]] = beside * row.get("items_a_step", 1) / statistics.median(row["ms"])
-    reference = found.get(TF32, found["fp32"])
+        if row.get("net", row.get("table")) == net and row.get("ms"):
+            found[row[named]] = row.get("items_a_step", 1) / statistics.median(row["ms"])
+    reference = found[TF32] if TF32 in found else found["fp32"]
     return {name: speed / reference for name, speed in found.items()}
 
 
@@ -246,14 +246,14 @@ ASKED = {  # columns of README.md's second table: parameters, memory of a GPU, n
 
 def recipes_table(experiments, known):
     loss = "held-out loss against fp32, % [95 % interval] (pairs)"
-    head = ["flags", "bytes", loss, "net", "speed: U-Net, CPU", "speed: DiT-B/2, H100"]
+    head = ["flags", "bytes", loss, "net", "speed: U-Net, CPU", "speed: DiT-XL/2, H100"]
     table = [head]
     for flags, size in SHOWN.items():
         if not flags:
-            table.append(["(none): fp32", size, "0, the reference", "-", "1", *speed_of_fp32()])
+            table.append(["(none): fp32", size, "0, the reference", "-", "1", "1"])
             continue
         found = overview.on_the_largest_net(flags, experiments, known)
-        on_cpu, on_gpu = speed("U-Net, 64x64 images", flags), speed("DiT-B/2 on an H100", flags)
+        on_cpu, on_gpu = speed("U-Net, 64x64 images", flags), speed(ON_GPU, flags)
         table.append([f"`{flags}`", size, *found, on_cpu, on_gpu])
     return markdown(table)
 
@@ -271,11 +271,6 @@ def fits_table():
         words = flags or "(none)"
         table.append([f"`{flags}`" if flags else "(none): fp32", *by_flags[frozenset(words.split())]])
     return markdown(table)
-
-
-def speed_of_fp32():
-    known = speeds("DiT-B/2 on an H100")
-    return [f"{known[TF32]:.1f} with TF32, {known['fp32']:.1f} without"]
 
 
 SCORES = ("frechet", "kid", "label_accuracy", "sliced_wasserstein")
@@ -437,7 +432,9 @@ def tables(experiments, known):
         "peers older": older_loops_table,
         "first": lambda: first.table(rows_of("cpu-first")),
         "tasks": lambda: loops.tasks_table(rows_of("cpu-tasks")),
-        "gpu": gpu_table,
+        "gpu": functools.partial(gpu_table, H100, "dit:B/2:32:64"),
+        "gpu compiled DiT": functools.partial(gpu_table, H100_COMPILED, "dit:XL/2:64:8"),
+        "gpu compiled U-Net": functools.partial(gpu_table, H100_COMPILED, "unet:base:64:32"),
         "gpu peaks": gpu_peaks_table,
     }
     for net in loops.NETS:

@@ -14,7 +14,7 @@ import torch
 from common import cpu_scales_rows
 
 import bench
-from benchmarks import gpu, gpu_cells, gpu_plan, gpu_record, largest_batch, reduction, subjects
+from benchmarks import common, gpu, gpu_cells, gpu_plan, gpu_record, largest_batch, reduction, subjects
 from benchmarks.worker import Here, Lost, Worker
 from lowprec.errors import Refused
 from lowprec.kernels import compiled
@@ -369,3 +369,19 @@ def test_gradients_in_bf16_carry_a_few_hundred_times_their_rounding():
     assert reduction.decibels(found, exact) == pytest.approx(33.979, abs=1e-3)
     [row] = reduction.reduction(SimpleNamespace(nets=["dit:tiny:8:2"], device=torch.device("cpu")), None)
     assert 35 < row["decibels"] < 70
+
+
+def test_gradients_are_compared_at_the_weights_of_the_reference(monkeypatch):
+    """A GPU's generator draws other weights from the same seed."""
+
+    def drawn_elsewhere(net, flags, device):
+        run, inputs, velocity = common.prepared(net, flags, device)
+        if flags:
+            with torch.no_grad():
+                for p in run.params:
+                    p.normal_()
+        return run, inputs, velocity
+
+    monkeypatch.setattr(reduction, "prepared", drawn_elsewhere)
+    [row] = reduction.reduction(SimpleNamespace(nets=["dit:tiny:8:2"], device=torch.device("cpu")), None)
+    assert row["decibels"] > 35
