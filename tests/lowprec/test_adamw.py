@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import BF16, MODES, SHAPES, draw, gradients, held, make, same
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from lowprec import rounding
 from lowprec.kernels import compiled as compiling
@@ -168,6 +169,22 @@ def test_a_nearest_even_split_would_not_equal_torch(monkeypatch):
     assert differing() == 0
     monkeypatch.setattr(rounding, "split_master", nearest_even)
     assert differing() == 32
+
+
+def test_a_kernel_that_saw_a_small_tensor_first_spreads_large_ones_over_threads():
+    """torch would decide by the first tensor, and find its code on disk again for any other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, [code] = run_and_get_code(compiling.fused, twice_and_one, torch.ones(4))
+    finally:
+        torch.set_num_threads(before)
+    assert "#pragma omp parallel" in code
+
+
+def twice_and_one(x):
+    return 2 * x + 1
 
 
 @pytest.mark.parametrize("mode", MODES)
