@@ -35,7 +35,7 @@ PRECISION = (
         "master",
         "none",
         "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a "
-        "full copy; both keep fp32 states; split8 keeps 24 bits, as bf16 weight + int8 remainder",
+        "full copy; both keep fp32 states; split8 keeps 24 of the 32 bits, as bf16 weight + int8 remainder",
         choices=("none", "split", "split8", "fp32"),
     ),
     precision("opt8bit", False, "optimiser states in 8 bits, with bitsandbytes' codes"),
