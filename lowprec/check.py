@@ -70,9 +70,9 @@ def kernel_line(device):
     if device == "cuda":
         return "kernels: Triton, where it can be imported; else torch.compile"
     if cpu_step.library() is not None:
-        return "kernels: the hand-written step of AdamW, SGD and Lion (AVX-512 and GCC); else torch.compile"
+        return "kernels: the hand-written step of AdamW, SGD and Lion (AVX2 and GCC); else torch.compile"
     if any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        return "kernels: torch.compile; the hand-written step needs AVX-512 and GCC"
+        return "kernels: torch.compile; the hand-written step needs AVX2 and GCC"
     return "kernels: none, there is no C++ compiler: the same results by plain torch, slower; install g++"
 
 

@@ -1,14 +1,14 @@
 """The one door to the kernels: it picks who makes a step, an average or codes. All write the same bits.
 
-| asked for                           | served by                               | where                    |
-|-------------------------------------|-----------------------------------------|--------------------------|
-| a step of AdamW                     | triton_step                             | CUDA, with Triton        |
-| a step of AdamW, SGD or Lion        | cpu_step, in C++                        | CPU with AVX-512 and GCC |
-| AdamW, weights and moments in fp32  | exact_step                              | any other CPU            |
-| any other step                      | the kernel of `Rounded`, torch.compile  | where a compiler is      |
-| a move of an average                | triton_step, cpu_step, or torch.compile | as above                 |
-| stochastic codes of int8 and int4   | cpu_step, or torch.compile              | as above                 |
-| anything, with compiled=False       | the same torch code, eager              | anywhere                 |
+| asked for                           | served by                               | where                 |
+|-------------------------------------|-----------------------------------------|-----------------------|
+| a step of AdamW                     | triton_step                             | CUDA, with Triton     |
+| a step of AdamW, SGD or Lion        | cpu_step, in C++                        | CPU with AVX2 and GCC |
+| AdamW, weights and moments in fp32  | exact_step                              | any other CPU         |
+| any other step                      | the kernel of `Rounded`, torch.compile  | where a compiler is   |
+| a move of an average                | triton_step, cpu_step, or torch.compile | as above              |
+| stochastic codes of int8 and int4   | cpu_step, or torch.compile              | as above              |
+| anything, with compiled=False       | the same torch code, eager              | anywhere              |
 """
 
 import dataclasses

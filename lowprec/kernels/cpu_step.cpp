@@ -1,26 +1,16 @@
-// The step of AdamW, SGD and Lion, the average, and codes of moments on a CPU with AVX-512, each in one pass,
-// with the bits of optimizers/rounded.py, rounding.py and formats.py. cpu_step.py compiles it and says what the
-// fields hold. GCC alone: sixteen values are one of its vectors, (F) and (I) read the bits of one as the
-// other, and `mask ? a : b` picks by lane.
+// The step of AdamW, SGD and Lion, the average, and codes of moments on a CPU, each in one pass, with the bits
+// of optimizers/rounded.py, rounding.py and formats.py. cpu_step.py compiles it and says what the fields hold;
+// cpu_vectors.h says what a vector is.
 
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
 #include <utility>
-
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint32_t U __attribute__((vector_size(64)));
-
-#define ALWAYS __attribute__((always_inline))
-#define INLINE inline ALWAYS
+#include "cpu_vectors.h"
 
 enum Kind { NONE, FP32, BF16, INT16, CODES };
 enum Rule { ADAMW, SGD, LION };
 enum Root { NEAREST, OF_MKL, CALLED };  // how a square root is taken, see cpu_step.root
-// values of a vector, of the largest block of codes, and of what a thread takes at once: whole blocks, which
-// stay in its caches and are worth a call of MKL
-const int LANES = 16, BLOCK = 256, CHUNK = 4096;
+// values of the largest block of codes, and of what a thread takes at once: whole blocks, which stay in its
+// caches and are worth a call of MKL
+const int BLOCK = 256, CHUNK = 4096;
 const int AHEAD = 2048;  // bytes, by which memory is asked before they are needed
 const F INFINITE = F{} + __builtin_inff();
 const float SMALLEST = 0x1p-126f;  // normal number, see exact_step.vanishes
@@ -65,18 +55,10 @@ struct TensorStep : Step {
     uint32_t key_words[2];  // of the noise, with the position of the first value
 };
 
-// ---- Vectors in memory: those of sixteen values that a mask has -------------------------------------------
-
-typedef __mmask16 Mask;
-
-static inline Mask first_of(int count) { return count < LANES ? (1 << count) - 1 : -1; }
-
-static inline I read_int16(const void* from, int64_t at, Mask mask) {
-    return (I)_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(mask, (const int16_t*)from + at));
-}
+// ---- Memory -----------------------------------------------------------------------------------------------
 
 static inline F read(int kind, const void* from, int64_t at, Mask mask) {
-    if (kind == FP32) return (F)_mm512_maskz_loadu_ps(mask, (const float*)from + at);
+    if (kind == FP32) return read_fp32(from, at, mask);
     return (F)(read_int16(from, at, mask) << 16);
 }
 
@@ -88,31 +70,12 @@ static INLINE void fetch(int bits, const void* from, int64_t at) {
 
 static INLINE int bits_of(int kind) { return kind == FP32 ? 32 : 16; }
 
-static inline void write_fp32(void* to, int64_t at, Mask mask, F x) {
-    _mm512_mask_storeu_ps((float*)to + at, mask, (__m512)x);
-}
-
-// The upper halves
-static inline void write_bf16(void* to, int64_t at, Mask mask, U x) {
-    const __m512i upper = _mm512_set_epi16(31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31,
-                                           31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    __m512i halves = _mm512_permutexvar_epi16(upper, (__m512i)x);
-    _mm256_mask_storeu_epi16((int16_t*)to + at, mask, _mm512_castsi512_si256(halves));
-}
-
-static inline void write_int16(void* to, int64_t at, Mask mask, I x) {
-    _mm256_mask_storeu_epi16((int16_t*)to + at, mask, _mm512_cvtepi32_epi16((__m512i)x));
-}
-
 // Do work(i, mask) for each vector of n values
 template <class Work> static INLINE void each(int n, Work work) {
     int i = 0;
     for (; (i + 1) * LANES <= n; i++) work(i, first_of(LANES));
     if (i * LANES < n) work(i, first_of(n - i * LANES));
 }
-
-static inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-static inline F fnma(F a, F b, F c) { return (F)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
 // ---- Noise and rounding, as in rounding.py ----------------------------------------------------------------
 
@@ -122,8 +85,6 @@ static inline U mix(U h) {
     return h ^ (h >> 16);
 }
 
-const U LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 static inline U hash(U place, const int32_t* key) {
     return mix(mix(place + (uint32_t)key[2] + (uint32_t)key[0]) + (uint32_t)key[1]);
 }
@@ -131,8 +92,6 @@ static inline U hash(U place, const int32_t* key) {
 static inline U noise(const int32_t* key, int64_t at) { return hash(LANE + (uint32_t)at, key); }
 
 static inline U further(U first) { return mix(first ^ 0x5BD1E995u); }
-
-static inline bool any_nan(F x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q); }
 
 // Write x, rounded if the kind is bf16, by noise of 16 bits or to nearest; returns what was written. nan: it
 // may be one.
@@ -184,7 +143,7 @@ static INLINE F write_weight(const TensorStep& s, Sort sort, int64_t at, Mask ma
 
 // ---- The average: rounding.ema_kernel ----------------------------------------------------------------------
 
-// Move its sixteen values towards those that are held now
+// Move the values of a vector towards those that are held now
 static INLINE void move_average(const TensorStep& s, int64_t at, Mask mask, F now) {
     F shadow = read(s.average, s.shadow, at, mask);
     shadow += (now - shadow) * *s.average_share;
@@ -196,49 +155,28 @@ static INLINE void move_average(const TensorStep& s, int64_t at, Mask mask, F no
 
 static inline int block_of(const Moment& m) { return m.bits == 8 ? 256 : 128; }
 
-// The bytes that pairs of values fill
-static inline Mask bytes_of(Mask mask) { return first_of((__builtin_popcount(mask) + 1) / 2); }
-
-static inline F pick(F from, I places) { return (F)_mm512_permutexvar_ps((__m512i)places, (__m512)from); }
-
 static inline F decoded(const Moment& m, int64_t at, Mask mask) {
-    if (m.bits == 8) {
-        I code = (I)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, (const uint8_t*)m.data + at));
-        return (F)_mm512_i32gather_ps((__m512i)code, m.table, 4) * m.scales[at / block_of(m)];
-    }
-    __m128i pairs = _mm_maskz_loadu_epi8(bytes_of(mask), (const uint8_t*)m.data + at / 2);
-    __m128i wide = _mm_cvtepu8_epi16(pairs);
-    __m128i apart = _mm_or_si128(_mm_srli_epi16(wide, 4), _mm_slli_epi16(wide, 8));
-    I code = (I)_mm512_cvtepu8_epi32(apart) & 15;
-    return pick((F)_mm512_loadu_ps(m.table), code) * m.scales[at / block_of(m)];
+    F value = m.bits == 8 ? look_up(m.table, read_bytes(m.data, at, mask))
+                          : pick(sixteen(m.table), read_halves(m.data, at, mask));
+    return value * m.scales[at / block_of(m)];
 }
 
-// Write sixteen codes; one above the last becomes the last
+// Write codes; one above the last becomes the last
 static INLINE void write_codes(const Moment& m, int bits, int64_t at, Mask mask, I code) {
-    if (bits == 8) {
-        _mm_mask_storeu_epi8((uint8_t*)m.data + at, mask, _mm512_cvtusepi32_epi8((__m512i)code));
-    } else {
-        __m128i narrow = _mm512_cvtepi32_epi8(_mm512_min_epu32((__m512i)code, _mm512_set1_epi32(15)));
-        __m128i pairs = _mm_or_si128(_mm_slli_epi16(narrow, 4), _mm_srli_epi16(narrow, 8));
-        _mm_mask_storeu_epi8((uint8_t*)m.data + at / 2, bytes_of(mask), _mm_cvtepi16_epi8(pairs));
-    }
-}
-
-// x, and one more where a < b, or where they are equal if that counts
-static INLINE I one_more(I x, F a, F b, bool equal) {
-    Mask where = equal ? _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ)
-                       : _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ);
-    return (I)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1));
+    if (bits == 8)
+        write_bytes(m.data, at, mask, code);
+    else
+        write_halves(m.data, at, mask, code);
 }
 
 // Encode n values of one block, with zeros after the last one up to a whole vector
 template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t at, int n) {
     F high{}, low{}, known{};
     for (int k = 0; k < n; k += LANES) {
-        __m512 own = (__m512)x[k / LANES];
-        high = (F)_mm512_max_ps(own, (__m512)high);
-        low = (F)_mm512_min_ps(own, (__m512)low);
-        known = fma((F)own, F{}, known);
+        F own = x[k / LANES];
+        high = larger(own, high);
+        low = smaller(own, low);
+        known = fma(own, F{}, known);
     }
     if (any_nan(known)) {  // what is not finite becomes zero
         for (int k = 0; k < n; k += LANES) {
@@ -247,13 +185,12 @@ template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t
         }
         return encode<BITS, SIGN>(m, x, at, n);
     }
-    float most = _mm512_reduce_max_ps((__m512)high), least = _mm512_reduce_min_ps((__m512)low);
+    float most = largest(high), least = smallest(low);
     float scale = SIGN && least / m.table[0] > most ? least / m.table[0] : most;
     m.scales[at / block_of(m)] = scale;
 
-    auto row = [&m](int i) { return (F)_mm512_loadu_ps(m.chart + i * LANES); };
-    const F value = row(0), next = row(1), first = row(2), rise = row(3);
-    const __m512i slots = (__m512i)row(4);
+    auto row = [&m](int i) { return sixteen(m.chart + i * 16); };
+    const Sixteen value = row(0), next = row(1), first = row(2), rise = row(3), slots = row(4);
     const float divisor = scale == 0 ? __builtin_inff() : scale;
     const int zero = (1 << BITS) / 2 - 1, least_above_zero = m.table[0] == 0;
     F uniform[BLOCK / LANES];  // by itself: a hash is a long chain, and many of them at once hide that
@@ -267,8 +204,8 @@ template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t
         F y = x[i] / divisor;
         F size = (F)((I)y & 0x7FFFFFFF);
         // which stretch: by the exponent, within which two more of them begin at most
-        __m512i exponent = _mm512_subs_epu16((__m512i)((I)size >> 23), _mm512_set1_epi32(96));  // 0 at least
-        I slot = (I)_mm512_maskz_permutexvar_epi16(0x55555555, exponent, slots);
+        I exponent = ((I)size >> 23) - 96;
+        I slot = pick_int16(slots, exponent < 0 ? I{} : exponent);
         slot = one_more(slot, pick(next, slot), size, true);
         slot = one_more(slot, pick(next, slot), size, true);
         F exact = pick(first, slot) + (size - pick(value, slot)) * pick(rise, slot);
@@ -295,21 +232,8 @@ static void encode_blocks(const Moment& m, F* x, int64_t at, int n) {
 
 static const int64_t MODE = 0x140102;  // of MKL, as torch calls it: high accuracy, denormals kept, no errors
 
-// The root as MKL takes it on an Intel CPU with AVX-512: an estimate of 1 / sqrt(x), good to 14 bits, and one
-// step of Newton's. Small values are moved by an even power of two first.
-static inline F root_of_mkl(F x) {
-    const __m512 up = _mm512_set1_ps(0x1p126f), down = _mm512_set1_ps(0x1p-63f);
-    Mask small = _mm512_cmplt_ps_mask((__m512)x, _mm512_set1_ps(0x1p-60f));
-    F moved = (F)_mm512_mask_mul_ps((__m512)x, small, (__m512)x, up);
-    F inverse = (F)_mm512_rsqrt14_ps((__m512)moved);
-    F near = moved * inverse;
-    F root = fma(fnma(near, near, moved), 0.5f * inverse, near);
-    root = (F)_mm512_mask_mul_ps((__m512)root, small, (__m512)root, down);
-    return (x == 0) | (x == INFINITE) ? x : root;
-}
-
 static inline F root_of(int kind, F x) {
-    return kind == OF_MKL ? root_of_mkl(x) : (F)_mm512_sqrt_ps((__m512)x);
+    return kind == OF_MKL ? root_of_mkl(x) : nearest_root(x);
 }
 
 // What follows WeightNumbers in the row, if it is of this kind. By value, as a Sort.
@@ -389,7 +313,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         for (int j = 0; j < count; j++) {
             int kind = sort.moments[j];
             if (sort.root == CALLED || kind == CODES)  // with zeros beyond the last value, for a scale
-                kept[j][i] = (F)_mm512_maskz_mov_ps(mask, (__m512)now[j]);
+                kept[j][i] = only(mask, now[j]);
             if (kind != CODES)
                 write(kind, s.moments[j].data, at, mask, now[j], nan, sort.stochastic, bits[j]);
         }
@@ -437,8 +361,13 @@ static INLINE bool done(Sort own, const TensorStep& s, int64_t start, int n) {
 static void step(const TensorStep& s, int64_t start, int n) {
     if (done({ADAMW, FP32, FP32, NONE, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
     if (done({ADAMW, BF16, BF16, INT16, {FP32, FP32}, false, true, OF_MKL}, s, start, n)) return;
+    if (done({ADAMW, FP32, FP32, NONE, {FP32, FP32}, false, true, CALLED}, s, start, n)) return;
+    if (done({ADAMW, BF16, BF16, INT16, {FP32, FP32}, false, true, CALLED}, s, start, n)) return;
     if (done({ADAMW, BF16, BF16, NONE, {BF16, BF16}, true, false, NEAREST}, s, start, n)) return;
+    if (done({ADAMW, BF16, BF16, NONE, {BF16, BF16}, false, false, NEAREST}, s, start, n)) return;
+    if (done({ADAMW, BF16, BF16, NONE, {FP32, FP32}, true, false, NEAREST}, s, start, n)) return;
     if (done({ADAMW, BF16, BF16, BF16, {BF16, BF16}, false, false, NEAREST}, s, start, n)) return;
+    if (done({ADAMW, BF16, BF16, BF16, {BF16, BF16}, true, false, NEAREST}, s, start, n)) return;
     if (done({ADAMW, BF16, BF16, NONE, {CODES, CODES}, true, false, NEAREST}, s, start, n)) return;
     if (done({SGD, BF16, BF16, NONE, {BF16, NONE}, true, false, NEAREST}, s, start, n)) return;
     if (done({LION, BF16, BF16, NONE, {BF16, NONE}, true, false, NEAREST}, s, start, n)) return;

@@ -4,9 +4,9 @@ with the bits of the torch code.
     if fits([p], [g]):
         update("adamw", [p], [g], moments, low, row, key, stochastic)   # in place; row, key: of a Table
 
-It is written by hand for AVX-512 in cpu_step.cpp: a loop that torch.compile makes waits for each hash of
-noise and at each new page of memory, and can't vectorise the reading of tables. The first call compiles it
-by GCC, which takes some seconds, and keeps the result beside torch's compiled kernels.
+It is written by hand in cpu_step.cpp, for AVX-512 and for AVX2: a loop that torch.compile makes waits for
+each hash of noise and at each new page of memory, and can't vectorise the reading of tables. The first call
+compiles it by GCC, which takes some seconds, and keeps the result beside torch's compiled kernels.
 """
 
 import ctypes
@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 from ..rounding import NO_AVERAGE
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+VECTORS = Path(__file__).with_name("cpu_vectors.h")
 # each operation rounds once: no product is contracted with a sum
 COMPILER_FLAGS = (
     "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
@@ -85,8 +86,8 @@ class Step(ctypes.Structure):
 
 @functools.cache
 def library():
-    """The compiled cpu_step.cpp; None where the CPU has no AVX-512, or there is no GCC."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """The compiled cpu_step.cpp; None where the CPU has neither AVX-512 nor AVX2, or there is no GCC."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2"):
         return None
     try:
         return ctypes.CDLL(str(_built()))
@@ -105,7 +106,8 @@ def _built():
     target = subprocess.run(
         [compiler, *COMPILER_FLAGS, "-Q", "--help=target"], check=True, capture_output=True
     ).stdout
-    name = hashlib.sha256(SOURCE.read_bytes() + target + " ".join(COMPILER_FLAGS).encode()).hexdigest()[:20]
+    code = SOURCE.read_bytes() + VECTORS.read_bytes()
+    name = hashlib.sha256(code + target + " ".join(COMPILER_FLAGS).encode()).hexdigest()[:20]
     path = Path(cache_dir()) / "cpu_step" / f"{name}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from lowprec.optimizers.sgd import SGD
 from lowprec.rounding import StepAverage, ema_kernel, noise_key
 
 CPU = torch.device("cpu")
-needs_kernel = pytest.mark.skipif(cpu_step.library() is None, reason="needs AVX-512 and GCC")
+needs_kernel = pytest.mark.skipif(cpu_step.library() is None, reason="needs AVX2 and GCC")
 
 
 @pytest.fixture
@@ -238,10 +238,11 @@ def test_roots_of_every_size():
     x = torch.cat([sizes.flatten().float(), ends, torch.full((3,), 1e-45)])
     nearest = torch.from_numpy(np.sqrt(x.numpy()))
     assert differing([cpu_step.roots(x, cpu_step.NEAREST)], [nearest]) == 0
-    of_mkl = cpu_step.roots(x, cpu_step.OF_MKL)
-    apart = (of_mkl.view(torch.int32) - nearest.view(torch.int32)).abs()[~nearest.isnan()]
-    assert apart.max() == 1 and 0 < (apart > 0).float().mean() < 0.02
-    assert (of_mkl.isnan() == nearest.isnan()).all()
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where MKL has that formula
+        of_mkl = cpu_step.roots(x, cpu_step.OF_MKL)
+        apart = (of_mkl.view(torch.int32) - nearest.view(torch.int32)).abs()[~nearest.isnan()]
+        assert apart.max() == 1 and 0 < (apart > 0).float().mean() < 0.02
+        assert (of_mkl.isnan() == nearest.isnan()).all()
     kind, address = cpu_step.root() or (None, None)
     if kind is not None:
         assert differing([cpu_step.roots(x, kind, address)], [torch.sqrt(x)]) == 0
@@ -383,8 +384,8 @@ def test_what_torch_makes_by_default_does_not_matter(afresh):
 # ---- Where it can't be -------------------------------------------------------------------------------------
 
 
-def test_a_cpu_without_avx512_does_without(afresh, monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+def test_a_cpu_without_avx2_does_without(afresh, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert cpu_step.library() is None
     assert not cpu_step.fits([torch.zeros(1)], [torch.zeros(1)])
 
