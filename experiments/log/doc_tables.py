@@ -77,13 +77,14 @@ OPTIMIZERS = {  # what the record calls it: (what the page calls it, how a bf16 
 }
 
 
-def optimizers_table():
-    rows = rows_of("cpu-optimizers")
+def optimizers_table(record):
+    rows = rows_of(record)
     table = [["optimiser", "271 tensors of mixed sizes", "4 large tensors", "how a bf16 write is protected"]]
     for name, (said, protection) in OPTIMIZERS.items():
         mixed = median_ms(rows, name=name, layout="mixed")
         large = median_ms(rows, name=name, layout="large")
-        table.append([said, f"{mixed:.1f}", f"{large:.1f}", protection])
+        if mixed and large:
+            table.append([said, f"{mixed:.1f}", f"{large:.1f}", protection])
     return markdown(table)
 
 
@@ -426,7 +427,8 @@ def tables(experiments, known):
     for name, columns in conformance_command.TABLES.items():
         conformance[name] = functools.partial(conformance_command.table, conformance_rows, columns)
     speed_page = {
-        "optimizers": optimizers_table,
+        "optimizers": functools.partial(optimizers_table, "cpu-optimizers"),
+        "optimizers avx2": functools.partial(optimizers_table, "cpu-optimizers-avx2"),
         "training": training_table,
         "products": products_table,
         "peers older": older_loops_table,

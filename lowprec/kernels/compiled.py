@@ -26,8 +26,8 @@ def _compile_options():
     # loop. Letting GCC vectorise these makes the stochastic step on a CPU 2.5 times faster, and in the 512
     # bits that torch's own vectors have, where GCC would take 256, half as fast again (one thread of an Intel
     # Xeon). Its results don't change, since contraction and reordering of sums stay off.
-    # Whether a loop is spread over threads torch would decide by the first tensor that a kernel sees, and find
-    # that again on disk: after a small one a large one would be left to a single thread.
+    # Whether a loop is spread over threads torch would decide by the first tensor that a kernel sees, and
+    # find that again on disk: after a small one a large one would be left to a single thread.
     from torch._inductor import config, cpp_builder
 
     options = {"cpp.dynamic_threads": True}
