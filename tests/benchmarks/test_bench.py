@@ -573,7 +573,6 @@ def test_a_peers_loop_trains_its_net(loop, tmp_path):
         (["memory", "--nets", "vae:tiny:8:8"], "vae"),
         (["memory", "--repeats", "3"], "--repeats"),
         (["--gpu", "--dry_run", "--only", "fp4*"], "fp4*: fits no recipe"),
-        (["--gpu", "--dry_run", "--only", "*kahan", "--compile", "on"], "use --compile off"),
         (["--gpu", "--dry_run", "--nets", "dit:XXL/2:32:8"], "XXL/2"),
         (["--gpu", "--dry_run", "--out", "no/such/folder"], "no such folder"),
         (["--gpu", "--dry_run", "--budget", "0"], "whole number above 0"),
