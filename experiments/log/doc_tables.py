@@ -448,6 +448,7 @@ def tables(experiments, known):
         "docs/recipes.md": {
             "speeds": speeds_table,
             "default run": lambda: default_run_table(experiments, known),
+            "ways": lambda: from_scratch_table("065", experiments, known),
         },
         "docs/advise.md": {"peaks": lambda: advice.table(rows_of("cpu-advice"))},
         "docs/claims.md": {"guides": guides_table},
