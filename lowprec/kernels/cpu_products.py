@@ -36,7 +36,7 @@ def settle(device: torch.device) -> None:
 def install() -> None:
     """Put the products of this module in the place of torch's, on any CPU."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel")
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name in OPERATORS:
             in_fp32 = functools.partial(_in_fp32, torch.library.get_kernel(f"aten::{name}", "CPU"))
             _replace(f"aten::{name}", in_fp32)
