@@ -22,20 +22,20 @@ def _compiled(kernel):
 
 
 def _compile_options():
-    # torch.compile tells GCC not to vectorise loops, and writes each change between fp32 and its bits as a
-    # loop. Letting GCC vectorise these makes the stochastic step on a CPU 2.5 times faster, and in the 512
-    # bits that torch's own vectors have, where GCC would take 256, half as fast again (one thread of an Intel
-    # Xeon). Its results don't change, since contraction and reordering of sums stay off.
-    # Whether a loop is spread over threads torch would decide by the first tensor that a kernel sees, and
-    # find that again on disk: after a small one a large one would be left to a single thread.
     from torch._inductor import config, cpp_builder
 
+    # torch would decide by the first tensor that a kernel sees whether its loop is spread over threads, and
+    # keep that on disk: after a small tensor a large one would be left to a single thread
     options = {"cpp.dynamic_threads": True}
     try:
         gcc = cpp_builder.is_gcc()
     except RuntimeError:  # no compiler: the call of the kernel will tell
         gcc = False
     if gcc and platform.machine() in ("x86_64", "AMD64") and getattr(config.cpp, "march", "") is None:
+        # torch.compile tells GCC not to vectorise loops, and writes each change between fp32 and its bits as
+        # a loop. Letting GCC vectorise these makes the stochastic step on a CPU 2.5 times faster, and in the
+        # 512 bits that torch's own vectors have, where GCC would take 256, half as fast again (one thread of
+        # an Intel Xeon). Its results don't change, since contraction and reordering of sums stay off.
         options["cpp.march"] = "native -ftree-loop-vectorize -mprefer-vector-width=512"
     return options
 

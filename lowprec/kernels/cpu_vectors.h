@@ -214,7 +214,10 @@ static inline void write_halves(void* to, int64_t at, Mask mask, I x) {
 static inline F fma(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 static inline F nearest_root(F x) { return (F)_mm256_sqrt_ps((__m256)x); }
 static inline F root_of_mkl(F x) { return nearest_root(x); }  // that of a CPU with AVX-512: not asked for here
-static inline bool any_nan(F x) { return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q)); }
+static inline bool any_nan(F x) {
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q));
+}
+
 static inline F larger(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
 static inline F smaller(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
 static INLINE I one_more(I x, F a, F b, bool equal) { return x - (equal ? (I)(a <= b) : (I)(a < b)); }
@@ -232,7 +235,10 @@ static inline float smallest(F x) { return -largest(-x); }
 static inline F look_up(const float* table, I at) { return (F)_mm256_i32gather_ps(table, (__m256i)at, 4); }
 
 struct Sixteen { F low, high; };
-static inline Sixteen sixteen(const float* from) { return {read_fp32(from, 0, LANES), read_fp32(from, LANES, LANES)}; }
+static inline Sixteen sixteen(const float* from) {
+    return {read_fp32(from, 0, LANES), read_fp32(from, LANES, LANES)};
+}
+
 
 static inline F pick(Sixteen from, I at) {
     F low = (F)_mm256_permutevar8x32_ps((__m256)from.low, (__m256i)at);
