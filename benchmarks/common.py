@@ -175,7 +175,6 @@ def prepared(net, flags, device, **options):
     The same for every recipe: x and velocity [B, 3, H, W] fp32, t [B] fp32, y [B] int64. flags: as
     `precision.recipe` takes them, and grad_release and states_on. options: of Precision.
     """
-    _, _, side, batch = net
     torch.manual_seed(0)
     with device:
         model = built(net)
@@ -186,12 +185,18 @@ def prepared(net, flags, device, **options):
     if options.get("states_on") == "cpu" and device.type == "cpu":
         options["states_on"] = Offload(OneMemory())
     run = Precision(model, recipe(**of_recipe), **options, **ADAMW)
+    return run, *batch_of(net, device)
+
+
+def batch_of(net, device):
+    """((x, t, y), velocity) of a net, as `prepared` says. They are drawn on the CPU: the same everywhere."""
+    _, _, side, batch = net
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batch, 3, side, side, generator=generator).to(device)
     velocity = torch.randn(batch, 3, side, side, generator=generator).to(device)
     t = torch.linspace(0, 999, batch, device=device)
     y = torch.arange(batch) % 10
-    return run, (x, t, y.to(device)), velocity
+    return (x, t, y.to(device)), velocity
 
 
 def training_step(run, inputs, velocity):

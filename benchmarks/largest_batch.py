@@ -15,6 +15,7 @@ from benchmarks.common import (
     Command,
     add_names,
     add_nets,
+    batch_of,
     check_nets,
     grouped,
     markdown,
@@ -75,24 +76,24 @@ def searched(spec, name, args):
     on_gpu = args.device.type == "cuda"
     used = {}
     with Memory(args.device) if on_gpu else contextlib.nullcontext() as memory:
+        run, *_ = prepared((kind, size, side, 1), RECIPES[name], args.device)
 
         def fits(batch):
             if on_gpu:
                 memory.clear()
-            fine = survives(lambda: two_steps((kind, size, side, batch), RECIPES[name], args.device))
+            fine = survives(lambda: two_steps(run, (kind, size, side, batch), args.device))
+            for p in run.params:  # what a step that failed has left
+                p.grad = None
             used[batch] = memory.used() if on_gpu else None
             return fine
 
         found = finest(fits, args.most or MOST)
-        if on_gpu:
-            memory.clear()
     return dict(net=spec, recipe=name, batch=found, used_bytes=used.get(found), tried=sorted(used))
 
 
-def two_steps(net, flags, device):
+def two_steps(run, net, device):
     """The second step is the one that holds moments while gradients come."""
-    run, inputs, velocity = prepared(net, flags, device)
-    step = training_step(run, inputs, velocity)
+    step = training_step(run, *batch_of(net, device))
     step()
     step()
 
@@ -105,6 +106,7 @@ def batch(args, clock):
             for name in args.recipes:
                 bar.set_postfix_str(f"{spec} {name}")
                 rows.append(searched(spec, name, args))
+                bar.write(f"{spec} {name}: {rows[-1]['batch']}")
                 bar.update()
     print(table(rows))
     return rows

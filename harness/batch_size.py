@@ -78,6 +78,8 @@ class Memory:
     """That of one GPU while sizes are tried: what exceeds the margin is out of memory."""
 
     def __init__(self, device):
+        if device.index is None:  # set_per_process_memory_fraction asks for a number
+            device = torch.device(device.type, torch.cuda.current_device())
         self.device = device
 
     def __enter__(self):

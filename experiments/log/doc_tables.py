@@ -35,6 +35,7 @@ BENCH = HERE / "bench"
 H100 = "gpu-nvidia-h100-80gb-hbm3"
 H100_COMPILED = "gpu-nvidia-h100-80gb-hbm3-compiled"
 H200 = "gpu-nvidia-h200"
+H200_STATES = "gpu-nvidia-h200-states"
 GIB = 2**30
 
 # ---- Records of benchmarks ---------------------------------------------------------------------------------
@@ -437,6 +438,8 @@ def tables(experiments, known):
         "gpu": functools.partial(gpu_table, H100, "dit:B/2:32:64"),
         "gpu compiled DiT": functools.partial(gpu_table, H100_COMPILED, "dit:XL/2:64:8"),
         "gpu compiled U-Net": functools.partial(gpu_table, H100_COMPILED, "unet:base:64:32"),
+        "gpu states DiT": functools.partial(gpu_table, H200_STATES, "dit:XL/2:64:8"),
+        "gpu states U-Net": functools.partial(gpu_table, H200_STATES, "unet:base:64:32"),
         "gpu peaks": gpu_peaks_table,
     }
     for net in loops.NETS:

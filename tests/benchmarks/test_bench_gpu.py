@@ -347,7 +347,7 @@ def test_the_search_for_a_batch_is_rehearsed_on_a_cpu_and_refused_without_a_limi
 
 
 def test_a_batch_that_exceeds_memory_ends_the_search(monkeypatch):
-    def two_steps(net, flags, device):
+    def two_steps(run, net, device):
         if net[3] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -355,6 +355,15 @@ def test_a_batch_that_exceeds_memory_ends_the_search(monkeypatch):
     args = SimpleNamespace(device=torch.device("cpu"), most=64)
     row = largest_batch.searched("dit:tiny:8:1", "fp32", args)
     assert (row["batch"], row["tried"]) == (2, [2, 3, 4])
+
+
+@pytest.mark.gpu
+def test_the_search_for_a_batch_on_cuda(tmp_path):
+    out = tmp_path / "batch.json"
+    words = "batch --nets dit:tiny:8:1 --recipes fp32 pure_bf16-stochastic --most 4".split()
+    assert bench.main([*words, "--out", str(out)]) == 0
+    for row in json.loads(out.read_text())["results"]:
+        assert row["batch"] == 4 and row["used_bytes"] > 0
 
 
 def test_a_peers_optimiser_is_a_cell_like_others(monkeypatch):

@@ -62,6 +62,23 @@ def test_other_errors_are_their_own(error):
         survives(raising(error))
 
 
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    """torch.cuda.set_per_process_memory_fraction raises ValueError for torch.device("cuda")."""
+    limited = []
+
+    def set_fraction(share, device):
+        limited.append(torch.cuda._utils._get_device_index(device))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8, 10))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    with batch_size.Memory(torch.device("cuda")):
+        pass
+    assert limited == [3, 3]
+
+
 def test_all_processes_take_the_smallest_number():
     for numbers, wanted in (([8, 4, 16], 4), ([8, 0], 0), ([0, 0], 0), ([5], 5)):
         for own in numbers:
