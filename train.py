@@ -4,7 +4,7 @@
                                                  a few minutes on 2 cores
     python train.py --check                      what this machine runs natively, and the flags to start with
     python train.py --advise --model dit         what training a net takes and costs in each recipe
-    python train.py --dry_run --pure_bf16        the resolved flags and the precision of every tensor
+    python train.py --dry_run --pure_bf16        the precision of every tensor and the settled flags
     python train.py --sample runs/NAME           draw again from a run's weights
     python train.py --diagnose runs/NAME         which tensors of a run are losing information
     python train.py --task mine.py:Mine          a task of your own, see tasks/task.py
@@ -65,7 +65,7 @@ def build_parser(table=FLAGS):
     )
     group = parser.add_argument_group("instead of training").add_mutually_exclusive_group()
     group.add_argument(
-        "--dry_run", action="store_true", help="print the resolved flags and the precision ledger, and stop"
+        "--dry_run", action="store_true", help="print the precision ledger and the settled flags, and stop"
     )
     group.add_argument(
         "--check",
@@ -139,10 +139,6 @@ def train(given, command, dry=False, whole_ledger=False):
     if run.config.batch_size == "auto":
         run = run.replaced(batch_size=batch_size.chosen(Trainer, run, dry))
     trainer = Trainer(run, command, dry=dry)
-    if dry:
-        for name, value in vars(trainer.config).items():
-            print(f"--{name} {value}")
-        print()
     if trainer.ranks.main:
         ledger = trainer.precision.ledger()
         print_head(trainer, ledger)
@@ -153,6 +149,7 @@ def train(given, command, dry=False, whole_ledger=False):
             print(f"warning: {line}")
         print(flush=True)
     if dry:
+        print(settled_flags(run.kind, trainer.config))
         return 0
     summary = trainer.fit()
     if trainer.ranks.main:
@@ -160,6 +157,18 @@ def train(given, command, dry=False, whole_ledger=False):
     del trainer  # its DistributedDataParallel holds what leave() is to end
     leave()
     return 0
+
+
+def settled_flags(kind, config):
+    """What each flag is in a run, without those that tasks of other kinds read, in a few lines."""
+    of_tasks = {row.name for row in strategies.rows(*strategies.TASKS.values())}
+    unread = of_tasks - {row.name for row in strategies.rows(kind)}
+    words = []
+    for name, value in vars(config).items():
+        if name not in unread:
+            shown = ",".join(value) if isinstance(value, list) else value
+            words.append(f"--{name}={shown}")
+    return textwrap.fill(" ".join(words), 110, break_long_words=False, break_on_hyphens=False)
 
 
 def sample(path, given, command, table):

@@ -142,7 +142,7 @@ def test_it_resumes_with_its_number_and_without_a_search(monkeypatch, capsys):
     cli.assert_same(*(cli.checkpoint(name)["precision"] for name in CASES))
     assert cli.quick(name="auto", steps=6) == 0, "the number itself goes on too"
     assert auto(steps=6) == 0, "on a CPU as well, and where it has ended"
-    assert auto("--dry_run") == 0 and "--batch_size 8\n" in capsys.readouterr().out
+    assert auto("--dry_run") == 0 and "--batch_size=8" in capsys.readouterr().out.split()
     assert cli.quick("--batch_size", 16, name="auto", steps=8) == 2
     assert "--batch_size was 8 and is 16" in cli.one_line(capsys)
 

@@ -169,8 +169,8 @@ CONFIGS = sorted((cli.ROOT / "configs").glob("*.yaml"))
 def test_a_preset_resolves(path, capsys):
     # drawing 512x512 discs takes seconds
     assert command("--config", path, "--image_size", 32, "--dry_run") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--")]
-    resolved = dict(line[2:].split(" ", 1) for line in lines)
+    words = [word for word in capsys.readouterr().out.split() if word.startswith("--") and "=" in word]
+    resolved = dict(word[2:].split("=", 1) for word in words)
     for line in path.read_text().splitlines():
         key, colon, value = line.split("#")[0].partition(":")
         if colon and key != "image_size":

@@ -521,7 +521,7 @@ def test_data_and_size_are_the_vaes_unless_given(vae, capsys):
     capsys.readouterr()
     assert command(*IN_LATENTS, "--dry_run") == 0
     said = capsys.readouterr().out
-    assert "--image_size 8\n" in said and "--data digits\n" in said and "--latent_scale " in said
+    assert "--image_size=8" in said.split() and "--data=digits" in said.split() and "--latent_scale=" in said
     assert "-vae_vae-latent_scale" in said
 
 
