@@ -39,6 +39,7 @@ class Format:
     """
 
     name, bits, block = "", 8, 256
+    mantissa = 0  # bits of it, of an 8-bit float
     why = ""  # what the ledger says of it
     gap = ""  # between two codes, as a share of the value
     flag = ""  # the flag that asks for it, without dashes; "" where --set alone does

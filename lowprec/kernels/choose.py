@@ -7,7 +7,7 @@
 | AdamW, weights and moments in fp32  | exact_step                              | any other CPU         |
 | any other step                      | the kernel of `Rounded`, torch.compile  | where a compiler is   |
 | a move of an average                | triton_step, cpu_step, or torch.compile | as above              |
-| stochastic codes of int8 and int4   | cpu_step, or torch.compile              | as above              |
+| stochastic codes, but for flash8     | cpu_step, or torch.compile              | as above              |
 | anything, with compiled=False       | the same torch code, eager              | anywhere              |
 """
 
@@ -175,8 +175,11 @@ def cpu_codes(coder, codes, scales, signed, key):
     """
     if key is None or not codes.is_cpu or cpu_step.library() is None:
         return None
+    if coder.mantissa:
+        return cpu_step.Codes(codes, scales, key, signed, mantissa=coder.mantissa)
     line = coder.line(signed, codes.device)
     chart = None if line is None else cpu_step.chart_of(line)
     if chart is None:
         return None
-    return cpu_step.Codes(codes, scales, coder.table(signed, codes.device), chart, key, signed)
+    table = coder.table(signed, codes.device)
+    return cpu_step.Codes(codes, scales, key, signed, coder.bits, table, chart)

@@ -45,6 +45,7 @@ class Moment(ctypes.Structure):
     _fields_ = [
         ("bits", ctypes.c_int32),
         ("has_sign", ctypes.c_int32),
+        ("mantissa", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
@@ -260,17 +261,21 @@ def _ends(tensors):
 
 
 class Codes(NamedTuple):
-    """A moment in codes of 8 or 4 bits, as `formats.Int8` and `Int4` have them, and what writes it: codes
-    uint8, scales fp32, what codes stand for fp32 [2^bits], the `chart` of that table's line, the key of the
-    noise int32 [3], and whether it has a sign.
+    """A moment in codes of 8 or 4 bits, and what writes it: codes uint8, scales fp32, the key of the noise
+    int32 [3], and whether it has a sign.
+
+    Of codes in a table, as `formats.Int8` and `Int4` have them: what they stand for fp32 [2^bits], and the
+    `chart` of the table's line. Of 8-bit floats, `formats.Float8`: the bits of the mantissa, 3 or 2.
     """
 
     data: torch.Tensor
     scales: torch.Tensor
-    table: torch.Tensor
-    chart: ctypes.Array
     key: torch.Tensor
     signed: bool
+    bits: int = 8
+    table: torch.Tensor | None = None
+    chart: ctypes.Array | None = None
+    mantissa: int = 0
 
     @property
     def dtype(self):
@@ -315,12 +320,13 @@ def chart(line):
 def _moment(m):
     if isinstance(m, Codes):
         return Moment(
-            bits=len(m.table).bit_length() - 1,
+            bits=m.bits,
             has_sign=m.signed,
+            mantissa=m.mantissa,
             data=_address(m.data),
             scales=_address(m.scales),
             table=_address(m.table),
-            chart=ctypes.addressof(m.chart),
+            chart=None if m.chart is None else ctypes.addressof(m.chart),
             key=_address(m.key),
         )
     return Moment(data=_address(m))

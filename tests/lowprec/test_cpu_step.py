@@ -84,6 +84,9 @@ KINDS = {
     "int8 and a split master": dict(exp_avg="int8", exp_avg_sq="int8", master="split"),
     "int8 and Kahan": dict(exp_avg="int8", exp_avg_sq="int8", kahan=True),
     "int4": dict(exp_avg="int4", exp_avg_sq="int4"),
+    "e4m3": dict(exp_avg="e4m3", exp_avg_sq="e4m3"),
+    "e5m2": dict(exp_avg="e5m2", exp_avg_sq="e5m2"),
+    "e4m3 and e5m2": dict(exp_avg="e4m3", exp_avg_sq="e5m2"),
     "4 and 8 bits": dict(exp_avg="int4", exp_avg_sq="int8"),
     "bf16": dict(exp_avg="bf16", exp_avg_sq="bf16"),
     "exact": dict(master="split"),
@@ -326,7 +329,7 @@ def both(form, x, signed, seed=0):
 
 
 @needs_kernel
-@pytest.mark.parametrize("form", ("int8", "int4"))
+@pytest.mark.parametrize("form", ("int8", "int4", "e4m3", "e5m2"))
 @pytest.mark.parametrize("signed", (True, False))
 @pytest.mark.parametrize("n", (1, 15, 256, 1000, 2**16 + 77))
 def test_codes_have_the_bits_of_the_torch_code(n, signed, form):
@@ -354,8 +357,26 @@ def test_every_stretch_of_codes_is_found(signed, form):
         assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
 
 
-def test_floats_of_8_bits_and_the_nearest_codes_are_left_to_others():
-    for name, key in (("e4m3", noise_key(0, 0)), ("int8", None), ("int4", None)):
+@needs_kernel
+@pytest.mark.parametrize("form", ("e4m3", "e5m2"))
+@pytest.mark.parametrize("signed", (True, False))
+@pytest.mark.parametrize("largest", (1.0, 2e-40, 1e38))
+def test_every_8_bit_float_is_found(signed, form, largest):
+    """All numbers of the format, a bit below and above each, and the largest in every block."""
+    coder = FORMATS[form]
+    numbers = coder.values(torch.arange(128, dtype=torch.uint8).view(coder.dtype))
+    numbers = numbers[numbers <= coder.top]
+    above, below = (numbers.nextafter(torch.tensor(end)) for end in (1e6, -1e6))
+    near = torch.cat([numbers, above, below if signed else below.clamp(min=0)])
+    x = (torch.cat([near, -near]) if signed else near) * (largest / coder.top)
+    x[::256] = largest
+    for seed in range(20):
+        theirs, ours = both(form, x, signed, seed)
+        assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
+
+
+def test_curves_and_the_nearest_codes_are_left_to_others():
+    for name, key in (("flash8", noise_key(0, 0)), ("e4m3", None), ("int8", None), ("int4", None)):
         coder = FORMATS[name]
         assert choose.cpu_codes(coder, *coder.new(4096, CPU), True, key) is None
 
