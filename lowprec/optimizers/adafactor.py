@@ -62,7 +62,8 @@ class Adafactor(ByTensor):
         return AdafactorNumbers(step ** group["beta2_decay"], rate, *group["eps"], group["clip"])
 
     def update_tensor(self, g, moments, numbers, held):
-        squares = g.square() + numbers.eps_of_squares
+        # a new tensor costs more than the arithmetic that fills it, so most of this is in place
+        squares = g.square().add_(numbers.eps_of_squares)
         new = {}
         if "row_var" in moments:
             squares = squares.flatten(1)  # [out, in, ...] -> [out, rest]
@@ -72,13 +73,13 @@ class Adafactor(ByTensor):
             new["col_var"] = moments["col_var"].lerp(columns, numbers.one_minus_beta2)
             # rows * columns / mean(rows) would be 0 in fp32 for small gradients: a root of each factor
             by_row = (new["row_var"] / new["row_var"].mean()).rsqrt()
-            update = (g.flatten(1) * by_row * new["col_var"].rsqrt()).view_as(g)
+            update = (g.flatten(1) * by_row).mul_(new["col_var"].rsqrt()).view_as(g)
         else:
             new["exp_avg_sq"] = moments["exp_avg_sq"].lerp(squares, numbers.one_minus_beta2)
             update = g * new["exp_avg_sq"].rsqrt()
         excess = (_rms(update) / numbers.clip).clamp_min(1.0)
         size = _rms(held).clamp_min(numbers.eps_of_weights) * numbers.rate / excess
-        return -size * update, new
+        return update.mul_(-size), new
 
     def decay(self, p, name):
         if name not in self.moments:

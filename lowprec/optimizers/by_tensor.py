@@ -87,10 +87,10 @@ class ByTensor(Rounded):
         stochastic = self.by_noise
         low = low_of(state)
         held = exact_weight(p, low)
-        g = (g.float() * weight.scale).view(parameter.shape)
+        g = g.to(torch.float32, copy=True).mul_(weight.scale).view(parameter.shape)
         moments = self._whole(parameter, state)
         update, new = self.update_tensor(g, moments, work.numbers, held.view(parameter.shape))
-        x = held * weight.decay + update.reshape(-1)
+        x = (held * weight.decay).add_(update.reshape(-1))
         fused(_write_kernel, x, p, low, keys[0], stochastic, compiled=self.compiled)
         for name, key in zip(self.moments, keys[1:], strict=False):
             if name in state:
