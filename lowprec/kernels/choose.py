@@ -8,6 +8,7 @@
 | any other step                      | the kernel of `Rounded`, torch.compile  | where a compiler is   |
 | a move of an average                | triton_step, cpu_step, or torch.compile | as above              |
 | stochastic codes, but for flash8     | cpu_step, or torch.compile              | as above              |
+| those of int8, within a step         | triton_step                             | CUDA, with Triton     |
 | anything, with compiled=False       | the same torch code, eager              | anywhere              |
 """
 
@@ -85,8 +86,11 @@ def step(s):
     if by_cpu_step(s):
         return
     (p,), (g,) = s.weights, s.gradients
-    moments = [m.decoded(p.numel(), s.compiled) if is_coded(m) else m for m in s.moments]
-    triton = _triton_for(p, moments, s.low, s.compiled) if s.rule == "adamw" else None
+    triton = _triton_for([p], s.low, s.compiled) if s.rule == "adamw" else None
+    moments = []
+    for held in s.moments:
+        in_kernel = triton is not None and is_coded(held) and triton.has_codes(held)
+        moments.append(held.decoded(p.numel(), s.compiled) if is_coded(held) and not in_kernel else held)
     if triton is not None:
         exact = s.is_exact and exact_step.lerp_adds(s.numbers)
         triton.adamw(p, g, moments, s.low, s.row, s.key, s.stochastic, exact, s.average)
@@ -97,7 +101,7 @@ def step(s):
         arguments = (p, g, moments, s.low, s.row, s.key, s.stochastic, s.average)
         fused(s.kernel, *arguments, compiled=s.compiled)
     for held, value in zip(s.moments, moments, strict=True):
-        if is_coded(held):
+        if is_coded(held) and value is not held:
             held.encode(value, s.compiled)
 
 
@@ -129,12 +133,12 @@ def _triton_step():
     return triton_step
 
 
-def _triton_for(p, moments, low, compiled):
+def _triton_for(flat, low, compiled):
     """The module triton_step where it can take these flat tensors; else None."""
-    if not (p.is_cuda and compiled):
+    if not (flat[0].is_cuda and compiled):
         return None
     triton = _triton_step()
-    if triton is None or not triton.fits(p, moments, low):
+    if triton is None or not triton.fits(flat, low):
         return None
     return triton
 
@@ -144,7 +148,7 @@ def _triton_for(p, moments, low, compiled):
 
 def move_average(average, weights, low, compiled):
     """Move a StepAverage towards `weights` [n] and their low part, in place."""
-    triton = _triton_for(average.flat, [weights], low, compiled)
+    triton = _triton_for([average.flat, weights], low, compiled)
     if triton is not None:
         triton.ema(average, weights, low)
     elif compiled and cpu_step.fits([weights], [average.flat], low):

@@ -1,9 +1,11 @@
 """AdamW's step and the average as Triton kernels for CUDA, with the bits of those on a CPU. Needs torch and
 Triton.
 
-    if fits(p, moments, low):
+    if fits([p], low):
         adamw(p, g, moments, low, row, key, stochastic, exact)   # flat, in place; row, key: of a Table
     ema(average, p, low)
+
+Moments in int8 codes are read and written within the step.
 
 torch.compile fuses them on CUDA as well, but may divide, take roots and contract products with other last
 bits. Here each operation rounds once, as IEEE 754 has it, in the order of `AdamW`. So the optimiser
@@ -20,6 +22,7 @@ from ..rounding import NO_AVERAGE
 from .numbers import AdamWNumbers, place
 
 BLOCK = 1024  # entries of one program
+CODES = tl.constexpr(256)  # entries that share a scale, where a moment is in codes
 HOLDS = (torch.float32, torch.bfloat16)
 # what completes a weight, see rounding.exact_weight
 ALONE, REMAINDER, COMPENSATION, MASTER = (tl.constexpr(kind) for kind in range(4))
@@ -33,29 +36,51 @@ ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, ROOT_CORRECTION, EPS, RATE = (
 KIND_OF_LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float32: MASTER}
 
 
-def fits(p, moments, low):
-    """Whether the kernel can take these: flat tensors of one device, bf16 or fp32. Codes were decoded."""
-    return all(t.dtype in HOLDS for t in (p, *moments)) and (low is None or low.dtype in KIND_OF_LOW)
+def fits(tensors, low):
+    """Whether the kernels can take these flat tensors of one device, which are bf16 or fp32, and a low part.
+    """
+    return all(t.dtype in HOLDS for t in tensors) and (low is None or low.dtype in KIND_OF_LOW)
+
+
+def has_codes(moment):
+    """Whether a moment is a formats.Coded that the kernel reads and writes: a table of 256 values, a block of
+    256, written stochastically.
+    """
+    coder = moment.coder
+    in_bytes = (coder.bits, coder.block) == (8, CODES.value)
+    return in_bytes and moment.key is not None and coder.line(moment.signed, moment.codes.device) is not None
 
 
 def adamw(p, g, moments, low, row, key, stochastic, exact, average=NO_AVERAGE):
     """One step on flat p [n], its two moments and its low part, in place.
 
-    row: fp32, AdamWNumbers behind WeightNumbers. key: int32 [3 or more], see `rounding.noise_bits`.
-    stochastic: whether bf16 is rounded so; else to nearest. exact: whether the moments are formed as torch's
-    lerp and addcmul do, which round once where a product is added; beta1 is above 0.5. average: a
-    StepAverage.
+    moments: fp32 or bf16 [n], or a formats.Coded. row: fp32, AdamWNumbers behind WeightNumbers. key: int32 [3
+    or more], see `rounding.noise_bits`. stochastic: whether bf16 is rounded so; else to nearest. exact:
+    whether the moments are formed as torch's lerp and addcmul do, which round once where a product is added;
+    beta1 is above 0.5. average: a StepAverage.
     """
     n = p.numel()
     kind = ALONE if low is None else KIND_OF_LOW[low.dtype]
-    m, v = moments
+    (m, *of_m, m_stretches), (v, *of_v, v_stretches) = (_arguments(moment, row) for moment in moments)
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(n, BLOCK),)
         low = p if low is None else low  # some pointer: it is not read
         mode = _mode(average)
         flat, share, average_key = (p, row, key) if average.flat is None else average[:3]
-        pointers = (p, g, m, v, low, row, key, flat, share, average_key)
-        _adamw[grid](*pointers, n, stochastic, exact, kind, mode, BLOCK, **OPTIONS)
+        pointers = (p, g, m, v, low, row, key, flat, share, average_key, *of_m, *of_v)
+        settings = (stochastic, exact, kind, mode, m_stretches, v_stretches, BLOCK)
+        _adamw[grid](*pointers, n, *settings, **OPTIONS)
+
+
+def _arguments(moment, unread):
+    """(values or codes, scales, table, line, key, stretches of the line) of a moment; of a tensor, which has
+    no codes, `unread` for most of it, and no stretch.
+    """
+    if torch.is_tensor(moment):
+        return moment, unread, unread, unread, unread, 0
+    table = moment.coder.table(moment.signed, moment.codes.device)
+    line = moment.coder.line(moment.signed, moment.codes.device)
+    return moment.codes, moment.scales, table, line, moment.key, line.shape[0]
 
 
 def ema(average, p, low):
@@ -164,6 +189,57 @@ def _ema(p, low, average, share, key, n, KIND: tl.constexpr, AVERAGE: tl.constex
     _move(average, _held(weight, low + i, mask, KIND), share, key, i, mask, AVERAGE)
 
 
+# ---- Codes: formats.stochastic_codes -----------------------------------------------------------------------
+
+
+@triton.jit
+def _old(at, scales, table, i, mask, STRETCHES: tl.constexpr):
+    """The values of a moment, fp32; in codes if its line has stretches."""
+    value = tl.load(at, mask=mask, other=0)
+    if STRETCHES == 0:
+        value = value.to(tl.float32)
+    else:
+        value = tl.load(table + value.to(tl.int32)) * tl.load(scales + i // CODES, mask=mask, other=0)
+    return value
+
+
+@triton.jit
+def _encode(at, x, scales, table, line, key, i, mask, SIGNED: tl.constexpr, STRETCHES: tl.constexpr):
+    """Write fp32 x [blocks, CODES], zeros where masked, into codes and scales."""
+    known = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    scale = tl.max(known, 1, keep_dims=True)
+    first_value = tl.load(table)
+    if SIGNED:
+        scale = tl.maximum(scale, tl.div_rn(tl.min(known, 1, keep_dims=True), first_value))
+    # NaN, and so the code of zero, where x is not finite
+    y = tl.where(scale == 0, 0.0, tl.div_rn(x, scale)) - (x - x)
+    size = tl.abs(y)
+    place = tl.zeros_like(y)
+    for stretch in tl.static_range(STRETCHES):
+        value, first, rise = _stretch(line, stretch)
+        place = tl.where(size >= value, first + (size - value) * rise, place)
+    noise, _ = _noise_bits(i.to(tl.int32), key)
+    whole = tl.floor(place)
+    uniform = (noise & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    code = whole.to(tl.int32) + (place - whole > uniform).to(tl.int32)
+    if SIGNED:
+        code = tl.where(y < 0, 127 - code, 127 + code)
+    else:
+        least_above_zero = (first_value == 0).to(tl.int32)
+        code = tl.where((y > 0) & (code == 0), least_above_zero, code)
+    code = tl.minimum(tl.maximum(code, 0), 255)
+    tl.store(at, code.to(tl.uint8), mask=mask)
+    in_first_column = i % CODES == 0
+    tl.store(scales + i // CODES, tl.broadcast_to(scale, i.shape), mask=mask & in_first_column)
+
+
+@triton.jit
+def _stretch(line, stretch):
+    """(value, code, codes a unit of value) where a stretch begins, see formats.broken_line."""
+    row = line + 3 * stretch
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2)
+
+
 # ---- The step ----------------------------------------------------------------------------------------------
 
 
@@ -179,20 +255,34 @@ def _adamw(
     average,
     average_share,
     average_key,
+    m_scales,
+    m_table,
+    m_line,
+    m_key,
+    v_scales,
+    v_table,
+    v_line,
+    v_key,
     n,
     STOCHASTIC: tl.constexpr,
     EXACT: tl.constexpr,
     KIND: tl.constexpr,
     AVERAGE: tl.constexpr,
+    M_STRETCHES: tl.constexpr,
+    V_STRETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK
+    if M_STRETCHES + V_STRETCHES == 0:
+        i += tl.arange(0, BLOCK)
+    else:  # a row for each scale
+        i = i + tl.arange(0, BLOCK // CODES)[:, None] * CODES + tl.arange(0, CODES)[None, :]
     mask = i < n
     p, m, v, low = p + i, m + i, v + i, low + i
     weight = tl.load(p, mask=mask, other=0).to(tl.float32)
     gradient = tl.load(g + i, mask=mask, other=0).to(tl.float32) * tl.load(row + SCALE)
-    m_old = tl.load(m, mask=mask, other=0).to(tl.float32)
-    v_old = tl.load(v, mask=mask, other=0).to(tl.float32)
+    m_old = _old(m, m_scales, m_table, i, mask, M_STRETCHES)
+    v_old = _old(v, v_scales, v_table, i, mask, V_STRETCHES)
     one_minus_beta1 = tl.load(row + ONE_MINUS_BETA1)
     beta2 = tl.load(row + BETA2)
     one_minus_beta2 = tl.load(row + ONE_MINUS_BETA2)
@@ -227,8 +317,14 @@ def _adamw(
     else:
         tl.store(low, x, mask=mask)
         _write(p, x, first, mask, False)
-    _write(m, m_new, first >> 16, mask, STOCHASTIC)
-    _write(v, v_new, second, mask, STOCHASTIC)
+    if M_STRETCHES == 0:
+        _write(m, m_new, first >> 16, mask, STOCHASTIC)
+    else:
+        _encode(m, m_new, m_scales, m_table, m_line, m_key, i, mask, True, M_STRETCHES)
+    if V_STRETCHES == 0:
+        _write(v, v_new, second, mask, STOCHASTIC)
+    else:
+        _encode(v, v_new, v_scales, v_table, v_line, v_key, i, mask, False, V_STRETCHES)
     if AVERAGE != STAYS:
         _move(average, now, average_share, average_key, i, mask, AVERAGE)
 
