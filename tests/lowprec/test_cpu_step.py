@@ -13,7 +13,7 @@ from common import draw, uncompiled
 from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, step
 
 from lowprec.formats import FORMATS
-from lowprec.kernels import choose, cpu_step, numbers
+from lowprec.kernels import choose, compiled, cpu_step, numbers
 from lowprec.optimizers import buckets, rounded
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
@@ -38,6 +38,12 @@ def nearest_root(monkeypatch):
     one of 160.
     """
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda v: torch.from_numpy(np.sqrt(v.numpy())))
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """What is left to torch.compile runs as it is: compiling takes seconds."""
+    monkeypatch.setattr(compiled, "_compiled", uncompiled)
 
 
 @pytest.fixture
@@ -137,7 +143,7 @@ WRITES = [
 @pytest.mark.parametrize("name, writes, form", WRITES)
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_other_optimisers_write_the_same_bits_without_it(other, name, writes, form):
+def test_other_optimisers_write_the_same_bits_without_it(other, name, writes, form, not_compiled):
     kind, options = other
     how = {**options, **writes, "kinds": {kind.moments[0]: form}}
     ours = trained(how, steps=4, spoilt=True, optimizer=kind)
@@ -227,7 +233,7 @@ def test_a_root_by_a_call_of_mkl_has_the_same_bits(kinds, dtype, monkeypatch):
 
 @needs_kernel
 @EXACT
-def test_a_root_of_no_known_kind_leaves_the_step_to_torch(kinds, dtype, monkeypatch):
+def test_a_root_of_no_known_kind_leaves_the_step_to_torch(kinds, dtype, monkeypatch, not_compiled):
     wanted = trained({**kinds, "compiled": False}, dtype=dtype)
     monkeypatch.setattr(cpu_step, "root", lambda: None)
     assert differing(trained(kinds, dtype=dtype), wanted) == 0

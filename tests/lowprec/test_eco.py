@@ -12,6 +12,8 @@ from lowprec.optimizers.lion import Lion
 from lowprec.optimizers.muon import Muon
 from lowprec.optimizers.sgd import SGD
 
+eager = common.eager
+
 
 class Net(nn.Module):
     def __init__(self, dtype=BF16):
