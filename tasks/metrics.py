@@ -8,7 +8,9 @@ distance infinite. Images are float [N, C, H, W] in [-1, 1] throughout.
 """
 
 import contextlib
+import fcntl
 import math
+import os
 import re
 from pathlib import Path
 
@@ -57,7 +59,8 @@ def yardstick(data, folder: str | Path, seed: int = 0, steps: int = 1000) -> Fea
 
     It is the committed one (feature_net.py) where the set has one. For any other set it is fitted once, on
     up to FITTED_ON training images, and kept in `folder`. A kept file that is damaged or of another format is
-    replaced. If the folder can't be written, the net is fitted whenever it is asked for.
+    replaced. If the folder can't be written, the net is fitted whenever it is asked for. Runs that ask
+    together wait for the one that fits.
     """
     if data.yardstick == "digits":
         return load_feature_net(DIGITS_FILE)
@@ -65,13 +68,29 @@ def yardstick(data, folder: str | Path, seed: int = 0, steps: int = 1000) -> Fea
     shape = f"{data.channels}x{data.image_size}x{data.image_size}"
     stem = re.sub(r"[^A-Za-z0-9]+", "_", data.name)[-60:]
     path = Path(folder) / f"{stem}-{data.fingerprint}-{shape}-{kind}-seed{seed}.safetensors"
-    try:
+    unread = contextlib.suppress(OSError, ValueError)
+    with unread:
         return load_feature_net(path)
-    except (OSError, ValueError):
+    with _one_at_a_time(path.parent):
+        with unread:  # another process may have fitted it meanwhile
+            return load_feature_net(path)
         net = fit_feature_net(*subset(data.train), data.num_classes, seed, steps)
-    with contextlib.suppress(Refused, OSError):  # a kept net only saves time
-        save_feature_net(net, path, data=data.name, seed=seed)
+        with contextlib.suppress(Refused, OSError):  # a kept net only saves time
+            save_feature_net(net, path, data=data.name, seed=seed)
     return net
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder):
+    """Wait until no other process is in here with the same folder. One that can't be locked is no obstacle.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, handle)  # which gives the lock back
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def device_of_scores(device) -> torch.device:

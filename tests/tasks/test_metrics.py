@@ -9,6 +9,8 @@ import itertools
 import json
 import math
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -288,6 +290,20 @@ def test_a_net_is_fitted_once_and_again_when_its_file_is_damaged(another, tmp_pa
     colour = data.Tensors(another.train.images.expand(-1, 3, -1, -1), another.train.target, 8)
     assert kept(dataclasses.replace(another, train=colour, channels=3)).channels == 3
     assert len(fits) == 8 and len(list((tmp_path / "kept").iterdir())) == 4
+
+
+def test_runs_that_ask_together_fit_one_net(another, tmp_path, monkeypatch):
+    fits, fit = [], feature_net.fit_feature_net
+
+    def slow(*args):
+        fits.append(1)
+        time.sleep(0.3)
+        return fit(*args)
+
+    monkeypatch.setattr(metrics, "fit_feature_net", slow)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: metrics.yardstick(another, tmp_path / "kept", steps=3), range(3)))
+    assert len(fits) == 1 and all(torch.equal(weights(net), weights(found[0])) for net in found)
 
 
 def test_a_kept_net_is_read_without_the_images(another, tmp_path):
