@@ -181,7 +181,7 @@ def test_the_installed_library_trains_beside_nothing_but_torch(site, tmp_path):
 
 
 def test_the_wheel_holds_the_kernel_and_the_marker_of_types(site):
-    for name in ("cpu_step.cpp", "cpu_vectors.h"):
+    for name in ("cpu_step.cpp", "cpu_codes.h", "cpu_vectors.h"):
         assert (site / "lowprec" / "kernels" / name).is_file()
     assert (site / "lowprec" / "py.typed").is_file()
     assert not (site / "tests").exists() and not (site / "harness").exists()

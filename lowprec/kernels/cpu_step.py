@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from ..rounding import NO_AVERAGE
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-VECTORS = Path(__file__).with_name("cpu_vectors.h")
+HEADERS = [SOURCE.with_name(name) for name in ("cpu_vectors.h", "cpu_codes.h")]
 # each operation rounds once: no product is contracted with a sum
 COMPILER_FLAGS = (
     "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
@@ -107,7 +107,7 @@ def _built():
     target = subprocess.run(
         [compiler, *COMPILER_FLAGS, "-Q", "--help=target"], check=True, capture_output=True
     ).stdout
-    code = SOURCE.read_bytes() + VECTORS.read_bytes()
+    code = b"".join(file.read_bytes() for file in (SOURCE, *HEADERS))
     name = hashlib.sha256(code + target + " ".join(COMPILER_FLAGS).encode()).hexdigest()[:20]
     path = Path(cache_dir()) / "cpu_step" / f"{name}.so"
     if not path.exists():
