@@ -18,6 +18,7 @@ from benchmarks.common import (
     add_nets,
     check_nets,
     in_turn,
+    markdown,
     parse_net,
     prepared,
     progress_bar,
@@ -122,6 +123,15 @@ def measured(spec, recipe, args, clock, bar):
         idle_ms=[max(0.0, idle - bare) for bare, _, idle in rounds],
         share=statistics.median(looks) / args.every / statistics.median(times["bare"]),
     )
+
+
+def table(rows):
+    """Markdown: a step, a look, and the share of a step that a look in 50 steps is."""
+    lines = []
+    for row in rows:
+        step, look = (f"{statistics.median(row[name]):.0f} ms" for name in ("step_ms", "look_ms"))
+        lines.append([f"`{row['net']}`", f"`{row['recipe']}`", step, look, f"{row['share']:.1%}"])
+    return markdown(["net, size, image, batch", "recipe", "step", "look", "share at every=50"], lines)
 
 
 COMMAND = Command(

@@ -7,8 +7,8 @@
 | AdamW, weights and moments in fp32  | exact_step                              | any other CPU         |
 | any other step                      | the kernel of `Rounded`, torch.compile  | where a compiler is   |
 | a move of an average                | triton_step, cpu_step, or torch.compile | as above              |
-| stochastic codes, but for flash8     | cpu_step, or torch.compile              | as above              |
-| those of int8, within a step         | triton_step                             | CUDA, with Triton     |
+| stochastic codes, but for flash8    | cpu_step, or torch.compile              | as above              |
+| those of int8, within a step        | triton_step                             | CUDA, with Triton     |
 | anything, with compiled=False       | the same torch code, eager              | anywhere              |
 """
 
