@@ -1,0 +1,184 @@
+"""The tables of docs/speed.md, from the records in experiments/bench. doc_tables.py puts them on the page.
+
+    tables()       {name of a table: a function that makes it}
+    rows_of(name)  the rows of a record
+"""
+
+import functools
+import json
+import statistics
+
+from benchmarks import first, gpu_record, loops, systems
+from experiments.log.definition import HERE
+from experiments.log.tables import markdown
+
+BENCH = HERE / "bench"
+H100 = "gpu-nvidia-h100-80gb-hbm3"
+H100_COMPILED = "gpu-nvidia-h100-80gb-hbm3-compiled"
+H200 = "gpu-nvidia-h200"
+H200_STATES = "gpu-nvidia-h200-states"
+GIB = 2**30
+
+# ---- Records of benchmarks ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def rows_of(name):
+    """The rows of a benchmark's record."""
+    return json.loads((BENCH / f"{name}.json").read_text(encoding="utf-8"))["results"]
+
+
+def median_ms(rows, **wanted):
+    """Milliseconds of the row with these values, or None."""
+    for row in rows:
+        if row.get("ms") and all(row.get(key) == value for key, value in wanted.items()):
+            return statistics.median(row["ms"])
+    return None
+
+
+# ---- docs/speed.md -----------------------------------------------------------------------------------------
+
+OPTIMIZERS = {  # what the record calls it: (what the page calls it, how a bf16 write is protected)
+    "stochastic": ("ours, `--stochastic`", "stochastic: weights and both moments"),
+    "kahan": ("ours, `--kahan`", "compensated"),
+    "kahan-stochastic": ("ours, `--kahan --stochastic`", "compensated and stochastic"),
+    "split": ("ours, `--master split`", "exact fp32 master, fp32 moments"),
+    "stochastic-8bit": ("ours, `--stochastic --opt8bit`", "stochastic: weights and codes of both moments"),
+    "stochastic-4bit": ("ours, `--stochastic --opt4bit`", "stochastic: weights and codes of both moments"),
+    "stochastic-e4m3": (
+        "ours, `--stochastic`, states in e4m3",
+        "stochastic: weights and codes of both moments",
+    ),
+    "stochastic-sgd": ("ours, `--stochastic --optimizer sgd`", "stochastic: weights and momentum"),
+    "stochastic-lion": ("ours, `--stochastic --optimizer lion`", "stochastic: weights and momentum"),
+    "optimi": ("torch-optimi, Kahan", "compensated"),
+    "torchao": ("torchao, stochastic", "stochastic weights"),
+    "torchastic": ("torchastic", "stochastic: weights and both moments"),
+    "heavyball": ("HeavyBall, stochastic", "stochastic: weights and both moments"),
+    "adamw-bf16": ("adamw-bf16", "compensated and stochastic"),
+    "sdnq": ("SDNQ", "stochastic weights"),
+    "bitsandbytes": ("bitsandbytes 8-bit", "not"),
+    "torch-fused": ("torch, fused", "not"),
+    "fp32": ("ours, fp32 weights", "fp32, nothing to protect"),
+    "torch-fused-fp32": ("torch, fused, fp32 weights", "fp32, nothing to protect"),
+}
+
+
+def optimizers_table(record):
+    rows = rows_of(record)
+    table = [["optimiser", "271 tensors of mixed sizes", "4 large tensors", "how a bf16 write is protected"]]
+    for name, (said, protection) in OPTIMIZERS.items():
+        mixed = median_ms(rows, name=name, layout="mixed")
+        large = median_ms(rows, name=name, layout="large")
+        if mixed and large:
+            table.append([said, f"{mixed:.1f}", f"{large:.1f}", protection])
+    return markdown(table)
+
+
+TRAINED = {  # (record, net): what the page calls it
+    ("cpu-training-64x64", "unet:small:64:8"): "U-Net, 64 and 128 channels, 64x64 images",
+    ("cpu-training-64x64", "dit:S/8:64:8"): "DiT S/8, 64x64 images",
+    ("cpu-training-8x8", "unet:tiny:8:64"): "tiny U-Net, 8x8 images: overheads hide the gain",
+    ("cpu-training-8x8", "dit:tiny:8:64"): "tiny DiT, 8x8 images",
+}
+
+
+def training_table():
+    table = [["net", "`--bf16`", "`--pure_bf16 --stochastic`", "record in `experiments/bench/`"]]
+    for (record, net), said in TRAINED.items():
+        rows = rows_of(record)
+        fp32 = median_ms(rows, net=net, recipe="fp32")
+        speeds = []
+        for recipe in ("bf16", "pure_bf16-stochastic"):
+            speeds.append(f"{fp32 / median_ms(rows, net=net, recipe=recipe):.1f}")
+        table.append([said, *speeds, f"`{record}.json`, `{net}`"])
+    return markdown(table)
+
+
+PRODUCTS = {"unet:tiny:8:64": "tiny U-Net, 8x8 images", "dit:tiny:8:64": "tiny DiT, 8x8 images"}
+
+
+def products_table():
+    """Whole steps on a CPU without bf16 instructions, as speeds against fp32."""
+    table = [["net", "`--bf16`", "`--pure_bf16 --stochastic`", "`--bf16` with torch's own products"]]
+    columns = (
+        ("cpu-products", "bf16"),
+        ("cpu-products", "pure_bf16-stochastic"),
+        ("cpu-products-of-torch", "bf16"),
+    )
+    for net, said in PRODUCTS.items():
+        speeds = []
+        for record, recipe in columns:
+            fp32 = median_ms(rows_of(record), net=net, recipe="fp32")
+            speeds.append(f"{fp32 / median_ms(rows_of(record), net=net, recipe=recipe):.2f}")
+        table.append([said, *speeds])
+    return markdown(table)
+
+
+def loops_table(net):
+    rows = [row for row in rows_of("cpu-peers") if row["net"] == net]
+    return loops.table_of(rows).replace("| loop |", f"| {net} |", 1)
+
+
+def older_loops_table():
+    """Speeds on another CPU, before the step was written by hand."""
+    ratios = {}
+    for row in rows_of("cpu-peers-amd"):
+        if row["kind"] == "bf16":
+            ratios[row["loop"], row["net"]] = f"{row['ratio']:.2f}"
+    table = [["bf16 on an AMD EPYC, an older record", *loops.NETS]]
+    for loop in ("bare loop", "ours"):
+        table.append([loop, *(ratios[loop, net] for net in loops.NETS)])
+    return markdown(table)
+
+
+def systems_table(name):
+    return systems.table_of([row for row in rows_of("cpu-systems") if row["table"] == name])
+
+
+def gpu_table(record, net):
+    whole = json.loads((BENCH / f"{record}.json").read_text(encoding="utf-8"))
+    rows = [row for row in whole["results"] if row["net"] == net]
+    return gpu_record.docs_table({**whole, "results": rows})
+
+
+def gpu_peaks_table():
+    """Peak memory of a compiled step on an H200: a row a recipe, a column a net."""
+    rows = rows_of(H200)
+    nets = list(dict.fromkeys(row["net"] for row in rows))
+    titles = [f"{gpu_record.NETS[net]}, batch of {net.rpartition(':')[2]}" for net in nets]
+    table = [["peak GiB, compiled", *titles]]
+    for name in dict.fromkeys(row["recipe"] for row in rows):
+        peaks = []
+        for net in nets:
+            found = [row["peak_bytes"] for row in rows if row["net"] == net and row["recipe"] == name]
+            peaks.append(f"{found[0] / GIB:.2f}" if found else "-")
+        table.append([f"`{name}`", *peaks])
+    return markdown(table)
+
+
+# ---- The page -------------------------------------------------------------------------------------------
+
+
+def tables():
+    """{name of a table: a function that makes it}."""
+    found = {
+        "optimizers": functools.partial(optimizers_table, "cpu-optimizers"),
+        "optimizers avx2": functools.partial(optimizers_table, "cpu-optimizers-avx2"),
+        "training": training_table,
+        "products": products_table,
+        "peers older": older_loops_table,
+        "first": lambda: first.table(rows_of("cpu-first")),
+        "tasks": lambda: loops.tasks_table(rows_of("cpu-tasks")),
+        "gpu": functools.partial(gpu_table, H100, "dit:B/2:32:64"),
+        "gpu compiled DiT": functools.partial(gpu_table, H100_COMPILED, "dit:XL/2:64:8"),
+        "gpu compiled U-Net": functools.partial(gpu_table, H100_COMPILED, "unet:base:64:32"),
+        "gpu states DiT": functools.partial(gpu_table, H200_STATES, "dit:XL/2:64:8"),
+        "gpu states U-Net": functools.partial(gpu_table, H200_STATES, "unet:base:64:32"),
+        "gpu peaks": gpu_peaks_table,
+    }
+    for net in loops.NETS:
+        found[f"peers {net}"] = functools.partial(loops_table, net)
+    for name in systems.TABLES:
+        found[f"systems {name}"] = functools.partial(systems_table, name)
+    return found
