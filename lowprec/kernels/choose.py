@@ -89,8 +89,8 @@ def step(s):
     triton = _triton_for([p], s.low, s.compiled) if s.rule == "adamw" else None
     moments = []
     for held in s.moments:
-        in_kernel = triton is not None and is_coded(held) and triton.has_codes(held)
-        moments.append(held.decoded(p.numel(), s.compiled) if is_coded(held) and not in_kernel else held)
+        is_read_here = is_coded(held) and (triton is None or not triton.has_codes(held))
+        moments.append(held.decoded(p.numel(), s.compiled) if is_read_here else held)
     if triton is not None:
         exact = s.is_exact and exact_step.lerp_adds(s.numbers)
         triton.adamw(p, g, moments, s.low, s.row, s.key, s.stochastic, exact, s.average)
