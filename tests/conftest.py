@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from pathlib import Path
@@ -32,6 +33,10 @@ def pytest_collection_modifyitems(items):
             if item.get_closest_marker("gpu"):  # not item.keywords: they name the folders above too
                 reason = "needs a CUDA device, and torch finds none here; where there is one, pytest -m gpu"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported is no garbage: no collection looks through it
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import json
 import weakref
 from pathlib import Path
 
+import cli
 import common
 import pytest
 import torch
@@ -27,6 +28,11 @@ needs_hopper = pytest.mark.skipif(not hopper, reason="needs compute capability 8
 eager = common.eager
 QUICK = "--model dit --batch_size 8 --samples 20 --sample_steps 2 --log_every 2 --sample_every 0 --warmup 0"
 QUICK = [*QUICK.split(), "--name", "run"]
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    cli.shorten(monkeypatch.setattr)
 
 
 # ---- Recipes and runs --------------------------------------------------------------------------------------
