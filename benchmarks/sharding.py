@@ -84,7 +84,8 @@ def measured(args, clock):
     cases = list(product(args.nets, RECIPES))
     with tempfile.TemporaryDirectory() as folder:
         words = (args.ranks, args.threads or 1, cases, folder)
-        mp.spawn(of_a_process, words, nprocs=args.ranks)
+        mp.set_forkserver_preload([__name__])  # the libraries are imported once for all of them
+        mp.start_processes(of_a_process, words, nprocs=args.ranks, start_method="forkserver")
         by_rank = [json.loads(file_of(rank, folder).read_text()) for rank in range(args.ranks)]
     rows = []
     for of_all_ranks in zip(*by_rank, strict=True):

@@ -108,8 +108,11 @@ class Videos:
         )
 
 
-def sprites(size, frames, seed, clips=CLIPS, heldout=HELDOUT):
-    """Videos of moving sprites, drawn once: a function of the arguments."""
+def sprites(size, frames, seed, clips=CLIPS, heldout=None):
+    """Videos of moving sprites, drawn once: a function of the arguments. `heldout`, HELDOUT of them by default,
+    are for scores.
+    """
+    heldout = heldout or HELDOUT
     generator = torch.Generator().manual_seed(seed)
     images, masks = Scene.drawn(clips + heldout, size, generator).frames(frames)
     images = ((images + 1) * 127.5).round().to(torch.uint8)

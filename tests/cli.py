@@ -21,7 +21,7 @@ import train
 import trainer
 from harness import printing
 from lowprec.kernels import compiled
-from tasks import diffusion, distillation, generation, language, reflow
+from tasks import clip_sets, diffusion, distillation, generation, language, reflow
 
 ROOT = Path(trainer.__file__).parent
 LOOP = "--batch_size 8 --log_every 2 --sample_every 0 --warmup 0".split()
@@ -45,6 +45,7 @@ def shorten(put=setattr):
     """
     put(generation, "HELDOUT", 16)
     put(language, "HELDOUT", 8)
+    put(clip_sets, "HELDOUT", 8)
     for module in (generation, reflow, distillation):
         put(module, "BINS", 2)
     put(models, "DIFFUSION_UNETS", {**models.DIFFUSION_UNETS, "tiny": ((16,), 1, (False,))})  # of one level

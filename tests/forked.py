@@ -1,33 +1,12 @@
-"""python tests/forked.py: runs train.py in forks of one process that has imported everything once.
-
-It says "ready", and then takes a JSON list a line. ["run", words, environment, file of messages] answers with
-the process's number; the process leads a group of its own. ["wait", number] answers with its exit status,
-negative for a signal; a process that does not end is killed. Kernels are not compiled.
+"""Forks of a process that has imported everything once, in which a test lets train.py run; see many_ranks.py.
 """
 
-import gc
-import json
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import cli
-import common
-import matplotlib.figure  # noqa: F401  these are what runs import once they need it
-import sklearn.datasets  # noqa: F401
-import sklearn.metrics  # noqa: F401
-import sklearn.model_selection  # noqa: F401
 import torch
-import torch.utils.tensorboard  # noqa: F401
-import torchvision.utils  # noqa: F401
-
-import train
-from harness import run_folder
-from lowprec.kernels import compiled
 
 LONGEST = 100  # seconds that a process may take to end
 
@@ -56,10 +35,6 @@ def forked(act, environment, messages):
         os._exit(status or 0)
 
 
-def run(words, environment, messages):
-    return forked(lambda: train.main(words), environment, messages)
-
-
 def wait(number):
     end = time.monotonic() + LONGEST
     while time.monotonic() < end:
@@ -69,15 +44,3 @@ def wait(number):
         time.sleep(0.01)
     os.killpg(number, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
-    compiled._compiled = common.uncompiled
-    cli.shorten()
-    run_folder.environment("cpu")
-    gc.freeze()  # what was imported is no garbage: no fork looks through it
-    print("ready", flush=True)
-    for line in sys.stdin:
-        act, *arguments = json.loads(line)
-        print({"run": run, "wait": wait}[act](*arguments), flush=True)

@@ -1,10 +1,11 @@
-"""python tests/many_ranks.py: runs jobs of fsdp_jobs.py, and train.py, on several ranks: forks of one process
+"""python tests/many_ranks.py: runs train.py, and jobs of fsdp_jobs.py on several ranks: forks of one process
 that has imported everything once.
 
-It says "ready", and then takes a JSON list a line. ["ranks", world, job or null, words, file of messages,
-folder] answers with the process numbers of the ranks, whose store a process of its own hosts, as torchrun
-does; ["rank", number, world, port, ...] starts one of them without it, at a port that ["port"] tells;
-["wait", number] answers with an exit status, negative for a signal. A rank that does not end is killed.
+It says "ready", and then takes a JSON list a line. ["run", words, environment, file of messages] answers with
+the number of a process, which leads a group of its own. ["ranks", world, job or null, words, file of
+messages, folder] answers with the process numbers of the ranks, whose store a process of its own hosts, as
+torchrun does; ["rank", number, world, port, ...] starts one of them without it, at a port that ["port"]
+tells; ["wait", number] answers with an exit status, negative for a signal. What does not end is killed.
 What ranks print is in a file beside that of their messages.
 Kernels are not compiled.
 """
@@ -23,16 +24,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cli
 import common
 import fsdp_jobs
+import matplotlib.figure  # noqa: F401  these are what runs import once they need it
+import sklearn.datasets  # noqa: F401
+import sklearn.metrics  # noqa: F401
+import sklearn.model_selection  # noqa: F401
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
+import torch.utils.tensorboard  # noqa: F401
+import torchvision.utils  # noqa: F401
 from forked import LONGEST, forked, wait
 
 import train
 from harness import run_folder
 from lowprec.formats import FORMATS
 from lowprec.kernels import compiled
+
+
+def run(words, environment, messages):
+    return forked(lambda: train.main(words), environment, messages)
 
 
 def port():
@@ -80,15 +91,17 @@ def rank(number, world, port, job, words, messages, folder, hosted="False"):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
     compiled._compiled = common.uncompiled
     cli.shorten()
     torch.set_num_threads(1)
     run_folder.environment("cpu")
     for form in FORMATS.values():
         form.require()
-    gc.freeze()  # as in forked.py
+    gc.freeze()  # what was imported is no garbage: no fork looks through it
     print("ready", flush=True)
+    acts = {"run": run, "ranks": ranks, "rank": rank, "wait": wait, "port": port}
     for line in sys.stdin:
         act, *rest = json.loads(line)
-        print(json.dumps({"ranks": ranks, "rank": rank, "wait": wait, "port": port}[act](*rest)), flush=True)
+        print(json.dumps(acts[act](*rest)), flush=True)
     os._exit(0)

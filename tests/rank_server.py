@@ -21,16 +21,18 @@ def server():
     return child
 
 
+def ask(*words):
+    """What the server answers."""
+    child = server()
+    child.stdin.write(json.dumps(words) + "\n")
+    child.stdin.flush()
+    return json.loads(child.stdout.readline())
+
+
 @pytest.fixture
 def ranks():
     """ranks(world, job or None, *words) -> exit statuses; ranks.start gives process numbers instead."""
     running = []
-
-    def ask(*words):
-        child = server()
-        child.stdin.write(json.dumps(words) + "\n")
-        child.stdin.flush()
-        return json.loads(child.stdout.readline())
 
     def start(world, job, *words):
         words = [word if job else str(word) for word in words]

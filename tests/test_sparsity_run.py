@@ -126,11 +126,13 @@ def test_train_in_pure_bf16_prune_finetune_and_draw(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["--lr 1e-2 --ema_decay 0.5", "--pure_bf16 --stochastic --set ema=bf16", "--optimizer torch --bf16"],
-)
-@pytest.mark.parametrize(
-    "flags", ["", "--pure_bf16 --master split", "--pure_bf16 --kahan", "--opt8bit --bf16"]
+    "source, flags",
+    [
+        ("--lr 1e-2 --ema_decay 0.5", "--pure_bf16 --master split"),
+        ("--lr 1e-2 --ema_decay 0.5", "--pure_bf16 --kahan"),
+        ("--pure_bf16 --stochastic --set ema=bf16", "--opt8bit --bf16"),
+        ("--optimizer torch --bf16", ""),
+    ],
 )
 def test_finetuning_starts_from_the_average_in_any_recipe(source, flags, monkeypatch):
     assert quick(*source.split(), name="source", steps=2) == 0

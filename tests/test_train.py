@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from cli import (
-    QUICK,
     ROOT,
     after_step,
     assert_same,
@@ -207,12 +206,9 @@ def test_accumulated_micro_batches_equal_one_batch():
 
 RESUMED = [
     "",
-    "--bf16",
     "--fp16 --batch_size 2 --set generation=fp32",
     "--pure_bf16 --stochastic",
-    "--pure_bf16 --kahan --stochastic",
     "--pure_bf16 --master split",
-    "--pure_bf16 --optimizer torchastic",
     "--opt8bit --optimizer bitsandbytes --model dit",
     "--pure_bf16 --stochastic --opt8bit --model dit",
     "--pure_bf16 --stochastic --set ema=bf16 --set ema_update=stochastic "
@@ -299,8 +295,8 @@ def test_an_extension_that_dies_before_its_scores_is_not_taken_for_finished(monk
 
 def test_a_signal_ends_a_real_process_with_a_checkpoint():
     """As torchrun and SLURM end a run; tests/harness/test_kills.py sends other signals to forks."""
-    flags = ["--workers", 2, "--model", "dit"]
-    words = [*QUICK, "--name", "run", "--steps", 100000, *flags]
+    flags = ["--workers", 2, "--task", "classify"]
+    words = [*cli.LOOP, "--name", "run", "--steps", 100000, *flags]
     child = process(ROOT / "train.py", *words, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
@@ -422,7 +418,7 @@ def test_a_reader_that_ends_early_is_no_error(tmp_path):
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--dry_run"],
+        [sys.executable, str(ROOT / "train.py"), "--task", "language", "--dry_run"],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,7 +3,6 @@ that of a run that was left alone. One process at a time has a run's folder.
 """
 
 import errno
-import json
 import os
 import random
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 import cli
 import pytest
 from cli import ROOT, assert_same, checkpoint, command, metrics, process, summary
+from rank_server import ask
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from harness.run_folder import read_checkpoint
@@ -28,26 +28,7 @@ MOMENTS = {0: 2, 2: 1}  # at which a run is killed, by its --workers
 
 
 @pytest.fixture(scope="module")
-def server():
-    child = process(ROOT / "tests/forked.py", stdin=-1)
-    assert child.stdout.readline() == "ready\n"
-    yield child
-    child.stdin.close()
-    child.wait(10)
-
-
-@pytest.fixture(scope="module")
-def ask(server):
-    def ask(*words):
-        server.stdin.write(json.dumps(words) + "\n")
-        server.stdin.flush()
-        return int(server.stdout.readline())
-
-    return ask
-
-
-@pytest.fixture(scope="module")
-def left_alone(ask, tmp_path_factory):
+def left_alone(tmp_path_factory):
     """The folder of a run of LONG that nothing interrupts."""
     folder = tmp_path_factory.mktemp("left_alone")
     words = [*RUN, *LONG, "--runs", str(folder), "--name", "whole"]
@@ -56,7 +37,7 @@ def left_alone(ask, tmp_path_factory):
 
 
 @pytest.fixture
-def start(ask):
+def start():
     """start(*flags) -> the number of a process that trains; what is left of them ends with the test."""
     started, files = [], {}
 

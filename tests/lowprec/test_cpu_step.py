@@ -101,11 +101,11 @@ KINDS = {
 
 def trained(kinds, steps=5, dtype=torch.bfloat16, spoilt=False, optimizer=AdamW):
     """[tensor]: weights, states and an average after some steps of tensors of many sizes."""
-    shapes = (300, 231), (4096,), (5000,), (33, 17), (7,), (2**18 + 300,)
+    shapes = (300, 231), (4096,), (5000,), (33, 17), (7,), (2**17 + 300,)
     weights = [draw(*shape, seed=i, scale=0.05).to(dtype) for i, shape in enumerate(shapes)]
     params = [torch.nn.Parameter(weight) for weight in weights]
     optimizer = optimizer(params, lr=1e-3, weight_decay=0.1, seed=3, **{"update": "stochastic", **kinds})
-    optimizer.PIECE = 1 << 17  # so that the largest tensor has three
+    optimizer.PIECE = 1 << 16  # so that the largest tensor has three
     average = EMA([(str(i), p) for i, p in enumerate(params)], 0.9, low_part=optimizer.low_part)
     optimizer.average = average
     for at in range(steps):

@@ -80,7 +80,7 @@ def test_the_line_passes_through_every_code_of_the_table(kind, signed):
 @signs
 @pytest.mark.parametrize("kind", TABLES)
 def test_stochastic_codes_are_neighbours_and_right_on_average(kind, signed):
-    c, draws = coder(kind), 1000
+    c, draws = coder(kind), 400
     x = moment(512, signed)
     table, line = c.table(signed, x.device), c.line(signed, x.device)
     total = torch.zeros(512, dtype=torch.float64)

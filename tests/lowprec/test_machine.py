@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import logging
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -147,21 +146,6 @@ def test_a_refusal_is_one_line_also_from_a_worker():
     assert isinstance(Refused("x"), ValueError) and str(Refused("ü: 3 % of it")) == "ü: 3 % of it"
     told = "Caught Refused in DataLoader worker 0.\nTraceback\nlowprec.machine.Refused: the last line\n"
     assert str(Refused(told)) == "the last line"
-
-
-def test_importing_precision_needs_torch_alone():
-    root = str(Path(machine.__file__).parent.parent)
-    # modules that torch itself brings, at once or with its compiler, are not counted
-    code = (
-        "import json, sys, torch, torch._inductor.config, torch.utils.flop_counter\n"
-        "before = set(sys.modules); sys.path.insert(0, sys.argv[1])\n"
-        "import lowprec.precision\n"
-        "print(json.dumps(sorted({m.split('.')[0] for m in set(sys.modules) - before})))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
-    new = set(json.loads(done.stdout))
-    assert "lowprec" in new and new <= {"lowprec", "torch", *sys.stdlib_module_names}, new
-    assert not new & {"monai", "bitsandbytes", "torchao", "torchastic", "scipy"}
 
 
 # ---- Options of the process --------------------------------------------------------------------------------

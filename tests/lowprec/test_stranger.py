@@ -360,11 +360,11 @@ strangers = pytest.mark.parametrize("name", STRANGERS)
 
 
 @strangers
-@pytest.mark.parametrize("flags", [{}, dict(bf16=True), dict(fp16=True), dict(pure_bf16=True)], ids=str)
+@pytest.mark.parametrize("flags", [{}, dict(fp16=True), dict(pure_bf16=True)], ids=str)
 def test_any_optimiser_of_torch_trains_and_is_measured(name, flags):
     run = start(flags, net(), optimizer=STRANGERS[name], clip_grad=1.0, ema_decay=0.9)
     losses = []
-    for x, y in batches(60):
+    for x, y in batches(40):
         loss = F.mse_loss(run(x, torch.arange(8.0)), y)
         losses.append(loss.item())
         run.backward(loss)

@@ -333,9 +333,7 @@ def test_the_autoencoder_learns_and_shows_images_above_reconstructions(trained):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--bf16",
         "--fp16",
-        "--pure_bf16",
         "--pure_bf16 --stochastic --set islands=norm+final",
         "--pure_bf16 --kahan --adversarial 0.1",
         "--pure_bf16 --master split",
