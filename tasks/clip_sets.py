@@ -109,8 +109,8 @@ class Videos:
 
 
 def sprites(size, frames, seed, clips=CLIPS, heldout=None):
-    """Videos of moving sprites, drawn once: a function of the arguments. `heldout`, HELDOUT of them by default,
-    are for scores.
+    """Videos of moving sprites, drawn once: a function of the arguments. HELDOUT of them by default are held
+    out, for scores.
     """
     heldout = heldout or HELDOUT
     generator = torch.Generator().manual_seed(seed)

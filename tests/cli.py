@@ -22,6 +22,7 @@ import trainer
 from harness import printing
 from lowprec.kernels import compiled
 from tasks import clip_sets, diffusion, distillation, generation, language, reflow
+from tasks import metrics as metrics_module
 
 ROOT = Path(trainer.__file__).parent
 LOOP = "--batch_size 8 --log_every 2 --sample_every 0 --warmup 0".split()
@@ -44,6 +45,7 @@ def shorten(put=setattr):
     is Python's way through layers. What is tested does not depend on size. put: what sets an attribute.
     """
     put(generation, "HELDOUT", 16)
+    put(metrics_module, "subset", few)
     put(language, "HELDOUT", 8)
     put(clip_sets, "HELDOUT", 8)
     for module in (generation, reflow, distillation):
@@ -51,6 +53,11 @@ def shorten(put=setattr):
     put(models, "DIFFUSION_UNETS", {**models.DIFFUSION_UNETS, "tiny": ((16,), 1, (False,))})  # of one level
     put(language, "GPTS", {**language.GPTS, "tiny": (2, 32, 2)})
     put(language, "BDHS", {**language.BDHS, "tiny": (2, 32, 2, 4)})
+
+
+def few(part, count=100, subset=metrics_module.subset):
+    """As metrics.subset, of at most 100 items."""
+    return subset(part, min(count, 100))
 
 
 def command(*flags):

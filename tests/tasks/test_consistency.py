@@ -279,7 +279,7 @@ def test_it_learns_to_draw_in_two_steps():
     assert learn(*flags, name="start", steps=1) == 0
     assert learn(*flags, "--validate_every", 25, steps=50) == 0
     start, end = (summary(name)["scores"]["ema"]["frechet"] for name in ("start", "run"))
-    assert end < 0.7 * start
+    assert end < 0.8 * start
     rows = metrics()
     assert [row["step"] for row in rows if "heldout_frechet" in row] == [25, 50]
     assert summary()["validation"]["watched"] == "frechet"
