@@ -354,8 +354,14 @@ def imported(name, module):
     return found
 
 
+@functools.cache
+def distributions():
+    """{package: its distributions}; it takes a second."""
+    return metadata.packages_distributions()
+
+
 def version_of(package):
-    for distribution in metadata.packages_distributions().get(package, []):
+    for distribution in distributions().get(package, []):
         return metadata.version(distribution)
     return ""
 
