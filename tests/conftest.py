@@ -26,8 +26,8 @@ def pytest_configure(config):
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not torch.cuda.is_available():
-        # else torch.manual_seed keeps each seed for a device that may come, and a traceback with it: it takes longer
-        # than a step of a small net
+        # else torch.manual_seed keeps each seed for a device that may come, with a traceback, which takes as
+        # long as a step of a small net
         for place in (torch.cuda.random, torch.xpu.random, torch.mtia):
             place._lazy_call = lambda *args, **options: None
 
