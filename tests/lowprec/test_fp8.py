@@ -346,8 +346,7 @@ def steps(model, covered, call, shape, autocast):
 
 
 COMPILED = [  # kind, recipe, backend, compiler, autocast
-    pytest.param(Net, "tensorwise", "scaled_mm", "aot_eager", True, marks=cpu_scales_rows),
-    pytest.param(Net, "rowwise", "scaled_mm", "aot_eager", False, marks=cpu_scales_rows),
+    pytest.param(Net, "rowwise", "scaled_mm", "aot_eager", True, marks=cpu_scales_rows),
     (Net, "delayed", "emulate", "aot_eager", True),
     pytest.param(Net, "delayed", "scaled_mm", "eager", False, marks=cpu_scales_rows),
     (Bare, "delayed", "emulate", "aot_eager", False),
