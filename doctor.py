@@ -96,9 +96,7 @@ class Examination:
             part.compiled = False
 
     def _start(self):
-        """{name: sample of the initial weight}; None for a run that started from another one's weights:
-        nothing is known about them.
-        """
+        """{name: sample of the initial weight}; None where the run started from another one's weights."""
         if self.trainer.task.starts_elsewhere:
             return None
         weights = self.precision.weights("raw")

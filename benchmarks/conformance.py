@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from benchmarks.common import tensors_in
+from benchmarks.allocated import tensors_in
 from benchmarks.subjects import GRADIENT, full
 from lowprec.telemetry import local
 

@@ -27,8 +27,9 @@ from benchmarks import (
     conformance_writes,
     subjects,
 )
+from benchmarks.allocated import tensors_in
 from benchmarks.averages import path, progress
-from benchmarks.common import Command, grouped, markdown, progress_bar, tensors_in
+from benchmarks.common import Command, grouped, markdown, progress_bar
 from benchmarks.conformance import Result, differing, judged, nothing, unequal
 from benchmarks.subjects import BF16, DECAY, NAMES, OURS, PEERS, drawn, in_words
 from lowprec.watch import adapters

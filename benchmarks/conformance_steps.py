@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from benchmarks.common import state_bytes
+from benchmarks.allocated import state_bytes
 from benchmarks.conformance import (
     COUPLED,
     Result,

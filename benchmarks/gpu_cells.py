@@ -21,19 +21,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import common, subjects
-from benchmarks.common import (
-    Cell,
-    Clock,
-    bytes_on,
-    count_of,
-    in_turn,
-    parse_net,
-    peak_bytes,
-    prepared,
-    take_turns,
-    timed,
-    training_step,
-)
+from benchmarks.allocated import bytes_on, count_of, peak_bytes
+from benchmarks.common import Cell, Clock, in_turn, parse_net, prepared, take_turns, timed, training_step
 from lowprec.errors import Refused, first_line, out_of_memory
 from lowprec.kernels import compiled as compiling
 from lowprec.layers.sparsity import KernelLinear

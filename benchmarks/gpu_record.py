@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # as those of 512x512
 NETS = {"dit:B/2:32:64": "DiT-B/2", "dit:XL/2:64:8": "DiT-XL/2, 64x64", "unet:base:64:32": "U-Net"}
 # what the figures depend on, besides lowprec/
-SOURCES = ("models.py", "benchmarks/common.py", "benchmarks/gpu_cells.py")
+SOURCES = ("models.py", "benchmarks/allocated.py", "benchmarks/common.py", "benchmarks/gpu_cells.py")
 
 
 def facts_of_machine(device):

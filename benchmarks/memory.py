@@ -11,6 +11,7 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
+from benchmarks.allocated import count_of, forget_tables, state_bytes
 from benchmarks.common import (
     PURE,
     RECIPES,
@@ -18,8 +19,6 @@ from benchmarks.common import (
     Command,
     add_nets,
     check_nets,
-    count_of,
-    forget_tables,
     grouped,
     markdown,
     moment_formats,
@@ -27,7 +26,6 @@ from benchmarks.common import (
     parse_net,
     prepared,
     progress_bar,
-    state_bytes,
     training_step,
     typed,
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import subjects
+from benchmarks.allocated import count_of, forget_tables, state_bytes
 from benchmarks.common import (
     ADAMW,
     PRESETS,
@@ -19,8 +20,6 @@ from benchmarks.common import (
     Cell,
     Command,
     add_names,
-    count_of,
-    forget_tables,
     grouped,
     in_turn,
     moment_formats,
@@ -28,7 +27,6 @@ from benchmarks.common import (
     progress_bar,
     shown,
     started,
-    state_bytes,
     take_turns,
     timed,
 )

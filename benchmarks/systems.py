@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import strategies
+from benchmarks.allocated import count_of
 from benchmarks.common import (
     ADAMW,
     Cell,
     Command,
     add_names,
-    count_of,
     markdown,
     progress_bar,
     shown,

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch.nn.functional as F
 
+from benchmarks.allocated import bytes_on, peak_bytes
 from benchmarks.common import (
     RECIPES,
     Cell,
@@ -18,11 +19,9 @@ from benchmarks.common import (
     Command,
     add_names,
     add_nets,
-    bytes_on,
     check_nets,
     grouped,
     parse_net,
-    peak_bytes,
     prepared,
     progress_bar,
     shown,

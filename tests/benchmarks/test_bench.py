@@ -32,7 +32,8 @@ from benchmarks import (
     systems,
     training,
 )
-from benchmarks.common import RECIPES, Cell, parse_net, state_bytes, take_turns
+from benchmarks.allocated import state_bytes
+from benchmarks.common import RECIPES, Cell, parse_net, take_turns
 from harness import flags
 from lowprec import machine, recipes, view
 from lowprec.kernels import cpu_products

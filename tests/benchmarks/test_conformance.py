@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import bench
 from benchmarks import averages, conformance, conformance_command, subjects
-from benchmarks.common import state_bytes
+from benchmarks.allocated import state_bytes
 from benchmarks.conformance import Size
 from benchmarks.conformance_command import ASKED, AVERAGE_CHECKS, CHECKS, asked
 from benchmarks.conformance_writes import writes
