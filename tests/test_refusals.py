@@ -1,6 +1,5 @@
 """The command: what bad input, folders and checkpoints that don't fit get, and how flags are read."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -12,7 +11,6 @@ import cli
 import pytest
 import torch
 from cli import (
-    QUICK,
     ROOT,
     after_step,
     checkpoint,
@@ -26,13 +24,7 @@ from cli import (
     summary,
 )
 
-import options
-import precision
-import strategies
-import train
 from harness import run_folder
-from harness.flags import Config, Table
-from lowprec import recipes
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -302,181 +294,3 @@ def test_a_real_process_says_one_line_too():
     child = process(ROOT / "train.py", "--data", "folder:nowhere")
     out, err = child.communicate(timeout=120)
     assert child.returncode == 2 and out == "" and err.count("\n") == 1 and err.startswith("train.py: ")
-
-
-# ---- Flags -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags, said", [("--bf16", True), ("--fp16", False), ("--pure_bf16", True)])
-def test_flags_of_a_loss_scale_that_is_not_there_are_said_to_change_nothing(flags, said, capsys):
-    assert command("--dry_run", "--growth_interval", 7, *flags.split()) == 0
-    line = "warning: --growth_interval 7 changes nothing: --fp16 alone scales the loss"
-    assert (line in capsys.readouterr().out) == said
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--steps 50 --lr_schedule cosine", "--lr_schedule cosine never begins: --warmup 100 does not end"),
-        ("--steps 101 --lr_schedule cosine", ""),
-        ("--pure_bf16 --set reduce=bf16", "--set reduce and reduce_update change nothing: this is one"),
-        ("--pure_bf16", ""),
-    ],
-)
-def test_flags_that_change_nothing_are_said_to(flags, said, capsys):
-    assert command("--dry_run", "--ema_warmup", *flags.split()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    warned = [line for line in lines if "never begins" in line or "reduce and" in line]
-    assert warned == [] if not said else said in warned[0]
-
-
-@pytest.mark.parametrize("task", ["consistency", "distill --teacher_steps 8"])
-def test_students_with_times_of_their_own(task, capsys):
-    assert quick(name="teacher") == 0
-    flags = ["--task", *task.split(), "--teacher", "runs/teacher", "--timestep_sampling", "logit-normal"]
-    capsys.readouterr()
-    assert command(*flags, "--dry_run") == 2
-    assert "--timestep_sampling logit-normal" in one_line(capsys)
-
-
-def test_a_vae_for_a_run_that_has_none(capsys):
-    assert quick() == 0
-    capsys.readouterr()
-    assert command("--sample", "runs/run", "--vae", "runs/vae") == 2
-    assert "was trained on images, not in latents" in one_line(capsys)
-
-
-@pytest.mark.parametrize("loss_weight, bad", [("3e38", "weight for one"), ("1e22", "exp_avg_sq of")])
-def test_weights_and_moments_that_are_not_finite_replace_no_checkpoint(loss_weight, bad, capsys):
-    flags = ["--checkpoint_every", 1, "--log_every", 1, "--warmup", 0]
-    assert quick(*flags, steps=1) == 0
-    before = Path("runs/run/checkpoint.pt").read_bytes()
-    assert quick(*flags, "--loss_weight", loss_weight, "--clip_grad", 0, name="other", steps=1) == 2
-    err = capsys.readouterr().err
-    assert "not finite after step 1, " in err and bad in err
-    assert not Path("runs/other/checkpoint.pt").exists() and not Path("runs/other/summary.json").exists()
-    assert Path("runs/run/checkpoint.pt").read_bytes() == before
-
-
-def test_a_yaml_file_equals_the_flags_and_the_command_line_wins(capsys):
-    Path("run.yaml").write_text(
-        "steps: 7\nlr: 1e-4\npure_bf16: true\nstochastic: true\nfp16: false\nmodel: dit\ndata:\nset: "
-        "{ema: bf16, islands: embed}\naverage: [0.9:bf16]\n"
-    )
-    assert command("--config", "run.yaml", "--dry_run") == 0
-    from_file = capsys.readouterr().out
-    flags = "--steps 7 --lr 1e-4 --pure_bf16 --stochastic --model dit --set ema=bf16 --set islands=embed"
-    flags = [*flags.split(), "--average", "0.9:bf16"]
-    assert command(*flags, "--dry_run") == 0
-    assert capsys.readouterr().out == from_file and "--lr=0.0001" in from_file.split()
-    assert command("--config", "run.yaml", "--steps", 9, "--set", "ema=fp32", "--dry_run") == 0
-    out = capsys.readouterr().out
-    assert {"--steps=9", "--set=ema=fp32", "--model=dit"} <= set(out.split())
-    Path("kahan.yaml").write_text("pure_bf16: true\nset: {kahan: on}\n")  # a YAML parser reads: true
-    assert command("--config", "kahan.yaml", "--dry_run") == 0
-    assert re.search(r"^kahan +on ", capsys.readouterr().out, re.M)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--task ddpm --model dit --size XL/2 --image_size 64 --pure_bf16 --master split",
-        "--fp16",
-        "--opt8bit",
-        "--task segment --pure_bf16 --stochastic",
-        "--pure_bf16 --optimizer torchastic",
-        "--fp8 --model dit",
-    ],
-)
-def test_dry_run_prints_flags_and_ledger_and_writes_nothing(flags, capsys, monkeypatch, tmp_path):
-    no_training(monkeypatch)
-    assert command("--dry_run", *flags.split()) == 0
-    out = capsys.readouterr().out
-    shown = {word.partition("=")[0] for word in out.split()}
-    of_all_tasks = options.TRAINING + precision.PRECISION + options.MACHINE + options.RUN
-    assert {f"--{row.name}" for row in of_all_tasks} <= shown
-    assert not {"--latent_channels", "--frames", "--teacher"} & shown  # which other tasks read
-    for site in recipes.SITES.keys() - {"frozen"}:  # this net has no frozen weights
-        assert re.search(rf"^{site} ", out, re.M), site
-    assert not list(tmp_path.iterdir())
-
-
-def test_check_prints_the_matrix(capsys, tmp_path):
-    assert not command("--check")
-    out = capsys.readouterr().out
-    for word in ("cpu", "bf16", "fp16", "fp8", "opt8bit", "tf32", "start with: python train.py"):
-        assert word in out
-    assert "mps" not in out  # --device has none
-    assert "a billion parameters" in out and out.index("GiB at once") > out.index("float8_e5m2")
-    assert not list(tmp_path.iterdir())
-
-
-def test_help_names_every_flag(capsys):
-    assert command("--help") == 0
-    out = capsys.readouterr().out
-    for flag in [*train.DEFAULTS, "config", "dry_run", "check", "sample"]:
-        assert re.search(rf"^  --{flag}\b", out, re.M), flag
-
-
-def test_every_flag_is_read(monkeypatch):
-    """A flag that nothing reads would parse and do nothing."""
-    read, settle = set(), strategies.settle
-
-    class Recorded(Config):
-        def __getattribute__(self, name):
-            read.add(name)
-            return super().__getattribute__(name)
-
-    def recorded(values, typed=False):
-        run = settle(values, typed)
-        config = Recorded(**vars(run.config))
-        recipe = precision.recipe_of(config, run.table, run.kind.sites)
-        return dataclasses.replace(run, config=config, recipe=recipe)
-
-    assert quick(name="teacher", steps=1) == 0
-    monkeypatch.setattr(strategies, "settle", recorded)
-    monkeypatch.setattr(Table, "differences", lambda self, old, config: [])  # it compares all of them
-    assert quick(name="a", steps=2) == 0 and quick("--task", "ddpm", name="b", steps=1) == 0
-    assert quick("--task", "reflow", "--teacher", "runs/teacher", "--pairs", 8, name="c", steps=1) == 0
-    assert quick("--weight_decay", 0.1, name="d", steps=1) == 0
-    assert quick("--task", "vae", name="vae", steps=1) == 0
-    small = {
-        "segment": ["--image_size", 16],
-        "classify": [],
-        "language": ["--block", 16, "--length", 4],
-        "steve": ["--image_size", 16, "--frames", 2, "--clips", 16],
-        "slotcontrast": ["--image_size", 16, "--frames", 2, "--clips", 16],
-        "consistency": [],
-        "distill": ["--teacher", "runs/teacher", "--teacher_steps", 4],
-    }
-    for task, flags in small.items():
-        assert quick("--task", task, *flags, name=task, steps=1) == 0, task
-    assert quick("--vae", "runs/vae", name="latent", steps=1) == 0
-    assert not train.DEFAULTS.keys() - read
-
-
-def test_names_of_folders():
-    def name(**flags):
-        return train.FLAGS.name(train.FLAGS.typed(flags))
-
-    assert name() == "default"
-    assert name(pure_bf16=True, stochastic=True) == "pure_bf16-stochastic"
-    assert (
-        name(lr=1e-4, model="dit", set=["ema=bf16", "islands=norm+embed"])
-        == "dit-lr0.0001-ema_bf16-islands_norm+embed"
-    )
-    assert name(device="cpu", threads=2, runs="elsewhere", name="x", log_every=1) == "default"
-    assert (
-        "/" not in name(data="folder:/a/../b", size="XL/2") and len(name(data="folder:" + "x" * 999)) <= 200
-    )
-
-
-def test_the_folder_is_named_after_the_flags():
-    assert command(*QUICK, "--steps", 1, "--kahan", "--pure_bf16") == 0
-    assert os.listdir("runs") == ["steps1-batch_size8-warmup0-pure_bf16-kahan-sample_steps2-samples20"]
-
-
-def test_a_learning_rate_whose_step_no_float_holds(capsys):
-    assert quick("--optimizer", "torch", "--lr", 1e38, "--checkpoint_every", 1) == 2
-    assert "a step is too large for fp32: use a smaller --lr" in capsys.readouterr().err.splitlines()[-1]
