@@ -4,7 +4,6 @@ recipe, resume, and what is refused.
 
 import json
 import math
-import os
 from pathlib import Path
 
 import cli
@@ -12,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cli import after_step, assert_same, checkpoint, command, content, metrics, one_line, summary
-from common import same
+from cli import after_step, assert_same, checkpoint, command, metrics, one_line, summary
 
 import strategies
 from harness.run_folder import read_checkpoint
-from lowprec.errors import Refused
 from lowprec.layers.fp8 import Scaling
 from lowprec.precision import Precision, recipe
 from tasks import language
-from tasks.language import BDH, BDHS, GPT, GPTS, TEXT, Language, Text, Windows, choose, rotary, rotate
+from tasks.language import BDH, BDHS, GPT, GPTS, TEXT, Language, Text, Windows, rotary, rotate
 from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -413,85 +410,3 @@ def test_resume_in_delayed_fp8_is_exact(monkeypatch):
     assert quick(*DELAYED, name="cut", steps=2) == 0
     assert quick(*DELAYED, name="cut", steps=4) == 0
     assert_same(checkpoint("whole")["precision"], checkpoint("cut")["precision"])
-
-
-# ---- What is written ---------------------------------------------------------------------------------------
-
-
-def test_a_byte_is_drawn_from_the_likeliest():
-    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(4000, 4)
-    assert choose(logits, 0, 4, Rng(0)).unique().tolist() == [1]
-    assert choose(logits, 1.0, 1, Rng(0)).unique().tolist() == [1]
-    drawn = torch.bincount(choose(logits, 0.5, 3, Rng(0)), minlength=4) / 4000
-    wanted = torch.tensor([-math.inf, 6.0, 2.0, 4.0]).softmax(0)
-    assert drawn[0] == 0 and torch.allclose(drawn, wanted, atol=0.03)
-    assert choose(logits[:1] * math.nan, 1.0, 4, Rng(0)).shape == (1,)
-
-
-def test_the_net_reads_the_last_block_and_the_text_holds_the_prompt():
-    made, seen = task(length=5, temperature=0.0), []
-
-    def model(ids):
-        seen.append(ids)
-        logits = torch.zeros(*ids.shape, 256)
-        logits.scatter_(2, (ids + 1)[..., None] % 256, 1.0)  # says the byte after the last
-        return logits
-
-    prompt = b"a long beginning, longer than a block: a"
-    assert made.write(model, Rng(0), prompt) == (prompt + b"bcdef").decode()
-    assert all(ids.shape == (1, 16) for ids in seen) and bytes(seen[1][0].tolist()) == (prompt + b"b")[-16:]
-
-
-@pytest.fixture
-def trained(capsys):
-    assert quick(steps=2) == 0
-    capsys.readouterr()
-    return "runs/run"
-
-
-@pytest.mark.parametrize(
-    "prompt", ["In the beginning", "", "x" * 100, "été, 日本, \U0001f600", os.fsdecode(b"caf\xe9 \x00")]
-)
-def test_any_prompt_is_continued(trained, prompt, capsys):
-    before = content(trained)
-    assert command("--sample", trained, "--prompt", prompt, "--length", 12, "--top_k", 3, "--name", "p") == 0
-    (text,) = json.loads(Path(trained, "samples/p.json").read_text())["scores"]["ema"]["text"]
-    assert f"ema:\n{text}" in capsys.readouterr().out
-    given = prompt.encode("utf-8", "surrogateescape") or bytes(
-        Text(TEXT, 16).heldout[[0]][0][0, :32].tolist()
-    )
-    assert text.startswith(given.decode("utf-8", "replace")) and len(text) > len(prompt)
-    assert Path(trained, "samples/p-ema.png").is_file()
-    assert before.items() <= content(trained).items()
-
-
-def test_samples_repeat_and_follow_temperature_and_seed(trained):
-    def text(*flags, name):
-        assert command("--sample", trained, "--prompt", "God", *flags, "--name", name) == 0
-        return json.loads(Path(trained, f"samples/{name}.json").read_text())["scores"]["ema"]["text"]
-
-    first = text(name="a")
-    assert first == text(name="b") != text("--seed", 1, name="c")
-    assert text("--temperature", 0, name="d") == text("--temperature", 0, "--seed", 1, name="e")
-
-
-def test_a_drawn_text_is_a_picture_of_its_lines():
-    short, long = language.text_picture("a"), language.text_picture("word " * 100)
-    assert short.shape[0] == 3 and short.min() < 0.5 and short.max() == 1
-    assert long.shape[1] > 3 * short.shape[1]
-    odd = language.text_picture("tab\t, \x00 and \x1b[31m, 日本\n\n" + "x\n" * 1000)
-    assert odd.shape[1] < 60 * 25
-
-
-def test_the_doctor_finds_a_bf16_average(capsys):
-    assert quick("--pure_bf16", "--set", "ema=bf16", steps=6) == 0
-    capsys.readouterr()
-    assert command("--diagnose", "runs/run") == 1
-    found = capsys.readouterr().out
-    assert "gpt of size tiny on text-text" in found and "ema" in found
-
-
-def test_loading_is_refused_in_words():
-    with pytest.raises(Refused, match="is a folder"):
-        Text(".", 16)
-    assert same(Text(TEXT, 16).train.text, Text(str(TEXT), 16).train.text)
