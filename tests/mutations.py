@@ -236,7 +236,7 @@ LOWPREC = (
         "lowprec/cast.py",
         "torch.where(x.isfinite(), x.clamp(-top, top), x)",
         "torch.where(x.isfinite(), x, x.clamp(-top, top))",
-        ("lowprec/test_precision.py finite_masks",),
+        ("lowprec/test_precision_refusals.py finite_masks",),
     ),
     Mutation(
         "moments-of-an-exact-master",
@@ -278,14 +278,14 @@ LOWPREC = (
         "lowprec/layers/sparsity.py",
         "bc = b >= c",
         "bc = b > c",
-        ("lowprec/test_sparsity.py equal_magnitudes",),
+        ("lowprec/test_sparsity_masks.py equal_magnitudes",),
     ),
     Mutation(
         "variance-of-a-write",
         "lowprec/watch/write_errors.py",
         "variance = f * (1 - f)",
         "variance = f",
-        ("watch/test_write_errors.py", "lowprec/test_optimizers.py test_watch"),
+        ("watch/test_write_errors.py", "lowprec/test_optimizers_in_runs.py test_watch"),
     ),
     Mutation(
         "norms-of-this-rank-alone",
@@ -445,7 +445,7 @@ TASKS = (
         "tasks/vae.py",
         "- 1 - variance.log()",
         "- 1 + variance.log()",
-        ("tasks/test_latent.py kl",),
+        ("tasks/test_vae_losses.py kl",),
     ),
     Mutation(
         "shares-sum-over-slots",
