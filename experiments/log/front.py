@@ -64,8 +64,19 @@ def index(experiments, known):
             told += f"; apart: {apart}" if told else f"apart: {apart}"
         lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), told])
     if planned:
-        lines.append(["", f"Planned, with predictions, and not run yet: {', '.join(planned)}", ""])
+        lines.append(["", f"Planned with predictions, not run yet: {spans(planned)}", ""])
     return compact(lines)
+
+
+def spans(numbers):
+    """'052 to 054, 061' of the ascending numbers of experiments."""
+    found = []
+    for number in numbers:
+        if found and int(number) == int(found[-1][-1]) + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(span[0] if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in found)
 
 
 def begun(experiment, known):
