@@ -1,5 +1,4 @@
-"""Forks of a process that has imported everything once, in which a test lets train.py run; see many_ranks.py.
-"""
+"""Forks of a process that has imported everything once; many_ranks.py lets train.py run in them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The command: what bad input, folders and checkpoints that don't fit get, and how flags are read."""
+"""The command: what bad input, folders and checkpoints that don't fit get."""
 
 import errno
 import json

@@ -64,7 +64,7 @@ def index(experiments, known):
             told += f"; apart: {apart}" if told else f"apart: {apart}"
         lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), told])
     if planned:
-        lines.append(["", f"Planned with predictions, not run yet: {spans(planned)}", ""])
+        lines.append(["", f"Predicted, not run yet: {spans(planned)}", ""])
     return compact(lines)
 
 

@@ -1,4 +1,4 @@
-"""experiments/run.py: what a user may get wrong, what is run, what is recorded."""
+"""experiments/run.py: what is run, what is recorded."""
 
 import errno
 import os

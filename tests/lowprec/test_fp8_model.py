@@ -1,4 +1,4 @@
-"""fp8.py: what is covered, backends, finished nets in 8 bits."""
+"""fp8.py: what is covered, finished nets in 8 bits."""
 
 import json
 import math

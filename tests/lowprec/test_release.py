@@ -1,5 +1,4 @@
-"""release.py: updates within backward have the bits of the ordinary step, and hold no gradient. Beside it:
-how many small tensors a step makes, and averages that are kept on the CPU.
+"""release.py: updates within backward have the bits of the ordinary step, and hold no gradient.
 """
 
 import copy

@@ -270,9 +270,7 @@ def test_a_step_on_cuda_waits_for_nothing(name, clip, on):
 
 # ---- The command -------------------------------------------------------------------------------------------
 
-folder = pytest.fixture(cli.in_a_folder_of_its_own.__wrapped__, name="folder") if hasattr(
-    cli.in_a_folder_of_its_own, "__wrapped__"
-) else cli.in_a_folder_of_its_own  # fmt: skip
+folder = cli.in_a_folder_of_its_own
 PURE = ("--pure_bf16", "--stochastic", "--clip_tensor", 1)
 
 

@@ -1,4 +1,4 @@
-"""sparsity.py: masks against brute force, SR-STE against its formula, the invariant after every step of every
+"""sparsity.py: SR-STE against its formula, the invariant after every step of every
 recipe, kernels and ledger.
 """
 

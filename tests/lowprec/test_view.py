@@ -1,4 +1,4 @@
-"""precision.View and Cast: arguments and outputs, mixed dtypes, islands, buffers."""
+"""precision.View and Cast: arguments and outputs, mixed dtypes, islands."""
 
 import functools
 

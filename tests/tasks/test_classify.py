@@ -1,5 +1,4 @@
-"""Classification: scores against scikit-learn, BatchNorm in bf16, every recipe through the command, and the
-reader of Fashion-MNIST.
+"""Classification: scores against scikit-learn, BatchNorm in bf16, every recipe through the command.
 
     python -m pytest tests/tasks/test_classify.py
 """

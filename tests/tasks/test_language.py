@@ -1,4 +1,4 @@
-"""Language: BDH and GPT against their equations written out, the text and its windows, what is written, every
+"""Language: BDH and GPT against their equations written out, the text and its windows, every
 recipe, resume, and what is refused.
 """
 

@@ -1,6 +1,4 @@
-"""Latent diffusion: the autoencoder and its losses against oracles, the space that a flow is learnt in, both
-tasks through the real command, and what does not fit.
-"""
+"""Latent diffusion: the space that a flow is learnt in, both tasks by the command, what does not fit."""
 
 import json
 import shutil
