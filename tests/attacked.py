@@ -1,15 +1,19 @@
-"""What the tests of bad input share: a small run that has ended, and what a refusal is."""
+"""What the tests of bad input share: a small run that has ended, what a refusal is, good data to spoil."""
 
+import io
 import shutil
 from pathlib import Path
 
 import common
+import numpy as np
 import pytest
 from cli import command, content
+from PIL import Image
 
 from lowprec.kernels import compiled
 
 BASE = "--task classify --batch_size 8 --log_every 1 --sample_every 0 --warmup 0".split()
+DEEP = b"[" * 100_000  # JSON that no reader follows to its end
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +56,15 @@ def is_refused(capsys, act, *flags):
     return line
 
 
+def arrays(**changed):
+    """What an npz file of twelve black images in three classes holds; None takes a part away."""
+    images, labels = np.zeros((12, 8, 8), np.uint8), np.arange(12) % 3
+    parts = dict(train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    return {name: value for name, value in {**parts, **changed}.items() if value is not None}
+
+
+def as_format(kind, **options):
+    """The bytes of a red image in a format of PIL."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), "red").save(file, kind, **options)
+    return file.getvalue()

@@ -2,7 +2,8 @@
 that has imported everything once.
 
 It says "ready", and then takes a JSON list a line. ["run", words, environment, file of messages] answers with
-the number of a process, which leads a group of its own. ["ranks", world, job or null, words, file of
+the number of a process, which leads a group of its own; ["bound", words, folder, file of messages] with one
+that the modes of files bind. ["ranks", world, job or null, words, file of
 messages, folder] answers with the process numbers of the ranks, whose store a process of its own hosts, as
 torchrun does; ["rank", number, world, port, ...] starts one of them without it, at a port that ["port"]
 tells; ["wait", number] answers with an exit status, negative for a signal. What does not end is killed.
@@ -10,6 +11,7 @@ What ranks print is in a file beside that of their messages.
 Kernels are not compiled.
 """
 
+import ctypes
 import functools
 import gc
 import json
@@ -44,6 +46,26 @@ from lowprec.kernels import compiled
 
 def run(words, environment, messages):
     return forked(lambda: train.main(words), environment, messages)
+
+
+def bound(words, folder, messages):
+    """As run, in a folder, by a process that the modes of files bind. They don't bind root, unless it gives
+    its capabilities away.
+    """
+
+    def act():
+        os.chdir(folder)
+        if os.geteuid() == 0:
+            give_capabilities_away()
+        return train.main(words)
+
+    return forked(act, {}, messages)
+
+
+def give_capabilities_away():
+    """capset(2) with nothing in it: this process is root by name alone."""
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, nothing) == 0
 
 
 def port():
@@ -100,7 +122,7 @@ if __name__ == "__main__":
         form.require()
     gc.freeze()  # what was imported is no garbage: no fork looks through it
     print("ready", flush=True)
-    acts = {"run": run, "ranks": ranks, "rank": rank, "wait": wait, "port": port}
+    acts = {"run": run, "bound": bound, "ranks": ranks, "rank": rank, "wait": wait, "port": port}
     for line in sys.stdin:
         act, *rest = json.loads(line)
         print(json.dumps(acts[act](*rest)), flush=True)

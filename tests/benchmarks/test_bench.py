@@ -4,14 +4,8 @@ on it.
 
 import ast
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,18 +20,15 @@ from benchmarks import (
     loops,
     memory,
     moments,
-    optimizers,
     other_loops,
     sharding,
     systems,
     training,
 )
-from benchmarks.allocated import state_bytes
-from benchmarks.common import RECIPES, Cell, parse_net, take_turns
+from benchmarks.common import RECIPES, parse_net
 from harness import flags
 from lowprec import machine, recipes, view
 from lowprec.kernels import cpu_products
-from lowprec.optimizers import build, peers
 
 SMALL = ["optimizers", "--parameters", "2000", "--layouts", "large"]
 
@@ -53,280 +44,6 @@ def run(tmp_path, *argv):
     out, device = tmp_path / "out.json", [] if "--device" in argv else ["--device", "cpu"]
     assert bench.main([*argv, *device, "--out", str(out)]) == 0
     return json.loads(out.read_text())
-
-
-def test_optimizers_writes_every_single_time(tmp_path, capsys):
-    names = [
-        "stochastic",
-        "kahan",
-        "split",
-        "fp32",
-        "stochastic-8bit",
-        "stochastic-4bit",
-        "torchastic",
-        "bitsandbytes",
-        "torch",
-        "torch-fused",
-        "torch-fused-fp32",
-        "copy",
-    ]
-    result = run(tmp_path, "optimizers", "--parameters", "6000", "--repeats", "2", "--only", *names)
-    assert result["bench"] == "optimizers" and result["settings"]["parameters"] == 6000
-    assert result["machine"]["torch"] == torch.__version__
-    assert {"cpu", "threads", "bf16", "gpu"} <= set(result["machine"])
-    assert result["command"].startswith("python bench.py optimizers --parameters 6000")
-    rows = [(row["layout"], row["name"]) for row in result["results"]]
-    assert rows == [(layout, name) for layout in ("mixed", "large") for name in names]
-    for row in result["results"]:
-        assert len(row["ms"]) == 2 and min(row["ms"]) > 0 and row["first_step_s"] > 0 and not row["note"]
-    state = {row["name"]: row["state_bytes"] for row in result["results"] if row["layout"] == "large"}
-    assert [state[n] for n in ("stochastic", "kahan", "split", "fp32", "torchastic")] == [4, 6, 10, 8, 4]
-    fused = [state[n] for n in ("torch-fused", "torch-fused-fp32")]  # torch counts steps in tensors
-    assert fused == pytest.approx([4, 8], abs=0.01) and state["copy"] is None
-    table = capsys.readouterr().out
-    for layout in ("mixed", "large"):
-        part = table[table.index(f"\n{layout}: 6,000 parameters") :]
-        assert all(any(line.startswith(name + " ") for line in part.splitlines()) for name in names)
-
-
-def test_ratio_is_to_ours_stochastic(tmp_path, capsys):
-    result = run(tmp_path, *SMALL, "--repeats", "3", "--only", "stochastic", "torch")
-    medians = {row["name"]: sorted(row["ms"])[1] for row in result["results"]}
-    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert float(lines["stochastic"][3]) == 1
-    assert float(lines["torch"][3]) == pytest.approx(medians["torch"] / medians["stochastic"], abs=0.006)
-    assert lines["torch"][4] == "-"  # nothing was copied
-
-
-def test_an_optimiser_that_drops_its_gradients_is_given_them_before_each_step(monkeypatch):
-    seen = []
-
-    def make_step(name, params):
-        def step():
-            seen.append(all(p.grad is not None and p.grad.any() for p in params))
-            for p in params:
-                p.grad = None
-
-        return step, None
-
-    monkeypatch.setattr(optimizers, "make_step", make_step)
-    assert bench.main(["optimizers", "--only", "nearest", "--parameters", "5000", "--repeats", "3"]) == 0
-    assert len(seen) == 2 * (2 + 3) and all(seen)  # in both layouts
-
-
-def test_bytes_moved_are_compared_with_copying(tmp_path, capsys):
-    names = ["stochastic", "fp32", "split", "copy"]
-    result = run(tmp_path, *SMALL, "--repeats", "3", "--only", *names)
-    rows = {row["name"]: row for row in result["results"]}
-    assert [rows[name]["moved_bytes"] for name in names] == [14, 28, 26, 14]
-    a_byte = {name: sorted(row["ms"])[1] / row["moved_bytes"] for name, row in rows.items()}
-    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
-    for name in names:
-        share = float(lines[name][4].rstrip("%")) / 100
-        assert share == pytest.approx(a_byte["copy"] / a_byte[name], abs=0.006), name
-
-
-def test_every_optimiser_of_ours_takes_part(tmp_path):
-    names = [name for name, contender in optimizers.CONTENDERS.items() if contender.ours]
-    result = run(tmp_path, *SMALL, "--repeats", "1", "--only", *names)
-    assert {"stochastic", "stochastic-adafactor", "stochastic-muon"} < set(names)
-    assert all(row["ms"] and not row["note"] for row in result["results"])
-
-
-def test_a_peer_that_train_py_does_not_offer_takes_part(tmp_path, monkeypatch, capsys):
-    (tmp_path / "heavyball.py").write_text(
-        "import torch\n\n\nclass AdamW(torch.optim.AdamW):\n"
-        "    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), storage_dtype=None):\n"
-        "        super().__init__(params, lr=lr, betas=betas)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "sdnq", None)
-    rows = {row["name"]: row for row in run(tmp_path, *SMALL, "--only", "heavyball", "sdnq")["results"]}
-    assert rows["heavyball"]["ms"] and not rows["heavyball"]["note"] and rows["sdnq"]["ms"] == []
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("sdnq "))
-    assert line.split(maxsplit=1)[1].startswith("not installed: pip install")
-
-
-FLASH = """
-import torch
-
-class Held:
-    def __init__(self, p):
-        self._quantized = torch.zeros(p.numel(), dtype=torch.int8)
-
-class FlashAdamW(torch.optim.SGD):
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, master_weight_bits=24):
-        if not {gpu}:
-            raise NotImplementedError("Quantization requires a CUDA device.")
-        super().__init__(params, lr=lr)
-
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            self.state[p] = dict(exp_avg=Held(p), exp_avg_sq=Held(p))
-"""
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_flashoptim_takes_part_where_a_gpu_is(gpu, tmp_path, monkeypatch, capsys):
-    (tmp_path / "flashoptim.py").write_text(FLASH.replace("{gpu}", str(gpu)))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "flashoptim", raising=False)
-    (row,) = run(tmp_path, *SMALL, "--layouts", "large", "--only", "flashoptim")["results"]
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("flashoptim "))
-    assert bool(row["ms"]) == gpu and ("requires a CUDA device" in line) != gpu
-    if gpu:
-        assert row["state_bytes"] == 2.0  # codes that an object of its own holds
-    monkeypatch.delitem(sys.modules, "flashoptim")
-
-
-def test_a_peer_that_is_not_installed_is_a_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "optimi", None)
-    result = run(tmp_path, *SMALL, "--repeats", "2", "--only", "optimi", "torch")
-    rows = {row["name"]: row for row in result["results"]}
-    assert rows["optimi"]["ms"] == [] and len(rows["torch"]["ms"]) == 2
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("optimi "))
-    assert line.split(maxsplit=1)[1] == "not installed: pip install torch-optimi"
-
-
-def test_a_bug_of_ours_is_no_line(monkeypatch):
-    def broken(name, params):
-        raise TypeError("a bug")
-
-    monkeypatch.setattr(optimizers, "make_step", broken)
-    with pytest.raises(TypeError):
-        bench.main(["optimizers", "--parameters", "2000", "--only", "stochastic"])
-    assert bench.main(["optimizers", "--parameters", "2000", "--only", "torch"]) == 0
-
-
-def test_every_peer_of_ours_has_a_contender_and_a_version_range():
-    named = {contender.optimizer for contender in optimizers.CONTENDERS.values() if contender.optimizer}
-    assert named == {*build.OPTIMIZERS, *peers.PEERS}
-    root = Path(bench.__file__).parent
-    files = ("requirements.txt", "requirements-bench.txt")
-    wanted = "".join((root / name).read_text() for name in files).splitlines()
-    for package in (peer.package for peer in peers.PEERS.values()):
-        assert any(line.startswith(package + ">=") and "<" in line for line in wanted), package
-
-
-def test_moments_of_any_length_are_held_in_codes(tmp_path):
-    # 10,003 and 10,002 values: no multiple of a block
-    names = ["stochastic-8bit", "stochastic-4bit", "stochastic-e4m3", "bitsandbytes"]
-    argv = ["optimizers", "--parameters", "40010", "--layouts", "large", "--repeats", "1", "--only", *names]
-    state = {row["name"]: row["state_bytes"] for row in run(tmp_path, *argv)["results"]}
-    assert 1.06 < state["stochastic-4bit"] < 1.1
-    for name in ("stochastic-8bit", "stochastic-e4m3", "bitsandbytes"):
-        assert 2.03 < state[name] < 2.1, name
-
-
-NEW_FORMAT = """
-import copy
-FORMATS["e4m3-64"] = copy.copy(FORMATS["e4m3"])
-FORMATS["e4m3-64"].name, FORMATS["e4m3-64"].block = "e4m3-64", 64
-"""
-NEW = """
-import torch
-from typing import NamedTuple
-from lowprec.optimizers.build import OPTIMIZERS
-from lowprec.optimizers.peers import PEERS, Torch
-from lowprec.optimizers.rounded import Rounded
-
-class Numbers(NamedTuple):
-    share: float
-    rate: float
-
-
-class Signs(Rounded):
-    moments = ("exp_avg",)
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **writing):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **writing)
-    def numbers(self, group, step):
-        return Numbers(share=1 - group["betas"][0], rate=-float(group["lr"]))
-    @staticmethod
-    def direction(g, moments, n):
-        m = (g - moments[0]) * n.share + moments[0]
-        return n.rate * m.sign(), (m,)
-
-OPTIMIZERS["signs"] = Signs
-PEERS["new_peer"] = Torch
-import bench
-from benchmarks import memory, moments, optimizers
-
-names = ["stochastic-e4m3-64", "stochastic-signs", "new-peer"]
-with torch.compiler.set_stance("force_eager"):
-    argv = ["--repeats", "1", "--device", "cpu", "--out", "out.json", "--only", *names]
-    assert bench.main(["optimizers", "--parameters", "20000", "--layouts", "large", *argv]) == 0
-print([list(optimizers.CONTENDERS), list(memory.STATES), moments.HOLDERS])
-"""
-
-
-def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
-    root = Path(bench.__file__).parent
-    shutil.copytree(root / "lowprec", tmp_path / "lowprec")
-    formats = tmp_path / "lowprec" / "formats.py"
-    before, head, rows = formats.read_text().partition("\nFORMATS = {")
-    formats.write_text(before + head + rows.replace("\n}\n", "\n}\n" + NEW_FORMAT, 1))
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", NEW]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    contenders, states, holders = ast.literal_eval(done.stdout.splitlines()[-1])
-    for found, known, new in (
-        (contenders, list(optimizers.CONTENDERS), {"stochastic-e4m3-64", "stochastic-signs", "new-peer"}),
-        (states, list(memory.STATES), {"--set exp_avg=e4m3-64 --set exp_avg_sq=e4m3-64"}),
-        (holders, moments.HOLDERS, {"e4m3-64 nearest", "e4m3-64 stochastic"}),
-    ):
-        assert set(found) == {*known, *new} and [name for name in found if name not in new] == known
-    rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
-    assert not any(row["note"] for row in rows.values())
-    assert rows["stochastic-signs"]["state_bytes"] == 2 and rows["new-peer"]["state_bytes"] > 4
-    # two codes, and two fp32 scales to 32 values
-    assert rows["stochastic-e4m3-64"]["state_bytes"] == pytest.approx(2 + 2 * 4 / 64, abs=0.01)
-
-
-def test_the_rows_that_stood_before_the_registries_keep_their_order():
-    names = "stochastic nearest kahan kahan-stochastic split fp32 stochastic-8bit stochastic-4bit torchastic "
-    names += "torchao optimi adamw-bf16 bitsandbytes torch torch-fused copy"
-    assert [name for name in optimizers.CONTENDERS if name in names.split()] == names.split()
-    assert list(memory.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
-    kinds = ("bf16", "int8", "int4")
-    before = [f"{kind} {update}" for kind in kinds for update in ("nearest", "stochastic")]
-    assert moments.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
-
-
-@pytest.mark.parametrize("layout", ["mixed", "large"])
-@pytest.mark.parametrize("n", [1, 3, 6000, 10_000_000])
-def test_layouts_hold_just_as_many_parameters(layout, n):
-    sizes = [torch.Size(s).numel() for s in optimizers.layout_shapes(layout, n)]
-    assert sum(sizes) == n and min(sizes) > 0
-    if n == 10_000_000:
-        mixed = len(sizes) > 200 and max(sizes) > 500_000 and sorted(sizes)[len(sizes) // 2] < 5000
-        assert mixed if layout == "mixed" else len(sizes) == 4
-
-
-def test_contenders_take_turns():
-    bar = SimpleNamespace(set_postfix_str=lambda *a, **k: None, update=lambda: None)
-    seen = []
-
-    def turn(name):
-        seen.append(name)
-        return {"ms": len(seen)}
-
-    cells = [Cell(name, dict(name=name), [partial(turn, name)]) for name in "abc"]
-    cells.append(Cell("d", dict(name="d", note="not installed")))
-    rows = take_turns(cells, 20, bar)
-    assert [row["name"] for row in rows] == ["a", "b", "c", "d"] and "ms" not in rows[3]
-    for row in rows[:3]:
-        assert row["ms"] == [place for place, name in enumerate(seen, 1) if name == row["name"]]
-    rounds = ["".join(seen[i : i + 3]) for i in range(0, 60, 3)]
-    assert all(sorted(one) == ["a", "b", "c"] for one in rounds), "one ran twice before another ran once"
-    assert len(set(rounds)) > 2, "always in one order: each would always inherit the same contender's caches"
-
-
-def test_shared_storage_is_counted_once():
-    table = torch.zeros(256)
-    first = {"step": 3, "code": torch.zeros(10, dtype=torch.uint8), "table": table}
-    optimizer = SimpleNamespace(state={0: first, 1: {"table": table, "half": table[:128]}})
-    assert state_bytes(optimizer) == 10 + 1024
 
 
 def test_training_writes_every_single_time(tmp_path, capsys):

@@ -1,0 +1,106 @@
+"""The log of this repository: it is what its records give, its commands run, its links lead to files."""
+
+import re
+import shlex
+
+import pytest
+
+import strategies
+from experiments import report, run
+from experiments.log import definition, figures, overview
+from experiments.log import records as log
+
+ROOT = definition.ROOT
+EXPERIMENTS = [definition.load(number) for number in definition.folders()]
+DOCUMENT = ROOT / "EXPERIMENTS.md"
+logged = pytest.mark.skipif(not DOCUMENT.exists(), reason="there is no EXPERIMENTS.md yet")
+
+
+def named(arm):
+    """The flags that an arm adds."""
+    return {flag.removeprefix("--") for flag in arm.flags if flag.startswith("--")}
+
+
+def all_flags(arm):
+    """The flags that its scores come from."""
+    flags = arm.trained.experiment.common + arm.trained.flags
+    return flags + arm.source.flags if arm.of else flags
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.folder.name)
+def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where run.py types them: a task may be a file
+    beside = {"average", "weights"}  # what is kept and scored beside the main average is no training
+    for arm in experiment.arms:
+        base = experiment.arm(arm.baseline)
+        mine, other = run.flags_of(all_flags(arm)), run.flags_of(all_flags(base))
+        differ = {name for name in mine if mine[name] != other[name]}
+        own = {name for a in (arm, base) for b in (a, a.trained, a.source) for name in named(b)}
+        if mine["task"] != other["task"]:  # each has defaults of its own
+            own |= {name for flags in (mine, other) for name in strategies.find(flags["task"]).own_defaults()}
+        assert differ <= beside | own, arm.name
+        elsewhere = "on another kind of CPU" in arm.note
+        again = f"{arm.name} is its baseline again"
+        assert arm is base or differ or arm.metric != base.metric or elsewhere, again
+    log.recorded(experiment)  # raises when a record's command is not the one of its arm
+
+
+@logged
+def test_the_log_is_what_the_results_give():
+    assert report.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.folder.name)
+def test_the_pictures_of_the_log_show_its_records(experiment):
+    """So that nothing but new records redraws them. Samples are not checked: their runs are not kept here."""
+    known = {}
+    for number in sorted({key[0] for arm in experiment.arms for key in keys_read(arm)}):
+        known |= log.recorded(next(e for e in EXPERIMENTS if e.number == number))
+    for name, data in report.figure_data(experiment, known, runs="nowhere"):
+        digest = figures.digest_of(data, figures.FIGURES[name][1])
+        assert figures.drawn_from(experiment.folder / f"{name}.png") == digest, name
+
+
+def keys_read(arm):
+    return [definition.key(other, 0) for other in (arm.source, arm.trained, arm.start)]
+
+
+def test_a_short_arm_of_the_log_gives_its_record_again(capsys):
+    e = definition.load("17")
+    if ("017", "fp32", 0) not in log.recorded(e):
+        pytest.skip("experiment 017 is not recorded yet")
+    assert run.main(["017", "--check", "--arm", "fp32", "--seeds", "0"]) == 0, capsys.readouterr().out
+    assert "fp32, seed 0: passed" in capsys.readouterr().out
+
+
+@logged
+def test_every_command_of_the_log_dry_runs(capsys):
+    texts = [path.read_text() for path in (DOCUMENT, *ROOT.glob("experiments/*/README.md"))]
+    lines = dict.fromkeys(line for text in texts for line in re.findall(r"`(python [^`\n]+)`", text))
+    found = [shlex.split(line, comments=True)[1:] for line in lines]
+    assert found
+    for script, *words in found:
+        if script == "experiments/run.py":
+            assert run.main([*words, "--dry_run"]) == 0, words
+        elif script == "train.py":
+            if not set(words) & {"--sample", "--check", "--diagnose"}:
+                assert run.dry_run(words) == 0, words
+        else:
+            assert (ROOT / script).exists(), script
+        capsys.readouterr()
+
+
+@logged
+def test_links_of_the_log_lead_somewhere():
+    for path in (DOCUMENT, *ROOT.glob("experiments/*/README.md")):
+        text = path.read_text()
+        named = re.findall(r"^\[\d+\]: (\S+)$", text, re.M)
+        for target in {*re.findall(r"\]\(([^)#:]+)[^)]*\)", text), *named}:
+            assert (path.parent / target).exists(), (path, target)
+
+
+def test_the_figure_of_all_nets_shows_the_records():
+    known = {k: r for e in EXPERIMENTS for k, r in log.recorded(e).items()}
+    data = overview.figure_data(EXPERIMENTS, known)
+    digest = figures.digest_of(data, figures.FIGURES["effects"][1])
+    assert figures.drawn_from(definition.HERE / "effects.png") == digest

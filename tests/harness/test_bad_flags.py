@@ -1,0 +1,226 @@
+"""Bad flags and YAML files. test_bad_run_files.py has the files of a run, test_checkpoints.py checkpoints,
+tasks/test_bad_data.py data, experiments/test_attacked_log.py experiments.
+
+Each ends in one line and status 2 and changes nothing, or works. Nothing that a file brings is run, or
+decides where is written.
+"""
+
+import os
+from pathlib import Path
+
+import attacked
+import cli
+import pytest
+import torch
+from attacked import BASE, again, is_refused
+from cli import command
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from harness import run_folder
+from lowprec.errors import Refused
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+trained, mine = attacked.trained, attacked.mine
+LONG = "9" * 20
+
+# ---- Flags -------------------------------------------------------------------------------------------------
+
+FLAGS = {  # flags: what is said, "" for anything
+    f"--samples {LONG}": "up to 10000000",
+    "--samples 2000000000000": "up to",
+    "--samples -1": "",
+    f"--sample_batch {LONG}": "up to",
+    f"--accumulate {LONG}": "up to",
+    f"--steps {LONG}": "up to",
+    "--task=--": "no value",
+    "--log_every=--": "no value",
+    "--task slotcontrast --bf16 --set softmax=fp16": "use softmax=fp32 or bf16",
+    "--steps 1e3": "not a whole number",
+    "--steps nan": "not a whole number",
+    "--steps " + "9" * 5000: "not a whole number",
+    f"--warmup {LONG}": "up to",
+    f"--threads {LONG}": "from 0 to 1000",
+    "--threads 100000": "from 0 to 1000",
+    "--threads -1": "",
+    "--workers 100000": "from 0 to 1000",
+    f"--fp16 --growth_interval {LONG}": "up to",
+    "--fp8 --amax_history_len 99999999999": "up to",
+    "--batch_size 2000000000": "up to",
+    "--batch_size 0": "above 0",
+    f"--log_every {LONG}": "up to",
+    f"--checkpoint_every {LONG}": "up to",
+    "--seed 9223372036854775808": "below 2**63",
+    "--seed -1": "",
+    "--sparse24 srste --sparse24_decay 1e300": "up to 3e+38",
+    "--lr 1e300": "up to 3e+38",
+    "--lr inf": "",
+    "--lr 0": "above 0",
+    "--weight_decay -0.1": "",
+    "--beta2 1": "below 1",
+    "--clip_grad nan": "",
+    "--loss_weight 1e39": "",
+    "--init_scale 0": "",
+    "--average 2:bf16": "",
+    "--average 0.9:float": "",
+    "--average 0.9:bf16:sideways": "",
+    "--set =": "",
+    "--set ema=bf16=fp32": "",
+    "--lr_schedule up": "invalid choice",
+    "--weights none": "invalid choice",
+    "--image_size 4": "too small",
+    f"--image_size {LONG}": "up to",
+    "--name ..": "--name",
+    "--name ../../x": "--name",
+    "--name /abs": "--name",
+    "--name a/../b": "--name",
+    "--name a//b": "--name",
+    "--name a/": "--name",
+    "--name ./a": "--name",
+    "--name " + "n" * 300: "--name",
+    "--name a\33[31m": "--name",
+    "--name a\tb": "--name",
+    "--runs /dev/null": "/dev/null",
+    "--runs file": "file",
+    "--runs " + "r" * 5000: "",
+    "--runs r\udcff": "UTF-8",
+    "--export .": "a folder",
+    "--export folder": "a folder",
+    "--export /dev/null": "a device",
+    "--export pipe": "a device or a pipe",
+    "--export link": "a link",
+    "--export dangling": "a link",
+    "--export loop": "a link",
+    "--export file": "no safetensors",
+    "--export picture.png": "no safetensors",
+    "--export nowhere/x": "no folder",
+    "--export file/x": "no folder",
+    "--export " + "e" * 300: "can't write",
+    "--data folder:": "",
+    "--data folder:/dev/null": "",
+    "--data folder:pipe": "",
+    "--data folder:~nouser/x": "",
+    "--data folder:" + "x" * 5000: "",
+    "--data folder:loop": "",
+    "--data medmnist:/dev/zero": "",
+    "--data medmnist:pipe": "",
+    "--data medmnist:folder": "",
+    "--data mnist:file": "",
+    "--data cifar10:/proc": "",
+    "--data nifti:pipe": "",
+    "--data fashion_mnist:folder": "",
+    "--data digits:here": "takes no path",
+    "--data :": "unknown data set",
+    "--task classify.py:Classify": "",
+    "--task :": "",
+    "--task folder.py:A": "",
+    "--config pipe": "YAML",
+    "--config /dev/zero": "YAML",
+    "--config folder": "YAML",
+    "--config " + "c" * 5000: "",
+    "--finetune pipe": "no checkpoint",
+    "--finetune /dev/zero": "no checkpoint",
+    "--finetune file": "no checkpoint",
+    "--finetune loop": "",
+    "--finetune " + "f" * 5000: "",
+    "--sample pipe": "no checkpoint",
+    "--sample loop": "",
+    "--sample " + "s" * 5000: "",
+    "--diagnose /dev/zero": "no checkpoint",
+    "--diagnose file": "no checkpoint",
+}
+
+
+def plant_traps():
+    Path("folder").mkdir()
+    Path("file").write_text("mine\n" * 5)
+    Image.new("L", (8, 8)).save("picture.png")
+    os.mkfifo("pipe")
+    Path("link").symlink_to("file")
+    Path("dangling").symlink_to("nowhere")
+    Path("loop").symlink_to("loop")
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: repr(flags[:40]))
+def test_flags(flags, capsys):
+    plant_traps()
+    base = [] if flags.startswith(("--sample ", "--diagnose ")) else [*BASE, "--steps", 1]
+    line = is_refused(capsys, command, *base, *flags.split(" "))
+    assert FLAGS[flags] in line and not Path("runs").exists()
+    assert Path("/dev/null").is_char_device() and Path("link").is_symlink()
+
+
+def test_an_export_replaces_safetensors_and_empty_files_alone(mine, capsys):
+    save_file({"old": torch.zeros(1)}, "old.safetensors")
+    Path("empty").touch()
+    for target in ("old.safetensors", "empty", "new.safetensors"):
+        assert again("--export", target, steps=2) == 0
+        assert "head.weight" in load_file(target) or len(load_file(target)) > 4
+    # what came to stand there while it trained is not replaced either
+    Path("late.safetensors").write_text("mine")
+    with pytest.raises(Refused, match="no safetensors"):
+        run_folder.export("late.safetensors", {"w": torch.zeros(1)}, {}, 1)
+    assert Path("late.safetensors").read_text() == "mine"
+
+
+# ---- YAML --------------------------------------------------------------------------------------------------
+
+YAML = {
+    "steps: " + "9" * 5000: "",
+    "steps: " + "[" * 3000 + "]" * 3000: "nested too deep",
+    "steps: " + "{a: " * 3000 + "1" + "}" * 3000: "nested too deep",
+    "steps: 3\nsteps: 4": "twice",
+    "set: {ema: bf16, ema: fp32}": "twice",
+    "steps: !!python/object/apply:os.system ['touch executed']": "not YAML",
+    "!!python/name:os.system": "not YAML",
+    "steps: 3\n\tlr: 1": "not YAML",
+    "&a [*a]": "flag: value",
+    "steps: *unknown": "not YAML",
+    "- steps": "flag: value",
+    "just text": "flag: value",
+    "1": "flag: value",
+    "{1: 2}": "unknown key",
+    "null: 1": "unknown key",
+    "[1]: 2": "",
+    "steps: 2001-01-01": "not a whole number",
+    "steps: 0x7fffffffffffffff": "",
+    "runs: --": "no value",
+    "steps: yes": "not a whole number",
+    "steps: .inf": "not a whole number",
+    "lr: .nan": "not a number",
+    "lr: ''": "not a number",
+    "lr: [1]": "lr is one value, not a list",
+    "bf16: maybe": "true or false",
+    "bf16: 1": "true or false",
+    "name: ../x": "--name",
+    'name: "a\\0b"': "--name",
+    'runs: "a\\0b"': "",
+    'data: "folder:a\\0b"': "",
+    'finetune: "a\\0b"': "",
+    'export: "a\\0b"': "",
+    'task: "a\\0b.py:C"': "",
+    "set: [ema]": "no value of ema",
+    "set: {ema: {a: b}}": "",
+    "average: {a: b}": "",
+    "task: [classify]": "",
+    "trainer: {precision: 8}": "",
+    "steps: 2\x01": "not YAML",
+    "\xff\xfe": "",
+    "a" * 20_000_000: "too large",
+}
+
+
+@pytest.mark.parametrize("text", YAML, ids=lambda text: repr(text[:40]))
+def test_yaml(text, capsys):
+    Path("bad.yaml").write_bytes(text.encode("latin-1"))
+    base = [] if text.startswith("task") else BASE[:2]
+    line = is_refused(capsys, command, *base, "--config", "bad.yaml", "--steps", 1, *BASE[2:])
+    assert YAML[text] in line and not Path("executed").exists() and not Path("runs").exists()
+
+
+def test_yaml_bombs_are_harmless(capsys):
+    """Nine lists of nine: YAML shares them, and nothing writes them out."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    Path("bomb.yaml").write_text("\n".join(lines))
+    assert "unknown key" in is_refused(capsys, command, "--config", "bomb.yaml")

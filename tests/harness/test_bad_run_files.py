@@ -1,0 +1,179 @@
+"""Files of a run that are damaged, another's, or closed: one line and status 2, and nothing is changed."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import attacked
+import cli
+import numpy as np
+import pytest
+from attacked import BASE, DEEP, again, arrays, is_refused
+from cli import command
+from rank_server import ask
+
+in_a_folder_of_its_own = cli.in_a_folder_of_its_own
+trained, mine = attacked.trained, attacked.mine
+
+# ---- Files of a run ----------------------------------------------------------------------------------------
+
+JSON = {  # in place of a JSON file
+    "empty": b"",
+    "half": b'{"flags": {"lr": 0.001',
+    "binary": bytes(range(256)),
+    "a list": b"[1]",
+    "a number": b"3",
+    "null": b"null",
+    "deep": DEEP,
+    "deep object": b'{"a":' * 100_000,
+    "digits": b'{"flags": ' + b"9" * 5000 + b"}",
+    "an empty object": b"{}",
+}
+OF_CONFIG = {"flags null": {"flags": None}, "flags a list": {"flags": []}}
+OF_METRICS = {
+    "binary": bytes(range(256)) + b"\n",
+    "a list": b"[1]\n",
+    "a number": b"3\n",
+    "null": b"null\n",
+    "a string": b'"x"\n',
+    "deep": DEEP + b"\n",
+    "two on a line": b'{"step": 1}{"step": 2}\n',
+    "digits": b'{"step": ' + b"9" * 5000 + b"}\n",
+}
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_config_json(name, mine, capsys):
+    (mine / "config.json").write_bytes(JSON[name])
+    assert "--name" in is_refused(capsys, again)
+
+
+@pytest.mark.parametrize("name", OF_CONFIG)
+def test_flags_in_config_json(name, mine, capsys):
+    (mine / "config.json").write_text(json.dumps(OF_CONFIG[name]))
+    is_refused(capsys, again)
+
+
+@pytest.mark.parametrize("name", [name for name in JSON if name != "an empty object"])
+def test_summary_json(name, mine, capsys):
+    (mine / "summary.json").write_bytes(JSON[name])
+    assert "summary.json" in is_refused(capsys, lambda: again(steps=2))
+
+
+@pytest.mark.parametrize("name", OF_METRICS)
+def test_metrics_jsonl(name, mine, capsys):
+    path = mine / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + OF_METRICS[name])
+    assert "metrics.jsonl" in is_refused(capsys, again)
+    if name == "binary":
+        assert "metrics.jsonl" in is_refused(capsys, command, "--diagnose", "runs/run")
+
+
+DAMAGES = {  # of lines that are JSON still
+    "none": lambda lines: lines,
+    "cut": lambda lines: lines[:1],
+    "empty": lambda lines: [],
+    "doubled": lambda lines: lines * 2,
+    "another step": lambda lines: [lines[0].replace(b'"step": 1', b'"step": 2'), *lines[1:]],
+    "no step": lambda lines: [b'{"loss": 1}\n', *lines[1:]],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_lines_of_metrics_that_this_run_has_not_written_are_said(name, mine, capsys):
+    path = mine / "metrics.jsonl"
+    path.write_bytes(b"".join(DAMAGES[name](path.read_bytes().splitlines(keepends=True))))
+    capsys.readouterr()
+    assert again() == 0
+    said = "curves may lie" in capsys.readouterr().err
+    assert said == (name not in ("none", "no step"))
+
+
+@pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "metrics.jsonl", "summary.json", ".lock"])
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a loop", "a link to a device"])
+def test_something_else_in_place_of_a_file(file, kind, mine, capsys):
+    path = mine / file
+    path.unlink(missing_ok=True)
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path.name if kind == "a loop" else "/dev/null")
+    steps = 2 if file == "summary.json" else 3
+    is_refused(capsys, lambda: again(steps=steps))
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("file", ["thesis.tex", "part", "a.part", "events.out", "config.json.old", ".ssh"])
+def test_a_folder_of_someone_elses_is_refused(file, capsys):
+    Path("runs/run").mkdir(parents=True)
+    Path("runs/run", file).write_text("mine")
+    assert "holds no run" in is_refused(capsys, again)
+
+
+def test_a_folder_of_partial_files_alone_is_none(capsys):
+    """What a process that was killed before its first file was whole leaves, and what desktops leave."""
+    Path("runs/run").mkdir(parents=True)
+    for name in ("config.json.part", "config.json.4711.part", ".DS_Store", ".lock", "checkpoint.pt.1.part"):
+        Path("runs/run", name).write_text("half")
+    assert again(steps=1) == 0
+    left = {path.name for path in Path("runs/run").glob("*.part")}
+    assert left <= {"config.json.part"}  # of the old form, which had no number
+
+
+# ---- What may not be read, or written ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound(trained, monkeypatch):
+    """bound(*words) -> (exit status, what was said) of train.py in the folder of a run, by a process that the
+    modes of files bind.
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r") as messages:
+        monkeypatch.chdir(folder)
+        shutil.copytree(trained / "runs", "runs")
+        np.savez("data.npz", **arrays())
+
+        def act(*words):
+            status = ask("wait", ask("bound", list(map(str, words)), folder, messages.name))
+            return status, messages.read()
+
+        yield act
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o700)
+
+
+MEDMNIST = ["--data", "medmnist:data.npz"]
+AGAIN = [*BASE, "--name", "run", "--steps", 3]
+CLOSED = {  # (file, its mode, what is asked)
+    "config.json": ("runs/run/config.json", 0, AGAIN),
+    "checkpoint.pt": ("runs/run/checkpoint.pt", 0, AGAIN),
+    "metrics.jsonl": ("runs/run/metrics.jsonl", 0, AGAIN),
+    "summary.json": ("runs/run/summary.json", 0, [*AGAIN, "--steps", 2]),
+    "the folder": ("runs/run", 0, AGAIN),
+    "a run that is read-only": ("runs/run", 0o500, AGAIN),
+    "runs that are read-only": ("runs", 0o500, [*BASE, "--name", "new", "--steps", 1]),
+    "sampling of a read-only run": ("runs/run/samples", 0o500, ["--sample", "runs/run"]),
+    "sampling of what is closed": ("runs/run/checkpoint.pt", 0, ["--sample", "runs/run"]),
+    "diagnosis": ("runs/run/checkpoint.pt", 0, ["--diagnose", "runs/run"]),
+    "finetuning": ("runs/run/checkpoint.pt", 0, [*BASE, "--finetune", "runs/run"]),
+    "data": ("data.npz", 0, [*BASE, *MEDMNIST, "--steps", 1]),
+    "an export": ("runs", 0o500, [*AGAIN, "--export", "runs/x.safetensors"]),
+}
+
+
+def test_nothing_is_refused_as_long_as_nothing_is_closed(bound):
+    status, said = bound(*AGAIN)
+    assert status == 0 and "train.py: " not in said, said
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_what_may_not_be_read_or_written(name, bound):
+    path, mode, words = CLOSED[name]
+    Path(path).chmod(mode)
+    status, said = bound(*words)
+    lines = [line for line in said.split("\n") if line and "step/s" not in line and line != "scoring ..."]
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("train.py: "), said
