@@ -73,6 +73,12 @@ def test_the_commands_name_what_is_wrong(wrong_by_onednn):
 
 def test_a_layer_that_is_right_keeps_its_kernel(monkeypatch):
     monkeypatch.setattr(convolutions, "_known", {})
-    right = convolutions.weight_gradient
-    monkeypatch.setattr(convolutions, "weight_gradient", lambda *a: right(*a).mul(1.001))
+    gradient = convolutions.weight_gradient
+
+    def right(*arguments):
+        with torch.backends.mkldnn.flags(enabled=False):  # with it this machine's own may be wrong
+            exact = gradient(*arguments)
+        return exact.mul(1.001 if torch.backends.mkldnn.enabled else 1.0)
+
+    monkeypatch.setattr(convolutions, "weight_gradient", right)
     assert not convolutions.faults()
