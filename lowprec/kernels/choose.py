@@ -4,6 +4,7 @@
 |-------------------------------------|-----------------------------------------|-----------------------|
 | a step of AdamW                     | triton_step                             | CUDA, with Triton     |
 | a step of AdamW, SGD or Lion        | cpu_step, in C++                        | CPU with AVX2 and GCC |
+| the write of Adafactor and Muon     | cpu_step                                | as above              |
 | AdamW, weights and moments in fp32  | exact_step                              | any other CPU         |
 | any other step                      | the kernel of `Rounded`, torch.compile  | where a compiler is   |
 | a move of an average                | triton_step, cpu_step, or torch.compile | as above              |
@@ -17,7 +18,7 @@ import functools
 
 import torch
 
-from ..rounding import StepAverage, ema_kernel
+from ..rounding import StepAverage, ema_kernel, noise_bits, rounded
 from . import cpu_step, exact_step
 from .compiled import fused
 
@@ -156,6 +157,25 @@ def move_average(average, weights, low, compiled):
     else:
         flat, *how = average
         fused(ema_kernel, flat, weights, low, *how, compiled=compiled)
+
+
+# ---- A vector ----------------------------------------------------------------------------------------------
+
+
+def write(x, held, key, compiled):
+    """Write fp32 x [n] into `held` [n]: into bf16 stochastically where there is a key of the noise, else to
+    nearest.
+    """
+    if key is None or held.dtype != torch.bfloat16:
+        held.copy_(x)
+    elif compiled and cpu_step.fits([held], [x]):
+        cpu_step.write(x, held, key)
+    else:
+        fused(_write_kernel, x, held, key, compiled=compiled)
+
+
+def _write_kernel(x, held, key):
+    held.copy_(rounded(x, held.dtype, noise_bits(x.numel(), key)[0]))
 
 
 # ---- Codes -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 #include "cpu_codes.h"
 
 enum Kind { NONE, FP32, BF16, INT16, CODES };
-enum Rule { ADAMW, SGD, LION };
+enum Rule { ADAMW, SGD, LION, GIVEN };
 enum Root { NEAREST, OF_MKL, CALLED };  // how a square root is taken, see cpu_step.root
 // values that a thread takes at once: whole blocks of codes, which stay in its caches and are worth a call of
 // MKL
@@ -138,7 +138,7 @@ template <class Numbers> static INLINE Numbers own_numbers(const TensorStep& s, 
 static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int n) {
     F kept[2][CHUNK / LANES], root[CHUNK / LANES];
     const bool is_adamw = sort.rule == ADAMW;
-    const int count = is_adamw ? 2 : 1;  // of moments
+    const int count = is_adamw ? 2 : sort.rule == GIVEN ? 0 : 1;  // of moments
     const WeightNumbers of_weight = *(const WeightNumbers*)s.numbers;
     const AdamWNumbers adamw = own_numbers<AdamWNumbers>(s, is_adamw);
     // as numbers of their own, which stay in registers through the loop; read from a struct they cost a tenth
@@ -174,6 +174,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
     auto moments = [&](int i, Mask mask) ALWAYS {
         int64_t at = start + i * LANES;
         F g = read(sort.gradient, s.g, at, mask) * scale, old[2];
+        if (sort.rule == GIVEN) return std::pair(g, g);  // what stands there is the step already
         for (int j = 0; j < count; j++) {
             const Moment& from = s.moments[j];
             int kind = sort.moments[j];
@@ -257,6 +258,7 @@ static constexpr Sort SORTS[] = {
     {ADAMW, BF16, BF16, NONE, {CODES, CODES}, true, false, NEAREST},
     {SGD, BF16, BF16, NONE, {BF16, NONE}, true, false, NEAREST},
     {LION, BF16, BF16, NONE, {BF16, NONE}, true, false, NEAREST},
+    {GIVEN, BF16, FP32, NONE, {NONE, NONE}, true, false, NEAREST},
 };
 
 // A function each: of one function with all loops GCC made some that took three times as long
@@ -320,6 +322,17 @@ extern "C" void update(const Step* s) {
             own.key_words[1] = s->key[1];
         }
         step(own, start, n, std::make_integer_sequence<int, std::size(SORTS)>());
+    });
+}
+
+// Values alone, to bf16 by the noise of a key
+extern "C" void write_all(const float* x, int64_t n, void* to, const int32_t* key, int threads) {
+    in_chunks(1, &n, threads, [=](int, int64_t start, int n) {
+        each(n, [&](int i, Mask mask) ALWAYS {
+            int64_t at = start + i * LANES;
+            F value = read(FP32, x, at, mask);
+            write(BF16, to, at, mask, value, any_nan(value), true, noise(key, at) & 0xFFFF);
+        });
     });
 }
 

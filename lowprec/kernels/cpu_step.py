@@ -30,7 +30,7 @@ HEADERS = [SOURCE.with_name(name) for name in ("cpu_vectors.h", "cpu_codes.h")]
 COMPILER_FLAGS = (
     "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
 )
-RULES = {"adamw": 0, "sgd": 1, "lion": 2}  # as in cpu_step.cpp
+RULES = {"adamw": 0, "sgd": 1, "lion": 2, "given": 3}  # as in cpu_step.cpp
 DTYPE_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
 FLOATS = torch.float32, torch.bfloat16
 FOR_ONE_THREAD = 1 << 15  # values below which a second thread costs more than it does
@@ -240,6 +240,14 @@ def ema(average, p, low):
     )
     library().ema(ctypes.byref(step))
     _written(average.flat)
+
+
+def write(x, held, key):
+    """Write fp32 x [n] into bf16 `held` [n], stochastically by the noise of `key`."""
+    places = map(ctypes.c_void_p, (held.data_ptr(), key.data_ptr()))
+    n = x.numel()
+    library().write_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(n), *places, _threads(n))
+    _written(held)
 
 
 def _kind(t):

@@ -61,9 +61,9 @@ class Adafactor(ByTensor):
         rate = min(float(group["lr"]), step**-0.5)
         return AdafactorNumbers(step ** group["beta2_decay"], rate, *group["eps"], group["clip"])
 
-    def update_tensor(self, g, moments, numbers, held):
-        # a new tensor costs more than the arithmetic that fills it, so most of this is in place
-        squares = g.square().add_(numbers.eps_of_squares)
+    def update_tensor(self, g, moments, numbers, held, room):
+        size_of_weights = _rms(held()).clamp_min(numbers.eps_of_weights)
+        squares = torch.square(g, out=room("held", g)).add_(numbers.eps_of_squares)
         new = {}
         if "row_var" in moments:
             squares = squares.flatten(1)  # [out, in, ...] -> [out, rest]
@@ -73,13 +73,12 @@ class Adafactor(ByTensor):
             new["col_var"] = moments["col_var"].lerp(columns, numbers.one_minus_beta2)
             # rows * columns / mean(rows) would be 0 in fp32 for small gradients: a root of each factor
             by_row = (new["row_var"] / new["row_var"].mean()).rsqrt()
-            update = (g.flatten(1) * by_row).mul_(new["col_var"].rsqrt()).view_as(g)
+            direction = g.flatten(1).mul_(by_row).mul_(new["col_var"].rsqrt()).view_as(g)
         else:
             new["exp_avg_sq"] = moments["exp_avg_sq"].lerp(squares, numbers.one_minus_beta2)
-            update = g * new["exp_avg_sq"].rsqrt()
-        excess = (_rms(update) / numbers.clip).clamp_min(1.0)
-        size = _rms(held).clamp_min(numbers.eps_of_weights) * numbers.rate / excess
-        return update.mul_(-size), new
+            direction = g.mul_(torch.rsqrt(new["exp_avg_sq"], out=squares))
+        excess = (_rms(direction) / numbers.clip).clamp_min(1.0)
+        return direction, -(size_of_weights * numbers.rate / excess), new
 
     def decay(self, p, name):
         if name not in self.moments:

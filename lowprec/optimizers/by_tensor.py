@@ -6,36 +6,69 @@ is decoupled (arXiv 1711.05101).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from ..kernels import choose
-from ..kernels.compiled import fused
-from ..kernels.numbers import WeightNumbers
-from ..rounding import NO_AVERAGE, Noise, exact_weight, key_words, noise_bits, rounded, write_weight
+from ..kernels.numbers import SCALE
+from ..rounding import NO_AVERAGE, Noise, exact_weight, key_words
 from .buckets import scale_of
-from .rounded import Part, Rounded
+from .rounded import Part, Rounded, step_kernel
 from .state import low_of
+
+
+class Rooms:
+    """Memory for the tensors between gradient and direction, which the tensors of a step use in turn: at each
+    new page of memory a CPU waits longer than for the arithmetic that fills it.
+    """
+
+    def __init__(self):
+        self.kept = {}
+
+    def __call__(self, name, like, shape=None, dtype=torch.float32):
+        """A contiguous tensor with anything in it, as `like` in shape and device. name: two with one name lie
+        in one place.
+        """
+        shape = like.shape if shape is None else shape
+        n = math.prod(shape)
+        key = name, like.device, dtype
+        if key not in self.kept or self.kept[key].numel() < n:
+            self.kept[key] = torch.empty(n, dtype=dtype, device=like.device)
+        return self.kept[key][:n].view(shape)
+
+
+class NoNumbers(NamedTuple):
+    """What the kernel that writes reads of the optimiser: the direction is there already."""
 
 
 class ByTensor(Rounded):
     """An optimiser whose update of an entry depends on its whole tensor: each tensor is a bucket of its own.
 
-    One has `moments`, `shape`, `numbers` and `update_tensor`; see Adafactor. `direction` is not asked.
+    One has `moments`, `shape`, `numbers` and `update_tensor`; see Adafactor.
     """
 
     announced = None  # (grads, scale) that `announce` told of
+    rooms = None  # a Rooms, during a step
     by_rows = False
 
     def shape(self, p, name):
         """The shape in which a moment of p is held; None for one that it does not keep."""
         return p.shape
 
-    def update_tensor(self, g, moments, numbers, held):
-        """(fp32 update, new moments) of one tensor, from its gradient g, scaled, its moments {name: tensor}
-        and the weight held, all fp32 in their shapes. numbers: what `numbers` said, a NamedTuple of float.
+    def update_tensor(self, g, moments, numbers, held, room):
+        """(direction, rate, new moments) of one tensor, from its gradient g, scaled, and its moments
+        {name: tensor}, all fp32 in their shapes. The step is rate * direction; rate is a float or a tensor of
+        one. numbers: what `numbers` said, a NamedTuple of float. held: () -> the weight held, fp32. g may be
+        written over. room: see Rooms.
         """
         raise NotImplementedError
+
+    @staticmethod
+    @choose.hand_written("given")
+    def direction(g, moments, n):
+        """Of the kernel that writes, which is given the direction of the whole tensor as its gradient."""
+        return g, ()
 
     # -- state
 
@@ -64,8 +97,11 @@ class ByTensor(Rounded):
     # -- one step
 
     def step(self, closure=None, *, grads=None, grad_scale=1.0):
-        self.announced = None
-        return super().step(closure, grads=grads, grad_scale=grad_scale)
+        self.announced, self.rooms = None, Rooms()
+        try:
+            return super().step(closure, grads=grads, grad_scale=grad_scale)
+        finally:
+            self.rooms = None
 
     def _add_rows(self, table, index, numbers, step, piece):
         """As Rounded's: one row for the tensor, whose key rounds the weight, then one for each moment."""
@@ -82,19 +118,37 @@ class ByTensor(Rounded):
         if not work.piece.numel:  # it holds no moments
             return
         (parameter,) = work.piece.params
-        weight = WeightNumbers(*work.table.numbers[row])
-        keys = work.table.keys[row:]
-        stochastic = self.by_noise
+        numbers, keys = work.table.numbers[row], work.table.keys[row:]
         low = low_of(state)
-        held = exact_weight(p, low)
-        g = g.to(torch.float32, copy=True).mul_(weight.scale).view(parameter.shape)
+        room = self.rooms
+        g = room("gradient", p).copy_(g).mul_(numbers[SCALE]).view(parameter.shape)
         moments = self._whole(parameter, state)
-        update, new = self.update_tensor(g, moments, work.numbers, held.view(parameter.shape))
-        x = (held * weight.decay).add_(update.reshape(-1))
-        fused(_write_kernel, x, p, low, keys[0], stochastic, compiled=self.compiled)
+
+        def held():
+            whole = room("held", p).copy_(p) if low is None else exact_weight(p, low)
+            return whole.view(parameter.shape)
+
+        direction, rate, new = self.update_tensor(g, moments, work.numbers, held, room)
+        numbers[SCALE] = rate  # from here on the direction is the gradient, and it is to be scaled so
+        choose.step(
+            choose.Step(
+                direction=self.direction,
+                kernel=step_kernel(self.direction, NoNumbers),
+                weights=[p],
+                gradients=[direction.reshape(-1)],
+                moments=[],
+                low=low,
+                numbers=NoNumbers(),
+                row=numbers,
+                key=keys[0],
+                stochastic=self.by_noise,
+                average=NO_AVERAGE,
+                compiled=self.compiled,
+            )
+        )
         for name, key in zip(self.moments, keys[1:], strict=False):
             if name in state:
-                self._keep(name, new[name].reshape(-1), state, key if stochastic else None)
+                self._keep(name, new[name].reshape(-1), state, key if self.by_noise else None)
 
     def _keep(self, name, value, state, key):
         """Write fp32 `value` [n] as the moment is held."""
@@ -102,9 +156,7 @@ class ByTensor(Rounded):
         if choose.is_coded(held):
             held.encode(value, self.compiled)
             return
-        held = held.view(-1)
-        key = key if held.dtype == torch.bfloat16 else None
-        fused(_moment_kernel, value, held, key, compiled=self.compiled)
+        choose.write(value, held.view(-1), key, self.compiled)
 
     # -- questions
 
@@ -124,8 +176,10 @@ class ByTensor(Rounded):
         state = self._settled(p, *self.moments)
         numbers = self.numbers(group, state["step"] + 1)
         held = exact_weight(p.detach(), self.low_part(p))
-        update, _ = self.update_tensor(whole.view(p.shape), self._whole(p, state), numbers, held)
-        return pick(update - float(group["lr"]) * group["weight_decay"] * held)
+        g = whole.view(p.shape).clone()
+        moments = self._whole(p, state)
+        direction, rate, _ = self.update_tensor(g, moments, numbers, lambda: held, Rooms())
+        return pick(rate * direction - float(group["lr"]) * group["weight_decay"] * held)
 
     def _gradient(self, p, g):
         """The whole scaled gradient of p, fp32; None where it is not known."""
@@ -138,13 +192,3 @@ class ByTensor(Rounded):
         if found is None:
             return None
         return found.detach().float() * scale_of(scale, p)
-
-
-def _write_kernel(x, p, low, key, stochastic):
-    noise = noise_bits(x.numel(), key)[0] if stochastic else None
-    write_weight(x, p, low, noise)
-
-
-def _moment_kernel(value, held, key):
-    noise = None if key is None else noise_bits(value.numel(), key)[0]
-    held.copy_(rounded(value, held.dtype, noise))

@@ -11,7 +11,7 @@ from ..kernels import cpu_products
 from ..roles import role, roles
 from ..rounding import DTYPES
 from ..sites import MOMENTUM, Site
-from .by_tensor import ByTensor
+from .by_tensor import ByTensor, Rooms
 
 ORTHOGONALISE = Site(
     ("fp32", "bf16"),
@@ -77,13 +77,13 @@ class Muon(ByTensor):
     def numbers(self, group, step):
         return MuonNumbers(group["momentum"], bool(group["nesterov"]), float(group["lr"]))
 
-    def update_tensor(self, g, moments, numbers, held):
-        m = moments["momentum"].lerp(g, 1 - numbers.momentum)
-        mean = g.lerp(m, numbers.momentum) if numbers.nesterov else m
+    def update_tensor(self, g, moments, numbers, held, room):
+        m = torch.lerp(moments["momentum"], g, 1 - numbers.momentum, out=room("momentum", g))
+        mean = g.lerp_(m, numbers.momentum) if numbers.nesterov else m
         matrix = mean.flatten(1)  # [out, in, ...] -> [out, rest]
-        update = orthogonalised(matrix, self.dtype).float()
-        update = -numbers.lr * self.adjust(*matrix.shape) * update
-        return update.reshape(g.shape), {"momentum": m}
+        direction = orthogonalised(matrix, self.dtype, room=room).float()
+        rate = -numbers.lr * self.adjust(*matrix.shape)
+        return direction.reshape(g.shape), rate, {"momentum": m}
 
     def decay(self, p, name):
         known = name in self.moments
@@ -96,19 +96,23 @@ ADJUST = {
 }
 
 
-def orthogonalised(matrix, dtype, steps=5, eps=1e-7):
+def orthogonalised(matrix, dtype, steps=5, eps=1e-7, room=None):
     """A matrix [m, n] with the singular vectors of this one and singular values between 0.7 and 1.2, by the
-    quintic Newton-Schulz iteration of Muon in `dtype`, which the result has.
+    quintic Newton-Schulz iteration of Muon in `dtype`, which the result has. room: by_tensor.Rooms, in which
+    the result may lie.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.to(dtype, copy=True)
+    room = Rooms() if room is None else room
+    x = room("x", matrix, dtype=dtype).copy_(matrix)
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T
     x.div_(x.norm().clamp(min=eps))  # so that no singular value is above 1
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    square = x.size(0), x.size(0)
+    for at in range(steps):
+        gram = torch.mm(x, x.T, out=room("gram", matrix, square, dtype))
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c, out=room("factor", matrix, square, dtype))
+        x = torch.addmm(x, factor, x, beta=a, out=room(f"x {at % 2}", matrix, x.shape, dtype))
     return x.T if tall else x
 
 

@@ -15,6 +15,7 @@ from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, step
 from lowprec.formats import FORMATS
 from lowprec.kernels import choose, compiled, cpu_step, numbers
 from lowprec.optimizers import buckets, rounded
+from lowprec.optimizers.adafactor import Adafactor
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.lion import Lion
@@ -152,6 +153,15 @@ def test_other_optimisers_write_the_same_bits_without_it(other, name, writes, fo
 
 
 @needs_kernel
+@pytest.mark.parametrize("name, writes, form", [row for row in WRITES if row[2] in ("fp32", "bf16")])
+def test_what_needs_the_whole_tensor_is_written_with_the_same_bits(name, writes, form, not_compiled):
+    how = {**writes, "kinds": dict.fromkeys(Adafactor.moments, form)}
+    ours = trained(how, steps=4, optimizer=Adafactor)
+    theirs = trained({**how, "compiled": False}, steps=4, optimizer=Adafactor)
+    assert differing(ours, theirs) == 0
+
+
+@needs_kernel
 def test_it_is_what_steps(monkeypatch):
     calls = []
     monkeypatch.setattr(cpu_step, "update", lambda rule, *args, **how: calls.append(rule))
@@ -161,6 +171,9 @@ def test_it_is_what_steps(monkeypatch):
         trained(kinds, steps=1, optimizer=kind)
         assert set(calls) == {kind.__name__.lower()}
         calls.clear()
+    monkeypatch.setattr(cpu_step, "write", lambda *args: calls.append("a moment"))
+    trained({"kinds": dict.fromkeys(Adafactor.moments, "bf16")}, steps=1, optimizer=Adafactor)
+    assert set(calls) == {"given", "a moment"}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
