@@ -49,7 +49,7 @@ class ByTensor(Rounded):
     """
 
     announced = None  # (grads, scale) that `announce` told of
-    rooms = None  # a Rooms, during a step
+    rooms = None  # a Rooms, during a step; release.py updates each tensor by itself
     by_rows = False
 
     def shape(self, p, name):
@@ -120,7 +120,7 @@ class ByTensor(Rounded):
         (parameter,) = work.piece.params
         numbers, keys = work.table.numbers[row], work.table.keys[row:]
         low = low_of(state)
-        room = self.rooms
+        room = self.rooms or Rooms()
         g = room("gradient", p).copy_(g).mul_(numbers[SCALE]).view(parameter.shape)
         moments = self._whole(parameter, state)
 
