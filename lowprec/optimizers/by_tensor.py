@@ -129,7 +129,7 @@ class ByTensor(Rounded):
             return whole.view(parameter.shape)
 
         direction, rate, new = self.update_tensor(g, moments, work.numbers, held, room)
-        numbers[SCALE] = rate  # from here on the direction is the gradient, and it is to be scaled so
+        numbers[SCALE].fill_(rate)  # from here on the direction is the gradient, and it is to be scaled so
         choose.step(
             choose.Step(
                 direction=self.direction,
