@@ -21,6 +21,7 @@ from lowprec.errors import Refused
 
 RECIPES = {  # the flags that a recipe adds to fp32's: what the tables call it
     "--bf16": "autocast",
+    "--bf16 --opt8bit": "autocast, 8-bit states",
     "--pure_bf16": "to nearest",
     "--pure_bf16 --stochastic": "stochastic",
     "--pure_bf16 --kahan --stochastic": "stochastic, Kahan",
