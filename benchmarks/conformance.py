@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.allocated import tensors_in
 from benchmarks.subjects import GRADIENT, full
-from lowprec.telemetry import local
+from lowprec.telemetry import values_here
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def weights_and_states(optimizer, params):
 def whole_tensors(state, path=""):
     """[(where, tensor)] of a state, codes that are a class of tensors as the values they stand for."""
     if torch.is_tensor(state):
-        return [(path, local(state))]
+        return [(path, values_here(state))]
     found = []
     if isinstance(state, dict):
         for name, value in state.items():

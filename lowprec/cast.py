@@ -25,7 +25,6 @@ from .sites import LOW_PRODUCTS
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
 
-CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 ROLE_OF_ISLAND = {"norm": "norm", "embed": "embedding", "final": "head"}
 
 
@@ -267,7 +266,8 @@ class Cast:
         weights = r.dtype("weights")
         around = dict.fromkeys(islands, torch.float32)
         for module, dtype in self.dtype_of_frozen.items():
-            if not (autocast and isinstance(module, (nn.Linear, *CONVOLUTIONS))):  # which casts for itself
+            casts_for_itself = isinstance(module, nn.Linear | convolutions.CONVOLUTIONS)
+            if not (autocast and casts_for_itself):
                 around[module] = dtype
         if r.low_weights and r.buffers == "fp32":
             around.update(dict.fromkeys(_parametrizations(model), torch.float32))

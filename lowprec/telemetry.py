@@ -15,7 +15,7 @@ def sample(t, most=1 << 16):
     from every column alike. A stride of 256 would see 16 of the 4,096 columns of a 4096 x 4096 weight.
     Returns a view where `t` is contiguous.
     """
-    values = t.detach() if type(t) in WITHOUT_WRAPPER else local(t)
+    values = t.detach() if type(t) in WITHOUT_WRAPPER else values_here(t)
     flat = values.reshape(-1)  # [...] -> [entries]
     entries = flat.numel()
     if entries < 2 * most:
@@ -34,7 +34,7 @@ def _stride(entries, most):
 WITHOUT_WRAPPER = (torch.Tensor, torch.nn.Parameter)
 
 
-def local(t):
+def values_here(t):
     """A tensor without its graph; of one that is spread over ranks this rank's part, as values."""
     t = t.detach()
     if hasattr(t, "to_local"):

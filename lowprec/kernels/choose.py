@@ -45,7 +45,7 @@ class Step:
     direction: of the optimiser; kernel: the whole step in torch. weights, gradients: lists of tensors whose
     values follow each other in all else; cpu_step alone takes more than one. moments: fp32 or bf16 [n], or
     formats.Coded. low: what completes the weights, see rounding.exact_weight, or None. numbers: what
-    `Rounded.numbers` said; row, key: those of a buckets.Table.
+    `Rounded.numbers` said; row, key: those of a buckets.StepTable.
     """
 
     direction: object

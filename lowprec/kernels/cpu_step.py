@@ -2,7 +2,7 @@
 with the bits of the torch code.
 
     if fits([p], [g]):
-        update("adamw", [p], [g], moments, low, row, key, stochastic)   # in place; row, key: of a Table
+        update("adamw", [p], [g], moments, low, row, key, stochastic)   # in place; row, key: of a StepTable
 
 It is written by hand in cpu_step.cpp, for AVX-512 and for AVX2: a loop that torch.compile makes waits for
 each hash of noise and at each new page of memory, and can't vectorise the reading of tables. The first call

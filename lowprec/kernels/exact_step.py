@@ -27,7 +27,7 @@ FP32_ON_CPU = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaul
 
 def adamw(p, g, m, v, low, row, numbers, average=NO_AVERAGE, compiled=True):
     """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]. row: of a
-    buckets.Table; numbers: what it was made of. average: a StepAverage.
+    buckets.StepTable; numbers: what it was made of. average: a StepAverage.
     """
     one_rounding = compiled and lerp_adds(numbers) and rounds_once()
     floored = vanishes(numbers.beta2, numbers.eps)

@@ -2,7 +2,7 @@
 Triton.
 
     if fits([p], low):
-        adamw(p, g, moments, low, row, key, stochastic, exact)   # flat, in place; row, key: of a Table
+        adamw(p, g, moments, low, row, key, stochastic, exact)   # flat, in place; row, key: of a StepTable
     ema(average, p, low)
 
 Moments in int8 codes are read and written within the step.

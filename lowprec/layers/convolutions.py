@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+CONVOLUTIONS = nn.modules.conv._ConvNd  # of one to three dimensions, and transposed ones
+
 
 class Convolution(NamedTuple):
     """What torch.ops.aten.convolution_backward takes behind three tensors."""
@@ -33,7 +35,7 @@ def attach(net: nn.Module) -> None:
     that is wrong by oneDNN is taken without. A layer over wider inputs is let go after that call.
     """
     for module in net.modules():
-        if isinstance(module, nn.modules.conv._ConvNd) and _look not in module._forward_hooks.values():
+        if isinstance(module, CONVOLUTIONS) and _look not in module._forward_hooks.values():
             module.register_forward_hook(_look)
 
 

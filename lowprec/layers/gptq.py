@@ -1,7 +1,7 @@
 """GPTQ: the weights of a finished layer, rounded so that what the layer puts out changes least.
 
     hessians = gather({"fc": net.fc}, calibrate)          # what the inputs of the layer have in common
-    low = rounded(net.fc.weight, hessians["fc"], 16, grid)
+    low = rounded_by_gptq(net.fc.weight, hessians["fc"], 16, grid)
 
 arXiv 2210.17323, algorithm 1: inputs are rounded one after another, and what rounding one has changed in the
 output is taken back by those that are still exact. Grids and scales are those of the nearest rounding; a
@@ -46,7 +46,7 @@ def gather(linears, calibrate):
 
 
 @torch.no_grad()
-def rounded(weight, hessian, block, grid):
+def rounded_by_gptq(weight, hessian, block, grid):
     """fp32 [N, K]: weight [N, K] on the grid, given the layer's Hessian [K, K] of `gather`.
 
     block: inputs that share a scale: a divisor of 128, or K. grid(fp32 [N, block]) -> a function that brings

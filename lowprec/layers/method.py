@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import Refused
 from ..roles import roles
 from . import fp8_product
+from .convolutions import CONVOLUTIONS
 from .flops import module_flops
 from .fp8_product import Scaling
 
@@ -92,7 +93,6 @@ class Method:
 
 # ---- What a layer is ---------------------------------------------------------------------------------------
 
-CONVOLUTIONS = nn.modules.conv._ConvNd
 # how the reasons begin for which weights that belong to no linear layer are left out
 NO_LINEAR_LAYER = ("convolution", "several matrices")
 # how the attributes of a module begin that hold its hooks

@@ -54,7 +54,7 @@ class AfterTraining(Coverage):
         raise NotImplementedError
 
     def grid(self, layer):
-        """(inputs that share a scale, grid) of a converted layer, as `gptq.rounded` takes them."""
+        """(inputs that share a scale, grid) of a converted layer, as `gptq.rounded_by_gptq` takes them."""
         raise NotImplementedError
 
     def put(self, layer, low):
@@ -72,7 +72,7 @@ class AfterTraining(Coverage):
         for name, hessian in hessians.items():
             layer = model.get_submodule(name)
             nearest = self.nearest(layer)
-            low = gptq.rounded(exact[name].float(), hessian, *self.grid(layer))
+            low = gptq.rounded_by_gptq(exact[name].float(), hessian, *self.grid(layer))
             errors[name] = tuple(gptq.output_error(exact[name], each, hessian) for each in (low, nearest))
             self.put(layer, low)
         unseen = [name for name in (*self.linears, *self.functional) if name not in hessians]

@@ -23,7 +23,7 @@ from ..rounding import (
     exact_weight,
     key_words,
 )
-from .buckets import Bucket, Table, grouped, local
+from .buckets import Bucket, StepTable, grouped, local
 
 # ---- The average -------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class EMA:
         if self._to_move is not None:
             return
         self.step += 1
-        self._to_move, self._table = {}, Table(self._buckets[0].flat.device)
+        self._to_move, self._table = {}, StepTable(self._buckets[0].flat.device)
         for bucket in self._buckets:
             if bucket.numel:
                 ((_, _, position, ahead),) = bucket.rows()

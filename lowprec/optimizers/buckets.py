@@ -71,7 +71,7 @@ class Bucket:
         return [(start, min(start + size, self.numel), self.start + start, 0) for start in starts]
 
 
-class Table:
+class StepTable:
     """The numbers and noise keys of all kernel calls of a step, as one tensor each: on CUDA two copies a
     step, not two a bucket, and none that waits.
     """

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..kernels import cpu_products
+from ..layers.convolutions import CONVOLUTIONS
 from ..roles import role, roles
 from ..rounding import DTYPES
 from ..sites import MOMENTUM, Site
@@ -128,7 +129,7 @@ def hidden_matrices(net):
     found, tables = set(), set()
     is_first = True  # convolution
     for name, module in net.named_modules():
-        convolution = isinstance(module, nn.modules.conv._ConvNd)
+        convolution = isinstance(module, CONVOLUTIONS)
         for own, p in module.named_parameters(recurse=False):
             if isinstance(module, nn.Embedding):
                 tables.add(p)

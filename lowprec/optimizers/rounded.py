@@ -39,7 +39,7 @@ from .buckets import (
     BLOCK,
     Bucket,
     RankBucket,
-    Table,
+    StepTable,
     exchange,
     grouped,
     is_spread,
@@ -135,7 +135,7 @@ class Work(NamedTuple):
     numbers: tuple
     step: int
     piece: Bucket
-    table: Table
+    table: StepTable
     parts: list
 
 
@@ -308,7 +308,7 @@ class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
         work, tables = [], {}
         for index, piece in pieces:
             first = piece.params[0]
-            table = tables.setdefault(first.device, Table(first.device))
+            table = tables.setdefault(first.device, StepTable(first.device))
             step = self.state[first]["step"] + 1
             numbers = self.numbers(self.param_groups[index], step)
             parts = self._add_rows(table, index, numbers, step, piece)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import Refused
 from ..optimizers import peers
 from ..rounding import exact_weight
-from ..telemetry import local
+from ..telemetry import values_here
 from .averages import Average
 
 __all__ = ["Average", "answering", "hooked"]
@@ -169,7 +169,7 @@ class Stranger(peers.Peer):
         return exact_weight(pick(p.detach()), None if low is None else pick(low))
 
     def decoded(self, held, p, name):
-        return local(held)
+        return values_here(held)
 
     def coded(self, p, name):
         return type(self._state(p, name)) not in (torch.Tensor, type(None))  # torchao's codes are a class
@@ -289,7 +289,7 @@ class Stranger(peers.Peer):
         """The update that the optimiser gives an fp32 copy of p, or of its sample; None where it fails."""
         if p in self.silent or p.grad is None:
             return None
-        take = pick if self.elementwise else (lambda t: local(t).clone())
+        take = pick if self.elementwise else (lambda t: values_here(t).clone())
         twin = torch.nn.Parameter(take(p).float().clone())
         twin.grad = take(p.grad).float() / grad_scale(self.inner)
         given = twin.grad.clone()
@@ -320,12 +320,12 @@ class Stranger(peers.Peer):
         """Whether a step of p draws random numbers, by which it could round; None where that can't be seen. A
         copy of its dtypes is stepped.
         """
-        twin = torch.nn.Parameter(local(p).detach().clone())
-        twin.grad = torch.full_like(twin, 1e-3) if p.grad is None else local(p.grad).clone()
+        twin = torch.nn.Parameter(values_here(p).detach().clone())
+        twin.grad = torch.full_like(twin, 1e-3) if p.grad is None else values_here(p.grad).clone()
         drawing = Drawing()
         try:
             with undrawn(p.device), torch.no_grad(), torch.compiler.set_stance("force_eager"), drawing:
-                self._step(p, twin, local, wide=False)
+                self._step(p, twin, values_here, wide=False)
         except Exception:  # see _by_a_copy
             return None
         return drawing.seen
@@ -371,7 +371,7 @@ class Stranger(peers.Peer):
                 copied[name] = copy.deepcopy(value)
                 continue
             alike = value.dim() > 0 and value.shape == p.shape
-            value = take(value).clone() if alike else local(value).clone()
+            value = take(value).clone() if alike else values_here(value).clone()
             copied[name] = value.float() if wide and value.is_floating_point() else value
         return copied
 

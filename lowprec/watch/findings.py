@@ -105,8 +105,8 @@ def row_of_shared_noise(noise):
     )
 
 
-NOISE_OF_WEIGHTS = measures_of_noise.Noise("weight")
-NOISE_OF_MOMENTS = measures_of_noise.Noise("moment")
+NOISE_OF_WEIGHTS = measures_of_noise.NoiseOfWrites("weight")
+NOISE_OF_MOMENTS = measures_of_noise.NoiseOfWrites("moment")
 
 # Of an average of a tensor.
 FAULTS_OF_AVERAGE = [

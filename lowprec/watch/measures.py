@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ..telemetry import local
+from ..telemetry import values_here
 from . import net_state
 from .adapters import accumulates, steps_of
 from .faults import Figure
@@ -153,7 +153,7 @@ def _has_fixed_norms(p):
     if p.dim() < 2:
         return False
     near = 4e-3 if p.dtype in net_state.NARROW else 1e-4
-    held = local(p).detach().float()
+    held = values_here(p).detach().float()
     for norms in (held.flatten(1).norm(dim=1), held.transpose(0, 1).flatten(1).norm(dim=1)):
         at_top = norms >= (1 - near) * norms.max()
         if int(at_top.sum()) >= max(2, 0.1 * len(norms)):

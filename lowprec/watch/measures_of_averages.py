@@ -2,7 +2,7 @@
 
 import math
 
-from ..telemetry import local
+from ..telemetry import values_here
 from . import net_state
 from .faults import Figure
 from .gradients import SOME
@@ -102,7 +102,7 @@ def average_is_its_weight(one):
 
 
 def _memory(t):
-    return local(t).data_ptr()
+    return values_here(t).data_ptr()
 
 
 def average_copies(one):

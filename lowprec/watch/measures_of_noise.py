@@ -5,7 +5,7 @@ import math
 from .faults import Figure
 
 
-class Noise:
+class NoiseOfWrites:
     """Measures of the noise of one kind of writes. of: "weight" or "moment"."""
 
     def __init__(self, of):
