@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lowprec.kernels.compiled import fused
-from lowprec.optimizers.buckets import Table
+from lowprec.optimizers.buckets import StepTable
 from lowprec.rounding import Noise, hash64, key_words, noise_bits, stochastic_round
 
 # ---- To nearest --------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Stochastic:
 
     def _write(self, out, values, params, first, seed):
         """Round fp32 values [m] into bf16 out: those from `first` on of the gradients of `params`."""
-        table, rows, begin = Table(values.device), [], 0
+        table, rows, begin = StepTable(values.device), [], 0
         last = first + values.numel()
         for p in params:
             end = begin + p.numel()
