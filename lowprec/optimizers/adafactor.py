@@ -63,6 +63,7 @@ class Adafactor(ByTensor):
 
     def update_tensor(self, g, moments, numbers, held, room):
         size_of_weights = _rms(held()).clamp_min(numbers.eps_of_weights)
+        # where the weight lay, which is not asked for again
         squares = torch.square(g, out=room("held", g)).add_(numbers.eps_of_squares)
         new = {}
         if "row_var" in moments:
