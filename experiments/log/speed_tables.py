@@ -64,10 +64,16 @@ OPTIMIZERS = {  # what the record calls it: (what the page calls it, how a bf16 
 }
 
 
-def optimizers_table(record):
+OF_WHOLE_TENSORS = {  # those whose step is written by hand in part, which older records don't have so
+    "stochastic-adafactor": ("ours, `--stochastic --optimizer adafactor`", "stochastic: weights and moments"),
+    "stochastic-muon": ("ours, `--stochastic --optimizer muon`", "stochastic: weights and momentum"),
+}
+
+
+def optimizers_table(record, shown):
     rows = rows_of(record)
     table = [["optimiser", "271 tensors of mixed sizes", "4 large tensors", "how a bf16 write is protected"]]
-    for name, (said, protection) in OPTIMIZERS.items():
+    for name, (said, protection) in shown.items():
         mixed = median_ms(rows, name=name, layout="mixed")
         large = median_ms(rows, name=name, layout="large")
         if mixed and large:
@@ -120,15 +126,15 @@ def loops_table(net):
     return loops.table_of(rows).replace("| loop |", f"| {net} |", 1)
 
 
-def older_loops_table():
-    """Speeds on another CPU, before the step was written by hand."""
+def bare_and_ours_table(record):
+    """Speeds of the bare loop and of ours, a column a net."""
     ratios = {}
-    for row in rows_of("cpu-peers-amd"):
-        if row["kind"] == "bf16":
-            ratios[row["loop"], row["net"]] = f"{row['ratio']:.2f}"
-    table = [["bf16 on an AMD EPYC, an older record", *loops.NETS]]
-    for loop in ("bare loop", "ours"):
-        table.append([loop, *(ratios[loop, net] for net in loops.NETS)])
+    for row in rows_of(record):
+        ratios[row["loop"], row["kind"], row["net"]] = f"{row['ratio']:.2f}"
+    table = [["loop", *loops.NETS]]
+    for kind in ("fp32", "bf16", "bf16 weights"):
+        for loop in ("bare loop", "ours"):
+            table.append([f"{loop}, {kind}", *(ratios[loop, kind, net] for net in loops.NETS)])
     return markdown(table)
 
 
@@ -163,11 +169,14 @@ def gpu_peaks_table():
 def tables():
     """{name of a table: a function that makes it}."""
     found = {
-        "optimizers": functools.partial(optimizers_table, "cpu-optimizers"),
-        "optimizers avx2": functools.partial(optimizers_table, "cpu-optimizers-avx2"),
+        "optimizers": functools.partial(optimizers_table, "cpu-optimizers", OPTIMIZERS),
+        "optimizers amd": functools.partial(
+            optimizers_table, "cpu-optimizers-amd", {**OPTIMIZERS, **OF_WHOLE_TENSORS}
+        ),
+        "optimizers avx2": functools.partial(optimizers_table, "cpu-optimizers-avx2", OPTIMIZERS),
         "training": training_table,
         "products": products_table,
-        "peers older": older_loops_table,
+        "peers amd": functools.partial(bare_and_ours_table, "cpu-peers-amd"),
         "first": lambda: first.table(rows_of("cpu-first")),
         "tasks": lambda: loops.tasks_table(rows_of("cpu-tasks")),
         "gpu": functools.partial(gpu_table, H100, "dit:B/2:32:64"),
