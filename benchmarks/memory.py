@@ -6,6 +6,7 @@ batch, with and without --checkpoint_activations. A third adds both up for a net
 states by the bytes allocated here, activations as 8 GB in fp32 times the share of fp32's measured here.
 """
 
+import gc
 from itertools import product
 
 import torch
@@ -95,6 +96,7 @@ def held(args):
             flags = together(write, state)
             bar.set_postfix_str(f"{spec} {typed(flags)}")
             rows.append(allocated(spec, flags, args))
+            gc.collect()  # a run is a circle of objects, which Python else frees some cases later
             bar.update()
     for spec, of_net in grouped(rows, "net").items():
         here = {row["flags"]: row for row in of_net}
@@ -186,6 +188,7 @@ def kept(args, allocated_rows):
     with progress_bar(len(cases)) as bar:
         for spec, name, again, batch in cases:
             rows.append(kept_by(spec, name, KEPT[name], batch, again, args))
+            gc.collect()
             bar.update()
     for spec, here in grouped(rows, "net").items():
         print(f"\n{spec}: kept for backward, MiB by batch; with blocks computed again in brackets\n")

@@ -51,9 +51,14 @@ class Meter:
         return self._hooks.__exit__(*error)
 
     def _keep(self, tensor):
+        self._count(tensor)
+        # without its graph: what an operation keeps of its own output would keep the operation, for good
+        return tensor.detach()
+
+    def _count(self, tensor):
         key = _storage(tensor)
         if key is None or key in self._known or key in self._seen:
-            return tensor
+            return
         storage = tensor.untyped_storage()
         self._seen[key] = storage
         if _source(tensor) in self._weights:
@@ -61,7 +66,6 @@ class Meter:
         else:
             name = str(tensor.dtype).removeprefix("torch.")
             self.bytes[name] = self.bytes.get(name, 0) + storage.nbytes()
-        return tensor
 
     @property
     def total(self):

@@ -1,7 +1,9 @@
 """What a forward pass keeps for backward: counted against sums by hand; given up without a changed bit."""
 
 import copy
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import cli
@@ -53,6 +55,16 @@ def test_copies_of_weights_are_told_apart():
     # the second layer's weight: the first one's is needed for the gradient of x alone, which nobody asks for
     assert kept.casts == 2 * 8 * 2
     assert str(kept).startswith("0.0 MiB kept for backward: bfloat16") and "casts of weights" in str(kept)
+
+
+def test_a_forward_pass_whose_gradients_nobody_asks_for_is_forgotten():
+    model, x = net(), torch.randn(16, 4)
+    weight = weakref.ref(model[2].weight)
+    with Meter(model):
+        model(x).tanh()  # which keeps its own output
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def test_nothing_is_kept_without_gradients():
