@@ -14,6 +14,7 @@ from experiments.log.tables import compact
 from lowprec.errors import Refused
 
 SOURCE = "front.md"
+SHOWN = 2  # titles of missed predictions of one experiment
 EMPTY = "# Experiments\n\n{{effects}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
 HEAD = "<!-- made by python experiments/report.py from experiments/front.md -->\n"
 ALL_NETS = re.compile(r"\{all: ([^{}]+)\}")
@@ -102,8 +103,16 @@ def tally(experiment, known, apart=False):
 
 
 def missed(experiments):
-    """The titles of negative results and missed predictions, a line an experiment."""
-    lines = [f"- [{e.number}] {'; '.join(e.missed)}" for e in experiments if e.missed]
+    """The titles of negative results and missed predictions, a line an experiment; what follows the second is
+    on its page.
+    """
+    lines = []
+    for e in experiments:
+        titles = e.missed[:SHOWN]
+        if len(e.missed) > SHOWN:
+            titles.append(f"{len(e.missed) - SHOWN} more")
+        if titles:
+            lines.append(f"- [{e.number}] {'; '.join(titles)}")
     return "\n".join(lines)
 
 
