@@ -1,4 +1,4 @@
-"""bench.py memory: what training takes, as allocated. (2 minutes, 2 GiB)
+"""bench.py memory: what training takes, as allocated. (3 minutes, 3 GiB)
 
 Two tables a net. The first has bytes a parameter of weights, gradients and optimiser states, for each way to
 write a weight and to hold the moments. The second has what a forward pass keeps for backward, by recipe and
