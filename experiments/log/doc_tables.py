@@ -266,7 +266,7 @@ def from_scratch_table(number, experiments, known):
         header += ["products of the same format when it is scored"]
     table = [header]
     for name, arm in arms.items():
-        if arm.of or arm.after:
+        if arm.of or arm.after or not arm.flags:
             continue
         row = [f"`{' '.join(arm.flags)}`", loss_change(number, name, experiments, known)]
         if are_read_again:
@@ -308,6 +308,7 @@ def tables(experiments, known):
             "rounded": lambda: rounded_table(experiments, known),
             "coded": lambda: from_scratch_table("063", experiments, known),
             "trained": lambda: from_scratch_table("064", experiments, known),
+            "trained GPT": lambda: from_scratch_table("067", experiments, known),
             "fp16": lambda: fp16_weights.table(rows_of("cpu-fp16")),
         },
     }

@@ -14,7 +14,7 @@ from experiments.log.tables import compact
 from lowprec.errors import Refused
 
 SOURCE = "front.md"
-SHOWN = 2  # titles of missed predictions of one experiment
+WIDTH = 130  # characters of titles of missed predictions in a line
 EMPTY = "# Experiments\n\n{{effects}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
 HEAD = "<!-- made by python experiments/report.py from experiments/front.md -->\n"
 ALL_NETS = re.compile(r"\{all: ([^{}]+)\}")
@@ -103,16 +103,21 @@ def tally(experiment, known, apart=False):
 
 
 def missed(experiments):
-    """The titles of negative results and missed predictions, a line an experiment; what follows the second is
-    on its page.
+    """The titles of negative results and missed predictions, as many of an experiment as a line holds; the
+    rest is on its page.
     """
     lines = []
     for e in experiments:
-        titles = e.missed[:SHOWN]
-        if len(e.missed) > SHOWN:
-            titles.append(f"{len(e.missed) - SHOWN} more")
-        if titles:
-            lines.append(f"- [{e.number}] {'; '.join(titles)}")
+        if not e.missed:
+            continue
+        line = e.missed[0]
+        shown = 1
+        while shown < len(e.missed) and len(line) + len(e.missed[shown]) <= WIDTH:
+            line += f"; {e.missed[shown]}"
+            shown += 1
+        if shown < len(e.missed):
+            line += f"; {len(e.missed) - shown} more"
+        lines.append(f"- [{e.number}] {line}")
     return "\n".join(lines)
 
 
