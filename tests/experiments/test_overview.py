@@ -1,6 +1,7 @@
 """All nets and recipes at once, and the tables of the pages that come from records."""
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
 from lab import TOML, record, write
@@ -142,3 +143,11 @@ def test_a_second_reading_tells_the_last_weights_and_gives_no_verdict(folder):
     [nearest] = [row for row in rows if row.startswith("| nearest ")]
     assert "+1.000 [+1.000, +1.000]" in nearest and "+100.00 [+100.00, +100.00]" in nearest
     assert "equal" not in nearest and "worse" not in nearest
+
+
+def test_a_line_of_missed_predictions_counts_those_that_do_not_fit():
+    short, long = "a" * 60, "b" * 100
+    missed = {"001": [], "002": [long * 2], "003": [short, short, short], "004": [short, long, short]}
+    experiments = [SimpleNamespace(number=number, missed=titles) for number, titles in missed.items()]
+    lines = front.missed(experiments).splitlines()
+    assert lines == [f"- [002] {long * 2}", f"- [003] {short}; {short}; 1 more", f"- [004] {short}; 2 more"]
