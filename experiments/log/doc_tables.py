@@ -291,6 +291,7 @@ def tables(experiments, known):
             "speeds": speeds_table,
             "default run": lambda: default_run_table(experiments, known),
             "ways": lambda: from_scratch_table("065", experiments, known),
+            "ways GPT": lambda: from_scratch_table("068", experiments, known),
         },
         "docs/advise.md": {"peaks": lambda: advice.table(rows_of("cpu-advice"))},
         "docs/claims.md": {"guides": guides_table},
