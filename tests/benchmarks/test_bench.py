@@ -4,6 +4,7 @@ on it.
 
 import ast
 import json
+import math
 import re
 from pathlib import Path
 
@@ -208,12 +209,42 @@ def test_weights_in_blocks_lie_at_the_nearest_level():
             assert torch.allclose((block - exact).abs(), nearest, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [lambda: torch.nn.Linear(32, 8), lambda: torch.nn.Conv2d(32, 8, 3)])
+def test_awq_changes_a_layers_output_less_than_rounding_to_nearest(kind):
+    torch.manual_seed(0)
+    layer = kind()
+    x = torch.randn(4, 32, 5, 5) if layer.weight.dim() == 4 else torch.randn(64, 32)
+    x[:, ::4] *= 30  # AWQ is for channels that are larger than others
+    exact = layer.weight.detach().clone()
+    with torch.no_grad():
+        wanted = layer(x)
+        ways = guides.in_blocks(exact, guides.FOUR_BITS), guides.in_blocks_by_awq(layer, x, guides.FOUR_BITS)
+        assert torch.equal(layer.weight, exact)
+        errors = []
+        for weight in ways:
+            layer.weight.copy_(weight)
+            errors.append((layer(x) - wanted).square().mean())
+    assert errors[1] < 0.95 * errors[0]
+
+
 def test_guides_write_a_row_a_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(guides, "QUESTIONS", (guides.bare, guides.attention))
     rows = run(tmp_path, "guides")["results"]
     found = {row["what"]: row["value"] for row in rows}
     assert len(rows) == 5 and found["parameters of bdh in nn.Linear"] == 0
     assert 20 < found["attention with queries, keys and values in e4m3"] < 40
+
+
+def test_guides_of_what_a_net_sees_and_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(guides, "QUESTIONS", (guides.drawing, guides.conditions, guides.ranges))
+    monkeypatch.chdir(tmp_path)
+    rows = run(tmp_path, "guides", "--steps", "1", "--seeds", "1")["results"]
+    found = {row["what"]: row["value"] for row in rows}
+    assert len(rows) == 10 and all(math.isfinite(value) for value in found.values())
+    by_nearest = found["held-out loss with weights in 4-bit integers"]
+    assert found[f"held-out loss with weights in {guides.AWQ}"] != by_nearest
+    low, high = (found[f"drawn outside of the range, images in {low} to 1"] for low in (-1, 0))
+    assert 0 < low < 100 and 0 < high < 100 and low != high
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
