@@ -240,7 +240,7 @@ def test_guides_of_what_a_net_sees_and_draws(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = run(tmp_path, "guides", "--steps", "1", "--seeds", "1")["results"]
     found = {row["what"]: row["value"] for row in rows}
-    assert len(rows) == 10 and all(math.isfinite(value) for value in found.values())
+    assert len(rows) == 14 and all(math.isfinite(value) for value in found.values())
     by_nearest = found["held-out loss with weights in 4-bit integers"]
     assert found[f"held-out loss with weights in {guides.AWQ}"] != by_nearest
     low, high = (found[f"drawn outside of the range, images in {low} to 1"] for low in (-1, 0))
