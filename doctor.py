@@ -345,9 +345,10 @@ class Examination:
         self.judge("exp_avg_sq", tally.lost, text, self.writing(remedy))
 
     def casts(self, reports):
-        """What our FP8 casts made zero and clipped in these steps, the worst operand of each."""
-        self.casts_of(reports, "fp8 zeroed", "fp8_underflow_", "non-zero values become zero")
-        self.casts_of(reports, "fp8 clipped", "fp8_saturated_", "values are clipped")
+        """What our casts to FP8 and FP4 made zero and clipped in these steps, the worst operand of each."""
+        for kind in ("fp8", "fp4"):
+            self.casts_of(reports, f"{kind} zeroed", f"{kind}_underflow_", "non-zero values become zero")
+            self.casts_of(reports, f"{kind} clipped", f"{kind}_saturated_", "values are clipped")
         self.casts_of(reports, "attention", "attention_underflow_", "magnitude becomes zero")
 
     def casts_of(self, reports, limit, prefix, effect):
@@ -358,12 +359,15 @@ class Examination:
                 shares[name.removeprefix(prefix)] = sum(of_steps) / len(reports)
         if shares:
             operand = max(shares, key=shares.get)
-            text = f"{shares[operand]:.1%} of the {effect}, {operand} operands of FP8 products"
+            kind = "FP4" if limit.startswith("fp4") else "FP8"
+            text = f"{shares[operand]:.1%} of the {effect}, {operand} operands of {kind} products"
             remedy = "--set attention=compute" if limit == "attention" else self.casting(operand)
             self.judge(limit, shares[operand], text, remedy)
 
     def casting(self, operand):
-        """The remedy for casts to FP8."""
+        """The remedy for casts to FP8 or FP4."""
+        if self.recipe.compute == "fp4":
+            return "--fp4_keep last:2 or --fp4_finish 15, which leave some layers or steps in bf16, or --fp8"
         options = self.recipe.fp8
         # a scale from the past is too small after a spike, and too large while values grow
         if options.recipe == "delayed":

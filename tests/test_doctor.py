@@ -189,6 +189,7 @@ HEALTHY = {
         "0.1",
     ],
     "fp8, delayed scaling": ["deep", "--pure_bf16", "--stochastic", "--fp8", "--fp8_recipe", "delayed"],
+    "fp4": ["deep", "--fp4", "nvfp4"],
     "a peer with Kahan sums": ["deep", "--pure_bf16", "--optimizer", "optimi"],
     "a peer that hides gradients": ["deep", "--pure_bf16", "--optimizer", "torchastic", "--accumulate", "2"],
 }
@@ -211,7 +212,10 @@ def test_it_is_silent_on_healthy_runs(flags, deep):
     assert named(diagnosis) == {} and diagnosis.status == 0
     assert str(diagnosis).endswith("healthy: nothing is losing information")
     generation = {"timesteps", "sampler", "path"} if not {"segment", "deep"} & {*flags} else set()
-    casts = {"fp8 zeroed", "fp8 clipped"} if "--fp8" in flags else set()
+    casts = set()
+    for kind in ("fp8", "fp4"):
+        if f"--{kind}" in flags:
+            casts |= {f"{kind} zeroed", f"{kind} clipped"}
     decay = {"weight decay"} if "--weight_decay" in flags else set()
     always = {"update", "exp_avg_sq", "ema", "compute", "loss"}
     assert always | generation | casts | decay <= set(diagnosis.sound), "a site was not examined"

@@ -84,6 +84,17 @@ def test_fp8_scales_that_lag_behind(factor, site, words, deep):
     assert "--fp8_recipe tensorwise" in next(f.remedy for f in diagnosis.findings if f.site == site)
 
 
+def test_fp4_loses_what_shares_a_block_with_a_large_value(deep):
+    checkpoint = copy.deepcopy(trained(*deep, "--fp4", "nvfp4"))
+    for t in checkpoint["precision"]["model"].values():
+        if t.dim() == 2:
+            t[::16, ::16] = 1000 * t.abs().max()
+    diagnosis = examined(checkpoint)
+    said = text(diagnosis, "fp4 zeroed")
+    assert named(diagnosis)["fp4 zeroed"] == "severe" and "weight operands of FP4 products" in said
+    assert "--fp4_finish 15" in next(f.remedy for f in diagnosis.findings if f.site == "fp4 zeroed")
+
+
 @pytest.mark.usefixtures("sampler_alone")
 def test_a_bf16_schedule_ruins_a_sampler_that_meets_its_zeros():
     # t = 9, 19, ...; sigma is 0 up to t = 9
