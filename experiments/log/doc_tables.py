@@ -160,12 +160,23 @@ GUIDES = {  # question of benchmarks/guides.py: (what guides say, whether it hol
     ),
     "drawing": (
         "nets infer in FP4",
-        "4 bits cost the loss something without further training; whether it is fast takes a GPU",
+        "4 bits cost the loss something without further training, and AWQ is not seen to help this net; "
+        "whether it is fast takes a GPU",
     ),
     "divergence": (
         "against NaN lower the learning rate, and clip gradients",
         "a rate 300 times too high gave no NaN here, and a loss that hardly falls or rises. The usual rate "
         "mends that; clipping at 1 does not, since AdamW divides by the gradient's size",
+    ),
+    "conditions": (
+        "a net may see more than labels",
+        "holds for stochastic rounding. To nearest a net that sees the blurred image loses more than one that "
+        "sees noise alone",
+    ),
+    "ranges": (
+        "values outside of the range of the data are clamped to black and white, a sign of a fault",
+        "a sound net in fp32 draws such values too, close to the range, whether images are in -1 to 1 or in 0 "
+        "to 1; values far outside are rare",
     ),
 }
 
