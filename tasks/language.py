@@ -271,7 +271,6 @@ class Language(Task):
     defaults = {"batch_size": 16}
     implied = {"model": "gpt", "size": "tiny", "data": "text"}
     unprinted = ("text",)
-    fits_any = ("data",)  # a net of bytes reads any text: --finetune RUN --data text:OTHER
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)

@@ -72,7 +72,6 @@ class Task:
     defaults = {}  # {flag: default} of flags that all tasks have, where this task's is another
     targets = "labels"  # what data.load reads beside the images: labels or masks
     unprinted = ()  # scores that are written, and are too long to be printed
-    fits_any = ()  # flags whose rows say `fits`, in which a run and its --finetune may differ all the same
     watched = ("loss", "lower")  # the score of `validate` that --early_stop and best.pt go by; the better way
     items = ("images", 1)  # what is counted a second: its name, and how many an entry of a batch has
 
@@ -190,7 +189,7 @@ class Task:
         checkpoint = read_checkpoint(c.finetune)
         theirs = run.table.config(checkpoint["config"])
         for row in run.table.fitting():
-            if row.name in self.fits_any:
+            if row.name == "data":  # the shapes of the weights tell whether a net fits other data
                 continue
             its = row.comparable(self.meant(row.name, theirs))
             own = row.comparable(self.meant(row.name, c))

@@ -170,13 +170,13 @@ GUIDES = {  # question of benchmarks/guides.py: (what guides say, whether it hol
     ),
     "conditions": (
         "a net may see more than labels",
-        "holds for stochastic rounding. To nearest a net that sees the blurred image loses more than one that "
-        "sees noise alone",
+        "holds for stochastic rounding. To nearest a net that sees the blurred image loses more than one "
+        "that sees noise alone",
     ),
     "ranges": (
         "values outside of the range of the data are clamped to black and white, a sign of a fault",
-        "a sound net in fp32 draws such values too, close to the range, whether images are in -1 to 1 or in 0 "
-        "to 1; values far outside are rare",
+        "a sound net in fp32 draws such values too, close to the range, whether images are in -1 to 1 or in "
+        "0 to 1; values far outside are rare",
     ),
 }
 

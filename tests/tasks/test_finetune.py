@@ -49,8 +49,7 @@ def weights(name):
 def test_a_net_of_bytes_goes_on_with_another_text(model):
     pretrained("--model", model)
     assert run(*NEW, "--model", model, "--lr", "1e-2", "--ema_decay", "0.5", name="tuned", steps=20) == 0
-    before = train.strategies.find("language")  # what the old net makes of the new text
-    assert before.fits_any == ("data",)
+    # what the old net makes of the new text
     assert command("--sample", "runs/old", "--data", "text:new.txt", "--name", "before", "--length", 8) == 0
     old = json.loads(Path("runs/old/samples/before.json").read_text())["scores"]["ema"]["nats_a_byte"]
     assert summary("tuned")["scores"]["ema"]["nats_a_byte"] < old - 0.3
@@ -105,6 +104,21 @@ def test_a_net_of_another_block_is_refused_and_so_are_images_of_other_data(capsy
     assert "nowhere.txt" in one_line(capsys) and not Path("runs/tuned").exists()
     assert cli.quick("--finetune", "runs/image", "--data", "synthetic", name="tuned") == 2
     assert "no checkpoint at runs/image" in one_line(capsys)
+
+
+def test_a_net_of_images_goes_on_with_other_images_of_its_shapes(capsys):
+    assert cli.quick("--ema_decay", "0", name="old") == 0
+    for digit in range(10):
+        cli.plant_folder(f"new/{digit}", 4)
+    cli.plant_folder("unlabelled", 20)
+    new = ["--finetune", "runs/old", "--image_size", 8]
+    assert cli.quick(*new, "--data", "folder:new", "--lr", "1e-12", name="tuned", steps=1) == 0
+    tuned = weights("tuned")
+    for name, value in weights("old").items():
+        torch.testing.assert_close(tuned[name], value, rtol=0, atol=1e-9)
+    capsys.readouterr()
+    assert cli.quick(*new, "--data", "folder:unlabelled", name="other") == 2
+    assert "runs/old holds a net of other shapes" in one_line(capsys) and not Path("runs/other").exists()
 
 
 def gains(name):
