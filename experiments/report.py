@@ -1,5 +1,5 @@
-"""Writes what is generated from records: page, table and figures of every experiment, EXPERIMENTS.md, and the
-tables of README.md and docs/ that stand below a <!-- marker -->.
+"""Writes what is generated from records: page, table and figures of every experiment, EXPERIMENTS.md,
+experiments/missed.md, and the tables of README.md and docs/ that stand below a <!-- marker -->.
 
     python experiments/report.py            all of it
     python experiments/report.py 011 019    the pages of these experiments alone
@@ -159,6 +159,7 @@ def all_pages(experiments, chosen, known, root, document):
     if len(chosen) < len(experiments):
         return found
     found[document] = front.page(experiments, known, Path(root))
+    found[Path(root) / front.MISSED] = front.missed_page(experiments)
     if root == HERE:  # not the log of a test
         # the benchmarks' own tables take torch's optimisers and more, the flags of trainings all tasks
         from experiments.log import doc_tables, quality

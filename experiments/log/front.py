@@ -1,8 +1,8 @@
-"""EXPERIMENTS.md, which is made whole from experiments/front.md.
+"""EXPERIMENTS.md, which is made whole from experiments/front.md, and experiments/missed.md.
 
 {011/stochastic.held_out} there is a figure of an arm (evidence.py), {all: stochastic.median} one of a recipe
 over all nets (overview.py). {{effects}}, {{table}}, {{index}}, {{missed}} and {{links}} are the figure, the
-table of nets and recipes, the list of experiments, that of missed predictions, and where [011] leads.
+table of nets and recipes, the list of experiments, how many predictions were missed, and where [011] leads.
 """
 
 import re
@@ -14,9 +14,13 @@ from experiments.log.tables import compact
 from lowprec.errors import Refused
 
 SOURCE = "front.md"
-WIDTH = 130  # characters of titles of missed predictions in a line
+MISSED = "missed.md"
 EMPTY = "# Experiments\n\n{{effects}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
 HEAD = "<!-- made by python experiments/report.py from experiments/front.md -->\n"
+HEAD_OF_MISSED = (
+    "<!-- made by python experiments/report.py from the keys `missed` of experiments -->\n"
+    "# Negative results and missed predictions\n"
+)
 ALL_NETS = re.compile(r"\{all: ([^{}]+)\}")
 
 
@@ -30,7 +34,7 @@ def page(experiments, known, root):
         "effects": figure if rows else "",
         "table": overview.table(experiments, known),
         "index": index(experiments, known),
-        "missed": missed(experiments),
+        "missed": missed(experiments, root.name),
         "links": links(experiments, known, root.name),
     }
     for name, part in parts.items():
@@ -102,23 +106,20 @@ def tally(experiment, known, apart=False):
     return counts
 
 
-def missed(experiments):
-    """The titles of negative results and missed predictions, as many of an experiment as a line holds; the
-    rest is on its page.
-    """
-    lines = []
+def missed(experiments, root_name):
+    """How many negative results and missed predictions there are, and where they stand."""
+    count = sum(len(e.missed) for e in experiments)
+    by = sum(bool(e.missed) for e in experiments)
+    return f"{count} in {by} of the experiments, a line each: [{root_name}/{MISSED}]({root_name}/{MISSED})."
+
+
+def missed_page(experiments):
+    """The titles of negative results and missed predictions."""
+    lines = [HEAD_OF_MISSED]
     for e in experiments:
-        if not e.missed:
-            continue
-        line = e.missed[0]
-        shown = 1
-        while shown < len(e.missed) and len(line) + len(e.missed[shown]) <= WIDTH:
-            line += f"; {e.missed[shown]}"
-            shown += 1
-        if shown < len(e.missed):
-            line += f"; {len(e.missed) - shown} more"
-        lines.append(f"- [{e.number}] {line}")
-    return "\n".join(lines)
+        for title in e.missed:
+            lines.append(f"- [{e.number}]({e.folder.name}/README.md) {title}")
+    return "\n".join(lines) + "\n"
 
 
 def links(experiments, known, root_name):

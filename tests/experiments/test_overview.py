@@ -145,9 +145,12 @@ def test_a_second_reading_tells_the_last_weights_and_gives_no_verdict(folder):
     assert "equal" not in nearest and "worse" not in nearest
 
 
-def test_a_line_of_missed_predictions_counts_those_that_do_not_fit():
-    short, long = "a" * 60, "b" * 100
-    missed = {"001": [], "002": [long * 2], "003": [short, short, short], "004": [short, long, short]}
-    experiments = [SimpleNamespace(number=number, missed=titles) for number, titles in missed.items()]
-    lines = front.missed(experiments).splitlines()
-    assert lines == [f"- [002] {long * 2}", f"- [003] {short}; {short}; 1 more", f"- [004] {short}; 2 more"]
+def test_missed_predictions_are_counted_on_the_front_page_and_listed_on_their_own(tmp_path):
+    missed = {"001": [], "002": ["one"], "003": ["two", "three"]}
+    experiments = []
+    for number, titles in missed.items():
+        experiments.append(SimpleNamespace(number=number, missed=titles, folder=tmp_path / f"{number}-name"))
+    assert front.missed(experiments, "log").startswith("3 in 2 of the experiments")
+    last = front.missed_page(experiments).splitlines()[-3:]
+    assert last[0] == "- [002](002-name/README.md) one"
+    assert last[1:] == ["- [003](003-name/README.md) two", "- [003](003-name/README.md) three"]
