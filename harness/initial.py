@@ -48,7 +48,7 @@ def load_average(net, checkpoint, source):
     state = {name: value for name, value in state.items() if name in wanted}
     shapes = {name: getattr(value, "shape", None) for name, value in state.items()}
     if shapes != {name: value.shape for name, value in wanted.items()}:
-        other = f"{source} holds a net of other shapes (other channels, labels or --size)"
+        other = f"{source} holds a net of other shapes (other channels, labels, image size or --size)"
         raise Refused(f"{other}: use another checkpoint")
     if next(net.parameters()).device.type != "meta":
         net.load_state_dict(state)

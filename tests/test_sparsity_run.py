@@ -198,7 +198,7 @@ REFUSED = {
     "--finetune runs/dit --model dit --size tiny/4": "--size",
     "--finetune runs/dit --model dit --task ddpm": "--task rflow",
     "--finetune runs/dit --model dit --velocity noise-clean": "--velocity clean-noise",
-    "--finetune runs/dit --model dit --data synthetic": "--data digits",
+    "--finetune runs/dit --model dit --data synthetic": "holds a net of other shapes",
     "--finetune runs/srste --model dit": "add --sparse24 magnitude or srste",
     "--finetune runs/srste/checkpoint.pt --model dit --name dit": "holds a run with other flags",
     "--finetune runs/torn --model dit": "no checkpoint of this program",
