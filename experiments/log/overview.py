@@ -59,6 +59,8 @@ NETS = {  # the fp32 runs that a row is compared with: (what the tables call net
     "053/fp32-lr-3.33e-4": ("the same, lr 3.3e-4", 1_063_905),
     "053/fp32-lr-3.33e-4-beta2-0.95": ("the same, lr 3.3e-4, beta2 0.95", 1_063_905),
     "071/fp32": ("the same, lr 1e-2, beta2 0.95", 1_063_905),
+    "057/unet-fp32-1e-5": ("U-Net, finetuning at lr 1e-5", 1_063_905),
+    "057/unet-fp32-1e-6": ("U-Net, finetuning at lr 1e-6", 1_063_905),
     "011/fp32": ("DiT, digits", 328_964),
     "039/dit-constant-64-fp32": ("DiT, digits, shorter", 328_964),
     "039/dit-constant-512-fp32": ("the same, batches of 512", 328_964),
