@@ -1,4 +1,4 @@
-"""Finetuning a language net on another text, the A/A control, and an average with a warm-up, by the command.
+"""Finetuning a net on another text and on other images, the A/A control, and an average with a warm-up, by the command.
 """
 
 import json
