@@ -1,5 +1,4 @@
-"""Finetuning a net on another text and on other images, the A/A control, and an average with a warm-up, by the command.
-"""
+"""Finetuning a net on another text or other images, the A/A control, and an average with a warm-up."""
 
 import json
 import math
