@@ -67,7 +67,7 @@ PLAN = (
         "train.py --data fashion_mnist --size tiny --steps 1 --sample_steps 1 --runs runs/experiments",
         "nothing: it fits the net that scores Fashion-MNIST, so that no run of 043 has to",
     ),
-    Step("043", 340, "experiments/run.py 043 --jobs 6", "the runs that 043 lacks, several at once"),
+    Step("043", 340, "experiments/run.py 043 --jobs 10", "the runs that 043 lacks, ten at once"),
 )
 
 

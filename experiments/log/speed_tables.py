@@ -8,13 +8,14 @@ import functools
 import json
 import statistics
 
-from benchmarks import first, gpu_record, loops, systems
+from benchmarks import first, gpu_record, largest_batch, loops, systems
 from experiments.log.definition import HERE
 from experiments.log.tables import markdown
 
 BENCH = HERE / "bench"
 H100 = "gpu-nvidia-h100-80gb-hbm3"
 H100_COMPILED = "gpu-nvidia-h100-80gb-hbm3-compiled"
+H100_BATCH = "gpu-nvidia-h100-80gb-hbm3-batch"
 H200 = "gpu-nvidia-h200"
 H200_STATES = "gpu-nvidia-h200-states"
 GIB = 2**30
@@ -185,6 +186,7 @@ def tables():
         "gpu states DiT": functools.partial(gpu_table, H200_STATES, "dit:XL/2:64:8"),
         "gpu states U-Net": functools.partial(gpu_table, H200_STATES, "unet:base:64:32"),
         "gpu peaks": gpu_peaks_table,
+        "gpu batch": lambda: largest_batch.table(rows_of(H100_BATCH)),
     }
     for net in loops.NETS:
         found[f"peers {net}"] = functools.partial(loops_table, net)
