@@ -10,6 +10,7 @@ one line and exit status 2. docs/speed.md, docs/formats.md and docs/conformance.
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -156,4 +157,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends it from outside ends it like Ctrl-C
     sys.exit(main())

@@ -126,7 +126,7 @@ COLUMNS += ("first step s", "note")
 
 
 def page(record):
-    """The record as markdown: a table a net, cells without a figure with the reason."""
+    """The record as markdown: a table a net; cells that could not be measured with the reason."""
     machine = record["machine"]
     rows = by_key(record["results"])
     libraries = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if version)
@@ -159,7 +159,9 @@ def table_of_net(net, rows):
     order = list(RECIPES)
     lines = []
     for cell in sorted(cells([net]), key=lambda cell: order.index(cell["recipe"])):
-        row = rows.get(key(cell), {"status": "", "note": "not measured"})
+        row = rows.get(key(cell))
+        if row is None:  # not tried
+            continue
         compiled = "yes" if cell["compile"] else "no"
         note = (row["note"] or row.get("how", "")).replace("|", "\\|")
         lines.append([f"`{cell['recipe']}`", compiled, *figures(row), note])

@@ -9,6 +9,7 @@ free.
 """
 
 import contextlib
+import sys
 
 from benchmarks.common import (
     RECIPES,
@@ -99,8 +100,21 @@ def two_steps(run, net, device):
 
 
 def batch(args, clock):
-    """Rows (dicts): net, recipe, largest batch, bytes it took, sizes tried."""
+    """Rows (dicts): net, recipe, largest batch, bytes it took, sizes tried; those found so far where it is
+    interrupted.
+    """
     rows = []
+    try:
+        search_all(args, rows)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        print("interrupted; what was found is kept", file=sys.stderr)
+    print(table(rows))
+    return rows
+
+
+def search_all(args, rows):
     with progress_bar(len(args.nets) * len(args.recipes)) as bar:
         for spec in args.nets:
             for name in args.recipes:
@@ -108,8 +122,6 @@ def batch(args, clock):
                 rows.append(searched(spec, name, args))
                 bar.write(f"{spec} {name}: {rows[-1]['batch']}")
                 bar.update()
-    print(table(rows))
-    return rows
 
 
 def table(rows):
