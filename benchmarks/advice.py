@@ -10,9 +10,17 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-from benchmarks.common import RECIPES, Command, built, markdown, parse_net, progress_bar, typed
+from benchmarks.common import (
+    RECIPES,
+    Command,
+    built,
+    loss_of_images,
+    markdown,
+    parse_net,
+    progress_bar,
+    typed,
+)
 from lowprec.advice.answer import advise
 from lowprec.errors import Refused
 
@@ -61,7 +69,7 @@ def on_a_gpu():
     """Rows of the net of GPU_RECORD, whose peaks CUDA's allocator told."""
     with torch.device("meta"):
         net = built(parse_net(GPU_NET))
-    found = advise(net, mse, gpu="H100", batch=64).rows
+    found = advise(net, loss_of_images(32), gpu="H100", batch=64).rows
     told = {row.candidate.typed: round(row.total) for row in found}
     rows = []
     for row in json.loads((ROOT / GPU_RECORD).read_text(encoding="utf-8"))["results"]:
@@ -70,12 +78,6 @@ def on_a_gpu():
             net = "DiT-B/2, 32x32 images, on an H100"
             rows.append(dict(net=net, flags=flags, batch=64, told=told[flags], peak=row["peak_bytes"]))
     return rows
-
-
-def mse(model, n):
-    """The loss of `bench.py --gpu`."""
-    x, velocity = torch.randn(n, 3, 32, 32), torch.randn(n, 3, 32, 32)
-    return F.mse_loss(model(x, torch.linspace(0, 999, n), torch.arange(n) % 10), velocity)
 
 
 def measured(net, name, told, threads):

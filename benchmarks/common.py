@@ -198,6 +198,16 @@ def batch_of(net, device):
     return (x, t, y.to(device)), velocity
 
 
+def loss_of_images(side):
+    """What `advise` calls a net of --nets with: loss(model, n) on n images of `side` pixels."""
+
+    def loss(model, n):
+        (x, t, y), velocity = batch_of((None, None, side, n), torch.get_default_device())
+        return F.mse_loss(model(x, t, y), velocity)
+
+    return loss
+
+
 def training_step(run, inputs, velocity):
     """callable() of one step: forward, backward, optimiser, average. It returns the loss."""
 

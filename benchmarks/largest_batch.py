@@ -5,11 +5,13 @@
 
 Two training steps are taken with 2, 4, 8 ... images until memory does not suffice, and then with sizes
 between the last that fitted and the first that did not, to a sixteenth. A tenth of the free memory stays
-free.
+free. Beside what was found stands what `python -m lowprec advise` says of the net on this machine.
 """
 
 import contextlib
 import sys
+
+import torch
 
 from benchmarks.common import (
     RECIPES,
@@ -17,16 +19,21 @@ from benchmarks.common import (
     add_names,
     add_nets,
     batch_of,
+    built,
     check_nets,
     grouped,
+    loss_of_images,
     markdown,
     parse_net,
     prepared,
     progress_bar,
+    shown,
     training_step,
+    typed,
 )
 from harness.batch_size import Memory, largest, survives
 from harness.flags import natural
+from lowprec.advice.answer import advise
 from lowprec.errors import Refused
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
@@ -92,6 +99,15 @@ def searched(spec, name, args):
     return dict(net=spec, recipe=name, batch=found, used_bytes=used.get(found), tried=sorted(used))
 
 
+def told_of(spec, gpu=None):
+    """{flags: the largest batch that `advise` tells of a net}, on this machine or on `gpu`, as "H100"."""
+    net = parse_net(spec)
+    with torch.device("meta"):
+        model = built(net)
+    rows = advise(model, loss_of_images(net[2]), gpu=gpu).rows
+    return {row.candidate.typed.replace("(none)", ""): row.most for row in rows}
+
+
 def two_steps(run, net, device):
     """The second step is the one that holds moments while gradients come."""
     step = training_step(run, *batch_of(net, device))
@@ -100,8 +116,8 @@ def two_steps(run, net, device):
 
 
 def batch(args, clock):
-    """Rows (dicts): net, recipe, largest batch, bytes it took, sizes tried; those found so far where it is
-    interrupted.
+    """Rows (dicts): net, recipe, largest batch, bytes it took, sizes tried, the batch that `advise` tells;
+    those found so far where it is interrupted.
     """
     rows = []
     try:
@@ -117,22 +133,24 @@ def batch(args, clock):
 def search_all(args, rows):
     with progress_bar(len(args.nets) * len(args.recipes)) as bar:
         for spec in args.nets:
+            told = told_of(spec)
             for name in args.recipes:
                 bar.set_postfix_str(f"{spec} {name}")
-                rows.append(searched(spec, name, args))
+                rows.append({**searched(spec, name, args), "told": told.get(typed(RECIPES[name]))})
                 bar.write(f"{spec} {name}: {rows[-1]['batch']}")
                 bar.update()
 
 
 def table(rows):
-    """Markdown: the batch of each recipe, and how many times the first one's it is."""
+    """Markdown: the batch of each recipe, how many times the first one's it is, and what `advise` tells."""
     lines = []
     for spec, of_net in grouped(rows, "net").items():
         first = of_net[0]["batch"]
         for row in of_net:
             times = f"{row['batch'] / first:.2f}" if first else "-"
-            lines.append([spec.rpartition(":")[0], row["recipe"], str(row["batch"]), times])
-    return markdown(["net", "recipe", "largest batch", "times the first"], lines)
+            told = shown(row["told"], "d")
+            lines.append([spec.rpartition(":")[0], row["recipe"], str(row["batch"]), times, told])
+    return markdown(["net", "recipe", "largest batch", "times the first", "advise tells"], lines)
 
 
 COMMAND = Command(
