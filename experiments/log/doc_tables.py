@@ -20,8 +20,8 @@ from benchmarks import (
     sharding,
     watch,
 )
-from experiments.log import overview, speed_tables
-from experiments.log.analysis import loss_comparison
+from experiments.log import overview, speed_tables, stats
+from experiments.log.analysis import loss_comparison, scores
 from experiments.log.speed_tables import GIB, H100_COMPILED, rows_of
 from experiments.log.tables import markdown
 from lowprec.advice.answer import advise
@@ -287,6 +287,62 @@ def from_scratch_table(number, experiments, known):
     return markdown(table)
 
 
+FINETUNED = {  # a column: (experiment, what the names of its net's arms begin with, the rate they end with)
+    "GPT, lr 1e-5": ("035", "", "1e-5"),
+    "GPT, 1e-6": ("035", "", "1e-6"),
+    "U-Net, 1e-5": ("057", "unet-", "1e-5"),
+    "U-Net, 1e-6": ("057", "unet-", "1e-6"),
+    "DiT, 1e-5": ("057", "dit-", "1e-5"),
+    "DiT, 1e-6": ("057", "dit-", "1e-6"),
+}
+WHOLE = {  # flags of a finetuning: what the arms with them are called
+    "--pure_bf16": "nearest",
+    "--pure_bf16 --stochastic": "stochastic",
+    "--pure_bf16 --kahan --stochastic": "kahan-stochastic",
+    "--bf16": "bf16",
+}
+ADAPTED = {
+    "U-Net, lr 1e-4": ("057", "unet-", "1e-4"),
+    "U-Net, 1e-5": ("057", "unet-", "1e-5"),
+    "DiT, 1e-4": ("057", "dit-", "1e-4"),
+    "DiT, 1e-5": ("057", "dit-", "1e-5"),
+}
+ADAPTERS = {"--pure_bf16": "lora-nearest", "--pure_bf16 --stochastic": "lora-stochastic"}
+
+
+def finetuned_table(columns, rows, fp32, experiments, known):
+    """What each recipe keeps of what fp32 gains by a finetuning, in percent. columns: FINETUNED or ADAPTED;
+    rows: WHOLE or ADAPTERS; fp32: what their baseline is called.
+    """
+    table = [["flags", *columns]]
+    for flags, name in rows.items():
+        cells = []
+        for number, net, rate in columns.values():
+            experiment = next(one for one in experiments if one.number == number)
+            names = (f"{net}before", f"{net}{fp32}-{rate}", f"{net}{name}-{rate}")
+            cells.append(kept(experiment, names, known))
+        table.append([f"`{flags}`", *cells])
+    return markdown(table)
+
+
+def kept(experiment, names, known):
+    """'49 ± 6 (3)': the percentage that one arm keeps of what another gains over a third, half of its 95 %
+    interval, and pairs; '-' of an arm that is not there. names: of the third, the other and the one.
+    """
+    arms = {arm.name: arm for arm in experiment.arms}
+    if not all(name in arms for name in names):
+        return "-"
+    before, best, own = (scores(experiment, arms[name], known) for name in names)
+    shares = []
+    for seed in own:
+        if seed in best and seed in before:
+            shares.append(100 * (before[seed] - own[seed]) / (before[seed] - best[seed]))
+    if len(shares) < 2:
+        return "-"
+    found = stats.equivalence(shares, margin=1.0)
+    return f"{found.mean:.1f} ± {found.high - found.mean:.1f} ({len(shares)})"
+
+
 # ---- All pages ---------------------------------------------------------------------------------------------
 
 
@@ -303,6 +359,8 @@ def tables(experiments, known):
             "default run": lambda: default_run_table(experiments, known),
             "ways": lambda: from_scratch_table("065", experiments, known),
             "ways GPT": lambda: from_scratch_table("068", experiments, known),
+            "finetuned": lambda: finetuned_table(FINETUNED, WHOLE, "fp32", experiments, known),
+            "adapters": lambda: finetuned_table(ADAPTED, ADAPTERS, "lora-fp32", experiments, known),
         },
         "docs/advise.md": {"peaks": lambda: advice.table(rows_of("cpu-advice"))},
         "docs/claims.md": {"guides": guides_table},

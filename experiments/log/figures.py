@@ -89,6 +89,11 @@ def lines(axis, plt, arms, order):
     axis.grid(alpha=0.3)
 
 
+def legend_beside(axis, handles, names):
+    """The legend to the right of the axis, in as many columns as its names need."""
+    axis.legend(handles, names, ncols=1 + (len(names) - 1) // 20, **BESIDE)
+
+
 def level(axis, name, value):
     """A dotted line across the axis, with its name."""
     axis.axhline(value, color="grey", linestyle=":", linewidth=1)
@@ -107,7 +112,7 @@ def draw_bins(plt, data):
         xlabel="timestep (0 clean, 1000 noise)",
         ylabel="mean squared error",
     )
-    axis.legend(**BESIDE)
+    legend_beside(axis, *axis.get_legend_handles_labels())
     return picture
 
 
@@ -125,7 +130,7 @@ def draw_curves(plt, data):
         drawn, names = axis.get_legend_handles_labels()
         handles.update(zip(names, drawn, strict=True))
     handles = {name: handles[name] for name in data["order"] if name in handles}
-    axes[-1].legend(handles.values(), handles, **BESIDE)
+    legend_beside(axes[-1], handles.values(), handles)
     picture.suptitle(data["title"] + ", mean over seeds")
     picture.tight_layout()
     return picture
@@ -164,7 +169,7 @@ def draw_series(plt, data):
     axis.grid(alpha=0.3, which="both")
     title = data["title"] + "\nmean and standard deviation over seeds"
     axis.set(title=title, xlabel=data["x_label"], ylabel=data["y_label"])
-    axis.legend(**BESIDE)
+    legend_beside(axis, *axis.get_legend_handles_labels())
     return picture
 
 
