@@ -70,6 +70,24 @@ def test_a_row_whose_loss_lies_above_0_is_called_slightly_worse(folder):
     assert "slightly worse, within 0.5" in (folder / "001-rounding/README.md").read_text()
 
 
+def test_what_a_finetuning_keeps_is_a_share_of_what_fp32_gains(folder):
+    write(folder, TOML)
+    experiment = definition.load("1", folder)
+    records = []
+    for seed in experiment.seeds:
+        records.append(record(experiment, "sampler", seed, 3.0))  # stands for the net before
+        records.append(record(experiment, "fp32", seed, 1.0))
+        records.append(record(experiment, "nearest", seed, 2.1 if seed % 2 else 1.9))  # keeps 45 or 55 %
+    write(folder, TOML, records)
+    known = recorded(experiment)
+    half = 2.5706 * statistics.stdev([45, 55] * 3) / 6**0.5
+    said = doc_tables.kept(experiment, ("sampler", "fp32", "nearest"), known)
+    assert said == f"50.0 ± {half:.1f} (6)"
+    assert doc_tables.kept(experiment, ("sampler", "fp32", "absent"), known) == "-"
+    known = {key: r for key, r in known.items() if key[1] != "fp32"}
+    assert doc_tables.kept(experiment, ("sampler", "fp32", "nearest"), known) == "-"
+
+
 def test_random_effects_of_studies_that_agree_and_that_do_not():
     mean, half = stats.random_effects([1.0, 1.0, 1.0, 1.0], [0.1] * 4)
     assert mean == pytest.approx(1.0) and half == pytest.approx(stats.quantile(4) * 0.05)
