@@ -21,9 +21,9 @@ from torch import nn
 
 from lowprec.attention import SHORT, Attend
 from lowprec.errors import Refused
-from lowprec.machine import without
+from lowprec.machine import monai_alone
 
-with without("transformers"):
+with monai_alone():
     from monai.networks.blocks import ResidualUnit
     from monai.networks.nets import DiffusionModelUNet, UNet
 

@@ -148,7 +148,7 @@ def end_with(parent):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-PRELOADED = ["trainer", "models", "sklearn.model_selection", "torch.utils.tensorboard", "torchvision.utils"]
+PRELOADED = ["trainer", "models", "torch._dynamo", "torch.utils.tensorboard", "torchvision.utils"]
 
 
 def server():

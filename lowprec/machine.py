@@ -40,21 +40,24 @@ def try_import(name):
         logging.disable(quiet)
 
 
-@contextmanager
-def without(package):
-    """Within it, an import of `package` that has not been loaded yet fails, as if it were not installed.
+# what MONAI loads wherever it finds it, and no net here needs: it takes longer to load than MONAI itself
+BESIDE_MONAI = ("transformers", "torchvision", "sklearn", "scipy.signal", "matplotlib.pyplot", "pandas")
 
-    For libraries that load a large package where they find it: MONAI loads transformers, which takes seconds
-    of every start and speaks to the user.
+
+@contextmanager
+def monai_alone():
+    """Within it, imports of BESIDE_MONAI that have not been loaded yet fail, as if they were not installed.
+
+    What MONAI did not find then it never does: a task of a file that takes such parts of it imports them at
+    its top, which is read before anything here imports MONAI.
     """
-    absent = package not in sys.modules
-    if absent:
-        sys.modules[package] = None
+    absent = [name for name in BESIDE_MONAI if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))
     try:
         yield
     finally:
-        if absent:
-            del sys.modules[package]
+        for name in absent:
+            del sys.modules[name]
 
 
 def quiet_libraries():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lowprec.errors import Refused
-from lowprec.machine import without
+from lowprec.machine import monai_alone
 
 # size: (channels per level, residual blocks per level, latent channels). Each level but the first halves the
 # image. tiny leaves half of the values of an 8x8 digit: 2x4x4 of 64.
@@ -19,7 +19,7 @@ SIZES = {
 
 def autoencoder_kl(channels, size=None, latent_channels=None):
     """MONAI's AutoencoderKL in fp32; latent_channels None: those of the size. Raises Refused."""
-    with without("transformers"):
+    with monai_alone():
         from monai.networks.nets import AutoencoderKL
 
     size = size or "tiny"
@@ -48,7 +48,7 @@ def critic(channels, image_size):
     """MONAI's PatchDiscriminator. GroupNorm in place of BatchNorm: its three calls a step see three kinds of
     batch, whose statistics would mix.
     """
-    with without("transformers"):
+    with monai_alone():
         from monai.networks.nets import PatchDiscriminator
 
     layers = max(1, min(3, int(math.log2(image_size)) - 2))  # 8 pixels: 1; the last map is 2x2 or more

@@ -1,6 +1,6 @@
 """Every data set of the laboratory, behind one word: data.load("digits"). In brackets what is held out.
 
-    digits            scikit-learn's 1,797 handwritten digits, 8x8 (500, stratified)
+    digits            1,797 handwritten digits, 8x8, from digits.safetensors (500, stratified)
     synthetic         MONAI's discs in noise with their masks, 64x64 (64 of 320)
     folder:PATH       images, class folders optional; with masks PATH/images and PATH/masks, each image and
                       its mask under one stem; with inputs PATH/inputs and PATH/targets in the same way
@@ -10,9 +10,12 @@
     cifar10:PATH, mnist:PATH, fashion_mnist[:PATH], medmnist:FILE.npz: see published_sets.py
 
 Images are cropped to their central square and resized; the distinct values of all masks become 0, 1, ...
+
+digits.safetensors holds scikit-learn's load_digits() in the order of its train_test_split, random_state=0:
+who trains on digits does not wait for scikit-learn to be imported. They are the test digits of E. Alpaydin
+and C. Kaynak in the UCI repository (10.24432/C50P49, CC BY 4.0).
 """
 
-import functools
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from harness.files import read_tensors
 from lowprec.errors import Refused
-from lowprec.machine import without
+from lowprec.machine import monai_alone
 from tasks import folders
 from tasks.image_sets import Data, Files, Tensors, data_set, in_memory, square, square_mask
 from tasks.published_sets import cifar10, fashion_mnist, medmnist, mnist
@@ -87,34 +91,26 @@ def load(
 # ---- Built in ----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _sklearn_digits():
-    from sklearn.datasets import load_digits
-
-    return load_digits()
+DIGITS_FILE = Path(__file__).with_name("digits.safetensors")
+DIGITS_TRAINED = 1297  # of the file's digits; the others are held out
 
 
 def _digits(wish):
-    from sklearn.model_selection import train_test_split
-
-    digits = _sklearn_digits()
-    images = torch.from_numpy(digits.images).float()[:, None] / 8 - 1  # 0..16 -> [-1, 1], exact in fp32
-    labels = torch.from_numpy(digits.target).long()
-    train, heldout = train_test_split(
-        np.arange(len(labels)), test_size=500, stratify=digits.target, random_state=0
-    )
+    digits, _ = read_tensors(DIGITS_FILE)
+    images = digits["images"].float()[:, None] / 8 - 1  # 0..16 -> [-1, 1], exact in fp32
+    labels = digits["labels"].long()
     return in_memory(
         "digits",
         wish,
-        (images[train], labels[train]),
-        (images[heldout], labels[heldout]),
+        (images[:DIGITS_TRAINED], labels[:DIGITS_TRAINED]),
+        (images[DIGITS_TRAINED:], labels[DIGITS_TRAINED:]),
         num_classes=10,
         yardstick="digits" if wish.size in (None, 8) else None,
     )
 
 
 def _synthetic(wish, count=320, heldout=64, classes=3):
-    with without("transformers"):
+    with monai_alone():
         from monai.data.synthetic import create_test_image_2d
 
     size = wish.size or 64

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from harness.flags import Flag, amount
 from lowprec.errors import Refused
-from lowprec.machine import without
+from lowprec.machine import monai_alone
 from lowprec.recipes import Site
 from lowprec.rounding import DTYPES
 from tasks.generation import TIMESTEPS, Generation
@@ -45,7 +45,7 @@ class RFlow(Generation):
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
-        with without("transformers"):
+        with monai_alone():
             from monai.networks.schedulers import RFlowScheduler  # it takes seconds to import
 
         # whole steps when sampling; training draws its own
@@ -120,7 +120,7 @@ class DDPM(Generation):
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
-        with without("transformers"):
+        with monai_alone():
             from monai.networks.schedulers import DDIMScheduler
 
         # One object adds noise and samples, as MONAI's tutorials do. Its add_noise casts alphas_cumprod to

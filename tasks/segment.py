@@ -8,7 +8,7 @@ Scores are Dice and IoU of each class, of all pixels pooled (metrics.py).
 
 import torch
 
-from lowprec.machine import without
+from lowprec.machine import monai_alone
 from tasks import metrics
 from tasks.task import Task, picture
 
@@ -27,7 +27,7 @@ class Segment(Task):
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
-        with without("transformers"):
+        with monai_alone():
             from monai.losses import DiceCELoss
 
         self.criterion = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True)

@@ -27,9 +27,6 @@ import cli
 import common
 import fsdp_jobs
 import matplotlib.figure  # noqa: F401  these are what runs import once they need it
-import sklearn.datasets  # noqa: F401
-import sklearn.metrics  # noqa: F401
-import sklearn.model_selection  # noqa: F401
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint

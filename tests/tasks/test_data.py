@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from pictures import check, everything, grey, refused, same
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 from tasks.data import load
 
@@ -65,20 +67,19 @@ def test_missing_path(spec, tmp_path):
 # ---- Built in ----------------------------------------------------------------------------------------------
 
 
-def test_digits_are_all_there_and_split_once():
-    from sklearn.datasets import load_digits
-
+def test_digits_are_those_of_scikit_learn_and_split_as_it_splits():
     found = load("digits")
-    images, labels = check(found)
+    images, _ = check(found)
     assert found.yardstick == load("digits", image_size=8).yardstick == "digits"
     assert (found.channels, found.num_classes, found.image_size) == (1, 10, 8)
-    assert (len(found.train), len(found.heldout)) == (1297, 500)
-    ours = sorted(zip(((images + 1) * 8).flatten(1).tolist(), labels.tolist(), strict=True))
     digits = load_digits()
-    theirs = sorted(zip(digits.data.tolist(), digits.target.tolist(), strict=True))
-    assert ours == theirs  # each once: the parts are disjoint
-    shares = torch.bincount(everything(found.heldout)[1]) / torch.bincount(labels)
-    assert (shares - 500 / 1797).abs().max() < 0.01  # stratified
+    everyone = range(len(digits.target))
+    parts = train_test_split(everyone, test_size=500, stratify=digits.target, random_state=0)
+    for part, numbers in zip((found.train, found.heldout), parts, strict=True):
+        ours, labels = everything(part)
+        assert torch.equal((ours[:, 0] + 1) * 8, torch.from_numpy(digits.images[numbers]).float())
+        assert labels.tolist() == digits.target[numbers].tolist()
+    assert len(images) == 1797
     again = load("digits", seed=5)
     assert same(found, again) and found.fingerprint == again.fingerprint
 
