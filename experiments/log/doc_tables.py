@@ -287,6 +287,23 @@ def from_scratch_table(number, experiments, known):
     return markdown(table)
 
 
+OTHER_OPTIMIZERS = ("sgd", "lion", "adafactor", "muon")
+TRAINED_BY_OTHERS = {"GPT": "069", "DiT": "066", "U-Net": "072"}  # a column: its experiment
+WRITTEN = {"stochastic": "--pure_bf16 --stochastic", "nearest": "--pure_bf16"}  # end of an arm's name: flags
+
+
+def others_table(experiments, known):
+    """What each way of writing costs with each optimiser, against fp32 with the same optimiser."""
+    table = [["flags", *TRAINED_BY_OTHERS]]
+    for written, flags in WRITTEN.items():
+        for optimizer in OTHER_OPTIMIZERS:
+            cells = []
+            for number in TRAINED_BY_OTHERS.values():
+                cells.append(loss_change(number, f"{optimizer}-{written}", experiments, known))
+            table.append([f"`{flags} --optimizer {optimizer}`", *cells])
+    return markdown(table)
+
+
 FINETUNED = {  # a column: (experiment, what the names of its net's arms begin with, the rate they end with)
     "GPT, lr 1e-5": ("035", "", "1e-5"),
     "GPT, 1e-6": ("035", "", "1e-6"),
@@ -359,6 +376,7 @@ def tables(experiments, known):
             "default run": lambda: default_run_table(experiments, known),
             "ways": lambda: from_scratch_table("065", experiments, known),
             "ways GPT": lambda: from_scratch_table("068", experiments, known),
+            "others": lambda: others_table(experiments, known),
             "finetuned": lambda: finetuned_table(FINETUNED, WHOLE, "fp32", experiments, known),
             "adapters": lambda: finetuned_table(ADAPTED, ADAPTERS, "lora-fp32", experiments, known),
         },
