@@ -25,12 +25,11 @@ from lowprec.telemetry import sample
 from lowprec.watch import compare, verdicts
 from lowprec.watch.computed import Recorder, not_finite, relative, relative_tree
 from lowprec.watch.net_state import rounded_to_bf16
-from lowprec.watch.verdicts import WIDTH, Diagnosis, Finding
+from lowprec.watch.verdicts import Diagnosis, Finding
 from lowprec.watch.writes import Writes
 from tasks.task import Rng, to_device
 from trainer import Trainer
 
-__all__ = ["LIMITS", "WIDTH", "Diagnosis", "Examination", "Finding", "diagnose", "relative"]
 STEPS = 8  # further steps in memory
 IMAGES = 16
 # parameters x pixels x images of one step; about a second on a CPU core. Beyond it the batch is cut
@@ -70,7 +69,6 @@ class Examination:
     """
 
     images = IMAGES
-    limits = LIMITS
     relative = staticmethod(relative)
 
     def __init__(self, config, checkpoint, folder):
@@ -395,9 +393,7 @@ class Examination:
             self.arrival(site, q, max(done, self.config.steps))
 
     def title(self, name):
-        """The site of an average: one that the task's loss reads has one of its own, and is no average kept
-        beside.
-        """
+        """The site of an average; one that the task's loss reads has a site of its own."""
         own = {spec: site for site, spec in self.trainer.task.averages().items()}
         return name if name == "ema" else own.get(name, f"average {name}")
 

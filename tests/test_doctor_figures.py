@@ -13,7 +13,7 @@ import doctor
 import train
 from lowprec import precision, rounding
 from lowprec.rounding import Stream
-from lowprec.watch import net_state
+from lowprec.watch import net_state, verdicts
 
 QUICK = test_doctor.QUICK
 STEPS = test_doctor.STEPS
@@ -137,6 +137,7 @@ def test_what_the_run_has_logged(deep):
     log = doctor.Examination.logged  # fp16 is emulated on most CPUs, slowly: its log alone
     examination = doctor.Examination.__new__(doctor.Examination)
     examination.recipe, examination.found, examination.sound = precision.recipe(fp16=True), [], {}
+    examination.limits = doctor.LIMITS
     started = {**row, "loss_scale": 1024.0}
     examination.metrics = [
         {**started, "step": s, "skipped_steps": min(s, 20) // 10} for s in range(10, 200, 10)
@@ -244,7 +245,7 @@ def test_the_command_reads_only_and_tells_by_its_status(capsys):
     out = capsys.readouterr().out
     assert content() == before and {p.name for p in Path().iterdir()} == {"runs"}
     assert "sampler" in out and "--set sampler=fp32" in out
-    assert max(map(len, out.splitlines())) <= doctor.WIDTH
+    assert max(map(len, out.splitlines())) <= verdicts.WIDTH
     saved(trained())
     assert train.main(["--diagnose", "runs/run"]) == 0
     assert "healthy: nothing is losing information" in capsys.readouterr().out
