@@ -77,6 +77,7 @@ NETS = {  # the fp32 runs that a row is compared with: (what the tables call net
     "066/adafactor-fp32": ("DiT, Adafactor", 328_964),
     "066/muon-fp32": ("DiT, Muon", 328_964),
     "037/fp32": ("DiT, Fashion-MNIST, 4.2 M", 4_167_568),
+    "059/fp32": ("the same, twelve other seeds", 4_167_568),
     "057/dit-fp32-1e-5": ("DiT, finetuning at lr 1e-5", 4_167_568),
     "057/dit-fp32-1e-6": ("DiT, finetuning at lr 1e-6", 4_167_568),
     "043/fp32": ("DiT, Fashion-MNIST, 32 M, H100", 32_478_736),
