@@ -41,7 +41,10 @@ def try_import(name):
 
 
 # what MONAI loads wherever it finds it, and no net here needs: it takes longer to load than MONAI itself
-BESIDE_MONAI = ("transformers", "torchvision", "sklearn", "scipy.signal", "matplotlib.pyplot", "pandas")
+BESIDE_MONAI = (
+    *("scipy", "sklearn", "pandas", "matplotlib", "torchvision", "transformers"),
+    *("huggingface_hub", "requests", "nibabel"),
+)
 
 
 @contextmanager
