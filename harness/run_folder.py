@@ -90,14 +90,12 @@ def export(path, weights, config, step):
 
 def environment(device):
     """Versions, machine and commit, for env.json and for records."""
-    import torchvision
-
     kind, capability, features = device_facts(device)
     status = _git("status", "--porcelain", "--", ".", ":!experiments", ":!*.md")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": metadata.version("torchvision"),
         "monai": metadata.version("monai"),
         "cpu": _cpu_name(),
         "cores": cpu_threads(),

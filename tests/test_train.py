@@ -38,6 +38,7 @@ from safetensors.torch import load_file
 
 import train
 import trainer
+from lowprec.kernels import cpu_step
 from tasks import generation, task
 from tasks import metrics as metrics_module
 
@@ -444,3 +445,22 @@ def test_the_command_is_read_before_heavy_libraries_are_imported():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     assert not done.stdout.split()
+
+
+FIRST_STEP = """
+import sys, train, trainer
+train_step = trainer.Trainer.train_step
+def first_step(*words, **options):
+    train_step(*words, **options)
+    sys.exit("loaded" if "torch._dynamo" in sys.modules else "not loaded")
+trainer.Trainer.train_step = first_step
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(cpu_step.library() is None, reason="a step without AVX2 and GCC is compiled by torch")
+@pytest.mark.parametrize("flags", ("", "--pure_bf16 --stochastic --kahan"), ids=("fp32", "bf16"))
+def test_a_run_starts_without_loading_the_compiler(flags, tmp_path):
+    words = [sys.executable, "-c", FIRST_STEP, "--runs", str(tmp_path), *flags.split()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stderr.splitlines()[-1].endswith("not loaded")

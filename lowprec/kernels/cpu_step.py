@@ -6,7 +6,7 @@ with the bits of the torch code.
 
 It is written by hand in cpu_step.cpp, for AVX-512 and for AVX2: a loop that torch.compile makes waits for
 each hash of noise and at each new page of memory, and can't vectorise the reading of tables. The first call
-compiles it by GCC, which takes some seconds, and keeps the result beside torch's compiled kernels.
+compiles it by GCC, which takes some seconds, and keeps the result.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,24 +93,22 @@ def library():
         return None
     try:
         return ctypes.CDLL(str(_built()))
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _built():
     """The path of the compiled library. Raises what `library` catches."""
-    from torch._inductor import cpp_builder
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    compiler = cpp_builder.get_cpp_compiler()
-    if not cpp_builder.is_gcc():
-        raise RuntimeError(f"{compiler} is not GCC")
+    compiler = os.environ.get("CXX", "g++")
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True).stdout
+    if b"Free Software Foundation" not in version:
+        raise OSError(f"{compiler} is not GCC")
     target = subprocess.run(
         [compiler, *COMPILER_FLAGS, "-Q", "--help=target"], check=True, capture_output=True
     ).stdout
     code = b"".join(file.read_bytes() for file in (SOURCE, *HEADERS))
     name = hashlib.sha256(code + target + " ".join(COMPILER_FLAGS).encode()).hexdigest()[:20]
-    path = Path(cache_dir()) / "cpu_step" / f"{name}.so"
+    path = _kept() / f"{name}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_suffix(f".{os.getpid()}")  # processes that build it together do not meet
@@ -118,6 +117,13 @@ def _built():
         )
         own.replace(path)
     return path
+
+
+def _kept():
+    """The folder of libraries that were compiled before: below that of torch's kernels, if one was chosen."""
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    own = Path(tempfile.gettempdir()) / f"lowprec_{user}"
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", own)) / "cpu_step"
 
 
 NEAREST, OF_MKL, CALLED = range(3)  # as in cpu_step.cpp

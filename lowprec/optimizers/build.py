@@ -13,7 +13,7 @@ from .answers import Answers, params_of
 from .lion import Lion
 from .muon import Muon, hidden_matrices
 from .peers import PEERS, Peer
-from .rounded import Rounded
+from .rounded import Plain, Rounded
 from .sgd import SGD
 from .state import own_attributes
 
@@ -81,7 +81,7 @@ def _of_all(call):
     return tell
 
 
-class Joined(Answers, torch.optim.Optimizer):
+class Joined(Answers, Plain):
     """Several optimisers that answer and step as one: for parameter groups with an `optimizer` of their own.
 
     param_groups are those of the parts, so torch's schedulers work on them.

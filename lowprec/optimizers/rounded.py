@@ -10,6 +10,7 @@ picks who carries it out. state.py keeps the state; answers.py has what can be a
 """
 
 import functools
+import inspect
 import math
 import operator
 from typing import NamedTuple
@@ -139,7 +140,17 @@ class Work(NamedTuple):
     parts: list
 
 
-class Rounded(RoundedAnswers, KeptState, torch.optim.Optimizer):
+class Plain(torch.optim.Optimizer):
+    """torch's, without what keeps torch.compile out of these calls: the first of them would load the
+    compiler, which takes as long as loading torch.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+
+
+class Rounded(RoundedAnswers, KeptState, Plain):
     """What every optimiser here shares. A new one has `moments`, `numbers` and `direction`; see AdamW.
 
     params: fp32 or bf16 parameters, mixed freely, or groups with options of their own. How bf16 weights are
