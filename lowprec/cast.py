@@ -75,7 +75,8 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     -inf in bf16, and a softmax over a row of -inf is NaN.
     """
     top = torch.finfo(dtype).max
-    if torch.finfo(x.dtype).max > top and x.layout == torch.strided and not x.is_meta:
+    has_values = x.layout == torch.strided and not x.is_meta
+    if has_values and torch.finfo(x.dtype).max > top:
         x = torch.where(x.isfinite(), x.clamp(-top, top), x)
     return x.to(dtype)
 
