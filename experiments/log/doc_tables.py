@@ -246,12 +246,15 @@ ROUNDED = {  # --set generation=: the arms of experiment 062 that round weights 
 }
 
 
+NOT_RECORDED = "-"
+
+
 def loss_change(number, arm, experiments, known):
     """'+0.37 [+0.33, +0.40] (6)': the change of the held-out loss in percent, its interval, pairs."""
     experiment = next(one for one in experiments if one.number == number)
     _, pairs, change = loss_comparison(experiment, experiment.arm(arm), known)
-    if change is None:  # not recorded yet
-        return "-"
+    if change is None:
+        return NOT_RECORDED
     return f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({pairs})"
 
 
@@ -265,24 +268,29 @@ def rounded_table(experiments, known):
     return markdown(table)
 
 
+AGAIN = {  # how the name of an arm ends that reads the run of another: its column
+    "-read": "products of the same format when it is scored",
+    "-paired": "against NVFP4 with all its parts, %",
+}
+
+
 def from_scratch_table(number, experiments, known):
-    """The arms of an experiment that train: their flags, and what each loses against the baseline. An arm
-    NAME-read, which draws with what NAME trained, has a column.
+    """The arms of an experiment that trained: their flags, and what each loses against the baseline. Arms
+    that read the same runs again have columns.
     """
     experiment = next(one for one in experiments if one.number == number)
     arms = {arm.name: arm for arm in experiment.arms}
-    are_read_again = any(name.endswith("-read") for name in arms)
-    header = ["flags", "held-out loss, %"]
-    if are_read_again:
-        header += ["products of the same format when it is scored"]
-    table = [header]
+    endings = [ending for ending in AGAIN if any(name.endswith(ending) for name in arms)]
+    table = [["flags", "held-out loss, %", *(AGAIN[ending] for ending in endings)]]
     for name, arm in arms.items():
-        if arm.of or arm.after or not arm.flags:
+        trains = arm.flags and not (arm.of or arm.after)
+        change = loss_change(number, name, experiments, known) if trains else NOT_RECORDED
+        if change == NOT_RECORDED:
             continue
-        row = [f"`{' '.join(arm.flags)}`", loss_change(number, name, experiments, known)]
-        if are_read_again:
-            again = f"{name}-read"
-            row.append(loss_change(number, again, experiments, known) if again in arms else "-")
+        row = [f"`{' '.join(arm.flags)}`", change]
+        for ending in endings:
+            again = f"{name}{ending}"
+            row.append(loss_change(number, again, experiments, known) if again in arms else NOT_RECORDED)
         table.append(row)
     return markdown(table)
 
@@ -396,6 +404,7 @@ def tables(experiments, known):
             "rounded": lambda: rounded_table(experiments, known),
             "coded": lambda: from_scratch_table("063", experiments, known),
             "trained": lambda: from_scratch_table("064", experiments, known),
+            "parts of NVFP4": lambda: from_scratch_table("073", experiments, known),
             "trained GPT": lambda: from_scratch_table("067", experiments, known),
             "fp16": lambda: fp16_weights.table(rows_of("cpu-fp16")),
         },
