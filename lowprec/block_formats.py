@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from .kernels.compiled import fused
 from .machine import device_facts
-from .rounding import noise_bits
+from .rounding import uniform
 
 # ---- Elements ----------------------------------------------------------------------------------------------
 
@@ -388,7 +388,7 @@ def _uniform(shape, key):
     """fp32 in [0, 1), or None without a key."""
     if key is None:
         return None
-    return (noise_bits(math.prod(shape), key)[0].view(shape) & 0xFFFFFF).float() * 2.0**-24
+    return uniform(shape, key)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .rounding import noise_bits
+from .rounding import uniform
 
 
 class Curve(NamedTuple):
@@ -40,10 +40,9 @@ def encoder(signed):
         if key is None:
             code = (place + 0.5).floor()
         else:
-            uniform = (noise_bits(x.numel(), key)[0].view(x.shape) & 0xFFFFFF).float() * 2.0**-24
             below = place.floor()
             low, high = (curve.straighten(code / top) for code in (below, below + 1))
-            code = below + ((share - low) / (high - low) > uniform)
+            code = below + ((share - low) / (high - low) > uniform(x.shape, key))
         if not signed:
             code = torch.where((share > 0) & (code == 0), 1.0, code)
         code = torch.where(x < 0, -code, code).clamp(-top, top).int()

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from .rounding import noise_bits
+from .rounding import uniform
 
 
 @functools.cache
@@ -24,8 +24,7 @@ def encoder(form, signed):
         gap = (biased << 23).view(torch.float32)
         a_gap = ((254 - biased) << 23).view(torch.float32)  # 1 / gap, exactly: powers of two divide slowly
         if key is not None:
-            uniform = (noise_bits(x.numel(), key)[0].view(x.shape) & 0xFFFFFF).float() * 2.0**-24
-            y = (y * a_gap + uniform).floor() * gap
+            y = (y * a_gap + uniform(x.shape, key)).floor() * gap
         if not signed:
             smallest = 2.0 ** (form.least - form.mantissa)
             lowest = torch.where(x > 0, smallest, 0.0)  # half the time of (x > 0) & (y < smallest)

@@ -27,7 +27,7 @@ from . import curves, float8
 from .kernels import choose
 from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
-from .rounding import noise_bits
+from .rounding import uniform
 
 SMALLEST = 4096  # values; both libraries keep the moments of smaller tensors in full
 
@@ -41,7 +41,7 @@ class Format:
     name, bits, block = "", 8, 256
     mantissa = 0  # bits of it, of an 8-bit float
     why = ""  # what the ledger says of it
-    gap = ""  # between two codes, as a share of the value
+    gap = ""  # half of the distance between two codes, as a share of the value
     flag = ""  # the flag that asks for it, without dashes; "" where --set alone does
     lowest = 0.0  # second moment, as a share of its block's largest, below which there is no code but 0
     remedy = "--set exp_avg_sq=fp32, or --beta2 0.99"  # where a second moment in it loses too much
@@ -240,9 +240,8 @@ def stochastic_codes(x, table, line, key, signed):
     code = torch.zeros_like(y)
     for value, first, rise in line.unbind(0):
         code = torch.where(y.abs() >= value, first + (y.abs() - value) * rise, code)
-    uniform = (noise_bits(x.numel(), key)[0].view(x.shape) & 0xFFFFFF).float() * 2.0**-24
     whole = code.floor()
-    code = (whole + (code - whole > uniform)).int()
+    code = (whole + (code - whole > uniform(x.shape, key))).int()
     if signed:  # the negative side mirrors the positive one
         zero = table.numel() // 2 - 1
         code = torch.where(y < 0, zero - code, zero + code)
@@ -298,7 +297,7 @@ class Int8(Table):
 
     name, bits, block = "int8", 8, 256
     why = "8-bit codes in blocks of 256, format of bitsandbytes"
-    gap = "0.35 % to 28 %"
+    gap = "0.2 % and more"
     flag = "opt8bit"
     remedy = "--stochastic"
 
@@ -378,7 +377,7 @@ class Log4(Int4):
 
     name = "log4"
     why = "4-bit codes in blocks of 128: exp_avg as torchao has it, exp_avg_sq in powers of two"
-    gap = "100 %"
+    gap = "25 % to 50 %"
     lowest = 2.0**-15
     flag = ""
 
@@ -396,7 +395,7 @@ class Curved(Format):
 
     name, block = "flash8", 32
     why = "8-bit codes in blocks of 32 on the curves of FlashOptim: softsign for exp_avg, root for exp_avg_sq"
-    gap = "0.8 % and more"
+    gap = "0.4 % and more"
     remedy = "--stochastic"
 
     def _encode_rows(self, x, codes, scales, signed, key, compiled):

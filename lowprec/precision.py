@@ -87,7 +87,8 @@ class Precision:
     fp32 with fp32 weights, islands by name. fp32_outputs: of modules whose outputs are fp32, as of a head
     whose logits become a loss within the net. blank: builds the net anew, for the generator of a model that
     fully_shard has spread, see fsdp.py. method_options: sparse24_decay; lora, the rank of adapters beside
-    frozen layers, see layers/lora.py; fp4_until: the step from which on layers in FP4 compute in bf16.
+    frozen layers, see layers/lora.py; fp4_until: the step from which on layers in FP4 compute in bf16;
+    calibrate: () -> calls the model on data, for generation_rounding=gptq, see layers/quantise.py.
     """
 
     def __init__(
@@ -391,7 +392,8 @@ class Precision:
         'compute' as trained, but FP8 layers compute in bf16; 'fp8' through those; 'fp32' a full-precision
         copy, 'autocast' that copy under bf16, 'fp16' under fp16; 'bf16' a copy in bf16 whatever was trained;
         'int8', and 'fp8' of a net trained otherwise: the autocast copy with its Linear layers quantised
-        (quantise.quantise). Raises Refused for a source that this run does not hold.
+        (quantise.quantise); 'mxfp8', 'nvfp4_weights' and other formats in blocks: the same in that format.
+        Raises Refused for a source that this run does not hold.
 
         Of a model that is spread over ranks all of them call this, and the first has the copy, the others
         None.

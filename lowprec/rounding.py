@@ -12,6 +12,7 @@ functions are plain elementwise torch: torch.compile fuses a whole optimiser ste
 """
 
 import enum
+import math
 from typing import NamedTuple
 
 import torch
@@ -100,6 +101,12 @@ def noise_bits(n, key):
     # the second word enters between two rounds: different steps give unrelated sequences, not shifted ones
     first = _mix(h + key[1])
     return first, _mix(first ^ 0x5BD1E995)
+
+
+def uniform(shape, key):
+    """fp32 of this shape, uniform in [0, 1), by 24 bits of noise each. key: as of noise_bits."""
+    bits, _ = noise_bits(math.prod(shape), key)
+    return (bits.view(shape) & 0xFFFFFF).float() * 2.0**-24
 
 
 # ---- Rounding ----------------------------------------------------------------------------------------------

@@ -68,7 +68,9 @@ class Step:
 
     @property
     def is_exact(self):
-        """Whether it is to have the bits of torch.optim.AdamW: its weights and moments are exact fp32."""
+        """Whether the arithmetic is to round as that of torch.optim.AdamW: no moment is bf16, and no bf16
+        weight is written by noise without an exact master.
+        """
         if self.rule != "adamw":
             return False
         rounds = self.low is None or self.low.dtype in (torch.bfloat16, torch.int8)
@@ -155,8 +157,8 @@ def move_average(average, weights, low, compiled):
     elif compiled and cpu_step.fits([weights], [average.flat], low):
         cpu_step.ema(average, weights, low)
     else:
-        flat, *how = average
-        fused(ema_kernel, flat, weights, low, *how, compiled=compiled)
+        how = (average.share, average.key, average.stochastic)
+        fused(ema_kernel, average.flat, weights, low, *how, compiled=compiled)
 
 
 # ---- A vector ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@
     nbytes(), notes()           bytes of state, and remarks, by site
     clear(p, name), still(p)    set a moment to zero; set to zero what moves p without a gradient
     set_exact(p, value)         let p hold a value
+    reading()                   a context in which the weights are those to evaluate
     announce, attach, collect   called around a run
 """
 
