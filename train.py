@@ -214,8 +214,12 @@ def _label(step, given, table):
     """What the pictures of a drawing are called: the step, and the flags that differ."""
     label = f"step{step:06d}"
     named = {name: value for name, value in given.items() if table[name].kind != "machine"}
-    if named:
-        label += "-" + table.name(table.typed(named), unlike=True)
+    unlike = {name: value for name, value in named.items() if value != table[name].default}
+    if unlike:
+        label += "-" + table.name(table.typed(unlike), unlike=True)
+    for name, value in named.items():  # the training may have had another value than the default
+        if name not in unlike:
+            label += f"-{name}_{value}"
     return label
 
 

@@ -247,8 +247,10 @@ class Cast:
     def _cast_low(self, model, r, exact):
         _cast_parameters(model, exact, self.dtype_of_frozen)
         for name, module in model.named_modules():
-            apart = self.dtype_of_frozen.get(module)
-            _cast_buffers(name, module, apart or r.dtype("buffers"), self.dtypes)
+            dtype = self.dtype_of_frozen.get(module) or r.dtype("buffers")
+            if module in exact and _keeps_statistics(module):
+                dtype = torch.float32  # as its weights
+            _cast_buffers(name, module, dtype, self.dtypes)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
@@ -328,7 +330,9 @@ def _cast_parameters(model, whole, dtype_of_module):
     for p in model.parameters():
         if p.is_floating_point():
             dtype_of[p] = torch.bfloat16
-    for module, dtype in (*dtype_of_module.items(), *((module, torch.float32) for module in whole)):
+    dtypes = list(dtype_of_module.items())
+    dtypes += [(module, torch.float32) for module in whole]
+    for module, dtype in dtypes:
         for p in _own_parameters(module):
             if p in dtype_of:
                 dtype_of[p] = dtype

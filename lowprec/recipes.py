@@ -88,7 +88,7 @@ class Recipe:
         return isinstance(other, Recipe) and self._all() == other._all()
 
     def __hash__(self) -> int:
-        return hash((*self.values.items(), self.fp8, self.fp4))
+        return hash((frozenset(self.values.items()), self.fp8, self.fp4))
 
     def _all(self):
         return self.values, self.fp8, self.fp4
@@ -338,12 +338,13 @@ def _options_of_products(compute, fp4, flags):
     return None, None
 
 
-def _check_unused(compute, kind, remedy, settings, defaults):
+def _check_unused(compute, kind, flag_of_kind, settings, defaults):
+    remedy = "drop it" if compute in LOW_PRODUCTS else f"add --{flag_of_kind}"
     for flag, default in defaults.items():
         if settings[flag] != default:
             raise Refused(
                 f"--{flag} {settings[flag]} says how {kind} is run, and this recipe computes in {compute}: "
-                f"add --{remedy}"
+                f"{remedy}"
             )
 
 

@@ -198,6 +198,10 @@ RECIPE = (
         "bf16; drop one of the two",
     ),
     Rule(
+        lambda r: r.frozen == "nf4" and (r.compute in LOW_PRODUCTS or r.sparse24 != "none"),
+        "frozen=nf4 with --fp8, --fp4 or --sparse24: each would take the frozen linear layers; drop one",
+    ),
+    Rule(
         lambda r: r.generation_rounding == "gptq" and r.generation not in ("int8", *BLOCKS_OF_GENERATION),
         lambda r: f"generation_rounding=gptq with generation={r.generation}: it rounds a finished net's "
         "weights to int8 or to blocks; add --set generation=int8, or nvfp4_weights",

@@ -132,7 +132,9 @@ class StepReport:
                 moving.add(should_move)
                 moved.add(should_move & (self._moment(p) != moment))
         ratio = math.sqrt(update_squares.total() / max(weight_squares.total(), 1e-30))
-        report = {"update_survival": survived.total() / max(1, wanted.total()), "update_ratio": ratio}
+        report = {"update_survival": survived.total() / max(1, wanted.total())}
+        if not math.isnan(ratio):  # what eco wants of an update is not told
+            report["update_ratio"] = ratio
         if moving.total():
             report["exp_avg_sq_moved"] = moved.total() / moving.total()
         return report

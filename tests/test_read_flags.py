@@ -192,3 +192,13 @@ def test_the_folder_is_named_after_the_flags():
 def test_a_learning_rate_whose_step_no_float_holds(capsys):
     assert quick("--optimizer", "torch", "--lr", 1e38, "--checkpoint_every", 1) == 2
     assert "a step is too large for fp32: use a smaller --lr" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_drawings_of_other_flags_have_other_names():
+    """A flag that is typed with its default too: the training may have had another value."""
+    table = strategies.table()
+    steps = table["sample_steps"].default
+    typed = [{}, {"sample_steps": steps}, {"weights": "ema"}, {"seed": 0}, {"seed": 1}]
+    typed += [{"seed": 1, "weights": "ema"}]
+    assert table["weights"].default == "ema" and table["seed"].default == 0
+    assert len({train._label(100, given, table) for given in typed}) == len(typed)

@@ -188,9 +188,16 @@ class FP4(FP8):
         return {"steps": self.steps}
 
     def load_state_dict(self, state, low_part):
-        if state is not None:
-            self.steps = state["steps"]
-            self._next_step()
+        if state is None:
+            return
+        had_ended = self.has_ended
+        self.steps = state["steps"]
+        if had_ended and not self.has_ended:
+            for parent, attribute, _, low in self.swaps:
+                setattr(parent, attribute, low)
+            for scaling in self.functional.values():
+                scaling.options = self.options
+        self._next_step()
 
     def summary(self):
         end = "" if self.until is None else f", bf16 from step {self.until} on"

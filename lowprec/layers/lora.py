@@ -56,13 +56,19 @@ class Lora(Method):
         self.rank = rank
         self.layers = []  # names of the modules that are Adapted
         role_of = roles(model)
-        found = [(name, module) for name, module in model.named_modules() if takes(module, rank)]
+        stay = {module for name, module in model.named_modules() if role_of[name] & STAY}
+        named = model.named_modules(remove_duplicate=False)  # a layer may have several names
+        found = [(name, module) for name, module in named if name and takes(module, rank)]
         model.requires_grad_(False)
+        adapted = {}
         for name, module in found:
-            if name and not role_of[name] & STAY:
-                parent, _, own_name = name.rpartition(".")
-                setattr(model.get_submodule(parent), own_name, Adapted(module, rank))
-                self.layers.append(name)
+            if module in stay:
+                continue
+            if module not in adapted:
+                adapted[module] = Adapted(module, rank)
+            parent, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(parent), own_name, adapted[module])
+            self.layers.append(name)
         if not self.layers:
             raise Refused(f"lora={rank}: this net has no linear layer or convolution wider than {rank}")
 

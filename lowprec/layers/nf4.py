@@ -90,7 +90,9 @@ class NF4Base(Method):
 
     def __init__(self, model):
         role_of = roles(model)
-        self.layers = [name for name, module in model.named_modules() if takes(module, role_of[name])]
+        taken = {module for name, module in model.named_modules() if takes(module, role_of[name])}
+        named = model.named_modules(remove_duplicate=False)  # a layer may have several names
+        self.layers = [name for name, module in named if module in taken]
         if not self.layers:
             raise Refused(
                 f"frozen=nf4: this net has no frozen nn.Linear of {SMALLEST_LAYER:,} weights or more; train "
@@ -102,12 +104,16 @@ class NF4Base(Method):
         return cls(model) if recipe.frozen == "nf4" else None
 
     def convert(self, model):
+        new = {}
+        self.shapes = {}
         for name in self.layers:
+            linear = model.get_submodule(name)
+            if linear not in new:
+                new[linear] = NF4Linear(linear)
             parent, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(parent), own_name, NF4Linear(model.get_submodule(name)))
-        modules = [model.get_submodule(name) for name in self.layers]
-        self.shapes = {name: module.shape for name, module in zip(self.layers, modules, strict=True)}
-        self.bytes = sum(module.codes.nbytes + module.scales.nbytes for module in modules)
+            setattr(model.get_submodule(parent), own_name, new[linear])
+            self.shapes[name] = new[linear].shape
+        self.bytes = sum(module.codes.nbytes + module.scales.nbytes for module in new.values())
 
     def values(self, values):
         """The decoded weights under their own names."""

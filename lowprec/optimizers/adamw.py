@@ -2,6 +2,7 @@
 
 import torch
 
+from ..errors import Refused
 from ..kernels import choose
 from ..kernels.numbers import AdamWNumbers
 from .rounded import Rounded
@@ -20,6 +21,12 @@ class AdamW(Rounded):
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, **writing):
         options = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
+
+    def add_param_group(self, param_group):
+        betas = param_group.get("betas", self.defaults["betas"])
+        if self.update == "eco" and betas[0] == 0:
+            raise Refused("update='eco' puts rounding errors into the momentum: set betas[0] above 0, as 0.9")
+        super().add_param_group(param_group)
 
     def numbers(self, group, step):
         beta1, beta2 = group["betas"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import Refused
+from ..errors import Refused, check_choice
 from ..kernels import cpu_products
 from ..layers.convolutions import CONVOLUTIONS
 from ..roles import role, roles
@@ -57,7 +57,10 @@ class Muon(ByTensor):
         adjust="match_rms_adamw",
         **writing,
     ):
-        self.dtype, self.adjust = DTYPES[orthogonalise], ADJUST[adjust]
+        check_choice("orthogonalise", orthogonalise, ORTHOGONALISE.values)
+        check_choice("adjust", adjust, ADJUST)
+        self.dtype = DTYPES[orthogonalise]
+        self.adjust = adjust
         options = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 
@@ -83,7 +86,7 @@ class Muon(ByTensor):
         mean = g.lerp_(m, numbers.momentum) if numbers.nesterov else m
         matrix = mean.flatten(1)  # [out, in, ...] -> [out, rest]
         direction = orthogonalised(matrix, self.dtype, room=room).float()
-        rate = -numbers.lr * self.adjust(*matrix.shape)
+        rate = -numbers.lr * ADJUST[self.adjust](*matrix.shape)
         return direction.reshape(g.shape), rate, {"momentum": m}
 
     def decay(self, p, name):

@@ -102,8 +102,11 @@ class Peer(Answers, torch.optim.Optimizer):
         return True
 
     def decay(self, p, name):
+        group = self._group(p)
+        if name not in self.names or "betas" not in group:
+            return math.nan, 0
         step = self.state.get(p, {}).get("step", 0)
-        return self._group(p)["betas"][0 if name == "exp_avg" else 1], int(step)
+        return group["betas"][0 if name == "exp_avg" else 1], int(step)
 
     def nbytes(self):
         """As allocated: nothing before the first step. What is no first moment counts as a second one."""

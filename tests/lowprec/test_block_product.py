@@ -253,7 +253,7 @@ def test_bare_parameters_train_in_fp4():
         (dict(fp4="nvfp4", fp8=True), "--fp4 and --fp8 exclude each other"),
         (dict(fp4="nvfp4", bf16=True), "--fp4 and --bf16 exclude each other"),
         (dict(bf16=True, fp4_grads="nearest"), "computes in bf16: add --fp4 nvfp4"),
-        (dict(fp8=True, fp4_weights="1d"), "computes in fp8: add --fp4 nvfp4"),
+        (dict(fp8=True, fp4_weights="1d"), "computes in fp8: drop it"),
     ],
 )
 def test_recipes_that_make_no_sense(flags, words):
@@ -285,3 +285,15 @@ def test_what_casts_lose_is_counted():
     x[:, ::2] = 1e-3  # under a quarter of the smallest step of a block
     scaling(x, torch.ones(32, 16))
     assert scaling.counts[INPUT].tolist() == [256, 512, 0, 512]
+
+
+def test_a_run_that_has_ended_in_bf16_goes_back_to_fp4_with_an_earlier_checkpoint():
+    run = Precision(dit(), recipe(fp4="nvfp4"), lr=1e-3, seed=5, fp4_until=2)
+    start = through_a_file(run.state_dict())
+    weights = []
+    for _ in range(2):
+        run.load_state_dict(start)
+        steps(run, 0, 3)
+        weights.append([p.detach().clone() for p in run.params])
+    for a, b in zip(*weights, strict=True):
+        assert torch.equal(a, b)

@@ -86,6 +86,7 @@ def test_what_takes_no_error_is_refused():
     refused(lambda: Muon(params, update="eco"), "Muon has no momentum")
     refused(lambda: SGD(params, update="eco"), "set momentum")
     refused(lambda: AdamW(params, update="eco", master="split"), "choose one")
+    refused(lambda: AdamW(params, update="eco", betas=(0, 0.99)), "set betas[0] above 0")
     refused(lambda: recipe(sites=["update=eco"]), "use it with --pure_bf16 alone")
     refused(lambda: recipe(pure_bf16=True, kahan=True, sites=["update=eco"]), "with --pure_bf16 alone")
 
@@ -94,4 +95,5 @@ def test_a_measured_step_says_nothing_of_what_it_cannot_know():
     torch.manual_seed(0)
     run = Precision(nn.Linear(8, 8), recipe(pure_bf16=True, sites=["update=eco"]))
     run.backward(run(torch.randn(4, 8)).square().mean())
-    assert not run.step(measure=True)["update_survival"] < 1
+    report = run.step(measure=True)
+    assert not report["update_survival"] < 1 and "update_ratio" not in report

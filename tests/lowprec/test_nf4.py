@@ -81,3 +81,21 @@ def test_gradients_are_those_of_the_decoded_weight():
 
 def test_a_net_without_frozen_layers_is_refused():
     refused(lambda: run_of(lora=0), "no frozen nn.Linear", "--lora 8")
+
+
+SAME_LAYERS = [dict(fp8=True), dict(fp4="nvfp4"), dict(bf16=True, sparse24="magnitude")]
+
+
+@pytest.mark.parametrize("flags", SAME_LAYERS, ids=str)
+def test_what_would_take_the_same_layers_is_refused(flags):
+    refused(lambda: recipe(**flags, sites=["frozen=nf4"]), "frozen=nf4 with", "drop one")
+
+
+def test_a_layer_of_two_names_is_one_in_4_bits():
+    model = Net().requires_grad_(False)
+    model.last.requires_grad_(True)
+    model.again = model.inner[0]
+    run = Precision(model, recipe(sites=["frozen=nf4"]))
+    assert run.model.again is run.model.inner[0] and isinstance(run.model.again, nf4.NF4Linear)
+    weights = run.weights("raw")
+    assert torch.equal(weights["again.weight"], weights["inner.0.weight"])

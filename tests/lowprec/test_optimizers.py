@@ -2,12 +2,13 @@
 
 import itertools
 import math
+import pickle
 
 import cli
 import common
 import pytest
 import torch
-from common import BF16, correlation, draw, held, same
+from common import BF16, correlation, draw, held, refused, same
 from torch import nn
 
 from lowprec.kernels import cpu_products
@@ -355,3 +356,14 @@ def test_moments_are_told_by_name_and_shape():
         params, optimizer = made(name, initial(name), **options)
         assert math.isnan(optimizer.decay(params[0], "exp_avg_sq")[0])
         assert optimizer.moment(params[0], "exp_avg_sq") is None
+
+
+def test_muon_is_pickled_and_refuses_what_it_does_not_know():
+    params = [nn.Parameter(torch.eye(3))]
+    made = pickle.loads(pickle.dumps(Muon(params, adjust="original")))
+    (p,) = made.param_groups[0]["params"]
+    p.grad = torch.ones(3, 3)
+    made.step()
+    assert not torch.equal(p, params[0])
+    refused(lambda: Muon(params, adjust="rms"), "adjust='rms': unknown")
+    refused(lambda: Muon(params, orthogonalise="fp16"), "choose from fp32, bf16")

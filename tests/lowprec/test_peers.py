@@ -254,3 +254,10 @@ def test_an_optimiser_with_modes_trains_in_one_and_is_read_in_the_other():
     assert all(same(p.detach(), read[name]) for name, p in net.named_parameters())
     assert all(same(p.detach(), held[name]) for name, p in run.named_params), "training goes on"
     train(run, 1)
+
+
+@pytest.mark.parametrize("kind", (torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW))
+def test_how_a_moment_decays_is_told_where_it_is_known(kind):
+    params = [nn.Parameter(torch.ones(3))]
+    known = build.build(lambda ps: kind(ps, lr=0.1), params, recipe()).decay(params[0], "exp_avg_sq")[0]
+    assert known == 0.999 if kind is torch.optim.AdamW else math.isnan(known)

@@ -66,6 +66,16 @@ def test_buffers_are_cast_on_request():
     assert same(model.norm.running_mean, model.norm.running_mean.to(BF16))
 
 
+def test_statistics_follow_a_norm_that_is_fp32():
+    for model, run in (
+        rotary(["buffers=bf16", "islands=norm"]),
+        rotary(["buffers=bf16"], fp32_modules=["norm"]),
+    ):
+        assert model.norm.running_mean.dtype == model.norm.weight.dtype == torch.float32
+        assert model.frequencies.dtype == BF16
+        train_rotary(run, 2)
+
+
 def test_buffers_of_an_fp32_net_stay_and_complex_ones_too():
     model = Rotary()
     model.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
