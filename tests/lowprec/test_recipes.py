@@ -293,7 +293,7 @@ WARNED = [  # flags, run, words of the one more line that this run gets, a run t
     (
         dict(opt8bit=True),
         {},
-        ["exp_avg_sq=int8, nearest", "1-beta2 = 0.001", "0.35 % to 28 %", "--stochastic"],
+        ["exp_avg_sq=int8, nearest", "1-beta2 = 0.001", "0.2 % and more", "--stochastic"],
         (dict(opt8bit=True, stochastic=True), {}),
     ),
     (
