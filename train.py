@@ -154,6 +154,8 @@ def train(given, command, dry=False, whole_ledger=False):
     summary = trainer.fit()
     if trainer.ranks.main:
         print_summary(trainer, summary)
+        if trainer.was_finished:
+            print("it was finished before, and nothing was trained now: another --name begins anew")
     del trainer  # its DistributedDataParallel holds what leave() is to end
     leave()
     return 0

@@ -261,6 +261,7 @@ class Trainer:
     def _fit(self):
         writes = self.ranks.main or self.ranks.spread  # all ranks give their rows of a net that is spread
         summary = resume.open_folder(self)
+        self.was_finished = bool(summary)
         if summary:
             if self.config.export and writes:
                 self.export(self.config.export)

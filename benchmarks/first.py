@@ -129,12 +129,21 @@ def seconds_of(flags, args):
     return seconds
 
 
+READ_LATER = {"vae": "vae", "teacher": "teacher"}  # row: the --name of a run that a later command reads
+
+
+def typed(row):
+    """The command of a row, as one types it so that the later commands find its run."""
+    name = READ_LATER.get(row["name"])
+    return row["command"] if name is None else f"{row['command']} --name {name}"
+
+
 def table(rows):
     """Markdown of the rows: what docs/speed.md shows."""
     lines = []
     for row in rows:
         seen = min(row["pictures"].values()) / 60
-        command = f"`{row['command']}`"
+        command = f"`{typed(row)}`"
         lines.append([command, f"{row['steps']:,}", f"{seen:.1f}", minutes(row), result(row)])
     return markdown(["command", "steps", "first picture, minutes", "end, minutes", "what comes out"], lines)
 

@@ -190,6 +190,10 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message):
+        if message.startswith("unrecognized arguments: --"):
+            word = message.partition(": ")[2].split()[0].partition("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, 1)
+            message += f"; near it is {near[0]}" if near else ""
         line = f"{self.prog}: {Refused(message)} (see {self.prog} --help)"
         if speaks_first():
             print(line, file=sys.stderr)

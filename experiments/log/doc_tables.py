@@ -216,12 +216,10 @@ TASKS = {  # name of a first command: (the task, what one sees)
 
 
 def tasks_table():
-    named = {"vae": " --name vae", "teacher": " --name teacher"}
     table = [["task", "command", "minutes", "what came out", "what you see"]]
     for row in rows_of("cpu-first"):
         task, seen = TASKS[row["name"]]
-        command = row["command"] + named.get(row["name"], "")
-        table.append([task, f"`{command}`", first.minutes(row), first.result(row), seen])
+        table.append([task, f"`{first.typed(row)}`", first.minutes(row), first.result(row), seen])
     return markdown(table)
 
 

@@ -278,7 +278,8 @@ def summary(rows, recipe):
 def pooled_words(over_nets):
     if over_nets is None:
         return ""
-    return f"{over_nets.mean:+.2f} ±{over_nets.half:.2f} ({over_nets.pairs})"
+    words = f"{over_nets.mean:+.2f} ±{over_nets.half:.2f} ({over_nets.pairs})"
+    return f"**{words}**" if over_nets.mean > over_nets.half else words
 
 
 def figure_of(words, rows):

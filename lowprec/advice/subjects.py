@@ -160,7 +160,11 @@ def of_file(spec: str, image_size=None, seq=None) -> Subject:
     ]
     if wanted:
         raise Refused(f"--net {spec}: {function} needs {', '.join(wanted)}; give one without arguments")
-    built = build()
+    try:
+        built = build()
+    except Exception as error:  # the reader's own code, which may raise anything
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise Refused(f"--net {spec}: {function}() raised {what}") from None
     net, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(net, nn.Module):
         raise Refused(f"--net {spec}: {function}() returns no torch.nn.Module")

@@ -81,8 +81,8 @@ class Average:
     @classmethod
     def of(cls, ema, model):
         """An Average of a module, a dict of tensors, torch's AveragedModel, diffusers' EMAModel, timm's
-        ModelEmaV3, ema_pytorch's EMA, this library's, or an object that holds one of them. Raises Refused for
-        anything else, and where no name fits.
+        ModelEmaV3, ema_pytorch's EMA, this library's, a Precision's, or an object that holds one of them.
+        Raises Refused for anything else, and where no name fits.
         """
         if isinstance(getattr(ema, "shadow_params", None), list):  # diffusers' EMAModel, torch_ema
             return cls(lambda: _named_in_order(ema.shadow_params, model), ema)
@@ -102,6 +102,9 @@ class Average:
         """An Average of something whose tensors have names; None for anything else."""
         if isinstance(ema, dict):
             return cls(lambda: ema)
+        own = getattr(ema, "ema", None)
+        if isinstance(getattr(own, "shadow", None), dict):  # of a Precision, whose `module` is what trains
+            ema = own
         if isinstance(getattr(ema, "shadow", None), dict):  # EMA
             return cls(lambda: ema.shadow, ema)
         held = [getattr(ema, name, None) for name in HOLDERS]

@@ -239,6 +239,10 @@ def with_loss():
     net = nn.Linear(4, 4)
     return net, lambda model, n: model(torch.ones(n, 4)).mean()
 
+def broken():
+    return Netz()
+
+
 def wants(size):
     return nn.Linear(size, size)
 """
@@ -319,6 +323,7 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
         ("--params 1e6 --bf17", "no such flag"),
         ("--net mine.py:wants", "needs size"),
         ("--net mine.py:missing", "no function"),
+        ("--net mine.py:broken", "broken() raised NameError: name 'Netz' is not defined"),
         ("--net none.py:build", "FILE.py:FUNCTION"),
         ("--config other.json", "neither model_type"),
         ("--config none.json", "none.json"),

@@ -8,6 +8,7 @@ from test_watch_loop import eager, losing, net, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lowprec import Precision, recipe
 from lowprec.rounding import stochastic_round
 from lowprec.watch import compare
 from lowprec.watch.watch import Watch
@@ -223,6 +224,12 @@ def test_an_average_that_is_the_weights_themselves_is_named():
     watch = Watch(model, optimizer, {name: p.detach() for name, p in model.named_parameters()}, every=3)
     train(model, optimizer, 12)
     assert "they share their memory" in watch.findings()[0].text, str(watch)
+
+
+def test_a_precision_stands_for_its_average():
+    run = Precision(net(), recipe(), lr=3e-3)
+    watch = Watch(run.model, run.optimizer, run, every=3)
+    assert all(watch.ema.shadow[name] is value for name, value in run.ema.shadow.items())
 
 
 def test_an_average_without_some_trained_tensors_is_named():
