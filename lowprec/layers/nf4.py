@@ -104,10 +104,10 @@ class NF4Base(Method):
         return cls(model) if recipe.frozen == "nf4" else None
 
     def convert(self, model):
+        linears = {name: model.get_submodule(name) for name in self.layers}
         new = {}
         self.shapes = {}
-        for name in self.layers:
-            linear = model.get_submodule(name)
+        for name, linear in linears.items():
             if linear not in new:
                 new[linear] = NF4Linear(linear)
             parent, _, own_name = name.rpartition(".")

@@ -108,10 +108,12 @@ def test_what_goes_with_no_adapters(flags, rank, said):
 def test_a_layer_of_two_names_has_one_adapter():
     model = new_net()
     model.again = model.body[0]
+    model.block = model.body
     run = Precision(model, recipe(), lr=1e-2, lora=4)
     one_step(run, 0)
     one_step(run, 1)
     assert model.again is model.body[0] and model.again.lora_up.weight.any()
     merged = run.weights("raw")
     assert same(merged["again.weight"], merged["body.0.weight"])
+    assert same(merged["block.0.weight"], merged["body.0.weight"])
     assert not same(merged["body.0.weight"], new_net().body[0].weight)

@@ -91,11 +91,13 @@ def test_what_would_take_the_same_layers_is_refused(flags):
     refused(lambda: recipe(**flags, sites=["frozen=nf4"]), "frozen=nf4 with", "drop one")
 
 
-def test_a_layer_of_two_names_is_one_in_4_bits():
+def test_a_layer_of_several_names_is_one_in_4_bits():
     model = Net().requires_grad_(False)
     model.last.requires_grad_(True)
     model.again = model.inner[0]
+    model.block = model.inner
     run = Precision(model, recipe(sites=["frozen=nf4"]))
-    assert run.model.again is run.model.inner[0] and isinstance(run.model.again, nf4.NF4Linear)
+    assert model.again is model.inner[0] is model.block[0] and isinstance(model.again, nf4.NF4Linear)
     weights = run.weights("raw")
     assert torch.equal(weights["again.weight"], weights["inner.0.weight"])
+    assert torch.equal(weights["block.0.weight"], weights["inner.0.weight"])
