@@ -266,10 +266,8 @@ def rounded_table(experiments, known):
     return markdown(table)
 
 
-AGAIN = {  # how the name of an arm ends that reads the run of another: its column
-    "-read": "products of the same format when it is scored",
-    "-paired": "against NVFP4 with all its parts, %",
-}
+READ_AGAIN = "-read"  # how the name of an arm ends that draws with what another trained, in its format
+PAIRED = "-paired"  # and of one that is compared with another baseline
 
 
 def from_scratch_table(number, experiments, known):
@@ -278,15 +276,20 @@ def from_scratch_table(number, experiments, known):
     """
     experiment = next(one for one in experiments if one.number == number)
     arms = {arm.name: arm for arm in experiment.arms}
-    endings = [ending for ending in AGAIN if any(name.endswith(ending) for name in arms)]
-    table = [["flags", "held-out loss, %", *(AGAIN[ending] for ending in endings)]]
+    columns = {}  # how the names of arms end: the column that they fill
+    for name, arm in arms.items():
+        if name.endswith(READ_AGAIN):
+            columns[READ_AGAIN] = "products of the same format when it is scored"
+        if name.endswith(PAIRED):
+            columns[PAIRED] = f"against `{' '.join(arms[arm.baseline].flags)}`, %"
+    table = [["flags", "held-out loss, %", *columns.values()]]
     for name, arm in arms.items():
         trains = arm.flags and not (arm.of or arm.after)
         change = loss_change(number, name, experiments, known) if trains else NOT_RECORDED
         if change == NOT_RECORDED:
             continue
         row = [f"`{' '.join(arm.flags)}`", change]
-        for ending in endings:
+        for ending in columns:
             again = f"{name}{ending}"
             row.append(loss_change(number, again, experiments, known) if again in arms else NOT_RECORDED)
         table.append(row)

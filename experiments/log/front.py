@@ -67,7 +67,7 @@ def index(experiments, known):
         told = counted(tally(e, known))
         if apart := counted(tally(e, known, apart=True)):
             told += f"; apart: {apart}" if told else f"apart: {apart}"
-        lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), told])
+        lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), told or "none yet"])
     if planned:
         lines.append(["", f"Predicted, not run yet: {spans(planned)}", ""])
     return compact(lines)
