@@ -407,6 +407,7 @@ def tables(experiments, known):
             "trained": lambda: from_scratch_table("064", experiments, known),
             "parts of NVFP4": lambda: from_scratch_table("073", experiments, known),
             "trained GPT": lambda: from_scratch_table("067", experiments, known),
+            "trained larger GPT": lambda: from_scratch_table("061", experiments, known),
             "fp16": lambda: fp16_weights.table(rows_of("cpu-fp16")),
         },
     }

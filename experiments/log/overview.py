@@ -63,6 +63,7 @@ NETS = {  # the fp32 runs that a row is compared with: (what the tables call net
     "053/fp32-lr-3.33e-4": ("the same, lr 3.3e-4", 1_063_905),
     "053/fp32-lr-3.33e-4-beta2-0.95": ("the same, lr 3.3e-4, beta2 0.95", 1_063_905),
     "071/fp32": ("the same, lr 1e-2, beta2 0.95", 1_063_905),
+    "052/unet-fp32": ("U-Net, Fashion-MNIST, 1.1 M, GPU", 1_063_905),
     "057/unet-fp32-1e-5": ("U-Net, finetuning at lr 1e-5", 1_063_905),
     "057/unet-fp32-1e-6": ("U-Net, finetuning at lr 1e-6", 1_063_905),
     "011/fp32": ("DiT, digits", 328_964),
@@ -78,6 +79,7 @@ NETS = {  # the fp32 runs that a row is compared with: (what the tables call net
     "066/muon-fp32": ("DiT, Muon", 328_964),
     "037/fp32": ("DiT, Fashion-MNIST, 4.2 M", 4_167_568),
     "059/fp32": ("the same, twelve other seeds", 4_167_568),
+    "052/dit-fp32": ("DiT, Fashion-MNIST, 4.2 M, GPU", 4_167_568),
     "057/dit-fp32-1e-5": ("DiT, finetuning at lr 1e-5", 4_167_568),
     "057/dit-fp32-1e-6": ("DiT, finetuning at lr 1e-6", 4_167_568),
     "043/fp32": ("DiT, Fashion-MNIST, 32 M, H100", 32_478_736),
@@ -91,6 +93,8 @@ NETS = {  # the fp32 runs that a row is compared with: (what the tables call net
     "069/adafactor-fp32": ("GPT, Adafactor", 836_736),
     "069/muon-fp32": ("GPT, Muon", 836_736),
     "038/gpt-fp32": ("GPT, text, 2.7 M", 2_730_432),
+    "052/gpt-fp32": ("GPT, text, 2.7 M, GPU", 2_730_432),
+    "061/fp32": ("GPT, text, 2.7 M, H100", 2_730_432),
     "035/fp32-1e-5": ("GPT, finetuning at lr 1e-5", 836_736),
     "035/fp32-1e-6": ("GPT, finetuning at lr 1e-6", 836_736),
     "025/bdh-fp32": ("BDH, text, 0.2 M", 229_376),
@@ -298,12 +302,15 @@ def figure_of(words, rows):
 
 
 def on_the_largest_net(recipe, experiments, known):
-    """['+0.06 [-0.18, +0.29] (6)', 'DiT, …'] of the largest net with enough pairs of a recipe."""
+    """['+0.06 [-0.18, +0.29] (6)', 'DiT, …'] of the largest net with enough pairs of a recipe.
+
+    Of two records of it the one with more pairs.
+    """
     having = []
     for row in rows(experiments, known):
         if recipe in row.cells and row.cells[recipe].counts:
             having.append(row)
-    row = max(having, key=lambda row: row.parameters)
+    row = max(having, key=lambda row: (row.parameters, row.cells[recipe].pairs))
     cell = row.cells[recipe]
     change = cell.change
     interval = f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({cell.pairs})"
