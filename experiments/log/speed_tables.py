@@ -15,7 +15,9 @@ from experiments.log.tables import markdown
 BENCH = HERE / "bench"
 H100 = "gpu-nvidia-h100-80gb-hbm3"
 H100_COMPILED = "gpu-nvidia-h100-80gb-hbm3-compiled"
+H100_STATES = "gpu-nvidia-h100-80gb-hbm3-states"
 H100_BATCH = "gpu-nvidia-h100-80gb-hbm3-batch"
+H100_BATCH_OF_UNET = "gpu-nvidia-h100-80gb-hbm3-batch-unet"
 H200 = "gpu-nvidia-h200"
 H200_STATES = "gpu-nvidia-h200-states"
 GIB = 2**30
@@ -183,10 +185,11 @@ def tables():
         "gpu": functools.partial(gpu_table, H100, "dit:B/2:32:64"),
         "gpu compiled DiT": functools.partial(gpu_table, H100_COMPILED, "dit:XL/2:64:8"),
         "gpu compiled U-Net": functools.partial(gpu_table, H100_COMPILED, "unet:base:64:32"),
+        "gpu states DiT H100": functools.partial(gpu_table, H100_STATES, "dit:XL/2:64:8"),
         "gpu states DiT": functools.partial(gpu_table, H200_STATES, "dit:XL/2:64:8"),
         "gpu states U-Net": functools.partial(gpu_table, H200_STATES, "unet:base:64:32"),
         "gpu peaks": gpu_peaks_table,
-        "gpu batch": lambda: largest_batch.table(rows_of(H100_BATCH)),
+        "gpu batch": lambda: largest_batch.table(rows_of(H100_BATCH) + rows_of(H100_BATCH_OF_UNET)),
     }
     for net in loops.NETS:
         found[f"peers {net}"] = functools.partial(loops_table, net)

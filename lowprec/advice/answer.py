@@ -261,7 +261,11 @@ def _add_rows(advice, regime, lr):
     subject, machine = advice.subject, advice.machine
     in_fp32 = machine.is_cpu and machine.support["bf16"][0] == "emulated"
     process = machines.process(subject.net) if machine.is_cpu else 0
-    demands = functools.cache(lambda r: demand(subject.net, subject.loss, r, advice.batch, in_fp32))
+
+    @functools.cache
+    def demands(r):
+        return demand(subject.net, subject.loss, r, advice.batch, in_fp32, on_gpu=not machine.is_cpu)
+
     for candidate in CANDIDATES:
         if not _is_offered(candidate, advice):
             continue

@@ -9,15 +9,18 @@ have shapes, dtypes and a device, and no memory.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import ledger
 from ..activations import blocks
@@ -143,13 +146,45 @@ class StepMeter(TorchDispatchMode):
         self._now -= size
 
 
-def demand(net: nn.Module, loss: Callable, recipe, batch: int, in_fp32: bool = False) -> Demand:
-    """The Demand of a step of a net in a recipe. in_fp32: as of StepMeter.
+# what autocast computes in fp32 on a GPU and in 16 bits on a CPU, of what nets are made of
+# (https://docs.pytorch.org/docs/stable/amp.html has both lists whole)
+FP32_ON_GPU = "group_norm layer_norm softmax log_softmax softmin softplus exp log pow".split()
+FP32_ON_GPU += "rsqrt reciprocal norm sum prod cumsum".split()
+
+
+class AutocastOfGPU(TorchFunctionMode):
+    """Fake tensors lie on a CPU; within this, its autocast keeps in fp32 what a GPU's does.
+
+    What a GroupNorm returns, and a U-Net keeps for the backward pass, takes twice the bytes so.
+    """
+
+    WIDENED = {vars(place)[name] for place in (torch, F) for name in FP32_ON_GPU if name in vars(place)}
+    WIDENED |= {getattr(torch.Tensor, name) for name in FP32_ON_GPU if hasattr(torch.Tensor, name)}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function not in self.WIDENED or not torch.is_autocast_enabled("cpu"):
+            return function(*args, **kwargs)
+        args, kwargs = tree_map(_in_fp32, (args, kwargs))
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+
+def _in_fp32(value):
+    is_low = torch.is_tensor(value) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_low else value
+
+
+def demand(
+    net: nn.Module, loss: Callable, recipe, batch: int, in_fp32: bool = False, on_gpu: bool = False
+) -> Demand:
+    """The Demand of a step of a net in a recipe. in_fp32: as of StepMeter. on_gpu: autocast as on a GPU.
 
     loss(model, n): the loss, a scalar, of a callable model on n examples that it makes itself. Products are
     those that torch takes on a CPU; FP8 counts as bf16. Raises Refused where the net can't be called without
     values, as where it reads a number out of a tensor.
     """
+    rules = AutocastOfGPU() if on_gpu else contextlib.nullcontext()
     shapes = without_values(net, "meta")
     Cast(shapes, recipe)
     try:
@@ -159,7 +194,9 @@ def demand(net: nn.Module, loss: Callable, recipe, batch: int, in_fp32: bool = F
                 for p in fake.parameters():
                     if p.requires_grad:
                         p.register_post_accumulate_grad_hook(meter.gradient)
-                loss(View(fake, recipe, keep=("t", "timestep", "timesteps")), batch).backward()
+                with rules:
+                    value = loss(View(fake, recipe, keep=("t", "timestep", "timesteps")), batch)
+                value.backward()
     except Refused:
         raise
     except Exception as error:  # the net is a stranger's, and may raise anything

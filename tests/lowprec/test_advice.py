@@ -12,6 +12,7 @@ from torch import nn
 import lowprec.__main__ as command
 import models
 import train
+from benchmarks.common import RECIPES
 from lowprec import Precision, advise, recipe
 from lowprec.advice import answer, footprint, machines, subjects
 from lowprec.errors import Refused
@@ -117,14 +118,57 @@ def test_a_pass_over_shapes_takes_the_bytes_of_a_gpu(monkeypatch):
     assert told.candidate.typed == "--bf16" and told.total == pytest.approx(real, rel=0.03)
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16", "pure_bf16-stochastic"])
+def test_a_pass_over_shapes_takes_the_bytes_of_a_unet_on_a_gpu(monkeypatch, name):
+    """Of the peak of the largest batch of 64x64 images that an H100 took. Autocast keeps GroupNorm in fp32
+    there, and in bf16 on a CPU.
+    """
+    record = json.loads((ROOT / "experiments/bench/gpu-nvidia-h100-80gb-hbm3-batch-unet.json").read_text())
+    real = next(row for row in record["results"] if row["recipe"] == name)
+    flags = RECIPES[name]
+    monkeypatch.setattr(answer, "CANDIDATES", [one for one in answer.CANDIDATES if one.flags == flags][:1])
+    with torch.device("meta"):
+        net = models.GENERATIVE["unet"](3, 10, 64, "base")
+    (told,) = advise(net, image_loss(64), gpu="H100", batch=real["batch"], average=False).rows
+    assert told.total == pytest.approx(real["used_bytes"], rel=0.1)
+
+
+def widened(x):
+    yield from (F.group_norm(x, 2), F.layer_norm(x, (8,)), F.softplus(x))
+    yield from (x.softmax(-1), F.log_softmax(x, -1), F.softmin(x, -1), x.cumsum(-1))
+    yield from (x.exp(), x.log(), x.pow(2), x.rsqrt(), x.reciprocal(), x.norm(), x.sum(), x.prod())
+
+
+def test_autocast_as_on_a_gpu_computes_these_in_fp32():
+    x = torch.rand(2, 4, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16), footprint.AutocastOfGPU():
+        assert all(y.dtype == torch.float32 for y in widened(x))
+        assert F.silu(x).dtype == (x @ x.transpose(1, 2)).dtype == torch.bfloat16
+    with footprint.AutocastOfGPU():
+        assert F.layer_norm(x, (8,)).dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu_computes_these_in_fp32():
+    x = torch.rand(2, 4, 8, dtype=torch.bfloat16, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert all(y.dtype == torch.float32 for y in widened(x))
+
+
 def dit_b2():
     with torch.device("meta"):
         return models.GENERATIVE["dit"](3, 10, 32, "B/2")
 
 
-def dit_loss(model, n):
-    x = torch.randn(n, 3, 32, 32)
-    return F.mse_loss(model(x, torch.ones(n), torch.zeros(n, dtype=torch.long)), x)
+def image_loss(side):
+    def loss(model, n):
+        x = torch.randn(n, 3, side, side)
+        return F.mse_loss(model(x, torch.ones(n), torch.zeros(n, dtype=torch.long)), x)
+
+    return loss
+
+
+dit_loss = image_loss(32)
 
 
 COPIES = 4 * (8 * 16 + 16 * 4 + 8 * 4)
