@@ -16,6 +16,7 @@ import strategies
 import train
 import trainer
 from harness.batches import BatchIndices
+from lowprec import compare
 from lowprec.kernels import compiled
 from tasks import diffusion
 
@@ -254,6 +255,18 @@ PLANTED = {  # flags of the training, sites set in the checkpoint afterwards, wh
     "timesteps": ([], ["timesteps=bf16"], {"timesteps": "moderate"}),
     "scheduler": (["--task", "ddpm"], ["scheduler=bf16"], {"scheduler": "moderate"}),
 }
+
+
+TOLD = {"to nearest": ([], True), "stochastic": (["--stochastic"], False)}
+TOLD["stochastic, but not the states"] = (["--stochastic", "--set", "exp_avg_sq=bf16"], True)
+
+
+@pytest.mark.parametrize("flags, found", TOLD.values(), ids=TOLD)
+def test_two_checkpoints_of_a_run_tell_how_its_states_were_rounded(flags, found):
+    for name, steps in (("early", 3), ("late", 6)):
+        assert cli.quick("--pure_bf16", *flags, name=name, steps=steps) == 0
+    findings = compare("runs/early/checkpoint.pt", "runs/late/checkpoint.pt").findings
+    assert found == any(f.site == "exp_avg_sq" and f.severity != "note" for f in findings)
 
 
 @pytest.mark.parametrize("flags, sites, expected", PLANTED.values(), ids=PLANTED)

@@ -250,10 +250,11 @@ def averages_nothing(averages):
 
 
 class State:
-    """What an optimiser keeps for one parameter, in both files."""
+    """What an optimiser keeps for one parameter, in both files. stochastic: as of checkpoints.Checkpoint."""
 
-    def __init__(self, name, before, after):
+    def __init__(self, name, before, after, stochastic=False):
         self.name = name
+        self.stochastic = stochastic
         self.before = before
         self.after = after
         self.v_before = _tensor(before, "exp_avg_sq")
@@ -293,8 +294,8 @@ def v_can_shrink(one):
 
 
 def v_is_narrow(one):
-    """held in 16 bits"""
-    if not one.narrow:
+    """held in 16 bits, and not rounded stochastically as far as the file tells"""
+    if not one.narrow or one.stochastic:
         return None
     words = {"dtype": name_of(one.v.dtype)}
     if one.shrunk is not None:

@@ -17,22 +17,37 @@ WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
 
 @dataclasses.dataclass
 class Checkpoint:
-    """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}."""
+    """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}.
+    stochastic: whether it says that its states were rounded stochastically, as one of train.py does.
+    """
 
     path: Path
     weights: dict = dataclasses.field(default_factory=dict)
     averages: dict = dataclasses.field(default_factory=dict)
     states: dict = dataclasses.field(default_factory=dict)
+    stochastic: bool = False
 
 
 def read(path):
     """A Checkpoint of a file or a folder, see files.loaded. Raises Refused for what is no file of tensors."""
     path = Path(path)
     found = Checkpoint(path)
-    _sort(loaded(path), found, "")
+    tree = loaded(path)
+    _sort(tree, found, "")
+    found.stochastic = _tells_stochastic(tree)
     if not (found.weights or found.averages or found.states):
         raise Refused(f"{path} holds no named tensors: it is no state dict")
     return found
+
+
+def _tells_stochastic(tree):
+    """Whether a run of train.py with --stochastic saved this, by an optimiser of ours; a --set may say
+    otherwise.
+    """
+    flags = tree.get("config") if isinstance(tree, dict) else None
+    if not isinstance(flags, dict) or flags.get("optimizer") not in ("adamw", "muon"):
+        return False
+    return flags.get("stochastic") is True and not flags.get("set")
 
 
 def _sort(tree, found, path):

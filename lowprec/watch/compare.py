@@ -67,7 +67,9 @@ def diagnosis(before, after):
         for one in averages:
             found += all_findings(OF_AVERAGES, one)
         found += averages_nothing(averages)
-    states = [State(key, before.states.get(key, {}), state) for key, state in after.states.items()]
+    states = []
+    for key, state in after.states.items():
+        states.append(State(key, before.states.get(key, {}), state, after.stochastic))
     for one in states:
         found += all_findings(OF_STATES, one)
     found += resets(states)
