@@ -149,6 +149,7 @@ def train(given, command, dry=False, whole_ledger=False):
             print(f"warning: {line}")
         print(flush=True)
     if dry:
+        print("what each flag is, but for those that are off:")
         print(settled_flags(run.kind, trainer.config))
         return 0
     summary = trainer.fit()
@@ -162,12 +163,17 @@ def train(given, command, dry=False, whole_ledger=False):
 
 
 def settled_flags(kind, config):
-    """What each flag is in a run, without those that tasks of other kinds read, in a few lines."""
+    """What each flag is in a run, without those that are off and those of other tasks, in a few lines."""
     of_tasks = {row.name for row in strategies.rows(*strategies.TASKS.values())}
     unread = of_tasks - {row.name for row in strategies.rows(kind)}
     words = []
     for name, value in vars(config).items():
-        if name not in unread:
+        is_off = value is None or value is False or value in ("", [])
+        if name in unread or is_off:
+            continue
+        if value is True:
+            words.append(f"--{name}")
+        else:
             shown = ",".join(value) if isinstance(value, list) else value
             words.append(f"--{name}={shown}")
     return textwrap.fill(" ".join(words), 110, break_long_words=False, break_on_hyphens=False)

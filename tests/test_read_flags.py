@@ -105,9 +105,11 @@ def test_dry_run_prints_flags_and_ledger_and_writes_nothing(flags, capsys, monke
     no_training(monkeypatch)
     assert command("--dry_run", *flags.split()) == 0
     out = capsys.readouterr().out
-    shown = {word.partition("=")[0] for word in out.split()}
-    of_all_tasks = options.TRAINING + precision.PRECISION + options.MACHINE + options.RUN
-    assert {f"--{row.name}" for row in of_all_tasks} <= shown
+    shown = {word.partition("=")[0] for word in out.partition("what each flag is")[2].split()}
+    given = {word for word in flags.split() if word.startswith("--")}
+    rows = options.TRAINING + precision.PRECISION + options.MACHINE + options.RUN
+    off = {f"--{row.name}" for row in rows if row.default is False} - given
+    assert {f"--{row.name}" for row in rows if row.default} | given <= shown and not off & shown
     assert not {"--latent_channels", "--frames", "--teacher"} & shown  # which other tasks read
     for site in recipes.SITES.keys() - {"frozen"}:  # this net has no frozen weights
         assert re.search(rf"^{site} ", out, re.M), site
