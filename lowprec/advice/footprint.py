@@ -10,6 +10,7 @@ have shapes, dtypes and a device, and no memory.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -175,6 +176,17 @@ def _in_fp32(value):
     return value.float() if is_low else value
 
 
+@contextlib.contextmanager
+def _without_tracebacks():
+    """torch prints that of an error in a net on fake tensors, which `demand` turns into a line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = False
+
+
 def demand(
     net: nn.Module, loss: Callable, recipe, batch: int, in_fp32: bool = False, on_gpu: bool = False
 ) -> Demand:
@@ -188,7 +200,8 @@ def demand(
     shapes = without_values(net, "meta")
     Cast(shapes, recipe)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):  # those of a loss, which are not counted
+        # inputs that are not fake: those of a loss, which are not counted
+        with FakeTensorMode(allow_non_fake_inputs=True), _without_tracebacks():
             fake = without_values(shapes, "cpu")
             with StepMeter([*fake.parameters(), *fake.buffers()], in_fp32) as meter:
                 for p in fake.parameters():

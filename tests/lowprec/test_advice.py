@@ -1,6 +1,7 @@
 """Advice: bytes are those that are allocated, the order is that of the evidence, bad input is one line."""
 
 import json
+import logging
 from pathlib import Path
 
 import common
@@ -419,6 +420,15 @@ def test_a_net_that_needs_values_is_answered_without_activations(monkeypatch):
 
     found = advise(nn.Linear(4, 4), reads_a_number)
     assert found.best.activations is None and "without values" in str(found)
+
+
+def test_a_net_that_takes_something_else_is_answered_without_a_traceback(monkeypatch):
+    on(monkeypatch, NATIVE)
+    log, printed = logging.getLogger("torch._subclasses.fake_tensor"), []
+    monkeypatch.setattr(log, "handle", printed.append)
+    found = advise(nn.Linear(10, 16), image_size=8)
+    assert found.best.activations is None and "can't be called without values" in str(found)
+    assert not printed and not log.disabled
 
 
 def test_nothing_to_train_is_refused():
