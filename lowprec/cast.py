@@ -21,7 +21,6 @@ from .layers import convolutions
 from .optimizers import buckets
 from .roles import roles
 from .rounding import DTYPES
-from .sites import LOW_PRODUCTS
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
 
@@ -265,12 +264,11 @@ class Cast:
 
     def _borders(self, model, r, islands, within, fp32_outputs):
         """Hooks that cast. within: modules in one that is fp32 as a whole, which need none."""
-        autocast = not r.low_weights and r.compute in ("bf16", "fp16", *LOW_PRODUCTS)
         weights = r.dtype("weights")
         around = dict.fromkeys(islands, torch.float32)
         for module, dtype in self.dtype_of_frozen.items():
             casts_for_itself = isinstance(module, nn.Linear | convolutions.CONVOLUTIONS)
-            if not (autocast and casts_for_itself):
+            if not (r.autocasts and casts_for_itself):
                 around[module] = dtype
         if r.low_weights and r.buffers == "fp32":
             around.update(dict.fromkeys(_parametrizations(model), torch.float32))

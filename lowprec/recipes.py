@@ -126,6 +126,11 @@ class Recipe:
         return self.weights == "bf16"
 
     @property
+    def autocasts(self) -> bool:
+        """Whether a step runs in torch's autocast: products of 8 or 16 bits of fp32 weights."""
+        return not self.low_weights and self.compute in ("bf16", "fp16", *LOW_PRODUCTS)
+
+    @property
     def quantises(self) -> bool:
         """Whether samples are drawn in 8 or 4 bits from a net that was not trained so."""
         after_training = ("int8", *BLOCKS_OF_GENERATION)
@@ -183,19 +188,20 @@ class Recipe:
 
 # ---- Flags -------------------------------------------------------------------------------------------------
 
+# flags of the products: what each is where it is not given
 FP8_FLAGS = {
-    "fp8_backend": "auto",
-    "fp8_format": "hybrid",
-    "fp8_recipe": "tensorwise",
-    "amax_history_len": 1024,
-    "amax_compute_algo": "max",
+    "fp8_backend": fp8.Options.backend,
+    "fp8_format": fp8.Options.format,
+    "fp8_recipe": fp8.Options.recipe,
+    "amax_history_len": fp8.Options.amax_history_len,
+    "amax_compute_algo": fp8.Options.amax_compute_algo,
 }
 FP4_FLAGS = {
-    "fp4_hadamard": 16,
-    "fp4_grads": "stochastic",
-    "fp4_weights": "2d",
-    "fp4_keep": "none",
-    "fp4_backend": "emulate",
+    "fp4_hadamard": four_bits.FP4Options.hadamard,
+    "fp4_grads": four_bits.FP4Options.grads,
+    "fp4_weights": four_bits.FP4Options.weights,
+    "fp4_keep": four_bits.FP4Options.keep,
+    "fp4_backend": four_bits.FP4Options.backend,
 }
 
 

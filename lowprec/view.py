@@ -19,7 +19,6 @@ from .first_call import FirstCall
 from .machine import exact_math
 from .mixed import adapt, explain
 from .module import CastModule
-from .sites import LOW_PRODUCTS
 
 
 class View:
@@ -63,7 +62,7 @@ class View:
         r = self.recipe
         with ExitStack() as stack:
             stack.enter_context(self.exact())
-            if not r.low_weights and r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
+            if r.autocasts:
                 stack.enter_context(torch.autocast(self.device.type, dtype=r.dtype("compute")))
             for method in self.methods:
                 stack.enter_context(method.context())
