@@ -44,7 +44,9 @@ def _tells_stochastic(tree):
     """Whether a run of train.py with --stochastic saved this, by an optimiser of ours; a --set may say
     otherwise.
     """
-    flags = tree.get("config") if isinstance(tree, dict) else None
+    if not isinstance(tree, dict):
+        return False
+    flags = tree.get("config")
     if not isinstance(flags, dict) or flags.get("optimizer") not in ("adamw", "muon"):
         return False
     return flags.get("stochastic") is True and not flags.get("set")
@@ -71,8 +73,10 @@ def _sort(tree, found, path):
             _sort(value, found, f"{name}." if name else "")
         elif path or value.dim() > 0:  # a bare number of the whole checkpoint is a counter
             _check(value, name, found.path)
-            side = found.averages if NAME_OF_AVERAGE.search(name) else found.weights
-            side[name] = value
+            if NAME_OF_AVERAGE.search(name):
+                found.averages[name] = value
+            else:
+                found.weights[name] = value
 
 
 def _sort_states(states, found, path):
@@ -91,7 +95,9 @@ def decoded(state):
     found = {}
     for name, value in state.items():
         codes = getattr(value, "codes", None)
-        found[name] = _of_torchao(value, codes) if torch.is_tensor(codes) else value
+        if torch.is_tensor(codes):
+            value = _of_torchao(value, codes)
+        found[name] = value
     # bitsandbytes: a moment of 8 bits, or a plain one of a small tensor
     for name, number in (("exp_avg", 1), ("exp_avg_sq", 2)):
         held = state.get(f"state{number}")
@@ -149,9 +155,12 @@ def _alike(one, two):
     for shortened in (bare, _end):
         if set(one) == set(two):
             break
-        short = [{shortened(name): t for name, t in side.items()} for side in (one, two)]
-        if len(short[0]) == len(one) and len(short[1]) == len(two) and set(short[0]) == set(short[1]):
-            one, two = short
+        short_one = {shortened(name): t for name, t in one.items()}
+        short_two = {shortened(name): t for name, t in two.items()}
+        if len(short_one) < len(one) or len(short_two) < len(two):
+            continue  # two names became one
+        if set(short_one) == set(short_two):
+            one, two = short_one, short_two
     return one, two
 
 
@@ -162,14 +171,25 @@ def bare(name):
 
 def _comparable(tensors):
     """Those that hold fractions; numbers of 8 bits as fp32, for they can't be compared as they are."""
-    floating = {name: t for name, t in tensors.items() if t.is_floating_point()}
-    return {name: t.float() if t.itemsize == 1 else t for name, t in floating.items()}
+    found = {}
+    for name, t in tensors.items():
+        if not t.is_floating_point():
+            continue
+        if t.itemsize == 1:
+            t = t.float()
+        found[name] = t
+    return found
 
 
 def weights_of(averages, weights):
     """{name of an average: name of its weight}, by the end of their names."""
     ends = {_end(name): name for name in weights}
-    return {name: ends[_end(name)] for name in averages if _end(name) in ends}
+    found = {}
+    for name in averages:
+        end = _end(name)
+        if end in ends:
+            found[name] = ends[end]
+    return found
 
 
 def _end(name):

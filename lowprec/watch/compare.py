@@ -78,7 +78,9 @@ def diagnosis(before, after):
     head = f"{files[0]} and {files[1]}: {len(weights)} weights, {len(averages)} of an average"
     head = f"{head}, states of {len(after.states)}"
     sites = {finding.site for finding in found}
-    sound = {} if sites & {"update", "gains"} else unchanged_entries(weights)
+    sound = {}
+    if not sites & {"update", "gains"}:
+        sound = unchanged_entries(weights)
     return Diagnosis(head, found, sound, harm="bad results")
 
 
@@ -97,18 +99,21 @@ def paired_averages(before, after, weights):
     if before.averages:
         files = before.path, after.path
         earlier = {name: t for name, t, _ in pairs(before.averages, after.averages, "average", files)}
-    return [
-        AverageTensor(name, t, after.averages[name], by_name.get(weight_names.get(name)))
-        for name, t in earlier.items()
-    ]
+    found = []
+    for name, t in earlier.items():
+        weight = by_name.get(weight_names.get(name))
+        found.append(AverageTensor(name, t, after.averages[name], weight))
+    return found
 
 
 def unchanged_entries(weights):
     """{"unchanged entries": share of all entries that did not change}; {} without weights."""
     if not weights:
         return {}
-    unchanged = sum(int((one.before == one.after).sum()) for one in weights)
-    entries = sum(one.after.numel() for one in weights)
+    unchanged = entries = 0
+    for one in weights:
+        unchanged += int((one.before == one.after).sum())
+        entries += one.after.numel()
     return {"unchanged entries": unchanged / max(1, entries)}
 
 
@@ -117,7 +122,8 @@ def unchanged_entries(weights):
 
 def main(argv: list[str] | None = None, command: str = "python -m lowprec compare") -> int:
     """Print the diagnosis of two checkpoints; the exit status. command: what it is called in messages."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     usage = f"usage: {command} BEFORE AFTER, two checkpoints"
     if argv and argv[0] in ("-h", "--help"):
         print(f"{usage}\n\n{__doc__}")

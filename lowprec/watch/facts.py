@@ -63,13 +63,15 @@ class Steps(Sums):
         judged = faint = v_burst = v_gone = v_below = torch.zeros_like(graded)
         held_finite = look.held.isfinite()
         if look.v is not None:
-            lacks = [beta_power(answers, p) for p in look.params]
-            corrected = look.new_v * look.spread([1 / max(1e-12, 1 - left) for left in lacks])
-            eps = look.spread([_eps(groups[p]) for p in look.params])
+            corrections, eps, wide = [], [], []
+            for p, dtype in zip(look.params, look.v_dtypes, strict=True):
+                lacks = beta_power(answers, p)
+                corrections.append(1 / max(1e-12, 1 - lacks))
+                eps.append(_eps(groups[p]))
+                wide.append(dtype != torch.float16)  # fp16 makes small squares 0, which is another fault
+            corrected = look.new_v * look.spread(corrections)
             judged = graded
-            # fp16 makes small squares 0, which is another fault
-            wide = look.spread([dtype != torch.float16 for dtype in look.v_dtypes], torch.bool)
-            faint = graded & (corrected < eps.square()) & wide
+            faint = graded & (corrected < look.spread(eps).square()) & look.spread(wide, torch.bool)
             v_burst = look.aim.isfinite() & ~look.new_v.isfinite()
             v_below = look.v < 0
             v_gone = graded & (look.new_v == 0) & (look.aim > TINY)
@@ -100,14 +102,19 @@ class Steps(Sums):
         moved = look.new != look.held
         back = moved & (now == look.held)
         wide = moved & ~_is_bf16(look.new) & (now != 0)
-        tops = torch.cat([part.abs().max().expand(part.numel()) for part in now.split(look.lengths)])
+        largest = []
+        for part in now.split(look.lengths):
+            largest.append(part.abs().max().expand(part.numel()))
+        tops = torch.cat(largest)
         bound = (look.held == 0) | (look.held.abs() == tops)
         # a mask or a bound, as of WGAN's weights, is no step
         drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
         drift, step = (now - look.new).where(drifted, 0.0), look.new - look.held
-        some = [part.float().mean() > 0.05 for part in drifted.split(look.lengths)]
+        drifts = []
+        for part in drifted.split(look.lengths):
+            is_some = part.float().mean() > 0.05
+            drifts.append(is_some.expand(part.numel()))
         looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
-        is_some = torch.cat([one.expand(n) for one, n in zip(some, look.lengths, strict=True)])
         rows = {
             "moved": moved,
             "back": back,
@@ -115,7 +122,7 @@ class Steps(Sums):
             "narrowed": wide & _is_bf16(now),
             "masked": back & bound,
             "follows": looks,
-            "drifts": looks.where(is_some, 0.0),
+            "drifts": looks.where(torch.cat(drifts), 0.0),
             "drift": drift.square(),
             "stepped": step.square(),
             "against": -drift * step,
@@ -131,13 +138,21 @@ class Steps(Sums):
         for name, then in written.items():
             if then is None:
                 continue
-            now = first_moments(look, answers) if name == "m" else look.read_v()[0]
+            if name == "m":
+                now = first_moments(look, answers)
+            else:
+                now, _ = look.read_v()
             kept = now.isfinite() & then.isfinite()
-            shares = torch.stack([part.float().mean() for part in (kept & (now != then)).split(look.lengths)])
-            has_one = torch.stack([part.any() for part in kept.split(look.lengths)])
-            self.row(f"{name}_kept")[look.index] += has_one.double().to(self.sums.device)
-            changed = (shares > 0.05).double().to(self.sums.device)
-            self.row(f"{name}_rewritten")[look.index] += changed
+            changed = kept & (now != then)
+            has_one, shares = [], []
+            for part in kept.split(look.lengths):
+                has_one.append(part.any())
+            for part in changed.split(look.lengths):
+                shares.append(part.float().mean())
+            is_kept = torch.stack(has_one)
+            is_rewritten = torch.stack(shares) > 0.05
+            self.row(f"{name}_kept")[look.index] += is_kept.double().to(self.sums.device)
+            self.row(f"{name}_rewritten")[look.index] += is_rewritten.double().to(self.sums.device)
 
     @property
     def put_back(self):
@@ -150,7 +165,9 @@ def _decay_and_rest(look, finite, answers):
     the largest decay: squares of small numbers would be 0 in fp32.
     """
     known = getattr(answers, "decayed", None)
-    shares = [known(p) if known else 0.0 for p in look.params]
+    shares = []
+    if known:
+        shares = [known(p) for p in look.params]
     if not any(shares):
         none = torch.zeros_like(look.g)
         return none, none
@@ -165,7 +182,9 @@ def _decay_and_rest(look, finite, answers):
 
 def _eps(group):
     eps = group.get("eps", 0.0)
-    return float(eps) if isinstance(eps, (int, float)) else 0.0
+    if not isinstance(eps, (int, float)):
+        return 0.0
+    return float(eps)
 
 
 def _from_fp16(look):
@@ -175,14 +194,17 @@ def _from_fp16(look):
     ends = [0, *itertools.accumulate(look.lengths)]
     first = look.g[torch.tensor(ends[:-1], device=look.g.device)]
     fits = (first.half().float() == first).tolist()
-    found, matrices = [], 0
+    found, matrices, of_matrices = [], 0, 0
     for k, p in enumerate(look.params):
         at = slice(ends[k], ends[k + 1])
-        matrices += p.dim() > 1
+        is_matrix = p.dim() > 1
+        matrices += is_matrix
         if fits[k] and p.dtype != torch.bfloat16 and _is_fp16(look.g[at]):
-            found.append((at, p.dim() > 1))
-    of_matrices = sum(is_matrix for _, is_matrix in found)
-    return [at for at, _ in found] if 2 * of_matrices >= matrices else []
+            found.append(at)
+            of_matrices += is_matrix
+    if 2 * of_matrices < matrices:
+        return []
+    return found
 
 
 def _is_fp16(g):
@@ -212,9 +234,14 @@ def first_moments(look, answers):
     """exp_avg of all tensors, fp32 [n], NaN where there is none; None for optimisers of this library."""
     if not hasattr(answers, "inner"):
         return None
-    found = [answers.moment(p, "exp_avg", look.pick) for p in look.params]
-    parts = zip(found, look.lengths, strict=True)
-    return torch.cat([look.g.new_full((n,), torch.nan) if m is None else m.float() for m, n in parts])
+    found = []
+    for p, n in zip(look.params, look.lengths, strict=True):
+        moment = answers.moment(p, "exp_avg", look.pick)
+        if moment is None:
+            found.append(look.g.new_full((n,), torch.nan))
+        else:
+            found.append(moment.float())
+    return torch.cat(found)
 
 
 class Facts:

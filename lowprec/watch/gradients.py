@@ -29,7 +29,9 @@ class Partial:
     @property
     def kept(self):
         """The sum that the step should be given, but for a factor."""
-        return self.sum if self.last is None else self.last
+        if self.last is None:
+            return self.sum
+        return self.last
 
 
 class Changes(Sums):
@@ -130,8 +132,12 @@ class Gradients:
         all_gone = grads is None and all(self.named[i][1].grad is None for i in heard)
         for i, partial in heard.items():
             p = self.named[i][1]
-            g = p.grad if grads is None else grads.get(p)
-            g = torch.zeros_like(p) if all_gone else g
+            if all_gone:
+                g = torch.zeros_like(p)
+            elif grads is None:
+                g = p.grad
+            else:
+                g = grads.get(p)
             if g is None or g.is_sparse or not p.numel():
                 continue
             # what another optimiser's backward left is no fault where it is cleared before its own
@@ -149,14 +155,18 @@ class Gradients:
 
     def _sum(self, heard, index, given, kept, whole):
         """Whether micro-batches are summed well, and none is forgotten."""
-        several = [k for k, i in enumerate(index) if heard[i].count > 1]
+        several, read, sums, last_sums = [], [], [], []
+        for i, g, kept_sum, whole_sum in zip(index, given, kept, whole, strict=True):
+            if heard[i].count > 1:
+                several.append(i)
+                read.append(g)
+                sums.append(whole_sum)
+                last_sums.append(kept_sum)
         if not several:
             return
-        g = [given[k] for k in several]
-        of_all = distances(g, [whole[k] for k in several])[0]
-        of_last = distances(g, [kept[k] for k in several])[0]
-        for k, error, error_of_last in zip(several, of_all, of_last, strict=True):
-            i = index[k]
+        of_all, _ = distances(read, sums)
+        of_last, _ = distances(read, last_sums)
+        for i, error, error_of_last in zip(several, of_all, of_last, strict=True):
             partial = heard[i]
             if self.named[i][1].dtype in NARROW:
                 total, times, _ = self.sums.get(i, (0.0, 0, 0))
@@ -170,7 +180,11 @@ class Gradients:
         """What became of the gradients since backward: one factor for all entries of a tensor, some of which
         may have been negated or zeroed beside.
         """
-        lengths = [self.pick(self.named[i][1]).numel() for i in index]
+        lengths, least = [], []
+        for i in index:
+            _, p = self.named[i]
+            lengths.append(self.pick(p).numel())
+            least.append(torch.finfo(p.dtype).tiny)
         finite = totals([~heard.isfinite(), ~given.isfinite()], lengths)
         was_finite, is_finite = finite == 0
         kept = given != 0
@@ -178,7 +192,7 @@ class Gradients:
         moved, square = totals([product, heard.square().where(kept, 0.0)], lengths)
         factor = moved / square.clamp_min(1e-300)
         each = one_an_entry(factor.tolist(), lengths, given)
-        tiny = one_an_entry([torch.finfo(self.named[i][1].dtype).tiny for i in index], lengths, given)
+        tiny = one_an_entry(least, lengths, given)
         # what a factor takes below the least number of a format is 0 by rounding
         zeroed = ~kept & (heard.abs() * each.clamp(max=1.0).where(each > 0, 1.0) >= tiny)
         rows = [
@@ -211,7 +225,10 @@ class Gradients:
         plain = factor[known & (negated == 0) & (kept > 0)]
         if plain.numel():
             left = float(plain.median())
-            self.shrunk.append((left, norm_of(look) if left < 1e-3 else math.nan))
+            norm = math.nan
+            if left < 1e-3:
+                norm = norm_of(look)
+            self.shrunk.append((left, norm))
 
 
 def distances(gradients, exact):
@@ -232,5 +249,7 @@ def norm_of(look):
     if look is None:
         return math.nan
     squares = totals([look.g.square()], look.lengths)[0].tolist()
-    sizes = [p.numel() / n for p, n in zip(look.params, look.lengths, strict=True)]
-    return math.sqrt(sum(square * size for square, size in zip(squares, sizes, strict=True)))
+    estimates = []  # of the squares of whole gradients
+    for p, n, square in zip(look.params, look.lengths, squares, strict=True):
+        estimates.append(square * (p.numel() / n))
+    return math.sqrt(sum(estimates))

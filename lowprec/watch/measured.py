@@ -24,8 +24,10 @@ class Measured:
         self.weights = writes.weights.columns()
         self.growth = writes.growth.columns()
         self.moments = writes.moments.columns()
-        self.averages = writes.averages["ema"].columns() if watch.ema else None
-        self.averaging = writes.averaging["ema"].columns() if watch.ema else None
+        self.averages = self.averaging = None
+        if watch.ema:
+            self.averages = writes.averages["ema"].columns()
+            self.averaging = writes.averaging["ema"].columns()
         self.errors = watch.errors.columns()
         self.moment_errors = watch.moment_errors.columns()
         self.extra = watch.extra.columns()
@@ -43,9 +45,12 @@ class Measured:
     def norm_weights(self):
         """Names of the gains of norms."""
         role_of = roles(self.watch.model)
-        norms = {name for name, role in role_of.items() if "norm" in role}
-        gains = [name for name in self.names if name.endswith(("weight", "gamma"))]
-        return {name for name in gains if name.rpartition(".")[0] in norms}
+        found = set()
+        for name in self.names:
+            module = name.rpartition(".")[0]
+            if name.endswith(("weight", "gamma")) and "norm" in role_of.get(module, ()):
+                found.add(name)
+        return found
 
     @functools.cached_property
     def lost_of_all(self):
@@ -56,10 +61,13 @@ class Measured:
     def all_zero(self):
         """Whether the gradients of all tensors were 0 at each look, and backward gave them so."""
         looked_at = [one for one in self.tensors if one.facts.looks]
-        idle = [one for one in looked_at if one.facts.idle == one.facts.looks and not one.change.zeroed]
-        # a product of two factors of 0 has gradients of 0: another row's
-        zeros = [one for one in idle if one.p.dim() > 1 and not bool(self.watch.pick(one.p).any())]
-        return len(looked_at) > 1 and len(idle) == len(looked_at) and not zeros
+        for one in looked_at:
+            if one.facts.idle != one.facts.looks or one.change.zeroed:
+                return False
+            # a product of two factors of 0 has gradients of 0: another row's
+            if one.p.dim() > 1 and not bool(self.watch.pick(one.p).any()):
+                return False
+        return len(looked_at) > 1
 
     @functools.cached_property
     def seen_breaking(self):
@@ -91,10 +99,10 @@ class Measured:
         """
         if not self.torchs:
             return {}
-        return {
-            site: [max(one.unwritten(), one.lost_to_nearest) for one in sums.columns()]
-            for site, sums in self.watch.accumulators.items()
-        }
+        found = {}
+        for site, sums in self.watch.accumulators.items():
+            found[site] = [max(one.unwritten(), one.lost_to_nearest) for one in sums.columns()]
+        return found
 
     @functools.cached_property
     def alive(self):
@@ -108,19 +116,27 @@ class Measured:
         """{site: share lost of what all tensors wanted}."""
         found = {}
         for site in SITES:
-            measured = [one for one in self.tensors if one.lost(site) is not None]
-            wanted = sum(one.tally(site).wanted for one in measured)
-            lost = sum(one.tally(site).wanted * one.lost(site) for one in measured)
-            if measured:
-                found[site] = lost / max(wanted, 1e-300)
+            wanted, lost = [], []
+            for one in self.tensors:
+                share = one.lost(site)
+                if share is not None:
+                    wanted_of_one = one.tally(site).wanted
+                    wanted.append(wanted_of_one)
+                    lost.append(wanted_of_one * share)
+            if wanted:
+                found[site] = sum(lost) / max(sum(wanted), 1e-300)
         return found
 
 
 def _draws(watch):
     """Whether the optimiser may round by chance: all that draws random numbers, or can't be seen."""
-    narrow = [p for _, p in watch.named if p.dtype in net_state.NARROW and p.numel() and watch.state(p)]
     sees = getattr(watch.answers, "draws", None)
-    return sees is None or not narrow or sees(narrow[0]) is not False
+    if sees is None:
+        return True
+    for _, p in watch.named:
+        if p.dtype in net_state.NARROW and p.numel() and watch.state(p):
+            return sees(p) is not False  # one speaks for all
+    return True
 
 
 class Tensor:
@@ -132,14 +148,15 @@ class Tensor:
         self.watch = seen.watch
         self.name, self.p = self.watch.named[i]
         self.weight = seen.weights[i]
-        # sums of a stranger's second moment that is not Adam's say nothing
-        forms_v = getattr(self.watch.answers, "forms_v", True)
-        self.moment = seen.moments[i] if forms_v else Tally()
-        self.grown = seen.growth[i] if forms_v else Tally()
+        if getattr(self.watch.answers, "forms_v", True):
+            self.moment, self.grown = seen.moments[i], seen.growth[i]
+        else:  # sums of a stranger's second moment that is not Adam's say nothing
+            self.moment, self.grown = Tally(), Tally()
         self.error = seen.errors[i]
         self.moment_error = seen.moment_errors[i]
-        self.average = seen.averages[i] if seen.averages else None
-        self.averaging = seen.averaging[i] if seen.averages else None
+        self.average = self.averaging = None
+        if seen.averages:
+            self.average, self.averaging = seen.averages[i], seen.averaging[i]
         self.extra = seen.extra[i]
         self.change = seen.changes[i]  # of its gradient between backward and the step
         self.facts = self.watch.facts[i]
@@ -154,8 +171,12 @@ class Tensor:
 
     def shares(self):
         """{site: share lost}, of the sites that were measured."""
-        found = {site: self.lost(site) for site in SITES}
-        return {site: share for site, share in found.items() if share is not None}
+        found = {}
+        for site in SITES:
+            share = self.lost(site)
+            if share is not None:
+                found[site] = share
+        return found
 
     def lost(self, site):
         """Share of the wanted movement that was not written for sure; None where nothing was wanted."""
@@ -163,15 +184,21 @@ class Tensor:
         if tally is None or not tally.entries:
             return None
         if site == "ema":
-            return tally.lost_to_nearest if self.average_stands_by_rounding else tally.unwritten()
+            if self.average_stands_by_rounding:
+                return tally.lost_to_nearest
+            return tally.unwritten()
         is_weight = site == "update"
         error = self.error if is_weight else self.moment_error
         if error.variance == 0:  # not plain 16 bits: fp32, a master, a compensation, codes
-            return tally.unwritten() if self.seen.known or not is_weight else tally.lost
+            if is_weight and not self.seen.known:
+                return tally.lost
+            return tally.unwritten()
         nearest = not self.seen.by_chance or error.to_nearest
         if nearest is None:
             nearest = self.seen.weights_to_nearest if is_weight else self.seen.moments_to_nearest
-        return tally.lost_to_nearest if nearest else tally.unwritten(error.spread)
+        if nearest:
+            return tally.lost_to_nearest
+        return tally.unwritten(error.spread)
 
     @property
     def average_stands_by_rounding(self):
@@ -181,13 +208,17 @@ class Tensor:
     @property
     def average_dtype(self):
         shadow = self.watch.ema.shadow
-        return shadow[self.name].dtype if self.name in shadow else torch.float32
+        if self.name not in shadow:
+            return torch.float32
+        return shadow[self.name].dtype
 
     @property
     def unmoved(self):
         """Share of the sampled entries that are as they were at the first look."""
         first = self.facts.first
-        return 0.0 if first is None else float((self.watch.pick(self.p) == first).float().mean())
+        if first is None:
+            return 0.0
+        return float((self.watch.pick(self.p) == first).float().mean())
 
     @property
     def ones(self):

@@ -19,20 +19,26 @@ def not_finite(one):
 
 def never_graded(one):
     """looks without a gradient"""
-    return Figure(one.facts.without) if one.facts.looks == 0 else None
+    if one.facts.looks:
+        return None
+    return Figure(one.facts.without)
 
 
 def zero_gradient(one):
     """looks at which its gradient was 0"""
-    changed = one.change.zeroed or one.seen.all_zero  # another row's
-    return None if changed or one.facts.idle < one.facts.looks else Figure(one.facts.idle)
+    if one.change.zeroed or one.seen.all_zero:  # another row's
+        return None
+    if one.facts.idle < one.facts.looks:
+        return None
+    return Figure(one.facts.idle)
 
 
 def zero_gradient_of_zeros(one):
     """looks at which the gradient of a matrix of zeros was 0"""
     # a bias of zeros may have none by design
-    of_zeros = one.p.dim() > 1 and not bool(one.watch.pick(one.p).any())
-    return zero_gradient(one) if of_zeros else None
+    if one.p.dim() <= 1 or bool(one.watch.pick(one.p).any()):
+        return None
+    return zero_gradient(one)
 
 
 def all_zero_gradients(seen):
@@ -74,15 +80,24 @@ def spoilt(seen):
 
 def _changed(seen, field):
     """(Tensor, Figure) of those whose gradients were changed so; of the first alone where all were."""
-    heard = [one for one in seen.tensors if one.change.looks + one.change.spoilt + one.change.mended]
-    found = [one for one in heard if getattr(one.change, field)]
-    # those that are too small to tell are taken for the others
-    judged = [one for one in heard if field != "negated" or one.p.numel() >= SOME]
+    found, judged = [], []
+    for one in seen.tensors:
+        if not one.change.looks + one.change.spoilt + one.change.mended:
+            continue
+        if getattr(one.change, field):
+            found.append(one)
+        # those that are too small to tell are taken for the others
+        if field != "negated" or one.p.numel() >= SOME:
+            judged.append(one)
     of_all = len(judged) > 1 and set(judged) <= set(found)
-    for one in found[:1] if of_all else found:
+    if of_all:
+        found = found[:1]
+    for one in found:
         share = getattr(one.change, field) / max(1.0, one.change.looks)
-        whose = "the gradients of all tensors are" if of_all else "its gradient is"
-        yield one, Figure(share, {"whose": whose, "share": share}, "" if of_all else one.name)
+        whose, tensor = "its gradient is", one.name
+        if of_all:
+            whose, tensor = "the gradients of all tensors are", ""
+        yield one, Figure(share, {"whose": whose, "share": share}, tensor)
 
 
 def partly_negated(one):
@@ -94,13 +109,17 @@ def partly_negated(one):
 def partly_zeroed(one):
     """share of the entries of a gradient that were set to 0 between backward and the step"""
     share = one.change.parts_zeroed / max(1.0, one.change.looks)
-    return None if _is_masked(one, share) else Figure(share, {"share": share})
+    if _is_masked(one, share):
+        return None
+    return Figure(share, {"share": share})
 
 
 def masked(one):
     """the same of a table of which some rows train, or where the weights are 0 too"""
     share = one.change.parts_zeroed / max(1.0, one.change.looks)
-    return Figure(share, {"share": share}) if _is_masked(one, share) else None
+    if not _is_masked(one, share):
+        return None
+    return Figure(share, {"share": share})
 
 
 def _is_masked(one, share):
@@ -113,16 +132,21 @@ def _is_masked(one, share):
 
 def subnormal(one):
     """share of them below fp16's normal range"""
+    if one.extra.graded < 8:
+        return None
     share = one.extra.subnormal / max(1.0, one.extra.graded)
-    return Figure(share, {"share": share}) if one.extra.graded >= 8 else None
+    return Figure(share, {"share": share})
 
 
 def below_eps(seen):
     """share of second moments below the optimiser's eps, squared"""
-    # matrices alone: some biases have no gradient but noise, as those of keys in attention
-    matrices = [one for one in seen.tensors if one.p.dim() > 1 and one.extra.judged]
-    faint = sum(one.extra.faint for one in matrices)
-    judged = sum(one.extra.judged for one in matrices)
+    matrices, faint, judged = [], 0.0, 0.0
+    for one in seen.tensors:
+        # matrices alone: some biases have no gradient but noise, as those of keys in attention
+        if one.p.dim() > 1 and one.extra.judged:
+            matrices.append(one)
+            faint += one.extra.faint
+            judged += one.extra.judged
     if judged:
         worst = max(matrices, key=lambda one: one.extra.faint / one.extra.judged)
         yield Figure(faint / judged, {"share": faint / judged}, worst.name)
@@ -154,8 +178,9 @@ def summed(one):
         return None
     total, times, count = one.watch.gradients.sums[one.i]
     error = total / times
-    # what is far off was changed for another reason than rounding
-    return Figure(error, {"count": count, "error": error}) if error < 0.25 else None
+    if error < 0.25:
+        return Figure(error, {"count": count, "error": error})
+    return None  # what is far off was changed for another reason than rounding
 
 
 def forgotten(seen):
@@ -197,15 +222,16 @@ def betas_swapped(seen):
         return
     betas = next(iter(seen.watch.groups.values()), {}).get("betas", ())
     if len(betas) == 2 and betas[1] > 0:
-        one, two = (float(beta) for beta in betas)
+        one, two = float(betas[0]), float(betas[1])
         yield Figure(one / math.sqrt(two), {"one": one, "two": two}, "")
 
 
 def none_graded(seen):
     """looks at which no parameter of the optimiser had a gradient"""
-    never = [one for one in seen.tensors if one.facts.looks == 0 and one.facts.without]
-    if len(never) == len(seen.tensors):
-        yield Figure(seen.watch.looks, tensor="")
+    for one in seen.tensors:
+        if one.facts.looks or not one.facts.without:
+            return
+    yield Figure(seen.watch.looks, tensor="")
 
 
 def copies_apart(seen):
@@ -246,8 +272,9 @@ def frozen_parts(seen):
     parts, _ = net_state.frozen_by_plan(seen.watch.model)
     if parts:
         some = ", ".join(list(parts)[:3])
-        more = " ..." if len(parts) > 3 else ""
-        yield Figure(1.0, {"count": sum(parts.values()), "some": some + more}, "")
+        if len(parts) > 3:
+            some += " ..."
+        yield Figure(1.0, {"count": sum(parts.values()), "some": some}, "")
 
 
 def broken_buffers(seen):
@@ -263,5 +290,7 @@ def rounded_buffers(seen):
     watch = seen.watch
     rounded = net_state.rounded_buffers(watch.model, watch.buffers, watch.pick)
     for name, (what, error) in rounded.items():
-        words = {"what": what, "error": error} if error else {"what": what}
+        words = {"what": what}
+        if error:
+            words["error"] = error
         yield Figure(error or 0.0, words, name)

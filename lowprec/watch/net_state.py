@@ -29,9 +29,12 @@ def frozen_by_plan(net):
         elif seen_trained and kind(name) in kinds_that_train:
             alone.append(name)
         else:
-            around = [part for part in frozen_parts if _holds_one(part, [name])]
-            part = around[0] if around else name
-            parts[part] = parts.get(part, 0) + 1
+            outermost = name
+            for part in frozen_parts:
+                if _holds_one(part, [name]):
+                    outermost = part
+                    break
+            parts[outermost] = parts.get(outermost, 0) + 1
     return parts, alone
 
 
@@ -63,7 +66,11 @@ def has_parameters(module):
 
 def snapshot(net, pick):
     """{name: sample} of the buffers that are fp32 now, to compare with later."""
-    return {name: pick(b).clone() for name, b in _floating(net) if b.dtype == torch.float32}
+    found = {}
+    for name, b in _floating(net):
+        if b.dtype == torch.float32:
+            found[name] = pick(b).clone()
+    return found
 
 
 def broken_buffers(net, before, pick):
@@ -72,8 +79,10 @@ def broken_buffers(net, before, pick):
     for name, b in _floating(net):
         was = before.get(name)
         if was is not None and bool(was.isfinite().all()):
-            found[name] = int((~pick(b).isfinite()).sum())
-    return {name: count for name, count in found.items() if count}
+            count = int((~pick(b).isfinite()).sum())
+            if count:
+                found[name] = count
+    return found
 
 
 def rounded_buffers(net, before, pick):
@@ -92,8 +101,9 @@ def rounded_buffers(net, before, pick):
         if was is not None and was.shape == values.shape and torch.equal(was.bfloat16(), values.bfloat16()):
             off = (was.double() - values.double()).norm() / was.double().norm().clamp_min(1e-300)
             error = float(off) or None
-        held = str(b.dtype).removeprefix("torch.")
-        what = f"held in {held}" if b.dtype in NARROW else "fp32 that holds rounded values only"
+        what = "fp32 that holds rounded values only"
+        if b.dtype in NARROW:
+            what = f"held in {str(b.dtype).removeprefix('torch.')}"
         found[name] = what, error
     return found
 

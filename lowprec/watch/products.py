@@ -43,8 +43,13 @@ class Loss:
 
     def __str__(self) -> str:
         ratios = ", ".join(f"{name} {db:.0f} dB" for name, db in self.snr.items())
-        lost = [f"{share:.0%} of {name}" for name, share in self.underflow.items() if share >= 0.005]
-        clipped = [f"{share:.1%} of {name}" for name, share in self.saturated.items() if share >= 0.0005]
+        lost, clipped = [], []
+        for name, share in self.underflow.items():
+            if share >= 0.005:
+                lost.append(f"{share:.0%} of {name}")
+        for name, share in self.saturated.items():
+            if share >= 0.0005:
+                clipped.append(f"{share:.1%} of {name}")
         text = ratios
         if lost:
             text += f"; becomes zero: {', '.join(lost)}"
@@ -59,15 +64,16 @@ class Products:
     """
 
     def __init__(self, model, names):
-        unknown = [name for name in names if name not in BLOCK_FORMATS]
-        if unknown:
-            raise Refused(f"products: unknown format '{unknown[0]}'; choose from {', '.join(BLOCK_FORMATS)}")
-        self.forms = {name: BLOCK_FORMATS[name] for name in names}
-        linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-        self.layers = dict(linears)
-        if names and not linears:
+        self.forms = {}
+        self.totals = {}  # {format: {layer: (float64 [3, 4], float64 [3, 2])}}
+        for name in names:
+            if name not in BLOCK_FORMATS:
+                raise Refused(f"products: unknown format '{name}'; choose from {', '.join(BLOCK_FORMATS)}")
+            self.forms[name] = BLOCK_FORMATS[name]
+            self.totals[name] = {}
+        self.layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        if names and not self.layers:
             raise Refused("products: the model has no nn.Linear, and convolutions have none of these formats")
-        self.totals = {name: {} for name in names}  # {format: {layer: (float64 [3, 4], float64 [3, 2])}}
         self.handles = []
 
     def listen(self):
@@ -109,14 +115,18 @@ class Products:
 
     def __getitem__(self, kind: str) -> dict[str, Loss]:
         """{layer: Loss} of a format."""
-        return {name: _loss(*totals) for name, totals in self.totals[kind].items()}
+        found = {}
+        for name, (losses, noise) in self.totals[kind].items():
+            found[name] = _loss(losses, noise)
+        return found
 
     def __str__(self) -> str:
         lines = []
         for kind, form in self.forms.items():
             worst = sorted(self[kind].items(), key=lambda item: item[1].worst)
             lines.append(f"in {kind} ({form.why}), of {len(worst)} nn.Linear layers:")
-            lines += [f"  {name}: {loss}" for name, loss in worst[:SHOWN]]
+            for name, loss in worst[:SHOWN]:
+                lines.append(f"  {name}: {loss}")
             if len(worst) > SHOWN:
                 lines.append(f"  and {len(worst) - SHOWN} more, from {worst[SHOWN][1].worst:.0f} dB on")
         return "\n".join(lines)
@@ -131,12 +141,13 @@ def _products(form, x, w, g):
 
 
 def _loss(losses, noise):
-    zeroed, nonzero, clipped, everything = losses.t().tolist()
-    shares = [a / max(1, b) for a, b in zip(zeroed, nonzero, strict=True)]
-    above = [a / max(1, b) for a, b in zip(clipped, everything, strict=True)]
-    ratios = [10 * math.log10(s / n) if s and n else math.inf for s, n in noise.tolist()]
-    return Loss(
-        dict(zip(OPERANDS, shares, strict=True)),
-        dict(zip(OPERANDS, above, strict=True)),
-        dict(zip(PRODUCTS, ratios, strict=True)),
-    )
+    underflow, saturated, snr = {}, {}, {}
+    for operand, (zeroed, nonzero, clipped, everything) in zip(OPERANDS, losses.tolist(), strict=True):
+        underflow[operand] = zeroed / max(1, nonzero)
+        saturated[operand] = clipped / max(1, everything)
+    for product, (signal, off) in zip(PRODUCTS, noise.tolist(), strict=True):
+        if signal and off:
+            snr[product] = 10 * math.log10(signal / off)
+        else:
+            snr[product] = math.inf
+    return Loss(underflow, saturated, snr)

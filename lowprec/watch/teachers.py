@@ -42,7 +42,11 @@ class Teachers:
         self.writes.shadows = {}
 
     def _samples(self, index):
-        return [self.writes.pick(self.frozen[self.watch.names[i]][1]) for i in index]
+        samples = []
+        for i in index:
+            _, p = self.frozen[self.watch.names[i]]
+            samples.append(self.writes.pick(p))
+        return samples
 
     def _state(self):
         """What changes when they are written, although their values may not."""
@@ -90,6 +94,7 @@ def followers(model, trained):
     names and shapes of those of a part that trains. trained: names of what the optimiser steps.
     """
     frozen, built = [], {}
+    inside_frozen = ()  # what the names of their own parts begin with
     for name, module in model.named_modules():
         if not name or not has_parameters(module):
             continue
@@ -97,13 +102,15 @@ def followers(model, trained):
         if any(p.requires_grad for p in own.values()):
             if all(f"{name}.{rest}" in trained for rest in own):
                 built.setdefault(_plan(own), name)
-        elif not any(name.startswith(f"{part}.") for part, _ in frozen):
+        elif not name.startswith(inside_frozen):
             frozen.append((name, own))
+            inside_frozen += (f"{name}.",)
     found = {}
     for name, own in frozen:
         part = built.get(_plan(own))
         if part is not None:
-            found |= {f"{part}.{rest}": (f"{name}.{rest}", p) for rest, p in own.items()}
+            for rest, p in own.items():
+                found[f"{part}.{rest}"] = f"{name}.{rest}", p
     return found
 
 

@@ -91,7 +91,9 @@ class Finding:
 
     @property
     def title(self) -> str:
-        return f"{self.site} of {self.tensor}" if self.tensor else self.site
+        if not self.tensor:
+            return self.site
+        return f"{self.site} of {self.tensor}"
 
     @property
     def rank(self):
@@ -147,19 +149,25 @@ class Diagnosis:
         shown, hidden = _not_too_many(self.findings)
         if not shown:
             return []
-        heads = ["tensor", "site", "severity"]
-        rows = [[f.tensor, f.site, f.severity] for f in shown]
+        table = [["tensor", "site", "severity"]]
+        texts = ["finding"]
+        for f in shown:
+            table.append([f.tensor, f.site, f.severity])
+            texts.append(f"{f.text} -> {f.remedy}")
         if not any(f.tensor for f in shown):
-            heads, rows = heads[1:], [row[1:] for row in rows]
-        table = [heads, *rows]
-        texts = ["finding", *(f"{f.text} -> {f.remedy}" for f in shown)]
+            for row in table:
+                del row[0]
         widths = [max(map(len, column)) + 2 for column in zip(*table, strict=True)]
         indent = " " * min(sum(widths), WIDTH // 2)
         lines = []
         for row, text in zip(table, texts, strict=True):
-            cells = "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-            lines += textwrap.wrap(cells + text, WIDTH, subsequent_indent=indent)
-        return lines + [f"... and {count} more findings of {site}" for site, count in hidden.items()]
+            line = ""
+            for cell, width in zip(row, widths, strict=True):
+                line += f"{cell:<{width}}"
+            lines += textwrap.wrap(line + text, WIDTH, subsequent_indent=indent)
+        for site, count in hidden.items():
+            lines.append(f"... and {count} more findings of {site}")
+        return lines
 
 
 def _not_too_many(findings):

@@ -6,6 +6,7 @@ each sum of errors has a standard error that is known beforehand, and a figure i
 beyond 6 of them.
 """
 
+import itertools
 import math
 
 import torch
@@ -61,10 +62,15 @@ class Errors(Sums):
         if not chosen:
             return
         index = [index[k] for k in chosen]
-        lengths = [old[k].numel() for k in chosen]
-        narrow = [dtypes[k] for k in chosen]
-        before, aim, after = (_joined(part, chosen) for part in (old, target, new))
-        gap = ulp(aim, one_an_entry([torch.finfo(dtype).eps for dtype in narrow], lengths, aim))
+        lengths, narrow, eps = [], [], []
+        for k in chosen:
+            lengths.append(old[k].numel())
+            narrow.append(dtypes[k])
+            eps.append(torch.finfo(dtypes[k]).eps)
+        before = _joined(old, chosen)
+        aim = _joined(target, chosen)
+        after = _joined(new, chosen)
+        gap = ulp(aim, one_an_entry(eps, lengths, aim))
         nearest = rounded_by_tensor(aim, narrow, lengths)
         size = aim.abs()
         f = torch.frac(size / gap)
@@ -72,7 +78,9 @@ class Errors(Sums):
         rounds = f > 0
         variance = f * (1 - f)
         score = ((after.abs() - size) / gap).where(rounds, 0.0)
-        unit = gap if scales is None else gap / _joined(scales, chosen)
+        unit = gap
+        if scales is not None:
+            unit = gap / _joined(scales, chosen)
         rows = {
             "entries": rounds,
             "chance": torch.minimum(f, 1 - f),
@@ -115,18 +123,23 @@ class Errors(Sums):
     def _compare(self, index, scores, variances):
         """Products of the errors of tensors that are alike in size, and so are sampled at the same places."""
         order = sorted(range(len(index)), key=lambda k: scores[k].numel())
-        pairs = list(zip(order, order[1:], strict=False))
-        if not pairs:
+        if len(order) < 2:
             return
-        lengths = [scores[a].numel() for a, _ in pairs]  # the smaller one's
-
-        def side(parts, which):
-            return torch.cat([parts[pair[which]][:n] for pair, n in zip(pairs, lengths, strict=True)])
-
-        product = side(scores, 0) * side(scores, 1)
-        variance = side(variances, 0) * side(variances, 1)
+        pairs, lengths = [], []
+        smaller, larger = [], []
+        smaller_variance, larger_variance = [], []
+        for a, b in itertools.pairwise(order):
+            n = scores[a].numel()
+            pairs.append((index[a], index[b]))
+            lengths.append(n)
+            smaller.append(scores[a])
+            larger.append(scores[b][:n])
+            smaller_variance.append(variances[a])
+            larger_variance.append(variances[b][:n])
+        product = torch.cat(smaller) * torch.cat(larger)
+        variance = torch.cat(smaller_variance) * torch.cat(larger_variance)
         sums = totals([product, variance, variance.sqrt()], lengths)
-        key = tuple((index[a], index[b]) for a, b in pairs)
+        key = tuple(pairs)
         self.pairs[key] = self.pairs.get(key, 0.0) + sums
 
     # -- what follows for one tensor (see `of`), or for all
@@ -201,4 +214,6 @@ def certain(product, variance, size):
     if variance < 1 or product < CERTAIN * math.sqrt(variance):
         return 0.0
     value = product / size
-    return value if 0.2 < value < 1.5 else 0.0
+    if 0.2 < value < 1.5:
+        return value
+    return 0.0
