@@ -34,10 +34,14 @@ def _island_modules(model, islands):
     if islands == "none":
         return []
     role_of = roles(model)
-    owners = [(name, module) for name, module in model.named_modules() if _own_parameters(module)]
+    owners = []
+    for name, module in model.named_modules():
+        if _own_parameters(module):
+            owners.append((name, module))
     chosen = set()
     for island in islands.split("+"):
-        found = [module for name, module in owners if ROLE_OF_ISLAND[island] in role_of[name]]
+        role = ROLE_OF_ISLAND[island]
+        found = [module for name, module in owners if role in role_of[name]]
         if not found:
             none = f"this net has no {island} parameters to keep in fp32"
             raise Refused(f"--set islands={islands}: {none}; leave {island} out")
@@ -45,8 +49,11 @@ def _island_modules(model, islands):
     exact = set()
     for module in chosen:
         exact.update(_own_parameters(module))
-    # a tied head is an island with its embedding
-    return [module for _, module in owners if exact & set(_own_parameters(module))]
+    with_exact = []  # a tied head is an island with its embedding
+    for _, module in owners:
+        if exact.intersection(_own_parameters(module)):
+            with_exact.append(module)
+    return with_exact
 
 
 def _own_parameters(module):
@@ -85,15 +92,23 @@ def to(dtype: torch.dtype, tree: Any, cast: Callable = torch.Tensor.to) -> Any:
     what it is given. cast: (tensor, dtype) -> tensor.
     """
     leaves, form = tree_flatten(tree)
-    new = [_leaf_to(dtype, leaf, cast) for leaf in leaves]
-    if all(a is b for a, b in zip(new, leaves, strict=True)):
+    found = []
+    changed = False
+    for leaf in leaves:
+        new = _leaf_to(dtype, leaf, cast)
+        found.append(new)
+        if new is not leaf:
+            changed = True
+    if not changed:
         return tree
-    return tree_unflatten(new, form)
+    return tree_unflatten(found, form)
 
 
 def _leaf_to(dtype, x, cast):
     if torch.is_tensor(x):
-        return cast(x, dtype) if x.is_floating_point() else x
+        if not x.is_floating_point():
+            return x
+        return cast(x, dtype)
     parts, put = parts_of_leaf(x)
     changed = {}
     for key, value in parts.items():
@@ -113,8 +128,11 @@ def parts_of_leaf(x):
     tensors; ({}, None) of any other.
     """
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
-        return {name: getattr(x, name) for name in names}, object.__setattr__
+        parts = {}
+        for field in dataclasses.fields(x):
+            if hasattr(x, field.name):
+                parts[field.name] = getattr(x, field.name)
+        return parts, object.__setattr__
     if isinstance(x, types.SimpleNamespace):
         return dict(vars(x)), setattr
     if isinstance(x, dict | collections.UserDict):
@@ -125,7 +143,11 @@ def parts_of_leaf(x):
     if any(home.startswith("torch_geometric.data") for home in homes):  # a batch of graphs
         return _parts_of_graphs(x)
     if hasattr(x, "__dict__") and not isinstance(x, type | nn.Module) and not homes[0].startswith("torch."):
-        return {name: value for name, value in vars(x).items() if torch.is_tensor(value)}, setattr
+        tensors = {}
+        for name, value in vars(x).items():
+            if torch.is_tensor(value):
+                tensors[name] = value
+        return tensors, setattr
     return {}, None
 
 
@@ -177,12 +199,19 @@ class AsGiven:
 
     def __call__(self, module, args, kwargs, out):
         inputs = tree_flatten((args, kwargs))[0]
-        low_shapes = {x.shape for x in inputs if torch.is_tensor(x) and x.dtype == torch.bfloat16}
+        low_shapes = set()
+        for x in inputs:
+            if torch.is_tensor(x) and x.dtype == torch.bfloat16:
+                low_shapes.add(x.shape)
+        if not low_shapes:
+            return out
 
         def as_given(x, dtype):
-            return x.to(dtype) if x.dim() and x.shape in low_shapes else x
+            if x.dim() and x.shape in low_shapes:
+                return x.to(dtype)
+            return x
 
-        return to(torch.bfloat16, out, as_given) if low_shapes else out
+        return to(torch.bfloat16, out, as_given)
 
 
 BORDERS = (Into, OutOf, AsGiven)
@@ -191,11 +220,11 @@ BORDERS = (Into, OutOf, AsGiven)
 def _remove_borders(model):
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            ours = [number for number, hook in hooks.items() if isinstance(hook, BORDERS)]
-            for number in ours:
-                del hooks[number]
-                module._forward_pre_hooks_with_kwargs.pop(number, None)
-                module._forward_hooks_with_kwargs.pop(number, None)
+            for number, hook in list(hooks.items()):
+                if isinstance(hook, BORDERS):
+                    del hooks[number]
+                    module._forward_pre_hooks_with_kwargs.pop(number, None)
+                    module._forward_hooks_with_kwargs.pop(number, None)
 
 
 # ---- Cast --------------------------------------------------------------------------------------------------
@@ -214,8 +243,12 @@ class Cast:
     def __init__(self, model: nn.Module, r, options: Any = None, frozen: bool = True):
         self.dtypes = dict(getattr(options, "dtypes", None) or {})
         fp32_outputs = _matching_modules(model, "fp32_outputs", options)
-        by_name = _matching_modules(model, "fp32_modules", options) if r.low_weights else {}
-        within = {part for module in by_name for part in module.modules()}
+        by_name: dict[nn.Module, None] = {}
+        if r.low_weights:
+            by_name = _matching_modules(model, "fp32_modules", options)
+        within: set[nn.Module] = set()
+        for module in by_name:
+            within.update(module.modules())
         self.whole: list[nn.Module] = []
         self.dtype_of_frozen: dict[nn.Module, torch.dtype] = {}
         self.averages: dict[str, str] = {}
@@ -260,7 +293,13 @@ class Cast:
         for module, dtype in self.dtype_of_frozen.items():
             for t in (*_own_parameters(module), *module.buffers(recurse=False)):
                 dtype_of[t] = dtype
-        model._apply(lambda t: t.to(dtype_of.get(t, torch.float32)) if t.is_floating_point() else t)
+
+        def wide(t):
+            if not t.is_floating_point():
+                return t
+            return t.to(dtype_of.get(t, torch.float32))
+
+        model._apply(wide)
 
     def _borders(self, model, r, islands, within, fp32_outputs):
         """Hooks that cast. within: modules in one that is fp32 as a whole, which need none."""
@@ -306,14 +345,22 @@ def _parametrizations(model):
     """Modules that compute a weight with buffers of their own, as spectral_norm does."""
     found = []
     for module in model.modules():
-        if isinstance(module, nn.utils.parametrize.ParametrizationList):
-            found += [part for part in module.children() if _fp32_buffers(part)]
+        if not isinstance(module, nn.utils.parametrize.ParametrizationList):
+            continue
+        for part in module.children():
+            if _fp32_buffers(part):
+                found.append(part)
     return found
 
 
 def _with_buffers_alone(model):
     """Modules with fp32 buffers and no parameters."""
-    return [m for m in model.modules() if _fp32_buffers(m) and next(m.parameters(), None) is None]
+    found = []
+    for module in model.modules():
+        has_parameters = next(module.parameters(), None) is not None
+        if _fp32_buffers(module) and not has_parameters:
+            found.append(module)
+    return found
 
 
 def _fp32_buffers(module):
@@ -329,7 +376,8 @@ def _cast_parameters(model, whole, dtype_of_module):
         if p.is_floating_point():
             dtype_of[p] = torch.bfloat16
     dtypes = list(dtype_of_module.items())
-    dtypes += [(module, torch.float32) for module in whole]
+    for module in whole:
+        dtypes.append((module, torch.float32))
     for module, dtype in dtypes:
         for p in _own_parameters(module):
             if p in dtype_of:
@@ -343,7 +391,12 @@ def _cast_parameters(model, whole, dtype_of_module):
 
 def _cast_buffers(module_name, module, dtype, dtypes):
     for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point():
-            full_name = f"{module_name}.{name}" if module_name else name
-            chosen = matching(full_name, dtypes)
-            setattr(module, name, buffer.to(DTYPES[chosen] if chosen else dtype))
+        if not buffer.is_floating_point():
+            continue
+        full_name = f"{module_name}.{name}" if module_name else name
+        chosen = matching(full_name, dtypes)
+        if chosen:
+            new = buffer.to(DTYPES[chosen])
+        else:
+            new = buffer.to(dtype)
+        setattr(module, name, new)

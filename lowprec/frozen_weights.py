@@ -81,16 +81,23 @@ def dtypes_of_frozen(
     """
     found = {}
     for name, module in frozen_modules(model).items():
-        own = dict(module.named_parameters(name, recurse=False))
-        own = {key: p for key, p in own.items() if p.is_floating_point()}
+        own = {}
+        for key, p in module.named_parameters(name, recurse=False):
+            if p.is_floating_point():
+                own[key] = p
         if not own:
             continue
-        chosen = [value for value in (matching(key, dtypes) for key in own) if value]
+        chosen = None
+        for key in own:
+            chosen = chosen or matching(key, dtypes)
+        around = {*_prefixes(name), name}  # this module and those that it is a part of
         if chosen:
-            found[module] = DTYPES[chosen[0]]
+            found[module] = DTYPES[chosen]
+        elif r.frozen == "cast":
+            found[module] = r.dtype("weights")
         elif r.frozen not in ("kept", "nf4"):
-            found[module] = r.dtype("weights") if r.frozen == "cast" else DTYPES[r.frozen]
-        elif any(part in averages for part in (*_prefixes(name), name)):
+            found[module] = DTYPES[r.frozen]
+        elif around.intersection(averages):
             found[module] = torch.float32
         else:
             found[module] = next(iter(own.values())).dtype

@@ -62,7 +62,9 @@ class Ledger:
         """Plain values for a program: what str() says, and the layers of each method."""
         sites = []
         for row in self.rows:
-            sites.append({key: value for key, value in row.items() if key != "lines"})
+            site = dict(row)
+            site.pop("lines", None)
+            sites.append(site)
         found = {
             "parameters": self.parameters,
             "bytes_per_parameter": self.state_bytes,
@@ -76,7 +78,9 @@ class Ledger:
         return found
 
     def __str__(self) -> str:
-        width = max(11, *(len(row["site"]) for row in self.rows))
+        width = 11
+        for row in self.rows:
+            width = max(width, len(row["site"]))
         lines = [f"{'site':<{width}} {'value':<11} {'bytes/param':>11}  why"]
         for row in self.rows:
             size = "" if row["bytes"] is None else f"{row['bytes']:.2f}"
@@ -126,7 +130,9 @@ def _rows(run, sites, parameters):
     sizes = _sizes(run, parameters)
     notes = run.optimizer.notes()
     held_by_optimizer = run.optimizer.nbytes()
-    remarks = {site: {"why": why} for site, why in _remarks(run, parameters).items()}
+    remarks = {}
+    for site, why in _remarks(run, parameters).items():
+        remarks[site] = {"why": why}
     remarks["frozen"] = _of_frozen(run)
     loss = run.view_of_model.first_call.loss
     if loss:
@@ -168,7 +174,10 @@ def _of_a_peer(run, site, value):
 
 def _sizes(run, parameters):
     """{site: bytes a parameter}, as allocated; of a net that is spread over ranks all of them together."""
-    sizes = {site: 0.0 for site in Ledger.STATE if site in run.recipe.values}
+    sizes = {}
+    for site in Ledger.STATE:
+        if site in run.recipe.values:
+            sizes[site] = 0.0
     for site, size in run.optimizer.nbytes().items():
         sizes[site] = size / parameters
     weights = sum(p.nbytes for p in run.params)
@@ -205,24 +214,34 @@ def _remarks(run, parameters):
     r = run.recipe
     if r.update == "nearest" and r.low_weights and (r.master != "none" or r.kahan == "on"):
         found["update"] = "what a write to bf16 rounds away is kept beside it: no update is lost"
-    writes_bf16 = r.low_weights or "bf16" in [r[name] for name in r.moments]
+    writes_bf16 = r.low_weights
+    for name in r.moments:
+        if r[name] == "bf16":
+            writes_bf16 = True
     if r.update == "nearest" and not writes_bf16:
-        found["update"] = "changes of a moment under half a gap between codes are lost" if r.coded else ""
+        found["update"] = ""
+        if r.coded:
+            found["update"] = "changes of a moment under half a gap between codes are lost"
     return found
 
 
 def _of_frozen(run):
     """{value, why} of the frozen weights, which are no part of the bytes a trained parameter."""
-    frozen = [p for p in run.model.parameters() if not p.requires_grad]
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in frozen})
+    dtypes = set()
+    count = size = 0
+    for p in run.model.parameters():
+        if not p.requires_grad:
+            dtypes.add(str(p.dtype).removeprefix("torch."))
+            count += p.numel()
+            size += p.nbytes
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    values = " and ".join(short.get(dtype, dtype) for dtype in dtypes)
-    count = sum(p.numel() for p in frozen)
-    size = sum(p.nbytes for p in frozen) / MIB
-    why = f"{count:,} weights that are not trained take {size:.1f} MiB"
+    values = []
+    for dtype in sorted(dtypes):
+        values.append(short.get(dtype, dtype))
+    why = f"{count:,} weights that are not trained take {size / MIB:.1f} MiB"
     if "float32" in dtypes and run.recipe.low_weights and run.recipe.frozen == "kept":
         why += ", as the net came; sites=['frozen=cast'] casts them"
-    return {"value": values, "why": why}
+    return {"value": " and ".join(values), "why": why}
 
 
 def _of_released_gradients(run):
@@ -246,7 +265,8 @@ def _of_buffers(run):
     values = sum(b.numel() for b in buffers)
     weights = 0
     for module in run.cast.whole:
-        weights += sum(p.numel() for p in module.parameters(recurse=False))
+        for p in module.parameters(recurse=False):
+            weights += p.numel()
     return (
         f"{values:,} values; {len(run.cast.whole)} norm layers with running statistics keep "
         f"{weights:,} weights in fp32"
@@ -275,7 +295,10 @@ def held(run, world: int) -> dict[str, float]:
             found["grads"] += gradient
         else:  # freed within backward, one after the other
             found["grads"] = max(found["grads"], gradient)
-        states = sum(t.nbytes for name, t in run.optimizer.state[p].items() if name != "step")
+        states = 0
+        for name, t in run.optimizer.state[p].items():
+            if name != "step":
+                states += t.nbytes
         found["states"] += share * states
         found["average"] += share * _bytes_of_an_average(run) * p.numel()
     return found

@@ -43,8 +43,12 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
     else:
         return
     place = _Place(error, view.net)
-    hints = _hints(place, view, arguments) if what == "fp32 met bf16" else _fp32_module(place)
-    raise Refused(f"{place}: {what} ({first_line(error)}): {'; '.join([*hints, AUTOCAST])}") from error
+    if what == "fp32 met bf16":
+        hints = _hints(place, view, arguments)
+    else:
+        hints = _fp32_module(place)
+    remedies = "; ".join([*hints, AUTOCAST])
+    raise Refused(f"{place}: {what} ({first_line(error)}): {remedies}") from error
 
 
 def _fp32_module(place):
@@ -74,9 +78,11 @@ def adapt(error: Exception, view: Any) -> bool:
 
 def _takes_bf16(module):
     """Whether it is a layer of torch's with bf16 weights that was not adapted yet."""
-    of_others = not type(module).__module__.startswith("torch.nn")
-    if of_others or any(isinstance(hook, Into) for hook in module._forward_pre_hooks.values()):
+    if not type(module).__module__.startswith("torch.nn"):
         return False
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, Into):
+            return False
     return any(p.dtype == torch.bfloat16 for p in module.parameters(recurse=False))
 
 
@@ -89,7 +95,11 @@ def _hints(place, view, arguments):
     net = view.net
     found = place.fp32()
     buffers = _sharing_memory(found, dict(net.named_buffers()))
-    frozen = _sharing_memory(found, {n: p for n, p in net.named_parameters() if not p.requires_grad})
+    frozen_weights = {}
+    for name, p in net.named_parameters():
+        if not p.requires_grad:
+            frozen_weights[name] = p
+    frozen = _sharing_memory(found, frozen_weights)
     kept = []
     for name in sorted(view.keep & arguments.keys()):
         if _is_fp32(arguments[name]):
@@ -202,16 +212,25 @@ def _sharing_memory(found, named):
     for name, t in named.items():
         if _is_fp32(t):
             name_of[t.untyped_storage().data_ptr()] = name
-    storages = [t.untyped_storage().data_ptr() for t in found.values()]
-    return list(dict.fromkeys(name_of[storage] for storage in storages if storage in name_of))
+    sharing = []
+    for t in found.values():
+        name = name_of.get(t.untyped_storage().data_ptr())
+        if name is not None and name not in sharing:
+            sharing.append(name)
+    return sharing
 
 
 def _only_part_with_weights(net):
     """The name of the one part of a net that has parameters, as in a wrapper; None for other nets."""
     if next(net.parameters(recurse=False), None) is not None:
         return None
-    parts = [name for name, part in net.named_children() if next(part.parameters(), None) is not None]
-    return parts[0] if len(parts) == 1 else None
+    parts = []
+    for name, part in net.named_children():
+        if next(part.parameters(), None) is not None:
+            parts.append(name)
+    if len(parts) != 1:
+        return None
+    return parts[0]
 
 
 def _is_fp32(x):

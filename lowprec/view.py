@@ -86,17 +86,24 @@ class View:
         named = list(zip(_names(arguments, args), args, strict=True))
         if self.first_call is not None:
             self.first_call.check_inputs([*named, *kwargs.items()], self.keep)
-        args = tuple(self._low(name, value) for name, value in named)
-        return args, {name: self._low(name, value) for name, value in kwargs.items()}
+        low_args = tuple(self._low(name, value) for name, value in named)
+        low_kwargs = {}
+        for name, value in kwargs.items():
+            low_kwargs[name] = self._low(name, value)
+        return low_args, low_kwargs
 
     def _tell_adapted(self):
-        if self.adapted and self.first_call is not None:
-            more = f" and {len(self.adapted) - 3} more" if len(self.adapted) > 3 else ""
-            warnings.warn(
-                f"{', '.join(self.adapted[:3])}{more}: given fp32 by the net, and cast to bf16 for bf16 "
-                f"weights; Precision(..., fp32_modules={tuple(self.adapted[:3])}) computes them in fp32",
-                stacklevel=5,  # where run(...) is called
-            )
+        if not self.adapted or self.first_call is None:
+            return
+        some = tuple(self.adapted[:3])
+        names = ", ".join(some)
+        if len(self.adapted) > 3:
+            names += f" and {len(self.adapted) - 3} more"
+        warnings.warn(
+            f"{names}: given fp32 by the net, and cast to bf16 for bf16 "
+            f"weights; Precision(..., fp32_modules={some}) computes them in fp32",
+            stacklevel=5,  # where run(...) is called
+        )
 
     def _low(self, name, value):
         if name in self.keep:

@@ -110,8 +110,11 @@ class FP8(Coverage):
     @property
     def scalings(self):
         """The Scaling of each product of ours, in the order of the net."""
-        layers = dict.fromkeys(new for *_, new in self.swaps)  # each once: a layer may have several names
-        found = [layer.scaling for layer in layers if isinstance(layer, Linear)]
+        found, layers = [], set()
+        for *_, layer in self.swaps:
+            if isinstance(layer, Linear) and layer not in layers:  # once: a layer may have several names
+                layers.add(layer)
+                found.append(layer.scaling)
         return found + list(self.functional.values())
 
     def context(self):
@@ -189,7 +192,10 @@ class FP8(Coverage):
         """Scales that another backend wrote are left out, those that it did not write stay as they are:
         another machine may resume with another backend.
         """
-        found = {key: value for key, value in own.items() if self.key_of_scales.match(key)}
+        found = {}
+        for key, value in own.items():
+            if self.key_of_scales.match(key):
+                found[key] = value
         for key, value in saved.items():
             if key in own or not self.key_of_scales.match(key):
                 found[key] = value
@@ -228,9 +234,12 @@ class FP8(Coverage):
 
 def _has_kernels(formats, device):
     """Whether torch._scaled_mm multiplies the three pairs of operands of a layer on this device."""
-    x, w, g = (form.dtype for form in formats)
-    pairs = ((x, w), (g, w), (g, x))
-    return not any(fp8_product.scaled_mm_refusal(device, *pair) for pair in pairs)
+    x, w, g = formats
+    for one, other in ((x, w), (g, w), (g, x)):
+        refusal = fp8_product.scaled_mm_refusal(device, one.dtype, other.dtype)
+        if refusal:
+            return False
+    return True
 
 
 def _share_largest_amaxes(scalings):
@@ -282,4 +291,6 @@ def signal_to_noise(low, exact):
 def _decibel(signal, noise):
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    if signal == 0:
+        return -math.inf
+    return 10 * math.log10(signal / noise)

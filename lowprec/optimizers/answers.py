@@ -56,8 +56,11 @@ class Answers:
 
     def held(self, p, pick=torch.flatten):
         """The fp32 value held for parameter p, flat."""
+        weight = pick(local(p))
         low = self.low_part(p)
-        return exact_weight(pick(local(p)), None if low is None else pick(low))
+        if low is not None:
+            low = pick(low)
+        return exact_weight(weight, low)
 
     def moment(self, p, name, pick=torch.flatten):
         """A moment of p, flat: as held, or the fp32 values that its codes stand for; None where it has none.
@@ -92,7 +95,9 @@ class Answers:
         found = []
         for p, g in zip(params, gradients, strict=True):
             update = self.wanted(p, g, pick)
-            found.append(torch.full_like(g, math.nan) if update is None else update)
+            if update is None:
+                update = torch.full_like(g, math.nan)
+            found.append(update)
         return found
 
     def nbytes(self):
@@ -231,7 +236,11 @@ class RoundedAnswers(Answers):
         return True
 
     def still(self, p):
-        return all(self.clear(p, name) for name in self.moments if self.is_signed(name))
+        for name in self.moments:
+            if self.is_signed(name):
+                if not self.clear(p, name):
+                    return False
+        return True
 
     @torch.no_grad()
     def set_exact(self, p, value):
@@ -256,13 +265,21 @@ class RoundedAnswers(Answers):
     def _bytes(self, p, name, t):
         if p not in self.rank_buckets:
             return t.nbytes
+        n = p.numel()
         count = self.coded_sizes(p, name)
-        return t.element_size() * (count(p.numel()) if count else p.numel())
+        if count is not None:
+            n = count(n)
+        return t.element_size() * n
 
     def plain(self, name):
         """How many values keep the moment in fp32 although it is held in codes: those of small tensors."""
-        sizes = [self.size(p, name) for p in self.state]
-        return sum(n for n in sizes if not self.coders[name].takes(n))
+        coder = self.coders[name]
+        total = 0
+        for p in self.state:
+            n = self.size(p, name)
+            if not coder.takes(n):
+                total += n
+        return total
 
     def notes(self):
         whole = sum(p.numel() for p in self.state)

@@ -27,15 +27,17 @@ class Bucket:
         alone.
         """
         members, filling = [], {}  # [indices of a bucket]; {key: the last of them that has room}
+        filled = {}  # {key: elements in that one}
         for i, t in enumerate(tensors):
-            if t.numel() >= Bucket.SMALL:
+            n, key = t.numel(), keys[i]
+            if n >= Bucket.SMALL:
                 members.append([i])
                 continue
-            batch = filling.get(keys[i])
-            if batch is None or sum(tensors[j].numel() for j in batch) + t.numel() > Bucket.SMALL:
-                batch = filling[keys[i]] = []
-                members.append(batch)
-            batch.append(i)
+            if key not in filling or filled[key] + n > Bucket.SMALL:
+                filling[key], filled[key] = [], 0
+                members.append(filling[key])
+            filling[key].append(i)
+            filled[key] += n
         buckets, start = [], 0
         for indices in members:
             buckets.append(Bucket(indices, tensors, start))
@@ -67,8 +69,10 @@ class Bucket:
         in parts of `size`. Noise is numbered from the position on.
         """
         size = size or max(1, self.numel)
-        starts = range(0, self.numel, size)
-        return [(start, min(start + size, self.numel), self.start + start, 0) for start in starts]
+        found = []
+        for first in range(0, self.numel, size):
+            found.append((first, min(first + size, self.numel), self.start + first, 0))
+        return found
 
 
 class StepTable:
@@ -161,13 +165,16 @@ def part_of(t):
     ranks = t.device_mesh.size(dim)
     rows_each = -(-rows // ranks)
     entries = t.numel() // max(1, rows)  # of a row
-    bounds = tuple(min(rows, rows_each * rank) * entries for rank in range(ranks + 1))
+    bounds = []
+    for rank in range(ranks + 1):
+        first_row = min(rows, rows_each * rank)
+        bounds.append(first_row * entries)
     rank = t.device_mesh.get_local_rank(dim)
     return RankPart(
         first=bounds[rank],
         last=bounds[rank + 1],
         whole=t.numel(),
-        bounds=bounds,
+        bounds=tuple(bounds),
         shape=t.shape,
         mesh=t.device_mesh,
         placements=tuple(t.placements),
@@ -220,8 +227,11 @@ class RankBucket(Bucket):
     @property
     def shared(self):
         """The numbers of the blocks that two ranks or more share: the same list on every rank."""
-        inner = {bound for bound in self.part.bounds[1:-1] if bound < self.part.whole}
-        return sorted({bound // self.block for bound in inner if bound % self.block})
+        found = set()
+        for bound in self.part.bounds[1:-1]:
+            if bound < self.part.whole and bound % self.block:
+                found.add(bound // self.block)
+        return sorted(found)
 
     def gather(self, tensors):
         flat = local(tensors[0]).reshape(-1)

@@ -49,9 +49,16 @@ def divided(groups, name, net=None):
             found.append(group)
             continue
         params = [group["params"]] if torch.is_tensor(group["params"]) else list(group["params"])
-        hidden = hidden_matrices(params if net is None else net)
-        own = [p for p in params if p in hidden]
-        rest = [p for p in params if p not in hidden]
+        if net is None:
+            hidden = hidden_matrices(params)
+        else:
+            hidden = hidden_matrices(net)
+        own, rest = [], []
+        for p in params:
+            if p in hidden:
+                own.append(p)
+            else:
+                rest.append(p)
         if own:
             found.append({**group, "params": own, "optimizer": kind})
         if rest:
@@ -101,7 +108,11 @@ class Joined(Answers, Plain):
     @contextmanager
     def reading(self):
         with ExitStack() as stack:
-            yield any([stack.enter_context(part.reading()) for part in self.parts])
+            others = False
+            for part in self.parts:
+                if stack.enter_context(part.reading()):
+                    others = True
+            yield others
 
     def _groups(self):
         found = []
@@ -216,7 +227,10 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     of_groups = [group.pop("optimizer", name) for group in groups]
     parts, r = [], r.keeping(*of_groups)
     for kind in dict.fromkeys(of_groups):
-        own = [group for group, its in zip(groups, of_groups, strict=True) if its == kind]
+        own = []
+        for group, its in zip(groups, of_groups, strict=True):
+            if its == kind:
+                own.append(group)
         # each counts the places of its parameters from 0: another seed, so that no two share noise
         seed_of_part = hash64(seed, len(parts)) if parts else seed
         own_options = {**options, "weight_decay": weight_decay}
@@ -225,10 +239,17 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     if all(kinds(kind) for kind in of_groups):  # a stranger's may be made with an eps of its own
         refusable = ("eps", *MOMENTUM_OPTIONS)
     for option in refusable:
-        if option in options and not any(option in part.defaults for part in parts):
-            theirs = " and ".join(key for key, kind in OPTIMIZERS.items() if option in arguments(kind))
-            raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
-    return parts[0] if len(parts) == 1 else Joined(parts)
+        if option not in options or any(option in part.defaults for part in parts):
+            continue
+        takers = []
+        for key, kind in OPTIMIZERS.items():
+            if option in arguments(kind):
+                takers.append(key)
+        theirs = " and ".join(takers)
+        raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
+    if len(parts) == 1:
+        return parts[0]
+    return Joined(parts)
 
 
 def arguments(kind):
@@ -265,7 +286,10 @@ def _ours(kind, params, r, options, seed, away):
     own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed}
     if away is not None:
         own["away"] = away
-    own["kinds"] = {moment: r[moment] for moment in kind.moments if moment in r.values}
+    own["kinds"] = {}
+    for moment in kind.moments:
+        if moment in r.values:
+            own["kinds"][moment] = r[moment]
     for site in kind.sites:
         if site not in kind.moments:
             own[site] = r[site]

@@ -78,17 +78,30 @@ class Peer(Answers, torch.optim.Optimizer):
     # -- questions, see Answers
 
     def held(self, p, pick=torch.flatten):
-        low = self.state.get(p, {}).get(self.low) if self.low else None
-        return exact_weight(pick(p.detach()), None if low is None else pick(low))
+        weight = pick(p.detach())
+        low = None
+        if self.low is not None:
+            low = self.state.get(p, {}).get(self.low)
+        if low is not None:
+            low = pick(low)
+        return exact_weight(weight, low)
 
     def moment(self, p, name, pick=torch.flatten):
         found = self._state(p, name)
-        return None if found is None else pick(self.decoded(found, p, name))
+        if found is None:
+            return None
+        return pick(self.decoded(found, p, name))
 
     def _state(self, p, name):
         state = self.state.get(p, {})
-        found = next((state[key] for key in self.names.get(name, ()) if key in state), None)
-        return found if torch.is_tensor(found) and found.numel() == p.numel() else None
+        for key in self.names.get(name, ()):
+            if key not in state:
+                continue
+            found = state[key]
+            if torch.is_tensor(found) and found.numel() == p.numel():
+                return found
+            return None
+        return None
 
     def decoded(self, held, p, name):
         """The values of a moment, from the tensor that is held."""
@@ -145,9 +158,12 @@ class Peer(Answers, torch.optim.Optimizer):
 
     def _load(self, p, saved):
         for name, value in saved.items():
-            if torch.is_tensor(value):  # a step counter stays where it is
-                own = value.to(p.device, copy=True) if value.dim() else value.clone()
-                self.state[p][name] = own
+            if not torch.is_tensor(value):
+                continue
+            if value.dim():
+                self.state[p][name] = value.to(p.device, copy=True)
+            else:  # a step counter stays where it is
+                self.state[p][name] = value.clone()
 
 
 # ---- Peers -------------------------------------------------------------------------------------------------
@@ -318,8 +334,10 @@ class Bitsandbytes(Published):
         return True
 
     def nbytes(self):
-        tables = {name: FORMATS["int8"].table_bytes(name == "exp_avg", False) for name in self.names}
-        return {site: size + tables.get(site, 0) for site, size in super().nbytes().items()}
+        found = super().nbytes()
+        for name in self.names:
+            found[name] += FORMATS["int8"].table_bytes(name == "exp_avg", False)
+        return found
 
     def moment_bytes(self, p):
         # plain fp32 for small tensors; else 1 byte a value and an fp32 scale a block of 256

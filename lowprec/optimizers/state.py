@@ -19,15 +19,21 @@ REMAINDERS = {"split": torch.int16, "split8": torch.int8}
 
 def low_of(state):
     """What completes the weights of this state, {name: tensor}; None where nothing does."""
-    return next((state[name] for name in LOW if name in state), None)
+    for name in LOW:
+        if name in state:
+            return state[name]
+    return None
 
 
 def own_attributes(optimizer):
     """What a copy of an optimiser takes along: all but hooks and a scheduler's `step`, which are bound to the
     original. torch's own __getstate__ keeps three attributes alone.
     """
-    kept = vars(optimizer).items()
-    return {name: value for name, value in kept if name != "step" and not name.startswith("_optimizer_")}
+    kept = {}
+    for name, value in vars(optimizer).items():
+        if name != "step" and not name.startswith("_optimizer_"):
+            kept[name] = value
+    return kept
 
 
 # ---- Layout ------------------------------------------------------------------------------------------------
@@ -64,7 +70,8 @@ class KeptState:
         home = first.device if self.away is None else self.away.home
         coded = self.coded_names(first)
         for name, dtype in self.dtypes.items():
-            n = bucket.length(sum(self.size(p, name) for p in bucket.params))
+            values = sum(self.size(p, name) for p in bucket.params)
+            n = bucket.length(values)
             if name in coded:
                 state[name], state[f"{name}_scale"] = self.coders[name].new(n, home)
             elif n or isinstance(bucket, RankBucket):
@@ -138,7 +145,10 @@ class KeptState:
         for p in bucket.params:
             alone = Bucket([0], [p], start)
             alone.params = [p]
-            alone.state = {name: t.view(-1) for name, t in self.state[p].items() if name != "step"}
+            alone.state = {}
+            for name, t in self.state[p].items():
+                if name != "step":
+                    alone.state[name] = t.view(-1)
             found.append(alone)
             start += p.numel()
         return found
@@ -185,7 +195,9 @@ class KeptState:
             for p, i in zip(group["params"], saved["params"], strict=True):
                 self._load(p, state_dict["state"].get(i, {}))
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+            for key, value in saved.items():
+                if key != "params":
+                    group[key] = copy.deepcopy(value)
 
     def _check_formats(self, state_dict):
         own = self._formats()
@@ -265,7 +277,10 @@ def wrapped_states(optimizer, state):
             if name == "step":
                 continue
             sizes = optimizer.coded_sizes(p, name)
-            found[id(t)] = chunk(t, bucket, sizes) if sizes else as_dtensor(t, bucket.part)
+            if sizes is None:
+                found[id(t)] = as_dtensor(t, bucket.part)
+            else:
+                found[id(t)] = chunk(t, bucket, sizes)
     return tree_map(lambda t: found.get(id(t), t), state)
 
 
@@ -292,8 +307,13 @@ def cut_dict(saved, held):
     for key, value in saved.items():
         key = _key(key, held)
         old = named.get(key)
-        named[key] = {**old, **value} if isinstance(old, dict) else value
-    return {key: cut(value, held.get(key)) for key, value in named.items()}
+        if isinstance(old, dict):
+            value = {**old, **value}
+        named[key] = value
+    found = {}
+    for key, value in named.items():
+        found[key] = cut(value, held.get(key))
+    return found
 
 
 def cut_tensor(saved, held):
@@ -371,8 +391,10 @@ class Chunk(torch.Tensor):
         return [self._stored(self.first, self.first + n)] if n else []
 
     def __get_tensor_shard__(self, index):
+        if not index.offset:
+            return self.tensor
         # both end where the part ends; what is written begins with the first block that is this rank's
-        return self.tensor[index.offset[0] - self.first :] if index.offset else self.tensor
+        return self.tensor[index.offset[0] - self.first :]
 
 
 def chunk(t, bucket, sizes):
@@ -383,7 +405,9 @@ def chunk(t, bucket, sizes):
     part = bucket.part
     whole = sizes(part.whole)
     first = sizes(bucket.first) if bucket.own else whole
-    # a block that ranks share is written by the first of them
-    write = tuple(sizes(min(-(-at // BLOCK) * BLOCK, part.whole)) for at in (part.first, part.last))
+    write = []
+    for at in (part.first, part.last):  # a block that ranks share is written by the first of them
+        end_of_block = min(-(-at // BLOCK) * BLOCK, part.whole)
+        write.append(sizes(end_of_block))
     shape = part.shape if whole == part.whole else torch.Size([whole])
-    return Chunk(t, first, whole, write, shape)
+    return Chunk(t, first, whole, tuple(write), shape)
