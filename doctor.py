@@ -27,6 +27,7 @@ from lowprec.watch.computed import Recorder, not_finite, relative, relative_tree
 from lowprec.watch.net_state import rounded_to_bf16
 from lowprec.watch.verdicts import Diagnosis, Finding
 from lowprec.watch.writes import Writes
+from strategies import settle
 from tasks.task import Rng, to_device
 from trainer import Trainer
 
@@ -76,7 +77,7 @@ class Examination:
         self.found = []  # findings
         self.sound = {}  # {site: its figure}, where that is no finding
         self.metrics = run_folder.read_metrics(folder / "metrics.jsonl")
-        self.trainer = trainer = Trainer(config, draws=True, folder=folder)
+        self.trainer = trainer = Trainer(settle(config), draws=True, folder=folder)
         self.config = trainer.config
         self.device = trainer.device
         self.data = trainer.data

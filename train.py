@@ -198,7 +198,7 @@ def sample(path, given, command, table):
         folder = os.path.dirname(path) or "."
     values = {**trained, "runs": shared(folder), **given}
     values["set"] = trained["set"] + given.get("set", [])
-    trainer = Trainer(values, command, draws=True, folder=folder)
+    trainer = Trainer(strategies.settle(values), command, draws=True, folder=folder)
     label = given.get("name") or _label(checkpoint["step"], given, table)
     scores = trainer.draw(checkpoint, label)
     if trainer.precision.ledger().flops_share:

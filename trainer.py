@@ -31,7 +31,6 @@ from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
 from lowprec.rules import refuse_optimizer
 from precision import check_origin, recipe_of
-from strategies import Run, settle
 from tasks.task import Rng, to_device
 
 # ---- Trainer -----------------------------------------------------------------------------------------------
@@ -40,15 +39,13 @@ from tasks.task import Rng, to_device
 class Trainer:
     """A run, set up from its flags: `fit()` trains and scores it, `draw()` samples from its weights.
 
-    run: its settled flags, or {flag: value} or a flags.Config, which are settled here. dry: shapes without
-    memory, to print. draws: the weights will come from a checkpoint, nothing is trained. folder: where the
-    run lies, when that is not --runs/--name. ranks: the processes, when these are not all that were started.
-    Raises Refused before anything is written.
+    run: its flags, as strategies.settle gives them. dry: shapes without memory, to print. draws: the weights
+    will come from a checkpoint, nothing is trained. folder: where the run lies, when that is not
+    --runs/--name. ranks: the processes, when these are not all that were started. Raises Refused before
+    anything is written.
     """
 
     def __init__(self, run, command=(), dry=False, draws=False, folder=None, ranks=None):
-        if not isinstance(run, Run):
-            run = settle(run)
         self.kind, self.table, self.config = run.kind, run.table, run.config
         self.command, self.dry, self.draws = list(command), dry, draws
         c = self.config

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+import strategies
 from benchmarks.common import Command, markdown, progress_bar
 from harness.batches import read_batches
 from harness.flags import natural
@@ -133,7 +134,7 @@ class Training:
     """The default U-Net on digits, weights held as `way` says."""
 
     def __init__(self, way, seed, steps, lr):
-        self.run = Trainer({"seed": seed, "steps": steps, "lr": lr, "name": "bench"})
+        self.run = Trainer(strategies.settle({"seed": seed, "steps": steps, "lr": lr, "name": "bench"}))
         self.config, self.task = self.run.config, self.run.task
         self.net = self.run.new_net().to(way.weights)
         self.net.train()

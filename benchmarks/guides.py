@@ -38,6 +38,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+import strategies
 from benchmarks.common import Clock, Command, markdown, parse_net, prepared, timed, training_step
 from benchmarks.fp16_weights import Training, Way
 from harness.batches import end_workers
@@ -75,7 +76,7 @@ class Timed:
 def loading(args):
     found = []
     for workers in (0, 2):
-        run = Trainer({"workers": workers, "name": "bench", "threads": 1})
+        run = Trainer(strategies.settle({"workers": workers, "name": "bench", "threads": 1}))
         run.ready()
         run.train_step(False)
         inner, run.batches = run.batches, Timed(run.batches)
@@ -112,7 +113,8 @@ def casting(args):
 def bare(args):
     found = []
     for model in ("bdh", "gpt"):
-        net = Trainer({"task": "language", "model": model, "name": "bench"}, dry=True).new_net("meta")
+        run = strategies.settle({"task": "language", "model": model, "name": "bench"})
+        net = Trainer(run, dry=True).new_net("meta")
         inside = 0
         for module in net.modules():
             if isinstance(module, torch.nn.Linear):
@@ -246,7 +248,7 @@ def divergence(args):
         changes = []
         for seed in range(args.seeds):
             flags = {"pure_bf16": True, "stochastic": True, "lr": lr, "clip_grad": clip, "seed": seed}
-            run = Trainer({**flags, "warmup": 0, "name": "bench", "threads": 1})
+            run = Trainer(strategies.settle({**flags, "warmup": 0, "name": "bench", "threads": 1}))
             run.ready()
             losses = [run.train_step(False)[0].item() for _ in range(args.steps)]
             changes.append(100 * (statistics.fmean(losses[-5:]) / losses[0] - 1))
@@ -262,7 +264,8 @@ def run_of(args, seed, with_noise=None, **flags):
     """A Trainer of the default U-Net after 15 times as many steps as were asked for. with_noise: in place of
     the task's.
     """
-    run = Trainer({"seed": seed, "steps": 15 * args.steps, "name": "bench", "threads": 1, **flags})
+    flags = {"seed": seed, "steps": 15 * args.steps, "name": "bench", "threads": 1, **flags}
+    run = Trainer(strategies.settle(flags))
     if with_noise is not None:
         run.task.with_noise = with_noise
     run.ready()

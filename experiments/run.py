@@ -64,9 +64,10 @@ def dry_run(words):
 
 def dry_sample(words):
     """Set up what --sample does from the checkpoint of a training, which may not be there yet."""
+    import strategies
     import trainer
 
-    trainer.Trainer(flags_of(words), dry=True, draws=True)
+    trainer.Trainer(strategies.settle(flags_of(words)), dry=True, draws=True)
 
 
 # ---- Before the runs ---------------------------------------------------------------------------------------

@@ -294,13 +294,14 @@ def by_trainer(steps, spoil=None, **options):
 
 def by_task(steps, *flags, spoil=None):
     """A task of this repository, by its own Trainer."""
+    import strategies
     import train
     import trainer
     from harness.batches import BatchIndices
 
-    table = train.strategies.table(train.task_of(list(flags)))
+    table = strategies.table(train.task_of(list(flags)))
     words = ["--batch_size", "8", "--warmup", "0", "--steps", str(steps), "--threads", "1", *flags]
-    run = trainer.Trainer(vars(train.build_parser(table).parse_args(words)))
+    run = trainer.Trainer(strategies.settle(vars(train.build_parser(table).parse_args(words))))
     c, data = run.config, run.task.train_set(run)
     run.batches = (data[i] for i in BatchIndices(len(data), c.batch_size, c.seed))
     p = run.precision

@@ -40,7 +40,7 @@ def trained(*flags):
     table, draws = strategies.table(name), issubclass(strategies.find(name), diffusion.Generation)
     words = QUICK if draws else BRIEF
     given = vars(train.build_parser(table).parse_args([*words, "--steps", str(STEPS), *flags]))
-    run = trainer.Trainer(given)
+    run = trainer.Trainer(strategies.settle(given))
     c, data = run.config, run.task.train_set(run)
     run.batches = (data[i] for i in BatchIndices(len(data), c.batch_size, c.seed))
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step

@@ -13,6 +13,7 @@ from common import refused, through_a_file
 from eight_bit import dit, draw, method, net, snr
 from torch import nn
 
+import strategies
 import train
 from harness.run_folder import read_checkpoint
 from lowprec import recipes
@@ -201,7 +202,8 @@ def test_the_summary_tells_the_noise_of_fp8_gradients(weights, tmp_path, monkeyp
         assert train.main([*QUICK, *scale.split(), *weights.split(), *rest.split()]) == 0
         found[form] = json.loads(Path(f"runs/{form}/summary.json").read_text())["gradient_snr"]
     assert 15 < found["e5m2"]["fp8"] < found["hybrid"]["fp8"] - 3 < found["hybrid"]["bf16"] - 10 < 50
-    trainer = Trainer(json.loads(Path("runs/hybrid/config.json").read_text())["flags"])
+    flags = json.loads(Path("runs/hybrid/config.json").read_text())["flags"]
+    trainer = Trainer(strategies.settle(flags))
     trainer.restore(read_checkpoint("runs/hybrid"))
     trainer.train, model = trainer.data.train, trainer.precision.model
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -212,7 +212,8 @@ def test_another_noise_seed_changes_what_rounding_does_and_nothing_else():
         "fp32": {},
         "fp32 other": {"noise_seed": 4},
     }.items():
-        run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8, "warmup": 0, "seed": 3, **flags})
+        flags = {**train.DEFAULTS, "batch_size": 8, "warmup": 0, "seed": 3, **flags}
+        run = trainer.Trainer(strategies.settle(flags))
         run.ready()
         loss, _ = run.train_step(False)
         trained[name] = loss, run.precision.model.state_dict()
@@ -252,7 +253,7 @@ def test_last_figures_that_do_not_fit_into_memory_cost_only_themselves(monkeypat
 
 
 def test_the_loss_that_gradients_are_compared_on_is_one_ranks_share(monkeypatch):
-    run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8})
+    run = trainer.Trainer(strategies.settle({**train.DEFAULTS, "batch_size": 8}))
     run.train, sizes = run.data.train, []
     monkeypatch.setattr(run.task, "loss", lambda model, batch, rng, step: sizes.append(len(batch[0])))
     for run.ranks.world in (1, 4):
@@ -367,7 +368,7 @@ def test_ranks_drop_out_differently_and_round_alike(monkeypatch):
     drawn = {}
     monkeypatch.setattr(trainer, "Rng", lambda seed, *of_ranks: task.Rng(seed))
     for rank in (0, 1):
-        run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8, "log_every": 1})
+        run = trainer.Trainer(strategies.settle({**train.DEFAULTS, "batch_size": 8, "log_every": 1}))
         run.ranks.rank = rank
         run.batches = iter([run.data.train[list(range(8))]])
         loss, step = run.task.loss, run.precision.step
@@ -386,7 +387,7 @@ def test_ranks_drop_out_differently_and_round_alike(monkeypatch):
 
 
 def test_sums_of_gradients_travel_as_one(monkeypatch):
-    run = trainer.Trainer({**train.DEFAULTS, "batch_size": 8})
+    run = trainer.Trainer(strategies.settle({**train.DEFAULTS, "batch_size": 8}))
     run.ranks.world, sent = 2, []
     wrapped = SimpleNamespace(register_comm_hook=lambda *hook: None)
     monkeypatch.setattr(ranks, "DistributedDataParallel", lambda net: wrapped)
@@ -424,7 +425,7 @@ def test_an_average_that_does_not_arrive_is_said():
 
 def test_rates_survive_a_checkpoint_written_during_the_warm_up():
     """Checkpoints from before groups had rates of their own hold the last step's rate alone."""
-    run = trainer.Trainer({**train.DEFAULTS, "warmup": 8})
+    run = trainer.Trainer(strategies.settle({**train.DEFAULTS, "warmup": 8}))
     state = run.precision.state_dict()
     for group in state["optimizer"]["param_groups"]:
         group.pop("initial_lr", None)

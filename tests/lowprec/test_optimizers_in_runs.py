@@ -304,5 +304,5 @@ def test_an_eps_that_an_optimiser_has_not_is_refused(name, said, capsys):
 
 
 def test_an_eps_reaches_adamw():
-    groups = trainer.Trainer({"eps": 1e-3, "batch_size": 4}).precision.optimizer.param_groups
-    assert [group["eps"] for group in groups] == [1e-3]
+    run = trainer.Trainer(strategies.settle({"eps": 1e-3, "batch_size": 4}))
+    assert [group["eps"] for group in run.precision.optimizer.param_groups] == [1e-3]

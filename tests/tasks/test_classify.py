@@ -236,7 +236,7 @@ def test_scores_come_from_the_running_statistics_and_leave_them_alone(monkeypatc
     assert counts == {200}  # pictures, looks at held-out images and scores count for nothing
     assert not any("running" in key for key in checkpoint()["precision"]["averages"]["ema"]["shadow"])
     # both sets of weights stand beside the same statistics
-    run = trainer.Trainer(checkpoint()["config"], draws=True)
+    run = trainer.Trainer(strategies.settle(checkpoint()["config"]), draws=True)
     run.restore(checkpoint())
     for source in ("ema", "raw"):
         net = run.precision.generator(source).net

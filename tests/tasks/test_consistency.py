@@ -25,6 +25,7 @@ from cli import (
 from common import moved_to_the_cpu, same
 from generating import batch, make, velocity_to
 
+import strategies
 import train
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import stochastic_round
@@ -348,7 +349,8 @@ def test_a_student_starts_from_its_teacher_and_follows_its_steps(teacher):
     average = checkpoint("teacher")["precision"]["averages"]["ema"]["shadow"]
     for name, value in checkpoint()["precision"]["model"].items():
         torch.testing.assert_close(value, average[name], rtol=0, atol=1e-9)
-    run = Trainer({**train.DEFAULTS, "task": "consistency", "teacher": teacher, "name": "other"}, draws=True)
+    flags = {**train.DEFAULTS, "task": "consistency", "teacher": teacher, "name": "other"}
+    run = Trainer(strategies.settle(flags), draws=True)
     run.task.train_set(run)
     x, labels = Rng(0).normal(4, 1, 8, 8), torch.arange(4)
     velocity = run.task.live[1](x, torch.full((4,), 800.0), labels)

@@ -27,6 +27,7 @@ from cli import (
 )
 from generating import Recorder, batch, drawer, make, rmse
 
+import strategies
 import train
 from tasks import generation
 from tasks.diffusion import RFlow
@@ -123,7 +124,7 @@ def test_it_is_trained_at_its_own_times_alone(digits):
 
 def test_only_the_student_is_taught(teachers):
     assert student(steps=1) == 0
-    run = Trainer({**train.DEFAULTS, **checkpoint()["config"]}, draws=True)
+    run = Trainer(strategies.settle({**train.DEFAULTS, **checkpoint()["config"]}), draws=True)
     run.task.train_set(run)
     task, net = run.task.live
     before = {name: p.clone() for name, p in net.net.named_parameters()}
@@ -167,7 +168,7 @@ def test_a_teacher_draws_in_its_own_recipe_with_its_own_guidance(teachers):
     assert student("--teacher", "runs/backward", "--kahan", "--pure_bf16", steps=2) == 0
     flags = json.loads(Path("runs/run/config.json").read_text())["flags"]
     assert flags["velocity"] == "noise-clean" and flags["guidance"] == 1.0
-    run = Trainer({**train.DEFAULTS, **flags}, draws=True)
+    run = Trainer(strategies.settle({**train.DEFAULTS, **flags}), draws=True)
     run.task.train_set(run)
     task, net = run.task.live
     assert task.recipe.weights == "bf16" and task.sign == -1 and task.config.guidance == 2

@@ -34,6 +34,7 @@ from safetensors.torch import load as load_pairs
 from safetensors.torch import load_file
 from safetensors.torch import save as save_pairs
 
+import strategies
 import tasks.metrics
 import train
 from tasks import reflow
@@ -238,7 +239,7 @@ def test_drawing_leaves_the_students_tf32_alone(teachers):
             "teacher_steps": 1,
             "name": "run",
         }
-        run = Trainer(config)
+        run = Trainer(strategies.settle(config))
         assert len(run.task.train_set(run)) == 4
         assert torch.get_float32_matmul_precision() == "high"
     finally:
