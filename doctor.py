@@ -17,10 +17,9 @@ import torch
 
 from harness import run_folder
 from harness.batches import BatchIndices
-from lowprec import rounding
 from lowprec.errors import Refused
 from lowprec.formats import FORMATS, Format
-from lowprec.rounding import Stream
+from lowprec.rounding import Stream, stream
 from lowprec.telemetry import sample
 from lowprec.watch import compare, verdicts
 from lowprec.watch.computed import Recorder, not_finite, relative, relative_tree
@@ -139,7 +138,7 @@ class Examination:
 
     def rng(self, *words):
         """The randomness of one probe, which `words` (whole numbers) tell apart."""
-        return Rng(rounding.stream(self.config.seed, Stream.DOCTOR, *words), device=self.device)
+        return Rng(stream(self.config.seed, Stream.DOCTOR, *words), device=self.device)
 
     def some(self, count):
         """`count` examples of the training data, evenly spread, as a batch on the device."""
@@ -279,7 +278,7 @@ class Examination:
         for micro, batch in zip(range(count), self.batches(size, 1), strict=False):
             batch = to_device(batch, self.device)
             # dropout: the same in each pass
-            torch.manual_seed(rounding.stream(self.config.seed, Stream.DOCTOR, 4, micro))
+            torch.manual_seed(stream(self.config.seed, Stream.DOCTOR, 4, micro))
             loss = trainer.task.loss(self.precision, batch, self.rng(4, micro), trainer.step)
             self.precision.backward(loss)
             yield
