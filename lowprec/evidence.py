@@ -114,13 +114,15 @@ class Pooled(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """How many times as fast as fp32 (on a GPU: without TF32) recipes trained one net on one machine."""
+    """How many times as fast as the recipe `against` others trained one net on one machine."""
 
     hardware: str  # as advice.machines.Machine has it
     kind: str
     parameters: int
     net: str  # "unet:small:64:8": model, size, side of the image, examples a step
     record: str  # of experiments/bench
+    against: str  # the recipe that has speed 1: "fp32", "fp32 with TF32"
+    how: str  # "compiled", "not compiled"
     ratios: dict[str, float]  # by recipe
 
 

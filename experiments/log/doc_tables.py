@@ -30,11 +30,12 @@ from lowprec.errors import Refused
 
 # ---- docs/recipes.md and README.md -------------------------------------------------------------------------
 
-SPEED_COLUMNS = {  # what the page calls it: (record, net, the key that names a recipe)
-    "U-Net, 64x64 images": ("cpu-training-64x64", "unet:small:64:8", "recipe"),
-    "DiT S/8, 64x64 images": ("cpu-training-64x64", "dit:S/8:64:8", "recipe"),
-    "BDH, text": ("cpu-systems", "language", "name"),
-    "DiT-XL/2 on an H100, compiled": (H100_COMPILED, "dit:XL/2:64:8", "recipe"),
+SYSTEMS = "cpu-systems"  # a record whose rows are named otherwise
+SPEED_COLUMNS = {  # what the page calls it: (record, net)
+    "U-Net, 64x64 images": ("cpu-training-64x64", "unet:small:64:8"),
+    "DiT S/8, 64x64 images": ("cpu-training-64x64", "dit:S/8:64:8"),
+    "BDH, text": (SYSTEMS, "language"),
+    "DiT-XL/2 on an H100, compiled": (H100_COMPILED, "dit:XL/2:64:8"),
 }
 ON_GPU = "DiT-XL/2 on an H100, compiled"
 SPEED_ROWS = {  # flags: what records call them
@@ -45,7 +46,10 @@ SPEED_ROWS = {  # flags: what records call them
     "--pure_bf16 --master split": ("pure_bf16-split",),
     "--opt8bit": ("opt8bit",),
     "--bf16 --opt8bit": ("bf16, 8-bit states",),
-    "--pure_bf16 --stochastic --opt8bit": ("pure bf16 stochastic, 8-bit states",),
+    "--pure_bf16 --stochastic --opt8bit": (
+        "pure bf16 stochastic, 8-bit states",
+        "pure_bf16-stochastic-opt8bit",
+    ),
     "--fp8": ("fp8 (emulated)", "fp8-torchao-tensorwise"),
 }
 TF32 = "tf32"
@@ -57,11 +61,15 @@ def speeds(column):
 
     On the H100 the reference is fp32 code that may use TF32; on CPUs, where there is none, fp32.
     """
-    record, net, named = SPEED_COLUMNS[column]
+    record, net = SPEED_COLUMNS[column]
     found = {}
-    for row in rows_of(record):
-        if row.get("net", row.get("table")) == net and row.get("ms"):
-            found[row[named]] = row.get("items_a_step", 1) / statistics.median(row["ms"])
+    if record == SYSTEMS:
+        for row in rows_of(record):
+            if row["table"] == net and row.get("ms"):
+                found[row["name"]] = row["items_a_step"] / statistics.median(row["ms"])
+    else:
+        for name, time in speed_tables.milliseconds(record, net).items():
+            found[name] = 1 / time
     reference = found[TF32] if TF32 in found else found["fp32"]
     return {name: speed / reference for name, speed in found.items()}
 

@@ -13,7 +13,8 @@ import statistics
 from benchmarks.common import RECIPES, grouped
 from experiments.log import overview, stats
 from experiments.log.analysis import HELD_OUT, loss_comparison
-from experiments.log.definition import HERE, ROOT, command
+from experiments.log.definition import ROOT, command
+from experiments.log.speed_tables import BENCH, H100_COMPILED, milliseconds, rows_of
 from experiments.run import flags_of
 from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
 from lowprec.evidence import FP32, KEYS, KINDS, LEAST, Other, Pooled, Row, Speed, recipe_key, short
@@ -187,38 +188,41 @@ def pooled_row(recipe, optimizer, weights, rows):
 
 # ---- Speeds ------------------------------------------------------------------------------------------------
 
-TIMED = ("cpu-training-64x64", "cpu-training-8x8", "gpu-nvidia-h100-80gb-hbm3")  # of experiments/bench
+TIMED = (  # (record of experiments/bench, the recipe that has speed 1, that in words, how all ran)
+    ("cpu-training-64x64", "fp32", "fp32", "not compiled"),
+    ("cpu-training-8x8", "fp32", "fp32", "not compiled"),
+    (H100_COMPILED, "tf32", "fp32 with TF32", "compiled"),
+)
 
 
 def speeds():
-    """[Speed], one a net of a record, of trainings that were not compiled."""
+    """[Speed], one a net of a record."""
     found = []
-    for record in TIMED:
-        whole = json.loads((HERE / "bench" / f"{record}.json").read_text(encoding="utf-8"))
-        machine = whole["machine"]
-        hardware = kind_of_gpu(machine["gpu"]) if machine["gpu"] else kind_of_cpu(machine["bf16"])
-        trained = []
-        for row in whole["results"]:
-            if row.get("ms") and not row.get("compile") and not row["recipe"].startswith("generate"):
-                trained.append(row)
-        for net, rows in grouped(trained, "net").items():
-            found.append(speed_of_net(hardware, record, net, rows))
+    for record, reference, against, how in TIMED:
+        hardware = hardware_of(record)
+        for net, rows in grouped(rows_of(record), "net").items():
+            kind, parameters = KINDS[net.partition(":")[0]], rows[0]["parameters"]
+            ratios = ratios_of(milliseconds(record, net), reference)
+            found.append(Speed(hardware, kind, parameters, net, record, against, how, ratios))
     return found
 
 
-def speed_of_net(hardware, record, net, rows):
-    """Of two programs that multiply in FP8 the first stands for the recipe."""
-    speed = {}
-    for row in rows:
-        # a GPU's rows were measured beside one reference each, in turns
-        beside = statistics.median(row["reference_ms"]) if "reference_ms" in row else 1.0
-        speed[row["recipe"]] = beside / statistics.median(row["ms"])
+def hardware_of(record):
+    """What advice.machines.Machine calls the machine of a record."""
+    machine = json.loads((BENCH / f"{record}.json").read_text(encoding="utf-8"))["machine"]
+    return kind_of_gpu(machine["gpu"]) if machine["gpu"] else kind_of_cpu(machine["bf16"])
+
+
+def ratios_of(times, reference):
+    """{key of a recipe: its speed against the reference}. times: of `milliseconds`; of two programs that
+    multiply in FP8 the first stands for the recipe.
+    """
     ratios = {}
-    for name, value in speed.items():
+    for name, time in times.items():
         flags = RECIPES[name]
         if "sites" not in flags:
-            ratios.setdefault(recipe_key(flags), round(value / speed["fp32"], 2))
-    return Speed(hardware, KINDS[net.partition(":")[0]], rows[0]["parameters"], net, record, ratios)
+            ratios.setdefault(recipe_key(flags), round(times[reference] / time, 2))
+    return ratios
 
 
 # ---- What others found -------------------------------------------------------------------------------------

@@ -39,6 +39,27 @@ def median_ms(rows, **wanted):
     return None
 
 
+def milliseconds(record, net):
+    """{recipe: median milliseconds of a step}. A later record on the H100 has further recipes. Their times
+    are given as they would be in the first: both have stochastic rounding.
+    """
+    found = _milliseconds(record, net)
+    if record == H100_COMPILED:
+        shared = "pure_bf16-stochastic"
+        later = _milliseconds(H100_STATES, net)
+        for recipe, time in later.items():
+            found.setdefault(recipe, time * found[shared] / later[shared])
+    return found
+
+
+def _milliseconds(record, net):
+    return {
+        row["recipe"]: statistics.median(row["ms"])
+        for row in rows_of(record)
+        if row["net"] == net and row.get("ms")
+    }
+
+
 # ---- docs/speed.md -----------------------------------------------------------------------------------------
 
 OPTIMIZERS = {  # what the record calls it: (what the page calls it, how a bf16 write is protected)

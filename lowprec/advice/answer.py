@@ -89,8 +89,8 @@ class RecipeRow(NamedTuple):
 
     activations: the most at once, None where the net can't be called. total: the most at once of all. most:
     examples that fit on a GPU, None where that is not known. how: "native", "emulated" or "no", and why.
-    quality: the nearest measurement, or None. speed: how many times as fast as fp32, None where it was not
-    measured.
+    quality: the nearest measurement, or None. speed: how many times as fast as Advice.speeds_against, None
+    where it was not measured.
     """
 
     candidate: Candidate
@@ -162,6 +162,7 @@ class Advice:
         self.no_activations = subject.no_loss  # why they are left out; "" where they are not
         self.refused: list[str] = []  # why this net can't be trained in a recipe, a line each
         self.speeds_from = ""  # what the speeds were measured on; "" without any
+        self.speeds_against = ""  # the recipe that has speed 1
 
     @property
     def best(self) -> RecipeRow | None:
@@ -186,6 +187,7 @@ class Advice:
             "batch": self.batch,
             "rows": [row.json() for row in self.rows],
             "speeds_from": self.speeds_from,
+            "speeds_against": self.speeds_against,
             "found_by_others": [other._asdict() for other in self.found_by_others()],
             "caution": evidence.caution(),
         }
@@ -242,6 +244,7 @@ def advise(
     _add_rows(advice, regime, lr)
     if time:
         advice.rows = _timed(advice.rows, subject, batch)
+        advice.speeds_against = "fp32" if machine.is_cpu else "fp32 without TF32"
         advice.speeds_from = "this net on this machine, a few steps each"
     else:
         _take_speeds_of_a_record(advice)
@@ -337,9 +340,10 @@ def _take_speeds_of_a_record(advice):
         speed = None if row.candidate.options else found.ratios.get(key)
         rows.append(row._replace(speed=speed))
     advice.rows = rows
+    advice.speeds_against = found.against
     size = evidence.short(found.parameters)
     advice.speeds_from = (
-        f"a {found.kind} of {size} parameters ({found.net}), not compiled, on: {found.hardware} "
+        f"a {found.kind} of {size} parameters ({found.net}), {found.how}, on: {found.hardware} "
         f"(experiments/bench/{found.record}.json)"
     )
 

@@ -170,8 +170,7 @@ def _notes(advice):
     if not advice.subject.average:
         lines.append("No moving average of the weights is counted; --average yes adds 4 bytes a parameter.")
     if advice.speeds_from:
-        reference = "fp32" if machine.is_cpu else "fp32 without TF32"
-        lines.append(f"Speed is how many times as fast as {reference}: {advice.speeds_from}.")
+        lines.append(f"Speed is how many times as fast as {advice.speeds_against}: {advice.speeds_from}.")
     else:
         lines.append("Speed was not measured on this kind of machine; --time measures it where it runs.")
     lines += advice.refused

@@ -251,15 +251,24 @@ def test_it_says_how_far_the_evidence_is(monkeypatch):
     assert plain["rows"][0]["activation_bytes"] is None and "activations are left out" in str(found)
 
 
-def test_speeds_are_those_of_a_record_of_the_same_hardware():
+def test_speeds_are_those_of_a_record_of_the_same_hardware(monkeypatch):
     def speeds(**asked):
-        found = advise(subjects.of_count(1e8), **asked)
-        return found.speeds_from, {row.candidate.typed: row.speed for row in found.rows}
+        found = advise(subjects.of_count(1e9), **asked)
+        return found, {row.candidate.typed: row.speed for row in found.rows}
 
-    source, known = speeds(gpu="H100")
-    assert "dit:B/2:32:64" in source and known["(none)"] == 1.0 < known["--bf16"]
-    assert known["--pure_bf16 --master split"] is None  # the record has none of it
-    assert speeds(gpu="RTX 4090") == ("", dict.fromkeys(speeds(gpu="RTX 4090")[1]))
+    found, known = speeds(gpu="H100")
+    assert "dit:XL/2:64:8" in found.speeds_from and "), compiled, on: H100" in found.speeds_from
+    # what has speed 1 is fp32 with TF32, and no row of the answer
+    assert found.speeds_against == "fp32 with TF32" and "as fast as fp32 with TF32: a DiT" in str(found)
+    assert known["(none)"] is None and 1.0 < known["--bf16"] < known["--pure_bf16 --stochastic"]
+    assert known["--pure_bf16 --stochastic --opt8bit"] > 1.0  # of a second record
+    assert known["--pure_bf16 --master split"] is None  # the records have none of it
+    found, known = speeds(gpu="RTX 4090")
+    assert found.speeds_from == "" and set(known.values()) == {None}
+    cpu = machines.Machine("a CPU", 2**40, NATIVE, True, 0.1, "CPU with avx512_bf16")
+    monkeypatch.setattr(machines, "here", lambda: cpu)
+    found, known = speeds()
+    assert found.speeds_against == "fp32" and known["(none)"] == 1.0
     assert machines.kind_of_gpu("NVIDIA H100 80GB HBM3") == "H100"
     assert machines.kind_of_gpu("NVIDIA L40S") == "L40S"
 
