@@ -22,7 +22,7 @@ from lowprec.formats import FORMATS, Format
 from lowprec.rounding import Stream, stream
 from lowprec.telemetry import sample
 from lowprec.watch import compare, verdicts
-from lowprec.watch.computed import Recorder, not_finite, relative, relative_tree
+from lowprec.watch.computed import Recorder, count_not_finite, relative, relative_tree
 from lowprec.watch.net_state import rounded_to_bf16
 from lowprec.watch.verdicts import Diagnosis, Finding
 from lowprec.watch.writes import Writes
@@ -39,7 +39,7 @@ DEFAULT_DECAY = 0.999  # of the average
 # which is BatchNorm's, is lost below half an ulp, 2^-8 of the value
 STANDSTILL = 10 * 2**-8
 
-LIMITS = {**verdicts.LIMITS, **verdicts.RUN_LIMITS}  # a task adds its own
+LIMITS = {**verdicts.FINDING_LIMITS, **verdicts.RUN_LIMITS}  # a task adds its own
 
 
 def diagnose(path, table, flags):
@@ -179,9 +179,12 @@ class Examination:
     def finite(self):
         """Whether all weights, averages and states are; a finding for each kind that is not."""
         saved = self.checkpoint["precision"]
-        bad = {"weights": sum(not_finite(saved["model"]).values()), **not_finite(saved["optimizer"])}
+        bad = {
+            "weights": sum(count_not_finite(saved["model"]).values()),
+            **count_not_finite(saved["optimizer"]),
+        }
         for name, average in saved["averages"].items():
-            bad[self.title(name)] = sum(not_finite(average).values())
+            bad[self.title(name)] = sum(count_not_finite(average).values())
         remedy = "train again with a lower --lr, --clip_grad 1 or --bf16"
         for site, number in bad.items():
             if number:

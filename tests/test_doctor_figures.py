@@ -245,7 +245,7 @@ def test_the_command_reads_only_and_tells_by_its_status(capsys):
     out = capsys.readouterr().out
     assert content() == before and {p.name for p in Path().iterdir()} == {"runs"}
     assert "sampler" in out and "--set sampler=fp32" in out
-    assert max(map(len, out.splitlines())) <= verdicts.WIDTH
+    assert max(map(len, out.splitlines())) <= verdicts.LINE_WIDTH
     saved(trained())
     assert train.main(["--diagnose", "runs/run"]) == 0
     assert "healthy: nothing is losing information" in capsys.readouterr().out

@@ -27,7 +27,8 @@ from .averages import Average
 
 __all__ = ["Average", "answering", "hooked"]
 
-WRAPPED = ("optimizer", "_optimizer", "base_optimizer")  # what wrappers call the optimiser that they hold
+# what wrappers call the optimiser that they hold
+NAMES_OF_WRAPPED = ("optimizer", "_optimizer", "base_optimizer")
 
 # what a state that completes a bf16 weight is called, here and elsewhere
 NAMES_OF_LOW_PARTS = (
@@ -39,14 +40,14 @@ NAMES_OF_LOW_PARTS = (
     "master_param",
     "fp32_param",
 )
-LOW_DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
+DTYPES_OF_LOW_PARTS = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
 # classes whose update is AdamW's or Adam's
-ADAMW = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
-ADAMW |= {"FusedAdam", "FusedAdamW", "CPUAdam", "DeepSpeedCPUAdam"}
+ADAMW_CLASSES = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
+ADAMW_CLASSES |= {"FusedAdam", "FusedAdamW", "CPUAdam", "DeepSpeedCPUAdam"}
 # torch's optimisers that add weight decay to the gradient
-COUPLED = {"RMSprop", "NAdam", "RAdam", "Adagrad"}
+COUPLED_DECAY = {"RMSprop", "NAdam", "RAdam", "Adagrad"}
 # torch's optimisers whose update of an entry depends on that entry alone
-ELEMENTWISE = "SGD RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop Adam AdamW".split()
+ELEMENTWISE_CLASSES = "SGD RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop Adam AdamW".split()
 
 # ---- Which optimiser, which model --------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ def hooked(optimizer):
         if _takes_hooks(optimizer):
             return optimizer
         held = getattr(optimizer, "__dict__", {})
-        names = [name for name in WRAPPED if name in held]
+        names = [name for name in NAMES_OF_WRAPPED if name in held]
         if not names:
             break
         optimizer = held[names[0]]
@@ -147,9 +148,9 @@ class Stranger(peers.Peer):
         kind, module = type(inner).__name__, type(inner).__module__
         torchs = module.startswith("torch.optim.")
         # whether its update is AdamW's, whether it is known how it rounds, whether entries are independent
-        self.exact = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) or kind in ADAMW
+        self.exact = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) or kind in ADAMW_CLASSES
         self.known = self.exact or module.startswith("torch.optim")
-        self.elementwise = torchs and kind in ELEMENTWISE
+        self.elementwise = torchs and kind in ELEMENTWISE_CLASSES
         renew(self)
 
     def _group(self, p):
@@ -159,7 +160,7 @@ class Stranger(peers.Peer):
         state = self.state.get(p, {})
         names = [name for name in NAMES_OF_LOW_PARTS if name in state]
         found = state[names[0]] if names else None
-        fits = torch.is_tensor(found) and found.shape == p.shape and found.dtype in LOW_DTYPES
+        fits = torch.is_tensor(found) and found.shape == p.shape and found.dtype in DTYPES_OF_LOW_PARTS
         return found if fits else None
 
     def held(self, p, pick=torch.flatten):
@@ -198,7 +199,7 @@ class Stranger(peers.Peer):
         if group.get("maximize"):
             g = -g
         decay = group.get("weight_decay", 0.0)
-        coupled = type(self.inner).__name__ in COUPLED and not group.get("decoupled_weight_decay")
+        coupled = type(self.inner).__name__ in COUPLED_DECAY and not group.get("decoupled_weight_decay")
         if decay and (coupled or (self.exact and self._coupled(p))):
             g = g + decay * self.held(p, pick)
         return g

@@ -7,9 +7,9 @@ import torch
 from ..errors import Refused
 
 # what an average that is an object calls the net that it holds
-HOLDERS = ("module", "ema_model", "averaged_model", "_average_model", "ema", "model")
+NAMES_OF_THE_NET = ("module", "ema_model", "averaged_model", "_average_model", "ema", "model")
 # and the number of its updates
-COUNTERS = ("optimization_step", "num_updates", "n_averaged", "updates", "step")
+NAMES_OF_THE_COUNTER = ("optimization_step", "num_updates", "n_averaged", "updates", "step")
 
 
 class Average:
@@ -40,12 +40,12 @@ class Average:
 
     def counts(self):
         """How often it was updated; None where nobody counts."""
-        return _first_number(self.ema, COUNTERS)
+        return _first_number(self.ema, NAMES_OF_THE_COUNTER)
 
     @property
     def counts_updates(self):
         """Whether its counter stands where it is not updated: some count calls that do nothing."""
-        return _first_number(self.ema, COUNTERS[:4]) is not None
+        return _first_number(self.ema, NAMES_OF_THE_COUNTER[:4]) is not None
 
     @property
     def may_begin_late(self):
@@ -72,7 +72,7 @@ class Average:
             means = _is_mean(self.ema) and count
             return [(1 - 1 / count, 1 - 1 / count)] if means else []
         found = [(decay, decay)]
-        count = _first_number(self.ema, COUNTERS[:2])
+        count = _first_number(self.ema, NAMES_OF_THE_COUNTER[:2])
         if count is not None:  # as torch_ema, and TensorFlow before it, warm up
             warm = min(decay, (1 + count) / (10 + count))
             found.append((warm, warm))
@@ -107,12 +107,12 @@ class Average:
             ema = own
         if isinstance(getattr(ema, "shadow", None), dict):  # EMA
             return cls(lambda: ema.shadow, ema)
-        held = [getattr(ema, name, None) for name in HOLDERS]
+        held = [getattr(ema, name, None) for name in NAMES_OF_THE_NET]
         nets = [net for net in held if isinstance(net, torch.nn.Module)]
         if nets:
-            return cls(lambda: _parameters(nets[0]), ema)
+            return cls(lambda: _detached_parameters(nets[0]), ema)
         if isinstance(ema, torch.nn.Module):
-            return cls(lambda: _parameters(ema))
+            return cls(lambda: _detached_parameters(ema))
         return None
 
 
@@ -124,7 +124,7 @@ def _named_in_order(tensors, model):
     return {name: t for (name, _), t in zip(named, tensors, strict=False)}
 
 
-def _parameters(module):
+def _detached_parameters(module):
     return {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
 
 
@@ -151,7 +151,7 @@ def _decay(ema):
         return float(current())
     decays = getattr(ema, "decay", None)
     if inspect.isfunction(decays):  # of the number of updates
-        return float(decays(_first_number(ema, COUNTERS) or 0))
+        return float(decays(_first_number(ema, NAMES_OF_THE_COUNTER) or 0))
     return _first_number(ema, ("cur_decay_value", "decay"))
 
 
@@ -172,10 +172,10 @@ def said_rate(average, measured):
     if ranges is None:  # a decay alone
         ranges = [] if average.decay is None else [(average.decay, average.decay)]
     nearest = [min(max(measured, 1 - high), 1 - low) for low, high in ranges]
-    return min(nearest, key=lambda rate: _factor(rate, measured), default=None)
+    return min(nearest, key=lambda rate: _ratio_of_rates(rate, measured), default=None)
 
 
-def _factor(a, b):
+def _ratio_of_rates(a, b):
     """How many times the larger of two rates is the smaller."""
     low, high = sorted((abs(a), abs(b)))
     return high / max(low, 1e-12)

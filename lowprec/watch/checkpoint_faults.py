@@ -6,19 +6,19 @@ import re
 import torch
 
 from .adapters import steps_of
-from .faults import SIGN, Fault, Figure
-from .net_state import NARROW
+from .faults import CHECK_ITS_SIGN, Fault, Figure
+from .gradients import ENOUGH_ENTRIES
+from .net_state import NARROW_DTYPES
 from .verdicts import Finding
 
-UNCHANGED = 0.5  # share of entries from which on a trained tensor is a finding
-GAINS = 0.5
-SOME = 16  # entries of a tensor that say something together
+UNCHANGED_LIMIT = 0.5  # share of entries from which on a trained tensor is a finding
+GAINS_AT_ONE_LIMIT = 0.5
 # nobody trains these: frequencies, positions by sine, statistics
-CONSTANT = re.compile(r"inv_freq|freqs|position_ids|pos_embed$|num_batches")
-STATISTICS = ("running_mean", "running_var")
+NAMES_NOT_TRAINED = re.compile(r"inv_freq|freqs|position_ids|pos_embed$|num_batches")
+NAMES_OF_STATISTICS = ("running_mean", "running_var")
 
 
-def name_of(dtype):
+def long_dtype_name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
@@ -26,7 +26,7 @@ def name_of(dtype):
 
 
 @dataclasses.dataclass
-class Weight:
+class SavedWeight:
     name: str
     before: torch.Tensor
     after: torch.Tensor
@@ -36,7 +36,7 @@ class Weight:
         return not torch.equal(self.before, self.after)
 
 
-def not_finite(one):
+def saved_tensor_not_finite(one):
     """entries that are not finite"""
     count = int((~one.after.isfinite()).sum())
     return Figure(count, {"count": count})
@@ -44,7 +44,7 @@ def not_finite(one):
 
 def gains_at_one(one):
     """share of gains that are exactly 1 in both"""
-    if one.after.dim() != 1 or one.after.numel() < 8 or one.name.endswith(STATISTICS):
+    if one.after.dim() != 1 or one.after.numel() < 8 or one.name.endswith(NAMES_OF_STATISTICS):
         return None
     before, after = (float((side == 1.0).float().mean()) for side in (one.before, one.after))
     return Figure(min(before, after), {"ones": after, "count": one.after.numel()})
@@ -52,17 +52,17 @@ def gains_at_one(one):
 
 def unchanged(one):
     """share of the entries that did not change; of fp32 tensors where none did"""
-    if not one.after.numel() or one.name.endswith(STATISTICS):
+    if not one.after.numel() or one.name.endswith(NAMES_OF_STATISTICS):
         return None
-    if CONSTANT.search(one.name) or not one.after.any():
+    if NAMES_NOT_TRAINED.search(one.name) or not one.after.any():
         return None
-    narrow = one.after.dtype in NARROW
+    narrow = one.after.dtype in NARROW_DTYPES
     if one.moved and not narrow:
         return None
     still = 1 - share_changed(one.before, one.after)
     words = {"still": still}
     if narrow:
-        words["dtype"] = name_of(one.after.dtype)
+        words["dtype"] = long_dtype_name(one.after.dtype)
     return Figure(still, words)
 
 
@@ -74,13 +74,15 @@ def share_changed(a, b):
     return float(changed.float().mean())
 
 
-LOST = "was it frozen? else updates under half an ulp are lost: fp32 or stochastically rounded weights"
-OF_WEIGHTS = [
+FROZEN_OR_LOST = (
+    "was it frozen? else updates under half an ulp are lost: fp32 or stochastically rounded weights"
+)
+FAULTS_OF_SAVED_WEIGHTS = [
     [
         Fault(
             site="weights",
             limit=0.0,
-            measure=not_finite,
+            measure=saved_tensor_not_finite,
             text="{count:,} entries are not finite",
             remedy="an earlier one",
             severity="severe",
@@ -90,17 +92,17 @@ OF_WEIGHTS = [
     [
         Fault(
             site="gains",
-            limit=GAINS,
+            limit=GAINS_AT_ONE_LIMIT,
             measure=gains_at_one,
             text="{ones:.0%} of its {count:,} gains are exactly 1.0, as they start",
-            remedy=LOST,
+            remedy=FROZEN_OR_LOST,
         ),
         Fault(
             site="update",
-            limit=UNCHANGED,
+            limit=UNCHANGED_LIMIT,
             measure=unchanged,
             text="{still:.0%} of its entries did not change[ in {dtype}]",
-            remedy=LOST,
+            remedy=FROZEN_OR_LOST,
         ),
     ],
 ]
@@ -131,35 +133,35 @@ def dead_adapters(weights):
 
 
 @dataclasses.dataclass
-class AverageTensor:
+class SavedAverage:
     """before: None where the earlier checkpoint has no averages. weight: None where none has its name."""
 
     name: str
     before: torch.Tensor | None
     after: torch.Tensor
-    weight: Weight | None
+    weight: SavedWeight | None
 
 
-def average_not_finite(one):
+def saved_average_not_finite(one):
     """entries of the average that are not finite"""
-    return not_finite(one)
+    return saved_tensor_not_finite(one)
 
 
-def average_too_large(one):
+def saved_average_too_large(one):
     """norm of the average over that of its weight"""
-    return None if one.weight is None else size_of(one.after, one.weight.after)
+    return None if one.weight is None else ratio_of_norms(one.after, one.weight.after)
 
 
-def average_of_other_sign(one):
+def saved_average_of_other_sign(one):
     """minus the cosine of the average and its weight"""
-    if one.weight is None or one.after.numel() < SOME:
+    if one.weight is None or one.after.numel() < ENOUGH_ENTRIES:
         return None
     a, b = one.after.double(), one.weight.after.double()
     norms = float(a.norm() * b.norm())
     return Figure(-float((a * b).sum()) / norms) if norms > 0 and a.shape == b.shape else None
 
 
-def size_of(a, b):
+def ratio_of_norms(a, b):
     """Figure of the norm of a over that of b; None where b is 0."""
     size = float(b.double().norm())
     if size == 0:
@@ -168,28 +170,28 @@ def size_of(a, b):
     return Figure(times, {"times": times})
 
 
-def average_stands(one):
+def saved_average_stands(one):
     """equals that of the earlier checkpoint"""
-    return Figure(1.0) if one.before is not None and same(one.before, one.after) else None
+    return Figure(1.0) if one.before is not None and equal_values(one.before, one.after) else None
 
 
-def average_is_start(one):
+def saved_average_is_start(one):
     """equals the weights of the earlier checkpoint, which have moved"""
     if one.weight is None or not one.weight.moved:
         return None
-    return Figure(1.0) if same(one.after, one.weight.before) else None
+    return Figure(1.0) if equal_values(one.after, one.weight.before) else None
 
 
-def same(a, b):
+def equal_values(a, b):
     return a.shape == b.shape and a.numel() > 0 and torch.equal(a.float(), b.float())
 
 
-OF_AVERAGES = [
+FAULTS_OF_SAVED_AVERAGES = [
     [
         Fault(
             site="ema",
             limit=0.0,
-            measure=average_not_finite,
+            measure=saved_average_not_finite,
             text="{count:,} entries are not finite",
             remedy="begin the average anew from the weights, and find what wrote it",
             severity="severe",
@@ -198,7 +200,7 @@ OF_AVERAGES = [
         Fault(
             site="ema",
             limit=10.0,
-            measure=average_too_large,
+            measure=saved_average_too_large,
             text="the average is {times:,.0f} times as large as its weight",
             remedy="check how the average is updated",
             severity="severe",
@@ -207,16 +209,16 @@ OF_AVERAGES = [
         Fault(
             site="ema",
             limit=0.9,
-            measure=average_of_other_sign,
+            measure=saved_average_of_other_sign,
             text="the average has the other sign than its weight",
-            remedy=SIGN,
+            remedy=CHECK_ITS_SIGN,
             severity="severe",
             rank=3.0,
         ),
         Fault(
             site="ema",
             limit=None,
-            measure=average_stands,
+            measure=saved_average_stands,
             text="the average equals that of the earlier checkpoint, while weights moved",
             remedy="average after each step, in fp32",
             severity="severe",
@@ -225,7 +227,7 @@ OF_AVERAGES = [
         Fault(
             site="ema",
             limit=None,
-            measure=average_is_start,
+            measure=saved_average_is_start,
             text="the average equals the weights of the earlier checkpoint",
             remedy="average after each step, in fp32",
             severity="severe",
@@ -238,7 +240,7 @@ OF_AVERAGES = [
 def averages_nothing(averages):
     """[Finding] where all averages equal their weights."""
     paired = [one for one in averages if one.weight is not None and one.after.numel()]
-    if not paired or not all(same(one.after, one.weight.after) for one in paired):
+    if not paired or not all(equal_values(one.after, one.weight.after) for one in paired):
         return []
     text = "the average equals the weights: it averages nothing"
     return [
@@ -249,7 +251,7 @@ def averages_nothing(averages):
 # ---- Optimiser states --------------------------------------------------------------------------------------
 
 
-class State:
+class SavedState:
     """What an optimiser keeps for one parameter, in both files. stochastic: as of checkpoints.Checkpoint."""
 
     def __init__(self, name, before, after, stochastic=False):
@@ -257,8 +259,8 @@ class State:
         self.stochastic = stochastic
         self.before = before
         self.after = after
-        self.v_before = _tensor(before, "exp_avg_sq")
-        self.v = _tensor(after, "exp_avg_sq")
+        self.v_before = _tensor_of_state(before, "exp_avg_sq")
+        self.v = _tensor_of_state(after, "exp_avg_sq")
 
     @property
     def v_changed(self):
@@ -267,7 +269,7 @@ class State:
 
     @property
     def narrow(self):
-        return self.v is not None and self.v.dtype in NARROW
+        return self.v is not None and self.v.dtype in NARROW_DTYPES
 
     @property
     def shrunk(self):
@@ -281,57 +283,57 @@ class State:
         return steps_of(self.after)
 
 
-def _tensor(state, name):
+def _tensor_of_state(state, name):
     found = state.get(name)
     return found if torch.is_tensor(found) else None
 
 
-def v_can_shrink(one):
+def saved_v_can_shrink(one):
     """share of the entries of a 16-bit exp_avg_sq that shrank"""
     if not one.narrow or one.shrunk is None:
         return None
-    return Figure(one.shrunk, {"dtype": name_of(one.v.dtype), "shrunk": one.shrunk})
+    return Figure(one.shrunk, {"dtype": long_dtype_name(one.v.dtype), "shrunk": one.shrunk})
 
 
-def v_is_narrow(one):
+def saved_v_is_narrow(one):
     """held in 16 bits, and not rounded stochastically as far as the file tells"""
     if not one.narrow or one.stochastic:
         return None
-    words = {"dtype": name_of(one.v.dtype)}
+    words = {"dtype": long_dtype_name(one.v.dtype)}
     if one.shrunk is not None:
         words["shrunk"] = one.shrunk
     return Figure(1.0, words)
 
 
-def v_cast(one):
+def saved_v_cast(one):
     """fp32 in the earlier checkpoint, and 16 bits now"""
     was_wide = one.v_before is not None and one.v_before.dtype == torch.float32
     return Figure(1.0) if one.narrow and was_wide else None
 
 
-def narrow_counter(one):
+def saved_counter_narrow(one):
     """what a counter in 16 bits says, over what it can count to"""
-    counter = _tensor(one.after, "step")
-    if counter is None or counter.dtype not in NARROW or one.step is None:
+    counter = _tensor_of_state(one.after, "step")
+    if counter is None or counter.dtype not in NARROW_DTYPES or one.step is None:
         return None
     most = 256 if counter.dtype == torch.bfloat16 else 2048
-    words = {"dtype": name_of(counter.dtype), "step": one.step, "most": most}
+    words = {"dtype": long_dtype_name(counter.dtype), "step": one.step, "most": most}
     return Figure(one.step / most, words)
 
 
-def counter_stands(one):
+def saved_counter_stands(one):
     """says the same in both, while exp_avg_sq changed"""
     stands = one.step is not None and one.step == steps_of(one.before)
     return Figure(1.0, {"step": one.step}) if stands and one.v_changed else None
 
 
-COUNTERS = "fp32 or integer counters"
-OF_STATES = [
+HOLD_COUNTERS_WIDE = "fp32 or integer counters"
+FAULTS_OF_SAVED_STATES = [
     [
         Fault(
             site="exp_avg_sq",
             limit=0.02,
-            measure=v_can_shrink,
+            measure=saved_v_can_shrink,
             text="exp_avg_sq is {dtype}, and {shrunk:.0%} of its entries shrank",
             remedy="nothing, if it is rounded stochastically",
             severity="note",
@@ -340,7 +342,7 @@ OF_STATES = [
         Fault(
             site="exp_avg_sq",
             limit=None,
-            measure=v_is_narrow,
+            measure=saved_v_is_narrow,
             text="exp_avg_sq is {dtype}: rounded to nearest it can grow and not shrink[; {shrunk:.1%} of its "
             "entries shrank]",
             remedy="fp32 states, or stochastic rounding",
@@ -350,7 +352,7 @@ OF_STATES = [
         Fault(
             site="exp_avg_sq",
             limit=None,
-            measure=v_cast,
+            measure=saved_v_cast,
             text="it was fp32 before",
             remedy="put states back as they were saved",
             rank=2.0,
@@ -360,18 +362,18 @@ OF_STATES = [
         Fault(
             site="step",
             limit=None,
-            measure=narrow_counter,
+            measure=saved_counter_narrow,
             text="its step counter is {dtype} and says {step:g}: it can't count beyond {most}",
-            remedy=COUNTERS,
+            remedy=HOLD_COUNTERS_WIDE,
             severe=0.9999,  # it says the last number that it can
             rank=1.0,
         ),
         Fault(
             site="step",
             limit=None,
-            measure=counter_stands,
+            measure=saved_counter_stands,
             text="its step counter says {step:g} in both, while its moments changed",
-            remedy=COUNTERS,
+            remedy=HOLD_COUNTERS_WIDE,
             rank=1.0,
         ),
     ],
@@ -386,7 +388,7 @@ def resets(states):
     zero = [one for one in held if not one.v.any()]
     found = []
     for one in zero:
-        first = _tensor(one.after, "exp_avg")
+        first = _tensor_of_state(one.after, "exp_avg")
         if len(zero) == len(held) or (first is not None and first.any()):
             text, remedy = "the second moment was reset", "restore exp_avg_sq at a resume"
             if one.v.dtype == torch.float16:

@@ -12,7 +12,7 @@ from .files import loaded
 
 NAME_OF_AVERAGE = re.compile(r"(^|[._])(ema|shadow|averages?|averaged)([._]|$)|_ema|ema_", re.I)
 BESIDE_WEIGHTS = ("callbacks", "loops", "lr_schedulers", "hyper_parameters", "datamodule_hyper_parameters")
-WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
+PREFIXES_OF_WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
 
 
 @dataclasses.dataclass
@@ -28,7 +28,7 @@ class Checkpoint:
     stochastic: bool = False
 
 
-def read(path):
+def read_checkpoint(path):
     """A Checkpoint of a file or a folder, see files.loaded. Raises Refused for what is no file of tensors."""
     path = Path(path)
     found = Checkpoint(path)
@@ -72,7 +72,7 @@ def _sort(tree, found, path):
         if not torch.is_tensor(value):
             _sort(value, found, f"{name}." if name else "")
         elif path or value.dim() > 0:  # a bare number of the whole checkpoint is a counter
-            _check(value, name, found.path)
+            _refuse_incomparable(value, name, found.path)
             if NAME_OF_AVERAGE.search(name):
                 found.averages[name] = value
             else:
@@ -85,8 +85,8 @@ def _sort_states(states, found, path):
             continue
         for name, value in state.items():
             if torch.is_tensor(value):
-                _check(value, f"{name} of {path}{key}", found.path)
-        found.states[bare(f"{path}{key}")] = decoded(state)
+                _refuse_incomparable(value, f"{name} of {path}{key}", found.path)
+        found.states[bare_name(f"{path}{key}")] = decoded(state)
 
 
 def decoded(state):
@@ -126,7 +126,7 @@ def _of_bitsandbytes(codes, state, number):
     return (values * scales.repeat_interleave(size)[: values.numel()]).view(codes.shape)
 
 
-def _check(value, name, path):
+def _refuse_incomparable(value, name, path):
     """Refuse a tensor whose values can't be compared."""
     if value.layout != torch.strided:
         raise Refused(f"{path}: {name} is sparse ({value.layout}); save it with to_dense()")
@@ -134,7 +134,7 @@ def _check(value, name, path):
         raise Refused(f"{path}: {name} is on the meta device and holds no values; save the values")
 
 
-def pairs(before, after, what, files):
+def paired_tensors(before, after, what, files):
     """[(name, tensor before, tensor after)] of floating tensors. Raises Refused for other names or shapes.
 
     before, after: {name: tensor}. what: what they are called. files: the two paths.
@@ -152,7 +152,7 @@ def pairs(before, after, what, files):
 
 def _alike(one, two):
     """The same, without what wrappers put before the names of one side alone."""
-    for shortened in (bare, _end):
+    for shortened in (bare_name, _end_of_name):
         if set(one) == set(two):
             break
         short_one = {shortened(name): t for name, t in one.items()}
@@ -164,7 +164,7 @@ def _alike(one, two):
     return one, two
 
 
-def bare(name):
+def bare_name(name):
     """A name without what DistributedDataParallel, torch.compile, FSDP and checkpoint_wrapper put into it."""
     return re.sub(r"^(module\.)+|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
 
@@ -181,21 +181,21 @@ def _comparable(tensors):
     return found
 
 
-def weights_of(averages, weights):
+def weight_names_of(averages, weights):
     """{name of an average: name of its weight}, by the end of their names."""
-    ends = {_end(name): name for name in weights}
+    ends = {_end_of_name(name): name for name in weights}
     found = {}
     for name in averages:
-        end = _end(name)
+        end = _end_of_name(name)
         if end in ends:
             found[name] = ends[end]
     return found
 
 
-def _end(name):
+def _end_of_name(name):
     """A name without what wrappers and averages put before it."""
     if NAME_OF_AVERAGE.search(name):
         name = NAME_OF_AVERAGE.split(name)[-1]
-    for prefix in ("shadow.", *WRAPPERS, *WRAPPERS):
+    for prefix in ("shadow.", *PREFIXES_OF_WRAPPERS, *PREFIXES_OF_WRAPPERS):
         name = name.removeprefix(prefix)
     return name

@@ -13,18 +13,18 @@ from pathlib import Path
 
 from ..errors import Refused
 from .checkpoint_faults import (
-    OF_AVERAGES,
-    OF_STATES,
-    OF_WEIGHTS,
-    AverageTensor,
-    State,
-    Weight,
+    FAULTS_OF_SAVED_AVERAGES,
+    FAULTS_OF_SAVED_STATES,
+    FAULTS_OF_SAVED_WEIGHTS,
+    SavedAverage,
+    SavedState,
+    SavedWeight,
     averages_nothing,
     dead_adapters,
     lost_states,
     resets,
 )
-from .checkpoints import pairs, read, weights_of
+from .checkpoints import paired_tensors, read_checkpoint, weight_names_of
 from .faults import first_finding
 from .verdicts import Diagnosis, Finding
 
@@ -44,7 +44,7 @@ def compare(before: str | Path, after: str | Path) -> Diagnosis:
     Raises:
         Refused (a ValueError): a file that is no checkpoint or would run code, and two of different nets.
     """
-    return diagnosis(read(before), read(after))
+    return diagnosis(read_checkpoint(before), read_checkpoint(after))
 
 
 def diagnosis(before, after):
@@ -52,7 +52,7 @@ def diagnosis(before, after):
     files = before.path, after.path
     if bool(after.weights) != bool(before.weights):
         raise Refused(f"only one of {files[0]} and {files[1]} holds weights")
-    weights = [Weight(*pair) for pair in pairs(before.weights, after.weights, "weight", files)]
+    weights = [SavedWeight(*pair) for pair in paired_tensors(before.weights, after.weights, "weight", files)]
     trained = any(one.moved for one in weights)
     found = []
     if weights and not trained:
@@ -60,18 +60,18 @@ def diagnosis(before, after):
         found.append(Finding("update", "severe", text, remedy))
     else:
         for one in weights:
-            found += all_findings(OF_WEIGHTS, one)
+            found += all_findings(FAULTS_OF_SAVED_WEIGHTS, one)
         found += dead_adapters(weights)
     averages = paired_averages(before, after, weights)
     if trained:
         for one in averages:
-            found += all_findings(OF_AVERAGES, one)
+            found += all_findings(FAULTS_OF_SAVED_AVERAGES, one)
         found += averages_nothing(averages)
     states = []
     for key, state in after.states.items():
-        states.append(State(key, before.states.get(key, {}), state, after.stochastic))
+        states.append(SavedState(key, before.states.get(key, {}), state, after.stochastic))
     for one in states:
-        found += all_findings(OF_STATES, one)
+        found += all_findings(FAULTS_OF_SAVED_STATES, one)
     found += resets(states)
     found += lost_states(before.states, after.states)
     found.sort(key=lambda finding: finding.rank)
@@ -94,15 +94,16 @@ def all_findings(lists, one):
 def paired_averages(before, after, weights):
     """[AverageTensor] of the later checkpoint. Raises Refused where the earlier one has others."""
     by_name = {one.name: one for one in weights}
-    weight_names = weights_of(after.averages, by_name)
+    weight_names = weight_names_of(after.averages, by_name)
     earlier = dict.fromkeys(after.averages)
     if before.averages:
         files = before.path, after.path
-        earlier = {name: t for name, t, _ in pairs(before.averages, after.averages, "average", files)}
+        pairs = paired_tensors(before.averages, after.averages, "average", files)
+        earlier = {name: t for name, t, _ in pairs}
     found = []
     for name, t in earlier.items():
         weight = by_name.get(weight_names.get(name))
-        found.append(AverageTensor(name, t, after.averages[name], weight))
+        found.append(SavedAverage(name, t, after.averages[name], weight))
     return found
 
 

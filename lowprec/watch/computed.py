@@ -40,7 +40,7 @@ def relative_tree(a, b):
     return relative(torch.cat([x.flatten() for x, _ in pairs]), torch.cat([y.flatten() for _, y in pairs]))
 
 
-def not_finite(tree):
+def count_not_finite(tree):
     """{innermost name: entries that are not finite} of tensors of more than one number, in a nest of dicts
     and lists.
     """

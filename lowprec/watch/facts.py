@@ -8,7 +8,7 @@ import torch
 from .states import beta_power
 from .sums import Sums
 
-TINY = 1e-37  # fp32 holds no squares below it
+SMALLEST_SQUARE = 1e-37  # fp32 holds no squares below it
 
 
 class Steps(Sums):
@@ -74,7 +74,7 @@ class Steps(Sums):
             faint = graded & (corrected < look.spread(eps).square()) & look.spread(wide, torch.bool)
             v_burst = look.aim.isfinite() & ~look.new_v.isfinite()
             v_below = look.v < 0
-            v_gone = graded & (look.new_v == 0) & (look.aim > TINY)
+            v_gone = graded & (look.new_v == 0) & (look.aim > SMALLEST_SQUARE)
         subnormal = torch.zeros_like(graded)
         for at in _from_fp16(look):
             subnormal[at] = graded[at] & (look.g[at].abs() < 2**-14)

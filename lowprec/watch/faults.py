@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .verdicts import Finding
 
 # of averages, in a loop and in checkpoints
-SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
+CHECK_ITS_SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
 
 
 @dataclasses.dataclass
@@ -52,26 +52,26 @@ class Fault:
             return None
         held = figure.value if figure.whole is None else figure.whole
         return Finding(
-            site=filled(self.site, figure.words),
+            site=filled_text(self.site, figure.words),
             severity="severe" if held > self.severe else self.severity,
-            text=filled(self.text, figure.words),
+            text=filled_text(self.text, figure.words),
             remedy=self.remedy.format(**figure.words),
             tensor=tensor if figure.tensor is None else figure.tensor,
             figure=figure.value if self.rank is None else self.rank,
         )
 
 
-OPTIONAL = re.compile(r"\[([^\]]*)\]")
+OPTIONAL_PART = re.compile(r"\[([^\]]*)\]")
 
 
-def filled(template, words):
+def filled_text(template, words):
     """A text with its words; parts in brackets that lack one are left out."""
 
     def part(match):
         needed = re.findall(r"\{(\w+)", match[1])
         return match[1] if set(needed) <= set(words) else ""
 
-    return OPTIONAL.sub(part, template).format(**words)
+    return OPTIONAL_PART.sub(part, template).format(**words)
 
 
 def first_finding(rows, examined, tensor):
@@ -99,28 +99,28 @@ def findings_by_tensor(rows, examined):
 # ---- The table ---------------------------------------------------------------------------------------------
 
 
-def table(lists):
+def faults_table(lists):
     """Rows as Markdown. lists: [[Fault]]."""
     lines = ["| site | severity | finding where | is above | says | remedy |", "|---|---|---|---|---|---|"]
     for rows in lists:
         for fault in rows:
-            cells = _cells(fault)
+            cells = _cells_of_row(fault)
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(dict.fromkeys(lines)) + "\n"
 
 
-def _cells(fault):
+def _cells_of_row(fault):
     severity = fault.severity
     if fault.severe < math.inf:
         severity += f", severe above {fault.severe:g}"
     measured = " ".join(fault.measure.__doc__.split())
     limit = "" if fault.limit is None else f"{fault.limit:g}"
-    site = OPTIONAL.sub(r"(\1)", fault.site)
-    text = OPTIONAL.sub(r"\1", fault.text)
-    return _plain(site), severity, measured, limit, _plain(text), _plain(fault.remedy)
+    site = OPTIONAL_PART.sub(r"(\1)", fault.site)
+    text = OPTIONAL_PART.sub(r"\1", fault.text)
+    return _without_words(site), severity, measured, limit, _without_words(text), _without_words(fault.remedy)
 
 
-def _plain(template):
+def _without_words(template):
     """A template without its words: a share is x %, all others are dots."""
     template = re.sub(r"\{\w+:\.\d%\}", "x %", template)
     return re.sub(r"\{\w+[^}]*\}", "…", template)

@@ -16,14 +16,14 @@ import torch
 from ..errors import Refused
 
 # what transformers, diffusers and PEFT call the weights in a folder
-STEMS = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_model")
-WEIGHTS = [f"{name}.{suffix}" for name in STEMS for suffix in ("safetensors", "bin")]
+STEMS_OF_WEIGHT_FILES = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_model")
+WEIGHT_FILES = [f"{name}.{suffix}" for name in STEMS_OF_WEIGHT_FILES for suffix in ("safetensors", "bin")]
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 # objects of the standard library that hold values and nothing else
 HARMLESS = {"argparse.Namespace", "collections.defaultdict", "collections.Counter", "collections.deque"}
 HARMLESS |= {"pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib.WindowsPath", "pathlib.PureWindowsPath"}
 HARMLESS |= {"datetime.datetime", "datetime.timedelta", "pathlib._local.PosixPath", "types.SimpleNamespace"}
-RUNS_CODE = (
+RUNS_CODE_TEXT = (
     "it holds more than tensors and plain values, and loading it would run code; save its state_dict alone"
 )
 
@@ -33,22 +33,22 @@ def loaded(path):
     file of weights or by torch.distributed.checkpoint. Raises Refused for anything else.
     """
     if path.is_dir():
-        return _folder(path)
+        return _loaded_folder(path)
     if not path.is_file():
         raise Refused(f"{path}: no such file; give a .safetensors file or one that torch.save wrote")
     try:
         if path.name.endswith(".index.json"):
-            return _shards(path)
+            return _loaded_shards(path)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        return _saved(path)
+        return _loaded_by_torch(path)
     except Refused:
         raise
     except pickle.UnpicklingError as error:
         if re.search("allowed global|Unsupported class|unsupported GLOBAL", str(error)):
-            raise Refused(f"{path}: {RUNS_CODE}") from error
+            raise Refused(f"{path}: {RUNS_CODE_TEXT}") from error
         raise Refused(f"{path} is no checkpoint, or is cut short") from error
     except Exception as error:  # torch and safetensors raise what they like at broken files
         raise Refused(f"{path} is no checkpoint, or is cut short ({type(error).__name__})") from error
@@ -89,7 +89,7 @@ class CodedTensor(torch.Tensor):
         raise NotImplementedError("a file's codes are decoded, and not computed with")
 
 
-def _saved(path):
+def _loaded_by_torch(path):
     """What torch.save wrote, with stand-ins for objects of other classes."""
     stand_ins = []
     if zipfile.is_zipfile(path):
@@ -102,22 +102,23 @@ def _saved(path):
         warnings.simplefilter("ignore")  # torch's, at sparse tensors
         found = torch.load(path, map_location="cpu", weights_only=True)
     if isinstance(found, StandIn):
-        raise Refused(f"{path}: {RUNS_CODE}")
+        raise Refused(f"{path}: {RUNS_CODE_TEXT}")
     return found
 
 
 # ---- Folders and indices of shards -------------------------------------------------------------------------
 
 
-def _folder(path):
+def _loaded_folder(path):
     if (path / ".metadata").is_file():
-        return _distributed(path)
+        return _loaded_distributed(path)
     indices = sorted(path.glob("*.index.json"), reverse=True)  # of safetensors before .bin
-    weights = [*indices, *(path / name for name in WEIGHTS if (path / name).is_file())]
+    weights = [*indices, *(path / name for name in WEIGHT_FILES if (path / name).is_file())]
     if not weights:
         raise Refused(
             f"{path}: a folder, and not a checkpoint; give a .safetensors file, one that torch.save wrote, "
-            f"or a folder with an index of shards, with one of {', '.join(WEIGHTS[:3])} or with .metadata"
+            "or a folder with an index of shards, "
+            f"with one of {', '.join(WEIGHT_FILES[:3])} or with .metadata"
         )
     found = {"": loaded(weights[0])}
     for name in OPTIMIZER_FILES:
@@ -126,12 +127,12 @@ def _folder(path):
     return found
 
 
-def _shards(path):
+def _loaded_shards(path):
     """The tensors of all files that an index names."""
     named = json.loads(path.read_text())["weight_map"]
     found = {}
     for name in sorted(set(named.values())):
-        tensors = loaded(_beside(path.parent, name))
+        tensors = loaded(_file_in_folder(path.parent, name))
         found.update({key: tensors[key] for key, file in named.items() if file == name and key in tensors})
     missing = sorted(set(named) - set(found))
     if missing:
@@ -139,7 +140,7 @@ def _shards(path):
     return found
 
 
-def _beside(folder, name):
+def _file_in_folder(folder, name):
     """A file of a folder; the name of one elsewhere is refused."""
     if Path(name).name != name:
         raise Refused(f"{folder}: {name} is not a file of this folder")
@@ -175,7 +176,7 @@ class Records(pickle.Unpickler):
         return found if isinstance(found, torch.dtype) else Described
 
 
-def _distributed(folder):
+def _loaded_distributed(folder):
     """The tensors of a folder that torch.distributed.checkpoint wrote, in the nest that was saved."""
     try:
         with open(folder / ".metadata", "rb") as file:
@@ -200,7 +201,7 @@ def _filled(folder, places, sizes):
             continue
         if getattr(place, "transform_descriptors", None):
             raise Refused(f"{folder}: its tensors are compressed; save them as they are")
-        with open(_beside(folder, place.relative_path), "rb") as file:
+        with open(_file_in_folder(folder, place.relative_path), "rb") as file:
             file.seek(place.offset)
             part = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
         if tensors[index.fqn] is None:

@@ -10,46 +10,51 @@ import sys
 from pathlib import Path
 
 from . import measures, measures_of_averages, measures_of_net, measures_of_noise
-from .faults import SIGN, Fault, findings_by_tensor, first_finding, table
-from .measured import STILL, Measured
-from .verdicts import LIMITS, Finding
+from .faults import CHECK_ITS_SIGN, Fault, faults_table, findings_by_tensor, first_finding
+from .measured import HARDLY_WRITTEN, Measured
+from .verdicts import FINDING_LIMITS, Finding
 
-ROUND = "stochastic rounding or Kahan compensation of the bf16 write, or an fp32 master"
-WRITTEN = "find what freezes or restores it: the optimiser wants to move it, and it does not move"
-UNWRITTEN = (
+ROUND_WITHOUT_LOSS = "stochastic rounding or Kahan compensation of the bf16 write, or an fp32 master"
+FIND_WHAT_FREEZES_IT = (
+    "find what freezes or restores it: the optimiser wants to move it, and it does not move"
+)
+UNWRITTEN_TEXT = (
     "{lost:.0%} of the wanted movement is not written[: {stuck:.0%} of the steps are under half an ulp of "
     "their weight][; {unmoved:.0%} of the entries have not moved since the first look]"
 )
-ONES = "{ones:.0%} of the gains are exactly 1.0; "
-DECAY = "let decay be part of the fp32 update that is rounded once"
-OF_THIS_NET = "update it with the weights of this net, each with its own, as average.lerp_(weight, 1 - decay)"
-AWAY = "the average moves away from its weight, by {rate:.2g} of the way a step"
-RATE = "it goes {rate:.2g} of the way a step, and its decay {decay:g} says {said:.2g}"
-YOUNG = "young: {remains:.0%} of the start remains after {steps} steps of decay {decay:g}"
-ARRIVE = "a decay of {less:.4g} or less, or more steps"
-COUNT = "count each step: bias corrections go by it"
-WIDE_COUNT = "keep step counters in fp32 or as integers"
-GROUP = "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]"
-GROUP_AT_0 = "nothing, if it is frozen by plan; else check its group"
-USED = "is it used and not detached?"
-CHANGED = "find what writes p.grad after backward"
-NO_FP16 = (
+GAINS_AT_ONE_TEXT = "{ones:.0%} of the gains are exactly 1.0; "
+DECAY_WITHIN_THE_UPDATE = "let decay be part of the fp32 update that is rounded once"
+UPDATE_FROM_THIS_NET = (
+    "update it with the weights of this net, each with its own, as average.lerp_(weight, 1 - decay)"
+)
+MOVES_AWAY_TEXT = "the average moves away from its weight, by {rate:.2g} of the way a step"
+OTHER_RATE_TEXT = "it goes {rate:.2g} of the way a step, and its decay {decay:g} says {said:.2g}"
+YOUNG_TEXT = "young: {remains:.0%} of the start remains after {steps} steps of decay {decay:g}"
+LESS_DECAY = "a decay of {less:.4g} or less, or more steps"
+COUNT_EACH_STEP = "count each step: bias corrections go by it"
+WIDEN_THE_COUNTER = "keep step counters in fp32 or as integers"
+ADD_IT_TO_A_GROUP = "add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]"
+CHECK_ITS_GROUP = "nothing, if it is frozen by plan; else check its group"
+IS_IT_USED = "is it used and not detached?"
+FIND_WHAT_WRITES_GRAD = "find what writes p.grad after backward"
+AVOID_FP16 = (
     "fp32 weights and states, with the products under autocast, or bf16 ones: fp16 holds nothing below 6e-8"
 )
-RESET = "restore exp_avg_sq at a resume"
-RESTART = "nothing, if it is a restart by plan as of ReLoRA"
-NEW_BITS = "draw new bits for each step and each entry"
+RESTORE_SECOND_MOMENT = "restore exp_avg_sq at a resume"
+NOTHING_IF_RESTARTED_BY_PLAN = "nothing, if it is a restart by plan as of ReLoRA"
+DRAW_NEW_BITS = "draw new bits for each step and each entry"
 
 
 def rows_of_updates():
     """Gains of norms have a site of their own; what rounding loses has a remedy of its own."""
-    low, severe = LIMITS["update"]
+    low, severe = FINDING_LIMITS["update"]
     rounding, written = measures.lost_to_rounding, measures.not_written
+    text_of_gains = GAINS_AT_ONE_TEXT + UNWRITTEN_TEXT
     return [
-        Fault("gains", low, measures.of_gains(rounding), ONES + UNWRITTEN, ROUND, severe=severe),
-        Fault("gains", low, measures.of_gains(written), ONES + UNWRITTEN, WRITTEN, severe=severe),
-        Fault("update", low, rounding, UNWRITTEN, ROUND, severe=severe),
-        Fault("update", low, written, UNWRITTEN, WRITTEN, severe=severe),
+        Fault("gains", low, measures.of_gains(rounding), text_of_gains, ROUND_WITHOUT_LOSS, severe=severe),
+        Fault("gains", low, measures.of_gains(written), text_of_gains, FIND_WHAT_FREEZES_IT, severe=severe),
+        Fault("update", low, rounding, UNWRITTEN_TEXT, ROUND_WITHOUT_LOSS, severe=severe),
+        Fault("update", low, written, UNWRITTEN_TEXT, FIND_WHAT_FREEZES_IT, severe=severe),
         Fault(
             site="update",
             limit=0.5,
@@ -69,7 +74,7 @@ def rows_of_noise(noise):
             limit=None,
             measure=noise.in_lumps,
             text="the entries of this tensor round together: they share one noise value",
-            remedy=NEW_BITS,
+            remedy=DRAW_NEW_BITS,
         ),
         Fault(
             site=site,
@@ -83,14 +88,14 @@ def rows_of_noise(noise):
             limit=0.0,
             measure=noise.repeated,
             text="the same noise at every step: errors of two looks correlate by {value:.2f}",
-            remedy=NEW_BITS,
+            remedy=DRAW_NEW_BITS,
         ),
         Fault(
             site=site,
             limit=0.0,
             measure=noise.of_neighbours,
             text="neighbours share their noise: their errors correlate by {value:.2f}",
-            remedy=NEW_BITS,
+            remedy=DRAW_NEW_BITS,
         ),
     ]
 
@@ -124,7 +129,7 @@ FAULTS_OF_AVERAGE = [
         limit=0.9,
         measure=measures_of_averages.average_of_other_sign,
         text="the average has the other sign than its weight",
-        remedy=SIGN,
+        remedy=CHECK_ITS_SIGN,
         severity="severe",
         rank=3.5,
     ),
@@ -132,8 +137,8 @@ FAULTS_OF_AVERAGE = [
         site="ema",
         limit=0.9,
         measure=measures_of_averages.average_goes_right_away,
-        text=AWAY,
-        remedy=SIGN,
+        text=MOVES_AWAY_TEXT,
+        remedy=CHECK_ITS_SIGN,
         severity="severe",
         rank=3.0,
     ),
@@ -141,8 +146,8 @@ FAULTS_OF_AVERAGE = [
         site="ema",
         limit=0.25,
         measure=measures_of_averages.average_goes_away,
-        text=AWAY,
-        remedy=OF_THIS_NET,
+        text=MOVES_AWAY_TEXT,
+        remedy=UPDATE_FROM_THIS_NET,
         severity="severe",
         rank=3.0,
     ),
@@ -178,7 +183,7 @@ FAULTS_OF_AVERAGE = [
         limit=0.5,
         measure=measures_of_averages.average_goes_elsewhere,
         text="the average moves, and not toward its weight",
-        remedy=OF_THIS_NET,
+        remedy=UPDATE_FROM_THIS_NET,
         severity="severe",
         rank=2.1,
     ),
@@ -237,18 +242,18 @@ FAULTS_OF_AVERAGE = [
     ),
     Fault(
         site="ema",
-        limit=LIMITS["ema"][0],
+        limit=FINDING_LIMITS["ema"][0],
         measure=measures_of_averages.narrow_average,
         text="{stuck:.0%} of the entries away from their weight can't move in {dtype}, {lost:.0%} of the "
         "wanted movement is lost",
         remedy="hold and compute it in fp32, or round stochastically",
-        severe=LIMITS["ema"][1],
+        severe=FINDING_LIMITS["ema"][1],
     ),
     Fault(
         site="ema",
         limit=0.5,
         measure=measures_of_averages.average_slow,
-        text=RATE,
+        text=OTHER_RATE_TEXT,
         remedy="check how the average is updated",
         severe=0.9,
     ),
@@ -256,22 +261,22 @@ FAULTS_OF_AVERAGE = [
         site="ema",
         limit=1.7,
         measure=measures_of_averages.average_fast,
-        text=RATE,
+        text=OTHER_RATE_TEXT,
         remedy="check how the average is updated: once a step?",
     ),
-    Fault("ema", 0.1, measures_of_averages.average_young_in_a_long_run, YOUNG, ARRIVE),
-    Fault("ema", 0.1, measures_of_averages.average_young, YOUNG, ARRIVE, severity="note"),
+    Fault("ema", 0.1, measures_of_averages.average_young_in_a_long_run, YOUNG_TEXT, LESS_DECAY),
+    Fault("ema", 0.1, measures_of_averages.average_young, YOUNG_TEXT, LESS_DECAY, severity="note"),
 ]
 
 # Of each tensor. Of the rows of one list the first that finds something speaks.
-TENSOR = [
+FAULTS_OF_TENSOR = [
     [
         Fault(
             site="update",
             limit=None,
             measure=measures.rate_always_zero,
             text="its learning rate was 0 at each look",
-            remedy=GROUP_AT_0,
+            remedy=CHECK_ITS_GROUP,
             severity="note",
             rank=1.0,
         ),
@@ -280,7 +285,7 @@ TENSOR = [
             limit=None,
             measure=measures.rate_at_zero,
             text="its learning rate has been 0 since step {since}",
-            remedy=GROUP_AT_0,
+            remedy=CHECK_ITS_GROUP,
             severity="note",
             rank=1.0,
         ),
@@ -298,7 +303,7 @@ TENSOR = [
         ),
         Fault(
             site="update",
-            limit=measures.GAINS,
+            limit=measures.MOST_GAINS_AT_ONE,
             measure=measures.put_back,
             text="{back:.0%} of the entries that a step moved were put back before the next step",
             remedy="find what restores this weight",
@@ -342,10 +347,10 @@ TENSOR = [
     [
         Fault(
             site="weight decay",
-            limit=LIMITS["weight decay"][0],
+            limit=FINDING_LIMITS["weight decay"][0],
             measure=measures.decay_not_written,
             text="{lost:.0%} of its weight decay is lost",
-            remedy=DECAY,
+            remedy=DECAY_WITHIN_THE_UPDATE,
         ),
     ],
     [
@@ -364,7 +369,7 @@ TENSOR = [
             measure=measures.burst_in_fp16,
             text="{count:,.0f} weights became not finite in a step whose gradients are finite: in fp16 the "
             "optimiser's eps is 0, and so are small squares, and it divides by 0",
-            remedy=NO_FP16,
+            remedy=AVOID_FP16,
             severity="severe",
             rank=10.0,
         ),
@@ -374,7 +379,7 @@ TENSOR = [
             measure=measures.eps_lost_in_fp16,
             text="its eps of {eps:g} is 0 in fp16[, and so are {share:.0%} of the squares of its gradients]: "
             "the step divides by 0 where a gradient is small",
-            remedy=NO_FP16,
+            remedy=AVOID_FP16,
             severe=0.01,
             rank=9.9,
         ),
@@ -421,7 +426,7 @@ TENSOR = [
             limit=None,
             measure=measures.all_begun_anew,
             text="its second moment began anew before step {step}, as weights did",
-            remedy=RESTART,
+            remedy=NOTHING_IF_RESTARTED_BY_PLAN,
             severity="note",
             rank=0.5,
         ),
@@ -438,7 +443,7 @@ TENSOR = [
             limit=None,
             measure=measures.v_all_zero_in_fp16,
             text="all zero at step {step}: fp16 holds no squares so small",
-            remedy=NO_FP16,
+            remedy=AVOID_FP16,
             severity="severe",
             rank=2.0,
         ),
@@ -457,7 +462,7 @@ TENSOR = [
             limit=None,
             measure=measures.v_all_zero,
             text="all zero at step {step}, after steps with gradients: it was reset",
-            remedy=RESET,
+            remedy=RESTORE_SECOND_MOMENT,
             severity="severe",
             rank=2.0,
         ),
@@ -466,13 +471,13 @@ TENSOR = [
             limit=0.1,
             measure=measures.v_fell,
             text="{share:.0%} of it is less at step {step} than beta2 leaves of it: it was reset",
-            remedy=RESET,
+            remedy=RESTORE_SECOND_MOMENT,
             severity="severe",
             rank=2.0,
         ),
         Fault(
             site="exp_avg_sq",
-            limit=1 - STILL,
+            limit=1 - HARDLY_WRITTEN,
             measure=measures.v_stands,
             text="it stands still: neither growth nor shrinking is written",
             remedy="find what freezes the second moment",
@@ -488,7 +493,7 @@ TENSOR = [
         ),
         Fault(
             site="exp_avg_sq",
-            limit=LIMITS["exp_avg_sq"][0],
+            limit=FINDING_LIMITS["exp_avg_sq"][0],
             measure=measures.v_not_shrinking,
             text="{lost:.0%} of the shrinking of v is lost: it can grow and not shrink",
             remedy="fp32 or stochastically rounded exp_avg_sq, or beta2 0.99",
@@ -501,7 +506,7 @@ TENSOR = [
             limit=0.0,
             measure=measures.counter_fell_with_weights,
             text="its step counter fell from {before:g} to {after:g}, and weights began anew with it",
-            remedy=RESTART,
+            remedy=NOTHING_IF_RESTARTED_BY_PLAN,
             severity="note",
             rank=3.0,
         ),
@@ -527,7 +532,7 @@ TENSOR = [
             limit=0.0,
             measure=measures.narrow_counter_stuck,
             text="its step counter stands at {value:g}: {dtype} holds no {next:g}",
-            remedy=WIDE_COUNT,
+            remedy=WIDEN_THE_COUNTER,
             rank=2.0,
         ),
         Fault(
@@ -535,7 +540,7 @@ TENSOR = [
             limit=0.0,
             measure=measures.counter_stuck,
             text="its step counter did not count at {stuck} of {looks} looks; it says {value:g}",
-            remedy=COUNT,
+            remedy=COUNT_EACH_STEP,
             rank=1.0,
         ),
         Fault(
@@ -543,7 +548,7 @@ TENSOR = [
             limit=None,
             measure=measures.narrow_counter,
             text="its step counter is {dtype}, which can't count beyond {most}",
-            remedy=WIDE_COUNT,
+            remedy=WIDEN_THE_COUNTER,
             rank=0.5,
         ),
         Fault(
@@ -562,7 +567,7 @@ TENSOR = [
         Fault(
             site="grads",
             limit=0.0,
-            measure=measures_of_net.not_finite,
+            measure=measures_of_net.gradient_not_finite,
             text="{count:,.0f} gradients of its sample are not finite",
             remedy="a lower learning rate, clipping or bf16",
             severity="severe",
@@ -575,7 +580,7 @@ TENSOR = [
             limit=1.0,
             measure=measures_of_net.never_graded,
             text="never has a gradient",
-            remedy=USED,
+            remedy=IS_IT_USED,
             severity="note",
             rank=0.0,
         ),
@@ -592,7 +597,7 @@ TENSOR = [
             limit=2.0,
             measure=measures_of_net.zero_gradient,
             text="its gradient is 0 at each look",
-            remedy=USED + " In some nets it is so by design",
+            remedy=IS_IT_USED + " In some nets it is so by design",
             severity="note",
             rank=0.5,
         ),
@@ -603,7 +608,7 @@ TENSOR = [
             limit=0.02,
             measure=measures_of_net.partly_negated,
             text="{share:.0%} of the entries of its gradient change their sign between backward and the step",
-            remedy=CHANGED,
+            remedy=FIND_WHAT_WRITES_GRAD,
             severity="severe",
         ),
         Fault(
@@ -611,7 +616,7 @@ TENSOR = [
             limit=0.02,
             measure=measures_of_net.partly_zeroed,
             text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
-            remedy=CHANGED,
+            remedy=FIND_WHAT_WRITES_GRAD,
         ),
         Fault(
             site="grads",
@@ -634,17 +639,17 @@ TENSOR = [
     [
         Fault(
             site="accumulate",
-            limit=LIMITS["accumulate"][0],
+            limit=FINDING_LIMITS["accumulate"][0],
             measure=measures_of_net.summed,
             text="the sum of {count} micro-batches of gradients is {error:.2%} off",
             remedy="sum in fp32: keep the gradients in fp32, or accumulate outside of p.grad",
-            severe=LIMITS["accumulate"][1],
+            severe=FINDING_LIMITS["accumulate"][1],
         ),
     ],
 ]
 
 # Of the run as a whole. Of the rows of one list the first speaks of a tensor.
-RUN = [
+FAULTS_OF_RUN = [
     [
         Fault(
             site="optimizer",
@@ -743,16 +748,16 @@ RUN = [
     [
         Fault(
             site="weight decay",
-            limit=LIMITS["weight decay"][0],
+            limit=FINDING_LIMITS["weight decay"][0],
             measure=measures.decay_of_all,
             text="{lost:.0%} of the weight decay of all tensors is lost, which shows most here",
-            remedy=DECAY,
+            remedy=DECAY_WITHIN_THE_UPDATE,
         ),
     ],
     [
         Fault(
             site="{state}",
-            limit=LIMITS["exp_avg_sq"][0],
+            limit=FINDING_LIMITS["exp_avg_sq"][0],
             measure=measures.accumulators_not_written,
             text="{share:.0%} of what it should take over is not written",
             remedy="fp32 states",
@@ -784,7 +789,7 @@ RUN = [
             limit=0.25,
             measure=measures.all_counters_behind,
             text="the step counters of all tensors are {behind:g} or more behind the {steps} steps done",
-            remedy=COUNT,
+            remedy=COUNT_EACH_STEP,
             rank=1.0,
         ),
     ],
@@ -898,7 +903,7 @@ RUN = [
             limit=None,
             measure=measures_of_net.dead_parts,
             text="{part} never have a gradient",
-            remedy=USED,
+            remedy=IS_IT_USED,
             rank=0.4,
         ),
     ],
@@ -919,7 +924,7 @@ RUN = [
             limit=None,
             measure=measures_of_net.graded_and_ungrouped,
             text="it has gradients, and is in no group of the optimiser",
-            remedy=GROUP,
+            remedy=ADD_IT_TO_A_GROUP,
             severity="severe",
             rank=4.0,
         ),
@@ -928,7 +933,7 @@ RUN = [
             limit=None,
             measure=measures_of_net.ungrouped,
             text="it is trained by requires_grad, and is in no group of the optimiser",
-            remedy=GROUP,
+            remedy=ADD_IT_TO_A_GROUP,
             severity="note",
             rank=4.0,
         ),
@@ -975,7 +980,7 @@ RUN = [
     ],
 ]
 
-STEPLESS = Finding(
+NO_STEP_WAS_DONE = Finding(
     "step",
     "moderate",
     "no step was done since this watch began",
@@ -988,13 +993,13 @@ STEPLESS = Finding(
 def findings(watch):
     """(list of Finding, worst first; {site: share lost, summed over all tensors})."""
     if not watch.steps:
-        return [STEPLESS], {}
+        return [NO_STEP_WAS_DONE], {}
     if not watch.looks:
         return [], {}
     seen = Measured(watch)
     found = []
     for one in seen.tensors:
-        for rows in TENSOR:
+        for rows in FAULTS_OF_TENSOR:
             found += first_finding(rows, one, one.name)
     # a target that is copied now and then, as of Q-learning, is no average
     of_teachers = [
@@ -1002,7 +1007,7 @@ def findings(watch):
     ]
     for one in watch.teachers.tensors(seen):
         found += first_finding(of_teachers, one, one.name)
-    for rows in RUN:
+    for rows in FAULTS_OF_RUN:
         found += findings_by_tensor(rows, seen)
     sites = {finding.site for finding in found if finding.severity != "note"}
     sound = {site: share for site, share in seen.total().items() if site not in sites}
@@ -1018,17 +1023,19 @@ def shares(watch):
 
 # ---- The table ---------------------------------------------------------------------------------------------
 
-BEGIN, END = "<!-- findings -->\n", "<!-- end of findings -->\n"
+BEGIN_OF_TABLE, END_OF_TABLE = "<!-- findings -->\n", "<!-- end of findings -->\n"
 
 
 def main(argv):
     if not argv:
-        print(table([*TENSOR, *RUN]), end="")
+        print(faults_table([*FAULTS_OF_TENSOR, *FAULTS_OF_RUN]), end="")
         return
     page = Path(argv[0])
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}{table([*TENSOR, *RUN])}{END}{after}")
+    before, _, rest = page.read_text().partition(BEGIN_OF_TABLE)
+    _, _, after = rest.partition(END_OF_TABLE)
+    page.write_text(
+        f"{before}{BEGIN_OF_TABLE}{faults_table([*FAULTS_OF_TENSOR, *FAULTS_OF_RUN])}{END_OF_TABLE}{after}"
+    )
 
 
 if __name__ == "__main__":

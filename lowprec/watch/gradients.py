@@ -7,12 +7,12 @@ import math
 
 import torch
 
-from .net_state import NARROW
+from .net_state import NARROW_DTYPES
 from .sums import Sums, one_an_entry, totals
 
 # relative distance up to which a gradient is the one that backward gave, times a factor
 ALIKE_WITHIN = 0.02
-SOME = 16  # entries of a tensor that say something together
+ENOUGH_ENTRIES = 16  # entries of a tensor that say something together
 
 
 class Partial:
@@ -168,7 +168,7 @@ class Gradients:
         of_last, _ = distances(read, last_sums)
         for i, error, error_of_last in zip(several, of_all, of_last, strict=True):
             partial = heard[i]
-            if self.named[i][1].dtype in NARROW:
+            if self.named[i][1].dtype in NARROW_DTYPES:
                 total, times, _ = self.sums.get(i, (0.0, 0, 0))
                 self.sums[i] = total + error, times + 1, partial.count
             # an optimiser that sums by itself takes gradients away, and forgets none; SAM clears them once,
@@ -206,9 +206,9 @@ class Gradients:
         good = was_finite & is_finite
         known = good & (off <= ALIKE_WITHIN**2 * size.clamp_min(1e-300))
         entries = kept + zeroed
-        minus = known & (kept >= SOME) & (negated >= 0.99 * kept)
+        minus = known & (kept >= ENOUGH_ENTRIES) & (negated >= 0.99 * kept)
         gone = good & (kept == 0) & (zeroed > 0)
-        partly = known & (kept >= SOME) & ~minus & (negated + zeroed >= 0.05 * entries)
+        partly = known & (kept >= ENOUGH_ENTRIES) & ~minus & (negated + zeroed >= 0.05 * entries)
         rows = {
             "looks": good & (entries > 0),
             "zeroed": gone,

@@ -7,11 +7,11 @@ import torch
 
 from ..roles import roles
 from . import net_state
-from .verdicts import LIMITS
+from .verdicts import FINDING_LIMITS
 from .writes import Tally
 
-STILL = 0.02  # a share written that is as good as none
-SITES = ("update", "exp_avg_sq", "ema")
+HARDLY_WRITTEN = 0.02  # a share written that is as good as none
+MEASURED_SITES = ("update", "exp_avg_sq", "ema")
 
 
 class Measured:
@@ -115,7 +115,7 @@ class Measured:
     def total(self):
         """{site: share lost of what all tensors wanted}."""
         found = {}
-        for site in SITES:
+        for site in MEASURED_SITES:
             wanted, lost = [], []
             for one in self.tensors:
                 share = one.lost(site)
@@ -134,7 +134,7 @@ def _draws(watch):
     if sees is None:
         return True
     for _, p in watch.named:
-        if p.dtype in net_state.NARROW and p.numel() and watch.state(p):
+        if p.dtype in net_state.NARROW_DTYPES and p.numel() and watch.state(p):
             return sees(p) is not False  # one speaks for all
     return True
 
@@ -164,7 +164,7 @@ class Tensor:
     @property
     def narrow(self):
         """Whether the weight is held in 16 bits."""
-        return self.p.dtype in net_state.NARROW
+        return self.p.dtype in net_state.NARROW_DTYPES
 
     def tally(self, site):
         return {"update": self.weight, "exp_avg_sq": self.moment, "ema": self.average}[site]
@@ -172,7 +172,7 @@ class Tensor:
     def shares(self):
         """{site: share lost}, of the sites that were measured."""
         found = {}
-        for site in SITES:
+        for site in MEASURED_SITES:
             share = self.lost(site)
             if share is not None:
                 found[site] = share
@@ -203,7 +203,7 @@ class Tensor:
     @property
     def average_stands_by_rounding(self):
         """Whether an average in 16 bits stands where rounding to nearest would leave it."""
-        return self.average.threatened > 0 and self.average.written < STILL * self.average.threatened
+        return self.average.threatened > 0 and self.average.written < HARDLY_WRITTEN * self.average.threatened
 
     @property
     def average_dtype(self):
@@ -240,10 +240,10 @@ class Tensor:
 
     @property
     def decay_is_lost(self):
-        return self.decay_lost > LIMITS["weight decay"][0]
+        return self.decay_lost > FINDING_LIMITS["weight decay"][0]
 
 
-LEAST_MOVED = 30  # entries, for a variance to be known
+LEAST_ENTRIES_MOVED = 30  # entries, for a variance to be known
 
 
 def decay_lost(sums):
@@ -252,7 +252,7 @@ def decay_lost(sums):
 
     Where few entries moved, as by stochastic rounding of tiny steps, nothing is sure.
     """
-    if sums.decay_wanted <= 0 or sums.decay_moved < LEAST_MOVED:
+    if sums.decay_wanted <= 0 or sums.decay_moved < LEAST_ENTRIES_MOVED:
         return 0.0
     sure = 6 * sums.decay_error**0.5 / sums.decay_wanted
     return min(1.0, max(0.0, 1 - sums.decay / sums.decay_wanted - sure))

@@ -14,13 +14,12 @@ from . import net_state
 from .adapters import accumulates, steps_of
 from .faults import Figure
 from .measured import decay_lost
-from .verdicts import LIMITS
+from .verdicts import FINDING_LIMITS
 
-SOME = 16  # entries of a tensor that say something together
-GAINS = 0.5  # share of a norm's gains that are 1.0
+MOST_GAINS_AT_ONE = 0.5  # share of a norm's gains that are 1.0
 
 
-def short(dtype):
+def dtype_name(dtype):
     """bf16 for torch.bfloat16."""
     return str(dtype).removeprefix("torch.").replace("float", "fp").replace("bfp16", "bf16")
 
@@ -94,7 +93,7 @@ def of_gains(measure):
     @functools.wraps(measure)
     def of_gains_alone(one):
         figure = measure(one)
-        if figure is None or one.name not in one.seen.norm_weights or one.ones <= GAINS:
+        if figure is None or one.name not in one.seen.norm_weights or one.ones <= MOST_GAINS_AT_ONE:
             return None
         figure.words["ones"] = one.ones
         return figure
@@ -152,7 +151,7 @@ def _has_fixed_norms(p):
     """Whether something keeps rows or columns at one norm, as EDM2, nGPT and max_norm do."""
     if p.dim() < 2:
         return False
-    near = 4e-3 if p.dtype in net_state.NARROW else 1e-4
+    near = 4e-3 if p.dtype in net_state.NARROW_DTYPES else 1e-4
     held = values_here(p).detach().float()
     for norms in (held.flatten(1).norm(dim=1), held.transpose(0, 1).flatten(1).norm(dim=1)):
         at_top = norms >= (1 - near) * norms.max()
@@ -233,7 +232,9 @@ def v_gone(one):
     if v is None or not one.extra.judged or _lost_eps(one) or one.watch.answers.coded(one.p, "exp_avg_sq"):
         return None
     share = one.extra.v_gone / one.extra.judged
-    return Figure(share, {"share": share, "dtype": short(v.dtype)}) if v.dtype in net_state.NARROW else None
+    if v.dtype not in net_state.NARROW_DTYPES:
+        return None
+    return Figure(share, {"share": share, "dtype": dtype_name(v.dtype)})
 
 
 def v_below_zero(one):
@@ -275,7 +276,7 @@ def v_cast(one):
     if one.facts.cast is None:
         return None
     old, new, step = one.facts.cast
-    return Figure(1.0, {"old": short(old), "new": short(new), "step": step})
+    return Figure(1.0, {"old": dtype_name(old), "new": dtype_name(new), "step": step})
 
 
 def v_all_zero(one):
@@ -349,13 +350,13 @@ def narrow_states(seen):
     for _, p in watch.named:
         for site, value in watch.state(p).items():
             judged = site == "exp_avg_sq" or (exact and site == "exp_avg")
-            if judged or not accumulates(site, value) or value.dtype not in net_state.NARROW:
+            if judged or not accumulates(site, value) or value.dtype not in net_state.NARROW_DTYPES:
                 continue
-            key = site, short(value.dtype)
+            key = site, dtype_name(value.dtype)
             count[key] = count.get(key, 0) + 1
     for (site, dtype), tensors in count.items():
         lost = seen.accumulators_lost.get(site)
-        if lost and max(lost) > LIMITS["exp_avg_sq"][0]:
+        if lost and max(lost) > FINDING_LIMITS["exp_avg_sq"][0]:
             continue
         most = f"up to {max(lost):.0%} of a tensor's" if lost else "how much, is not known"
         yield Figure(1.0, {"state": site, "dtype": dtype, "count": tensors, "most": most}, "")
@@ -388,7 +389,7 @@ def counter_stuck(one):
         return None
     dtype, stuck, value = one.facts.counted
     words = {"stuck": stuck, "looks": one.facts.looks, "value": value, "next": value + 1}
-    return Figure(stuck, {**words, "dtype": short(dtype)})
+    return Figure(stuck, {**words, "dtype": dtype_name(dtype)})
 
 
 def narrow_counter_stuck(one):
@@ -401,11 +402,11 @@ def narrow_counter(one):
     if not _counter_is_narrow(one):
         return None
     dtype = one.facts.counted[0]
-    return Figure(1.0, {"dtype": short(dtype), "most": 256 if dtype == torch.bfloat16 else 2048})
+    return Figure(1.0, {"dtype": dtype_name(dtype), "most": 256 if dtype == torch.bfloat16 else 2048})
 
 
 def _counter_is_narrow(one):
-    return one.facts.counted is not None and one.facts.counted[0] in net_state.NARROW
+    return one.facts.counted is not None and one.facts.counted[0] in net_state.NARROW_DTYPES
 
 
 def counter_behind(one):

@@ -5,9 +5,9 @@ import math
 from ..telemetry import values_here
 from . import net_state
 from .faults import Figure
-from .gradients import SOME
-from .measures import short
-from .write_errors import CERTAIN
+from .gradients import ENOUGH_ENTRIES
+from .measures import dtype_name
+from .write_errors import CERTAIN_STANDARD_ERRORS
 
 # ---- Where it is, and where it goes ------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ def average_of_other_sign(one):
     """minus the cosine of the average and its weight"""
     sums = one.averaging
     # a few entries change their sign by themselves
-    if sums is None or sums.entries < SOME * sums.looks or sums.square * sums.weight_square == 0:
+    if sums is None or sums.entries < ENOUGH_ENTRIES * sums.looks or sums.square * sums.weight_square == 0:
         return None
     return Figure(-sums.product / math.sqrt(sums.square * sums.weight_square))
 
@@ -44,7 +44,7 @@ def average_goes_away(one):
     size = math.sqrt(sums.gap_square * sums.move_square)
     if _average_is_narrow(one):
         # most entries stay, and two roundings may move some of them to either side
-        if -sums.along < CERTAIN * math.sqrt(sums.spread):
+        if -sums.along < CERTAIN_STANDARD_ERRORS * math.sqrt(sums.spread):
             return None
         size = sums.path
     return Figure(-sums.along / size, {"rate": -sums.along / sums.gap_square})
@@ -63,7 +63,7 @@ def average_goes_elsewhere(one):
     sums = one.averaging
     if _average_is_narrow(one) or sums is None or not sums.directed:
         return None
-    if sums.entries < SOME * sums.looks:
+    if sums.entries < ENOUGH_ENTRIES * sums.looks:
         return None
     return Figure(1 - sums.cosine / sums.directed)
 
@@ -73,7 +73,7 @@ def average_overshoots(one):
     sums = one.averaging
     if sums is None or sums.gap_square == 0:
         return None
-    if _average_is_narrow(one) and sums.along < CERTAIN * math.sqrt(sums.spread):
+    if _average_is_narrow(one) and sums.along < CERTAIN_STANDARD_ERRORS * math.sqrt(sums.spread):
         return None
     rate = sums.along / sums.gap_square
     return Figure(rate, {"rate": rate})
@@ -97,11 +97,11 @@ def average_is_bf16(one):
 def average_is_its_weight(one):
     """shares the memory of its weight"""
     shadow = one.watch.ema.shadow if one.average is not None else {}
-    shared = one.name in shadow and one.p.numel() and _memory(shadow[one.name]) == _memory(one.p)
+    shared = one.name in shadow and one.p.numel() and _memory_of(shadow[one.name]) == _memory_of(one.p)
     return Figure(1.0) if shared else None
 
 
-def _memory(t):
+def _memory_of(t):
     return values_here(t).data_ptr()
 
 
@@ -126,7 +126,7 @@ def average_stands(one):
     """share of the wanted movement that is not written"""
     if one.average is None or one.average.entries < 1 or one.average.arrived:
         return None
-    return Figure(1.0, {"dtype": short(one.average_dtype)})
+    return Figure(1.0, {"dtype": dtype_name(one.average_dtype)})
 
 
 def narrow_average_stands(one):
@@ -139,12 +139,12 @@ def narrow_average(one):
     if not _average_is_narrow(one) or not one.average.entries:
         return None
     lost = one.lost("ema")
-    words = {"stuck": one.average.stuck, "dtype": short(one.average_dtype), "lost": lost}
+    words = {"stuck": one.average.stuck, "dtype": dtype_name(one.average_dtype), "lost": lost}
     return Figure(lost, words)
 
 
 def _average_is_narrow(one):
-    return one.average is not None and one.average_dtype in net_state.NARROW
+    return one.average is not None and one.average_dtype in net_state.NARROW_DTYPES
 
 
 def average_slow(one):

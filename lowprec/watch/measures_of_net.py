@@ -5,12 +5,12 @@ import math
 from . import net_state
 from .dead_parts import dead_part, tables_of
 from .faults import Figure
-from .gradients import SOME
+from .gradients import ENOUGH_ENTRIES
 
 # ---- Gradients ---------------------------------------------------------------------------------------------
 
 
-def not_finite(one):
+def gradient_not_finite(one):
     """entries of its sample that are not finite"""
     if one.change.spoilt:  # another row's
         return None
@@ -87,7 +87,7 @@ def _changed(seen, field):
         if getattr(one.change, field):
             found.append(one)
         # those that are too small to tell are taken for the others
-        if field != "negated" or one.p.numel() >= SOME:
+        if field != "negated" or one.p.numel() >= ENOUGH_ENTRIES:
             judged.append(one)
     of_all = len(judged) > 1 and set(judged) <= set(found)
     if of_all:
@@ -156,7 +156,7 @@ def clipped(seen):
     """share of the gradient's norm that clipping takes away, at half of the looks"""
     watch = seen.watch
     scales = sorted(float(scale) for scale in watch.clips)
-    in_place = sorted(left for left, norm in watch.gradients.shrunk if _tiny(left, norm))
+    in_place = sorted(left for left, norm in watch.gradients.shrunk if _hardly_any_left(left, norm))
     if in_place and 2 * len(in_place) >= len(watch.gradients.shrunk):
         scales = in_place  # as torch's clip_grad_norm_ does
     if scales:
@@ -164,7 +164,7 @@ def clipped(seen):
         yield Figure(1 - left, {"left": left}, "")
 
 
-def _tiny(left, norm):
+def _hardly_any_left(left, norm):
     """Whether hardly anything is left of a gradient: neither a loss scale that was taken off, a power of 2 or
     one that leaves a norm as they usually are.
     """
@@ -280,7 +280,7 @@ def frozen_parts(seen):
 def broken_buffers(seen):
     """entries that are not finite, and were when the watch began"""
     watch = seen.watch
-    broken = net_state.broken_buffers(watch.model, watch.buffers, watch.pick)
+    broken = net_state.find_broken_buffers(watch.model, watch.buffers, watch.pick)
     for name, count in broken.items():
         yield Figure(count, {"count": count}, name)
 
@@ -288,7 +288,7 @@ def broken_buffers(seen):
 def rounded_buffers(seen):
     """holds values of 16 bits alone"""
     watch = seen.watch
-    rounded = net_state.rounded_buffers(watch.model, watch.buffers, watch.pick)
+    rounded = net_state.find_rounded_buffers(watch.model, watch.buffers, watch.pick)
     for name, (what, error) in rounded.items():
         words = {"what": what}
         if error:

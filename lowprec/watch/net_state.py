@@ -7,7 +7,7 @@ import re
 
 import torch
 
-NARROW = (torch.bfloat16, torch.float16)
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 # ---- Parameters --------------------------------------------------------------------------------------------
 
@@ -20,13 +20,13 @@ def frozen_by_plan(net):
     blocks, all that a LoRA leaves as it is.
     """
     trained = [name for name, p in net.named_parameters() if p.requires_grad]
-    kinds_that_train = {kind(name) for name in trained}
+    kinds_that_train = {name_without_numbers(name) for name in trained}
     frozen_parts = [part for part in _containers(net) if not _holds_one(part, trained)]
     parts, alone, seen_trained = {}, [], False
     for name, p in net.named_parameters():
         if p.requires_grad:
             seen_trained = True
-        elif seen_trained and kind(name) in kinds_that_train:
+        elif seen_trained and name_without_numbers(name) in kinds_that_train:
             alone.append(name)
         else:
             outermost = name
@@ -42,7 +42,7 @@ def _holds_one(part, names):
     return any(name.startswith(part + ".") for name in names)
 
 
-def kind(name):
+def name_without_numbers(name):
     """A name without its numbers: tensors of one kind are repeated from block to block."""
     return re.sub(r"\d+", "N", name)
 
@@ -73,7 +73,7 @@ def snapshot(net, pick):
     return found
 
 
-def broken_buffers(net, before, pick):
+def find_broken_buffers(net, before, pick):
     """{name: entries that are not finite} of buffers that were finite at the `snapshot`."""
     found = {}
     for name, b in _floating(net):
@@ -85,7 +85,7 @@ def broken_buffers(net, before, pick):
     return found
 
 
-def rounded_buffers(net, before, pick):
+def find_rounded_buffers(net, before, pick):
     """{name: (what is wrong, relative error or None)} of buffers that hold values of 16 bits.
 
     before: `snapshot` of the net when it was made. Zeros, ones, powers of two and whole numbers that 16 bits
@@ -102,7 +102,7 @@ def rounded_buffers(net, before, pick):
             off = (was.double() - values.double()).norm() / was.double().norm().clamp_min(1e-300)
             error = float(off) or None
         what = "fp32 that holds rounded values only"
-        if b.dtype in NARROW:
+        if b.dtype in NARROW_DTYPES:
             what = f"held in {str(b.dtype).removeprefix('torch.')}"
         found[name] = what, error
     return found

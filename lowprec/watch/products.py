@@ -18,10 +18,10 @@ from torch import nn
 from ..block_formats import BLOCK_FORMATS
 from ..errors import Refused
 
-ROWS = 256  # of a layer's inputs and gradients that are looked at: whole blocks of each format
-SHOWN = 4  # layers of each format that are printed
-OPERANDS = ("input", "weight", "grad")
-PRODUCTS = ("output", "input's gradient", "weight's gradient")
+ROWS_SAMPLED = 256  # of a layer's inputs and gradients that are looked at: whole blocks of each format
+LAYERS_SHOWN = 4  # layers of each format that are printed
+OPERAND_NAMES = ("input", "weight", "grad")
+PRODUCT_NAMES = ("output", "input's gradient", "weight's gradient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +91,12 @@ class Products:
 
     def _seen(self, name, layer, args, out):
         if torch.is_grad_enabled() and torch.is_tensor(out) and out.requires_grad:
-            x = args[0].detach().reshape(-1, args[0].shape[-1])[:ROWS].clone()
+            x = args[0].detach().reshape(-1, args[0].shape[-1])[:ROWS_SAMPLED].clone()
             out.register_hook(functools.partial(self._measure, name, layer, x))
 
     @torch.no_grad()
     def _measure(self, name, layer, x, g):
-        g = g.reshape(-1, g.shape[-1])[:ROWS]
+        g = g.reshape(-1, g.shape[-1])[:ROWS_SAMPLED]
         with torch.autocast(g.device.type, enabled=False):
             x, w, g = x.float(), layer.weight.detach().float().t(), g.float()
             exact = x @ w, g @ w.t(), x.t() @ g
@@ -125,10 +125,12 @@ class Products:
         for kind, form in self.forms.items():
             worst = sorted(self[kind].items(), key=lambda item: item[1].worst)
             lines.append(f"in {kind} ({form.why}), of {len(worst)} nn.Linear layers:")
-            for name, loss in worst[:SHOWN]:
+            for name, loss in worst[:LAYERS_SHOWN]:
                 lines.append(f"  {name}: {loss}")
-            if len(worst) > SHOWN:
-                lines.append(f"  and {len(worst) - SHOWN} more, from {worst[SHOWN][1].worst:.0f} dB on")
+            if len(worst) > LAYERS_SHOWN:
+                lines.append(
+                    f"  and {len(worst) - LAYERS_SHOWN} more, from {worst[LAYERS_SHOWN][1].worst:.0f} dB on"
+                )
         return "\n".join(lines)
 
 
@@ -142,10 +144,10 @@ def _products(form, x, w, g):
 
 def _loss(losses, noise):
     underflow, saturated, snr = {}, {}, {}
-    for operand, (zeroed, nonzero, clipped, everything) in zip(OPERANDS, losses.tolist(), strict=True):
+    for operand, (zeroed, nonzero, clipped, everything) in zip(OPERAND_NAMES, losses.tolist(), strict=True):
         underflow[operand] = zeroed / max(1, nonzero)
         saturated[operand] = clipped / max(1, everything)
-    for product, (signal, off) in zip(PRODUCTS, noise.tolist(), strict=True):
+    for product, (signal, off) in zip(PRODUCT_NAMES, noise.tolist(), strict=True):
         if signal and off:
             snr[product] = 10 * math.log10(signal / off)
         else:

@@ -71,14 +71,14 @@ class Follower(Tensor):
         super().__init__(seen, i)
         self.name = teachers.frozen[self.name][0]
         self.average, self.averaging, self.extra = average, averaging, extra
-        self.watch = Beside(self.watch, teachers.watch.average)
+        self.watch = WatchOfAnotherAverage(self.watch, teachers.watch.average)
 
     @property
     def average_dtype(self):
         return next(iter(self.watch.ema.shadow.values())).dtype
 
 
-class Beside:
+class WatchOfAnotherAverage:
     """A Watch with another average."""
 
     def __init__(self, watch, ema):
@@ -101,18 +101,18 @@ def followers(model, trained):
         own = dict(module.named_parameters())
         if any(p.requires_grad for p in own.values()):
             if all(f"{name}.{rest}" in trained for rest in own):
-                built.setdefault(_plan(own), name)
+                built.setdefault(_names_and_shapes(own), name)
         elif not name.startswith(inside_frozen):
             frozen.append((name, own))
             inside_frozen += (f"{name}.",)
     found = {}
     for name, own in frozen:
-        part = built.get(_plan(own))
+        part = built.get(_names_and_shapes(own))
         if part is not None:
             for rest, p in own.items():
                 found[f"{part}.{rest}"] = f"{name}.{rest}", p
     return found
 
 
-def _plan(params):
+def _names_and_shapes(params):
     return tuple((name, tuple(p.shape)) for name, p in params.items())

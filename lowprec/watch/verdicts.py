@@ -10,11 +10,11 @@ import dataclasses
 import math
 import textwrap
 
-WIDTH = 120
-ALIKE = 12  # lines about one site; the others like them are counted
+LINE_WIDTH = 120
+MOST_LINES_A_SITE = 12  # lines about one site; the others like them are counted
 
 # When a figure becomes a finding, and when a severe one: one that can ruin samples by itself.
-LIMITS = {
+FINDING_LIMITS = {
     # share of the wanted movement of the weights that is not written. fp32, stochastic, Kahan and split
     # measure 0.00, nearest at lr 3e-4 half of it: in experiment 001 such weights still draw digits. Severe
     # where hardly anything of all tensors arrives, as in finetuning at lr 1e-6 (experiment 035)
@@ -141,7 +141,7 @@ class Diagnosis:
         if self.sound:
             sound = ", ".join(f"{name} {share:.2%}" for name, share in self.sound.items())
             line = f"sound (share lost, or relative change): {sound}"
-            lines += textwrap.wrap(line, WIDTH, subsequent_indent="  ")
+            lines += textwrap.wrap(line, LINE_WIDTH, subsequent_indent="  ")
         return "\n".join([*lines, self.verdict])
 
     def _table(self):
@@ -158,13 +158,13 @@ class Diagnosis:
             for row in table:
                 del row[0]
         widths = [max(map(len, column)) + 2 for column in zip(*table, strict=True)]
-        indent = " " * min(sum(widths), WIDTH // 2)
+        indent = " " * min(sum(widths), LINE_WIDTH // 2)
         lines = []
         for row, text in zip(table, texts, strict=True):
             line = ""
             for cell, width in zip(row, widths, strict=True):
                 line += f"{cell:<{width}}"
-            lines += textwrap.wrap(line + text, WIDTH, subsequent_indent=indent)
+            lines += textwrap.wrap(line + text, LINE_WIDTH, subsequent_indent=indent)
         for site, count in hidden.items():
             lines.append(f"... and {count} more findings of {site}")
         return lines
@@ -175,7 +175,7 @@ def _not_too_many(findings):
     shown, hidden, count = [], {}, {}
     for f in findings:
         count[f.site] = count.get(f.site, 0) + 1
-        if count[f.site] <= ALIKE:
+        if count[f.site] <= MOST_LINES_A_SITE:
             shown.append(f)
         else:
             hidden[f.site] = hidden.get(f.site, 0) + 1

@@ -31,7 +31,7 @@ from .write_errors import Errors
 from .writes import Tally, Writes
 
 # entries of a tensor's sample, see telemetry.sample
-MOST, LEAST = 1 << 12, 5 << 9
+LARGEST_SAMPLE, SMALLEST_SAMPLE = 1 << 12, 5 << 9
 
 
 class Watch:
@@ -423,7 +423,7 @@ class Watch:
 
 def usual_sample(model):
     sizes = [p.numel() for p in model.parameters()]
-    return min(MOST, max(LEAST, sum(sizes) // (8 * len(sizes))))
+    return min(LARGEST_SAMPLE, max(SMALLEST_SAMPLE, sum(sizes) // (8 * len(sizes))))
 
 
 def _picked(t, most, device):

@@ -11,11 +11,11 @@ import math
 
 import torch
 
-from .net_state import NARROW
+from .net_state import NARROW_DTYPES
 from .sums import Sums, one_an_entry, totals
 from .writes import rounded_by_tensor
 
-CERTAIN = 6  # standard errors: once in 5e8 looks by chance
+CERTAIN_STANDARD_ERRORS = 6  # standard errors: once in 5e8 looks by chance
 
 
 def ulp(x, eps):
@@ -58,7 +58,7 @@ class Errors(Sums):
         old, target, new: held before, wanted, held after. dtypes: what it is written in; None leaves a tensor
         out. scales: what spread is measured in, entry by entry.
         """
-        chosen = [k for k, dtype in enumerate(dtypes) if dtype in NARROW]
+        chosen = [k for k, dtype in enumerate(dtypes) if dtype in NARROW_DTYPES]
         if not chosen:
             return
         index = [index[k] for k in chosen]
@@ -154,14 +154,14 @@ class Errors(Sums):
     @property
     def bias(self):
         """Mean error as a share of the wanted step where it is certain, else 0.0."""
-        if self.variance < 1 or abs(self.score) < CERTAIN * math.sqrt(self.variance):
+        if self.variance < 1 or abs(self.score) < CERTAIN_STANDARD_ERRORS * math.sqrt(self.variance):
             return 0.0
         return self.score / max(self.moves, 1e-300)
 
     @property
     def lumps(self):
         """Whether the entries of a tensor err together: its score is not within chance look by look."""
-        return self.looks >= 2 and self.burst > CERTAIN**2 * self.looks
+        return self.looks >= 2 and self.burst > CERTAIN_STANDARD_ERRORS**2 * self.looks
 
     @property
     def repeats(self):
@@ -211,7 +211,7 @@ def certain(product, variance, size):
     Errors that are larger than rounding makes them, as of several roundings one after the other, say nothing
     of noise: 0.0 too.
     """
-    if variance < 1 or product < CERTAIN * math.sqrt(variance):
+    if variance < 1 or product < CERTAIN_STANDARD_ERRORS * math.sqrt(variance):
         return 0.0
     value = product / size
     if 0.2 < value < 1.5:

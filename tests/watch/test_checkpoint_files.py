@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from test_doctor_offline import trained, whole
 
 from lowprec.watch import compare
-from lowprec.watch.checkpoints import read
+from lowprec.watch.checkpoints import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_real_checkpoint_of_lightning_is_read(tmp_path):
     trainer = lightning.Trainer(max_steps=2, enable_model_summary=False, **options)
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(8, 4)))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    found = read(tmp_path / "a.ckpt")
+    found = read_checkpoint(tmp_path / "a.ckpt")
     assert set(found.weights) == {"state_dict.net.weight", "state_dict.net.bias"}
     assert found.states["optimizer_states.0.0"]["exp_avg_sq"].shape == (8, 4)
 
@@ -188,7 +188,7 @@ def test_states_in_codes_are_decoded(tmp_path, kind):
     torch.save({"model": {"w": p.detach()}, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
     with torch.serialization.safe_globals([]):
         torch.serialization.clear_safe_globals()  # as where the package was never imported
-        found = read(tmp_path / "a.pt").states["optimizer.0"]["exp_avg_sq"]
+        found = read_checkpoint(tmp_path / "a.pt").states["optimizer.0"]["exp_avg_sq"]
     wanted = 0.001 * p.grad.square()
     assert type(found) is torch.Tensor and found.shape == p.shape
     assert float((found - wanted).norm() / wanted.norm()) < error

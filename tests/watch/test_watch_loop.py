@@ -15,7 +15,7 @@ from lowprec.kernels import compiled
 from lowprec.optimizers import adamw
 from lowprec.optimizers.average import EMA
 from lowprec.watch import adapters
-from lowprec.watch.verdicts import ALIKE, WIDTH, Diagnosis, Finding
+from lowprec.watch.verdicts import LINE_WIDTH, MOST_LINES_A_SITE, Diagnosis, Finding
 from lowprec.watch.watch import Watch
 
 BF16 = torch.bfloat16
@@ -340,9 +340,9 @@ def test_the_worst_comes_first_and_the_verdict_last():
     rows += [Finding("ema", "severe", "text", "remedy", "head", 0.5), Finding("frozen", "note", "text", "-")]
     shown = str(Diagnosis("head", sorted(rows, key=lambda f: f.rank), {"exp_avg_sq": 0.01}, "bad results"))
     lines = shown.splitlines()
-    assert max(map(len, lines)) <= WIDTH
+    assert max(map(len, lines)) <= LINE_WIDTH
     assert lines[2].startswith("head") and lines[3].startswith("layer.39")
-    assert f"... and {40 - ALIKE} more findings of update" in lines
+    assert f"... and {40 - MOST_LINES_A_SITE} more findings of update" in lines
     assert lines[-1] == "most likely to blame for bad results: ema of head"
     assert "exp_avg_sq 1.00%" in lines[-2]
     notes = Diagnosis("head", rows[-1:], {})
