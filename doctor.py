@@ -20,7 +20,7 @@ from harness.batches import BatchIndices
 from lowprec.errors import Refused
 from lowprec.formats import FORMATS, Format
 from lowprec.rounding import Stream, stream
-from lowprec.telemetry import sample
+from lowprec.telemetry import sample_entries
 from lowprec.watch import compare, verdicts
 from lowprec.watch.computed import Recorder, count_not_finite, relative, relative_tree
 from lowprec.watch.net_state import rounded_to_bf16
@@ -98,7 +98,7 @@ class Examination:
         if self.trainer.task.starts_elsewhere:
             return None
         weights = self.precision.weights("raw")
-        return {name: sample(weights[name]).clone() for name, _ in self.precision.named_params}
+        return {name: sample_entries(weights[name]).clone() for name, _ in self.precision.named_params}
 
     def diagnosis(self):
         """Diagnosis of everything that can be examined."""
@@ -404,8 +404,8 @@ class Examination:
         """How far the average is from the last weights on the way to the initial ones: 0 to 1."""
         gap = toward = 0.0
         for name, p in self.precision.named_params:
-            held = self.precision.optimizer.held(p, sample).double()
-            shadow = sample(average.shadow[name]).double()
+            held = self.precision.optimizer.held(p, sample_entries).double()
+            shadow = sample_entries(average.shadow[name]).double()
             way = self.start[name].double() - held
             gap += float(((shadow - held) * way).sum())
             toward += float(way.square().sum())

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowprec.attention import SHORT, Attend
+from lowprec.attention import PLAIN_UP_TO_TOKENS, Attend
 from lowprec.errors import Refused
 from lowprec.machine import monai_alone
 
@@ -105,7 +105,7 @@ def diffusion_unet(channels, num_classes, image_size, size=None, given=0):
         num_class_embeds=num_classes + 1,
         use_combined_linear=True,
         # MONAI's name for F.scaled_dot_product_attention
-        use_flash_attention=(image_size // 2**highest) ** 2 > SHORT,
+        use_flash_attention=(image_size // 2**highest) ** 2 > PLAIN_UP_TO_TOKENS,
     )
 
 

@@ -26,7 +26,7 @@ import options
 from harness import flags
 from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
-from lowprec.evidence import KINDS
+from lowprec.evidence import KIND_OF_MODEL
 from lowprec.optimizers.build import arguments, kinds
 from lowprec.recipes import Recipe
 from precision import PRECISION, recipe_of
@@ -275,4 +275,4 @@ def subject(words, spec=None):
 
     model = getattr(run.config, "model", "")
     name = " ".join(["python train.py", *words])
-    return Subject(name, net, loss, "", KINDS.get(model))
+    return Subject(name, net, loss, "", KIND_OF_MODEL.get(model))

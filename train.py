@@ -257,7 +257,7 @@ def for_a_billion():
     from lowprec.advice.subjects import of_count
 
     head = "for a net of a billion parameters, without activations (--advise says it of yours, in full):"
-    return "\n".join([head, *text.short(advise(of_count(1e9)))])
+    return "\n".join([head, *text.short_text(advise(of_count(1e9)))])
 
 
 def run(argv):

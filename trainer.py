@@ -24,7 +24,7 @@ from harness.schedule import is_due, lr_factor
 from harness.summary import finish
 from harness.validation import BEST, Validation, steps_an_epoch
 from lowprec import fsdp, ledger
-from lowprec.activations import Meter, blocks, recompute
+from lowprec.activations import Meter, recompute, recomputed_blocks
 from lowprec.cast import exact_modules
 from lowprec.errors import Refused
 from lowprec.precision import Precision
@@ -163,7 +163,7 @@ class Trainer:
         if self.recipe.low_weights:
             islands, whole = exact_modules(net, self.recipe)
             apart = [*islands, *whole]
-        net = fsdp.spread(net, self.recipe, self.device, blocks(net), apart)
+        net = fsdp.spread_over_ranks(net, self.recipe, self.device, recomputed_blocks(net), apart)
         fsdp.share_buffers(net)
         return net
 
@@ -171,10 +171,10 @@ class Trainer:
         """What a rank of --fsdp is to hold, a line: of as many as were started, or of several numbers of them
         where this is one.
         """
-        worlds = ledger.WORLDS
+        worlds = ledger.WORLDS_SHOWN
         if self.ranks.world > 1:
             worlds = [self.ranks.world]
-        return ledger.of_a_rank(self.precision, blocks(self.precision.model), worlds)
+        return ledger.of_a_rank(self.precision, recomputed_blocks(self.precision.model), worlds)
 
     def _meet(self):
         self.ranks.meet(self.device, self.table.shared(self.config), alone=self.ranks.spread)

@@ -78,8 +78,8 @@ class Bf16Net(nn.Module):
         self.net = net.bfloat16()
 
     def forward(self, *args, **kwargs):
-        args, kwargs = cast.to(torch.bfloat16, (args, kwargs))
-        return cast.to(torch.float32, self.net(*args, **kwargs))
+        args, kwargs = cast.tree_to(torch.bfloat16, (args, kwargs))
+        return cast.tree_to(torch.float32, self.net(*args, **kwargs))
 
 
 # ---- The loops ---------------------------------------------------------------------------------------------

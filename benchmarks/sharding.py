@@ -21,9 +21,9 @@ from tqdm import tqdm
 from benchmarks.common import Command, add_nets, built, check_nets, markdown, parse_net
 from harness.flags import natural
 from lowprec import fsdp
-from lowprec.activations import blocks
+from lowprec.activations import recomputed_blocks
 from lowprec.advice import footprint
-from lowprec.ledger import WORLDS, gathered, held
+from lowprec.ledger import WORLDS_SHOWN, gathered_at_once, held_by_rank
 from lowprec.optimizers import buckets
 from lowprec.precision import Precision, recipe
 from models import DiT
@@ -52,8 +52,8 @@ def rows(nets=NETS):
         with torch.device("meta"):
             net = DiT(4, 1000, 32, 2, depth, width, heads)
         run = Precision(net, recipe(**options))
-        sizes = [gathered(run, blocks(net))]
-        sizes += [sum(held(run, world).values()) for world in WORLDS]
+        sizes = [gathered_at_once(run, recomputed_blocks(net))]
+        sizes += [sum(held_by_rank(run, world).values()) for world in WORLDS_SHOWN]
         found.append([name, flags, *(f"{size / GIB:.1f}" for size in sizes)])
     return found
 
@@ -61,7 +61,7 @@ def rows(nets=NETS):
 def table():
     """The rows in Markdown."""
     heads = ["net", "flags", "gathered"]
-    for world in WORLDS:
+    for world in WORLDS_SHOWN:
         heads.append("1 GPU" if world == 1 else f"{world} GPUs")
     return markdown(heads, rows())
 
@@ -117,7 +117,7 @@ def allocated(net, r, ranks):
     torch.manual_seed(0)
     whole = built(net)
     spread = built(net)
-    spread = fsdp.spread(spread, r, torch.device("cpu"), blocks(spread))
+    spread = fsdp.spread_over_ranks(spread, r, torch.device("cpu"), recomputed_blocks(spread))
     _, _, side, batch = net
     x = torch.randn(batch, 3, side, side)
     inputs = x, torch.linspace(0, 999, batch), torch.arange(batch) % 10
@@ -130,7 +130,7 @@ def held_and_said(spread, whole, inputs, target, ranks):
     spread: Precision over a net on all ranks; whole: the same net, on this rank alone.
     """
     spread.backward(F.mse_loss(spread(*inputs), target))
-    said = footprint.held(whole, spread.recipe, ranks)
+    said = footprint.held_by_gpu(whole, spread.recipe, ranks)
     return dict(held=bytes_of(spread), said=said.total - said.gathered)
 
 

@@ -3,7 +3,7 @@
 from harness.run_folder import check_export
 from lowprec.errors import Refused
 from lowprec.fsdp import policy_note
-from lowprec.rules import COMMAND, RunFacts, check_machine, refuse
+from lowprec.rules import COMMAND_RULES, RunFacts, check_machine, refuse
 
 LATE = 0.1  # of the initial weights in an average: more shows in what it draws
 
@@ -25,7 +25,7 @@ def check_processes(run):
         average_on=c.average_on,
         states_on=c.states_on,
     )
-    refuse(COMMAND, asked_for)
+    refuse(COMMAND_RULES, asked_for)
     if c.export:
         check_export(c.export)
 

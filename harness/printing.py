@@ -100,7 +100,7 @@ def known_cost(config, parameters):
         return ""
     found = evidence.nearest(
         key,
-        evidence.KINDS.get(config.model),
+        evidence.KIND_OF_MODEL.get(config.model),
         "finetune" if config.finetune else "from scratch",
         config.lr,
         parameters,
@@ -112,7 +112,7 @@ def known_cost(config, parameters):
     unlike = ""
     if found.differs:
         unlike = f"; measured with {'; '.join(found.differs)}"
-    return f"measured cost: held-out loss {evidence.said(found.row)}{unlike}"
+    return f"measured cost: held-out loss {evidence.row_in_words(found.row)}{unlike}"
 
 
 def print_ledger(trainer, ledger, whole):

@@ -15,15 +15,15 @@ from .errors import Refused
 from .machine import quiet_libraries
 
 # the flags that `recommended_flags` gives -> the same as arguments of the library
-START = {
+RECIPE_OF_FLAGS = {
     "--bf16": "recipe(bf16=True); short of memory: recipe(pure_bf16=True, stochastic=True)",
     "--fp16": "recipe(fp16=True)",
     "": "recipe(), which is fp32; short of memory: recipe(pure_bf16=True, stochastic=True)",
 }
 
 
-def start(flags, reason):
-    return [f"start with {START[flags]}"]
+def recommended_start(flags, reason):
+    return [f"start with {RECIPE_OF_FLAGS[flags]}"]
 
 
 def main(argv=None):
@@ -33,17 +33,17 @@ def main(argv=None):
         print(__doc__.strip())
         return 0
     if not argv:
-        print(report(start))
+        print(report(recommended_start))
         return 0
     quiet_libraries()
     try:
-        return command(*argv)
+        return run_command(*argv)
     except Refused as error:
         print(f"lowprec: {error}", file=sys.stderr)
         return 2
 
 
-def command(name, *words):
+def run_command(name, *words):
     """The exit status of one of the commands. Each is imported where it is asked for: it takes a second."""
     if name == "advise":
         from .advice import command

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .errors import Refused
 
 # nodes of autograd behind which a weight is still the same numbers
-COPIES = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")
+NODES_OF_COPIES = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")
 
 # ---- Measuring ---------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ def _storage(tensor):
 def _source(tensor):
     """The parameter that a tensor is a copy or a view of, or None."""
     node = tensor.grad_fn
-    while node is not None and type(node).__name__ in COPIES:
+    while node is not None and type(node).__name__ in NODES_OF_COPIES:
         node = node.next_functions[0][0]
     return getattr(node, "variable", None)
 
@@ -111,7 +111,7 @@ def _source(tensor):
 # ---- Computing again ---------------------------------------------------------------------------------------
 
 
-def blocks(model):
+def recomputed_blocks(model):
     """The parts of a net that are computed again: what its method `recomputed()` lists, or the members of its
     outermost ModuleLists.
     """
@@ -133,18 +133,18 @@ def recompute(model):
     torch.utils.checkpoint without reentrance; dropout draws the same numbers again, and BatchNorm's running
     statistics move once. Returns how many blocks there are. Raises Refused when the net has none.
     """
-    found = blocks(model)
+    found = recomputed_blocks(model)
     if not found:
         raise Refused(
             "--checkpoint_activations: this net has no blocks (an nn.ModuleList, or a method `recomputed` "
             "that lists them); leave it out, or use a smaller --batch_size with --accumulate"
         )
     for block in found:
-        block.forward = functools.partial(_again, type(block).forward, block)
+        block.forward = functools.partial(_compute_again, type(block).forward, block)
     return len(found)
 
 
-def _again(forward, block, *args, **kwargs):
+def _compute_again(forward, block, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
     norms = _norms_that_track(block)

@@ -13,14 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # tokens up to which a CPU runs plain attention in bf16 faster than the flash kernel, whose backward pass
 # takes 12 ms there where the plain one takes 0.7 (torch 2.14, batch 64, 4 heads, 16 tokens), 41 where that
 # takes 10 (batch 16, 4 heads, 128 tokens), and as long as the plain one at 256
-SHORT = 128
+PLAIN_UP_TO_TOKENS = 128
 
 
 def attend(q, k, v, **options):
     """F.scaled_dot_product_attention. q [B, heads, N, d], k and v [B, heads, M, d], of one dtype
     -> [B, heads, N, d]. options: of torch's function, as is_causal.
     """
-    with kernel(q.device, q.dtype, k.shape[2]):
+    with attention_kernel(q.device, q.dtype, k.shape[2]):
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
@@ -39,9 +39,9 @@ class Attend(nn.Module):
         return self.by(q, k, v, self.counts, **options)
 
 
-def kernel(device, dtype, tokens):
+def attention_kernel(device, dtype, tokens):
     """A context with the kernel for `tokens` keys in `dtype`. Both kernels sum in fp32. Enter it around each
     attention and not around a whole net, so that activation checkpointing recomputes with the same kernel.
     """
-    plain = device.type == "cpu" and dtype == torch.bfloat16 and tokens <= SHORT
+    plain = device.type == "cpu" and dtype == torch.bfloat16 and tokens <= PLAIN_UP_TO_TOKENS
     return sdpa_kernel(SDPBackend.MATH) if plain else nullcontext()

@@ -246,7 +246,7 @@ class BlockFormat:
 
     capability: of the NVIDIA GPUs that multiply so, None where torch reaches none. flag: the flags that ask
     for it, without dashes. remedy: where it loses too much. eden: 0, or how many values share EDEN's factor,
-    see `_eden`.
+    see `_eden_scales`.
     """
 
     name: str
@@ -282,7 +282,7 @@ class BlockFormat:
         return dataclasses.replace(self, height=self.length)
 
     def with_eden(self, group):
-        """The format with MS-EDEN for `group` values that a random rotation has mixed: see `_eden`."""
+        """The format with MS-EDEN for `group` values that a random rotation has mixed: see `_eden_scales`."""
         scale = TwoLevels(self.scale.grid, EDEN_LARGEST, EDEN_REACH)
         return dataclasses.replace(self, scale=scale, eden=group)
 
@@ -316,14 +316,14 @@ class BlockFormat:
         rows, filled = self._rows(codes, -1)
         scales = self.scale.decoded(packed.scales, packed.tensor).reshape(-1, 1)
         y = self._whole(self.element.values(rows) * scales, filled)
-        return _cut(y, packed.shape, packed.dim)
+        return _in_shape(y, packed.shape, packed.dim)
 
     def rounded(self, x, dim, noise=None, compiled=True):
         """decode(encode(x, dim, noise)), fp32 of x's shape, in one fused pass without codes."""
         rows, filled = self._rows(x, dim)
         compiled = compiled and type(rows) is torch.Tensor  # a compiler that traces this fuses it itself
-        y = fused(_kernel(self), rows, noise, compiled=compiled)
-        return _cut(self._whole(y, filled), x.shape, dim)
+        y = fused(_rounding_kernel(self), rows, noise, compiled=compiled)
+        return _in_shape(self._whole(y, filled), x.shape, dim)
 
     def lost(self, x, dim):
         """int64 [4] of what nearest codes lose of x: values that become zero, non-zero values, values that
@@ -361,7 +361,7 @@ class BlockFormat:
         return squares.transpose(1, 2).reshape(filled)
 
 
-def _cut(y, shape, dim):
+def _in_shape(y, shape, dim):
     """y, filled up and with the summed dimension last, as it came: of `shape`, that dimension at `dim`."""
     y = y.movedim(-1, dim)
     for d, size in enumerate(shape):
@@ -380,7 +380,7 @@ def _scaled(form, x, key):
     y = form.scale.scaled(x, held, tensor)
     if form.eden:
         rounded = form.element.round(y)
-        return rounded, _eden(form, y, rounded, held, key), tensor
+        return rounded, _eden_scales(form, y, rounded, held, key), tensor
     return form.element.round(y, _uniform(x.shape, key)), held, tensor
 
 
@@ -392,7 +392,7 @@ def _uniform(shape, key):
 
 
 @functools.cache
-def _kernel(form):
+def _rounding_kernel(form):
     def kernel(x, key):
         y, held, tensor = _scaled(form, x, key)
         return y * form.scale.value(held, tensor)
@@ -407,7 +407,7 @@ EDEN_LARGEST = 256.0
 EDEN_REACH = 6.0 / (17 / 16 * 0.93)
 
 
-def _eden(form, y, rounded, held, key):
+def _eden_scales(form, y, rounded, held, key):
     """The scales of blocks that a factor makes unbiased: <y, y> / <y, rounded> of each `form.eden` values,
     which a random rotation has mixed. The values stay the nearest; the scales are written stochastically.
 
@@ -431,19 +431,19 @@ def _mx(name, element, flag, remedy, mode="floor"):
     return BlockFormat(name, element, PowerOfTwo(mode), 32, BLACKWELL, flag, remedy)
 
 
-_BY_FLAG, _BY_SET = "--fp8_recipe rowwise, or --bf16", "--set generation=bf16"
-_ROWS = (
-    _mx("mxfp8", E4M3, "fp8_recipe mxfp8", _BY_FLAG, mode="up"),
-    _mx("mxfp8_e5m2", E5M2, "fp8_recipe mxfp8 --fp8_format e5m2", _BY_FLAG, mode="up"),
-    _mx("mxfp6_e3m2", E3M2, "", _BY_SET),
-    _mx("mxfp6_e2m3", E2M3, "", _BY_SET),
+_OTHER_FLAG, _OTHER_SET = "--fp8_recipe rowwise, or --bf16", "--set generation=bf16"
+_ROWS_OF_FORMATS = (
+    _mx("mxfp8", E4M3, "fp8_recipe mxfp8", _OTHER_FLAG, mode="up"),
+    _mx("mxfp8_e5m2", E5M2, "fp8_recipe mxfp8 --fp8_format e5m2", _OTHER_FLAG, mode="up"),
+    _mx("mxfp6_e3m2", E3M2, "", _OTHER_SET),
+    _mx("mxfp6_e2m3", E2M3, "", _OTHER_SET),
     _mx("mxfp4", E2M1, "fp4 mxfp4", "--fp4 nvfp4"),
     BlockFormat("nvfp4", E2M1, TwoLevels(E4M3, 448.0), 16, BLACKWELL, "fp4 nvfp4", "--fp4_keep last:2"),
     # nvfp4 with scales of a wider range, as in a prototype of TransformerEngine (its pull request 3325)
     BlockFormat(
         "nvfp4_ue5m3", E2M1, TwoLevels(E5M3, E5M3.top), 16, None, "fp4 nvfp4_ue5m3", "--fp4_keep last:2"
     ),
-    BlockFormat("block128", E4M3, Full(power_of_two=True), 128, HOPPER, "fp8_recipe block128", _BY_FLAG),
-    BlockFormat("block128_fp32", E4M3, Full(), 128, HOPPER, "fp8_recipe block128_fp32", _BY_FLAG),
+    BlockFormat("block128", E4M3, Full(power_of_two=True), 128, HOPPER, "fp8_recipe block128", _OTHER_FLAG),
+    BlockFormat("block128_fp32", E4M3, Full(), 128, HOPPER, "fp8_recipe block128_fp32", _OTHER_FLAG),
 )
-BLOCK_FORMATS = {row.name: row for row in _ROWS}
+BLOCK_FORMATS = {row.name: row for row in _ROWS_OF_FORMATS}

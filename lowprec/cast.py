@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
-from .frozen_weights import averages_inside, check_dtypes, dtypes_of_frozen, matching
+from .frozen_weights import averages_inside, check_dtype_patterns, dtypes_of_frozen, matching
 from .layers import convolutions
 from .optimizers import buckets
 from .roles import roles
-from .rounding import DTYPES
+from .rounding import DTYPE_OF_NAME
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def to(dtype: torch.dtype, tree: Any, cast: Callable = torch.Tensor.to) -> Any:
+def tree_to(dtype: torch.dtype, tree: Any, cast: Callable = torch.Tensor.to) -> Any:
     """`tree` with its floating tensors in dtype; itself where they are already, since a net may write into
     what it is given. cast: (tensor, dtype) -> tensor.
     """
@@ -112,7 +112,7 @@ def _leaf_to(dtype, x, cast):
     parts, put = parts_of_leaf(x)
     changed = {}
     for key, value in parts.items():
-        new = to(dtype, value, cast)
+        new = tree_to(dtype, value, cast)
         if new is not value:
             changed[key] = new
     if not changed:
@@ -174,7 +174,7 @@ class Into:
     dtype: torch.dtype
 
     def __call__(self, module, args, kwargs):
-        return to(self.dtype, (args, kwargs))
+        return tree_to(self.dtype, (args, kwargs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ class OutOf:
     dtype: torch.dtype
 
     def __call__(self, module, args, out):
-        return to(self.dtype, out, _but_scalars)
+        return tree_to(self.dtype, out, _but_scalars)
 
 
 def _but_scalars(x, dtype):
@@ -211,17 +211,17 @@ class AsGiven:
                 return x.to(dtype)
             return x
 
-        return to(torch.bfloat16, out, as_given)
+        return tree_to(torch.bfloat16, out, as_given)
 
 
-BORDERS = (Into, OutOf, AsGiven)
+BORDER_HOOKS = (Into, OutOf, AsGiven)
 
 
 def _remove_borders(model):
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in list(hooks.items()):
-                if isinstance(hook, BORDERS):
+                if isinstance(hook, BORDER_HOOKS):
                     del hooks[number]
                     module._forward_pre_hooks_with_kwargs.pop(number, None)
                     module._forward_hooks_with_kwargs.pop(number, None)
@@ -253,7 +253,7 @@ class Cast:
         self.dtype_of_frozen: dict[nn.Module, torch.dtype] = {}
         self.averages: dict[str, str] = {}
         _remove_borders(model)  # of an earlier Precision, whose islands these need not be
-        check_dtypes(model, self.dtypes)
+        check_dtype_patterns(model, self.dtypes)
         islands: list[nn.Module] = []
         if r.low_weights:
             islands, self.whole = exact_modules(model, r)
@@ -396,7 +396,7 @@ def _cast_buffers(module_name, module, dtype, dtypes):
         full_name = f"{module_name}.{name}" if module_name else name
         chosen = matching(full_name, dtypes)
         if chosen:
-            new = buffer.to(DTYPES[chosen])
+            new = buffer.to(DTYPE_OF_NAME[chosen])
         else:
             new = buffer.to(dtype)
         setattr(module, name, new)

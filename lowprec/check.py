@@ -12,7 +12,8 @@ from .kernels import cpu_step
 from .layers.convolutions import fault_line
 from .machine import device_facts, recommended_flags, support
 
-PACKAGES = {"opt8bit": "bitsandbytes", "opt4bit": "torchao"}  # without which a kind of states can't be had
+# without which a kind of states can't be had
+PACKAGE_OF_STATES = {"opt8bit": "bitsandbytes", "opt4bit": "torchao"}
 DTYPES_SHOWN = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -51,15 +52,15 @@ def device_lines(device, start):
     name = torch.cuda.get_device_name() if device == "cuda" else kind
     lines = [f"{device}: {name}"]
     for ability, (here, why) in found.items():
-        lines.append(f"  {ability:9} {here:9} {why}{missing(ability)}")
+        lines.append(f"  {ability:9} {here:9} {why}{missing_package(ability)}")
     lines.append(f"  {kernel_line(device)}")
     lines += [f"  {line}" for line in start(*recommended_flags(found))]
     return lines
 
 
-def missing(ability):
+def missing_package(ability):
     """What a line of `device_lines` adds where a package is not installed."""
-    package = PACKAGES.get(ability)
+    package = PACKAGE_OF_STATES.get(ability)
     if package is None or importlib.util.find_spec(package) is not None:
         return ""
     return f"; not installed: pip install {package}"

@@ -21,16 +21,16 @@ class Curve(NamedTuple):
 
 
 SOFTSIGN = Curve(lambda y: 2 * y / (1 + y), lambda z: z / (2 - z))
-ROOT = Curve(lambda y: y.sqrt(), lambda z: z * z)
+SQUARE_ROOT = Curve(lambda y: y.sqrt(), lambda z: z * z)
 
 
 @functools.cache
-def encoder(signed):
+def curve_encoder(signed):
     """A kernel that writes fp32 x [blocks, block] into 8-bit codes alike and scales [blocks], in place: to
     the nearest code on the curve where key is None, else to one of two neighbours, so that the mean is x. A
     signed code is an int8 of -127 to 127, another 0 to 255.
     """
-    curve, top = (SOFTSIGN, 127) if signed else (ROOT, 255)
+    curve, top = (SOFTSIGN, 127) if signed else (SQUARE_ROOT, 255)
 
     def kernel(x, codes, scales, key):
         size = torch.where(x.abs() < torch.inf, x.abs(), 0.0)  # NaN and infinities have no code
@@ -53,9 +53,9 @@ def encoder(signed):
 
 
 @functools.cache
-def decoder(signed):
+def curve_decoder(signed):
     """A kernel, codes [blocks, block] and scales [blocks] -> fp32 alike."""
-    curve, top = (SOFTSIGN, 127) if signed else (ROOT, 255)
+    curve, top = (SOFTSIGN, 127) if signed else (SQUARE_ROOT, 255)
 
     def kernel(codes, scales):
         if not signed:

@@ -1,6 +1,6 @@
 """What each recipe was measured to cost in held-out loss: the rows of evidence.json, beside this file.
 
-    rows()                                            every comparison with fp32
+    all_rows()                                        every comparison with fp32
     pooled()                                          each recipe over all nets that have it
     nearest("pure_bf16+stochastic", kind="GPT")       the comparison that is most like a training
     nearest_speed("H100", kind="DiT")                 how fast recipes were on a machine
@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FILE = Path(__file__).with_name("evidence.json")
-LEAST = 3  # pairs; a comparison of fewer says nothing, and nearest() passes over it
+EVIDENCE_FILE = Path(__file__).with_name("evidence.json")
+LEAST_PAIRS = 3  # pairs; a comparison of fewer says nothing, and nearest() passes over it
 FP32 = "fp32"  # the key of the recipe without any flag
 
 # flags that make a recipe, in the order of its key: their defaults. Which program multiplies in FP8 changes
 # no recipe.
-KEYS: dict[str, Any] = {
+DEFAULT_OF_FLAG: dict[str, Any] = {
     "bf16": False,
     "fp16": False,
     "pure_bf16": False,
@@ -48,7 +48,7 @@ KEYS: dict[str, Any] = {
     "set": (),
 }
 
-KINDS = {  # --model: what a row calls the net
+KIND_OF_MODEL = {  # --model: what a row calls the net
     "unet": "U-Net",
     "dit": "DiT",
     "gpt": "GPT",
@@ -62,7 +62,7 @@ KINDS = {  # --model: what a row calls the net
 }
 
 
-class Row(NamedTuple):
+class EvidenceRow(NamedTuple):
     """One recipe against fp32 on one net. change, low and high: of the held-out loss, in percent of fp32's,
     with the ends of the 95 % interval; above 0 is worse.
     """
@@ -87,14 +87,14 @@ class Row(NamedTuple):
     @property
     def flags(self) -> str:
         """What train.py is told: "--pure_bf16 --stochastic"."""
-        words = flags_of(self.recipe)
+        words = flags_of_recipe(self.recipe)
         if self.optimizer != "adamw":
             words += ["--optimizer", self.optimizer]
         return " ".join(words)
 
 
 class Pooled(NamedTuple):
-    """One recipe over all its rows of LEAST pairs or more, by random effects; in percent, as in Row."""
+    """One recipe over all its rows of LEAST_PAIRS or more, by random effects; in percent, as in them."""
 
     recipe: str
     optimizer: str
@@ -134,56 +134,57 @@ class Other(NamedTuple):
     source: str
 
 
-class Nearest(NamedTuple):
+class NearestRow(NamedTuple):
     """A row, and in words how it differs from what was asked for."""
 
-    row: Row
+    row: EvidenceRow
     differs: tuple[str, ...]
 
 
 @functools.cache
-def _file() -> dict[str, Any]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+def _read_file() -> dict[str, Any]:
+    return json.loads(EVIDENCE_FILE.read_text(encoding="utf-8"))
 
 
-def rows() -> list[Row]:
+def all_rows() -> list[EvidenceRow]:
     """Every comparison with fp32."""
-    return [Row(*values) for values in _file()["rows"]]
+    return [EvidenceRow(*values) for values in _read_file()["rows"]]
 
 
 def pooled() -> list[Pooled]:
     """Recipes that three rows or more have. Read caution() beside them."""
-    return [Pooled(*values) for values in _file()["pooled"]]
+    return [Pooled(*values) for values in _read_file()["pooled"]]
 
 
 def others() -> list[Other]:
     """What other people found, not checked here."""
-    return [Other(*values) for values in _file()["others"]]
+    return [Other(*values) for values in _read_file()["others"]]
 
 
 def nearest_speed(hardware: str, kind: str | None, parameters: int) -> Speed | None:
     """The record on this hardware of the net that is most like one asked about: of its kind before others,
     then nearest in size. None without any.
     """
-    found = [row for row in map(Speed._make, _file()["speeds"]) if row.hardware == hardware]
+    found = [row for row in map(Speed._make, _read_file()["speeds"]) if row.hardware == hardware]
 
     def distance(row):
-        return row.kind != kind, _times(row.parameters, parameters)
+        return row.kind != kind, _size_gap(row.parameters, parameters)
 
     return min(found, key=distance, default=None)
 
 
 def caution() -> str:
     """How far the pooled rows reach, in two sentences."""
-    return _file()["caution"]
+    return _read_file()["caution"]
 
 
 def recipe_key(flags: Mapping[str, Any]) -> str:
     """"pure_bf16+stochastic+opt8bit" of {"pure_bf16": True, …}; values that are defaults, and flags that are
-    not of KEYS, may stand there too. "fp32" for none. A --set counts by its sites, in alphabetical order.
+    not of DEFAULT_OF_FLAG, may stand there too. "fp32" for none. A --set counts by its sites, in alphabetical
+    order.
     """
     parts: list[str] = []
-    for name, default in KEYS.items():
+    for name, default in DEFAULT_OF_FLAG.items():
         value = flags.get(name, default)
         if name == "set":
             parts += sorted(value or ())
@@ -194,18 +195,18 @@ def recipe_key(flags: Mapping[str, Any]) -> str:
     return "+".join(parts) or FP32
 
 
-def flags_of(recipe: str) -> list[str]:
+def flags_of_recipe(recipe: str) -> list[str]:
     """The words of train.py that a key stands for: ["--pure_bf16", "--set", "ema=bf16"]."""
     parts: list[str] = []
     for part in recipe.split("+"):
-        if parts and part not in KEYS and "=" not in part:
+        if parts and part not in DEFAULT_OF_FLAG and "=" not in part:
             parts[-1] += f"+{part}"  # a site whose value is a list: islands=norm+embed
         elif part != FP32:
             parts.append(part)
     words: list[str] = []
     for part in parts:
         name, _, value = part.partition("=")
-        if name not in KEYS:
+        if name not in DEFAULT_OF_FLAG:
             words += ["--set", part]
         else:
             words.append(f"--{name}")
@@ -222,20 +223,21 @@ def nearest(
     *,
     optimizer: str = "adamw",
     weights: str | None = None,
-) -> Nearest | None:
+) -> NearestRow | None:
     """The row of this recipe and optimiser that is most like a training, or None without any.
 
     Rows differ first by the regime, then by the kind of net, then by the weights that are scored, then by how
     many times the learning rate and the parameters are those asked for. What is None counts nowhere.
     """
-    found = [r for r in rows() if (r.recipe, r.optimizer) == (recipe, optimizer) and r.pairs >= LEAST]
+    same_recipe = [r for r in all_rows() if (r.recipe, r.optimizer) == (recipe, optimizer)]
+    found = [r for r in same_recipe if r.pairs >= LEAST_PAIRS]
     if not found:
         return None
     asked = {"regime": regime, "kind": kind, "weights": weights}
 
     def distance(row):
         unlike = [wanted not in (None, getattr(row, name)) for name, wanted in asked.items()]
-        return [*unlike, _times(row.lr, lr) + _times(row.parameters, parameters), -row.pairs]
+        return [*unlike, _size_gap(row.lr, lr) + _size_gap(row.parameters, parameters), -row.pairs]
 
     row = min(found, key=distance)
     differs = []
@@ -243,21 +245,21 @@ def nearest(
         own = getattr(row, name)
         if wanted not in (None, own):
             differs.append(f"{name} {own}, not {wanted}")
-    if _times(row.lr, lr) > math.log(1.01):
+    if _size_gap(row.lr, lr) > math.log(1.01):
         differs.append(f"lr {row.lr:g}, not {lr:g}")
-    if parameters and row.parameters and _times(row.parameters, parameters) > math.log(1.1):
-        differs.append(f"{short(row.parameters)} parameters, not {short(parameters)}")
-    return Nearest(row, tuple(differs))
+    if parameters and row.parameters and _size_gap(row.parameters, parameters) > math.log(1.1):
+        differs.append(f"{short_count(row.parameters)} parameters, not {short_count(parameters)}")
+    return NearestRow(row, tuple(differs))
 
 
-def _times(own: float, wanted: float | None) -> float:
+def _size_gap(own: float, wanted: float | None) -> float:
     """How far two sizes are apart: the logarithm of their ratio. 0 where one is not known."""
     if not own or not wanted:
         return 0.0
     return abs(math.log(own / wanted))
 
 
-def short(count: float) -> str:
+def short_count(count: float) -> str:
     """'0.16 M' of 164,689."""
     for name, unit in (("B", 1e9), ("M", 1e6)):
         if count >= unit:
@@ -265,11 +267,11 @@ def short(count: float) -> str:
     return f"{count / 1e6:.2f} M"
 
 
-def said(row: Row) -> str:
+def row_in_words(row: EvidenceRow) -> str:
     """In words: +0.06 % [-0.18, +0.29] from fp32's on a DiT of 4.17 M parameters, 6 pairs (037)"""
     article = "an" if row.kind[0] in "aeio" else "a"
     size = ""
     if row.parameters:
-        size = f" of {short(row.parameters)} parameters"
+        size = f" of {short_count(row.parameters)} parameters"
     change = f"{row.change:+.2f} % [{row.low:+.2f}, {row.high:+.2f}]"
     return f"{change} from fp32's on {article} {row.kind}{size}, {row.pairs} pairs ({row.experiment})"

@@ -12,9 +12,9 @@ from torch import nn
 
 from .cast import narrowed
 
-COORDINATES = 8  # coordinates of a position; images are wider
-ENOUGH = 16  # values in order that are no accident: 16 numbers drawn at random lie so once in 10^13
-MANY = 4  # heads of a loss
+MOST_COORDINATES = 8  # coordinates of a position; images are wider
+ENOUGH_IN_ORDER = 16  # values in order that are no accident: 16 numbers drawn at random lie so once in 10^13
+MANY_HEADS = 4  # heads of a loss
 EXACT_INTEGERS = 2**24  # fp32 itself can't hold larger whole numbers apart
 
 
@@ -39,7 +39,7 @@ def what_merges(x: torch.Tensor) -> str:
         return ""
     if x.layout != torch.strided:
         return ""
-    is_list = x.dim() <= 2 or (x.dim() == 3 and x.shape[-1] <= COORDINATES)
+    is_list = x.dim() <= 2 or (x.dim() == 3 and x.shape[-1] <= MOST_COORDINATES)
     if not is_list or not x.numel():
         return ""
     x = x.detach()
@@ -54,7 +54,7 @@ def what_merges(x: torch.Tensor) -> str:
         return f"{int(changed.sum()):,} of {x.numel():,} whole numbers change: {example}"
     if x.dim() <= 1 and bool(((x - low).abs()[plain] >= 0.5).any()):
         return f"numbers change by a half and more: {example}"
-    for lines, low_lines in zip(_lines(x), _lines(low), strict=True):
+    for lines, low_lines in zip(_lines_of_positions(x), _lines_of_positions(low), strict=True):
         steps = lines.diff()
         if bool((steps >= 0).all() or (steps <= 0).all()):
             before = int((steps != 0).sum())
@@ -64,17 +64,17 @@ def what_merges(x: torch.Tensor) -> str:
     return ""
 
 
-def _lines(x) -> Iterator[torch.Tensor]:
+def _lines_of_positions(x) -> Iterator[torch.Tensor]:
     """The lines [L, N] of x along which positions may be in order."""
     if x.dim() <= 1:
         candidates = [x.reshape(1, -1)]
     else:
-        columns = x.shape[-1] if x.shape[-1] <= COORDINATES else 0
+        columns = x.shape[-1] if x.shape[-1] <= MOST_COORDINATES else 0
         candidates = [x[..., column].reshape(-1, x.shape[-2]) for column in range(columns)]
         if x.dim() == 2:
             candidates.append(x)
     for lines in candidates:
-        if lines.shape[-1] >= ENOUGH:
+        if lines.shape[-1] >= ENOUGH_IN_ORDER:
             yield lines
 
 
@@ -191,7 +191,7 @@ class FirstCall:
         self.loss = name or "the loss"
         heads = tuple(last_products(loss, self.net))
         remedy = "fp32_outputs= of the last layers"
-        if 0 < len(heads) <= MANY:  # a compiled net is one node of the graph, and names all
+        if 0 < len(heads) <= MANY_HEADS:  # a compiled net is one node of the graph, and names all
             remedy = f"Precision(..., fp32_outputs={heads})"
         warnings.warn(
             f"{type(self.net).__name__} computes {self.loss} in bf16, so it and its gradient have 8 "

@@ -10,7 +10,7 @@ from .rounding import uniform
 
 
 @functools.cache
-def encoder(form, signed):
+def float8_encoder(form, signed):
     """A kernel that writes fp32 x [blocks, block] into codes uint8 alike and scales [blocks], in place: to
     the nearest number of the format, or stochastically where a key is given. form: a formats.Float8.
     """
@@ -53,7 +53,7 @@ def bits_of(y, form):
 
 
 @functools.cache
-def decoder(form):
+def float8_decoder(form):
     """A kernel, codes [blocks, block] and scales [blocks] -> fp32 alike."""
 
     def kernel(codes, scales):

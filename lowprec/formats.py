@@ -29,7 +29,7 @@ from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
 from .rounding import uniform
 
-SMALLEST = 4096  # values; both libraries keep the moments of smaller tensors in full
+SMALLEST_IN_CODES = 4096  # values; both libraries keep the moments of smaller tensors in full
 
 
 class Format:
@@ -58,7 +58,7 @@ class Format:
 
     def takes(self, n):
         """Whether the moment of a tensor of n values is coded; else it stays fp32."""
-        return n >= SMALLEST
+        return n >= SMALLEST_IN_CODES
 
     def stayed(self, n):
         """Whether checkpoints of format 1 hold it in fp32 although it is coded now."""
@@ -191,11 +191,11 @@ class Float8(Format):
         return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
     def _encode_rows(self, x, codes, scales, signed, key, compiled):
-        fused(float8.encoder(self, signed), x, codes, scales, key, compiled=compiled)
+        fused(float8.float8_encoder(self, signed), x, codes, scales, key, compiled=compiled)
 
     def _decode_rows(self, codes, scales, signed, compiled):
         if compiled and codes.is_cpu:  # no table, which torch.compile could not vectorise
-            return fused(float8.decoder(self), codes, scales)
+            return fused(float8.float8_decoder(self), codes, scales)
         return self.values(codes.view(self.dtype)) * scales[:, None]
 
 
@@ -264,7 +264,7 @@ def _packed(codes):
     return codes[..., ::2] << 4 | codes[..., 1::2]  # two to a byte, in the order of torchao's OptimState4bit
 
 
-class Table(Format):
+class TableFormat(Format):
     """Codes that are places in a sorted table of values, as a library publishes it."""
 
     def __init__(self):
@@ -292,7 +292,7 @@ class Table(Format):
             choose.encode(_stochastic_kernel(signed), self, x, codes, scales, signed, key, compiled)
 
 
-class Int8(Table):
+class Int8(TableFormat):
     """bitsandbytes' blockwise 8-bit states."""
 
     name, bits, block = "int8", 8, 256
@@ -322,7 +322,7 @@ class Int8(Table):
         return self.library.dequantize_blockwise(flat, absmax=scales, code=table, blocksize=self.block)
 
 
-class Int4(Table):
+class Int4(TableFormat):
     """torchao's 4-bit states, two codes to a byte. Its unsigned map has no value below 1/16 of the block's
     largest.
     """
@@ -399,10 +399,10 @@ class Curved(Format):
     remedy = "--stochastic"
 
     def _encode_rows(self, x, codes, scales, signed, key, compiled):
-        fused(curves.encoder(signed), x, codes, scales, key, compiled=compiled)
+        fused(curves.curve_encoder(signed), x, codes, scales, key, compiled=compiled)
 
     def _decode_rows(self, codes, scales, signed, compiled):
-        return fused(curves.decoder(signed), codes, scales, compiled=compiled)
+        return fused(curves.curve_decoder(signed), codes, scales, compiled=compiled)
 
 
 FORMATS = {

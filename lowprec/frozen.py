@@ -13,7 +13,8 @@ from .optimizers import buckets
 from .rounding import exact_weight
 from .view import View
 
-CONVERTED = ("fp32", "bf16", "autocast", "fp16")  # values of the site generation that cast the copy anew
+# values of the site generation that cast the copy anew
+GENERATION_BY_CAST = ("fp32", "bf16", "autocast", "fp16")
 
 
 @torch.no_grad()
@@ -54,9 +55,9 @@ def frozen_view(run, source: str, sites: dict[str, str]) -> View | None:
     net = _copy_of_net(run, values, staying)
     if net is None:
         return None
-    converts = r.generation in CONVERTED or r.quantises
+    converts = r.generation in GENERATION_BY_CAST or r.quantises
     if converts:
-        r = _converted(r)
+        r = _recipe_of_cast_copy(r)
     if converts and run.ranks is None:
         run.cast.undo(net)
     if converts or run.ranks is not None:
@@ -82,7 +83,7 @@ def _copy_of_net(run, values, staying):
         return None if net is None else net.requires_grad_(False).eval()
 
 
-def _converted(r):
+def _recipe_of_cast_copy(r):
     """The recipe of a copy that is brought to the dtype of r.generation."""
     weights = "bf16" if r.generation == "bf16" else "fp32"
     compute = r.generation if r.generation in ("fp32", "fp16") else "bf16"

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from .errors import Refused
-from .rounding import DTYPES
+from .rounding import DTYPE_OF_NAME
 
 # what nets call the average of another of their parts
-TELLING = re.compile(r"(?i)teacher|target|momentum|key_encoder|encoder_key|(^|_)(ema|slow|k)(_|$)")
+NAMES_OF_AVERAGES = re.compile(r"(?i)teacher|target|momentum|key_encoder|encoder_key|(^|_)(ema|slow|k)(_|$)")
 
 
 def frozen_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -54,19 +54,21 @@ def averages_inside(model: nn.Module) -> dict[str, str]:
             continue
         for other_name, other in model.get_submodule(parent).named_children():
             full_name = f"{parent}.{other_name}" if parent else other_name
-            if full_name not in frozen and not other_name.isdigit() and _pairs(part, other, own_name):
+            if full_name in frozen or other_name.isdigit():
+                continue
+            if _is_average_of(part, other, own_name):
                 found[name] = full_name
                 break
     return found
 
 
-def _pairs(frozen, trained, name):
+def _is_average_of(frozen, trained, name):
     others = dict(trained.named_parameters())
     tensors = dict(frozen.named_parameters())
     for key, t in tensors.items():
         if key not in others or others[key].shape != t.shape:
             return False
-    if TELLING.search(name):
+    if NAMES_OF_AVERAGES.search(name):
         return True
     if len(tensors) < 2 or any(t.is_meta for t in tensors.values()):
         return False
@@ -92,11 +94,11 @@ def dtypes_of_frozen(
             chosen = chosen or matching(key, dtypes)
         around = {*_prefixes(name), name}  # this module and those that it is a part of
         if chosen:
-            found[module] = DTYPES[chosen]
+            found[module] = DTYPE_OF_NAME[chosen]
         elif r.frozen == "cast":
             found[module] = r.dtype("weights")
         elif r.frozen not in ("kept", "nf4"):
-            found[module] = DTYPES[r.frozen]
+            found[module] = DTYPE_OF_NAME[r.frozen]
         elif around.intersection(averages):
             found[module] = torch.float32
         else:
@@ -112,7 +114,7 @@ def matching(name: str, dtypes: Mapping[str, str]) -> str | None:
     return None
 
 
-def check_dtypes(model: nn.Module, dtypes: Mapping[str, str]) -> None:
+def check_dtype_patterns(model: nn.Module, dtypes: Mapping[str, str]) -> None:
     """Raise Refused for a pattern without a buffer or a frozen weight, and for an unknown dtype."""
     names = [name for name, _ in model.named_buffers()]
     names += [name for name, p in model.named_parameters() if not p.requires_grad]

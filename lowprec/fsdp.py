@@ -125,7 +125,7 @@ class NetRanks:
 # ---- Spreading a net ---------------------------------------------------------------------------------------
 
 
-def spread(net, r, device, blocks=(), apart=()):
+def spread_over_ranks(net, r, device, blocks=(), apart=()):
     """fully_shard each of the blocks, then the rest of a net, over all ranks, in place; returns it.
 
     r: the Recipe, which says what is computed and reduced in. blocks: modules whose weights are gathered one

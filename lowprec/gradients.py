@@ -69,7 +69,7 @@ def clip_scale(norms: ByParameter, clip_grad: float, clip_tensor: float) -> Scal
     return 1.0
 
 
-def measured(run, grads: ByParameter, norms: ByParameter) -> dict[str, float]:
+def measures_of_gradients(run, grads: ByParameter, norms: ByParameter) -> dict[str, float]:
     """{grad_norm, nonfinite_grads} of this step, of what backward has updated too."""
     nonfinite = {p: (~g.isfinite()).sum() for p, g in grads.items()}
     if run.has_released:

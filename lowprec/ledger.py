@@ -106,7 +106,7 @@ class Ledger:
 # ---- The rows of a run -------------------------------------------------------------------------------------
 
 
-def of(run, sites: Mapping[str, Site]) -> Ledger:
+def of_run(run, sites: Mapping[str, Site]) -> Ledger:
     """The Ledger of a `Precision`; sites: {name: Site}, in the order of the rows."""
     parameters = sum(p.numel() for p in run.params)
     example = run.view_of_model.example
@@ -114,7 +114,7 @@ def of(run, sites: Mapping[str, Site]) -> Ledger:
         args, kwargs = run.view_of_model.cast(*example)
         for method in run.methods:
             method.count_flops(run.model, args, kwargs)
-    rows = _rows(run, sites, parameters)
+    rows = _site_rows(run, sites, parameters)
     if run.kept:
         rows.append(_activations_row(run.kept, parameters))
     details = {}
@@ -126,8 +126,8 @@ def of(run, sites: Mapping[str, Site]) -> Ledger:
     return Ledger(rows, parameters, details, (on_cpu / parameters, at_once))
 
 
-def _rows(run, sites, parameters):
-    sizes = _sizes(run, parameters)
+def _site_rows(run, sites, parameters):
+    sizes = _bytes_of_sites(run, parameters)
     notes = run.optimizer.notes()
     held_by_optimizer = run.optimizer.nbytes()
     remarks = {}
@@ -172,7 +172,7 @@ def _of_a_peer(run, site, value):
     return {"value": writes.get(site, value), "why": why}
 
 
-def _sizes(run, parameters):
+def _bytes_of_sites(run, parameters):
     """{site: bytes a parameter}, as allocated; of a net that is spread over ranks all of them together."""
     sizes = {}
     for site in Ledger.STATE:
@@ -275,10 +275,10 @@ def _of_buffers(run):
 
 # ---- A rank of several -------------------------------------------------------------------------------------
 
-WORLDS = (1, 8, 64)  # numbers of ranks that are told where none is given
+WORLDS_SHOWN = (1, 8, 64)  # numbers of ranks that are told where none is given
 
 
-def held(run, world: int) -> dict[str, float]:
+def held_by_rank(run, world: int) -> dict[str, float]:
     """{part: bytes} that the first of `world` ranks holds of a Precision that is not spread and may be on the
     meta device. Its rows are the most. Sums of micro-batches count as gradients.
     """
@@ -304,7 +304,7 @@ def held(run, world: int) -> dict[str, float]:
     return found
 
 
-def gathered(run, parts: Iterable[nn.Module]) -> int:
+def gathered_at_once(run, parts: Iterable[nn.Module]) -> int:
     """Bytes that a rank has whole at once, at most: the weights and gradients of a block, the weights of the
     next one, which are fetched ahead, and those in no block. parts: the blocks.
     """
@@ -316,11 +316,11 @@ def gathered(run, parts: Iterable[nn.Module]) -> int:
     return itemsize * (3 * max(sizes, default=0) + rest)
 
 
-def of_a_rank(run, parts: Iterable[nn.Module], worlds: Iterable[int] = WORLDS) -> str:
-    """`held` for each number of ranks and `gathered`, in a line."""
+def of_a_rank(run, parts: Iterable[nn.Module], worlds: Iterable[int] = WORLDS_SHOWN) -> str:
+    """`held_by_rank` for each number of ranks and `gathered_at_once`, in a line."""
     sizes = []
     for world in worlds:
-        total = sum(held(run, world).values())
+        total = sum(held_by_rank(run, world).values())
         sizes.append(f"{total / MIB:.1f} MiB as one of {world}")
-    at_once = f"and for a moment {gathered(run, parts) / MIB:.1f} MiB of whole blocks"
+    at_once = f"and for a moment {gathered_at_once(run, parts) / MIB:.1f} MiB of whole blocks"
     return f"a rank holds, of weights, gradients, states and averages: {', '.join(sizes)}; {at_once}"

@@ -15,13 +15,13 @@ from .errors import Refused, first_line
 from .kernels import cpu_products
 
 # how torch says that two tensors of an operation have different dtypes, or that it has no bf16 kernel
-MIXED = re.compile(
+MIXED_DTYPES_ERROR = re.compile(
     r"(?is)bfloat16.*\bfloat(32|tensor)?\b|\bfloat(32|tensor)?\b.*bfloat16|dtype.*equal|mixed dtype"
 )
-NO_KERNEL = re.compile(r"not implemented for '?BFloat16|not supported. Got BFloat16")
-TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-NAME = re.compile(r"[A-Za-z_][\w.]*")
-AUTOCAST = "or take recipe(bf16=True), which keeps fp32 weights and casts for each product"
+NO_BF16_KERNEL_ERROR = re.compile(r"not implemented for '?BFloat16|not supported. Got BFloat16")
+FOLDER_OF_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+DOTTED_NAME = re.compile(r"[A-Za-z_][\w.]*")
+USE_AUTOCAST = "or take recipe(bf16=True), which keeps fp32 weights and casts for each product"
 
 
 def explain(error: Exception, view: Any, arguments: dict) -> None:
@@ -36,9 +36,9 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
         ) from error
     if not view.recipe.low_weights:
         return
-    if NO_KERNEL.search(text):
+    if NO_BF16_KERNEL_ERROR.search(text):
         what = "torch has no bf16 kernel for this"
-    elif MIXED.search(text):
+    elif MIXED_DTYPES_ERROR.search(text):
         what = "fp32 met bf16"
     else:
         return
@@ -47,7 +47,7 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
         hints = _hints(place, view, arguments)
     else:
         hints = _fp32_module(place)
-    remedies = "; ".join([*hints, AUTOCAST])
+    remedies = "; ".join([*hints, USE_AUTOCAST])
     raise Refused(f"{place}: {what} ({first_line(error)}): {remedies}") from error
 
 
@@ -62,7 +62,7 @@ def adapt(error: Exception, view: Any) -> bool:
     """Let a layer of torch's that the net gave fp32, and that raised an error for it, take bf16 from now on,
     with all layers that differ from it in a number of their name alone. Returns whether there was one.
     """
-    if not MIXED.search(str(error)):
+    if not MIXED_DTYPES_ERROR.search(str(error)):
         return False
     place = _Place(error, view.net)
     name = place.name_of.get(place.module)
@@ -139,7 +139,7 @@ class _Place:
     def _pass(self, frame, line):
         owner = frame.f_locals.get("self")
         inside = isinstance(owner, nn.Module) and owner in self.name_of
-        in_torch = frame.f_code.co_filename.startswith((TORCH, cpu_products.__file__))
+        in_torch = frame.f_code.co_filename.startswith((FOLDER_OF_TORCH, cpu_products.__file__))
         if inside:
             self.module = owner
             if frame.f_code.co_name == "forward":
@@ -172,7 +172,7 @@ class _Place:
         if not self.frames:
             return found
         frame, line = self.frames[-1]
-        for name in NAME.findall(linecache.getline(frame.f_code.co_filename, line)):
+        for name in DOTTED_NAME.findall(linecache.getline(frame.f_code.co_filename, line)):
             value = _value_at(frame.f_locals, name)
             if _is_fp32(value):
                 found[name] = value

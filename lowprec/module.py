@@ -18,7 +18,7 @@ from .copies import copied
 from .errors import Refused
 
 # what nn.Module keeps in each module for calls of it: these are the stand-in's own
-OF_CALLS = (
+ATTRIBUTES_OF_CALLS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -29,7 +29,7 @@ OF_CALLS = (
     "_is_full_backward_hook",
 )
 # how the names of methods begin whose tensors are no activations
-OWN_NAMES = ("_", "save", "load", "set_")
+PREFIXES_NOT_CAST = ("_", "save", "load", "set_")
 
 
 class CastModule(nn.Module):
@@ -42,7 +42,7 @@ class CastModule(nn.Module):
 
     def __init__(self, view):
         super().__init__()
-        own = {name: self.__dict__[name] for name in OF_CALLS}
+        own = {name: self.__dict__[name] for name in ATTRIBUTES_OF_CALLS}
         self.__dict__.clear()
         self.__dict__.update(own, _view=view)
 
@@ -53,7 +53,7 @@ class CastModule(nn.Module):
         if "_view" not in self.__dict__:  # while it is being copied or unpickled
             raise AttributeError(name)
         value = getattr(self._view.net, name)
-        if not inspect.ismethod(value) or name.startswith(OWN_NAMES) or hasattr(nn.Module, name):
+        if not inspect.ismethod(value) or name.startswith(PREFIXES_NOT_CAST) or hasattr(nn.Module, name):
             return value
         return functools.partial(self._view.call, value)
 

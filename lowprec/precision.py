@@ -25,7 +25,14 @@ from .errors import Refused
 from .first_call import FirstCall
 from .frozen import frozen_view, weights_of
 from .frozen_weights import warn_of_averages
-from .gradients import ByParameter, clip_scale, gradients_of, measured, norms_where_needed, sum_up
+from .gradients import (
+    ByParameter,
+    clip_scale,
+    gradients_of,
+    measures_of_gradients,
+    norms_where_needed,
+    sum_up,
+)
 from .kernels import cpu_products
 from .layers import convolutions
 from .layers.fp4 import FP4
@@ -42,7 +49,7 @@ from .optimizers.average import average_kind
 from .optimizers.offload import offloaded
 from .optimizers.release import Release
 from .recipes import SITES, Recipe, Site, parse_average, recipe
-from .rules import NET, check_wrapped, is_compiled, refuse, refuse_optimizer
+from .rules import NET_RULES, check_wrapped, is_compiled, refuse, refuse_optimizer
 from .run_options import (
     RunOptions,
     check_averages_gradients,
@@ -129,7 +136,7 @@ class Precision:
         settle_vector_math()
         check_method_options(METHODS, method_options)
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-        refuse(NET, net)
+        refuse(NET_RULES, net)
         self.options = options
         self.clip_grad = clip_grad
         self.clip_tensor = clip_tensor
@@ -311,7 +318,7 @@ class Precision:
         writes = None  # a StepReport of what the step writes
         if measure:
             writes = self._started_report()
-            report.update(measured(self, grads, norms))
+            report.update(measures_of_gradients(self, grads, norms))
             writes.add(grads, scale)
         skipped_before = self.skipped
         self._before_writing()
@@ -441,4 +448,4 @@ class Precision:
 
     def ledger(self) -> ledger.Ledger:
         """The precision of this run: a row for each site, with value, bytes a parameter, and why."""
-        return ledger.of(self, self.recipe.sites)
+        return ledger.of_run(self, self.recipe.sites)

@@ -20,9 +20,9 @@ from .errors import Refused, check_several
 from .layers import fp4 as four_bits
 from .layers import fp8
 from .optimizers.build import OPTIMIZERS, kinds
-from .rounding import DTYPES
+from .rounding import DTYPE_OF_NAME
 from .rules import check_machine
-from .sites import BLOCKS_OF_GENERATION, CODES, LOW_PRODUCTS, SITES, Site
+from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS, SITES, Site
 
 __all__ = ["MOMENTS", "OF_OPTIMIZERS", "SITES", "Recipe", "Site", "check_machine", "parse_average", "recipe"]
 
@@ -106,7 +106,7 @@ class Recipe:
         their layers.
         """
         value = self.values[site]
-        return DTYPES["bf16" if value in LOW_PRODUCTS else value]
+        return DTYPE_OF_NAME["bf16" if value in LOW_PRODUCTS else value]
 
     def on(self, device: torch.device | str) -> Recipe:
         """The recipe with what depends on the machine settled: which backend runs FP8 or FP4. Raises Refused
@@ -144,7 +144,7 @@ class Recipe:
     @property
     def coded(self) -> set[str]:
         """The formats of codes that moments are held in: a subset of formats.FORMATS."""
-        return {self[name] for name in self.moments} & set(CODES)
+        return {self[name] for name in self.moments} & set(CODE_FORMATS)
 
     def keeping(self, *optimizers) -> Recipe:
         """The recipe with the sites of these optimisers, names or classes. Raises Refused for a moment that
@@ -179,7 +179,7 @@ class Recipe:
         optimizer: its name; one of `peers.PEERS` writes in its own way.
         """
         losses = rules.LossFacts(self, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer)
-        found = rules.sentences(rules.LOSSES, losses)
+        found = rules.sentences(rules.LOSS_RULES, losses)
         for name, site in self.sites.items():
             if self[name] in site.warn:
                 found.append(site.warn[self[name]])
@@ -237,7 +237,7 @@ def recipe(
     _check_flag("master", master)
     _check_flag("sparse24", sparse24)
     flags = rules.FlagFacts(bf16, fp16, pure_bf16, stochastic, kahan, master, opt8bit, opt4bit, fp8, fp4)
-    rules.refuse(rules.FLAGS, flags)
+    rules.refuse(rules.FLAG_RULES, flags)
     values = {"sparse24": sparse24, **_composed(flags)}
     task_sites = dict(more or {})
     sites = list(sites)
@@ -252,7 +252,7 @@ def recipe(
     options = _options_of_products(values.get("compute", "fp32"), fp4, flags_of_products)
     result = Recipe({**sites_of(optimizer), **task_sites}, *options, **values)
     result._kept_for = _identity([optimizer])
-    rules.refuse(rules.RECIPE, result)
+    rules.refuse(rules.RECIPE_RULES, result)
     return result
 
 
@@ -273,7 +273,7 @@ def _composed(flags):
         values.update(weights="bf16", compute="bf16", grads="bf16", accumulate="bf16")
         # an exact master promises fp32 AdamW bit for bit, which bf16 moments would break; --set exp_avg=bf16
         # takes them back
-        moments = "fp32" if flags.master in rules.EXACT else "bf16"
+        moments = "fp32" if flags.master in rules.EXACT_MASTERS else "bf16"
         values.update(exp_avg=moments, exp_avg_sq=moments, master=flags.master)
     if flags.kahan:
         values["kahan"] = "on"
@@ -390,7 +390,7 @@ def _unset(site, values):
     if site.follows != "compute":
         return values.get(site.follows, "fp32")
     # an exact master promises the bits of fp32
-    exact = values.get("master") in rules.EXACT
+    exact = values.get("master") in rules.EXACT_MASTERS
     return "bf16" if values.get("compute") in ("bf16", *LOW_PRODUCTS) and not exact else "fp32"
 
 

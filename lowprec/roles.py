@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import nn
 
-NORMS = (
+NORM_CLASSES = (
     nn.GroupNorm,
     nn.LayerNorm,
     nn.RMSNorm,
@@ -17,11 +17,11 @@ NORMS = (
 
 
 # the head: a part called so anywhere in the name, or one of these at the top of the net
-TOP = "out|fc|head|heads|classifier|score|proj_out|conv_out"
-HEAD_NAME = re.compile(rf"(.*\.)?(final|lm_head)(\.|$)|({TOP})(\.|$)")
+HEADS_AT_THE_TOP = "out|fc|head|heads|classifier|score|proj_out|conv_out"
+HEAD_NAME = re.compile(rf"(.*\.)?(final|lm_head)(\.|$)|({HEADS_AT_THE_TOP})(\.|$)")
 # a layer that reads one vector an image, not one a token: every value of its block depends on it
-CONDITION = re.compile(r".*(modulation|time_emb)")
-EMBEDDING = re.compile(r".*(embed|\b(wte|wpe)(\.|$))")
+CONDITION_NAME = re.compile(r".*(modulation|time_emb)")
+EMBEDDING_NAME = re.compile(r".*(embed|\b(wte|wpe)(\.|$))")
 
 
 def role(name, module):
@@ -30,13 +30,13 @@ def role(name, module):
     The set is empty for the layers that do the work. A norm inside the head is both.
     """
     found = set()
-    if isinstance(module, NORMS) or type(module).__name__.endswith("RMSNorm") or normalises(module):
+    if isinstance(module, NORM_CLASSES) or type(module).__name__.endswith("RMSNorm") or normalises(module):
         found.add("norm")
-    if isinstance(module, nn.Embedding) or EMBEDDING.match(name):
+    if isinstance(module, nn.Embedding) or EMBEDDING_NAME.match(name):
         found.add("embedding")
     if HEAD_NAME.match(name):
         found.add("head")
-    if CONDITION.match(name):
+    if CONDITION_NAME.match(name):
         found.add("condition")
     return found
 
@@ -52,12 +52,12 @@ def normalises(module):
     of_torch = type(module).__module__.startswith("torch.nn")
     if of_torch or len(own) not in (1, 2) or len(widths) > 1 or widths == {1} or list(module.buffers()):
         return False
-    if module not in _NORMALISES:
-        _NORMALISES[module] = _same_for_a_multiple(module, own, widths.pop())
-    return _NORMALISES[module]
+    if module not in _FOUND_TO_NORMALISE:
+        _FOUND_TO_NORMALISE[module] = _same_for_a_multiple(module, own, widths.pop())
+    return _FOUND_TO_NORMALISE[module]
 
 
-_NORMALISES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> what was found
+_FOUND_TO_NORMALISE: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> what was found
 
 
 @torch.no_grad()

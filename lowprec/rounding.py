@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-UPDATES = "nearest", "stochastic"  # how a bf16 number is written
+DTYPE_OF_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WAYS_TO_ROUND = "nearest", "stochastic"  # how a bf16 number is written
 
 # ---- Randomness --------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def noise_key(seed, step, position=0, kind=Noise.WEIGHT, device="cpu"):
     return torch.tensor(key_words(seed, step, position, kind), dtype=torch.int32, device=device)
 
 
-def _mix(h):
+def _mix_bits(h):
     # "lowbias32" of Chris Wellons' hash-prospector. torch shifts int32 arithmetically, hence the masks;
     # products wrap
     h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
@@ -97,10 +97,10 @@ def noise_bits(n, key):
     """Two independent int32 [n] of uniform bits, for elements key[2], key[2] + 1, ... under the words key[0],
     key[1].
     """
-    h = _mix(torch.arange(n, dtype=torch.int32, device=key.device) + key[2] + key[0])
+    h = _mix_bits(torch.arange(n, dtype=torch.int32, device=key.device) + key[2] + key[0])
     # the second word enters between two rounds: different steps give unrelated sequences, not shifted ones
-    first = _mix(h + key[1])
-    return first, _mix(first ^ 0x5BD1E995)
+    first = _mix_bits(h + key[1])
+    return first, _mix_bits(first ^ 0x5BD1E995)
 
 
 def uniform(shape, key):
@@ -187,7 +187,7 @@ def write_weight(x, p, low=None, noise=None):
         p.copy_(x)
 
 
-def written(x, dtype, low=None, noise=None):
+def value_once_written(x, dtype, low=None, noise=None):
     """The fp32 value that is held once `write_weight` has written x into a weight of `dtype`.
 
     It is formed from bits: a fused kernel that read it back from the weight would skip the cast to bf16.
@@ -251,7 +251,7 @@ class StepAverage(NamedTuple):
     def follow(self, x, p, low, noise=None):
         """Move towards the weights `p`, once write_weight(x, p, low, noise) has written them."""
         if self.flat is not None:
-            now = written(x, p.dtype, low, noise)
+            now = value_once_written(x, p.dtype, low, noise)
             ema_kernel(self.flat, now, None, self.share, self.key, self.stochastic)
 
     def part(self, start, end):

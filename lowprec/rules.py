@@ -1,17 +1,17 @@
 """What can't be had, and what a recipe loses: tables of rules, each a condition with its sentence.
 
-    refuse(RECIPE, r)                  # raises Refused with the sentence of the first rule that holds
-    lines = sentences(LOSSES, losses)  # of all rules that hold
+    refuse(RECIPE_RULES, r)                # raises Refused with the sentence of the first rule that holds
+    lines = sentences(LOSS_RULES, losses)  # of all rules that hold
 
 All rules of a table get one argument, the facts:
 
-    FLAGS      FlagFacts     what recipe() is called with
-    RECIPE     Recipe        which sites go together
-    MACHINE    MachineFacts  a recipe on a device; EMULATED: what the device is slow at
-    NET        nn.Module     the model of a Precision
-    RUN        RunFacts      the other arguments of a Precision; COMMAND: those of the command
-    OPTIMIZER  PartFacts     an optimiser, once it is made
-    LOSSES     LossFacts     what a recipe that works loses
+    FLAG_RULES       FlagFacts     what recipe() is called with
+    RECIPE_RULES     Recipe        which sites go together
+    MACHINE_RULES    MachineFacts  a recipe on a device; EMULATION_RULES: what the device is slow at
+    NET_RULES        nn.Module     the model of a Precision
+    RUN_RULES        RunFacts      the other arguments of a Precision; COMMAND_RULES: those of the command
+    OPTIMIZER_RULES  PartFacts     an optimiser, once it is made
+    LOSS_RULES       LossFacts     what a recipe that works loses
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .machine import device_facts, support
 from .optimizers.buckets import whole_alone
 from .optimizers.peers import PEERS
 from .optimizers.rounded import LAZY, REMEDIES, Rounded
-from .sites import BLOCKS_OF_GENERATION, CODES, LOW_PRODUCTS
+from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS
 
-EXACT = "split", "fp32"  # masters that are fp32, bit for bit
-PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+EXACT_MASTERS = "split", "fp32"  # masters that are fp32, bit for bit
+PARALLEL_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _writes_bf16_weights(flag):
     return f"{flag} says how bf16 weights are written, and these weights are fp32: add --pure_bf16"
 
 
-FLAGS = (
+FLAG_RULES = (
     Rule(
         lambda flags: len(flags.precisions) > 1,
         lambda flags: f"{' and '.join(flags.precisions)} exclude each other: choose one "
@@ -122,7 +122,7 @@ FLAGS = (
 
 def _rounds_nothing(r):
     """Whether a recipe writes neither weights nor moments in bf16 or in codes."""
-    low_written = r.low_weights and r.master not in EXACT
+    low_written = r.low_weights and r.master not in EXACT_MASTERS
     bf16_moments = "bf16" in [r[name] for name in r.moments]
     return not (low_written or bf16_moments or r.coded)
 
@@ -136,7 +136,7 @@ def _something_to_round(r):
     return f"add --pure_bf16, or {moments}"
 
 
-RECIPE = (
+RECIPE_RULES = (
     Rule(
         lambda r: r.low_weights and r.compute not in ("bf16", *LOW_PRODUCTS),
         lambda r: f"weights=bf16 with compute={r.compute}: bf16 weights are multiplied in bf16; "
@@ -249,7 +249,7 @@ class MachineFacts:
         return [flag for flag in flags if self.support[flag][0] == "no"]
 
 
-MACHINE = (
+MACHINE_RULES = (
     Rule(
         lambda here: here.level == "no",
         lambda here: f"compute={here.compute} can't run on {here.kind}: {here.reason}",
@@ -260,7 +260,7 @@ MACHINE = (
         "--pure_bf16 --stochastic saves 8 of 16 bytes without it",
     ),
 )
-EMULATED = (
+EMULATION_RULES = (
     Rule(
         lambda here: here.level == "emulated",
         lambda here: f"compute={here.compute} is emulated here: {here.reason}",
@@ -273,17 +273,17 @@ def check_machine(r, device: torch.device | str) -> list[str]:
     where a package for its moments is absent.
     """
     here = MachineFacts(r, torch.device(device).type, support(*device_facts(device)))
-    refuse(MACHINE, here)
+    refuse(MACHINE_RULES, here)
     for name in sorted(r.coded):
         FORMATS[name].require()
-    return sentences(EMULATED, here)
+    return sentences(EMULATION_RULES, here)
 
 
 # ---- Runs --------------------------------------------------------------------------------------------------
 
-NET = (
+NET_RULES = (
     Rule(
-        lambda net: isinstance(net, PARALLEL),
+        lambda net: isinstance(net, PARALLEL_WRAPPERS),
         lambda net: f"the model is a {type(net).__name__}: give the net in it, then "
         f"run.forward = {type(net).__name__}(run.model)",
     ),
@@ -323,7 +323,7 @@ class RunFacts:
     states_on: Any = "device"
 
 
-SETTINGS = (
+SETTING_RULES = (
     Rule(
         lambda run: not run.clip_grad >= 0,  # so that NaN is refused too
         lambda run: f"clip_grad={run.clip_grad}: it must be 0 or more",
@@ -343,7 +343,7 @@ SETTINGS = (
 )
 
 # what a net that fully_shard has spread can't be trained with: a rank has rows of its tensors alone
-SPREAD = (
+SPREAD_RULES = (
     Rule(
         lambda run: run.spread and run.recipe.compute in LOW_PRODUCTS,
         lambda run: f"--{run.recipe.compute} needs whole tensors, and a rank of fully_shard (--fsdp) has "
@@ -378,7 +378,7 @@ SPREAD = (
 )
 
 # gradients that come all at once, or are to be summed, come too late for an update within backward
-RELEASED_ALONE = (
+RELEASE_ALONE_RULES = (
     Rule(
         lambda run: run.grad_release and run.compiled,
         "the backward pass of a compiled net gives all gradients at once, so --grad_release would free none "
@@ -390,7 +390,7 @@ RELEASED_ALONE = (
         "drop it",
     ),
 )
-RELEASED = (
+RELEASE_RULES = (
     Rule(
         lambda run: run.grad_release and run.accumulate > 1,
         lambda run: f"--accumulate {run.accumulate} sums gradients that --grad_release frees at once: use "
@@ -407,7 +407,7 @@ RELEASED = (
         "--fp16 skips a step in which a gradient overflows, and --grad_release has updated by then: use "
         "--bf16, or --fp16 --set loss_scale=none",
     ),
-    *RELEASED_ALONE,
+    *RELEASE_ALONE_RULES,
     Rule(
         lambda run: run.grad_release and run.states_on != "device",
         "--grad_release steps within backward, where it is not known which moments come next "
@@ -415,27 +415,28 @@ RELEASED = (
     ),
 )
 
-RUN = (*SETTINGS, *SPREAD, *RELEASED)
-COMMAND = (
+RUN_RULES = (*SETTING_RULES, *SPREAD_RULES, *RELEASE_RULES)
+COMMAND_RULES = (
     Rule(
         lambda run: run.spread and run.compiled,
         "--compile with --fsdp: torch's compiler stops at each hook of fully_shard, so little is compiled; "
         "leave one of them out",
     ),
-    *RUN,
+    *RUN_RULES,
 )
 
 
 def check_alone(*, compiled: bool = False, processes: int = 1) -> None:
     """Raise Refused where gradients come too late to be released."""
-    refuse(RELEASED_ALONE, RunFacts(grad_release=True, compiled=compiled, processes=processes))
+    refuse(RELEASE_ALONE_RULES, RunFacts(grad_release=True, compiled=compiled, processes=processes))
 
 
 def check_wrapped(forward: Callable) -> None:
     """Raise Refused where what calls the net, the net itself or a wrapper, makes gradients come too late to
     be released.
     """
-    check_alone(compiled=is_compiled(forward), processes=2 if isinstance(forward, PARALLEL[0]) else 1)
+    processes = 2 if isinstance(forward, PARALLEL_WRAPPERS[0]) else 1
+    check_alone(compiled=is_compiled(forward), processes=processes)
 
 
 def is_compiled(forward: Callable) -> bool:
@@ -467,7 +468,7 @@ class PartFacts:
         return f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
 
 
-OPTIMIZER = (
+OPTIMIZER_RULES = (
     Rule(lambda part: part.spread and not part.optimizer.by_rows, lambda part: whole_alone(part.name)),
     Rule(
         lambda part: part.states_on != "device" and not isinstance(part.optimizer, Rounded),
@@ -480,7 +481,7 @@ OPTIMIZER = (
 def refuse_optimizer(optimizer, asked_for: str, *, spread: bool = False, states_on: Any = "device") -> None:
     """Raise Refused for an optimiser, or one of several joined, that such a run can't step by."""
     for part in getattr(optimizer, "parts", [optimizer]):
-        refuse(OPTIMIZER, PartFacts(part, asked_for, spread, states_on))
+        refuse(OPTIMIZER_RULES, PartFacts(part, asked_for, spread, states_on))
 
 
 # ---- What a recipe loses -----------------------------------------------------------------------------------
@@ -556,7 +557,7 @@ class LossFacts:
         return 0.4 * 2**-8 / math.sqrt(2 * (1 - self.ema_decay))
 
 
-LOSSES = (
+LOSS_RULES = (
     Rule(
         lambda lost: lost.small_updates,
         lambda lost: f"update=nearest on bf16 weights: {lost.step_size}steps under 2^-9..2^-8 "
@@ -574,7 +575,7 @@ LOSSES = (
         f"{lost.remedy('use --stochastic, --set exp_avg_sq=fp32 or beta2 <= 0.99')}",
     ),
     Rule(
-        lambda lost: lost.recipe.exp_avg_sq in CODES and lost.nearest_moments,
+        lambda lost: lost.recipe.exp_avg_sq in CODE_FORMATS and lost.nearest_moments,
         lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}, nearest: a decay by 1-beta2 = "
         f"{1 - lost.beta2:.2g} under half a gap between codes ({FORMATS[lost.recipe.exp_avg_sq].gap} of the "
         "value) is lost: where some gradients of a block drop, their v stays too high and their steps too "
@@ -582,7 +583,7 @@ LOSSES = (
         f"{lost.remedy('add --stochastic')}",
     ),
     Rule(
-        lambda lost: lost.recipe.exp_avg_sq in CODES and FORMATS[lost.recipe.exp_avg_sq].lowest > 0.01,
+        lambda lost: lost.recipe.exp_avg_sq in CODE_FORMATS and FORMATS[lost.recipe.exp_avg_sq].lowest > 0.01,
         lambda lost: f"exp_avg_sq={lost.recipe.exp_avg_sq}: no code lies below "
         f"{FORMATS[lost.recipe.exp_avg_sq].lowest:g} of the largest in a block, so entries whose gradients "
         f"are below {FORMATS[lost.recipe.exp_avg_sq].lowest ** 0.5:g} of its largest take steps too short; "

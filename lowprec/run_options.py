@@ -13,7 +13,7 @@ import torch
 from .errors import Refused, check_several
 from .layers.method import Method
 from .recipes import Recipe, recipe
-from .rules import PARALLEL, RUN, RunFacts, is_compiled, refuse
+from .rules import PARALLEL_WRAPPERS, RUN_RULES, RunFacts, is_compiled, refuse
 
 if TYPE_CHECKING:
     from .view import View
@@ -75,7 +75,7 @@ class RunOptions:
             average_on=self.average_on,
             states_on=self.states_on,
         )
-        refuse(RUN, facts)
+        refuse(RUN_RULES, facts)
 
     @property
     def optimizers(self) -> list:
@@ -190,7 +190,7 @@ def check_averages_gradients(wrapper: Callable) -> None:
     """Raise Refused for a DistributedDataParallel that was made of fp32 weights which are bf16 now: its hooks
     are on what gathered fp32 gradients, and a change of dtype makes that anew.
     """
-    if not isinstance(wrapper, PARALLEL[0]):
+    if not isinstance(wrapper, PARALLEL_WRAPPERS[0]):
         return
     if "BFloat16" not in wrapper._get_ddp_logging_data().get("dtypes", "BFloat16"):
         raise Refused(

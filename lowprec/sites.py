@@ -11,7 +11,7 @@ import dataclasses
 from .formats import FORMATS
 
 LOW_PRODUCTS = ("fp8", "fp4")  # values of compute in which nn.Linear reads 8 or 4 bits, all else bf16
-CODES = {name: form.why for name, form in FORMATS.items()}
+CODE_FORMATS = {name: form.why for name, form in FORMATS.items()}
 _BLOCKS = {name: f"samples are drawn through layers in {name}" for name in ("mxfp8", "mxfp4", "nvfp4")}
 # and with weights alone in these formats, what they multiply in bf16
 BLOCKS_OF_GENERATION = {**_BLOCKS, **{f"{name}_weights": why for name, why in _BLOCKS.items()}}
@@ -74,10 +74,13 @@ SITES = {
         ("fp32", "bf16"),
         {"fp32": "micro-batches are summed exactly enough", "bf16": "each micro-batch adds a rounding error"},
     ),
-    "exp_avg": Site(("fp32", "bf16", *CODES), {"bf16": "1-beta1 = 0.1 is far above an ulp", **CODES}),
+    "exp_avg": Site(
+        ("fp32", "bf16", *CODE_FORMATS),
+        {"bf16": "1-beta1 = 0.1 is far above an ulp", **CODE_FORMATS},
+    ),
     "exp_avg_sq": Site(
-        ("fp32", "bf16", *CODES),
-        {"bf16": "1-beta2 must beat half an ulp (2^-8), or be rounded stochastically", **CODES},
+        ("fp32", "bf16", *CODE_FORMATS),
+        {"bf16": "1-beta2 must beat half an ulp (2^-8), or be rounded stochastically", **CODE_FORMATS},
     ),
     "ema": Site(
         ("fp32", "bf16"),
@@ -156,5 +159,7 @@ SITES = {
 
 # of SGD and of Muon
 MOMENTUM = Site(
-    ("fp32", "bf16", *CODES), {"bf16": "1-momentum is far above an ulp", **CODES}, follows="exp_avg"
+    ("fp32", "bf16", *CODE_FORMATS),
+    {"bf16": "1-momentum is far above an ulp", **CODE_FORMATS},
+    follows="exp_avg",
 )

@@ -8,7 +8,7 @@ import torch
 from .optimizers.buckets import scale_of
 
 
-def sample(t, most=1 << 16):
+def sample_entries(t, most=1 << 16):
     """Flat entries of tensor `t`, evenly spread: about `most` of a large one, all of one below 2 * `most`.
 
     The stride shares no factor with the number of entries, and so none with the length of a row: entries come
@@ -53,7 +53,7 @@ def announce(optimizer, grads, scale):
         listen(grads, scale)
 
 
-def stays(stored, target):
+def stays_when_rounded(stored, target):
     """Whether fp32 `target`, rounded to nearest in the dtype of `stored`, is `stored` again. Both [n]."""
     return target.to(stored.dtype) == stored
 
@@ -75,28 +75,28 @@ class StepReport:
         self.count = functools.partial(_Count, sum_over_ranks)
         self.before = {}  # parameter -> what `_before` finds
         self.add(grads, scale)
-        self.shadow_before = {name: sample(t).clone() for name, t in shadow.items()}
+        self.shadow_before = {name: sample_entries(t).clone() for name, t in shadow.items()}
 
     @torch.no_grad()
     def add(self, grads, scale):
         """Look at parameters that are about to be written."""
         announce(self.optimizer, grads, scale)
         for p, g in grads.items():
-            self.before[p] = self._before(p, sample(g), scale_of(scale, p))
+            self.before[p] = self._before(p, sample_entries(g), scale_of(scale, p))
 
     def _before(self, p, g, scale):
         """(whether an entry has a gradient, the value held, the update that is wanted or None where nobody
         can tell, the second moment or None), each [sampled entries].
         """
         # cloned: an answer may be a view of what the step is about to overwrite
-        held = self.optimizer.held(p, sample).clone()
+        held = self.optimizer.held(p, sample_entries).clone()
         moment = self._moment(p)
         if moment is not None:
             moment = moment.clone()
-        return g != 0, held, self.optimizer.wanted(p, g.float() * scale, sample), moment
+        return g != 0, held, self.optimizer.wanted(p, g.float() * scale, sample_entries), moment
 
     def _moment(self, p):
-        return self.optimizer.moment(p, "exp_avg_sq", sample)
+        return self.optimizer.moment(p, "exp_avg_sq", sample_entries)
 
     @torch.no_grad()
     def written(self):
@@ -117,7 +117,7 @@ class StepReport:
             if p not in self.before:
                 continue
             has_grad, held, update, moment = self.before[p]
-            after = self.optimizer.held(p, sample)
+            after = self.optimizer.held(p, sample_entries)
             if update is None:  # nobody can tell what was wanted: take what was done
                 want = has_grad
                 update = after - held
@@ -147,8 +147,8 @@ class StepReport:
         moved = self.count()
         for name, p in self.named_params:
             old = self.shadow_before[name].to(p.device)
-            new = sample(self.shadow[name]).to(p.device)
-            differs = self.optimizer.held(p, sample) != old.float()
+            new = sample_entries(self.shadow[name]).to(p.device)
+            differs = self.optimizer.held(p, sample_entries) != old.float()
             moving.add(differs)
             moved.add(differs & (new != old))
         return {"ema_moved": moved.total() / max(1, moving.total())}

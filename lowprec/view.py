@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from .cast import narrowed, to
+from .cast import narrowed, tree_to
 from .first_call import FirstCall
 from .machine import exact_math
 from .mixed import adapt, explain
@@ -41,7 +41,7 @@ class View:
         self.device = next(net.parameters()).device
         base_model: Any = getattr(net, "get_base_model", None)  # PEFT's own forward says *args
         inner = net if base_model is None else base_model()
-        self.arguments = _parameters(inner.forward)
+        self.arguments = _parameter_names(inner.forward)
         self.example = None  # (args, kwargs) of the first call, whose shapes FLOPs are counted on
         # after the first call. In it layers are found that the net gives fp32, and they take it in bf16
         self.settled = not r.low_weights
@@ -112,7 +112,7 @@ class View:
             return {key: self._low(key, part) for key, part in value.items()}
         if type(value) is list and any(type(part) is dict for part in value):  # a batch as detectors take it
             return [self._low(name, part) for part in value]
-        return to(torch.bfloat16, value, narrowed)
+        return tree_to(torch.bfloat16, value, narrowed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What forward returns, floating tensors in the loss's dtype. Raises Refused, with the remedy, where
@@ -122,7 +122,7 @@ class View:
 
     def call(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
         """What another method of the net returns, called as forward is."""
-        return self._called(method, _parameters(method), args, kwargs)
+        return self._called(method, _parameter_names(method), args, kwargs)
 
     def _called(self, function, arguments, args, kwargs):
         if self.example is None and self.methods and function is self.forward:
@@ -144,10 +144,10 @@ class View:
             self._tell_adapted()
         if self.first_call is not None:
             self.first_call.check_outputs(out)
-        return to(self.recipe.dtype("loss"), out)
+        return tree_to(self.recipe.dtype("loss"), out)
 
 
-def _parameters(function):
+def _parameter_names(function):
     """The names of a function's parameters; [] where Python does not know them, as of a traced net."""
     try:
         return list(inspect.signature(function).parameters)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.ranks import Ranks
-from lowprec.attention import kernel
+from lowprec.attention import attention_kernel
 from lowprec.errors import Refused
 from tasks.task import Task, picture
 
@@ -124,7 +124,8 @@ def vit(channels, num_classes, image_size, size=None):
 
         def forward(self, x):
             tokens = (self.image_size // self.patch_size) ** 2 + 1
-            with kernel(x.device, torch.bfloat16, tokens):  # autocast takes it to bf16, although x is fp32
+            # autocast takes it to bf16, although x is fp32
+            with attention_kernel(x.device, torch.bfloat16, tokens):
                 return super().forward(x)
 
     size = size or "tiny"

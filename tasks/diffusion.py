@@ -15,7 +15,7 @@ from harness.flags import Flag, amount
 from lowprec.errors import Refused
 from lowprec.machine import monai_alone
 from lowprec.recipes import Site
-from lowprec.rounding import DTYPES
+from lowprec.rounding import DTYPE_OF_NAME
 from tasks.generation import TIMESTEPS, Generation
 
 # relative error of 1 - alphas_cumprod: 1e-4 at t = 0, which fp32 forms from a number next to 1 to 1e-3
@@ -209,7 +209,7 @@ class DDPM(Generation):
         zeros = int((after == 0).sum())
         change = exam.relative(drawn, reference)
         not_finite = float((~drawn.isfinite()).float().mean())
-        dtype = next(name for name, dtype in DTYPES.items() if dtype == buffer.dtype)
+        dtype = next(name for name, dtype in DTYPE_OF_NAME.items() if dtype == buffer.dtype)
         text = (
             f"after one add_noise alphas_cumprod is {dtype}: sigma^2 is up to {error:.0%} off and 0 at "
             f"{zeros} timesteps, where a sampler divides by it; images drawn in {start[-1]} steps differ by "

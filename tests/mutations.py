@@ -241,8 +241,8 @@ LOWPREC = (
     Mutation(
         "moments-of-an-exact-master",
         "lowprec/recipes.py",
-        'moments = "fp32" if flags.master in rules.EXACT else "bf16"',
-        'moments = "bf16" if flags.master in rules.EXACT else "fp32"',
+        'moments = "fp32" if flags.master in rules.EXACT_MASTERS else "bf16"',
+        'moments = "bf16" if flags.master in rules.EXACT_MASTERS else "fp32"',
         ("lowprec/test_recipes.py compose",),
     ),
     Mutation(

@@ -184,7 +184,7 @@ def test_bf16_and_autocast_stay_close_to_fp32(model, size, image_size):
     "dtype,tokens,flash",
     [
         (torch.bfloat16, 16, False),
-        (torch.bfloat16, attention.SHORT + 1, True),
+        (torch.bfloat16, attention.PLAIN_UP_TO_TOKENS + 1, True),
         (torch.float32, 16, True),
     ],
 )

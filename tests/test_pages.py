@@ -33,7 +33,7 @@ def test_every_command_parses(command):
         pytest.skip("names a file of the reader's own; tests/tasks/test_task_file.py runs one")
     words = shlex.split(command)[1:]
     if "--advise" in words:  # it has flags of its own beside those of train.py
-        _, words = advising.build_parser("train.py --advise").parse_known_args(words)
+        _, words = advising.build_advice_parser("train.py --advise").parse_known_args(words)
     # status 2 on an unknown flag or value
     given = vars(train.build_parser().parse_args(words))
     verbs = {"dry_run", "check", "advise", "sample", "diagnose", "config"}

@@ -17,7 +17,18 @@ from experiments.log.definition import ROOT, command
 from experiments.log.speed_tables import BENCH, H100_COMPILED, milliseconds, rows_of
 from experiments.run import flags_of
 from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
-from lowprec.evidence import FP32, KEYS, KINDS, LEAST, Other, Pooled, Row, Speed, recipe_key, short
+from lowprec.evidence import (
+    DEFAULT_OF_FLAG,
+    FP32,
+    KIND_OF_MODEL,
+    LEAST_PAIRS,
+    EvidenceRow,
+    Other,
+    Pooled,
+    Speed,
+    recipe_key,
+    short_count,
+)
 
 PATH = ROOT / "lowprec" / "evidence.json"
 CAUTION = (
@@ -29,7 +40,7 @@ WEIGHTS = {"ema": "average", "raw": "last"}  # what a record calls them: what a 
 # flags in which a recipe and its fp32 may differ without being another training; of folders
 # of runs each may have its own
 FOLDERS = ("finetune", "teacher", "vae")
-BESIDE = {"seed", "name", "optimizer", "fp8_backend", "average", "weights", *KEYS, *FOLDERS}
+BESIDE = {"seed", "name", "optimizer", "fp8_backend", "average", "weights", *DEFAULT_OF_FLAG, *FOLDERS}
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------
@@ -118,8 +129,8 @@ def _task(spec):
 
 def row_of(arm, flags, weights, pairs, change, trainings):
     data = flags["data"] or _task(flags["task"]).implied["data"]
-    return Row(
-        kind=KINDS[flags["model"]],
+    return EvidenceRow(
+        kind=KIND_OF_MODEL[flags["model"]],
         task=flags["task"],
         data=data.partition(":")[0],
         regime="finetune" if flags["finetune"] else "from scratch",
@@ -147,7 +158,7 @@ def pool(rows):
     """[Pooled] of the recipes that FEWEST rows or more have, by recipe, optimiser and weights."""
     groups = {}
     for row in rows:
-        if row.pairs >= LEAST:
+        if row.pairs >= LEAST_PAIRS:
             groups.setdefault((row.recipe, row.optimizer, row.weights), []).append(row)
     found = []
     for name, of_recipe in groups.items():
@@ -167,6 +178,7 @@ def pooled_row(recipe, optimizer, weights, rows):
         worse += row.low > 0
     mean, half = stats.random_effects(means, errors)
     worst = max(rows, key=lambda row: row.change)
+    net = f"{worst.kind}, {short_count(worst.parameters)}"
     return Pooled(
         recipe=recipe,
         optimizer=optimizer,
@@ -179,7 +191,7 @@ def pooled_row(recipe, optimizer, weights, rows):
         nets=len(nets),
         pairs=pairs,
         worse=worse,
-        worst=f"{worst.kind}, {short(worst.parameters)}, {worst.data}, lr {worst.lr:g} ({worst.experiment})",
+        worst=f"{net}, {worst.data}, lr {worst.lr:g} ({worst.experiment})",
         worst_change=worst.change,
         worst_low=worst.low,
         worst_high=worst.high,
@@ -201,7 +213,7 @@ def speeds():
     for record, reference, against, how in TIMED:
         hardware = hardware_of(record)
         for net, rows in grouped(rows_of(record), "net").items():
-            kind, parameters = KINDS[net.partition(":")[0]], rows[0]["parameters"]
+            kind, parameters = KIND_OF_MODEL[net.partition(":")[0]], rows[0]["parameters"]
             ratios = ratios_of(milliseconds(record, net), reference)
             found.append(Speed(hardware, kind, parameters, net, record, against, how, ratios))
     return found
@@ -277,6 +289,6 @@ def text(experiments, known):
     rows = comparisons(experiments, known)
     head = f'{{"made_by": "python experiments/report.py",\n"caution": {json.dumps(CAUTION)},\n'
     head += f'"speeds": [\n{lines(speeds())}\n],\n"others": [\n{lines(OTHERS)}\n],\n'
-    of_rows = f'"columns": {json.dumps(Row._fields)},\n"rows": [\n{lines(rows)}\n],\n'
+    of_rows = f'"columns": {json.dumps(EvidenceRow._fields)},\n"rows": [\n{lines(rows)}\n],\n'
     of_pool = f'"columns_pooled": {json.dumps(Pooled._fields)},\n"pooled": [\n{lines(pool(rows))}\n]}}\n'
     return head + of_rows + of_pool

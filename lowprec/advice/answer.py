@@ -16,12 +16,13 @@ from ..errors import Refused
 from ..recipes import recipe
 from ..sites import LOW_PRODUCTS
 from . import machines
-from .footprint import Demand, Held, demand, held
+from .footprint import Demand, Held, demand, held_by_gpu
 from .machines import Machine
 from .subjects import Subject, of_module
 from .timing import seconds_a_step
 
-WORSE = 0.5  # percent of the loss: a recipe whose interval lies above that comes after all others that fit
+# percent of the loss: a recipe whose interval lies above that comes after all others that fit
+WORSE_ABOVE_PERCENT = 0.5
 
 # ---- The recipes -------------------------------------------------------------------------------------------
 
@@ -53,32 +54,32 @@ class Candidate(NamedTuple):
         return f"Precision(model, recipe({flags}){options})"
 
 
-PURE = {"pure_bf16": True}
-STOCHASTIC = {"pure_bf16": True, "stochastic": True}
-GRADIENTS = "`gradients`: entries that 16 bits round to 0 or to infinity"
+PURE_BF16 = {"pure_bf16": True}
+STOCHASTIC_BF16 = {"pure_bf16": True, "stochastic": True}
+GRADIENTS_COLUMN = "`gradients`: entries that 16 bits round to 0 or to infinity"
 UPDATE_COLUMN = "`update`: what share of a step the weights keep"
 MOMENT_COLUMN = "`second moment`: what codes keep of small entries"
 
 # in the order in which to try them: each takes fewer bytes than the one before, but for the last two
 CANDIDATES = (
-    Candidate({"bf16": True}, "bf16", "digits of products", GRADIENTS),
-    Candidate({"fp16": True}, "fp16", "range of products, which loss scaling gives back", GRADIENTS),
+    Candidate({"bf16": True}, "bf16", "digits of products", GRADIENTS_COLUMN),
+    Candidate({"fp16": True}, "fp16", "range of products, which loss scaling gives back", GRADIENTS_COLUMN),
     Candidate({}, "fp32", "nothing", "nothing in particular: it is the reference"),
     Candidate({"bf16": True, "opt8bit": True}, "bf16", "digits of the moments", MOMENT_COLUMN),
-    Candidate({**PURE, "master": "split"}, "bf16", "digits of gradients", GRADIENTS),
-    Candidate({**STOCHASTIC, "kahan": True}, "bf16", "the exact sum of weights, nearly", UPDATE_COLUMN),
-    Candidate(STOCHASTIC, "bf16", "digits of weights, right in the mean", UPDATE_COLUMN),
-    Candidate({**STOCHASTIC, "opt8bit": True}, "bf16", "digits of the moments", MOMENT_COLUMN),
+    Candidate({**PURE_BF16, "master": "split"}, "bf16", "digits of gradients", GRADIENTS_COLUMN),
+    Candidate({**STOCHASTIC_BF16, "kahan": True}, "bf16", "the exact sum of weights, nearly", UPDATE_COLUMN),
+    Candidate(STOCHASTIC_BF16, "bf16", "digits of weights, right in the mean", UPDATE_COLUMN),
+    Candidate({**STOCHASTIC_BF16, "opt8bit": True}, "bf16", "digits of the moments", MOMENT_COLUMN),
     Candidate(
-        {**STOCHASTIC, "opt8bit": True},
+        {**STOCHASTIC_BF16, "opt8bit": True},
         "bf16",
         "clipping by the norm of all gradients, and micro-batches",
         UPDATE_COLUMN,
         {"grad_release": True},
     ),
-    Candidate({**STOCHASTIC, "opt4bit": True}, "bf16", "most digits of the moments", MOMENT_COLUMN),
-    Candidate({"fp8": True}, "fp8", "digits and range of products", GRADIENTS),
-    Candidate(PURE, "bf16", "every update under half an ulp of its weight", UPDATE_COLUMN),
+    Candidate({**STOCHASTIC_BF16, "opt4bit": True}, "bf16", "most digits of the moments", MOMENT_COLUMN),
+    Candidate({"fp8": True}, "fp8", "digits and range of products", GRADIENTS_COLUMN),
+    Candidate(PURE_BF16, "bf16", "every update under half an ulp of its weight", UPDATE_COLUMN),
 )
 
 # ---- One row -----------------------------------------------------------------------------------------------
@@ -100,13 +101,13 @@ class RecipeRow(NamedTuple):
     fits: bool
     most: int | None
     how: tuple[str, str]
-    quality: evidence.Nearest | None
+    quality: evidence.NearestRow | None
     speed: float | None
 
     @property
     def is_worse(self) -> bool:
-        """Whether it was measured to cost WORSE or more."""
-        return self.quality is not None and self.quality.row.low > WORSE
+        """Whether it was measured to cost WORSE_ABOVE_PERCENT or more."""
+        return self.quality is not None and self.quality.row.low > WORSE_ABOVE_PERCENT
 
     def said_of_quality(self, parameters: int) -> str:
         """The change of the held-out loss, on which net, and how far that is from the one asked about."""
@@ -115,7 +116,7 @@ class RecipeRow(NamedTuple):
         if self.quality is None:
             return "not measured"
         row, differs = self.quality
-        parts = [evidence.said(row).replace(" from fp32's on", ",")]
+        parts = [evidence.row_in_words(row).replace(" from fp32's on", ",")]
         if row.parameters:
             parts += _times_as_large(parameters / row.parameters)
         for text in differs:
@@ -195,7 +196,7 @@ class Advice:
     def __str__(self) -> str:
         from . import text  # the words, which nobody needs who asks for the rows
 
-        return text.written(self)
+        return text.full_text(self)
 
 
 def advise(
@@ -220,8 +221,8 @@ def advise(
     model: any nn.Module, which is left as it is and may be on the meta device. loss(model, n): the loss, a
     scalar, of the callable `model` on n examples that it makes itself; without it image_size or seq say what
     the net is called with. batch: examples a step on each GPU. regime: "from scratch" or "finetune". kind: of
-    net, as evidence.KINDS has it. average: whether a moving average is kept. time: measure the speed here, by
-    real steps. Raises Refused.
+    net, as evidence.KIND_OF_MODEL has it. average: whether a moving average is kept. time: measure the speed
+    here, by real steps. Raises Refused.
     """
     for name, number in dict(gpus=gpus, batch=batch, image_size=image_size, seq=seq).items():
         if number is not None and number < 1:
@@ -230,8 +231,8 @@ def advise(
         raise Refused(f"lr={lr:g}: it must be above 0")
     subject = model if isinstance(model, Subject) else of_module(model, loss, image_size, seq)
     if kind is not None:
-        if kind not in evidence.KINDS.values():
-            raise Refused(f"kind={kind!r}: choose from {', '.join(evidence.KINDS.values())}")
+        if kind not in evidence.KIND_OF_MODEL.values():
+            raise Refused(f"kind={kind!r}: choose from {', '.join(evidence.KIND_OF_MODEL.values())}")
         subject = subject._replace(kind=kind)
     if average is not None:
         subject = subject._replace(average=average)
@@ -243,27 +244,27 @@ def advise(
     advice = Advice(subject, machine, gpus, batch)
     _add_rows(advice, regime, lr)
     if time:
-        advice.rows = _timed(advice.rows, subject, batch)
+        advice.rows = _timed_rows(advice.rows, subject, batch)
         advice.speeds_against = "fp32" if machine.is_cpu else "fp32 without TF32"
         advice.speeds_from = "this net on this machine, a few steps each"
     else:
         _take_speeds_of_a_record(advice)
-    advice.rows.sort(key=_order)
+    advice.rows.sort(key=_key_of_order)
     return advice
 
 
 def _machine(gpu, memory):
     if gpu is None:
-        return machines.here() if memory is None else machines.of_memory(memory)
-    found = machines.gpu(gpu)
-    return found if memory is None else found._replace(memory=machines.size(memory))
+        return machines.this_machine() if memory is None else machines.gpu_of_memory(memory)
+    found = machines.gpu_by_name(gpu)
+    return found if memory is None else found._replace(memory=machines.bytes_of_text(memory))
 
 
 def _add_rows(advice, regime, lr):
     """Add the rows of an advice, in the order of CANDIDATES."""
     subject, machine = advice.subject, advice.machine
     in_fp32 = machine.is_cpu and machine.support["bf16"][0] == "emulated"
-    process = machines.process(subject.net) if machine.is_cpu else 0
+    process = machines.bytes_of_process(subject.net) if machine.is_cpu else 0
 
     @functools.cache
     def demands(r):
@@ -274,7 +275,7 @@ def _add_rows(advice, regime, lr):
             continue
         r = recipe(**candidate.flags)
         try:
-            size = held(subject.net, r, advice.gpus, subject.average, **candidate.options)
+            size = held_by_gpu(subject.net, r, advice.gpus, subject.average, **candidate.options)
         except Refused as error:
             advice.refused.append(str(error))
             continue
@@ -289,7 +290,7 @@ def _add_rows(advice, regime, lr):
             key = evidence.recipe_key(candidate.flags)
             quality = evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
         how = machine.support[candidate.arithmetic]
-        room = _room(candidate, size, need, advice, process)
+        room = _room_of_recipe(candidate, size, need, advice, process)
         advice.rows.append(RecipeRow(candidate, size, *room, how, quality, None))
 
 
@@ -308,7 +309,7 @@ def _of_products(r, gpus):
     return recipe().replace(weights=weights, compute=compute)
 
 
-def _room(candidate, size: Held, need: Demand | None, advice, process):
+def _room_of_recipe(candidate, size: Held, need: Demand | None, advice, process):
     """(activations, total, whether that fits, most examples that fit) of one recipe."""
     machine = advice.machine
     room = machine.memory * (1 - machine.margin)
@@ -323,7 +324,7 @@ def _room(candidate, size: Held, need: Demand | None, advice, process):
     return need.activations, total, total <= room, most
 
 
-def _order(row):
+def _key_of_order(row):
     """What sorts rows: those that run and fit, that cost nothing much, and that the machine runs natively."""
     at = CANDIDATES.index(row.candidate)
     return row.how[0] == "no", not row.fits, row.is_worse, row.how[0] != "native", at
@@ -341,14 +342,14 @@ def _take_speeds_of_a_record(advice):
         rows.append(row._replace(speed=speed))
     advice.rows = rows
     advice.speeds_against = found.against
-    size = evidence.short(found.parameters)
+    size = evidence.short_count(found.parameters)
     advice.speeds_from = (
         f"a {found.kind} of {size} parameters ({found.net}), {found.how}, on: {found.hardware} "
         f"(experiments/bench/{found.record}.json)"
     )
 
 
-def _timed(rows, subject, batch):
+def _timed_rows(rows, subject, batch):
     if subject.loss is None:
         raise Refused(f"time: {subject.no_loss}")
     seconds = {}

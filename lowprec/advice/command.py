@@ -25,23 +25,23 @@ In the laboratory's folder, train.py asks the same of its own nets, and takes th
 REGIMES = {"scratch": "from scratch", "finetune": "finetune"}
 
 
-class Parser(argparse.ArgumentParser):
+class AdviceParser(argparse.ArgumentParser):
     """Its errors are one line."""
 
     def error(self, message):
         raise Refused(message)
 
 
-def natural(text: str) -> int:
+def whole_number(text: str) -> int:
     """A whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: write a whole number, 1 or more")
     return int(text)
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_advice_parser(prog: str) -> argparse.ArgumentParser:
     """The parser of the command, without the flags of train.py."""
-    parser = Parser(
+    parser = AdviceParser(
         prog=prog,
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -51,17 +51,17 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     net.add_argument("--net", metavar="FILE.py:FUNCTION", help="a function that returns it, or (net, loss)")
     net.add_argument("--config", metavar="FILE.json", help="a config of transformers or diffusers")
     net.add_argument("--params", type=float, metavar="N", help="its number of parameters, as in 7e9")
-    net.add_argument("--kind", help=f"what it is most like: {', '.join(evidence.KINDS.values())}")
+    net.add_argument("--kind", help=f"what it is most like: {', '.join(evidence.KIND_OF_MODEL.values())}")
     machine = parser.add_argument_group("the machine: this one, where nothing is said")
     machine.add_argument("--gpu", metavar="NAME", help='as in "RTX 4090"')
     machine.add_argument("--memory", metavar="SIZE", help="of one GPU, as in 24GiB")
-    machine.add_argument("--gpus", type=natural, default=1, help="how many; the net is spread over them")
+    machine.add_argument("--gpus", type=whole_number, default=1, help="how many; the net is spread over them")
     job = parser.add_argument_group("the job")
     job.add_argument("--from", dest="start", choices=[*REGIMES], default="scratch", help="default: scratch")
     job.add_argument("--lr", type=float, help="learning rate")
-    job.add_argument("--batch", type=natural, default=8, help="examples a step on each GPU; default: 8")
-    job.add_argument("--image_size", type=natural, help="pixels of the side of an image")
-    job.add_argument("--seq", type=natural, help="tokens of an example")
+    job.add_argument("--batch", type=whole_number, default=8, help="examples a step on each GPU; default: 8")
+    job.add_argument("--image_size", type=whole_number, help="pixels of the side of an image")
+    job.add_argument("--seq", type=whole_number, help="tokens of an example")
     job.add_argument(
         "--average",
         choices=["yes", "no"],
@@ -103,7 +103,7 @@ def main(
 
     build(words): the Subject where no flag of this command names one; words: those that it does not know.
     """
-    args, rest = build_parser(prog).parse_known_args(argv)
+    args, rest = build_advice_parser(prog).parse_known_args(argv)
     subject = subject_of(args, rest, build)
     advice = advise(
         subject,
@@ -118,7 +118,7 @@ def main(
         time=args.time,
     )
     if args.plot:
-        plot.draw(advice, args.plot)
+        plot.draw_plot(advice, args.plot)
     if args.json:
         print(json.dumps(advice.json(), indent=1))
     else:

@@ -1,10 +1,10 @@
 """What a training step takes of memory, worked out without taking it.
 
-    held(net, recipe, world)                     bytes of weights, gradients, states and average on a GPU
+    held_by_gpu(net, recipe, world)              bytes of weights, gradients, states and average on a GPU
     demand(net, loss, recipe, batch)             most bytes of gradients and activations within a step
 
-Both work on copies of the net without values: `held` on torch's meta device, `demand` on fake tensors, which
-have shapes, dtypes and a device, and no memory.
+Both work on copies of the net without values: `held_by_gpu` on torch's meta device, `demand` on fake tensors,
+which have shapes, dtypes and a device, and no memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import ledger
-from ..activations import blocks
+from ..activations import recomputed_blocks
 from ..cast import Cast
 from ..copies import without_values
 from ..errors import Refused, first_line
@@ -52,20 +52,20 @@ class Held(NamedTuple):
 # ---- Between two steps -------------------------------------------------------------------------------------
 
 
-def held(net: nn.Module, recipe, world: int = 1, average: bool = True, **options: Any) -> Held:
+def held_by_gpu(net: nn.Module, recipe, world: int = 1, average: bool = True, **options: Any) -> Held:
     """What the first of `world` GPUs holds of a run in a recipe, its rows spread as by --fsdp. average: with
     a moving average of the weights. options: of Precision.
     """
     run = Precision(without_values(net, "meta"), recipe, **options)
-    parts = ledger.held(run, world)
+    parts = ledger.held_by_rank(run, world)
     gathered = 0
     if world > 1:
-        gathered = ledger.gathered(run, blocks(run.model))
-    weights = parts["weights"] + _fixed(run)
+        gathered = ledger.gathered_at_once(run, recomputed_blocks(run.model))
+    weights = parts["weights"] + _bytes_not_trained(run)
     return Held(weights, parts["grads"], parts["states"], parts["average"] if average else 0, gathered)
 
 
-def _fixed(run):
+def _bytes_not_trained(run):
     """Bytes of buffers and of weights that are not trained. Each GPU has all of them."""
     trained = set(run.params)
     rest = [p for p in run.model.parameters() if p not in trained]
@@ -166,12 +166,12 @@ class AutocastOfGPU(TorchFunctionMode):
         kwargs = kwargs or {}
         if function not in self.WIDENED or not torch.is_autocast_enabled("cpu"):
             return function(*args, **kwargs)
-        args, kwargs = tree_map(_in_fp32, (args, kwargs))
+        args, kwargs = tree_map(_floats_in_fp32, (args, kwargs))
         with torch.autocast("cpu", enabled=False):
             return function(*args, **kwargs)
 
 
-def _in_fp32(value):
+def _floats_in_fp32(value):
     is_low = torch.is_tensor(value) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if is_low else value
 

@@ -1,8 +1,8 @@
 """The machine that is asked about: this one, a GPU by its name, or so much memory.
 
-    here()                        this machine
-    gpu("RTX 4090")               one of GPUS
-    size("24GiB")                 bytes
+    this_machine()                this machine
+    gpu_by_name("RTX 4090")       one of GPUS
+    bytes_of_text("24GiB")        bytes
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Machine(NamedTuple):
     hardware: str = ""
 
 
-MARGIN_OF_CPU = 0.1  # how far a peak may lie above what is told, see docs/advise.md
+MARGIN_OF_CPU_PEAK = 0.1  # how far a peak may lie above what is told, see docs/advise.md
 
 # name -> (GiB, compute capability), as NVIDIA's data sheets have them
 GPUS = {
@@ -73,7 +73,7 @@ GPUS = {
 }
 
 
-def here() -> Machine:
+def this_machine() -> Machine:
     """This machine: its first GPU, or its CPU and the memory that this process may use."""
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
@@ -81,12 +81,12 @@ def here() -> Machine:
         return Machine(name, memory, support(*device_facts("cuda")), False, hardware=kind_of_gpu(name))
     memory = _memory_of_cpu()
     name, facts = f"this machine's CPU, {_gib(memory)}", device_facts("cpu")
-    return Machine(name, memory, support(*facts), True, MARGIN_OF_CPU, kind_of_cpu(facts[2]))
+    return Machine(name, memory, support(*facts), True, MARGIN_OF_CPU_PEAK, kind_of_cpu(facts[2]))
 
 
 def kind_of_gpu(name: str) -> str:
     """The entry of GPUS of a GPU as torch calls it ("NVIDIA H100 80GB HBM3"); its own name without any."""
-    inside = [known for known in GPUS if _plain(known) in _plain(name)]
+    inside = [known for known in GPUS if _name_without_maker(known) in _name_without_maker(name)]
     return max(inside, key=len, default=name)
 
 
@@ -105,13 +105,13 @@ def _memory_of_cpu():
         return memory
 
 
-def gpu(name: str) -> Machine:
+def gpu_by_name(name: str) -> Machine:
     """The GPU of this name, whose case, blanks and maker do not matter. Raises Refused for one that GPUS does
     not have.
     """
-    wanted = _plain(name)
+    wanted = _name_without_maker(name)
     for known, (memory, capability) in GPUS.items():
-        if _plain(known) == wanted:
+        if _name_without_maker(known) == wanted:
             facts = support("cuda", capability)
             return Machine(f"{known}, {memory} GiB", memory * GIB, facts, False, hardware=known)
     raise Refused(
@@ -119,17 +119,17 @@ def gpu(name: str) -> Machine:
     )
 
 
-def _plain(name):
+def _name_without_maker(name):
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 
-def of_memory(text: str) -> Machine:
+def gpu_of_memory(text: str) -> Machine:
     """A GPU of so much memory, of which nothing else is known: one that runs bf16 natively."""
-    memory = size(text)
+    memory = bytes_of_text(text)
     return Machine(f"a GPU of {_gib(memory)}", memory, support("cuda", (8, 0)), False)
 
 
-def size(text: str) -> int:
+def bytes_of_text(text: str) -> int:
     """Bytes of '24GiB', '24GB' or '512MiB'. Raises Refused for another text, and for no memory at all."""
     units = {"": 1, "m": 2**20, "mib": 2**20, "mb": 10**6, "g": GIB, "gib": GIB, "gb": 10**9, "tib": 2**40}
     found = re.fullmatch(r"([0-9.]+) *([a-z]*)", str(text).strip().lower())
@@ -147,13 +147,14 @@ def _gib(memory):
     return f"{memory / GIB:.3g} GiB"
 
 
-RUNNING = 50 * 2**20  # what compiled code and its buffers add to a process once it trains, as measured
+# what compiled code and its buffers add to a process once it trains, as measured
+BYTES_OF_COMPILED_CODE = 50 * 2**20
 # The GNU C library does not give back the last 64 MiB of memory that was freed: mallopt(3),
 # M_MMAP_THRESHOLD, whose largest value is 32 MiB; M_TRIM_THRESHOLD becomes twice that.
-KEPT = 64 * 2**20
+BYTES_KEPT_BY_MALLOC = 64 * 2**20
 
 
-def process(net: nn.Module) -> int:
+def bytes_of_process(net: nn.Module) -> int:
     """Bytes that this process would hold beside tensors if it trained on a CPU: Python, the libraries that it
     has imported, torch's compiler, which makes the optimiser's step, and freed memory that the C library
     keeps. The net's own bytes do not count.
@@ -165,4 +166,4 @@ def process(net: nn.Module) -> int:
     except OSError:
         return 0
     own = [t for t in [*net.parameters(), *net.buffers()] if t.device.type != "meta"]
-    return max(0, resident - sum(t.nbytes for t in own)) + RUNNING + KEPT
+    return max(0, resident - sum(t.nbytes for t in own)) + BYTES_OF_COMPILED_CODE + BYTES_KEPT_BY_MALLOC

@@ -7,10 +7,10 @@ from pathlib import Path
 from ..errors import Refused
 from ..machine import quiet_import
 
-FITS, TOO_LARGE = "tab:blue", "lightgrey"
+COLOUR_OF_FITTING, COLOUR_OF_TOO_LARGE = "tab:blue", "lightgrey"
 
 
-def draw(advice, file: str) -> None:
+def draw_plot(advice, file: str) -> None:
     """Write FILE.png: a point a recipe with its 95 % interval, coloured where it fits, and the memory of the
     machine as a line. Raises Refused without matplotlib, and where no recipe was measured.
     """
@@ -27,7 +27,7 @@ def draw(advice, file: str) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for row in rows:
-        _point(axes, row, row.total / parameters)
+        _draw_point(axes, row, row.total / parameters)
     budget = advice.machine.memory * (1 - advice.machine.margin) / parameters
     axes.axvline(budget, color="black", linestyle="--", linewidth=1)
     axes.text(budget, 0.99, "memory", rotation=90, ha="right", va="top", transform=axes.get_xaxis_transform())
@@ -44,10 +44,10 @@ def draw(advice, file: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _point(axes, row, size):
+def _draw_point(axes, row, size):
     found = row.quality.row
     below, above = max(0.0, found.change - found.low), max(0.0, found.high - found.change)
-    colour = FITS if row.fits else TOO_LARGE
+    colour = COLOUR_OF_FITTING if row.fits else COLOUR_OF_TOO_LARGE
     axes.errorbar(size, found.change, yerr=[[below], [above]], fmt="o", color=colour, capsize=3)
     axes.annotate(
         row.candidate.typed, (size, found.change), fontsize=7, xytext=(4, 4), textcoords="offset points"

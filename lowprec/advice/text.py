@@ -7,7 +7,7 @@ from .. import evidence
 GIB = 2**30
 
 
-def written(advice) -> str:
+def full_text(advice) -> str:
     """The whole answer, as `python -m lowprec advise` prints it."""
     subject = advice.subject
     machine = f"on {advice.machine.name}; {advice.batch} examples a step"
@@ -30,21 +30,21 @@ def written(advice) -> str:
     return "\n".join(lines)
 
 
-def short(advice, rows: int = 4) -> list[str]:
+def short_text(advice, rows: int = 4) -> list[str]:
     """The first rows of the table, their quality, and the recommendation."""
     return [*_table(advice, rows), "", *_quality(advice, rows), "", *recommendation(advice)]
 
 
 # ---- The table ---------------------------------------------------------------------------------------------
 
-HEADER = [
+TABLE_HEADER = [
     *("flags", "GiB at once", "weights", "gradients", "states", "average", "activations"),
     *("fits", "largest batch", "speed"),
 ]
 
 
 def _table(advice, rows=None):
-    cells = [HEADER]
+    cells = [TABLE_HEADER]
     for row in advice.rows[:rows]:
         fits = "no" if not row.fits else "yes"
         if row.how[0] != "native":
@@ -179,5 +179,5 @@ def _notes(advice):
     if others:
         lines += ["", "What others found, by their own measures, and was not repeated here:"]
     for other in others:
-        lines.append(f"{' '.join(evidence.flags_of(other.recipe))}: {other.said} ({other.source})")
+        lines.append(f"{' '.join(evidence.flags_of_recipe(other.recipe))}: {other.said} ({other.source})")
     return lines

@@ -11,10 +11,10 @@ from torch import nn
 from ..copies import with_tensors
 from ..precision import Precision
 
-STEPS = 5
+STEPS_TIMED = 5
 
 
-def seconds_a_step(subject, recipe, batch: int, steps: int = STEPS, **options) -> float:
+def seconds_a_step(subject, recipe, batch: int, steps: int = STEPS_TIMED, **options) -> float:
     """The median of so many training steps behind one that compiles. The weights are drawn anew."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(), torch.device(device):

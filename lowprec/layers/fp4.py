@@ -10,7 +10,7 @@ in bf16, and bf16 for the last steps.
 import dataclasses
 import functools
 
-from ..activations import blocks
+from ..activations import recomputed_blocks
 from ..block_formats import BLOCK_FORMATS
 from ..errors import Refused
 from ..machine import try_import
@@ -205,7 +205,7 @@ class FP4(FP8):
 
 
 def _names_of_last_blocks(model, options):
-    parts = blocks(model)
+    parts = recomputed_blocks(model)
     if not parts:
         raise Refused(
             f"--fp4_keep {options.keep}: this net has no blocks (an nn.ModuleList, or a method `recomputed` "

@@ -15,9 +15,9 @@ import torch
 from ..errors import Refused, check_choice
 from ..kernels import choose
 from ..rounding import (
-    DTYPES,
+    DTYPE_OF_NAME,
     NO_AVERAGE,
-    UPDATES,
+    WAYS_TO_ROUND,
     Noise,
     StepAverage,
     exact_weight,
@@ -56,11 +56,11 @@ class EMA:
         compiled=True,
     ):
         check_choice("dtype", dtype, ("fp32", "bf16"))
-        check_choice("update", update, UPDATES)
+        check_choice("update", update, WAYS_TO_ROUND)
         if not 0 <= decay <= 1:
             raise Refused(f"decay={decay}: it must lie from 0 to 1")
         self.full_decay, self.warmup = decay, warmup
-        self.dtype, self.update_mode = DTYPES[dtype], update
+        self.dtype, self.update_mode = DTYPE_OF_NAME[dtype], update
         self.seed, self.compiled = seed, compiled
         self.names, self.params = zip(*named_params, strict=True)
         self.low_part = low_part or no_low_part

@@ -10,7 +10,7 @@ from ..errors import Refused, check_choice
 from ..kernels import cpu_products
 from ..layers.convolutions import CONVOLUTIONS
 from ..roles import role, roles
-from ..rounding import DTYPES
+from ..rounding import DTYPE_OF_NAME
 from ..sites import MOMENTUM, Site
 from .by_tensor import ByTensor, Rooms
 
@@ -59,7 +59,7 @@ class Muon(ByTensor):
     ):
         check_choice("orthogonalise", orthogonalise, ORTHOGONALISE.values)
         check_choice("adjust", adjust, ADJUST)
-        self.dtype = DTYPES[orthogonalise]
+        self.dtype = DTYPE_OF_NAME[orthogonalise]
         self.adjust = adjust
         options = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
         super().__init__(params, options, **writing)

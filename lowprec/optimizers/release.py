@@ -9,9 +9,9 @@
 A step then holds one tensor's gradient at a time, which spares 2 bytes a parameter in bf16. Its bits are
 those of the ordinary step, for noise is keyed by a parameter's place and not by when it is written.
 
-What needs all gradients before the first update can't be had, see rules.RELEASED. Every backward pass that
-reaches a parameter updates it: set requires_grad=False on a net that only passes gradients on. Learning rates
-are read in backward, so a schedule moves them before it or after `optimizer.step()`.
+What needs all gradients before the first update can't be had, see rules.RELEASE_RULES. Every backward pass
+that reaches a parameter updates it: set requires_grad=False on a net that only passes gradients on. Learning
+rates are read in backward, so a schedule moves them before it or after `optimizer.step()`.
 """
 
 import operator

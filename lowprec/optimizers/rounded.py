@@ -24,16 +24,16 @@ from ..kernels import choose
 from ..kernels.numbers import SCALE, WeightNumbers, named
 from ..machine import settle_vector_math
 from ..rounding import (
-    DTYPES,
+    DTYPE_OF_NAME,
     NO_AVERAGE,
-    UPDATES,
+    WAYS_TO_ROUND,
     Noise,
     exact_weight,
     key_words,
     noise_bits,
     rounded,
+    value_once_written,
     write_weight,
-    written,
 )
 from .answers import RoundedAnswers
 from .buckets import (
@@ -74,7 +74,7 @@ def step_kernel(direction, kind, feedback=None):
             noise_of_moments = [noise >> 16, second, second >> 16]
         if feedback is not None:
             noise = None
-            new = feedback(x - written(x, p.dtype), new, own)
+            new = feedback(x - value_once_written(x, p.dtype), new, own)
         write_weight(x, p, low, noise)
         average.follow(x, p, low, noise)
         for m, value, bits in zip(moments, new, noise_of_moments, strict=False):
@@ -198,7 +198,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         **named,
     ):
         settle_vector_math()
-        check_choice("update", update, (*UPDATES, "eco"))
+        check_choice("update", update, (*WAYS_TO_ROUND, "eco"))
         check_choice("master", master, MASTERS)
         if update == "eco" and self.feedback is None:
             name = type(self).__name__
@@ -224,7 +224,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         for name in self.moments:
             kind = kinds.get(name, "fp32")
             check_choice(name, kind, ("fp32", "bf16", *FORMATS))
-            self.dtypes[name] = DTYPES.get(kind, torch.float32)
+            self.dtypes[name] = DTYPE_OF_NAME.get(kind, torch.float32)
             if kind in FORMATS:
                 self.coders[name] = FORMATS[kind]
                 self.coders[name].require()

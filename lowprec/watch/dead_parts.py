@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from ..telemetry import sample
+from ..telemetry import sample_entries
 
 
 def tables_of(model, named):
@@ -19,11 +19,11 @@ def tables_of(model, named):
 
 def dead_part(alive, shape, most):
     """Which aligned half, third or quarter of the rows or columns is dead as a whole while the rest lives;
-    "" where none is. alive: bool, of a sample (telemetry.sample) of a tensor of this shape.
+    "" where none is. alive: bool, of a sample (telemetry.sample_entries) of a tensor of this shape.
     """
     if alive.all() or not alive.any():
         return ""
-    places = sample(torch.arange(math.prod(shape)), most)
+    places = sample_entries(torch.arange(math.prod(shape)), most)
     for dim, what in ((0, "rows"), (1, "columns")):
         size = shape[dim]
         at = places // math.prod(shape[dim + 1 :]) % size

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import Refused
-from ..telemetry import sample
+from ..telemetry import sample_entries
 from . import findings, net_state
 from .adapters import answering, check_states, grad_scale, hooked, renew, skips, unwrapped
 from .average_watch import AverageWatch
@@ -30,7 +30,7 @@ from .verdicts import Diagnosis, Finding
 from .write_errors import Errors
 from .writes import Tally, Writes
 
-# entries of a tensor's sample, see telemetry.sample
+# entries of a tensor's sample, see telemetry.sample_entries
 LARGEST_SAMPLE, SMALLEST_SAMPLE = 1 << 12, 5 << 9
 
 
@@ -427,7 +427,7 @@ def usual_sample(model):
 
 
 def _picked(t, most, device):
-    taken = sample(t, most)
+    taken = sample_entries(t, most)
     return taken if taken.device == device else taken.to(device)
 
 

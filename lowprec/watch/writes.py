@@ -16,7 +16,7 @@ import math
 import torch
 
 from ..optimizers.buckets import scale_of
-from ..telemetry import announce, sample
+from ..telemetry import announce, sample_entries
 from .averages import measured_rate, said_rate
 from .sums import Sums, one_an_entry, totals
 
@@ -275,7 +275,7 @@ class Writes:
     `after` once the averages have been updated, or `stepped` after the step and `averaged` after the average.
     """
 
-    def __init__(self, optimizer, named_params, averages, pick=sample):
+    def __init__(self, optimizer, named_params, averages, pick=sample_entries):
         self.optimizer = optimizer
         self.named_params = list(named_params)
         self.ema = averages

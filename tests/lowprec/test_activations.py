@@ -15,7 +15,7 @@ from cli import SEGMENT, assert_same, checkpoint, command, one_line, quick, summ
 from torch import nn
 
 import models
-from lowprec.activations import Meter, blocks, recompute
+from lowprec.activations import Meter, recompute, recomputed_blocks
 from lowprec.errors import Refused
 from lowprec.precision import Precision, recipe
 from models import DIFFUSION_UNETS, GENERATIVE, SEGMENTING
@@ -102,7 +102,7 @@ def trained(name, flags, again, steps=3):
     torch.manual_seed(0)
     run = Precision(GENERATIVE[name](1, 10, 8), recipe(**flags), lr=1e-2, seed=0)
     if again:
-        assert recompute(run.model) == len(blocks(run.model)) > 2
+        assert recompute(run.model) == len(recomputed_blocks(run.model)) > 2
     x, t, y = torch.randn(8, 1, 8, 8), torch.rand(8) * 1000, torch.arange(8)
     for _ in range(steps):
         with Meter(run.model) as kept:
@@ -160,9 +160,9 @@ def test_running_statistics_move_once():
 
 def test_a_net_names_its_blocks_or_its_outermost_lists_do():
     segmenting = SEGMENTING["unet"](1, 4, 32)
-    assert len(blocks(segmenting)) > 4 and blocks(GENERATIVE["dit"](1, 10, 8))[0].norm1
+    assert len(recomputed_blocks(segmenting)) > 4 and recomputed_blocks(GENERATIVE["dit"](1, 10, 8))[0].norm1
     nested = nn.ModuleDict({"outer": nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)])])})
-    assert blocks(nested) == list(nested["outer"])
+    assert recomputed_blocks(nested) == list(nested["outer"])
     with pytest.raises(Refused, match="this net has no blocks"):
         recompute(net())
 

@@ -48,7 +48,7 @@ def loss(model, n):
 
 def on(monkeypatch, support, memory=2**40):
     machine = machines.Machine("a machine", memory, support, is_cpu=False, margin=0.0)
-    monkeypatch.setattr(machines, "here", lambda: machine)
+    monkeypatch.setattr(machines, "this_machine", lambda: machine)
 
 
 def typed(rows):
@@ -63,7 +63,7 @@ def test_bytes_are_those_allocated(candidate):
     if candidate.arithmetic == "fp8":
         pytest.skip("its layers need 16 features and more, and its bytes are bf16's")
     r = recipe(**candidate.flags)
-    told = footprint.held(Net(), r, **candidate.options)
+    told = footprint.held_by_gpu(Net(), r, **candidate.options)
     run = Precision(Net(), r, **candidate.options)
     sizes = []
 
@@ -86,8 +86,8 @@ def test_bytes_are_those_allocated(candidate):
 
 
 def test_gpus_share_rows():
-    alone = footprint.held(Net(), recipe(bf16=True))
-    half = footprint.held(Net(), recipe(bf16=True), world=2)
+    alone = footprint.held_by_gpu(Net(), recipe(bf16=True))
+    half = footprint.held_by_gpu(Net(), recipe(bf16=True), world=2)
     assert half.states == pytest.approx(alone.states / 2, rel=0.01)
     assert half.gathered > alone.gathered == 0
 
@@ -417,8 +417,9 @@ def test_train_asks_of_its_own_nets(capsys, words, status, said):
 
 
 def test_a_gpu_is_known_however_it_is_written():
-    assert machines.gpu("NVIDIA GeForce RTX 4090").memory == machines.gpu("rtx4090").memory == 24 * 2**30
-    assert machines.gpu("v100").support["bf16"][0] == "emulated"
+    assert machines.gpu_by_name("NVIDIA GeForce RTX 4090").memory == 24 * 2**30
+    assert machines.gpu_by_name("rtx4090").memory == 24 * 2**30
+    assert machines.gpu_by_name("v100").support["bf16"][0] == "emulated"
 
 
 def test_a_net_that_needs_values_is_answered_without_activations(monkeypatch):

@@ -18,13 +18,13 @@ def stored(tmp_path, monkeypatch):
     )  # fmt: skip
 
     def store(*changes):
-        rows = [list(evidence.Row(**{**usual, **change})) for change in changes]
+        rows = [list(evidence.EvidenceRow(**{**usual, **change})) for change in changes]
         (tmp_path / "evidence.json").write_text(json.dumps({"rows": rows, "pooled": [], "caution": ""}))
-        monkeypatch.setattr(evidence, "FILE", tmp_path / "evidence.json")
-        evidence._file.cache_clear()
+        monkeypatch.setattr(evidence, "EVIDENCE_FILE", tmp_path / "evidence.json")
+        evidence._read_file.cache_clear()
 
     yield store
-    evidence._file.cache_clear()
+    evidence._read_file.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def stored(tmp_path, monkeypatch):
 def test_a_key_stands_for_the_flags_of_a_recipe_and_for_nothing_else(flags, key, words):
     assert evidence.recipe_key(flags) == key
     if words is not None:
-        assert " ".join(evidence.flags_of(key)) == words
+        assert " ".join(evidence.flags_of_recipe(key)) == words
 
 
 def test_the_nearest_row_differs_least_first_in_the_regime_then_in_the_kind_then_in_size_and_rate(stored):
@@ -68,8 +68,8 @@ def test_the_nearest_row_differs_least_first_in_the_regime_then_in_the_kind_then
 
 
 def test_what_the_package_holds_is_measured_and_in_order():
-    rows, pooled = evidence.rows(), evidence.pooled()
-    assert len(rows) > 100 and evidence.FILE.stat().st_size < 120_000
+    rows, pooled = evidence.all_rows(), evidence.pooled()
+    assert len(rows) > 100 and evidence.EVIDENCE_FILE.stat().st_size < 120_000
     for row in rows:
         assert row.low <= row.change <= row.high and row.pairs > 1 and row.parameters > 0, row
         assert evidence.recipe_key({}) != row.recipe
@@ -77,6 +77,6 @@ def test_what_the_package_holds_is_measured_and_in_order():
     assert len(set(names)) == len(names)
     for row in pooled:
         own = [r for r in rows if (r.recipe, r.optimizer, r.weights) == names[pooled.index(row)]]
-        changes = [r.change for r in own if r.pairs >= evidence.LEAST]
+        changes = [r.change for r in own if r.pairs >= evidence.LEAST_PAIRS]
         assert row.rows == len(changes) and row.worst_change == max(changes)
         assert min(changes) <= row.change <= max(changes) and math.isfinite(row.high)

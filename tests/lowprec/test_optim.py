@@ -30,7 +30,7 @@ from lowprec.optimizers.average import EMA
 from lowprec.optimizers.buckets import Bucket
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
-from lowprec.rounding import DTYPES
+from lowprec.rounding import DTYPE_OF_NAME
 
 # ---- Noise of a step ---------------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ def test_saved_and_loaded_training_continues_bit_for_bit(mode):
         assert same(p.detach(), q.detach())
         assert same_state(optimizer.state[p], second.state[q])
     for name in ("exp_avg", "exp_avg_sq"):
-        wanted = DTYPES[MODES[mode].get(name, "fp32")]
+        wanted = DTYPE_OF_NAME[MODES[mode].get(name, "fp32")]
         assert all(second.state[q][name].dtype == wanted for q in others)
 
 

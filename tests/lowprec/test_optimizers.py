@@ -14,7 +14,7 @@ from torch import nn
 from lowprec.kernels import cpu_products
 from lowprec.optimizers.build import OPTIMIZERS
 from lowprec.optimizers.muon import Muon, orthogonalised
-from lowprec.telemetry import sample
+from lowprec.telemetry import sample_entries
 
 eager = common.eager
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -324,7 +324,7 @@ def test_wanted_is_what_an_fp32_step_does(name):
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_a_sample_of_what_is_wanted_comes_from_the_whole_gradient(name):
-    pick = lambda t: sample(t, 16)  # noqa: E731
+    pick = lambda t: sample_entries(t, 16)  # noqa: E731
     params, optimizer = made(name, initial(name), lr=1e-2)
     feed(optimizer, params, 2)
     grads = {p: draw(*p.shape, seed=i) for i, p in enumerate(params)}

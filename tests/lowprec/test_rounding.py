@@ -22,8 +22,8 @@ from lowprec.rounding import (
     split_master,
     stochastic_round,
     stream,
+    value_once_written,
     write_weight,
-    written,
 )
 
 # ---- Stochastic rounding -----------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_what_is_held_once_it_is_written(low, noise):
     p = torch.zeros(len(x), dtype=BF16)
     part = None if low is None else torch.zeros(len(x), dtype=low)
     write_weight(x, p, part, noise)
-    assert same(written(x, BF16, part, noise), exact_weight(p, part))
+    assert same(value_once_written(x, BF16, part, noise), exact_weight(p, part))
 
 
 # ---- Without a compiler ------------------------------------------------------------------------------------

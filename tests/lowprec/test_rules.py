@@ -11,7 +11,15 @@ from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.muon import Muon
 from lowprec.optimizers.peers import Peer
 from lowprec.recipes import recipe
-from lowprec.rules import COMMAND, NET, OPTIMIZER, PartFacts, RunFacts, refuse, refuse_optimizer
+from lowprec.rules import (
+    COMMAND_RULES,
+    NET_RULES,
+    OPTIMIZER_RULES,
+    PartFacts,
+    RunFacts,
+    refuse,
+    refuse_optimizer,
+)
 
 PLAIN = recipe()
 FP8 = recipe(fp8=True, fp8_backend="emulate")
@@ -44,7 +52,7 @@ CASES = [  # facts of a run, words of its refusal
 @pytest.mark.parametrize("facts, words", CASES, ids=lambda x: "+".join(x) if isinstance(x, dict) else "")
 def test_a_run_that_can_not_be_is_refused(facts, words):
     with pytest.raises(Refused) as refused:
-        refuse(COMMAND, RunFacts(**{"recipe": PLAIN, **facts}))
+        refuse(COMMAND_RULES, RunFacts(**{"recipe": PLAIN, **facts}))
     for word in words:
         assert word in str(refused.value)
 
@@ -53,15 +61,16 @@ def test_every_rule_of_a_run_has_a_case():
     met = set()
     for facts, _ in CASES:
         asked_for = RunFacts(**{"recipe": PLAIN, **facts})
-        met.update(rule for rule in COMMAND if rule.when(asked_for))
-    assert met == set(COMMAND)
+        met.update(rule for rule in COMMAND_RULES if rule.when(asked_for))
+    assert met == set(COMMAND_RULES)
 
 
 def test_a_run_of_defaults_is_refused_by_none():
-    refuse(COMMAND, RunFacts(PLAIN))
-    refuse(COMMAND, RunFacts(FP8, compiled=True, processes=8, accumulate=4, clip_grad=1.0, states_on="cpu"))
-    refuse(COMMAND, RunFacts(PLAIN, spread=True, processes=2, clip_tensor=1.0))
-    refuse(NET, net())
+    refuse(COMMAND_RULES, RunFacts(PLAIN))
+    much = RunFacts(FP8, compiled=True, processes=8, accumulate=4, clip_grad=1.0, states_on="cpu")
+    refuse(COMMAND_RULES, much)
+    refuse(COMMAND_RULES, RunFacts(PLAIN, spread=True, processes=2, clip_tensor=1.0))
+    refuse(NET_RULES, net())
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,7 @@ def test_a_run_of_defaults_is_refused_by_none():
 )
 def test_a_net_that_can_not_be_trained(model, words):
     with pytest.raises(Refused, match=words.replace("(", r"\(").replace(")", r"\)")):
-        refuse(NET, model)
+        refuse(NET_RULES, model)
 
 
 def test_optimisers_that_a_run_can_not_step_by():
@@ -90,9 +99,9 @@ def test_optimisers_that_a_run_can_not_step_by():
     with pytest.raises(Refused, match="torch's SGD is none"):
         refuse_optimizer(theirs, "mine", states_on="cpu")
     both = PartFacts(theirs, "mine", spread=True, states_on="cpu")
-    assert len(rules.sentences(OPTIMIZER, both)) == 2
+    assert len(rules.sentences(OPTIMIZER_RULES, both)) == 2
 
 
 def test_the_first_rule_that_holds_speaks():
     with pytest.raises(Refused, match="clip_grad=-1"):
-        refuse(COMMAND, RunFacts(PLAIN, clip_grad=-1, grad_release=True, processes=2))
+        refuse(COMMAND_RULES, RunFacts(PLAIN, clip_grad=-1, grad_release=True, processes=2))

@@ -16,7 +16,7 @@ from lowprec import precision
 from lowprec.errors import Refused
 from lowprec.optimizers.offload import Offload, Traffic, offloaded, sizes
 from lowprec.precision import Precision, recipe
-from lowprec.rules import RUN, RunFacts, refuse
+from lowprec.rules import RUN_RULES, RunFacts, refuse
 
 eager = common.eager
 Late = test_states_on_cpu.Late
@@ -114,7 +114,7 @@ def test_what_else_is_refused():
     refused(lambda: start("pure_bf16", states_on="cpu", optimizer="torchastic"), "torchastic", "adamw")
     refused(lambda: start("fp32", states_on="cpu", grad_release=True), "leave one out")
     with pytest.raises(Refused, match="fully_shard"):
-        refuse(RUN, RunFacts(recipe(), spread=True, states_on="cpu"))
+        refuse(RUN_RULES, RunFacts(recipe(), spread=True, states_on="cpu"))
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_watch_loop import eager, losing, net, train
 
-from lowprec.telemetry import sample
+from lowprec.telemetry import sample_entries
 from lowprec.watch import findings
 from lowprec.watch.dead_parts import dead_part
 from lowprec.watch.gradients import Partial
@@ -592,7 +592,7 @@ def test_a_dead_part_is_found_in_a_sample(shape, parts, k, dim):
     start = k * size // parts
     alive.narrow(dim, start, size // parts).fill_(False)
     words = f"{'rows' if dim == 0 else 'columns'} {start} to {start + size // parts - 1} of {size}"
-    assert dead_part(sample(alive, 1024), shape, 1024) == words
+    assert dead_part(sample_entries(alive, 1024), shape, 1024) == words
 
 
 def test_scattered_zeros_are_no_dead_part():

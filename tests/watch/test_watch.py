@@ -8,7 +8,7 @@ import torch
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.rounding import stochastic_round
-from lowprec.telemetry import StepReport, sample, stays
+from lowprec.telemetry import StepReport, sample_entries, stays_when_rounded
 from lowprec.watch.writes import Tally, Writes
 
 # ---- Samples -----------------------------------------------------------------------------------------------
@@ -18,7 +18,7 @@ from lowprec.watch.writes import Tally, Writes
 def test_a_sample_sees_all_columns(shape):
     # only the values are needed: each entry holds its own column
     columns = torch.arange(shape[-1], dtype=torch.float32).expand(shape)
-    seen = sample(columns)
+    seen = sample_entries(columns)
     assert seen.numel() < 1 << 17
     share = seen.unique().numel() / min(shape[-1], seen.numel())
     assert share > 0.99, f"{share:.1%} of the columns"
@@ -26,7 +26,7 @@ def test_a_sample_sees_all_columns(shape):
 
 def test_a_sample_is_evenly_spread_and_reaches_the_end():
     for n in (131_072, 300_000, 1_000_003, 1 << 20, 6_300_000):
-        seen = sample(torch.arange(float(n)))
+        seen = sample_entries(torch.arange(float(n)))
         stride = int(seen[1] - seen[0])
         assert (seen.diff() == stride).all() and seen[0] == 0 and n - seen[-1] <= stride
         assert math.gcd(stride, n) == 1
@@ -38,15 +38,15 @@ def test_a_sample_is_evenly_spread_and_reaches_the_end():
 def test_tensors_below_131072_entries_are_taken_whole(n):
     assert max(1, n // 65_536) == 1  # as recorded runs took them
     t = torch.arange(float(n))
-    assert torch.equal(sample(t), t)
+    assert torch.equal(sample_entries(t), t)
 
 
 def test_a_sample_is_flat_and_holds_no_graph():
     t = torch.ones(3, 4, requires_grad=True) * 2
-    assert sample(t).shape == (12,) and not sample(t).requires_grad
+    assert sample_entries(t).shape == (12,) and not sample_entries(t).requires_grad
     turned = torch.arange(12.0).view(3, 4).t()
-    assert torch.equal(sample(turned), turned.flatten())
-    assert sample(torch.tensor(3.0)).tolist() == [3.0]
+    assert torch.equal(sample_entries(turned), turned.flatten())
+    assert sample_entries(torch.tensor(3.0)).tolist() == [3.0]
 
 
 # ---- One step ----------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_the_tally_forgives_noise_and_not_loss():
     tallies = {}
     for name, new in writes.items():
         tallies[name] = Tally()
-        tallies[name].add(stays(stored, target), old, target, new.float())
+        tallies[name].add(stays_when_rounded(stored, target), old, target, new.float())
     assert tallies["nearest"].lost > 0.95 and 0.2 < tallies["half"].lost < 0.5
     assert tallies["exact"].lost == tallies["stochastic"].lost == 0.0
     assert all(t.stuck == 1.0 for t in tallies.values())
