@@ -27,7 +27,7 @@ from harness import flags
 from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
 from lowprec.evidence import KIND_OF_MODEL
-from lowprec.optimizers.build import arguments, kinds
+from lowprec.optimizers.build import argument_names, classes_of
 from lowprec.recipes import Recipe
 from precision import PRECISION, recipe_of
 from tasks.classify import Classify
@@ -166,7 +166,7 @@ def table(spec=None):
 def defaults(kind, given):
     """{flag: default} where task, --optimizer or --clip_tensor has another than the flag's row."""
     found = dict(kind.own_defaults())
-    of_optimizer = kinds(given.get("optimizer", "adamw"))
+    of_optimizer = classes_of(given.get("optimizer", "adamw"))
     if of_optimizer:
         found.update(of_optimizer[0].flags)
     if given.get("clip_tensor"):
@@ -243,9 +243,9 @@ def _refuse_foreign(kind, config):
 
 def _check(config, known):
     """Raise Refused for a flag that does nothing beside the others."""
-    optimizers = kinds(config.optimizer)
+    optimizers = classes_of(config.optimizer)
     if optimizers and config.beta2 != known["beta2"].default:
-        if not any("betas" in arguments(one) for one in optimizers):
+        if not any("betas" in argument_names(one) for one in optimizers):
             raise Refused(
                 f"--beta2 {config.beta2:g}: --optimizer {config.optimizer} has no beta2; drop it, or choose "
                 "adamw, lion or muon"

@@ -209,7 +209,7 @@ def add_arguments(parser):
 
 def fp16(args, clock):
     """Rows (dicts): name, seed, steps done, held-out loss, skipped steps, share of exp_avg_sq that is 0."""
-    cpu_products.settle(torch.device("cpu"))
+    cpu_products.settle_products(torch.device("cpu"))
     rows = []
     with progress_bar(len(WAYS) * args.seeds * args.steps) as bar:
         for seed in range(args.seeds):

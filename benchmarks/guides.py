@@ -346,7 +346,7 @@ def add_arguments(parser):
 
 def guides(args, clock):
     """Rows (dicts): question, what, value, unit, values by seed."""
-    cpu_products.settle(args.device)
+    cpu_products.settle_products(args.device)
     rows = []
     for question in QUESTIONS:
         for what, value, unit, *values in question(args):

@@ -133,7 +133,7 @@ def allocated(spec, flags, args):
     for name in ("weights", "gradients", "states"):
         row[name] = size[name] / n
     if run.away is not None:
-        on_cpu, once = offload.sizes(run.optimizer)
+        on_cpu, once = offload.bytes_kept_away(run.optimizer)
         row.update(on_cpu=on_cpu / n, rooms=getattr(run.away.traffic, "rooms", once) / n)
     row["bytes_per_parameter"] = sum(size.values()) / n
     row["ledger"] = run.ledger().state_bytes

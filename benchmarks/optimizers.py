@@ -104,8 +104,8 @@ def contenders():
 
 def listed_peers():
     """The peers that train.py offers: those in PROTECTION in its order, then new ones."""
-    known = [name for name in PROTECTION if name in peers.PEERS]
-    new = [name for name in peers.PEERS if name not in PROTECTION]
+    known = [name for name in PROTECTION if name in peers.PEER_OPTIMIZERS]
+    new = [name for name in peers.PEER_OPTIMIZERS if name not in PROTECTION]
     return known + new
 
 

@@ -139,7 +139,7 @@ def bytes_of(run):
     tensors = [*run.ema.shadow.values(), *run.model.buffers()]
     tensors += [p for p in run.model.parameters() if not p.requires_grad]
     for p in run.params:
-        tensors += [buckets.local(p), buckets.local(p.grad)]
+        tensors += [buckets.local_tensor(p), buckets.local_tensor(p.grad)]
         tensors += [t for name, t in run.optimizer.state[p].items() if name != "step"]
     return sum(t.nbytes for t in tensors)
 

@@ -104,7 +104,7 @@ def training(args, clock):
     rows = []
     torchs_own = nullcontext()
     if args.products == "torch":
-        torchs_own = patch.object(cpu_products, "settle")
+        torchs_own = patch.object(cpu_products, "settle_products")
     with torchs_own, progress_bar(len(args.nets) * len(args.recipes) * (2 * args.repeats + 1)) as bar:
         for spec in args.nets:
             cells = started(args.recipes, lambda name, spec=spec: start(spec, name, args.device), bar, spec)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from harness.ranks import Followed
 from lowprec.errors import Refused
-from lowprec.optimizers.buckets import local
+from lowprec.optimizers.buckets import local_tensor
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -80,7 +80,7 @@ def check_weights(run, step, folder, ranks, device):
 def _not_finite(run):
     """The name of a weight, or of a moment, that is not finite; "" where all are."""
     for name, p in run.named_params:
-        if not local(p.detach()).isfinite().all():
+        if not local_tensor(p.detach()).isfinite().all():
             return name
         for site in run.recipe.moments:
             moment = run.optimizer.moment(p, site)

@@ -24,7 +24,7 @@ import torch
 from harness.files import cant_write, check_regular, digest, read_json, write_json
 from harness.ranks import Followed, lost_process
 from lowprec.errors import Refused, first_line
-from lowprec.optimizers.buckets import local
+from lowprec.optimizers.buckets import local_tensor
 from lowprec.optimizers.state import Chunk
 
 NAMES = ("checkpoint", "best")  # what checkpoints of many ranks are called
@@ -79,7 +79,7 @@ def _memory(x):
     if isinstance(x, Chunk):
         own = x.tensor
     else:
-        own = local(x)
+        own = local_tensor(x)
     # the storage itself: the address of an empty one is 0
     return own.untyped_storage()._cdata, own.storage_offset(), own.dtype, x.shape, own.stride()
 

@@ -41,7 +41,7 @@ def _last_weights(run):
     found = {}
     with run.optimizer.reading() as swapped:
         for name, p in run.named_params:
-            held = exact_weight(buckets.local(p), run.low_part(p))
+            held = exact_weight(buckets.local_tensor(p), run.low_part(p))
             found[name] = held.clone() if swapped else held
     return found
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .errors import Refused, first_line
-from .optimizers.buckets import as_dtensor, gathered, is_spread, local, part_of
+from .optimizers.buckets import as_dtensor, is_spread, local_tensor, part_of, whole_tensor
 from .optimizers.state import cut
 
 # ---- Numbers of all ranks ----------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class NetRanks:
         first_part = next(part for part in self.parts.values() if part is not None)
         self.group = first_part.group
         self.count = len(first_part.bounds) - 1
-        self.device = local(named[0][1]).device
+        self.device = local_tensor(named[0][1]).device
         self.is_first = torch.distributed.get_rank() == 0
 
     # -- numbers
@@ -80,7 +80,7 @@ class NetRanks:
             part = self.part_of_name.get(name)
             if part is None:
                 part = part_of(t)
-            whole = gathered(local(t), part)
+            whole = whole_tensor(local_tensor(t), part)
             if self.is_first:
                 found[name] = whole.cpu()
         return found

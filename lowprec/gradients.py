@@ -7,7 +7,7 @@ import torch
 from .errors import Refused
 from .optimizers import buckets
 from .optimizers.release import clipping, norms_of
-from .optimizers.rounded import SPARSE
+from .optimizers.rounded import SPARSE_GRADIENT
 
 # {parameter: its gradient, or a number of it}
 ByParameter = dict[torch.nn.Parameter, torch.Tensor]
@@ -37,9 +37,9 @@ def gradients_of(run) -> ByParameter:
     """
     grads = run.sums or {p: p.grad for p in run.params if p.grad is not None}
     if run.ranks is not None:
-        grads = {p: buckets.local(g) for p, g in grads.items()}
+        grads = {p: buckets.local_tensor(g) for p, g in grads.items()}
     if any(g.is_sparse for g in grads.values()):
-        raise Refused(SPARSE)
+        raise Refused(SPARSE_GRADIENT)
     if not grads and not run.has_released:
         run.slips.refuse_new(run)
         raise Refused(

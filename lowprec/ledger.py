@@ -122,7 +122,7 @@ def of_run(run, sites: Mapping[str, Site]) -> Ledger:
         details.update(method.details())
     if run.away is None:
         return Ledger(rows, parameters, details)
-    on_cpu, at_once = offload.sizes(run.optimizer)
+    on_cpu, at_once = offload.bytes_kept_away(run.optimizer)
     return Ledger(rows, parameters, details, (on_cpu / parameters, at_once))
 
 

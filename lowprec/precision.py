@@ -148,7 +148,7 @@ class Precision:
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         options.check(self.recipe, model, spread=self.ranks is not None)
         if self.recipe.compute not in ("fp32", "tf32"):
-            cpu_products.settle(self.device)
+            cpu_products.settle_products(self.device)
 
         self._methods(method_options)
         originals = self._cast(model)
@@ -183,7 +183,7 @@ class Precision:
         originals = []
         if r.low_weights and (r.master != "none" or r.kahan == "on"):
             trained = [p for p in net.parameters() if p.requires_grad]
-            originals = [buckets.local(p).float().clone() for p in trained]
+            originals = [buckets.local_tensor(p).float().clone() for p in trained]
         self.cast = Cast(net, r, self.options)
         for method in self.methods:
             method.convert(net)
@@ -215,7 +215,7 @@ class Precision:
         self.optimizer = build.build(
             options.optimizer, groups, self.recipe, net=self.model, away=self.away, **options.of_optimizer
         )
-        self.optimizer_name = build.title(self.optimizer, options.optimizer)
+        self.optimizer_name = build.title_of_optimizer(self.optimizer, options.optimizer)
         spread = self.ranks is not None
         refuse_optimizer(self.optimizer, self.optimizer_name, spread=spread, states_on=options.states_on)
         self.optimizer.attach(self.model)

@@ -19,7 +19,7 @@ from . import rules
 from .errors import Refused, check_several
 from .layers import fp4 as four_bits
 from .layers import fp8
-from .optimizers.build import OPTIMIZERS, kinds
+from .optimizers.build import OPTIMIZERS, classes_of
 from .rounding import DTYPE_OF_NAME
 from .rules import check_machine
 from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS, SITES, Site
@@ -31,7 +31,7 @@ def sites_of(*optimizers) -> dict[str, Site]:
     """{name: Site} of what these optimisers, names or classes, have beside SITES."""
     found = {}
     for optimizer in optimizers:
-        for kind in kinds(optimizer):
+        for kind in classes_of(optimizer):
             found.update(kind.sites)
     return found
 
@@ -176,7 +176,7 @@ class Recipe:
         optimizer: Any = "adamw",
     ) -> list[str]:
         """What a recipe that runs loses: one line each, with the arithmetic. [] for a healthy recipe.
-        optimizer: its name; one of `peers.PEERS` writes in its own way.
+        optimizer: its name; one of `peers.PEER_OPTIMIZERS` writes in its own way.
         """
         losses = rules.LossFacts(self, beta2, ema_decay, lr, weight_decay, micro_batches, optimizer)
         found = rules.sentences(rules.LOSS_RULES, losses)
@@ -362,7 +362,7 @@ def _identity(optimizers):
     """
     found = set()
     for optimizer in optimizers:
-        found.update(kinds(optimizer) or [optimizer])
+        found.update(classes_of(optimizer) or [optimizer])
     return found
 
 
@@ -398,11 +398,11 @@ def _without_moments_but_of(optimizers, values, chosen=()):
     """{site: value} with the defaults of those moments of AdamW that none of the optimisers keeps. Raises
     Refused where one of these is among the `chosen` sites.
     """
-    if not all(kinds(optimizer) for optimizer in optimizers):  # other people's may keep anything
+    if not all(classes_of(optimizer) for optimizer in optimizers):  # other people's may keep anything
         return values
     kept = set()
     for optimizer in optimizers:
-        for kind in kinds(optimizer):
+        for kind in classes_of(optimizer):
             kept.update(kind.moments)
     values = dict(values)
     for site in ("exp_avg", "exp_avg_sq"):

@@ -29,8 +29,8 @@ from .errors import Refused
 from .formats import FORMATS
 from .machine import device_facts, support
 from .optimizers.buckets import whole_alone
-from .optimizers.peers import PEERS
-from .optimizers.rounded import LAZY, REMEDIES, Rounded
+from .optimizers.peers import PEER_OPTIMIZERS
+from .optimizers.rounded import LAZY_LAYER, REMEDY_FOR_DTYPE, Rounded
 from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS
 
 EXACT_MASTERS = "split", "fp32"  # masters that are fp32, bit for bit
@@ -295,10 +295,10 @@ NET_RULES = (
         lambda net: not any(p.requires_grad for p in net.parameters()),
         "no parameter has requires_grad=True: there is nothing to train",
     ),
-    Rule(lambda net: any(map(is_lazy, net.parameters())), LAZY),
+    Rule(lambda net: any(map(is_lazy, net.parameters())), LAZY_LAYER),
     Rule(
         lambda net: any(p.is_complex() and p.requires_grad for p in net.parameters()),
-        f"the model trains complex parameters: {REMEDIES[torch.complex64]}",
+        f"the model trains complex parameters: {REMEDY_FOR_DTYPE[torch.complex64]}",
     ),
 )
 
@@ -501,7 +501,7 @@ class LossFacts:
 
     def remedy(self, text: str) -> str:
         """What keeps the loss away: a peer knows none of our ways to round."""
-        if self.optimizer in PEERS:
+        if self.optimizer in PEER_OPTIMIZERS:
             return f"use --stochastic without --optimizer {self.optimizer}"
         return text
 
@@ -509,7 +509,7 @@ class LossFacts:
     def writes(self) -> dict[str, str]:
         """How the optimiser writes weights, moments and decay."""
         r = self.recipe
-        own = PEERS[self.optimizer].writes if self.optimizer in PEERS else {}
+        own = PEER_OPTIMIZERS[self.optimizer].writes if self.optimizer in PEER_OPTIMIZERS else {}
         return {"update": r.update, "kahan": r.kahan, "moments": r.update, **own}
 
     @property

@@ -16,7 +16,7 @@ from lowprec.kernels import cpu_products  # noqa: E402
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 # Tests of bare loops in bf16 take as long as those of Precision, where a CPU has no instructions for it.
-cpu_products.settle(torch.device("cpu"))
+cpu_products.settle_products(torch.device("cpu"))
 
 
 def pytest_configure(config):

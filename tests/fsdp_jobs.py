@@ -88,11 +88,11 @@ def pieces(device, file):
         different = []
         for p, q in zip(ones, parts, strict=True):
             part = buckets.part_of(q)
-            pairs = [(p.detach(), buckets.local(q))]
+            pairs = [(p.detach(), buckets.local_tensor(q))]
             pairs += [(one.moment(p, m).view(p.shape), many.moment(q, m)) for m in one.moments]
             pairs += [(one.low_part(p), many.low_part(q))] if one.low_part(p) is not None else []
             for mine, theirs in pairs:
-                whole = buckets.gathered(theirs.view(part.rows), part)
+                whole = buckets.whole_tensor(theirs.view(part.rows), part)
                 different += [] if torch.equal(bits(mine), bits(whole)) else [list(p.shape)]
         if one.nbytes() != many.nbytes():
             different.append("nbytes")

@@ -93,7 +93,7 @@ def found(run):
         for kind, t in parts.items():
             if t is not None:
                 rows = t if part is None else t.view(part.rows)
-                values[f"{kind}/{name}"] = buckets.gathered(rows, part).reshape(p.shape)
+                values[f"{kind}/{name}"] = buckets.whole_tensor(rows, part).reshape(p.shape)
     return {name: t.clone() for name, t in values.items()}
 
 

@@ -178,8 +178,8 @@ LOWPREC = (
     Mutation(
         "offload-waits-for-the-other-room",
         "lowprec/optimizers/offload.py",
-        "list(pairs(on_device, states[n])), free_after[n % 2])",
-        "list(pairs(on_device, states[n])), free_after[(n + 1) % 2])",
+        "list(copy_pairs(on_device, states[n])), free_after[n % 2])",
+        "list(copy_pairs(on_device, states[n])), free_after[(n + 1) % 2])",
         ("lowprec/test_states_on_cpu.py ordered",),
     ),
     Mutation(
@@ -206,7 +206,7 @@ LOWPREC = (
     Mutation(
         "scale-of-gradients-dropped",
         "lowprec/kernels/exact_step.py",
-        "part = g[at].float() * row[SCALE]",
+        "part = g[at].float() * row[PLACE_OF_SCALE]",
         "part = g[at].float()",
         ("lowprec/test_adamw.py with_a_scale",),
     ),

@@ -234,7 +234,7 @@ def test_resume_is_bit_exact(tmp_path, monkeypatch):
     for name, value in whole["averages"]["ema"]["shadow"].items():
         assert torch.equal(value, parts["averages"]["ema"]["shadow"][name]), name
     rows = [json.loads(line) for line in metrics.splitlines()]
-    kinds = [f"fp8_{what}_{name}" for what in ("underflow", "saturated") for name in fp8_product.OPERANDS]
+    kinds = [f"fp8_{what}_{name}" for what in ("underflow", "saturated") for name in fp8_product.FP8_OPERANDS]
     assert all(0 <= row[share] < 0.5 for row in rows for share in kinds)
     found = json.loads(Path("runs/run/ledger.json").read_text())["fp8"]
     assert len(found["layers"]) == 20 and found["recipe"] == "delayed" and found["flops_share"] > 0.9

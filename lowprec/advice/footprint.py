@@ -118,7 +118,7 @@ class StepMeter(TorchDispatchMode):
             if torch.is_tensor(tensor):
                 self._count(tensor, is_cast)
         if self._in_fp32 and cpu_products.is_replaced(function, args):
-            self._look(cpu_products.copies(args, out))
+            self._look(cpu_products.bytes_of_copies(args, out))
         return out
 
     def gradient(self, weight):

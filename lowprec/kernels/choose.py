@@ -184,8 +184,8 @@ def _write_kernel(x, held, key):
 
 
 def encode(kernel, coder, x, codes, scales, signed, key, compiled):
-    """Write fp32 x [blocks, block] into codes and scales of a formats.TableFormat, stochastically. kernel: the
-    same in torch.
+    """Write fp32 x [blocks, block] into codes and scales of a formats.TableFormat, stochastically. kernel:
+    the same in torch.
     """
     taken = cpu_codes(coder, codes, scales, signed, key) if compiled else None
     if taken is not None:

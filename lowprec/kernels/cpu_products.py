@@ -1,6 +1,6 @@
 """Products and convolutions of bf16 and fp16 numbers on a CPU that has no instructions for them.
 
-    cpu_products.settle(device)      # from now on, in this process, such a CPU takes them in fp32
+    cpu_products.settle_products(device)     # from now on, in this process, such a CPU takes them in fp32
 
 Such a CPU (no avx512_bf16, amx_bf16 or Arm's bf16: most laptops) takes 30 to 90 times as long over a product
 in bf16 as over the same in fp32, as torch's own code for it goes one number at a time. Here the inputs are
@@ -20,27 +20,27 @@ from torch.utils._pytree import tree_leaves
 from ..machine import device_facts, support
 
 SLOW_DTYPES = (torch.bfloat16, torch.float16)
-OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
-WITH_OUT = ("mm", "addmm", "bmm", "baddbmm", "addmv")  # torch.compile calls these, with `out`
+REPLACED_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
+OPERATORS_WITH_OUT = ("mm", "addmm", "bmm", "baddbmm", "addmv")  # torch.compile calls these, with `out`
 
 
-def settle(device: torch.device) -> None:
+def settle_products(device: torch.device) -> None:
     """Put the products of this module in the place of torch's, once a process, where `device` is a CPU that
     has no instructions for bf16.
     """
     if device.type == "cpu" and support(*device_facts(device))["bf16"][0] == "emulated":
-        install()
+        install_products()
 
 
 @functools.cache
-def install() -> None:
+def install_products() -> None:
     """Put the products of this module in the place of torch's, on any CPU."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for name in OPERATORS:
-            in_fp32 = functools.partial(_in_fp32, torch.library.get_kernel(f"aten::{name}", "CPU"))
+        for name in REPLACED_OPERATORS:
+            in_fp32 = functools.partial(_computed_in_fp32, torch.library.get_kernel(f"aten::{name}", "CPU"))
             _replace(f"aten::{name}", in_fp32)
-            if name in WITH_OUT:
+            if name in OPERATORS_WITH_OUT:
                 _replace(f"aten::{name}.out", functools.partial(_written_to_out, in_fp32))
 
 
@@ -70,16 +70,16 @@ def _dtype_of(args):
 def is_replaced(function: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     """Whether this module takes a call of an operator, as aten.mm.default, with these arguments."""
     name = function._schema.name.removeprefix("aten::")
-    return name in OPERATORS and _dtype_of(args) in SLOW_DTYPES
+    return name in REPLACED_OPERATORS and _dtype_of(args) in SLOW_DTYPES
 
 
-def copies(args: Sequence[Any], out: Any) -> int:
+def bytes_of_copies(args: Sequence[Any], out: Any) -> int:
     """Bytes in fp32 that such a call holds for a moment: of its inputs and of its results."""
     values = [value for value in [*args, *tree_leaves(out)] if isinstance(value, torch.Tensor)]
     return sum(4 * value.numel() for value in values)
 
 
-def _in_fp32(kernel, keyset, *args, **kwargs):
+def _computed_in_fp32(kernel, keyset, *args, **kwargs):
     """The kernel's results for the same arguments in fp32, each rounded to the dtype of the inputs."""
     dtype = _dtype_of(args)
     wide = [value.float() if isinstance(value, torch.Tensor) else value for value in args]

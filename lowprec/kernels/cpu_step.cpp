@@ -7,7 +7,7 @@
 
 enum Kind { NONE, FP32, BF16, INT16, CODES };
 enum Rule { ADAMW, SGD, LION, GIVEN };
-enum Root { NEAREST, OF_MKL, CALLED };  // how a square root is taken, see cpu_step.root
+enum Root { NEAREST, OF_MKL, CALLED };  // how a square root is taken, see cpu_step.torch_root
 // values that a thread takes at once: whole blocks of codes, which stay in its caches and are worth a call of
 // MKL
 const int CHUNK = 4096;

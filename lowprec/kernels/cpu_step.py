@@ -25,22 +25,22 @@ from torch.autograd.graph import increment_version
 
 from ..rounding import NO_AVERAGE
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = [SOURCE.with_name(name) for name in ("cpu_vectors.h", "cpu_codes.h")]
+CPP_SOURCE = Path(__file__).with_suffix(".cpp")
+CPP_HEADERS = [CPP_SOURCE.with_name(name) for name in ("cpu_vectors.h", "cpu_codes.h")]
 # each operation rounds once: no product is contracted with a sum
 COMPILER_FLAGS = (
     "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
 )
-RULES = {"adamw": 0, "sgd": 1, "lion": 2, "given": 3}  # as in cpu_step.cpp
+RULE_NUMBERS = {"adamw": 0, "sgd": 1, "lion": 2, "given": 3}  # as in cpu_step.cpp
 DTYPE_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
-FLOATS = torch.float32, torch.bfloat16
-FOR_ONE_THREAD = 1 << 15  # values below which a second thread costs more than it does
+FLOAT_DTYPES = torch.float32, torch.bfloat16
+VALUES_FOR_ONE_THREAD = 1 << 15  # values below which a second thread costs more than it does
 
 
 # ---- The library -------------------------------------------------------------------------------------------
 
 
-class Moment(ctypes.Structure):
+class CppMoment(ctypes.Structure):
     """As in cpu_step.cpp."""
 
     _fields_ = [
@@ -55,7 +55,7 @@ class Moment(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
+class CppStep(ctypes.Structure):
     """As in cpu_step.cpp: a Sort, and what follows it."""
 
     _fields_ = [
@@ -82,7 +82,7 @@ class Step(ctypes.Structure):
         ("key", ctypes.c_void_p),
         ("average_key", ctypes.c_void_p),
         ("called", ctypes.c_void_p),
-        ("moments", Moment * 2),
+        ("moments", CppMoment * 2),
     ]
 
 
@@ -92,12 +92,12 @@ def library():
     if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2"):
         return None
     try:
-        return ctypes.CDLL(str(_built()))
+        return ctypes.CDLL(str(_compiled_library()))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _built():
+def _compiled_library():
     """The path of the compiled library. Raises what `library` catches."""
     compiler = os.environ.get("CXX", "g++")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True).stdout
@@ -106,41 +106,43 @@ def _built():
     target = subprocess.run(
         [compiler, *COMPILER_FLAGS, "-Q", "--help=target"], check=True, capture_output=True
     ).stdout
-    code = b"".join(file.read_bytes() for file in (SOURCE, *HEADERS))
+    code = b"".join(file.read_bytes() for file in (CPP_SOURCE, *CPP_HEADERS))
     name = hashlib.sha256(code + target + " ".join(COMPILER_FLAGS).encode()).hexdigest()[:20]
-    path = _kept() / f"{name}.so"
+    path = _library_folder() / f"{name}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_suffix(f".{os.getpid()}")  # processes that build it together do not meet
         subprocess.run(
-            [compiler, *COMPILER_FLAGS, str(SOURCE), "-o", str(own)], check=True, capture_output=True
+            [compiler, *COMPILER_FLAGS, str(CPP_SOURCE), "-o", str(own)], check=True, capture_output=True
         )
         own.replace(path)
     return path
 
 
-def _kept():
+def _library_folder():
     """The folder of libraries that were compiled before: below that of torch's kernels, if one was chosen."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     own = Path(tempfile.gettempdir()) / f"lowprec_{user}"
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", own)) / "cpu_step"
 
 
-NEAREST, OF_MKL, CALLED = range(3)  # as in cpu_step.cpp
+ROOT_NEAREST, ROOT_OF_MKL, ROOT_CALLED = range(3)  # as in cpu_step.cpp
 
 
 @functools.cache
-def root():
-    """(kind, address): how torch.sqrt takes a root on this CPU. NEAREST: rounded to the nearest. OF_MKL: as
-    the library MKL does on an Intel CPU with AVX-512, which rounds one in 160 to the other neighbour. CALLED:
-    in another way of MKL's, by the function at that address. None where it is none of these.
+def torch_root():
+    """(kind, address): how torch.sqrt takes a root on this CPU. ROOT_NEAREST: rounded to the nearest.
+    ROOT_OF_MKL: as the library MKL does on an Intel CPU with AVX-512, which rounds one in 160 to the other
+    neighbour. ROOT_CALLED: in another way of MKL's, by the function at that address. None where it is none of
+    these.
     """
-    for kind in (NEAREST, OF_MKL):
-        if all(torch.equal(roots(x, kind), torch.sqrt(x)) for x in _trials()):
+    for kind in (ROOT_NEAREST, ROOT_OF_MKL):
+        if all(torch.equal(roots(x, kind), torch.sqrt(x)) for x in _trial_values()):
             return kind, None
     address = _root_of_mkl()
-    if address and all(torch.equal(roots(x, CALLED, address), torch.sqrt(x)) for x in _trials(1 << 16)):
-        return CALLED, address
+    trials = _trial_values(1 << 16)
+    if address and all(torch.equal(roots(x, ROOT_CALLED, address), torch.sqrt(x)) for x in trials):
+        return ROOT_CALLED, address
     return None
 
 
@@ -153,7 +155,7 @@ def _root_of_mkl():
     return ctypes.cast(found, ctypes.c_void_p).value
 
 
-def _trials(size=1 << 24):
+def _trial_values(size=1 << 24):
     """fp32 values, some at a time: from zero on, then those of two powers of two, or the first of them. The
     roots of all others have the same digits.
     """
@@ -183,25 +185,25 @@ def fits(p, g, low=None):
         return False
     if low is not None and low.dtype not in DTYPE_NUMBERS:
         return False
-    return all(t.is_cpu and t.dtype in FLOATS and t.is_contiguous() for t in (*p, *g))
+    return all(t.is_cpu and t.dtype in FLOAT_DTYPES and t.is_contiguous() for t in (*p, *g))
 
 
 def update(rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, exact=False, floored=False):
-    """One step on weights p, their moments and their low part, in place. rule: of RULES.
+    """One step on weights p, their moments and their low part, in place. rule: of RULE_NUMBERS.
 
     p, g: lists of weights and of their gradients, whose values follow each other in all else.
     moments: of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. row: fp32, the numbers of the
     optimiser behind WeightNumbers. key: int32, see `rounding.noise_bits`. average: a StepAverage. exact: with
     the bits of torch's lerp, addcmul and sqrt, see exact_step; `floored` as its `vanishes` says.
     """
-    kind_of_root, called = root() if exact else (NEAREST, None)
+    kind_of_root, called = torch_root() if exact else (ROOT_NEAREST, None)
     weights, gradients, ends = _addresses(p), _addresses(g), _ends(p)
-    step = Step(
-        rule=RULES[rule],
-        of_weight=_kind(p[0]),
-        of_gradient=_kind(g[0]),
-        of_low=_kind(low),
-        of_moments=tuple(map(_kind, moments)),
+    step = CppStep(
+        rule=RULE_NUMBERS[rule],
+        of_weight=_dtype_number(p[0]),
+        of_gradient=_dtype_number(g[0]),
+        of_low=_dtype_number(low),
+        of_moments=tuple(map(_dtype_number, moments)),
         stochastic=stochastic and not exact,  # what is exact needs no noise
         exact=exact,
         root=kind_of_root,
@@ -209,7 +211,7 @@ def update(rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, e
         ends=ctypes.addressof(ends),
         weights=ctypes.addressof(weights),
         gradients=ctypes.addressof(gradients),
-        of_average=_kind(average.flat),
+        of_average=_dtype_number(average.flat),
         average_stochastic=average.stochastic,
         threads=_threads(ends[-1]),
         floored=floored,
@@ -223,20 +225,20 @@ def update(rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, e
         moments=tuple(map(_moment, moments)),
     )
     library().update(ctypes.byref(step))
-    _written(*p, low, average.flat, *moments)
+    _mark_as_written(*p, low, average.flat, *moments)
 
 
 def ema(average, p, low):
     """Move a StepAverage towards the weights p [n] and their low part, in place, as rounding.ema_kernel does.
     """
     weights, ends = _addresses([p]), _ends([p])
-    step = Step(
-        of_weight=_kind(p),
-        of_low=_kind(low),
+    step = CppStep(
+        of_weight=_dtype_number(p),
+        of_low=_dtype_number(low),
         count=1,
         ends=ctypes.addressof(ends),
         weights=ctypes.addressof(weights),
-        of_average=_kind(average.flat),
+        of_average=_dtype_number(average.flat),
         average_stochastic=average.stochastic,
         threads=_threads(ends[-1]),
         low=_address(low),
@@ -245,7 +247,7 @@ def ema(average, p, low):
         average_key=_address(average.key),
     )
     library().ema(ctypes.byref(step))
-    _written(average.flat)
+    _mark_as_written(average.flat)
 
 
 def write(x, held, key):
@@ -253,10 +255,10 @@ def write(x, held, key):
     places = map(ctypes.c_void_p, (held.data_ptr(), key.data_ptr()))
     n = x.numel()
     library().write_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(n), *places, _threads(n))
-    _written(held)
+    _mark_as_written(held)
 
 
-def _kind(t):
+def _dtype_number(t):
     return 0 if t is None else DTYPE_NUMBERS[t.dtype]  # of a tensor, or of Codes
 
 
@@ -301,7 +303,7 @@ def encode(x, codes):
     n = x.numel()
     moment = ctypes.byref(_moment(codes))
     library().encode_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(n), moment, _threads(n))
-    _written(codes)
+    _mark_as_written(codes)
 
 
 @functools.lru_cache(maxsize=16)
@@ -333,7 +335,7 @@ def chart(line):
 
 def _moment(m):
     if isinstance(m, Codes):
-        return Moment(
+        return CppMoment(
             bits=m.bits,
             has_sign=m.signed,
             mantissa=m.mantissa,
@@ -343,10 +345,10 @@ def _moment(m):
             chart=None if m.chart is None else ctypes.addressof(m.chart),
             key=_address(m.key),
         )
-    return Moment(data=_address(m))
+    return CppMoment(data=_address(m))
 
 
-def _written(*changed):
+def _mark_as_written(*changed):
     """Tell autograd, which sees no write by pointer: a backward that needs the old values is an error."""
     tensors = []
     for t in changed:
@@ -358,4 +360,4 @@ def _written(*changed):
 
 
 def _threads(n):
-    return 1 if n < FOR_ONE_THREAD else torch.get_num_threads()
+    return 1 if n < VALUES_FOR_ONE_THREAD else torch.get_num_threads()

@@ -17,10 +17,10 @@ import torch
 from ..rounding import NO_AVERAGE, exact_weight, write_weight
 from . import cpu_step
 from .compiled import fused
-from .numbers import SCALE, AdamWNumbers, WeightNumbers, named
+from .numbers import PLACE_OF_SCALE, AdamWNumbers, WeightNumbers, named_numbers
 
-PIECE = 1 << 21  # values whose root is held at once: 8 MiB
-INNER = 1 << 16  # values that torch's single operations take at once, so that they stay in the cache
+VALUES_AT_ONCE = 1 << 21  # values whose root is held at once: 8 MiB
+VALUES_IN_CACHE = 1 << 16  # that torch's single operations take at once, so that they stay in the cache
 SMALLEST_NORMAL = 2.0**-126  # of fp32
 FP32_ON_CPU = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaults are
 
@@ -31,34 +31,36 @@ def adamw(p, g, m, v, low, row, numbers, average=NO_AVERAGE, compiled=True):
     """
     one_rounding = compiled and lerp_adds(numbers) and rounds_once()
     floored = vanishes(numbers.beta2, numbers.eps)
-    for start in range(0, p.numel(), PIECE):
-        at = slice(start, start + PIECE)
+    for start in range(0, p.numel(), VALUES_AT_ONCE):
+        at = slice(start, start + VALUES_AT_ONCE)
         root = _kept_memory()[: v[at].numel()]
         if one_rounding:
             fused(_moment_kernel, g[at], m[at], v[at], root, row, floored)
             torch.sqrt(root, out=root)
         else:
-            moments(g[at], m[at], v[at], row, numbers, root)
+            update_moments(g[at], m[at], v[at], row, numbers, root)
         part = None if low is None else low[at]
-        moved = average.part(start, start + PIECE)
+        moved = average.part(start, start + VALUES_AT_ONCE)
         fused(_weight_kernel, p[at], m[at], root, part, row, moved, compiled=compiled)
 
 
 def _kept_memory():
-    """fp32 [PIECE], the same at each call: the system clears each page of new memory, which costs a pass."""
+    """fp32 [VALUES_AT_ONCE], the same at each call: the system clears each page of new memory, which costs a
+    pass.
+    """
     if not hasattr(_of_thread, "root"):
-        _of_thread.root = torch.empty(PIECE, **FP32_ON_CPU)
+        _of_thread.root = torch.empty(VALUES_AT_ONCE, **FP32_ON_CPU)
     return _of_thread.root
 
 
 _of_thread = threading.local()
 
 
-def moments(g, m, v, row, numbers, root):
+def update_moments(g, m, v, row, numbers, root):
     """Update m and v in place by torch's own operations, and write the root of v into `root`."""
-    for start in range(0, v.numel(), INNER):
-        at = slice(start, start + INNER)
-        part = g[at].float() * row[SCALE]
+    for start in range(0, v.numel(), VALUES_IN_CACHE):
+        at = slice(start, start + VALUES_IN_CACHE)
+        part = g[at].float() * row[PLACE_OF_SCALE]
         m[at].lerp_(part, numbers.one_minus_beta1)
         v[at].mul_(numbers.beta2).addcmul_(part, part, value=numbers.one_minus_beta2)
         torch.sqrt(v[at], out=root[at])
@@ -87,7 +89,7 @@ def lerp_adds(numbers):
 
 
 def _moment_kernel(g, m, v, root, row, floored):
-    weight, n = named(row, AdamWNumbers)
+    weight, n = named_numbers(row, AdamWNumbers)
     g = g.float() * weight.scale
     m.copy_(_fma(n.one_minus_beta1.expand_as(m), g - m, m))
     new = _fma(n.one_minus_beta2 * g, g, v * n.beta2)
@@ -96,7 +98,7 @@ def _moment_kernel(g, m, v, root, row, floored):
 
 
 def _weight_kernel(p, m, root, low, row, average):
-    weight, n = named(row, AdamWNumbers)
+    weight, n = named_numbers(row, AdamWNumbers)
     update = (n.rate * m) / (root / n.root_correction + n.eps)
     x = exact_weight(p, low) * weight.decay + update
     write_weight(x, p, low)
@@ -104,21 +106,21 @@ def _weight_kernel(p, m, root, low, row, average):
 
 
 def in_one_pass(numbers):
-    """Whether `cpu_step.update` has the bits of `moments` here, for these AdamWNumbers."""
-    return lerp_adds(numbers) and cpu_step.root() is not None and _known_to_cpu_step()
+    """Whether `cpu_step.update` has the bits of `update_moments` here, for these AdamWNumbers."""
+    return lerp_adds(numbers) and cpu_step.torch_root() is not None and _known_to_cpu_step()
 
 
 @functools.cache
 def _known_to_cpu_step():
-    g, own, row = _trial()
+    g, own, row = _trial_step()
     theirs = [t.clone() for t in own]
-    moments(g, *theirs, row, TRIED, torch.empty_like(g))
+    update_moments(g, *theirs, row, NUMBERS_OF_TRIAL, torch.empty_like(g))
     p, key = torch.zeros_like(g), torch.zeros(3, dtype=torch.int32)
     cpu_step.update("adamw", [p], [g], own, None, row, key, False, exact=True)
     return all(map(torch.equal, own, theirs))
 
 
-TRIED = AdamWNumbers(
+NUMBERS_OF_TRIAL = AdamWNumbers(
     one_minus_beta1=1 - 0.9,
     beta2=0.999,
     one_minus_beta2=1 - 0.999,
@@ -128,19 +130,19 @@ TRIED = AdamWNumbers(
 )
 
 
-def _trial():
-    """(gradient, [m, v], row of TRIED) of some random values, to compare two ways to the moments."""
+def _trial_step():
+    """(gradient, [m, v], row of NUMBERS_OF_TRIAL) of random values, to compare two ways to the moments."""
     draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0), **FP32_ON_CPU)
-    row = torch.tensor([*WeightNumbers(decay=1.0, scale=1.0), *TRIED], **FP32_ON_CPU)
+    row = torch.tensor([*WeightNumbers(decay=1.0, scale=1.0), *NUMBERS_OF_TRIAL], **FP32_ON_CPU)
     return draw(), [draw(), draw().square()], row
 
 
 @functools.cache
 def rounds_once():
-    """Whether `_moment_kernel` has the bits of `moments` here: that depends on torch and the compiler."""
-    g, own, row = _trial()
+    """Whether `_moment_kernel` has the bits of `update_moments` here, by torch and the compiler."""
+    g, own, row = _trial_step()
     theirs = [t.clone() for t in own]
-    moments(g, *theirs, row, TRIED, torch.empty_like(g))
+    update_moments(g, *theirs, row, NUMBERS_OF_TRIAL, torch.empty_like(g))
     try:
         importlib.import_module("torch._inductor.inductor_prims")  # names prims.fma
         fused(_moment_kernel, g, *own, torch.empty_like(g), row, True)

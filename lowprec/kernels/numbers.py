@@ -42,7 +42,7 @@ class LionNumbers(NamedTuple):
     rate: float  # -learning rate
 
 
-def named(row, kind):
+def named_numbers(row, kind):
     """(WeightNumbers, kind) of a row, fp32 [n]: each field a 0-dim tensor."""
     values = [row[i] for i in range(len(WeightNumbers._fields) + len(kind._fields))]
     count = len(WeightNumbers._fields)
@@ -56,4 +56,4 @@ def place(name, kind=WeightNumbers):
     return len(WeightNumbers._fields) + kind._fields.index(name)
 
 
-SCALE = place("scale")
+PLACE_OF_SCALE = place("scale")

@@ -21,16 +21,16 @@ import triton.language as tl
 from ..rounding import NO_AVERAGE
 from .numbers import AdamWNumbers, place
 
-BLOCK = 1024  # entries of one program
-CODES = tl.constexpr(256)  # entries that share a scale, where a moment is in codes
-HOLDS = (torch.float32, torch.bfloat16)
+ENTRIES_A_PROGRAM = 1024  # entries of one program
+CODES_A_SCALE = tl.constexpr(256)  # entries that share a scale, where a moment is in codes
+HELD_DTYPES = (torch.float32, torch.bfloat16)
 # what completes a weight, see rounding.exact_weight
-ALONE, REMAINDER, COMPENSATION, MASTER = (tl.constexpr(kind) for kind in range(4))
+NO_LOW_PART, REMAINDER, COMPENSATION, MASTER = (tl.constexpr(kind) for kind in range(4))
 # what becomes of the average: nothing, a step, a step that is rounded stochastically
-STAYS, MOVES, NOISY = (tl.constexpr(mode) for mode in range(3))
+AVERAGE_STAYS, AVERAGE_MOVES, AVERAGE_DRAWS_NOISE = (tl.constexpr(mode) for mode in range(3))
 # places in a row of numbers
-DECAY, SCALE = (tl.constexpr(place(name)) for name in ("decay", "scale"))
-ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, ROOT_CORRECTION, EPS, RATE = (
+AT_DECAY, AT_SCALE = (tl.constexpr(place(name)) for name in ("decay", "scale"))
+AT_ONE_MINUS_BETA1, AT_BETA2, AT_ONE_MINUS_BETA2, AT_ROOT_CORRECTION, AT_EPS, AT_RATE = (
     tl.constexpr(place(name, AdamWNumbers)) for name in AdamWNumbers._fields
 )
 KIND_OF_LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float32: MASTER}
@@ -39,7 +39,7 @@ KIND_OF_LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float
 def fits(tensors, low):
     """Whether the kernels can take these flat tensors of one device, which are bf16 or fp32, and a low part.
     """
-    return all(t.dtype in HOLDS for t in tensors) and (low is None or low.dtype in KIND_OF_LOW)
+    return all(t.dtype in HELD_DTYPES for t in tensors) and (low is None or low.dtype in KIND_OF_LOW)
 
 
 def has_codes(moment):
@@ -47,7 +47,7 @@ def has_codes(moment):
     256, written stochastically.
     """
     coder = moment.coder
-    in_bytes = (coder.bits, coder.block) == (8, CODES.value)
+    in_bytes = (coder.bits, coder.block) == (8, CODES_A_SCALE.value)
     return in_bytes and moment.key is not None and coder.line(moment.signed, moment.codes.device) is not None
 
 
@@ -60,19 +60,20 @@ def adamw(p, g, moments, low, row, key, stochastic, exact, average=NO_AVERAGE):
     beta1 is above 0.5. average: a StepAverage.
     """
     n = p.numel()
-    kind = ALONE if low is None else KIND_OF_LOW[low.dtype]
-    (m, *of_m, m_stretches), (v, *of_v, v_stretches) = (_arguments(moment, row) for moment in moments)
+    kind = NO_LOW_PART if low is None else KIND_OF_LOW[low.dtype]
+    of_moments = [_arguments_of_moment(moment, row) for moment in moments]
+    (m, *of_m, m_stretches), (v, *of_v, v_stretches) = of_moments
     with torch.cuda.device_of(p):
-        grid = (triton.cdiv(n, BLOCK),)
+        grid = (triton.cdiv(n, ENTRIES_A_PROGRAM),)
         low = p if low is None else low  # some pointer: it is not read
-        mode = _mode(average)
+        mode = _mode_of_average(average)
         flat, share, average_key = (p, row, key) if average.flat is None else average[:3]
         pointers = (p, g, m, v, low, row, key, flat, share, average_key, *of_m, *of_v)
-        settings = (stochastic, exact, kind, mode, m_stretches, v_stretches, BLOCK)
-        _adamw[grid](*pointers, n, *settings, **OPTIONS)
+        settings = (stochastic, exact, kind, mode, m_stretches, v_stretches, ENTRIES_A_PROGRAM)
+        _adamw[grid](*pointers, n, *settings, **COMPILE_OPTIONS)
 
 
-def _arguments(moment, unread):
+def _arguments_of_moment(moment, unread):
     """(values or codes, scales, table, line, key, stretches of the line) of a moment; of a tensor, which has
     no codes, `unread` for most of it, and no stretch.
     """
@@ -86,18 +87,19 @@ def _arguments(moment, unread):
 def ema(average, p, low):
     """Move a StepAverage towards the weights p [n] and their low part, in place, as rounding.ema_kernel does.
     """
-    kind = ALONE if low is None else KIND_OF_LOW[low.dtype]
+    kind = NO_LOW_PART if low is None else KIND_OF_LOW[low.dtype]
     with torch.cuda.device_of(p):
-        grid = (triton.cdiv(p.numel(), BLOCK),)
+        grid = (triton.cdiv(p.numel(), ENTRIES_A_PROGRAM),)
         low = p if low is None else low  # some pointer: it is not read
         pointers = (p, low, average.flat, average.share, average.key)
-        _ema[grid](*pointers, p.numel(), kind, _mode(average), BLOCK, **OPTIONS)
+        mode = _mode_of_average(average)
+        _ema[grid](*pointers, p.numel(), kind, mode, ENTRIES_A_PROGRAM, **COMPILE_OPTIONS)
 
 
-def _mode(average):
+def _mode_of_average(average):
     if average.flat is None:
-        return STAYS
-    return NOISY if average.stochastic else MOVES
+        return AVERAGE_STAYS
+    return AVERAGE_DRAWS_NOISE if average.stochastic else AVERAGE_MOVES
 
 
 # ---- Rounding, as in rounding.py ---------------------------------------------------------------------------
@@ -176,9 +178,9 @@ def _move(average, now, share, key, i, mask, AVERAGE: tl.constexpr):
     """Entries i of an average towards `now`, fp32."""
     old = tl.load(average + i, mask=mask, other=0).to(tl.float32)
     noise = now.to(tl.int32, bitcast=True)  # of the same type where there is none
-    if AVERAGE == NOISY:
+    if AVERAGE == AVERAGE_DRAWS_NOISE:
         noise, _ = _noise_bits(i.to(tl.int32), key)
-    _write(average + i, old + (now - old) * tl.load(share), noise, mask, AVERAGE == NOISY)
+    _write(average + i, old + (now - old) * tl.load(share), noise, mask, AVERAGE == AVERAGE_DRAWS_NOISE)
 
 
 @triton.jit
@@ -193,19 +195,19 @@ def _ema(p, low, average, share, key, n, KIND: tl.constexpr, AVERAGE: tl.constex
 
 
 @triton.jit
-def _old(at, scales, table, i, mask, STRETCHES: tl.constexpr):
+def _old_moment(at, scales, table, i, mask, STRETCHES: tl.constexpr):
     """The values of a moment, fp32; in codes if its line has stretches."""
     value = tl.load(at, mask=mask, other=0)
     if STRETCHES == 0:
         value = value.to(tl.float32)
     else:
-        value = tl.load(table + value.to(tl.int32)) * tl.load(scales + i // CODES, mask=mask, other=0)
+        value = tl.load(table + value.to(tl.int32)) * tl.load(scales + i // CODES_A_SCALE, mask=mask, other=0)
     return value
 
 
 @triton.jit
 def _encode(at, x, scales, table, line, key, i, mask, SIGNED: tl.constexpr, STRETCHES: tl.constexpr):
-    """Write fp32 x [blocks, CODES], zeros where masked, into codes and scales."""
+    """Write fp32 x [blocks, CODES_A_SCALE], zeros where masked, into codes and scales."""
     known = tl.where(tl.abs(x) < float("inf"), x, 0.0)
     scale = tl.max(known, 1, keep_dims=True)
     first_value = tl.load(table)
@@ -229,8 +231,8 @@ def _encode(at, x, scales, table, line, key, i, mask, SIGNED: tl.constexpr, STRE
         code = tl.where((y > 0) & (code == 0), least_above_zero, code)
     code = tl.minimum(tl.maximum(code, 0), 255)
     tl.store(at, code.to(tl.uint8), mask=mask)
-    in_first_column = i % CODES == 0
-    tl.store(scales + i // CODES, tl.broadcast_to(scale, i.shape), mask=mask & in_first_column)
+    in_first_column = i % CODES_A_SCALE == 0
+    tl.store(scales + i // CODES_A_SCALE, tl.broadcast_to(scale, i.shape), mask=mask & in_first_column)
 
 
 @triton.jit
@@ -276,16 +278,17 @@ def _adamw(
     if M_STRETCHES + V_STRETCHES == 0:
         i += tl.arange(0, BLOCK)
     else:  # a row for each scale
-        i = i + tl.arange(0, BLOCK // CODES)[:, None] * CODES + tl.arange(0, CODES)[None, :]
+        rows = tl.arange(0, BLOCK // CODES_A_SCALE)[:, None]
+        i = i + rows * CODES_A_SCALE + tl.arange(0, CODES_A_SCALE)[None, :]
     mask = i < n
     p, m, v, low = p + i, m + i, v + i, low + i
     weight = tl.load(p, mask=mask, other=0).to(tl.float32)
-    gradient = tl.load(g + i, mask=mask, other=0).to(tl.float32) * tl.load(row + SCALE)
-    m_old = _old(m, m_scales, m_table, i, mask, M_STRETCHES)
-    v_old = _old(v, v_scales, v_table, i, mask, V_STRETCHES)
-    one_minus_beta1 = tl.load(row + ONE_MINUS_BETA1)
-    beta2 = tl.load(row + BETA2)
-    one_minus_beta2 = tl.load(row + ONE_MINUS_BETA2)
+    gradient = tl.load(g + i, mask=mask, other=0).to(tl.float32) * tl.load(row + AT_SCALE)
+    m_old = _old_moment(m, m_scales, m_table, i, mask, M_STRETCHES)
+    v_old = _old_moment(v, v_scales, v_table, i, mask, V_STRETCHES)
+    one_minus_beta1 = tl.load(row + AT_ONE_MINUS_BETA1)
+    beta2 = tl.load(row + AT_BETA2)
+    one_minus_beta2 = tl.load(row + AT_ONE_MINUS_BETA2)
 
     if EXACT:
         m_new = tl.fma(one_minus_beta1, gradient - m_old, m_old)
@@ -293,17 +296,17 @@ def _adamw(
     else:
         m_new = (gradient - m_old) * one_minus_beta1 + m_old
         v_new = one_minus_beta2 * gradient * gradient + v_old * beta2
-    root = tl.div_rn(tl.sqrt_rn(v_new), tl.load(row + ROOT_CORRECTION)) + tl.load(row + EPS)
-    update = tl.div_rn(tl.load(row + RATE) * m_new, root)
+    root = tl.div_rn(tl.sqrt_rn(v_new), tl.load(row + AT_ROOT_CORRECTION)) + tl.load(row + AT_EPS)
+    update = tl.div_rn(tl.load(row + AT_RATE) * m_new, root)
 
     held = _held(weight, low, mask, KIND)
-    x = held * tl.load(row + DECAY) + update
+    x = held * tl.load(row + AT_DECAY) + update
 
     first, second = weight.to(tl.int32), weight.to(tl.int32)  # of the same types where there is no noise
     if STOCHASTIC:
         first, second = _noise_bits(i.to(tl.int32), key)
     now = x  # what is held once it is written
-    if KIND == ALONE:
+    if KIND == NO_LOW_PART:
         now = _write(p, x, first, mask, STOCHASTIC)
     elif KIND == REMAINDER:
         bits = _bits(x)
@@ -325,9 +328,9 @@ def _adamw(
         _write(v, v_new, second, mask, STOCHASTIC)
     else:
         _encode(v, v_new, v_scales, v_table, v_line, v_key, i, mask, False, V_STRETCHES)
-    if AVERAGE != STAYS:
+    if AVERAGE != AVERAGE_STAYS:
         _move(average, now, average_share, average_key, i, mask, AVERAGE)
 
 
 # contracted, a product and a sum would round once
-OPTIONS = {"enable_fp_fusion": False}
+COMPILE_OPTIONS = {"enable_fp_fusion": False}

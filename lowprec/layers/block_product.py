@@ -97,7 +97,7 @@ class Product(torch.autograd.Function):
         keys = _keys(key, g) if plan.gradients != "nearest" or plan.hadamard else [None] * 5
         if ctx.counts is not None:
             ctx.counts[2] += plan.grad.lost(g, 1)
-        backward = _eden if plan.gradients == "eden" else _rounded
+        backward = _gradients_by_eden if plan.gradients == "eden" else _gradients_rounded
         dx, dw = backward(plan, x, w, g, keys, ctx.needs_input_grad)
         dx = None if dx is None else dx.to(x_dtype)
         dw = None if dw is None else dw.to(w_dtype)
@@ -113,7 +113,7 @@ def _keys(key, g):
     return list(keys)
 
 
-def _rounded(plan, x, w, g, keys, needed):
+def _gradients_rounded(plan, x, w, g, keys, needed):
     """(dx, dw) of operands to the nearest, and of gradients stochastically where the plan says so."""
     of_dx, of_dw = keys[:2] if plan.gradients == "stochastic" else (None, None)
     dx = dw = None
@@ -127,7 +127,7 @@ def _rounded(plan, x, w, g, keys, needed):
     return dx, dw
 
 
-def _eden(plan, x, w, g, keys, needed):
+def _gradients_by_eden(plan, x, w, g, keys, needed):
     """(dx, dw): a rotation, and MS-EDEN, of both operands of each product."""
     form = plan.grad.with_eden(plan.hadamard)
 
@@ -159,7 +159,7 @@ def multiply(x, w, out_dtype, options, key, counts=None):
 
 
 # of torchao's rotation. Always these: it keeps a matrix for each vector that it saw
-SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, -1, 1)
+ROTATION_SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, -1, 1)
 
 
 def _by_torchao(x, w, plan):
@@ -169,7 +169,7 @@ def _by_torchao(x, w, plan):
     if plan.hadamard:
         from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
 
-        y = nvfp4_linear(rows, weight, sign_vector=SIGNS)
+        y = nvfp4_linear(rows, weight, sign_vector=ROTATION_SIGNS)
     else:
         from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
         from torchao.prototype.mx_formats.config import ScaleCalculationMode

@@ -1,8 +1,8 @@
 """Convolutions over fewer values than their kernel is wide, whose bf16 weight gradient torch's oneDNN gets
 wrong on some CPUs.
 
-    attach(net)      # such a layer's gradient is taken without oneDNN from now on, where oneDNN's is wrong
-    faults()         # ['3x3x3 over a depth of 2', ...]: which known ones are wrong on this machine
+    attach(net)            # such a layer's gradient is taken without oneDNN from now on, where it is wrong
+    faulty_convolutions()  # ['3x3x3 over a depth of 2', ...]: which known ones are wrong on this machine
 
 Seen with torch 2.14.1 on CPUs with avx512_bf16: the gradient reads memory that nobody has written, see
 docs/reports.md.
@@ -35,29 +35,29 @@ def attach(net: nn.Module) -> None:
     that is wrong by oneDNN is taken without. A layer over wider inputs is let go after that call.
     """
     for module in net.modules():
-        if isinstance(module, CONVOLUTIONS) and _look not in module._forward_hooks.values():
-            module.register_forward_hook(_look)
+        if isinstance(module, CONVOLUTIONS) and _look_at_first_call not in module._forward_hooks.values():
+            module.register_forward_hook(_look_at_first_call)
 
 
 def detach(net: nn.Module) -> None:
     """Take out of a net, or a copy of it, what `attach` has put there."""
     for module in net.modules():
-        _let_go(module)
+        _stop_looking(module)
 
 
-def _let_go(module):
+def _stop_looking(module):
     for number, hook in list(module._forward_hooks.items()):
-        if hook is _look:
+        if hook is _look_at_first_call:
             del module._forward_hooks[number]
 
 
-def _look(module, args, out):
+def _look_at_first_call(module, args, out):
     """A forward hook: see attach."""
     if torch.compiler.is_compiling() or not torch.is_tensor(out) or out.grad_fn is None:
         return
     node = out.grad_fn
     if node.name() != "ConvolutionBackward0" or not _is_narrow(node):
-        _let_go(module)
+        _stop_looking(module)
         return
     if node._saved_weight.dtype == torch.bfloat16 and _is_wrong(node, out):
         node.register_prehook(_without_onednn)
@@ -83,7 +83,7 @@ def _is_narrow(node):
     return any(width > extent for width, extent in zip(kernel, extents, strict=True))
 
 
-_known: dict[tuple, bool] = {}  # geometry -> whether its gradient is wrong on this machine
+_found_wrong: dict[tuple, bool] = {}  # geometry -> whether its gradient is wrong on this machine
 
 
 def _is_wrong(node, out):
@@ -101,9 +101,9 @@ def _is_wrong(node, out):
     shapes = tuple(x.shape), x.stride(), tuple(weight.shape), tuple(out.shape), str(geometry)
     if not x.is_cpu or not torch.backends.mkldnn.enabled:
         return False
-    if shapes not in _known:
-        _known[shapes] = is_wrong(x, weight, out, geometry)
-    return _known[shapes]
+    if shapes not in _found_wrong:
+        _found_wrong[shapes] = is_wrong(x, weight, out, geometry)
+    return _found_wrong[shapes]
 
 
 def is_wrong(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, geometry: Convolution) -> bool:
@@ -144,16 +144,16 @@ def _leave_behind(value, *tensors):
 
 # ---- What the commands say ---------------------------------------------------------------------------------
 
-KNOWN: dict[str, tuple[type, dict[str, Any], tuple[int, ...]]] = {
+KNOWN_FAULTY: dict[str, tuple[type, dict[str, Any], tuple[int, ...]]] = {
     "3x3x3 over a depth of 2": (nn.Conv3d, dict(padding=1), (2, 32, 2, 6, 6)),
     "3x3 with stride 2 over one pixel": (nn.Conv2d, dict(padding=1, stride=2), (2, 32, 1, 1)),
 }
 
 
-def faults() -> list[str]:
+def faulty_convolutions() -> list[str]:
     """The known convolutions whose bf16 weight gradient is wrong on this machine's CPU."""
     found = []
-    for name, (kind, options, shape) in KNOWN.items():
+    for name, (kind, options, shape) in KNOWN_FAULTY.items():
         layer = kind(32, 32, 3, device="cpu", dtype=torch.bfloat16, **options)
         out = layer(torch.ones(shape, device="cpu", dtype=torch.bfloat16))
         if _is_wrong(out.grad_fn, out):
@@ -163,7 +163,7 @@ def faults() -> list[str]:
 
 def fault_line() -> str:
     """What `python -m lowprec` and `train.py --check` say of them; "" where all are right."""
-    wrong = faults()
+    wrong = faulty_convolutions()
     if not wrong:
         return ""
     return (

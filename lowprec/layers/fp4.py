@@ -18,13 +18,13 @@ from ..rounding import Noise, noise_key
 from .block_product import Plan
 from .fp8 import FP8
 
-CHOICES = {
+FP4_CHOICES = {
     "fp4": ("nvfp4", "mxfp4", "nvfp4_ue5m3"),
     "fp4_grads": ("stochastic", "nearest", "eden"),
     "fp4_weights": ("2d", "1d"),
     "fp4_backend": ("emulate", "torchao"),
 }
-SIZES = (0, *(2**power for power in range(1, 11)))  # of a rotation
+ROTATION_SIZES = (0, *(2**power for power in range(1, 11)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,12 @@ class FP4Options:
         given = {"fp4": self.recipe, "fp4_grads": self.grads, "fp4_weights": self.weights}
         given["fp4_backend"] = self.backend
         for flag, value in given.items():
-            if value not in CHOICES[flag]:
-                raise Refused(f"--{flag} {value}: unknown; choose from {', '.join(CHOICES[flag])}")
-        if self.hadamard not in SIZES:
+            if value not in FP4_CHOICES[flag]:
+                raise Refused(f"--{flag} {value}: unknown; choose from {', '.join(FP4_CHOICES[flag])}")
+        if self.hadamard not in ROTATION_SIZES:
             raise Refused(
-                f"--fp4_hadamard {self.hadamard}: a power of two from 2 to {SIZES[-1]}, or 0 for none"
+                f"--fp4_hadamard {self.hadamard}: "
+                f"a power of two from 2 to {ROTATION_SIZES[-1]}, or 0 for none"
             )
         kind, _, count = self.keep.partition(":")
         if self.keep != "none" and not (kind == "last" and count.isdigit() and int(count)):
@@ -78,7 +79,7 @@ class FP4Options:
     @property
     def plan(self):
         """The Plan of the products."""
-        return _plan(self.recipe, self.hadamard, self.grads, self.weights)
+        return _plan_of_products(self.recipe, self.hadamard, self.grads, self.weights)
 
     @property
     def multiple(self):
@@ -117,7 +118,7 @@ class FP4Options:
 
 
 @functools.cache
-def _plan(recipe, hadamard, gradients, weights):
+def _plan_of_products(recipe, hadamard, gradients, weights):
     form = BLOCK_FORMATS[recipe]
     return Plan(form, form.square() if weights == "2d" else form, form, hadamard, gradients)
 

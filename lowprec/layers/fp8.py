@@ -23,7 +23,7 @@ from ..copies import copied
 from . import fp8_backends, fp8_product
 from .fp8_backends import resolve
 from .fp8_product import Linear, Options, Scaling, matmul
-from .method import HOOKS, Coverage
+from .method import PREFIXES_OF_HOOKS, Coverage
 
 __all__ = [
     "FP8",
@@ -103,7 +103,8 @@ class FP8(Coverage):
             new = Linear(linear, self.options)
         new.train(linear.training)
         for attribute, value in vars(linear).items():
-            if attribute.startswith(HOOKS):  # other people's stay in force, and can be removed as before
+            # other people's stay in force, and can be removed as before
+            if attribute.startswith(PREFIXES_OF_HOOKS):
                 setattr(new, attribute, value)
         return new
 
@@ -168,10 +169,11 @@ class FP8(Coverage):
         counts = [scaling.counts for scaling in scalings if scaling.counts is not None]
         if not counts:
             return {}
-        totals = torch.stack(counts).sum(0).tolist()  # 3 operands x 4 counts, see fp8_product._count
+        totals = torch.stack(counts).sum(0).tolist()  # 3 operands x 4 counts, see fp8_product._count_losses
         report = {}
         kind = self.format.lower()
-        for name, (zeroed, nonzero, clipped, everything) in zip(fp8_product.OPERANDS, totals, strict=True):
+        names = fp8_product.FP8_OPERANDS
+        for name, (zeroed, nonzero, clipped, everything) in zip(names, totals, strict=True):
             report[f"{kind}_underflow_{name}"] = zeroed / max(1, nonzero)
             report[f"{kind}_saturated_{name}"] = clipped / max(1, everything)
         return report
@@ -221,7 +223,7 @@ class FP8(Coverage):
         exact = self._gradients_without_fp8(run, loss, "fp32")
         bf16 = signal_to_noise(self._gradients_without_fp8(run, loss, "bf16"), exact)["all"]
         low = copied(run.model)  # a copy: delayed scaling records what it sees
-        own = signal_to_noise(gradients(run.view(low, methods=(self,)), low, loss), exact)["all"]
+        own = signal_to_noise(gradients_of_loss(run.view(low, methods=(self,)), low, loss), exact)["all"]
         return {"gradient_snr": {self.format.lower(): own, "bf16": bf16}}
 
     def _gradients_without_fp8(self, run, loss, compute):
@@ -229,7 +231,7 @@ class FP8(Coverage):
         with self.plain(run.model):
             net = run.cast.undo(copied(run.model)).float()
         view = run.view(net, compute=compute, weights="fp32", grads="fp32", islands="none")
-        return gradients(view, net, loss)
+        return gradients_of_loss(view, net, loss)
 
 
 def _has_kernels(formats, device):
@@ -266,7 +268,7 @@ def convert(model, options=None):
 # ---- The noise of gradients --------------------------------------------------------------------------------
 
 
-def gradients(model, net, loss):
+def gradients_of_loss(model, net, loss):
     """{parameter name: gradient or None} of loss(model), where model calls `net`. No .grad is touched."""
     trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss(model), list(trained.values()), allow_unused=True)

@@ -17,33 +17,33 @@ from torch.autograd.function import once_differentiable
 from ..attention import Attend
 from ..errors import Refused
 from ..formats import FORMATS
-from .fp8_product import amax_of, current_scale, decode
+from .fp8_product import amax_of, current_scale, decode_fp8
 from .method import Method
 
-OPERANDS = "input", "probability", "grad"  # input: queries, keys and values
-INPUT, PROBABILITY, GRAD = range(3)
+ATTENTION_OPERANDS = "input", "probability", "grad"  # input: queries, keys and values
+ATTENTION_INPUT, ATTENTION_PROBABILITY, ATTENTION_GRAD = range(3)
 
 
-def _rounded(x, form, counts, operand):
+def _rounded_operand(x, form, counts, operand):
     """(fp32 values that the codes of x [..., M, N] stand for, inverse scale [1, 1]). counts: float64 [3, 2],
     to which the magnitude that became zero and all of it are added, or None.
     """
     scale = current_scale(amax_of(x.flatten(0, -2)), form.top)
-    values = decode(form.cast(x, scale).contiguous())
+    values = decode_fp8(form.cast(x, scale).contiguous())
     if counts is not None:
         size = x.abs().double()
         counts[operand] += torch.stack([size[values == 0].sum(), size.sum()])
     return values, scale.reciprocal()
 
 
-class _Product(torch.autograd.Function):
+class _AttentionProduct(torch.autograd.Function):
     """fp32 a [..., M, K] @ b [..., K, N], and both products of its backward pass, of FP8 operands."""
 
     @staticmethod
     def forward(ctx, a, b, kind, counts):
         form = FORMATS["e4m3"]
-        a, a_inverse = _rounded(a, form, counts, kind)
-        b, b_inverse = _rounded(b, form, counts, INPUT)
+        a, a_inverse = _rounded_operand(a, form, counts, kind)
+        b, b_inverse = _rounded_operand(b, form, counts, ATTENTION_INPUT)
         ctx.save_for_backward(a, a_inverse, b, b_inverse)
         ctx.counts = counts
         return (a @ b) * (a_inverse * b_inverse)
@@ -52,7 +52,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         a, a_inverse, b, b_inverse = ctx.saved_tensors
-        g, g_inverse = _rounded(g, FORMATS["e5m2"], ctx.counts, GRAD)
+        g, g_inverse = _rounded_operand(g, FORMATS["e5m2"], ctx.counts, ATTENTION_GRAD)
         da = (g @ b.transpose(-1, -2)) * (g_inverse * b_inverse)
         db = (a.transpose(-1, -2) @ g) * (g_inverse * a_inverse)
         return da, db, None, None
@@ -61,7 +61,7 @@ class _Product(torch.autograd.Function):
 def attend_in_fp8(q, k, v, counts=None, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
     """As F.scaled_dot_product_attention, without grouped heads: q [..., N, d], k, v [..., M, d] -> as q."""
     with torch.autocast(q.device.type, enabled=False):
-        scores = _Product.apply(q.float(), k.float().transpose(-1, -2), INPUT, counts)
+        scores = _AttentionProduct.apply(q.float(), k.float().transpose(-1, -2), ATTENTION_INPUT, counts)
         scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         if is_causal:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -71,7 +71,7 @@ def attend_in_fp8(q, k, v, counts=None, attn_mask=None, dropout_p=0.0, is_causal
         elif attn_mask is not None:
             scores = scores + attn_mask
         share = F.dropout(scores.softmax(-1), dropout_p) if dropout_p else scores.softmax(-1)
-        return _Product.apply(share, v.float(), PROBABILITY, counts).to(q.dtype)
+        return _AttentionProduct.apply(share, v.float(), ATTENTION_PROBABILITY, counts).to(q.dtype)
 
 
 class FP8Attention(Method):
@@ -118,7 +118,7 @@ class FP8Attention(Method):
         if self.counts is None:
             return {}
         found = {}
-        for name, (zeroed, everything) in zip(OPERANDS, self.counts.tolist(), strict=True):
+        for name, (zeroed, everything) in zip(ATTENTION_OPERANDS, self.counts.tolist(), strict=True):
             found[f"attention_underflow_{name}"] = zeroed / max(everything, 1e-300)
         return found
 

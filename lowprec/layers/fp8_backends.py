@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from ..block_formats import BLOCK_FORMATS
 from ..errors import Refused
 from ..machine import try_import
-from .fp8_product import CHOICES, E4M3, GRAD, INPUT, MULTIPLE, WEIGHT, scaled_mm_refusal
+from .fp8_product import (
+    DIMENSION_MULTIPLE,
+    FP8_CHOICES,
+    FP8_E4M3,
+    GRAD_OPERAND,
+    INPUT_OPERAND,
+    WEIGHT_OPERAND,
+    scaled_mm_refusal,
+)
 
 
 def backend_refusal(backend, options, device):
@@ -23,7 +31,7 @@ def backend_refusal(backend, options, device):
     if backend == "scaled_mm" and options.plan:
         return "scaled_mm is called with one scale a tensor or a row"
     if backend == "scaled_mm":
-        return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype)
+        return scaled_mm_refusal(device, FP8_E4M3.dtype, FP8_E4M3.dtype)
     return None
 
 
@@ -39,7 +47,7 @@ def _te_refusal(options, device):
         return f"Transformer Engine can't be imported ({error}); requirements-te.txt installs it"
     if not hasattr(te, "autocast"):
         return "this Transformer Engine is too old; requirements-te.txt installs another"
-    if not E4M3.native(device):
+    if not FP8_E4M3.native(device):
         return "Transformer Engine needs an NVIDIA GPU of compute capability 8.9 or later"
     return None
 
@@ -57,8 +65,8 @@ def _torchao_refusal(options, device):
     if options.plan and not BLOCK_FORMATS[options.recipe].native(device):
         return "torchao's kernels of mxfp8 need an NVIDIA GPU of compute capability 10.0 or later"
     if device.type == "cpu" and options.recipe == "rowwise":
-        return scaled_mm_refusal(device, E4M3.dtype, E4M3.dtype)
-    if device.type != "cpu" and not E4M3.native(device):
+        return scaled_mm_refusal(device, FP8_E4M3.dtype, FP8_E4M3.dtype)
+    if device.type != "cpu" and not FP8_E4M3.native(device):
         return "torchao needs a CPU, or an NVIDIA GPU of compute capability 8.9 or later"
     return None
 
@@ -78,14 +86,16 @@ def resolve(options, device):
     refusal = backend_refusal(options.backend, options, device)
     if refusal is None:
         return options
-    others = [other for other in CHOICES["backend"][1:] if backend_refusal(other, options, device) is None]
+    others = [
+        other for other in FP8_CHOICES["backend"][1:] if backend_refusal(other, options, device) is None
+    ]
     instead = f"here works --fp8_backend {' or '.join(others)}" if others else "use --bf16"
     raise Refused(f"--fp8_backend {options.backend}: {refusal}; {instead}")
 
 
 def _first_that_runs(options, device):
     candidates = ["scaled_mm", "emulate"]
-    if E4M3.native(device) and not options.plan:  # torchao's mxfp8 has not been run from here yet
+    if FP8_E4M3.native(device) and not options.plan:  # torchao's mxfp8 has not been run from here yet
         candidates = ["te", "torchao", *candidates]
     for backend in candidates:
         refusal = backend_refusal(backend, options, device)
@@ -118,7 +128,7 @@ def te_linear(linear, recipe, alone):
     class TELinear(te.Linear):
         def forward(self, x):
             rows = x.reshape(-1, x.shape[-1])  # [..., K] -> [M, K], M a multiple of 16
-            padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
+            padded = F.pad(rows, (0, 0, 0, -len(rows) % DIMENSION_MULTIPLE))
             context = te.autocast(enabled=True, recipe=recipe) if alone else nullcontext()
             with context:
                 y = super().forward(padded)
@@ -174,9 +184,9 @@ def torchao_linear(linear, options):
     granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
     casts = [CastConfig(scaling_granularity=granularity, target_dtype=form.dtype) for form in options.formats]
     config = Float8LinearConfig(
-        cast_config_input=casts[INPUT],
-        cast_config_weight=casts[WEIGHT],
-        cast_config_grad_output=casts[GRAD],
+        cast_config_input=casts[INPUT_OPERAND],
+        cast_config_weight=casts[WEIGHT_OPERAND],
+        cast_config_grad_output=casts[GRAD_OPERAND],
         round_scales_to_power_of_2=rowwise,  # as torchao's own rowwise recipe
         pad_inner_dim=True,
     )

@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..block_formats import BLOCK_FORMATS
-from ..block_formats import E4M3 as E4M3_ELEMENT
-from ..block_formats import E5M2 as E5M2_ELEMENT
+from ..block_formats import BLOCK_FORMATS, E4M3, E5M2
 from ..errors import Refused
 from ..formats import FORMATS
 from ..rounding import noise_key
@@ -25,22 +23,22 @@ from . import block_product
 from .block_product import Plan
 
 # the operands of the three products of a layer: y = x w, dx = g w^T, dw = x^T g
-INPUT, WEIGHT, GRAD = range(3)
-OPERANDS = ("input", "weight", "grad")
-E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
+INPUT_OPERAND, WEIGHT_OPERAND, GRAD_OPERAND = range(3)
+FP8_OPERANDS = ("input", "weight", "grad")
+FP8_E4M3, FP8_E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 OPERAND_FORMATS = {
-    "hybrid": (E4M3, E4M3, E5M2),
-    "e4m3": (E4M3, E4M3, E4M3),
-    "e5m2": (E5M2, E5M2, E5M2),
+    "hybrid": (FP8_E4M3, FP8_E4M3, FP8_E5M2),
+    "e4m3": (FP8_E4M3, FP8_E4M3, FP8_E4M3),
+    "e5m2": (FP8_E5M2, FP8_E5M2, FP8_E5M2),
 }
-CHOICES = {
+FP8_CHOICES = {
     "backend": ("auto", "te", "torchao", "scaled_mm", "emulate"),
     "format": tuple(OPERAND_FORMATS),
     "recipe": ("delayed", "tensorwise", "rowwise", "mxfp8", "block128", "block128_fp32"),
     "amax_compute_algo": ("max", "most_recent"),
 }
 # what CUDA's FP8 kernels ask of every contracted and every output dimension; kept on all devices
-MULTIPLE = 16
+DIMENSION_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Options:
     amax_compute_algo: str = "max"
 
     def __post_init__(self):
-        for name, values in CHOICES.items():
+        for name, values in FP8_CHOICES.items():
             if getattr(self, name) not in values:
                 flag = name if name.startswith("amax") else f"fp8_{name}"
                 raise Refused(f"--{flag} {getattr(self, name)}: unknown; choose from {', '.join(values)}")
@@ -99,12 +97,12 @@ class Options:
     @property
     def multiple(self):
         """What inputs and outputs of a layer are multiples of."""
-        return self.plan.multiple if self.plan else MULTIPLE
+        return self.plan.multiple if self.plan else DIMENSION_MULTIPLE
 
 
 @functools.cache
 def _block_plan(recipe, format):
-    elements = {"e4m3": E4M3_ELEMENT, "e5m2": E5M2_ELEMENT}
+    elements = {"e4m3": E4M3, "e5m2": E5M2}
     x, w, g = (
         dataclasses.replace(BLOCK_FORMATS[recipe], element=elements[form.name])
         for form in OPERAND_FORMATS[format]
@@ -141,7 +139,7 @@ def delayed_scale(amax, old, top):
     return torch.where((amax > 0) & amax.isfinite(), current_scale(amax, top), old)
 
 
-def roll(history, scale, tops, algo="max"):
+def roll_history(history, scale, tops, algo="max"):
     """End a step of delayed scaling, in place, as Transformer Engine does.
 
     history [N, S]: row 0 the amax of this step, then those of past steps, the oldest first; scale [S];
@@ -159,7 +157,7 @@ def roll(history, scale, tops, algo="max"):
 
 def _cpu_scales_rows():
     """Whether torch._scaled_mm takes a scale for each row on a CPU; torch 2.11 does not."""
-    codes = torch.zeros(16, 16, dtype=E4M3.dtype, device="cpu")
+    codes = torch.zeros(16, 16, dtype=FP8_E4M3.dtype, device="cpu")
     scales = torch.ones(16, 1, device="cpu")
     try:
         torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
@@ -175,7 +173,7 @@ def scaled_mm_refusal(device, a, b):
     """Why torch._scaled_mm can't multiply dtypes a and b on a device, or None."""
     if a == b == torch.float8_e5m2:
         return "no kernel multiplies e5m2 by e5m2"
-    if device.type == "cuda" and not E4M3.native(device):
+    if device.type == "cuda" and not FP8_E4M3.native(device):
         return "FP8 tensor cores start at compute capability 8.9"
     if device.type == "cpu" and not CPU_SCALES_ROWS:
         return f"torch {torch.__version__} takes one scale a tensor on a CPU"
@@ -184,7 +182,7 @@ def scaled_mm_refusal(device, a, b):
     return None
 
 
-def shape_refusal(k, n, multiple=MULTIPLE):
+def shape_refusal(k, n, multiple=DIMENSION_MULTIPLE):
     """Why a weight of k inputs and n outputs can't be multiplied in FP8, or None."""
     odd = []
     if k % multiple:
@@ -194,11 +192,11 @@ def shape_refusal(k, n, multiple=MULTIPLE):
     return f"{' and '.join(odd)}: no multiple of {multiple}" if odd else None
 
 
-def decode(codes):
+def decode_fp8(codes):
     """fp32, exactly: what FP8 codes stand for."""
     if type(codes) is not torch.Tensor:  # torch.compile traces this: a table would be a constant of the graph
         return codes.float()
-    form = E4M3 if codes.dtype == E4M3.dtype else E5M2
+    form = FP8_E4M3 if codes.dtype == FP8_E4M3.dtype else FP8_E5M2
     return form.values(codes)
 
 
@@ -214,7 +212,7 @@ def product(a, b, out_dtype, emulated=False):
     # autocast would reach into the kernel of a CPU (torch 2.14) and round operands, scale and all, to bf16
     with torch.autocast(a.device.type, enabled=False):
         if emulated or scaled_mm_refusal(a.device, a.dtype, b.dtype):
-            return ((decode(a) @ decode(b)) * a_inverse * b_inverse).to(out_dtype)
+            return ((decode_fp8(a) @ decode_fp8(b)) * a_inverse * b_inverse).to(out_dtype)
         return _scaled_mm(a, a_inverse, b, b_inverse, out_dtype)
 
 
@@ -236,7 +234,7 @@ def _scaled_mm(a, a_inverse, b, b_inverse, out_dtype):
 class _Scaler:
     """Rounds the operands of one product. history [N, 3], scale [3]: state of delayed scaling, or None.
 
-    recording: whether history takes the amaxes. counts: None, or float64 [3, 4] that `_count` adds to.
+    recording: whether history takes the amaxes. counts: None, or float64 [3, 4] that `_count_losses` adds to.
     """
 
     def __init__(self, options, history, scale, recording, counts):
@@ -260,11 +258,11 @@ class _Scaler:
                 self.history[0, operand] = torch.maximum(self.history[0, operand], amax.view(()))
         codes = form.cast(x, scale)
         if self.counts is not None:
-            self.counts[operand] += _count(x, scale, codes)
+            self.counts[operand] += _count_losses(x, scale, codes)
         return codes, scale.reciprocal()
 
 
-def _count(x, scale, codes):
+def _count_losses(x, scale, codes):
     """int64 [4]: values that a cast zeroed, non-zero values, values that it clipped, all values."""
     finfo = torch.finfo(codes.dtype)
     rounds_to_top = finfo.max * (1 + finfo.eps / 3.5)  # up to half an ulp over 1.75 * 2^n
@@ -279,7 +277,7 @@ def _transposed(operand):
     return codes.t(), inverse_scale.t()
 
 
-class _Product(torch.autograd.Function):
+class _FP8Product(torch.autograd.Function):
     """x [M, K], w [K, N] -> x w in out_dtype; all three products of a training step in FP8.
 
     torch.compile takes it into its graph as one call, so all it reads are arguments: tensors and constants.
@@ -295,8 +293,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, out_dtype, *state):
         scaler = _Scaler(*state)
-        a = scaler(x, INPUT, 1)
-        b = scaler(w, WEIGHT, 0)
+        a = scaler(x, INPUT_OPERAND, 1)
+        b = scaler(w, WEIGHT_OPERAND, 0)
         ctx.scaler = scaler
         ctx.dtypes = (x.dtype, w.dtype)
         if scaler.rowwise:
@@ -312,13 +310,13 @@ class _Product(torch.autograd.Function):
         x_dtype, w_dtype = ctx.dtypes
         saved = ctx.saved_tensors
         dx = dw = None
-        along_n = scaler(g, GRAD, 1)
+        along_n = scaler(g, GRAD_OPERAND, 1)
         if ctx.needs_input_grad[0]:
-            w = scaler(saved[1], WEIGHT, 1) if scaler.rowwise else saved[2:]
+            w = scaler(saved[1], WEIGHT_OPERAND, 1) if scaler.rowwise else saved[2:]
             dx = product(along_n, _transposed(w), x_dtype, scaler.emulated)
         if ctx.needs_input_grad[1]:
-            x = scaler(saved[0], INPUT, 0) if scaler.rowwise else saved[:2]
-            along_m = scaler(g, GRAD, 0) if scaler.rowwise else along_n
+            x = scaler(saved[0], INPUT_OPERAND, 0) if scaler.rowwise else saved[:2]
+            along_m = scaler(g, GRAD_OPERAND, 0) if scaler.rowwise else along_n
             # dw^T = g^T x: kernels take e5m2 as their first operand alone
             dw = product(_transposed(along_m), x, w_dtype, scaler.emulated).t()
         without_gradient = [None] * (len(ctx.needs_input_grad) - 2)
@@ -343,14 +341,14 @@ class Scaling(nn.Module):
         super().__init__()
         self.options = None
         self.counts = None
-        self.multiple = MULTIPLE  # of the inputs and outputs of w
+        self.multiple = DIMENSION_MULTIPLE  # of the inputs and outputs of w
         self.left_out = None  # why w stays out of FP8; "": it does not; None: not known yet
         if options is not None:
             self.switch(options, device)
 
     def switch(self, options, device=None):
         """FP8 on as `options` say; state is made anew."""
-        _Product.register()
+        _FP8Product.register()
         self.options = options
         self.multiple = options.multiple
         if options.plan:
@@ -390,8 +388,8 @@ class Scaling(nn.Module):
             y = block_product.multiply(rows, w, dtype, self.options, self.key, self.counts)
             return y.reshape(*x.shape[:-1], w.shape[-1])
         # the weight's gradient sums over rows: zero rows bring them to a multiple of 16 and add nothing
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
-        y = _Product.apply(padded, w, dtype, self.options, history, scale, self.training, self.counts)
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % DIMENSION_MULTIPLE))
+        y = _FP8Product.apply(padded, w, dtype, self.options, history, scale, self.training, self.counts)
         return y[: len(rows)].reshape(*x.shape[:-1], w.shape[-1])
 
     @torch.no_grad()
@@ -399,7 +397,7 @@ class Scaling(nn.Module):
         """End a step of delayed scaling."""
         if self.options is not None and self.options.recipe == "delayed":
             tops = self.scale.new_tensor([form.top for form in self.options.formats])
-            roll(self.amax_history, self.scale, tops, self.options.amax_compute_algo)
+            roll_history(self.amax_history, self.scale, tops, self.options.amax_compute_algo)
 
 
 def matmul(x, w, state):

@@ -1,6 +1,6 @@
 """GPTQ: the weights of a finished layer, rounded so that what the layer puts out changes least.
 
-    hessians = gather({"fc": net.fc}, calibrate)          # what the inputs of the layer have in common
+    hessians = gather_hessians({"fc": net.fc}, calibrate)   # what the inputs of the layer have in common
     low = rounded_by_gptq(net.fc.weight, hessians["fc"], 16, grid)
 
 arXiv 2210.17323, algorithm 1: inputs are rounded one after another, and what rounding one has changed in the
@@ -13,11 +13,11 @@ import torch
 from ..errors import Refused
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to each entry of it
-AT_ONCE = 128  # inputs whose changes reach the inputs behind them in one product
+INPUTS_AT_ONCE = 128  # inputs whose changes reach the inputs behind them in one product
 
 
 @torch.no_grad()
-def gather(linears, calibrate):
+def gather_hessians(linears, calibrate):
     """{name: float64 [K, K]}: the sum of 2 x x^T over all inputs x [K] of each nn.Linear that was called.
 
     linears: {name: nn.Linear}. calibrate(): calls the net on data like those it was trained on. Raises
@@ -47,7 +47,7 @@ def gather(linears, calibrate):
 
 @torch.no_grad()
 def rounded_by_gptq(weight, hessian, block, grid):
-    """fp32 [N, K]: weight [N, K] on the grid, given the layer's Hessian [K, K] of `gather`.
+    """fp32 [N, K]: weight [N, K] on the grid, given the layer's Hessian [K, K] of `gather_hessians`.
 
     block: inputs that share a scale: a divisor of 128, or K. grid(fp32 [N, block]) -> a function that brings
     fp32 [N, 1] of these inputs to the grid.
@@ -56,8 +56,8 @@ def rounded_by_gptq(weight, hessian, block, grid):
     low = torch.empty_like(weight, dtype=torch.float32)
     inverse = _inverse_root(hessian)
     inputs = weight.shape[1]
-    for start in range(0, inputs, AT_ONCE):
-        end = min(start + AT_ONCE, inputs)
+    for start in range(0, inputs, INPUTS_AT_ONCE):
+        end = min(start + INPUTS_AT_ONCE, inputs)
         errors = torch.empty(len(weight), end - start, dtype=torch.float64, device=weight.device)
         for k in range(start, end):
             if k % block == 0:

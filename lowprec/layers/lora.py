@@ -15,8 +15,9 @@ from ..roles import roles
 from ..sites import LOW_PRODUCTS
 from .method import Method
 
-TAKEN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # a subclass has a forward that is not ours to know
-STAY = {"embedding", "head"}
+# a subclass has a forward that is not ours to know
+ADAPTED_CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+ROLES_LEFT_OUT = {"embedding", "head"}
 
 
 class Adapted(nn.Module):
@@ -56,9 +57,9 @@ class Lora(Method):
         self.rank = rank
         self.layers = []  # names of the modules that are Adapted
         role_of = roles(model)
-        stay = {module for name, module in model.named_modules() if role_of[name] & STAY}
+        stay = {module for name, module in model.named_modules() if role_of[name] & ROLES_LEFT_OUT}
         named = model.named_modules(remove_duplicate=False)  # a layer may have several names
-        found = [(name, module) for name, module in named if name and takes(module, rank)]
+        found = [(name, module) for name, module in named if name and takes_adapter(module, rank)]
         model.requires_grad_(False)
         adapted = {}
         for name, module in found:
@@ -86,7 +87,7 @@ class Lora(Method):
 
     def as_it_came(self, values):
         for name in self.layers:
-            values = merged(values, name)
+            values = merged_adapter(values, name)
         return values
 
     def rows(self, parameters, generation_dtype):
@@ -94,16 +95,16 @@ class Lora(Method):
         return {"weights": {"why": why}}
 
 
-def takes(module, rank):
+def takes_adapter(module, rank):
     """Whether a layer gets an adapter of this rank."""
-    if type(module) not in TAKEN:
+    if type(module) not in ADAPTED_CLASSES:
         return False
     one_group = getattr(module, "groups", 1) == 1
     outputs, inputs = module.weight.shape[:2]
     return one_group and min(outputs, inputs) > rank
 
 
-def merged(values, name):
+def merged_adapter(values, name):
     """{name: tensor} with the layer `name` as it was before, its adapter added to its weight in fp32."""
     found = dict(values)
     up = found.pop(f"{name}.lora_up.weight").float()  # [out, rank, 1 ...]

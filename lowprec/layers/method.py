@@ -96,7 +96,7 @@ class Method:
 # how the reasons begin for which weights that belong to no linear layer are left out
 NO_LINEAR_LAYER = ("convolution", "several matrices")
 # how the attributes of a module begin that hold its hooks
-HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
+PREFIXES_OF_HOOKS = ("_forward_", "_backward_", "_is_full_backward_")
 
 
 def layer_refusal(name, module, its_roles, multiple):
@@ -141,7 +141,7 @@ class Coverage(Method):
     functional_by = ""  # who multiplies by bare parameters
     takes_parameters = True  # whether these are covered
     backward = True
-    multiple = fp8_product.MULTIPLE  # of the inputs and outputs of a layer
+    multiple = fp8_product.DIMENSION_MULTIPLE  # of the inputs and outputs of a layer
 
     def __init__(self, model, how, scaling, flag, instead):
         self.device = next(model.parameters()).device

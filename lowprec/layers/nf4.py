@@ -21,7 +21,7 @@ SMALLEST_LAYER = 4096  # weights of a layer, below which it stays as it is
 
 
 @functools.cache
-def table():
+def nf4_values():
     """fp32 [16], sorted: 0, eight quantiles above it and seven below; the largest is 1 (appendix E)."""
     # the mean of 1 - 1/32 and 1 - 1/30: no quantile is infinite
     highest = (1 - 1 / 32 + 1 - 1 / 30) / 2
@@ -31,37 +31,38 @@ def table():
     return (values / values.max()).float()
 
 
-def encode(w):
+def encode_nf4(w):
     """(codes uint8 [n / 2], scales fp32 [n / 64]) of a weight of n values, the last block filled up."""
     flat = F.pad(w.detach().float().flatten(), (0, -w.numel() % WEIGHTS_A_SCALE)).view(-1, WEIGHTS_A_SCALE)
     scales = flat.abs().amax(1)
     shares = flat / scales.clamp(min=1e-30)[:, None]
-    values = table().to(w.device)
+    values = nf4_values().to(w.device)
     codes = torch.bucketize(shares, (values[1:] + values[:-1]) / 2).to(torch.uint8).flatten()
     return codes[::2] << 4 | codes[1::2], scales
 
 
-def decode(codes, scales, shape):
+def decode_nf4(codes, scales, shape):
     """fp32 of a shape."""
     pairs = torch.stack([codes >> 4, codes & 15], 1).flatten().int()
     values = (
-        table().to(codes.device).index_select(0, pairs).view(-1, WEIGHTS_A_SCALE) * scales.float()[:, None]
+        nf4_values().to(codes.device).index_select(0, pairs).view(-1, WEIGHTS_A_SCALE)
+        * scales.float()[:, None]
     )
     return values.flatten()[: shape.numel()].view(shape)
 
 
-class _Product(torch.autograd.Function):
+class _NF4Product(torch.autograd.Function):
     """x [..., in] -> x by the decoded weight [out, in], in the dtype of x."""
 
     @staticmethod
     def forward(ctx, x, codes, scales, shape):
         ctx.save_for_backward(codes, scales)
         ctx.shape = shape
-        return x @ decode(codes, scales, shape).to(x.dtype).t()
+        return x @ decode_nf4(codes, scales, shape).to(x.dtype).t()
 
     @staticmethod
     def backward(ctx, g):
-        return g @ decode(*ctx.saved_tensors, ctx.shape).to(g.dtype), None, None, None
+        return g @ decode_nf4(*ctx.saved_tensors, ctx.shape).to(g.dtype), None, None, None
 
 
 class NF4Linear(nn.Module):
@@ -71,7 +72,7 @@ class NF4Linear(nn.Module):
         super().__init__()
         self.shape = linear.weight.shape
         self.out_features, self.in_features = self.shape
-        codes, scales = encode(linear.weight)
+        codes, scales = encode_nf4(linear.weight)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
         self.bias = linear.bias
@@ -81,7 +82,7 @@ class NF4Linear(nn.Module):
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        y = _Product.apply(x, self.codes, self.scales, self.shape)
+        y = _NF4Product.apply(x, self.codes, self.scales, self.shape)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -90,7 +91,7 @@ class NF4Base(Method):
 
     def __init__(self, model):
         role_of = roles(model)
-        taken = {module for name, module in model.named_modules() if takes(module, role_of[name])}
+        taken = {module for name, module in model.named_modules() if takes_nf4(module, role_of[name])}
         named = model.named_modules(remove_duplicate=False)  # a layer may have several names
         self.layers = [name for name, module in named if module in taken]
         if not self.layers:
@@ -120,7 +121,7 @@ class NF4Base(Method):
         found = dict(values)
         for name, shape in self.shapes.items():
             codes, scales = found.pop(f"{name}.codes"), found.pop(f"{name}.scales")
-            found[f"{name}.weight"] = decode(codes, scales, shape)
+            found[f"{name}.weight"] = decode_nf4(codes, scales, shape)
         return found
 
     def rows(self, parameters, generation_dtype):
@@ -129,7 +130,7 @@ class NF4Base(Method):
         return {"frozen": {"value": "nf4", "why": why}}
 
 
-def takes(module, its_roles):
+def takes_nf4(module, its_roles):
     """Whether a layer is held in NF4."""
     if type(module) is not nn.Linear or its_roles & {"embedding", "head"}:
         return False

@@ -64,7 +64,7 @@ class AfterTraining(Coverage):
     def convert_by_gptq(self, model, calibrate):
         """Quantise the layers of `model`, in place. calibrate(): calls it as it is."""
         exact = {name: linear.weight for name, linear in self.linears.items()}
-        hessians = gptq.gather(self.linears, calibrate)
+        hessians = gptq.gather_hessians(self.linears, calibrate)
         if not hessians:
             raise Refused("GPTQ: the calibration called no layer that is quantised; let it call the net")
         self.convert(model, alone=True)

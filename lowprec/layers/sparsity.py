@@ -30,7 +30,7 @@ SRSTE_DECAY = 2e-4  # lambda in its authors' code
 # embeddings and head, as in SparseGPT (arXiv 2301.00774); what reads one vector an image, not one a token,
 # has no speed to gain, and every value of its block depends on it
 STAY_DENSE = {"embedding", "head", "condition"}
-BACKENDS = {  # names in torch.sparse
+CLASS_OF_BACKEND = {  # names in torch.sparse
     "cuSPARSELt": "SparseSemiStructuredTensorCUSPARSELT",
     "CUTLASS": "SparseSemiStructuredTensorCUTLASS",
 }
@@ -97,7 +97,7 @@ class KernelLinear(nn.Linear):
         return F.linear(x.contiguous(), self.weight, self.bias)
 
 
-def covered(model):
+def linears_to_prune(model):
     """{name: module} of the Linear layers that 2:4 sparsity takes: inputs a multiple of 4, no subclass (its
     forward is not ours to know), no role of STAY_DENSE.
     """
@@ -113,12 +113,12 @@ def covered(model):
 # ---- Kernels -----------------------------------------------------------------------------------------------
 
 
-def kernels(shape, dtype):
-    """Names of BACKENDS whose kernels take a weight [out, in] of this dtype; their least sizes are torch's
-    (bf16: 16x16 and 32x64).
+def kernels_that_take(shape, dtype):
+    """Names of CLASS_OF_BACKEND whose kernels take a weight [out, in] of this dtype; their least sizes are
+    torch's (bf16: 16x16 and 32x64).
     """
     found = []
-    for name, kind in BACKENDS.items():
+    for name, kind in CLASS_OF_BACKEND.items():
         limits = getattr(torch.sparse, kind)._DTYPE_SHAPE_CONSTRAINTS.get(dtype)
         if limits is None:
             continue
@@ -129,9 +129,9 @@ def kernels(shape, dtype):
     return found
 
 
-def backend(device):
-    """The name in BACKENDS that this CUDA device runs, or None: CUTLASS's kernels are built for compute
-    capability 8 alone.
+def sparse_backend(device):
+    """The name in CLASS_OF_BACKEND that this CUDA device runs, or None: CUTLASS's kernels are built for
+    compute capability 8 alone.
     """
     if torch.backends.cusparselt.is_available():
         return "cuSPARSELt"
@@ -157,7 +157,7 @@ class Sparse24(Method):
         device = next(model.parameters()).device
         self.machine = machine or support(*device_facts(device))["sparse24"]
         self.needs_sums = mode == "srste"
-        self.layers = covered(model)
+        self.layers = linears_to_prune(model)
         self.masks = {}  # name -> bool mask, of mode magnitude
         self.flops = None  # what module_flops tells of a forward pass
         if not self.layers:
@@ -259,12 +259,12 @@ class Sparse24(Method):
             weight = module.weight
             if not weight.is_cuda or self.machine[0] != "native":
                 continue
-            here = backend(weight.device)
-            if here not in kernels(weight.shape, weight.dtype):
+            here = sparse_backend(weight.device)
+            if here not in kernels_that_take(weight.shape, weight.dtype):
                 continue
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "prototype stage"
-                kind = getattr(torch.sparse, BACKENDS[here])
+                kind = getattr(torch.sparse, CLASS_OF_BACKEND[here])
                 sparse = kind.from_dense(weight.detach().contiguous())
             module.weight = nn.Parameter(sparse, requires_grad=False)
             module.__class__ = KernelLinear
@@ -308,7 +308,7 @@ class Sparse24(Method):
             "bytes": sum(mask.nbytes for mask in self.masks.values()) / parameters,
             "why": f"{SITES['sparse24'].why[self.mode]}: {self._why(groups, generation_dtype)}",
             "layers": groups,
-            "lines": lines(groups),
+            "lines": lines_of_groups(groups),
         }
         return {"sparse24": found}
 
@@ -329,7 +329,7 @@ class Sparse24(Method):
                     "count": 0,
                     "shape": list(shape),
                     "flops": 0.0 if total else None,
-                    "kernels": kernels(shape, torch.bfloat16),
+                    "kernels": kernels_that_take(shape, torch.bfloat16),
                 }
             group = groups[pattern, shape]
             group["count"] += 1
@@ -366,16 +366,16 @@ class Sparse24(Method):
             return f"too: sparse kernels can't run here ({self.machine[1]})"
         if dtype not in (torch.bfloat16, torch.float16):
             return "too: the sparse kernels take bf16 weights"
-        if backend(device) is None:
+        if sparse_backend(device) is None:
             return "too: this torch has no cuSPARSELt, and CUTLASS's kernels stop at compute capability 8.x"
-        return f"sparse ones by {backend(device)}"
+        return f"sparse ones by {sparse_backend(device)}"
 
 
 def _shapes(masks):
     return {name: mask.shape for name, mask in masks.items()}
 
 
-def lines(groups):
+def lines_of_groups(groups):
     """The groups of layers of `Sparse24.rows` as lines of text."""
     width = max(len(row["layers"]) for row in groups)
     text = []

@@ -9,13 +9,17 @@ from ..errors import Refused
 from ..sites import Site
 from .by_tensor import ByTensor
 
-SLOW = {"bf16": "from step 1,000 on it moves by t^-0.8 of a difference, which needs stochastic rounding"}
+MOVES_SLOWLY = {
+    "bf16": "from step 1,000 on it moves by t^-0.8 of a difference, which needs stochastic rounding"
+}
 ROW_VAR = Site(
     ("fp32", "bf16"),
-    {"fp32": "one number a row of a matrix: hardly any bytes", **SLOW},
+    {"fp32": "one number a row of a matrix: hardly any bytes", **MOVES_SLOWLY},
     follows="exp_avg_sq",
 )
-COL_VAR = Site(("fp32", "bf16"), {"fp32": "one number a column of a matrix", **SLOW}, follows="exp_avg_sq")
+COL_VAR = Site(
+    ("fp32", "bf16"), {"fp32": "one number a column of a matrix", **MOVES_SLOWLY}, follows="exp_avg_sq"
+)
 
 
 class AdafactorNumbers(NamedTuple):

@@ -25,8 +25,8 @@ from contextlib import nullcontext
 import torch
 
 from ..rounding import exact_weight, write_weight
-from .buckets import local
-from .state import LOW, low_of
+from .buckets import local_tensor
+from .state import SITE_OF_LOW_PART, low_of
 
 
 def params_of(groups):
@@ -56,7 +56,7 @@ class Answers:
 
     def held(self, p, pick=torch.flatten):
         """The fp32 value held for parameter p, flat."""
-        weight = pick(local(p))
+        weight = pick(local_tensor(p))
         low = self.low_part(p)
         if low is not None:
             low = pick(low)
@@ -165,7 +165,7 @@ class RoundedAnswers(Answers):
         if bucket.numel:
             values = self.moment_values(name, self.state[p], bucket.numel)
         else:
-            values = local(p).float()  # this rank has no rows of p: an empty tensor
+            values = local_tensor(p).float()  # this rank has no rows of p: an empty tensor
         return pick(bucket.views(values, [p])[0])
 
     def _settled(self, p, *names):
@@ -245,7 +245,7 @@ class RoundedAnswers(Answers):
     @torch.no_grad()
     def set_exact(self, p, value):
         if not p.is_meta:  # shapes alone have no values to write
-            write_weight(value.to(p.device, torch.float32), local(p), low_of(self.state[p]))
+            write_weight(value.to(p.device, torch.float32), local_tensor(p), low_of(self.state[p]))
 
     def nbytes(self):
         """{site: bytes} of the state as allocated: the moments, kahan and master; of a tensor that is spread
@@ -255,7 +255,7 @@ class RoundedAnswers(Answers):
         for p, state in self.state.items():
             for name, t in state.items():
                 if name != "step":
-                    site = LOW.get(name, name.removesuffix("_scale"))
+                    site = SITE_OF_LOW_PART.get(name, name.removesuffix("_scale"))
                     total[site] += self._bytes(p, name, t)
         for name, coder in self.coders.items():  # tables that all tensors share
             if any(self.coded(p, name) for p in self.state):

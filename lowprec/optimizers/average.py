@@ -23,7 +23,7 @@ from ..rounding import (
     exact_weight,
     key_words,
 )
-from .buckets import Bucket, StepTable, grouped, local
+from .buckets import Bucket, StepTable, group_tensors, local_tensor
 
 # ---- The average -------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class EMA:
             low = self.low_part(p)
             low_dtype = None if low is None else low.dtype
             keys.append((p.dtype, p.device, low_dtype))
-        self._buckets = grouped(self.params, keys)
+        self._buckets = group_tensors(self.params, keys)
         self.bucket_of = {}  # parameter that is a bucket by itself -> that bucket
         for bucket in self._buckets:
             if len(bucket.indices) == 1 and type(bucket) is Bucket:
@@ -112,7 +112,7 @@ class EMA:
     def _inputs(self, bucket):
         """(weights, their low part or None), flat."""
         params = [self.params[i] for i in bucket.indices]
-        weights = bucket.gather([local(p) for p in params])
+        weights = bucket.gather([local_tensor(p) for p in params])
         lows = [self.low_part(p) for p in params]
         if lows[0] is None:
             return weights, None

@@ -109,7 +109,7 @@ def scale_of(grad_scale, p):
 
 # ---- Tensors that are spread over ranks --------------------------------------------------------------------
 
-BLOCK = 256  # entries; a multiple of every format's block
+ENTRIES_A_BLOCK = 256  # entries; a multiple of every format's block
 
 
 def is_spread(t):
@@ -117,7 +117,7 @@ def is_spread(t):
     return hasattr(t, "device_mesh")
 
 
-def local(t):
+def local_tensor(t):
     """A tensor without its graph; of a DTensor this rank's rows."""
     t = t.detach()
     return t.to_local() if is_spread(t) else t
@@ -182,14 +182,14 @@ def part_of(t):
     )
 
 
-def gathered(t, part):
+def whole_tensor(t, part):
     """The whole tensor of which this rank holds `t`, or the tensor itself where part is None. All ranks call
     it.
     """
     if part is None:
         return t
     if t.dtype == torch.int16:  # neither gloo nor NCCL carries it, but its bits
-        return gathered(t.view(torch.bfloat16), part).view(torch.int16)
+        return whole_tensor(t.view(torch.bfloat16), part).view(torch.int16)
     return as_dtensor(t, part).full_tensor()
 
 
@@ -234,7 +234,7 @@ class RankBucket(Bucket):
         return sorted(found)
 
     def gather(self, tensors):
-        flat = local(tensors[0]).reshape(-1)
+        flat = local_tensor(tensors[0]).reshape(-1)
         if flat.numel() == self.numel:
             return flat
         whole = flat.new_zeros(self.numel)
@@ -251,7 +251,7 @@ class RankBucket(Bucket):
 
     def scatter(self, flat, tensors):
         (view,) = self.views(flat, tensors)
-        own = local(tensors[0])
+        own = local_tensor(tensors[0])
         if view.data_ptr() != own.data_ptr():
             own.copy_(view)
 
@@ -273,7 +273,7 @@ class RankBucket(Bucket):
         return found
 
 
-def grouped(tensors, keys, block_of=lambda t: 1):
+def group_tensors(tensors, keys, block_of=lambda t: 1):
     """As Bucket.group; a tensor that is spread has a bucket of its own, which numbers its entries as one rank
     would. block_of: tensor -> entries of a block of its codes, 1 for none.
     """
@@ -304,13 +304,13 @@ def _exchange_within(group, members, grad_of):
     places = []  # (bucket, number of a block that it shares)
     for bucket in members:
         places += [(bucket, number) for number in bucket.shared]
-    device = local(members[0].params[0]).device
-    bits = torch.zeros(len(places), BLOCK, dtype=torch.int32, device=device)
+    device = local_tensor(members[0].params[0]).device
+    bits = torch.zeros(len(places), ENTRIES_A_BLOCK, dtype=torch.int32, device=device)
     for row, (bucket, number) in zip(bits, places, strict=True):
-        part, start = bucket.part, number * BLOCK
-        a, b = max(part.first, start), min(part.last, start + BLOCK)
+        part, start = bucket.part, number * ENTRIES_A_BLOCK
+        a, b = max(part.first, start), min(part.last, start + ENTRIES_A_BLOCK)
         if a < b:
-            g = local(grad_of(bucket.params[0])).reshape(-1)[a - part.first : b - part.first]
+            g = local_tensor(grad_of(bucket.params[0])).reshape(-1)[a - part.first : b - part.first]
             row[a - start : b - start] = g.float().view(torch.int32)
     torch.distributed.all_reduce(bits, group=group)
     values = dict(zip(places, bits.view(torch.float32), strict=True))
@@ -318,10 +318,10 @@ def _exchange_within(group, members, grad_of):
         first, last = bucket.part.first, bucket.part.last
         before = after = bits.new_zeros(0).float()
         if bucket.skip:
-            before = values[bucket, first // BLOCK][: bucket.skip]
+            before = values[bucket, first // ENTRIES_A_BLOCK][: bucket.skip]
         if bucket.first + bucket.numel > last:
-            at = last % BLOCK
-            after = values[bucket, last // BLOCK][at : at + bucket.first + bucket.numel - last]
+            at = last % ENTRIES_A_BLOCK
+            after = values[bucket, last // ENTRIES_A_BLOCK][at : at + bucket.first + bucket.numel - last]
         bucket.edges = before, after
 
 

@@ -12,7 +12,7 @@ from .adamw import AdamW
 from .answers import Answers, params_of
 from .lion import Lion
 from .muon import Muon, hidden_matrices
-from .peers import PEERS, Peer
+from .peers import PEER_OPTIMIZERS, Peer
 from .rounded import Plain, Rounded
 from .sgd import SGD
 from .state import own_attributes
@@ -20,10 +20,10 @@ from .state import own_attributes
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "lion": Lion, "adafactor": Adafactor, "muon": Muon}
 
 
-NAMES = (*OPTIMIZERS, *PEERS)
+OPTIMIZER_NAMES = (*OPTIMIZERS, *PEER_OPTIMIZERS)
 
 
-def kinds(name):
+def classes_of(name):
     """The classes that serve --optimizer `name`, itself first; () for what is none of ours. name: of
     OPTIMIZERS, or a class.
     """
@@ -32,10 +32,10 @@ def kinds(name):
         return ()
     if kind.others is None:
         return (kind,)
-    return (kind, *kinds(kind.others))
+    return (kind, *classes_of(kind.others))
 
 
-def divided(groups, name, net=None):
+def divided_groups(groups, name, net=None):
     """Parameter groups of which each optimiser has what it takes: those of an optimiser with `others` in two.
 
     name: the optimiser of groups without an `optimizer`. net: tells hidden layers; None: by shape alone.
@@ -43,7 +43,7 @@ def divided(groups, name, net=None):
     found = []
     for group in groups:
         kind = group.get("optimizer", name)
-        classes = kinds(kind)
+        classes = classes_of(kind)
         others = classes[0].others if classes else None
         if others is None:
             found.append(group)
@@ -213,7 +213,7 @@ MOMENTUM_OPTIONS = ("momentum", "nesterov")  # options of some of ours
 def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **options):
     """The optimiser of recipe `r`: ours by name, a peer by name as its authors publish it, or a stranger's.
 
-    name: an entry of NAMES, a subclass of Rounded, or a function params -> torch.optim.Optimizer.
+    name: an entry of OPTIMIZER_NAMES, a subclass of Rounded, or a function params -> torch.optim.Optimizer.
     params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
     momentum, nesterov; None or left out: the optimiser's own. net: the module that they belong to, which
     tells hidden layers. away: an offload.Offload for the moments of ours. Raises Refused when the name is
@@ -223,7 +223,7 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     if unknown := set(options) - {*PEER_DEFAULTS, *MOMENTUM_OPTIONS}:
         raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
     options = {key: value for key, value in options.items() if value is not None}
-    groups = divided(_groups(params), name, net)
+    groups = divided_groups(_as_groups(params), name, net)
     of_groups = [group.pop("optimizer", name) for group in groups]
     parts, r = [], r.keeping(*of_groups)
     for kind in dict.fromkeys(of_groups):
@@ -234,16 +234,16 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
         # each counts the places of its parameters from 0: another seed, so that no two share noise
         seed_of_part = hash64(seed, len(parts)) if parts else seed
         own_options = {**options, "weight_decay": weight_decay}
-        parts.append(_one(kind, own, r, own_options, seed_of_part, away))
+        parts.append(_one_optimizer(kind, own, r, own_options, seed_of_part, away))
     refusable = MOMENTUM_OPTIONS
-    if all(kinds(kind) for kind in of_groups):  # a stranger's may be made with an eps of its own
+    if all(classes_of(kind) for kind in of_groups):  # a stranger's may be made with an eps of its own
         refusable = ("eps", *MOMENTUM_OPTIONS)
     for option in refusable:
         if option not in options or any(option in part.defaults for part in parts):
             continue
         takers = []
         for key, kind in OPTIMIZERS.items():
-            if option in arguments(kind):
+            if option in argument_names(kind):
                 takers.append(key)
         theirs = " and ".join(takers)
         raise Refused(f"--{option} belongs to --optimizer {theirs}: drop it, or choose one of these")
@@ -252,37 +252,37 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     return Joined(parts)
 
 
-def arguments(kind):
+def argument_names(kind):
     """The names of what a class takes."""
     return set(inspect.signature(kind).parameters)
 
 
-def title(optimizer, name):
+def title_of_optimizer(optimizer, name):
     """What the ledger calls the optimiser that was asked for as `name`."""
     if isinstance(optimizer, Joined):
-        return " and ".join(title(part, None) for part in optimizer.parts)
+        return " and ".join(title_of_optimizer(part, None) for part in optimizer.parts)
     if isinstance(name, str):
         return name
     return type(getattr(optimizer, "inner", optimizer)).__name__
 
 
-def _groups(params):
+def _as_groups(params):
     params = list(params)
     if params and isinstance(params[0], dict):
         return [dict(group) for group in params]
     return [{"params": params}]
 
 
-def _one(name, params, r, options, seed, away=None):
+def _one_optimizer(name, params, r, options, seed, away=None):
     """One optimiser, of parameter groups that belong to it alone."""
-    if kinds(name):
-        return _ours(kinds(name)[0], params, r, options, seed, away)
+    if classes_of(name):
+        return _build_ours(classes_of(name)[0], params, r, options, seed, away)
     if isinstance(name, str):
-        return _peer(name, params, r, options)
-    return _strangers(name, params, r)
+        return _build_peer(name, params, r, options)
+    return _build_strangers(name, params, r)
 
 
-def _ours(kind, params, r, options, seed, away):
+def _build_ours(kind, params, r, options, seed, away):
     own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed}
     if away is not None:
         own["away"] = away
@@ -293,7 +293,7 @@ def _ours(kind, params, r, options, seed, away):
     for site in kind.sites:
         if site not in kind.moments:
             own[site] = r[site]
-    for option in {"betas", "eps", *MOMENTUM_OPTIONS} - arguments(kind):
+    for option in {"betas", "eps", *MOMENTUM_OPTIONS} - argument_names(kind):
         options.pop(option, None)  # Lion has no eps, SGD neither
     return kind(params, **{**kind.of_run, **options}, **own)
 
@@ -302,20 +302,21 @@ def _rounds_itself(r):
     return r.update != "nearest" or r.kahan == "on" or r.master != "none"
 
 
-def _strangers(make, params, r):
+def _build_strangers(make, params, r):
     if _rounds_itself(r) or r.coded:
         ours = "stochastic, kahan, master and moments in codes belong to ours"
         raise Refused(f"this optimiser rounds in its own way: {ours}")
     made = make(params)
     closure = inspect.signature(type(made).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise Refused(f"{title(made, None)} asks for a closure at each step, and step() here has none")
+        title = title_of_optimizer(made, None)
+        raise Refused(f"{title} asks for a closure at each step, and step() here has none")
     return made if hasattr(made, "held") else Peer(made)
 
 
-def _peer(name, params, r, options):
-    if name not in PEERS:
-        raise Refused(f"--optimizer {name}: unknown; choose from {', '.join(NAMES)}")
+def _build_peer(name, params, r, options):
+    if name not in PEER_OPTIMIZERS:
+        raise Refused(f"--optimizer {name}: unknown; choose from {', '.join(OPTIMIZER_NAMES)}")
     if _rounds_itself(r):
         flags = "drop --stochastic, --kahan and --master, which belong to ours"
         raise Refused(f"--optimizer {name} rounds in its own way: {flags}")
@@ -329,4 +330,4 @@ def _peer(name, params, r, options):
     elif name != "torch" and (not r.low_weights or r.islands != "none"):
         raise Refused(f"--optimizer {name} is for bf16 parameters only: add --pure_bf16 and no islands")
     own = {key: value for key, value in options.items() if key not in MOMENTUM_OPTIONS}
-    return PEERS[name].make(params, {**PEER_DEFAULTS, **own})
+    return PEER_OPTIMIZERS[name].make(params, {**PEER_DEFAULTS, **own})

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels import choose
-from ..kernels.numbers import SCALE
+from ..kernels.numbers import PLACE_OF_SCALE
 from ..rounding import NO_AVERAGE, Noise, exact_weight, key_words
 from .buckets import scale_of
 from .rounded import Part, Rounded, step_kernel
@@ -121,7 +121,7 @@ class ByTensor(Rounded):
         numbers, keys = work.table.numbers[row], work.table.keys[row:]
         low = low_of(state)
         room = self.rooms or Rooms()
-        g = room("gradient", p).copy_(g).mul_(numbers[SCALE]).view(parameter.shape)
+        g = room("gradient", p).copy_(g).mul_(numbers[PLACE_OF_SCALE]).view(parameter.shape)
         moments = self._whole(parameter, state)
 
         def held():
@@ -129,7 +129,8 @@ class ByTensor(Rounded):
             return whole.view(parameter.shape)
 
         direction, rate, new = self.update_tensor(g, moments, work.numbers, held, room)
-        numbers[SCALE].fill_(rate)  # from here on the direction is the gradient, and it is to be scaled so
+        # from here on the direction is the gradient, and it is to be scaled so
+        numbers[PLACE_OF_SCALE].fill_(rate)
         choose.step(
             choose.Step(
                 direction=self.direction,

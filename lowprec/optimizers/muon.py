@@ -58,7 +58,7 @@ class Muon(ByTensor):
         **writing,
     ):
         check_choice("orthogonalise", orthogonalise, ORTHOGONALISE.values)
-        check_choice("adjust", adjust, ADJUST)
+        check_choice("adjust", adjust, FACTOR_OF_ADJUST)
         self.dtype = DTYPE_OF_NAME[orthogonalise]
         self.adjust = adjust
         options = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
@@ -74,7 +74,7 @@ class Muon(ByTensor):
                 remedy = "give biases, norms, embeddings and heads to AdamW (optimizers.build does)"
                 raise Refused(f"{what}: {remedy}")
             if torch.is_tensor(p) and self.dtype == torch.bfloat16:
-                cpu_products.settle(p.device)
+                cpu_products.settle_products(p.device)
         param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
 
@@ -86,7 +86,7 @@ class Muon(ByTensor):
         mean = g.lerp_(m, numbers.momentum) if numbers.nesterov else m
         matrix = mean.flatten(1)  # [out, in, ...] -> [out, rest]
         direction = orthogonalised(matrix, self.dtype, room=room).float()
-        rate = -numbers.lr * ADJUST[self.adjust](*matrix.shape)
+        rate = -numbers.lr * FACTOR_OF_ADJUST[self.adjust](*matrix.shape)
         return direction.reshape(g.shape), rate, {"momentum": m}
 
     def decay(self, p, name):
@@ -94,7 +94,7 @@ class Muon(ByTensor):
         return (self._group(p)["momentum"], math.inf) if known else (math.nan, 0)
 
 
-ADJUST = {
+FACTOR_OF_ADJUST = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }

@@ -14,9 +14,9 @@ import copy
 import torch
 
 from ..errors import Refused
-from .state import LOW
+from .state import SITE_OF_LOW_PART
 
-ALIGNED = 256  # bytes; vectorised kernels need 16
+ALIGNMENT = 256  # bytes; vectorised kernels need 16
 
 # ---- Where moments are -------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class Offload:
         # two rooms on the device take turns: one is stepped in while the other is filled
         rooms = []
         for first in range(min(2, len(work))):
-            largest = max(size_of(state) for state in states[first::2])
+            largest = max(bytes_of_room(state) for state in states[first::2])
             rooms.append(self.traffic.room(largest))
         begun = [self.traffic.now()]
         if self.left is not None:
@@ -59,8 +59,8 @@ class Offload:
         free_after = [begun, begun]  # what the next copy into a room has to wait for
 
         def fetch(n):
-            on_device = views(rooms[n % 2], states[n])
-            copied = self.traffic.copy("in", list(pairs(on_device, states[n])), free_after[n % 2])
+            on_device = views_of_room(rooms[n % 2], states[n])
+            copied = self.traffic.copy("in", list(copy_pairs(on_device, states[n])), free_after[n % 2])
             return on_device, copied
 
         fetched = fetch(0)
@@ -73,41 +73,41 @@ class Offload:
             piece.state = {**item.piece.state, **on_device}
             yield item._replace(piece=piece)
             stepped = self.traffic.now()
-            self.left = self.traffic.copy("out", list(pairs(states[n], on_device)), [stepped])
+            self.left = self.traffic.copy("out", list(copy_pairs(states[n], on_device)), [stepped])
             free_after[n % 2] = [self.left]
 
 
 def moments_of(piece):
     """{name: flat tensor} of a bucket's state that is kept away."""
-    return {name: t for name, t in piece.state.items() if name not in LOW}
+    return {name: t for name, t in piece.state.items() if name not in SITE_OF_LOW_PART}
 
 
-def size_of(state):
+def bytes_of_room(state):
     """Bytes of a room that holds a state."""
-    return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in state.values())
+    return sum(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in state.values())
 
 
-def views(room, state):
+def views_of_room(room, state):
     """{name: part of the room, uint8, as a tensor like the state's}."""
     found, start = {}, 0
     for name, t in state.items():
         found[name] = room[start : start + t.nbytes].view(t.dtype)
-        start += -(-t.nbytes // ALIGNED) * ALIGNED
+        start += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
     return found
 
 
-def pairs(targets, sources):
+def copy_pairs(targets, sources):
     return ((target, sources[name]) for name, target in targets.items())
 
 
-def sizes(optimizer):
+def bytes_kept_away(optimizer):
     """(bytes of moments that an optimiser keeps away, those of them that are on the GPU at once at most)."""
     away, rooms = 0, []
     for part in getattr(optimizer, "parts", [optimizer]):
         for _, bucket in part._buckets:
             state = moments_of(bucket)
             away += sum(t.nbytes for t in state.values())
-            rooms.append(size_of(state))
+            rooms.append(bytes_of_room(state))
     return away, sum(sorted(rooms)[-2:])
 
 

@@ -4,7 +4,7 @@
     optimizer = Peer(torch.optim.SGD(model.parameters(), lr=0.1))       # any optimiser of torch's kind
 
 The adapter says what the optimiser holds and wants, where its state tells. A new peer is one class and a row
-of PEERS.
+of PEER_OPTIMIZERS.
 """
 
 import math
@@ -302,7 +302,7 @@ class Torchao(Published):
         return cls(module._AdamW(params, **options, bf16_stochastic_round=True))
 
 
-NUMBER = {"exp_avg": 1, "exp_avg_sq": 2}  # by which bitsandbytes calls the moments
+NUMBER_OF_MOMENT = {"exp_avg": 1, "exp_avg_sq": 2}  # by which bitsandbytes calls the moments
 
 
 class Bitsandbytes(Published):
@@ -320,17 +320,17 @@ class Bitsandbytes(Published):
         if held.dtype != torch.uint8:
             return held
         library = quiet_import("bitsandbytes.functional", "--optimizer bitsandbytes")
-        number, state = NUMBER[name], self.state[p]
+        number, state = NUMBER_OF_MOMENT[name], self.state[p]
         scales, table = state[f"absmax{number}"], state[f"qmap{number}"]
         return library.dequantize_blockwise(held, absmax=scales, code=table, blocksize=256)
 
     def coded(self, p, name):
-        return f"absmax{NUMBER[name]}" in self.state.get(p, {})
+        return f"absmax{NUMBER_OF_MOMENT[name]}" in self.state.get(p, {})
 
     def clear(self, p, name):
         if not self.coded(p, name):
             return super().clear(p, name)
-        self.state[p][f"absmax{NUMBER[name]}"].zero_()  # codes are zero where their scale is
+        self.state[p][f"absmax{NUMBER_OF_MOMENT[name]}"].zero_()  # codes are zero where their scale is
         return True
 
     def nbytes(self):
@@ -345,7 +345,7 @@ class Bitsandbytes(Published):
         return 4 * n if n < 4096 else n + 4 * math.ceil(n / 256)
 
 
-PEERS = {
+PEER_OPTIMIZERS = {
     "torch": Torch,
     "torchastic": Torchastic,
     "optimi": Optimi,

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import Refused
 from ..rules import check_alone
-from .rounded import SPARSE, Rounded
+from .rounded import SPARSE_GRADIENT, Rounded
 
 # ---- Norms -------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Release:
             ways = "do one backward pass a step, then step(), and checkpoint with use_reentrant=False"
             raise Refused(f"grad_release: {two}, and was updated by the first: {ways}")
         if p.grad.is_sparse:
-            raise Refused(SPARSE)
+            raise Refused(SPARSE_GRADIENT)
         if not self.items:
             self._begin()
         part, item = self.items[p]

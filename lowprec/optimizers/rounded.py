@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import Refused, check_choice
 from ..formats import FORMATS
 from ..kernels import choose
-from ..kernels.numbers import SCALE, WeightNumbers, named
+from ..kernels.numbers import PLACE_OF_SCALE, WeightNumbers, named_numbers
 from ..machine import settle_vector_math
 from ..rounding import (
     DTYPE_OF_NAME,
@@ -37,14 +37,14 @@ from ..rounding import (
 )
 from .answers import RoundedAnswers
 from .buckets import (
-    BLOCK,
+    ENTRIES_A_BLOCK,
     Bucket,
     RankBucket,
     StepTable,
     exchange,
-    grouped,
+    group_tensors,
     is_spread,
-    local,
+    local_tensor,
     scale_of,
     whole_alone,
 )
@@ -61,7 +61,7 @@ def step_kernel(direction, kind, feedback=None):
     """
 
     def kernel(p, g, moments, low, row, key, stochastic, average):
-        weight, own = named(row, kind)
+        weight, own = named_numbers(row, kind)
         old = [m.float() for m in moments]
         update, new = direction(g.float() * weight.scale, old, own)
         # weight decay belongs to the fp32 update: lr*wd near 1e-6 of a weight would never survive a write of
@@ -86,9 +86,9 @@ def step_kernel(direction, kind, feedback=None):
 # ---- Options -----------------------------------------------------------------------------------------------
 
 MASTERS = "none", "split", "split8", "fp32"
-LAZY = "a lazy layer has no weights before its first call: call the model once on a batch before this"
-SPARSE = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
-REMEDIES = {
+LAZY_LAYER = "a lazy layer has no weights before its first call: call the model once on a batch before this"
+SPARSE_GRADIENT = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
+REMEDY_FOR_DTYPE = {
     torch.float16: "keep fp16 in autocast (--fp16) and the weights in fp32",
     torch.float64: "call model.float() before",
     torch.complex64: "hold real and imaginary parts in fp32",
@@ -113,10 +113,10 @@ def check_dtypes(params, name):
     """Raises Refused for parameters that the optimiser of this name can't write."""
     for p in params:
         if is_lazy(p):
-            raise Refused(LAZY)
+            raise Refused(LAZY_LAYER)
         if p.dtype not in (torch.float32, torch.bfloat16):
             what = f"{name} takes fp32 and bf16 parameters, not {p.dtype}"
-            raise Refused(f"{what}: {REMEDIES.get(p.dtype, 'leave it out of the groups')}")
+            raise Refused(f"{what}: {REMEDY_FOR_DTYPE.get(p.dtype, 'leave it out of the groups')}")
 
 
 # ---- Rounded -----------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
     flags: dict = {}  # {flag: default}, where its own default is another than AdamW's
     of_run: dict = {}  # {option: default} of build.build, where torch's optimiser of this name has another
     average = None  # an EMA that is moved within the step
-    # the optimiser of the parameters that this one does not take, see build.divided
+    # the optimiser of the parameters that this one does not take, see build.divided_groups
     others: str | None = None
     signed = {"exp_avg": True, "exp_avg_sq": False}
     # (error, new moments, numbers) -> new moments, such that the next steps add up to the error: for 'eco'
@@ -253,7 +253,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         if not self.by_rows and any(map(is_spread, params)):
             raise Refused(whole_alone(type(self).__name__))
         keys = [self.bucket_key(i, p) for i, p in enumerate(params)]
-        for bucket in grouped(params, keys, self._block):
+        for bucket in group_tensors(params, keys, self._block):
             bucket.start += self._position
             bucket.params = [params[i] for i in bucket.indices]
             if isinstance(bucket, RankBucket):
@@ -266,7 +266,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         self._position += sum(p.numel() for p in params)
 
     def _block(self, p):
-        return BLOCK if self.coded_names(p) else 1
+        return ENTRIES_A_BLOCK if self.coded_names(p) else 1
 
     # -- one step
 
@@ -290,7 +290,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         exchange([item.piece for item in work], grad_of)
         if not one_scale_each and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
             for table in {id(item.table): item.table for item in work}.values():
-                table.all_numbers[:, SCALE] = grad_scale
+                table.all_numbers[:, PLACE_OF_SCALE] = grad_scale
         if self.away is not None:
             work = self.away.passing(work)
         for item in work:
@@ -304,7 +304,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         grads = [grad_of(p) for p in bucket.params]
         present = [g for g in grads if g is not None]
         if any(g.is_sparse for g in present):
-            raise Refused(SPARSE)
+            raise Refused(SPARSE_GRADIENT)
         if not present:
             return []
         steps = {self.state[p]["step"] for p in bucket.params}
@@ -356,14 +356,14 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         table, one for all is there.
         """
         piece, parts = work.piece, work.parts
-        params = [local(p) for p in piece.params]
+        params = [local_tensor(p) for p in piece.params]
         grads = [grad_of(p) for p in piece.params]
         for p in piece.params:
             self.state[p]["step"] = work.step
         if isinstance(grad_scale, dict):
             scale = scale_of(grad_scale, piece.params[0])
             for part in parts:
-                work.table.numbers[part.row][SCALE] = scale
+                work.table.numbers[part.row][PLACE_OF_SCALE] = scale
         if len(params) > 1 and len(parts) == 1:
             # small tensors are updated where they are, if a kernel takes them so: they need no copies then
             if choose.by_cpu_step(self._kernel_step(work, parts[0].row, params, grads, piece.state)):

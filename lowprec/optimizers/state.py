@@ -10,16 +10,16 @@ from torch.utils._pytree import tree_map
 from ..errors import Refused
 from ..formats import Coded
 from ..kernels import choose
-from .buckets import BLOCK, Bucket, RankBucket, as_dtensor, is_spread, local, part_of
+from .buckets import ENTRIES_A_BLOCK, Bucket, RankBucket, as_dtensor, is_spread, local_tensor, part_of
 
 # what completes a weight, and its site
-LOW = {"compensation": "kahan", "remainder": "master", "master": "master"}
-REMAINDERS = {"split": torch.int16, "split8": torch.int8}
+SITE_OF_LOW_PART = {"compensation": "kahan", "remainder": "master", "master": "master"}
+DTYPE_OF_REMAINDER = {"split": torch.int16, "split8": torch.int8}
 
 
 def low_of(state):
     """What completes the weights of this state, {name: tensor}; None where nothing does."""
-    for name in LOW:
+    for name in SITE_OF_LOW_PART:
         if name in state:
             return state[name]
     return None
@@ -61,7 +61,7 @@ class KeptState:
         coded = self.coded_names(p)
         # blocks of codes must not cross from one tensor into the next: a coded tensor that ends within a
         # block gets a bucket of its own
-        alone = i if coded and p.numel() % BLOCK else None
+        alone = i if coded and p.numel() % ENTRIES_A_BLOCK else None
         return p.dtype, p.device, *coded, alone
 
     def new_state(self, bucket):
@@ -82,10 +82,11 @@ class KeptState:
             return state
         if self.kahan:
             state["compensation"] = torch.zeros(bucket.numel, dtype=torch.bfloat16, device=first.device)
-        elif self.master in REMAINDERS:
-            state["remainder"] = torch.zeros(bucket.numel, dtype=REMAINDERS[self.master], device=first.device)
+        elif self.master in DTYPE_OF_REMAINDER:
+            dtype = DTYPE_OF_REMAINDER[self.master]
+            state["remainder"] = torch.zeros(bucket.numel, dtype=dtype, device=first.device)
         elif self.master == "fp32":
-            state["master"] = bucket.gather([local(p) for p in bucket.params]).float()
+            state["master"] = bucket.gather([local_tensor(p) for p in bucket.params]).float()
         return state
 
     def share_state(self, bucket):
@@ -241,7 +242,10 @@ def shapes_of(state):
 
 
 # what torch's optimisers can do, and these can't: {option of a group: what it would be}
-NOT_OURS = {"maximize": "goes uphill (maximize)", "amsgrad": "keeps the largest second moment (amsgrad)"}
+OPTIONS_NOT_OURS = {
+    "maximize": "goes uphill (maximize)",
+    "amsgrad": "keeps the largest second moment (amsgrad)",
+}
 
 
 def check_groups(saved, own, name):
@@ -255,7 +259,7 @@ def check_groups(saved, own, name):
         ours = f"a model with groups of {own_sizes}"
         raise Refused(f"{theirs} does not fit {ours}: it belongs to another model")
     for group in saved:
-        for option, what in NOT_OURS.items():
+        for option, what in OPTIONS_NOT_OURS.items():
             if group.get(option):
                 raise Refused(f"optimiser state of a training that {what}: {name} does not")
         if "decoupled_weight_decay" in group and "amsgrad" not in group:  # its states look like AdamW's
@@ -319,7 +323,7 @@ def cut_dict(saved, held):
 def cut_tensor(saved, held):
     """As `cut`."""
     if is_spread(saved):
-        return local(saved)
+        return local_tensor(saved)
     if isinstance(held, Chunk):
         n = held.tensor.numel()
         if saved.numel() == n:
@@ -407,7 +411,7 @@ def chunk(t, bucket, sizes):
     first = sizes(bucket.first) if bucket.own else whole
     write = []
     for at in (part.first, part.last):  # a block that ranks share is written by the first of them
-        end_of_block = min(-(-at // BLOCK) * BLOCK, part.whole)
+        end_of_block = min(-(-at // ENTRIES_A_BLOCK) * ENTRIES_A_BLOCK, part.whole)
         write.append(sizes(end_of_block))
     shape = part.shape if whole == part.whole else torch.Size([whole])
     return Chunk(t, first, whole, tuple(write), shape)

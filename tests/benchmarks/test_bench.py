@@ -70,7 +70,7 @@ def test_training_writes_every_single_time(tmp_path, capsys):
 @pytest.mark.parametrize("whose, asked", [("ours", True), ("torch", False)])
 def test_training_takes_torchs_own_products_where_asked(whose, asked, tmp_path, monkeypatch):
     devices = []
-    monkeypatch.setattr(cpu_products, "settle", devices.append)
+    monkeypatch.setattr(cpu_products, "settle_products", devices.append)
     words = "--nets dit:tiny:8:2 --recipes bf16 --repeats 1 --products".split()
     run(tmp_path, "training", *words, whose)
     assert bool(devices) == asked

@@ -172,11 +172,11 @@ def test_a_bug_of_ours_is_no_line(monkeypatch):
 
 def test_every_peer_of_ours_has_a_contender_and_a_version_range():
     named = {contender.optimizer for contender in optimizers.CONTENDERS.values() if contender.optimizer}
-    assert named == {*build.OPTIMIZERS, *peers.PEERS}
+    assert named == {*build.OPTIMIZERS, *peers.PEER_OPTIMIZERS}
     root = Path(bench.__file__).parent
     files = ("requirements.txt", "requirements-bench.txt")
     wanted = "".join((root / name).read_text() for name in files).splitlines()
-    for package in (peer.package for peer in peers.PEERS.values()):
+    for package in (peer.package for peer in peers.PEER_OPTIMIZERS.values()):
         assert any(line.startswith(package + ">=") and "<" in line for line in wanted), package
 
 

@@ -115,7 +115,8 @@ ALONG += [(mode, True, "fp32", "nearest") for mode in ("fp32", "stochastic", "ka
 @pytest.mark.parametrize("mode, compiled, dtype, update", ALONG)
 def test_an_average_that_moves_with_the_step_has_the_same_bits(mode, compiled, dtype, update, monkeypatch):
     monkeypatch.setattr(Bucket, "SMALL", 1000)
-    monkeypatch.setattr(exact_step, "PIECE", 512)  # the noise of an average goes on from piece to piece
+    # the noise of an average goes on from piece to piece
+    monkeypatch.setattr(exact_step, "VALUES_AT_ONCE", 512)
     initial = [draw(n, seed=n, scale=0.1) for n in (1500, 7, 2001, 90)]
 
     def go(along):

@@ -16,7 +16,7 @@ from lowprec.layers import block_product, fp4
 from lowprec.layers.block_product import rotated
 from lowprec.layers.fp4 import FP4Options
 from lowprec.layers.fp8 import Options, Scaling
-from lowprec.layers.fp8_product import INPUT
+from lowprec.layers.fp8_product import INPUT_OPERAND
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import noise_key
 
@@ -109,12 +109,12 @@ def test_each_operand_of_eden_has_noise_of_its_own():
     x, w, g = operands(64, 64, 64)
     options = FP4Options(grads="eden", hadamard=32)
     own = [noise_key(0, place) for place in range(5)]
-    exact = block_product._eden(options.plan, x, w, g, own, (True, True))
+    exact = block_product._gradients_by_eden(options.plan, x, w, g, own, (True, True))
     of = {0: "dx", 1: "dw", 2: "dx and dw", 3: "dx", 4: "dw"}  # 2: the rotation
     for place, changed in of.items():
         keys = list(own)
         keys[place] = noise_key(1, place)
-        found = block_product._eden(options.plan, x, w, g, keys, (True, True))
+        found = block_product._gradients_by_eden(options.plan, x, w, g, keys, (True, True))
         pairs = zip(("dx", "dw"), found, exact, strict=True)
         assert " and ".join(name for name, a, b in pairs if not torch.equal(a, b)) == changed
 
@@ -284,7 +284,7 @@ def test_what_casts_lose_is_counted():
     x = torch.ones(16, 32)
     x[:, ::2] = 1e-3  # under a quarter of the smallest step of a block
     scaling(x, torch.ones(32, 16))
-    assert scaling.counts[INPUT].tolist() == [256, 512, 0, 512]
+    assert scaling.counts[INPUT_OPERAND].tolist() == [256, 512, 0, 512]
 
 
 def test_a_run_that_has_ended_in_bf16_goes_back_to_fp4_with_an_earlier_checkpoint():

@@ -28,7 +28,7 @@ def wrong_by_onednn(monkeypatch):
         return found
 
     monkeypatch.setattr(convolutions, "weight_gradient", gradient)
-    monkeypatch.setattr(convolutions, "_known", {})
+    monkeypatch.setattr(convolutions, "_found_wrong", {})
 
 
 NETS = {
@@ -72,7 +72,7 @@ def test_the_commands_name_what_is_wrong(wrong_by_onednn):
 
 
 def test_a_layer_that_is_right_keeps_its_kernel(monkeypatch):
-    monkeypatch.setattr(convolutions, "_known", {})
+    monkeypatch.setattr(convolutions, "_found_wrong", {})
     gradient = convolutions.weight_gradient
 
     def right(*arguments):
@@ -81,4 +81,4 @@ def test_a_layer_that_is_right_keeps_its_kernel(monkeypatch):
         return exact.mul(1.001 if torch.backends.mkldnn.enabled else 1.0)
 
     monkeypatch.setattr(convolutions, "weight_gradient", right)
-    assert not convolutions.faults()
+    assert not convolutions.faulty_convolutions()

@@ -15,10 +15,10 @@ OLD_CPU, FAST_CPU = ("cpu", None, {"avx2"}), ("cpu", None, {"avx512_bf16"})
 @pytest.fixture
 def installed():
     """The products in the place of torch's, for one test, on any CPU."""
-    before = cpu_products.install.cache_info().currsize
+    before = cpu_products.install_products.cache_info().currsize
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch says that a kernel is replaced: users need not read it
-        cpu_products.install()
+        cpu_products.install_products()
     yield
     if not before:
         take_back()
@@ -27,7 +27,7 @@ def installed():
 def take_back():
     cpu_products._library()._destroy()
     cpu_products._library.cache_clear()
-    cpu_products.install.cache_clear()
+    cpu_products.install_products.cache_clear()
 
 
 def draw(*shape, dtype):
@@ -91,7 +91,7 @@ def test_products_of_fp32_keep_their_bits(installed):
     take_back()
     net.zero_grad()
     net(x).square().sum().backward()
-    cpu_products.install()
+    cpu_products.install_products()
     assert all(map(torch.equal, with_products, [weight.grad for weight in net.parameters()]))
 
 
@@ -99,8 +99,8 @@ def test_products_of_fp32_keep_their_bits(installed):
 def test_only_a_cpu_without_bf16_gets_them(monkeypatch, facts, expected):
     asked = []
     monkeypatch.setattr(cpu_products, "device_facts", lambda device: facts)
-    monkeypatch.setattr(cpu_products, "install", lambda: asked.append(1))
-    cpu_products.settle(torch.device("cpu"))
-    cpu_products.settle(torch.device("meta"))
+    monkeypatch.setattr(cpu_products, "install_products", lambda: asked.append(1))
+    cpu_products.settle_products(torch.device("cpu"))
+    cpu_products.settle_products(torch.device("meta"))
     assert bool(asked) == expected
     assert machine.support(*facts)["bf16"][0] == ("emulated" if expected else "native")

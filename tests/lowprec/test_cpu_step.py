@@ -71,7 +71,8 @@ STRUCT = re.compile(r"struct (\w+Numbers) \{ float ([\w, ]+); \};")
 
 
 def test_numbers_have_the_same_names_and_order_in_cpp():
-    found = {name: tuple(fields.split(", ")) for name, fields in STRUCT.findall(cpu_step.SOURCE.read_text())}
+    structs = STRUCT.findall(cpu_step.CPP_SOURCE.read_text())
+    found = {name: tuple(fields.split(", ")) for name, fields in structs}
     kinds = (numbers.WeightNumbers, numbers.AdamWNumbers, numbers.SGDNumbers, numbers.LionNumbers)
     assert found == {kind.__name__: kind._fields for kind in kinds}
 
@@ -240,7 +241,7 @@ def test_a_root_by_a_call_of_mkl_has_the_same_bits(kinds, dtype, monkeypatch):
     if address is None:
         pytest.skip("this torch has no MKL")
     wanted = trained({**kinds, "compiled": False}, dtype=dtype)
-    monkeypatch.setattr(cpu_step, "root", lambda: (cpu_step.CALLED, address))
+    monkeypatch.setattr(cpu_step, "torch_root", lambda: (cpu_step.ROOT_CALLED, address))
     assert differing(trained(kinds, dtype=dtype), wanted) == 0
 
 
@@ -248,7 +249,7 @@ def test_a_root_by_a_call_of_mkl_has_the_same_bits(kinds, dtype, monkeypatch):
 @EXACT
 def test_a_root_of_no_known_kind_leaves_the_step_to_torch(kinds, dtype, monkeypatch, not_compiled):
     wanted = trained({**kinds, "compiled": False}, dtype=dtype)
-    monkeypatch.setattr(cpu_step, "root", lambda: None)
+    monkeypatch.setattr(cpu_step, "torch_root", lambda: None)
     assert differing(trained(kinds, dtype=dtype), wanted) == 0
 
 
@@ -260,13 +261,13 @@ def test_roots_of_every_size():
     ends = torch.tensor([0, -0.0, torch.inf, torch.nan, -1, torch.finfo(torch.float32).max])
     x = torch.cat([sizes.flatten().float(), ends, torch.full((3,), 1e-45)])
     nearest = torch.from_numpy(np.sqrt(x.numpy()))
-    assert differing([cpu_step.roots(x, cpu_step.NEAREST)], [nearest]) == 0
+    assert differing([cpu_step.roots(x, cpu_step.ROOT_NEAREST)], [nearest]) == 0
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where MKL has that formula
-        of_mkl = cpu_step.roots(x, cpu_step.OF_MKL)
+        of_mkl = cpu_step.roots(x, cpu_step.ROOT_OF_MKL)
         apart = (of_mkl.view(torch.int32) - nearest.view(torch.int32)).abs()[~nearest.isnan()]
         assert apart.max() == 1 and 0 < (apart > 0).float().mean() < 0.02
         assert (of_mkl.isnan() == nearest.isnan()).all()
-    kind, address = cpu_step.root() or (None, None)
+    kind, address = cpu_step.torch_root() or (None, None)
     if kind is not None:
         assert differing([cpu_step.roots(x, kind, address)], [torch.sqrt(x)]) == 0
 
@@ -436,6 +437,6 @@ def test_a_compiler_that_fails_leaves_the_step_to_torch(afresh, monkeypatch, err
     def fail():
         raise error
 
-    monkeypatch.setattr(cpu_step, "_built", fail)
+    monkeypatch.setattr(cpu_step, "_compiled_library", fail)
     assert cpu_step.library() is None
     assert not cpu_step.fits([torch.zeros(1)], [torch.zeros(1)])

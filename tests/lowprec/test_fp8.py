@@ -11,7 +11,7 @@ from torch import nn
 from lowprec.formats import FORMATS
 from lowprec.layers import fp8, fp8_product
 from lowprec.layers.fp8 import Options, Scaling, convert
-from lowprec.layers.fp8_product import INPUT
+from lowprec.layers.fp8_product import INPUT_OPERAND
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -59,7 +59,7 @@ def test_delayed_scale_is_transformer_engines_rule(algo, wanted):
     """
     history = torch.tensor([2.0, 8.0, 1.0, 4.0])[:, None].repeat(1, 3)
     scale = torch.full((3,), 5.0)
-    fp8_product.roll(history, scale, TOPS, algo)
+    fp8_product.roll_history(history, scale, TOPS, algo)
     assert torch.equal(scale, TOPS / wanted)
     assert history[:, 0].tolist() == [0.0, 1.0, 4.0, 2.0]  # 8, the oldest, is gone; 2, the latest, is last
 
@@ -70,7 +70,7 @@ def test_delayed_scale_stays_where_amax_says_nothing():
     assert got[:3].tolist() == [7.0] * 3 and got[3] == FLOAT32_MAX and got[4] == pytest.approx(448 / 3)
     history, scale = torch.zeros(1, 3), torch.tensor([7.0, 7.0, 7.0])
     history[0, 1] = 14.0
-    fp8_product.roll(history, scale, TOPS)  # a history of one step
+    fp8_product.roll_history(history, scale, TOPS)  # a history of one step
     assert scale.tolist() == [7.0, 32.0, 7.0] and not history.any()
 
 
@@ -78,7 +78,7 @@ def test_amax_is_forgotten_after_the_length_of_the_history():
     history, scale, seen = torch.zeros(4, 3), torch.zeros(3), []
     for amax in [16.0, 1, 1, 1, 1, 1]:
         history[0] = amax
-        fp8_product.roll(history, scale, TOPS)
+        fp8_product.roll_history(history, scale, TOPS)
         seen.append(448 / scale[0].item())
     assert seen == [16, 16, 16, 16, 1, 1]
 
@@ -140,7 +140,7 @@ def test_autocast_does_not_round_the_operands_again():
 def test_every_code_decodes_to_its_value(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
     for x in (codes, codes.t(), codes[:, ::2]):
-        torch.testing.assert_close(fp8_product.decode(x), x.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(fp8_product.decode_fp8(x), x.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", ["scaled_mm", "emulate"])
@@ -275,14 +275,15 @@ def test_delayed_scaling_uses_past_steps_and_records_this_one():
     assert torch.equal(scaling(one, w), one)  # no past: its own amax
     assert scaling.amax_history[0].tolist() == [1, 1, 0]
     scaling.roll()
-    assert scaling.scale.tolist() == [448, 448, 0] and scaling.amax_history[:, INPUT].tolist() == [0, 0, 1]
+    assert scaling.scale.tolist() == [448, 448, 0]
+    assert scaling.amax_history[:, INPUT_OPERAND].tolist() == [0, 0, 1]
     assert torch.equal(scaling(ten, w), one)  # ten times the past: clipped at its top
-    assert scaling.amax_history[0, INPUT] == 10
+    assert scaling.amax_history[0, INPUT_OPERAND] == 10
     scaling.roll()
     torch.testing.assert_close(scaling(ten, w), ten)
     scaling.eval()
     scaling(ten * 100, w)
-    assert scaling.amax_history[0, INPUT] == 10  # evaluation records nothing
+    assert scaling.amax_history[0, INPUT_OPERAND] == 10  # evaluation records nothing
 
 
 def test_micro_batches_and_repeated_calls_count_as_one_step():
@@ -290,8 +291,8 @@ def test_micro_batches_and_repeated_calls_count_as_one_step():
     for amax in (2.0, 5.0, 1.0):
         scaling(torch.full((16, 16), amax), torch.eye(16))
     scaling.roll()
-    assert scaling.scale[INPUT] == pytest.approx(448 / 5)
-    assert scaling.amax_history[:, INPUT].tolist() == [0, 0, 5]
+    assert scaling.scale[INPUT_OPERAND] == pytest.approx(448 / 5)
+    assert scaling.amax_history[:, INPUT_OPERAND].tolist() == [0, 0, 5]
 
 
 def test_small_gradients_survive_their_first_step():

@@ -13,9 +13,9 @@ from lowprec.layers import nf4
 def test_values_are_those_of_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     theirs = functional.get_4bit_type("nf4", device="cpu").float()
-    assert torch.allclose(nf4.table(), theirs / theirs.max(), atol=1e-4)
+    assert torch.allclose(nf4.nf4_values(), theirs / theirs.max(), atol=1e-4)
     w = torch.randn(70, 129, generator=torch.Generator().manual_seed(0))
-    back = nf4.decode(*nf4.encode(w), w.shape)
+    back = nf4.decode_nf4(*nf4.encode_nf4(w), w.shape)
     codes, state = functional.quantize_4bit(w, blocksize=64, quant_type="nf4")
     wanted = functional.dequantize_4bit(codes, state).view_as(w)
     assert torch.allclose(back, wanted, atol=2e-3) and 0.05 < (back - w).norm() / w.norm() < 0.12
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_decoded_weight():
     torch.manual_seed(0)
     linear = nn.Linear(64, 64).requires_grad_(False)
     layer, x = nf4.NF4Linear(linear), torch.randn(5, 64, requires_grad=True)
-    decoded = nf4.decode(layer.codes, layer.scales, layer.shape)
+    decoded = nf4.decode_nf4(layer.codes, layer.scales, layer.shape)
     y = layer(x)
     assert torch.allclose(y, x @ decoded.t() + linear.bias, atol=1e-6)
     (dx,) = torch.autograd.grad(y.square().sum(), x)

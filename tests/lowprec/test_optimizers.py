@@ -170,7 +170,7 @@ def test_newton_schulz_keeps_singular_vectors_and_evens_the_values(shape, dtype)
 
 def test_muon_in_bf16_has_fast_products_in_any_loop(monkeypatch):
     asked = []
-    monkeypatch.setattr(cpu_products, "settle", asked.append)
+    monkeypatch.setattr(cpu_products, "settle_products", asked.append)
     Muon([nn.Parameter(draw(8, 8))])
     assert not asked, "fp32 needs none"
     Muon([nn.Parameter(draw(8, 8))], orthogonalise="bf16")

@@ -17,7 +17,7 @@ from lowprec import recipes
 from lowprec.optimizers import build
 from lowprec.optimizers.adafactor import Adafactor
 from lowprec.optimizers.adamw import AdamW
-from lowprec.optimizers.build import OPTIMIZERS, divided
+from lowprec.optimizers.build import OPTIMIZERS, divided_groups
 from lowprec.optimizers.lion import Lion
 from lowprec.optimizers.muon import Muon, hidden_matrices
 from lowprec.optimizers.sgd import SGD
@@ -188,7 +188,7 @@ def test_muon_takes_the_matrices_of_hidden_layers():
     of_muon = names_of(model, [p for group in muon.param_groups for p in group["params"]])
     assert of_muon == {"middle.weight"}  # not the first convolution, the embedding, the norm, the head
     assert len(run.optimizer.owner) == len(run.params)
-    bare = divided([{"params": list(model.parameters())}], "muon")  # without names: by shape
+    bare = divided_groups([{"params": list(model.parameters())}], "muon")  # without names: by shape
     assert names_of(model, bare[0]["params"]) == {"stem.weight", "middle.weight"}
 
 
@@ -287,7 +287,7 @@ def test_the_command_refuses_in_one_line(capsys):
 
 def test_every_site_of_an_optimiser_is_explained():
     for name, site in recipes.OF_OPTIMIZERS.items():
-        theirs = [key for key in OPTIMIZERS if any(name in kind.sites for kind in build.kinds(key))]
+        theirs = [key for key in OPTIMIZERS if any(name in kind.sites for kind in build.classes_of(key))]
         assert theirs and set(site.values) - {"fp32"} <= set(site.why)
     for kind in OPTIMIZERS.values():
         assert set(kind.moments) <= set(recipes.MOMENTS) and kind.__doc__

@@ -138,7 +138,7 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
         writing = (optimizer.update, optimizer.kahan, optimizer.master, optimizer.seed)
         assert writing == (r.update, r.kahan == "on", r.master, 9)
         for name in ("exp_avg", "exp_avg_sq"):
-            assert optimizer.dtypes[name] == rounded.DTYPES.get(r[name], torch.float32)
+            assert optimizer.dtypes[name] == rounded.DTYPE_OF_NAME.get(r[name], torch.float32)
             assert optimizer.coders.get(name) is FORMATS.get(r[name])
         group = optimizer.param_groups[0]
         assert {name: group[name] for name in options} == options
@@ -146,16 +146,18 @@ def test_our_optimizer_takes_its_settings_from_the_recipe():
 
 
 def test_the_names_are_those_that_can_be_built():
-    assert build.NAMES[0] == "adamw" and set(build.NAMES) == {*build.OPTIMIZERS, *peers.PEERS}
-    assert set(peers.PEERS) == {*PEERS, "bitsandbytes"}
+    assert build.OPTIMIZER_NAMES[0] == "adamw"
+    assert set(build.OPTIMIZER_NAMES) == {*build.OPTIMIZERS, *peers.PEER_OPTIMIZERS}
+    assert set(peers.PEER_OPTIMIZERS) == {*PEERS, "bitsandbytes"}
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_is_known_before_its_first_step(name):
     pytest.importorskip(name)
     made = build.build(name, [nn.Parameter(torch.ones(3, dtype=BF16))], recipe(pure_bf16=True))
-    assert isinstance(made, peers.PEERS[name]) and not made.by_recipe and made.nbytes()["exp_avg"] == 6
-    assert build.title(made, name) == name
+    assert isinstance(made, peers.PEER_OPTIMIZERS[name])
+    assert not made.by_recipe and made.nbytes()["exp_avg"] == 6
+    assert build.title_of_optimizer(made, name) == name
 
 
 # ---- How peers write, as the ledger and the warnings say it ------------------------------------------------

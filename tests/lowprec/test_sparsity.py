@@ -287,7 +287,7 @@ def test_a_dense_state_is_pruned_on_loading_and_masks_of_another_net_are_refused
 
 def test_shapes_that_the_kernels_take():
     def kernels(*shape):
-        return sparsity.kernels(shape, BF16)
+        return sparsity.kernels_that_take(shape, BF16)
 
     assert kernels(32, 64) == kernels(64, 128) == ["cuSPARSELt", "CUTLASS"]
     assert kernels(16, 16) == kernels(32, 32) == kernels(16, 64) == kernels(48, 80) == ["cuSPARSELt"]
@@ -303,7 +303,7 @@ def test_which_backend_a_gpu_runs(monkeypatch):
     ]:
         monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda found=available: found)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert sparsity.backend("cuda") == expected
+        assert sparsity.sparse_backend("cuda") == expected
 
 
 def rows_of(run):
@@ -340,7 +340,7 @@ def test_the_ledger_tells_shares_once_the_net_was_called(mode):
     ],
 )
 def test_what_the_ledger_says_of_generation(machine, dtype, said, monkeypatch):
-    monkeypatch.setattr(sparsity, "backend", lambda device: "cuSPARSELt")
+    monkeypatch.setattr(sparsity, "sparse_backend", lambda device: "cuSPARSELt")
     row = Sparse24(small(), "magnitude", machine=machine).rows(1, dtype)["sparse24"]
     assert sum(layer["count"] for layer in row["layers"]) == 3 and said in row["why"]
 
@@ -360,7 +360,7 @@ def test_sparse_kernels_equal_the_masked_dense_product(mode):
         average.update()
     fast = run.generator()
     converted = [m for m in fast.net.modules() if isinstance(m, sparsity.KernelLinear)]
-    if sparsity.backend("cuda") is None:
+    if sparsity.sparse_backend("cuda") is None:
         pytest.skip("this torch has no cuSPARSELt, and CUTLASS's kernels stop at compute capability 8.x")
     assert len(converted) == 48
     sparse.machine = ("no", "the masked dense product, to compare with")

@@ -61,7 +61,8 @@ def test_the_check_counts_along_the_input():
 
 def test_attention_and_mlp_are_covered_and_conditions_embeddings_and_head_are_not():
     with torch.device("meta"):
-        found = {name: set(sparsity.covered(build(1, 10, 8))) for name, build in models.GENERATIVE.items()}
+        nets = {name: build(1, 10, 8) for name, build in models.GENERATIVE.items()}
+        found = {name: set(sparsity.linears_to_prune(net)) for name, net in nets.items()}
     layers = ("attention.qkv", "attention.proj", "mlp.0", "mlp.2")
     assert found["dit"] == {f"blocks.{i}.{name}" for i in range(4) for name in layers}
     attention = "middle_block.attention.attn"
@@ -72,7 +73,7 @@ def test_attention_and_mlp_are_covered_and_conditions_embeddings_and_head_are_no
 
     layers = dict(a=nn.Linear(6, 8), b=Own(8, 8), c=nn.Conv2d(8, 8, 1))
     odd = nn.ModuleDict(dict(layers, final=nn.Linear(8, 8), outer=nn.Linear(8, 8)))
-    assert set(sparsity.covered(odd)) == {"outer"}
+    assert set(sparsity.linears_to_prune(odd)) == {"outer"}
 
 
 def test_the_head_and_the_embeddings_of_a_language_model_stay_dense():
@@ -86,9 +87,9 @@ def test_the_head_and_the_embeddings_of_a_language_model_stay_dense():
                 setattr(self, name, nn.Linear(16, 16))
 
     net = Language()
-    assert list(sparsity.covered(net)) == ["block", "first", "last"]
+    assert list(sparsity.linears_to_prune(net)) == ["block", "first", "last"]
     net.roles = {"first": {"embedding"}, "last": {"head"}, "block": {"condition"}, "lm_head": set()}
-    assert list(sparsity.covered(net)) == ["lm_head"]
+    assert list(sparsity.linears_to_prune(net)) == ["lm_head"]
     before = net.block.weight.clone()
     Sparse24(net, "magnitude")
     assert is_two_of_four(net.lm_head.weight) and torch.equal(net.block.weight, before)

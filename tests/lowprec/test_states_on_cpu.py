@@ -18,7 +18,7 @@ from torch import nn
 from lowprec.optimizers import buckets
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.build import OPTIMIZERS
-from lowprec.optimizers.offload import Offload, size_of, sizes, views
+from lowprec.optimizers.offload import Offload, bytes_kept_away, bytes_of_room, views_of_room
 from lowprec.precision import Precision, recipe
 from lowprec.watch.watch import Watch
 
@@ -315,8 +315,8 @@ def test_a_step_before_its_moments_came_has_other_bits(small_buckets, monkeypatc
 
 def test_a_room_has_what_a_state_needs_and_kernels_can_read_it():
     state = {"a": torch.arange(5).float(), "b": torch.arange(7).to(torch.uint8), "c": torch.ones(3)}
-    room = torch.zeros(size_of(state), dtype=torch.uint8)
-    found = views(room, state)
+    room = torch.zeros(bytes_of_room(state), dtype=torch.uint8)
+    found = views_of_room(room, state)
     for name, t in state.items():
         assert found[name].dtype == t.dtype and found[name].shape == t.shape
         assert found[name].storage_offset() * t.element_size() % 16 == 0
@@ -337,7 +337,7 @@ def test_at_most_two_buckets_are_there_and_the_next_comes_ahead(small_buckets):
     steps(run, 1)
     count = len(run.optimizer._buckets)
     assert [way for way, _ in seen] == ["in", "in", *["out", "in"] * (count - 2), "out", "out"]
-    away, once = sizes(run.optimizer)
+    away, once = bytes_kept_away(run.optimizer)
     assert sum(n for way, n in seen if way == "in") == away == sum(n for way, n in seen if way == "out")
     rooms = sum(room.numel() for room in run.away.traffic.rooms)
     assert rooms <= once < away

@@ -44,7 +44,7 @@ def exact(p, g, moments, low, row, numbers, key, optimizer, average):
     """exact_step.adamw, with the nearest root of each second moment."""
     m, v = moments
     root = torch.empty(N)
-    exact_step.moments(g, m, v, row, numbers, root)
+    exact_step.update_moments(g, m, v, row, numbers, root)
     root.copy_(nearest_root(v))
     exact_step._weight_kernel(p, m, root, low, row, average)
 
@@ -241,7 +241,7 @@ def instructions(exact, kind, capability=80, stretches=0, **options):
     for name in ("m", "v"):
         of_codes = {f"{name}_{part}": "*fp32" for part in ("scales", "table", "line")}
         pointers.update({**of_codes, f"{name}_key": "*i32"})
-    constants = dict(STOCHASTIC=True, EXACT=exact, KIND=kind, AVERAGE=2, BLOCK=triton_step.BLOCK)
+    constants = dict(STOCHASTIC=True, EXACT=exact, KIND=kind, AVERAGE=2, BLOCK=triton_step.ENTRIES_A_PROGRAM)
     constants.update(M_STRETCHES=stretches, V_STRETCHES=stretches)
     signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=triton_step._adamw, signature=signature, constexprs=constants)
@@ -256,13 +256,13 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_operation_rounds_once(capability, cache):
-    from lowprec.kernels.triton_step import OPTIONS
+    from lowprec.kernels.triton_step import COMPILE_OPTIONS
 
     rounds = {f"{name}.rn.f32" for name in ("mul", "add", "sub", "div", "sqrt")}
-    assert instructions(False, 1, capability, **OPTIONS) == rounds
-    assert instructions(False, 1, capability, stretches=7, **OPTIONS) == rounds
+    assert instructions(False, 1, capability, **COMPILE_OPTIONS) == rounds
+    assert instructions(False, 1, capability, stretches=7, **COMPILE_OPTIONS) == rounds
     # torch's lerp and addcmul, which an exact step equals, do contract
-    assert instructions(True, 1, capability, **OPTIONS) - rounds == {"fma.rn.f32"}
+    assert instructions(True, 1, capability, **COMPILE_OPTIONS) - rounds == {"fma.rn.f32"}
 
 
 def test_without_the_option_products_would_be_contracted(cache):

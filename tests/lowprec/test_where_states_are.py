@@ -14,7 +14,7 @@ import train
 from benchmarks import memory
 from lowprec import precision
 from lowprec.errors import Refused
-from lowprec.optimizers.offload import Offload, Traffic, offloaded, sizes
+from lowprec.optimizers.offload import Offload, Traffic, bytes_kept_away, offloaded
 from lowprec.precision import Precision, recipe
 from lowprec.rules import RUN_RULES, RunFacts, refuse
 
@@ -39,7 +39,7 @@ def test_a_plan_says_what_the_gpu_holds(name):
         model = net(width=256)
     run = start(name, model, states_on="cpu")
     n = sum(p.numel() for p in run.params)
-    away, once = sizes(run.optimizer)
+    away, once = bytes_kept_away(run.optimizer)
     ledger, other = run.ledger(), start(name, model).ledger()
     assert ledger.state_bytes == other.state_bytes and other.away is None
     assert ledger.away == (away / n, once)

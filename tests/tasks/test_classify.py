@@ -207,7 +207,7 @@ def test_running_statistics_keep_fp32_beside_bf16_weights(small, buffers):
     norm, seen = run.model.norm1_0, []
     norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     assert run.model.conv1_0.weight.dtype == torch.bfloat16
-    assert norm.running_mean.dtype == norm.running_var.dtype == rounded.DTYPES[buffers]
+    assert norm.running_mean.dtype == norm.running_var.dtype == rounded.DTYPE_OF_NAME[buffers]
     images, labels = data.load("digits").train[list(range(640))]
     for part in range(20):
         rows = slice(32 * part, 32 * part + 32)
