@@ -6,7 +6,7 @@ import torch
 
 from .errors import Refused
 from .optimizers import buckets
-from .optimizers.release import clipping, norms_of
+from .optimizers.release import clip_factor, norms_of
 from .optimizers.rounded import SPARSE_GRADIENT
 
 # {parameter: its gradient, or a number of it}
@@ -62,9 +62,9 @@ def norms_where_needed(run, grads: ByParameter, measure: bool) -> ByParameter:
 def clip_scale(norms: ByParameter, clip_grad: float, clip_tensor: float) -> Scale:
     """What the step multiplies gradients by: a number, a 0-dim tensor, or {parameter: 0-dim tensor}."""
     if clip_grad:
-        return clipping(norm_of_all(norms.values()), clip_grad)
+        return clip_factor(norm_of_all(norms.values()), clip_grad)
     if clip_tensor and norms:
-        scales = clipping(torch.stack(list(norms.values())), clip_tensor)
+        scales = clip_factor(torch.stack(list(norms.values())), clip_tensor)
         return dict(zip(norms, scales.unbind(), strict=True))
     return 1.0
 

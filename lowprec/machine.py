@@ -210,15 +210,15 @@ def support(kind, capability=None, features=frozenset()):
     compute capability 8.0 for bf16 and TF32, 7.0 for fp16, 8.9 for fp8. CPUs: x86 avx512_bf16 or amx_bf16,
     Arm bf16.
     """
-    gpus = {"cuda": _cuda, "rocm": _rocm, "mps": _mps}
-    table = gpus[kind](capability) if kind in gpus else _cpu(features)
+    gpus = {"cuda": _support_by_cuda, "rocm": _support_by_rocm, "mps": _support_by_mps}
+    table = gpus[kind](capability) if kind in gpus else _support_by_cpu(features)
     return {"fp32": ("native", "every machine"), **table}
 
 
 NO_FP4 = "operands are rounded and multiplied in fp32: the numbers of FP4, slower than bf16"
 
 
-def _cuda(capability):
+def _support_by_cuda(capability):
     name = f"compute capability {capability[0]}.{capability[1]}"
 
     def since(least, otherwise):
@@ -241,7 +241,7 @@ def _cuda(capability):
     }
 
 
-def _rocm(capability):
+def _support_by_rocm(capability):
     cores = ("native", "AMD matrix cores, MI200 and later")
     return {
         "tf32": ("no", "a mode of NVIDIA tensor cores"),
@@ -255,7 +255,7 @@ def _rocm(capability):
     }
 
 
-def _mps(capability):
+def _support_by_mps(capability):
     nvidia = ("no", "needs an NVIDIA GPU")
     return {
         "tf32": ("no", "a mode of NVIDIA tensor cores"),
@@ -269,7 +269,7 @@ def _mps(capability):
     }
 
 
-def _cpu(features):
+def _support_by_cpu(features):
     bf16_features = " ".join(sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}))
     fp16_features = " ".join(sorted(features & {"avx512_fp16", "amx_fp16"}))
     in_fp32 = "products are taken in fp32 and rounded: right, and not faster than fp32"

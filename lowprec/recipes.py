@@ -238,10 +238,10 @@ def recipe(
     _check_flag("sparse24", sparse24)
     flags = rules.FlagFacts(bf16, fp16, pure_bf16, stochastic, kahan, master, opt8bit, opt4bit, fp8, fp4)
     rules.refuse(rules.FLAG_RULES, flags)
-    values = {"sparse24": sparse24, **_composed(flags)}
+    values = {"sparse24": sparse24, **_sites_of_flags(flags)}
     task_sites = dict(more or {})
     sites = list(sites)
-    chosen = _settings(sites, {**SITES, **sites_of(optimizer), **task_sites}, optimizer)
+    chosen = _sites_of_settings(sites, {**SITES, **sites_of(optimizer), **task_sites}, optimizer)
     values.update(chosen)
     if values.get("compute") == "fp16":
         values.setdefault("loss_scale", "dynamic")
@@ -262,7 +262,7 @@ def _check_flag(site, value):
         raise Refused(f"--{site} {value}: unknown; choose from {', '.join(choices)}")
 
 
-def _composed(flags):
+def _sites_of_flags(flags):
     """{site: value} that flags (rules.FlagFacts) set."""
     values = {}
     if flags.bf16:
@@ -296,7 +296,7 @@ def _decay_needs_sums(values, chosen):
     return decays and "accumulate" not in chosen
 
 
-def _settings(settings, known, optimizer):
+def _sites_of_settings(settings, known, optimizer):
     """{site: value} of "site=value" texts. known: {name: Site}."""
     values = {}
     for setting in settings:

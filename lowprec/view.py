@@ -128,7 +128,7 @@ class View:
         if self.example is None and self.methods and function is self.forward:
             self.example = tree_map(_shape, (args, kwargs))
         args, kwargs = self._cast(arguments, args, kwargs)
-        start = None if self.settled else Start(self)
+        start = None if self.settled else StartOfCall(self)
         while True:
             try:
                 with self.context():
@@ -155,7 +155,7 @@ def _parameter_names(function):
         return []
 
 
-class Start:
+class StartOfCall:
     """What a call begins with, to begin it anew: random numbers, and tensors that forward may change."""
 
     def __init__(self, view: View):

@@ -171,7 +171,7 @@ LOWPREC = (
     Mutation(
         "clip-of-a-released-tensor-dropped",
         "lowprec/optimizers/release.py",
-        "scale = {p: clipping(norms[p], self.clip)}",
+        "scale = {p: clip_factor(norms[p], self.clip)}",
         "scale = {p: 1.0}",
         ("lowprec/test_release.py clipped",),
     ),

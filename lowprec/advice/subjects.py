@@ -150,7 +150,7 @@ def of_file(spec: str, image_size=None, seq=None) -> Subject:
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
         raise Refused(f"--net {spec}: write FILE.py:FUNCTION of a file that there is")
-    build = getattr(_run(path), function, None)
+    build = getattr(_run_file(path), function, None)
     if not callable(build):
         raise Refused(f"--net {spec}: {path} has no function {function}")
     wanted = [
@@ -171,7 +171,7 @@ def of_file(spec: str, image_size=None, seq=None) -> Subject:
     return of_module(net, loss, image_size, seq)
 
 
-def _run(path):
+def _run_file(path):
     spec = importlib.util.spec_from_file_location(f"advised_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise Refused(f"--net {path}: it can't be run as Python")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .. import evidence
-
-GIB = 2**30
+from .machines import GIB
 
 
 def full_text(advice) -> str:

@@ -119,7 +119,7 @@ def by_cpu_step(s):
     if s.is_exact:
         if not exact_step.in_one_pass(s.numbers):
             return False
-        floored = exact_step.vanishes(s.numbers.beta2, s.numbers.eps)
+        floored = exact_step.smallest_root_vanishes(s.numbers.beta2, s.numbers.eps)
         exactly = {"exact": True, "floored": floored}
     arguments = (s.weights, s.gradients, moments, s.low, s.row, s.key, s.stochastic, s.average)
     cpu_step.update(s.rule, *arguments, **exactly)

@@ -12,7 +12,7 @@ enum Root { NEAREST, OF_MKL, CALLED };  // how a square root is taken, see cpu_s
 // MKL
 const int CHUNK = 4096;
 const int AHEAD = 2048;  // bytes, by which memory is asked before they are needed
-const float SMALLEST = 0x1p-126f;  // normal number, see exact_step.vanishes
+const float SMALLEST = 0x1p-126f;  // normal number, see exact_step.smallest_root_vanishes
 
 // The numbers of a step as they lie in a row, see numbers.py: those of the weight, then those of the optimiser
 struct WeightNumbers { float decay, scale; };

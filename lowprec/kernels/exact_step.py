@@ -30,7 +30,7 @@ def adamw(p, g, m, v, low, row, numbers, average=NO_AVERAGE, compiled=True):
     buckets.StepTable; numbers: what it was made of. average: a StepAverage.
     """
     one_rounding = compiled and lerp_adds(numbers) and rounds_once()
-    floored = vanishes(numbers.beta2, numbers.eps)
+    floored = smallest_root_vanishes(numbers.beta2, numbers.eps)
     for start in range(0, p.numel(), VALUES_AT_ONCE):
         at = slice(start, start + VALUES_AT_ONCE)
         root = _kept_memory()[: v[at].numel()]
@@ -71,7 +71,7 @@ def _fma(a, b, c):
     return torch.ops.prims.fma(a, b, c) if torch.compiler.is_compiling() else torch.addcmul(c, a, b)
 
 
-def vanishes(beta2, eps):
+def smallest_root_vanishes(beta2, eps):
     """Whether the root of SMALLEST_NORMAL, 2^-63, is lost when eps is added to it, at any step.
 
     Then v may be raised to it before its root is taken. MKL takes the roots of zeros 5 times as slowly as

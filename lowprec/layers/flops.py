@@ -99,7 +99,7 @@ def module_flops(net, args, kwargs=None, backward=False):
         stack.enter_context(torch.device("meta"))
         stack.enter_context(torch.set_grad_enabled(backward))
         stack.enter_context(counter)
-        outputs = [t.sum() for t in tensors_in(twin(*args, **kwargs)) if t.requires_grad]
+        outputs = [t.sum() for t in tensors_of_output(twin(*args, **kwargs)) if t.requires_grad]
         if outputs:
             torch.autograd.backward(outputs)
     by_module = {}
@@ -123,7 +123,7 @@ def _shape_of(tensor):
     return torch.empty_like(tensor, device="meta")
 
 
-def tensors_in(tree):
+def tensors_of_output(tree):
     """The tensors in what a model returns: in tuples, lists, mappings and dataclasses."""
     if torch.is_tensor(tree):
         return [tree]
@@ -133,4 +133,4 @@ def tensors_in(tree):
         tree = vars(tree).values()
     elif not isinstance(tree, tuple | list):
         return []
-    return [tensor for part in tree for tensor in tensors_in(part)]
+    return [tensor for part in tree for tensor in tensors_of_output(part)]

@@ -30,7 +30,7 @@ def norms_of(grads):
     return dict(zip(grads, torch._foreach_norm(list(grads.values()), dtype=torch.float32), strict=True))
 
 
-def clipping(norm, most):
+def clip_factor(norm, most):
     """What multiplies gradients of this norm, a tensor, so that it is at most `most`; 1 where it is not
     finite. A tensor: on CUDA nothing waits for its value.
     """
@@ -115,7 +115,7 @@ class Release:
         if self.clip or self.watched is not None:
             norms = norms_of(grads)
         if self.clip:
-            scale = {p: clipping(norms[p], self.clip)}
+            scale = {p: clip_factor(norms[p], self.clip)}
         if self.watched is not None:
             self.norms.update(norms)
             self.nonfinite[p] = (~grads[p].isfinite()).sum()

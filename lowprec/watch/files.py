@@ -182,15 +182,15 @@ def _loaded_distributed(folder):
         with open(folder / ".metadata", "rb") as file:
             records = Records(file).load()
         sizes = {name: getattr(record, "size", None) for name, record in records.state_dict_metadata.items()}
-        tensors = _filled(folder, records.storage_data, sizes)
-        return _nest(tensors, records.planner_data or {})
+        tensors = _put_together(folder, records.storage_data, sizes)
+        return _nested(tensors, records.planner_data or {})
     except Refused:
         raise
     except Exception as error:  # of a forged or a broken file
         raise Refused(f"{folder} is no checkpoint, or is cut short ({type(error).__name__})") from error
 
 
-def _filled(folder, places, sizes):
+def _put_together(folder, places, sizes):
     """{name: tensor, or None for what is none}, put together from their parts. places: {(name, offsets):
     (file, offset, length)}, as records. sizes: {name: its shape, None for what is no tensor}.
     """
@@ -212,7 +212,7 @@ def _filled(folder, places, sizes):
     return tensors
 
 
-def _nest(tensors, paths):
+def _nested(tensors, paths):
     """{flat name: value} as the dicts that were saved. paths: {flat name: (key, key, ...)}."""
     tree = {}
     for name, value in tensors.items():

@@ -58,7 +58,7 @@ def rows_of_updates():
         Fault(
             site="update",
             limit=0.5,
-            measure=measures.too_far,
+            measure=measures.weight_moves_too_far,
             text="it moves {times:.1f} times as far as the optimiser wants",
             remedy="find what else writes it",
             severity="severe",
@@ -304,7 +304,7 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="update",
             limit=measures.MOST_GAINS_AT_ONE,
-            measure=measures.put_back,
+            measure=measures.weight_put_back,
             text="{back:.0%} of the entries that a step moved were put back before the next step",
             remedy="find what restores this weight",
             severity="severe",
@@ -314,7 +314,7 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="update",
             limit=0.5,
-            measure=measures.goes_back,
+            measure=measures.weight_goes_back,
             text="something moves it back after the step, by {times:.2g} of the step itself",
             remedy="nothing, if it is a plan as Lookahead",
             severity="note",
@@ -322,7 +322,7 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="update",
             limit=0.5,
-            measure=measures.drifts,
+            measure=measures.weight_drifts,
             text="something else moves it after the step, by {times:.2g} of the step itself",
             remedy="find what else writes it: another optimiser (others=[...] tells Watch of it), or a decay "
             "or a cast by hand",
@@ -366,7 +366,7 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="exp_avg_sq",
             limit=0.0,
-            measure=measures.burst_in_fp16,
+            measure=measures.weights_burst_in_fp16,
             text="{count:,.0f} weights became not finite in a step whose gradients are finite: in fp16 the "
             "optimiser's eps is 0, and so are small squares, and it divides by 0",
             remedy=AVOID_FP16,
@@ -386,7 +386,7 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="update",
             limit=0.0,
-            measure=measures.burst,
+            measure=measures.weights_burst,
             text="{count:,.0f} weights became not finite in a step whose gradients are finite",
             remedy="look at the optimiser's states and its eps, and at what is 0 in their dtype",
             severity="severe",
@@ -606,7 +606,7 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="grads",
             limit=0.02,
-            measure=measures_of_net.partly_negated,
+            measure=measures_of_net.gradient_partly_negated,
             text="{share:.0%} of the entries of its gradient change their sign between backward and the step",
             remedy=FIND_WHAT_WRITES_GRAD,
             severity="severe",
@@ -614,14 +614,14 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="grads",
             limit=0.02,
-            measure=measures_of_net.partly_zeroed,
+            measure=measures_of_net.gradient_partly_zeroed,
             text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
             remedy=FIND_WHAT_WRITES_GRAD,
         ),
         Fault(
             site="grads",
             limit=0.02,
-            measure=measures_of_net.masked,
+            measure=measures_of_net.gradient_masked,
             text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
             remedy="nothing, if it is a mask by plan",
             severity="note",
@@ -631,7 +631,7 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="grads",
             limit=0.5,
-            measure=measures_of_net.subnormal,
+            measure=measures_of_net.gradient_subnormal,
             text="{share:.0%} of its gradients are below fp16's normal range",
             remedy="scale the loss (torch.amp.GradScaler), or bf16",
         ),
@@ -640,7 +640,7 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="accumulate",
             limit=FINDING_LIMITS["accumulate"][0],
-            measure=measures_of_net.summed,
+            measure=measures_of_net.gradients_wrongly_summed,
             text="the sum of {count} micro-batches of gradients is {error:.2%} off",
             remedy="sum in fp32: keep the gradients in fp32, or accumulate outside of p.grad",
             severe=FINDING_LIMITS["accumulate"][1],
@@ -809,7 +809,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="grads",
             limit=0.999,
-            measure=measures_of_net.clipped,
+            measure=measures_of_net.gradients_clipped,
             text="clipping leaves {left:.1g} of the gradient's norm",
             remedy="clip at the norm that is usual, not far below it",
             rank=1.0,
@@ -819,7 +819,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="grads",
             limit=0.0,
-            measure=measures_of_net.mended,
+            measure=measures_of_net.gradients_mended,
             text="{whose} not finite after backward, and finite when the step begins, at {share:.0%} of the "
             "looks",
             remedy="leave out such a step, and find what overflows: what was not finite says nothing of the "
@@ -830,7 +830,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="grads",
             limit=0.0,
-            measure=measures_of_net.spoilt,
+            measure=measures_of_net.gradients_spoilt,
             text="{whose} finite after backward, and not finite when the step begins",
             remedy="check the norm and the factor that clipping computes: one of them is not finite",
             severity="severe",
@@ -839,7 +839,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="grads",
             limit=0.0,
-            measure=measures_of_net.negated,
+            measure=measures_of_net.gradients_negated,
             text="{whose} multiplied by {factor:.2g} between backward and the step",
             remedy="check the norm and the factor that clipping computes: neither is below 0",
             severity="severe",
@@ -848,7 +848,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="grads",
             limit=0.0,
-            measure=measures_of_net.zeroed,
+            measure=measures_of_net.gradients_zeroed,
             text="{whose} set to 0 between backward and the step, at {share:.0%} of the looks",
             remedy="check the clipping norm: an infinite one, as of fp16, makes a factor of 0. And find what "
             "clears gradients before the step",
@@ -871,7 +871,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="accumulate",
             limit=None,
-            measure=measures_of_net.forgotten,
+            measure=measures_of_net.gradients_forgotten,
             text="of {count} backward passes before a step the first {cleared} are forgotten",
             remedy="clear gradients after the step alone",
             severity="severe",
@@ -890,7 +890,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="grads",
             limit=None,
-            measure=measures_of_net.not_cleared,
+            measure=measures_of_net.gradients_not_cleared,
             text="gradients of earlier steps are still there when a step begins",
             remedy="call optimizer.zero_grad() once a step",
             severity="severe",
@@ -922,7 +922,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="optimizer",
             limit=None,
-            measure=measures_of_net.graded_and_ungrouped,
+            measure=measures_of_net.parameters_graded_and_ungrouped,
             text="it has gradients, and is in no group of the optimiser",
             remedy=ADD_IT_TO_A_GROUP,
             severity="severe",
@@ -931,7 +931,7 @@ FAULTS_OF_RUN = [
         Fault(
             site="optimizer",
             limit=None,
-            measure=measures_of_net.ungrouped,
+            measure=measures_of_net.parameters_ungrouped,
             text="it is trained by requires_grad, and is in no group of the optimiser",
             remedy=ADD_IT_TO_A_GROUP,
             severity="note",

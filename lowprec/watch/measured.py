@@ -35,7 +35,7 @@ class Measured:
         self.known = getattr(watch.answers, "known", True)
         # torch's own round to nearest, and often several times a step, which looks like noise
         self.torchs = type(getattr(watch.answers, "inner", None)).__module__.startswith("torch.optim")
-        self.by_chance = not self.torchs and _draws(watch)
+        self.by_chance = not self.torchs and _may_draw(watch)
         # small tensors say too little: all that one optimiser writes are rounded alike
         self.weights_to_nearest = not self.by_chance or watch.errors.to_nearest
         self.moments_to_nearest = not self.by_chance or watch.moment_errors.to_nearest
@@ -128,7 +128,7 @@ class Measured:
         return found
 
 
-def _draws(watch):
+def _may_draw(watch):
     """Whether the optimiser may round by chance: all that draws random numbers, or can't be seen."""
     sees = getattr(watch.answers, "draws", None)
     if sees is None:

@@ -102,7 +102,7 @@ def of_gains(measure):
     return of_gains_alone
 
 
-def too_far(one):
+def weight_moves_too_far(one):
     """movement written beyond what is wanted, over what is wanted"""
     if not one.weight.entries or not one.seen.known:
         return None
@@ -119,7 +119,7 @@ def weights_are_bf16(one):
     return Figure(one.extra.narrowed / one.extra.wide) if one.extra.wide >= 64 else None
 
 
-def put_back(one):
+def weight_put_back(one):
     """share of the entries that a step moved and that stand where they were before the next step"""
     back = one.extra.put_back
     # a mask puts a part back, and to 0
@@ -129,7 +129,7 @@ def put_back(one):
     return Figure(back, {"back": back})
 
 
-def drifts(one):
+def weight_drifts(one):
     """share of the looks after which something else moved it, by a tenth of the step or more"""
     sums = one.extra
     if not sums.follows or one.p in one.watch.elsewhere or sums.put_back > 0.5:
@@ -140,11 +140,11 @@ def drifts(one):
     return Figure(sums.drifts / sums.follows, {"times": times})
 
 
-def goes_back(one):
+def weight_goes_back(one):
     """the same where that leads back, as to the slow weights of Lookahead"""
     # right back is no average of several steps: it takes a part of each
     is_back = 0.3 < one.seen.led_back < 0.99
-    return drifts(one) if is_back and not one.seen.shrinks else None
+    return weight_drifts(one) if is_back and not one.seen.shrinks else None
 
 
 def _has_fixed_norms(p):
@@ -206,14 +206,14 @@ def decay_of_all(seen):
 # ---- Values that are not finite ----------------------------------------------------------------------------
 
 
-def burst(one):
+def weights_burst(one):
     """weights that a step made not finite, although their gradients were finite"""
     return Figure(one.extra.burst, {"count": one.extra.burst})
 
 
-def burst_in_fp16(one):
+def weights_burst_in_fp16(one):
     """the same where a state is fp16, in which its eps is 0"""
-    return burst(one) if _lost_eps(one) else None
+    return weights_burst(one) if _lost_eps(one) else None
 
 
 def eps_lost_in_fp16(one):

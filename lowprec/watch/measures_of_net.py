@@ -50,35 +50,35 @@ def all_zero_gradients(seen):
 # ---- Gradients that are changed between backward and the step ----------------------------------------------
 
 
-def negated(seen):
+def gradients_negated(seen):
     """share of the looks at which the step read a gradient times a negative factor"""
-    for one, figure in _changed(seen, "negated"):
+    for one, figure in _changed_gradients(seen, "negated"):
         figure.words["factor"] = one.change.factor / one.change.negated
         yield figure
 
 
-def zeroed(seen):
+def gradients_zeroed(seen):
     """share of the looks at which the step read 0 instead of a gradient"""
-    for _, figure in _changed(seen, "zeroed"):
+    for _, figure in _changed_gradients(seen, "zeroed"):
         yield figure
 
 
-def mended(seen):
+def gradients_mended(seen):
     """share of the looks at which a gradient was not finite after backward and finite at the step"""
-    for one, figure in _changed(seen, "mended"):
+    for one, figure in _changed_gradients(seen, "mended"):
         looks = max(1.0, one.change.looks + one.change.mended)
         figure.value = figure.words["share"] = one.change.mended / looks
         yield figure
 
 
-def spoilt(seen):
+def gradients_spoilt(seen):
     """looks at which a gradient was finite after backward and not at the step"""
-    for one, figure in _changed(seen, "spoilt"):
+    for one, figure in _changed_gradients(seen, "spoilt"):
         figure.value = one.change.spoilt
         yield figure
 
 
-def _changed(seen, field):
+def _changed_gradients(seen, field):
     """(Tensor, Figure) of those whose gradients were changed so; of the first alone where all were."""
     found, judged = [], []
     for one in seen.tensors:
@@ -100,13 +100,13 @@ def _changed(seen, field):
         yield one, Figure(share, {"whose": whose, "share": share}, tensor)
 
 
-def partly_negated(one):
+def gradient_partly_negated(one):
     """share of the entries of a gradient whose sign was changed between backward and the step"""
     share = one.change.parts_negated / max(1.0, one.change.looks)
     return Figure(share, {"share": share})
 
 
-def partly_zeroed(one):
+def gradient_partly_zeroed(one):
     """share of the entries of a gradient that were set to 0 between backward and the step"""
     share = one.change.parts_zeroed / max(1.0, one.change.looks)
     if _is_masked(one, share):
@@ -114,7 +114,7 @@ def partly_zeroed(one):
     return Figure(share, {"share": share})
 
 
-def masked(one):
+def gradient_masked(one):
     """the same of a table of which some rows train, or where the weights are 0 too"""
     share = one.change.parts_zeroed / max(1.0, one.change.looks)
     if not _is_masked(one, share):
@@ -130,7 +130,7 @@ def _is_masked(one, share):
 # ---- Gradients and their sums ------------------------------------------------------------------------------
 
 
-def subnormal(one):
+def gradient_subnormal(one):
     """share of them below fp16's normal range"""
     if one.extra.graded < 8:
         return None
@@ -152,7 +152,7 @@ def below_eps(seen):
         yield Figure(faint / judged, {"share": faint / judged}, worst.name)
 
 
-def clipped(seen):
+def gradients_clipped(seen):
     """share of the gradient's norm that clipping takes away, at half of the looks"""
     watch = seen.watch
     scales = sorted(float(scale) for scale in watch.clips)
@@ -172,7 +172,7 @@ def _hardly_any_left(left, norm):
     return 0 < left < 1e-3 and norm < 1e-3 and min(mantissa - 0.5, 1 - mantissa) > 1e-5
 
 
-def summed(one):
+def gradients_wrongly_summed(one):
     """relative error of the sum of a step's micro-batches"""
     if one.i not in one.watch.gradients.sums:
         return None
@@ -183,7 +183,7 @@ def summed(one):
     return None  # what is far off was changed for another reason than rounding
 
 
-def forgotten(seen):
+def gradients_forgotten(seen):
     """backward passes whose gradients were cleared before a step"""
     for i, (cleared, count) in list(seen.watch.gradients.forgotten.items())[:1]:
         yield Figure(cleared, {"cleared": cleared, "count": count}, seen.names[i])
@@ -195,7 +195,7 @@ def stepped_again(seen):
     yield Figure(share, {"share": share}, "")
 
 
-def not_cleared(seen):
+def gradients_not_cleared(seen):
     """gradients are there before the first backward pass of a step"""
     if seen.watch.gradients.uncleared:
         yield Figure(1.0, tensor=seen.names[0])
@@ -241,7 +241,7 @@ def copies_apart(seen):
         yield Figure(share, {"share": share}, next(iter(seen.watch.copies)))
 
 
-def ungrouped(seen):
+def parameters_ungrouped(seen):
     """requires_grad, and in no group"""
     watch = seen.watch
     if watch.copies:
@@ -251,10 +251,10 @@ def ungrouped(seen):
             yield Figure(1.0, tensor=name)
 
 
-def graded_and_ungrouped(seen):
+def parameters_graded_and_ungrouped(seen):
     """has gradients, and is in no group"""
     params = dict(seen.watch.model.named_parameters())
-    for figure in ungrouped(seen):
+    for figure in parameters_ungrouped(seen):
         g = params[figure.tensor].grad
         if (g is not None and bool(g.any())) or seen.watch.orphans.get(figure.tensor):
             yield figure

@@ -64,10 +64,10 @@ def has_parameters(module):
 # ---- Buffers -----------------------------------------------------------------------------------------------
 
 
-def snapshot(net, pick):
+def snapshot_of_buffers(net, pick):
     """{name: sample} of the buffers that are fp32 now, to compare with later."""
     found = {}
-    for name, b in _floating(net):
+    for name, b in _floating_buffers(net):
         if b.dtype == torch.float32:
             found[name] = pick(b).clone()
     return found
@@ -76,7 +76,7 @@ def snapshot(net, pick):
 def find_broken_buffers(net, before, pick):
     """{name: entries that are not finite} of buffers that were finite at the `snapshot`."""
     found = {}
-    for name, b in _floating(net):
+    for name, b in _floating_buffers(net):
         was = before.get(name)
         if was is not None and bool(was.isfinite().all()):
             count = int((~pick(b).isfinite()).sum())
@@ -92,7 +92,7 @@ def find_rounded_buffers(net, before, pick):
     hold lose nothing, and are not named.
     """
     found = {}
-    for name, b in _floating(net):
+    for name, b in _floating_buffers(net):
         values = pick(b).float()
         if not rounded_values(values):
             continue
@@ -122,7 +122,7 @@ def rounded_values(values, bits=5):
     return float(plain.float().mean()) < 0.75
 
 
-def _floating(net):
+def _floating_buffers(net):
     return [(name, b) for name, b in net.named_buffers() if b.is_floating_point() and b.numel()]
 
 

@@ -117,7 +117,7 @@ class Products:
         """{layer: Loss} of a format."""
         found = {}
         for name, (losses, noise) in self.totals[kind].items():
-            found[name] = _loss(losses, noise)
+            found[name] = _loss_of_layer(losses, noise)
         return found
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def _products(form, x, w, g):
     yield rounded(x, 0).t() @ rounded(g, 0)
 
 
-def _loss(losses, noise):
+def _loss_of_layer(losses, noise):
     underflow, saturated, snr = {}, {}, {}
     for operand, (zeroed, nonzero, clipped, everything) in zip(OPERAND_NAMES, losses.tolist(), strict=True):
         underflow[operand] = zeroed / max(1, nonzero)

@@ -86,12 +86,12 @@ class Watch:
             raise Refused("the model has no parameters: there is nothing to watch")
         self.every = int(every)
         self.most = most or usual_sample(self.model)
-        self.pick = functools.partial(_picked, most=self.most, device=first.device)
+        self.pick = functools.partial(_picked_entries, most=self.most, device=first.device)
         self.compiled = model is not self.model and hasattr(model, "_orig_mod")
         self.steps = self.looks = 0
         self._watch_optimizer(optimizer, others)
         self.ema = None if ema is None else Average.of(ema, self.model)
-        self.buffers = net_state.snapshot(self.model, self.pick)
+        self.buffers = net_state.snapshot_of_buffers(self.model, self.pick)
         averages = {} if self.ema is None else {"ema": self.ema}
         self.writes = Writes(self.answers, self.named, averages, self.pick)
         self.errors = Errors(len(self.named))
@@ -303,7 +303,7 @@ class Watch:
         zero = {}  # {number of a tensor: whether its gradient is 0 everywhere}
         if look is not None:
             self._remember_alive(look)
-            is_zero = _zero(look.g, look.lengths)
+            is_zero = _all_zero(look.g, look.lengths)
             zero = dict(zip(look.index, is_zero, strict=True))
             self.states.find_restarts(look, self.steps)
             if look.v is not None:
@@ -426,11 +426,11 @@ def usual_sample(model):
     return min(LARGEST_SAMPLE, max(SMALLEST_SAMPLE, sum(sizes) // (8 * len(sizes))))
 
 
-def _picked(t, most, device):
+def _picked_entries(t, most, device):
     taken = sample_entries(t, most)
     return taken if taken.device == device else taken.to(device)
 
 
-def _zero(flat, lengths):
+def _all_zero(flat, lengths):
     """[whether all entries of a tensor are 0]; a GPU is waited for once."""
     return (~torch.stack([part.any() for part in flat.split(lengths)])).tolist()

@@ -67,9 +67,9 @@ class Errors(Sums):
             lengths.append(old[k].numel())
             narrow.append(dtypes[k])
             eps.append(torch.finfo(dtypes[k]).eps)
-        before = _joined(old, chosen)
-        aim = _joined(target, chosen)
-        after = _joined(new, chosen)
+        before = _joined_parts(old, chosen)
+        aim = _joined_parts(target, chosen)
+        after = _joined_parts(new, chosen)
         gap = ulp(aim, one_an_entry(eps, lengths, aim))
         nearest = rounded_by_tensor(aim, narrow, lengths)
         size = aim.abs()
@@ -80,7 +80,7 @@ class Errors(Sums):
         score = ((after.abs() - size) / gap).where(rounds, 0.0)
         unit = gap
         if scales is not None:
-            unit = gap / _joined(scales, chosen)
+            unit = gap / _joined_parts(scales, chosen)
         rows = {
             "entries": rounds,
             "chance": torch.minimum(f, 1 - f),
@@ -91,7 +91,7 @@ class Errors(Sums):
             "moves": ((aim - before).abs() / gap).clamp(max=1).where(rounds, 0.0),
             "spread": variance * unit.square(),
             **self._again(index, score, variance),
-            **_near(score, variance, lengths),
+            **_products_of_neighbours(score, variance, lengths),
         }
         self.put(rows, index, lengths)
         self._add_burst(index, lengths, score, variance)
@@ -166,19 +166,19 @@ class Errors(Sums):
     @property
     def repeats(self):
         """Correlation of the errors of two looks where it is certain, else 0.0."""
-        return certain(self.again, self.again_variance, self.again_size)
+        return certain_correlation(self.again, self.again_variance, self.again_size)
 
     @property
     def neighbours(self):
         """The same of entries that are neighbours in a sample."""
-        return certain(self.near, self.near_variance, self.near_size)
+        return certain_correlation(self.near, self.near_variance, self.near_size)
 
     def shares(self):
         """{(tensor, tensor): correlation of their errors} where it is certain."""
         found = {}
         for key, table in self.pairs.items():
             for pair, sums in zip(key, table.T.tolist(), strict=True):
-                value = certain(*sums)
+                value = certain_correlation(*sums)
                 if value:
                     found[pair] = value
         return found
@@ -192,11 +192,11 @@ def _less_means(score, rounds, lengths):
     return (score - each_mean).where(rounds, 0.0)
 
 
-def _joined(parts, chosen):
+def _joined_parts(parts, chosen):
     return torch.cat([parts[k] for k in chosen])
 
 
-def _near(score, variance, lengths):
+def _products_of_neighbours(score, variance, lengths):
     """Products of the errors of each entry and the next, [n], their variances, and the roots of these."""
     product, both = score * score.roll(-1), variance * variance.roll(-1)
     last = torch.tensor(lengths, device=score.device).cumsum(0) - 1  # the next is another tensor's
@@ -205,7 +205,7 @@ def _near(score, variance, lengths):
     return {"near": product, "near_variance": both, "near_size": both.sqrt()}
 
 
-def certain(product, variance, size):
+def certain_correlation(product, variance, size):
     """Correlation of errors, 0.0 unless it is more than chance and more than a fifth.
 
     Errors that are larger than rounding makes them, as of several roundings one after the other, say nothing

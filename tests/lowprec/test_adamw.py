@@ -111,7 +111,7 @@ def test_a_compiled_step_equals_torch_adamw_on_gradients_of_every_size():
 @pytest.mark.parametrize("eps, floored", [(1e-8, True), (1e-30, False)], ids=str)
 def test_second_moments_of_zero_and_denormal_ones_give_the_bits_of_torch(eps, floored):
     """Their roots are slow, so they are raised, where eps swallows the difference."""
-    assert exact_step.vanishes(0.999, eps) == floored
+    assert exact_step.smallest_root_vanishes(0.999, eps) == floored
     initial = draw(5000, seed=1, scale=0.1)
     p, q = nn.Parameter(initial.clone()), nn.Parameter(initial.clone())
     sizes = torch.tensor([0.0, 1e-23, 1e-21, 1e-20, 3e-18, 1e-17, 1e-12, 1.0]).repeat(625)

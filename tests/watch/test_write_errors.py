@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowprec.rounding import stochastic_round
-from lowprec.watch.write_errors import Errors, certain, ulp
+from lowprec.watch.write_errors import Errors, certain_correlation, ulp
 
 N, LOOKS = 2000, 6
 BF16 = torch.bfloat16
@@ -113,8 +113,8 @@ def test_what_is_not_finite_does_not_count():
 
 
 def test_a_correlation_counts_where_it_is_certain_and_can_be_one():
-    assert certain(0.5 * 100, 30.0, 100.0) == 0.5
-    assert certain(0.5 * 100, 100.0, 100.0) == 0.0  # within 6 standard errors
-    assert certain(0.1 * 100, 1.0, 100.0) == 0.0  # a fifth, at least
-    assert certain(2 * 100, 30.0, 100.0) == 0.0  # larger than what rounding does
-    assert certain(50.0, 0.5, 1.0) == 0.0  # next to nothing was seen
+    assert certain_correlation(0.5 * 100, 30.0, 100.0) == 0.5
+    assert certain_correlation(0.5 * 100, 100.0, 100.0) == 0.0  # within 6 standard errors
+    assert certain_correlation(0.1 * 100, 1.0, 100.0) == 0.0  # a fifth, at least
+    assert certain_correlation(2 * 100, 30.0, 100.0) == 0.0  # larger than what rounding does
+    assert certain_correlation(50.0, 0.5, 1.0) == 0.0  # next to nothing was seen
