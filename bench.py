@@ -34,7 +34,7 @@ from benchmarks import (
     training,
     watch,
 )
-from benchmarks.common import Clock, record, without_folder
+from benchmarks.common import DeviceClock, record, without_folder
 from harness.files import write_json
 from harness.flags import Parser, natural
 from harness.run_folder import environment
@@ -100,7 +100,7 @@ def check_out(name):
         raise Refused(f"--out {name}: no such folder, or no right to write there; name a file")
 
 
-def measure(args, argv):
+def measure_and_write(args, argv):
     """Run a command that was parsed, and write what it found. Returns the exit status. Raises Refused."""
     command = COMMANDS[args.bench]
     if args.threads:
@@ -111,7 +111,7 @@ def measure(args, argv):
     command.check(args)
     machine = environment(args.device)
     print_machine(machine, args.device)
-    rows = command.measure(args, Clock(args.device))
+    rows = command.measure(args, DeviceClock(args.device))
     if args.out:
         settings = settings_of(args)
         write_json(args.out, record(args.bench, argv, machine, settings, rows))
@@ -147,7 +147,7 @@ def main(argv=None):
     try:
         if args.bench == "gpu":
             return gpu.main(args, argv)
-        return measure(args, argv)
+        return measure_and_write(args, argv)
     except Refused as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import (
+    BYTES_A_MIB,
     RECIPES,
     Command,
-    built,
+    built_net,
     loss_of_images,
     markdown,
     parse_net,
@@ -25,13 +26,13 @@ from lowprec.advice.answer import advise
 from lowprec.errors import Refused
 
 ROOT = Path(__file__).resolve().parent.parent
-NETS = {  # what the page calls it: (flags of train.py, examples a step)
+ADVISED_NETS = {  # what the page calls it: (flags of train.py, examples a step)
     "U-Net, 64x64 images": ("--model unet --size small --image_size 64", 4),
     "DiT-S/4, 64x64 images": ("--model dit --size S/4 --image_size 64", 4),
     "GPT, 512 tokens": ("--task language --size 25M --block 512", 2),
     "ResNet-18, 224x224 images": ("--task classify --model resnet18 --image_size 224", 8),
 }
-TRAINED = (
+ADVISED_RECIPES = (
     "fp32",
     "pure_bf16-stochastic",
     "bf16",
@@ -46,16 +47,15 @@ ON_A_GPU = {  # what the record calls a recipe: its flags
     "pure_bf16-stochastic": "--pure_bf16 --stochastic",
     "fp8-torchao-tensorwise": "--fp8",
 }
-MIB = 2**20
 
 
 def advice(args, clock):
     """Rows (dicts): net, command, flags, batch, and in bytes what was told and the peak of a process."""
     rows = []
-    with progress_bar(len(NETS) * len(TRAINED)) as bar:
-        for net in NETS:
-            told = told_of(net)
-            for name in TRAINED:
+    with progress_bar(len(ADVISED_NETS) * len(ADVISED_RECIPES)) as bar:
+        for net in ADVISED_NETS:
+            told = advised_bytes(net)
+            for name in ADVISED_RECIPES:
                 bar.set_postfix_str(f"{net} {name}")
                 rows.append(measured(net, name, told, args.threads or 1))
                 print(rows[-1], flush=True)
@@ -68,7 +68,7 @@ def advice(args, clock):
 def on_a_gpu():
     """Rows of the net of GPU_RECORD, whose peaks CUDA's allocator told."""
     with torch.device("meta"):
-        net = built(parse_net(GPU_NET))
+        net = built_net(parse_net(GPU_NET))
     found = advise(net, loss_of_images(32), gpu="H100", batch=64).rows
     told = {row.candidate.typed: round(row.total) for row in found}
     rows = []
@@ -82,22 +82,23 @@ def on_a_gpu():
 
 def measured(net, name, told, threads):
     """The row of a net in a recipe. told: {flags: bytes}."""
-    words, batch = NETS[net]
+    words, batch = ADVISED_NETS[net]
     flags = typed(RECIPES[name]) or "(none)"
     row = dict(net=net, command=f"train.py {words}", flags=flags, batch=batch, told=told[flags])
     command = ["-m", "benchmarks.advice_process", json.dumps([words.split(), RECIPES[name], batch, threads])]
-    row["peak"] = int(output(command))
+    row["peak"] = int(printed_by_python(command))
     return row
 
 
-def told_of(net):
+def advised_bytes(net):
     """{flags: bytes at once} that the command tells of a net."""
-    words, batch = NETS[net]
-    answer = json.loads(output(["train.py", "--advise", *words.split(), "--batch", str(batch), "--json"]))
+    words, batch = ADVISED_NETS[net]
+    command = ["train.py", "--advise", *words.split(), "--batch", str(batch), "--json"]
+    answer = json.loads(printed_by_python(command))
     return {row["flags"]: row["total_bytes"] for row in answer["rows"]}
 
 
-def output(words):
+def printed_by_python(words):
     """What Python prints with these words, in a new process. Raises Refused where it fails."""
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -113,7 +114,7 @@ def table(rows):
     for row in rows:
         told, peak = row["told"], row["peak"]
         off = 100 * (peak / told - 1)
-        sizes = [f"{told / MIB:,.0f}", f"{peak / MIB:,.0f}", f"{off:+.0f}"]
+        sizes = [f"{told / BYTES_A_MIB:,.0f}", f"{peak / BYTES_A_MIB:,.0f}", f"{off:+.0f}"]
         lines.append([row["net"], f"`{row['flags']}`", *sizes])
     return markdown(heads, lines)
 

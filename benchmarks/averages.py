@@ -29,23 +29,22 @@ from pathlib import Path
 
 import torch
 
-BF16 = torch.bfloat16
-STEPS, ENTRIES, SPREAD = 5000, 20_000, 0.02
+PATH_STEPS, PATH_ENTRIES, WEIGHT_SPREAD = 5000, 20_000, 0.02
 DECAYS = (0.99, 0.999, 0.9999)
 
 # ---- The path ----------------------------------------------------------------------------------------------
 
 
-def path(steps=STEPS, n=ENTRIES, seed=0):
+def weight_path(steps=PATH_STEPS, n=PATH_ENTRIES, seed=0):
     """Yields bf16 weights [n], first the initial ones, then those after each step."""
     draw = torch.Generator().manual_seed(seed)
-    start = SPREAD * torch.randn(n, generator=draw)
-    way = SPREAD * torch.randn(n, generator=draw)  # as far as the weights are large, in all
-    yield start.to(BF16)
+    start = WEIGHT_SPREAD * torch.randn(n, generator=draw)
+    way = WEIGHT_SPREAD * torch.randn(n, generator=draw)  # as far as the weights are large, in all
+    yield start.to(torch.bfloat16)
     for step in range(1, steps + 1):
         done = 1 - math.exp(-3 * step / steps)
-        noise = 0.01 * SPREAD * torch.randn(n, generator=draw)
-        yield (start + done * way + noise).to(BF16)
+        noise = 0.01 * WEIGHT_SPREAD * torch.randn(n, generator=draw)
+        yield (start + done * way + noise).to(torch.bfloat16)
 
 
 # ---- The rules ---------------------------------------------------------------------------------------------
@@ -60,10 +59,10 @@ def diffusers_decay(decay, step):
     return 0.0 if step <= 1 else warmed(decay, step - 1)
 
 
-def stochastic(x, draw):
+def stochastic_bf16(x, draw):
     """fp32 x in bf16, up or down with the probability of the distance: 16 random bits are added and cut."""
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=draw)
-    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(BF16)
+    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
 class Rule:
@@ -90,7 +89,7 @@ def _added(s, p, rest, draw):
 
 def _rounded_up_or_down(s, p, rest, draw):
     s32 = s.float()
-    return stochastic(s32 - rest * (s32 - p.float()), draw)
+    return stochastic_bf16(s32 - rest * (s32 - p.float()), draw)
 
 
 def _fp32(s, p, rest, draw):
@@ -115,9 +114,9 @@ RULES = {
 # ---- Measuring ---------------------------------------------------------------------------------------------
 
 
-def measure(decay, steps=STEPS, n=ENTRIES, seed=0, rules=RULES):
+def measure_rules(decay, steps=PATH_STEPS, n=PATH_ENTRIES, seed=0, rules=RULES):
     """{rule: (share of the way that the fp64 average went, distance from it over the weights' spread)}."""
-    weights, draw = path(steps, n, seed), torch.Generator().manual_seed(seed + 1)
+    weights, draw = weight_path(steps, n, seed), torch.Generator().manual_seed(seed + 1)
     start = next(weights)
     averages = dict.fromkeys(rules, start)
     exact = dict.fromkeys(rules, start.double())
@@ -136,18 +135,18 @@ def progress(start, average, exact):
     over the weights' spread); all [n].
     """
     way, gone = exact - start.double(), average.double() - start.double()
-    distance = (average.double() - exact).square().mean().sqrt() / SPREAD
+    distance = (average.double() - exact).square().mean().sqrt() / WEIGHT_SPREAD
     return float(gone @ way / (way @ way)), float(distance)
 
 
 def main(argv=None):
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the path (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=PATH_STEPS, help="of the path (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write {decay: {rule: [share, distance]}}")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    found = {f"{decay:g}": measure(decay, args.steps) for decay in DECAYS}
+    found = {f"{decay:g}": measure_rules(decay, args.steps) for decay in DECAYS}
     print("share of the way covered (1 is right) and distance from the fp64 average / spread of the weights")
     print(f"{'':24}" + "".join(f"{'decay ' + decay:>20}" for decay in found))
     for name in RULES:

@@ -25,7 +25,8 @@ from lowprec.formats import FORMATS
 from lowprec.optimizers.offload import Offload
 from lowprec.precision import Precision, recipe
 
-ADAMW = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+BYTES_A_MIB, BYTES_A_GIB = 2**20, 2**30
+ADAMW_OPTIONS = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 
 # ---- Commands ----------------------------------------------------------------------------------------------
 
@@ -71,38 +72,38 @@ def add_nets(parser, default):
 
 # ---- Recipes -----------------------------------------------------------------------------------------------
 
-PURE = dict(pure_bf16=True)
-STOCHASTIC = dict(pure_bf16=True, stochastic=True)
+PURE_BF16 = dict(pure_bf16=True)
+PURE_BF16_STOCHASTIC = dict(pure_bf16=True, stochastic=True)
 
 # {name: flags as `precision.recipe` takes them}
 RECIPES = {
     "fp32": {},
     "bf16": dict(bf16=True),
-    "pure_bf16": PURE,
-    "pure_bf16-stochastic": STOCHASTIC,
+    "pure_bf16": PURE_BF16,
+    "pure_bf16-stochastic": PURE_BF16_STOCHASTIC,
     "pure_bf16-kahan": dict(pure_bf16=True, kahan=True),
     "pure_bf16-split": dict(pure_bf16=True, master="split"),
     "opt8bit": dict(opt8bit=True),
     "tf32": dict(sites=["compute=tf32"]),
     "fp16": dict(fp16=True),
-    "pure_bf16-stochastic-opt8bit-fp8": dict(STOCHASTIC, opt8bit=True, fp8=True),
+    "pure_bf16-stochastic-opt8bit-fp8": dict(PURE_BF16_STOCHASTIC, opt8bit=True, fp8=True),
     # weights in bf16, dense and semi-structured
-    "generate-bf16": STOCHASTIC,
-    "generate-bf16-2:4": dict(STOCHASTIC, sparse24="magnitude"),
+    "generate-bf16": PURE_BF16_STOCHASTIC,
+    "generate-bf16-2:4": dict(PURE_BF16_STOCHASTIC, sparse24="magnitude"),
     # masked dense products
     "bf16-2:4": dict(bf16=True, sparse24="srste"),
-    "pure_bf16-stochastic-2:4": dict(STOCHASTIC, sparse24="srste"),
+    "pure_bf16-stochastic-2:4": dict(PURE_BF16_STOCHASTIC, sparse24="srste"),
     "bf16-opt8bit": dict(bf16=True, opt8bit=True),
     "bf16-opt4bit": dict(bf16=True, opt4bit=True),
-    "pure_bf16-stochastic-opt8bit": dict(STOCHASTIC, opt8bit=True),
-    "pure_bf16-stochastic-opt4bit": dict(STOCHASTIC, opt4bit=True),
+    "pure_bf16-stochastic-opt8bit": dict(PURE_BF16_STOCHASTIC, opt8bit=True),
+    "pure_bf16-stochastic-opt4bit": dict(PURE_BF16_STOCHASTIC, opt4bit=True),
 }
-RECIPES["pure_bf16-flashoptim"] = PURE
-FP8 = []  # names of the recipes that differ only in how FP8 is run
+RECIPES["pure_bf16-flashoptim"] = PURE_BF16
+FP8_RECIPES = []  # names of the recipes that differ only in how FP8 is run
 for backend in ("torchao", "te", "scaled_mm"):
     for scaling in ("tensorwise", "rowwise", "delayed"):
         name = f"fp8-{backend}-{scaling}"
-        FP8.append(name)
+        FP8_RECIPES.append(name)
         RECIPES[name] = dict(fp8=True, fp8_backend=backend, fp8_recipe=scaling)
 
 # formats of moments that have a flag of their own
@@ -153,7 +154,7 @@ def parse_net(spec):
     return kind, size, int(side), int(batch)
 
 
-def built(net):
+def built_net(net):
     """The net of a parsed --nets entry, on torch's default device. Raises Refused."""
     kind, size, side, _ = net
     if kind not in models.GENERATIVE:
@@ -165,7 +166,7 @@ def check_nets(specs):
     """Raises Refused unless every net can be built; on shapes alone."""
     with torch.device("meta"):
         for spec in specs:
-            built(parse_net(spec))
+            built_net(parse_net(spec))
 
 
 def prepared(net, flags, device, **options):
@@ -176,14 +177,14 @@ def prepared(net, flags, device, **options):
     """
     torch.manual_seed(0)
     with device:
-        model = built(net)
+        model = built_net(net)
     of_recipe = dict(flags)
     for name in ("grad_release", "states_on"):
         if name in of_recipe:
             options[name] = of_recipe.pop(name)
     if options.get("states_on") == "cpu" and device.type == "cpu":
         options["states_on"] = Offload(OneMemory())
-    run = Precision(model, recipe(**of_recipe), **options, **ADAMW)
+    run = Precision(model, recipe(**of_recipe), **options, **ADAMW_OPTIONS)
     return run, *batch_of(net, device)
 
 
@@ -252,7 +253,7 @@ class OneMemory:
 # ---- Time --------------------------------------------------------------------------------------------------
 
 
-class Clock:
+class DeviceClock:
     """Marks in time on a device, and the milliseconds between them.
 
     On CUDA the marks are events, which don't hold up the queue.
@@ -330,7 +331,7 @@ def take_turns(cells, repeats, bar):
     return [cell.row for cell in cells]
 
 
-def started(names, make, bar, title=""):
+def started_cells(names, make, bar, title=""):
     """[Cell] of make(name), which takes the first steps of each."""
     cells = []
     for name in names:
@@ -348,7 +349,7 @@ def progress_bar(total):
 # ---- Tables and records ------------------------------------------------------------------------------------
 
 
-def grouped(rows, column):
+def rows_by(rows, column):
     """{value of a column: its rows}, in the order of the rows."""
     groups = {}
     for row in rows:
@@ -356,7 +357,7 @@ def grouped(rows, column):
     return groups
 
 
-def shown(value, form):
+def or_dash(value, form):
     """A figure of a table, '-' where there is none."""
     return "-" if value is None else format(value, form)
 

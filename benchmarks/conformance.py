@@ -22,7 +22,7 @@ from lowprec.telemetry import values_here
 
 
 @dataclass(frozen=True)
-class Size:
+class DrawnSize:
     """How much is drawn.
 
     side: of the square tensors. steps: of a check of writes. before, after: steps around the drop of
@@ -37,7 +37,7 @@ class Size:
     path: tuple = (5000, 20_000)
 
 
-SIZE = Size()
+SIZE = DrawnSize()
 
 
 @dataclass
@@ -69,7 +69,7 @@ def not_claimed(shown, said="", **figures):
     return Result("not claimed", shown, said, figures)
 
 
-COUPLED = "not elementwise"  # as Muon and Adafactor: what holds of each entry alone is not claimed
+NOT_ELEMENTWISE = "not elementwise"  # as Muon and Adafactor: what holds of each entry alone is not claimed
 
 
 # ---- Tensors -----------------------------------------------------------------------------------------------

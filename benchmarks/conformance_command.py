@@ -28,10 +28,18 @@ from benchmarks import (
     subjects,
 )
 from benchmarks.allocated import tensors_in
-from benchmarks.averages import path, progress
-from benchmarks.common import Command, grouped, markdown, progress_bar
+from benchmarks.averages import progress, weight_path
+from benchmarks.common import Command, markdown, progress_bar, rows_by
 from benchmarks.conformance import Result, differing, judged, nothing, unequal
-from benchmarks.subjects import BF16, DECAY, NAMES, OURS, PEERS, drawn, in_words
+from benchmarks.subjects import (
+    AVERAGE_DECAY,
+    BF16,
+    OUR_OPTIMIZERS,
+    PEER_CLASSES,
+    SUBJECT_NAMES,
+    drawn,
+    in_words,
+)
 from lowprec.watch import adapters
 
 # ---- What is asked -----------------------------------------------------------------------------------------
@@ -59,15 +67,15 @@ CHECKS = {
     "NaN": conformance_steps.nan,
     "infinity": conformance_steps.infinity,
     "extremes": conformance_steps.extremes,
-    "sizes": conformance_steps.sizes,
-    "state B/param": conformance_steps.memory,
+    "sizes": conformance_steps.sizes_and_layouts,
+    "state B/param": conformance_steps.state_memory,
 }
 
 
 # ---- Averages ----------------------------------------------------------------------------------------------
 
 
-def way(subject, size):
+def average_arrives(subject, size):
     """Does the average arrive? Weights of spread 0.02 go their way; see benchmarks/averages.py.
 
     In bf16 to nearest an entry stands still once the weight is less than 2^-9 / (1 - decay) of its value
@@ -75,14 +83,14 @@ def way(subject, size):
     both from an fp64 average with the decay that this one says it has.
     """
     with drawn(16):
-        weights = path(*size.path)
+        weights = weight_path(*size.path)
         start = next(weights)
         model, average = subject.start(start)
         answers = adapters.Average.of(average, model)
         exact = start.double()
         for weight in weights:
             subject.follow(model, average, weight)
-            decay = DECAY if answers.decay is None else answers.decay
+            decay = AVERAGE_DECAY if answers.decay is None else answers.decay
             exact = exact + (1 - decay) * (weight.double() - exact)
     share, distance = progress(start, answers.shadow["weight"].detach().cpu(), exact)
     said = f"the average does not arrive: it covers {share:.0%} of its way"
@@ -91,7 +99,7 @@ def way(subject, size):
 
 def average_resume(subject, size):
     """Does the average go on with the same bits? Ten steps, state_dict, a new object, ten more."""
-    weights = list(path(20, 500))
+    weights = list(weight_path(20, 500))
     model, average = subject.start(weights[0])
     if not hasattr(average, "state_dict"):
         return nothing("no state_dict")
@@ -121,53 +129,57 @@ def average_memory(subject, size):
     return Result("holds", f"{found:.2f}", figures=dict(bytes=found))
 
 
-AVERAGE_CHECKS = {"way, distance": way, "exact resume": average_resume, "state B/param": average_memory}
-ASKED = {"optimizer": CHECKS, "average": AVERAGE_CHECKS}
+AVERAGE_CHECKS = {
+    "way, distance": average_arrives,
+    "exact resume": average_resume,
+    "state B/param": average_memory,
+}
+CHECKS_OF_KIND = {"optimizer": CHECKS, "average": AVERAGE_CHECKS}
 
 
 # ---- The command -------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser):
-    help = f"{', '.join(NAMES)}; all (default): all of these that are installed; or a class as module:Class, "
-    help += "file.py:Class, 'module:Class(option=value)'"
+    help = f"{', '.join(SUBJECT_NAMES)}; all (default): all of these that are installed; or a class as "
+    help += "module:Class, file.py:Class, 'module:Class(option=value)'"
     parser.add_argument("names", nargs="*", default=[], metavar="module:Class", help=help)
 
 
 def check(args):
     """Imports and steps each subject once. Raises Refused."""
-    args.subjects = subjects.chosen(args.names, args.device)
+    args.subjects = subjects.chosen_subjects(args.names, args.device)
 
 
 def conforming(args, clock):
     """Rows (dicts), one for each subject and check; args.subjects is what `check` set."""
     rows = []
-    total = sum(len(ASKED[subject.kind]) for subject in args.subjects)
+    total = sum(len(CHECKS_OF_KIND[subject.kind]) for subject in args.subjects)
     with progress_bar(total) as bar, torch.compiler.set_stance("force_eager"):
         for subject in args.subjects:
-            found = rows_of(subject, bar)
+            found = rows_of_subject(subject, bar)
             rows += found
             findings = [row["check"] for row in found if row["verdict"] == "finding"]
             tqdm.write(f"{subject.name}: {', '.join(findings) or 'holds'}", file=sys.stdout)
-    by_kind = grouped(rows, "kind")
-    for kind, checks in ASKED.items():
+    by_kind = rows_by(rows, "kind")
+    for kind, checks in CHECKS_OF_KIND.items():
         print_tables(by_kind.get(kind, []), list(checks))
     print_findings(rows)
     return rows
 
 
-def rows_of(subject, bar):
+def rows_of_subject(subject, bar):
     whose = dict(name=subject.name, kind=subject.kind, package=subject.package, version=subject.version)
     rows = []
-    for check, ask in ASKED[subject.kind].items():
+    for check, ask in CHECKS_OF_KIND[subject.kind].items():
         bar.set_postfix_str(f"{subject.name}: {check}")
-        result = asked(ask, subject)
+        result = answer_of(ask, subject)
         rows.append({**whose, "check": check, **vars(result)})
         bar.update()
     return rows
 
 
-def asked(ask, subject):
+def answer_of(ask, subject):
     """The Result of a check; that it failed is one too."""
     try:
         return ask(subject, size=conformance.SIZE)
@@ -176,12 +188,12 @@ def asked(ask, subject):
         return Result("finding", "fails", f"fails: {why}", {"error": why})
 
 
-MARK = {"holds": "", "finding": " !", "not claimed": " (not claimed)", "none": ""}
+VERDICT_MARKS = {"holds": "", "finding": " !", "not claimed": " (not claimed)", "none": ""}
 
 
 def print_tables(rows, checks):
     """Checks down, as many subjects across as the terminal takes."""
-    cells = {(row["name"], row["check"]): row["shown"] + MARK[row["verdict"]] for row in rows}
+    cells = {(row["name"], row["check"]): row["shown"] + VERDICT_MARKS[row["verdict"]] for row in rows}
     terminal = shutil.get_terminal_size((110, 24)).columns
     first = max(map(len, checks)) + 2  # the column of the checks' names
     columns = []
@@ -218,12 +230,12 @@ def print_findings(rows):
         if row["said"] and row["verdict"] != "finding":
             print(f"{row['name']}: {row['said']} (no finding)")
     if findings:
-        print(f"{len(findings)} findings in {len(grouped(findings, 'name'))} of {len(grouped(rows, 'name'))}")
+        print(f"{len(findings)} findings in {len(rows_by(findings, 'name'))} of {len(rows_by(rows, 'name'))}")
     else:
         print("all holds")
 
 
-def status(rows):
+def exit_status(rows):
     """0 when all holds, 1 with findings."""
     return int(any(row["verdict"] == "finding" for row in rows))
 
@@ -236,16 +248,22 @@ def table_with(name):
     """Which table of docs/conformance.md has a subject's column."""
     if "ema" in name:
         return "averages"
-    if name in PEERS:
+    if name in PEER_CLASSES:
         return "theirs, codes" if name.endswith("bit") or name == "bitsandbytes" else "theirs"
-    flags = OURS[name.removeprefix("ours:")]
+    flags = OUR_OPTIMIZERS[name.removeprefix("ours:")]
     return "ours, others" if "optimizer" in flags else "ours, AdamW"
 
 
 # {a table of docs/conformance.md: whose columns it has}
-TABLES = {"ours, AdamW": [], "ours, others": [], "theirs": [], "theirs, codes": [], "averages": []}
-for name in NAMES:
-    TABLES[table_with(name)].append(name)
+SUBJECTS_OF_TABLES = {
+    "ours, AdamW": [],
+    "ours, others": [],
+    "theirs": [],
+    "theirs, codes": [],
+    "averages": [],
+}
+for name in SUBJECT_NAMES:
+    SUBJECTS_OF_TABLES[table_with(name)].append(name)
 
 
 def table(rows, names):
@@ -258,7 +276,7 @@ def table(rows, names):
         kinds[row["name"]] = row["kind"]
     names = [name for name in names if name in kinds]
     lines = []
-    for check in ASKED[kinds[names[0]]]:
+    for check in CHECKS_OF_KIND[kinds[names[0]]]:
         lines.append([check, *(shown[name, check] for name in names)])
     return markdown(["check", *names], lines)
 
@@ -269,5 +287,5 @@ COMMAND = Command(
     conforming,
     add_arguments=add_arguments,
     check=check,
-    status=status,
+    status=exit_status,
 )

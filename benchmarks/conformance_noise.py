@@ -8,7 +8,7 @@ import itertools
 import torch
 
 from benchmarks.conformance import (
-    COUPLED,
+    NOT_ELEMENTWISE,
     chequered,
     continued,
     differing,
@@ -20,12 +20,12 @@ from benchmarks.conformance import (
     weights_and_states,
     whole_tensors,
 )
-from benchmarks.subjects import GRADIENT, ULP, drawn, feed, full, values
+from benchmarks.subjects import GRADIENT, ULP, drawn, feed, full, in_fp64
 
 # a step whose multiples come to no tie in eight steps: there a last bit would decide, and Kahan's sums would
 # look noisy
-NOISY = 0.29 * ULP
-SHARED = 0.2  # correlation from which noise is called shared, where it is beyond chance too
+NOISY_WRITE = 0.29 * ULP
+SHARED_CORRELATION = 0.2  # correlation from which noise is called shared, where it is beyond chance too
 
 
 def noise(optimizer, p):
@@ -34,12 +34,12 @@ def noise(optimizer, p):
     Weights and states of entries whose inputs are alike (those with the lower gradient). Packed codes are
     taken byte by byte.
     """
-    found = {"weight": values(p).flatten()[1::2]}
+    found = {"weight": in_fp64(p).flatten()[1::2]}
     for where, t in whole_tensors(optimizer.state.get(p, {})):
         if t.numel() == p.numel():
-            found[where] = values(t).flatten()[1::2]
+            found[where] = in_fp64(t).flatten()[1::2]
         elif 2 * t.numel() == p.numel() and t.dtype == torch.uint8:
-            found[where] = values(t).flatten()
+            found[where] = in_fp64(t).flatten()
     return {name: t for name, t in found.items() if t.std() > 0}
 
 
@@ -58,7 +58,7 @@ def worst_of(pairs):
     return max(found, default=(None, None))
 
 
-def shared(subject, pairs, said):
+def judged_noise(subject, pairs, said):
     """The Result of a check that noise is independent.
 
     Where an entry's step depends on others, alike entries get steps that differ, by the noise of the moments,
@@ -67,9 +67,9 @@ def shared(subject, pairs, said):
     value, chance = worst_of(pairs)
     if value is None:
         return nothing("no noise")
-    is_independent = value < max(SHARED, chance)
+    is_independent = value < max(SHARED_CORRELATION, chance)
     if not is_independent and not subject.elementwise:
-        return not_claimed(COUPLED, correlation=value)
+        return not_claimed(NOT_ELEMENTWISE, correlation=value)
     return judged(is_independent, f"{value:+.3f}", f"{said} ({value:+.2f})", correlation=value)
 
 
@@ -81,13 +81,13 @@ def between_tensors(subject, size):
     """
     grads = chequered(128)
     with drawn(3):
-        params, optimizer = subject.start([full(128)] * 3, NOISY / subject.unit(128))
+        params, optimizer = subject.start([full(128)] * 3, NOISY_WRITE / subject.unit(128))
         for _ in range(2):
             feed(params, optimizer, [grads] * 3)
     pairs = []
     for p, q in itertools.combinations(params, 2):
         pairs += of_equal_names(noise(optimizer, p), noise(optimizer, q))
-    return shared(subject, pairs, "tensors of one step share their noise")
+    return judged_noise(subject, pairs, "tensors of one step share their noise")
 
 
 def of_equal_names(a, b):
@@ -98,10 +98,10 @@ def of_equal_names(a, b):
 def increments(params, optimizer, steps):
     """[fp64 [n]]: by how much each of `steps` steps under equal gradients changed the first parameter."""
     found = []
-    before = values(params[0]).flatten()
+    before = in_fp64(params[0]).flatten()
     for _ in range(steps):
         feed(params, optimizer, [torch.full_like(params[0], GRADIENT)])
-        after = values(params[0]).flatten()
+        after = in_fp64(params[0]).flatten()
         found.append(after - before)
         before = after
     return found
@@ -113,9 +113,9 @@ def between_steps(subject, size):
     Noise that is keyed by the place alone gives each entry the same luck at every step: most never move.
     """
     with drawn(4):
-        params, optimizer = subject.start([full(128)], NOISY / subject.unit(128))
+        params, optimizer = subject.start([full(128)], NOISY_WRITE / subject.unit(128))
         found = increments(params, optimizer, 8)
-    return shared(subject, itertools.combinations(found, 2), "noise repeats from step to step")
+    return judged_noise(subject, itertools.combinations(found, 2), "noise repeats from step to step")
 
 
 def between_seeds(subject, size):
@@ -129,7 +129,7 @@ def between_seeds(subject, size):
     def run(seed):
         options = {"seed": seed} if takes_seed else {}
         with drawn(100 if takes_seed else seed):
-            params, optimizer = subject.start([full(128)], NOISY / subject.unit(128), **options)
+            params, optimizer = subject.start([full(128)], NOISY_WRITE / subject.unit(128), **options)
             for _ in range(2):
                 feed(params, optimizer, [chequered(128)])
         return noise(optimizer, params[0]), weights_and_states(optimizer, params)
@@ -142,7 +142,7 @@ def between_seeds(subject, size):
         said = f"two runs of one seed differ in {differ:.1%} of all values"
         return judged(False, differing(differ), said, differ=differ)
     pairs = of_equal_names(first_noise, other_noise)
-    result = shared(subject, pairs, "runs of other seeds share their noise")
+    result = judged_noise(subject, pairs, "runs of other seeds share their noise")
     result.figures["by"] = "seed" if takes_seed else "torch's generator"
     return result
 
@@ -154,7 +154,7 @@ def after_a_resume(subject, size):
     the same where the program seeds torch's generator at each start, as scripts do: noise of the global
     generator repeats then, which is the script's to prevent.
     """
-    lr = NOISY / subject.unit(128)
+    lr = NOISY_WRITE / subject.unit(128)
     with drawn(5):
         params, optimizer = subject.start([full(128)], lr)
         first = increments(params, optimizer, 4)
@@ -169,8 +169,8 @@ def after_a_resume(subject, size):
         fresh = subject.over(params, lr)
         fresh.load_state_dict(state)
         anew, _ = worst_of(itertools.product(first, increments(params, fresh, 4)))
-    result = shared(subject, itertools.product(first, second), "noise begins again after a resume")
+    result = judged_noise(subject, itertools.product(first, second), "noise begins again after a resume")
     result.figures["anew"] = anew
-    if anew is not None and anew > SHARED and result.verdict == "holds":
+    if anew is not None and anew > SHARED_CORRELATION and result.verdict == "holds":
         result.said = f"its noise repeats ({anew:+.2f}) where a script seeds torch's generator at each start"
     return result

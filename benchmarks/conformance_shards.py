@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.conformance import (
-    COUPLED,
+    NOT_ELEMENTWISE,
     chequered,
     differing,
     judged,
@@ -23,20 +23,20 @@ from benchmarks.conformance import (
     random_grads,
     random_weights,
 )
-from benchmarks.conformance_noise import NOISY, SHARED, worst_of
-from benchmarks.subjects import BF16, ULP, drawn, feed, full, values
+from benchmarks.conformance_noise import NOISY_WRITE, SHARED_CORRELATION, worst_of
+from benchmarks.subjects import BF16, ULP, drawn, feed, full, in_fp64
 from lowprec.errors import first_line
 
 RANKS = 2
 
 
-def run(subject, weights, gradients, lr, rows, seed):
+def stepped_weights(subject, weights, gradients, lr, rows, seed):
     """fp64 weights [n, m] after the steps of a tensor that lies in several parameters of `rows` rows each."""
     with drawn(seed):
         params, optimizer = subject.start(weights.split(rows), lr)
         for g in gradients:
             feed(params, optimizer, g.split(rows))
-    return torch.cat([values(p) for p in params])
+    return torch.cat([in_fp64(p) for p in params])
 
 
 @contextlib.contextmanager
@@ -64,18 +64,18 @@ def on_ranks(subject, weights, gradients, lr, seed):
             for g in gradients:
                 p.grad = shard(g)
                 optimizer.step()
-            found.append(values(p.to_local()))
+            found.append(in_fp64(p.to_local()))
     return found
 
 
 def by_the_generator(subject, weights, gradients):
     """Whether another seed of torch's generator gives other weights."""
-    one = run(subject, weights, gradients, ULP, len(weights), seed=10)
-    other = run(subject, weights, gradients, ULP, len(weights), seed=11)
+    one = stepped_weights(subject, weights, gradients, ULP, len(weights), seed=10)
+    other = stepped_weights(subject, weights, gradients, ULP, len(weights), seed=11)
     return bool((one != other).any())
 
 
-def material():
+def weights_and_gradients():
     """(weights [128, 128], three gradients)."""
     (weights,) = random_weights([(128, 128)])
     return weights, [g for (g,) in random_grads([(128, 128)], 3)]
@@ -92,12 +92,12 @@ def split(subject, size):
     draws may be another, and meaningless where an entry's step depends on other entries. Both halves are
     large: codes may spare small tensors.
     """
-    weights, gradients = material()
-    whole = run(subject, weights, gradients, ULP, rows=128, seed=10)
-    halves = run(subject, weights, gradients, ULP, rows=64, seed=10)
+    weights, gradients = weights_and_gradients()
+    whole = stepped_weights(subject, weights, gradients, ULP, rows=128, seed=10)
+    halves = stepped_weights(subject, weights, gradients, ULP, rows=64, seed=10)
     share = (whole != halves).double().mean().item()
     if share and not subject.elementwise:
-        return not_claimed(COUPLED)
+        return not_claimed(NOT_ELEMENTWISE)
     if share and by_the_generator(subject, weights, gradients):
         return not_claimed("by torch's generator", differ=share)
     said = f"split in two parameters, {share:.1%} of the weights get other bits"
@@ -112,13 +112,13 @@ def sharded(subject, size):
     entry's step depends on other entries. The figure is the share of weights that differ.
     """
     if not subject.elementwise:
-        return not_claimed(COUPLED)
-    weights, gradients = material()
+        return not_claimed(NOT_ELEMENTWISE)
+    weights, gradients = weights_and_gradients()
     try:
         parts = on_ranks(subject, weights, gradients, ULP, 10)
     except Exception as error:
         return not_claimed("takes no DTensor", error=f"{type(error).__name__}: {first_line(error)}")
-    whole = run(subject, weights, gradients, ULP, len(weights), 10)
+    whole = stepped_weights(subject, weights, gradients, ULP, len(weights), 10)
     share = (whole != torch.cat(parts)).double().mean().item()
     if share and by_the_generator(subject, weights, gradients):
         return not_claimed("by torch's generator", differ=share)
@@ -134,15 +134,15 @@ def between_ranks(subject, size):
     program that has to seed each rank differently, and that many do not is told and is no finding.
     """
     try:
-        shards = on_ranks(subject, full(128), [chequered(128)] * 2, NOISY / subject.unit(128), 12)
+        shards = on_ranks(subject, full(128), [chequered(128)] * 2, NOISY_WRITE / subject.unit(128), 12)
     except Exception as error:
         return not_claimed("takes no DTensor", error=f"{type(error).__name__}: {first_line(error)}")
     pair = tuple(shard.flatten()[1::2] for shard in shards)
     value, chance = worst_of([pair])
     if value is None:
         return nothing("no noise")
-    holds = value < max(SHARED, chance)
+    holds = value < max(SHARED_CORRELATION, chance)
     said = f"ranks that are seeded alike share their noise ({value:+.2f})"
-    if not holds and by_the_generator(subject, *material()):
+    if not holds and by_the_generator(subject, *weights_and_gradients()):
         return not_claimed(f"{value:+.3f} if seeded alike", said, correlation=value)
     return judged(holds, f"{value:+.3f}", said, correlation=value)

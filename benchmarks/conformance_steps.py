@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.allocated import state_bytes
 from benchmarks.conformance import (
-    COUPLED,
+    NOT_ELEMENTWISE,
     Result,
     continued,
     differing,
@@ -18,7 +18,7 @@ from benchmarks.conformance import (
     unequal,
     weights_and_states,
 )
-from benchmarks.subjects import BF16, GRADIENT, ULP, WEIGHT, drawn, feed, full, values
+from benchmarks.subjects import BF16, FIRST_WEIGHT, GRADIENT, ULP, drawn, feed, full, in_fp64
 from lowprec.errors import first_line
 
 # ---- Resume ------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def stepped(subject, weights, gradients, lr=1e-3, dtype=BF16):
         params, optimizer = subject.start([weights], lr, dtype)
         for g in gradients:
             feed(params, optimizer, [g])
-    return values(params[0])
+    return in_fp64(params[0])
 
 
 def spreading(subject, value):
@@ -109,7 +109,7 @@ def nan(subject, size):
     spread, hidden = spreading(subject, math.nan)
     figures = dict(others=spread, hidden=hidden)
     if spread and not subject.elementwise:
-        return not_claimed(COUPLED, **figures)
+        return not_claimed(NOT_ELEMENTWISE, **figures)
     said = [f"NaN spreads from one entry to {spread} others"] if spread else []
     said += [f"NaN in a {by} is turned into a number" for by in hidden]
     shown = f"{spread} others"
@@ -123,7 +123,7 @@ def infinity(subject, size):
     spread, hidden = spreading(subject, math.inf)
     figures = dict(others=spread, hidden=hidden)
     if spread and not subject.elementwise:
-        return not_claimed(COUPLED, **figures)
+        return not_claimed(NOT_ELEMENTWISE, **figures)
     said = f"an infinity spreads from one entry to {spread} others"
     return judged(not spread, f"{spread} others", said, **figures)
 
@@ -140,7 +140,7 @@ def extremes(subject, size):
     largest = torch.finfo(BF16).max
     weights[0, :4] = torch.tensor([0.0, -0.0, largest, -largest], dtype=BF16)
     wrong = []
-    changed = int((stepped(subject, weights, [torch.zeros(128, 128)]) != values(weights)).sum())
+    changed = int((stepped(subject, weights, [torch.zeros(128, 128)]) != in_fp64(weights)).sum())
     if changed:
         wrong.append(f"a zero gradient changes {changed} weights")
     for height in (2.0**-130, 1e15):
@@ -149,7 +149,7 @@ def extremes(subject, size):
         if broken:
             wrong.append(f"gradients of {height:.0e} make {broken} finite weights infinite or NaN")
     if wrong and not subject.elementwise:
-        return not_claimed(COUPLED)
+        return not_claimed(NOT_ELEMENTWISE)
     shown = f"{len(wrong)} wrong" if wrong else "as they should"
     return judged(not wrong, shown, "; ".join(wrong))
 
@@ -161,7 +161,7 @@ def layouts(device="cpu"):
     """{name: bf16 weights}: odd sizes, none at all, no dimension, and two whose entries are not in order."""
 
     def weights(*shape):
-        return torch.full(shape, WEIGHT, dtype=BF16, device=device)
+        return torch.full(shape, FIRST_WEIGHT, dtype=BF16, device=device)
 
     return {
         "1": weights(1),
@@ -174,7 +174,7 @@ def layouts(device="cpu"):
     }
 
 
-def sizes(subject, size):
+def sizes_and_layouts(subject, size):
     """Are tensors of any size and layout stepped?
 
     Alone and beside one of ordinary size, whose weights then are looked at too. A step of four ulps, which no
@@ -220,13 +220,13 @@ def fault_of_layout(subject, name):
         # two steps of four ulps, with room for optimisers whose steps depend on the shape
         most = 64 if subject.elementwise else math.inf
         for p in params:
-            moved = (WEIGHT - values(p)) / ULP
+            moved = (FIRST_WEIGHT - in_fp64(p)) / ULP
             if not ((moved > 0.5) & (moved < most)).all():
                 return "is not moved as it should be"
     return ""
 
 
-def memory(subject, size):
+def state_memory(subject, size):
     """Bytes of state a parameter, as allocated: what a claim of low precision is about. No verdict."""
     params, optimizer = subject.start([full(256)])
     feed(params, optimizer, [full(256, GRADIENT)])

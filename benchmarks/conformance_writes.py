@@ -16,7 +16,7 @@ from benchmarks.conformance import (
     whole_tensors,
 )
 from benchmarks.moments import after_a_drop
-from benchmarks.subjects import BF16, GRADIENT, ULP, WEIGHT, drawn, feed, full, values
+from benchmarks.subjects import BF16, FIRST_WEIGHT, GRADIENT, ULP, drawn, feed, full, in_fp64
 from lowprec.watch import adapters
 
 
@@ -31,14 +31,14 @@ def writes(subject, size, fraction):
     weight_signs = torch.tensor([1.0, 1.0, -1.0, -1.0])
     grad_signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
     draws_a_group = size.side**2 // 4
-    weights = (WEIGHT * weight_signs).repeat_interleave(draws_a_group).view(size.side, -1)
+    weights = (FIRST_WEIGHT * weight_signs).repeat_interleave(draws_a_group).view(size.side, -1)
     grads = (GRADIENT * grad_signs).repeat_interleave(draws_a_group).view(size.side, -1)
     wanted = subject.wanted(weights, grads, lr, size.steps).view(4, -1).mean(1, keepdim=True)  # [4, 1]
     with drawn(0):
         params, optimizer = subject.start([weights], lr)
         for _ in range(size.steps):
             feed(params, optimizer, [grads])
-    moved = (values(params[0]) - weights).view(4, -1)  # [4, draws / steps]
+    moved = (in_fp64(params[0]) - weights).view(4, -1)  # [4, draws / steps]
     error = (moved - wanted) * weight_signs[:, None] / ULP / size.steps
     means = error.mean(1)
     errors = error.std(1) / error.shape[1] ** 0.5
@@ -76,7 +76,7 @@ def decay(subject, size):
             params, optimizer = subject.start([full(32)], lr, dtype, weight_decay=wd)
             for _ in range(steps):
                 feed(params, optimizer, [torch.zeros(32, 32)])
-        return (1 - values(params[0]).mean().item() / WEIGHT) / due
+        return (1 - in_fp64(params[0]).mean().item() / FIRST_WEIGHT) / due
 
     if subject.fp32 and not 0.5 < took(torch.float32) < 2:
         return nothing("not decoupled")
@@ -139,7 +139,7 @@ def compiled(subject, size):
             params, optimizer = subject.start(weights, ULP)
             for g in grads:
                 feed(params, optimizer, g)
-        return values(params[0])
+        return in_fp64(params[0])
 
     eager = run("force_eager")
     fused = run("default")

@@ -19,14 +19,14 @@ from harness.flags import natural
 from lowprec.errors import Refused
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = "--pure_bf16 --stochastic"
-SHORT = "--steps 500 --ema_warmup"  # without a warm-up the average has not arrived by then
+FIRST_RECIPE = "--pure_bf16 --stochastic"
+SHORT_RUN = "--steps 500 --ema_warmup"  # without a warm-up the average has not arrived by then
 RESNET = "--task classify --model resnet18"
 DISTILL = "--task distill --teacher {runs}/teacher"
 
 
 @dataclass(frozen=True)
-class First:
+class FirstCommand:
     """A first command.
 
     flags: of train.py. score: the one that the table shows, a key of the averaged weights' scores. said: its
@@ -40,40 +40,40 @@ class First:
 
 
 # {name of the run's folder: what makes it}; in this order, for some start from the run of an earlier one
-FIRST = {
-    "default": First(RECIPE, "frechet", "Fréchet distance {}"),
-    "dit": First("--model dit", "frechet", "Fréchet distance {}"),
-    "ddpm": First("--task ddpm --steps 5000", "frechet", "Fréchet distance {}"),
-    "segment": First(f"--task segment {SHORT}", "mean_iou", "IoU {}"),
-    "classify": First("--task classify", "accuracy", "accuracy {}"),
-    "resnet18": First(f"{RESNET} {SHORT}", "accuracy", "accuracy {}"),
-    "vit": First("--task classify --model vit", "accuracy", "accuracy {}"),
-    "language": First("--task language", "bits_a_byte", "{} bits a byte"),
-    "bdh": First(f"--task language --model bdh {SHORT}", "bits_a_byte", "{} bits a byte"),
-    "vae": First("--task vae", "psnr", "PSNR {} dB"),
-    "latent": First("--vae {runs}/vae", "frechet", "Fréchet distance {}", ("vae",)),
-    "steve": First("--task steve", "fg_ari", "FG-ARI {}"),
-    "slotcontrast": First("--task slotcontrast", "fg_ari", "FG-ARI {}"),
-    "consistency": First("--task consistency", "frechet", "Fréchet distance {}"),
-    "teacher": First("", "frechet", "Fréchet distance {}"),
-    "distill": First(DISTILL, "frechet", "Fréchet distance {}", ("teacher",)),
-    "perceptual": First("--perceptual 0.1", "frechet", "Fréchet distance {}"),
+FIRST_COMMANDS = {
+    "default": FirstCommand(FIRST_RECIPE, "frechet", "Fréchet distance {}"),
+    "dit": FirstCommand("--model dit", "frechet", "Fréchet distance {}"),
+    "ddpm": FirstCommand("--task ddpm --steps 5000", "frechet", "Fréchet distance {}"),
+    "segment": FirstCommand(f"--task segment {SHORT_RUN}", "mean_iou", "IoU {}"),
+    "classify": FirstCommand("--task classify", "accuracy", "accuracy {}"),
+    "resnet18": FirstCommand(f"{RESNET} {SHORT_RUN}", "accuracy", "accuracy {}"),
+    "vit": FirstCommand("--task classify --model vit", "accuracy", "accuracy {}"),
+    "language": FirstCommand("--task language", "bits_a_byte", "{} bits a byte"),
+    "bdh": FirstCommand(f"--task language --model bdh {SHORT_RUN}", "bits_a_byte", "{} bits a byte"),
+    "vae": FirstCommand("--task vae", "psnr", "PSNR {} dB"),
+    "latent": FirstCommand("--vae {runs}/vae", "frechet", "Fréchet distance {}", ("vae",)),
+    "steve": FirstCommand("--task steve", "fg_ari", "FG-ARI {}"),
+    "slotcontrast": FirstCommand("--task slotcontrast", "fg_ari", "FG-ARI {}"),
+    "consistency": FirstCommand("--task consistency", "frechet", "Fréchet distance {}"),
+    "teacher": FirstCommand("", "frechet", "Fréchet distance {}"),
+    "distill": FirstCommand(DISTILL, "frechet", "Fréchet distance {}", ("teacher",)),
+    "perceptual": FirstCommand("--perceptual 0.1", "frechet", "Fréchet distance {}"),
 }
 
 
 def add_arguments(parser):
-    names = list(FIRST)
+    names = list(FIRST_COMMANDS)
     add_names(parser, "--only", names, names, "commands to run (default: all): " + ", ".join(names))
     parser.add_argument("--steps", type=natural, help="other than each task's own number, to try it")
     parser.add_argument("--runs", metavar="DIR", help="keep the runs here (default: they are deleted)")
 
 
 def with_needs(names):
-    """The names with those whose runs they start from, in the order of FIRST."""
+    """The names with those whose runs they start from, in the order of FIRST_COMMANDS."""
     wanted = set(names)
     for name in names:
-        wanted.update(FIRST[name].needs)
-    return [name for name in FIRST if name in wanted]
+        wanted.update(FIRST_COMMANDS[name].needs)
+    return [name for name in FIRST_COMMANDS if name in wanted]
 
 
 def first(args, clock):
@@ -95,7 +95,7 @@ def measured(name, runs, args):
     folder = Path(runs) / name
     if folder.exists():
         raise Refused(f"--runs {runs}: it holds {name} already, which would go on; choose another folder")
-    typed = FIRST[name].flags
+    typed = FIRST_COMMANDS[name].flags
     if args.steps:
         typed += f" --steps {args.steps}"
     began = time.time()
@@ -132,7 +132,7 @@ def seconds_of(flags, args):
 READ_LATER = {"vae": "vae", "teacher": "teacher"}  # row: the --name of a run that a later command reads
 
 
-def typed(row):
+def typed_row(row):
     """The command of a row, as one types it so that the later commands find its run."""
     name = READ_LATER.get(row["name"])
     return row["command"] if name is None else f"{row['command']} --name {name}"
@@ -143,7 +143,7 @@ def table(rows):
     lines = []
     for row in rows:
         seen = min(row["pictures"].values()) / 60
-        command = f"`{typed(row)}`"
+        command = f"`{typed_row(row)}`"
         lines.append([command, f"{row['steps']:,}", f"{seen:.1f}", minutes(row), result(row)])
     return markdown(["command", "steps", "first picture, minutes", "end, minutes", "what comes out"], lines)
 
@@ -155,7 +155,7 @@ def minutes(row):
 
 def result(row):
     """'Fréchet distance 0.088': what came out, in README's words."""
-    how = FIRST[row["name"]]
+    how = FIRST_COMMANDS[row["name"]]
     return how.said.format(f"{row['scores'][how.score]:.3g}")
 
 

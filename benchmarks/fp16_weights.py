@@ -33,7 +33,7 @@ from lowprec.rounding import Stream, stream
 from tasks.task import Rng, to_device
 from trainer import Trainer
 
-BETAS, CLIP = (0.9, 0.999), 1.0
+ADAMW_BETAS, CLIP_NORM = (0.9, 0.999), 1.0
 FIRST_SCALE, GROWS_AFTER = 2.0**16, 2000
 
 
@@ -46,25 +46,24 @@ class Way(NamedTuple):
     eps: float = 1e-8
 
 
-FP16, BF16 = torch.float16, torch.bfloat16
-WAYS = {
+WAYS_TO_HOLD_WEIGHTS = {
     "fp32": Way(torch.float32),
-    "bf16 weights, to nearest": Way(BF16),
-    "bf16 weights, stochastic": Way(BF16, "stochastic"),
-    "fp16 weights, to nearest": Way(FP16),
-    "fp16 weights, stochastic": Way(FP16, "stochastic"),
-    "fp16 weights, Kahan": Way(FP16, "kahan"),
-    "fp16 weights, bf16 moments, stochastic": Way(FP16, "stochastic", BF16),
-    "fp16 weights and moments, to nearest": Way(FP16, "nearest", FP16),
-    "fp16 weights and moments, stochastic": Way(FP16, "stochastic", FP16),
-    "the same, eps 1e-4": Way(FP16, "stochastic", FP16, eps=1e-4),
+    "bf16 weights, to nearest": Way(torch.bfloat16),
+    "bf16 weights, stochastic": Way(torch.bfloat16, "stochastic"),
+    "fp16 weights, to nearest": Way(torch.float16),
+    "fp16 weights, stochastic": Way(torch.float16, "stochastic"),
+    "fp16 weights, Kahan": Way(torch.float16, "kahan"),
+    "fp16 weights, bf16 moments, stochastic": Way(torch.float16, "stochastic", torch.bfloat16),
+    "fp16 weights and moments, to nearest": Way(torch.float16, "nearest", torch.float16),
+    "fp16 weights and moments, stochastic": Way(torch.float16, "stochastic", torch.float16),
+    "the same, eps 1e-4": Way(torch.float16, "stochastic", torch.float16, eps=1e-4),
 }
 
 
 # ---- Writing -----------------------------------------------------------------------------------------------
 
 
-def stochastic(x, dtype, generator):
+def stochastic_16_bit(x, dtype, generator):
     """fp32 `x` in a 16-bit dtype: one of its two neighbours there, the nearer one more often, so that the
     mean is x. Subnormal numbers included.
     """
@@ -78,19 +77,19 @@ def stochastic(x, dtype, generator):
     return torch.where(torch.rand(x.shape, generator=generator) < share, other, near)
 
 
-def written(x, dtype, update, generator):
+def rounded_to(x, dtype, update, generator):
     """fp32 `x` as it is held in `dtype`."""
     if update == "stochastic" and dtype != torch.float32:
-        return stochastic(x, dtype, generator)
+        return stochastic_16_bit(x, dtype, generator)
     return x.to(dtype)
 
 
-class AdamW:
+class FlatAdamW:
     """AdamW without decay on one flat tensor: everything in fp32 but what is held between steps."""
 
     def __init__(self, weights, lr, way, generator):
         self.weights, self.lr, self.way, self.generator = weights, lr, way, generator
-        self.moments = [torch.zeros_like(weights, dtype=way.moments) for _ in BETAS]
+        self.moments = [torch.zeros_like(weights, dtype=way.moments) for _ in ADAMW_BETAS]
         self.lost = torch.zeros_like(weights)  # of Kahan
         self.steps = 0
 
@@ -99,16 +98,16 @@ class AdamW:
         """One step by an fp32 gradient."""
         self.steps += 1
         means = []
-        for moment, beta, value in zip(self.moments, BETAS, (grad, grad.square()), strict=True):
+        for moment, beta, value in zip(self.moments, ADAMW_BETAS, (grad, grad.square()), strict=True):
             mean = beta * moment.float() + (1 - beta) * value
-            moment.copy_(written(mean, self.way.moments, self.way.update, self.generator))
+            moment.copy_(rounded_to(mean, self.way.moments, self.way.update, self.generator))
             means.append(moment.float() / (1 - beta**self.steps))
         update = -self.lr * means[0] / (means[1].sqrt() + self.way.eps)
         kahan = self.way.update == "kahan"
         if kahan:
             update += self.lost.float()
         exact = self.weights.float() + update
-        self.weights.copy_(written(exact, self.way.weights, self.way.update, self.generator))
+        self.weights.copy_(rounded_to(exact, self.way.weights, self.way.update, self.generator))
         if kahan:
             self.lost.copy_(exact - self.weights.float())
 
@@ -139,8 +138,8 @@ class Training:
         self.net = self.run.new_net().to(way.weights)
         self.net.train()
         noise = torch.Generator().manual_seed(stream(seed, Stream.GLOBAL))
-        self.optimizer = AdamW(flattened(self.net), lr, way, noise)
-        self.scale = FIRST_SCALE if way.weights == FP16 else 1.0
+        self.optimizer = FlatAdamW(flattened(self.net), lr, way, noise)
+        self.scale = FIRST_SCALE if way.weights == torch.float16 else 1.0
         self.skipped = self.since = 0
         data = self.task.train_set(self.run)
         self.batches = read_batches(data, self.config, self.run.ranks, 0)
@@ -164,7 +163,7 @@ class Training:
             self.scale, self.since = self.scale / 2, 0
             self.skipped += 1
             return True
-        self.optimizer.step(grad * min(1.0, CLIP / (norm.item() + 1e-6)))
+        self.optimizer.step(grad * min(1.0, CLIP_NORM / (norm.item() + 1e-6)))
         self.since += 1
         if self.scale > 1 and self.since % GROWS_AFTER == 0:
             self.scale *= 2
@@ -178,9 +177,9 @@ class Training:
         return statistics.fmean(self.task.loss_by_timestep(self, images, labels, fixed))
 
 
-def trained(name, seed, args, bar):
+def trained_row(name, seed, args, bar):
     """The row of one training."""
-    training = Training(WAYS[name], seed, args.steps, args.lr)
+    training = Training(WAYS_TO_HOLD_WEIGHTS[name], seed, args.steps, args.lr)
     ended = args.steps
     for number in range(args.steps):
         bar.update()
@@ -211,11 +210,11 @@ def fp16(args, clock):
     """Rows (dicts): name, seed, steps done, held-out loss, skipped steps, share of exp_avg_sq that is 0."""
     cpu_products.settle_products(torch.device("cpu"))
     rows = []
-    with progress_bar(len(WAYS) * args.seeds * args.steps) as bar:
+    with progress_bar(len(WAYS_TO_HOLD_WEIGHTS) * args.seeds * args.steps) as bar:
         for seed in range(args.seeds):
-            for name in WAYS:
+            for name in WAYS_TO_HOLD_WEIGHTS:
                 bar.set_postfix_str(f"{name}, seed {seed}")
-                rows.append(trained(name, seed, args, bar))
+                rows.append(trained_row(name, seed, args, bar))
     print(table(rows))
     return rows
 
@@ -224,7 +223,7 @@ def table(rows):
     """Markdown: the change of the held-out loss against fp32 of the same seed, its mean and its ends."""
     base = {row["seed"]: row["loss"] for row in rows if row["name"] == "fp32"}
     lines = []
-    for name in WAYS:
+    for name in WAYS_TO_HOLD_WEIGHTS:
         own = [row for row in rows if row["name"] == name]
         changes = [100 * (row["loss"] / base[row["seed"]] - 1) for row in own]
         told = "0, the reference"

@@ -28,16 +28,33 @@ from tqdm import tqdm
 
 from benchmarks import common, gpu_plan
 from benchmarks.common import check_nets
-from benchmarks.gpu_cells import GENERATE, RECIPES, ROUND_MS, WARM_UP, cells, key, measure
-from benchmarks.gpu_record import NETS, ROOT, docs_table, facts_of_machine, line, load, page, save
+from benchmarks.gpu_cells import (
+    GENERATE,
+    GPU_RECIPES,
+    GPU_WARM_UP_STEPS,
+    ROUND_MS,
+    cell_key,
+    cells,
+    measure_cell,
+)
+from benchmarks.gpu_record import (
+    GPU_NET_TITLES,
+    ROOT,
+    cell_line,
+    docs_table,
+    facts_of_machine,
+    load_record,
+    record_page,
+    save_record,
+)
 from benchmarks.worker import Here, Lost, Worker
 from harness.flags import natural
 from lowprec.errors import Refused
 
-FOLDER = ROOT / "experiments" / "bench"
-TINY = ["dit:tiny:8:2", "unet:tiny:8:2"]
+RECORDS_FOLDER = ROOT / "experiments" / "bench"
+TINY_NETS = ["dit:tiny:8:2", "unet:tiny:8:2"]
 # what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
-DRY = ("bf16", "fp8-scaled_mm-rowwise", *GENERATE)
+DRY_RECIPES = ("bf16", "fp8-scaled_mm-rowwise", *GENERATE)
 
 
 def add_command(commands):
@@ -46,10 +63,10 @@ def add_command(commands):
     def add(flag, help, **options):
         sub.add_argument(flag, help=help, **options)
 
-    recipes = "recipes, * and ? as in a shell (default: all): " + ", ".join(RECIPES)
+    recipes = "recipes, * and ? as in a shell (default: all): " + ", ".join(GPU_RECIPES)
     plan = "print what --gpu alone runs, in order, and how many seconds each step may take"
     add("--plan", plan, action="store_true")
-    add("--nets", f"default: {' '.join(NETS)}", nargs="+", metavar="MODEL:SIZE:IMAGE:BATCH")
+    add("--nets", f"default: {' '.join(GPU_NET_TITLES)}", nargs="+", metavar="MODEL:SIZE:IMAGE:BATCH")
     add("--only", recipes, nargs="+", default=["*"], metavar="PATTERN")
     add("--compile", "torch.compile (default: both)", choices=["both", "on", "off"], default="both")
     add("--budget", "end after that long; the same command goes on", type=natural, metavar="SECONDS")
@@ -65,23 +82,23 @@ def add_command(commands):
     add("--out", "where the record is kept (default: experiments/bench)", metavar="FOLDER")
 
 
-def chosen(args):
+def chosen_cells(args):
     """(nets, cells to measure) of the parsed arguments. Raises Refused for what can't be measured."""
     if not args.dry_run and not torch.cuda.is_available():
         raise Refused(
             "--gpu: torch finds no CUDA device here; `python bench.py training --device cpu` measures "
             "recipes on this machine, `python bench.py --gpu --dry_run` tries every recipe on tiny nets"
         )
-    nets = args.nets or (TINY if args.dry_run else list(NETS))
+    nets = args.nets or (TINY_NETS if args.dry_run else list(GPU_NET_TITLES))
     check_nets(nets)
     for pattern in args.only:
         if not cells(nets[:1], [pattern], compiled=[False]):
-            raise Refused(f"--only {pattern}: fits no recipe; they are {', '.join(RECIPES)}")
+            raise Refused(f"--only {pattern}: fits no recipe; they are {', '.join(GPU_RECIPES)}")
     compiled = {"both": (False, True), "on": (True,), "off": (False,)}[args.compile]
     wanted = cells(nets, args.only, compiled)
     if args.dry_run:  # all recipes once, on the first net, and a few of them on the others and compiled
         first = cells(nets[:1], compiled=(False,))
-        wanted = [cell for cell in wanted if cell["recipe"] in DRY or cell in first]
+        wanted = [cell for cell in wanted if cell["recipe"] in DRY_RECIPES or cell in first]
     if args.out and not Path(args.out).is_dir():
         raise Refused(f"--out {args.out}: no such folder; make it, or name another")
     return nets, wanted
@@ -93,15 +110,15 @@ def main(args, argv):
     Raises Refused before anything is measured.
     """
     if args.plan:
-        print(gpu_plan.table())
+        print(gpu_plan.plan_table())
         return 0
     if argv == ["--gpu"]:
-        return gpu_plan.run()
-    nets, wanted = chosen(args)
+        return gpu_plan.run_plan()
+    nets, wanted = chosen_cells(args)
     if args.dry_run and not args.out:
         with tempfile.TemporaryDirectory() as scratch:
             return measure_and_print(args, argv, nets, wanted, Path(scratch))
-    return measure_and_print(args, argv, nets, wanted, Path(args.out or FOLDER))
+    return measure_and_print(args, argv, nets, wanted, Path(args.out or RECORDS_FOLDER))
 
 
 def measure_and_print(args, argv, nets, wanted, folder):
@@ -109,19 +126,19 @@ def measure_and_print(args, argv, nets, wanted, folder):
     rounds = 1 if args.dry_run else args.repeats
     machine = facts_of_machine(device)
     path = folder / f"gpu-{name_of_record(args, machine)}.json"
-    rows = load(path, machine, args.fresh)
-    settings = dict(nets=nets, rounds=rounds, warm_up=WARM_UP, round_ms=ROUND_MS)
+    rows = load_record(path, machine, args.fresh)
+    settings = dict(nets=nets, rounds=rounds, warm_up=GPU_WARM_UP_STEPS, round_ms=ROUND_MS)
 
     def record():
         return common.record("gpu", argv, machine, settings, list(rows.values()))
 
     again = ("refused", "failed", "out of memory") if args.retry else ("refused",)
     done = {at for at, row in rows.items() if row["status"] not in again}
-    todo = [cell for cell in wanted if key(cell) not in done]
+    todo = [cell for cell in wanted if cell_key(cell) not in done]
     counts = f"{len(todo)} cells to measure, {len(wanted) - len(todo)} in {path.name}"
     print(f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}: {counts}", flush=True)
-    left = measure_all(todo, rows, lambda: save(path, record()), args, rounds, device)
-    print("\n" + (page(record()) if args.dry_run else docs_table(record())))
+    left = measure_all(todo, rows, lambda: save_record(path, record()), args, rounds, device)
+    print("\n" + (record_page(record()) if args.dry_run else docs_table(record())))
     if not args.dry_run or args.out:
         print(f"\nall figures are in {path}, tables in {path.with_suffix('.md')}")
     if left:
@@ -138,7 +155,7 @@ def name_of_record(args, machine):
 def measure_all(todo, rows, save, args, rounds, device):
     """Measure cells into `rows`, saved after each one; returns how many are left when the budget ends."""
     kind = Here if args.dry_run else Worker
-    function = partial(measure, device=str(device), rounds=rounds, dry=args.dry_run)
+    function = partial(measure_cell, device=str(device), rounds=rounds, dry=args.dry_run)
     runners = [kind(function) for _ in range(args.jobs)]
     deadline = time.monotonic() + (args.budget or math.inf)
     left = 0
@@ -150,10 +167,10 @@ def measure_all(todo, rows, save, args, rounds, device):
             if row is None:
                 left += 1
                 continue
-            rows[key(row)] = row
+            rows[cell_key(row)] = row
             save()
             compiled = " compiled" if row["compile"] else ""
-            tqdm.write(f"{row['net']} {row['recipe']}{compiled}: {line(row)}")
+            tqdm.write(f"{row['net']} {row['recipe']}{compiled}: {cell_line(row)}")
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept: run the same command again", file=sys.stderr)
         raise SystemExit(130) from None

@@ -22,7 +22,16 @@ from tqdm import tqdm
 
 from benchmarks import common, subjects
 from benchmarks.allocated import bytes_on, count_of, peak_bytes
-from benchmarks.common import Cell, Clock, in_turn, parse_net, prepared, take_turns, timed, training_step
+from benchmarks.common import (
+    Cell,
+    DeviceClock,
+    in_turn,
+    parse_net,
+    prepared,
+    take_turns,
+    timed,
+    training_step,
+)
 from lowprec.errors import Refused, first_line, out_of_memory
 from lowprec.kernels import compiled as compiling
 from lowprec.layers.sparsity import KernelLinear
@@ -30,13 +39,14 @@ from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
 GENERATE = ("generate-bf16", "generate-bf16-2:4")  # a forward pass of a generator
-PEERS = {"pure_bf16-flashoptim": "flashoptim"}  # recipe: whose AdamW writes its weights, in subjects.PEERS
-MEASURED = (  # in this order
+# recipe: whose AdamW writes its weights, a name of subjects.PEER_CLASSES
+PEER_OF_RECIPE = {"pure_bf16-flashoptim": "flashoptim"}
+GPU_RECIPE_NAMES = (  # in this order
     "bf16",
     "fp32",
     "tf32",
     "pure_bf16-stochastic",
-    *common.FP8,
+    *common.FP8_RECIPES,
     "pure_bf16-stochastic-opt8bit-fp8",
     *GENERATE,
     "bf16-2:4",
@@ -50,13 +60,13 @@ MEASURED = (  # in this order
     "pure_bf16-stochastic-opt4bit",
     "pure_bf16-flashoptim",
 )
-RECIPES = {name: common.RECIPES[name] for name in MEASURED}
+GPU_RECIPES = {name: common.RECIPES[name] for name in GPU_RECIPE_NAMES}
 
-WARM_UP = 10  # steps before any figure
+GPU_WARM_UP_STEPS = 10  # steps before any figure
 ROUND_MS = 200  # steps enough for that make a round, so that the queue of kernels is as full as in a training
 MOST_STEPS = 50  # a round
 # whoever measures on this machine's GPU holds it; `flock` in a shell takes it as well
-TURN = Path(tempfile.gettempdir()) / "lowprec-gpu.lock"
+GPU_LOCK = Path(tempfile.gettempdir()) / "lowprec-gpu.lock"
 
 
 def cells(nets, only=("*",), compiled=(False, True)):
@@ -65,21 +75,21 @@ def cells(nets, only=("*",), compiled=(False, True)):
     Eager ones first: compiling takes up to minutes a cell.
     """
     found = []
-    for on, net, name in product(compiled, nets, RECIPES):
-        if fits(name, only):
+    for on, net, name in product(compiled, nets, GPU_RECIPES):
+        if matches_any(name, only):
             found.append(dict(net=net, recipe=name, compile=on))
     return found
 
 
-def fits(name, patterns):
+def matches_any(name, patterns):
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def key(cell):
+def cell_key(cell):
     return cell["net"], cell["recipe"], cell["compile"]
 
 
-def reference_of(cell):
+def reference_cell(cell):
     """The eager bf16 cell that it is compared with."""
     name = "generate-bf16" if cell["recipe"] in GENERATE else "bf16"
     return {**cell, "recipe": name, "compile": False}
@@ -94,7 +104,7 @@ def contender(cell, device, dry):
     dry: a generator without sparse kernels passes, so that a CPU runs the code around them. Raises Refused
     for what can't run here.
     """
-    flags = RECIPES[cell["recipe"]]
+    flags = GPU_RECIPES[cell["recipe"]]
     net = parse_net(cell["net"])
     notes = check_machine(recipe(**flags).on(device), device)
     run, inputs, velocity = prepared(net, flags, device, **optimizer_of(cell["recipe"], device))
@@ -103,7 +113,7 @@ def contender(cell, device, dry):
     facts.update(bytes_per_parameter=None, flops_share=None, how="; ".join(notes))
     if cell["recipe"] in GENERATE:
         ledger = run.ledger()
-        facts.update(covered(ledger))
+        facts.update(covered_layers(ledger))
         # not the run: its memory is not the generator's
         return generator(run, ledger, inputs, cell["compile"], dry), lambda: facts
     if cell["compile"]:
@@ -112,20 +122,20 @@ def contender(cell, device, dry):
     def described():
         # at the end: counting FLOPs takes the FP8 layers out for a moment, which would compile the net anew
         ledger = run.ledger()
-        return {**facts, "bytes_per_parameter": ledger.state_bytes, **covered(ledger)}
+        return {**facts, "bytes_per_parameter": ledger.state_bytes, **covered_layers(ledger)}
 
     return training_step(run, inputs, velocity), described
 
 
 def optimizer_of(name, device):
     """{"optimizer": what makes it} of a recipe that a peer's optimiser steps, else {}. Raises Refused."""
-    if name not in PEERS:
+    if name not in PEER_OF_RECIPE:
         return {}
-    made = subjects.subject(PEERS[name], device)
-    return {"optimizer": lambda params: made.over(list(params), **common.ADAMW)}
+    made = subjects.subject_of_name(PEER_OF_RECIPE[name], device)
+    return {"optimizer": lambda params: made.over(list(params), **common.ADAMW_OPTIONS)}
 
 
-def covered(ledger):
+def covered_layers(ledger):
     """What a ledger says of the layers that a method covers: their share of the FLOPs, and how they run."""
     share = next(iter(ledger.flops_share.values()), None)
     if share is None:
@@ -163,7 +173,7 @@ def generator(run, ledger, inputs, compiled, dry):
 # ---- Measuring ---------------------------------------------------------------------------------------------
 
 
-def measure(cell, *, device, rounds, dry=False):
+def measure_cell(cell, *, device, rounds, dry=False):
     """The row (dict) of a cell: its figures, or in `note` the one-line reason why it has none.
 
     status: measured, refused, out of memory, failed.
@@ -186,7 +196,7 @@ def measure(cell, *, device, rounds, dry=False):
     # after the exception and its frames are gone
     if cell["compile"]:
         torch._dynamo.reset()  # guards would tell one cell's net from the next until dynamo gives up
-    free(device)
+    free_gpu_memory(device)
     return row
 
 
@@ -201,18 +211,18 @@ def measured(cell, device, rounds, dry):
 
     Peak memory is what the allocator held above its start during one step, alone: the bf16 cell comes later.
     """
-    clock = Clock(device)
+    clock = DeviceClock(device)
     before = bytes_on(device)
-    with turn(device, fcntl.LOCK_SH):
+    with gpu_turn(device, fcntl.LOCK_SH):
         step, described = contender(cell, device, dry)
         seconds, loss = first_step(step, clock)
         row = dict(first_step_s=seconds)
-        free(device)  # the dense net that a generator was made from, and what compiling took
-    with turn(device, fcntl.LOCK_EX):
+        free_gpu_memory(device)  # the dense net that a generator was made from, and what compiling took
+    with gpu_turn(device, fcntl.LOCK_EX):
         row.update(warmed_up(step, loss, dry))
         row["peak_bytes"] = peak_bytes(step, device, before)
         turns = [turn_of(step, clock, "ms", dry)]
-        is_reference = key(reference_of(cell)) == key(cell)
+        is_reference = cell_key(reference_cell(cell)) == cell_key(cell)
         if not is_reference:
             turns += reference_turns(cell, device, clock, dry, row)
         take_turns([Cell(cell["recipe"], row, turns)], rounds, tqdm(disable=True))
@@ -225,7 +235,7 @@ def measured(cell, device, rounds, dry):
 
 
 @contextmanager
-def turn(device, kind):
+def gpu_turn(device, kind):
     """Hold this machine's GPU: fcntl.LOCK_SH beside others that build and compile, LOCK_EX alone, to measure.
 
     Compiling beside a measurement is not harmless: the CPU that it takes is the one that fills the GPU's
@@ -234,7 +244,7 @@ def turn(device, kind):
     if device.type != "cuda":
         yield
         return
-    with open(TURN, "w") as file:
+    with open(GPU_LOCK, "w") as file:
         fcntl.flock(file, kind)  # given back when the file is closed, or its process ends
         yield
 
@@ -251,7 +261,7 @@ def first_step(step, clock):
 def warmed_up(step, loss, dry):
     """{loss of the last step before any figure, of a training step}. loss: that of the first."""
     if not dry:
-        for _ in range(WARM_UP - 1):
+        for _ in range(GPU_WARM_UP_STEPS - 1):
             loss = step()
     return {} if loss is None else {"loss": loss.item()}
 
@@ -267,7 +277,7 @@ def turn_of(step, clock, column, dry):
 def reference_turns(cell, device, clock, dry, row):
     """[the turn of the cell's reference]; where it can't run, none, and row["note"] says why."""
     try:
-        step, _ = contender(reference_of(cell), device, dry)
+        step, _ = contender(reference_cell(cell), device, dry)
         warmed_up(step, step(), dry)
         return [turn_of(step, clock, "reference_ms", dry)]
     except Refused as error:
@@ -284,7 +294,7 @@ def unfused_kernels():
     return sorted({kernel.__qualname__.partition(".")[0].strip("_") for kernel in compiling.unfused})
 
 
-def free(device):
+def free_gpu_memory(device):
     """Give back the memory of a GPU that nothing holds any more; that of a CPU is not measured here."""
     if device.type == "cuda":
         gc.collect()

@@ -21,14 +21,14 @@ from harness.files import write_json
 from harness.run_folder import environment
 from lowprec.errors import Refused
 
-PATH = ROOT / "experiments" / "bench" / "gpu-plan.json"
+PLAN_RECORD = ROOT / "experiments" / "bench" / "gpu-plan.json"
 GRACE = 20  # seconds that a stopped step has to write what it holds
-COMPILED = "tf32 pure_bf16-stochastic fp8-torchao-tensorwise fp8-torchao-rowwise bf16-2:4 bf16"
-STATES = "pure_bf16-stochastic-opt8bit pure_bf16-split pure_bf16-flashoptim"
-LARGE = "bench.py --gpu --nets dit:XL/2:64:8 unet:base:64:32 --repeats 20 --jobs 3"
+COMPILED_RECIPES = "tf32 pure_bf16-stochastic fp8-torchao-tensorwise fp8-torchao-rowwise bf16-2:4 bf16"
+STATE_RECIPES = "pure_bf16-stochastic-opt8bit pure_bf16-split pure_bf16-flashoptim"
+LARGE_NETS_COMMAND = "bench.py --gpu --nets dit:XL/2:64:8 unet:base:64:32 --repeats 20 --jobs 3"
 
 
-class Step(NamedTuple):
+class PlannedStep(NamedTuple):
     name: str
     seconds: int  # its budget
     words: str  # after `python`
@@ -36,70 +36,75 @@ class Step(NamedTuple):
 
 
 PLAN = (
-    Step("tests", 400, "-m pytest -v -m gpu -n 6", "whether the Triton step has the CPU's bits, and more"),
-    Step(
+    PlannedStep(
+        "tests",
+        400,
+        "-m pytest -v -m gpu -n 6",
+        "whether the Triton step has the CPU's bits, and more",
+    ),
+    PlannedStep(
         "reduction",
         100,
         "bench.py reduction --out experiments/bench/gpu-reduction.json",
         "gradients with partial sums in bf16 and in fp32, against the CPU's and fp64",
     ),
-    Step(
+    PlannedStep(
         "compiled",
         480,
-        f"{LARGE} --compile on --budget 460 --only {COMPILED}",
+        f"{LARGE_NETS_COMMAND} --compile on --budget 460 --only {COMPILED_RECIPES}",
         "compiled speed and peak memory, 20 rounds",
     ),
-    Step(
+    PlannedStep(
         "states",
         150,
-        f"{LARGE} --compile on --budget 140 --only {STATES}",
+        f"{LARGE_NETS_COMMAND} --compile on --budget 140 --only {STATE_RECIPES}",
         "the same of recipes whose net is compiled by then: other states, FlashOptim's AdamW",
     ),
-    Step(
+    PlannedStep(
         "batch",
         160,
         "bench.py batch --out experiments/bench/gpu-batch.json",
         "the largest batch by recipe",
     ),
-    Step(
+    PlannedStep(
         "scores",
         90,
         "train.py --data fashion_mnist --size tiny --steps 1 --sample_steps 1 --runs runs/experiments",
         "nothing: it fits the net that scores Fashion-MNIST, so that no run of 043 has to",
     ),
-    Step("043", 340, "experiments/run.py 043 --jobs 10", "the runs that 043 lacks, ten at once"),
+    PlannedStep("043", 340, "experiments/run.py 043 --jobs 10", "the runs that 043 lacks, ten at once"),
 )
 
 
-def table():
+def plan_table():
     """The plan as a table in Markdown."""
     rows = [[step.name, str(step.seconds), f"`python {step.words}`", step.what] for step in PLAN]
     rows.append(["together", str(sum(step.seconds for step in PLAN)), "", ""])
     return markdown(["step", "seconds", "command", "what it answers"], rows)
 
 
-def run(plan=PLAN, path=PATH):
+def run_plan(plan=PLAN, path=PLAN_RECORD):
     """Run the steps in order. Returns the exit status. Raises Refused without a GPU."""
     if not torch.cuda.is_available():
         raise Refused(
             "--gpu: torch finds no CUDA device here; --gpu --plan prints what would run, --gpu --dry_run "
             "tries every recipe on tiny nets"
         )
-    return follow(plan, path, environment(torch.device("cuda")))
+    return run_steps(plan, path, environment(torch.device("cuda")))
 
 
-def follow(plan, path, machine):
+def run_steps(plan, path, machine):
     """Run the steps in order, and write after each what came of it. Returns the exit status."""
     done = []
     for step in plan:
         print(f"{step.name}: {step.seconds} s at most: python {step.words}", flush=True)
-        done.append(outcome(step))
+        done.append(outcome_of_step(step))
         write_json(path, {"machine": machine, "steps": done})
         print(f"{step.name}: {done[-1]['ended']} after {done[-1]['seconds']:.0f} s", flush=True)
     return int(any(step["ended"] != "done" for step in done))
 
 
-def outcome(step):
+def outcome_of_step(step):
     """{name, command, budget, seconds, ended, last lines} of a step; ended: done, failed or stopped."""
     start = time.monotonic()
     process = subprocess.Popen(
@@ -114,14 +119,14 @@ def outcome(step):
         said, _ = process.communicate(timeout=step.seconds)
         ended = "failed" if process.returncode else "done"
     except subprocess.TimeoutExpired:
-        said, ended = stop(process), "stopped"
+        said, ended = stop_step(process), "stopped"
     seconds = round(time.monotonic() - start, 1)
     command = f"python {step.words}"
     last = said.splitlines()[-30:]
     return dict(name=step.name, command=command, budget=step.seconds, seconds=seconds, ended=ended, said=last)
 
 
-def stop(process):
+def stop_step(process):
     """Ask a step to end, and what it had said by then."""
     process.send_signal(signal.SIGTERM)
     try:

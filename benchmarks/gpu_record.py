@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import grouped, markdown, shown
-from benchmarks.gpu_cells import RECIPES, cells, key
+from benchmarks.common import markdown, or_dash, rows_by
+from benchmarks.gpu_cells import GPU_RECIPES, cell_key, cells
 from harness.files import write_atomically, write_json
 from harness.run_folder import environment
 from lowprec.errors import Refused
@@ -22,7 +22,7 @@ from lowprec.errors import Refused
 ROOT = Path(__file__).resolve().parent.parent
 # 32x32 with patches of 2: 256 tokens, as the latents of 256x256 images in the DiT paper; 64x64: 1024 tokens,
 # as those of 512x512
-NETS = {"dit:B/2:32:64": "DiT-B/2", "dit:XL/2:64:8": "DiT-XL/2, 64x64", "unet:base:64:32": "U-Net"}
+GPU_NET_TITLES = {"dit:B/2:32:64": "DiT-B/2", "dit:XL/2:64:8": "DiT-XL/2, 64x64", "unet:base:64:32": "U-Net"}
 # what the figures depend on, besides lowprec/
 SOURCES = ("models.py", "benchmarks/allocated.py", "benchmarks/common.py", "benchmarks/gpu_cells.py")
 
@@ -38,19 +38,19 @@ def facts_of_machine(device):
     packages = ("triton", "torchao", "transformer_engine", "bitsandbytes")
     facts = environment(device)
     facts["cuda"] = torch.version.cuda
-    facts["libraries"] = {package: version_of(package) for package in packages}
+    facts["libraries"] = {package: package_version(package) for package in packages}
     facts["sources"] = sources[:16]
     return facts
 
 
-def version_of(package):
+def package_version(package):
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def same(old, new):
+def same_machine(old, new):
     """Whether figures of two machines (as `facts_of_machine`) belong in one record.
 
     A library that only one of them has is no difference.
@@ -65,16 +65,16 @@ def same(old, new):
 
 
 def by_key(rows):
-    return {key(row): row for row in rows}
+    return {cell_key(row): row for row in rows}
 
 
-def load(path, machine, fresh):
+def load_record(path, machine, fresh):
     """{key: row} measured earlier. Raises Refused for a record of other code or another machine."""
     if fresh or not path.exists():
         return {}
     try:
         record = json.loads(path.read_text())
-        if same(record["machine"], machine):
+        if same_machine(record["machine"], machine):
             return by_key(record["results"])
     except (ValueError, KeyError, TypeError):
         raise Refused(f"{path} can't be read: move it away, or measure anew with --fresh") from None
@@ -86,9 +86,9 @@ def load(path, machine, fresh):
     )
 
 
-def save(path, record):
+def save_record(path, record):
     write_json(path, record)
-    write_atomically(path.with_suffix(".md"), lambda file: file.write(page(record).encode()))
+    write_atomically(path.with_suffix(".md"), lambda file: file.write(record_page(record).encode()))
 
 
 # ---- Figures -----------------------------------------------------------------------------------------------
@@ -106,10 +106,10 @@ def times_bf16(row):
 
 
 def peak_gib(row):
-    return shown(row["peak_bytes"] and row["peak_bytes"] / 2**30, ".2f")
+    return or_dash(row["peak_bytes"] and row["peak_bytes"] / 2**30, ".2f")
 
 
-def line(row):
+def cell_line(row):
     """What a cell came to, in a few words."""
     if row["status"] != "measured":
         return row["note"]
@@ -125,7 +125,7 @@ COLUMNS = ("recipe", "compiled", "images/s", "x bf16", "peak GiB", "bytes a para
 COLUMNS += ("first step s", "note")
 
 
-def page(record):
+def record_page(record):
     """The record as markdown: a table a net; cells that could not be measured with the reason."""
     machine = record["machine"]
     rows = by_key(record["results"])
@@ -140,15 +140,15 @@ def page(record):
     ]
     if "caution" in record:  # written into a record by hand, where a measurement was disturbed
         parts.append(record["caution"])
-    nets = [*record["settings"]["nets"], *grouped(record["results"], "net")]
+    nets = [*record["settings"]["nets"], *rows_by(record["results"], "net")]
     for net in dict.fromkeys(nets):
-        parts.append(title(net, record["results"]))
+        parts.append(record_title(net, record["results"]))
         parts.append(table_of_net(net, rows))
     return "\n\n".join(parts) + "\n"
 
 
-def title(net, rows):
-    words = f"## {NETS.get(net, net)}\n\n`{net}` (model:size:image:batch)"
+def record_title(net, rows):
+    words = f"## {GPU_NET_TITLES.get(net, net)}\n\n`{net}` (model:size:image:batch)"
     for row in rows:
         if row["net"] == net and "parameters" in row:
             return f"{words}, {row['parameters']:,} parameters"
@@ -156,19 +156,19 @@ def title(net, rows):
 
 
 def table_of_net(net, rows):
-    order = list(RECIPES)
+    order = list(GPU_RECIPES)
     lines = []
     for cell in sorted(cells([net]), key=lambda cell: order.index(cell["recipe"])):
-        row = rows.get(key(cell))
+        row = rows.get(cell_key(cell))
         if row is None:  # not tried
             continue
         compiled = "yes" if cell["compile"] else "no"
         note = (row["note"] or row.get("how", "")).replace("|", "\\|")
-        lines.append([f"`{cell['recipe']}`", compiled, *figures(row), note])
+        lines.append([f"`{cell['recipe']}`", compiled, *row_figures(row), note])
     return markdown(COLUMNS, lines)
 
 
-def figures(row):
+def row_figures(row):
     """The seven cells of a row between `compiled` and `note`."""
     if row["status"] != "measured":
         return ["-"] * 7
@@ -176,9 +176,9 @@ def figures(row):
         f"{images_per_second(row):.1f}",
         times_bf16(row),
         peak_gib(row),
-        shown(row["bytes_per_parameter"], ".2f"),
-        shown(row["flops_share"], ".1%"),
-        shown(row.get("loss"), ".4f"),
+        or_dash(row["bytes_per_parameter"], ".2f"),
+        or_dash(row["flops_share"], ".1%"),
+        or_dash(row.get("loss"), ".4f"),
         f"{row['first_step_s']:.1f}",
     ]
 
@@ -188,21 +188,21 @@ def docs_table(record):
 
     `x bf16`, peak and bytes are those of the eager step, where there is one.
     """
-    rows = {key(row): row for row in record["results"] if row["status"] == "measured"}
+    rows = {cell_key(row): row for row in record["results"] if row["status"] == "measured"}
     tables = []
     for net in dict.fromkeys(net for net, *_ in rows):
         lines = []
-        for name in RECIPES:
+        for name in GPU_RECIPES:
             eager = rows.get((net, name, False))
             compiled = rows.get((net, name, True))
             if eager or compiled:
                 lines.append([f"`{name}`", *docs_figures(eager, compiled)])
         heads = ("images a second", "compiled", "x bf16", "peak GiB", "bytes a parameter")
-        tables.append(markdown([NETS.get(net, net), *heads], lines))
+        tables.append(markdown([GPU_NET_TITLES.get(net, net), *heads], lines))
     return "\n\n".join(tables)
 
 
 def docs_figures(eager, compiled):
-    speeds = [shown(row and images_per_second(row), ".0f") for row in (eager, compiled)]
+    speeds = [or_dash(row and images_per_second(row), ".0f") for row in (eager, compiled)]
     row = eager or compiled
-    return [*speeds, times_bf16(row), peak_gib(row), shown(row["bytes_per_parameter"], ".2f")]
+    return [*speeds, times_bf16(row), peak_gib(row), or_dash(row["bytes_per_parameter"], ".2f")]

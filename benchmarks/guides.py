@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 
 import strategies
-from benchmarks.common import Clock, Command, markdown, parse_net, prepared, timed, training_step
+from benchmarks.common import Command, DeviceClock, markdown, parse_net, prepared, timed, training_step
 from benchmarks.fp16_weights import Training, Way
 from harness.batches import end_workers
 from harness.flags import natural
@@ -50,8 +50,8 @@ from tasks.condition import given
 from tasks.task import Rng, to_device
 from trainer import Trainer
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-BLOCK = 16
+FP4_LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+WEIGHTS_A_BLOCK = 16
 
 
 # ---- Speed -------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def casting(args):
         run.backward(loss)
         run.step()
 
-    clock, ratios = Clock(args.device), []
+    clock, ratios = DeviceClock(args.device), []
     left_alone()
     for _ in range(args.steps):
         ratios.append(timed(by_hand, clock) / timed(left_alone, clock))
@@ -124,7 +124,7 @@ def bare(args):
     return found
 
 
-def decibels(found, exact):
+def signal_to_noise(found, exact):
     return 10 * math.log10((exact.square().sum() / (found - exact).square().sum()).item())
 
 
@@ -151,7 +151,7 @@ def attention(args):
     found = [("attention's share of the FLOPs of a DiT-XL/2, 256 tokens", share, "%")]
     ways = {"e4m3": in_e4m3, "bf16": lambda x: x.bfloat16().float()}
     for name, way in ways.items():
-        kept = decibels(attended(way(q), way(k), way(v)), exact)
+        kept = signal_to_noise(attended(way(q), way(k), way(v)), exact)
         found.append((f"attention with queries, keys and values in {name}", kept, "dB"))
     return found
 
@@ -159,14 +159,14 @@ def attention(args):
 def in_blocks(weight, levels):
     """`weight` with each block of 16 values at the nearest of `levels`, scaled to its largest value."""
     flat = weight.flatten()
-    blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    blocks = F.pad(flat, (0, -len(flat) % WEIGHTS_A_BLOCK)).view(-1, WEIGHTS_A_BLOCK)
     scale = blocks.abs().amax(1, keepdim=True) / levels[-1]
     near = torch.bucketize(blocks.abs() / scale.clamp_min(1e-30), (levels[1:] + levels[:-1]) / 2)
     return (levels[near] * scale * blocks.sign()).flatten()[: len(flat)].view_as(weight)
 
 
-FOUR_BITS = torch.arange(8.0)
-LEVELS = {"8-bit integers": torch.arange(128.0), "4-bit integers": FOUR_BITS, "4-bit floats": E2M1}
+INT4_LEVELS = torch.arange(8.0)
+LEVELS = {"8-bit integers": torch.arange(128.0), "4-bit integers": INT4_LEVELS, "4-bit floats": FP4_LEVELS}
 AWQ = "4-bit integers by AWQ"
 POWERS = [step / 10 for step in range(11)]
 
@@ -210,25 +210,25 @@ def in_blocks_by_awq(layer, x, levels):
 def drawing(args):
     changes = {name: [] for name in (*LEVELS, AWQ)}
     for seed in range(args.seeds):
-        training = trained(args, seed)
+        training = trained_losses(args, seed)
         before = training.heldout()
         weights = [(p, p.detach().clone()) for p in training.net.parameters() if p.dim() > 1]
         with torch.no_grad():
             inputs = inputs_of_layers(training)
             by_awq = {}
             for layer, x in inputs.items():
-                by_awq[layer.weight] = in_blocks_by_awq(layer, x, FOUR_BITS)
+                by_awq[layer.weight] = in_blocks_by_awq(layer, x, INT4_LEVELS)
             for name, values in changes.items():
                 for p, exact in weights:
                     if name == AWQ and p in by_awq:
                         p.copy_(by_awq[p])
                     else:
-                        p.copy_(in_blocks(exact, LEVELS.get(name, FOUR_BITS)))
+                        p.copy_(in_blocks(exact, LEVELS.get(name, INT4_LEVELS)))
                 values.append(100 * (training.heldout() / before - 1))
     return [of_seeds(f"held-out loss with weights in {name}", values) for name, values in changes.items()]
 
 
-def trained(args, seed):
+def trained_losses(args, seed):
     training = Training(Way(torch.float32), seed, 5 * args.steps, 1e-3)
     for number in range(5 * args.steps):
         training.step(number)
@@ -352,11 +352,11 @@ def guides(args, clock):
         for what, value, unit, *values in question(args):
             row = dict(question=question.__name__, what=what, value=value, unit=unit)
             rows.append({**row, "values": sum(values, [])})
-            print(f"{what}: {shown(rows[-1])}", flush=True)
+            print(f"{what}: {change_text(rows[-1])}", flush=True)
     return rows
 
 
-def shown(row):
+def change_text(row):
     """'+1.2 % (+1.0 to +1.4)' of a change by seeds, '3.1 %' of one figure."""
     unit, values = row["unit"], row["values"]
     if not values:
@@ -367,7 +367,7 @@ def shown(row):
 
 
 def table(rows):
-    return markdown(["measured", "figure"], [[row["what"], shown(row)] for row in rows])
+    return markdown(["measured", "figure"], [[row["what"], change_text(row)] for row in rows])
 
 
 COMMAND = Command(

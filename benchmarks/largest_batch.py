@@ -19,15 +19,15 @@ from benchmarks.common import (
     add_names,
     add_nets,
     batch_of,
-    built,
+    built_net,
     check_nets,
-    grouped,
     loss_of_images,
     markdown,
+    or_dash,
     parse_net,
     prepared,
     progress_bar,
-    shown,
+    rows_by,
     training_step,
     typed,
 )
@@ -38,9 +38,9 @@ from lowprec.errors import Refused
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
-NETS = ["dit:XL/2:64:1", "unet:base:64:1"]
-MOST = 4096
-USUAL = (
+BATCH_NETS = ["dit:XL/2:64:1", "unet:base:64:1"]
+LARGEST_TRIED = 4096
+BATCH_RECIPES = (
     "fp32",
     "bf16",
     "bf16-opt8bit",
@@ -51,9 +51,9 @@ USUAL = (
 
 
 def add_arguments(parser):
-    add_nets(parser, NETS)
-    add_names(parser, "--recipes", RECIPES, list(USUAL), f"default: {', '.join(USUAL)}")
-    parser.add_argument("--most", type=natural, help=f"largest size that is tried (default: {MOST})")
+    add_nets(parser, BATCH_NETS)
+    add_names(parser, "--recipes", RECIPES, list(BATCH_RECIPES), f"default: {', '.join(BATCH_RECIPES)}")
+    parser.add_argument("--most", type=natural, help=f"largest size that is tried (default: {LARGEST_TRIED})")
 
 
 def check(args):
@@ -65,7 +65,7 @@ def check(args):
         check_machine(recipe(**RECIPES[name]), args.device)
 
 
-def finest(fits, most):
+def largest_that_fits(fits, most):
     """The largest size, at most `most`, for which fits(size) holds, to a sixteenth of itself; 0 for none."""
     good = largest(fits, most)
     bad = min(2 * good or 1, most + 1)
@@ -95,15 +95,15 @@ def searched(spec, name, args):
             used[batch] = memory.used() if on_gpu else None
             return fine
 
-        found = finest(fits, args.most or MOST)
+        found = largest_that_fits(fits, args.most or LARGEST_TRIED)
     return dict(net=spec, recipe=name, batch=found, used_bytes=used.get(found), tried=sorted(used))
 
 
-def told_of(spec, gpu=None):
+def advised_batches(spec, gpu=None):
     """{flags: the largest batch that `advise` tells of a net}, on this machine or on `gpu`, as "H100"."""
     net = parse_net(spec)
     with torch.device("meta"):
-        model = built(net)
+        model = built_net(net)
     rows = advise(model, loss_of_images(net[2]), gpu=gpu).rows
     return {row.candidate.typed.replace("(none)", ""): row.most for row in rows}
 
@@ -133,7 +133,7 @@ def batch(args, clock):
 def search_all(args, rows):
     with progress_bar(len(args.nets) * len(args.recipes)) as bar:
         for spec in args.nets:
-            told = told_of(spec)
+            told = advised_batches(spec)
             for name in args.recipes:
                 bar.set_postfix_str(f"{spec} {name}")
                 rows.append({**searched(spec, name, args), "told": told.get(typed(RECIPES[name]))})
@@ -144,11 +144,11 @@ def search_all(args, rows):
 def table(rows):
     """Markdown: the batch of each recipe, how many times the first one's it is, and what `advise` tells."""
     lines = []
-    for spec, of_net in grouped(rows, "net").items():
+    for spec, of_net in rows_by(rows, "net").items():
         first = of_net[0]["batch"]
         for row in of_net:
             times = f"{row['batch'] / first:.2f}" if first else "-"
-            told = shown(row["told"], "d")
+            told = or_dash(row["told"], "d")
             lines.append([spec.rpartition(":")[0], row["recipe"], str(row["batch"]), times, told])
     return markdown(["net", "recipe", "largest batch", "times the first", "advise tells"], lines)
 

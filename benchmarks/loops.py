@@ -21,36 +21,36 @@ from benchmarks.common import (
     Cell,
     Command,
     add_names,
-    grouped,
     in_turn,
     markdown,
     progress_bar,
-    started,
+    rows_by,
+    started_cells,
     take_turns,
     timed,
 )
-from benchmarks.other_loops import LOOPS, OURS, stepper
+from benchmarks.other_loops import KINDS_OF_PRECISION, LOOPS, stepper
 from lowprec.attention import attend
 from lowprec.errors import Refused
 
-NETS = {
+LOOP_NETS = {
     "U-Net, 64x64": "--task rflow --model unet --size small --image_size 64 --batch_size 8",
     "DiT S/8, 64x64": "--task rflow --model dit --size S/8 --image_size 64 --batch_size 8",
     "GPT": "--task language --model gpt --batch_size 16",
 }
-ROWS = [
-    *product(["bare loop", "Lightning"], OURS),
+LOOPS_AND_KINDS = [
+    *product(["bare loop", "Lightning"], KINDS_OF_PRECISION),
     ("Accelerate", "bf16"),  # it has one mode in a process
-    *product(["ours"], OURS),
+    *product(["ours"], KINDS_OF_PRECISION),
 ]
-FIRST = "bare loop, fp32"
-WARM_UP = 4  # steps: compiling, states, and the batch that Lightning fetches ahead
+REFERENCE_LOOP = "bare loop, fp32"
+LOOP_WARM_UP_STEPS = 4  # steps: compiling, states, and the batch that Lightning fetches ahead
 
 
 def add_arguments(parser):
-    names = list(NETS)
+    names = list(LOOP_NETS)
     add_names(parser, "--only", names, names, "nets (default: all): " + ", ".join(names))
-    tasks = list(TASKS)
+    tasks = list(TIMED_TASKS)
     help = "these tasks (all: no name) beside a bare loop, in fp32: " + "; ".join(tasks)
     parser.add_argument("--tasks", nargs="*", choices=tasks, metavar="NAME", help=help)
 
@@ -62,11 +62,11 @@ def peers(args, clock):
     rows = machine_rows(args, clock)
     with tempfile.TemporaryDirectory() as folder, no_warnings():
         for net in args.only:
-            found = compare(net, args, folder, clock)
+            found = compare_loops(net, args, folder, clock)
             rows += found
-            print(f"\n{net}\n\n{table_of(found)}", flush=True)
+            print(f"\n{net}\n\n{net_table(found)}", flush=True)
     if args.out:
-        draw(rows, Path(args.out).with_suffix(".png"))
+        draw_speeds(rows, Path(args.out).with_suffix(".png"))
     return rows
 
 
@@ -81,7 +81,7 @@ def warm_stepper(loop, kind, flags, folder, device):
     """step() of a loop after its first steps, all without a word. Raises Refused without its package."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         step = stepper(loop, kind, flags, folder, device)
-        for _ in range(WARM_UP):
+        for _ in range(LOOP_WARM_UP_STEPS):
             step()
     return step
 
@@ -131,48 +131,48 @@ def machine_rows(args, clock):
 # ---- Loops beside each other -------------------------------------------------------------------------------
 
 
-def compare(net, args, folder, clock):
+def compare_loops(net, args, folder, clock):
     """Rows of one net, whose loops take turns."""
 
     def start(loop_and_kind):
         loop, kind = loop_and_kind
-        row = dict(net=net, loop=loop, kind=kind, flags=NETS[net], ms=[], note="")
-        name = name_of(row)
+        row = dict(net=net, loop=loop, kind=kind, flags=LOOP_NETS[net], ms=[], note="")
+        name = loop_name(row)
         try:
-            step = warm_stepper(loop, kind, NETS[net], folder, args.device)
+            step = warm_stepper(loop, kind, LOOP_NETS[net], folder, args.device)
         except Refused as error:
             row["note"] = str(error)
             return Cell(name, row)
         return Cell(name, row, [partial(in_turn, step, clock)])
 
-    with progress_bar(len(ROWS) * (args.repeats + 1)) as bar:
-        rows = take_turns(started(ROWS, start, bar, net), args.repeats, bar)
+    with progress_bar(len(LOOPS_AND_KINDS) * (args.repeats + 1)) as bar:
+        rows = take_turns(started_cells(LOOPS_AND_KINDS, start, bar, net), args.repeats, bar)
     add_ratios(rows)
     return rows
 
 
-def name_of(row):
+def loop_name(row):
     return f"{row['loop']}, {row['kind']}"
 
 
 def add_ratios(rows):
     """Speed against the first row: the median over rounds of the ratio within a round."""
-    first = next(row["ms"] for row in rows if name_of(row) == FIRST)
+    first = next(row["ms"] for row in rows if loop_name(row) == REFERENCE_LOOP)
     for row in rows:
         if row["ms"]:
             row["ratio"] = statistics.median(a / b for a, b in zip(first, row["ms"], strict=True))
 
 
-def table_of(rows):
+def net_table(rows):
     """Markdown: a line a loop, a column a kind of precision, speed against the bare loop in fp32."""
     cells = {(row["loop"], row["kind"]): row["note"] or f"{row['ratio']:.2f}" for row in rows}
     lines = []
     for loop in (*LOOPS, "ours"):
-        lines.append([loop, *(cells.get((loop, kind), "-") for kind in OURS)])
-    return markdown(["loop", *OURS], lines)
+        lines.append([loop, *(cells.get((loop, kind), "-") for kind in KINDS_OF_PRECISION)])
+    return markdown(["loop", *KINDS_OF_PRECISION], lines)
 
 
-def draw(rows, path):
+def draw_speeds(rows, path):
     """A picture of bars: for each net the speed of each loop against the bare one in fp32."""
     from matplotlib.figure import Figure
 
@@ -188,11 +188,11 @@ def draw(rows, path):
 
 
 def draw_net(axis, net, rows):
-    colours = dict(zip(OURS, ("#8c8c8c", "#4c72b0", "#dd8452"), strict=True))
+    colours = dict(zip(KINDS_OF_PRECISION, ("#8c8c8c", "#4c72b0", "#dd8452"), strict=True))
     for place, row in enumerate(rows):
         bar = axis.barh(place, row["ratio"], color=colours[row["kind"]])
         axis.bar_label(bar, fmt="%.2f", padding=2, fontsize=8)
-    axis.set_yticks(range(len(rows)), [name_of(row) for row in rows], fontsize=8)
+    axis.set_yticks(range(len(rows)), [loop_name(row) for row in rows], fontsize=8)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_title(net, fontsize=10)
     axis.set_xlabel("speed of a step, bare fp32 loop = 1", fontsize=8)
@@ -202,7 +202,7 @@ def draw_net(axis, net, rows):
 # ---- Each task beside a bare loop --------------------------------------------------------------------------
 
 # {what a task is: its flags}. {flow}, {vae}: folders of runs of one step
-TASKS = {
+TIMED_TASKS = {
     "classify, CNN": "--task classify",
     "classify, ResNet-18": "--task classify --model resnet18",
     "classify, ViT": "--task classify --model vit",
@@ -217,23 +217,23 @@ TASKS = {
     "slotcontrast": "--task slotcontrast",
 }
 STARTED = {"flow": "--task rflow --samples 16 --sample_steps 2", "vae": "--task vae"}
-ROUND = 300  # ms of steps that a loop does in a row, at least
-BESIDE = ("bare loop", "ours")
+ROUND_LENGTH_MS = 300  # ms of steps that a loop does in a row, at least
+BARE_AND_OURS = ("bare loop", "ours")
 
 
 def beside_bare(args, clock):
     """Rows (dicts): task, loop, flags, steps a round, ms a step of each round."""
     rows = []
-    names = args.tasks or list(TASKS)
+    names = args.tasks or list(TIMED_TASKS)
     with tempfile.TemporaryDirectory() as folder, no_warnings():
         folders = {}
         for start in STARTED:
-            if any(f"{{{start}}}" in TASKS[name] for name in names):
+            if any(f"{{{start}}}" in TIMED_TASKS[name] for name in names):
                 folders[start] = one_step_run(start, folder, args)
-        with progress_bar(len(names) * len(BESIDE) * (args.repeats + 1)) as bar:
+        with progress_bar(len(names) * len(BARE_AND_OURS) * (args.repeats + 1)) as bar:
             for name in names:
-                rows += task_rows(name, TASKS[name].format(**folders), folder, args, clock, bar)
-    print(tasks_table(rows), flush=True)
+                rows += task_rows(name, TIMED_TASKS[name].format(**folders), folder, args, clock, bar)
+    print(task_speeds_table(rows), flush=True)
     return rows
 
 
@@ -256,26 +256,27 @@ def task_rows(name, flags, folder, args, clock, bar):
 
     def start(loop):
         steps[loop] = warm_stepper(loop, "fp32", flags, folder, args.device)
-        return Cell(f"{name}: {loop}", dict(task=name, kind="fp32", flags=TASKS[name], steps=None, loop=loop))
+        row = dict(task=name, kind="fp32", flags=TIMED_TASKS[name], steps=None, loop=loop)
+        return Cell(f"{name}: {loop}", row)
 
-    cells = started(BESIDE, start, bar, name)
-    count = max(1, round(ROUND / timed(steps["ours"], clock)))
+    cells = started_cells(BARE_AND_OURS, start, bar, name)
+    count = max(1, round(ROUND_LENGTH_MS / timed(steps["ours"], clock)))
     for cell in cells:
         cell.row["steps"] = count
         cell.turns = [partial(in_turn, steps[cell.row["loop"]], clock, count)]
     return take_turns(cells, args.repeats, bar)
 
 
-def beside(bare, ours):
+def bare_to_ours(bare, ours):
     """[time of a step here / that of the bare loop, of each round] of the two rows of a task."""
     return [b / a for a, b in zip(bare["ms"], ours["ms"], strict=True)]
 
 
-def tasks_table(rows):
+def task_speeds_table(rows):
     """Markdown: a line a task."""
     lines = []
-    for task, (bare, ours) in grouped(rows, "task").items():
-        ratios = beside(bare, ours)
+    for task, (bare, ours) in rows_by(rows, "task").items():
+        ratios = bare_to_ours(bare, ours)
         low = high = ratios[0]
         if len(ratios) > 1:
             low, _, high = statistics.quantiles(ratios, n=4)

@@ -14,19 +14,19 @@ import torch.nn.functional as F
 
 from benchmarks.allocated import count_of, forget_tables, state_bytes
 from benchmarks.common import (
-    PURE,
+    PURE_BF16,
+    PURE_BF16_STOCHASTIC,
     RECIPES,
-    STOCHASTIC,
     Command,
     add_nets,
     check_nets,
-    grouped,
     markdown,
     moment_formats,
     moments_in,
     parse_net,
     prepared,
     progress_bar,
+    rows_by,
     training_step,
     typed,
 )
@@ -56,14 +56,24 @@ def ways_to_hold():
 
 
 # how weights are written (rows) and moments held (columns), as flags of train.py
-KAHAN = dict(PURE, kahan=True)
-RELEASED = dict(STOCHASTIC, grad_release=True)
-OFFLOADED = dict(STOCHASTIC, states_on="cpu")
-SPLITS = [dict(PURE, master=master) for master in ("split", "split8")]
-ECO = dict(PURE, sites=["update=eco"])
-WAYS = ({}, PURE, STOCHASTIC, RELEASED, OFFLOADED, KAHAN, dict(KAHAN, stochastic=True), *SPLITS, ECO)
-WRITES = {typed(flags): flags for flags in WAYS}
-STATES = ways_to_hold()
+KAHAN = dict(PURE_BF16, kahan=True)
+GRADS_RELEASED = dict(PURE_BF16_STOCHASTIC, grad_release=True)
+OFFLOADED = dict(PURE_BF16_STOCHASTIC, states_on="cpu")
+SPLITS = [dict(PURE_BF16, master=master) for master in ("split", "split8")]
+ECO = dict(PURE_BF16, sites=["update=eco"])
+WAYS_TO_WRITE = (
+    {},
+    PURE_BF16,
+    PURE_BF16_STOCHASTIC,
+    GRADS_RELEASED,
+    OFFLOADED,
+    KAHAN,
+    dict(KAHAN, stochastic=True),
+    *SPLITS,
+    ECO,
+)
+WRITES = {typed(flags): flags for flags in WAYS_TO_WRITE}
+MOMENT_FLAGS = ways_to_hold()
 
 
 def add_arguments(parser):
@@ -73,32 +83,32 @@ def add_arguments(parser):
 
 def check(args):
     check_nets(args.nets)
-    for flags in KEPT.values():
+    for flags in ACTIVATION_RECIPES.values():
         check_machine(recipe(**flags), args.device)
     for name in moment_formats():
         check_machine(recipe(**moments_in(name)), args.device)
 
 
 def memory(args, clock):
-    """The rows of `held` and of `kept`."""
-    allocated_rows = held(args)
-    return allocated_rows + kept(args, allocated_rows)
+    """The rows of `state_rows` and of `activation_rows`."""
+    allocated_rows = state_rows(args)
+    return allocated_rows + activation_rows(args, allocated_rows)
 
 
-def held(args):
+def state_rows(args):
     """Rows (dicts): net, flags, bytes a parameter of weights, gradients and states, as allocated and as the
     ledger says. on_cpu: those that a GPU holds within a step alone; rooms: what it holds of them then.
     """
     rows = []
-    cases = list(product(args.nets, WRITES.values(), STATES.values()))
+    cases = list(product(args.nets, WRITES.values(), MOMENT_FLAGS.values()))
     with progress_bar(len(cases)) as bar:
         for spec, write, state in cases:
-            flags = together(write, state)
+            flags = joined_flags(write, state)
             bar.set_postfix_str(f"{spec} {typed(flags)}")
-            rows.append(allocated(spec, flags, args))
+            rows.append(allocated_row(spec, flags, args))
             gc.collect()  # a run is a circle of objects, which Python else frees some cases later
             bar.update()
-    for spec, of_net in grouped(rows, "net").items():
+    for spec, of_net in rows_by(rows, "net").items():
         here = {row["flags"]: row for row in of_net}
         what = f"{here['']['parameters']:,} parameters; weights + gradients + states, bytes a parameter"
         print(f"\n{spec} (model:size:image:batch): {what}\n")
@@ -106,7 +116,7 @@ def held(args):
     return rows
 
 
-def together(write, state):
+def joined_flags(write, state):
     """The arguments of recipe() for a way to write weights and one to hold moments."""
     flags = {**write, **state}
     if "sites" in flags:
@@ -114,7 +124,7 @@ def together(write, state):
     return flags
 
 
-def allocated(spec, flags, args):
+def allocated_row(spec, flags, args):
     """The row of one net under one recipe, after a step."""
     size = {}
 
@@ -143,9 +153,9 @@ def allocated(spec, flags, args):
 def memory_table(rows):
     """Markdown: ways to write a weight down, ways to hold the moments across.
 
-    rows: {flags: row of `held`}; ways that have none, in a record older than they are, are left out.
+    rows: {flags: row of `state_rows`}; ways that have none, in a record older than they are, are left out.
     """
-    states = [state for state in STATES if state in rows]
+    states = [state for state in MOMENT_FLAGS if state in rows]
     heads = ["flags"]
     for state in states:
         heads.append(f"with `{state}`" if state else "alone")
@@ -166,31 +176,31 @@ def bytes_shown(row):
 
 # ---- What is kept for backward -----------------------------------------------------------------------------
 
-FP8 = dict(fp8=True, fp8_backend="emulate")
-KEPT = {
+EMULATED_FP8 = dict(fp8=True, fp8_backend="emulate")
+ACTIVATION_RECIPES = {
     "fp32": {},
     "bf16": RECIPES["bf16"],
-    "stochastic": STOCHASTIC,
-    "fp8": FP8,
-    "stochastic, 8-bit states": dict(STOCHASTIC, opt8bit=True),
-    "stochastic, 8-bit states, fp8": dict(STOCHASTIC, opt8bit=True, **FP8),
-    "mxfp8": dict(FP8, fp8_recipe="mxfp8"),
+    "stochastic": PURE_BF16_STOCHASTIC,
+    "fp8": EMULATED_FP8,
+    "stochastic, 8-bit states": dict(PURE_BF16_STOCHASTIC, opt8bit=True),
+    "stochastic, 8-bit states, fp8": dict(PURE_BF16_STOCHASTIC, opt8bit=True, **EMULATED_FP8),
+    "mxfp8": dict(EMULATED_FP8, fp8_recipe="mxfp8"),
     "nvfp4": dict(fp4="nvfp4"),
 }
 BILLION = 10**9  # parameters
 FP32_ACTIVATIONS = 8.0  # GB for a billion parameters, as document 002 of CLAIMS.md says
 
 
-def kept(args, allocated_rows):
+def activation_rows(args, allocated_rows):
     """Rows (dicts): net, recipe, batch, whether blocks are computed again, and what is kept, by dtype."""
     rows = []
-    cases = list(product(args.nets, KEPT, (False, True), args.batches))
+    cases = list(product(args.nets, ACTIVATION_RECIPES, (False, True), args.batches))
     with progress_bar(len(cases)) as bar:
         for spec, name, again, batch in cases:
-            rows.append(kept_by(spec, name, KEPT[name], batch, again, args))
+            rows.append(activation_row(spec, name, ACTIVATION_RECIPES[name], batch, again, args))
             gc.collect()
             bar.update()
-    for spec, here in grouped(rows, "net").items():
+    for spec, here in rows_by(rows, "net").items():
         print(f"\n{spec}: kept for backward, MiB by batch; with blocks computed again in brackets\n")
         print(kept_table(here, args.batches))
         print(f"\nthe same, for a net of {BILLION:,} parameters, GB\n")
@@ -198,7 +208,7 @@ def kept(args, allocated_rows):
     return rows
 
 
-def kept_by(spec, name, flags, batch, again, args):
+def activation_row(spec, name, flags, batch, again, args):
     """The row of one net, recipe and batch, of one forward pass."""
     model, size, side, _ = parse_net(spec)
     with torch.compiler.set_stance("force_eager"):
@@ -214,7 +224,7 @@ def kept_table(rows, batches):
     """Markdown: recipes down, batches across."""
     size = {(row["recipe"], row["batch"], row["again"]): row["total"] / 2**20 for row in rows}
     lines = []
-    for name in KEPT:
+    for name in ACTIVATION_RECIPES:
         cells = [f"{size[name, batch, False]:.1f} ({size[name, batch, True]:.1f})" for batch in batches]
         share = size[name, batches[-1], False] / size["fp32", batches[-1], False]
         lines.append([name, *cells, f"{share:.0%}"])
@@ -224,10 +234,10 @@ def kept_table(rows, batches):
 def billion_table(rows, allocated_rows, batch):
     """Markdown: weights, gradients, states and activations of a billion parameters, in GB."""
     total = {row["recipe"]: row["total"] for row in rows if row["batch"] == batch and not row["again"]}
-    of_net = grouped(allocated_rows, "net")[rows[0]["net"]]
+    of_net = rows_by(allocated_rows, "net")[rows[0]["net"]]
     by_flags = {row["flags"]: row for row in of_net}
     lines = []
-    for name, flags in KEPT.items():
+    for name, flags in ACTIVATION_RECIPES.items():
         row = by_flags[flags_of_states(flags)]
         sizes = [row[part] * BILLION / 1e9 for part in ("weights", "gradients", "states")]
         sizes.append(FP32_ACTIVATIONS * total[name] / total["fp32"])
@@ -239,7 +249,7 @@ def billion_table(rows, allocated_rows, batch):
 def flags_of_states(flags):
     """Those of a recipe's flags, as typed, that decide what weights, gradients and states take."""
     of_states = dict(flags)
-    for of_products in (*FP8, "fp8_recipe", "fp4", "bf16"):
+    for of_products in (*EMULATED_FP8, "fp8_recipe", "fp4", "bf16"):
         of_states.pop(of_products, None)
     return typed(of_states)
 

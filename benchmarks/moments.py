@@ -6,15 +6,15 @@ rounding, and in bitsandbytes' own AdamW8bit.
 
 import torch
 
-from benchmarks.common import ADAMW, Command, markdown, moment_formats, moments_in, progress_bar
+from benchmarks.common import ADAMW_OPTIONS, Command, markdown, moment_formats, moments_in, progress_bar
 from harness.flags import natural
 from lowprec.optimizers import adamw, build
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
-HOLDERS = ["fp32 nearest", "bitsandbytes"]
+MOMENT_HOLDERS = ["fp32 nearest", "bitsandbytes"]
 for kind in ("bf16", *moment_formats()):
-    HOLDERS += [f"{kind} nearest", f"{kind} stochastic"]
+    MOMENT_HOLDERS += [f"{kind} nearest", f"{kind} stochastic"]
 
 
 def add_arguments(parser):
@@ -34,7 +34,7 @@ def holder(name, device="cpu"):
     """
     p = torch.nn.Parameter(torch.zeros(4096, device=device))
     if name == "bitsandbytes":
-        still = dict(ADAMW, lr=0.0, weight_decay=0.0)
+        still = dict(ADAMW_OPTIONS, lr=0.0, weight_decay=0.0)
         optimizer = build.build(name, [p], recipe(opt8bit=True), **still)
     else:
         kind, update = name.split()
@@ -81,8 +81,8 @@ def after_a_drop(optimizer, p, read, before, after, bar=None, beta2=None, quiet=
 def moments(args, clock):
     """Rows (dicts): name, and exp_avg_sq over the exact one, of the dropped half and of the others."""
     rows = []
-    with progress_bar(len(HOLDERS) * (args.before + args.after)) as bar:
-        for name in HOLDERS:
+    with progress_bar(len(MOMENT_HOLDERS) * (args.before + args.after)) as bar:
+        for name in MOMENT_HOLDERS:
             bar.set_postfix_str(name)
             optimizer, p, read = holder(name, args.device)
             dropped, others = after_a_drop(optimizer, p, read, args.before, args.after, bar)

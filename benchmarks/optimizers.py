@@ -13,20 +13,20 @@ import torch
 from benchmarks import subjects
 from benchmarks.allocated import count_of, forget_tables, state_bytes
 from benchmarks.common import (
-    ADAMW,
+    ADAMW_OPTIONS,
     PRESETS,
-    PURE,
-    STOCHASTIC,
+    PURE_BF16,
+    PURE_BF16_STOCHASTIC,
     Cell,
     Command,
     add_names,
-    grouped,
     in_turn,
     moment_formats,
     moments_in,
+    or_dash,
     progress_bar,
-    shown,
-    started,
+    rows_by,
+    started_cells,
     take_turns,
     timed,
 )
@@ -66,7 +66,7 @@ PROTECTION = {
     "sdnq-8bit": "stochastic w",
     "flashoptim": "w in 24 bits",
 }
-# peers that train.py does not offer, see subjects.PEERS
+# peers that train.py does not offer, see subjects.PEER_CLASSES
 UNLISTED = ("heavyball", "sdnq", "sdnq-8bit", "flashoptim")
 
 
@@ -74,24 +74,26 @@ def contenders():
     """{name: Contender}: ways to write with AdamW, formats of its moments, our other optimisers, peers, and
     three yardsticks.
     """
-    pure, stochastic = recipe(**PURE), recipe(**STOCHASTIC)
+    pure, stochastic = recipe(**PURE_BF16), recipe(**PURE_BF16_STOCHASTIC)
     rows = {
         "stochastic": Contender("stochastic w m v", stochastic),
         "nearest": Contender("none", pure),
-        "kahan": Contender("compensated w", recipe(**PURE, kahan=True)),
-        "kahan-stochastic": Contender("compensated w, stochastic m v", recipe(**STOCHASTIC, kahan=True)),
-        "split": Contender("exact w", recipe(**PURE, master="split")),
+        "kahan": Contender("compensated w", recipe(**PURE_BF16, kahan=True)),
+        "kahan-stochastic": Contender(
+            "compensated w, stochastic m v", recipe(**PURE_BF16_STOCHASTIC, kahan=True)
+        ),
+        "split": Contender("exact w", recipe(**PURE_BF16, master="split")),
         "fp32": Contender("fp32 weights", Recipe()),
     }
     for name in moment_formats():
         label = PRESETS.get(name, name).removeprefix("opt")
-        in_codes = recipe(**STOCHASTIC, **moments_in(name))
+        in_codes = recipe(**PURE_BF16_STOCHASTIC, **moments_in(name))
         rows[f"stochastic-{label}"] = Contender("stochastic w m v", in_codes)
     for name in OPTIMIZERS:
         if name != "adamw":
             rows[f"stochastic-{name}"] = Contender("stochastic, all of it", stochastic, name)
     for name in listed_peers():
-        r = recipe(**PURE, opt8bit=True) if name == "bitsandbytes" else pure
+        r = recipe(**PURE_BF16, opt8bit=True) if name == "bitsandbytes" else pure
         protection = PROTECTION.get(name, "as its authors publish it")
         rows[name.replace("_", "-")] = Contender(protection, r, name)
     for name in UNLISTED:
@@ -155,13 +157,13 @@ def make_step(name, params):
     if name == "copy":
         return copying(params), None
     if name.startswith("torch-fused"):
-        optimizer = torch.optim.AdamW(params, **ADAMW, fused=True)
+        optimizer = torch.optim.AdamW(params, **ADAMW_OPTIONS, fused=True)
     elif name in UNLISTED:
-        optimizer = subjects.subject(name, params[0].device).over(params, **ADAMW)
+        optimizer = subjects.subject_of_name(name, params[0].device).over(params, **ADAMW_OPTIONS)
     else:
-        options = ADAMW
+        options = ADAMW_OPTIONS
         if contender.ours and contender.optimizer != "adamw":  # its eps may be another thing
-            options = dict(lr=ADAMW["lr"], weight_decay=ADAMW["weight_decay"])
+            options = dict(lr=ADAMW_OPTIONS["lr"], weight_decay=ADAMW_OPTIONS["weight_decay"])
         optimizer = build.build(contender.optimizer, params, contender.recipe, **options)
     own = getattr(optimizer, "inner", optimizer)  # a peer's own step, without our adapter
     return own.step, optimizer
@@ -195,7 +197,7 @@ class Contest:
 
     def rows(self):
         """Rows (dicts): name, protection, ms of each round, bytes of state a parameter, or a note why not."""
-        cells = started(self.args.only, self.start, self.bar, self.layout)
+        cells = started_cells(self.args.only, self.start, self.bar, self.layout)
         return take_turns(cells, self.args.repeats, self.bar)
 
     def start(self, name):
@@ -254,7 +256,7 @@ def optimizers(args, clock):
     with progress_bar(len(args.layouts) * len(args.only) * (args.repeats + 1)) as bar:
         for layout in args.layouts:
             rows += Contest(layout, args, clock, bar).rows()
-    for layout, of_layout in grouped(rows, "layout").items():
+    for layout, of_layout in rows_by(rows, "layout").items():
         print_layout(layout, of_layout, args)
     ours = [name for name, contender in CONTENDERS.items() if contender.ours]
     print("\nratio: to ours, stochastic. of copy: bytes a second that a step moves, over those of copying.")
@@ -282,8 +284,8 @@ def print_contender(row, medians):
         ratio = median / medians["stochastic"]
     if "copy" in medians:
         share = row["moved_bytes"] / COPIED * medians["copy"] / median
-    figures = f"{median:>12.2f}{min(row['ms']):>9.2f}{shown(ratio, '.2f'):>8}{shown(share, '.0%'):>9}"
-    figures += f"{shown(row['state_bytes'], '.2f'):>15}{row['first_step_s']:>14.2f}"
+    figures = f"{median:>12.2f}{min(row['ms']):>9.2f}{or_dash(ratio, '.2f'):>8}{or_dash(share, '.0%'):>9}"
+    figures += f"{or_dash(row['state_bytes'], '.2f'):>15}{row['first_step_s']:>14.2f}"
     print(f"{row['name']:<18}{figures}  {row['protection']}")
 
 

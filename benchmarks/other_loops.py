@@ -85,7 +85,7 @@ class Bf16Net(nn.Module):
 # ---- The loops ---------------------------------------------------------------------------------------------
 
 
-def bare(job, kind):
+def bare_loop(job, kind):
     """step() of a loop of torch alone."""
     net = Bf16Net(job.net) if kind == "bf16 weights" else job.net
     optimizer = job.optimizer(net)
@@ -198,12 +198,12 @@ def lightning(job, kind):
     return BatchByBatch(job.batches(), loop).step
 
 
-LOOPS = {"bare loop": bare, "Lightning": lightning, "Accelerate": accelerate}
-OURS = {"fp32": "", "bf16": "--bf16", "bf16 weights": "--pure_bf16 --stochastic"}
+LOOPS = {"bare loop": bare_loop, "Lightning": lightning, "Accelerate": accelerate}
+KINDS_OF_PRECISION = {"fp32": "", "bf16": "--bf16", "bf16 weights": "--pure_bf16 --stochastic"}
 
 
 def stepper(loop, kind, flags, folder, device):
     """step() of a loop of LOOPS, or "ours", in a kind of precision. Raises Refused without its package."""
     if loop == "ours":
-        return SteppedRun(f"{flags} {OURS[kind]}", folder, ENDLESS, device).step
+        return SteppedRun(f"{flags} {KINDS_OF_PRECISION[kind]}", folder, ENDLESS, device).step
     return LOOPS[loop](Job(flags, folder, device), kind)

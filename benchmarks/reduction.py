@@ -14,12 +14,12 @@ from benchmarks.common import Command, check_nets, markdown, parse_net, prepared
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
-NETS = ["dit:S/4:32:16", "unet:small:32:16"]
+REDUCTION_NETS = ["dit:S/4:32:16", "unet:small:32:16"]
 
 
 def add_arguments(parser):
-    options = {"nargs": "+", "default": NETS, "metavar": "MODEL:SIZE:IMAGE:BATCH"}
-    parser.add_argument("--nets", **options, help=f"default: {' '.join(NETS)}")
+    options = {"nargs": "+", "default": REDUCTION_NETS, "metavar": "MODEL:SIZE:IMAGE:BATCH"}
+    parser.add_argument("--nets", **options, help=f"default: {' '.join(REDUCTION_NETS)}")
 
 
 def check(args):
@@ -27,7 +27,7 @@ def check(args):
     check_machine(recipe(bf16=True).on(args.device), args.device)
 
 
-def gradients(net, device, weights):
+def batch_gradients(net, device, weights):
     """The gradients of one batch under autocast in bf16 as one vector, fp64 on the CPU.
 
     weights: those of the net, as state_dict() names them. A GPU's generator would draw others from the same
@@ -53,13 +53,13 @@ def as_vector(params):
     return torch.cat([p.grad.flatten().double().cpu() for p in params])
 
 
-def decibels(found, exact):
+def gradient_decibels(found, exact):
     """Signal to noise of gradients, 10 log10(|exact|^2 / |found - exact|^2)."""
     noise = (found - exact).square().sum().item()
     return 10 * math.log10(exact.square().sum().item() / noise) if noise else math.inf
 
 
-def ways(device):
+def ways_to_add(device):
     """[(what the table calls it, device, whether partial sums may be bf16)]"""
     found = [("CPU", "cpu", False)]
     if device.type == "cuda":
@@ -71,15 +71,15 @@ def reduction(args, clock):
     """Rows (dicts): net, name, and decibels of its gradients under autocast."""
     rows, setting = [], torch.backends.cuda.matmul
     before = setting.allow_bf16_reduced_precision_reduction
-    todo = ways(args.device)
+    todo = ways_to_add(args.device)
     with progress_bar(len(args.nets) * len(todo)) as bar:
         for word in args.nets:
             net = parse_net(word)
             weights, exact = exact_gradients(net)
             for name, device, allowed in todo:
                 setting.allow_bf16_reduced_precision_reduction = allowed
-                found = gradients(net, device, weights)
-                rows.append(dict(net=word, name=name, decibels=decibels(found, exact)))
+                found = batch_gradients(net, device, weights)
+                rows.append(dict(net=word, name=name, decibels=gradient_decibels(found, exact)))
                 bar.update()
     setting.allow_bf16_reduced_precision_reduction = before
     print("\ngradients under autocast, signal to noise against fp64\n")

@@ -18,7 +18,15 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from benchmarks.common import Command, add_nets, built, check_nets, markdown, parse_net
+from benchmarks.common import (
+    BYTES_A_GIB,
+    Command,
+    add_nets,
+    built_net,
+    check_nets,
+    markdown,
+    parse_net,
+)
 from harness.flags import natural
 from lowprec import fsdp
 from lowprec.activations import recomputed_blocks
@@ -28,33 +36,32 @@ from lowprec.optimizers import buckets
 from lowprec.precision import Precision, recipe
 from models import DiT
 
-NETS = {  # depth, width, heads; patch 2 on 32x32 latents of 4 channels, 1,000 classes
+SHARDED_NETS = {  # depth, width, heads; patch 2 on 32x32 latents of 4 channels, 1,000 classes
     "DiT-XL/2": (28, 1152, 16),
     "DiT, 1 B": (28, 1408, 16),
     "DiT, 7 B": (42, 3072, 24),
 }
-RECIPES = {
+SHARDED_RECIPES = {
     "(none)": {},
     "`--pure_bf16 --master split`": dict(pure_bf16=True, master="split"),
     "`--pure_bf16 --stochastic`": dict(pure_bf16=True, stochastic=True),
     "`--pure_bf16 --stochastic --opt8bit`": dict(pure_bf16=True, stochastic=True, opt8bit=True),
     "`--pure_bf16 --stochastic --opt4bit`": dict(pure_bf16=True, stochastic=True, opt4bit=True),
 }
-GIB = 1 << 30
 
 # ---- By arithmetic -----------------------------------------------------------------------------------------
 
 
-def rows(nets=NETS):
+def arithmetic_rows(nets=SHARDED_NETS):
     """[[net, flags, gathered, held on 1, on 8, on 64 GPUs]], in GiB."""
     found = []
-    for (name, (depth, width, heads)), (flags, options) in product(nets.items(), RECIPES.items()):
+    for (name, (depth, width, heads)), (flags, options) in product(nets.items(), SHARDED_RECIPES.items()):
         with torch.device("meta"):
             net = DiT(4, 1000, 32, 2, depth, width, heads)
         run = Precision(net, recipe(**options))
         sizes = [gathered_at_once(run, recomputed_blocks(net))]
         sizes += [sum(held_by_rank(run, world).values()) for world in WORLDS_SHOWN]
-        found.append([name, flags, *(f"{size / GIB:.1f}" for size in sizes)])
+        found.append([name, flags, *(f"{size / BYTES_A_GIB:.1f}" for size in sizes)])
     return found
 
 
@@ -63,7 +70,7 @@ def table():
     heads = ["net", "flags", "gathered"]
     for world in WORLDS_SHOWN:
         heads.append("1 GPU" if world == 1 else f"{world} GPUs")
-    return markdown(heads, rows())
+    return markdown(heads, arithmetic_rows())
 
 
 # ---- Measured ----------------------------------------------------------------------------------------------
@@ -81,12 +88,12 @@ def check(args):
 
 def measured(args, clock):
     """Rows (dicts): net, flags, rank, ranks, bytes held, and said by arithmetic; gloo, on the CPU."""
-    cases = list(product(args.nets, RECIPES))
+    cases = list(product(args.nets, SHARDED_RECIPES))
     with tempfile.TemporaryDirectory() as folder:
         words = (args.ranks, args.threads or 1, cases, folder)
         mp.set_forkserver_preload([__name__])  # the libraries are imported once for all of them
         mp.start_processes(of_a_process, words, nprocs=args.ranks, start_method="forkserver")
-        by_rank = [json.loads(file_of(rank, folder).read_text()) for rank in range(args.ranks)]
+        by_rank = [json.loads(rank_file(rank, folder).read_text()) for rank in range(args.ranks)]
     rows = []
     for of_all_ranks in zip(*by_rank, strict=True):
         rows += of_all_ranks
@@ -94,7 +101,7 @@ def measured(args, clock):
     return rows
 
 
-def file_of(rank, folder):
+def rank_file(rank, folder):
     return Path(folder, f"{rank}.json")
 
 
@@ -105,18 +112,18 @@ def of_a_process(rank, ranks, threads, cases, folder):
     dist.init_process_group("gloo", meeting_point, rank=rank, world_size=ranks)
     rows = []
     for net, flags in tqdm(cases, unit="recipe", disable=True if rank else None):
-        sizes = allocated(parse_net(net), recipe(**RECIPES[flags]), ranks)
+        sizes = held_and_said_of_net(parse_net(net), recipe(**SHARDED_RECIPES[flags]), ranks)
         rows.append(dict(net=net, flags=flags, rank=rank, ranks=ranks, **sizes))
-    file_of(rank, folder).write_text(json.dumps(rows))
+    rank_file(rank, folder).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def allocated(net, r, ranks):
+def held_and_said_of_net(net, r, ranks):
     """held_and_said of a net of --nets in a recipe."""
     torch.manual_seed(0)
-    whole = built(net)
-    spread = built(net)
+    whole = built_net(net)
+    spread = built_net(net)
     spread = fsdp.spread_over_ranks(spread, r, torch.device("cpu"), recomputed_blocks(spread))
     _, _, side, batch = net
     x = torch.randn(batch, 3, side, side)
@@ -131,10 +138,10 @@ def held_and_said(spread, whole, inputs, target, ranks):
     """
     spread.backward(F.mse_loss(spread(*inputs), target))
     said = footprint.held_by_gpu(whole, spread.recipe, ranks)
-    return dict(held=bytes_of(spread), said=said.total - said.gathered)
+    return dict(held=bytes_of_process(spread), said=said.total - said.gathered)
 
 
-def bytes_of(run):
+def bytes_of_process(run):
     """Of weights, buffers, gradients, states and average: what this process holds of a spread Precision."""
     tensors = [*run.ema.shadow.values(), *run.model.buffers()]
     tensors += [p for p in run.model.parameters() if not p.requires_grad]

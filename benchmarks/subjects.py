@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.averages import RULES
-from benchmarks.common import PURE, STOCHASTIC
+from benchmarks.common import PURE_BF16, PURE_BF16_STOCHASTIC
 from lowprec.errors import Refused, first_line
 from lowprec.machine import try_import
 from lowprec.optimizers.average import EMA
@@ -28,14 +28,14 @@ from lowprec.precision import recipe
 from lowprec.watch import adapters
 
 BF16 = torch.bfloat16
-WEIGHT, ULP = 1.25, 2.0**-7  # weights of the checks, and the gap between bf16 numbers there
+FIRST_WEIGHT, ULP = 1.25, 2.0**-7  # weights of the checks, and the gap between bf16 numbers there
 GRADIENT = 2.0**-4
-BETAS, DECAY = (0.9, 0.999), 0.999  # of moments, of averages
+BETAS, AVERAGE_DECAY = (0.9, 0.999), 0.999  # of moments, of averages
 
 # ---- Subjects ----------------------------------------------------------------------------------------------
 
 
-class Subject:
+class OptimizerSubject:
     """An optimiser under examination. build(params, **options) makes one; takes: which options it knows."""
 
     kind = "optimizer"
@@ -63,7 +63,7 @@ class Subject:
             feed(params, optimizer, [full(16, GRADIENT)])
         except Exception:
             return False
-        return bool((params[0] != WEIGHT).any())
+        return bool((params[0] != FIRST_WEIGHT).any())
 
     def unit(self, side):
         """The length of a step over lr under constant gradients, of a square tensor: 1 for AdamW and Lion."""
@@ -92,7 +92,7 @@ class Subject:
                 params, optimizer = self.start(weights.split(rows), ULP / self.unit(128), dtype)
                 for _ in range(2):
                     feed(params, optimizer, grads.split(rows))
-            return torch.cat([values(p) for p in params])
+            return torch.cat([in_fp64(p) for p in params])
 
         whole = run(128, seed=3)
         halves = run(64, seed=3)  # each half has enough values for codes
@@ -108,7 +108,7 @@ class Subject:
             params, optimizer = self.start([at], lr, dtype)
             for _ in range(steps):
                 feed(params, optimizer, [grads])
-        return values(params[0]) - at.double()
+        return in_fp64(params[0]) - at.double()
 
 
 def feed(params, optimizer, grads):
@@ -126,12 +126,12 @@ def drawn(seed):
         yield
 
 
-def values(t):
+def in_fp64(t):
     """fp64 on the CPU."""
     return t.detach().double().cpu()
 
 
-def full(side, value=WEIGHT):
+def full(side, value=FIRST_WEIGHT):
     return torch.full((side, side), value)
 
 
@@ -162,7 +162,7 @@ class AverageSubject:
         self.step(average, model)
 
 
-class Ruled:
+class RuledAverage:
     """An average by a rule of benchmarks/averages.py, of a Model."""
 
     def __init__(self, rule, model):
@@ -175,7 +175,7 @@ class Ruled:
     def decay(self):
         if not self.rule.due(self.steps):
             return 1.0
-        return self.rule.decay_at(DECAY, self.steps)
+        return self.rule.decay_at(AVERAGE_DECAY, self.steps)
 
     @torch.no_grad()
     def update(self, model):
@@ -189,19 +189,19 @@ class Ruled:
 
 BF16_MOMENTS = ["exp_avg=bf16", "exp_avg_sq=bf16"]
 # {name: the flags that make it}; optimizer is another than AdamW
-OURS = {
-    "nearest": PURE,
-    "stochastic": STOCHASTIC,
-    "kahan": dict(PURE, kahan=True),
-    "kahan-stochastic": dict(STOCHASTIC, kahan=True),
-    "split": dict(PURE, master="split"),
-    "split-stochastic": dict(STOCHASTIC, master="split", sites=BF16_MOMENTS),
-    "stochastic-8bit": dict(STOCHASTIC, opt8bit=True),
-    "stochastic-4bit": dict(STOCHASTIC, opt4bit=True),
-    "sgd": dict(STOCHASTIC, optimizer="sgd"),
-    "lion": dict(STOCHASTIC, optimizer="lion"),
-    "adafactor": dict(STOCHASTIC, optimizer="adafactor"),
-    "muon": dict(STOCHASTIC, optimizer="muon"),
+OUR_OPTIMIZERS = {
+    "nearest": PURE_BF16,
+    "stochastic": PURE_BF16_STOCHASTIC,
+    "kahan": dict(PURE_BF16, kahan=True),
+    "kahan-stochastic": dict(PURE_BF16_STOCHASTIC, kahan=True),
+    "split": dict(PURE_BF16, master="split"),
+    "split-stochastic": dict(PURE_BF16_STOCHASTIC, master="split", sites=BF16_MOMENTS),
+    "stochastic-8bit": dict(PURE_BF16_STOCHASTIC, opt8bit=True),
+    "stochastic-4bit": dict(PURE_BF16_STOCHASTIC, opt4bit=True),
+    "sgd": dict(PURE_BF16_STOCHASTIC, optimizer="sgd"),
+    "lion": dict(PURE_BF16_STOCHASTIC, optimizer="lion"),
+    "adafactor": dict(PURE_BF16_STOCHASTIC, optimizer="adafactor"),
+    "muon": dict(PURE_BF16_STOCHASTIC, optimizer="muon"),
 }
 OUR_AVERAGES = {
     "ema-fp32": {},
@@ -209,7 +209,7 @@ OUR_AVERAGES = {
     "ema-bf16-stochastic": dict(dtype="bf16", update="stochastic"),
 }
 # {name: the class as its authors publish it}
-PEERS = {
+PEER_CLASSES = {
     "torch": "torch.optim:AdamW",
     "torchao": "torchao.optim:_AdamW(bf16_stochastic_round=True)",
     "torchao-8bit": "torchao.optim:AdamW8bit(bf16_stochastic_round=True)",
@@ -232,12 +232,12 @@ TOOLS = {
     "onetrainer-ema-stochastic": "OneTrainer, stochastic",
     "ai-toolkit-ema": "ai-toolkit",
 }
-NAMES = [f"ours:{name}" for name in (*OURS, *OUR_AVERAGES)]
-NAMES += [*PEERS, *TOOLS]
+SUBJECT_NAMES = [f"ours:{name}" for name in (*OUR_OPTIMIZERS, *OUR_AVERAGES)]
+SUBJECT_NAMES += [*PEER_CLASSES, *TOOLS]
 
 
-def chosen(names, device):
-    """The subjects of a command line; 'all' or no name stands for NAMES, but for what is not installed.
+def chosen_subjects(names, device):
+    """The subjects of a command line; 'all' or no name stands for SUBJECT_NAMES without those not installed.
 
     Raises Refused for what can't be imported, made or stepped.
     """
@@ -246,28 +246,28 @@ def chosen(names, device):
         if name == "all":
             found += all_installed(device)
         else:
-            found.append(subject(name, device))
+            found.append(subject_of_name(name, device))
     return found
 
 
 def all_installed(device):
     found = []
-    for name in NAMES:
+    for name in SUBJECT_NAMES:
         try:
-            found.append(subject(name, device))
+            found.append(subject_of_name(name, device))
         except Refused as error:
             print(f"{name}: not asked: {error}")
     return found
 
 
-def subject(name, device):
-    """A Subject or AverageSubject by a name of NAMES or as `module:Class(option=value)`. Raises Refused."""
+def subject_of_name(name, device):
+    """One by a name of SUBJECT_NAMES or as `module:Class(option=value)`. Raises Refused."""
     if name.startswith("ours:"):
         return subject_of_ours(name, device)
     if name in TOOLS:
         rule = RULES[TOOLS[name]]
-        return AverageSubject(name, functools.partial(Ruled, rule), Ruled.update, device=device)
-    made = subject_of_class(name, PEERS.get(name, name), device)
+        return AverageSubject(name, functools.partial(RuledAverage, rule), RuledAverage.update, device=device)
+    made = subject_of_class(name, PEER_CLASSES.get(name, name), device)
     try_one_step(made)
     return made
 
@@ -279,21 +279,21 @@ def subject_of_ours(name, device):
     short = name.removeprefix("ours:")
     if short in OUR_AVERAGES:
         return average_of_ours(name, OUR_AVERAGES[short], device)
-    if short not in OURS:
-        raise Refused(f"{name}: unknown; ours are {', '.join([*OURS, *OUR_AVERAGES])}")
-    r = recipe(**OURS[short])
-    kind = OURS[short].get("optimizer", "adamw")
+    if short not in OUR_OPTIMIZERS:
+        raise Refused(f"{name}: unknown; ours are {', '.join([*OUR_OPTIMIZERS, *OUR_AVERAGES])}")
+    r = recipe(**OUR_OPTIMIZERS[short])
+    kind = OUR_OPTIMIZERS[short].get("optimizer", "adamw")
 
     def build(params, **options):
         return build_optimizer(kind, params, r, **options)
 
     build([nn.Parameter(torch.ones(1))])  # a format's package may be absent
-    return Subject(name, build, {"lr", "betas", "weight_decay", "seed"}, device=device)
+    return OptimizerSubject(name, build, {"lr", "betas", "weight_decay", "seed"}, device=device)
 
 
 def average_of_ours(name, options, device):
     def build(model):
-        return EMA(list(model.named_parameters()), DECAY, **options)
+        return EMA(list(model.named_parameters()), AVERAGE_DECAY, **options)
 
     def step(ema, model):
         ema.update()
@@ -308,7 +308,7 @@ def subject_of_class(name, text, device):
     """The subject of `module:Class(option=value)`. Raises Refused."""
     module, _, call = text.partition(":")
     if not call:
-        known = ", ".join(NAMES)
+        known = ", ".join(SUBJECT_NAMES)
         raise Refused(f"{name}: write module:Class, 'module:Class(option=value)', or one of {known}")
     kind, options = class_and_options(name, call)
     made = imported(name, module)
@@ -317,7 +317,7 @@ def subject_of_class(name, text, device):
     if not inspect.isclass(made):
         raise Refused(f"{name}: {module} has no class {kind}")
     package = "" if module.endswith(".py") else module.partition(".")[0]
-    where = dict(package=package, version=version_of(package), device=device)
+    where = dict(package=package, version=distribution_version(package), device=device)
     if issubclass(made, torch.optim.Optimizer):
         return optimizer_subject(name, made, options, where)
     return average_subject(name, made, options, where)
@@ -360,7 +360,7 @@ def distributions():
     return metadata.packages_distributions()
 
 
-def version_of(package):
+def distribution_version(package):
     for distribution in distributions().get(package, []):
         return metadata.version(distribution)
     return ""
@@ -385,26 +385,26 @@ def optimizer_subject(name, made, options, where):
     def build(params, **given):
         return made(params, **own, **given)
 
-    return Subject(name, build, known, betas, **where)
+    return OptimizerSubject(name, build, known, betas, **where)
 
 
-UPDATES = ("update_parameters", "update", "step")  # methods that take the weights into an average
+UPDATE_METHODS = ("update_parameters", "update", "step")  # methods that take the weights into an average
 
 
 def average_subject(name, made, options, where):
-    """An AverageSubject of a class that has a method of UPDATES.
+    """An AverageSubject of a class that has a method of UPDATE_METHODS.
 
     Its constructor and that method are given the model where their arguments are called model, module or net,
     and the model's parameters elsewhere.
     """
-    update = next((method for method in UPDATES if hasattr(made, method)), None)
+    update = next((method for method in UPDATE_METHODS if hasattr(made, method)), None)
     if update is None:
         what = "neither derives from torch.optim.Optimizer nor is an average of parameters or of a model"
         raise Refused(f"{name}: {made.__name__} {what}")
     parameters = inspect.signature(made).parameters
     first = next(iter(parameters), "")
     if "decay" in parameters:
-        options = {"decay": DECAY, **options}
+        options = {"decay": AVERAGE_DECAY, **options}
     _, *wanted = inspect.signature(getattr(made, update)).parameters.values()
     needed = [p.name for p in wanted if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
 

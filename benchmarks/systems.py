@@ -21,14 +21,14 @@ from torch import nn
 import strategies
 from benchmarks.allocated import count_of
 from benchmarks.common import (
-    ADAMW,
+    ADAMW_OPTIONS,
     Cell,
     Command,
     add_names,
     markdown,
+    or_dash,
     progress_bar,
-    shown,
-    started,
+    started_cells,
     take_turns,
 )
 from harness.flags import count
@@ -39,35 +39,35 @@ from lowprec.precision import Precision
 from tasks.steve import BITS, PATCH
 from trainer import Trainer
 
-SEGMENT = "--task segment --image_size 64"
-LANGUAGE = "--task language --model bdh --batch_size 32"
-STEVE = "--task steve --vocab_size 512"
-FP8 = "--fp8 --fp8_backend emulate"
-STOCHASTIC = "--pure_bf16 --stochastic"
+SEGMENT_FLAGS = "--task segment --image_size 64"
+LANGUAGE_FLAGS = "--task language --model bdh --batch_size 32"
+STEVE_FLAGS = "--task steve --vocab_size 512"
+FP8_FLAGS = "--fp8 --fp8_backend emulate"
+STOCHASTIC_FLAGS = "--pure_bf16 --stochastic"
 
 # table: {row: flags}; the first row is what the others are compared with
-TABLES = {
+SYSTEM_TABLES = {
     "segment": {
-        "fp32, batch 8": f"{SEGMENT} --batch_size 8",
-        "bf16, batch 8": f"{SEGMENT} --batch_size 8 --bf16",
-        "bf16, batch 16": f"{SEGMENT} --batch_size 16 --bf16",
-        "bf16, batch 8, compiled": f"{SEGMENT} --batch_size 8 --bf16 --compile",
-        "fp16, batch 8": f"{SEGMENT} --batch_size 8 --fp16",
-        "pure bf16 stochastic, batch 8": f"{SEGMENT} --batch_size 8 {STOCHASTIC}",
+        "fp32, batch 8": f"{SEGMENT_FLAGS} --batch_size 8",
+        "bf16, batch 8": f"{SEGMENT_FLAGS} --batch_size 8 --bf16",
+        "bf16, batch 16": f"{SEGMENT_FLAGS} --batch_size 16 --bf16",
+        "bf16, batch 8, compiled": f"{SEGMENT_FLAGS} --batch_size 8 --bf16 --compile",
+        "fp16, batch 8": f"{SEGMENT_FLAGS} --batch_size 8 --fp16",
+        "pure bf16 stochastic, batch 8": f"{SEGMENT_FLAGS} --batch_size 8 {STOCHASTIC_FLAGS}",
     },
     "language": {
-        "fp32": LANGUAGE,
-        "bf16": f"{LANGUAGE} --bf16",
-        "bf16, 8-bit states": f"{LANGUAGE} --bf16 --opt8bit",
-        "fp8 (emulated)": f"{LANGUAGE} {FP8}",
-        "fp8 (emulated), 8-bit states": f"{LANGUAGE} {FP8} --opt8bit",
-        "pure bf16 stochastic, 8-bit states": f"{LANGUAGE} {STOCHASTIC} --opt8bit",
+        "fp32": LANGUAGE_FLAGS,
+        "bf16": f"{LANGUAGE_FLAGS} --bf16",
+        "bf16, 8-bit states": f"{LANGUAGE_FLAGS} --bf16 --opt8bit",
+        "fp8 (emulated)": f"{LANGUAGE_FLAGS} {FP8_FLAGS}",
+        "fp8 (emulated), 8-bit states": f"{LANGUAGE_FLAGS} {FP8_FLAGS} --opt8bit",
+        "pure bf16 stochastic, 8-bit states": f"{LANGUAGE_FLAGS} {STOCHASTIC_FLAGS} --opt8bit",
     },
     "steve": {
-        "fp32, batch 2": f"{STEVE} --batch_size 2",
-        "bf16, batch 4": f"{STEVE} --batch_size 4 --bf16",
-        "bf16, batch 6": f"{STEVE} --batch_size 6 --bf16",
-        "pure bf16 stochastic, batch 6": f"{STEVE} --batch_size 6 {STOCHASTIC}",
+        "fp32, batch 2": f"{STEVE_FLAGS} --batch_size 2",
+        "bf16, batch 4": f"{STEVE_FLAGS} --batch_size 4 --bf16",
+        "bf16, batch 6": f"{STEVE_FLAGS} --batch_size 6 --bf16",
+        "pure bf16 stochastic, batch 6": f"{STEVE_FLAGS} --batch_size 6 {STOCHASTIC_FLAGS}",
     },
 }
 
@@ -75,19 +75,19 @@ TABLES = {
 DVAE_RECIPES = {
     "fp32": "",
     "bf16": "--bf16",
-    "pure bf16 stochastic": STOCHASTIC,
-    "pure bf16 stochastic, logits too": f"{STOCHASTIC} --set logits=bf16",
+    "pure bf16 stochastic": STOCHASTIC_FLAGS,
+    "pure bf16 stochastic, logits too": f"{STOCHASTIC_FLAGS} --set logits=bf16",
 }
-APART = {}
+TABLES_APART = {}
 for size in (512, 4096):
     dvae = f"--task steve --vocab_size {size} --batch_size 2"
-    APART[f"dvae-{size}"] = {name: f"{dvae} {flags}".strip() for name, flags in DVAE_RECIPES.items()}
+    TABLES_APART[f"dvae-{size}"] = {name: f"{dvae} {flags}".strip() for name, flags in DVAE_RECIPES.items()}
 
 
 def add_arguments(parser):
-    names = list(TABLES)
-    help = f"tables (default: all of these): {', '.join(names)}; or {' '.join(APART)}"
-    add_names(parser, "--only", [*names, *APART], names, help)
+    names = list(SYSTEM_TABLES)
+    help = f"tables (default: all of these): {', '.join(names)}; or {' '.join(TABLES_APART)}"
+    add_names(parser, "--only", [*names, *TABLES_APART], names, help)
     help = "steps that each is trained to before it is scored, 0 for no scores (default: 300)"
     parser.add_argument("--train", type=count, default=300, help=help)
 
@@ -171,7 +171,7 @@ class DiscreteVAE(SteppedRun):
         run = self.run
         torch.manual_seed(0)
         net = Reconstruct(run.task.net().dvae).to(run.device)
-        self.precision = Precision(net, run.precision.recipe, **ADAMW)
+        self.precision = Precision(net, run.precision.recipe, **ADAMW_OPTIONS)
         self.frames = next(run.new_batches())[0].to(run.device).flatten(0, 1)  # [B T, 3, H, W]
         n, _, h, w = self.frames.shape
         self.shape = n, run.task.vocabulary, h // PATCH, w // PATCH
@@ -200,20 +200,20 @@ def systems(args, clock):
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for table in args.only:
-            found = compare(table, args, folder)
+            found = compare_systems(table, args, folder)
             rows += found
-            print(f"\n{table}\n\n{table_of(found)}", flush=True)
+            print(f"\n{table}\n\n{system_table(found)}", flush=True)
     return rows
 
 
-def compare(table, args, folder):
+def compare_systems(table, args, folder):
     """Rows of one table, whose runs take turns."""
-    flags_of = {**TABLES, **APART}[table]
+    flags_of = {**SYSTEM_TABLES, **TABLES_APART}[table]
     runs = {}
 
     def start(name):
         row = dict(table=table, name=name, flags=flags_of[name], note="", ms=[])
-        kind = DiscreteVAE if table in APART else SteppedRun
+        kind = DiscreteVAE if table in TABLES_APART else SteppedRun
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 run = kind(flags_of[name], folder, args.train, args.device)
@@ -224,21 +224,21 @@ def compare(table, args, folder):
         run.step()
         row.update(run.row())
         runs[name] = run
-        return Cell(name, row, [partial(turn, run)])
+        return Cell(name, row, [partial(turn_of_run, run)])
 
     with progress_bar(len(flags_of) * (args.repeats + 1)) as bar:
-        rows = take_turns(started(flags_of, start, bar, table), args.repeats, bar)
+        rows = take_turns(started_cells(flags_of, start, bar, table), args.repeats, bar)
         for row in rows:
             if args.train and row["name"] in runs:
                 row["score"] = runs[row["name"]].score(args.train)
     return rows
 
 
-def turn(run):
+def turn_of_run(run):
     return {"ms": run.step()}
 
 
-def table_of(rows):
+def system_table(rows):
     """Markdown of one table's rows."""
     ran = [row for row in rows if row["ms"]]
     if not ran:
@@ -251,7 +251,7 @@ def table_of(rows):
         if row["note"]:
             lines.append([row["name"], row["note"], *[""] * (len(heads) - 2)])
         else:
-            lines.append([row["name"], *figures(row, ms_an_item(ran[0]))])
+            lines.append([row["name"], *system_figures(row, ms_an_item(ran[0]))])
     return markdown(heads, lines)
 
 
@@ -259,7 +259,7 @@ def ms_an_item(row):
     return statistics.median(row["ms"]) / row["items_a_step"]
 
 
-def figures(row, first):
+def system_figures(row, first):
     """The cells of a row that ran. first: milliseconds an item of the first row."""
     _, score = row.get("score", ("", None))
     return [
@@ -268,7 +268,7 @@ def figures(row, first):
         f"{statistics.median(row['ms']) * row['epoch_steps'] / 1e3:.1f}",
         f"{row['bytes_per_parameter']:.2f}",
         f"{row['kept']['total'] / 2**20:.1f}",
-        shown(score, ".4f"),
+        or_dash(score, ".4f"),
     ]
 
 

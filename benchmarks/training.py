@@ -15,17 +15,17 @@ from benchmarks.allocated import bytes_on, peak_bytes
 from benchmarks.common import (
     RECIPES,
     Cell,
-    Clock,
     Command,
+    DeviceClock,
     add_names,
     add_nets,
     check_nets,
-    grouped,
+    or_dash,
     parse_net,
     prepared,
     progress_bar,
-    shown,
-    started,
+    rows_by,
+    started_cells,
     take_turns,
     timed,
 )
@@ -35,15 +35,23 @@ from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
 ON_REQUEST = ("tf32", "fp16")  # what a CPU has not got, or is slow in
-USUAL = ("fp32", "bf16", "pure_bf16", "pure_bf16-stochastic", "pure_bf16-kahan", "pure_bf16-split", "opt8bit")
-TRAINED = (*USUAL, *ON_REQUEST)
-NETS = ["unet:small:64:8", "unet:tiny:8:64", "dit:tiny:8:64", "dit:S/8:64:8"]
+USUAL_RECIPES = (
+    "fp32",
+    "bf16",
+    "pure_bf16",
+    "pure_bf16-stochastic",
+    "pure_bf16-kahan",
+    "pure_bf16-split",
+    "opt8bit",
+)
+TRAINING_RECIPES = (*USUAL_RECIPES, *ON_REQUEST)
+TRAINING_NETS = ["unet:small:64:8", "unet:tiny:8:64", "dit:tiny:8:64", "dit:S/8:64:8"]
 
 
 def add_arguments(parser):
-    add_nets(parser, NETS)
-    help = f"default: all but the last two of {', '.join(TRAINED)}"
-    add_names(parser, "--recipes", TRAINED, list(USUAL), help)
+    add_nets(parser, TRAINING_NETS)
+    help = f"default: all but the last two of {', '.join(TRAINING_RECIPES)}"
+    add_names(parser, "--recipes", TRAINING_RECIPES, list(USUAL_RECIPES), help)
     help = "steps between two measurements of telemetry (default: 50)"
     parser.add_argument("--measure_every", type=natural, default=50, help=help)
     help = "whose products in bf16 a CPU without instructions for them takes (default: ours)"
@@ -62,7 +70,7 @@ def make_run(net, flags, device):
     flags: as `precision.recipe` takes them. measure: whether telemetry is read.
     """
     run, inputs, velocity = prepared(net, flags, device)
-    clock = Clock(device)
+    clock = DeviceClock(device)
 
     def step(measure):
         clock.wait()
@@ -77,12 +85,12 @@ def make_run(net, flags, device):
     return run, step
 
 
-def start(spec, name, device):
+def started_cell(spec, name, device):
     """The Cell of a recipe on a net, after its first steps."""
     before = bytes_on(device)
     run, step = make_run(parse_net(spec), RECIPES[name], device)
     row = dict(net=spec, recipe=name, batch_size=parse_net(spec)[3], peak_bytes=None)
-    row["first_step_s"] = timed(partial(step, False), Clock(device)) / 1e3
+    row["first_step_s"] = timed(partial(step, False), DeviceClock(device)) / 1e3
     step(True)
     row["peak_bytes"] = peak_bytes(partial(step, False), device, before)
     ledger = run.ledger()
@@ -107,9 +115,10 @@ def training(args, clock):
         torchs_own = patch.object(cpu_products, "settle_products")
     with torchs_own, progress_bar(len(args.nets) * len(args.recipes) * (2 * args.repeats + 1)) as bar:
         for spec in args.nets:
-            cells = started(args.recipes, lambda name, spec=spec: start(spec, name, args.device), bar, spec)
+            make = partial(started_cell, spec, device=args.device)
+            cells = started_cells(args.recipes, make, bar, spec)
             rows += take_turns(cells, args.repeats, bar)
-    for spec, of_net in grouped(rows, "net").items():
+    for spec, of_net in rows_by(rows, "net").items():
         print_net(spec, of_net, args)
     every = f"cost of measuring every {args.measure_every} steps"
     print(
@@ -132,8 +141,9 @@ def print_net(spec, rows, args):
         extra = (statistics.median(row["measured_step_ms"]) - step) / args.measure_every / ms
         peak = row["peak_bytes"] and row["peak_bytes"] / 2**20
         faster = fp32 and fp32 / ms
-        figures = f"{row['batch_size'] / ms * 1e3:>10.1f}{shown(faster, '.2f'):>8}{ms:>9.2f}{step / ms:>8.1%}"
-        sizes = f"{extra:>11.2%}{row['bytes_per_parameter']:>9.2f}{shown(peak, '.1f'):>10}"
+        images = row["batch_size"] / ms * 1e3
+        figures = f"{images:>10.1f}{or_dash(faster, '.2f'):>8}{ms:>9.2f}{step / ms:>8.1%}"
+        sizes = f"{extra:>11.2%}{row['bytes_per_parameter']:>9.2f}{or_dash(peak, '.1f'):>10}"
         print(f"{row['recipe']:<22}{figures}{sizes}{row['first_step_s']:>14.2f}")
 
 

@@ -13,8 +13,8 @@ import torch
 from benchmarks.common import (
     RECIPES,
     Cell,
-    Clock,
     Command,
+    DeviceClock,
     add_nets,
     check_nets,
     in_turn,
@@ -30,12 +30,12 @@ from harness.flags import natural
 from lowprec.watch.watch import Watch
 
 RECIPES_WATCHED = ["fp32", "bf16", "pure_bf16-stochastic"]
-NETS = ["unet:small:32:8", "dit:S/8:64:8", "unet:tiny:8:64"]
+WATCHED_NETS = ["unet:small:32:8", "dit:S/8:64:8", "unet:tiny:8:64"]
 NEVER = 10**9  # steps between two looks
-STEPS = 4  # a turn
+STEPS_A_TURN = 4  # a turn
 
 
-class OwnTime(Clock):
+class OwnTime(DeviceClock):
     """CPU time of this process."""
 
     def mark(self):
@@ -43,7 +43,7 @@ class OwnTime(Clock):
 
 
 def add_arguments(parser):
-    add_nets(parser, NETS)
+    add_nets(parser, WATCHED_NETS)
     help = "steps between two looks (default: 50)"
     parser.add_argument("--every", type=natural, default=50, help=help)
 
@@ -81,7 +81,7 @@ class Watched:
         self.watch.remove()
 
     def bare(self):
-        return in_turn(self.step, self.clock, STEPS, "bare")
+        return in_turn(self.step, self.clock, STEPS_A_TURN, "bare")
 
     def look(self):
         return {"look": self.under_watch(self.followed_step, every=1)}
@@ -97,7 +97,7 @@ class Watched:
             watch.optimizer.register_step_pre_hook(watch._before),
             watch.optimizer.register_step_post_hook(watch._after),
         ]
-        ms = timed(step, self.clock, STEPS)
+        ms = timed(step, self.clock, STEPS_A_TURN)
         watch.remove()
         return ms
 

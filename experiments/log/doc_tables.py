@@ -20,9 +20,10 @@ from benchmarks import (
     sharding,
     watch,
 )
+from benchmarks.common import BYTES_A_GIB
 from experiments.log import overview, speed_tables, stats
 from experiments.log.analysis import loss_comparison, scores
-from experiments.log.speed_tables import GIB, H100_COMPILED, rows_of
+from experiments.log.speed_tables import H100_COMPILED, rows_of
 from experiments.log.tables import markdown
 from lowprec.advice.answer import advise
 from lowprec.advice.subjects import of_count
@@ -133,7 +134,7 @@ def fits_table():
         for row in advise(of_count(count), memory=each, gpus=gpus).rows:
             fits = "fits" if row.fits else "no"
             words = frozenset(row.candidate.typed.split())
-            by_flags.setdefault(words, []).append(f"{fits}: {row.total / GIB:.1f}")
+            by_flags.setdefault(words, []).append(f"{fits}: {row.total / BYTES_A_GIB:.1f}")
     table = [["flags", *ASKED]]
     for flags in SHOWN:
         words = flags or "(none)"
@@ -194,7 +195,7 @@ def guides_table():
     table = [["the guides say", "measured here", "holds?"]]
     for question, (said, verdict) in GUIDES.items():
         own = [row for row in rows if row["question"] == question]
-        found = "; ".join(f"{row['what']}: {guides.shown(row)}" for row in own)
+        found = "; ".join(f"{row['what']}: {guides.change_text(row)}" for row in own)
         table.append([said, found, verdict])
     return markdown(table)
 
@@ -227,7 +228,7 @@ def tasks_table():
     table = [["task", "command", "minutes", "what came out", "what you see"]]
     for row in rows_of("cpu-first"):
         task, seen = TASKS[row["name"]]
-        table.append([task, f"`{first.typed(row)}`", first.minutes(row), first.result(row), seen])
+        table.append([task, f"`{first.typed_row(row)}`", first.minutes(row), first.result(row), seen])
     return markdown(table)
 
 
@@ -384,7 +385,7 @@ def tables(experiments, known):
     """{page: {name of a table: a function that makes it}}."""
     conformance_rows = rows_of("cpu-conformance")
     conformance = {}
-    for name, columns in conformance_command.TABLES.items():
+    for name, columns in conformance_command.SUBJECTS_OF_TABLES.items():
         conformance[name] = functools.partial(conformance_command.table, conformance_rows, columns)
     return {
         "README.md": {"recipes": lambda: recipes_table(experiments, known), "fits": fits_table},

@@ -10,7 +10,7 @@ columns.
 import json
 import statistics
 
-from benchmarks.common import RECIPES, grouped
+from benchmarks.common import RECIPES, rows_by
 from experiments.log import overview, stats
 from experiments.log.analysis import HELD_OUT, loss_comparison
 from experiments.log.definition import ROOT, command
@@ -212,7 +212,7 @@ def speeds():
     found = []
     for record, reference, against, how in TIMED:
         hardware = hardware_of(record)
-        for net, rows in grouped(rows_of(record), "net").items():
+        for net, rows in rows_by(rows_of(record), "net").items():
             kind, parameters = KIND_OF_MODEL[net.partition(":")[0]], rows[0]["parameters"]
             ratios = ratios_of(milliseconds(record, net), reference)
             found.append(Speed(hardware, kind, parameters, net, record, against, how, ratios))

@@ -9,6 +9,7 @@ import json
 import statistics
 
 from benchmarks import first, gpu_record, largest_batch, loops, systems
+from benchmarks.common import BYTES_A_GIB
 from experiments.log.definition import HERE
 from experiments.log.tables import markdown
 
@@ -20,7 +21,6 @@ H100_BATCH = "gpu-nvidia-h100-80gb-hbm3-batch"
 H100_BATCH_OF_UNET = "gpu-nvidia-h100-80gb-hbm3-batch-unet"
 H200 = "gpu-nvidia-h200"
 H200_STATES = "gpu-nvidia-h200-states"
-GIB = 2**30
 
 # ---- Records of benchmarks ---------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ def products_table():
 
 def loops_table(net):
     rows = [row for row in rows_of("cpu-peers") if row["net"] == net]
-    return loops.table_of(rows).replace("| loop |", f"| {net} |", 1)
+    return loops.net_table(rows).replace("| loop |", f"| {net} |", 1)
 
 
 def bare_and_ours_table(record):
@@ -155,15 +155,15 @@ def bare_and_ours_table(record):
     ratios = {}
     for row in rows_of(record):
         ratios[row["loop"], row["kind"], row["net"]] = f"{row['ratio']:.2f}"
-    table = [["loop", *loops.NETS]]
+    table = [["loop", *loops.LOOP_NETS]]
     for kind in ("fp32", "bf16", "bf16 weights"):
         for loop in ("bare loop", "ours"):
-            table.append([f"{loop}, {kind}", *(ratios[loop, kind, net] for net in loops.NETS)])
+            table.append([f"{loop}, {kind}", *(ratios[loop, kind, net] for net in loops.LOOP_NETS)])
     return markdown(table)
 
 
 def systems_table(name):
-    return systems.table_of([row for row in rows_of("cpu-systems") if row["table"] == name])
+    return systems.system_table([row for row in rows_of("cpu-systems") if row["table"] == name])
 
 
 def gpu_table(record, net):
@@ -176,13 +176,13 @@ def gpu_peaks_table():
     """Peak memory of a compiled step on an H200: a row a recipe, a column a net."""
     rows = rows_of(H200)
     nets = list(dict.fromkeys(row["net"] for row in rows))
-    titles = [f"{gpu_record.NETS[net]}, batch of {net.rpartition(':')[2]}" for net in nets]
+    titles = [f"{gpu_record.GPU_NET_TITLES[net]}, batch of {net.rpartition(':')[2]}" for net in nets]
     table = [["peak GiB, compiled", *titles]]
     for name in dict.fromkeys(row["recipe"] for row in rows):
         peaks = []
         for net in nets:
             found = [row["peak_bytes"] for row in rows if row["net"] == net and row["recipe"] == name]
-            peaks.append(f"{found[0] / GIB:.2f}" if found else "-")
+            peaks.append(f"{found[0] / BYTES_A_GIB:.2f}" if found else "-")
         table.append([f"`{name}`", *peaks])
     return markdown(table)
 
@@ -202,7 +202,7 @@ def tables():
         "products": products_table,
         "peers amd": functools.partial(bare_and_ours_table, "cpu-peers-amd"),
         "first": lambda: first.table(rows_of("cpu-first")),
-        "tasks": lambda: loops.tasks_table(rows_of("cpu-tasks")),
+        "tasks": lambda: loops.task_speeds_table(rows_of("cpu-tasks")),
         "gpu": functools.partial(gpu_table, H100, "dit:B/2:32:64"),
         "gpu compiled DiT": functools.partial(gpu_table, H100_COMPILED, "dit:XL/2:64:8"),
         "gpu compiled U-Net": functools.partial(gpu_table, H100_COMPILED, "unet:base:64:32"),
@@ -212,8 +212,8 @@ def tables():
         "gpu peaks": gpu_peaks_table,
         "gpu batch": lambda: largest_batch.table(rows_of(H100_BATCH) + rows_of(H100_BATCH_OF_UNET)),
     }
-    for net in loops.NETS:
+    for net in loops.LOOP_NETS:
         found[f"peers {net}"] = functools.partial(loops_table, net)
-    for name in systems.TABLES:
+    for name in systems.SYSTEM_TABLES:
         found[f"systems {name}"] = functools.partial(systems_table, name)
     return found

@@ -8,11 +8,19 @@ import torch
 from common import BF16, draw, same
 
 from benchmarks import averages
-from benchmarks.averages import RULES, diffusers_decay, main, measure, path, stochastic, warmed
+from benchmarks.averages import (
+    RULES,
+    diffusers_decay,
+    main,
+    measure_rules,
+    stochastic_bf16,
+    warmed,
+    weight_path,
+)
 
 
 def steps(count=60, n=400):
-    return list(path(count, n))
+    return list(weight_path(count, n))
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -57,20 +65,21 @@ def test_schedules():
 
 def test_stochastic_rounding_is_unbiased_and_goes_to_a_neighbour():
     x = torch.full((200_000,), 1 + 0.3 * 2**-7)  # 0.3 of the way to the next bf16 number
-    found = stochastic(x, torch.Generator().manual_seed(0)).double()
+    found = stochastic_bf16(x, torch.Generator().manual_seed(0)).double()
     assert set(found.tolist()) == {1.0, 1 + 2**-7}
     assert found.mean() == pytest.approx(x[0].item(), abs=4 * 2**-7 * math.sqrt(0.21 / 200_000))
     exact = draw(100).to(BF16).float()
-    assert same(stochastic(exact, torch.Generator()), exact.to(BF16))
+    assert same(stochastic_bf16(exact, torch.Generator()), exact.to(BF16))
 
 
 def test_an_interval_skips_steps():
-    assert set(measure(0.9, steps=50, n=200, rules={"OneTrainer": RULES["OneTrainer"]})) == {"OneTrainer"}
+    rules = {"OneTrainer": RULES["OneTrainer"]}
+    assert set(measure_rules(0.9, steps=50, n=200, rules=rules)) == {"OneTrainer"}
     assert [step for step in range(1, 12) if RULES["OneTrainer"].due(step)] == [5, 10]
 
 
 def test_fp32_arrives_bf16_to_nearest_does_not_and_stochastic_rounding_does():
-    found = measure(0.999, steps=1500, n=2000)
+    found = measure_rules(0.999, steps=1500, n=2000)
     for name in ("fp32, constant", "fp32, warm-up"):
         share, distance = found[name]
         assert share == pytest.approx(1, abs=1e-4) and distance < 1e-4
@@ -82,7 +91,7 @@ def test_fp32_arrives_bf16_to_nearest_does_not_and_stochastic_rounding_does():
 
 
 def test_the_command_prints_every_rule_and_writes_json(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(averages, "measure", lambda decay, steps: measure(decay, steps, n=50))
+    monkeypatch.setattr(averages, "measure_rules", lambda decay, steps: measure_rules(decay, steps, n=50))
     assert main(["--steps", "30", "--json", str(tmp_path / "found.json")]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in RULES)

@@ -98,7 +98,7 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
     assert seen == [["tf32", "tf32"], ["ieee", "ieee"], ["tf32", "tf32"]]
     cell = dict(net="dit:tiny:8:2", recipe="tf32", compile=False)
     step, _ = gpu_cells.contender(cell, cpu, dry=True)
-    reference, _ = gpu_cells.contender(gpu_cells.reference_of(cell), cpu, dry=True)
+    reference, _ = gpu_cells.contender(gpu_cells.reference_cell(cell), cpu, dry=True)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
     try:
         for turn, expected in ((step, "tf32"), (reference, "ieee"), (step, "tf32")):
@@ -113,7 +113,7 @@ def test_recipes_that_take_turns_keep_their_own_tf32(monkeypatch):
 def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys):
     every = run(tmp_path, "memory", "--nets", "dit:tiny:8:2", "--batches", "2", "4")["results"]
     rows, kept = ([row for row in every if ("again" in row) == again] for again in (False, True))
-    assert len(rows) == len(memory.WRITES) * len(memory.STATES)
+    assert len(rows) == len(memory.WRITES) * len(memory.MOMENT_FLAGS)
     for row in rows:
         assert row["bytes_per_parameter"] == pytest.approx(row["ledger"], abs=1e-9), row["flags"]
         assert row["bytes_per_parameter"] == pytest.approx(
@@ -127,7 +127,7 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys)
     )
     table = capsys.readouterr().out
     assert f"| `--pure_bf16 --kahan` | 10.00 | {size['--pure_bf16 --kahan --opt8bit']:.2f} | " in table
-    assert len(kept) == 2 * 2 * len(memory.KEPT)
+    assert len(kept) == 2 * 2 * len(memory.ACTIVATION_RECIPES)
     total = {(row["recipe"], row["batch"], row["again"]): row["total"] for row in kept}
     assert total["stochastic", 4, False] < 0.7 * total["fp32", 4, False]
     assert total["fp32", 4, True] < 0.4 * total["fp32", 4, False] < 0.9 * total["fp32", 2, False] * 2
@@ -138,7 +138,7 @@ def test_memory_writes_what_is_allocated_and_the_ledger_agrees(tmp_path, capsys)
 def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, monkeypatch):
     small = "--task segment --image_size 16 --batch_size 8"
     table = {"fp32": small, "bf16": f"{small} --bf16", "fp8": f"{small} --fp8 --fp8_backend te"}
-    monkeypatch.setattr(systems, "TABLES", {"segment": table})
+    monkeypatch.setattr(systems, "SYSTEM_TABLES", {"segment": table})
     argv = ["systems", "--only", "segment", "--repeats", "2", "--train", "6"]
     assert bench.main([*argv[:-1], "3"]) == 2
     assert "--train 3: timing takes 4 steps" in capsys.readouterr().err
@@ -157,10 +157,10 @@ def test_the_flags_in_the_table_of_bytes_are_those_of_train():
     table = flags.Table(precision.PRECISION + options.MACHINE)
     parser = table.parser("train.py", "")
     for write, writing in memory.WRITES.items():
-        for state, holding in memory.STATES.items():
+        for state, holding in memory.MOMENT_FLAGS.items():
             config = table.config(vars(parser.parse_args(f"{write} {state}".split())))
             typed = precision.recipe(sites=config.set, **table.pick(config, "recipe"))
-            arguments = memory.together(writing, holding)
+            arguments = memory.joined_flags(writing, holding)
             for apart in ("grad_release", "states_on"):
                 arguments.pop(apart, None)
             assert typed == precision.recipe(**arguments), (write, state)
@@ -181,10 +181,10 @@ def test_a_table_of_bytes_older_than_a_format_is_still_drawn():
 
 
 def test_processes_hold_what_arithmetic_says(tmp_path, capsys, monkeypatch):
-    two = list(sharding.RECIPES.items())[1:4:2]  # with low parts, and with codes
-    monkeypatch.setattr(sharding, "RECIPES", dict(two))
+    two = list(sharding.SHARDED_RECIPES.items())[1:4:2]  # with low parts, and with codes
+    monkeypatch.setattr(sharding, "SHARDED_RECIPES", dict(two))
     rows = run(tmp_path, "sharding", "--nets", "dit:tiny:8:2", "--ranks", "2")["results"]
-    wanted = [(flags, rank) for flags in sharding.RECIPES for rank in (0, 1)]
+    wanted = [(flags, rank) for flags in sharding.SHARDED_RECIPES for rank in (0, 1)]
     assert [(row["flags"], row["rank"]) for row in rows] == wanted
     for row in rows:  # a block of codes that ranks share is held by each of them
         assert row["held"] == pytest.approx(row["said"], rel=0.04 if "bit" in row["flags"] else 1e-3)
@@ -193,7 +193,7 @@ def test_processes_hold_what_arithmetic_says(tmp_path, capsys, monkeypatch):
 
 def test_moments_compares_every_way_to_hold_one(tmp_path, capsys):
     rows = run(tmp_path, "moments", "--before", "20", "--after", "10")["results"]
-    assert [row["name"] for row in rows] == moments.HOLDERS
+    assert [row["name"] for row in rows] == moments.MOMENT_HOLDERS
     assert all(row["dropped"] > 0.9 and row["others"] > 0.9 for row in rows)
     assert rows[0]["dropped"] == pytest.approx(1, abs=1e-4) == rows[0]["others"]
     table = capsys.readouterr().out
@@ -219,7 +219,8 @@ def test_awq_changes_a_layers_output_less_than_rounding_to_nearest(kind):
     exact = layer.weight.detach().clone()
     with torch.no_grad():
         wanted = layer(x)
-        ways = guides.in_blocks(exact, guides.FOUR_BITS), guides.in_blocks_by_awq(layer, x, guides.FOUR_BITS)
+        levels = guides.INT4_LEVELS
+        ways = guides.in_blocks(exact, levels), guides.in_blocks_by_awq(layer, x, levels)
         assert torch.equal(layer.weight, exact)
         errors = []
         for weight in ways:
@@ -253,7 +254,7 @@ def test_guides_of_what_a_net_sees_and_draws(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [0.1, -0.1, 3e-5, -1e-8, 0.0])
 def test_a_stochastic_write_to_16_bits_is_right_on_average(dtype, value):
     x = torch.full((100_000,), value)
-    held = fp16_weights.stochastic(x, dtype, torch.Generator().manual_seed(0))
+    held = fp16_weights.stochastic_16_bit(x, dtype, torch.Generator().manual_seed(0))
     places = held.unique().float()
     assert held.dtype == dtype and len(places) <= 2
     assert places.min() <= x[0] <= places.max()
@@ -261,8 +262,8 @@ def test_a_stochastic_write_to_16_bits_is_right_on_average(dtype, value):
 
 
 def test_fp16_writes_a_row_for_each_way_and_seed(tmp_path, monkeypatch):
-    ways = {name: fp16_weights.WAYS[name] for name in ("fp32", "fp16 weights, Kahan")}
-    monkeypatch.setattr(fp16_weights, "WAYS", ways)
+    ways = {name: fp16_weights.WAYS_TO_HOLD_WEIGHTS[name] for name in ("fp32", "fp16 weights, Kahan")}
+    monkeypatch.setattr(fp16_weights, "WAYS_TO_HOLD_WEIGHTS", ways)
     monkeypatch.chdir(tmp_path)
     rows = run(tmp_path, "fp16", "--steps", "2", "--seeds", "1")["results"]
     assert [row["name"] for row in rows] == list(ways)
@@ -273,13 +274,13 @@ def test_peers_take_turns_with_other_peoples_loops(tmp_path, capsys, monkeypatch
     pytest.importorskip("lightning")
     pytest.importorskip("accelerate")
     small = "--task rflow --model dit --size tiny/4 --image_size 8 --batch_size 2 --clip_grad 1"
-    monkeypatch.setattr(loops, "NETS", {"small": small})
+    monkeypatch.setattr(loops, "LOOP_NETS", {"small": small})
     out = tmp_path / "record.json"
     assert bench.main(["peers", "--only", "small", "--repeats", "2", "--out", str(out)]) == 0
     rows = [row for row in json.loads(out.read_text())["results"] if row["net"] == "small"]
-    assert {(row["loop"], row["kind"]) for row in rows} == set(loops.ROWS)
+    assert {(row["loop"], row["kind"]) for row in rows} == set(loops.LOOPS_AND_KINDS)
     assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 and not row["note"] for row in rows)
-    assert next(row["ratio"] for row in rows if f"{row['loop']}, {row['kind']}" == loops.FIRST) == 1
+    assert next(row["ratio"] for row in rows if f"{row['loop']}, {row['kind']}" == loops.REFERENCE_LOOP) == 1
     printed = capsys.readouterr().out
     assert "| Lightning | " in printed and "| Accelerate | - | " in printed
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

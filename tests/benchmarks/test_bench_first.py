@@ -32,20 +32,20 @@ def test_what_a_command_starts_from_is_run_before_it():
 
 
 def test_a_command_that_fails_ends_the_measurement_in_one_line(monkeypatch, capsys):
-    broken = replace(first.FIRST["classify"], flags="--task classify --data folder:nowhere")
-    monkeypatch.setitem(first.FIRST, "classify", broken)
+    broken = replace(first.FIRST_COMMANDS["classify"], flags="--task classify --data folder:nowhere")
+    monkeypatch.setitem(first.FIRST_COMMANDS, "classify", broken)
     assert bench.main(["first", "--only", "classify"]) == 2
     said = capsys.readouterr().err.strip()
     assert "nowhere" in said and "exit status 2" in said and "\n" not in said
 
 
-@pytest.mark.parametrize("first", first.FIRST.values(), ids=first.FIRST)
+@pytest.mark.parametrize("first", first.FIRST_COMMANDS.values(), ids=first.FIRST_COMMANDS)
 def test_first_commands_are_commands_of_train(first):
     train.build_parser().parse_args(first.flags.format(runs="runs").split())
 
 
 def test_the_record_is_of_every_first_command_to_its_end():
-    assert list(ROWS) == list(first.FIRST)
+    assert list(ROWS) == list(first.FIRST_COMMANDS)
     assert RECORD["settings"]["steps"] is None and RECORD["machine"]["clean"]
     assert all(row["seconds"] < 300 for row in ROWS.values()), "docs/speed.md: within five minutes"
 
@@ -60,10 +60,10 @@ def test_a_folder_that_holds_the_run_is_refused_since_it_would_go_on(tmp_path, c
 def test_a_billion_parameters_take_the_bytes_of_their_own_net():
     def parts(net, states):
         held = dict(weights=2.0, gradients=2.0, states=states)
-        names = {memory.typed({k: v for k, v in flags.items() if k not in (*memory.FP8, "bf16")})
-                 for flags in memory.KEPT.values()}
+        names = {memory.typed({k: v for k, v in flags.items() if k not in (*memory.EMULATED_FP8, "bf16")})
+                 for flags in memory.ACTIVATION_RECIPES.values()}
         return [dict(net=net, flags=name, **held) for name in names]
 
-    rows = [dict(net="b", recipe=name, batch=1, again=False, total=8) for name in memory.KEPT]
+    rows = [dict(net="b", recipe=name, batch=1, again=False, total=8) for name in memory.ACTIVATION_RECIPES]
     table = memory.billion_table(rows, parts("a", 9.0) + parts("b", 3.0), 1)
     assert " 3.0 |" in table and " 9.0 |" not in table

@@ -30,7 +30,7 @@ def eager():
 def dry_run(folder, *more):
     assert bench.main(["--gpu", "--dry_run", "--out", str(folder), *more]) == 0
     record = json.loads((folder / "gpu-dry-run.json").read_text())
-    return record, {gpu_cells.key(row): row for row in record["results"]}
+    return record, {gpu_cells.cell_key(row): row for row in record["results"]}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def dry(tmp_path_factory):
 @cpu_scales_rows
 def test_a_dry_run_runs_every_recipe(dry):
     folder, record, rows = dry
-    assert {name for net, name, _ in rows if net == "dit:tiny:8:2"} == set(gpu.RECIPES)
-    assert {(net, on) for net, _, on in rows} == {(net, on) for net in gpu.TINY for on in (False, True)}
+    assert {name for net, name, _ in rows if net == "dit:tiny:8:2"} == set(gpu.GPU_RECIPES)
+    assert {(net, on) for net, _, on in rows} == {(net, on) for net in gpu.TINY_NETS for on in (False, True)}
     for (_, name, _), row in rows.items():
         if row["status"] == "refused":
             not_here = ("tf32", "pure_bf16-flashoptim", "fp8-te-", "fp8-torchao-delayed")
@@ -56,7 +56,7 @@ def test_a_dry_run_runs_every_recipe(dry):
         )
         assert row["peak_bytes"] is None, "the resident set of one process says nothing about one recipe"
         assert (row["flops_share"] is not None) == ("fp8" in name or "2:4" in name)
-    share = {net[:3]: rows[net, "fp8-scaled_mm-rowwise", False]["flops_share"] for net in gpu.TINY}
+    share = {net[:3]: rows[net, "fp8-scaled_mm-rowwise", False]["flops_share"] for net in gpu.TINY_NETS}
     assert share["dit"] > 0.9 > 0.1 > share["une"]
     losses = [row["loss"] for (net, *_), row in rows.items() if "loss" in row and net.startswith("dit")]
     assert len(losses) > 12 and max(losses) - min(losses) < 1e-3 * losses[0], (
@@ -71,7 +71,7 @@ def test_a_dry_run_runs_every_recipe(dry):
 def test_the_page_has_a_line_a_cell(dry):
     folder, record, rows = dry
     text = (folder / "gpu-dry-run.md").read_text()
-    assert text == gpu_record.page(record)
+    assert text == gpu_record.record_page(record)
     lines = {
         (m[1], m[2] == "yes"): m[0]
         for m in re.finditer(r"^\| `([^`]+)` \| (yes|no) \|.*$", text.split("## unet")[0], re.M)
@@ -90,20 +90,21 @@ def test_run_again_it_measures_what_is_missing_or_was_refused(dry, tmp_path, mon
     kept[1].update(status="out of memory", note="too large")
     (tmp_path / "gpu-dry-run.json").write_text(json.dumps({**record, "results": kept}))
     seen = []
-    monkeypatch.setattr(
-        gpu,
-        "measure",
-        lambda cell, **_: seen.append(gpu_cells.key(cell)) or {**rows[gpu_cells.key(cell)], "loss": -1.0},
-    )
+
+    def measured_again(cell, **_):
+        seen.append(gpu_cells.cell_key(cell))
+        return {**rows[gpu_cells.cell_key(cell)], "loss": -1.0}
+
+    monkeypatch.setattr(gpu, "measure_cell", measured_again)
     _, again = dry_run(tmp_path)
-    refused = {k for k, row in rows.items() if row["status"] == "refused"} - {gpu_cells.key(kept[1])}
+    refused = {k for k, row in rows.items() if row["status"] == "refused"} - {gpu_cells.cell_key(kept[1])}
     assert set(seen) == {k for k in rows if k[1] in ("bf16", "fp32")} | refused
     assert set(again) == set(rows) and all(
-        again[gpu_cells.key(row)] == row for row in kept if gpu_cells.key(row) not in seen
+        again[gpu_cells.cell_key(row)] == row for row in kept if gpu_cells.cell_key(row) not in seen
     )
     seen.clear()
     dry_run(tmp_path, "--retry", "--only", kept[1]["recipe"])
-    assert gpu_cells.key(kept[1]) in seen
+    assert gpu_cells.cell_key(kept[1]) in seen
 
 
 def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
@@ -120,11 +121,11 @@ def test_it_does_not_go_on_in_a_record_of_other_code(tmp_path, dry, capsys):
 def test_a_library_that_came_since_is_no_other_machine(dry):
     machine = dry[1]["machine"]
     newer = {**machine, "libraries": {**machine["libraries"], "transformer_engine": "2.9"}}
-    assert gpu_record.same(machine, newer) and gpu_record.same(newer, machine)
-    assert not gpu_record.same(
+    assert gpu_record.same_machine(machine, newer) and gpu_record.same_machine(newer, machine)
+    assert not gpu_record.same_machine(
         newer, {**newer, "libraries": {**newer["libraries"], "transformer_engine": "3.0"}}
     )
-    assert not gpu_record.same(machine, {**machine, "torch": "2.0"})
+    assert not gpu_record.same_machine(machine, {**machine, "torch": "2.0"})
 
 
 FAULTS = {
@@ -136,8 +137,8 @@ FAULTS = {
 
 
 def test_a_cell_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
-    saved, real = [], gpu.save
-    monkeypatch.setattr(gpu, "save", lambda *args: saved.append(1) or real(*args))
+    saved, real = [], gpu.save_record
+    monkeypatch.setattr(gpu, "save_record", lambda *args: saved.append(1) or real(*args))
 
     def contender(cell, device, dry):
         if cell["recipe"] in FAULTS:
@@ -171,7 +172,7 @@ def test_the_budget_ends_between_cells(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
     )
-    monkeypatch.setattr(gpu, "measure", lambda cell, **_: {**cell, "status": "refused", "note": "said"})
+    monkeypatch.setattr(gpu, "measure_cell", lambda cell, **_: {**cell, "status": "refused", "note": "said"})
     _, rows = dry_run(tmp_path, "--nets", "dit:tiny:8:2", "--budget", "10")
     assert len(rows) == 2 and "are left: run the same command again" in capsys.readouterr().out
 
@@ -205,22 +206,22 @@ def test_cells_are_measured_at_once_by_as_many_processes_and_none_is_lost(monkey
     todo, rows = gpu_cells.cells(["dit:tiny:8:2"])[:8], {}
     args = SimpleNamespace(dry_run=True, budget=None, cell_limit=300, jobs=2)
     assert gpu.measure_all(todo, rows, lambda: None, args, 1, torch.device("cpu")) == 0
-    assert set(rows) == {gpu_cells.key(cell) for cell in todo}
+    assert set(rows) == {gpu_cells.cell_key(cell) for cell in todo}
 
 
 def test_a_process_measures_alone_and_builds_beside_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_cells, "TURN", tmp_path / "turn")
+    monkeypatch.setattr(gpu_cells, "GPU_LOCK", tmp_path / "turn")
 
     def another(kind):
-        with open(gpu_cells.TURN, "w") as other:
+        with open(gpu_cells.GPU_LOCK, "w") as other:
             fcntl.flock(other, kind | fcntl.LOCK_NB)
 
     on_gpu = SimpleNamespace(type="cuda")
-    with gpu_cells.turn(on_gpu, fcntl.LOCK_SH):
+    with gpu_cells.gpu_turn(on_gpu, fcntl.LOCK_SH):
         another(fcntl.LOCK_SH)
         with pytest.raises(BlockingIOError):
             another(fcntl.LOCK_EX)
-    with gpu_cells.turn(on_gpu, fcntl.LOCK_EX), pytest.raises(BlockingIOError):
+    with gpu_cells.gpu_turn(on_gpu, fcntl.LOCK_EX), pytest.raises(BlockingIOError):
         another(fcntl.LOCK_SH)
     another(fcntl.LOCK_EX)
 
@@ -246,7 +247,7 @@ def test_a_process_that_hangs_or_ends_is_replaced():
 
 
 def test_the_table_of_the_docs_has_what_was_measured():
-    net, other = list(gpu.NETS)[:2]
+    net, other = list(gpu.GPU_NET_TITLES)[:2]
     row = dict(net=net, recipe="bf16", compile=False, status="measured", batch_size=64)
     row.update(ms=[100.0, 64.0, 32.0], reference_ms=[128.0], peak_bytes=3 << 29, bytes_per_parameter=16)
     refused = dict(net=other, recipe="bf16", compile=True, status="refused")
@@ -310,12 +311,12 @@ def test_the_plan_fits_into_half_an_hour_and_needs_a_gpu(capsys):
 
 def test_each_step_of_the_plan_keeps_its_budget_and_leaves_its_outcome(tmp_path):
     steps = [
-        gpu_plan.Step("a", 60, "-c print('said')", ""),
-        gpu_plan.Step("b", 60, "-c 1/0", ""),
-        gpu_plan.Step("c", 1, "-c __import__('time').sleep(60)", ""),
+        gpu_plan.PlannedStep("a", 60, "-c print('said')", ""),
+        gpu_plan.PlannedStep("b", 60, "-c 1/0", ""),
+        gpu_plan.PlannedStep("c", 1, "-c __import__('time').sleep(60)", ""),
     ]
     path = tmp_path / "plan.json"
-    assert gpu_plan.follow(steps, path, {}) == 1
+    assert gpu_plan.run_steps(steps, path, {}) == 1
     kept = json.loads(path.read_text())["steps"]
     assert [step["ended"] for step in kept] == ["done", "failed", "stopped"]
     assert kept[0]["said"] == ["said"] and "ZeroDivisionError" in kept[1]["said"][-1]
@@ -330,7 +331,7 @@ def test_the_largest_batch_is_found_to_a_sixteenth(limit):
         tried.append(size)
         return size <= limit
 
-    found = largest_batch.finest(fits, most=512)
+    found = largest_batch.largest_that_fits(fits, most=512)
     assert found <= min(limit, 512) <= found + max(0, found // 16)
     assert len(tried) == len(set(tried)) < 16
 
@@ -384,15 +385,15 @@ def test_the_search_for_a_batch_on_cuda(tmp_path):
 
 
 def test_a_peers_optimiser_is_a_cell_like_others(monkeypatch):
-    monkeypatch.setitem(subjects.PEERS, "flashoptim", "torch.optim:AdamW")
+    monkeypatch.setitem(subjects.PEER_CLASSES, "flashoptim", "torch.optim:AdamW")
     cell = dict(net="dit:tiny:8:2", recipe="pure_bf16-flashoptim", compile=False)
-    row = gpu_cells.measure(cell, device="cpu", rounds=1, dry=True)
+    row = gpu_cells.measure_cell(cell, device="cpu", rounds=1, dry=True)
     assert row["status"] == "measured" and row["bytes_per_parameter"] == pytest.approx(8, abs=0.1)
 
 
 def test_gradients_in_bf16_carry_a_few_hundred_times_their_rounding():
     found, exact = torch.tensor([3.0, 4.1]), torch.tensor([3.0, 4.0])
-    assert reduction.decibels(found, exact) == pytest.approx(33.979, abs=1e-3)
+    assert reduction.gradient_decibels(found, exact) == pytest.approx(33.979, abs=1e-3)
     [row] = reduction.reduction(SimpleNamespace(nets=["dit:tiny:8:2"], device=torch.device("cpu")), None)
     assert 35 < row["decibels"] < 70
 

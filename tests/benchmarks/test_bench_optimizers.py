@@ -227,7 +227,7 @@ names = ["stochastic-e4m3-64", "stochastic-signs", "new-peer"]
 with torch.compiler.set_stance("force_eager"):
     argv = ["--repeats", "1", "--device", "cpu", "--out", "out.json", "--only", *names]
     assert bench.main(["optimizers", "--parameters", "20000", "--layouts", "large", *argv]) == 0
-print([list(optimizers.CONTENDERS), list(memory.STATES), moments.HOLDERS])
+print([list(optimizers.CONTENDERS), list(memory.MOMENT_FLAGS), moments.MOMENT_HOLDERS])
 """
 
 
@@ -244,8 +244,8 @@ def test_rows_come_from_the_registries_and_new_ones_follow_the_old(tmp_path):
     contenders, states, holders = ast.literal_eval(done.stdout.splitlines()[-1])
     for found, known, new in (
         (contenders, list(optimizers.CONTENDERS), {"stochastic-e4m3-64", "stochastic-signs", "new-peer"}),
-        (states, list(memory.STATES), {"--set exp_avg=e4m3-64 --set exp_avg_sq=e4m3-64"}),
-        (holders, moments.HOLDERS, {"e4m3-64 nearest", "e4m3-64 stochastic"}),
+        (states, list(memory.MOMENT_FLAGS), {"--set exp_avg=e4m3-64 --set exp_avg_sq=e4m3-64"}),
+        (holders, moments.MOMENT_HOLDERS, {"e4m3-64 nearest", "e4m3-64 stochastic"}),
     ):
         assert set(found) == {*known, *new} and [name for name in found if name not in new] == known
     rows = {row["name"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
@@ -259,10 +259,10 @@ def test_the_rows_that_stood_before_the_registries_keep_their_order():
     names = "stochastic nearest kahan kahan-stochastic split fp32 stochastic-8bit stochastic-4bit torchastic "
     names += "torchao optimi adamw-bf16 bitsandbytes torch torch-fused copy"
     assert [name for name in optimizers.CONTENDERS if name in names.split()] == names.split()
-    assert list(memory.STATES)[:3] == ["", "--opt8bit", "--opt4bit"]
+    assert list(memory.MOMENT_FLAGS)[:3] == ["", "--opt8bit", "--opt4bit"]
     kinds = ("bf16", "int8", "int4")
     before = [f"{kind} {update}" for kind in kinds for update in ("nearest", "stochastic")]
-    assert moments.HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
+    assert moments.MOMENT_HOLDERS[:8] == ["fp32 nearest", "bitsandbytes", *before]
 
 
 @pytest.mark.parametrize("layout", ["mixed", "large"])

@@ -21,9 +21,9 @@ TASKS = {
 
 
 def test_tasks_take_turns_with_a_bare_loop(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loops, "TASKS", TASKS)
+    monkeypatch.setattr(loops, "TIMED_TASKS", TASKS)
     monkeypatch.setattr(loops, "STARTED", {"flow": f"--task rflow {TINY}"})
-    monkeypatch.setattr(loops, "ROUND", 1)
+    monkeypatch.setattr(loops, "ROUND_LENGTH_MS", 1)
     out = tmp_path / "record.json"
     assert bench.main(["peers", "--tasks", "--repeats", "3", "--threads", "1", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
@@ -32,15 +32,15 @@ def test_tasks_take_turns_with_a_bare_loop(tmp_path, capsys, monkeypatch):
     assert [(r["task"], r["loop"]) for r in rows] == [(t, b) for t in TASKS for b in ("bare loop", "ours")]
     assert all(len(r["ms"]) == 3 and min(r["ms"]) > 0 and r["steps"] > 0 for r in rows)
     assert all(r["flags"] == TASKS[r["task"]] for r in rows)  # and no folder of this machine
-    assert loops.tasks_table(rows) in capsys.readouterr().out
+    assert loops.task_speeds_table(rows) in capsys.readouterr().out
     assert not out.with_suffix(".png").exists()
 
 
 def test_the_table_of_tasks_is_of_ratios_within_a_round():
     rows = [dict(task="a", loop="bare loop", flags="--task a", ms=[1.0, 10.0, 2.0, 1.0])]
     rows += [dict(task="a", loop="ours", flags="--task a", ms=[1.1, 11.0, 3.0, 1.0])]
-    assert loops.beside(*rows) == pytest.approx([1.1, 1.1, 1.5, 1.0])
-    line = loops.tasks_table(rows).splitlines()[-1]
+    assert loops.bare_to_ours(*rows) == pytest.approx([1.1, 1.1, 1.5, 1.0])
+    line = loops.task_speeds_table(rows).splitlines()[-1]
     assert line == "| a | `--task a` | 2 | 2 | 1.10 | 1.02 to 1.40 |"
 
 
@@ -50,7 +50,7 @@ def test_a_bare_loop_keeps_the_average_that_a_consistency_model_learns_from(tmp_
     job = other_loops.Job(flags, str(tmp_path), torch.device("cpu"))
     asked, loss = [], job.loss
     job.loss = lambda net, batch: (asked.append(job.task.target(net)), loss(net, batch))[1]
-    step = other_loops.bare(job, "fp32")
+    step = other_loops.bare_loop(job, "fp32")
     step()
     first = [p.detach().clone() for p in job.net.parameters()]
     step()
@@ -72,10 +72,10 @@ def test_the_discrete_vae_by_itself_keeps_what_the_record_says(tmp_path, monkeyp
     """Bytes are no times: any machine finds them again."""
     path = ROOT / "experiments" / "bench" / "cpu-dvae.json"
     recorded = {(r["table"], r["name"]): r for r in json.loads(path.read_text())["results"]}
-    assert {table for table, _ in recorded} == set(systems.APART)
+    assert {table for table, _ in recorded} == set(systems.TABLES_APART)
     kept = ["fp32", "pure bf16 stochastic, logits too"]
-    rows = {name: systems.APART["dvae-512"][name] for name in kept}
-    monkeypatch.setattr(systems, "APART", {"dvae-512": rows})
+    rows = {name: systems.TABLES_APART["dvae-512"][name] for name in kept}
+    monkeypatch.setattr(systems, "TABLES_APART", {"dvae-512": rows})
     out = tmp_path / "record.json"
     argv = ["systems", "--only", "dvae-512", "--train", "0", "--repeats", "1", "--out", str(out)]
     assert bench.main(argv) == 0
@@ -90,4 +90,4 @@ def test_the_discrete_vae_by_itself_keeps_what_the_record_says(tmp_path, monkeyp
 
 def test_tables_apart_run_where_they_are_named_alone():
     args = bench.build_parser().parse_args(["systems"])
-    assert args.only == list(systems.TABLES) and not set(args.only) & set(systems.APART)
+    assert args.only == list(systems.SYSTEM_TABLES) and not set(args.only) & set(systems.TABLES_APART)

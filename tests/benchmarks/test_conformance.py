@@ -10,14 +10,14 @@ from common import BF16
 from torch.distributed.tensor import DTensor
 
 from benchmarks import conformance
-from benchmarks.conformance import Size
-from benchmarks.conformance_command import ASKED, CHECKS, asked
+from benchmarks.conformance import DrawnSize
+from benchmarks.conformance_command import CHECKS, CHECKS_OF_KIND, answer_of
 from benchmarks.conformance_writes import writes
-from benchmarks.subjects import Subject
+from benchmarks.subjects import OptimizerSubject
 from lowprec.kernels import compiled
 
 eager = common.eager
-SMALL = Size(side=128, steps=30, decay_steps=125, before=40, after=350, path=(800, 1000))
+SMALL = DrawnSize(side=128, steps=30, decay_steps=125, before=40, after=350, path=(800, 1000))
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,8 @@ def small(monkeypatch):
 
 def found(subject, *checks):
     """{check: Result} of the findings."""
-    results = {check: asked(ASKED[subject.kind][check], subject) for check in checks or ASKED[subject.kind]}
+    known = CHECKS_OF_KIND[subject.kind]
+    results = {check: answer_of(known[check], subject) for check in checks or known}
     return {check: result for check, result in results.items() if result.verdict == "finding"}
 
 
@@ -260,7 +261,7 @@ PLANTED = {
 
 def planted(kind):
     seed = set() if kind is OfTheGlobalGenerator else {"seed"}
-    return Subject(kind.__name__, kind, {"lr", "betas", "weight_decay"} | seed)
+    return OptimizerSubject(kind.__name__, kind, {"lr", "betas", "weight_decay"} | seed)
 
 
 @pytest.mark.parametrize("kind", PLANTED, ids=lambda kind: kind.__name__)
@@ -283,12 +284,12 @@ def test_noise_that_nobody_can_repeat_is_found():
 
 
 def test_shards_get_the_bits_of_the_whole_or_are_not_claimed():
-    shown = {kind: asked(CHECKS["sharded"], planted(kind)) for kind in (Right, Shards, AlikeOnAllRanks)}
+    shown = {kind: answer_of(CHECKS["sharded"], planted(kind)) for kind in (Right, Shards, AlikeOnAllRanks)}
     assert shown[Right].shown == "takes no DTensor" and "DTensor" in shown[Right].figures["error"]
     assert shown[Shards].shown == "same bits" and shown[Shards].verdict == "holds"
     # the second shard alone: its noise is another than that of its place
     assert 0 < shown[AlikeOnAllRanks].figures["differ"] < 0.5
-    assert abs(asked(CHECKS["noise of ranks"], planted(Shards)).figures["correlation"]) < 0.1
+    assert abs(answer_of(CHECKS["noise of ranks"], planted(Shards)).figures["correlation"]) < 0.1
     assert not torch.distributed.is_initialized()
 
 
@@ -302,17 +303,17 @@ def test_a_step_that_takes_no_dtensor_is_still_compiled_for_others():
         def update(self, p, g, state, group, start):
             compiled.fused(kernel, p)
 
-    result = asked(CHECKS["sharded"], planted(Fused))
+    result = answer_of(CHECKS["sharded"], planted(Fused))
     assert result.shown == "takes no DTensor" and kernel not in compiled.unfused
 
 
 def test_noise_of_the_global_generator_is_told_where_it_needs_the_program():
     subject = planted(OfTheGlobalGenerator)
-    assert asked(CHECKS["exact resume"], subject).shown == "by torch's generator"
+    assert answer_of(CHECKS["exact resume"], subject).shown == "by torch's generator"
     for check, shown in (("sharded", "by torch's generator"), ("noise of ranks", "+1.000 if seeded alike")):
-        result = asked(CHECKS[check], subject)
+        result = answer_of(CHECKS[check], subject)
         assert (result.verdict, result.shown) == ("not claimed", shown)
-    again = asked(CHECKS["noise after resume"], subject)
+    again = answer_of(CHECKS["noise after resume"], subject)
     assert again.verdict == "holds" and again.figures["anew"] > 0.9
     assert "where a script seeds torch's generator at each start" in again.said
 
@@ -370,8 +371,8 @@ def test_what_holds_of_each_entry_alone_is_not_claimed_where_entries_are_coupled
 
     subject = planted(ByNorm)
     assert not subject.elementwise and planted(Right).elementwise
-    results = {check: asked(ask, subject) for check, ask in CHECKS.items()}
-    coupled = {check for check, result in results.items() if result.shown == conformance.COUPLED}
+    results = {check: answer_of(ask, subject) for check, ask in CHECKS.items()}
+    coupled = {check for check, result in results.items() if result.shown == conformance.NOT_ELEMENTWISE}
     assert coupled == {"split in two", "sharded", "NaN", "extremes"}
     assert results["sizes"].shown == "1 of 7, 6 refused" and results["sizes"].verdict == "holds"
     assert results["v after a drop"].shown != "1.00", "it keeps none"
@@ -384,7 +385,7 @@ def test_decay_by_way_of_the_gradient_is_no_finding():
             g = g + group["weight_decay"] * p.float()
             super().update(p, g, state, {**group, "weight_decay": 0.0}, start)
 
-    assert asked(CHECKS["decay alone"], planted(Coupled)).shown == "not decoupled"
+    assert answer_of(CHECKS["decay alone"], planted(Coupled)).shown == "not decoupled"
 
 
 @pytest.mark.compiled
@@ -401,8 +402,8 @@ def test_a_compiled_step_that_drops_a_rounding_is_found():
 
             step(p)
 
-    wrong = asked(CHECKS["compiled"], planted(Fused))
+    wrong = answer_of(CHECKS["compiled"], planted(Fused))
     assert wrong.verdict == "finding" and "other values than the eager one" in wrong.said
     Fused.wrong = False
-    assert asked(CHECKS["compiled"], planted(Fused)).shown == "same bits"
-    assert asked(CHECKS["compiled"], planted(Right)).shown == "compiles nothing"
+    assert answer_of(CHECKS["compiled"], planted(Fused)).shown == "same bits"
+    assert answer_of(CHECKS["compiled"], planted(Right)).shown == "compiles nothing"

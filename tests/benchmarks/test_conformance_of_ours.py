@@ -11,7 +11,7 @@ from test_conformance import SMALL, WRITES, found
 import bench
 from benchmarks import averages, conformance_command, subjects
 from benchmarks.allocated import state_bytes
-from benchmarks.conformance_command import AVERAGE_CHECKS, CHECKS, asked
+from benchmarks.conformance_command import AVERAGE_CHECKS, CHECKS, answer_of
 
 eager, small = common.eager, test_conformance.small
 
@@ -23,12 +23,12 @@ LOSES = {"nearest": {*WRITES, "decay alone", "v after a drop"}, "kahan": {"v aft
 WRONG = {"stochastic-4bit": {"v after a drop"}}
 
 
-@pytest.mark.parametrize("name", subjects.OURS)
+@pytest.mark.parametrize("name", subjects.OUR_OPTIMIZERS)
 def test_ours_keeps_to_what_it_claims(name):
     if "bit" in name:
         pytest.importorskip("bitsandbytes" if "8bit" in name else "torchao")
     checks = set(CHECKS) - (set() if name == "nearest" else {"write of 1/10 ulp", "write of 1/2 ulp"})
-    findings = found(subjects.subject(f"ours:{name}", "cpu"), *checks)
+    findings = found(subjects.subject_of_name(f"ours:{name}", "cpu"), *checks)
     told = {check: result.said for check, result in findings.items()}
     assert set(told) == LOSES.get(name, set()) | WRONG.get(name, set()), told
 
@@ -36,8 +36,8 @@ def test_ours_keeps_to_what_it_claims(name):
 def test_averages_arrive_or_stand_still():
     shown = {}
     for name in ("ours:ema-fp32", "ours:ema-bf16", "ours:ema-bf16-stochastic", "torch-ema"):
-        subject = subjects.subject(name, "cpu")
-        results = {check: asked(ask, subject) for check, ask in AVERAGE_CHECKS.items()}
+        subject = subjects.subject_of_name(name, "cpu")
+        results = {check: answer_of(ask, subject) for check, ask in AVERAGE_CHECKS.items()}
         findings = [check for check, result in results.items() if result.verdict == "finding"]
         stands = name in ("ours:ema-bf16", "torch-ema")
         assert findings == (["way, distance"] if stands else []), name
@@ -49,14 +49,15 @@ def test_averages_arrive_or_stand_still():
 @pytest.mark.parametrize("name", subjects.TOOLS)
 def test_rules_of_tools_are_measured_as_the_experiment_measures_them(name):
     rule = subjects.TOOLS[name]
-    wanted = averages.measure(subjects.DECAY, *SMALL.path, rules={rule: averages.RULES[rule]})[rule]
-    found = asked(AVERAGE_CHECKS["way, distance"], subjects.subject(name, "cpu")).figures
+    rules = {rule: averages.RULES[rule]}
+    wanted = averages.measure_rules(subjects.AVERAGE_DECAY, *SMALL.path, rules=rules)[rule]
+    found = answer_of(AVERAGE_CHECKS["way, distance"], subjects.subject_of_name(name, "cpu")).figures
     assert (found["share"], found["distance"]) == pytest.approx(wanted, abs=1e-2)
 
 
 def test_bytes_of_states_that_hold_other_tensors_are_counted_once():
     pytest.importorskip("torchao")
-    subject = subjects.subject("torchao-8bit", "cpu")
+    subject = subjects.subject_of_name("torchao-8bit", "cpu")
     params, optimizer = subject.start([torch.ones(256, 256)])
     subjects.feed(params, optimizer, [torch.ones(256, 256)])
     # codes of both moments, a scale a block of 256, the two tables of 256 values
@@ -134,10 +135,10 @@ def test_the_command_writes_every_figure_and_its_status_tells(mine, capsys):
 
 
 def test_an_optimiser_is_given_what_its_constructor_takes(mine):
-    assert subjects.subject("mine.py:Seeded", "cpu").takes == {"lr", "weight_decay", "seed"}
-    assert subjects.subject("mine.py:Groups", "cpu").takes == {"lr", "betas", "weight_decay"}
-    assert subjects.subject("mine.py:Mine", "cpu").takes == {"lr"}
-    given = subjects.subject("torch.optim:AdamW(betas=(0.8, 0.9), lr=3.0)", "cpu")
+    assert subjects.subject_of_name("mine.py:Seeded", "cpu").takes == {"lr", "weight_decay", "seed"}
+    assert subjects.subject_of_name("mine.py:Groups", "cpu").takes == {"lr", "betas", "weight_decay"}
+    assert subjects.subject_of_name("mine.py:Mine", "cpu").takes == {"lr"}
+    given = subjects.subject_of_name("torch.optim:AdamW(betas=(0.8, 0.9), lr=3.0)", "cpu")
     group = given.start([torch.ones(2)], 0.5)[1].param_groups[0]
     assert group["betas"] == given.betas == (0.8, 0.9) and group["lr"] == 0.5, "lr belongs to the checks"
 
@@ -175,8 +176,8 @@ def test_bad_input_gets_one_line_and_status_2(mine, name, words, capsys):
 
 
 def test_a_package_that_is_absent_is_a_line_unless_it_was_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(subjects, "NAMES", ["ours:ema-fp32", "absent"])
-    monkeypatch.setitem(subjects.PEERS, "absent", "no_such_package:AdamW")
+    monkeypatch.setattr(subjects, "SUBJECT_NAMES", ["ours:ema-fp32", "absent"])
+    monkeypatch.setitem(subjects.PEER_CLASSES, "absent", "no_such_package:AdamW")
     assert bench.main(["conformance", "--device", "cpu"]) == 0
     assert "absent: not asked: absent: no_such_package can't be imported" in capsys.readouterr().out
     assert bench.main(["conformance", "absent"]) == 2

@@ -31,13 +31,13 @@ run, norms = fsdp_runs.run, fsdp_runs.norms
 SIZE = r" ([\d.]+) MiB"
 
 
-@pytest.mark.parametrize("flags", sharding.RECIPES)
+@pytest.mark.parametrize("flags", sharding.SHARDED_RECIPES)
 def test_a_dry_run_says_what_a_rank_holds_as_the_table_does(flags, capsys, monkeypatch):
     Path("lines.py").write_text(TASK + DIT)
     given = [] if flags == "(none)" else flags.strip("`").split()
     words = ["--task", "lines.py:Dit", "--fsdp", "--dry_run", *RUN, *given]
-    monkeypatch.setattr(sharding, "GIB", 1 << 20)
-    table = {row[1]: row[2:] for row in sharding.rows({"small": (2, 128, 4)})}[flags]
+    monkeypatch.setattr(sharding, "BYTES_A_GIB", 1 << 20)
+    table = {row[1]: row[2:] for row in sharding.arithmetic_rows({"small": (2, 128, 4)})}[flags]
     for world, columns in (("1", [1, 2, 3]), ("8", [2])):
         monkeypatch.setenv("WORLD_SIZE", world)
         assert command(*words) == 0

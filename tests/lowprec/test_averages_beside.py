@@ -9,7 +9,7 @@ from cli import ROOT, command, one_line, quick, summary
 from common import BF16, same
 
 import strategies
-from benchmarks.averages import DECAYS, RULES, path
+from benchmarks.averages import DECAYS, RULES, weight_path
 
 TASK = f"{ROOT}/experiments/048-averages-of-others/task.py:Flow"
 FLAGS = ["--task", TASK, "--pure_bf16", "--stochastic", "--weights", "all"]
@@ -20,7 +20,7 @@ in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 @pytest.mark.parametrize("name", RULES)
 def test_each_average_is_its_rule_over_the_weights_after_each_step(name):
     module = __import__(strategies.find(TASK).__module__)
-    start, *rest = path(30, 500)
+    start, *rest = weight_path(30, 500)
     params = [torch.nn.Parameter(part.clone()) for part in start.split([200, 300])]
     average = module.Ruled([("a", params[0]), ("b", params[1])], name, 0.9, seed=3)
     rule, wanted, draw = RULES[name], start, torch.Generator().manual_seed(3)

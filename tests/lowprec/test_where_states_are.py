@@ -54,12 +54,12 @@ def test_a_plan_says_what_the_gpu_holds(name):
 def test_bench_memory_counts_both_memories():
     args = type("Args", (), dict(device=torch.device("cpu")))
     plain, away = (
-        memory.allocated("dit:tiny:8:2", dict(memory.STOCHASTIC, **more), args)
+        memory.allocated_row("dit:tiny:8:2", dict(memory.PURE_BF16_STOCHASTIC, **more), args)
         for more in ({}, dict(states_on="cpu"))
     )
     assert away["bytes_per_parameter"] == plain["bytes_per_parameter"] == away["ledger"] == 8
     assert away["on_cpu"] == 4 and "on_cpu" not in plain and 0 < away["rooms"] < 4.01
-    assert memory.OFFLOADED in memory.WAYS
+    assert memory.OFFLOADED in memory.WAYS_TO_WRITE
     table = memory.memory_table({"": plain, "--pure_bf16 --stochastic --states_on cpu": away})
     assert "| 8.00, 4.00 of them on the GPU |" in table
 
