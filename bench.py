@@ -36,7 +36,7 @@ from benchmarks import (
 )
 from benchmarks.common import DeviceClock, record, without_folder
 from harness.files import write_json
-from harness.flags import Parser, natural
+from harness.flags import OneLineParser, natural
 from harness.run_folder import environment
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
@@ -64,7 +64,7 @@ NOT_SETTINGS = ("bench", "out", "subjects")  # of the arguments
 
 def build_parser():
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="bench.py", formatter_class=form, description=__doc__)
+    parser = OneLineParser(prog="bench.py", formatter_class=form, description=__doc__)
     names = " | ".join([*COMMANDS, "--gpu"])
     commands = parser.add_subparsers(dest="bench", required=True, metavar=names)
     for command in COMMANDS.values():

@@ -30,16 +30,16 @@ from strategies import settle
 from tasks.task import Rng, to_device
 from trainer import Trainer
 
-STEPS = 8  # further steps in memory
-IMAGES = 16
+FURTHER_STEPS = 8  # further steps in memory
+EXAMINED_IMAGES = 16
 # parameters x pixels x images of one step; about a second on a CPU core. Beyond it the batch is cut
-WORK = 5e9
+MOST_WORK_A_STEP = 5e9
 DEFAULT_DECAY = 0.999  # of the average
 # how far from its place, at most, a bf16 running mean stands still: an update of a tenth of the difference,
 # which is BatchNorm's, is lost below half an ulp, 2^-8 of the value
-STANDSTILL = 10 * 2**-8
+STANDSTILL_DISTANCE = 10 * 2**-8
 
-LIMITS = {**verdicts.FINDING_LIMITS, **verdicts.RUN_LIMITS}  # a task adds its own
+FINDING_LIMITS = {**verdicts.FINDING_LIMITS, **verdicts.RUN_LIMITS}  # a task adds its own
 
 
 def diagnose(path, table, flags):
@@ -68,7 +68,7 @@ class Examination:
     `images`, and call `task`, `net`, `rng`, `relative` and `judge`.
     """
 
-    images = IMAGES
+    images = EXAMINED_IMAGES
     relative = staticmethod(relative)
 
     def __init__(self, config, checkpoint, folder):
@@ -82,14 +82,14 @@ class Examination:
         self.data = trainer.data
         self.precision = trainer.precision
         self.recipe = trainer.recipe
-        self.limits = {**LIMITS, **trainer.task.limits}
+        self.limits = {**FINDING_LIMITS, **trainer.task.limits}
         self.train = trainer.task.train_set(trainer)
         self.start = self._start()
         trainer.restore(checkpoint)
         args, _ = self.precision.view_of_model.example
         parameters = sum(p.numel() for p in self.precision.params)
         self.pixels = math.prod(args[0].shape[2:] or args[0].shape[1:]) * parameters
-        self.work = WORK * (100 if self.device.type == "cuda" else 1)
+        self.work = MOST_WORK_A_STEP * (100 if self.device.type == "cuda" else 1)
         for part in (self.precision.optimizer, *self.precision.averages.values()):
             part.compiled = False
 
@@ -196,7 +196,7 @@ class Examination:
     @torch.no_grad()
     def computing(self):
         """The net's output and loss against those of an fp32 copy, on one batch of the training data."""
-        task, batch, step = self.task(), self.some(IMAGES), self.trainer.step
+        task, batch, step = self.task(), self.some(EXAMINED_IMAGES), self.trainer.step
         exact = Recorder(self.net(loss="fp32", generation="fp32"))
         task.loss(exact, batch, self.rng(3), step)
         args, kwargs = exact.inputs
@@ -235,7 +235,7 @@ class Examination:
                 own[name].copy_(made)
             else:  # what it would be in fp32 is not known, but how far off it can be
                 off = self.rng(5).uniform(b.numel()).view(b.shape) * 2 - 1
-                own[name].copy_(b * (1 + STANDSTILL * off))
+                own[name].copy_(b * (1 + STANDSTILL_DISTANCE * off))
                 changes = "may change"
         change = relative_tree(exact(*args, **kwargs), full)
         text = (
@@ -300,7 +300,7 @@ class Examination:
         """The run's own next steps, in memory; what each wrote against what fp32 wanted."""
         trainer, precision, c = self.trainer, self.precision, self.config
         images = c.batch_size * c.accumulate
-        c.accumulate = max(1, min(c.accumulate, STEPS, int(self.work / (self.pixels * c.batch_size))))
+        c.accumulate = max(1, min(c.accumulate, FURTHER_STEPS, int(self.work / (self.pixels * c.batch_size))))
         c.batch_size = int(max(1, min(c.batch_size, self.work / self.pixels)))
         # else gradients are noisier than those that v has seen
         whole = images == c.batch_size * c.accumulate
@@ -310,7 +310,7 @@ class Examination:
         hook = precision.optimizer.register_step_pre_hook(writes.before)
         reports = []
         measured = bool(precision.methods)  # `casts` alone asks for it; Writes looks for itself
-        for _ in range(STEPS // c.accumulate if whole else 2):
+        for _ in range(FURTHER_STEPS // c.accumulate if whole else 2):
             reports.append(trainer.train_step(measure=measured)[1])
             writes.after()
         hook.remove()
@@ -342,7 +342,7 @@ class Examination:
         if tally.lost > 1:  # a block's scale that moves moves all of its values
             text = "v grows where it should shrink"
         if excess:
-            text += f"; v is {excess:.1f} times the mean of g^2 over {STEPS} batches"
+            text += f"; v is {excess:.1f} times the mean of g^2 over {FURTHER_STEPS} batches"
         self.judge("exp_avg_sq", tally.lost, text, self.writing(remedy))
 
     def casts(self, reports):
@@ -437,7 +437,7 @@ class Examination:
             return
         writes = Writes(optimizer, precision.named_params, {})
         grads = {p: torch.zeros_like(p) for p in precision.params}
-        for _ in range(STEPS):
+        for _ in range(FURTHER_STEPS):
             writes.before(optimizer, (), {"grads": grads})
             optimizer.step(grads=grads)
             writes.after()

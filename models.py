@@ -186,7 +186,7 @@ def modulate(x, shift, scale):
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
-class Attention(nn.Module):
+class DiTAttention(nn.Module):
     """Self-attention, x [B, tokens, width] -> the same shape."""
 
     def __init__(self, width, heads):
@@ -204,7 +204,7 @@ class Attention(nn.Module):
         return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class DiTBlock(nn.Module):
     """DiT block with adaLN-Zero: the condition sets shift, scale and gate of both branches (section 3.2).
 
     forward: x [B, tokens, width], c [B, width], the condition after its SiLU -> [B, tokens, width]. The
@@ -214,7 +214,7 @@ class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.attention = Attention(width, heads)
+        self.attention = DiTAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
@@ -228,7 +228,7 @@ class Block(nn.Module):
         return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
 
-class Final(nn.Module):
+class DiTFinal(nn.Module):
     """DiT's last layer: modulated norm, then a Linear to the values of a patch; both Linears start at zero.
     """
 
@@ -258,8 +258,8 @@ class DiT(nn.Module):
         self.t_embed = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.y_embed = nn.Embedding(num_classes + 1, width)
         self.register_buffer("pos_embed", position_embedding(image_size // patch, width), persistent=False)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.final = Final(width, channels * patch**2)
+        self.blocks = nn.ModuleList(DiTBlock(width, heads) for _ in range(depth))
+        self.final = DiTFinal(width, channels * patch**2)
         self._init_weights()
 
     def _init_weights(self):  # as in the authors' code

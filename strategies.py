@@ -29,7 +29,7 @@ from lowprec.errors import Refused
 from lowprec.evidence import KIND_OF_MODEL
 from lowprec.optimizers.build import argument_names, classes_of
 from lowprec.recipes import Recipe
-from precision import PRECISION, recipe_of
+from precision import PRECISION_FLAGS, recipe_of_run
 from tasks.classify import Classify
 from tasks.consistency import Consistency
 from tasks.diffusion import DDPM, RFlow
@@ -59,7 +59,7 @@ TASKS = {
 }
 
 
-def find(spec):
+def find_task(spec):
     """The class of a --task: an entry of TASKS, or FILE.py:CLASS. Raises Refused; an error in the file is
     its own.
     """
@@ -84,7 +84,7 @@ def find(spec):
 
 # Modules that tasks of a file used before they moved: what each is called now, and what a task says.
 # docs/old-names.md has all of them.
-MOVED = {
+MOVED_MODULES = {
     "attention": ("lowprec.attention", "from lowprec.attention import attend"),
     "average": ("lowprec.optimizers.average", "from lowprec import EMA"),
     "checkpoints": ("harness.checkpoints", "from harness.checkpoints import read"),
@@ -125,8 +125,8 @@ def _module(path):
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         del sys.modules[name]
-        if error.name in MOVED:
-            place, line = MOVED[error.name]
+        if error.name in MOVED_MODULES:
+            place, line = MOVED_MODULES[error.name]
             raise Refused(f"{path}: {error.name} is {place} now; a task says: {line}") from None
         raise
     except BaseException:
@@ -138,7 +138,7 @@ def _module(path):
 # ---- Their flags -------------------------------------------------------------------------------------------
 
 
-def rows(*kinds):
+def flag_rows(*kinds):
     """The flags of some tasks, and then those of the classes that they share: [Flag].
 
     Of two rows with one name that of the derived class stays.
@@ -153,17 +153,17 @@ def rows(*kinds):
     return list(found.values())
 
 
-def table(spec=None):
-    """flags.Table of the general flags, those of TASKS, and those of the task `spec`."""
+def flag_table(spec=None):
+    """flags.FlagTable of the general flags, those of TASKS, and those of the task `spec`."""
     own = []
     if spec and spec not in TASKS:
-        own = rows(find(spec))
-    before = options.TASK + options.TRAINING + PRECISION
-    after = options.SCORING + options.MACHINE + options.RUN
-    return flags.Table([*before, *rows(*TASKS.values()), *after, *own])
+        own = flag_rows(find_task(spec))
+    before = options.TASK_FLAGS + options.TRAINING_FLAGS + PRECISION_FLAGS
+    after = options.SCORING_FLAGS + options.MACHINE_FLAGS + options.RUN_FLAGS
+    return flags.FlagTable([*before, *flag_rows(*TASKS.values()), *after, *own])
 
 
-def defaults(kind, given):
+def task_defaults(kind, given):
     """{flag: default} where task, --optimizer or --clip_tensor has another than the flag's row."""
     found = dict(kind.own_defaults())
     of_optimizer = classes_of(given.get("optimizer", "adamw"))
@@ -184,7 +184,7 @@ class Run:
     """
 
     kind: type
-    table: flags.Table
+    table: flags.FlagTable
     config: flags.Config
     recipe: Recipe
 
@@ -202,9 +202,9 @@ def settle(values, typed=False):
     """
     if not isinstance(values, dict):
         values = vars(values)
-    kind = find(values.get("task", "rflow"))
-    known = table(values.get("task"))
-    whole = {**defaults(kind, values), **values}
+    kind = find_task(values.get("task", "rflow"))
+    known = flag_table(values.get("task"))
+    whole = {**task_defaults(kind, values), **values}
     if typed:
         config = known.typed(whole)
         _refuse_foreign(kind, config)
@@ -217,20 +217,20 @@ def settle(values, typed=False):
             raise Refused(
                 "--batch_size auto is a number once a run begins, and this is none yet: give a number"
             )
-    _check(config, known)
+    _refuse_idle(config, known)
     kind.check(config)
-    return Run(kind, known, config, recipe_of(config, known, kind.sites))
+    return Run(kind, known, config, recipe_of_run(config, known, kind.sites))
 
 
 def _refuse_foreign(kind, config):
     """Raise Refused where a flag of another task is set: it would do nothing beside this one."""
-    own = {row.name for row in rows(kind)}
-    for row in rows(*TASKS.values()):
+    own = {row.name for row in flag_rows(kind)}
+    for row in flag_rows(*TASKS.values()):
         if row.name in own or getattr(config, row.name) == row.default:
             continue
         bring = []
         for name, task in TASKS.items():
-            if any(other.name == row.name for other in rows(task)):
+            if any(other.name == row.name for other in flag_rows(task)):
                 bring.append(name)
         if len(bring) == 1:
             tasks, add = bring[0], f"add --task {bring[0]}"
@@ -241,7 +241,7 @@ def _refuse_foreign(kind, config):
         )
 
 
-def _check(config, known):
+def _refuse_idle(config, known):
     """Raise Refused for a flag that does nothing beside the others."""
     optimizers = classes_of(config.optimizer)
     if optimizers and config.beta2 != known["beta2"].default:
@@ -260,11 +260,11 @@ def _check(config, known):
 # ---- A net without a run -----------------------------------------------------------------------------------
 
 
-def subject(words, spec=None):
+def advice_subject(words, spec=None):
     """What `train.py --advise` asks about: an advice.subjects.Subject with the net of these flags on the meta
     device, and the task's own loss. spec: the --task among them.
     """
-    parser = table(spec).parser("train.py --advise", "the flags of train.py")
+    parser = flag_table(spec).parser("train.py --advise", "the flags of train.py")
     run = settle(vars(parser.parse_args(words)), typed=True)
     task = run.kind(run.kind.load(run.config), run.recipe, run.config)
     with torch.device("meta"):

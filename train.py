@@ -34,10 +34,10 @@ if __name__ == "__main__":  # not where it is imported: importing the libraries 
 
 import strategies
 from harness import batch_size
-from harness.advice import advice
-from harness.checkpoints import read as read_checkpoint
+from harness.advice import advice_lines
+from harness.checkpoints import read_checkpoint
 from harness.ending import ended_by, line_and_status
-from harness.flags import Parser, read_yaml
+from harness.flags import OneLineParser, read_yaml
 from harness.printing import print_head, print_ledger, print_scores, print_summary, start_here
 from harness.ranks import leave, speaks_first, write_error_file
 from lowprec import check
@@ -45,7 +45,7 @@ from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
 from trainer import Trainer
 
-FLAGS = strategies.table()
+FLAGS = strategies.flag_table()
 DEFAULTS = FLAGS.defaults()
 VERBS = ("config", "ledger", "dry_run", "check", "sample", "diagnose")
 
@@ -97,12 +97,12 @@ def _may_differ(table, verb):
     return ", ".join(f"--{row.name}" for row in table.rows if row.accepts(verb))
 
 
-def task_of(argv):
+def task_flag_of(argv):
     """The --task of a command line, before its flags are known: the task may bring flags of its own.
 
     Where there is none on the line, it is that of --config, or of the run to --sample or --diagnose.
     """
-    parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser = OneLineParser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("task", "config", "sample", "diagnose"):
         parser.add_argument(f"--{name}")
     words, _ = parser.parse_known_args(argv)
@@ -137,7 +137,7 @@ def train(given, command, dry=False, whole_ledger=False):
         raise Refused("--epochs and --steps both say how long to train: give one of them")
     run = strategies.settle(given, typed=True)
     if run.config.batch_size == "auto":
-        run = run.replaced(batch_size=batch_size.chosen(Trainer, run, dry))
+        run = run.replaced(batch_size=batch_size.chosen_batch_size(Trainer, run, dry))
     trainer = Trainer(run, command, dry=dry)
     if trainer.ranks.main:
         ledger = trainer.precision.ledger()
@@ -145,7 +145,7 @@ def train(given, command, dry=False, whole_ledger=False):
         print_ledger(trainer, ledger, whole=dry or whole_ledger)
         if dry and trainer.config.fsdp:
             print(trainer.line_of_a_rank())
-        for line in [*trainer.notes, *advice(trainer)]:
+        for line in [*trainer.notes, *advice_lines(trainer)]:
             print(f"warning: {line}")
         print(flush=True)
     if dry:
@@ -164,8 +164,8 @@ def train(given, command, dry=False, whole_ledger=False):
 
 def settled_flags(kind, config):
     """What each flag is in a run, without those that are off and those of other tasks, in a few lines."""
-    of_tasks = {row.name for row in strategies.rows(*strategies.TASKS.values())}
-    unread = of_tasks - {row.name for row in strategies.rows(kind)}
+    of_tasks = {row.name for row in strategies.flag_rows(*strategies.TASKS.values())}
+    unread = of_tasks - {row.name for row in strategies.flag_rows(kind)}
     words = []
     for name, value in vars(config).items():
         is_off = value is None or value is False or value in ("", [])
@@ -179,7 +179,7 @@ def settled_flags(kind, config):
     return textwrap.fill(" ".join(words), 110, break_long_words=False, break_on_hyphens=False)
 
 
-def sample(path, given, command, table):
+def sample_and_score(path, given, command, table):
     """Draw and score from a checkpoint or a run's folder."""
     checkpoint = read_checkpoint(path)
     trained = vars(table.obeyed(checkpoint["config"]))
@@ -196,7 +196,7 @@ def sample(path, given, command, table):
     folder = path
     if not os.path.isdir(path):
         folder = os.path.dirname(path) or "."
-    values = {**trained, "runs": shared(folder), **given}
+    values = {**trained, "runs": yardsticks_folder(folder), **given}
     values["set"] = trained["set"] + given.get("set", [])
     trainer = Trainer(strategies.settle(values), command, draws=True, folder=folder)
     label = given.get("name") or _label(checkpoint["step"], given, table)
@@ -208,7 +208,7 @@ def sample(path, given, command, table):
     return 0
 
 
-def shared(folder):
+def yardsticks_folder(folder):
     """Where nets that score are kept for a run's folder: beside it where its training kept them, else in it.
     A folder that came from elsewhere has no say about others.
     """
@@ -231,7 +231,7 @@ def _label(step, given, table):
     return label
 
 
-def diagnose(path, given, table):
+def print_diagnosis(path, given, table):
     """Print a diagnosis; 0: healthy, 1: findings."""
     import doctor
 
@@ -240,12 +240,12 @@ def diagnose(path, given, table):
     return diagnosis.status
 
 
-def advise(words):
+def print_advice(words):
     """Print what training a net takes and costs; words: flags of its task, and of advice/command.py."""
     from lowprec.advice import command
 
     def subject(own):
-        return strategies.subject(own, task_of(own))
+        return strategies.advice_subject(own, task_flag_of(own))
 
     return command.main(words, "train.py --advise", subject)
 
@@ -260,11 +260,11 @@ def for_a_billion():
     return "\n".join([head, *text.short_text(advise(of_count(1e9)))])
 
 
-def run(argv):
+def run_command(argv):
     """Do what a command line says; returns the exit status."""
     if "--advise" in argv:
-        return advise([word for word in argv if word != "--advise"])
-    table = strategies.table(task_of(argv))
+        return print_advice([word for word in argv if word != "--advise"])
+    table = strategies.flag_table(task_flag_of(argv))
     parser = build_parser(table)
     given = vars(parser.parse_args(argv))
     verbs = {name: given.pop(name) for name in VERBS if name in given}
@@ -281,9 +281,9 @@ def run(argv):
         given = {**table.read_yaml(verbs["config"], parser), **given}
     command = ["train.py", *argv]
     if "diagnose" in verbs:
-        return diagnose(verbs["diagnose"], given, table)
+        return print_diagnosis(verbs["diagnose"], given, table)
     if "sample" in verbs:
-        return sample(verbs["sample"], given, command, table)
+        return sample_and_score(verbs["sample"], given, command, table)
     return train(given, command, dry="dry_run" in verbs, whole_ledger="ledger" in verbs)
 
 
@@ -299,14 +299,14 @@ def main(argv=None):
         if hasattr(stream, "reconfigure"):  # what a terminal can't show is no error
             stream.reconfigure(errors="backslashreplace")
     with ended_by(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) as signals:
-        return ended(argv, signals)
+        return exit_status_of(argv, signals)
 
 
-def ended(argv, signals):
+def exit_status_of(argv, signals):
     """The exit status of run(argv), once its last line is printed. signals: those that end it."""
     try:
         try:
-            return run(argv)
+            return run_command(argv)
         finally:
             # torchrun sends SIGTERM to all processes once one has died, while they print why
             for signum in signals:

@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 
 from harness import initial, resume
-from harness.advice import check_processes, notes
+from harness.advice import check_processes, recipe_notes
 from harness.batches import end_workers, read_batches
 from harness.ending import Stopped, StopRequest, check_loss, check_weights
-from harness.flags import MOST
-from harness.progress import Clock, Profile, Progress
+from harness.flags import LARGEST_WHOLE
+from harness.progress import Profile, Progress, TrainingClock
 from harness.ranks import Ranks, lost_process
 from harness.run_folder import Folder, export, peak_memory, start_peak_memory, write_json
 from harness.schedule import is_due, lr_factor
 from harness.summary import finish
-from harness.validation import BEST, Validation, steps_an_epoch
+from harness.validation import BEST_FILE, Validation, steps_an_epoch
 from lowprec import fsdp, ledger
 from lowprec.activations import Meter, recompute, recomputed_blocks
 from lowprec.cast import exact_modules
@@ -30,7 +30,7 @@ from lowprec.errors import Refused
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
 from lowprec.rules import refuse_optimizer
-from precision import check_origin, recipe_of
+from precision import check_origin, recipe_of_run
 from tasks.task import Rng, to_device
 
 # ---- Trainer -----------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Trainer:
         if c.threads:
             torch.set_num_threads(c.threads)
         self.recipe = run.recipe.on(self.device)
-        self.notes = notes(self)
+        self.notes = recipe_notes(self)
         check_processes(self)
         self.folder = Folder(folder or Path(c.runs) / c.name)
         self.data = self.kind.load(c)
@@ -64,7 +64,7 @@ class Trainer:
         if c.init_scale != 1 and self.task.starts_elsewhere:
             brought = "scales new weights, and these come from a checkpoint"
             raise Refused(f"--init_scale {c.init_scale:g} {brought}: drop it, or train from scratch")
-        # how far it is; resume.restore sets these
+        # how far it is; resume.restore_checkpoint sets these
         self.step, self.seconds, self.peak = 0, 0.0, None
         self.interval, self.since = 0, 0.0  # steps since the last logged line, and the sum of their losses
         self.train = self.batches = None
@@ -81,8 +81,9 @@ class Trainer:
         """When the held-out data are looked at. Settles --steps where --epochs says it."""
         c = self.config
         epoch = steps_an_epoch(c, self.task.train_count())
-        if c.epochs * epoch > MOST:
-            raise Refused(f"--epochs {c.epochs}: an epoch is {epoch} steps; use {MOST // epoch} or fewer")
+        if c.epochs * epoch > LARGEST_WHOLE:
+            most = LARGEST_WHOLE // epoch
+            raise Refused(f"--epochs {c.epochs}: an epoch is {epoch} steps; use {most} or fewer")
         if c.epochs:
             c.steps = c.epochs * epoch
         every = c.validate_every
@@ -289,7 +290,7 @@ class Trainer:
         """Steps until the run is finished, with what is logged, drawn and saved between them."""
         c, main, first = self.config, self.ranks.main, self.step
         start_peak_memory(self.device)
-        clock = Clock(self.seconds)
+        clock = TrainingClock(self.seconds)
         profile = Profile(c.profile if main else 0, self.folder / "profile.json", self.device)
         with self._bar() as bar, closing(profile):
             while not self.finished:
@@ -348,7 +349,7 @@ class Trainer:
         check_loss(since, report, self.step, self.folder)
         check_weights(self.precision, self.step, self.folder, self.ranks, self.device)
         if self.ranks.main or self.ranks.spread:
-            resume.save(self, clock.seconds(), since)
+            resume.save_checkpoint(self, clock.seconds(), since)
 
     def _look(self):
         """Scores on held-out data, as {"heldout_<name>": number}; a checkpoint of the best so far is kept."""
@@ -362,7 +363,7 @@ class Trainer:
         if self.ranks.spread:
             improved = bool(self.ranks.any(int(improved), self.device))
         if improved:
-            resume.save(self, self.seconds, 0.0, BEST)
+            resume.save_checkpoint(self, self.seconds, 0.0, BEST_FILE)
         return {f"heldout_{name}": value for name, value in scores.items()}
 
     def _drawing(self, source):
@@ -375,7 +376,7 @@ class Trainer:
 
     def restore(self, checkpoint):
         """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""
-        resume.restore(self, checkpoint)
+        resume.restore_checkpoint(self, checkpoint)
 
     # -- scores
 
@@ -420,7 +421,7 @@ class Trainer:
         """Score and picture the weights of a checkpoint; returns {source: scores}, which samples/<label>.json
         holds too.
         """
-        theirs = recipe_of(self.table.obeyed(checkpoint["config"]), self.table, self.kind.sites)
+        theirs = recipe_of_run(self.table.obeyed(checkpoint["config"]), self.table, self.kind.sites)
         check_origin(self.recipe, theirs, draws=True)
         self.restore(checkpoint)
         if self.config.export:

@@ -18,7 +18,7 @@ def main(cell):
     """cell: JSON of flags, recipe, examples a step, threads."""
     words, flags, batch, threads = json.loads(cell)
     torch.set_num_threads(threads)
-    timing.seconds_a_step(strategies.subject(words), recipe(**flags), batch, steps=1)
+    timing.seconds_a_step(strategies.advice_subject(words), recipe(**flags), batch, steps=1)
     print(peak())
 
 

@@ -31,7 +31,7 @@ from benchmarks.common import (
     training_step,
     typed,
 )
-from harness.batch_size import Memory, largest, survives
+from harness.batch_size import TrialMemory, largest_power_of_two, survives
 from harness.flags import natural
 from lowprec.advice.answer import advise
 from lowprec.errors import Refused
@@ -67,7 +67,7 @@ def check(args):
 
 def largest_that_fits(fits, most):
     """The largest size, at most `most`, for which fits(size) holds, to a sixteenth of itself; 0 for none."""
-    good = largest(fits, most)
+    good = largest_power_of_two(fits, most)
     bad = min(2 * good or 1, most + 1)
     while bad - good > max(1, good // 16):
         middle = (good + bad) // 2
@@ -83,7 +83,7 @@ def searched(spec, name, args):
     kind, size, side, _ = parse_net(spec)
     on_gpu = args.device.type == "cuda"
     used = {}
-    with Memory(args.device) if on_gpu else contextlib.nullcontext() as memory:
+    with TrialMemory(args.device) if on_gpu else contextlib.nullcontext() as memory:
         run, *_ = prepared((kind, size, side, 1), RECIPES[name], args.device)
 
         def fits(batch):

@@ -107,7 +107,7 @@ class SteppedRun:
     def __init__(self, flags, folder, steps, device):
         words = [*shlex.split(flags), "--runs", folder, "--device", device.type]
         words += ["--steps", str(max(1, steps)), "--ema_warmup"]  # few steps: the average must have arrived
-        table = strategies.table()
+        table = strategies.flag_table()
         given = vars(table.parser("bench.py", "").parse_args(words))
         self.run = Trainer(strategies.settle({**given, "name": "bench"}, typed=True))
         self.run.ready()

@@ -40,7 +40,7 @@ from experiments.log.definition import HERE, ROOT, RUNS, folders, key, label, lo
 from experiments.log.records import recorded  # noqa: E402
 from experiments.log.tables import heading  # noqa: E402
 from harness.files import write_atomically  # noqa: E402
-from harness.flags import Parser  # noqa: E402
+from harness.flags import OneLineParser  # noqa: E402
 from lowprec.errors import Refused  # noqa: E402
 
 # ---- Figures -----------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def said_of(path, base):
 
 def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="report.py", description=__doc__, formatter_class=form)
+    parser = OneLineParser(prog="report.py", description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("numbers", nargs="*", metavar="NNN", help="experiments (default: all, and the page about them)")
     add("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.log import records  # noqa: E402
 from experiments.log.analysis import machine_of  # noqa: E402
 from experiments.log.definition import HERE, ROOT, RUNS, command, key, label, load, typed  # noqa: E402
-from harness.flags import Parser  # noqa: E402
+from harness.flags import OneLineParser  # noqa: E402
 from harness.run_folder import environment  # noqa: E402
 from lowprec.errors import Refused  # noqa: E402
 from lowprec.machine import cpu_threads  # noqa: E402
@@ -49,10 +49,10 @@ def flags_of(words):
     import strategies
     import train
 
-    table = strategies.table(train.task_of(words))
+    table = strategies.flag_table(train.task_flag_of(words))
     given = vars(train.build_parser(table).parse_args(words))
-    kind = strategies.find(given.get("task", "rflow"))
-    return {**table.defaults(), **strategies.defaults(kind, given), **given}
+    kind = strategies.find_task(given.get("task", "rflow"))
+    return {**table.defaults(), **strategies.task_defaults(kind, given), **given}
 
 
 def dry_run(words):
@@ -346,7 +346,7 @@ def read_seeds(words):
 
 
 def parse(argv):
-    parser = Parser(
+    parser = OneLineParser(
         prog="run.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -5,7 +5,7 @@ from lowprec.errors import Refused
 from lowprec.fsdp import policy_note
 from lowprec.rules import COMMAND_RULES, RunFacts, check_machine, refuse
 
-LATE = 0.1  # of the initial weights in an average: more shows in what it draws
+LATE_AVERAGE = 0.1  # of the initial weights in an average: more shows in what it draws
 
 
 def check_processes(run):
@@ -30,7 +30,7 @@ def check_processes(run):
         check_export(c.export)
 
 
-def notes(run):
+def recipe_notes(run):
     """What this machine only emulates, what the recipe loses, and flags that change nothing: a line each."""
     c, recipe = run.config, run.recipe
     found = list(check_machine(recipe, run.device))
@@ -57,7 +57,7 @@ def notes(run):
     return found
 
 
-def advice(run):
+def advice_lines(run):
     """What would make a run faster or its result better: a line each."""
     c = run.config
     found = run.task.notes()
@@ -73,7 +73,7 @@ def advice(run):
         late = f"the first look is after {first_look:,} steps, and --steps is {c.steps:,}"
         found.append(f"{flag} never looks at held-out data: {late}; use a smaller --validate_every")
     initial_share = c.ema_decay**c.steps
-    if initial_share > LATE and c.ema_decay < 1 and not c.ema_warmup:
+    if initial_share > LATE_AVERAGE and c.ema_decay < 1 and not c.ema_warmup:
         late = f"after {c.steps:,} steps the average that is scored and drawn holds {initial_share:.0%}"
         found.append(f"--ema_decay {c.ema_decay:g}: {late} of the initial weights; add --ema_warmup")
     return found

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from harness.flags import MILLIONS
+from harness.flags import TEN_MILLION
 from harness.ranks import Ranks
 from harness.run_folder import Folder
 from lowprec.errors import Refused, out_of_memory
 
-MARGIN = 0.1  # share of the free memory that stays free, for scores, pictures and what fragments it
+FREE_MARGIN = 0.1  # share of the free memory that stays free, for scores, pictures and what fragments it
 
 # ---- The search --------------------------------------------------------------------------------------------
 
 
-def largest(fits, most):
+def largest_power_of_two(fits, most):
     """The largest power of two, at most `most`, up to which fits(size) holds, from 2 on; 1 where that alone
     fits, and 0 where nothing does.
     """
@@ -74,7 +74,7 @@ class Trial:
             trainer.train_step(measured)
 
 
-class Memory:
+class TrialMemory:
     """That of one GPU while sizes are tried: what exceeds the margin is out of memory."""
 
     def __init__(self, device):
@@ -86,7 +86,7 @@ class Memory:
         self.clear()
         free, self.total = torch.cuda.mem_get_info(self.device)
         own = torch.cuda.memory_reserved(self.device)
-        share = (own + (1 - MARGIN) * free) / self.total
+        share = (own + (1 - FREE_MARGIN) * free) / self.total
         torch.cuda.set_per_process_memory_fraction(share, self.device)
         return self
 
@@ -104,12 +104,12 @@ class Memory:
         return torch.cuda.max_memory_reserved(self.device)
 
 
-def tried(make, run, device, world):
+def largest_tried(make, run, device, world):
     """(largest batch of one process or 0, most there could be, bytes it took, bytes there are)."""
     gpus = []
     if device.type == "cuda":
         gpus.append(device)
-    with Memory(device) as memory, torch.random.fork_rng(devices=gpus):
+    with TrialMemory(device) as memory, torch.random.fork_rng(devices=gpus):
         with tempfile.TemporaryDirectory() as folder:
             found = _searched(make, run, Path(folder) / "trial", world, memory)
     if run.config.compile:  # else the run's net would be compiled for sizes that vary
@@ -120,7 +120,7 @@ def tried(make, run, device, world):
 def _searched(make, run, folder, world, memory):
     trial = Trial(make, run, folder, several=world > 1)
     used = {}  # size: bytes
-    most = max(1, min(len(trial.trainer.train), MILLIONS) // world)
+    most = max(1, min(len(trial.trainer.train), TEN_MILLION) // world)
 
     def fits(size):
         memory.clear()
@@ -128,14 +128,14 @@ def _searched(make, run, folder, world, memory):
         used[size] = memory.used()
         return fine
 
-    found = largest(fits, most)
+    found = largest_power_of_two(fits, most)
     return found, most, used.get(found, 0)
 
 
 # ---- The choice --------------------------------------------------------------------------------------------
 
 
-def check(config, device, dry):
+def check_search(config, device, dry):
     """Raise Refused where no search can be had."""
     if device.type != "cuda":
         shared = "the memory of a CPU is shared with all else, so nothing says when it is full"
@@ -147,7 +147,7 @@ def check(config, device, dry):
         raise Refused(f"--batch_size auto {together}: give a number, or leave --fsdp out")
 
 
-def chosen(make, run, dry=False):
+def chosen_batch_size(make, run, dry=False):
     """The number that --batch_size auto stands for, over all processes: that of the run in the folder, or one
     that is found. Says which, in a line. make: the Trainer class, which tries. Raises Refused where there is
     none.
@@ -160,11 +160,11 @@ def chosen(make, run, dry=False):
             print(f"--batch_size auto: {size}, with which the run in {folder} began")
         return size
     device = ranks.device(config.device)
-    check(config, device, dry)
+    check_search(config, device, dry)
     ranks.meet(device, table.shared(config))
     ranks.any(1, device)  # what processes need to speak to each other is taken before memory is measured
-    own, most, used, total = tried(make, run, device, ranks.world)
-    size = smallest(own, ranks, device) * ranks.world
+    own, most, used, total = largest_tried(make, run, device, ranks.world)
+    size = smallest_of_ranks(own, ranks, device) * ranks.world
     if not size:
         less = "--checkpoint_activations, --pure_bf16 --stochastic --opt8bit or a smaller --size needs less"
         raise Refused(f"--batch_size auto: the steps of not even one example fit: {less}")
@@ -175,6 +175,6 @@ def chosen(make, run, dry=False):
     return size
 
 
-def smallest(number, ranks, device):
+def smallest_of_ranks(number, ranks, device):
     """The smallest of the numbers of all processes."""
     return -(ranks.any(-number, device) or 0)

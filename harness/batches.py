@@ -4,7 +4,7 @@ import signal
 
 import torch
 
-from harness.ending import SIGNALS
+from harness.ending import ENDING_SIGNALS
 from lowprec.rounding import Stream, stream
 
 
@@ -51,7 +51,7 @@ def read_batches(data, config, ranks, step):
         worker_init_fn=ignore_signals,
     )
     # workers start with this mask, so that no signal reaches one before it ignores them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGCHLD])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*ENDING_SIGNALS, signal.SIGCHLD])
     try:
         return iter(loader)
     finally:
@@ -71,5 +71,5 @@ def end_workers(batches):
 def ignore_signals(worker):
     # Ctrl-C reaches every process of a terminal, and SLURM and torchrun signal whole groups: the trainer ends
     # its own workers once it has written its checkpoint
-    for signum in SIGNALS:
+    for signum in ENDING_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

@@ -1,6 +1,6 @@
 """A checkpoint file: written with a checksum of its own, which is verified before a tensor is read.
 
-    python -c "from harness import checkpoints; print(checkpoints.read('runs/default/checkpoint.pt')['step'])"
+    python -c "from harness.checkpoints import read_checkpoint; print(read_checkpoint('runs/default')['step'])"
 
 It is the zip that torch.save writes, and torch.load takes it. The zip's comment, its last bytes, is a SHA-256
 of all bytes before it: torch.load looks at no checksum, and 27 of 30 files with a flipped bit loaded. The
@@ -21,48 +21,48 @@ from harness.files import digest
 from lowprec.errors import Refused, first_line
 
 CHECKPOINT = "checkpoint.pt"
-MARK = b"sha256 of the pieces before: "
-TRAILER = len(MARK) + 64  # and hex digits
-END = b"PK\5\6"  # a zip ends with a record of END_BYTES that begins so, and its comment
-END_BYTES = 22
+DIGEST_MARK = b"sha256 of the pieces before: "
+DIGEST_BYTES = len(DIGEST_MARK) + 64  # and hex digits
+ZIP_END = b"PK\5\6"  # a zip ends with a record of ZIP_END_BYTES that begins so, and its comment
+ZIP_END_BYTES = 22
 
 # ---- The checksum ------------------------------------------------------------------------------------------
 
 
-def write(file, state):
+def write_checkpoint(file, state):
     """Write a checkpoint of format 1 to a new file, open for reading and writing."""
     torch.save({"format": 1, **state}, file)
     size = file.tell()
     file.seek(size - 2)  # the length of the comment, which the zip says before it
-    file.write(TRAILER.to_bytes(2, "little"))
+    file.write(DIGEST_BYTES.to_bytes(2, "little"))
     file.flush()
-    file.write(MARK + digest(file, size).encode())
+    file.write(DIGEST_MARK + digest(file, size).encode())
 
 
-def verify(file, path):
+def verify_checkpoint(file, path):
     """Raise Refused unless an open file is, to the last bit, what was written."""
     size = os.fstat(file.fileno()).st_size
-    tail = os.pread(file.fileno(), TRAILER, max(0, size - TRAILER))
+    tail = os.pread(file.fileno(), DIGEST_BYTES, max(0, size - DIGEST_BYTES))
     damaged = Refused(
         f"{path} is damaged: it is not what was written, by its checksum; use another copy, or train again"
     )
-    if tail.startswith(MARK):
-        if tail[len(MARK) :] != digest(file, size - TRAILER).encode():
+    if tail.startswith(DIGEST_MARK):
+        if tail[len(DIGEST_MARK) :] != digest(file, size - DIGEST_BYTES).encode():
             raise damaged
     else:
-        end = tail[-END_BYTES:]
-        if not end.startswith(END) or end[-2:] != b"\0\0":
-            raise _stranger(path)
+        end = tail[-ZIP_END_BYTES:]
+        if not end.startswith(ZIP_END) or end[-2:] != b"\0\0":
+            raise _no_checkpoint(path)
         with zipfile.ZipFile(file) as archive:
             if archive.testzip() is not None:
                 raise damaged
     with zipfile.ZipFile(file) as archive:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise _stranger(path)  # torch compresses nothing: a small file stays a small one in memory
+            raise _no_checkpoint(path)  # torch compresses nothing: a small file stays a small one in memory
     file.seek(0)
 
 
-def _stranger(path):
+def _no_checkpoint(path):
     return Refused(
         f"{path} is no checkpoint of this program, or is cut short: train again, or use another one"
     )
@@ -70,7 +70,7 @@ def _stranger(path):
 
 # ---- What it holds -----------------------------------------------------------------------------------------
 
-NEEDED = {"config", "step", "seconds", "interval", "since", "precision"}  # keys that each checkpoint has
+NEEDED_KEYS = {"config", "step", "seconds", "interval", "since", "precision"}  # keys that each checkpoint has
 
 
 def fingerprint(weights):
@@ -82,7 +82,7 @@ def fingerprint(weights):
     return found.hexdigest()
 
 
-def read(path):
+def read_checkpoint(path):
     """The dict of a checkpoint file, or of the one in a run's folder; no code in it is run.
 
     Keys: config (a dict of flags), step, seconds, interval and since (steps and sum of the losses since the
@@ -98,26 +98,26 @@ def read(path):
         raise Refused(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
     if is_shared:  # of many ranks
         path = shards.pointer(path)
-        return _checked(shards.read(path), path)
+        return _checked(shards.read_shards(path), path)
     if not is_file:
         raise Refused(f"no checkpoint at {path}: give the checkpoint.pt of a run, or its folder")
     try:
         with open(path, "rb") as file:
-            verify(file, path)
+            verify_checkpoint(file, path)
             found = torch.load(file, map_location="cpu", weights_only=True)
     except Refused:
         raise
     except PermissionError as error:
         raise Refused(f"can't read {path}: {error.strerror}") from None
     except Exception:  # a broken file can raise nearly everything
-        raise _stranger(path) from None
+        raise _no_checkpoint(path) from None
     return _checked(found, path)
 
 
 def _checked(found, path):
     """What a file holds, unless another program wrote it."""
-    if not isinstance(found, dict) or found.get("format") != 1 or not set(found) >= NEEDED:
-        raise _stranger(path)
+    if not isinstance(found, dict) or found.get("format") != 1 or not set(found) >= NEEDED_KEYS:
+        raise _no_checkpoint(path)
     average = found["precision"].get("averages", {}).get("ema")
     if not average or not all(map(torch.is_tensor, average["shadow"].values())):
         raise Refused(f"{path} is no checkpoint of this program: it holds no average 'ema'")
@@ -137,7 +137,7 @@ def fitting(source):
         raise Refused(f"{other}: use the flags it was trained with") from None
 
 
-OPTIONS = {"betas", "eps", "weight_decay", "momentum", "nesterov", "beta2_decay", "clip"}  # of a group
+GROUP_OPTIONS = {"betas", "eps", "weight_decay", "momentum", "nesterov", "beta2_decay", "clip"}  # of a group
 
 
 def check_optimizer(saved, own, step):
@@ -149,7 +149,7 @@ def check_optimizer(saved, own, step):
     for saved_part, own_part in zip(saved.get("parts", ()), own.get("parts", ()), strict=True):
         check_optimizer(saved_part, own_part, step)
     for group, own_group in zip(saved["param_groups"], own["param_groups"], strict=True):
-        for name in group.keys() & own_group.keys() & OPTIONS:
+        for name in group.keys() & own_group.keys() & GROUP_OPTIONS:
             if _as_list(group[name]) != _as_list(own_group[name]):
                 raise ValueError(f"its optimiser has {name} {group[name]}, the flags say {own_group[name]}")
     for state in saved["state"].values():

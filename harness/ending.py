@@ -11,7 +11,7 @@ from harness.ranks import Followed
 from lowprec.errors import Refused
 from lowprec.optimizers.buckets import local_tensor
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # ---- In the loop -------------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ class StopRequest:
         self._handlers_before = {}
 
     def __enter__(self):
-        for signum in SIGNALS:
+        for signum in ENDING_SIGNALS:
             if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:  # as nohup leaves it
                 continue
             self._handlers_before[signum] = signal.signal(signum, self.ask)
@@ -91,17 +91,17 @@ def _not_finite(run):
 
 # ---- Of the command ----------------------------------------------------------------------------------------
 
-RESUMES = "the same command resumes from the last checkpoint"
-KEPT = "the last checkpoint is whole"
-OVERFLOWN = "without overflow"
-MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "size calculation overflowed")
+COMMAND_RESUMES = "the same command resumes from the last checkpoint"
+CHECKPOINT_IS_WHOLE = "the last checkpoint is whole"
+OVERFLOW_ERROR = "without overflow"
+MEMORY_ERRORS = ("can't allocate memory", "out of memory", "not enough memory", "size calculation overflowed")
 
 
 class Ended(KeyboardInterrupt):
     """Asked to end by a signal, where no checkpoint can be written. args: the signal's number."""
 
 
-def _end(signum, frame):
+def _raise_ended(signum, frame):
     raise Ended(signum)
 
 
@@ -114,7 +114,7 @@ def ended_by(*signals):
             handler = signal.getsignal(signum)
             if handler in (signal.SIG_DFL, signal.default_int_handler):
                 changed[signum] = handler
-                signal.signal(signum, _end)
+                signal.signal(signum, _raise_ended)
     try:
         yield changed
     finally:
@@ -133,7 +133,7 @@ def line_and_status(error):
         return f"train.py: {error}", 2
     if isinstance(error, KeyboardInterrupt):
         signum = error.args[0] if error.args else signal.SIGINT
-        return f"interrupted; {RESUMES}", 128 + signum
+        return f"interrupted; {COMMAND_RESUMES}", 128 + signum
     line = _line_of_system(error)
     if line:
         return f"train.py: {line}", 2
@@ -145,14 +145,15 @@ def _line_of_system(error):
     text = str(error)
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"no space left on the device: free some, then run the same command again; {KEPT}"
+            again = "free some, then run the same command again"
+            return f"no space left on the device: {again}; {CHECKPOINT_IS_WHOLE}"
         if error.errno is not None:
             where = f"{error.filename}: " if error.filename is not None else ""
             return str(Refused(where + error.strerror))
-    too_large = isinstance(error, RuntimeError) and any(words in text for words in MEMORY)
+    too_large = isinstance(error, RuntimeError) and any(words in text for words in MEMORY_ERRORS)
     if isinstance(error, MemoryError) or too_large:
         smaller = "a smaller --batch_size or --size needs less, and --sample_batch where images are drawn"
-        return f"not enough memory: {smaller}; {RESUMES}"
-    if isinstance(error, RuntimeError) and OVERFLOWN in text:  # of torch, for a number that it is given
-        return f"a step is too large for fp32: use a smaller --lr; {KEPT}"
+        return f"not enough memory: {smaller}; {COMMAND_RESUMES}"
+    if isinstance(error, RuntimeError) and OVERFLOW_ERROR in text:  # of torch, for a number that it is given
+        return f"a step is too large for fp32: use a smaller --lr; {CHECKPOINT_IS_WHOLE}"
     return None

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from lowprec.errors import Refused, first_line
 from lowprec.machine import cpu_threads
 
-PIECE = 16 << 20  # bytes that are hashed at once
+HASHED_PIECE = 16 << 20  # bytes that are hashed at once
 
 # ---- Writing -----------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def write_atomically(path, write):
     except BaseException as error:
         with suppress(OSError):
             beside.unlink()
-        first = _first(error, before)
+        first = _first_cause(error, before)
         # torch says by a RuntimeError that a disk is full, and by a signal that a reader has died
         reader = str(first).startswith("DataLoader worker")
         if reader or not isinstance(first, (OSError, RuntimeError)):
@@ -52,7 +52,7 @@ def write_atomically(path, write):
         raise Refused(cant_write(path, first)) from None
 
 
-def _first(error, before):
+def _first_cause(error, before):
     """What the chain of exceptions since `before` began with: torch.save ends its file on the way out, and
     fails at that too.
     """
@@ -108,16 +108,16 @@ def digest(file, size):
     """SHA-256, in hex digits, of the SHA-256s of the pieces of an open file's first `size` bytes."""
 
     def piece(start):
-        return hashlib.sha256(os.pread(file.fileno(), min(PIECE, size - start), start)).digest()
+        return hashlib.sha256(os.pread(file.fileno(), min(HASHED_PIECE, size - start), start)).digest()
 
     with ThreadPoolExecutor(min(8, cpu_threads())) as pool:  # hashlib lets other threads run
-        return hashlib.sha256(b"".join(pool.map(piece, range(0, size, PIECE)))).hexdigest()
+        return hashlib.sha256(b"".join(pool.map(piece, range(0, size, HASHED_PIECE)))).hexdigest()
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------
 
 
-def _content(path):
+def _bytes_of_file(path):
     """The bytes of a file. Raises Refused for what can't be read and for anything else than a file, of which
     a pipe never ends. FileNotFoundError is the caller's.
     """
@@ -136,7 +136,7 @@ def read_json(path):
     anything else.
     """
     try:
-        content = _content(path)
+        content = _bytes_of_file(path)
     except FileNotFoundError as error:
         raise Refused(f"can't read {path}: {error.strerror}") from None
     try:
@@ -156,17 +156,17 @@ def read_lines(path):
     """
     path = Path(path)
     try:
-        content = _content(path)
+        content = _bytes_of_file(path)
     except FileNotFoundError:
         return []
     *lines, last = content.split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            rows.append(_row(path, number, line))
+            rows.append(_line_as_dict(path, number, line))
     if last.strip():
         with suppress(Refused):
-            rows.append(_row(path, len(lines) + 1, last))
+            rows.append(_line_as_dict(path, len(lines) + 1, last))
     return rows
 
 
@@ -184,7 +184,7 @@ def read_tensors(path):
         raise Refused(f"{path} is damaged or no file of safetensors ({first_line(error)})") from None
 
 
-def _row(path, number, line):
+def _line_as_dict(path, number, line):
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError too

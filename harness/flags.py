@@ -24,8 +24,8 @@ from types import SimpleNamespace
 from harness.ranks import speaks_first
 from lowprec.errors import Refused
 
-KINDS = ("result", "draw", "extent", "place", "machine")
-GROUPS = {  # in the order of --help and of names
+FLAG_KINDS = ("result", "draw", "extent", "place", "machine")
+FLAG_GROUPS = {  # in the order of --help and of names
     "task": None,
     "training": None,
     "precision": "without a flag: fp32 everywhere",
@@ -64,8 +64,9 @@ class Flag:
     to: str = ""
 
     def __post_init__(self):
-        if self.kind not in KINDS or self.group not in GROUPS:
-            raise ValueError(f"flag {self.name}: kind is one of {KINDS}, group one of {tuple(GROUPS)}")
+        if self.kind not in FLAG_KINDS or self.group not in FLAG_GROUPS:
+            groups = tuple(FLAG_GROUPS)
+            raise ValueError(f"flag {self.name}: kind is one of {FLAG_KINDS}, group one of {groups}")
 
     def accepts(self, verb):
         """Whether the flag may differ from the run's when it goes on ("resume"), or beside --sample or
@@ -80,7 +81,7 @@ class Flag:
         """
         if self.kind != "place" or not value:
             return value
-        return ":".join(map(_tail, value.removesuffix("checkpoint.pt").split(":", 1)))
+        return ":".join(map(_last_part, value.removesuffix("checkpoint.pt").split(":", 1)))
 
     def named(self, value):
         """The parts of a folder's name that a value makes: [] for the default."""
@@ -143,28 +144,28 @@ def checked(kind, test, what):
 
 # Beyond these a flag is a slip of the finger, and ends in a loop that does not end, in memory that is not
 # there, or in a number that a tensor does not take
-MOST = 2**31 - 1
-LARGEST = 3e38  # of fp32
-MILLIONS = 10**7  # things that are made at once
-natural = checked(int, lambda v: 0 < v <= MOST, f"a whole number above 0, up to {MOST}")
-count = checked(int, lambda v: 0 <= v <= MOST, f"a whole number, 0 or more, up to {MOST}")
-several = checked(int, lambda v: 1 < v <= MILLIONS, f"a whole number above 1, up to {MILLIONS}")
-crowd = checked(int, lambda v: 0 < v <= MILLIONS, f"a whole number above 0, up to {MILLIONS}")
+LARGEST_WHOLE = 2**31 - 1
+LARGEST_REAL = 3e38  # of fp32
+TEN_MILLION = 10**7  # things that are made at once
+natural = checked(int, lambda v: 0 < v <= LARGEST_WHOLE, f"a whole number above 0, up to {LARGEST_WHOLE}")
+count = checked(int, lambda v: 0 <= v <= LARGEST_WHOLE, f"a whole number, 0 or more, up to {LARGEST_WHOLE}")
+several = checked(int, lambda v: 1 < v <= TEN_MILLION, f"a whole number above 1, up to {TEN_MILLION}")
+crowd = checked(int, lambda v: 0 < v <= TEN_MILLION, f"a whole number above 0, up to {TEN_MILLION}")
 crowd_or_auto = checked(
     lambda text: text if text == "auto" else int(text),
-    lambda v: v == "auto" or 0 < v <= MILLIONS,
-    f"a whole number above 0, up to {MILLIONS}, or auto",
+    lambda v: v == "auto" or 0 < v <= TEN_MILLION,
+    f"a whole number above 0, up to {TEN_MILLION}, or auto",
 )
 thousand = checked(int, lambda v: 0 < v <= 1000, "a whole number from 1 to 1000")
 few = checked(int, lambda v: 0 <= v <= 1000, "a whole number from 0 to 1000")
 seed = checked(int, lambda v: 0 <= v < 2**63, "a whole number, 0 or more, below 2**63")
-positive = checked(float, lambda v: 0 < v <= LARGEST, f"a number above 0, up to {LARGEST:g}")
-amount = checked(float, lambda v: 0 <= v <= LARGEST, f"a number, 0 or more, up to {LARGEST:g}")
+positive = checked(float, lambda v: 0 < v <= LARGEST_REAL, f"a number above 0, up to {LARGEST_REAL:g}")
+amount = checked(float, lambda v: 0 <= v <= LARGEST_REAL, f"a number, 0 or more, up to {LARGEST_REAL:g}")
 share = checked(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
 fraction = checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
 
 
-def _tail(place):
+def _last_part(place):
     """The last part of a path; of the best checkpoint of a run with the run's, since all have that name."""
     folder, name = os.path.split(os.path.normpath(place))
     if name == "best.pt":
@@ -186,7 +187,7 @@ inner = checked(str, _inside, "a name of at most 200 printable bytes, without / 
 # ---- The table ---------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message):
@@ -207,7 +208,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, words)
 
 
-class Table:
+class FlagTable:
     """All flags of one program. rows: Flags in any order; of two with one name the later replaces the
     earlier.
     """
@@ -216,7 +217,7 @@ class Table:
         by_name = {}
         for row in rows:
             by_name[row.name] = row
-        groups = list(GROUPS)
+        groups = list(FLAG_GROUPS)
         self.rows = sorted(by_name.values(), key=lambda row: groups.index(row.group))
 
     def __getitem__(self, name):
@@ -251,7 +252,7 @@ class Table:
         nothing. Not those of kind machine, which change no result: where files are written, how many threads
         and images at once, are matters of whoever types the command, or else the defaults. A path of data is
         obeyed, since a run's own scores need it; files are read there as `data` reads them, and nothing is
-        run. A task of a file is run, so train.task_of takes that from the command line alone.
+        run. A task of a file is run, so train.task_flag_of takes that from the command line alone.
         """
         names = [row.name for row in self.rows if row.kind != "machine" and row.name in values]
         return self.config({name: values[name] for name in names})
@@ -271,14 +272,14 @@ class Table:
         """An argparse parser that gives the flags typed, and no defaults. Bad input ends with one line and
         status 2.
         """
-        parser = Parser(
+        parser = OneLineParser(
             prog=prog,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,  # a new flag would change what an abbreviation means
         )
-        for title, text in GROUPS.items():
+        for title, text in FLAG_GROUPS.items():
             group = parser.add_argument_group(title, text)
             for row in self.rows:
                 if row.group == title:
@@ -297,7 +298,7 @@ class Table:
                 keys = f"the keys are the flags of {parser.prog} without their dashes{hint}"
                 parser.error(f"--config {path}: unknown key '{key}'; {keys}")
             if value is not None:  # 'data:' with nothing after it
-                words += _words(self[key], value, path, parser)
+                words += _words_of_yaml(self[key], value, path, parser)
         return vars(parser.parse_args(words))
 
     # -- comparing
@@ -355,26 +356,26 @@ class Table:
         return [row for row in self.rows if row.fits]
 
 
-SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+YAML_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def _words(row, value, path, parser):
+def _words_of_yaml(row, value, path, parser):
     """The words of a command that say what a YAML file says of a flag: its row, its value there."""
     if isinstance(row.default, bool):
-        if str(value).lower() not in SWITCH:
+        if str(value).lower() not in YAML_SWITCHES:
             parser.error(f"--config {path}: {row.name} is true or false, not {value!r}")
-        if SWITCH[value.lower()]:
+        if YAML_SWITCHES[value.lower()]:
             return [f"--{row.name}"]
         return []
     if isinstance(row.default, list):
-        return [f"--{row.name}={item}" for item in _items(value)]
+        return [f"--{row.name}={item}" for item in _items_of_yaml(value)]
     if isinstance(value, (dict, list)):
         what = "mapping" if isinstance(value, dict) else "list"
         parser.error(f"--config {path}: {row.name} is one value, not a {what}")
     return [f"--{row.name}={value}"]
 
 
-def _items(value):
+def _items_of_yaml(value):
     """The values of a flag that may be repeated: {ema: bf16, kahan: true} -> ['ema=bf16', 'kahan=on']."""
     if isinstance(value, dict):
         switches = {"true": "on", "false": "off"}
@@ -410,7 +411,7 @@ def read_yaml(path, parser):
         Loader.yaml_implicit_resolvers[first] = kept
 
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode) or os.path.getsize(path) > MILLIONS:
+        if not stat.S_ISREG(os.stat(path).st_mode) or os.path.getsize(path) > TEN_MILLION:
             parser.error(f"--config {path}: give a YAML file: this is a folder, a pipe, or too large for one")
         with open(path) as file:
             values = yaml.load(file, Loader) or {}

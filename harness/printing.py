@@ -1,7 +1,7 @@
 """What a person reads: the recipe before a run, scores and a summary after it."""
 
-from harness.shards import file_of
-from harness.validation import BEST
+from harness.shards import file_that_is_there
+from harness.validation import BEST_FILE
 from lowprec import evidence
 from lowprec.recipes import recipe
 
@@ -173,10 +173,10 @@ def print_summary(trainer, summary):
 def _best_line(trainer, found):
     """Which held-out score was the best, and where its weights are."""
     if found["step"] is None:
-        line = f"no held-out {found['watched']} was found, so there is no {BEST}"
+        line = f"no held-out {found['watched']} was found, so there is no {BEST_FILE}"
     else:
         best = f"best held-out {found['watched']} {_number(found['best'])} at step {found['step']}"
-        line = f"{best}, kept as {file_of(trainer.folder / BEST)}"
+        line = f"{best}, kept as {file_that_is_there(trainer.folder / BEST_FILE)}"
     if found["stopped"]:
         return f"stopped early: {line}"
     return line

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 
-class Clock:
+class TrainingClock:
     """The seconds of training; what happens within `stopped` is not training. before: those of the run so
     far.
     """
@@ -62,8 +62,8 @@ class Progress:
         self.bar.set_postfix({name: f"{value:.4f}" for name, value in self.figures.items()})
 
 
-WARM = 5  # steps before a trace: compiling and allocating are not what is asked
-ROWS = 15  # of the table of operators
+STEPS_BEFORE_TRACE = 5  # steps before a trace: compiling and allocating are not what is asked
+OPERATOR_ROWS = 15  # of the table of operators
 
 
 class Profile:
@@ -82,7 +82,7 @@ class Profile:
             activities = [ProfilerActivity.CPU]
             if self.cuda:
                 activities.append(ProfilerActivity.CUDA)
-            when = schedule(wait=WARM - 1, warmup=1, active=steps, repeat=1)
+            when = schedule(wait=STEPS_BEFORE_TRACE - 1, warmup=1, active=steps, repeat=1)
             self.profiler = profile(activities=activities, schedule=when, on_trace_ready=self._write)
             self.profiler.start()
 
@@ -100,12 +100,14 @@ class Profile:
         self.profiler.stop()
         self.profiler = None
         if not self.written:
-            late = f"--profile: the run ended before step {WARM + 1}, where a trace begins"
+            late = f"--profile: the run ended before step {STEPS_BEFORE_TRACE + 1}, where a trace begins"
             print(late, file=sys.stderr)
 
     def _write(self, traced):
         self.written = True
         traced.export_chrome_trace(str(self.path))
         kind = "cuda" if self.cuda else "cpu"
-        print(traced.key_averages().table(sort_by=f"self_{kind}_time_total", row_limit=ROWS), file=sys.stderr)
+        operators = traced.key_averages()
+        table = operators.table(sort_by=f"self_{kind}_time_total", row_limit=OPERATOR_ROWS)
+        print(table, file=sys.stderr)
         print(f"the trace is in {self.path}", file=sys.stderr)

@@ -20,9 +20,9 @@ from lowprec.errors import Refused, first_line
 
 # that processes wait for one another until all have met. torchrun ends them all where one ends, so that those
 # it starts may wait for one that reads its libraries from a slow disk
-MEETING = timedelta(seconds=600 if "TORCHELASTIC_RUN_ID" in os.environ else 60)
-WAITING = timedelta(minutes=10)  # and afterwards: one of them scores, the others wait
-ABSENT = "a process has ended, or was not started; the same command on all starts again"
+MEETING_TIME = timedelta(seconds=600 if "TORCHELASTIC_RUN_ID" in os.environ else 60)
+WAITING_TIME = timedelta(minutes=10)  # and afterwards: one of them scores, the others wait
+RANK_IS_ABSENT = "a process has ended, or was not started; the same command on all starts again"
 
 
 class Followed(Refused):
@@ -73,22 +73,22 @@ class Ranks:
         shared = {"device": device.type}
         shared.update(flags or {})
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
+            store, _, _ = next(dist.rendezvous("env://", timeout=MEETING_TIME))
             self._agree(store, shared)
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world, timeout=MEETING
+                backend, store=store, rank=self.rank, world_size=self.world, timeout=MEETING_TIME
             )
         except Refused:
             raise
         except (ValueError, RuntimeError) as error:
-            remedy = ABSENT  # those of torch.distributed are RuntimeErrors
+            remedy = RANK_IS_ABSENT  # those of torch.distributed are RuntimeErrors
             if isinstance(error, ValueError):
                 remedy = "start them by torchrun"
             apart = f"the {self.world} processes did not meet ({first_line(error)})"
             raise Refused(f"{apart}: {remedy}") from None
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # old torch
-        set_timeout(WAITING)
-        store.set_timeout(WAITING)
+        set_timeout(WAITING_TIME)
+        store.set_timeout(WAITING_TIME)
 
     def _agree(self, store, flags):
         """Ask all ranks for their flags before the first word of a backend, which would wait for ever."""
@@ -116,7 +116,7 @@ class Ranks:
         try:
             theirs = json.loads(store.get(f"flags of {rank}"))
         except dist.DistStoreError:
-            return f"rank {rank} did not come within {MEETING.seconds} seconds: {ABSENT}"
+            return f"rank {rank} did not come within {MEETING_TIME.seconds} seconds: {RANK_IS_ABSENT}"
         for name, value in flags.items():
             if theirs.get(name) != value:
                 its, own = json.dumps(theirs.get(name)), json.dumps(value)
@@ -183,7 +183,7 @@ class Ranks:
         """
         if self.world == 1 or self.spread:
             return net
-        mean = reduction.mean(run.recipe, run.params, seed, step)
+        mean = reduction.mean_of_ranks(run.recipe, run.params, seed, step)
         self.ddp = DistributedDataParallel(net)
         self.ddp.register_comm_hook(None, mean.hook)
         run.reduce_sums = mean.sums
@@ -223,25 +223,25 @@ def speaks_first():
 
 # ---- Processes that end before their time ------------------------------------------------------------------
 
-GONE = "another process of this run has ended; the same command resumes"
-READER = "a process that reads data was ended from outside, or for want of memory"
-LOST = {  # part of an error of another process: what a person reads
-    "DataLoader worker": READER,
+RANK_HAS_ENDED = "another process of this run has ended; the same command resumes"
+READER_HAS_ENDED = "a process that reads data was ended from outside, or for want of memory"
+LOST_PROCESSES = {  # part of an error of another process: what a person reads
+    "DataLoader worker": READER_HAS_ENDED,
     "unable to open shared memory": "the processes that read data have no shared memory left: --workers 0",
 }
-PEERS = ("gloo", "nccl", "connection", "peer", "socket", "process group", "broken pipe")
+PEER_ERRORS = ("gloo", "nccl", "connection", "peer", "socket", "process group", "broken pipe")
 
 
 def lost_process(error, world):
     """What happened, where an error tells that another process of the run has ended; else None."""
     text = str(error)
     if isinstance(error, (ConnectionResetError, EOFError)):  # while it handed over a batch
-        return f"{READER}; the same command resumes"
-    for part, line in LOST.items():
+        return f"{READER_HAS_ENDED}; the same command resumes"
+    for part, line in LOST_PROCESSES.items():
         if part in text:
             return f"{line}; the same command resumes"
-    if world > 1 and any(word in text.lower() for word in PEERS):
-        return GONE
+    if world > 1 and any(word in text.lower() for word in PEER_ERRORS):
+        return RANK_HAS_ENDED
     return None
 
 

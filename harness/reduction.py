@@ -1,10 +1,10 @@
 """The mean of gradients over the processes of a run, as a recipe's sites `reduce` and `reduce_update` say.
 
-    mean = reduction.mean(run.recipe, run.params, seed=0, step=lambda: number_of_the_step)
+    mean = reduction.mean_of_ranks(run.recipe, run.params, seed=0, step=lambda: number_of_the_step)
     ddp.register_comm_hook(None, mean.hook)       # torch.nn.parallel.DistributedDataParallel, any loop
 
 fp32 and bf16 to nearest are the all-reduce of torch, in that dtype: in bf16 a sum over W processes is rounded
-W - 1 times. `Stochastic` rounds once, without bias.
+W - 1 times. `StochasticMean` rounds once, without bias.
 """
 
 import math
@@ -20,7 +20,7 @@ from lowprec.rounding import Noise, hash64, key_words, noise_bits, stochastic_ro
 # ---- To nearest --------------------------------------------------------------------------------------------
 
 
-class Nearest:
+class NearestMean:
     """The mean in `dtype`, as torch's own all-reduce forms it."""
 
     def __init__(self, dtype):
@@ -39,10 +39,10 @@ class Nearest:
         flat = _flatten_dense_tensors(list(of.values()))
         sent = flat.to(self.dtype).div_(dist.get_world_size())
         dist.all_reduce(sent)
-        _back(sent, of)
+        _as_gradient(sent, of)
 
 
-def _back(flat, of):
+def _as_gradient(flat, of):
     for total, mean in zip(of.values(), _unflatten_dense_tensors(flat, list(of.values())), strict=True):
         total.copy_(mean)
 
@@ -50,7 +50,7 @@ def _back(flat, of):
 # ---- Stochastic --------------------------------------------------------------------------------------------
 
 
-class Stochastic:
+class StochasticMean:
     """The mean sent in bf16 and unbiased: over the noise its expectation is the exact mean.
 
     Each process sends each other one a part, rounded stochastically where gradients are not bf16 already. Who
@@ -68,7 +68,7 @@ class Stochastic:
         self.seed, self.step = seed, step
 
     def hook(self, state, bucket):
-        """As Nearest.hook. It waits for what it sends, so backward does not go on meanwhile on a CPU."""
+        """As NearestMean.hook. It waits for what it sends, so backward does not go on meanwhile on a CPU."""
         buffer = bucket.buffer()
         buffer.copy_(self.mean(buffer, bucket.parameters()))
         future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -76,8 +76,8 @@ class Stochastic:
         return future
 
     def sums(self, of):
-        """As Nearest.sums."""
-        _back(self.mean(_flatten_dense_tensors(list(of.values())), list(of)), of)
+        """As NearestMean.sums."""
+        _as_gradient(self.mean(_flatten_dense_tensors(list(of.values())), list(of)), of)
 
     def mean(self, flat, params):
         """bf16 [n], the same on all ranks: the mean of fp32 or bf16 flat [n], the gradients of `params` one
@@ -120,8 +120,8 @@ def _kernel(out, values, key):
     out.copy_(stochastic_round(values, noise_bits(values.numel(), key)[0]))
 
 
-def mean(recipe, params, seed=0, step=lambda: 0):
+def mean_of_ranks(recipe, params, seed=0, step=lambda: 0):
     """What forms the mean as a recipe says: its `hook` and its `sums`."""
     if recipe.reduce_update == "stochastic":
-        return Stochastic(params, seed, step)
-    return Nearest(recipe.dtype("reduce"))
+        return StochasticMean(params, seed, step)
+    return NearestMean(recipe.dtype("reduce"))

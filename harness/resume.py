@@ -18,11 +18,11 @@ def open_folder(run):
     folder.check(differences)
     run.ranks.first(folder.lock, run.device)
     if folder.has_checkpoint:
-        checkpoint = _read(run, differences)
-        if checkpoint.get("data") and _data(run) not in ("", checkpoint["data"]):
+        checkpoint = _read_own_part(run, differences)
+        if checkpoint.get("data") and _data_fingerprint(run) not in ("", checkpoint["data"]):
             other = f"{folder} holds a run on other data than --data {c.data} is now"
             raise Refused(f"{other}: give this one another --name")
-        restore(run, checkpoint)
+        restore_checkpoint(run, checkpoint)
     if run.step > c.steps:
         longer = f"{folder} has {run.step:,} steps behind it, and --steps is {c.steps:,}"
         raise Refused(f"{longer}: give a shorter run another --name")
@@ -40,11 +40,11 @@ def open_folder(run):
     return None
 
 
-def _read(run, differences):
+def _read_own_part(run, differences):
     """What the folder's checkpoint holds, of a net that is spread this rank's rows alone."""
     path = run.folder / CHECKPOINT
     if run.ranks.spread and shards.is_there(path):
-        found = shards.read_parts(path, run.precision, run.ranks, run.device)
+        found = shards.read_own_shards(path, run.precision, run.ranks, run.device)
         return run.folder.checked(found, differences)
     return run.folder.checkpoint(differences)
 
@@ -59,12 +59,12 @@ def _scored_alike(run):
     return True
 
 
-def _data(run):
+def _data_fingerprint(run):
     """What stands for the content of the data; "" where a task of a file does not tell."""
     return str(getattr(run.data, "fingerprint", ""))
 
 
-def restore(run, checkpoint):
+def restore_checkpoint(run, checkpoint):
     """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""
     state = checkpoint["precision"]
     with fitting("the checkpoint"):
@@ -78,7 +78,7 @@ def restore(run, checkpoint):
         run.validation.load_state_dict(checkpoint["validation"])
 
 
-def save(run, seconds, since, name=CHECKPOINT):
+def save_checkpoint(run, seconds, since, name=CHECKPOINT):
     """Write a checkpoint. seconds: of training; since: the sum of the losses since the last logged line."""
     state = {
         "config": vars(run.config),
@@ -90,9 +90,9 @@ def save(run, seconds, since, name=CHECKPOINT):
         "since": since,
         "validation": run.validation.state_dict(),
         "precision": run.precision.state_dict(),
-        "data": _data(run),
+        "data": _data_fingerprint(run),
     }
     if run.ranks.spread:
-        shards.write(run.folder / name, state, run.ranks, run.device)
+        shards.write_shards(run.folder / name, state, run.ranks, run.device)
     else:
         run.folder.save(state, name)

@@ -27,16 +27,15 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 
 from harness import checkpoints, shards
-from harness.checkpoints import CHECKPOINT
-from harness.checkpoints import read as read_checkpoint
+from harness.checkpoints import CHECKPOINT, read_checkpoint
 from harness.files import check_regular, read_json, read_lines, write_atomically, write_json
 from lowprec.errors import Refused
 from lowprec.machine import cpu_threads, device_facts
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 # What may lie in a folder that holds no run yet: what desktops leave, and what a run left that was killed
 # before its first file was whole
-LITTER = re.compile(r"\.lock|\.DS_Store|Thumbs\.db|desktop\.ini|.+\.(json|jsonl|pt)(\.\d+)?\.part")
+LITTER_NAMES = re.compile(r"\.lock|\.DS_Store|Thumbs\.db|desktop\.ini|.+\.(json|jsonl|pt)(\.\d+)?\.part")
 
 # ---- What a run writes and reads again ---------------------------------------------------------------------
 
@@ -199,7 +198,7 @@ class Folder:
             if changed:
                 what = ", ".join(changed)
                 raise Refused(f"{self} holds a run with other flags ({what}): give this one another --name")
-        elif not all(LITTER.fullmatch(name) for name in names):
+        elif not all(LITTER_NAMES.fullmatch(name) for name in names):
             raise Refused(f"{self} exists and holds no run of this program: choose another --name")
 
     def lock(self):
@@ -208,7 +207,7 @@ class Folder:
 
         A lock of the process (POSIX): those that it forks, which may outlive it for seconds, don't hold it.
         """
-        path = self / LOCK
+        path = self / LOCK_FILE
         check_regular(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -269,7 +268,7 @@ class Folder:
         """
         rows = read_metrics(self / "metrics.jsonl")
         (self / "summary.json").unlink(missing_ok=True)  # scores of fewer steps or of other samples
-        shards.tidy(self / CHECKPOINT)
+        shards.remove_leftovers(self / CHECKPOINT)
         for path in self.path.glob("*.*.part"):  # of a process that was killed while it wrote
             if re.search(r"\.\d+\.part$", path.name):
                 path.unlink(missing_ok=True)
@@ -288,8 +287,8 @@ class Folder:
 
     def save(self, state, name=CHECKPOINT):
         """Replace the checkpoint of this name."""
-        write_atomically(self / name, lambda file: checkpoints.write(file, state))
-        shards.remove(self / name)
+        write_atomically(self / name, lambda file: checkpoints.write_checkpoint(file, state))
+        shards.remove_shards(self / name)
 
     # -- what a running run writes
 

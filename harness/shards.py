@@ -27,8 +27,8 @@ from lowprec.errors import Refused, first_line
 from lowprec.optimizers.buckets import local_tensor
 from lowprec.optimizers.state import Chunk
 
-NAMES = ("checkpoint", "best")  # what checkpoints of many ranks are called
-DTYPES = {str(d).removeprefix("torch."): d for d in (
+CHECKPOINT_NAMES = ("checkpoint", "best")  # what checkpoints of many ranks are called
+DTYPE_OF = {str(d).removeprefix("torch."): d for d in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16,
     torch.int32, torch.int64,
 )}  # fmt: skip
@@ -39,7 +39,7 @@ def pointer(path):
     return Path(path).with_suffix(".json")
 
 
-def file_of(path):
+def file_that_is_there(path):
     """The file that is there of the checkpoint that is called `path`."""
     return pointer(path) if is_there(path) else Path(path)
 
@@ -49,32 +49,32 @@ DAMAGED = "{} is damaged: it is not what was written, by its checksum; use anoth
 # ---- Trees -------------------------------------------------------------------------------------------------
 
 
-def _apart(x, tensors, key="", first=None):
+def _taken_apart(x, tensors, key="", first=None):
     """A nest of dicts, lists and tuples as JSON takes it; its tensors go into `tensors`, {key: tensor}. What
     has several names, as tied weights have, goes there by the first. first: {memory: key}.
     """
     if first is None:
         first = {}
     if torch.is_tensor(x):
-        key = first.setdefault(_memory(x), key)
+        key = first.setdefault(_place_in_memory(x), key)
         tensors[key] = x
         shape = x.whole_shape if isinstance(x, Chunk) else x.shape
         dtype = str(x.dtype).removeprefix("torch.")
         return {"$tensor": key, "size": list(x.shape), "shape": list(shape), "dtype": dtype}
     if isinstance(x, dict):
-        values = {name: _apart(value, tensors, f"{key}/{name}", first) for name, value in x.items()}
+        values = {name: _taken_apart(value, tensors, f"{key}/{name}", first) for name, value in x.items()}
         if all(isinstance(name, str) and not name.startswith("$") for name in x):
             return values
         return {"$pairs": [[name, value] for name, value in values.items()]}
     if isinstance(x, (list, tuple)):
-        values = [_apart(value, tensors, f"{key}/{i}", first) for i, value in enumerate(x)]
+        values = [_taken_apart(value, tensors, f"{key}/{i}", first) for i, value in enumerate(x)]
         if isinstance(x, tuple):
             return {"$tuple": values}
         return values
     return x
 
 
-def _memory(x):
+def _place_in_memory(x):
     """What two names of one tensor have in common; the same names on every rank, those without rows too."""
     if isinstance(x, Chunk):
         own = x.tensor
@@ -84,36 +84,36 @@ def _memory(x):
     return own.untyped_storage()._cdata, own.storage_offset(), own.dtype, x.shape, own.stride()
 
 
-def _together(x, tensor_of):
-    """The nest that `_apart` took apart. tensor_of: a leaf's description -> the tensor."""
+def _put_together(x, tensor_of):
+    """The nest that `_taken_apart` took apart. tensor_of: a leaf's description -> the tensor."""
     if isinstance(x, dict):
         if "$tensor" in x:
             return tensor_of(x)
         if "$pairs" in x:
-            return {name: _together(value, tensor_of) for name, value in x["$pairs"]}
+            return {name: _put_together(value, tensor_of) for name, value in x["$pairs"]}
         if "$tuple" in x:
-            return tuple(_together(value, tensor_of) for value in x["$tuple"])
-        return {name: _together(value, tensor_of) for name, value in x.items()}
+            return tuple(_put_together(value, tensor_of) for value in x["$tuple"])
+        return {name: _put_together(value, tensor_of) for name, value in x.items()}
     if isinstance(x, list):
-        return [_together(value, tensor_of) for value in x]
+        return [_put_together(value, tensor_of) for value in x]
     return x
 
 
 # ---- Writing -----------------------------------------------------------------------------------------------
 
 
-def write(path, state, ranks, device):
+def write_shards(path, state, ranks, device):
     """Write a checkpoint from all ranks. path: as of a checkpoint.pt; state: a dict of format 1 whose tensors
     may be DTensors and Chunks. Raises Refused on the first rank, Followed on the others.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter, save
 
     tensors = {}
-    tree = _apart({"format": 1, **state}, tensors)
+    tree = _taken_apart({"format": 1, **state}, tensors)
     file = pointer(path)
     name = f"{file.stem}-{state['step']:08d}"
     part = file.with_name(f"{name}.part")
-    ranks.first(lambda: _make(file, part), device)
+    ranks.first(lambda: _make_folder(file, part), device)
     tensors = {key: t.detach() for key, t in tensors.items()}
     writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
     # what all ranks hold is the first one's: running statistics begin each step as these
@@ -123,11 +123,11 @@ def write(path, state, ranks, device):
         lambda error: cant_write(file, error),
         ranks,
     )
-    sums = _sums(part, ranks, device)
+    sums = _digests(part, ranks, device)
     ranks.first(lambda: _settle(file, part, name, tree, sums), device)
 
 
-def _make(file, part):
+def _make_folder(file, part):
     """An empty folder beside the place of the new one."""
     check_regular(file)
     try:
@@ -137,7 +137,7 @@ def _make(file, part):
         raise Refused(f"can't write {part}: {error.strerror}; choose another --runs or --name") from None
 
 
-def _sums(part, ranks, device):
+def _digests(part, ranks, device):
     """{file: SHA-256} of all files, each hashed and brought to the disk by the rank that wrote it."""
     rows = torch.zeros(ranks.world, 256, dtype=torch.int32)  # a row a rank: the bytes of "SHA-256 name"
     for path in part.glob(f"shard-{ranks.rank + 1:05d}-*"):  # none where no tensor has a row for this rank
@@ -168,7 +168,7 @@ def _settle(file, part, name, tree, sums):
     except OSError as error:
         raise Refused(f"can't write {folder}: {error.strerror}; choose another --runs or --name") from None
     content = {"folder": folder.name, "files": sums, "state": tree}
-    write_json(file, {"sha256": _sum(content), **content})
+    write_json(file, {"sha256": _digest_of(content), **content})
     _forget(file, folder)
     with suppress(OSError):
         file.with_suffix(".pt").unlink()  # of a run of one process, up to here
@@ -181,7 +181,7 @@ def _forget(file, kept=None):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def tidy(path):
+def remove_leftovers(path):
     """Remove the folders beside the checkpoint `path` that it does not speak of: those of a process that was
     killed before the checkpoint was whole, or before the one before it was gone.
     """
@@ -191,14 +191,14 @@ def tidy(path):
     _forget(file, kept)
 
 
-def remove(path):
+def remove_shards(path):
     """Remove what is read as the checkpoint `path`, where a file of one process has taken its place."""
     if is_there(path):
         pointer(path).unlink(missing_ok=True)
         _forget(pointer(path))
 
 
-def _sum(content):
+def _digest_of(content):
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -224,7 +224,7 @@ def _together_or_refused(act, line_of, ranks):
 
 
 def is_there(path):
-    return Path(path).stem in NAMES and os.path.lexists(pointer(path))
+    return Path(path).stem in CHECKPOINT_NAMES and os.path.lexists(pointer(path))
 
 
 def _opened(path):
@@ -233,7 +233,7 @@ def _opened(path):
     content = read_json(file)
     damaged = Refused(DAMAGED.format(file))
     claimed = content.pop("sha256", None)
-    if set(content) != {"folder", "files", "state"} or claimed != _sum(content):
+    if set(content) != {"folder", "files", "state"} or claimed != _digest_of(content):
         raise damaged
     if not all(map(_is_name, [content["folder"], *content["files"]])):
         raise damaged
@@ -264,11 +264,11 @@ def _verify(content, folder, rank=0, world=1):
 def _described(tree):
     """The descriptions of all tensors, {key: description}."""
     found = {}
-    _together(tree, lambda leaf: found.setdefault(leaf["$tensor"], leaf))
+    _put_together(tree, lambda leaf: found.setdefault(leaf["$tensor"], leaf))
     return found
 
 
-def read(path):
+def read_shards(path):
     """The dict of a checkpoint, with whole tensors on the CPU, as one process would have written it. Its
     values are still to be checked. Raises Refused for what is damaged.
     """
@@ -279,16 +279,16 @@ def read(path):
     strange = Refused(f"{pointer(path)} is no checkpoint of this program: train again, or use another one")
     try:
         leaves = _described(content["state"])
-        asked = sum(math.prod(leaf["size"]) * DTYPES[leaf["dtype"]].itemsize for leaf in leaves.values())
+        asked = sum(math.prod(leaf["size"]) * DTYPE_OF[leaf["dtype"]].itemsize for leaf in leaves.values())
         if asked > sum((folder / name).stat().st_size for name in content["files"]):
             raise strange
         tensors = {
-            key: torch.zeros(leaf["size"], dtype=DTYPES[leaf["dtype"]]) for key, leaf in leaves.items()
+            key: torch.zeros(leaf["size"], dtype=DTYPE_OF[leaf["dtype"]]) for key, leaf in leaves.items()
         }
         with warnings.catch_warnings():  # that it is one process is meant
             warnings.simplefilter("ignore")
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-        return _together(content["state"], lambda leaf: tensors[leaf["$tensor"]].view(leaf["shape"]))
+        return _put_together(content["state"], lambda leaf: tensors[leaf["$tensor"]].view(leaf["shape"]))
     except Refused:
         raise
     except BaseException as error:  # a broken file can raise nearly everything
@@ -297,7 +297,7 @@ def read(path):
         raise strange from None
 
 
-def read_parts(path, run, ranks, device):
+def read_own_shards(path, run, ranks, device):
     """The same with what this rank of a Precision `run` holds, read into its own tensors in place. All ranks
     call it. Raises Refused for another net or recipe.
     """
@@ -312,9 +312,9 @@ def read_parts(path, run, ranks, device):
     ranks.each(look, device)
     content, folder = found["content"], found["folder"]
     own = {}
-    _apart({"precision": run.state_dict()}, own)
+    _taken_apart({"precision": run.state_dict()}, own)
     leaves = _described(content["state"])
-    if own.keys() != leaves.keys() or any(_described_as(own[key]) != _seen(leaves[key]) for key in own):
+    if own.keys() != leaves.keys() or any(_described_as(own[key]) != _tensor_key(leaves[key]) for key in own):
         other = f"{folder} belongs to another model or recipe"
         raise Refused(f"{other}: use the flags it was trained with, or another --name")
     _together_or_refused(
@@ -322,12 +322,12 @@ def read_parts(path, run, ranks, device):
         lambda error: f"can't read {folder}: {first_line(error)}",
         ranks,
     )
-    return _together(content["state"], lambda leaf: own[leaf["$tensor"]])
+    return _put_together(content["state"], lambda leaf: own[leaf["$tensor"]])
 
 
 def _described_as(x):
-    return _seen(_apart(x, {}))
+    return _tensor_key(_taken_apart(x, {}))
 
 
-def _seen(leaf):
+def _tensor_key(leaf):
     return leaf["size"], leaf["shape"], leaf["dtype"]

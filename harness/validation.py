@@ -8,7 +8,7 @@ best.pt, a checkpoint like checkpoint.pt: --sample runs/NAME/best.pt scores them
 
 import math
 
-BEST = "best.pt"
+BEST_FILE = "best.pt"
 
 
 class Validation:

@@ -10,7 +10,7 @@ from lowprec.machine import monai_alone
 
 # size: (channels per level, residual blocks per level, latent channels). Each level but the first halves the
 # image. tiny leaves half of the values of an 8x8 digit: 2x4x4 of 64.
-SIZES = {
+AUTOENCODER_SIZES = {
     "tiny": ((16, 32), 1, 2),
     "small": ((32, 64, 64), 1, 4),
     "base": ((128, 256, 512), 2, 4),
@@ -23,9 +23,9 @@ def autoencoder_kl(channels, size=None, latent_channels=None):
         from monai.networks.nets import AutoencoderKL
 
     size = size or "tiny"
-    if size not in SIZES:
-        raise Refused(f"unknown size {size!r} for vae; choose one of {', '.join(SIZES)}")
-    widths, blocks, latents = SIZES[size]
+    if size not in AUTOENCODER_SIZES:
+        raise Refused(f"unknown size {size!r} for vae; choose one of {', '.join(AUTOENCODER_SIZES)}")
+    widths, blocks, latents = AUTOENCODER_SIZES[size]
     return AutoencoderKL(
         spatial_dims=2,
         in_channels=channels,

@@ -24,9 +24,9 @@ from lowprec.attention import attention_kernel
 from lowprec.errors import Refused
 from tasks.task import Task, picture
 
-EXAMINED = 1024  # held-out images that validate and preview look at
-BATCH = 256  # images scored at once
-SHOWN = 12  # classes that a picture has room for
+EXAMINED_IMAGES = 1024  # held-out images that validate and preview look at
+IMAGES_AT_ONCE = 256  # images scored at once
+PICTURED_CLASSES = 12  # classes that a picture has room for
 # of values in [-1, 1]
 GREEN = (-0.7, 0.6, -0.5)
 RED = (0.9, -0.6, -0.6)
@@ -174,7 +174,7 @@ class Classify(Task):
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
-        if data.num_classes > SHOWN:
+        if data.num_classes > PICTURED_CLASSES:
             self.unprinted = ("recall",)
 
     @classmethod
@@ -227,14 +227,14 @@ class Classify(Task):
         return {"confusion": self._confusion(some, *self._predict(model, some, rng.device))}
 
     def validate(self, model, rng):
-        """Accuracy and loss on up to EXAMINED held-out images, the same each time."""
+        """Accuracy and loss on up to EXAMINED_IMAGES held-out images, the same each time."""
         scores = self._scores(*self._predict(model, self._some(), rng.device))
         return {name: scores[name] for name in ("accuracy", "loss")}
 
     def _some(self):
         """Indices of held-out images: folders come sorted by class, and each class has its share."""
         draw = torch.Generator().manual_seed(0)
-        return torch.randperm(len(self.data.heldout), generator=draw)[:EXAMINED]
+        return torch.randperm(len(self.data.heldout), generator=draw)[:EXAMINED_IMAGES]
 
     def evaluate(self, model, rng):
         """(scores, pictures) of all held-out images: accuracy, error (1 - accuracy), loss in nats, and
@@ -248,7 +248,7 @@ class Classify(Task):
     def _predict(self, model, indices, device):
         """(logits fp32 [N, classes], labels [N]) of held-out images."""
         logits, labels = [], []
-        for part in indices.split(BATCH):
+        for part in indices.split(IMAGES_AT_ONCE):
             images, target = self.data.heldout[part.tolist()]
             logits.append(model(images.to(device)).float().cpu())
             labels.append(target)
@@ -271,11 +271,11 @@ class Classify(Task):
 
         A cell holds the image of its class that got its answer most firmly, green where the answer is right,
         red where it is wrong; the fuller the colour, the larger the share of the row. Nobody was answered so
-        where a cell is empty. Of many classes the SHOWN with most errors are drawn.
+        where a cell is empty. Of many classes the PICTURED_CLASSES with most errors are drawn.
         """
         answer = _answer(logits)
         errors = torch.bincount(labels[answer != labels], minlength=self.data.num_classes)
-        shown = errors.argsort(descending=True, stable=True)[:SHOWN].sort().values.tolist()
+        shown = errors.argsort(descending=True, stable=True)[:PICTURED_CLASSES].sort().values.tolist()
         certainty = logits.softmax(1).amax(1)
         cells = []
         for true_class in shown:

@@ -21,9 +21,9 @@ from tasks import folders
 from tasks.image_sets import CACHE_BYTES, square, square_mask
 from tasks.sprites import Scene
 
-CLIPS = 1024  # sprites to train on
-HELDOUT = 64
-SIDE = 24  # pixels, where --image_size does not say
+SPRITE_CLIPS = 1024  # sprites to train on
+HELDOUT_CLIPS = 64
+SPRITE_SIDE = 24  # pixels, where --image_size does not say
 
 
 class Clips(torch.utils.data.Dataset):
@@ -67,7 +67,7 @@ class FrameFiles(torch.utils.data.Dataset):
         if i in self.kept:
             return self.kept[i]
         frames, masks, ids = self.windows[i]
-        images = [square(folders.decode(path, 3)[None], self.size)[0] for path in frames]
+        images = [square(folders.decode_image(path, 3)[None], self.size)[0] for path in frames]
         found = (torch.stack(images),)
         if masks is not None:
             masks = [self._mask(path, ids) for path in masks]
@@ -108,11 +108,11 @@ class Videos:
         )
 
 
-def sprites(size, frames, seed, clips=CLIPS, heldout=None):
-    """Videos of moving sprites, drawn once: a function of the arguments. HELDOUT of them by default are held
-    out, for scores.
+def sprites(size, frames, seed, clips=SPRITE_CLIPS, heldout=None):
+    """Videos of moving sprites, drawn once: a function of the arguments. HELDOUT_CLIPS of them by default are
+    held out, for scores.
     """
-    heldout = heldout or HELDOUT
+    heldout = heldout or HELDOUT_CLIPS
     generator = torch.Generator().manual_seed(seed)
     images, masks = Scene.drawn(clips + heldout, size, generator).frames(frames)
     images = ((images + 1) * 127.5).round().to(torch.uint8)
@@ -140,7 +140,7 @@ def folder(root, size, frames):
         if masks:
             ids[name] = _ids(root, name, files, masks[name], about)
 
-    chosen = folders.held_out(root, list(clips), "clip")
+    chosen = folders.held_out_names(root, list(clips), "clip")
     train, heldout = [], []
     for name, files in clips.items():
         part = heldout if name in chosen else train
@@ -157,7 +157,7 @@ def folder(root, size, frames):
 def _clips(root):
     """({clip: frames}, {clip: masks}), by name; the second is empty where there is no folder of masks."""
     folders.check_layout(root, "labels", "folder")
-    clips = _folders_of(root, folders.IMAGES)
+    clips = _folders_of(root, folders.IMAGE_SUFFIXES)
     clips.pop("masks", None)
     if not clips:
         raise Refused(f"{root} holds no clips: give {root / 'CLIP' / 'FRAME.png'}, a folder of frames a clip")
@@ -167,7 +167,7 @@ def _clips(root):
             raise Refused(f"clip {root / name} has {held}: give it at least two, or remove it")
     if not (root / "masks").is_dir():
         return clips, {}
-    found = _folders_of(root / "masks", folders.MASKS)
+    found = _folders_of(root / "masks", folders.MASK_SUFFIXES)
     for name in sorted(found.keys() - clips.keys()):
         raise Refused(f"masks {root / 'masks' / name} have no clip: add {root / name}, or remove them")
     if not found:
@@ -181,7 +181,7 @@ def _folders_of(root, suffixes):
     found = {}
     for path in sorted(root.iterdir()):
         if path.is_dir() and not path.name.startswith("."):
-            found[path.name] = sorted(folders.listing(path, suffixes, deep=False), key=_by_number)
+            found[path.name] = sorted(folders.files_with_suffix(path, suffixes, deep=False), key=_by_number)
     return found
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from harness.flags import Flag
 from lowprec.errors import Refused
 
-FLAG = Flag(
+CONDITION = Flag(
     "condition",
     "none",
     "an image that the net sees beside the noise: the image blurred, the image with half the pixels a side, "
@@ -29,7 +29,7 @@ FLAG = Flag(
 )
 
 
-def check(config, allowed):
+def check_condition(config, allowed):
     """Raise Refused for flags that don't go together. allowed: whether the task takes --condition."""
     if config.condition == "none":
         return
@@ -91,7 +91,7 @@ def taking(builders, count):
     return {name: functools.partial(build, given=count) for name, build in builders.items()}
 
 
-def psnr(drawn, real):
+def mean_psnr(drawn, real):
     """Peak signal-to-noise ratio in dB of images [B, C, H, W] in [-1, 1], the mean over the images; at most
     100 of each.
     """
@@ -99,7 +99,7 @@ def psnr(drawn, real):
     return (10 * torch.log10(4 / error.clamp(min=4e-10))).mean().item()
 
 
-def shown(condition):
+def condition_picture(condition):
     """A condition as images [B, 1 or 3, H, W] in [-1, 1]: masks in shades of grey."""
     if condition.shape[1] in (1, 3):
         return condition

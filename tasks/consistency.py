@@ -19,9 +19,9 @@ from tasks.generation import TIMESTEPS
 from tasks.students import TEACHER, Student
 
 MOST_INTERVALS = 1280  # s1 of arXiv 2310.14189, table 1
-HUBER = 0.00054  # c of its section 3.3, for a root mean square over pixels
+HUBER_C = 0.00054  # c of its section 3.3, for a root mean square over pixels
 
-SITES = {
+CONSISTENCY_SITES = {
     "target": Site(
         ("fp32", "bf16"),
         {
@@ -74,7 +74,7 @@ class Consistency(Student):
             type=count,
         ),
     )
-    sites = {**Student.sites, **SITES}
+    sites = {**Student.sites, **CONSISTENCY_SITES}
     draws_times = False
     _target = None  # the Target of the run, made when it is asked for first
     _first = None  # the noise of the images that are being drawn
@@ -167,7 +167,7 @@ class Consistency(Student):
         if not following:
             return end
         s = following / TIMESTEPS
-        return (1 - s) * end + s * fresh(self._first, following).to(x.dtype)
+        return (1 - s) * end + s * fresh_noise(self._first, following).to(x.dtype)
 
 
 class Target:
@@ -200,10 +200,10 @@ class Target:
 
 def pseudo_huber(a, b):
     """fp32 [B]: sqrt(mean square + c^2) - c of the differences of a and b [B, C, H, W], arXiv 2310.14189."""
-    return ((a - b).square().mean((1, 2, 3)) + HUBER**2).sqrt() - HUBER
+    return ((a - b).square().mean((1, 2, 3)) + HUBER_C**2).sqrt() - HUBER_C
 
 
-def fresh(noise, number):
+def fresh_noise(noise, number):
     """Standard normal [B, C, H, W] fp32, a function of each image's own noise and of `number`: alike in
     batches of any size.
     """

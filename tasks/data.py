@@ -1,4 +1,4 @@
-"""Every data set of the laboratory, behind one word: data.load("digits"). In brackets what is held out.
+"""Every data set of the laboratory, behind one word: data.load_data("digits"). In brackets what is held out.
 
     digits            1,797 handwritten digits, 8x8, from digits.safetensors (500, stratified)
     synthetic         MONAI's discs in noise with their masks, 64x64 (64 of 320)
@@ -47,12 +47,12 @@ class Wish(NamedTuple):
         return self.targets == "masks"
 
 
-def load(
+def load_data(
     spec: str,
     targets: str = "labels",
     image_size: int | None = None,
     seed: int = 0,
-    white: int = folders.WHITE,
+    white: int = folders.WHITE_16_BIT,
     pages: str = "first",
 ) -> Data:
     """The data set that `spec` names (see the table above), with its "labels", its "masks" or, of a folder,
@@ -67,12 +67,12 @@ def load(
     if image_size is not None and image_size < 8:
         raise Refused(f"image size {image_size} is too small: give at least 8")
     word, _, where = spec.partition(":")
-    if word not in SETS:
+    if word not in DATA_SETS:
         if spec and os.path.exists(spec):
             raise Refused(f"unknown data set {spec!r}: did you mean folder:{spec}")
-        forms = ", ".join(known.form for known in SETS.values())
+        forms = ", ".join(known.form for known in DATA_SETS.values())
         raise Refused(f"unknown data set {spec!r}: choose one of {forms}")
-    form, loader, has_masks = SETS[word]
+    form, loader, has_masks = DATA_SETS[word]
     optional = "[" in form
     takes_path = ":" in form
     if not optional and takes_path and not where:
@@ -147,7 +147,7 @@ def _synthetic(wish, count=320, heldout=64, classes=3):
 # ---- Folders of images -------------------------------------------------------------------------------------
 
 
-def _folder(wish):
+def _image_folder(wish):
     folders.check_layout(wish.path, wish.targets, "folder")
     if wish.targets == "labels":
         return _labelled_folder(wish)
@@ -160,25 +160,26 @@ def _folder(wish):
 
 def _masked_folder(wish):
     root = wish.path
-    triples = folders.pairs(root, {"images": folders.IMAGES, "masks": folders.MASKS})
+    triples = folders.matched_pairs(root, {"images": folders.IMAGE_SUFFIXES, "masks": folders.MASK_SUFFIXES})
     images = [image for _, image, _ in triples]
     masks = [mask for _, _, mask in triples]
     seen, seen_masks = folders.survey(images, masks)
     folders.check_extents(triples, seen, seen_masks)
     values = folders.mask_values(root, [mask.values for mask in seen_masks])
-    chosen = folders.held_out(root, [name for name, _, _ in triples])
+    chosen = folders.held_out_names(root, [name for name, _, _ in triples])
     targets = [mask.sha256 for mask in seen_masks]
     return _of_files(wish, triples, seen, targets, chosen, values.tolist(), values)
 
 
 def _paired_folder(wish):
     root = wish.path
-    triples = folders.pairs(root, {"targets": folders.IMAGES, "inputs": folders.IMAGES})
+    parts = {"targets": folders.IMAGE_SUFFIXES, "inputs": folders.IMAGE_SUFFIXES}
+    triples = folders.matched_pairs(root, parts)
     count = len(triples)
     files = [image for _, image, _ in triples] + [other for _, _, other in triples]
     seen, _ = folders.survey(files, [])
     folders.check_shapes(triples, seen[:count], seen[count:])
-    chosen = folders.held_out(root, [name for name, _, _ in triples])
+    chosen = folders.held_out_names(root, [name for name, _, _ in triples])
     hashes = [other.sha256 for other in seen[count:]]
     return _of_files(wish, triples, seen, hashes, chosen, range(_channels(seen[count:])))
 
@@ -189,17 +190,17 @@ def _channels(seen):
 
 def _labelled_folder(wish):
     root = wish.path
-    triples, classes = folders.labelled(root)
+    triples, classes = folders.labelled_images(root)
     seen, _ = folders.survey([image for _, image, _ in triples], [])
-    chosen = folders.held_out(root, [name for name, _, _ in triples])
+    chosen = folders.held_out_names(root, [name for name, _, _ in triples])
     chosen = folders.with_every_class(chosen, triples)
     targets = [label for _, _, label in triples]
     return _of_files(wish, triples, seen, targets, chosen, classes)
 
 
 def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
-    """Data of a folder. triples: (name, image, its label, mask or input); seen: a folders.Seen an image, and
-    an input behind them; targets: what the fingerprint reads of a label, mask or input; chosen: the names
+    """Data of a folder. triples: (name, image, its label, mask or input); seen: a folders.SeenFile an image,
+    and an input behind them; targets: what the fingerprint reads of a label, mask or input; chosen: the names
     held out; classes: as many as labels, masks or channels of the inputs have; values: those of the masks.
     """
     size = wish.size or 64
@@ -212,7 +213,7 @@ def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
         if wish.pages == "all":
             part += [(folders.Page(image, number), target) for number in range(1, its.pages)]
         content.append((name, its.sha256, of_target))
-    changed = [how for how in (wish.white, wish.pages) if how not in (folders.WHITE, "first")]
+    changed = [how for how in (wish.white, wish.pages) if how not in (folders.WHITE_16_BIT, "first")]
     return data_set(
         f"folder-{wish.path.resolve().name}",
         wish,
@@ -223,7 +224,7 @@ def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
         size,
         [content, classes, *changed],
         classes=classes if wish.targets == "labels" else (),
-        notes=folders.notes(seen, wish.white, wish.pages, wish.targets),
+        notes=folders.notes_on_images(seen, wish.white, wish.pages, wish.targets),
     )
 
 
@@ -239,7 +240,7 @@ def _nifti(wish):
     root = wish.path
     size = wish.size or 64
     images, targets, owners, values, content = [], [], [], [], []
-    for name, file, mask_file in folders.volumes(root, wish.masks):
+    for name, file, mask_file in folders.matched_volumes(root, wish.masks):
         volume = folders.decode_volume(file)  # [Z, Y, X]
         unit, keep = _visible(file, volume)
         images.append(square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size))
@@ -278,9 +279,9 @@ def _held_slices(root, owners):
     """bool [N], whether a slice is held out. owners: the name of each slice's volume."""
     names = sorted(set(owners))
     if len(names) > 1:
-        chosen = folders.held_out(root, names)
+        chosen = folders.held_out_names(root, names)
         return torch.tensor([name in chosen for name in owners])
-    count = len(folders.held_out(root, [str(i) for i in range(len(owners))]))
+    count = len(folders.held_out_names(root, [str(i) for i in range(len(owners))]))
     return torch.arange(len(owners)) >= len(owners) - count
 
 
@@ -293,10 +294,10 @@ class _Set(NamedTuple):
     has_masks: bool = False
 
 
-SETS = {
+DATA_SETS = {
     "digits": _Set("digits", _digits),
     "synthetic": _Set("synthetic", _synthetic, has_masks=True),
-    "folder": _Set("folder:PATH", _folder, has_masks=True),
+    "folder": _Set("folder:PATH", _image_folder, has_masks=True),
     "cifar10": _Set("cifar10:PATH", cifar10),
     "mnist": _Set("mnist:PATH", mnist),
     "fashion_mnist": _Set("fashion_mnist[:PATH]", fashion_mnist),

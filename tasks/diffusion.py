@@ -19,7 +19,7 @@ from lowprec.rounding import DTYPE_OF_NAME
 from tasks.generation import TIMESTEPS, Generation
 
 # relative error of 1 - alphas_cumprod: 1e-4 at t = 0, which fp32 forms from a number next to 1 to 1e-3
-SCHEDULE = 0.01
+SCHEDULER_ERROR = 0.01
 
 
 class RFlow(Generation):
@@ -215,4 +215,4 @@ class DDPM(Generation):
             f"{zeros} timesteps, where a sampler divides by it; images drawn in {start[-1]} steps differ by "
             f"{change:.1%}, {not_finite:.0%} of their pixels are not finite"
         )
-        exam.judge("scheduler", change, text, "--set scheduler=fp32", certain=error > SCHEDULE)
+        exam.judge("scheduler", change, text, "--set scheduler=fp32", certain=error > SCHEDULER_ERROR)

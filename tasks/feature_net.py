@@ -22,9 +22,10 @@ from tqdm import tqdm
 from harness.files import read_tensors, write_atomically
 from lowprec.machine import exact_math
 
-DIGITS_FILE = Path(__file__).with_name("digits_features.safetensors")
-FORMAT = 1  # of a stored net; raise it when the net or its fitting changes, so that kept nets are fitted anew
-SEED = 0
+DIGITS_NET_FILE = Path(__file__).with_name("digits_features.safetensors")
+# of a stored net; raise it when the net or its fitting changes, so that kept nets are fitted anew
+NET_FORMAT = 1
+DIGITS_NET_SEED = 0
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def _shifted(images, most, generator):
 def save_feature_net(net: FeatureNet, path: str | Path, **notes) -> None:
     """Write a net, what rebuilds it and `notes` as safetensors, whole or not at all. May raise Refused."""
     facts = {
-        "format": FORMAT,
+        "format": NET_FORMAT,
         "channels": net.channels,
         "num_classes": net.num_classes,
         "image_size": net.image_size,
@@ -176,8 +177,8 @@ def load_feature_net(path: str | Path) -> FeatureNet:
     tensors, metadata = read_tensors(path)
     try:
         facts = json.loads(metadata["feature_net"])
-        if facts["format"] != FORMAT:
-            raise ValueError(f"format {facts['format']}, expected {FORMAT}")
+        if facts["format"] != NET_FORMAT:
+            raise ValueError(f"format {facts['format']}, expected {NET_FORMAT}")
         net = FeatureNet(facts["channels"], facts["num_classes"], facts["image_size"], facts["supervised"])
         net.load_state_dict(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -189,21 +190,21 @@ def main() -> None:
     from tasks import data
 
     torch.set_num_threads(1)  # the order of the sums in backward depends on the number of threads
-    digits = data.load("digits")
+    digits = data.load_data("digits")
     images, labels = digits.train[list(range(len(digits.train)))]
     heldout_images, heldout_labels = digits.heldout[list(range(len(digits.heldout)))]
-    net = fit_feature_net(images, labels, digits.num_classes, SEED)
+    net = fit_feature_net(images, labels, digits.num_classes, DIGITS_NET_SEED)
     accuracy = (net(heldout_images).argmax(1) == heldout_labels).double().mean().item()
     save_feature_net(
         net,
-        DIGITS_FILE,
+        DIGITS_NET_FILE,
         data=digits.name,
-        seed=SEED,
+        seed=DIGITS_NET_SEED,
         heldout_accuracy=accuracy,
         command="python -m tasks.feature_net",
     )
     print(
-        f"{DIGITS_FILE.name}: {sum(p.numel() for p in net.parameters()):,} parameters, "
+        f"{DIGITS_NET_FILE.name}: {sum(p.numel() for p in net.parameters()):,} parameters, "
         f"held-out accuracy {accuracy:.4f} ({len(heldout_labels)} digits)"
     )
 

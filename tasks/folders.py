@@ -1,6 +1,6 @@
 """Image files and volumes in folders: which ones there are, what they hold, and that each can be read.
 
-    python -c "from tasks import folders; print(folders.labelled(folders.Path('photos'))[0][:3])"
+    python -c "from tasks import folders; print(folders.labelled_images(folders.Path('photos'))[0][:3])"
 
 Only the formats below are ever opened, whatever a file is called.
 """
@@ -22,13 +22,14 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lowprec.errors import Refused
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
-MASKS = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+MASK_SUFFIXES = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # PIL opens 40 more, EPS by Ghostscript for one
-PAGED = ("PNG", "WEBP", "TIFF")  # may hold several images; those of a phone's JPEG are aids for the first
+# may hold several images; those of a phone's JPEG are aids for the first
+PAGED_FORMATS = ("PNG", "WEBP", "TIFF")
 MASK_FORMATS = ("PNG", "BMP", "TIFF")
-VOLUMES = (".nii", ".nii.gz")
-WHITE = 65535  # in an image of 16 bits
+VOLUME_SUFFIXES = (".nii", ".nii.gz")
+WHITE_16_BIT = 65535  # in an image of 16 bits
 MAX_CLASSES = 200  # more distinct values than this are antialiasing, not class ids
 
 # PIL warns of what it could read all the same. What it can't read is refused.
@@ -39,7 +40,7 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 @contextmanager
-def reading(path, what="an image"):
+def refusing_unreadable(path, what="an image"):
     """Decoders raise nearly everything on a broken file. All of it becomes a Refused that names the file."""
     try:
         yield
@@ -82,14 +83,14 @@ def check_layout(root: Path, targets: str, kind: str):
         raise Refused(f"{root} is split into train and others: use --data {kind}:{root / 'train'}")
 
 
-def listing(folder: Path, suffixes: tuple, deep: bool = True) -> list[Path]:
+def files_with_suffix(folder: Path, suffixes: tuple, deep: bool = True) -> list[Path]:
     """Files with one of the suffixes, by name; without hidden ones (macOS leaves ._a.png beside a.png)."""
 
     def fail(error):
         raise error
 
     found = []
-    with reading(folder, "a folder"):
+    with refusing_unreadable(folder, "a folder"):
         for where, inner, names in os.walk(folder, onerror=fail):
             inner[:] = [name for name in inner if deep and not name.startswith(".")]  # where it walks on
             for name in names:
@@ -98,15 +99,15 @@ def listing(folder: Path, suffixes: tuple, deep: bool = True) -> list[Path]:
     return sorted(path for path in found if os.path.isfile(path))
 
 
-def labelled(root: Path) -> tuple[list, list[str]]:
+def labelled_images(root: Path) -> tuple[list, list[str]]:
     """[(name, image, label)] and the classes' names: root's folders, sorted, or none if root holds images."""
-    flat = listing(root, IMAGES, deep=False)
+    flat = files_with_suffix(root, IMAGE_SUFFIXES, deep=False)
     classes = {}
     for path in sorted(root.iterdir()):
         if os.path.isdir(path) and not path.name.startswith("."):
-            classes[path.name] = listing(path, IMAGES)
+            classes[path.name] = files_with_suffix(path, IMAGE_SUFFIXES)
     if not flat and not any(classes.values()):
-        forms = ", ".join(IMAGES)
+        forms = ", ".join(IMAGE_SUFFIXES)
         raise Refused(f"{root} holds no images ({forms}): give a folder of images or of class folders")
     if flat and any(classes.values()):
         raise Refused(f"{root} holds images beside class folders: move the images into one of them or away")
@@ -121,9 +122,9 @@ def labelled(root: Path) -> tuple[list, list[str]]:
     return triples, list(classes)
 
 
-def pairs(root: Path, parts: dict[str, tuple]) -> list:
+def matched_pairs(root: Path, parts: dict[str, tuple]) -> list:
     """[(stem, image, its partner)] of two folders in root, which must match one to one. parts: {folder:
-    suffixes}, as {"images": IMAGES, "masks": MASKS}.
+    suffixes}, as {"images": IMAGE_SUFFIXES, "masks": MASK_SUFFIXES}.
     """
     (first, suffixes), (second, partner_suffixes) = parts.items()
     image, partner = first.removesuffix("s"), second.removesuffix("s")
@@ -142,7 +143,7 @@ def pairs(root: Path, parts: dict[str, tuple]) -> list:
 
 def _by_stem(folder, suffixes):
     stems = {}
-    for path in listing(folder, suffixes):
+    for path in files_with_suffix(folder, suffixes):
         stem = re.sub(r"(\.nii\.gz|\.[^./]+)$", "", path.relative_to(folder).as_posix(), flags=re.I)
         if stem in stems:
             raise Refused(f"{path} has the stem of {stems[stem].name}: rename or remove one")
@@ -150,20 +151,22 @@ def _by_stem(folder, suffixes):
     return stems
 
 
-def volumes(root: Path, masks: bool) -> list:
+def matched_volumes(root: Path, masks: bool) -> list:
     """[(name, volume, its mask or None)] of one file or of a folder."""
     if os.path.isfile(root) and not masks:
         return [(root.name, root, None)]
     check_layout(root, "masks" if masks else "labels", "nifti")
     if masks:
-        return pairs(root, {"images": VOLUMES, "masks": VOLUMES})
-    found = [(path.relative_to(root).as_posix(), path, None) for path in listing(root, VOLUMES)]
+        return matched_pairs(root, {"images": VOLUME_SUFFIXES, "masks": VOLUME_SUFFIXES})
+    paths = files_with_suffix(root, VOLUME_SUFFIXES)
+    found = [(path.relative_to(root).as_posix(), path, None) for path in paths]
     if not found:
-        raise Refused(f"{root} holds no volumes ({', '.join(VOLUMES)}): give one, or a folder of them")
+        suffixes = ", ".join(VOLUME_SUFFIXES)
+        raise Refused(f"{root} holds no volumes ({suffixes}): give one, or a folder of them")
     return found
 
 
-def held_out(root: Path, names: list[str], noun: str = "image") -> set[str]:
+def held_out_names(root: Path, names: list[str], noun: str = "image") -> set[str]:
     """The tenth of the names whose hashes are smallest: adding files moves few others from part to part."""
     if len(names) < 2:
         raise Refused(f"{root} holds a single {noun}: give at least two, one to train on and one to hold out")
@@ -227,7 +230,7 @@ def mask_values(root: Path, values: list) -> np.ndarray:
 # ---- What a file holds -------------------------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class SeenFile(NamedTuple):
     """What one look at a file told."""
 
     mode: str
@@ -246,11 +249,11 @@ class Page(NamedTuple):
     number: int
 
 
-def decode(image: Path | Page, channels: int, white: int = WHITE) -> torch.Tensor:
+def decode_image(image: Path | Page, channels: int, white: int = WHITE_16_BIT) -> torch.Tensor:
     """float32 [channels, H, W] in [-1, 1]: upright by EXIF, transparency on white, 16 bits from 0 to `white`.
     """
     path, page = image if isinstance(image, Page) else (image, 0)
-    with reading(path), _open(path, IMAGE_FORMATS) as image:
+    with refusing_unreadable(path), _open(path, IMAGE_FORMATS) as image:
         if page:
             image.seek(page)
         image = ImageOps.exif_transpose(image)
@@ -266,7 +269,7 @@ def decode(image: Path | Page, channels: int, white: int = WHITE) -> torch.Tenso
 
 def decode_mask(path: Path, content: io.BytesIO | None = None) -> np.ndarray:
     """int64 [H, W]: the values, or the palette entries, of a single-channel image."""
-    with reading(path, "a mask"), _open(content or path, MASK_FORMATS) as image:
+    with refusing_unreadable(path, "a mask"), _open(content or path, MASK_FORMATS) as image:
         if image.mode not in ("1", "L", "P", "I") and not image.mode.startswith("I;16"):
             raise Refused(f"mask {path} is {image.mode}: save it as one channel of integer class ids")
         return np.asarray(ImageOps.exif_transpose(image)).astype(np.int64)
@@ -283,12 +286,12 @@ def _open(source, formats):
         raise ValueError(f"its content is none of {', '.join(formats)}") from None
 
 
-def _look(path, is_mask):
+def _seen_file(path, is_mask):
     """Seen of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
     formats = MASK_FORMATS if is_mask else IMAGE_FORMATS
     values = None
     largest, pages = 0, 1
-    with reading(path, "a mask" if is_mask else "an image"):
+    with refusing_unreadable(path, "a mask" if is_mask else "an image"):
         content = io.BytesIO(path.read_bytes())
         with _open(content, formats) as image:
             mode = image.mode
@@ -302,23 +305,23 @@ def _look(path, is_mask):
                 width, height = ImageOps.exif_transpose(image).size
                 if mode.startswith("I;16"):
                     largest = int(np.asarray(image).max())
-                if image.format in PAGED:
+                if image.format in PAGED_FORMATS:
                     pages = image.n_frames
     if not is_mask and mode in ("I", "F"):
         raise Refused(f"{path} has 32-bit pixels, whose range is unknown: save it with 8 or 16 bits")
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
-    return Seen(mode, width, height, digest, values, largest, pages)
+    return SeenFile(mode, width, height, digest, values, largest, pages)
 
 
-def notes(seen: list, white: int, pages: str, targets: str) -> list[str]:
+def notes_on_images(seen: list, white: int, pages: str, targets: str) -> list[str]:
     """What may not be meant of images of which these are the Seen: a line each, with what mends it."""
     found = []
     largest = max(image.largest for image in seen)
     of_range = (1 << largest.bit_length()) - 1  # of as many bits as they use
-    if white == WHITE and 0 < of_range < WHITE:
+    if white == WHITE_16_BIT and 0 < of_range < WHITE_16_BIT:
         found.append(
-            f"images of 16 bits reach {largest:,} of {WHITE:,}, and are read by the full range, as nearly "
-            f"black ones: if they have {largest.bit_length()} bits add --white {of_range}"
+            f"images of 16 bits reach {largest:,} of {WHITE_16_BIT:,}, and are read by the full range, as "
+            f"nearly black ones: if they have {largest.bit_length()} bits add --white {of_range}"
         )
     if white < largest:
         found.append(f"--white {white}: images of 16 bits reach {largest:,}, and what is above is white")
@@ -340,7 +343,7 @@ def decode_volume(path: Path) -> np.ndarray:
 
     # it tells of what it can't read in lines of its own, and raises an error as well
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
-    with reading(path, "a NIfTI volume"):
+    with refusing_unreadable(path, "a NIfTI volume"):
         voxels = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj, dtype=np.float32)
     shape = (*voxels.shape, 1, 1)[:3]
     if not voxels.size or voxels.size != np.prod(shape):
@@ -364,7 +367,7 @@ def decode_mask_volume(path: Path, volume: Path, shape: tuple) -> np.ndarray:
 
 
 def sha256(path: Path) -> str:
-    with reading(path, "a file"):
+    with refusing_unreadable(path, "a file"):
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -376,7 +379,7 @@ def survey(images: list[Path], masks: list[Path]) -> tuple[list, list]:
 
     def see(path, is_mask):
         try:
-            return _look(path, is_mask)
+            return _seen_file(path, is_mask)
         except Refused as error:
             return error
         except OSError as error:

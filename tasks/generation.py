@@ -14,18 +14,25 @@ from lowprec.errors import Refused
 from lowprec.recipes import Site
 from tasks import data as datasets
 from tasks import latent_space, metrics, perceptual, vae_halves
-from tasks.condition import FLAG as CONDITION
-from tasks.condition import channels, condition_of, given, psnr, shown, taking
-from tasks.condition import check as check_condition
+from tasks.condition import (
+    CONDITION,
+    channels,
+    check_condition,
+    condition_of,
+    condition_picture,
+    given,
+    mean_psnr,
+    taking,
+)
 from tasks.generation_probes import TIMESTEPS, examine
 from tasks.task import Task, picture, two_of_each
 
 __all__ = ["BINS", "TIMESTEPS", "Generation"]
 BINS = 10
 PREVIEW_ROWS = 6  # pictures a label in a preview
-HELDOUT = 256  # held-out images that loss_by_timestep is taken on
+HELDOUT_IMAGES = 256  # held-out images that loss_by_timestep is taken on
 
-SITES = {
+GENERATION_SITES = {
     "timesteps": Site(
         ("fp32", "bf16"),
         {"fp32": "bf16 holds only 507 of the values 0..999", "bf16": "0..999 collapse to 507 values"},
@@ -77,10 +84,10 @@ class Generation(Task):
             may=("sample",),
         ),
         perceptual.PERCEPTUAL,
-        *latent_space.FLAGS,
+        *latent_space.LATENT_FLAGS,
         CONDITION,
     )
-    sites = {**SITES, "perceptual": perceptual.SITE, **latent_space.SITES}
+    sites = {**GENERATION_SITES, "perceptual": perceptual.PERCEPTUAL_SITE, **latent_space.LATENT_SITES}
     limits = {
         # relative RMS change of the prediction; the images suffer when it nears the net's own error. Any
         # timestep lost is a finding as well
@@ -91,7 +98,7 @@ class Generation(Task):
         # how far the sampler's states are from where their timesteps say, in units of the noise. A right one
         # gives 0.00, one that noises anew the spread of its noise; one that stands still 1, a wrong sign 2
         "path": (0.15, 0.5),
-        **vae_halves.LIMITS,
+        **vae_halves.HALF_LIMITS,
     }
     implied = {"size": "tiny", "data": "digits"}
     unprinted = ("trace", "loss_by_timestep")
@@ -102,7 +109,7 @@ class Generation(Task):
 
     def __init__(self, data, recipe, config):
         super().__init__(data, recipe, config)
-        self.space = latent_space.space(data, recipe, config)  # what the net sees: pixels, or latents
+        self.space = latent_space.space_of_run(data, recipe, config)  # what the net sees: pixels, or latents
         # made when they are asked for first
         self._judge = None
         self._reference = None
@@ -110,12 +117,12 @@ class Generation(Task):
 
     @classmethod
     def settle(cls, table, given):
-        return latent_space.settle(cls, table, given)
+        return latent_space.settle_latents(cls, table, given)
 
     @classmethod
     def check(cls, config):
-        perceptual.check(config)
-        latent_space.check(config, cls.in_latents)
+        perceptual.check_perceptual(config)
+        latent_space.check_latents(config, cls.in_latents)
         check_condition(config, cls.takes_condition)
         if config.guidance != 1 and config.label_dropout == 0:
             raise Refused(
@@ -129,7 +136,7 @@ class Generation(Task):
         if c.condition not in ("masks", "inputs"):
             return two_of_each(super().load(c))
         spec = c.data or ("synthetic" if c.condition == "masks" else cls.implied["data"])
-        data = two_of_each(datasets.load(spec, c.condition, c.image_size, c.seed, c.white, c.pages))
+        data = two_of_each(datasets.load_data(spec, c.condition, c.image_size, c.seed, c.white, c.pages))
         data.condition_channels, data.num_classes = data.num_classes, 0
         return data
 
@@ -262,7 +269,7 @@ class Generation(Task):
         labels, condition = self.labels_and_condition(real, targets)
         noise = rng.normal(*real.shape)
         drawn = self.sample(given(model, condition), labels, noise, self.config.sample_steps)
-        rows = [shown(condition).expand_as(real), drawn, real]
+        rows = [condition_picture(condition).expand_as(real), drawn, real]
         return {"samples": picture(torch.cat(rows).cpu(), len(real))}
 
     def evaluate(self, model, rng):
@@ -293,7 +300,7 @@ class Generation(Task):
         wanted = labels.cpu() if self.data.num_classes else None
         scores = metrics.generation_scores(judge.net, images, wanted, judge.heldout_images)
         if originals is not None:
-            scores["psnr"] = psnr(images, originals)
+            scores["psnr"] = mean_psnr(images, originals)
             scores["distance"] = self.perceptual_distance(images, originals).mean().item()
         real, targets = self.heldout_images(rng.device)
         scores.update(self.space.scores(first, real))
@@ -344,8 +351,8 @@ class Generation(Task):
         return metrics.labels_like(labels, self.data.num_classes, count).to(device)
 
     def heldout_images(self, device, count=None):
-        """(images [count, C, H, W], their labels), the same ones each time; HELDOUT of them by default."""
-        images, labels = metrics.subset(self.data.heldout, count or HELDOUT)
+        """(images [count, C, H, W], their labels), the same each time; HELDOUT_IMAGES of them by default."""
+        images, labels = metrics.subset(self.data.heldout, count or HELDOUT_IMAGES)
         return images.to(device), labels.to(device)
 
     # -- what the sites lose

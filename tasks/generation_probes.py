@@ -9,7 +9,7 @@ from lowprec.watch.verdicts import Finding
 from tasks.condition import given
 
 TIMESTEPS = 1000  # of a whole way from the noise to an image, or back
-LEARNT = 0.001  # mean squared error up to which the perfect net below counts as what a loss asks for
+LEARNT_ERROR = 0.001  # mean squared error up to which the perfect net below counts as what a loss asks for
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def probe_path(task, exam, images, labels, noise):
     t = exact.bin_timesteps((torch.arange(n, device=images.device) + 0.5) / n)
     net = Perfect(exact, images, noise)
     learnt = exact.errors(net, images, labels, noise, t, weighted=False).mean()
-    if not learnt < LEARNT:  # so is NaN
+    if not learnt < LEARNT_ERROR:  # so is NaN
         text = "not known whether the sampler leads to clean images: this loss learns something else"
         exam.found.append(Finding("path", "note", text, "look at the pictures"))
         return

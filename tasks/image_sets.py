@@ -91,7 +91,7 @@ class Files(torch.utils.data.Dataset):
         channels: int,
         size: int,
         values: np.ndarray | None,
-        white: int = folders.WHITE,
+        white: int = folders.WHITE_16_BIT,
         others: int = 0,
     ):
         self.items = items
@@ -135,7 +135,7 @@ class Files(torch.utils.data.Dataset):
         return image, target
 
     def _image(self, path, channels):
-        return square(folders.decode(path, channels, self.white)[None], self.size)[0]
+        return square(folders.decode_image(path, channels, self.white)[None], self.size)[0]
 
 
 def square(x, size, **how):

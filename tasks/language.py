@@ -26,12 +26,12 @@ from lowprec.layers.fp8 import Scaling
 from tasks.task import Task
 
 VOCABULARY = 256
-TEXT = Path(__file__).parent / "text.txt"  # what is trained on unless --data names a text
-WINDOWS = 1 << 18  # at most so many places of a text that a window of training starts at
-HELDOUT = 256  # at most so many windows that the held-out scores are taken on
-SCORED = 16  # windows scored at once
-PROMPT = 32  # bytes of held-out text that are continued where no --prompt is given
-LINES = 60  # of a text drawn as a picture
+TEXT_FILE = Path(__file__).parent / "text.txt"  # what is trained on unless --data names a text
+MOST_WINDOWS = 1 << 18  # at most so many places of a text that a window of training starts at
+HELDOUT_WINDOWS = 256  # at most so many windows that the held-out scores are taken on
+WINDOWS_AT_ONCE = 16  # windows scored at once
+PROMPT_BYTES = 32  # bytes of held-out text that are continued where no --prompt is given
+PICTURED_LINES = 60  # of a text drawn as a picture
 
 # ---- Data --------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Text:
     """
 
     def __init__(self, path, block):
-        content = _content(path)
+        content = _bytes_of_text(path)
         held = len(content) // 10
         if held <= block:
             raise Refused(
@@ -79,14 +79,14 @@ class Text:
         self.name = f"text-{Path(path).stem}"
         self.bytes = len(content)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
-        self.train = Windows(text[:cut], block, WINDOWS)
-        self.heldout = Windows(text[cut:], block, HELDOUT)
+        self.train = Windows(text[:cut], block, MOST_WINDOWS)
+        self.heldout = Windows(text[cut:], block, HELDOUT_WINDOWS)
 
     def __str__(self):
         return f"{self.name}: {self.bytes:,} bytes, the last tenth held out; SHA-256 {self.fingerprint}..."
 
 
-def _content(path):
+def _bytes_of_text(path):
     """The bytes of a file. Raises Refused."""
     remedy = "give the path of a text file"
     try:
@@ -171,7 +171,7 @@ BDHS = {
     "25M": (6, 256, 4, 128),
     "100M": (6, 512, 4, 128),
 }
-THETA = 2.0**16
+ROTARY_THETA = 2.0**16
 
 
 def rotary(length, width, device):
@@ -182,7 +182,7 @@ def rotary(length, width, device):
     a turn apart.
     """
     pair = torch.arange(width, device=device, dtype=torch.float32).div(2, rounding_mode="floor") * 2
-    frequency = THETA ** -(pair / width) / (2 * math.pi)  # turns a position
+    frequency = ROTARY_THETA ** -(pair / width) / (2 * math.pi)  # turns a position
     turns = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency
     phase = (turns % 1) * (2 * math.pi)
     return phase.cos(), phase.sin()
@@ -194,7 +194,7 @@ def rotate(x, cos, sin):
     return (x * cos + turned * sin).to(x.dtype)
 
 
-def norm(x):
+def norm_without_gains(x):
     """Layer norm of the last dimension, without gains."""
     return F.layer_norm(x, x.shape[-1:])
 
@@ -219,10 +219,10 @@ class Hatchling(nn.Module):
         xs = F.relu(self.encode(x, encoder))  # [B, H, T, N]
         turned = rotate(xs, cos, sin)
         scores = (turned @ turned.mT).tril(-1)  # [B, H, T, T]: positions before, and not the position itself
-        y = norm(scores @ x)  # [B, H, T, D]
+        y = norm_without_gains(scores @ x)  # [B, H, T, D]
         ys = F.relu(self.encode_v(y, encoder_v))  # [B, H, T, N]
         gated = self.drop(xs * ys).transpose(1, 2).flatten(2)[:, None]  # -> [B, 1, T, H N]
-        return norm(x + norm(self.decode(gated, decoder)))
+        return norm_without_gains(x + norm_without_gains(self.decode(gated, decoder)))
 
 
 class BDH(nn.Module):
@@ -243,7 +243,7 @@ class BDH(nn.Module):
         self.layers = nn.ModuleList(Hatchling(dropout) for _ in range(layers))
 
     def forward(self, ids):
-        x = norm(self.embed(ids))[:, None]  # [B, 1, T, D]
+        x = norm_without_gains(self.embed(ids))[:, None]  # [B, 1, T, D]
         cos, sin = rotary(ids.shape[1], self.encoder.shape[2], ids.device)
         for layer in self.layers:
             x = layer(x, self.encoder, self.encoder_v, self.decoder, cos, sin)
@@ -253,7 +253,7 @@ class BDH(nn.Module):
 # ---- The task ----------------------------------------------------------------------------------------------
 
 
-def drawing(name, default, help, **options):
+def drawing_flag(name, default, help, **options):
     """A flag that says how a text is continued; it may differ from run to --sample."""
     return Flag(name, default, help, "generation", kind="draw", **options)
 
@@ -263,10 +263,10 @@ class Language(Task):
 
     flags = (
         Flag("block", 128, "bytes of text that the net sees at once", type=natural, fits=True),
-        drawing("prompt", "", "text to continue (default: the start of the held-out text)"),
-        drawing("length", 256, "bytes to write", type=natural),
-        drawing("temperature", 0.8, "how evenly a byte is chosen; 0 takes the likeliest", type=amount),
-        drawing("top_k", 40, "choose among that many of the likeliest bytes", type=natural),
+        drawing_flag("prompt", "", "text to continue (default: the start of the held-out text)"),
+        drawing_flag("length", 256, "bytes to write", type=natural),
+        drawing_flag("temperature", 0.8, "how evenly a byte is chosen; 0 takes the likeliest", type=amount),
+        drawing_flag("top_k", 40, "choose among that many of the likeliest bytes", type=natural),
     )
     defaults = {"batch_size": 16}
     implied = {"model": "gpt", "size": "tiny", "data": "text"}
@@ -289,7 +289,7 @@ class Language(Task):
         kind, colon, path = (config.data or cls.implied["data"]).partition(":")
         if kind != "text" or (colon and not path):
             raise Refused(f"--data {config.data}: a language net reads text; write --data text:FILE")
-        return Text(path or TEXT, config.block)
+        return Text(path or TEXT_FILE, config.block)
 
     def train_count(self):
         """Windows of one pass over the text: they overlap, and an epoch reads each byte once."""
@@ -308,10 +308,10 @@ class Language(Task):
         return nets[c.model](c.size or self.implied["size"])
 
     def _gpt(self, size):
-        return GPT(*_known(size, GPTS), self.config.block)
+        return GPT(*_shape_of_size(size, GPTS), self.config.block)
 
     def _bdh(self, size):
-        return BDH(*_known(size, BDHS))
+        return BDH(*_shape_of_size(size, BDHS))
 
     def example(self):
         return (torch.zeros(2, self.config.block, dtype=torch.int64, device="meta"),), {}
@@ -341,8 +341,8 @@ class Language(Task):
         total = 0.0  # nats
         right = 0
         count = 0
-        for start in range(0, len(heldout), SCORED):
-            ids, targets = heldout[everything[start : start + SCORED]]
+        for start in range(0, len(heldout), WINDOWS_AT_ONCE):
+            ids, targets = heldout[everything[start : start + WINDOWS_AT_ONCE]]
             logits = model(ids.to(rng.device)).float().cpu()  # [B, T, 256]
             total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
             right += (logits.argmax(-1) == targets).sum().item()
@@ -362,7 +362,7 @@ class Language(Task):
     def _prompt(self):
         """The bytes to continue. What a terminal hands over and is no UTF-8 stays what it was."""
         given = self.config.prompt.encode("utf-8", "surrogateescape")
-        return given or bytes(self.data.heldout[[0]][0][0, :PROMPT].tolist())
+        return given or bytes(self.data.heldout[[0]][0][0, :PROMPT_BYTES].tolist())
 
     @torch.no_grad()
     def write(self, model, rng, prompt):
@@ -371,18 +371,18 @@ class Language(Task):
         ids = torch.tensor([list(prompt)], device=rng.device)  # [1, T]
         for _ in range(c.length):
             logits = model(ids[:, -c.block :])[:, -1].float()  # [1, 256]
-            byte = choose(logits, c.temperature, c.top_k, rng)
+            byte = choose_bytes(logits, c.temperature, c.top_k, rng)
             ids = torch.cat([ids, byte[:, None]], dim=1)
         return bytes(ids[0].tolist()).decode("utf-8", "replace")
 
 
-def _known(size, sizes):
+def _shape_of_size(size, sizes):
     if size not in sizes:
         raise Refused(f"unknown size {size!r} for a language net; choose one of {', '.join(sizes)}")
     return sizes[size]
 
 
-def choose(logits, temperature, top_k, rng):
+def choose_bytes(logits, temperature, top_k, rng):
     """A byte for each row of logits [B, 256], int64 [B]: drawn from the softmax over the top_k likeliest of
     logits / temperature; the likeliest where temperature is 0.
     """
@@ -404,7 +404,7 @@ def text_picture(text, columns=72, size=14):
     for line in text.split("\n"):
         shown = "".join(char if char.isprintable() else "\ufffd" for char in line)
         lines += textwrap.wrap(shown, columns) or [""]
-    page = "\n".join(lines[:LINES])
+    page = "\n".join(lines[:PICTURED_LINES])
     font = ImageFont.load_default(size)
     margin = 8
     measuring = ImageDraw.Draw(Image.new("RGB", (1, 1)))

@@ -14,19 +14,18 @@ import math
 
 import torch
 
-from harness.checkpoints import fingerprint
-from harness.checkpoints import read as read_checkpoint
+from harness.checkpoints import fingerprint, read_checkpoint
 from harness.flags import Flag, positive
 from lowprec.errors import Refused
 from tasks import metrics
 from tasks.autoencoder import autoencoder_kl, factor_of
 from tasks.image_sets import CACHE_BYTES, Tensors
-from tasks.vae_halves import ENCODED, Frozen, Ranges, half_site, judge_halves, latent_std, snr
+from tasks.vae_halves import ENCODED_IMAGES, Frozen, Ranges, half_site, judge_halves, latent_std, snr
 
-MEASURED = 1000  # training images, at most, that the latent scale is taken from
+MEASURED_IMAGES = 1000  # training images, at most, that the latent scale is taken from
 HASH_DIGITS = 16
 
-FLAGS = (
+LATENT_FLAGS = (
     Flag(
         "vae",
         "",
@@ -55,13 +54,13 @@ FLAGS = (
         fits=True,
     ),
 )
-SITES = {
+LATENT_SITES = {
     "vae_encode": half_site("vae_encode", "encoder"),
     "vae_decode": half_site("vae_decode", "decoder"),
 }
 
 
-def check(config, allowed):
+def check_latents(config, allowed):
     """Raise Refused for flags that don't go together. allowed: whether the task takes --vae."""
     if config.vae:
         if not allowed:
@@ -79,11 +78,11 @@ def check(config, allowed):
         if getattr(config, name):
             raise Refused(f"--{name} {getattr(config, name)} speaks of a vae: add --vae RUN, or drop it")
     for setting in config.set:
-        if setting.partition("=")[0] in SITES:
+        if setting.partition("=")[0] in LATENT_SITES:
             raise Refused(f"--set {setting} speaks of a vae: add --vae RUN, or drop it")
 
 
-def settle(task, table, given):
+def settle_latents(task, table, given):
     """{flag: value} of the flags that --vae decides, {} without it. task: a class, see tasks.Task.settle."""
     if not given.get("vae"):
         return {}
@@ -164,10 +163,10 @@ class TrainedVAE:
             )
 
     def scale(self, data):
-        """1 / std of the latents of up to MEASURED training images, in fp32 and to five digits, which is more
-        than the sample is worth and less than machines differ by.
+        """1 / std of the latents of up to MEASURED_IMAGES training images, in fp32 and to five digits, which is
+        more than the sample is worth and less than machines differ by.
         """
-        mean, std = encoded(self.frozen("fp32"), metrics.subset(data.train, MEASURED)[0]).chunk(2, 1)
+        mean, std = encoded(self.frozen("fp32"), metrics.subset(data.train, MEASURED_IMAGES)[0]).chunk(2, 1)
         size = latent_std(mean, std)
         if not (math.isfinite(size) and size > 0):
             raise Refused(f"--vae {self.path} gives latents of standard deviation {size}: train it again")
@@ -176,14 +175,14 @@ class TrainedVAE:
 
 def encoded(frozen, images):
     """images [N, C, H, W] -> mean and std of their latents [N, 2 c, h, w], on the CPU."""
-    parts = [torch.cat(frozen.encode(part), dim=1).cpu() for part in images.split(ENCODED)]
+    parts = [torch.cat(frozen.encode(part), dim=1).cpu() for part in images.split(ENCODED_IMAGES)]
     return torch.cat(parts)
 
 
 # ---- Spaces ------------------------------------------------------------------------------------------------
 
 
-def space(data, recipe, config):
+def space_of_run(data, recipe, config):
     """Pixels, or the Latents of --vae."""
     return Latents(data, recipe, config) if config.vae else Pixels(data)
 
@@ -269,8 +268,8 @@ class Latents:
         if 4 * values > CACHE_BYTES:
             return part
         packed, labels = [], []
-        for start in range(0, len(part), ENCODED):
-            end = min(start + ENCODED, len(part))
+        for start in range(0, len(part), ENCODED_IMAGES):
+            end = min(start + ENCODED_IMAGES, len(part))
             images, their_labels = part[list(range(start, end))]
             packed.append(encoded(self.encoder, images.to(device)))
             labels.append(their_labels)

@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 
 from lowprec.errors import Refused
-from tasks.feature_net import DIGITS_FILE, FeatureNet, fit_feature_net, load_feature_net, save_feature_net
+from tasks.feature_net import DIGITS_NET_FILE, FeatureNet, fit_feature_net, load_feature_net, save_feature_net
 
-FITTED_ON = 5000  # images at most; no flag changes the number, so a data set has one yardstick
+FITTED_IMAGES = 5000  # images at most; no flag changes the number, so a data set has one yardstick
 
 
 # ---- Yardstick ---------------------------------------------------------------------------------------------
 
 
-def subset(part, count: int = FITTED_ON) -> tuple[torch.Tensor, torch.Tensor]:
+def subset(part, count: int = FITTED_IMAGES) -> tuple[torch.Tensor, torch.Tensor]:
     """(images, targets) of `count` items of a part of a data.Data, of all if there are fewer.
 
     The same ones each time, shuffled: folders come sorted by class, and each class has its share.
@@ -34,7 +34,7 @@ def subset(part, count: int = FITTED_ON) -> tuple[torch.Tensor, torch.Tensor]:
     return part[torch.randperm(len(part), generator=draw)[:count].tolist()]
 
 
-BALANCED = 1.25  # the largest class over the smallest, up to which a set counts as balanced
+BALANCED_RATIO = 1.25  # the largest class over the smallest, up to which a set counts as balanced
 
 
 def labels_like(labels: torch.Tensor, classes: int, count: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def labels_like(labels: torch.Tensor, classes: int, count: int) -> torch.Tensor:
     balanced set. 0 throughout for a set without labels.
     """
     sizes = torch.bincount(labels, minlength=classes).double() if classes else torch.ones(1)
-    if sizes.max() <= BALANCED * sizes.min():
+    if sizes.max() <= BALANCED_RATIO * sizes.min():
         return torch.arange(count) % len(sizes)
     exact = sizes * count / sizes.sum()
     each = exact.floor().long()
@@ -58,12 +58,12 @@ def yardstick(data, folder: str | Path, seed: int = 0, steps: int = 1000) -> Fea
     """The net in whose features samples of a labelled data.Data are scored, on the CPU.
 
     It is the committed one (feature_net.py) where the set has one. For any other set it is fitted once, on
-    up to FITTED_ON training images, and kept in `folder`. A kept file that is damaged or of another format is
-    replaced. If the folder can't be written, the net is fitted whenever it is asked for. Runs that ask
+    up to FITTED_IMAGES training images, and kept in `folder`. A kept file that is damaged or of another format
+    is replaced. If the folder can't be written, the net is fitted whenever it is asked for. Runs that ask
     together wait for the one that fits.
     """
     if data.yardstick == "digits":
-        return load_feature_net(DIGITS_FILE)
+        return load_feature_net(DIGITS_NET_FILE)
     kind = f"{data.num_classes}classes" if data.num_classes >= 2 else "rotations"
     shape = f"{data.channels}x{data.image_size}x{data.image_size}"
     stem = re.sub(r"[^A-Za-z0-9]+", "_", data.name)[-60:]

@@ -28,7 +28,7 @@ PERCEPTUAL = Flag(
     "generation",
     type=amount,
 )
-SITE = Site(
+PERCEPTUAL_SITE = Site(
     ("fp32", "bf16"),
     {
         "fp32": "feature net of --perceptual: its distance is a small difference of features",
@@ -41,7 +41,7 @@ SITE = Site(
 )
 
 
-def check(config):
+def check_perceptual(config):
     """Raise Refused for a precision of the term where there is none."""
     given = [setting for setting in config.set if setting.startswith("perceptual=")]
     if given and not config.perceptual:

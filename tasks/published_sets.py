@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lowprec.errors import Refused
-from tasks.folders import reading
+from tasks.folders import refusing_unreadable
 from tasks.image_sets import in_memory
 
 MAX_LABELS = 10_000  # a larger label is a mistake or an identifier, and a net has a row for each one below it
@@ -74,7 +74,7 @@ def _cifar_batch(root, name):
     path = root / "cifar-10-batches-py" / name
     if not os.path.isfile(path):
         raise _absent(root, "CIFAR10")
-    with reading(path, "a batch of CIFAR-10"), open(path, "rb") as file:
+    with refusing_unreadable(path, "a batch of CIFAR-10"), open(path, "rb") as file:
         content = _CifarUnpickler(file, encoding="bytes").load()
         images = np.frombuffer(content[b"data"].state[-1], np.uint8).reshape(-1, 3, 32, 32)
         labels = np.array(content[b"labels"], np.int64)
@@ -90,7 +90,7 @@ def mnist(wish):
     for url, _ in MNIST.resources:
         if not os.path.isfile(raw / url.removesuffix(".gz")):
             raise _absent(wish.path, "MNIST")
-    with reading(raw.parent, "MNIST"):
+    with refusing_unreadable(raw.parent, "MNIST"):
         train = MNIST(wish.path, train=True)
         heldout = MNIST(wish.path, train=False)
         for part in (train, heldout):
@@ -105,14 +105,14 @@ def mnist(wish):
     )
 
 
-PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist lies
+FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist lies
 CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 MOST_IMAGES = 60_000  # images that a file of Fashion-MNIST holds at most
 
 
 def fashion_mnist(wish):
     own = wish.path is not None
-    root = PACKAGED
+    root = FASHION_MNIST_FOLDER
     if own:
         downloaded = wish.path / "FashionMNIST" / "raw"  # as torchvision downloads it
         root = downloaded if os.path.isdir(downloaded) else wish.path
@@ -140,11 +140,11 @@ def _idx(path, own, *item):
     the folder.
     """
     if not os.path.isfile(path):
-        remedy = f"apt-get install dataset-fashion-mnist brings it (to {PACKAGED})"
+        remedy = f"apt-get install dataset-fashion-mnist brings it (to {FASHION_MNIST_FOLDER})"
         if not own:
             remedy += ", or --data fashion_mnist:PATH for a folder of your own"
         raise Refused(f"{path.parent} holds no {path.name}: {remedy}")
-    with reading(path, "a file of Fashion-MNIST"), gzip.open(path) as file:
+    with refusing_unreadable(path, "a file of Fashion-MNIST"), gzip.open(path) as file:
         dims = 1 + len(item)
         header = np.frombuffer(file.read(4 + 4 * dims), ">i4")
         if len(header) != 1 + dims or header[0] != 0x0800 + dims:
@@ -165,7 +165,7 @@ def medmnist(wish):
     file = wish.path
     if not os.path.isfile(file):
         raise Refused(f"{file} does not exist: give the path of a 2-D .npz file from medmnist.com")
-    with reading(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
+    with refusing_unreadable(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
         train_labels = arrays["train_labels"]
         test_labels = arrays["test_labels"]
         train = _npz_images("train", arrays["train_images"])

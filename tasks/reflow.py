@@ -23,7 +23,7 @@ from tasks.image_sets import Tensors
 from tasks.students import TEACHER, TEACHER_STEPS, Student
 from tasks.task import Rng
 
-PAIRS = "pairs.safetensors"
+PAIRS_FILE = "pairs.safetensors"
 
 
 def read_pairs(path, data, count):
@@ -87,7 +87,7 @@ class Reflow(Student):
     def start(self, run):
         check_options(self.recipe, self.config)
         self.teacher = teacher = self.read_teacher(run)
-        path = run.folder / PAIRS
+        path = run.folder / PAIRS_FILE
         if not path.exists():
             check_machine(teacher.recipe, run.device)
         elif read_pairs(path, self.data, self.config.pairs)[1] != teacher.fingerprint:
@@ -104,7 +104,7 @@ class Reflow(Student):
 
     def train_set(self, run):
         """The pairs in the run's folder; drawn and written there by a run that trains and has none yet."""
-        path = run.folder / PAIRS
+        path = run.folder / PAIRS_FILE
         if run.draws and not path.exists():
             raise Refused(
                 f"--diagnose takes a student some steps further on its teacher's pairs, and {path} is not "

@@ -12,8 +12,8 @@ from lowprec.machine import monai_alone
 from tasks import metrics
 from tasks.task import Task, picture
 
-PICTURED = 8  # held-out images in a preview
-SCORED = 64  # images scored at once
+PICTURED_IMAGES = 8  # held-out images in a preview
+IMAGES_AT_ONCE = 64  # images scored at once
 # one colour a class, in 0..255; a net of more classes begins again
 PALETTE = [[0, 0, 0], [230, 80, 60], [60, 160, 230], [240, 200, 60], [90, 200, 120], [180, 100, 220]]
 
@@ -51,7 +51,7 @@ class Segment(Task):
 
     def preview(self, model, rng):
         """Held-out images, below them their masks, below those the predictions."""
-        count = min(PICTURED, len(self.data.heldout))
+        count = min(PICTURED_IMAGES, len(self.data.heldout))
         images, masks = self.data.heldout[list(range(count))]
         with torch.no_grad():
             predicted = model(images.to(rng.device)).argmax(1).cpu()  # [B, classes, H, W] -> [B, H, W]
@@ -71,8 +71,8 @@ class Segment(Task):
         heldout = self.data.heldout
         everything = list(range(len(heldout)))
         counts = 0
-        for start in range(0, len(heldout), SCORED):
-            images, masks = heldout[everything[start : start + SCORED]]
+        for start in range(0, len(heldout), IMAGES_AT_ONCE):
+            images, masks = heldout[everything[start : start + IMAGES_AT_ONCE]]
             predicted = model(images.to(rng.device)).float().cpu()
             counts = counts + metrics.confusion(predicted, masks, self.data.num_classes)
         return counts

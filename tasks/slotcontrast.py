@@ -17,14 +17,14 @@ from torch import nn
 
 from harness.flags import Flag, amount, positive
 from lowprec.sites import SITES
-from tasks.slots import Block, Encoder, Numerics, Place, Slots, as_is, coordinates, into
+from tasks.slots import Encoder, Numerics, Place, Slots, SlotsBlock, as_is, coordinates, into
 
 FROZEN = replace(SITES["frozen"], values=("cast", "kept", "fp32", "bf16"))
 FEATURE_SEED = 0  # of the frozen net, whatever the run's
 
 
 @dataclass(frozen=True)
-class Size:
+class SlotContrastSize:
     """width: of the slots; features: channels of the frozen net; hidden: of the decoder's layers, which are
     `layers`; stride: of the frozen net; contrast: weight of the contrastive loss.
     """
@@ -39,9 +39,10 @@ class Size:
     contrast: float
 
 
-SIZES = {
-    "tiny": Size(5, 64, 32, 64, 2, 4, 2, 0.05),
-    "base": Size(15, 128, 768, 1024, 3, 4, 14, 0.5),  # as published, on features of the width of DINOv2's
+SLOTCONTRAST_SIZES = {
+    "tiny": SlotContrastSize(5, 64, 32, 64, 2, 4, 2, 0.05),
+    # as published, on features of the width of DINOv2's
+    "base": SlotContrastSize(15, 128, 768, 1024, 3, 4, 14, 0.5),
 }
 
 
@@ -133,7 +134,7 @@ class SlotContrast(nn.Module):
         features = self.features(clips.flatten(0, 1))  # [B T, N, channels]
         grid = features.transpose(1, 2).unflatten(2, (self.side, self.side))
         placed = self.place(grid).flatten(2).transpose(1, 2)  # [B T, N, channels]
-        inputs = self.mlp(Block.normed(self.norm, placed, self.mlp)).unflatten(0, (b, t))
+        inputs = self.mlp(SlotsBlock.normed(self.norm, placed, self.mlp)).unflatten(0, (b, t))
         slots, _ = self.encoder(inputs, self.start.expand(b, -1, -1))
         decoded, masks = self.decoder(slots.flatten(0, 1))
         with as_is(decoded):
@@ -153,9 +154,9 @@ class SlotContrast(nn.Module):
             return -logits.log_softmax(-1).diagonal(dim1=1, dim2=2)
 
 
-def build(size=SIZES["tiny"], slots=None, image_size=24, recipe=None, heat=0.1):
-    """A SlotContrast of one of SIZES. recipe: a Recipe with the sites of this task; None: fp32 at
-    all of them.
+def build(size=SLOTCONTRAST_SIZES["tiny"], slots=None, image_size=24, recipe=None, heat=0.1):
+    """A SlotContrast of one of SLOTCONTRAST_SIZES. recipe: a Recipe with the sites of this task; None: fp32
+    at all of them.
     """
     return SlotContrast(size, slots or size.slots, image_size, Numerics(recipe), heat)
 
@@ -178,7 +179,7 @@ class Contrast(Slots):
     judged = {"softmax": ("masks", "slots"), "logits": ("contrast",), "recurrent": ("masks", "slots")}
     defaults = {"batch_size": 8, "ema_decay": 0.99}
     implied = {"model": "slotcontrast", "size": "tiny", "data": "sprites"}
-    sizes = SIZES
+    sizes = SLOTCONTRAST_SIZES
 
     @property
     def weight(self):

@@ -23,7 +23,7 @@ from tasks.video import Video
 
 EPSILON = 1e-8  # what slot attention adds before it divides
 
-SITES = {
+SLOT_SITES = {
     "softmax": Site(
         ("fp32", "bf16", "fp16"),
         {
@@ -62,7 +62,7 @@ SITES = {
     ),
 }
 
-LIMITS = {
+SLOT_LIMITS = {
     # relative RMS change of what the net gives against the same net with this site in fp32. fp32 gives 0
     # exactly; one rounding to bf16 is 0.0017
     "softmax": (0.001, 0.1),
@@ -81,7 +81,7 @@ class Numerics:
     """
 
     def __init__(self, recipe=None):
-        recipe = recipe or Recipe(SITES)
+        recipe = recipe or Recipe(SLOT_SITES)
         if recipe["softmax"] == "fp16" and recipe.compute == "bf16" and not recipe.low_weights:
             raise Refused(
                 "--set softmax=fp16 under --bf16: autocast can't mix the two; use softmax=fp32 or bf16"
@@ -116,7 +116,7 @@ def into(layer, x):
 # ---- Attention ---------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
+class SlotsAttention(nn.Module):
     """x [B, N, width] attends to `context` [B, M, width], or to itself -> [B, N, width]. causal: a token sees
     itself and those before it.
     """
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
 
-class Block(nn.Module):
+class SlotsBlock(nn.Module):
     """A transformer block with the norm first: x [B, N, width] -> the same, in the dtype of x. cross: whether
     it attends to a `context` [B, M, width] as well.
     """
@@ -154,9 +154,9 @@ class Block(nn.Module):
     def __init__(self, width, heads, dropout=0.0, causal=False, cross=False):
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout, causal)
+        self.attention = SlotsAttention(width, heads, dropout, causal)
         self.norm2 = nn.LayerNorm(width) if cross else None
-        self.cross = Attention(width, heads, dropout) if cross else None
+        self.cross = SlotsAttention(width, heads, dropout) if cross else None
         self.norm3 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
         self.drop = nn.Dropout(dropout)
@@ -211,16 +211,16 @@ class SlotAttention(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
 
     def forward(self, inputs, slots, iterations):
-        inputs = Block.normed(self.norm_inputs, inputs, self.k)
+        inputs = SlotsBlock.normed(self.norm_inputs, inputs, self.k)
         k = self.k(inputs) * self.width**-0.5
         v = self.v(inputs)
         for i in range(iterations):
-            q = self.q(Block.normed(self.norm_slots, slots, self.q))
+            q = self.q(SlotsBlock.normed(self.norm_slots, slots, self.q))
             attention, share = self.compete(k @ q.transpose(1, 2))
             update = share.to(v.dtype).transpose(1, 2) @ v  # [B, K, N] @ [B, N, width]
             slots = self.gru(update, slots)
             if i < iterations - 1:
-                slots = slots + self.mlp(Block.normed(self.norm_mlp, slots, self.mlp)).to(slots.dtype)
+                slots = slots + self.mlp(SlotsBlock.normed(self.norm_mlp, slots, self.mlp)).to(slots.dtype)
         return slots, attention
 
     def compete(self, scores):
@@ -244,7 +244,7 @@ class Encoder(nn.Module):
         self.iterations = iterations
         self.first = first
         self.attend = SlotAttention(width, numerics)
-        self.predictor = Block(width, heads)
+        self.predictor = SlotsBlock(width, heads)
 
     def forward(self, inputs, slots):
         slots = slots.to(self.numerics.recurrent)
@@ -301,7 +301,7 @@ class FrameEncoder(nn.Module):
 
     def forward(self, x):
         x = self.place(self.conv(x)).flatten(2).transpose(1, 2)  # [B, N, channels]
-        return self.mlp(Block.normed(self.norm, x, self.mlp))
+        return self.mlp(SlotsBlock.normed(self.norm, x, self.mlp))
 
 
 # ---- What the tasks share ----------------------------------------------------------------------------------
@@ -310,15 +310,15 @@ class FrameEncoder(nn.Module):
 class Slots(Video):
     """A task whose net has `numerics`, and gives "slots" [B, T, K, width] beside "masks"."""
 
-    sites = SITES
-    limits = LIMITS
+    sites = SLOT_SITES
+    limits = SLOT_LIMITS
     judged = {}  # {site: what the net gives that tells of it}
 
     @torch.no_grad()
     def probes(self, exam):
         """What the net gives on the run's clips with each site as it is, against the same with it in fp32."""
         clips = exam.some(exam.images)[0]
-        for name in SITES:
+        for name in SLOT_SITES:
             exact = exam.net(loss="fp32")
             setattr(exact.net.numerics, name, torch.float32)
             found = self.see(exam.net(loss="fp32"), clips, exam.rng(1))

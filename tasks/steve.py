@@ -21,13 +21,13 @@ from harness.flags import Flag, natural, positive, several
 from lowprec.errors import Refused
 from lowprec.recipes import Site
 from tasks.slots import (
-    LIMITS,
-    SITES,
-    Block,
+    SLOT_LIMITS,
+    SLOT_SITES,
     Encoder,
     FrameEncoder,
     Numerics,
     Slots,
+    SlotsBlock,
     as_is,
     into,
     start_evenly,
@@ -52,7 +52,7 @@ GUMBEL = Site(
 
 
 @dataclass(frozen=True)
-class Size:
+class SteveSize:
     """width: of slots and transformer; channels: of the encoder's convolutions; dvae: of the dVAE; stride: of
     the encoder's first convolution, None: 2 above 64 pixels; vocabulary: number of tokens;
     temperature_steps: until the temperature is lowest.
@@ -69,9 +69,9 @@ class Size:
     temperature_steps: int
 
 
-SIZES = {
-    "tiny": Size(5, 64, 32, 32, 2, 4, 2, 64, 500),
-    "base": Size(15, 192, 64, 64, 8, 4, None, 512, 30_000),  # as published, whose vocabulary was 4096
+STEVE_SIZES = {
+    "tiny": SteveSize(5, 64, 32, 32, 2, 4, 2, 64, 500),
+    "base": SteveSize(15, 192, 64, 64, 8, 4, None, 512, 30_000),  # as published, whose vocabulary was 4096
 }
 
 
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
         self.slot = nn.Linear(width, width, bias=False)
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(width, heads, dropout, causal=True, cross=True) for _ in range(blocks)
+            SlotsBlock(width, heads, dropout, causal=True, cross=True) for _ in range(blocks)
         )
         self.norm = nn.LayerNorm(width)
         self.final = nn.Linear(width, vocabulary, bias=False)
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         context = self.slot(into(self.slot, slots))
         for block in self.blocks:
             x = block(x, context)
-        logits = self.final(Block.normed(self.norm, x, self.final))  # [B, L, V]
+        logits = self.final(SlotsBlock.normed(self.norm, x, self.final))  # [B, L, V]
         with as_is(logits):
             logs = logits.to(self.numerics.logits).log_softmax(-1)
         return -logs.gather(-1, tokens[..., None])[..., 0]
@@ -230,8 +230,8 @@ class STEVE(nn.Module):
         }
 
 
-def build(size=SIZES["tiny"], slots=None, vocabulary=None, image_size=24, recipe=None):
-    """A STEVE of one of SIZES. recipe: a Recipe with the sites of this task; None: fp32 at all of
+def build(size=STEVE_SIZES["tiny"], slots=None, vocabulary=None, image_size=24, recipe=None):
+    """A STEVE of one of STEVE_SIZES. recipe: a Recipe with the sites of this task; None: fp32 at all of
     them. Raises Refused.
     """
     if image_size % PATCH:
@@ -264,9 +264,9 @@ class Steve(Slots):
         Flag("lr_encoder", 0.3333, "learning rate of the slot encoder, times --lr", type=positive),
         Flag("lr_decoder", 1.0, "learning rate of the token decoder, times --lr", type=positive),
     )
-    sites = {**SITES, "gumbel": GUMBEL}
+    sites = {**SLOT_SITES, "gumbel": GUMBEL}
     limits = {
-        **LIMITS,
+        **SLOT_LIMITS,
         # largest gap between the shares of noise that lie below a value, in the run's precision and in fp32.
         # A u of 8 bits makes it 0.002 to 0.004; below 0.001 nothing was rounded
         "gumbel": (0.001, 0.1),
@@ -274,7 +274,7 @@ class Steve(Slots):
     judged = {"softmax": ("masks", "slots"), "logits": ("nll",), "recurrent": ("masks", "slots")}
     defaults = {"batch_size": 8, "lr": 2e-3, "steps": 2000, "ema_decay": 0.99}
     implied = {"model": "steve", "size": "tiny", "data": "sprites"}
-    sizes = SIZES
+    sizes = STEVE_SIZES
 
     @property
     def vocabulary(self):

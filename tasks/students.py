@@ -11,21 +11,20 @@ once trained needs no teacher.
 
 import torch
 
-from harness.checkpoints import fingerprint, fitting
-from harness.checkpoints import read as read_checkpoint
+from harness.checkpoints import fingerprint, fitting, read_checkpoint
 from harness.files import read_json, write_json
 from harness.flags import Flag, thousand
 from lowprec.errors import Refused
 from lowprec.precision import Precision
 from lowprec.rules import check_machine
-from precision import check_options, recipe_of
+from precision import check_options, recipe_of_run
 from tasks import metrics
 from tasks.diffusion import RFlow
 from tasks.generation import TIMESTEPS
-from tasks.task import VALIDATED
+from tasks.task import VALIDATED_ITEMS
 
 FLOWS = ("rflow", "reflow")  # tasks whose runs can teach: velocities at any time
-KNOWN_BY = "teacher.json"  # in a student's folder: what its teacher's weights were
+TEACHER_FILE = "teacher.json"  # in a student's folder: what its teacher's weights were
 
 # Rows of every task with a teacher: one flag, whoever learns.
 TEACHER = Flag(
@@ -65,7 +64,7 @@ class Teacher:
                 f"--teacher {path} was trained with --task {self.config.task}: a student follows the paths "
                 f"of a flow; give a checkpoint of --task {' or '.join(tasks)}"
             )
-        self.recipe = recipe_of(self.config, table, RFlow.sites)
+        self.recipe = recipe_of_run(self.config, table, RFlow.sites)
         self.average = self.checkpoint["precision"]["averages"]["ema"]
 
     @property
@@ -185,7 +184,7 @@ class Student(RFlow):
         return None if run.folder.has_checkpoint else teacher.checkpoint
 
     def _check_known(self, teacher, run):
-        path = run.folder / KNOWN_BY
+        path = run.folder / TEACHER_FILE
         if not path.exists():
             return
         if read_json(path).get("sha256") != teacher.fingerprint:
@@ -199,7 +198,7 @@ class Student(RFlow):
         teacher = self.read_teacher(run)
         self._check_known(teacher, run)
         if run.ranks.main and not run.draws:
-            write_json(run.folder / KNOWN_BY, {"path": str(teacher.path), "sha256": teacher.fingerprint})
+            write_json(run.folder / TEACHER_FILE, {"path": str(teacher.path), "sha256": teacher.fingerprint})
         self.live = teacher.generator(self.data, run.device)
 
     def again(self, recipe):
@@ -219,7 +218,7 @@ class Student(RFlow):
         """{"frechet"} of as many images as Task.validate looks at, drawn as at the end."""
         d = self.data
         judge = self.judge(rng.device)
-        labels = self.wanted_labels(VALIDATED, rng.device)
+        labels = self.wanted_labels(VALIDATED_ITEMS, rng.device)
         noise = rng.normal(len(labels), d.channels, d.image_size, d.image_size)
         images = self.sample(model, labels, noise, self.config.sample_steps)
         scores = metrics.generation_scores(judge.net, images.cpu(), None, judge.heldout_images)

@@ -20,15 +20,15 @@ strategies.py lists the tasks that come with the program, and holds the smallest
 import torch
 import torch.nn.functional as F
 
-from harness.checkpoints import read as read_checkpoint
+from harness.checkpoints import read_checkpoint
 from lowprec.errors import Refused
 from lowprec.roles import roles
 from lowprec.rounding import Stream, stream
-from precision import check_options, check_origin, recipe_of
+from precision import check_options, check_origin, recipe_of_run
 from tasks import data as datasets
 
-VALIDATED = 256  # held-out items that `Task.validate` looks at
-CALIBRATED = 1024  # training items that `Task.calibrate` calls a net on
+VALIDATED_ITEMS = 256  # held-out items that `Task.validate` looks at
+CALIBRATED_ITEMS = 1024  # training items that `Task.calibrate` calls a net on
 
 # ---- Randomness --------------------------------------------------------------------------------------------
 
@@ -67,10 +67,11 @@ class Task:
 
     flags = ()  # flags.Flag rows beside the general ones; a row of a general flag's name takes its place
     sites = {}  # {name: Site} of tensors that only this task has
-    limits = {}  # {site: (figure above which it is a finding, a severe one)} for `probes`, see doctor.LIMITS
+    # {site: (figure above which it is a finding, a severe one)} for `probes`, see doctor.FINDING_LIMITS
+    limits = {}
     implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
     defaults = {}  # {flag: default} of flags that all tasks have, where this task's is another
-    targets = "labels"  # what data.load reads beside the images: labels or masks
+    targets = "labels"  # what data.load_data reads beside the images: labels or masks
     unprinted = ()  # scores that are written, and are too long to be printed
     watched = ("loss", "lower")  # the score of `validate` that --early_stop and best.pt go by; the better way
     items = ("images", 1)  # what is counted a second: its name, and how many an entry of a batch has
@@ -109,7 +110,7 @@ class Task:
         """The data: `name`, and `train` and `heldout`, which map a list of indices to a batch."""
         spec = config.data or cls.implied["data"]
         c = config
-        return datasets.load(spec, cls.targets, c.image_size, c.seed, c.white, c.pages)
+        return datasets.load_data(spec, cls.targets, c.image_size, c.seed, c.white, c.pages)
 
     def notes(self):
         """Lines that are printed before a run: what may not be meant, and which flag mends it."""
@@ -198,7 +199,7 @@ class Task:
                     f"--finetune {c.finetune} was trained with --{row.name} {its}, and this run has "
                     f"--{row.name} {own}: use the same, or another checkpoint"
                 )
-        check_origin(self.recipe, recipe_of(theirs, run.table, self.sites), f"--finetune {c.finetune}")
+        check_origin(self.recipe, recipe_of_run(theirs, run.table, self.sites), f"--finetune {c.finetune}")
         return checkpoint
 
     @classmethod
@@ -232,13 +233,13 @@ class Task:
         """{name: number} on held-out data, cheap enough to be asked often; here the mean loss, as at the last
         step. model: the averaged weights, called like the net.
         """
-        return {"loss": self._mean_loss(model, self.data.heldout, VALIDATED, rng)}
+        return {"loss": self._mean_loss(model, self.data.heldout, VALIDATED_ITEMS, rng)}
 
     def calibrate(self, view, run):
         """Call a frozen net on training data, whose inputs to its layers GPTQ reads. run: the Trainer."""
         train = self.train_set(run) if run.train is None else run.train
         rng = Rng(stream(self.config.seed, Stream.CALIBRATION), device=run.device)
-        self._mean_loss(view, train, CALIBRATED, rng)
+        self._mean_loss(view, train, CALIBRATED_ITEMS, rng)
 
     def _mean_loss(self, model, items, most, rng):
         """Of `most` of the items, or all."""

@@ -17,22 +17,22 @@ import torch.nn.functional as F
 from harness.flags import Flag, amount, natural
 from lowprec.errors import Refused
 from tasks import metrics, perceptual
-from tasks.autoencoder import SIZES, Autoencoder, autoencoder_kl, factor_of
-from tasks.task import VALIDATED, Task, picture, two_of_each
+from tasks.autoencoder import AUTOENCODER_SIZES, Autoencoder, autoencoder_kl, factor_of
+from tasks.task import VALIDATED_ITEMS, Task, picture, two_of_each
 from tasks.vae_halves import (
-    ENCODED,
-    LIMITS,
+    ENCODED_IMAGES,
+    HALF_LIMITS,
     Frozen,
     Ranges,
-    decibels,
     half_site,
     judge_halves,
     latent_std,
+    ratio_in_decibels,
     snr,
 )
 
 LEAST_STD = math.exp(-15)  # as MONAI clamps it
-PICTURED = 16
+PICTURED_PAIRS = 16
 
 
 class VAE(Task):
@@ -58,10 +58,10 @@ class VAE(Task):
     sites = {
         "vae_encode": half_site("vae_encode", "encoder", before=("compute",)),
         "vae_decode": half_site("vae_decode", "decoder", before=("compute",)),
-        "perceptual": perceptual.SITE,
+        "perceptual": perceptual.PERCEPTUAL_SITE,
     }
     implied = {"model": "kl", "size": "tiny", "data": "digits"}
-    limits = LIMITS
+    limits = HALF_LIMITS
     watched = ("l1", "lower")
 
     def __init__(self, data, recipe, config):
@@ -72,7 +72,7 @@ class VAE(Task):
 
     @classmethod
     def check(cls, config):
-        perceptual.check(config)
+        perceptual.check_perceptual(config)
 
     @classmethod
     def load(cls, config):
@@ -93,7 +93,7 @@ class VAE(Task):
     def latent_shape(self):
         """(c, h, w) of the latents of an image."""
         c = self.config
-        widths, _, latents = SIZES[c.size or "tiny"]
+        widths, _, latents = AUTOENCODER_SIZES[c.size or "tiny"]
         side = self.data.image_size // 2 ** (len(widths) - 1)
         return c.latent_channels or latents, side, side
 
@@ -171,10 +171,10 @@ class VAE(Task):
 
     @torch.no_grad()
     def validate(self, model, rng):
-        """l1 and psnr of the means of up to VALIDATED held-out images."""
-        images, _ = metrics.subset(self.data.heldout, VALIDATED)
+        """l1 and psnr of the means of up to VALIDATED_ITEMS held-out images."""
+        images, _ = metrics.subset(self.data.heldout, VALIDATED_ITEMS)
         made = []
-        for part in images.split(ENCODED):
+        for part in images.split(ENCODED_IMAGES):
             mean, _ = model(part.to(rng.device), part="encode")
             made.append(model(mean.float(), part="decode").float().cpu())
         made = torch.cat(made)
@@ -182,11 +182,11 @@ class VAE(Task):
 
     def preview(self, model, rng):
         """Held-out images, each row of them above its reconstructions."""
-        images, _ = metrics.subset(self.data.heldout, PICTURED)
+        images, _ = metrics.subset(self.data.heldout, PICTURED_PAIRS)
         encode, decode, _ = self.halves(model)
         with torch.no_grad():
             made = decode(encode(images.to(rng.device))[0].float()).float().cpu()
-        return {"reconstructions": _rows(images, made)}
+        return {"reconstructions": _rows_of_pairs(images, made)}
 
     @torch.no_grad()
     def evaluate(self, model, rng):
@@ -200,7 +200,7 @@ class VAE(Task):
         encode, decode, nets = self.halves(model)
         means, stds, made = [], [], []
         with Ranges(*nets) as ranges:
-            for part in images.split(ENCODED):
+            for part in images.split(ENCODED_IMAGES):
                 mean, std = encode(part.to(rng.device))
                 means.append(mean.float().cpu())
                 stds.append(std.float().cpu())
@@ -214,7 +214,7 @@ class VAE(Task):
         scores["overflow"] = ranges.overflow
         scores["largest"] = ranges.largest
         scores["fp32_snr"] = self._against_fp32(model, images, made, rng.device)
-        return scores, {"reconstructions": _rows(images[:PICTURED], made[:PICTURED])}
+        return scores, {"reconstructions": _rows_of_pairs(images[:PICTURED_PAIRS], made[:PICTURED_PAIRS])}
 
     def _against_fp32(self, model, images, made, device):
         """SNR in dB of reconstructions against the same weights' in fp32; None of weights in codes."""
@@ -223,7 +223,7 @@ class VAE(Task):
         except Refused:
             return None
         wanted = []
-        for part in images.split(ENCODED):
+        for part in images.split(ENCODED_IMAGES):
             mean, _ = exact.encode(part.to(device))
             wanted.append(exact.decode(mean).cpu())
         return snr(made, torch.cat(wanted))
@@ -278,10 +278,10 @@ def generators_loss(found):
 
 def psnr(made, images):
     """Peak signal-to-noise ratio in dB of images [B, C, H, W] whose range is [-1, 1]."""
-    return decibels(4.0, (made.double() - images.double()).square().mean())
+    return ratio_in_decibels(4.0, (made.double() - images.double()).square().mean())
 
 
-def _rows(images, made):
+def _rows_of_pairs(images, made):
     """A picture [C, H, W]: rows of eight images, below each their reconstructions."""
     rows = []
     for row, its_reconstructions in zip(images.split(8), made.split(8), strict=True):

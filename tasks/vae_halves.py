@@ -15,12 +15,13 @@ from lowprec.recipes import Site
 
 FP16_MAX = 65504.0
 NO_DIFFERENCE = 150.0  # dB, what a signal without any error counts as: fp32 arithmetic leaves 130 to 140
-ENCODED = 256  # images encoded or decoded at once, whatever the batch: the same bits each time
+ENCODED_IMAGES = 256  # images encoded or decoded at once, whatever the batch: the same bits each time
 
-WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # site value: dtype of weights and activations
-AUTOCAST = {"autocast": torch.bfloat16, "autocast_fp16": torch.float16}
+# value of a site: dtype of weights and activations
+WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"autocast": torch.bfloat16, "autocast_fp16": torch.float16}
 # relative RMS change of latents or images: 0.02 is 34 dB, some grey levels
-LIMITS = {"vae_encode": (0.02, 0.3), "vae_decode": (0.02, 0.3)}
+HALF_LIMITS = {"vae_encode": (0.02, 0.3), "vae_decode": (0.02, 0.3)}
 
 
 def half_site(site, half, before=()):
@@ -52,8 +53,8 @@ class Frozen:
     """
 
     def __init__(self, build, weights, precision="fp32"):
-        self.dtype = WEIGHTS.get(precision, torch.float32)
-        self.autocast = AUTOCAST.get(precision)  # None: without
+        self.dtype = WEIGHT_DTYPES.get(precision, torch.float32)
+        self.autocast = AUTOCAST_DTYPES.get(precision)  # None: without
         self.vae = build()
         self.vae.load_state_dict({name: value.float() for name, value in weights.items()})
         self.vae = self.vae.to(self.dtype).eval().requires_grad_(False)
@@ -115,7 +116,7 @@ class Ranges:
         return self.over / max(1, self.count)
 
 
-def decibels(signal, error):
+def ratio_in_decibels(signal, error):
     """10 log10 of the ratio of two mean squares, 150 at most; -inf where the error is not finite."""
     signal = float(signal)
     error = float(error)
@@ -129,7 +130,7 @@ def snr(given, wanted):
     """Signal-to-noise ratio in dB of a tensor against the one that it should be."""
     given = given.double()
     wanted = wanted.double()
-    return decibels(wanted.square().mean(), (given - wanted).square().mean())
+    return ratio_in_decibels(wanted.square().mean(), (given - wanted).square().mean())
 
 
 def latent_std(mean, std):

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from harness.flags import Flag, natural, several
 from lowprec.errors import Refused
 from tasks import video_metrics
-from tasks.clip_sets import CLIPS, SIDE, folder, sprites
+from tasks.clip_sets import SPRITE_CLIPS, SPRITE_SIDE, folder, sprites
 from tasks.task import Task, picture
 
 # one colour a slot, the same in all frames
-COLOURS = torch.tensor(
+SLOT_COLOURS = torch.tensor(
     [
         [60, 60, 70],
         [230, 80, 60],
@@ -33,8 +33,8 @@ COLOURS = torch.tensor(
         [10, 120, 90],
     ]
 )
-ROWS = 6  # clips in a picture
-SCORED = 16  # clips that go through the net at once
+PICTURED_CLIPS = 6  # clips in a picture
+CLIPS_AT_ONCE = 16  # clips that go through the net at once
 
 
 class Video(Task):
@@ -56,7 +56,7 @@ class Video(Task):
             type=several,
             fits=True,
         ),
-        Flag("clips", CLIPS, "clips of --data sprites to train on", type=natural),
+        Flag("clips", SPRITE_CLIPS, "clips of --data sprites to train on", type=natural),
     )
 
     sizes = {}  # {--size: what the net is built of}, each with `slots`
@@ -81,8 +81,8 @@ class Video(Task):
         if c.image_size is not None and c.image_size < 16:
             raise Refused(f"--image_size {c.image_size} is too small for clips: give at least 16")
         if word == "sprites" and not where:
-            return sprites(c.image_size or SIDE, c.frames, c.seed, c.clips)
-        if c.clips != CLIPS:
+            return sprites(c.image_size or SPRITE_SIDE, c.frames, c.seed, c.clips)
+        if c.clips != SPRITE_CLIPS:
             raise Refused(f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it")
         if word == "folder" and where:
             return folder(where, c.image_size or 64, c.frames)
@@ -110,12 +110,12 @@ class Video(Task):
     @torch.no_grad()
     def preview(self, model, rng):
         """A row a held-out clip: its frames, their reconstruction, and the slot that takes each pixel."""
-        count = min(ROWS, len(self.data.heldout))
+        count = min(PICTURED_CLIPS, len(self.data.heldout))
         clips = self.data.heldout[list(range(count))][0]
         seen = self.see(model, clips.to(rng.device), rng)
         drawn = self.shown(clips, {name: value.float().cpu() for name, value in seen.items()})
         slots = segmented(seen["masks"], clips.shape[-1]).cpu()  # [B, T, H, W]
-        coloured = COLOURS[slots % len(COLOURS)].permute(0, 1, 4, 2, 3) / 127.5 - 1
+        coloured = SLOT_COLOURS[slots % len(SLOT_COLOURS)].permute(0, 1, 4, 2, 3) / 127.5 - 1
         columns = torch.cat([clips, drawn, coloured], 1)  # [B, 3 T, 3, H, W]
         return {"slots": picture(columns.flatten(0, 1), columns.shape[1])}
 
@@ -133,8 +133,8 @@ class Video(Task):
         everything = list(range(len(heldout)))
         sums = {}
         truth, found = [], []
-        for start in range(0, len(heldout), SCORED):
-            batch = heldout[everything[start : start + SCORED]]
+        for start in range(0, len(heldout), CLIPS_AT_ONCE):
+            batch = heldout[everything[start : start + CLIPS_AT_ONCE]]
             clips = batch[0].to(rng.device)
             seen = self.see(model, clips, rng)
             for name, value in self.errors(clips, seen).items():
@@ -144,7 +144,7 @@ class Video(Task):
                 found.append(segmented(seen["masks"], clips.shape[-1]).cpu())
         result = {name: total / len(heldout) for name, total in sums.items()}
         if truth:
-            result.update(video_metrics.scores(torch.cat(truth), torch.cat(found)))
+            result.update(video_metrics.video_scores(torch.cat(truth), torch.cat(found)))
         return result
 
     def reference(self):
@@ -154,8 +154,8 @@ class Video(Task):
         masks = self.data.heldout[list(range(len(self.data.heldout)))][1]
         stripes = torch.arange(masks.shape[-1]) * self.slots // masks.shape[-1]
         return {
-            "floor": video_metrics.scores(masks, masks),
-            "ceiling": video_metrics.scores(masks, stripes.expand_as(masks)),
+            "floor": video_metrics.video_scores(masks, masks),
+            "ceiling": video_metrics.video_scores(masks, stripes.expand_as(masks)),
         }
 
 

@@ -11,7 +11,7 @@ to 256 only.
 
 import torch
 
-NAMES = ("fg_ari", "mbo", "iou")
+VIDEO_SCORES = ("fg_ari", "mbo", "iou")
 
 
 def contingency(masks, found):
@@ -72,7 +72,7 @@ def of_one(masks, found):
     }
 
 
-def scores(masks, found):
+def video_scores(masks, found):
     """{name: mean} over all frames, and with _video over all videos, of masks and found [B, T, H, W]. Frames
     and videos without an object are left out; {} where there is none at all.
     """
@@ -89,6 +89,6 @@ def _means(masks, found):
     if not each:
         return {}
     means = {}
-    for name in NAMES:
+    for name in VIDEO_SCORES:
         means[name] = sum(one[name] for one in each) / len(each)
     return means

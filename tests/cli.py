@@ -44,10 +44,10 @@ def shorten(put=setattr):
     """Make the runs of this process short: else most of a quick run is its held-out loss, and most of a step
     is Python's way through layers. What is tested does not depend on size. put: what sets an attribute.
     """
-    put(generation, "HELDOUT", 16)
+    put(generation, "HELDOUT_IMAGES", 16)
     put(metrics_module, "subset", few)
-    put(language, "HELDOUT", 8)
-    put(clip_sets, "HELDOUT", 8)
+    put(language, "HELDOUT_WINDOWS", 8)
+    put(clip_sets, "HELDOUT_CLIPS", 8)
     for module in (generation, reflow, distillation):
         put(module, "BINS", 2)
     put(models, "DIFFUSION_UNETS", {**models.DIFFUSION_UNETS, "tiny": ((16,), 1, (False,))})  # of one level
@@ -70,7 +70,7 @@ def command(*flags):
 
 def quick_words(flags):
     """What makes a run of these flags short."""
-    task = strategies.find(flags[flags.index("--task") + 1]) if "--task" in flags else diffusion.RFlow
+    task = strategies.find_task(flags[flags.index("--task") + 1]) if "--task" in flags else diffusion.RFlow
     return QUICK if issubclass(task, diffusion.Generation) else LOOP
 
 

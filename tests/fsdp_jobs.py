@@ -312,7 +312,7 @@ def hurried(*words):
     import train
     from harness import ranks
 
-    ranks.MEETING = timedelta(seconds=2)
+    ranks.MEETING_TIME = timedelta(seconds=2)
     if "DIES" in words and os.environ["RANK"] == "1":
         dist.init_process_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
     return train.main([word for word in words if word != "DIES"])
@@ -356,7 +356,7 @@ def reduced(dtype, file):
     meet()
     step, dtype = [0], getattr(torch, dtype)
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    mean = reduction.Stochastic(params, 5, lambda: step[0])
+    mean = reduction.StochasticMean(params, 5, lambda: step[0])
     own, found = gradients(dist.get_rank(), dtype), []
     for step[0] in range(3):
         for division in ([0, 1, 2],), ([2, 0], [1]):
@@ -376,11 +376,12 @@ def over_steps(steps, file):
     step = [0]
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     own = torch.cat([g.flatten() for g in gradients(dist.get_rank(), torch.bfloat16)])
-    mean, total = reduction.Stochastic(params, 5, lambda: step[0]), torch.zeros(len(own), dtype=torch.float64)
+    mean = reduction.StochasticMean(params, 5, lambda: step[0])
+    total = torch.zeros(len(own), dtype=torch.float64)
     for step[0] in range(steps):
         total += mean.mean(own, params).double()
     nearest = {"all": own.float()}
-    reduction.Nearest(torch.bfloat16).sums(nearest)
+    reduction.NearestMean(torch.bfloat16).sums(nearest)
     told(file, dict(stochastic=(total / steps).tolist(), nearest=nearest["all"].tolist()))
 
 

@@ -14,13 +14,13 @@ from tasks import data
 from tasks.generation import TIMESTEPS
 from trainer import Trainer
 
-FLAGS = strategies.table()
+FLAGS = strategies.flag_table()
 
 
 @pytest.fixture(scope="module")
 def digits():
     """The data set. A file takes it by `digits = generating.digits`."""
-    return data.load("digits")
+    return data.load_data("digits")
 
 
 @pytest.fixture

@@ -307,8 +307,8 @@ HARNESS = (
     Mutation(
         "checksum-not-compared",
         "harness/checkpoints.py",
-        "if tail[len(MARK) :] != digest(file, size - TRAILER).encode():",
-        'if tail[len(MARK) :] == b"":',
+        "if tail[len(DIGEST_MARK) :] != digest(file, size - DIGEST_BYTES).encode():",
+        'if tail[len(DIGEST_MARK) :] == b"":',
         ("harness/test_checkpoints.py flipped",),
     ),
     Mutation(

@@ -9,7 +9,7 @@ from harness import batch_size
 
 
 class Memory:
-    """Stands in for batch_size.Memory: that of a machine that has none to speak of."""
+    """Stands in for batch_size.TrialMemory: that of a machine that has none to speak of."""
 
     total = 8 << 30
 
@@ -53,5 +53,5 @@ class Full:
 
         monkeypatch.setattr(trainer.Trainer, "train_step", train_step)
         monkeypatch.setattr(trainer.Precision, "backward", full)
-        monkeypatch.setattr(batch_size, "Memory", Memory)
-        monkeypatch.setattr(batch_size, "check", lambda *_: None)
+        monkeypatch.setattr(batch_size, "TrialMemory", Memory)
+        monkeypatch.setattr(batch_size, "check_search", lambda *_: None)

@@ -299,7 +299,7 @@ def by_task(steps, *flags, spoil=None):
     import trainer
     from harness.batches import BatchIndices
 
-    table = strategies.table(train.task_of(list(flags)))
+    table = strategies.flag_table(train.task_flag_of(list(flags)))
     words = ["--batch_size", "8", "--warmup", "0", "--steps", str(steps), "--threads", "1", *flags]
     run = trainer.Trainer(strategies.settle(vars(train.build_parser(table).parse_args(words))))
     c, data = run.config, run.task.train_set(run)

@@ -36,8 +36,8 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 @functools.cache
 def trained(*flags):
     """Checkpoint (a dict) after STEPS real steps of the tiny net with these flags."""
-    name = train.task_of(list(flags)) or "rflow"
-    table, draws = strategies.table(name), issubclass(strategies.find(name), diffusion.Generation)
+    name = train.task_flag_of(list(flags)) or "rflow"
+    table, draws = strategies.flag_table(name), issubclass(strategies.find_task(name), diffusion.Generation)
     words = QUICK if draws else BRIEF
     given = vars(train.build_parser(table).parse_args([*words, "--steps", str(STEPS), *flags]))
     run = trainer.Trainer(strategies.settle(given))
@@ -61,7 +61,7 @@ def saved(checkpoint, lines=(), **changes):
 
 
 def examined(checkpoint, *args, **kwargs):
-    table = strategies.table(checkpoint["config"]["task"])
+    table = strategies.flag_table(checkpoint["config"]["task"])
     return doctor.diagnose(saved(checkpoint, *args, **kwargs), table, {})
 
 

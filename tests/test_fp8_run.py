@@ -360,7 +360,8 @@ def test_a_finished_net_is_drawn_alike_on_cuda_and_cpu(kind, rows):
 
 def test_a_command_ends_in_bf16_for_the_last_percent_of_its_steps(capsys):
     flags = "--dry_run --model dit --fp4 nvfp4 --fp4_keep last:1 --fp4_finish 15 --steps 200"
-    train.run(flags.split())
+    train.run_command(flags.split())
     text = capsys.readouterr().out
     assert "bf16 from step 170 on" in text and "last:1 in bf16" in text
-    refused(lambda: train.run("--dry_run --model dit --bf16 --fp4_finish 15".split()), "add that, or drop it")
+    words = "--dry_run --model dit --bf16 --fp4_finish 15".split()
+    refused(lambda: train.run_command(words), "add that, or drop it")

@@ -188,7 +188,7 @@ def test_bf16_and_autocast_stay_close_to_fp32(model, size, image_size):
         (torch.float32, 16, True),
     ],
 )
-@pytest.mark.parametrize("build", [models.Attention, language.Layer])
+@pytest.mark.parametrize("build", [models.DiTAttention, language.Layer])
 def test_cpu_attention_avoids_the_slow_bf16_flash_kernel_on_few_tokens(build, dtype, tokens, flash):
     layer = build(64, 2).to(dtype)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

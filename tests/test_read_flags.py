@@ -13,7 +13,7 @@ import options
 import precision
 import strategies
 import train
-from harness.flags import Config, Table
+from harness.flags import Config, FlagTable
 from lowprec import recipes
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -107,7 +107,7 @@ def test_dry_run_prints_flags_and_ledger_and_writes_nothing(flags, capsys, monke
     out = capsys.readouterr().out
     shown = {word.partition("=")[0] for word in out.partition("what each flag is")[2].split()}
     given = {word for word in flags.split() if word.startswith("--")}
-    rows = options.TRAINING + precision.PRECISION + options.MACHINE + options.RUN
+    rows = options.TRAINING_FLAGS + precision.PRECISION_FLAGS + options.MACHINE_FLAGS + options.RUN_FLAGS
     off = {f"--{row.name}" for row in rows if row.default is False} - given
     assert {f"--{row.name}" for row in rows if row.default} | given <= shown and not off & shown
     assert not {"--latent_channels", "--frames", "--teacher"} & shown  # which other tasks read
@@ -145,12 +145,12 @@ def test_every_flag_is_read(monkeypatch):
     def recorded(values, typed=False):
         run = settle(values, typed)
         config = Recorded(**vars(run.config))
-        recipe = precision.recipe_of(config, run.table, run.kind.sites)
+        recipe = precision.recipe_of_run(config, run.table, run.kind.sites)
         return dataclasses.replace(run, config=config, recipe=recipe)
 
     assert quick(name="teacher", steps=1) == 0
     monkeypatch.setattr(strategies, "settle", recorded)
-    monkeypatch.setattr(Table, "differences", lambda self, old, config: [])  # it compares all of them
+    monkeypatch.setattr(FlagTable, "differences", lambda self, old, config: [])  # it compares all of them
     assert quick(name="a", steps=2) == 0 and quick("--task", "ddpm", name="b", steps=1) == 0
     assert quick("--task", "reflow", "--teacher", "runs/teacher", "--pairs", 8, name="c", steps=1) == 0
     assert quick("--weight_decay", 0.1, name="d", steps=1) == 0
@@ -198,7 +198,7 @@ def test_a_learning_rate_whose_step_no_float_holds(capsys):
 
 def test_drawings_of_other_flags_have_other_names():
     """A flag that is typed with its default too: the training may have had another value."""
-    table = strategies.table()
+    table = strategies.flag_table()
     steps = table["sample_steps"].default
     typed = [{}, {"sample_steps": steps}, {"weights": "ema"}, {"seed": 0}, {"seed": 1}]
     typed += [{"seed": 1, "weights": "ema"}]

@@ -194,7 +194,7 @@ def test_a_run_prints_the_sites_that_differ_from_fp32_and_with_ledger_all(capsys
     ],
 )
 def test_a_run_prints_what_its_recipe_was_measured_to_cost(flags, said):
-    config = SimpleNamespace(**{**strategies.table().defaults(), **flags})
+    config = SimpleNamespace(**{**strategies.flag_table().defaults(), **flags})
     line = printing.known_cost(config, parameters=164_689)
     assert said in line and bool(line) == bool(flags)
 
@@ -409,7 +409,7 @@ def advised(fp8=None, kind="cpu", **config):
     run = SimpleNamespace(
         recipe=recipe, device=torch.device(kind), config=config, validation=looks, task=task
     )
-    return train.advice(run)
+    return train.advice_lines(run)
 
 
 def test_eager_fp8_on_a_gpu_is_slow_and_that_is_said():

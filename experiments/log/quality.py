@@ -124,7 +124,7 @@ def _task(spec):
     """The class of a task of a record's command."""
     import strategies
 
-    return strategies.find(spec if spec in strategies.TASKS else str(ROOT / spec))
+    return strategies.find_task(spec if spec in strategies.TASKS else str(ROOT / spec))
 
 
 def row_of(arm, flags, weights, pairs, change, trainings):

@@ -154,7 +154,7 @@ def test_systems_run_what_train_runs_and_say_what_they_cannot(tmp_path, capsys, 
 
 
 def test_the_flags_in_the_table_of_bytes_are_those_of_train():
-    table = flags.Table(precision.PRECISION + options.MACHINE)
+    table = flags.FlagTable(precision.PRECISION_FLAGS + options.MACHINE_FLAGS)
     parser = table.parser("train.py", "")
     for write, writing in memory.WRITES.items():
         for state, holding in memory.MOMENT_FLAGS.items():

@@ -37,7 +37,8 @@ def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment, monkey
         differ = {name for name in mine if mine[name] != other[name]}
         own = {name for a in (arm, base) for b in (a, a.trained, a.source) for name in named(b)}
         if mine["task"] != other["task"]:  # each has defaults of its own
-            own |= {name for flags in (mine, other) for name in strategies.find(flags["task"]).own_defaults()}
+            for flags in (mine, other):
+                own |= set(strategies.find_task(flags["task"]).own_defaults())
         assert differ <= beside | own, arm.name
         elsewhere = "on another kind of CPU" in arm.note
         again = f"{arm.name} is its baseline again"

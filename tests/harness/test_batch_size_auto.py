@@ -15,7 +15,7 @@ import strategies
 import train
 import trainer
 from harness import batch_size, checkpoints
-from harness.batch_size import MARGIN, largest, smallest, survives
+from harness.batch_size import FREE_MARGIN, largest_power_of_two, smallest_of_ranks, survives
 from harness.files import write_atomically
 from harness.ranks import Ranks
 from lowprec.errors import Refused
@@ -34,7 +34,7 @@ def test_the_largest_power_of_two_is_found(limit, most):
         tried.append(size)
         return size <= limit
 
-    found = largest(fits, most)
+    found = largest_power_of_two(fits, most)
     powers = [2**k for k in range(40) if 2**k <= min(limit, most)]
     assert found == max(powers, default=0)
     assert len(tried) == len(set(tried)) and all(size <= most for size in tried)
@@ -74,7 +74,7 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    with batch_size.Memory(torch.device("cuda")):
+    with batch_size.TrialMemory(torch.device("cuda")):
         pass
     assert limited == [3, 3]
 
@@ -83,8 +83,8 @@ def test_all_processes_take_the_smallest_number():
     for numbers, wanted in (([8, 4, 16], 4), ([8, 0], 0), ([0, 0], 0), ([5], 5)):
         for own in numbers:
             ranks = SimpleNamespace(any=lambda n, device, all_=numbers: max(-m for m in all_) or None)
-            assert smallest(own, ranks, None) == wanted
-    assert smallest(8, Ranks(), None) == 8 and smallest(0, Ranks(), None) == 0
+            assert smallest_of_ranks(own, ranks, None) == wanted
+    assert smallest_of_ranks(8, Ranks(), None) == 8 and smallest_of_ranks(0, Ranks(), None) == 0
 
 
 # ---- The command, where a CPU plays the GPU ----------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_it_resumes_with_its_number_and_without_a_search(monkeypatch, capsys):
         full = Full(patch, 8)
         assert auto(steps=2) == 0
         full.limit = 64  # more memory now: the number stays
-        patch.setattr(batch_size, "tried", lambda *_: pytest.fail("it searched"))
+        patch.setattr(batch_size, "largest_tried", lambda *_: pytest.fail("it searched"))
         capsys.readouterr()
         assert auto() == 0
     assert "--batch_size auto: 8, with which the run in runs/auto began" in capsys.readouterr().out
@@ -165,7 +165,7 @@ def test_the_trial_leaves_nothing_in_memory_and_no_state_of_torch(monkeypatch):
     before = torch.random.get_rng_state()
     run = strategies.settle({"name": "run", "batch_size": "auto"}, typed=True)
     values = dict(vars(run.config))
-    assert batch_size.chosen(trainer.Trainer, run) == 8
+    assert batch_size.chosen_batch_size(trainer.Trainer, run) == 8
     assert vars(run.config) == values and torch.equal(before, torch.random.get_rng_state())
     gc.collect()
     assert not full.trainers and full.sizes and not Path("runs").exists()
@@ -175,7 +175,7 @@ def test_no_batch_is_larger_than_the_data(monkeypatch, capsys):
     Full(monkeypatch, 10**6)
     cli.plant_folder("photos", 40)  # of these some are held out
     given = dict(name="run", batch_size="auto", data="folder:photos", image_size=8)
-    assert batch_size.chosen(trainer.Trainer, strategies.settle(given, typed=True)) == 32
+    assert batch_size.chosen_batch_size(trainer.Trainer, strategies.settle(given, typed=True)) == 32
     assert "32 (3.0 of 8.0 GiB with 32 examples here; there are no more" in capsys.readouterr().out
 
 
@@ -189,7 +189,7 @@ def test_where_not_even_one_example_fits(monkeypatch, capsys):
 def test_one_example_is_a_batch(monkeypatch, capsys):
     Full(monkeypatch, 1)
     run = strategies.settle({"name": "run", "batch_size": "auto"}, typed=True)
-    assert batch_size.chosen(trainer.Trainer, run) == 1
+    assert batch_size.chosen_batch_size(trainer.Trainer, run) == 1
     assert "auto: 1 (" in capsys.readouterr().out
 
 
@@ -212,9 +212,9 @@ def test_a_cpu_is_refused(flags, said, monkeypatch, capsys, tmp_path):
 
 def test_what_a_gpu_refuses():
     cuda, config = torch.device("cuda"), train.FLAGS.typed({"batch_size": "auto"})
-    common.refused(lambda: batch_size.check(config, cuda, True), "--dry_run", "give a number")
-    common.refused(lambda: batch_size.check(config.replaced(fsdp=True), cuda, False), "--fsdp")
-    assert batch_size.check(config, cuda, False) is None
+    common.refused(lambda: batch_size.check_search(config, cuda, True), "--dry_run", "give a number")
+    common.refused(lambda: batch_size.check_search(config.replaced(fsdp=True), cuda, False), "--fsdp")
+    assert batch_size.check_search(config, cuda, False) is None
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "Auto", "auto8", "", "nan", "9" * 20])
@@ -235,14 +235,14 @@ def test_a_checkpoint_that_says_it_is_refused(capsys):
     path = Path("runs/run/checkpoint.pt")
     state = torch.load(path, weights_only=True)
     state["config"]["batch_size"] = "auto"
-    write_atomically(path, lambda file: checkpoints.write(file, state))
+    write_atomically(path, lambda file: checkpoints.write_checkpoint(file, state))
     capsys.readouterr()
     assert cli.command("--sample", "runs/run", "--samples", 20) == 2
     assert "--batch_size auto" in cli.one_line(capsys)
 
 
 def test_the_margin_is_a_share():
-    assert 0.05 <= MARGIN <= 0.2
+    assert 0.05 <= FREE_MARGIN <= 0.2
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------

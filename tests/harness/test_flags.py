@@ -13,7 +13,7 @@ import pytest
 import strategies
 import train
 from harness import flags
-from harness.flags import Config, Flag, Table, natural
+from harness.flags import Config, Flag, FlagTable, natural
 from tasks import language
 
 ROOT = Path(flags.__file__).parent.parent
@@ -177,7 +177,7 @@ def test_a_row_gives_everything(capsys):
         Flag("kind", "a", "of thing", choices=("a", "b"), titled=True),
         Flag("more", [], "things"),
     ]
-    table = Table([*train.FLAGS.rows, *rows])
+    table = FlagTable([*train.FLAGS.rows, *rows])
     parser = table.parser("mine.py", "mine")
     given = vars(parser.parse_args("--width 16 --wet --kind b --more x --more y".split()))
     assert given == {"width": 16, "wet": True, "kind": "b", "more": ["x", "y"]}
@@ -196,7 +196,7 @@ def test_a_row_gives_everything(capsys):
 
 def test_a_tasks_row_takes_the_place_of_a_general_one():
     own = Flag("steps", 500, "fewer", kind="extent", group="training", type=natural)
-    table = Table([*train.FLAGS.rows, own])
+    table = FlagTable([*train.FLAGS.rows, own])
     assert table.defaults()["steps"] == 500
     assert list(table.defaults()) == list(train.DEFAULTS)
 
@@ -257,14 +257,14 @@ def test_a_config_is_a_dict_with_attributes():
 
 
 def test_all_rows_are_whole():
-    for row in strategies.table().rows:
+    for row in strategies.flag_table().rows:
         assert row.help and row.help[0] == row.help[0].strip() and not row.help.endswith("."), row.name
         assert row.default is None or isinstance(row.default, (bool, int, float, str, list)), row.name
         assert row.choices is None or row.default in row.choices, row.name
 
 
 def test_help_names_every_task_and_every_net_of_language_and_classification():
-    said = {row.name: row.help for row in strategies.table().rows}
+    said = {row.name: row.help for row in strategies.flag_table().rows}
     assert all(re.search(rf"\b{name}\b", said["task"]) for name in strategies.TASKS)
     for kind in (strategies.Classify, strategies.Language):
         assert all(re.search(rf"\b{name}\b", said["model"]) for name in kind.nets(kind.__new__(kind)))

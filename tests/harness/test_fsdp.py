@@ -122,8 +122,8 @@ def test_what_can_not_be_spread_is_refused_in_a_line(ranks):
 def test_a_tree_of_values_comes_back_from_json():
     state = {"a": (1, 2.5, [None, True]), 3: {"x": torch.arange(3)}, "b": {"$odd": "name"}, "c": float("inf")}
     tensors = {}
-    tree = json.loads(json.dumps(shards._apart(state, tensors)))
-    assert_same(shards._together(tree, lambda leaf: tensors[leaf["$tensor"]]), state)
+    tree = json.loads(json.dumps(shards._taken_apart(state, tensors)))
+    assert_same(shards._put_together(tree, lambda leaf: tensors[leaf["$tensor"]]), state)
 
 
 def test_a_plain_tensor_is_no_part():

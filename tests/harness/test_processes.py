@@ -11,7 +11,7 @@ from cli import LOOP, QUICK, assert_same, checkpoint, command, metrics, quick, s
 from rank_server import ranks_messages, told
 from safetensors.torch import load_file
 
-from tasks.reflow import PAIRS
+from tasks.reflow import PAIRS_FILE
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 teachers = generating.teachers
@@ -95,7 +95,7 @@ def test_reflow_draws_and_learns_what_one_does_and_resumes(teachers, two):
     flags += ["--pairs", 50, "--teacher_steps", 4, "--sample_batch", 8]
     two(*flags, "--name", "two", "--steps", 4)
     assert command(*flags, "--name", "one", "--steps", 6) == 0
-    assert_same(*(load_file(f"runs/{name}/{PAIRS}") for name in ("two", "one")))
+    assert_same(*(load_file(f"runs/{name}/{PAIRS_FILE}") for name in ("two", "one")))
     two(*flags, "--name", "two", "--steps", 6)
     assert [row["step"] for row in metrics("two")] == [2, 4, 6]
     assert difference("two", "one") < 1e-4

@@ -19,7 +19,7 @@ in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
 @pytest.mark.parametrize("name", RULES)
 def test_each_average_is_its_rule_over_the_weights_after_each_step(name):
-    module = __import__(strategies.find(TASK).__module__)
+    module = __import__(strategies.find_task(TASK).__module__)
     start, *rest = weight_path(30, 500)
     params = [torch.nn.Parameter(part.clone()) for part in start.split([200, 300])]
     average = module.Ruled([("a", params[0]), ("b", params[1])], name, 0.9, seed=3)

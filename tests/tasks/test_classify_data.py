@@ -18,7 +18,7 @@ from PIL import Image
 
 from tasks import classify, data, published_sets
 from tasks import metrics as scores
-from tasks.task import VALIDATED, Task
+from tasks.task import VALIDATED_ITEMS, Task
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 QUICK = test_classify.QUICK
@@ -58,7 +58,7 @@ def clothes(root, **files):
 
 def test_fashion_mnist_is_read(monkeypatch):
     clothes("own")
-    found = data.load("fashion_mnist:own")
+    found = data.load_data("fashion_mnist:own")
     assert (len(found.train), len(found.heldout), found.channels, found.num_classes) == (20, 10, 1, 10)
     images, labels = found.train[list(range(20))]
     pixels = np.random.default_rng(0).integers(0, 256, (20, 28, 28))
@@ -66,12 +66,12 @@ def test_fashion_mnist_is_read(monkeypatch):
     assert labels.tolist() == 2 * list(range(10)) and found.classes[9] == "boot"
     # torchvision's folder, and the package's, hold the same
     clothes("root/FashionMNIST/raw")
-    monkeypatch.setattr(published_sets, "PACKAGED", Path("own").absolute())
+    monkeypatch.setattr(published_sets, "FASHION_MNIST_FOLDER", Path("own").absolute())
     for spec in ("fashion_mnist:root", "fashion_mnist"):
-        assert data.load(spec).fingerprint == found.fingerprint
+        assert data.load_data(spec).fingerprint == found.fingerprint
     monkeypatch.chdir("own")
-    monkeypatch.setattr(published_sets, "PACKAGED", Path("nowhere"))
-    assert data.load("fashion_mnist:.").fingerprint == found.fingerprint
+    monkeypatch.setattr(published_sets, "FASHION_MNIST_FOLDER", Path("nowhere"))
+    assert data.load_data("fashion_mnist:.").fingerprint == found.fingerprint
 
 
 IMAGES, LABELS = FILES[:2]
@@ -97,18 +97,18 @@ BROKEN = {
 def test_fashion_mnist_that_is_broken(name):
     files, *said = BROKEN[name]
     clothes("own", **files)
-    common.refused(lambda: data.load("fashion_mnist:own"), *said)
+    common.refused(lambda: data.load_data("fashion_mnist:own"), *said)
 
 
 def test_a_checksum_that_does_not_fit():
     whole = bytearray(idx(np.zeros(20)))
     whole[-8] ^= 1  # CRC-32 of what was compressed
     clothes("own", **{LABELS: bytes(whole)})
-    common.refused(lambda: data.load("fashion_mnist:own"), LABELS, "cannot read", "CRC")
+    common.refused(lambda: data.load_data("fashion_mnist:own"), LABELS, "cannot read", "CRC")
 
 
 def test_fashion_mnist_without_the_package(monkeypatch, capsys):
-    monkeypatch.setattr(published_sets, "PACKAGED", Path("nowhere"))
+    monkeypatch.setattr(published_sets, "FASHION_MNIST_FOLDER", Path("nowhere"))
     assert quick("--data", "fashion_mnist") == 2
     line = one_line(capsys)
     assert "apt-get install dataset-fashion-mnist" in line and "fashion_mnist:PATH" in line
@@ -182,4 +182,4 @@ def test_a_look_sees_all_classes_of_a_sorted_set():
             return torch.tensor(0.0)
 
     Sorted().validate(None, SimpleNamespace(device="cpu"))
-    assert set(seen) == set(range(10)) and len(seen) == VALIDATED
+    assert set(seen) == set(range(10)) and len(seen) == VALIDATED_ITEMS

@@ -67,8 +67,8 @@ def test_training_drawing_and_scoring_show_each_image_its_own_condition(kind, di
 
 def test_a_perfect_drawing_has_no_distance(digits):
     images, _ = batch(digits)
-    assert condition.psnr(images, images) == 100
-    assert condition.psnr(images + 0.02, images) < 41
+    assert condition.mean_psnr(images, images) == 100
+    assert condition.mean_psnr(images + 0.02, images) < 41
     assert make(RFlow, digits).perceptual_distance(images, images).max() == 0
 
 
@@ -158,7 +158,7 @@ def test_images_from_those_of_a_folder_resume_and_are_diagnosed(
     folder = {"masks": folder, "inputs": paired}[kind]
     monkeypatch.chdir(tmp_path)
     # not one that is fitted to these squares, which takes a minute
-    monkeypatch.setattr(metrics, "yardstick", lambda *_: metrics.load_feature_net(metrics.DIGITS_FILE))
+    monkeypatch.setattr(metrics, "yardstick", lambda *_: metrics.load_feature_net(metrics.DIGITS_NET_FILE))
     flags = ["--data", f"folder:{folder}", "--condition", kind, "--image_size", "16", "--steps", "3"]
     flags += ["--batch_size", "4", "--samples", "6", "--sample_steps", "2", "--model", "dit", "--name", "a"]
     assert train.main(flags) in (0, None)

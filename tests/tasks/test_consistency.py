@@ -29,7 +29,7 @@ import strategies
 import train
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import stochastic_round
-from tasks.consistency import HUBER, Consistency, fresh, pseudo_huber
+from tasks.consistency import HUBER_C, Consistency, fresh_noise, pseudo_huber
 from tasks.generation import TIMESTEPS
 from tasks.task import Rng
 from trainer import Trainer
@@ -118,7 +118,7 @@ def test_the_loss_written_out(digits):
         return x + wide * net(x, s * 1000, labels_in)
 
     apart = (end((k + 1) / cut) - end(k / cut)).pow(2).mean((1, 2, 3))
-    wanted = cut * ((apart + HUBER**2).sqrt() - HUBER).mean()
+    wanted = cut * ((apart + HUBER_C**2).sqrt() - HUBER_C).mean()
     found = task.loss(net.float(), (images, labels), Rng(4), 3)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
 
@@ -135,8 +135,8 @@ def test_the_distance_is_between_absolute_and_squared():
     a = torch.zeros(3, 1, 8, 8)
     b = torch.tensor([0.0, 1e-5, 1.0])[:, None, None, None] + a
     nothing, tiny, large = pseudo_huber(a, b).tolist()
-    assert nothing == 0 and tiny == pytest.approx(1e-10 / (2 * HUBER), rel=0.05)
-    assert large == pytest.approx(1 - HUBER, rel=1e-4)
+    assert nothing == 0 and tiny == pytest.approx(1e-10 / (2 * HUBER_C), rel=0.05)
+    assert large == pytest.approx(1 - HUBER_C, rel=1e-4)
 
 
 # ---- The target --------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_two_steps_written_out(digits):
         return -0.7 * x + 0.1 * (t / TIMESTEPS)[:, None, None, None]
 
     first = noise + net(noise, torch.full((6,), 1000.0), labels)
-    again = 0.5 * first + 0.5 * fresh(noise, 500)
+    again = 0.5 * first + 0.5 * fresh_noise(noise, 500)
     wanted = again + 0.5 * net(again, torch.full((6,), 500.0), labels)
     torch.testing.assert_close(task.sample(net, labels, noise, 2), wanted)
     trace = []
@@ -265,10 +265,10 @@ def test_two_steps_written_out(digits):
 
 def test_fresh_noise_is_a_function_of_the_images_own():
     noise = Rng(0).normal(200, 1, 8, 8)
-    one = fresh(noise, 500)
-    assert same(one, torch.cat([fresh(noise[:7], 500), fresh(noise[7:], 500)]))
+    one = fresh_noise(noise, 500)
+    assert same(one, torch.cat([fresh_noise(noise[:7], 500), fresh_noise(noise[7:], 500)]))
     assert one.std() == pytest.approx(1, abs=0.03) and abs(float(one.mean())) < 0.03
-    for other in (noise, fresh(noise, 250), one.roll(1, 0)):
+    for other in (noise, fresh_noise(noise, 250), one.roll(1, 0)):
         assert abs(float((one * other).mean())) < 0.03
 
 

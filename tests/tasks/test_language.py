@@ -18,7 +18,7 @@ from harness.run_folder import read_checkpoint
 from lowprec.layers.fp8 import Scaling
 from lowprec.precision import Precision, recipe
 from tasks import language
-from tasks.language import BDH, BDHS, GPT, GPTS, TEXT, Language, Text, Windows, rotary, rotate
+from tasks.language import BDH, BDHS, GPT, GPTS, TEXT_FILE, Language, Text, Windows, rotary, rotate
 from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -47,7 +47,7 @@ def ids(*shape, seed=1):
 
 
 def task(**flags):
-    known = strategies.table("language")
+    known = strategies.flag_table("language")
     values = {**Language.own_defaults(), "block": 16, "length": 8, **flags}
     config = known.typed(values)
     return Language(Language.load(config), recipe(more=Language.sites), config)
@@ -207,8 +207,8 @@ def test_windows_are_of_the_text_and_a_target_follows_its_input():
 
 
 def test_the_committed_text_is_the_one_that_the_docstring_names():
-    assert TEXT.stat().st_size == 196_818
-    text = Text(TEXT, 128)
+    assert TEXT_FILE.stat().st_size == 196_818
+    text = Text(TEXT_FILE, 128)
     assert text.fingerprint == "e7b72bfd25d395f5"
     assert text.train.text.numel() == 177_137 and text.heldout.text.numel() == 19_681
     assert bytes(text.train[[0]][0][0].tolist()).startswith(b"In the beginning God created")

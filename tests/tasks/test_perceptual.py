@@ -25,7 +25,7 @@ from generating import batch, make, noise_from, velocity_to
 
 from tasks import metrics as scores
 from tasks.diffusion import DDPM, RFlow
-from tasks.feature_net import DIGITS_FILE, fit_feature_net, load_feature_net
+from tasks.feature_net import DIGITS_NET_FILE, fit_feature_net, load_feature_net
 from tasks.generation import TIMESTEPS
 from tasks.perceptual import Perceptual
 from tasks.task import Rng
@@ -37,7 +37,7 @@ digits = generating.digits
 
 def written_out(net, a, b):
     """float64 [B]: the distance, a layer after the other, without anything of perceptual.py."""
-    net, total = load_feature_net(DIGITS_FILE).double(), 0.0
+    net, total = load_feature_net(DIGITS_NET_FILE).double(), 0.0
     a, b = a.double(), b.double()
     for layer in net.body[:-3]:  # all but pooling, flattening and the last Linear
         a, b = layer(a), layer(b)

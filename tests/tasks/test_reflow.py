@@ -39,7 +39,7 @@ import tasks.metrics
 import train
 from tasks import reflow
 from tasks.generation import TIMESTEPS
-from tasks.reflow import PAIRS, Reflow
+from tasks.reflow import PAIRS_FILE, Reflow
 from tasks.task import Rng
 from trainer import Trainer
 
@@ -81,7 +81,7 @@ def student(*flags, steps=4, name="run"):
 
 
 def pairs(name="run"):
-    return load_file(f"runs/{name}/{PAIRS}")
+    return load_file(f"runs/{name}/{PAIRS_FILE}")
 
 
 # ---- The task ----------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_an_interrupted_student_equals_an_uninterrupted_one_bit_for_bit(flags, t
 
 def test_pairs_that_are_gone_are_drawn_again(teachers):
     assert student() == 0 and student(name="again", steps=2) == 0
-    Path(f"runs/again/{PAIRS}").unlink()
+    Path(f"runs/again/{PAIRS_FILE}").unlink()
     assert student(name="again") == 0
     assert_same(pairs("again"), pairs())
     assert_same(checkpoint("again")["precision"], checkpoint()["precision"])
@@ -284,7 +284,7 @@ def test_pairs_that_are_gone_are_drawn_again(teachers):
 def test_a_student_draws_without_pairs_and_teacher(teachers, monkeypatch, tmp_path):
     assert student("--sample_steps", 1) == 0
     shutil.rmtree(TEACHER)
-    Path(f"runs/run/{PAIRS}").unlink()
+    Path(f"runs/run/{PAIRS_FILE}").unlink()
     assert draw(monkeypatch, "runs/run") == summary()["scores"]
     assert draw(monkeypatch, "runs/run", "--sample_steps", 3) != summary()["scores"]
 
@@ -313,9 +313,8 @@ def test_flags_of_a_file_and_the_name_of_the_folder(teachers):
         "samples: 20\nbatch_size: 8\nsample_steps: 1\n"
     )
     assert command("--config", "student.yaml", "--steps", 1) == 0
-    assert Path(
-        "runs/reflow-steps1-batch_size8-teacher_teacher-pairs8-teacher_steps1-sample_steps1-samples20", PAIRS
-    ).exists()
+    name = "reflow-steps1-batch_size8-teacher_teacher-pairs8-teacher_steps1-sample_steps1-samples20"
+    assert Path("runs", name, PAIRS_FILE).exists()
 
     def name(path):
         return train.FLAGS.name(train.FLAGS.typed({"task": "reflow", "teacher": path}))
@@ -394,7 +393,7 @@ def test_pairs_of_another_teacher_and_broken_pairs_are_refused(teachers, capsys)
     capsys.readouterr()
     assert student(steps=6) == 2
     assert "the pairs of another teacher" in one_line(capsys) and content("runs") == before
-    path = Path(f"runs/run/{PAIRS}")
+    path = Path(f"runs/run/{PAIRS_FILE}")
     whole = path.read_bytes()
     for name, change in CHANGES.items():
         tensors = load_pairs(whole)
@@ -439,4 +438,5 @@ def test_a_teacher_whose_images_are_not_finite_is_refused(teachers, capsys):
     next(iter(state["precision"]["averages"]["ema"]["shadow"].values())).fill_(float("nan"))
     torch.save(state, f"{TEACHER}/checkpoint.pt")
     assert student() == 2
-    assert "not finite" in capsys.readouterr().err.splitlines()[-1] and not Path(f"runs/run/{PAIRS}").exists()
+    assert "not finite" in capsys.readouterr().err.splitlines()[-1]
+    assert not Path(f"runs/run/{PAIRS_FILE}").exists()

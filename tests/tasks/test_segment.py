@@ -8,7 +8,7 @@ from tasks.task import Rng
 
 
 def test_scores_are_of_all_held_out_images(monkeypatch):
-    task = make(segment.Segment, data.load("synthetic", "masks", image_size=16))
+    task = make(segment.Segment, data.load_data("synthetic", "masks", image_size=16))
     classes = task.data.num_classes
 
     def net(images):  # its answer is the brightness of a pixel
@@ -16,6 +16,6 @@ def test_scores_are_of_all_held_out_images(monkeypatch):
         return -(images - levels).abs()
 
     together = task.evaluate(net, Rng(0))[0]
-    monkeypatch.setattr(segment, "SCORED", 10)
+    monkeypatch.setattr(segment, "IMAGES_AT_ONCE", 10)
     assert task.evaluate(net, Rng(0))[0] == together
     assert len(task.data.heldout) > 10 and 0 < together["mean_iou"] < 1

@@ -18,7 +18,7 @@ from tasks import clip_sets, slotcontrast, slots, steve
 from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
-FLAGS = strategies.table()
+FLAGS = strategies.flag_table()
 TASKS = {"steve": steve.Steve, "slotcontrast": slotcontrast.Contrast}
 SMALL = {"image_size": 16, "clips": 24, "frames": 2, "slots": 3, "vocab_size": 16, "batch_size": 4}
 TYPED = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]

@@ -29,7 +29,7 @@ digits = generating.digits
 
 @pytest.fixture(scope="module")
 def discs():
-    return data.load("synthetic", "masks", image_size=16)
+    return data.load_data("synthetic", "masks", image_size=16)
 
 
 # ---- Randomness --------------------------------------------------------------------------------------------
@@ -347,11 +347,11 @@ def test_what_a_run_may_start_from():
 
 
 def test_tasks_are_found_by_name_or_in_a_file(tmp_path):
-    assert strategies.find("rflow") is RFlow
+    assert strategies.find_task("rflow") is RFlow
     file = tmp_path / "mine.py"
     file.write_text("from tasks import Task\nclass Mine(Task):\n    pass\nother = 3\n")
-    assert issubclass(strategies.find(f"{file}:Mine"), Task)
-    assert strategies.find(f"{file}:Mine") is strategies.find(f"{file}:Mine")
+    assert issubclass(strategies.find_task(f"{file}:Mine"), Task)
+    assert strategies.find_task(f"{file}:Mine") is strategies.find_task(f"{file}:Mine")
     for spec, said in (
         ("paint", "invalid choice"),
         (f"{file}", "invalid choice"),
@@ -361,19 +361,19 @@ def test_tasks_are_found_by_name_or_in_a_file(tmp_path):
         (f"{tmp_path}/yours.py:Mine", "no file"),
     ):
         with pytest.raises(Refused, match=said):
-            strategies.find(spec)
+            strategies.find_task(spec)
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(ZeroDivisionError):  # a mistake in the file shows where it is
-        strategies.find(f"{tmp_path}/broken.py:Mine")
+        strategies.find_task(f"{tmp_path}/broken.py:Mine")
 
 
-@pytest.mark.parametrize("name", strategies.MOVED)
+@pytest.mark.parametrize("name", strategies.MOVED_MODULES)
 def test_a_task_that_imports_by_an_old_name_is_told_the_new_one(name, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"import {name}\n")
-    place, line = strategies.MOVED[name]
+    place, line = strategies.MOVED_MODULES[name]
     with pytest.raises(Refused, match=f"{name} is {place} now; a task says: {line}"):
-        strategies.find(f"{file}:Mine")
+        strategies.find_task(f"{file}:Mine")
     importlib.import_module(place)
     module, said = line.removeprefix("from ").split(" import ")
     assert said in dir(importlib.import_module(module)) or importlib.import_module(f"{module}.{said}")
@@ -399,7 +399,7 @@ def test_a_derived_task_may_change_a_default(tmp_path):
     table, config = run.table, run.config
     assert config.guidance == 3.0 and config.label_dropout == 0.1 and config.velocity == "clean-noise"
     assert list(table.defaults()) == list(FLAGS.defaults())  # in its place, and nothing twice
-    assert strategies.table().defaults()["guidance"] == 1.0
+    assert strategies.flag_table().defaults()["guidance"] == 1.0
 
 
 def test_a_flag_of_one_task_is_refused_beside_another():

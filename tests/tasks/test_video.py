@@ -16,7 +16,8 @@ import strategies
 from tasks import clip_sets, folders, sprites, video, video_metrics
 from tasks.steve import Steve
 
-FLAGS = strategies.table("steve" if "steve" in strategies.TASKS else f"{video.__file__[:-8]}steve.py:Steve")
+TASK = "steve" if "steve" in strategies.TASKS else f"{video.__file__[:-8]}steve.py:Steve"
+FLAGS = strategies.flag_table(TASK)
 
 
 # ---- Sprites -----------------------------------------------------------------------------------------------
@@ -155,13 +156,13 @@ def test_overlaps_are_those_of_sets_and_the_matching_is_the_best_of_all(slots):
 def test_a_video_counts_a_slot_that_changes_hands_and_a_frame_does_not():
     mask = torch.tensor([[1, 1, 2, 2, 0, 0]]).expand(2, 6)[None, :, None]  # [1, 2, 1, 6]
     found = torch.stack([mask[0, 0], torch.tensor([[2, 2, 1, 1, 0, 0]])])[None]
-    scores = video_metrics.scores(mask, found)
+    scores = video_metrics.video_scores(mask, found)
     assert scores["fg_ari"] == scores["iou"] == scores["mbo"] == 1.0
     assert scores["fg_ari_video"] < 0.1 and scores["iou_video"] == pytest.approx(1 / 3)
     empty = torch.zeros_like(mask)
-    assert video_metrics.scores(empty, found) == {}
+    assert video_metrics.video_scores(empty, found) == {}
     halves = torch.cat([mask, empty]), torch.cat([found, found])
-    assert video_metrics.scores(*halves) == scores  # a clip without objects is left out
+    assert video_metrics.video_scores(*halves) == scores  # a clip without objects is left out
 
 
 def test_slots_are_found_at_the_resolution_of_the_clip():
@@ -277,5 +278,5 @@ def test_frames_are_in_the_order_of_their_numbers(tmp_path):
         (tmp_path / clip).mkdir()
         for t in range(12):
             Image.new("L", (16, 16), 20 * t).save(tmp_path / clip / f"frame{t}.png")
-    found = clip_sets._folders_of(tmp_path, folders.IMAGES)
+    found = clip_sets._folders_of(tmp_path, folders.IMAGE_SUFFIXES)
     assert [path.stem for path in found["a"]] == [f"frame{t}" for t in range(12)]

@@ -14,7 +14,7 @@ from common import same
 
 from lowprec.errors import Refused
 from tasks import language
-from tasks.language import TEXT, Text, choose
+from tasks.language import TEXT_FILE, Text, choose_bytes
 from tasks.task import Rng
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
@@ -25,12 +25,12 @@ task = test_language.task
 
 def test_a_byte_is_drawn_from_the_likeliest():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(4000, 4)
-    assert choose(logits, 0, 4, Rng(0)).unique().tolist() == [1]
-    assert choose(logits, 1.0, 1, Rng(0)).unique().tolist() == [1]
-    drawn = torch.bincount(choose(logits, 0.5, 3, Rng(0)), minlength=4) / 4000
+    assert choose_bytes(logits, 0, 4, Rng(0)).unique().tolist() == [1]
+    assert choose_bytes(logits, 1.0, 1, Rng(0)).unique().tolist() == [1]
+    drawn = torch.bincount(choose_bytes(logits, 0.5, 3, Rng(0)), minlength=4) / 4000
     wanted = torch.tensor([-math.inf, 6.0, 2.0, 4.0]).softmax(0)
     assert drawn[0] == 0 and torch.allclose(drawn, wanted, atol=0.03)
-    assert choose(logits[:1] * math.nan, 1.0, 4, Rng(0)).shape == (1,)
+    assert choose_bytes(logits[:1] * math.nan, 1.0, 4, Rng(0)).shape == (1,)
 
 
 def test_the_net_reads_the_last_block_and_the_text_holds_the_prompt():
@@ -63,7 +63,7 @@ def test_any_prompt_is_continued(trained, prompt, capsys):
     (text,) = json.loads(Path(trained, "samples/p.json").read_text())["scores"]["ema"]["text"]
     assert f"ema:\n{text}" in capsys.readouterr().out
     given = prompt.encode("utf-8", "surrogateescape") or bytes(
-        Text(TEXT, 16).heldout[[0]][0][0, :32].tolist()
+        Text(TEXT_FILE, 16).heldout[[0]][0][0, :32].tolist()
     )
     assert text.startswith(given.decode("utf-8", "replace")) and len(text) > len(prompt)
     assert Path(trained, "samples/p-ema.png").is_file()
@@ -99,4 +99,4 @@ def test_the_doctor_finds_a_bf16_average(capsys):
 def test_loading_is_refused_in_words():
     with pytest.raises(Refused, match="is a folder"):
         Text(".", 16)
-    assert same(Text(TEXT, 16).train.text, Text(str(TEXT), 16).train.text)
+    assert same(Text(TEXT_FILE, 16).train.text, Text(str(TEXT_FILE), 16).train.text)
