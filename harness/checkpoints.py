@@ -1,6 +1,6 @@
 """A checkpoint file: written with a checksum of its own, which is verified before a tensor is read.
 
-    python -c "from harness.checkpoints import read_checkpoint; print(read_checkpoint('runs/default')['step'])"
+    python -c "from harness.checkpoints import read_checkpoint as r; print(r('runs/default')['step'])"
 
 It is the zip that torch.save writes, and torch.load takes it. The zip's comment, its last bytes, is a SHA-256
 of all bytes before it: torch.load looks at no checksum, and 27 of 30 files with a flipped bit loaded. The

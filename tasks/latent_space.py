@@ -163,8 +163,8 @@ class TrainedVAE:
             )
 
     def scale(self, data):
-        """1 / std of the latents of up to MEASURED_IMAGES training images, in fp32 and to five digits, which is
-        more than the sample is worth and less than machines differ by.
+        """1 / std of the latents of up to MEASURED_IMAGES training images, in fp32 and to five digits, which
+        is more than the sample is worth and less than machines differ by.
         """
         mean, std = encoded(self.frozen("fp32"), metrics.subset(data.train, MEASURED_IMAGES)[0]).chunk(2, 1)
         size = latent_std(mean, std)
