@@ -35,7 +35,7 @@ if __name__ == "__main__":  # not where it is imported: importing the libraries 
 import strategies
 from harness import batch_size
 from harness.advice import advice_lines
-from harness.checkpoints import read_checkpoint
+from harness.checkpoints import read as read_checkpoint
 from harness.ending import ended_by, line_and_status
 from harness.flags import OneLineParser, read_yaml
 from harness.printing import print_head, print_ledger, print_scores, print_summary, start_here

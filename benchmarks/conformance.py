@@ -2,7 +2,7 @@
 
 A check is a function of a Subject (benchmarks/subjects.py) and a Size that returns a Result:
 
-    subject = Subject("mine", lambda params, **options: Mine(params, **options), takes={"lr"})
+    subject = OptimizerSubject("mine", lambda params, **options: Mine(params, **options), takes={"lr"})
     print(writes(subject, SIZE, 1 / 3).shown)       # +0.0002 ±0.0006: mean error of a write, in ulps
 
 Nothing is known of the optimiser but torch's protocol: parameters with gradients, step, state, state_dict.

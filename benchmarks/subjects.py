@@ -1,8 +1,8 @@
 """Who bench.py conformance asks: an optimiser or an average of anyone's, by a name of the command line.
 
-    subject("ours:stochastic", "cpu")                              # as --pure_bf16 --stochastic makes it
-    subject("torchao.optim:_AdamW(bf16_stochastic_round=True)", "cpu")
-    subject("mine.py:EMA(decay=0.99)", "cpu")                      # a class of a file
+    subject_of_name("ours:stochastic", "cpu")                      # as --pure_bf16 --stochastic makes it
+    subject_of_name("torchao.optim:_AdamW(bf16_stochastic_round=True)", "cpu")
+    subject_of_name("mine.py:EMA(decay=0.99)", "cpu")              # a class of a file
 
 A Subject makes its optimiser again and again, over tensors that a check gives it.
 """

@@ -24,19 +24,27 @@ from experiments.log import (
 from experiments.log.analysis import (  # noqa: E402
     levels,
     segments,
-    weights_of,
+    weights_of_score,
     writes_text,
 )
 from experiments.log.curves import (  # noqa: E402
-    bins,
     by_bytes,
-    curves,
     factorials,
+    generation_ranges,
     loss_weights,
-    ranges,
+    losses_by_timestep,
     series,
+    training_curves,
 )
-from experiments.log.definition import HERE, ROOT, RUNS, folders, key, label, load  # noqa: E402
+from experiments.log.definition import (  # noqa: E402
+    HERE,
+    ROOT,
+    RUNS,
+    experiment_folders,
+    load_experiment,
+    run_key,
+    run_label,
+)
 from experiments.log.records import recorded  # noqa: E402
 from experiments.log.tables import heading  # noqa: E402
 from harness.files import write_atomically  # noqa: E402
@@ -51,25 +59,25 @@ def draw_all(experiment, known, runs):
 
     samples.png stays as it is where the run folders are gone.
     """
-    for name, data in figure_data(experiment, known, runs):
-        figures.figure(experiment.folder / f"{name}.png", data)
+    for name, data in data_of_figures(experiment, known, runs):
+        figures.save_figure(experiment.folder / f"{name}.png", data)
 
 
-def draw_overview(experiments, known, root):
+def draw_front_figure(experiments, known, root):
     """The figure that EXPERIMENTS.md opens with."""
-    data = overview.figure_data(experiments, known)
+    data = overview.overview_data(experiments, known)
     if data["rows"]:
-        figures.figure(root / "effects.png", data)
+        figures.save_figure(root / "effects.png", data)
 
 
-def figure_data(experiment, known, runs):
+def data_of_figures(experiment, known, runs):
     """(name, data) of each figure that the records allow."""
     e = experiment
     title = f"{e.number} {e.title}"
     common = {"title": title, "order": [arm.name for arm in e.arms]}
-    if arms := bins(e, known):
+    if arms := losses_by_timestep(e, known):
         yield "loss_by_timestep", {**common, "arms": arms}
-    if panels := curves(e, known):
+    if panels := training_curves(e, known):
         yield "curves", {**common, "panels": panels}
     if lines := series(e, known):
         labels = {"x_label": e.x_label, "y_label": heading(e)}
@@ -81,9 +89,9 @@ def figure_data(experiment, known, runs):
         yield "bytes", {"title": e.title, "points": points, "y_label": y_label}
     if groups := factorials(e, known):
         yield "factorial", {"title": title, "groups": groups}
-    if traces := ranges(e, known):
+    if traces := generation_ranges(e, known):
         yield "ranges", {**common, "panels": range_panels(traces)}
-    if rows := strips(e, known, runs):
+    if rows := picture_strips(e, known, runs):
         shown = "images, masks, predictions" if all(map(segments, e.arms)) else "samples from the same noise"
         yield "samples", {"title": f"{title}: {shown}, seed {e.seeds[0]}", "rows": rows}
 
@@ -104,7 +112,7 @@ def range_panels(traces):
     return panels
 
 
-def strips(experiment, known, runs):
+def picture_strips(experiment, known, runs):
     """[(arm, pixels)] of the first seed's pictures, one row of ten images each.
 
     [] unless every finished arm's picture is there, and of text, whose pictures are no rows of images.
@@ -116,7 +124,7 @@ def strips(experiment, known, runs):
         return []
     seed, rows, seen = experiment.seeds[0], [], set()
     for arm in experiment.arms:
-        record, weights = known.get(key(arm.source, seed)), weights_of(arm)
+        record, weights = known.get(run_key(arm.source, seed)), weights_of_score(arm)
         if record is None or "failed" in record or (arm.source, weights) in seen:
             continue  # two metrics of one arm have the same pictures
         seen.add((arm.source, weights))
@@ -135,17 +143,17 @@ def strips(experiment, known, runs):
 
 def picture_of(arm, seed, record, runs):
     """Where the run that an arm reads keeps the picture of its samples."""
-    source = weights_of(arm).replace(":", "_")
+    source = weights_of_score(arm).replace(":", "_")
     name = source if len(record["scores"]) > 1 else "final"
     if arm.of and arm.flags:
-        name = f"{label(arm, seed)}-{source}"
-    return Path(runs) / label(arm.trained, seed) / "samples" / f"{name}.png"
+        name = f"{run_label(arm, seed)}-{source}"
+    return Path(runs) / run_label(arm.trained, seed) / "samples" / f"{name}.png"
 
 
 # ---- The command -------------------------------------------------------------------------------------------
 
 
-def read(path):
+def read_or_empty(path):
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
@@ -154,22 +162,22 @@ def all_pages(experiments, chosen, known, root, document):
     found = {}
     for e in chosen:
         path = e.folder / "README.md"
-        found[path] = pages.page(e, known, read(path))
+        found[path] = pages.experiment_page(e, known, read_or_empty(path))
         found[e.folder / "table.csv"] = tables.csv_text(tables.columns(e, known))
     if len(chosen) < len(experiments):
         return found
-    found[document] = front.page(experiments, known, Path(root))
-    found[Path(root) / front.MISSED] = front.missed_page(experiments)
+    found[document] = front.front_page(experiments, known, Path(root))
+    found[Path(root) / front.MISSED_PAGE] = front.missed_page(experiments)
     if root == HERE:  # not the log of a test
         # the benchmarks' own tables take torch's optimisers and more, the flags of trainings all tasks
         from experiments.log import doc_tables, quality
 
-        found[quality.PATH] = quality.text(experiments, known)
-        found |= doc_tables.updated(ROOT, experiments, known)
+        found[quality.EVIDENCE_FILE] = quality.evidence_text(experiments, known)
+        found |= doc_tables.updated_pages(ROOT, experiments, known)
     return found
 
 
-def said_of(path, base):
+def lines_told(path, base):
     return str(path.relative_to(base)) if path.is_relative_to(base) else path.name
 
 
@@ -184,25 +192,25 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
     args = parser.parse_args(argv)
     try:
         loaded = {}
-        experiments = [load(number, root, loaded) for number in folders(root)]
-        chosen = [load(number, root, loaded) for number in args.numbers] or experiments
+        experiments = [load_experiment(number, root, loaded) for number in experiment_folders(root)]
+        chosen = [load_experiment(number, root, loaded) for number in args.numbers] or experiments
         known = {k: record for e in experiments for k, record in recorded(e).items()}
         if not args.check:
             for e in chosen:
                 draw_all(e, known, args.runs)
             if chosen is experiments:
-                draw_overview(experiments, known, Path(root))
+                draw_front_figure(experiments, known, Path(root))
         found = all_pages(experiments, chosen, known, root, document)
     except Refused as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
-    stale = [path for path, text in found.items() if read(path) != text]
+    stale = [path for path, text in found.items() if read_or_empty(path) != text]
     if not args.check:
         for path in stale:
             write_atomically(path, lambda file, text=found[path]: file.write(text.encode()))
         return 0
     for path in stale:
-        print(f"{said_of(path, document.parent)} is out of date: run python experiments/report.py")
+        print(f"{lines_told(path, document.parent)} is out of date: run python experiments/report.py")
     if not stale:
         print(f"{len(found)} pages are what the records give")
     return int(bool(stale))

@@ -35,7 +35,16 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.log import records  # noqa: E402
 from experiments.log.analysis import machine_of  # noqa: E402
-from experiments.log.definition import HERE, ROOT, RUNS, command, key, label, load, typed  # noqa: E402
+from experiments.log.definition import (  # noqa: E402
+    HERE,
+    ROOT,
+    RUNS,
+    load_experiment,
+    run_command_words,
+    run_key,
+    run_label,
+    typed_run,
+)
 from harness.flags import OneLineParser  # noqa: E402
 from harness.run_folder import environment  # noqa: E402
 from lowprec.errors import Refused  # noqa: E402
@@ -44,7 +53,7 @@ from lowprec.machine import cpu_threads  # noqa: E402
 # ---- The house: all that this file asks of train.py and trainer.py -----------------------------------------
 
 
-def flags_of(words):
+def flags_of_words(words):
     """{flag: value} of a training's words, defaults included."""
     import strategies
     import train
@@ -67,18 +76,18 @@ def dry_sample(words):
     import strategies
     import trainer
 
-    trainer.Trainer(strategies.settle(flags_of(words)), dry=True, draws=True)
+    trainer.Trainer(strategies.settle(flags_of_words(words)), dry=True, draws=True)
 
 
 # ---- Before the runs ---------------------------------------------------------------------------------------
 
 
-def validate(arms, seed, runs=RUNS):
+def validate_arms(arms, seed, runs=RUNS):
     """Dry-run the arms here: a typo is one line before the first run, not a column of failed ones."""
     for arm in arms:
-        if arm.trained.after and not (Path(runs) / label(arm.trained.start, seed)).exists():
+        if arm.trained.after and not (Path(runs) / run_label(arm.trained.start, seed)).exists():
             continue  # its flags name a folder that is still to come
-        words = command(arm.trained, seed, runs)
+        words = run_command_words(arm.trained, seed, runs)
         words = words[words.index("train.py") + 1 :]
         said, code = io.StringIO(), 0
         try:
@@ -97,7 +106,7 @@ def validate(arms, seed, runs=RUNS):
             raise Refused(f"{arm.experiment.number}, arm {arm.name}: {last}")
 
 
-def plan(arms, seeds, done, runs):
+def planned_runs(arms, seeds, done, runs):
     """[(arm, seed)] still to run, seed by seed.
 
     A training that an arm samples or starts from comes before it, and runs again if its folder is gone.
@@ -105,7 +114,7 @@ def plan(arms, seeds, done, runs):
     todo = []
 
     def finished(arm, seed):
-        return (Path(runs) / label(arm, seed) / "summary.json").exists()
+        return (Path(runs) / run_label(arm, seed) / "summary.json").exists()
 
     def need(arm, seed):
         """The run itself, after the one that it starts from."""
@@ -115,9 +124,9 @@ def plan(arms, seeds, done, runs):
 
     for seed in seeds:
         for arm in arms:
-            if key(arm, seed) in done:
+            if run_key(arm, seed) in done:
                 continue
-            if arm.of and not (key(arm.trained, seed) in done and finished(arm.trained, seed)):
+            if arm.of and not (run_key(arm.trained, seed) in done and finished(arm.trained, seed)):
                 need(arm.trained, seed)
             need(arm, seed)
     return list(dict.fromkeys(todo))
@@ -149,10 +158,10 @@ def end_with(parent):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-PRELOADED = ["trainer", "models", "torch._dynamo", "torch.utils.tensorboard", "torchvision.utils"]
+PRELOADED_MODULES = ["trainer", "models", "torch._dynamo", "torch.utils.tensorboard", "torchvision.utils"]
 
 
-def server():
+def fork_server():
     """Where the runs' processes come from.
 
     A server that has imported the libraries once forks each run: a short one is half imports. This process
@@ -161,38 +170,38 @@ def server():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(PRELOADED)
+    processes.set_forkserver_preload(PRELOADED_MODULES)
     return processes
 
 
-def needs(arm):
+def arm_needed(arm):
     """The arm whose run must end before this one's starts, or the arm itself."""
     return arm.start if arm.after else arm.trained
 
 
-def execute(todo, jobs, runs):
+def execute_runs(todo, jobs, runs):
     """Run [(arm, seed)] in parallel, in order, an arm after the run it needs.
 
     Yields (arm, seed, exit status) as they end. Left early, it asks the runs to stop and waits for them.
     """
     waiting, running, failed = list(todo), {}, set()
-    processes = server()
+    processes = fork_server()
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         while waiting or running:
             for arm, seed in list(waiting):
-                unfinished = {key(a, s) for a, s in [*waiting, *running.values()]}
-                needed = key(needs(arm), seed)
-                if len(running) == jobs or (needed != key(arm, seed) and needed in unfinished):
+                unfinished = {run_key(a, s) for a, s in [*waiting, *running.values()]}
+                needed = run_key(arm_needed(arm), seed)
+                if len(running) == jobs or (needed != run_key(arm, seed) and needed in unfinished):
                     continue
                 waiting.remove((arm, seed))
-                log = Path(runs) / f"{label(arm, seed)}.log"
+                log = Path(runs) / f"{run_label(arm, seed)}.log"
                 if needed in failed:
                     log.write_text(f"the run of {arm.of or arm.after} that it needs failed\n")
-                    failed.add(key(arm, seed))
+                    failed.add(run_key(arm, seed))
                     yield arm, seed, 1
                     continue
-                words = command(arm, seed, runs), str(log), os.getcwd(), dict(os.environ)
+                words = run_command_words(arm, seed, runs), str(log), os.getcwd(), dict(os.environ)
                 process = processes.Process(target=typed_in, args=words)
                 process.start()
                 running[process] = arm, seed
@@ -200,7 +209,7 @@ def execute(todo, jobs, runs):
             for process in [p for p in running if p.exitcode is not None]:
                 arm, seed = running.pop(process)
                 if process.exitcode:
-                    failed.add(key(arm, seed))
+                    failed.add(run_key(arm, seed))
                 yield arm, seed, process.exitcode
     finally:
         for process in running:
@@ -213,7 +222,7 @@ def execute(todo, jobs, runs):
 # ---- The command -------------------------------------------------------------------------------------------
 
 
-def run(experiment, args):
+def run_experiment(experiment, args):
     """Do what the command line says; returns the exit status."""
     names = args.arm or [arm.name for arm in experiment.arms]
     if args.check and not args.arm:
@@ -229,11 +238,11 @@ def run(experiment, args):
     if args.check:
         done = set()
     with tempfile.TemporaryDirectory() if args.check else contextlib.nullcontext(args.runs) as runs:
-        todo = plan(arms, seeds, done, runs)
+        todo = planned_runs(arms, seeds, done, runs)
         if args.dry_run:
-            print("\n".join(typed(arm, seed) for arm, seed in todo) or "all recorded")
+            print("\n".join(typed_run(arm, seed) for arm, seed in todo) or "all recorded")
             return 0
-        wanted = {key(arm, seed) for arm in arms for seed in seeds}
+        wanted = {run_key(arm, seed) for arm in arms for seed in seeds}
         missing = sorted(wanted - set(known))
         if args.check and missing:
             number, name, seed = missing[0]
@@ -242,13 +251,13 @@ def run(experiment, args):
         if not args.check:
             refuse_changed_code(todo)
         if not (args.check or args.mixed):
-            refuse_mixed_pairs(experiment, [run for run in todo if key(*run) not in done], known)
+            refuse_mixed_pairs(experiment, [run for run in todo if run_key(*run) not in done], known)
         Path(runs).mkdir(parents=True, exist_ok=True)
-        validate(dict.fromkeys(arm for arm, _ in todo), seeds[0], runs)
-        return follow(experiment, args, todo, runs, wanted, known, done)
+        validate_arms(dict.fromkeys(arm for arm, _ in todo), seeds[0], runs)
+        return follow_runs(experiment, args, todo, runs, wanted, known, done)
 
 
-def here():
+def this_machine():
     """The machine that runs are recorded on: a GPU's name, or the CPU's."""
     import torch
 
@@ -273,14 +282,14 @@ def partners(experiment, arm):
 
 def refuse_mixed_pairs(experiment, todo, known):
     """Raise Refused if a run would stand in a pair with a record of another kind of machine."""
-    machine = here() if todo else ""
+    machine = this_machine() if todo else ""
     for arm, seed in todo:
         for other in partners(experiment, arm):
-            record = known.get(key(other, seed))
+            record = known.get(run_key(other, seed))
             if record and machine_of(record) not in (machine, "unknown machine"):
                 raise Refused(
-                    f"{label(arm, seed)} would be paired with {label(other, seed)}, which was recorded on "
-                    f"{machine_of(record)}; this is {machine}: run it there, or add --mixed"
+                    f"{run_label(arm, seed)} would be paired with {run_label(other, seed)}, which was "
+                    f"recorded on {machine_of(record)}; this is {machine}: run it there, or add --mixed"
                 )
 
 
@@ -294,13 +303,13 @@ def known_records(experiment, arms, repair):
     return {k: record for e in involved for k, record in records.recorded(e, repair).items()}
 
 
-IN_USE = " is in use by "  # what Folder.lock says in harness/run_folder.py
+FOLDER_IN_USE = " is in use by "  # what Folder.lock says in harness/run_folder.py
 
 
-def follow(experiment, args, todo, runs, wanted, known, done):
+def follow_runs(experiment, args, todo, runs, wanted, known, done):
     """Run `todo`, and record each run that ends, or compare it with its record; returns the exit status."""
-    status, results = 0, execute(todo, args.jobs, runs)
-    ahead = {key(arm, seed) for arm, seed in todo}
+    status, results = 0, execute_runs(todo, args.jobs, runs)
+    ahead = {run_key(arm, seed) for arm, seed in todo}
     bar = tqdm(
         total=len(wanted | ahead),
         initial=len(wanted - ahead),
@@ -310,23 +319,23 @@ def follow(experiment, args, todo, runs, wanted, known, done):
     )
     with contextlib.closing(results), bar:
         for arm, seed, code in results:
-            record = records.make(arm, seed, runs, code)
+            record = records.make_record(arm, seed, runs, code)
             bar.update()
-            if code and IN_USE in record["failed"]:
+            if code and FOLDER_IN_USE in record["failed"]:
                 # a run that outlives its run.py by the seconds of its last checkpoint: nothing has failed
                 bar.write(f"{arm.name}, seed {seed}: {record['failed']}; run this again", file=sys.stderr)
                 status = 1
             elif not args.check:
                 if code:
                     bar.write(f"{arm.name}, seed {seed} failed: {record['failed']}", file=sys.stderr)
-                if key(arm, seed) not in done:
-                    records.append(arm.experiment, record)
-            elif key(arm, seed) in wanted:
-                others = [r for k, r in known.items() if k[:2] == key(arm, seed)[:2]]
-                same, said = records.compare(arm, known[key(arm, seed)], record, others)
+                if run_key(arm, seed) not in done:
+                    records.append_record(arm.experiment, record)
+            elif run_key(arm, seed) in wanted:
+                others = [r for k, r in known.items() if k[:2] == run_key(arm, seed)[:2]]
+                same, said = records.compare_records(arm, known[run_key(arm, seed)], record, others)
                 bar.write(f"{arm.name}, seed {seed}: {'passed' if same else 'FAILED'}: {said}")
                 if args.note:
-                    records.note(arm, seed, same, said, record, machine_of(record))
+                    records.note_check(arm, seed, same, said, record, machine_of(record))
                 status |= not same
     return status
 
@@ -345,7 +354,7 @@ def read_seeds(words):
     return list(dict.fromkeys(seeds))
 
 
-def parse(argv):
+def parsed_arguments(argv):
     parser = OneLineParser(
         prog="run.py",
         description=__doc__,
@@ -369,19 +378,19 @@ def parse(argv):
 
 
 def main(argv=None, root=HERE):
-    args = parse(argv)
+    args = parsed_arguments(argv)
     try:
         args.seeds = read_seeds(args.seeds) if args.seeds else None
         if args.note and not args.check:
             raise Refused("--note keeps what a check came to: add --check")
         if args.jobs < 1:
             raise Refused("--jobs is 1 or more")
-        experiment = load(args.number, Path(root).resolve())
+        experiment = load_experiment(args.number, Path(root).resolve())
         args.runs = args.runs if args.runs == RUNS else os.path.abspath(args.runs)
         folder = os.getcwd()
         os.chdir(ROOT)  # the commands are those of the repository's folder
         try:
-            return run(experiment, args)
+            return run_experiment(experiment, args)
         finally:
             os.chdir(folder)
     except Refused as error:

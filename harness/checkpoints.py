@@ -1,6 +1,6 @@
 """A checkpoint file: written with a checksum of its own, which is verified before a tensor is read.
 
-    python -c "from harness.checkpoints import read_checkpoint as r; print(r('runs/default')['step'])"
+    python -c "from harness import checkpoints; print(checkpoints.read('runs/default/checkpoint.pt')['step'])"
 
 It is the zip that torch.save writes, and torch.load takes it. The zip's comment, its last bytes, is a SHA-256
 of all bytes before it: torch.load looks at no checksum, and 27 of 30 files with a flipped bit loaded. The
@@ -82,7 +82,7 @@ def fingerprint(weights):
     return found.hexdigest()
 
 
-def read_checkpoint(path):
+def read(path):
     """The dict of a checkpoint file, or of the one in a run's folder; no code in it is run.
 
     Keys: config (a dict of flags), step, seconds, interval and since (steps and sum of the losses since the

@@ -27,7 +27,8 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 
 from harness import checkpoints, shards
-from harness.checkpoints import CHECKPOINT, read_checkpoint
+from harness.checkpoints import CHECKPOINT
+from harness.checkpoints import read as read_checkpoint
 from harness.files import check_regular, read_json, read_lines, write_atomically, write_json
 from lowprec.errors import Refused
 from lowprec.machine import cpu_threads, device_facts

@@ -1,4 +1,4 @@
-"""Every data set of the laboratory, behind one word: data.load_data("digits"). In brackets what is held out.
+"""Every data set of the laboratory, behind one word: data.load("digits"). In brackets what is held out.
 
     digits            1,797 handwritten digits, 8x8, from digits.safetensors (500, stratified)
     synthetic         MONAI's discs in noise with their masks, 64x64 (64 of 320)
@@ -47,7 +47,7 @@ class Wish(NamedTuple):
         return self.targets == "masks"
 
 
-def load_data(
+def load(
     spec: str,
     targets: str = "labels",
     image_size: int | None = None,

@@ -190,7 +190,7 @@ def main() -> None:
     from tasks import data
 
     torch.set_num_threads(1)  # the order of the sums in backward depends on the number of threads
-    digits = data.load_data("digits")
+    digits = data.load("digits")
     images, labels = digits.train[list(range(len(digits.train)))]
     heldout_images, heldout_labels = digits.heldout[list(range(len(digits.heldout)))]
     net = fit_feature_net(images, labels, digits.num_classes, DIGITS_NET_SEED)

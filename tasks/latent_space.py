@@ -14,7 +14,8 @@ import math
 
 import torch
 
-from harness.checkpoints import fingerprint, read_checkpoint
+from harness.checkpoints import fingerprint
+from harness.checkpoints import read as read_checkpoint
 from harness.flags import Flag, positive
 from lowprec.errors import Refused
 from tasks import metrics

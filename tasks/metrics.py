@@ -59,8 +59,8 @@ def yardstick(data, folder: str | Path, seed: int = 0, steps: int = 1000) -> Fea
 
     It is the committed one (feature_net.py) where the set has one. For any other set it is fitted once, on
     up to FITTED_IMAGES training images, and kept in `folder`. A kept file that is damaged or of another
-    format is replaced. If the folder can't be written, the net is fitted whenever it is asked for. Runs that ask
-    together wait for the one that fits.
+    format is replaced. If the folder can't be written, the net is fitted whenever it is asked for. Runs that
+    ask together wait for the one that fits.
     """
     if data.yardstick == "digits":
         return load_feature_net(DIGITS_NET_FILE)

@@ -11,7 +11,8 @@ once trained needs no teacher.
 
 import torch
 
-from harness.checkpoints import fingerprint, fitting, read_checkpoint
+from harness.checkpoints import fingerprint, fitting
+from harness.checkpoints import read as read_checkpoint
 from harness.files import read_json, write_json
 from harness.flags import Flag, thousand
 from lowprec.errors import Refused

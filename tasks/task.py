@@ -20,7 +20,7 @@ strategies.py lists the tasks that come with the program, and holds the smallest
 import torch
 import torch.nn.functional as F
 
-from harness.checkpoints import read_checkpoint
+from harness.checkpoints import read as read_checkpoint
 from lowprec.errors import Refused
 from lowprec.roles import roles
 from lowprec.rounding import Stream, stream
@@ -71,7 +71,7 @@ class Task:
     limits = {}
     implied = {}  # {flag: what it stands for where it was not given}; "model" is written into the config
     defaults = {}  # {flag: default} of flags that all tasks have, where this task's is another
-    targets = "labels"  # what data.load_data reads beside the images: labels or masks
+    targets = "labels"  # what data.load reads beside the images: labels or masks
     unprinted = ()  # scores that are written, and are too long to be printed
     watched = ("loss", "lower")  # the score of `validate` that --early_stop and best.pt go by; the better way
     items = ("images", 1)  # what is counted a second: its name, and how many an entry of a batch has
@@ -110,7 +110,7 @@ class Task:
         """The data: `name`, and `train` and `heldout`, which map a list of indices to a batch."""
         spec = config.data or cls.implied["data"]
         c = config
-        return datasets.load_data(spec, cls.targets, c.image_size, c.seed, c.white, c.pages)
+        return datasets.load(spec, cls.targets, c.image_size, c.seed, c.white, c.pages)
 
     def notes(self):
         """Lines that are printed before a run: what may not be meant, and which flag mends it."""

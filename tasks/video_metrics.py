@@ -1,6 +1,6 @@
 """How well a partition of a video finds its objects: foreground ARI, mBO and matched IoU, all in float64.
 
-    scores(masks, found)      {"fg_ari": ..., "fg_ari_video": ..., "mbo": ..., "iou": ..., ...}
+    video_scores(masks, found)      {"fg_ari": ..., "fg_ari_video": ..., "mbo": ..., "iou": ..., ...}
 
 `masks` holds true instances, 0 for the background; `found` holds the number of the slot that took a pixel.
 The numbers themselves mean nothing: only which pixels share one. A score of a frame compares pixels of one

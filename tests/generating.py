@@ -20,7 +20,7 @@ FLAGS = strategies.flag_table()
 @pytest.fixture(scope="module")
 def digits():
     """The data set. A file takes it by `digits = generating.digits`."""
-    return data.load_data("digits")
+    return data.load("digits")
 
 
 @pytest.fixture

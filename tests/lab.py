@@ -57,7 +57,7 @@ def second(root, toml=SECOND):
     """experiments/002-more, whose arms read, sample or start from those of 001."""
     (root / "002-more").mkdir(exist_ok=True)
     (root / "002-more/experiment.toml").write_text(toml)
-    return definition.load("2", root)
+    return definition.load_experiment("2", root)
 
 
 # ---- Its records -------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def record(experiment, name, seed, frechet, **more):
     return {
         "arm": name,
         "seed": seed,
-        "command": definition.typed(experiment.arm(name), seed),
+        "command": definition.typed_run(experiment.arm(name), seed),
         "commit": "a" * 40,
         "clean": True,
         "env": {"cpu": "c", "gpu": None, "bf16": [], "torch": "2", "python": "3"},

@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from lowprec.errors import Refused
-from tasks.data import load_data
+from tasks.data import load
 
 
 def everything(part):
@@ -29,7 +29,7 @@ def check(found, targets="labels"):
 def refused(*words, **arguments):
     """load(**arguments) is refused in one printable line that contains the words."""
     with pytest.raises(Refused) as caught:
-        load_data(**arguments)
+        load(**arguments)
     message = str(caught.value)
     assert message.isprintable()
     for word in words:

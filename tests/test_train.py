@@ -323,7 +323,7 @@ def test_ctrl_c_outside_of_the_loop_is_one_line(monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(task.datasets, "load_data", interrupted)
+    monkeypatch.setattr(task.datasets, "load", interrupted)
     assert quick() == 130
     assert capsys.readouterr().err == "interrupted; the same command resumes from the last checkpoint\n"
 

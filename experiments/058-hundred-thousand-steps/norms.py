@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from harness.checkpoints import read_checkpoint  # noqa: E402
+from harness.checkpoints import read  # noqa: E402
 from lowprec.errors import Refused  # noqa: E402
 
 NORMS = HERE / "norms.jsonl"
@@ -44,7 +44,7 @@ def look(runs, found):
     """Add what the checkpoints in the folder `runs` hold to norms.jsonl and to `found`."""
     for folder in sorted(runs.glob("058-*/")):
         try:
-            checkpoint = read_checkpoint(folder)
+            checkpoint = read(folder)
         except Refused:  # it has none yet
             continue
         key = folder.name, checkpoint["step"]

@@ -10,17 +10,17 @@ import re
 import statistics
 
 from experiments.log import stats
-from experiments.log.definition import key, look_of
-from experiments.log.records import is_number, value
+from experiments.log.definition import look_of, run_key
+from experiments.log.records import figure_of_record, is_number
 
-WAITS = "waits"  # a verdict between two looks that were planned
-LOSSES = ("loss", "nats_a_byte", "l1")  # scores that are a loss on held-out data, beside loss_by_timestep
+WAITING_VERDICT = "waits"  # a verdict between two looks that were planned
+LOSS_SCORES = ("loss", "nats_a_byte", "l1")  # those that are a loss on held-out data, beside loss_by_timestep
 DIVERGED = re.compile(r"the loss is (nan|-?inf)")
 
 # ---- Scores ------------------------------------------------------------------------------------------------
 
 
-def weights_of(arm):
+def weights_of_score(arm):
     """The weights whose scores an arm reads: 'ema' of 'ema.frechet'."""
     return arm.metric.rpartition(".")[0]
 
@@ -36,7 +36,7 @@ def writes_text(arm):
 def score(record, metric, lower_is_better):
     """Score of a run: infinitely bad if it diverged, None if it failed for a reason that measures nothing."""
     if "failed" not in record:
-        return value(record, metric)
+        return figure_of_record(record, metric)
     if not DIVERGED.search(record["failed"]):
         return None  # killed, out of memory
     return math.inf if lower_is_better else -math.inf
@@ -46,13 +46,13 @@ def records_of(experiment, arm, known):
     """{seed: record} of the runs that an arm's scores are read from, in the order of the seeds."""
     found = {}
     for seed in experiment.seeds:
-        record = known.get(key(arm.source, seed))
+        record = known.get(run_key(arm.source, seed))
         if record is not None:
             found[seed] = record
     return found
 
 
-def scores(experiment, arm, known):
+def scores_by_seed(experiment, arm, known):
     """{seed: score} of an arm, in the order of the seeds."""
     found = {}
     for seed, record in records_of(experiment, arm, known).items():
@@ -63,20 +63,20 @@ def scores(experiment, arm, known):
 
 
 def finite_scores(experiment, arm, known):
-    return [v for v in scores(experiment, arm, known).values() if math.isfinite(v)]
+    return [v for v in scores_by_seed(experiment, arm, known).values() if math.isfinite(v)]
 
 
 def comparison(experiment, arm, known):
     """(pairs, stats.Equivalence, or None with fewer than two) of an arm against its baseline."""
-    own = scores(experiment, arm, known)
-    base = scores(experiment, experiment.arm(arm.baseline), known)
+    own = scores_by_seed(experiment, arm, known)
+    base = scores_by_seed(experiment, experiment.arm(arm.baseline), known)
     paired = differences(own, base)
     if len(paired) < 2:
         return len(paired), None
     due, level = look_of(experiment, len(paired))
     result = stats.equivalence(paired, arm.margin, level, lower_is_better=arm.lower_is_better)
     if experiment.looks and len(paired) != due:
-        result = dataclasses.replace(result, verdict=WAITS)
+        result = dataclasses.replace(result, verdict=WAITING_VERDICT)
     return len(paired), result
 
 
@@ -97,7 +97,7 @@ def verdict(pairs, result):
 HELD_OUT = "held-out loss"
 
 
-def held_out(record, weights):
+def held_out_loss(record, weights):
     """(what it is, figure) of the loss of a finished run on held-out data; of its training without one.
 
     `weights` are those whose scores are read, "" for a figure of the training.
@@ -106,7 +106,7 @@ def held_out(record, weights):
     bins = own.get("loss_by_timestep")
     if bins and all(is_number(loss) for loss in bins):
         return HELD_OUT, statistics.fmean(bins)
-    for name in LOSSES:
+    for name in LOSS_SCORES:
         if is_number(own.get(name)):
             return HELD_OUT, own[name]
     return "training loss", record["final_loss"]
@@ -114,7 +114,7 @@ def held_out(record, weights):
 
 def is_loss(metric):
     """Whether a score is itself the loss on held-out data: one quantity has one verdict."""
-    return metric.rpartition(".")[2] in (*LOSSES, "loss_by_timestep")
+    return metric.rpartition(".")[2] in (*LOSS_SCORES, "loss_by_timestep")
 
 
 def shown_margin(experiment, arm, result):
@@ -126,7 +126,7 @@ def shown_margin(experiment, arm, result):
     return arm.margin if experiment.margin_reason and same_score else result.achieved
 
 
-def task_of(arm):
+def task_of_arm(arm):
     task = ""
     flags = arm.trained.experiment.common + arm.trained.flags
     for flag, word in itertools.pairwise(flags):
@@ -152,8 +152,8 @@ def loss_comparison(experiment, arm, known, weights=None):
     base_arm = experiment.arm(arm.baseline)
     own_records = records_of(experiment, arm, known)
     base_records = records_of(experiment, base_arm, known)
-    own_losses = losses(finished(own_records), weights or weights_of(arm))
-    base_losses = losses(finished(base_records), weights or weights_of(base_arm))
+    own_losses = losses(finished(own_records), weights or weights_of_score(arm))
+    base_losses = losses(finished(base_records), weights or weights_of_score(base_arm))
     kind, own, base = of_one_kind(own_losses, base_losses)
     changes = []
     for seed, loss in own.items():
@@ -162,7 +162,7 @@ def loss_comparison(experiment, arm, known, weights=None):
     runs = [*own_records.values(), *base_records.values()]
     if any(map(diverged, runs)):  # the runs that did not would speak for those that did
         return kind, len(changes), None
-    if task_of(arm) != task_of(base_arm):  # another task has another loss
+    if task_of_arm(arm) != task_of_arm(base_arm):  # another task has another loss
         return kind, len(changes), None
     if len(changes) < 2 or not all(map(math.isfinite, changes)):
         return kind, len(changes), None
@@ -174,7 +174,7 @@ def losses(records, weights):
     """{seed: (held-out loss or None, training loss)} of finished runs."""
     found = {}
     for seed, record in records.items():
-        kind, loss = held_out(record, weights)
+        kind, loss = held_out_loss(record, weights)
         found[seed] = loss if kind == HELD_OUT else None, record["final_loss"]
     return found
 
@@ -183,11 +183,11 @@ def of_one_kind(own, base):
     """(what it is, {seed: loss} of an arm, the same of its baseline): a loss that all these runs have."""
     held = [held for held, _ in [*own.values(), *base.values()]]
     if held and None not in held:
-        return HELD_OUT, of_each(own, 0), of_each(base, 0)
-    return "training loss", of_each(own, 1), of_each(base, 1)
+        return HELD_OUT, column_of(own, 0), column_of(base, 0)
+    return "training loss", column_of(own, 1), column_of(base, 1)
 
 
-def of_each(table, place):
+def column_of(table, place):
     return {name: values[place] for name, values in table.items()}
 
 
@@ -224,7 +224,7 @@ def nearest_of(experiment, arm):
         if other is arm or other.source.of or other.baseline != base.name:
             continue
         same_score = other.metric.rpartition(".")[2] == arm.metric.rpartition(".")[2]
-        same_weights = weights_of(other) == weights_of(base)
+        same_weights = weights_of_score(other) == weights_of_score(base)
         if same_score and same_weights and sorted(training_flags(other.trained)) == wanted:
             return other
     return None
@@ -248,10 +248,10 @@ def of_nearest(experiment, arm, known):
     _, harm = comparison(experiment, nearest, known)
     own_loss = loss_comparison(experiment, arm, known)[2]
     harm_of_loss = loss_comparison(experiment, nearest, known)[2]
-    return share(own, harm), share(own_loss, harm_of_loss)
+    return share_of_harm(own, harm), share_of_harm(own_loss, harm_of_loss)
 
 
-def share(own, harm):
+def share_of_harm(own, harm):
     """Of two Equivalences the ratio of means, where the second's interval excludes 0."""
     if own is None or harm is None or not harm.low * harm.high > 0 or not math.isfinite(own.mean):
         return None
@@ -299,7 +299,7 @@ def needed(experiment, known):
     wanted = set()
     for arm in experiment.arms:
         for read in (arm.source, arm.trained):
-            wanted.add(key(read, 0)[:2])
+            wanted.add(run_key(read, 0)[:2])
     return {k: r for k, r in known.items() if k[:2] in wanted and k[2] in experiment.seeds}
 
 
@@ -309,7 +309,7 @@ def levels(experiment, known):
     They depend on the number of samples, so they are those of the baseline's own records, not of the training
     that it samples from.
     """
-    reference = reference_of(experiment, known)
+    reference = reference_scores(experiment, known)
     name = experiment.metric.rpartition(".")[2]
     if name.endswith("ari"):
         ends = {"true masks": "floor", "upright stripes": "ceiling"}
@@ -323,7 +323,7 @@ def levels(experiment, known):
     return found
 
 
-def reference_of(experiment, known):
+def reference_scores(experiment, known):
     """What real images and noise score, of the first record that says so, the baseline's first, or {}."""
     for arm in [experiment.arm(experiment.baseline), *experiment.arms]:
         for record in records_of(experiment, arm, known).values():

@@ -11,11 +11,11 @@ from experiments.log import figures, stats
 from experiments.log.analysis import (
     HELD_OUT,
     finite_scores,
-    held_out,
+    held_out_loss,
     loss_comparison,
     records_of,
-    scores,
-    weights_of,
+    scores_by_seed,
+    weights_of_score,
 )
 
 # ---- Curves ------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def by_bytes(experiment, known):
     weights = loss_weights(experiment, known)
     points = []
     for arm in experiment.arms:
-        held = bytes_of(records_of(experiment, arm, known).values())
+        held = bytes_of_runs(records_of(experiment, arm, known).values())
         if held is None:
             continue
         if arm.name == arm.baseline:
@@ -49,11 +49,11 @@ def by_bytes(experiment, known):
             continue
         change = loss_comparison(experiment, arm, known, weights)[2]
         if change is not None:
-            points.append((arm.name, held, change.mean, change.low, change.high, side(change)))
+            points.append((arm.name, held, change.mean, change.low, change.high, side_of_zero(change)))
     return sorted(points, key=lambda point: -point[1])
 
 
-def bytes_of(records):
+def bytes_of_runs(records):
     """Bytes a parameter of the first of these runs that finished, or None."""
     for record in records:
         if "bytes_per_parameter" in record:
@@ -61,7 +61,7 @@ def bytes_of(records):
     return None
 
 
-def side(change):
+def side_of_zero(change):
     """Where the 95 % interval of a change of the loss lies."""
     if change.low > 0:
         return "worse"
@@ -74,7 +74,7 @@ def loss_weights(experiment, known):
     """
     for arm in experiment.arms:
         for record in records_of(experiment, arm, known).values():
-            if "failed" not in record and held_out(record, "raw")[0] != HELD_OUT:
+            if "failed" not in record and held_out_loss(record, "raw")[0] != HELD_OUT:
                 return None
     return "raw"
 
@@ -105,7 +105,7 @@ def scores_of_all(experiment, arms, known):
     """({arm: {seed: score}}, the seeds for which each arm has a score whose logarithm can be taken)."""
     values, seeds = {}, list(experiment.seeds)
     for arm in arms:
-        own = values[arm] = scores(experiment, arm, known)
+        own = values[arm] = scores_by_seed(experiment, arm, known)
         seeds = [seed for seed in seeds if 0 < own.get(seed, 0) < math.inf]
     return values, seeds
 
@@ -113,8 +113,8 @@ def scores_of_all(experiment, arms, known):
 def factorial(names, arms, values, seeds):
     """One group: `names` of the factors, `values` {arm: {seed: score}}."""
     half = len(names) // 2  # the first half of the factors spans the rows, the second the columns
-    rows = settings_of(arms, names[:half])
-    columns = settings_of(arms, names[half:])
+    rows = settings_of_factors(arms, names[:half])
+    columns = settings_of_factors(arms, names[half:])
     mean = {}
     for arm in arms:
         mean[tuple(arm.cell.values())] = mean_of(values[arm], seeds)
@@ -124,8 +124,8 @@ def factorial(names, arms, values, seeds):
     return {
         "title": f"{len(names)} factors, {len(arms)} cells, {len(seeds)} seeds",
         "effects": effects(names, arms, values, seeds),
-        "rows": [_words(names[:half], row) for row in rows],
-        "columns": [_words(names[half:], column) for column in columns],
+        "rows": [_spot_in_words(names[:half], row) for row in rows],
+        "columns": [_spot_in_words(names[half:], column) for column in columns],
         "cells": cells,
     }
 
@@ -135,7 +135,7 @@ def mean_of(table, names):
     return statistics.fmean(table[name] for name in names)
 
 
-def settings_of(arms, names):
+def settings_of_factors(arms, names):
     """[the levels of these factors], each once, in the order of the arms."""
     found = {}
     for arm in arms:
@@ -147,7 +147,7 @@ def levels_of(arm, names):
     return tuple(arm.cell[name] for name in names)
 
 
-def _words(names, spot):
+def _spot_in_words(names, spot):
     words = []
     for name, setting in zip(names, spot, strict=True):
         words.append(f"{name} {setting}")
@@ -162,11 +162,12 @@ def effects(names, arms, values, seeds):
         faulty, sound = cells.mean_logs({i: True}), cells.mean_logs({i: False})
         if faulty and sound:
             fault = cells.fault(i)
-            found.append(_times(f"{name} {fault}", [a - b for a, b in zip(faulty, sound, strict=True)]))
+            logs = [a - b for a, b in zip(faulty, sound, strict=True)]
+            found.append(_ratio_and_interval(f"{name} {fault}", logs))
     for i, j in itertools.combinations(range(len(names)), 2):
         logs = cells.of_a_pair(i, j)
         if logs:
-            found.append(_times(f"{names[i]} x {names[j]}", logs))
+            found.append(_ratio_and_interval(f"{names[i]} x {names[j]}", logs))
     return found
 
 
@@ -216,12 +217,12 @@ class Cells:
         return logs
 
 
-def _times(name, logs):
+def _ratio_and_interval(name, logs):
     result = stats.equivalence(logs, 1.0)
     return name, 10**result.mean, 10**result.low, 10**result.high
 
 
-def ranges(experiment, known):
+def generation_ranges(experiment, known):
     """{arm: [{"t", "x_min", ...}]}: the traces of generation, mean over seeds."""
     if not experiment.ranges:
         return {}
@@ -247,13 +248,13 @@ def own_scores_named(experiment, arm, known, name):
     """[a score of the weights that an arm reads], of the runs that have it."""
     found = []
     for record in records_of(experiment, arm, known).values():
-        own = record.get("scores", {}).get(weights_of(arm), {})
+        own = record.get("scores", {}).get(weights_of_score(arm), {})
         if name in own:
             found.append(own[name])
     return found
 
 
-def bins(experiment, known):
+def losses_by_timestep(experiment, known):
     """{arm: (timesteps, loss)}, means over seeds; cells of a factorial experiment are left out."""
     found = {}
     for arm in experiment.arms:
@@ -264,7 +265,7 @@ def bins(experiment, known):
     return found
 
 
-def curves(experiment, known):
+def training_curves(experiment, known):
     """{figure of the training: {arm: (steps, values)}}, means over the seeds that ran longest."""
     panels, trained = {}, set()
     for arm in experiment.arms:
@@ -272,7 +273,7 @@ def curves(experiment, known):
             continue
         trained.add(arm.trained)
         longest, same = longest_curves(records_of(experiment, arm, known).values())
-        for name in figures.LABELS:
+        for name in figures.AXIS_LABELS:
             own = [curve[name] for curve in same if name in curve]
             if own:
                 panels.setdefault(name, {})[arm.name] = longest, mean_curve(own)

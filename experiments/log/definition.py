@@ -1,7 +1,7 @@
 """What an experiment is: a folder NNN-slug with an experiment.toml, whose keys are the fields below.
 
-    load("001")                  the Experiment
-    typed(arm, seed)             the command of one run, as a person types it
+    load_experiment("001")       the Experiment
+    typed_run(arm, seed)         the command of one run, as a person types it
 
 An arm may be `of` another, its own experiment's or, as "001/fp32", another's: with flags it samples from that
 training, without it reads its scores. An arm `after` another starts from that one's finished run, whose
@@ -32,7 +32,7 @@ NOT_AN_ARMS = (
 )
 
 
-MARKS = {  # the `marked` of an arm: what its page says of it
+MARK_TEXTS = {  # the `marked` of an arm: what its page says of it
     "together": "Arm, prediction and results first appear in one commit",
     "known": "Added when the records that it reads were known, with a margin set then",
 }
@@ -53,7 +53,7 @@ class Arm:
     cell: dict = dataclasses.field(default_factory=dict)  # {factor: level} of a factorial experiment
     series: str = ""  # with x: a point of the curve of this name
     x: float = 0.0
-    marked: str = ""  # one of MARKS: why git does not show that its prediction came before its results
+    marked: str = ""  # one of MARK_TEXTS: why git does not show that its prediction came before its results
     baseline_was: str = ""  # the baseline that it had before its results were there
     headline: str = ""  # "net: recipe", its row in the figure that EXPERIMENTS.md opens with
 
@@ -68,7 +68,8 @@ class Experiment:
     question: str
     prediction: str
     margin: float  # in the unit of metric, fixed before the runs
-    metric: str  # "ema.frechet": weights (ema, raw, or an --average), then a score; or see records.value
+    # "ema.frechet": weights (ema, raw, or an --average), then a score; or see records.figure_of_record
+    metric: str
     seeds: list
     common: list  # flags of every training, as typed
     baseline: str
@@ -100,13 +101,13 @@ class Experiment:
 # ---- Reading -----------------------------------------------------------------------------------------------
 
 
-def folders(root=HERE):
+def experiment_folders(root=HERE):
     """{number: folder} of all experiments."""
     found = sorted(Path(root).glob("[0-9][0-9][0-9]-*/experiment.toml"))
     return {path.parent.name[:3]: path.parent for path in found}
 
 
-def load(number, root=HERE, loaded=None):
+def load_experiment(number, root=HERE, loaded=None):
     """The Experiment of a number ("007" or "7").
 
     `loaded` {number: Experiment} holds those read before. Raises Refused.
@@ -116,22 +117,22 @@ def load(number, root=HERE, loaded=None):
     number, loaded = str(number).zfill(3), {} if loaded is None else loaded
     if number in loaded:
         return loaded[number]
-    known = folders(root)
+    known = experiment_folders(root)
     if number not in known:
         names = ", ".join(folder.name for folder in known.values())
         raise Refused(f"no experiment {number}; there are: {names or 'none yet'}")
     path = known[number] / "experiment.toml"
-    experiment = _fill(Experiment, _read_toml(path), path)
+    experiment = _filled_dataclass(Experiment, _read_toml(path), path)
     experiment.number, experiment.folder = number, known[number]
     loaded[number] = experiment
     tables, experiment.arms = experiment.arms, []
     for table in tables:
         if not isinstance(table, dict):
             raise Refused(f"{path}: {ARMS_ARE}")
-        experiment.arms.append(_fill(Arm, table, f"{path}: an arm"))
+        experiment.arms.append(_filled_dataclass(Arm, table, f"{path}: an arm"))
     if not tables:
         raise Refused(f"{path}: {ARMS_ARE}")
-    _check(experiment, path)
+    _check_values(experiment, path)
     for arm in experiment.arms:
         arm.experiment = experiment
         arm.metric = arm.metric or experiment.metric
@@ -139,18 +140,18 @@ def load(number, root=HERE, loaded=None):
         arm.lower_is_better = experiment.lower_is_better and not arm.higher_is_better
         arm.baseline = experiment.arm(arm.baseline or experiment.baseline).name
     for arm in experiment.arms:
-        _link(arm, root, loaded)
+        _link_arm(arm, root, loaded)
         _check_links(arm, path)
     return experiment
 
 
 ARMS_ARE = "arms are tables: [[arms]] with name and flags"
-LEVEL = 0.05  # of the one look that is planned where nothing is said
+VERDICT_LEVEL = 0.05  # of the one look that is planned where nothing is said
 
 
 def look_of(experiment, pairs):
     """(pairs of the look that so many pairs are, or are on the way to; its level)."""
-    looks = experiment.looks or [{"pairs": len(experiment.seeds), "level": LEVEL}]
+    looks = experiment.looks or [{"pairs": len(experiment.seeds), "level": VERDICT_LEVEL}]
     due = looks[-1]
     for look in looks[::-1]:
         if look["pairs"] >= pairs:
@@ -169,7 +170,7 @@ def _read_toml(path):
         raise Refused(f"{path}: {error.strerror}; it is a file that this user can read") from None
 
 
-def _fill(kind, table, where):
+def _filled_dataclass(kind, table, where):
     """A dataclass of this kind from a table of TOML, each value checked against the type of its field."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for key, value in table.items():
@@ -185,7 +186,7 @@ def _fill(kind, table, where):
     return kind(**table)
 
 
-def _check(experiment, path):
+def _check_values(experiment, path):
     """Refuse values of the right type that make no sense."""
     arms, seeds = experiment.arms, experiment.seeds
     names = {arm.name for arm in arms}
@@ -198,7 +199,7 @@ def _check(experiment, path):
         (all(map(is_text, experiment.common)), FLAGS_ARE),
         (0 <= experiment.loss_margin < math.inf, "loss_margin is in percent, above 0"),
         (all(map(is_text, experiment.missed)), "missed predictions are titles"),
-        (_sound_looks(experiment.looks), f"looks are {LOOKS}"),
+        (_sound_looks(experiment.looks), f"looks are {LOOKS_ARE}"),
     ]:
         if not sound:
             raise Refused(f"{path}: {what}")
@@ -234,13 +235,13 @@ def _check_arm(arm, path):
         (math.isfinite(arm.x), "the x of an arm is a finite number"),
         (arm.processes > 0, "processes are 1 or more"),
         (arm.processes == 1 or not arm.of, "an arm `of` another has no processes"),
-        (arm.marked in ("", *MARKS), f"marked is one of {', '.join(MARKS)}"),
+        (arm.marked in ("", *MARK_TEXTS), f"marked is one of {', '.join(MARK_TEXTS)}"),
     ]:
         if not sound:
             raise Refused(f"{path}: {what}")
 
 
-LOOKS = "tables in order: {pairs = 6, level = 0.03}; level above 0 and up to 0.05"
+LOOKS_ARE = "tables in order: {pairs = 6, level = 0.03}; level above 0 and up to 0.05"
 
 
 def _sound_looks(looks):
@@ -249,7 +250,7 @@ def _sound_looks(looks):
         if not isinstance(look, dict) or not needed <= set(look) <= {*needed, "unplanned"}:
             return False
         pairs, level = look["pairs"], look["level"]
-        if type(pairs) is not int or pairs < 2 or type(level) is not float or not 0 < level <= LEVEL:
+        if type(pairs) is not int or pairs < 2 or type(level) is not float or not 0 < level <= VERDICT_LEVEL:
             return False
         if type(look.get("unplanned", False)) is not bool:
             return False
@@ -260,7 +261,7 @@ def _sound_looks(looks):
 # ---- Links between arms ------------------------------------------------------------------------------------
 
 
-def _link(arm, root, loaded, seen=()):
+def _link_arm(arm, root, loaded, seen=()):
     """Set arm.trained, arm.source and arm.start from its `of` and `after`.
 
     Both name an arm of its experiment or, as "001/fp32", of another.
@@ -270,10 +271,10 @@ def _link(arm, root, loaded, seen=()):
 
     def named(words):
         number, _, name = words.rpartition("/")
-        other = (load(number, root, loaded) if number else arm.experiment).arm(name)
+        other = (load_experiment(number, root, loaded) if number else arm.experiment).arm(name)
         if other in (arm, *seen):
             raise Refused(f"{where} leads back to itself by way of {words}")
-        _link(other, root, loaded, (arm, *seen))
+        _link_arm(other, root, loaded, (arm, *seen))
         return other
 
     if arm.of:
@@ -306,29 +307,29 @@ def _check_links(arm, path):
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
-def label(arm, seed):
+def run_label(arm, seed):
     return f"{arm.experiment.number}-{arm.name}-seed{seed}"
 
 
-def key(arm, seed):
+def run_key(arm, seed):
     """What a run and its record are found by."""
     return arm.experiment.number, arm.name, seed
 
 
-def command(arm, seed, runs=RUNS):
+def run_command_words(arm, seed, runs=RUNS):
     """The words after `python` of one run, whose folder is runs/<label>.
 
     An arm that only samples leaves its files in the folder that it samples from; it draws images from the
     seed that trained it, unless it has a --seed of its own.
     """
-    last = ["--threads", "1", "--name", label(arm, seed)]
+    last = ["--threads", "1", "--name", run_label(arm, seed)]
     if arm.of:
-        return ["train.py", "--sample", f"{runs}/{label(arm.trained, seed)}", *arm.flags, *last]
-    start = f"{runs}/{label(arm.start, seed)}"
+        return ["train.py", "--sample", f"{runs}/{run_label(arm.trained, seed)}", *arm.flags, *last]
+    start = f"{runs}/{run_label(arm.start, seed)}"
     flags = [flag.replace("{after}", start) for flag in arm.experiment.common + arm.flags]
     words = ["train.py", *flags, "--seed", str(seed), *last, "--runs", runs]
     return words if arm.processes == 1 else [*TORCHRUN, str(arm.processes), *words]
 
 
-def typed(arm, seed):
-    return shlex.join(["python", *command(arm, seed)])
+def typed_run(arm, seed):
+    return shlex.join(["python", *run_command_words(arm, seed)])

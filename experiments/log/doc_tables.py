@@ -3,7 +3,7 @@
 On a page such a table stands below a line <!-- NAME -->, up to the next empty line. `report.py` writes it,
 and `report.py --check` says whether it is the one that the records give.
 
-    updated(base, experiments, known)     {path: text} of all pages with their tables
+    updated_pages(base, experiments, known)     {path: text} of all pages with their tables
 """
 
 import functools
@@ -22,9 +22,9 @@ from benchmarks import (
 )
 from benchmarks.common import BYTES_A_GIB
 from experiments.log import overview, speed_tables, stats
-from experiments.log.analysis import loss_comparison, scores
-from experiments.log.speed_tables import H100_COMPILED, rows_of
-from experiments.log.tables import markdown
+from experiments.log.analysis import loss_comparison, scores_by_seed
+from experiments.log.speed_tables import H100_COMPILED, rows_of_record
+from experiments.log.tables import markdown_table
 from lowprec.advice.answer import advise
 from lowprec.advice.subjects import of_count
 from lowprec.errors import Refused
@@ -57,7 +57,7 @@ TF32 = "tf32"
 
 
 @functools.cache
-def speeds(column):
+def column_speeds(column):
     """{what the record calls a recipe: its speed against the reference of the column}.
 
     On the H100 the reference is fp32 code that may use TF32; on CPUs, where there is none, fp32.
@@ -65,7 +65,7 @@ def speeds(column):
     record, net = SPEED_COLUMNS[column]
     found = {}
     if record == SYSTEMS:
-        for row in rows_of(record):
+        for row in rows_of_record(record):
             if row["table"] == net and row.get("ms"):
                 found[row["name"]] = row["items_a_step"] / statistics.median(row["ms"])
     else:
@@ -75,9 +75,9 @@ def speeds(column):
     return {name: speed / reference for name, speed in found.items()}
 
 
-def speed(column, flags):
+def speed_text(column, flags):
     """'1.8', or '-' where it was not measured."""
-    known = speeds(column)
+    known = column_speeds(column)
     for name in SPEED_ROWS.get(flags, ()):
         if name in known:
             return f"{known[name]:.1f}"
@@ -87,13 +87,13 @@ def speed(column, flags):
 def speeds_table():
     table = [["flags", *SPEED_COLUMNS]]
     for flags in SPEED_ROWS:
-        cells = [speed(column, flags) for column in SPEED_COLUMNS]
+        cells = [speed_text(column, flags) for column in SPEED_COLUMNS]
         if set(cells) != {"-"}:
             table.append([f"`{flags}`", *cells])
-    return markdown(table)
+    return markdown_table(table)
 
 
-SHOWN = {  # the recipes of README.md: flags, and the bytes of the ledger for a net of large tensors
+README_RECIPES = {  # the recipes of README.md: flags, and the bytes of the ledger for a net of large tensors
     "": "16",
     "--bf16": "16",
     "--bf16 --opt8bit": "10",
@@ -106,7 +106,7 @@ SHOWN = {  # the recipes of README.md: flags, and the bytes of the ledger for a 
 }
 
 
-ASKED = {  # columns of README.md's second table: parameters, memory of a GPU, number of GPUs
+README_MACHINES = {  # columns of README.md's second table: parameters, memory of a GPU, number of GPUs
     "0.8 B, 16 GiB": (0.8e9, "16GiB", 1),
     "1.5 B, a GPU of 24 GiB": (1.5e9, "24GiB", 1),
     "40 B, 8 GPUs of 80 GiB": (40e9, "80GiB", 8),
@@ -117,29 +117,29 @@ def recipes_table(experiments, known):
     loss = "held-out loss against fp32, % [95 % interval] (pairs)"
     head = ["flags", "bytes", loss, "net", "speed: U-Net, CPU", "speed: DiT-XL/2, H100"]
     table = [head]
-    for flags, size in SHOWN.items():
+    for flags, size in README_RECIPES.items():
         if not flags:
             table.append(["(none): fp32", size, "0, the reference", "-", "1", "1"])
             continue
         found = overview.on_the_largest_net(flags, experiments, known)
-        on_cpu, on_gpu = speed("U-Net, 64x64 images", flags), speed(ON_GPU, flags)
+        on_cpu, on_gpu = speed_text("U-Net, 64x64 images", flags), speed_text(ON_GPU, flags)
         table.append([f"`{flags}`", size, *found, on_cpu, on_gpu])
-    return markdown(table)
+    return markdown_table(table)
 
 
 def fits_table():
     """What `python -m lowprec advise --params N --memory SIZE --gpus K` says of each recipe of README.md."""
     by_flags = {}  # the words of a recipe, in any order: its cells
-    for count, each, gpus in ASKED.values():
+    for count, each, gpus in README_MACHINES.values():
         for row in advise(of_count(count), memory=each, gpus=gpus).rows:
             fits = "fits" if row.fits else "no"
             words = frozenset(row.candidate.typed.split())
             by_flags.setdefault(words, []).append(f"{fits}: {row.total / BYTES_A_GIB:.1f}")
-    table = [["flags", *ASKED]]
-    for flags in SHOWN:
+    table = [["flags", *README_MACHINES]]
+    for flags in README_RECIPES:
         words = flags or "(none)"
         table.append([f"`{flags}`" if flags else "(none): fp32", *by_flags[frozenset(words.split())]])
-    return markdown(table)
+    return markdown_table(table)
 
 
 SCORES = ("frechet", "kid", "label_accuracy", "sliced_wasserstein")
@@ -151,12 +151,12 @@ def default_run_table(experiments, known):
     table = [["score", "this run", "real", "noise"]]
     for name in SCORES:
         table.append([name, *(f"{column[name]:.4f}" for column in columns)])
-    return markdown(table)
+    return markdown_table(table)
 
 
 # ---- docs/claims.md ----------------------------------------------------------------------------------------
 
-GUIDES = {  # question of benchmarks/guides.py: (what guides say, whether it holds)
+GUIDE_TEXTS = {  # question of benchmarks/guides.py: (what guides say, whether it holds)
     "loading": (
         "if there is no speed-up, raise num_workers",
         "not for data that lie in memory: hardly a step waits for them, and workers cost more",
@@ -191,19 +191,19 @@ GUIDES = {  # question of benchmarks/guides.py: (what guides say, whether it hol
 
 
 def guides_table():
-    rows = rows_of("cpu-guides")
+    rows = rows_of_record("cpu-guides")
     table = [["the guides say", "measured here", "holds?"]]
-    for question, (said, verdict) in GUIDES.items():
+    for question, (said, verdict) in GUIDE_TEXTS.items():
         own = [row for row in rows if row["question"] == question]
         found = "; ".join(f"{row['what']}: {guides.change_text(row)}" for row in own)
         table.append([said, found, verdict])
-    return markdown(table)
+    return markdown_table(table)
 
 
 # ---- docs/tasks.md -----------------------------------------------------------------------------------------
 
 DIGITS = "digits"
-TASKS = {  # name of a first command: (the task, what one sees)
+TASK_TEXTS = {  # name of a first command: (the task, what one sees)
     "default": ("diffusion", DIGITS),
     "dit": ("diffusion transformer", "digits; `--size S/2` … `XL/2`"),
     "ddpm": ("noise prediction", "digits, by DDIM sampling"),
@@ -226,24 +226,24 @@ TASKS = {  # name of a first command: (the task, what one sees)
 
 def tasks_table():
     table = [["task", "command", "minutes", "what came out", "what you see"]]
-    for row in rows_of("cpu-first"):
-        task, seen = TASKS[row["name"]]
+    for row in rows_of_record("cpu-first"):
+        task, seen = TASK_TEXTS[row["name"]]
         table.append([task, f"`{first.typed_row(row)}`", first.minutes(row), first.result(row), seen])
-    return markdown(table)
+    return markdown_table(table)
 
 
 # ---- docs/formats.md ---------------------------------------------------------------------------------------
 
 
-def memory_table():
+def readme_memory_table():
     rows = {}
-    for row in rows_of("cpu-memory"):
+    for row in rows_of_record("cpu-memory"):
         if row["net"] == "dit:S/8:64:1" and "weights" in row:
             rows[row["flags"]] = row
     return memory.memory_table(rows)
 
 
-ROUNDED = {  # --set generation=: the arms of experiment 062 that round weights to nearest, and by GPTQ
+ROUNDED_ARMS = {  # --set generation=: the arms of experiment 062 that round weights to nearest, and by GPTQ
     "int8": ("int8", None),
     "mxfp8": ("mxfp8", None),
     "nvfp4_weights": ("nvfp4-weights", "nvfp4-weights-gptq"),
@@ -270,13 +270,13 @@ def rounded_table(experiments, known):
         return "-" if arm is None else loss_change("062", arm, experiments, known)
 
     table = [["`--set generation=`", "weights to nearest", "weights by GPTQ"]]
-    for value, (nearest, by_gptq) in ROUNDED.items():
+    for value, (nearest, by_gptq) in ROUNDED_ARMS.items():
         table.append([f"`{value}`", said(nearest), said(by_gptq)])
-    return markdown(table)
+    return markdown_table(table)
 
 
-READ_AGAIN = "-read"  # how the name of an arm ends that draws with what another trained, in its format
-PAIRED = "-paired"  # and of one that is compared with another baseline
+READ_SUFFIX = "-read"  # how the name of an arm ends that draws with what another trained, in its format
+PAIRED_SUFFIX = "-paired"  # and of one that is compared with another baseline
 
 
 def from_scratch_table(number, experiments, known):
@@ -287,10 +287,10 @@ def from_scratch_table(number, experiments, known):
     arms = {arm.name: arm for arm in experiment.arms}
     columns = {}  # how the names of arms end: the column that they fill
     for name, arm in arms.items():
-        if name.endswith(READ_AGAIN):
-            columns[READ_AGAIN] = "products of the same format when it is scored"
-        if name.endswith(PAIRED):
-            columns[PAIRED] = f"against `{' '.join(arms[arm.baseline].flags)}`, %"
+        if name.endswith(READ_SUFFIX):
+            columns[READ_SUFFIX] = "products of the same format when it is scored"
+        if name.endswith(PAIRED_SUFFIX):
+            columns[PAIRED_SUFFIX] = f"against `{' '.join(arms[arm.baseline].flags)}`, %"
     table = [["flags", "held-out loss, %", *columns.values()]]
     for name, arm in arms.items():
         trains = arm.flags and not (arm.of or arm.after)
@@ -302,27 +302,29 @@ def from_scratch_table(number, experiments, known):
             again = f"{name}{ending}"
             row.append(loss_change(number, again, experiments, known) if again in arms else NOT_RECORDED)
         table.append(row)
-    return markdown(table)
+    return markdown_table(table)
 
 
 OTHER_OPTIMIZERS = ("sgd", "lion", "adafactor", "muon")
 TRAINED_BY_OTHERS = {"GPT": "069", "DiT": "066", "U-Net": "072"}  # a column: its experiment
-WRITTEN = {"stochastic": "--pure_bf16 --stochastic", "nearest": "--pure_bf16"}  # end of an arm's name: flags
+# end of an arm's name: flags
+FLAGS_OF_WRITING = {"stochastic": "--pure_bf16 --stochastic", "nearest": "--pure_bf16"}
 
 
 def others_table(experiments, known):
     """What each way of writing costs with each optimiser, against fp32 with the same optimiser."""
     table = [["flags", *TRAINED_BY_OTHERS]]
-    for written, flags in WRITTEN.items():
+    for written, flags in FLAGS_OF_WRITING.items():
         for optimizer in OTHER_OPTIMIZERS:
             cells = []
             for number in TRAINED_BY_OTHERS.values():
                 cells.append(loss_change(number, f"{optimizer}-{written}", experiments, known))
             table.append([f"`{flags} --optimizer {optimizer}`", *cells])
-    return markdown(table)
+    return markdown_table(table)
 
 
-FINETUNED = {  # a column: (experiment, what the names of its net's arms begin with, the rate they end with)
+# a column: (experiment, what the names of its net's arms begin with, the rate they end with)
+FINETUNED_NETS = {
     "GPT, lr 1e-5": ("035", "", "1e-5"),
     "GPT, 1e-6": ("035", "", "1e-6"),
     "U-Net, 1e-5": ("057", "unet-", "1e-5"),
@@ -330,24 +332,24 @@ FINETUNED = {  # a column: (experiment, what the names of its net's arms begin w
     "DiT, 1e-5": ("057", "dit-", "1e-5"),
     "DiT, 1e-6": ("057", "dit-", "1e-6"),
 }
-WHOLE = {  # flags of a finetuning: what the arms with them are called
+WHOLE_NET_ARMS = {  # flags of a finetuning: what the arms with them are called
     "--pure_bf16": "nearest",
     "--pure_bf16 --stochastic": "stochastic",
     "--pure_bf16 --kahan --stochastic": "kahan-stochastic",
     "--bf16": "bf16",
 }
-ADAPTED = {
+ADAPTED_NETS = {
     "U-Net, lr 1e-4": ("057", "unet-", "1e-4"),
     "U-Net, 1e-5": ("057", "unet-", "1e-5"),
     "DiT, 1e-4": ("057", "dit-", "1e-4"),
     "DiT, 1e-5": ("057", "dit-", "1e-5"),
 }
-ADAPTERS = {"--pure_bf16": "lora-nearest", "--pure_bf16 --stochastic": "lora-stochastic"}
+ADAPTER_ARMS = {"--pure_bf16": "lora-nearest", "--pure_bf16 --stochastic": "lora-stochastic"}
 
 
 def finetuned_table(columns, rows, fp32, experiments, known):
-    """What each recipe keeps of what fp32 gains by a finetuning, in percent. columns: FINETUNED or ADAPTED;
-    rows: WHOLE or ADAPTERS; fp32: what their baseline is called.
+    """What each recipe keeps of what fp32 gains by a finetuning, in percent. columns: FINETUNED_NETS or
+    ADAPTED_NETS; rows: WHOLE_NET_ARMS or ADAPTER_ARMS; fp32: what their baseline is called.
     """
     table = [["flags", *columns]]
     for flags, name in rows.items():
@@ -355,19 +357,19 @@ def finetuned_table(columns, rows, fp32, experiments, known):
         for number, net, rate in columns.values():
             experiment = next(one for one in experiments if one.number == number)
             names = (f"{net}before", f"{net}{fp32}-{rate}", f"{net}{name}-{rate}")
-            cells.append(kept(experiment, names, known))
+            cells.append(share_kept(experiment, names, known))
         table.append([f"`{flags}`", *cells])
-    return markdown(table)
+    return markdown_table(table)
 
 
-def kept(experiment, names, known):
+def share_kept(experiment, names, known):
     """'49 ± 6 (3)': the percentage that one arm keeps of what another gains over a third, half of its 95 %
     interval, and pairs; '-' of an arm that is not there. names: of the third, the other and the one.
     """
     arms = {arm.name: arm for arm in experiment.arms}
     if not all(name in arms for name in names):
         return "-"
-    before, best, own = (scores(experiment, arms[name], known) for name in names)
+    before, best, own = (scores_by_seed(experiment, arms[name], known) for name in names)
     shares = []
     for seed in own:
         if seed in best and seed in before:
@@ -381,9 +383,9 @@ def kept(experiment, names, known):
 # ---- All pages ---------------------------------------------------------------------------------------------
 
 
-def tables(experiments, known):
+def tables_of_pages(experiments, known):
     """{page: {name of a table: a function that makes it}}."""
-    conformance_rows = rows_of("cpu-conformance")
+    conformance_rows = rows_of_record("cpu-conformance")
     conformance = {}
     for name, columns in conformance_command.SUBJECTS_OF_TABLES.items():
         conformance[name] = functools.partial(conformance_command.table, conformance_rows, columns)
@@ -395,34 +397,34 @@ def tables(experiments, known):
             "ways": lambda: from_scratch_table("065", experiments, known),
             "ways GPT": lambda: from_scratch_table("068", experiments, known),
             "others": lambda: others_table(experiments, known),
-            "finetuned": lambda: finetuned_table(FINETUNED, WHOLE, "fp32", experiments, known),
-            "adapters": lambda: finetuned_table(ADAPTED, ADAPTERS, "lora-fp32", experiments, known),
+            "finetuned": lambda: finetuned_table(FINETUNED_NETS, WHOLE_NET_ARMS, "fp32", experiments, known),
+            "adapters": lambda: finetuned_table(ADAPTED_NETS, ADAPTER_ARMS, "lora-fp32", experiments, known),
         },
-        "docs/advise.md": {"peaks": lambda: advice.table(rows_of("cpu-advice"))},
+        "docs/advise.md": {"peaks": lambda: advice.table(rows_of_record("cpu-advice"))},
         "docs/claims.md": {"guides": guides_table},
         "docs/tasks.md": {"first commands": tasks_table},
         "docs/many_gpus.md": {
             "sharded": sharding.table,
-            "sharding": lambda: sharding.measured_table(rows_of("cpu-sharding")),
+            "sharding": lambda: sharding.measured_table(rows_of_record("cpu-sharding")),
         },
-        "docs/speed.md": speed_tables.tables(),
+        "docs/speed.md": speed_tables.tables_of_speed(),
         "docs/conformance.md": conformance,
-        "docs/doctor.md": {"looks": lambda: watch.table(rows_of("cpu-watch"))},
+        "docs/doctor.md": {"looks": lambda: watch.table(rows_of_record("cpu-watch"))},
         "docs/formats.md": {
-            "memory": memory_table,
-            "moments": lambda: moments.moments_table(rows_of("cpu-moments")),
+            "memory": readme_memory_table,
+            "moments": lambda: moments.moments_table(rows_of_record("cpu-moments")),
             "rounded": lambda: rounded_table(experiments, known),
             "coded": lambda: from_scratch_table("063", experiments, known),
             "trained": lambda: from_scratch_table("064", experiments, known),
             "parts of NVFP4": lambda: from_scratch_table("073", experiments, known),
             "trained GPT": lambda: from_scratch_table("067", experiments, known),
             "trained larger GPT": lambda: from_scratch_table("061", experiments, known),
-            "fp16": lambda: fp16_weights.table(rows_of("cpu-fp16")),
+            "fp16": lambda: fp16_weights.table(rows_of_record("cpu-fp16")),
         },
     }
 
 
-def replaced(text, name, table, page):
+def with_table(text, name, table, page):
     """The page with this table below its marker. Raises Refused."""
     marker = f"<!-- {name} -->\n"
     if text.count(marker) != 1:
@@ -432,13 +434,13 @@ def replaced(text, name, table, page):
     return f"{before}{marker}{table}\n\n{rest}"
 
 
-def updated(base, experiments, known):
+def updated_pages(base, experiments, known):
     """{path: text} of README.md and the pages of docs/ in the folder `base`. Raises Refused."""
     found = {}
-    for page, parts in tables(experiments, known).items():
+    for page, parts in tables_of_pages(experiments, known).items():
         path = base / page
         text = path.read_text(encoding="utf-8")
         for name, table in parts.items():
-            text = replaced(text, name, table(), page)
+            text = with_table(text, name, table(), page)
         found[path] = text
     return found

@@ -3,7 +3,7 @@
 {NUMBER/ARM.FIGURE} is one of ARM_FIGURES, or one of ARM_WORDS.
 
     Evidence(experiments, known).figure("011/bf16.difference")     "+0.004"
-    filled(text, evidence)                                         the text with its figures
+    filled_text(text, evidence)                                    the text with its figures
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from experiments.log.analysis import (
     loss_comparison,
     of_nearest,
     records_of,
-    scores,
+    scores_by_seed,
     verdict_by_rule,
 )
-from experiments.log.records import value
+from experiments.log.records import figure_of_record
 from experiments.log.tables import decimals_of
 from lowprec.errors import Refused
 
 # ---- Figures of an arm -------------------------------------------------------------------------------------
 
 
-def percent(x):
+def whole_percent(x):
     return f"{100 * x:.0f} %" if abs(x) >= 0.1 else f"{100 * x:.1f} %"
 
 
@@ -41,7 +41,7 @@ def signed_percent(x):
 
 
 @dataclasses.dataclass
-class Seen:
+class ArmSeen:
     """An arm with its records, and its baseline's of the same seeds."""
 
     arm: object
@@ -51,24 +51,25 @@ class Seen:
         self.experiment = self.arm.experiment
         self.pairs, self.result = comparison(self.experiment, self.arm, self.known)
         self.loss_result = loss_comparison(self.experiment, self.arm, self.known)[2]
-        self.own = scores(self.experiment, self.arm, self.known)
+        self.own = scores_by_seed(self.experiment, self.arm, self.known)
         base = self.experiment.arm(self.arm.baseline)
-        against = scores(self.experiment, base, self.known)
+        against = scores_by_seed(self.experiment, base, self.known)
         self.base = {seed: score for seed, score in against.items() if seed in self.own}
         self.records = records_of(self.experiment, self.arm, self.known)
         self.base_records = records_of(self.experiment, base, self.known)
 
     def held(self, metric):
         """The mean over the records of a figure, as "final_loss"."""
-        return statistics.fmean(value(r, metric) for r in self.records.values() if "failed" not in r)
+        finished = [r for r in self.records.values() if "failed" not in r]
+        return statistics.fmean(figure_of_record(r, metric) for r in finished)
 
     def ratio(self, metric):
         """The same, over that of the baseline in the same seeds."""
         own, base = [], []
         for seed, record in self.records.items():
             if seed in self.base_records:
-                own.append(value(record, metric))
-                base.append(value(self.base_records[seed], metric))
+                own.append(figure_of_record(record, metric))
+                base.append(figure_of_record(self.base_records[seed], metric))
         return statistics.fmean(own) / statistics.fmean(base)
 
     def last(self, curve):
@@ -88,10 +89,10 @@ ARM_FIGURES = {  # name: (the figure of a Seen, how it is written: decimals as o
     "times": (lambda s: statistics.fmean(s.own.values()) / statistics.fmean(s.base.values()), "{:.1f}"),
     "change": (lambda s: s.result.mean / statistics.fmean(s.base.values()), signed_percent),
     "achieved": (lambda s: s.result.achieved, ""),
-    "achieved_share": (lambda s: s.result.achieved / abs(statistics.fmean(s.base.values())), percent),
-    "margin_share": (lambda s: s.arm.margin / abs(statistics.fmean(s.base.values())), percent),
-    "harm": (lambda s: of_nearest(s.experiment, s.arm, s.known)[0], percent),
-    "loss_harm": (lambda s: of_nearest(s.experiment, s.arm, s.known)[1], percent),
+    "achieved_share": (lambda s: s.result.achieved / abs(statistics.fmean(s.base.values())), whole_percent),
+    "margin_share": (lambda s: s.arm.margin / abs(statistics.fmean(s.base.values())), whole_percent),
+    "harm": (lambda s: of_nearest(s.experiment, s.arm, s.known)[0], whole_percent),
+    "loss_harm": (lambda s: of_nearest(s.experiment, s.arm, s.known)[1], whole_percent),
     "held_out": (lambda s: s.loss_result.mean / 100, small_percent),
     "held_out_low": (lambda s: s.loss_result.low / 100, small_percent),
     "held_out_high": (lambda s: s.loss_result.high / 100, small_percent),
@@ -102,19 +103,19 @@ ARM_FIGURES = {  # name: (the figure of a Seen, how it is written: decimals as o
     "loss_change": (lambda s: s.ratio("final_loss") - 1, signed_percent),
     "bytes": (lambda s: s.held("bytes_per_parameter"), "{:.4g}"),
     "kept": (lambda s: s.held("activation_bytes") / 2**20, "{:.1f}"),
-    "kept_share": (lambda s: s.ratio("activation_bytes"), percent),
+    "kept_share": (lambda s: s.ratio("activation_bytes"), whole_percent),
     "speed": (lambda s: 1 / s.ratio("seconds"), "{:.1f}"),
-    "covered": (lambda s: sum(next(iter(s.records.values()))["flops_share"].values()), percent),
-    "survival": (lambda s: s.last("update_survival"), percent),
-    "moved": (lambda s: s.last("exp_avg_sq_moved"), percent),
+    "covered": (lambda s: sum(next(iter(s.records.values()))["flops_share"].values()), whole_percent),
+    "survival": (lambda s: s.last("update_survival"), whole_percent),
+    "moved": (lambda s: s.last("exp_avg_sq_moved"), whole_percent),
 }
 ARM_WORDS = {
     "verdict": lambda s: verdict_by_rule(s.experiment, s.arm, s.known),
-    "interval": lambda s: f"[{written(s, s.result.low, '+')}, {written(s, s.result.high, '+')}]",
+    "interval": lambda s: f"[{score_text(s, s.result.low, '+')}, {score_text(s, s.result.high, '+')}]",
 }
 
 
-def written(seen, x, form):
+def score_text(seen, x, form):
     if callable(form):
         return form(x)
     return form.format(x) if "{" in form else f"{x:{form}.{decimals_of(seen.arm.margin)}f}"
@@ -140,7 +141,7 @@ class Evidence:
         experiment = self.experiments.get(number)
         if experiment is None:
             raise Refused(f"there is no experiment {number}, which {{{name}}} names")
-        seen = Seen(experiment.arm(arm_name), self.known)
+        seen = ArmSeen(experiment.arm(arm_name), self.known)
         if not seen.own:
             raise Refused(f"{{{name}}} has no record yet: python experiments/run.py {number}")
         return seen
@@ -158,11 +159,11 @@ class Evidence:
             if figure in ARM_WORDS:
                 return ARM_WORDS[figure](seen)
             compute, form = ARM_FIGURES[figure]
-            return written(seen, compute(seen), form)
+            return score_text(seen, compute(seen), form)
         except (KeyError, StopIteration, AttributeError, TypeError, statistics.StatisticsError):
             raise Refused(f"{{{reference}}}: the records of {name} do not hold that") from None
 
 
-def filled(text, evidence):
+def filled_text(text, evidence):
     """The text with a figure in place of each {reference}."""
     return re.sub(r"\{([^{}]*)\}", lambda match: evidence.figure(match[1]), text)

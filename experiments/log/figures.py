@@ -1,4 +1,5 @@
-"""The pictures of the log. Each draw_* takes pyplot and plain data and returns a figure; `figure` saves it.
+"""The pictures of the log. Each draw_* takes pyplot and plain data and returns a figure; `save_figure` saves
+it.
 
 A picture carries a hash of its data and of the version of its draw_*, and is redrawn when the hash changed.
 Raise the version in FIGURES when a draw_* draws another picture of the same data.
@@ -11,10 +12,11 @@ import operator
 
 from harness import run_folder
 
-BESIDE = {"fontsize": 8, "loc": "center left", "bbox_to_anchor": (1.01, 0.5)}  # a legend right of the axes
-DASHES = ("-", "--", ":", "-.")
-MARKS = "osD^v<>PX*dph8"
-COLOURS = {
+# a legend right of the axes
+LEGEND_BESIDE = {"fontsize": 8, "loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+LINE_DASHES = ("-", "--", ":", "-.")
+MARKERS = "osD^v<>PX*dph8"
+VERDICT_COLOURS = {
     "baseline": "black",
     "equal": "tab:green",
     "slightly worse": "goldenrod",
@@ -24,7 +26,7 @@ COLOURS = {
     "no pairs yet": "grey",
     "waits": "grey",
 }
-LABELS = {  # of the curves: (title, axis)
+AXIS_LABELS = {  # of the curves: (title, axis)
     "loss": ("training loss", "loss"),
     "update_survival": ("weight updates that survive rounding", "share"),
     "loss_scale": ("loss scale", "factor"),
@@ -35,7 +37,7 @@ LABELS = {  # of the curves: (title, axis)
 # ---- Files -------------------------------------------------------------------------------------------------
 
 
-def figure(path, data):
+def save_figure(path, data):
     """Save the picture that FIGURES has for the name of `path`, unless the one there shows the same data."""
     draw, version, _ = FIGURES[path.stem]
     digest = digest_of(data, version)
@@ -71,12 +73,12 @@ def drawn_from(path):
 # ---- Parts -------------------------------------------------------------------------------------------------
 
 
-def panels(plt, count):
+def figure_panels(plt, count):
     picture, axes = plt.subplots(1, count, figsize=(4.2 * count, 3.6), squeeze=False)
     return picture, axes[0]
 
 
-def lines(axis, plt, arms, order):
+def draw_lines(axis, plt, arms, order):
     """{arm: (x, y)} as lines that differ in colour or dash.
 
     An arm looks the same in all figures of an experiment, by its place in `order`.
@@ -84,17 +86,17 @@ def lines(axis, plt, arms, order):
     colours = plt.get_cmap("tab10").colors
     for name, (x, y) in arms.items():
         i = order.index(name)
-        style = {"color": colours[i % 10], "linestyle": DASHES[i // 10 % 4]}
+        style = {"color": colours[i % 10], "linestyle": LINE_DASHES[i // 10 % 4]}
         axis.plot(x, y, marker="." if len(x) <= 12 else None, label=name, **style)
     axis.grid(alpha=0.3)
 
 
 def legend_beside(axis, handles, names):
     """The legend to the right of the axis, in as many columns as its names need."""
-    axis.legend(handles, names, ncols=1 + (len(names) - 1) // 20, **BESIDE)
+    axis.legend(handles, names, ncols=1 + (len(names) - 1) // 20, **LEGEND_BESIDE)
 
 
-def level(axis, name, value):
+def draw_level(axis, name, value):
     """A dotted line across the axis, with its name."""
     axis.axhline(value, color="grey", linestyle=":", linewidth=1)
     place = axis.get_yaxis_transform()
@@ -106,7 +108,7 @@ def level(axis, name, value):
 
 def draw_bins(plt, data):
     picture, axis = plt.subplots(figsize=(7, 4))
-    lines(axis, plt, data["arms"], data["order"])
+    draw_lines(axis, plt, data["arms"], data["order"])
     axis.set(
         title=f"{data['title']}\nloss by timestep, held-out images, mean over seeds",
         xlabel="timestep (0 clean, 1000 noise)",
@@ -117,11 +119,11 @@ def draw_bins(plt, data):
 
 
 def draw_curves(plt, data):
-    picture, axes = panels(plt, len(data["panels"]))
+    picture, axes = figure_panels(plt, len(data["panels"]))
     handles = {}  # no panel need have every arm
     for axis, (key, arms) in zip(axes, data["panels"].items(), strict=True):
-        lines(axis, plt, arms, data["order"])
-        title, unit = LABELS[key]
+        draw_lines(axis, plt, arms, data["order"])
+        title, unit = AXIS_LABELS[key]
         axis.set(title=title, xlabel="step", ylabel=unit)
         if unit == "share":
             axis.set_ylim(-0.03, 1.03)
@@ -165,7 +167,7 @@ def draw_series(plt, data):
         axis.set_xscale("log")
     axis.set_yscale("log")
     for name, value in data["levels"].items():
-        level(axis, name, value)
+        draw_level(axis, name, value)
     axis.grid(alpha=0.3, which="both")
     title = data["title"] + "\nmean and standard deviation over seeds"
     axis.set(title=title, xlabel=data["x_label"], ylabel=data["y_label"])
@@ -187,19 +189,19 @@ def draw_bytes(plt, data):
         x = size - 0.12 * taken.get(column, 0)
         taken[column], alike[verdict] = taken.get(column, 0) + 1, i + 1
         bars = None if low is None else [[mean - low], [high - mean]]
-        style = {"color": COLOURS[verdict], "marker": MARKS[i % len(MARKS)], "linestyle": "none"}
-        label = f"{size:.4g}  {name}: {SIDES.get(verdict, verdict)}"
+        style = {"color": VERDICT_COLOURS[verdict], "marker": MARKERS[i % len(MARKERS)], "linestyle": "none"}
+        label = f"{size:.4g}  {name}: {SIDE_LABELS.get(verdict, verdict)}"
         axis.errorbar([x], [mean], yerr=bars, markersize=6, capsize=3, label=label, **style)
     axis.axhline(0, color="grey", linewidth=1)
     axis.invert_xaxis()
     axis.grid(alpha=0.3)
     axis.set_title(f"{data['title']}\nmean of the paired differences, with 95 % intervals", fontsize=10)
     axis.set(xlabel="bytes a parameter: weights, gradients, optimiser states", ylabel=data["y_label"])
-    axis.legend(title="bytes  recipe", title_fontsize=8, **BESIDE)
+    axis.legend(title="bytes  recipe", title_fontsize=8, **LEGEND_BESIDE)
     return picture
 
 
-SIDES = {"undecided": "interval holds 0"}
+SIDE_LABELS = {"undecided": "interval holds 0"}
 
 
 def draw_factorial(plt, data):
@@ -249,12 +251,12 @@ def draw_effects(axis, effects):
 
 def draw_ranges(plt, data):
     """What generation runs through: ranges of the state and of the net's output, by timestep."""
-    picture, axes = panels(plt, len(data["panels"]))
+    picture, axes = figure_panels(plt, len(data["panels"]))
     for axis, (title, arms) in zip(axes, data["panels"].items(), strict=True):
-        lines(axis, plt, arms, data["order"])
+        draw_lines(axis, plt, arms, data["order"])
         axis.invert_xaxis()
         axis.set(title=title, xlabel="timestep (1000 noise, 0 clean)")
-    axes[-1].legend(**BESIDE)
+    axes[-1].legend(**LEGEND_BESIDE)
     picture.suptitle(data["title"] + ", mean over seeds")
     picture.tight_layout()
     return picture
@@ -270,7 +272,7 @@ def draw_overview(plt, data):
     picture, axes = plt.subplots(1, len(recipes), sharey=True, squeeze=False, figsize=size)
     places = list(range(len(rows)))
     for column, (axis, recipe) in enumerate(zip(axes[0], recipes, strict=True)):
-        low, high = NEAREST_RANGE if recipe == "to nearest" else RANGE
+        low, high = NEAREST_RANGE if recipe == "to nearest" else CHANGE_RANGE
         axis.axvline(0, color="grey", linewidth=1)
         for place, row in zip(places, rows, strict=True):
             if row["cells"][column] is not None:
@@ -288,7 +290,7 @@ def draw_overview(plt, data):
     return picture
 
 
-RANGE = (-3.5, 3.5)  # percent
+CHANGE_RANGE = (-3.5, 3.5)  # percent
 NEAREST_RANGE = (-2, 10)
 
 
@@ -298,9 +300,9 @@ def draw_change(axis, place, cell, edge):
     enough = pairs > 2
     colour = "black"
     if enough and low > 0:
-        colour = COLOURS["worse"]
+        colour = VERDICT_COLOURS["worse"]
     if enough and high < 0:
-        colour = COLOURS["better"]
+        colour = VERDICT_COLOURS["better"]
     if mean > edge:
         axis.plot([edge], [place], marker=">", color=colour, markersize=6, clip_on=False)
         axis.text(0.95 * edge, place, f"{mean:+.0f}", fontsize=7, ha="right", va="center", color=colour)

@@ -9,14 +9,14 @@ import re
 
 from experiments.log import overview
 from experiments.log.analysis import comparison, stands_apart, verdict_by_rule
-from experiments.log.evidence import Evidence, filled
-from experiments.log.tables import compact
+from experiments.log.evidence import Evidence, filled_text
+from experiments.log.tables import compact_table
 from lowprec.errors import Refused
 
-SOURCE = "front.md"
-MISSED = "missed.md"
-EMPTY = "# Experiments\n\n{{effects}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
-HEAD = "<!-- made by python experiments/report.py from experiments/front.md -->\n"
+FRONT_SOURCE = "front.md"
+MISSED_PAGE = "missed.md"
+EMPTY_FRONT = "# Experiments\n\n{{effects}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
+FRONT_HEAD = "<!-- made by python experiments/report.py from experiments/front.md -->\n"
 HEAD_OF_MISSED = (
     "<!-- made by python experiments/report.py from the keys `missed` of experiments -->\n"
     "# Negative results and missed predictions\n"
@@ -24,30 +24,30 @@ HEAD_OF_MISSED = (
 ALL_NETS = re.compile(r"\{all: ([^{}]+)\}")
 
 
-def page(experiments, known, root):
+def front_page(experiments, known, root):
     """EXPERIMENTS.md. Raises Refused."""
-    path = root / SOURCE
-    text = path.read_text(encoding="utf-8") if path.exists() else EMPTY
-    rows = overview.rows(experiments, known)
+    path = root / FRONT_SOURCE
+    text = path.read_text(encoding="utf-8") if path.exists() else EMPTY_FRONT
+    rows = overview.overview_rows(experiments, known)
     figure = f"![the held-out loss of each recipe on each net]({root.name}/effects.png)"
     parts = {
         "effects": figure if rows else "",
-        "table": overview.table(experiments, known),
+        "table": overview.overview_table(experiments, known),
         "index": index(experiments, known),
-        "missed": missed(experiments, root.name),
-        "links": links(experiments, known, root.name),
+        "missed": missed_told(experiments, root.name),
+        "links": links_told(experiments, known, root.name),
     }
     for name, part in parts.items():
         text = text.replace("{{" + name + "}}", part)
     try:
         text = ALL_NETS.sub(lambda match: overview.figure_of(match[1], rows), text)
-        text = filled(text, Evidence(experiments, known))
+        text = filled_text(text, Evidence(experiments, known))
     except Refused as error:
-        raise Refused(f"{SOURCE}: {error}") from None
-    return HEAD + text
+        raise Refused(f"{FRONT_SOURCE}: {error}") from None
+    return FRONT_HEAD + text
 
 
-VERDICTS = {  # in the order of the index: what it calls them
+VERDICT_WORDS = {  # in the order of the index: what it calls them
     "equal": "equal",
     "slightly worse": "slightly worse",
     "better": "better",
@@ -70,7 +70,7 @@ def index(experiments, known):
         lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), told or "none yet"])
     if planned:
         lines.append(["", f"Predicted, not run yet: {spans(planned)}", ""])
-    return compact(lines)
+    return compact_table(lines)
 
 
 def spans(numbers):
@@ -91,7 +91,7 @@ def begun(experiment, known):
 
 def counted(counts):
     """'3 equal, 1 worse'"""
-    return ", ".join(f"{counts[name]} {word}" for name, word in VERDICTS.items() if name in counts)
+    return ", ".join(f"{counts[name]} {word}" for name, word in VERDICT_WORDS.items() if name in counts)
 
 
 def tally(experiment, known, apart=False):
@@ -106,11 +106,12 @@ def tally(experiment, known, apart=False):
     return counts
 
 
-def missed(experiments, root_name):
+def missed_told(experiments, root_name):
     """How many negative results and missed predictions there are, and where they stand."""
     count = sum(len(e.missed) for e in experiments)
     by = sum(bool(e.missed) for e in experiments)
-    return f"{count} in {by} of the experiments, a line each: [{root_name}/{MISSED}]({root_name}/{MISSED})."
+    page = f"{root_name}/{MISSED_PAGE}"
+    return f"{count} in {by} of the experiments, a line each: [{page}]({page})."
 
 
 def missed_page(experiments):
@@ -122,7 +123,7 @@ def missed_page(experiments):
     return "\n".join(lines) + "\n"
 
 
-def links(experiments, known, root_name):
+def links_told(experiments, known, root_name):
     """Where the numbers of experiments that have begun lead: a folder shows its README.md."""
     lines = []
     for e in experiments:

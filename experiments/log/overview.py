@@ -5,8 +5,8 @@ flags: a recipe is what an arm adds to the flags of its baseline. Where several 
 comparison, the one with the most pairs stands. So no cell is chosen by hand, and no two rows share an fp32
 run.
 
-    rows(experiments, known)              [Row], the smallest nets of a kind first
-    table(experiments, known)             Markdown, a row a net
+    overview_rows(experiments, known)     [NetRow], the smallest nets of a kind first
+    overview_table(experiments, known)    Markdown, a row a net
     summary(rows, recipe)                 a recipe over all nets
 """
 
@@ -15,11 +15,11 @@ import statistics
 from collections import Counter
 
 from experiments.log import stats
-from experiments.log.analysis import loss_comparison, training_flags, weights_of
-from experiments.log.tables import compact
+from experiments.log.analysis import loss_comparison, training_flags, weights_of_score
+from experiments.log.tables import compact_table
 from lowprec.errors import Refused
 
-RECIPES = {  # the flags that a recipe adds to fp32's: what the tables call it
+RECIPE_TITLES = {  # the flags that a recipe adds to fp32's: what the tables call it
     "--bf16": "autocast",
     "--bf16 --opt8bit": "autocast, 8-bit states",
     "--pure_bf16": "to nearest",
@@ -29,9 +29,10 @@ RECIPES = {  # the flags that a recipe adds to fp32's: what the tables call it
     "--pure_bf16 --stochastic --opt8bit": "stochastic, 8-bit states",
     "--fp8": "FP8 products",
 }
-EMULATED = ("--fp8_backend", "emulate")  # says where FP8 runs, and changes no recipe
+EMULATED_FLAGS = ("--fp8_backend", "emulate")  # says where FP8 runs, and changes no recipe
 
-NETS = {  # the fp32 runs that a row is compared with: (what the tables call net and data, its parameters)
+# the fp32 runs that a row is compared with: (what the tables call net and data, its parameters)
+NETS_OF_BASELINES = {
     "000/fp32": ("U-Net, digits, the default run", 164_689),
     "001/fp32": ("U-Net, digits, lr 3e-4", 164_689),
     "012/fp32": ("U-Net, digits, lr 1e-3, shorter", 164_689),
@@ -104,12 +105,12 @@ NETS = {  # the fp32 runs that a row is compared with: (what the tables call net
     "031/fp32": ("SlotContrast, 300 steps", 121_473),
     "044/fp32": ("SlotContrast, objects found", 121_537),
 }
-LEAST = 3  # pairs; a cell of fewer stands in the table, and counts nowhere
-USUAL = 6  # pairs of most cells
+FEWEST_PAIRS = 3  # pairs; a cell of fewer stands in the table, and counts nowhere
+USUAL_PAIRS = 6  # pairs of most cells
 
 
 @dataclasses.dataclass
-class Cell:
+class RecipeOnNet:
     """One recipe on one net. change: stats.Equivalence of the held-out loss, in percent of fp32's."""
 
     arm: object
@@ -124,12 +125,12 @@ class Cell:
     @property
     def error(self):
         """The standard error of the mean."""
-        return self.half / stats.quantile(self.pairs)
+        return self.half / stats.errors_in_half_interval(self.pairs)
 
     @property
     def counts(self):
         """Whether there are enough pairs to say anything."""
-        return self.pairs >= LEAST
+        return self.pairs >= FEWEST_PAIRS
 
     @property
     def side(self):
@@ -142,7 +143,7 @@ class Cell:
 
 
 @dataclasses.dataclass
-class Row:
+class NetRow:
     net: str
     parameters: int
     numbers: list  # of the experiments that its cells come from
@@ -152,13 +153,13 @@ class Row:
 # ---- Finding the cells -------------------------------------------------------------------------------------
 
 
-def recipe_of(arm, base):
-    """The key of RECIPES that an arm adds to its baseline, or None."""
+def recipe_of_arm(arm, base):
+    """The key of RECIPE_TITLES that an arm adds to its baseline, or None."""
     own, against = Counter(recipe_flags(arm)), Counter(recipe_flags(base))
     if against - own:
         return None
     added = sorted((own - against).elements())
-    for flags in RECIPES:
+    for flags in RECIPE_TITLES:
         if sorted(flags.split()) == added:
             return flags
     return None
@@ -166,8 +167,8 @@ def recipe_of(arm, base):
 
 def recipe_flags(arm):
     flags = training_flags(arm.trained)
-    at = flags.index(EMULATED[0]) if EMULATED[0] in flags else None
-    if at is not None and flags[at + 1] == EMULATED[1]:
+    at = flags.index(EMULATED_FLAGS[0]) if EMULATED_FLAGS[0] in flags else None
+    if at is not None and flags[at + 1] == EMULATED_FLAGS[1]:
         del flags[at : at + 2]
     return flags
 
@@ -176,19 +177,21 @@ def cell_of(experiment, arm, known):
     """(recipe, Cell) of an arm, or None where it is no recipe beside fp32 with a held-out loss."""
     base = experiment.arm(arm.baseline)
     samples_alone = arm.source.of and arm.source.flags
-    if arm is base or samples_alone or weights_of(arm) != weights_of(base):
+    if arm is base or samples_alone or weights_of_score(arm) != weights_of_score(base):
         return None
-    recipe = recipe_of(arm, base)
+    recipe = recipe_of_arm(arm, base)
     if recipe is None:
         return None
     kind, pairs, change = loss_comparison(experiment, arm, known)
     if change is None or kind != "held-out loss":
         return None
-    return recipe, Cell(arm, pairs, change)
+    return recipe, RecipeOnNet(arm, pairs, change)
 
 
-def rows(experiments, known):
-    """[Row] in the order of NETS; nets without a name there come last, under that of their fp32 arm."""
+def overview_rows(experiments, known):
+    """[NetRow] in the order of NETS_OF_BASELINES; nets without a name there come last, under that of their
+    fp32 arm.
+    """
     found = {}
     for experiment in experiments:
         for arm in experiment.arms:
@@ -200,46 +203,46 @@ def rows(experiments, known):
             cells = found.setdefault(f"{source.experiment.number}/{source.name}", {})
             if recipe not in cells or cell.pairs > cells[recipe].pairs:
                 cells[recipe] = cell
-    named = [row_of(name, found.pop(name)) for name in NETS if name in found]
-    return named + [row_of(name, cells) for name, cells in found.items()]
+    named = [net_row(name, found.pop(name)) for name in NETS_OF_BASELINES if name in found]
+    return named + [net_row(name, cells) for name, cells in found.items()]
 
 
-def row_of(name, cells):
-    net, parameters = NETS.get(name, (name, 0))
+def net_row(name, cells):
+    net, parameters = NETS_OF_BASELINES.get(name, (name, 0))
     numbers = {cell.arm.experiment.number for cell in cells.values()}
-    return Row(net, parameters, sorted(numbers), cells)
+    return NetRow(net, parameters, sorted(numbers), cells)
 
 
 # ---- What the pages show -----------------------------------------------------------------------------------
 
 
-def said(cell):
+def change_text(cell):
     """'+0.36 ±0.04', bold where the interval lies above 0, followed by the pairs unless they are six."""
     if cell is None:
         return ""
     decimals = 1 if abs(cell.change.mean) >= 10 else 2
     text = f"{cell.change.mean:+.{decimals}f} ±{cell.half:.{decimals}f}"
-    if cell.pairs != USUAL:
+    if cell.pairs != USUAL_PAIRS:
         text += f" ({cell.pairs})"
     return f"**{text}**" if cell.side == "worse" else text
 
 
-def table(experiments, known):
+def overview_table(experiments, known):
     """Markdown: nets down, recipes across; the last rows sum up each recipe."""
-    found = rows(experiments, known)
-    lines = [["net and data", *RECIPES.values(), "pages"]]
+    found = overview_rows(experiments, known)
+    lines = [["net and data", *RECIPE_TITLES.values(), "pages"]]
     for row in found:
-        cells = [said(row.cells.get(recipe)) for recipe in RECIPES]
+        cells = [change_text(row.cells.get(recipe)) for recipe in RECIPE_TITLES]
         lines.append([row.net, *cells, " ".join(f"[{number}]" for number in row.numbers)])
     together, median, worse = ["**all nets together**"], ["median of the nets"], ["nets above 0"]
-    for recipe in RECIPES:
+    for recipe in RECIPE_TITLES:
         over_nets = summary(found, recipe)
         together.append(pooled_words(over_nets))
         median.append(f"{over_nets.median:+.2f}" if over_nets else "")
         worse.append(f"{over_nets.worse} of {over_nets.nets}" if over_nets else "")
     for line in (together, median, worse):
         lines.append([*line, ""])
-    return compact(lines)
+    return compact_table(lines)
 
 
 @dataclasses.dataclass
@@ -290,7 +293,7 @@ def pooled_words(over_nets):
 def figure_of(words, rows):
     """'stochastic.median' -> '-0.01 %': a figure of a Summary, by what the tables call the recipe."""
     name, _, figure = words.rpartition(".")
-    named = {title: recipe for recipe, title in RECIPES.items()}
+    named = {title: recipe for recipe, title in RECIPE_TITLES.items()}
     if name not in named or figure not in Summary.__dataclass_fields__:
         raise Refused(f"{{all: {words}}}: no such recipe or figure")
     over_nets = summary(rows, named[name])
@@ -308,7 +311,7 @@ def on_the_largest_net(recipe, experiments, known):
     Of two records of it the one with more pairs.
     """
     having = []
-    for row in rows(experiments, known):
+    for row in overview_rows(experiments, known):
         if recipe in row.cells and row.cells[recipe].counts:
             having.append(row)
     row = max(having, key=lambda row: (row.parameters, row.cells[recipe].pairs))
@@ -324,22 +327,22 @@ def on_the_largest_net(recipe, experiments, known):
 
 # ---- The figure --------------------------------------------------------------------------------------------
 
-DRAWN = ("--bf16", "--pure_bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan --stochastic")
-DRAWN += ("--pure_bf16 --master split", "--pure_bf16 --stochastic --opt8bit")
+DRAWN_RECIPES = ("--bf16", "--pure_bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan --stochastic")
+DRAWN_RECIPES += ("--pure_bf16 --master split", "--pure_bf16 --stochastic --opt8bit")
 
 
-def figure_data(experiments, known):
+def overview_data(experiments, known):
     """{"recipes": [title], "rows": [{"net", "cells"}]} of the main recipes.
 
     cells: [mean, low, high, pairs] for each recipe, or None.
     """
     drawn = []
-    for row in rows(experiments, known):
+    for row in overview_rows(experiments, known):
         cells = []
-        for recipe in DRAWN:
+        for recipe in DRAWN_RECIPES:
             cell = row.cells.get(recipe)
             change = cell.change if cell else None
             cells.append([change.mean, change.low, change.high, cell.pairs] if cell else None)
         if any(cells):
             drawn.append({"net": row.net, "cells": cells})
-    return {"recipes": [RECIPES[recipe] for recipe in DRAWN], "rows": drawn}
+    return {"recipes": [RECIPE_TITLES[recipe] for recipe in DRAWN_RECIPES], "rows": drawn}

@@ -10,7 +10,7 @@ import statistics
 
 from experiments.log import figures, second, stats, tables
 from experiments.log.analysis import (
-    WAITS,
+    WAITING_VERDICT,
     across,
     comparison,
     finite_scores,
@@ -21,24 +21,24 @@ from experiments.log.analysis import (
     machine_of,
     needed,
 )
-from experiments.log.curves import factorials, ranges
-from experiments.log.definition import MARKS
-from experiments.log.records import noted
-from experiments.log.tables import cell, decimals_of, markdown, percent
+from experiments.log.curves import factorials, generation_ranges
+from experiments.log.definition import MARK_TEXTS
+from experiments.log.records import noted_checks
+from experiments.log.tables import decimals_of, figure_text, markdown_table, percent
 from lowprec.errors import Refused
 
-CORES = 2  # that the cost to reproduce is quoted for
+CORES_OF_A_MACHINE = 2  # that the cost to reproduce is quoted for
 TERMS = "[terms](../../EXPERIMENTS.md#terms)"
 
 # ---- Parts that are replaced -------------------------------------------------------------------------------
 
 
-def edges(name):
+def edges_of_part(name):
     return f"<!-- generated: {name} begin -->", f"<!-- generated: {name} end -->"
 
 
-def replaced(text, name, body, where):
-    begin, end = edges(name)
+def with_part(text, name, body, where):
+    begin, end = edges_of_part(name)
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise Refused(f"{where}: '{begin}' and '{end}' must each stand there once, in this order")
     return text[: text.index(begin) + len(begin)] + f"\n{body}\n" + text[text.index(end) :]
@@ -46,22 +46,22 @@ def replaced(text, name, body, where):
 
 def empty_page():
     """README.md of an experiment that has none: its parts, and headings for the prose."""
-    results, last = "\n".join(edges("results")), "\n".join(edges("verdict"))
+    results, last = "\n".join(edges_of_part("results")), "\n".join(edges_of_part("verdict"))
     return f"{results}\n\n## What happened\n\n## What follows\n\n{last}\n"
 
 
-def page(experiment, known, old=""):
+def experiment_page(experiment, known, old=""):
     """README.md of an experiment, with the prose of the one that is there."""
     where = f"{experiment.folder.name}/README.md"
-    used = looked(experiment, old)
-    text = replaced(old or empty_page(), "results", results(experiment, known, used), where)
-    return replaced(text, "verdict", conclusion(experiment), where)
+    used = pairs_looked_at(experiment, old)
+    text = with_part(old or empty_page(), "results", results_part(experiment, known, used), where)
+    return with_part(text, "verdict", conclusion_part(experiment), where)
 
 
 # ---- Looks -------------------------------------------------------------------------------------------------
 
 
-def looked(experiment, old):
+def pairs_looked_at(experiment, old):
     """Pairs at which verdicts were read, by the page that is there; Refused if it was its only look, and
     seeds were added since.
     """
@@ -111,7 +111,7 @@ def looks_told(experiment, known):
 # ---- The page of an experiment -----------------------------------------------------------------------------
 
 
-def results(experiment, known, used=0):
+def results_part(experiment, known, used=0):
     """The generated part above the prose."""
     e = experiment
     here = list(needed(e, known).values())
@@ -121,30 +121,30 @@ def results(experiment, known, used=0):
         parts.append(f"**What was believed.** {e.believed}")
     parts.append(f"**Prediction, written before the runs.** {e.prediction.strip()}")
     if here:
-        parts.append(tables.shown(rows, e))
+        parts.append(tables.shown_columns(rows, e))
         parts.append(
             f"A difference is arm minus baseline, paired by seed; EXPERIMENTS.md has the {TERMS}. "
             "More columns (training loss, last weights, seconds, p) are in [table.csv](table.csv)."
         )
-    parts.append("\n".join(f"- {sentence}" for sentence in facts(e, known, here)))
-    if told := second.reading(e, known):
+    parts.append("\n".join(f"- {sentence}" for sentence in facts_told(e, known, here)))
+    if told := second.second_reading(e, known):
         parts.append(told)
     failed = [f"- {r['arm']}, seed {r['seed']}: {r['failed']}" for r in here if "failed" in r]
     if failed:
         parts.append("Runs that failed:\n\n" + "\n".join(failed))
     parts += map(effects_table, factorials(e, known))
-    if traces := ranges(e, known):
+    if traces := generation_ranges(e, known):
         parts.append(ranges_table(traces))
     for name, (_, _, title) in figures.FIGURES.items():
         if (e.folder / f"{name}.png").exists():
             parts.append(f"![{title}]({name}.png)")
     parts.append(arms_told(e, rows))
-    if done := max(used, complete(e, known)):
+    if done := max(used, complete_pairs(e, known)):
         parts.append(f"<!-- looked at {done} pairs -->")
     return "\n\n".join(parts)
 
 
-def complete(experiment, known):
+def complete_pairs(experiment, known):
     """len(seeds) once an arm has all its pairs: its verdict was read."""
     full = len(experiment.seeds)
     for arm in experiment.arms:
@@ -153,7 +153,7 @@ def complete(experiment, known):
     return 0
 
 
-def conclusion(experiment):
+def conclusion_part(experiment):
     return f"**Verdict.** {experiment.verdict.strip().rstrip('.') or 'None yet'}."
 
 
@@ -166,7 +166,7 @@ def arms_told(experiment, rows):
     return f"{head}\n\nCommon: `{common or 'none'}`\n\n" + "\n".join(told) + f"\n\n</details>\n\n{ways}"
 
 
-def facts(experiment, known, here):
+def facts_told(experiment, known, here):
     """Sentences about margin, levels, looks, machines and the records `here` of the runs."""
     e = experiment
     digits = decimals_of(e.margin)
@@ -174,23 +174,23 @@ def facts(experiment, known, here):
     base = finite_scores(e, e.arm(e.baseline), known)
     sd = statistics.stdev(base) if len(base) > 1 else 0
     if sd > 0:
-        said.append(f"The baseline's standard deviation over seeds is {cell(sd, digits)}.")
-    marks = [f"{name} score {cell(level, digits)}" for name, level in levels(e, known).items()]
+        said.append(f"The baseline's standard deviation over seeds is {figure_text(sd, digits)}.")
+    marks = [f"{name} score {figure_text(level, digits)}" for name, level in levels(e, known).items()]
     if marks:
         said.append(f"For scale: {', '.join(marks)}.")
     said += looks_told(e, known)
-    if told := together(e, known):
+    if told := holm_told(e, known):
         said.append(told)
     said += fewer_seeds(e, known)
     if told := two_kinds_of_cpu(e, known):
         said.append(told)
-    return [*said, *marks_told(e, known), *runs_told(e, here), *map(check_told, noted(e))]
+    return [*said, *marks_told(e, known), *runs_told(e, here), *map(check_told, noted_checks(e))]
 
 
 def marks_told(experiment, known):
     """Sentences on the arms of which git does not show that all was fixed before the results."""
     told = []
-    for mark, said in MARKS.items():
+    for mark, said in MARK_TEXTS.items():
         names = [arm.name for arm in experiment.arms if arm.marked == mark]
         if names:
             told.append(f"{said}: {', '.join(names)}.")
@@ -226,7 +226,7 @@ def runs_told(experiment, here):
     said = f"{len(here)} of {expected} runs, {machines}."
     if not here:
         return [said]
-    told = [f"{said} Cost of these records: {cost(here)}."]
+    told = [f"{said} Cost of these records: {cost_text(here)}."]
     if any("of" in record and "trained_on" not in record for record in here):
         told.append("Records of arms that only sample name the machine and commit of the training here.")
     commits = sorted(set(map(commit_words, here)))
@@ -275,12 +275,12 @@ def harm_of_nearest(experiment, known):
     return None
 
 
-def together(experiment, known):
+def holm_told(experiment, known):
     """How many verdicts stand after Holm's correction, where many stand together."""
     differ, equal, loss, levels_read = [], [], [], []
     for arm in experiment.arms:
         n, result = comparison(experiment, arm, known)
-        if arm.name == arm.baseline or not result or result.verdict == WAITS:
+        if arm.name == arm.baseline or not result or result.verdict == WAITING_VERDICT:
             continue
         differ.append(result.p_difference)
         equal.append(result.p_equal)
@@ -332,12 +332,12 @@ def arm_that_reads(experiment, source, metric):
 def effects_table(group):
     rows = [["factor", "times", "from", "to"]]
     for name, *numbers in group["effects"]:
-        rows.append([name, *(cell(x, 2) for x in numbers)])
+        rows.append([name, *(figure_text(x, 2) for x in numbers)])
     said = (
         f"{group['title'].capitalize()}: what each factor multiplies the score by, averaged over the others, "
         f"with its 95 % interval; of a pair, what the second's fault multiplies the first's effect by."
     )
-    return f"{said}\n\n{markdown(rows)}"
+    return f"{said}\n\n{markdown_table(rows)}"
 
 
 def ranges_table(traces):
@@ -354,17 +354,17 @@ def ranges_table(traces):
         for kind in keys.values():
             values = [step[kind] for step in trace if kind in step]
             ends = values[:: max(1, len(values) - 1)]
-            row.append(" → ".join(cell(v, 2) for v in ends))
+            row.append(" → ".join(figure_text(v, 2) for v in ends))
         rows.append(row)
-    return "Ranges of generation, first step → last, mean over seeds:\n\n" + markdown(rows)
+    return "Ranges of generation, first step → last, mean over seeds:\n\n" + markdown_table(rows)
 
 
-def cost(records):
+def cost_text(records):
     """'12 min on 2 cores + 3 min on NVIDIA ...'"""
     seconds = {}
     for record in records:
         gpu = record.get("env", {}).get("gpu")
-        where, share = (gpu, 1) if gpu else (f"{CORES} cores", CORES)
+        where, share = (gpu, 1) if gpu else (f"{CORES_OF_A_MACHINE} cores", CORES_OF_A_MACHINE)
         spent = record.get("seconds", 0) + record.get("scoring_seconds", 0)
         seconds[where] = seconds.get(where, 0) + spent / share
     parts = []

@@ -4,7 +4,7 @@ A comparison is found by its flags: the baseline has none of precision, and the 
 several arms hold the same comparison, the one with the most pairs stands. lowprec/evidence.py has the
 columns.
 
-    text(experiments, known)      what the file holds, with speeds of benchmarks and what others found
+    evidence_text(experiments, known)     what the file holds, with speeds of benchmarks and what others found
 """
 
 import json
@@ -13,9 +13,9 @@ import statistics
 from benchmarks.common import RECIPES, rows_by
 from experiments.log import overview, stats
 from experiments.log.analysis import HELD_OUT, loss_comparison
-from experiments.log.definition import ROOT, command
-from experiments.log.speed_tables import BENCH, H100_COMPILED, milliseconds, rows_of
-from experiments.run import flags_of
+from experiments.log.definition import ROOT, run_command_words
+from experiments.log.speed_tables import BENCH, H100_COMPILED, milliseconds, rows_of_record
+from experiments.run import flags_of_words
 from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
 from lowprec.evidence import (
     DEFAULT_OF_FLAG,
@@ -30,17 +30,17 @@ from lowprec.evidence import (
     short_count,
 )
 
-PATH = ROOT / "lowprec" / "evidence.json"
+EVIDENCE_FILE = ROOT / "lowprec" / "evidence.json"
 CAUTION = (
     "Nets of 0.1 to 4.2 million parameters, and one of 32 million on an H100, most on images of 8x8 pixels, "
     "a few thousand steps, at a learning rate chosen for fp32. Nobody drew these nets at random, and pooling "
     "them was not planned."
 )
-WEIGHTS = {"ema": "average", "raw": "last"}  # what a record calls them: what a row does
+WEIGHTS_NAMES = {"ema": "average", "raw": "last"}  # what a record calls them: what a row does
 # flags in which a recipe and its fp32 may differ without being another training; of folders
 # of runs each may have its own
-FOLDERS = ("finetune", "teacher", "vae")
-BESIDE = {"seed", "name", "optimizer", "fp8_backend", "average", "weights", *DEFAULT_OF_FLAG, *FOLDERS}
+FOLDER_FLAGS = ("finetune", "teacher", "vae")
+MAY_DIFFER = {"seed", "name", "optimizer", "fp8_backend", "average", "weights", *DEFAULT_OF_FLAG, *FOLDER_FLAGS}
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------
@@ -55,17 +55,17 @@ class Trainings:
 
     def flags(self, arm):
         if arm not in self.known:
-            words = command(arm, arm.experiment.seeds[0])
+            words = run_command_words(arm, arm.experiment.seeds[0])
             self.known[arm] = _flags(words[words.index("train.py") + 1 :])
         return self.known[arm]
 
     def named(self, experiments):
-        """Learn how large the nets are that overview.NETS names."""
+        """Learn how large the nets are that overview.NETS_OF_BASELINES names."""
         for experiment in experiments:
             for arm in experiment.arms:
                 name = f"{experiment.number}/{arm.name}"
-                if name in overview.NETS:
-                    self.parameters[net_of(self.flags(arm.trained))] = overview.NETS[name][1]
+                if name in overview.NETS_OF_BASELINES:
+                    self.parameters[net_of(self.flags(arm.trained))] = overview.NETS_OF_BASELINES[name][1]
 
 
 def net_of(flags):
@@ -84,7 +84,7 @@ def recipe_beside_fp32(experiment, arm, trainings):
     if recipe_key(plain) != FP32 or recipe_key(own) == FP32:
         return None
     unlike = {name for name in own if own[name] != plain[name]}
-    return (own, plain) if unlike <= BESIDE else None
+    return (own, plain) if unlike <= MAY_DIFFER else None
 
 
 def comparisons(experiments, known):
@@ -98,11 +98,11 @@ def comparisons(experiments, known):
             if both is None:
                 continue
             base = experiment.arm(arm.baseline).trained
-            for weights in WEIGHTS:
+            for weights in WEIGHTS_NAMES:
                 kind, pairs, change = loss_comparison(experiment, arm, known, weights)
                 if change is None or kind != HELD_OUT:
                     continue
-                row = row_of(arm, both[0], weights, pairs, change, trainings)
+                row = evidence_row(arm, both[0], weights, pairs, change, trainings)
                 same = base, row.recipe, row.optimizer, weights
                 if same not in found or pairs > found[same].pairs:
                     found[same] = row
@@ -110,14 +110,14 @@ def comparisons(experiments, known):
 
 
 def _flags(words):
-    """run.flags_of, wherever this process stands: a task of a file lies in the repository."""
+    """run.flags_of_words, wherever this process stands: a task of a file lies in the repository."""
     if "--task" not in words:
-        return flags_of(words)
+        return flags_of_words(words)
     at = words.index("--task") + 1
     spec = words[at]
     if ".py:" in spec:
         words = [*words[:at], str(ROOT / spec), *words[at + 1 :]]
-    return {**flags_of(words), "task": spec}
+    return {**flags_of_words(words), "task": spec}
 
 
 def _task(spec):
@@ -127,7 +127,7 @@ def _task(spec):
     return strategies.find_task(spec if spec in strategies.TASKS else str(ROOT / spec))
 
 
-def row_of(arm, flags, weights, pairs, change, trainings):
+def evidence_row(arm, flags, weights, pairs, change, trainings):
     data = flags["data"] or _task(flags["task"]).implied["data"]
     return EvidenceRow(
         kind=KIND_OF_MODEL[flags["model"]],
@@ -144,25 +144,25 @@ def row_of(arm, flags, weights, pairs, change, trainings):
         low=round(change.low, 3),
         high=round(change.high, 3),
         pairs=pairs,
-        weights=WEIGHTS[weights],
+        weights=WEIGHTS_NAMES[weights],
         experiment=arm.trained.experiment.number,
     )
 
 
 # ---- All nets together -------------------------------------------------------------------------------------
 
-FEWEST = 3  # rows; of two the interval says nothing
+FEWEST_ROWS = 3  # rows; of two the interval says nothing
 
 
-def pool(rows):
-    """[Pooled] of the recipes that FEWEST rows or more have, by recipe, optimiser and weights."""
+def pooled_rows(rows):
+    """[Pooled] of the recipes that FEWEST_ROWS rows or more have, by recipe, optimiser and weights."""
     groups = {}
     for row in rows:
         if row.pairs >= LEAST_PAIRS:
             groups.setdefault((row.recipe, row.optimizer, row.weights), []).append(row)
     found = []
     for name, of_recipe in groups.items():
-        if len(of_recipe) >= FEWEST:
+        if len(of_recipe) >= FEWEST_ROWS:
             found.append(pooled_row(*name, of_recipe))
     return found
 
@@ -171,7 +171,7 @@ def pooled_row(recipe, optimizer, weights, rows):
     means, errors, nets, pairs, worse = [], [], set(), 0, 0
     for row in rows:
         means.append(row.change)
-        error = (row.high - row.low) / 2 / stats.quantile(row.pairs)
+        error = (row.high - row.low) / 2 / stats.errors_in_half_interval(row.pairs)
         errors.append(max(error, 1e-4))  # rounded ends of an interval may fall together
         nets.add((row.kind, row.task, row.data, row.parameters))
         pairs += row.pairs
@@ -200,19 +200,19 @@ def pooled_row(recipe, optimizer, weights, rows):
 
 # ---- Speeds ------------------------------------------------------------------------------------------------
 
-TIMED = (  # (record of experiments/bench, the recipe that has speed 1, that in words, how all ran)
+TIMED_RECORDS = (  # (record of experiments/bench, the recipe that has speed 1, that in words, how all ran)
     ("cpu-training-64x64", "fp32", "fp32", "not compiled"),
     ("cpu-training-8x8", "fp32", "fp32", "not compiled"),
     (H100_COMPILED, "tf32", "fp32 with TF32", "compiled"),
 )
 
 
-def speeds():
+def measured_speeds():
     """[Speed], one a net of a record."""
     found = []
-    for record, reference, against, how in TIMED:
+    for record, reference, against, how in TIMED_RECORDS:
         hardware = hardware_of(record)
-        for net, rows in rows_by(rows_of(record), "net").items():
+        for net, rows in rows_by(rows_of_record(record), "net").items():
             kind, parameters = KIND_OF_MODEL[net.partition(":")[0]], rows[0]["parameters"]
             ratios = ratios_of(milliseconds(record, net), reference)
             found.append(Speed(hardware, kind, parameters, net, record, against, how, ratios))
@@ -239,7 +239,7 @@ def ratios_of(times, reference):
 
 # ---- What others found -------------------------------------------------------------------------------------
 
-OTHERS = (
+FOUND_BY_OTHERS = (
     Other(
         "pure_bf16",
         "torch's AdamW on bf16 weights, Qwen3-8B finetuned at lr 1e-4 for 220 steps: the training loss ends "
@@ -280,15 +280,15 @@ OTHERS = (
 # ---- The file ----------------------------------------------------------------------------------------------
 
 
-def lines(rows):
+def json_lines(rows):
     return ",\n".join(json.dumps(list(row), separators=(",", ":")) for row in rows)
 
 
-def text(experiments, known):
+def evidence_text(experiments, known):
     """What lowprec/evidence.json holds: a line a row."""
     rows = comparisons(experiments, known)
     head = f'{{"made_by": "python experiments/report.py",\n"caution": {json.dumps(CAUTION)},\n'
-    head += f'"speeds": [\n{lines(speeds())}\n],\n"others": [\n{lines(OTHERS)}\n],\n'
+    head += f'"measured_speeds": [\n{lines(measured_speeds())}\n],\n"others": [\n{lines(OTHERS)}\n],\n'
     of_rows = f'"columns": {json.dumps(EvidenceRow._fields)},\n"rows": [\n{lines(rows)}\n],\n'
     of_pool = f'"columns_pooled": {json.dumps(Pooled._fields)},\n"pooled": [\n{lines(pool(rows))}\n]}}\n'
     return head + of_rows + of_pool

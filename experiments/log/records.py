@@ -3,7 +3,7 @@
 A record holds the arm, the seed and the command, where it ran (env, commit, clean; of an arm that only
 samples also trained_on, where its training ran), and what came of it: scores {source of weights: {name:
 figure}}, the reference scores of real images and noise, seconds, final_loss, curves; or, of a run that
-failed, its last message. FIELDS says which of them a report relies on.
+failed, its last message. RECORD_FIELDS says which of them a report relies on.
 """
 
 import json
@@ -12,23 +12,23 @@ import statistics
 import sys
 from pathlib import Path
 
-from experiments.log.definition import RUNS, is_text, key, label, typed
+from experiments.log.definition import RUNS, is_text, run_key, run_label, typed_run
 from harness.files import read_json, read_lines, write_atomically
 from harness.run_folder import environment, read_metrics
 from lowprec.errors import Refused
 
-MACHINE = ("cpu", "gpu", "bf16", "torch", "python")
-CODE = ("commit", "clean")
-CURVES = ("step", "loss", "update_survival", "exp_avg_sq_moved", "ema_moved", "loss_scale")
+MACHINE_KEYS = ("cpu", "gpu", "bf16", "torch", "python")
+CODE_KEYS = ("commit", "clean")
+CURVE_KEYS = ("step", "loss", "update_survival", "exp_avg_sq_moved", "ema_moved", "loss_scale")
 
 # ---- What a record is --------------------------------------------------------------------------------------
 
 
-LARGEST = 2**53  # counts beyond it are no counts: float64 can't tell them apart
+LARGEST_COUNT = 2**53  # counts beyond it are no counts: float64 can't tell them apart
 
 
 def is_whole(x):
-    return type(x) is int and 0 <= x < LARGEST
+    return type(x) is int and 0 <= x < LARGEST_COUNT
 
 
 def is_number(x):
@@ -36,33 +36,33 @@ def is_number(x):
     return type(x) is float or (type(x) is int and abs(x) < 2**63)
 
 
-def maybe(test):
+def is_none_or(test):
     return lambda x: x is None or test(x)
 
 
-def listing(test):
+def is_list_of(test):
     return lambda x: isinstance(x, list) and all(map(test, x))
 
 
-def table(test=lambda x: True):
+def is_dict_of(test=lambda x: True):
     """A dict whose keys are text and whose values pass `test`."""
     return lambda x: isinstance(x, dict) and all(map(is_text, x)) and all(map(test, x.values()))
 
 
 def is_numbers(x):
-    return table(is_number)(x)
+    return is_dict_of(is_number)(x)
 
 
 def is_curve(x):
-    return listing(maybe(is_number))(x)
+    return is_list_of(is_none_or(is_number))(x)
 
 
 def is_curves(x):
-    return table(is_curve)(x) and (not x or "step" in x)
+    return is_dict_of(is_curve)(x) and (not x or "step" in x)
 
 
 def is_trace(x):
-    return listing(is_numbers)(x)
+    return is_list_of(is_numbers)(x)
 
 
 def is_figure(name, x):
@@ -86,10 +86,10 @@ def is_figures(x):
 def is_environment(x):
     if not isinstance(x, dict):
         return False
-    return maybe(is_text)(x.get("cpu")) and maybe(is_text)(x.get("gpu"))
+    return is_none_or(is_text)(x.get("cpu")) and is_none_or(is_text)(x.get("gpu"))
 
 
-FIELDS = {  # key: (test, what it is, which records must have it)
+RECORD_FIELDS = {  # key: (test, what it is, which records must have it)
     "arm": (is_text, "the name of an arm", "all"),
     "seed": (is_whole, "a whole number", "all"),
     "command": (is_text, "the command of a run", "all"),
@@ -100,7 +100,7 @@ FIELDS = {  # key: (test, what it is, which records must have it)
     "seconds": (is_number, "a number", "finished"),
     "scoring_seconds": (is_number, "a number", "finished"),
     "bytes_per_parameter": (is_number, "a number", "finished"),
-    "activation_bytes": (maybe(is_number), "a number", "none"),
+    "activation_bytes": (is_none_or(is_number), "a number", "none"),
     "final_loss": (is_number, "a number", "finished"),
     "flops_share": (is_numbers, "a table of numbers", "none"),
     "gradient_snr": (is_numbers, "a table of numbers", "none"),
@@ -108,10 +108,10 @@ FIELDS = {  # key: (test, what it is, which records must have it)
 }
 
 
-def check(record, where):
+def check_record(record, where):
     """Raise Refused unless a report can rely on this record."""
     finished = "failed" not in record or "scores" in record
-    for name, (test, what, needed) in FIELDS.items():
+    for name, (test, what, needed) in RECORD_FIELDS.items():
         if name in record:
             if not test(record[name]):
                 raise Refused(f"{where} is no record of a run: its '{name}' is not {what}; mend or delete it")
@@ -122,7 +122,7 @@ def check(record, where):
 # ---- results.jsonl -----------------------------------------------------------------------------------------
 
 
-def read(path, repair=False):
+def read_records(path, repair=False):
     """Records of results.jsonl, [] without one.
 
     A half-written last line is left out with a warning, and cut off with `repair`.
@@ -134,7 +134,7 @@ def read(path, repair=False):
     lines = path.read_bytes().splitlines(keepends=True)
     numbers = [i for i, line in enumerate(lines, start=1) if line.strip()]
     for i, record in zip(numbers, records, strict=False):
-        check(record, f"{path}, line {i}")
+        check_record(record, f"{path}, line {i}")
     if len(records) < len(numbers):
         said = "the last line is half written and ignored; its run is repeated"
         print(f"warning: {path}: {said}", file=sys.stderr)
@@ -147,21 +147,21 @@ def read(path, repair=False):
     return records
 
 
-def append(experiment, record):
+def append_record(experiment, record):
     with open(experiment.folder / "results.jsonl", "a") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def note(arm, seed, same, said, record, machine):
+def note_check(arm, seed, same, said, record, machine):
     """Keep what a check of one run came to, in checks.jsonl beside the records."""
     found = dict(arm=arm.name, seed=seed, same=same, said=said, machine=machine)
-    for name in CODE:
+    for name in CODE_KEYS:
         found[name] = record.get(name)
     with open(arm.experiment.folder / "checks.jsonl", "a") as file:
         file.write(json.dumps(found) + "\n")
 
 
-def noted(experiment):
+def noted_checks(experiment):
     """The checks of an experiment; of several of one run on one kind of machine, the last.
 
     Raises Refused for a line that is none.
@@ -182,53 +182,53 @@ def recorded(experiment, repair=False):
     """
     path, found = experiment.folder / "results.jsonl", {}
     names = {arm.name for arm in experiment.arms}
-    for record in read(path, repair):
+    for record in read_records(path, repair):
         name, seed = record["arm"], record["seed"]
         if name not in names:
             raise Refused(
                 f"{path} holds arm '{name}', which experiment.toml lacks: put it back, or delete its lines"
             )
         arm = experiment.arm(name)
-        if record["command"] != typed(arm, seed):
+        if record["command"] != typed_run(arm, seed):
             raise Refused(
                 f"{path}: arm {name}, seed {seed} was run with other flags than experiment.toml has now: "
                 f"give the changed arm another name, or delete its lines"
             )
-        found[key(arm, seed)] = record
+        found[run_key(arm, seed)] = record
     return found
 
 
 # ---- From a run to its record ------------------------------------------------------------------------------
 
 
-def make(arm, seed, runs, code):
+def make_record(arm, seed, runs, code):
     """The record of a run that ended with this exit status, from the files in its folder.
 
     final_loss is the mean over the last tenth of the steps.
     """
-    record = {"arm": arm.name, "seed": seed, "command": typed(arm, seed)}
+    record = {"arm": arm.name, "seed": seed, "command": typed_run(arm, seed)}
     if arm.of:
         record["of"] = arm.of
-    folder = Path(runs) / label(arm.trained, seed)
+    folder = Path(runs) / run_label(arm.trained, seed)
     if (folder / "env.json").exists():
         env = read_json(folder / "env.json")
-        if not {*MACHINE, *CODE} <= set(env) or not is_environment(env):
+        if not {*MACHINE_KEYS, *CODE_KEYS} <= set(env) or not is_environment(env):
             raise Refused(f"{folder}/env.json tells of no machine: remove that folder, and run again")
         if arm.of:  # it was sampled here and now, whatever machine and code trained it
-            record["trained_on"] = picked(env, ("cpu", "gpu", "commit"))
+            record["trained_on"] = picked_keys(env, ("cpu", "gpu", "commit"))
             env = environment("cuda" if env["gpu"] else "cpu")
-        record["env"] = picked(env, MACHINE)
-        record |= picked(env, CODE)
+        record["env"] = picked_keys(env, MACHINE_KEYS)
+        record |= picked_keys(env, CODE_KEYS)
     final_loss, curves = _curves(folder / "metrics.jsonl")
     curves = {} if arm.of else {"curves": curves}
     if code != 0:
         return record | {"failed": _last_message(arm, seed, runs), "exit": code, "curves": {}} | curves
     record |= _results(arm, seed, folder) | {"final_loss": final_loss} | curves
-    check(record, f"what {folder} holds")
+    check_record(record, f"what {folder} holds")
     return record
 
 
-def picked(table, names):
+def picked_keys(table, names):
     return {name: table[name] for name in names}
 
 
@@ -237,15 +237,15 @@ def _results(arm, seed, folder):
     summary, ledger = read_json(folder / "summary.json"), {}
     result = summary
     if arm.of:
-        result = read_json(folder / "samples" / f"{label(arm, seed)}.json")
+        result = read_json(folder / "samples" / f"{run_label(arm, seed)}.json")
         ledger = result.get("ledger", {})
     elif (folder / "ledger.json").exists():
         ledger = read_json(folder / "ledger.json")
     if not is_scores(result.get("scores")) or not is_scores(result.get("reference")):
         raise Refused(f"{folder} holds scores that are none: remove that folder, and run again")
     found = {
-        "scores": of_each(_short_scores, result["scores"]),
-        "reference": of_each(_without_pixels, result["reference"]),
+        "scores": changed_values(_short_scores, result["scores"]),
+        "reference": changed_values(_without_pixels, result["reference"]),
         "seconds": 0.0 if arm.of else summary.get("seconds"),
         "scoring_seconds": result.get("scoring_seconds", 0.0),
     }
@@ -260,7 +260,7 @@ def _results(arm, seed, folder):
     return found
 
 
-def of_each(change, tables):
+def changed_values(change, tables):
     return {name: change(table) for name, table in tables.items()}
 
 
@@ -296,7 +296,7 @@ def _curves(path, most=30):
     last = [row["loss"] for row in rows if "loss" in row and row["step"] > 0.9 * rows[-1]["step"]]
     written = set().union(*rows)
     curves = {}
-    for name in CURVES:
+    for name in CURVE_KEYS:
         if name in written:
             curves[name] = [_short(row.get(name)) for row in kept]
     return sum(last) / max(1, len(last)), curves
@@ -307,7 +307,7 @@ def _short(x):
 
 
 def _last_message(arm, seed, runs):
-    log = Path(runs) / f"{label(arm, seed)}.log"
+    log = Path(runs) / f"{run_label(arm, seed)}.log"
     text = log.read_text(errors="replace").strip() if log.exists() else ""
     last = re.split(r"[\r\n]+", text)[-1]
     return last.removeprefix("train.py: ").replace(str(runs), RUNS) or "no message"
@@ -316,7 +316,7 @@ def _last_message(arm, seed, runs):
 # ---- What a record says ------------------------------------------------------------------------------------
 
 
-def value(record, metric):
+def figure_of_record(record, metric):
     """A figure of a finished run.
 
     A score, as in "ema.frechet", "0.9999:bf16.frechet", "raw.mean_dice", or a figure of the training, as in
@@ -335,7 +335,7 @@ def value(record, metric):
         raise Refused(f"{where}: no score '{metric}'; its record holds {', '.join(held)}") from None
 
 
-def compare(arm, old, new, records):
+def compare_records(arm, old, new, records):
     """(same, message) of a run made again, of the scores that the old record holds.
 
     On the same CPU they are the same to the last bit; elsewhere within 4 sd of the arm's seeds or 4 margins.
@@ -349,14 +349,14 @@ def compare(arm, old, new, records):
     moved = [name for name, x in figures.items() if repr(found.get(name)) != repr(x)]
     if not moved:
         return True, "all scores equal to the last bit"
-    a, b = value(old, arm.metric), value(new, arm.metric)
+    a, b = figure_of_record(old, arm.metric), figure_of_record(new, arm.metric)
     said = f"{arm.metric} {a:.6g} recorded (commit {short_commit(old)}), "
     said += f"{b:.6g} now (commit {short_commit(new)})"
     before, now = {**old.get("env", {}), "python": 0}, {**new.get("env", {}), "python": 0}
     if before == now and not now.get("gpu"):
         some = f"{len(moved)} of {len(figures)} scores differ, the first {moved[0]}"
         return False, f"{said}; {some}; same CPU and torch, where equal bits are expected"
-    spread = [value(record, arm.metric) for record in records if "failed" not in record]
+    spread = [figure_of_record(record, arm.metric) for record in records if "failed" not in record]
     sd = statistics.stdev(spread) if len(spread) > 2 else 0
     tolerance = 4 * max(arm.margin, sd)
     said += f"; another machine or torch than recorded, tolerance {tolerance:.3g}"

@@ -5,12 +5,12 @@ still hold a part of the initial weights. It was decided on after the results, a
 from experiments.log import stats
 from experiments.log.analysis import HELD_OUT, differences, loss_comparison, records_of
 from experiments.log.records import is_number
-from experiments.log.tables import cell, decimals_of, interval, markdown, percent
+from experiments.log.tables import decimals_of, figure_text, interval_text, markdown_table, percent
 
-LAST = "raw"  # what a record calls the last weights
+LAST_WEIGHTS = "raw"  # what a record calls the last weights
 
 
-def reading(experiment, known):
+def second_reading(experiment, known):
     """The paragraph and the table of an experiment with a `second_reading`, else ''."""
     if not experiment.second_reading:
         return ""
@@ -19,12 +19,12 @@ def reading(experiment, known):
     rows = [["arm", f"{score}: difference [95 % CI]", "achieved margin", f"{loss}, % [95 % CI]"]]
     for arm in experiment.arms:
         if arm.metric == experiment.metric and arm.name != arm.baseline:
-            rows += row(experiment, arm, name, known)
+            rows += second_row(experiment, arm, name, known)
     head = f"**Second reading, decided on after the results.** {experiment.second_reading.strip()}"
-    return f"{head}\n\n{markdown(rows)}"
+    return f"{head}\n\n{markdown_table(rows)}"
 
 
-def row(experiment, arm, name, known):
+def second_row(experiment, arm, name, known):
     """[[text]] of one arm; [] where its runs, or its baseline's, were not scored with their last weights."""
     own = last_scores(experiment, arm, name, known)
     base = last_scores(experiment, experiment.arm(arm.baseline), name, known)
@@ -34,17 +34,17 @@ def row(experiment, arm, name, known):
     result = stats.equivalence(changes, arm.margin, lower_is_better=arm.lower_is_better)
     digits = decimals_of(arm.margin)
     share = result.achieved / (sum(base.values()) / len(base))
-    achieved = f"{cell(result.achieved, digits)} ({percent(share)})"
-    kind, _, loss = loss_comparison(experiment, arm, known, LAST)
-    told = interval(loss, 2) if loss and kind == HELD_OUT else "-"
-    return [[arm.name, interval(result, digits), achieved, told]]
+    achieved = f"{figure_text(result.achieved, digits)} ({percent(share)})"
+    kind, _, loss = loss_comparison(experiment, arm, known, LAST_WEIGHTS)
+    told = interval_text(loss, 2) if loss and kind == HELD_OUT else "-"
+    return [[arm.name, interval_text(result, digits), achieved, told]]
 
 
 def last_scores(experiment, arm, name, known):
     """{seed: score} of the last weights."""
     found = {}
     for seed, record in records_of(experiment, arm, known).items():
-        score = record.get("scores", {}).get(LAST, {}).get(name)
+        score = record.get("scores", {}).get(LAST_WEIGHTS, {}).get(name)
         if is_number(score):
             found[seed] = score
     return found

@@ -1,7 +1,7 @@
 """The tables of docs/speed.md, from the records in experiments/bench. doc_tables.py puts them on the page.
 
-    tables()       {name of a table: a function that makes it}
-    rows_of(name)  the rows of a record
+    tables_of_speed()     {name of a table: a function that makes it}
+    rows_of_record(name)  the rows of a record
 """
 
 import functools
@@ -11,9 +11,9 @@ import statistics
 from benchmarks import first, gpu_record, largest_batch, loops, systems
 from benchmarks.common import BYTES_A_GIB
 from experiments.log.definition import HERE
-from experiments.log.tables import markdown
+from experiments.log.tables import markdown_table
 
-BENCH = HERE / "bench"
+BENCH_FOLDER = HERE / "bench"
 H100 = "gpu-nvidia-h100-80gb-hbm3"
 H100_COMPILED = "gpu-nvidia-h100-80gb-hbm3-compiled"
 H100_STATES = "gpu-nvidia-h100-80gb-hbm3-states"
@@ -26,9 +26,9 @@ H200_STATES = "gpu-nvidia-h200-states"
 
 
 @functools.cache
-def rows_of(name):
+def rows_of_record(name):
     """The rows of a benchmark's record."""
-    return json.loads((BENCH / f"{name}.json").read_text(encoding="utf-8"))["results"]
+    return json.loads((BENCH_FOLDER / f"{name}.json").read_text(encoding="utf-8"))["results"]
 
 
 def median_ms(rows, **wanted):
@@ -55,14 +55,14 @@ def milliseconds(record, net):
 def _milliseconds(record, net):
     return {
         row["recipe"]: statistics.median(row["ms"])
-        for row in rows_of(record)
+        for row in rows_of_record(record)
         if row["net"] == net and row.get("ms")
     }
 
 
 # ---- docs/speed.md -----------------------------------------------------------------------------------------
 
-OPTIMIZERS = {  # what the record calls it: (what the page calls it, how a bf16 write is protected)
+OPTIMIZER_ROWS = {  # what the record calls it: (what the page calls it, how a bf16 write is protected)
     "stochastic": ("ours, `--stochastic`", "stochastic: weights and both moments"),
     "kahan": ("ours, `--kahan`", "compensated"),
     "kahan-stochastic": ("ours, `--kahan --stochastic`", "compensated and stochastic"),
@@ -88,24 +88,24 @@ OPTIMIZERS = {  # what the record calls it: (what the page calls it, how a bf16 
 }
 
 
-OF_WHOLE_TENSORS = {  # those whose step is written by hand in part, which older records don't have so
+WHOLE_TENSOR_ROWS = {  # those whose step is written by hand in part, which older records don't have so
     "stochastic-adafactor": ("ours, `--stochastic --optimizer adafactor`", "stochastic: weights and moments"),
     "stochastic-muon": ("ours, `--stochastic --optimizer muon`", "stochastic: weights and momentum"),
 }
 
 
 def optimizers_table(record, shown):
-    rows = rows_of(record)
+    rows = rows_of_record(record)
     table = [["optimiser", "271 tensors of mixed sizes", "4 large tensors", "how a bf16 write is protected"]]
     for name, (said, protection) in shown.items():
         mixed = median_ms(rows, name=name, layout="mixed")
         large = median_ms(rows, name=name, layout="large")
         if mixed and large:
             table.append([said, f"{mixed:.1f}", f"{large:.1f}", protection])
-    return markdown(table)
+    return markdown_table(table)
 
 
-TRAINED = {  # (record, net): what the page calls it
+TRAINED_NETS = {  # (record, net): what the page calls it
     ("cpu-training-64x64", "unet:small:64:8"): "U-Net, 64 and 128 channels, 64x64 images",
     ("cpu-training-64x64", "dit:S/8:64:8"): "DiT S/8, 64x64 images",
     ("cpu-training-8x8", "unet:tiny:8:64"): "tiny U-Net, 8x8 images: overheads hide the gain",
@@ -115,17 +115,17 @@ TRAINED = {  # (record, net): what the page calls it
 
 def training_table():
     table = [["net", "`--bf16`", "`--pure_bf16 --stochastic`", "record in `experiments/bench/`"]]
-    for (record, net), said in TRAINED.items():
-        rows = rows_of(record)
+    for (record, net), said in TRAINED_NETS.items():
+        rows = rows_of_record(record)
         fp32 = median_ms(rows, net=net, recipe="fp32")
         speeds = []
         for recipe in ("bf16", "pure_bf16-stochastic"):
             speeds.append(f"{fp32 / median_ms(rows, net=net, recipe=recipe):.1f}")
         table.append([said, *speeds, f"`{record}.json`, `{net}`"])
-    return markdown(table)
+    return markdown_table(table)
 
 
-PRODUCTS = {"unet:tiny:8:64": "tiny U-Net, 8x8 images", "dit:tiny:8:64": "tiny DiT, 8x8 images"}
+PRODUCT_NETS = {"unet:tiny:8:64": "tiny U-Net, 8x8 images", "dit:tiny:8:64": "tiny DiT, 8x8 images"}
 
 
 def products_table():
@@ -136,45 +136,45 @@ def products_table():
         ("cpu-products", "pure_bf16-stochastic"),
         ("cpu-products-of-torch", "bf16"),
     )
-    for net, said in PRODUCTS.items():
+    for net, said in PRODUCT_NETS.items():
         speeds = []
         for record, recipe in columns:
-            fp32 = median_ms(rows_of(record), net=net, recipe="fp32")
-            speeds.append(f"{fp32 / median_ms(rows_of(record), net=net, recipe=recipe):.2f}")
+            fp32 = median_ms(rows_of_record(record), net=net, recipe="fp32")
+            speeds.append(f"{fp32 / median_ms(rows_of_record(record), net=net, recipe=recipe):.2f}")
         table.append([said, *speeds])
-    return markdown(table)
+    return markdown_table(table)
 
 
 def loops_table(net):
-    rows = [row for row in rows_of("cpu-peers") if row["net"] == net]
+    rows = [row for row in rows_of_record("cpu-peers") if row["net"] == net]
     return loops.net_table(rows).replace("| loop |", f"| {net} |", 1)
 
 
 def bare_and_ours_table(record):
     """Speeds of the bare loop and of ours, a column a net."""
     ratios = {}
-    for row in rows_of(record):
+    for row in rows_of_record(record):
         ratios[row["loop"], row["kind"], row["net"]] = f"{row['ratio']:.2f}"
     table = [["loop", *loops.LOOP_NETS]]
     for kind in ("fp32", "bf16", "bf16 weights"):
         for loop in ("bare loop", "ours"):
             table.append([f"{loop}, {kind}", *(ratios[loop, kind, net] for net in loops.LOOP_NETS)])
-    return markdown(table)
+    return markdown_table(table)
 
 
 def systems_table(name):
-    return systems.system_table([row for row in rows_of("cpu-systems") if row["table"] == name])
+    return systems.system_table([row for row in rows_of_record("cpu-systems") if row["table"] == name])
 
 
 def gpu_table(record, net):
-    whole = json.loads((BENCH / f"{record}.json").read_text(encoding="utf-8"))
+    whole = json.loads((BENCH_FOLDER / f"{record}.json").read_text(encoding="utf-8"))
     rows = [row for row in whole["results"] if row["net"] == net]
     return gpu_record.docs_table({**whole, "results": rows})
 
 
 def gpu_peaks_table():
     """Peak memory of a compiled step on an H200: a row a recipe, a column a net."""
-    rows = rows_of(H200)
+    rows = rows_of_record(H200)
     nets = list(dict.fromkeys(row["net"] for row in rows))
     titles = [f"{gpu_record.GPU_NET_TITLES[net]}, batch of {net.rpartition(':')[2]}" for net in nets]
     table = [["peak GiB, compiled", *titles]]
@@ -184,25 +184,25 @@ def gpu_peaks_table():
             found = [row["peak_bytes"] for row in rows if row["net"] == net and row["recipe"] == name]
             peaks.append(f"{found[0] / BYTES_A_GIB:.2f}" if found else "-")
         table.append([f"`{name}`", *peaks])
-    return markdown(table)
+    return markdown_table(table)
 
 
 # ---- The page -------------------------------------------------------------------------------------------
 
 
-def tables():
+def tables_of_speed():
     """{name of a table: a function that makes it}."""
     found = {
-        "optimizers": functools.partial(optimizers_table, "cpu-optimizers", OPTIMIZERS),
+        "optimizers": functools.partial(optimizers_table, "cpu-optimizers", OPTIMIZER_ROWS),
         "optimizers amd": functools.partial(
-            optimizers_table, "cpu-optimizers-amd", {**OPTIMIZERS, **OF_WHOLE_TENSORS}
+            optimizers_table, "cpu-optimizers-amd", {**OPTIMIZER_ROWS, **WHOLE_TENSOR_ROWS}
         ),
-        "optimizers avx2": functools.partial(optimizers_table, "cpu-optimizers-avx2", OPTIMIZERS),
+        "optimizers avx2": functools.partial(optimizers_table, "cpu-optimizers-avx2", OPTIMIZER_ROWS),
         "training": training_table,
         "products": products_table,
         "peers amd": functools.partial(bare_and_ours_table, "cpu-peers-amd"),
-        "first": lambda: first.table(rows_of("cpu-first")),
-        "tasks": lambda: loops.task_speeds_table(rows_of("cpu-tasks")),
+        "first": lambda: first.table(rows_of_record("cpu-first")),
+        "tasks": lambda: loops.task_speeds_table(rows_of_record("cpu-tasks")),
         "gpu": functools.partial(gpu_table, H100, "dit:B/2:32:64"),
         "gpu compiled DiT": functools.partial(gpu_table, H100_COMPILED, "dit:XL/2:64:8"),
         "gpu compiled U-Net": functools.partial(gpu_table, H100_COMPILED, "unet:base:64:32"),
@@ -210,7 +210,9 @@ def tables():
         "gpu states DiT": functools.partial(gpu_table, H200_STATES, "dit:XL/2:64:8"),
         "gpu states U-Net": functools.partial(gpu_table, H200_STATES, "unet:base:64:32"),
         "gpu peaks": gpu_peaks_table,
-        "gpu batch": lambda: largest_batch.table(rows_of(H100_BATCH) + rows_of(H100_BATCH_OF_UNET)),
+        "gpu batch": lambda: largest_batch.table(
+            rows_of_record(H100_BATCH) + rows_of_record(H100_BATCH_OF_UNET)
+        ),
     }
     for net in loops.LOOP_NETS:
         found[f"peers {net}"] = functools.partial(loops_table, net)

@@ -62,8 +62,8 @@ def _equivalence(differences, margin, alpha, lower_is_better):
     else:
         verdict = "undecided"
     smallest = sd * _smallest_effect(n, alpha)
-    p_difference = 2 * _tail(abs(mean), error, n)
-    p_equal = _tail(margin - abs(mean), error, n)
+    p_difference = 2 * _tail_of_t(abs(mean), error, n)
+    p_equal = _tail_of_t(margin - abs(mean), error, n)
     return Equivalence(mean, low, high, verdict, smallest, achieved, p_difference, p_equal)
 
 
@@ -74,7 +74,7 @@ def _smallest_effect(n, alpha):
     return optimize.brentq(lambda effect: _power(effect, n, alpha) - 0.8, 0, most)
 
 
-def _tail(distance, error, n):
+def _tail_of_t(distance, error, n):
     """Probability that a t of n - 1 degrees of freedom lies that many standard errors up."""
     if error == 0:
         return 0.5 if distance == 0 else float(distance < 0)
@@ -94,7 +94,7 @@ def holm(ps, alpha: float = 0.05) -> int:
     return kept
 
 
-def quantile(pairs: int) -> float:
+def errors_in_half_interval(pairs: int) -> float:
     """How many standard errors half of the 95 % interval of a mean of so many differences is."""
     return float(stats.t.isf(0.025, pairs - 1))
 
@@ -119,7 +119,7 @@ def random_effects(means, errors):
     mean = (weights * m).sum() / weights.sum()
     widened = (weights * (m - mean).square()).sum() / (count - 1)
     error = (widened.clamp(min=1) / weights.sum()).sqrt()
-    return mean.item(), quantile(count) * error.item()
+    return mean.item(), errors_in_half_interval(count) * error.item()
 
 
 def family_level(pairs, levels) -> float:

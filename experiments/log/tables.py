@@ -1,8 +1,8 @@
 """The table of an experiment: what its page shows of each arm, and what a file beside it keeps.
 
-columns(experiment, known)     [{column: text}] of the arms, every column that there is
-shown(rows, experiment)        Markdown of the few that a reader compares by
-csv_text(rows)                 all of them, as experiments/NNN-slug/table.csv
+columns(experiment, known)         [{column: text}] of the arms, every column that there is
+shown_columns(rows, experiment)    Markdown of the few that a reader compares by
+csv_text(rows)                     all of them, as experiments/NNN-slug/table.csv
 """
 
 import csv
@@ -13,50 +13,51 @@ import statistics
 
 from experiments.log.analysis import (
     SLIGHTLY_WORSE,
-    WAITS,
+    WAITING_VERDICT,
     across,
     comparison,
     is_loss,
     loss_comparison,
     of_nearest,
     records_of,
-    scores,
+    scores_by_seed,
     shown_margin,
     verdict,
     verdict_by_rule,
-    weights_of,
+    weights_of_score,
 )
 from experiments.log.definition import look_of
-from experiments.log.records import value
+from experiments.log.records import figure_of_record
 
 DIFFERENCE, ACHIEVED = "difference [95 % CI]", "achieved margin"
-LOSS_ACHIEVED, HARM, BYTES = "achieved, %", "share of nearest's harm: score, loss", "bytes a parameter"
-KEPT = "kept for backward, MiB"
-LAST_COLUMNS = ("training loss", BYTES, KEPT, "seconds")
+LOSS_ACHIEVED, BYTES = "achieved, %", "bytes a parameter"
+SHARE_OF_HARM = "share of nearest's harm: score, loss"
+KEPT_FOR_BACKWARD = "kept for backward, MiB"
+LAST_COLUMNS = ("training loss", BYTES, KEPT_FOR_BACKWARD, "seconds")
 
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
 
-def cell(x, decimals, sign=""):
+def figure_text(x, decimals, sign=""):
     if x is None or math.isnan(x):
         return "-"
     return f"{x:{sign}.{decimals}f}" if math.isfinite(x) else f"{x:{sign}}"
 
 
-def interval(result, decimals):
+def interval_text(result, decimals):
     """'+0.100 [+0.050, +0.150]'"""
-    low, high = cell(result.low, decimals, "+"), cell(result.high, decimals, "+")
-    return f"{cell(result.mean, decimals, '+')} [{low}, {high}]"
+    low, high = figure_text(result.low, decimals, "+"), figure_text(result.high, decimals, "+")
+    return f"{figure_text(result.mean, decimals, '+')} [{low}, {high}]"
 
 
-def spread(values, decimals):
+def mean_and_sd(values, decimals):
     """'mean ± sd'"""
     if not values:
         return "-"
-    mean = cell(statistics.fmean(values), decimals)
+    mean = figure_text(statistics.fmean(values), decimals)
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return mean
-    return f"{mean} ± {cell(statistics.stdev(values), decimals)}"
+    return f"{mean} ± {figure_text(statistics.stdev(values), decimals)}"
 
 
 def decimals_of(margin):
@@ -74,16 +75,16 @@ def percent(x):
     return f"{100 * x:.2f} %"
 
 
-def compact(rows):
+def compact_table(rows):
     """A table in Markdown without the spaces between its cells, for a page that has to stay short."""
-    return ruled(rows, "-", "|", "|", "|")
+    return ruled_table(rows, "-", "|", "|", "|")
 
 
-def markdown(rows):
-    return ruled(rows, "---", "| ", " | ", " |")
+def markdown_table(rows):
+    return ruled_table(rows, "---", "| ", " | ", " |")
 
 
-def ruled(rows, rule, first, between, last):
+def ruled_table(rows, rule, first, between, last):
     """Lines of a table whose first row is its head."""
     head, *body = rows
     lines = []
@@ -95,7 +96,7 @@ def ruled(rows, rule, first, between, last):
 # ---- Words -------------------------------------------------------------------------------------------------
 
 
-def adds(arm):
+def flags_added(arm):
     """What an arm adds to the common flags, in words."""
     flags = f"`{shlex.join(arm.flags)}`"
     if arm.of and arm.flags:
@@ -126,8 +127,8 @@ def verdict_words(experiment, arm, known):
     pairs, result = comparison(experiment, arm, known)
     said = verdict_by_rule(experiment, arm, known)
     if experiment.looks and result is None and pairs:
-        said = WAITS
-    if said == WAITS:
+        said = WAITING_VERDICT
+    if said == WAITING_VERDICT:
         return f"no verdict before {look_of(experiment, pairs)[0]} pairs"
     if said == "undecided":
         return "not shown to differ"
@@ -144,7 +145,7 @@ def verdict_words(experiment, arm, known):
 
 def margin_words(experiment, arm, result):
     margin = shown_margin(experiment, arm, result)
-    return f"{margin:g}" if margin == arm.margin else cell(margin, decimals_of(arm.margin))
+    return f"{margin:g}" if margin == arm.margin else figure_text(margin, decimals_of(arm.margin))
 
 
 def loss_words(experiment, arm, known):
@@ -166,9 +167,9 @@ def columns(experiment, known):
 
 def arm_row(experiment, arm, known):
     """{column: text} of one arm; columns without a value are left out."""
-    values = list(scores(experiment, arm, known).values())
-    row = {"arm": arm.name, "adds": adds(arm)}
-    row[score_title(experiment)] = spread(values, decimals_of(arm.margin))
+    values = list(scores_by_seed(experiment, arm, known).values())
+    row = {"arm": arm.name, "adds": flags_added(arm)}
+    row[score_title(experiment)] = mean_and_sd(values, decimals_of(arm.margin))
     row |= difference_columns(experiment, arm, known, values)
     finished = [r for r in records_of(experiment, arm, known).values() if "scores" in r]
     if finished:
@@ -187,19 +188,19 @@ def difference_columns(experiment, arm, known, values):
     if arm.baseline == arm.name:
         return {**row, "verdict": "baseline", "n": str(len(values)), "detectable": "-"}
     if result:
-        row[DIFFERENCE] = interval(result, digits)
+        row[DIFFERENCE] = interval_text(result, digits)
         row[ACHIEVED] = achieved_words(e, arm, known, result)
     if loss:
-        row[loss_title] = interval(loss, 2)
-        row[LOSS_ACHIEVED] = cell(loss.achieved, 2)
+        row[loss_title] = interval_text(loss, 2)
+        row[LOSS_ACHIEVED] = figure_text(loss.achieved, 2)
     shares = of_nearest(e, arm, known)
     if shares != (None, None):
-        row[HARM] = ", ".join(map(share_words, shares))
+        row[SHARE_OF_HARM] = ", ".join(map(share_words, shares))
     row["verdict"] = whole_verdict(e, arm, known)
     row["n"] = pairs_words(e, arm, known)
-    row["detectable"] = cell(result.smallest_effect, digits) if result else "-"
-    row["p of no difference"] = p(result, "p_difference")
-    row["p of a margin or more"] = p(result, "p_equal")
+    row["detectable"] = figure_text(result.smallest_effect, digits) if result else "-"
+    row["p of no difference"] = p_text(result, "p_difference")
+    row["p of a margin or more"] = p_text(result, "p_equal")
     return row
 
 
@@ -209,9 +210,9 @@ def share_words(share):
 
 def achieved_words(experiment, arm, known, result):
     """'0.028 (2.9 %)': the achieved margin, and what it is of the baseline's score."""
-    said = cell(result.achieved, decimals_of(arm.margin))
-    own = scores(experiment, arm, known)
-    base = scores(experiment, experiment.arm(arm.baseline), known)
+    said = figure_text(result.achieved, decimals_of(arm.margin))
+    own = scores_by_seed(experiment, arm, known)
+    base = scores_by_seed(experiment, experiment.arm(arm.baseline), known)
     mean = statistics.fmean(base[seed] for seed in base if seed in own)
     if math.isfinite(result.achieved) and math.isfinite(mean) and mean:
         said += f" ({percent(result.achieved / abs(mean))})"
@@ -240,13 +241,13 @@ def pairs_words(experiment, arm, known):
     return said
 
 
-def p(result, which):
+def p_text(result, which):
     return f"{getattr(result, which):.2g}" if result else "-"
 
 
 def score_columns(arm, finished):
     """Scores beside the arm's own, where every finished run has them."""
-    found, weights = {}, weights_of(arm)
+    found, weights = {}, weights_of_score(arm)
     _, _, name = arm.metric.rpartition(".")
     extra = {
         "label accuracy": (weights, "label_accuracy", 3),
@@ -256,34 +257,34 @@ def score_columns(arm, finished):
         metric = f"{source}.{score_name}"
         own = [r["scores"].get(source, {}).get(score_name) for r in finished]
         if None not in own and metric != arm.metric:
-            found[title] = spread(values_of(finished, metric), places)
+            found[title] = mean_and_sd(values_of(finished, metric), places)
     return found
 
 
 def values_of(records, metric):
-    return [value(record, metric) for record in records]
+    return [figure_of_record(record, metric) for record in records]
 
 
 def cost_columns(arm, finished):
     first = finished[0]
     found = {
-        "training loss": spread(values_of(finished, "final_loss"), 4),
+        "training loss": mean_and_sd(values_of(finished, "final_loss"), 4),
         BYTES: f"{first['bytes_per_parameter']:.5g}",
     }
     if first.get("activation_bytes"):
-        found[KEPT] = f"{first['activation_bytes'] / 2**20:.3g}"
+        found[KEPT_FOR_BACKWARD] = f"{first['activation_bytes'] / 2**20:.3g}"
     if shares := first.get("flops_share"):
-        parts = [f"{share:.1%} in {covers(arm, name)}" for name, share in shares.items()]
+        parts = [f"{share:.1%} in {share_covers(arm, name)}" for name, share in shares.items()]
         found["of the FLOPs"] = ", ".join(parts)
     if all("gradient_snr" in r for r in finished):
         for name in first["gradient_snr"]:  # the low format, and bf16
             title = "in bf16, dB" if name == "bf16" else f"gradient SNR in {name.upper()}, dB"
-            found[title] = spread(values_of(finished, f"gradient_snr.{name}"), 1)
-    found["seconds"] = cell(statistics.fmean(r["seconds"] + r["scoring_seconds"] for r in finished), 0)
+            found[title] = mean_and_sd(values_of(finished, f"gradient_snr.{name}"), 1)
+    found["seconds"] = figure_text(statistics.fmean(r["seconds"] + r["scoring_seconds"] for r in finished), 0)
     return found
 
 
-def covers(arm, name):
+def share_covers(arm, name):
     """What a share in a record's flops_share is in: 'FP8', '2:4', or the value of the generation site."""
     setting = "8 bits"
     for flag in arm.source.flags:
@@ -306,16 +307,17 @@ def names_of(rows):
     return list(names)
 
 
-def shown(rows, experiment):
+def shown_columns(rows, experiment):
     order = ["arm", score_title(experiment), DIFFERENCE, ACHIEVED, "held-out loss, % [95 % CI]"]
-    order += ["training loss, % [95 % CI]", LOSS_ACHIEVED, HARM, "verdict", "n", BYTES, KEPT]
-    least = {KEPT: 2}  # older records lack it, and one arm alone compares with nothing
+    order += ["training loss, % [95 % CI]", LOSS_ACHIEVED, SHARE_OF_HARM, "verdict", "n", BYTES]
+    order.append(KEPT_FOR_BACKWARD)
+    least = {KEPT_FOR_BACKWARD: 2}  # older records lack it, and one arm alone compares with nothing
     names = []
     for name in order:
         told = sum(row.get(name, "-") != "-" for row in rows)
         if told >= least.get(name, 1):
             names.append(name)
-    return markdown([names, *cells_of(rows, names)])
+    return markdown_table([names, *cells_of(rows, names)])
 
 
 def cells_of(rows, names):

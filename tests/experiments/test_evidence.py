@@ -5,7 +5,7 @@ from lab import TOML, records_of, write
 
 from experiments import report
 from experiments.log import definition
-from experiments.log.evidence import Evidence, filled
+from experiments.log.evidence import Evidence, filled_text
 from experiments.log.records import recorded
 from lowprec.errors import Refused
 
@@ -14,13 +14,13 @@ from lowprec.errors import Refused
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "experiments", TOML)
-    experiment = definition.load("1", tmp_path / "experiments")
+    experiment = definition.load_experiment("1", tmp_path / "experiments")
     write(tmp_path / "experiments", TOML, records_of(experiment))
     return tmp_path / "experiments"
 
 
 def evidence_of(folder):
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     return Evidence([experiment], recorded(experiment))
 
 
@@ -29,9 +29,9 @@ def test_a_placeholder_is_filled_with_the_figure_of_its_arm(folder):
     seen = evidence.seen("001/nearest")
     text = "{001/nearest.n} pairs: {001/nearest.difference} {001/nearest.interval}, {001/nearest.verdict}"
     wanted = f"6 pairs: {seen.result.mean:+.3f} [{seen.result.low:+.3f}, {seen.result.high:+.3f}], worse"
-    assert filled(text, evidence) == wanted
+    assert filled_text(text, evidence) == wanted
     share = 100 * seen.result.achieved / (sum(seen.base.values()) / 6)
-    assert filled("{001/nearest.achieved_share}", evidence) == f"{share:.0f} %"
+    assert filled_text("{001/nearest.achieved_share}", evidence) == f"{share:.0f} %"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_placeholder_is_filled_with_the_figure_of_its_arm(folder):
 )
 def test_a_placeholder_without_a_figure_is_refused_in_one_line(folder, text, words, capsys):
     with pytest.raises(Refused, match=words):
-        filled(text, evidence_of(folder))
+        filled_text(text, evidence_of(folder))
     (folder / "front.md").write_text(text)
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
     err = capsys.readouterr().err
@@ -55,4 +55,4 @@ def test_a_placeholder_without_a_figure_is_refused_in_one_line(folder, text, wor
 def test_an_arm_that_was_not_run_has_no_figure(folder):
     (folder / "001-rounding/results.jsonl").write_text("")
     with pytest.raises(Refused, match="no record yet: python experiments/run.py 001"):
-        filled("{001/nearest.mean}", evidence_of(folder))
+        filled_text("{001/nearest.mean}", evidence_of(folder))

@@ -55,7 +55,7 @@ def test_the_commands_are_those_a_person_types(folder, capsys):
 
 
 def test_what_is_recorded_is_skipped(folder, capsys):
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     records = [record(experiment, name, 0, 1.0) for name in ("fp32", "nearest")]
     records.append(record(experiment, "nearest", 1, 1.0, failed="the loss is nan"))
     write(folder, TOML, records)
@@ -102,10 +102,10 @@ def test_no_link_of_a_chain_starts_after_one_that_failed(tmp_path, monkeypatch):
             started.append(self.name)
             self.exitcode = 2 if self.name == "a" else 0
 
-    monkeypatch.setattr(run, "server", lambda: SimpleNamespace(Process=Ended))
-    monkeypatch.setattr(run, "command", lambda arm, seed, runs: arm.name)
-    monkeypatch.setattr(run, "label", lambda arm, seed: arm.name)
-    monkeypatch.setattr(run, "key", lambda arm, seed: (arm.name, seed))
+    monkeypatch.setattr(run, "fork_server", lambda: SimpleNamespace(Process=Ended))
+    monkeypatch.setattr(run, "run_command_words", lambda arm, seed, runs: arm.name)
+    monkeypatch.setattr(run, "run_label", lambda arm, seed: arm.name)
+    monkeypatch.setattr(run, "run_key", lambda arm, seed: (arm.name, seed))
 
     def arm(name, of=None, after=None):
         made = SimpleNamespace(name=name, of=of and of.name, after=after and after.name)
@@ -115,7 +115,7 @@ def test_no_link_of_a_chain_starts_after_one_that_failed(tmp_path, monkeypatch):
     a, d = arm("a"), arm("d")
     b = arm("b", after=a)
     chain = [a, b, arm("c", of=b), d]
-    found = list(run.execute([(arm, 0) for arm in chain], 2, tmp_path))
+    found = list(run.execute_runs([(arm, 0) for arm in chain], 2, tmp_path))
     assert {arm.name: status for arm, _, status in found} == {"a": 2, "b": 1, "c": 1, "d": 0}
     assert started == ["a", "d"]
 
@@ -125,7 +125,8 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     assert run.main(words, folder) == 0
     assert "nearest, seed 1 failed: the loss is nan at step 2" in capsys.readouterr().err
     path = folder / "001-rounding/results.jsonl"
-    records = {key[1:]: record for key, record in log.recorded(definition.load("1", folder)).items()}
+    experiment = definition.load_experiment("1", folder)
+    records = {key[1:]: record for key, record in log.recorded(experiment).items()}
     assert set(records) == {(a, s) for a in ("fp32", "nearest", "sampler") for s in (0, 1)}
     fp32, sampled, failed = records["fp32", 0], records["sampler", 1], records["nearest", 1]
     assert fp32["scores"]["ema"]["frechet"] == 2.0
@@ -133,7 +134,7 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
     assert fp32["seconds"] == 5.0 and fp32["commit"] == "b" * 40
     assert fp32["final_loss"] == pytest.approx(np.mean([1 / s for s in range(91, 101)]))
     assert len(fp32["curves"]["step"]) <= 30 and fp32["curves"]["step"][-1] == 100
-    assert log.value(fp32, "gradient_snr.fp8") == 20.0
+    assert log.figure_of_record(fp32, "gradient_snr.fp8") == 20.0
     assert "flops_share" not in fp32 and sampled["flops_share"] == {"generation": 0.9}
     assert sampled["of"] == "fp32" and sampled["seconds"] == 0
     # where it was sampled, beside where its training ran
@@ -161,7 +162,7 @@ def test_records_hold_scores_and_failures(folder, fake, capsys):
 
 
 def test_a_run_beside_records_of_another_kind_of_cpu_is_refused(folder, fake, capsys, monkeypatch):
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     records = [record(experiment, "fp32", seed, 1.0) for seed in experiment.seeds]
     records[1]["env"] = {**records[1]["env"], "cpu": "another"}
     write(folder, TOML, records)
@@ -173,7 +174,7 @@ def test_a_run_beside_records_of_another_kind_of_cpu_is_refused(folder, fake, ca
     words = ["002", "--arm", "student", "--seeds", "1"]
     assert run.main(words, folder) == 2 and "001-fp32-seed1" in capsys.readouterr().err
     assert run.main(["001", "--arm", "nearest", "--seeds", "2", "--mixed"], folder) == 0
-    held = [(r["arm"], r["seed"]) for r in log.read(folder / "001-rounding/results.jsonl")]
+    held = [(r["arm"], r["seed"]) for r in log.read_records(folder / "001-rounding/results.jsonl")]
     assert held.count(("nearest", 0)) == held.count(("nearest", 2)) == 1 and ("nearest", 1) not in held
     assert run.main(["001", "--arm", "fp32", "--seeds", "1"], folder) == 0, "what is recorded is no new run"
 
@@ -204,7 +205,7 @@ def wait_for(path, seconds=120):
 
 def test_a_drawing_has_the_defaults_of_its_training():
     run.dry_sample(["--clip_tensor", "1"])  # which takes the place of the default of --clip_grad
-    assert run.flags_of(["--optimizer", "lion"])["lr"] == OPTIMIZERS["lion"].flags["lr"]
+    assert run.flags_of_words(["--optimizer", "lion"])["lr"] == OPTIMIZERS["lion"].flags["lr"]
 
 
 def test_a_killed_run_py_leaves_no_run_behind(folder, fake, tmp_path):
@@ -246,7 +247,7 @@ def test_an_arm_of_several_processes_is_started_by_torchrun(folder, fake, tmp_pa
     (tmp_path / "train.py").write_text(ALONE + (tmp_path / "train.py").read_text())
     assert run.main(["001", "--seeds", "0", "--arm", "fp32"], folder) == 0, capsys.readouterr().err
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
-    (record,) = log.recorded(definition.load("1", folder)).values()
+    (record,) = log.recorded(definition.load_experiment("1", folder)).values()
     assert record["command"] == line and record["scores"]["ema"]["frechet"] == 2.0
 
 
@@ -267,10 +268,10 @@ def test_a_run_that_another_process_has_is_not_recorded_as_failed(
     words = ["001", "--seeds", "0", "--arm", "fp32", "--jobs", "1"]
     assert run.main(words, folder) == 1
     assert f"fp32, seed 0: {said}; run this again" in capsys.readouterr().err
-    assert log.recorded(definition.load("1", folder)) == {}
+    assert log.recorded(definition.load_experiment("1", folder)) == {}
     (tmp_path / "train.py").write_text(whole)
     assert run.main(words, folder) == 0
-    assert len(log.recorded(definition.load("1", folder))) == 1
+    assert len(log.recorded(definition.load_experiment("1", folder))) == 1
 
 
 def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
@@ -278,7 +279,7 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     words = ["001", "--arm", "sampler", "--seeds", "0", "--runs", str(folder.parent / "runs")]
     assert run.main(words, folder) == 0
     path = folder / "001-rounding/results.jsonl"
-    trained, sampled = log.read(path)
+    trained, sampled = log.read_records(path)
     assert trained["command"].endswith("--runs runs/experiments")
     assert str(folder.parent) not in path.read_text()
     ema = trained["scores"]["ema"]
@@ -288,25 +289,25 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     check = ["001", "--check", "--note", "--arm", "fp32", "--seeds", "0"]
     assert run.main(check, folder) == 0
     assert "passed: all scores equal to the last bit" in capsys.readouterr().out
-    (noted,) = log.noted(definition.load("1", folder))
+    (noted,) = log.noted_checks(definition.load_experiment("1", folder))
     assert noted["same"] and (noted["arm"], noted["seed"]) == ("fp32", 0)
     assert report.main(["--runs", str(folder.parent / "runs")], folder, folder.parent / "EXPERIMENTS.md") == 0
     page = (folder / "001-rounding/README.md").read_text()
     (folder / "001-rounding/checks.jsonl").write_text("{}\n")
     with pytest.raises(Refused, match="line 1: not what run.py --check --note writes"):
-        log.noted(definition.load("1", folder))
+        log.noted_checks(definition.load_experiment("1", folder))
     assert "Run again: fp32, seed 0, on" in page and "passed: all scores equal to the last bit." in page
     drawn = {p.name for p in (folder / "001-rounding").glob("*.png")}
     assert drawn == {"samples.png", "loss_by_timestep.png", "curves.png"}
-    one = definition.load("1", folder)
+    one = definition.load_experiment("1", folder)
     known = log.recorded(one)
-    assert report.strips(one, known, folder.parent / "runs")
+    assert report.picture_strips(one, known, folder.parent / "runs")
     monkeypatch.setattr(report, "writes_text", lambda arm: True)  # its pictures are no rows of images
-    assert report.strips(one, known, folder.parent / "runs") == []
+    assert report.picture_strips(one, known, folder.parent / "runs") == []
 
 
 def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     arm, records = experiment.arm("fp32"), records_of(experiment)
     old = records[0]
 
@@ -315,7 +316,7 @@ def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
         return record(experiment, "fp32", 0, frechet, env={**old["env"], **env})
 
     def verdict(new):
-        return log.compare(arm, old, new, [r for r in records if r["arm"] == "fp32"])[0]
+        return log.compare_records(arm, old, new, [r for r in records if r["arm"] == "fp32"])[0]
 
     assert verdict(again(0.0)) and not verdict(again(1e-12))
     assert verdict(again(1.9, cpu="other")) and not verdict(again(2.1, cpu="other"))  # 4 margins
@@ -324,7 +325,7 @@ def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
     newer["scores"]["ema"]["trace"] = [{"t": 0}]  # a score that is new since
     assert verdict(newer)
     del gone["scores"]["ema"]["label_accuracy"]
-    same, said = log.compare(arm, old, gone, [])
+    same, said = log.compare_records(arm, old, gone, [])
     assert not same and "1 of 5 scores differ, the first ema.label_accuracy" in said
 
 
@@ -345,7 +346,7 @@ def test_an_arm_reads_samples_or_starts_from_another_experiments_run(folder, fak
     assert names_in(planned()) == all_of_it
     assert names_in(planned("--arm", "student")) == ["001-fp32-seed0", "002-student-seed0"]
     assert run.main(["002", "--seeds", "0", "--jobs", "3"], folder) == 0
-    own, other = (log.read(folder / name / "results.jsonl") for name in ("002-more", "001-rounding"))
+    own, other = (log.read_records(folder / name / "results.jsonl") for name in ("002-more", "001-rounding"))
     assert sorted(r["arm"] for r in own) == ["sampler", "student"] and [r["arm"] for r in other] == ["fp32"]
     record = log.recorded(experiment)["002", "student", 0]
     assert "--finetune runs/experiments/001-fp32-seed0 " in record["command"]

@@ -41,7 +41,7 @@ def half_interval(differences, tail=0.975):
 
 
 def test_scores_of_another_experiment_make_the_table(folder):
-    records = records_of(definition.load("1", folder))
+    records = records_of(definition.load_experiment("1", folder))
     write(folder, TOML, records)
     second(folder)
     document = folder.parent / "EXPERIMENTS.md"
@@ -53,7 +53,7 @@ def test_scores_of_another_experiment_make_the_table(folder):
 
 
 def test_every_number_of_the_table_comes_from_the_results(folder):
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     records = records_of(experiment)
     write(folder, TOML, records)
     document = folder.parent / "EXPERIMENTS.md"
@@ -89,7 +89,7 @@ def test_every_number_of_the_table_comes_from_the_results(folder):
 @pytest.mark.parametrize("reason", ["Half of what nearest costs.", ""])
 def test_a_margin_without_a_reason_is_not_shown(folder, reason):
     lines = TOML.replace("Half of what nearest costs.", reason)
-    write(folder, lines, records_of(definition.load("1", folder)))
+    write(folder, lines, records_of(definition.load_experiment("1", folder)))
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
     row = table(folder)["sampler"]
     reached, _, _ = row["achieved margin"].partition(" ")
@@ -97,7 +97,7 @@ def test_a_margin_without_a_reason_is_not_shown(folder, reason):
 
 
 def test_the_achieved_margin_is_the_farther_end_of_the_90_percent_interval(folder):
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
     write(folder, TOML, records)
     assert report.main([], folder, document) == 0
@@ -117,7 +117,7 @@ def test_the_achieved_margin_is_the_farther_end_of_the_90_percent_interval(folde
 
 def test_the_loss_stands_beside_the_score(folder):
     """Held-out loss where the records have it, else another held-out loss, else that of the training."""
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
     for r in records:
         up = {"fp32": 0.0, "nearest": 0.03, "sampler": 0.001}[r["arm"]] * (1 + r["seed"] / 10)
@@ -149,20 +149,21 @@ def test_the_loss_stands_beside_the_score(folder):
 def test_reference_levels_are_those_of_the_same_number_of_samples(folder):
     """An experiment that samples from another's training, with fewer samples, has a floor of its own."""
     experiment = second(folder)
-    trained = [record(definition.load("1", folder), "fp32", s, 1.0) for s in experiment.seeds]
+    trained = [record(definition.load_experiment("1", folder), "fp32", s, 1.0) for s in experiment.seeds]
     write(folder, TOML, trained)
     own = SECOND.replace('baseline = "fp32"', 'baseline = "sampler"')
     experiment = second(folder, own.replace("[0, 1, 2, 3, 4, 5]", "[0, 1, 2]"))
     fewer = {"floor": {"frechet": 0.3}, "ceiling": {"frechet": 50.0}}
     sampled = [record(experiment, "sampler", s, 1.0, reference=fewer) for s in experiment.seeds]
     (folder / "002-more/results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in sampled))
-    known = log.recorded(definition.load("1", folder)) | log.recorded(experiment)
+    known = log.recorded(definition.load_experiment("1", folder)) | log.recorded(experiment)
     assert analysis.levels(experiment, known) == {"real images": 0.3, "noise": 50.0}
-    assert analysis.levels(definition.load("1", folder), known) == {"real images": 0.1, "noise": 60.0}
+    first = definition.load_experiment("1", folder)
+    assert analysis.levels(first, known) == {"real images": 0.1, "noise": 60.0}
 
 
 def test_pairs_of_two_kinds_of_cpu_are_marked(folder):
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
     for r in records:
         if r["arm"] == "nearest" and r["seed"] < 4:
@@ -174,7 +175,7 @@ def test_pairs_of_two_kinds_of_cpu_are_marked(folder):
 
 
 def test_a_clock_in_a_cpus_name_makes_no_other_kind(folder):
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     records = records_of(experiment)
     for r in records:
         clock = " @ 2.10GHz" if r["arm"] == "nearest" else ""
@@ -187,7 +188,7 @@ def test_a_clock_in_a_cpus_name_makes_no_other_kind(folder):
 def test_many_verdicts_have_a_note(folder):
     more = "".join(f'[[arms]]\nname = "a{i}"\nflags = ["--lr", "1e-{i + 2}"]\n' for i in range(4))
     write(folder, TOML + more)
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     write(folder, TOML + more, records_of(experiment, shift=(0.0, 0.9, 0.01, 0.02, 0.0, 0.01, 0.9)))
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
     assert "6 comparisons stand together." in page(folder) and "with Holm's correction" in page(folder)
@@ -198,7 +199,8 @@ def test_what_waits_for_a_look_is_not_counted(folder):
     looks = "looks = [{pairs = 3, level = 0.025}, {pairs = 6, level = 0.035}]\n"
     toml = TOML.replace("[[arms]]", looks + "[[arms]]", 1) + more
     write(folder, toml)
-    shifted = records_of(definition.load("1", folder), shift=(0.0, 0.9, 0.01, 0.02, 0.0, 0.01, 0.9))
+    experiment = definition.load_experiment("1", folder)
+    shifted = records_of(experiment, shift=(0.0, 0.9, 0.01, 0.02, 0.0, 0.01, 0.9))
     write(folder, toml, [r for r in shifted if r["seed"] < 4])  # one more than the first look takes
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
     assert "no verdict before 6 pairs" in page(folder) and "stand together" not in page(folder)
@@ -208,7 +210,7 @@ def test_what_waits_for_a_look_is_not_counted(folder):
 
 
 def test_no_loss_is_judged_by_the_runs_that_did_not_diverge(folder):
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     records = [{**r, "final_loss": 1.0 + 0.001 * r["seed"]} for r in records_of(experiment)]
     known = {("001", r["arm"], r["seed"]): r for r in records}
     arm = experiment.arm("nearest")
@@ -218,7 +220,7 @@ def test_no_loss_is_judged_by_the_runs_that_did_not_diverge(folder):
 
 
 def test_again_changes_nothing_and_the_prose_stays(folder):
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     write(folder, TOML, records_of(experiment))
     assert report.main([], folder, document) == 0
     written = folder / "001-rounding/README.md"
@@ -253,7 +255,7 @@ def test_a_new_experiment_gets_a_page_and_some_can_be_written_alone(folder):
 
 
 def test_a_diverged_run_counts_and_a_killed_one_does_not(folder):
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
     for r in records:
         if r["arm"] == "nearest":
@@ -283,7 +285,7 @@ def test_an_arm_may_read_another_score_of_a_run_or_have_its_own_baseline(folder,
         baseline = "nearest"
     """
     write(folder, TOML + more)
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     assert len(commands(capsys, folder, "--seeds", "0")) == 4  # reading needs no run
     records = [r for r in records_of(experiment) if r["arm"] != "raw"]
     records += [record(experiment, "pair", seed, 2.0) for seed in experiment.seeds]
@@ -307,7 +309,7 @@ def test_an_arm_may_read_a_score_that_counts_up_beside_one_that_counts_down(fold
     same += "higher_is_better = true\n"
     arms = "".join(f'[[arms]]\nname = "{arm}-up"\nof = "{arm}"\n{same}' for arm in ("fp32", "nearest"))
     write(folder, TOML + arms)
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
     for r in records:
         r["scores"]["ema"]["label_accuracy"] = 0.9 + r["seed"] / 1e3 - 0.3 * (r["arm"] == "nearest")
@@ -322,7 +324,7 @@ def test_an_arm_may_read_a_score_that_counts_up_beside_one_that_counts_down(fold
 
 
 def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     write(folder, TOML, records_of(experiment))
     report.main([], folder, document)
     written = folder / "001-rounding/README.md"
@@ -339,15 +341,15 @@ def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
 def test_a_picture_is_drawn_again_when_its_data_or_its_version_change(tmp_path, monkeypatch):
     path, draw = tmp_path / "curves.png", figures.FIGURES["curves"]
     data = {"title": "t", "order": ["a"], "panels": {"loss": {"a": ([1, 2], [0.3, math.nan])}}}
-    figures.figure(path, data)
+    figures.save_figure(path, data)
     first = path.read_bytes()
     path.write_bytes(first + b"left alone")  # what follows the end of a PNG is no part of the picture
-    figures.figure(path, {**data, "order": ("a",)})  # lists and tuples are one
-    figures.figure(path, {**data, "panels": {"loss": {"a": ([1, 2], [0.3 + 1e-12, math.nan])}}})
+    figures.save_figure(path, {**data, "order": ("a",)})  # lists and tuples are one
+    figures.save_figure(path, {**data, "panels": {"loss": {"a": ([1, 2], [0.3 + 1e-12, math.nan])}}})
     assert path.read_bytes() == first + b"left alone"
-    figures.figure(path, {**data, "title": "u"})
+    figures.save_figure(path, {**data, "title": "u"})
     second = path.read_bytes()
     assert second != first and not second.endswith(b"left alone")
     monkeypatch.setitem(figures.FIGURES, "curves", (draw[0], draw[1] + 1, draw[2]))
-    figures.figure(path, {**data, "title": "u"})
+    figures.save_figure(path, {**data, "title": "u"})
     assert path.read_bytes() != second

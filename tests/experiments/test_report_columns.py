@@ -14,7 +14,7 @@ folder = test_report.folder
 
 
 def test_what_is_kept_for_backward_is_a_column_where_arms_compare_by_it(folder):
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
     write(folder, TOML, records)
     assert report.main([], folder, document) == 0
@@ -69,7 +69,7 @@ def effects_in(text):
 
 def test_effects_of_factors_are_ratios_of_cells(folder):
     write(folder, factors())
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     spread = np.random.default_rng(0)
     records = []
     for seed in experiment.seeds:
@@ -115,7 +115,7 @@ def test_factors_without_every_cell_have_the_effects_that_can_be_told(folder):
         (factors(), 0.0, set()),
     ]:
         write(folder, toml)
-        experiment = definition.load("1", folder)
+        experiment = definition.load_experiment("1", folder)
         records = []
         for seed in experiment.seeds:
             records += [record(experiment, arm.name, seed, score * (1 + seed)) for arm in experiment.arms]
@@ -137,7 +137,7 @@ def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, c
         baseline = "noise"
     """
     write(folder, toml)
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     records = records_of(experiment)
     for r in records:
         if r["arm"] == "nearest":
@@ -169,7 +169,7 @@ def test_noise_of_gradients_and_covered_flops_are_columns_and_a_metric(folder, c
 def test_held_out_loss_against_bytes_a_parameter(folder):
     toml = TOML.replace("margin = 0.5", "margin = 0.5\nby_bytes = true")
     write(folder, toml)
-    experiment, document = definition.load("1", folder), folder.parent / "EXPERIMENTS.md"
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
     picture = folder / "001-rounding/bytes.png"
     assert report.main([], folder, document) == 0 and not picture.exists(), "nothing ran"
     sizes = {"fp32": 16.0, "nearest": 8.0, "sampler": 10.14}
@@ -195,8 +195,8 @@ def test_held_out_loss_against_bytes_a_parameter(folder):
     # without last weights it is the loss of the arm's own; a run that diverged, or one seed, has no place
     few = {k: r for k, r in recorded.items() if k[2] < 2}
     diverged = {"arm": "nearest", "seed": 0, "failed": "the loss is nan at step 2"}
-    few[definition.key(experiment.arm("nearest"), 0)] = diverged
-    few[definition.key(experiment.arm("sampler"), 0)]["scores"].pop("raw")
+    few[definition.run_key(experiment.arm("nearest"), 0)] = diverged
+    few[definition.run_key(experiment.arm("sampler"), 0)]["scores"].pop("raw")
     assert [p[0] for p in curves.by_bytes(experiment, few)] == ["fp32", "sampler"]
     assert curves.by_bytes(experiment, few)[1][2] == 0.0 and curves.loss_weights(experiment, few) is None
     assert report.main([], folder, document) == 0

@@ -11,7 +11,7 @@ from experiments.log import definition, figures, overview
 from experiments.log import records as log
 
 ROOT = definition.ROOT
-EXPERIMENTS = [definition.load(number) for number in definition.folders()]
+EXPERIMENTS = [definition.load_experiment(number) for number in definition.experiment_folders()]
 DOCUMENT = ROOT / "EXPERIMENTS.md"
 logged = pytest.mark.skipif(not DOCUMENT.exists(), reason="there is no EXPERIMENTS.md yet")
 
@@ -33,7 +33,7 @@ def test_arms_differ_from_their_baseline_in_their_flags_alone(experiment, monkey
     beside = {"average", "weights"}  # what is kept and scored beside the main average is no training
     for arm in experiment.arms:
         base = experiment.arm(arm.baseline)
-        mine, other = run.flags_of(all_flags(arm)), run.flags_of(all_flags(base))
+        mine, other = run.flags_of_words(all_flags(arm)), run.flags_of_words(all_flags(base))
         differ = {name for name in mine if mine[name] != other[name]}
         own = {name for a in (arm, base) for b in (a, a.trained, a.source) for name in named(b)}
         if mine["task"] != other["task"]:  # each has defaults of its own
@@ -57,17 +57,17 @@ def test_the_pictures_of_the_log_show_its_records(experiment):
     known = {}
     for number in sorted({key[0] for arm in experiment.arms for key in keys_read(arm)}):
         known |= log.recorded(next(e for e in EXPERIMENTS if e.number == number))
-    for name, data in report.figure_data(experiment, known, runs="nowhere"):
+    for name, data in report.data_of_figures(experiment, known, runs="nowhere"):
         digest = figures.digest_of(data, figures.FIGURES[name][1])
         assert figures.drawn_from(experiment.folder / f"{name}.png") == digest, name
 
 
 def keys_read(arm):
-    return [definition.key(other, 0) for other in (arm.source, arm.trained, arm.start)]
+    return [definition.run_key(other, 0) for other in (arm.source, arm.trained, arm.start)]
 
 
 def test_a_short_arm_of_the_log_gives_its_record_again(capsys):
-    e = definition.load("17")
+    e = definition.load_experiment("17")
     if ("017", "fp32", 0) not in log.recorded(e):
         pytest.skip("experiment 017 is not recorded yet")
     assert run.main(["017", "--check", "--arm", "fp32", "--seeds", "0"]) == 0, capsys.readouterr().out
@@ -102,6 +102,6 @@ def test_links_of_the_log_lead_somewhere():
 
 def test_the_figure_of_all_nets_shows_the_records():
     known = {k: r for e in EXPERIMENTS for k, r in log.recorded(e).items()}
-    data = overview.figure_data(EXPERIMENTS, known)
+    data = overview.overview_data(EXPERIMENTS, known)
     digest = figures.digest_of(data, figures.FIGURES["effects"][1])
     assert figures.drawn_from(definition.HERE / "effects.png") == digest

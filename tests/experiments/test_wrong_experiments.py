@@ -107,15 +107,15 @@ def test_a_flag_that_train_refuses_stops_before_the_first_run(folder, capsys):
 
 
 def test_only_a_half_written_last_line_is_forgiven(folder, capsys):
-    experiment, path = definition.load("1", folder), folder / "001-rounding/results.jsonl"
+    experiment, path = definition.load_experiment("1", folder), folder / "001-rounding/results.jsonl"
     write(folder, TOML, records_of(experiment))
     whole = path.read_text()
     path.write_text(whole[:-200])
     assert commands(capsys, folder) == [
-        definition.typed(experiment.arm("fp32"), 5),
-        definition.typed(experiment.arm("sampler"), 5),
+        definition.typed_run(experiment.arm("fp32"), 5),
+        definition.typed_run(experiment.arm("sampler"), 5),
     ]
-    assert len(log.read(path, repair=True)) == 17
+    assert len(log.read_records(path, repair=True)) == 17
     assert "half written" in capsys.readouterr().err
     assert path.read_text() == "".join(whole.splitlines(keepends=True)[:-1])
     path.write_text(whole[200:])
@@ -123,7 +123,7 @@ def test_only_a_half_written_last_line_is_forgiven(folder, capsys):
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 2
     # whole, without its line end: kept, and the next line starts on its own
     path.write_text(whole.rstrip("\n"))
-    assert len(log.read(path, repair=True)) == 18 and path.read_text() == whole
+    assert len(log.read_records(path, repair=True)) == 18 and path.read_text() == whole
 
 
 WRONG = {  # what a record may hold -> what is said about it
@@ -157,7 +157,7 @@ WRONG = {  # what a record may hold -> what is said about it
 @pytest.mark.parametrize("case", WRONG)
 def test_a_record_of_the_wrong_types_is_one_line(folder, capsys, case):
     change, said = WRONG[case]
-    experiment = definition.load("1", folder)
+    experiment = definition.load_experiment("1", folder)
     wrong = {**record(experiment, "fp32", 1, 1.0), **change}
     wrong = {name: v for name, v in wrong.items() if v is not ...}
     write(folder, TOML, [record(experiment, "fp32", 0, 1.0), wrong])
@@ -178,7 +178,7 @@ def test_a_line_that_is_no_object_or_too_deep_is_one_line(folder, capsys):
 
 
 def test_results_of_other_flags_are_not_mixed_in(folder, capsys):
-    records = records_of(definition.load("1", folder))
+    records = records_of(definition.load_experiment("1", folder))
     write(folder, TOML.replace('"--steps", "4"', '"--steps", "5"'), records)
     assert "other flags than experiment.toml" in fails(capsys, folder, "001")
     write(folder, TOML.replace('name = "nearest"', 'name = "near"'), records)

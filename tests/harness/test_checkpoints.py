@@ -35,7 +35,7 @@ def same(a, b):
 def outcome(path, whole):
     """'refused', 'same' or 'other' of reading a file that was damaged."""
     try:
-        return "same" if same(checkpoints.read_checkpoint(path), whole) else "other"
+        return "same" if same(checkpoints.read(path), whole) else "other"
     except Refused:
         return "refused"
 
@@ -50,7 +50,7 @@ def places(size):
 
 def test_a_flipped_bit_is_refused(mine, capsys):
     path = mine / "checkpoint.pt"
-    content, whole = path.read_bytes(), checkpoints.read_checkpoint(path)
+    content, whole = path.read_bytes(), checkpoints.read(path)
     found = []
     for bit in places(len(content)):
         damaged = bytearray(content)
@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_refused(mine, capsys):
 
 def test_a_checkpoint_from_before_the_checksum_loads_and_a_flipped_tensor_is_refused(mine):
     path = mine / "checkpoint.pt"
-    whole = checkpoints.read_checkpoint(path)
+    whole = checkpoints.read(path)
     torch.save(whole, path)  # as it was written once
     content = path.read_bytes()
     assert outcome(path, whole) == "same" and again() == 0
@@ -79,7 +79,7 @@ def test_a_checkpoint_from_before_the_checksum_loads_and_a_flipped_tensor_is_ref
 
 
 def test_a_stranger_reads_a_checkpoint_by_torch_alone(mine):
-    assert same(torch.load(mine / "checkpoint.pt", weights_only=True), checkpoints.read_checkpoint(mine))
+    assert same(torch.load(mine / "checkpoint.pt", weights_only=True), checkpoints.read(mine))
 
 
 CUTS = [0, 1, 100, 0.3, 0.9, -1, -22, -95, -94, -300]
@@ -100,7 +100,7 @@ def test_a_checkpoint_cut_short_or_with_more_behind_is_refused(cut, mine, capsys
 
 def plant(path, change):
     """A checkpoint, with a checksum that fits, as change(state) made it."""
-    state = checkpoints.read_checkpoint(path)
+    state = checkpoints.read(path)
     state.pop("format")
     change(state)
     with open(path, "w+b") as file:
@@ -209,7 +209,7 @@ class Payload:
 
 @pytest.mark.parametrize("where", [("config",), ("step",), ("precision", "model"), ("extra",)])
 def test_a_checkpoint_runs_no_code(where, mine, capsys):
-    state = checkpoints.read_checkpoint(mine)
+    state = checkpoints.read(mine)
     at(*where)(Payload())(state)
     with open(mine / "checkpoint.pt", "w+b") as file:
         state.pop("format")

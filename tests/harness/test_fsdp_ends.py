@@ -32,7 +32,7 @@ def test_a_full_disk_of_one_rank_is_one_line_with_a_remedy(norms, ranks):
         assert "the one written before is whole; free some space" in said
         assert "Traceback" not in ranks.messages.read_text()
         Path(f"full{full}").unlink()
-        assert checkpoints.read_checkpoint(f"runs/on{full}")["step"] == 2
+        assert checkpoints.read(f"runs/on{full}")["step"] == 2
         assert norms(2, "--steps", 5, name=f"on{full}") == [0, 0], ranks_messages(ranks)
 
 
@@ -46,9 +46,9 @@ def test_a_killed_rank_ends_all_in_one_line_and_fewer_ranks_resume(run, ranks):
     (said,) = ranks.said()
     assert "another process of this run has ended; the same command resumes" in said
     assert "Traceback" not in ranks.messages.read_text()
-    done = checkpoints.read_checkpoint("runs/run")["step"]
+    done = checkpoints.read("runs/run")["step"]
     assert run(2, "--steps", done + 1) == [0, 0], ranks_messages(ranks)
-    assert checkpoints.read_checkpoint("runs/run")["step"] == done + 1
+    assert checkpoints.read("runs/run")["step"] == done + 1
     assert not list(Path("runs/run").glob("*.part"))
 
 
@@ -60,7 +60,7 @@ def test_signals_to_the_process_groups_stop_ranks_with_workers(signum, run, rank
         os.killpg(number, signum)
     assert [ranks.wait(number) for number in numbers] == [128 + signum] * 2, ranks_messages(ranks)
     stopped = re.findall(r"stopped at step (\d+) of \d+; the same command resumes", ranks_messages(ranks))
-    done = checkpoints.read_checkpoint("runs/run")["step"]
+    done = checkpoints.read("runs/run")["step"]
     assert stopped == [str(done)] and not ranks.said()
     assert "Traceback" not in ranks.messages.read_text()
     assert run(2, "--steps", done + 1, "--workers", 1) == [0, 0], ranks_messages(ranks)
@@ -145,8 +145,8 @@ def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_fi
     # as the survivor hears of it: by its connection, or by torchrun's SIGTERM; torchrun's page repeats it
     ours = r"^(?! ).*(another process of this run has ended|interrupted); the same command resumes"
     assert len(re.findall(ours, said, re.M)) == 1, said
-    assert 20 <= checkpoints.read_checkpoint("runs/run")["step"] < 120
+    assert 20 <= checkpoints.read("runs/run")["step"] < 120
     again = ["--task", "lines.py:Lines", "--fsdp", *RUN, *LOW[:2], *words]
     assert ranks(2, None, *again) == [0, 0], ranks_messages(ranks)
-    assert "120 steps in" in ranks.printed() and checkpoints.read_checkpoint("runs/run")["step"] == 120
+    assert "120 steps in" in ranks.printed() and checkpoints.read("runs/run")["step"] == 120
     assert [row["step"] for row in cli.metrics()] == list(range(2, 121, 2))

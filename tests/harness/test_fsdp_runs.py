@@ -50,14 +50,14 @@ def test_a_dry_run_says_what_a_rank_holds_as_the_table_does(flags, capsys, monke
 def test_a_run_goes_on_with_the_same_bits_on_any_number_of_ranks_and_without(run, ranks):
     """Two ranks train two steps. Each other number reads that and writes it again, and one process draws."""
     assert run(2, "--steps", 2) == [0, 0], ranks_messages(ranks)
-    first = checkpoints.read_checkpoint("runs/run")
+    first = checkpoints.read("runs/run")
     assert first["step"] == 2 and first["config"]["fsdp"] is True
     assert sorted(first["precision"]["optimizer"]["state"]) == list(range(6))
     for world in (4, 1, 0):
         shutil.copytree("runs/run", f"runs/on{world}")
         status = run(world, "--steps", 3, name=f"on{world}")
         assert status in (0, [0] * world), ranks_messages(ranks)
-    four, one, none = (checkpoints.read_checkpoint(f"runs/on{world}") for world in (4, 1, 0))
+    four, one, none = (checkpoints.read(f"runs/on{world}") for world in (4, 1, 0))
     for state in (one, none):
         state["precision"]["model"] = dict(state["precision"]["model"])
     assert_same(one["precision"], none["precision"])  # one rank that spreads, and one that does not
@@ -67,7 +67,7 @@ def test_a_run_goes_on_with_the_same_bits_on_any_number_of_ranks_and_without(run
     assert command("--sample", "runs/on4", "--task", "lines.py:Lines", "--device", "cpu") == 0
     # and back: what one process wrote is spread again
     assert run(2, "--steps", 4, "--export", "ema.safetensors", name="on0") == [0, 0], ranks_messages(ranks)
-    final = checkpoints.read_checkpoint("runs/on0")["precision"]
+    final = checkpoints.read("runs/on0")["precision"]
     exported = load_file("ema.safetensors")
     assert_same(exported, {name: final["averages"]["ema"]["shadow"][name] for name in exported})
 
@@ -86,7 +86,7 @@ def test_running_statistics_and_tied_weights_go_on_bit_for_bit(flags, norms, ran
     whole, _, resumed = held
     assert_same(resumed, whole)
     assert not torch.equal(whole[0]["1.running_mean"], whole[1]["1.running_mean"])
-    one, other = (checkpoints.read_checkpoint(f"runs/{name}")["precision"] for name in ("whole", "run"))
+    one, other = (checkpoints.read(f"runs/{name}")["precision"] for name in ("whole", "run"))
     assert_same(one, other)
     assert torch.equal(one["model"]["2.weight"], one["model"]["3.weight"])
     assert norms(0, *flags.split(), "--steps", 5) == 0  # and without ranks
@@ -95,8 +95,7 @@ def test_running_statistics_and_tied_weights_go_on_bit_for_bit(flags, norms, ran
 def test_norms_with_statistics_are_read_in_fp32_as_without_fsdp(norms, ranks):
     assert norms(1, "--bf16", "--steps", 3, name="spread") == [0], ranks_messages(ranks)
     assert norms(0, "--bf16", "--steps", 3, name="one") == 0
-    read = checkpoints.read_checkpoint
-    spread, one = (read(f"runs/{name}")["precision"]["model"] for name in ("spread", "one"))
+    spread, one = (checkpoints.read(f"runs/{name}")["precision"]["model"] for name in ("spread", "one"))
     assert_same(dict(spread), dict(one))
 
 
@@ -106,7 +105,7 @@ def test_a_language_model_with_a_tied_head_goes_on_bit_for_bit(ranks):
     for name, steps in (("whole", 4), ("run", 2), ("run", 4)):
         status = ranks(2, None, *words, "--name", name, "--steps", steps)
         assert status == [0, 0], ranks_messages(ranks)
-    whole, run = (checkpoints.read_checkpoint(f"runs/{name}")["precision"] for name in ("whole", "run"))
+    whole, run = (checkpoints.read(f"runs/{name}")["precision"] for name in ("whole", "run"))
     assert_same(run, whole)
 
 
@@ -143,11 +142,11 @@ def test_what_is_read_is_what_was_written(run, capsys):
     ):
         damage()
         with pytest.raises(Refused, match=word):
-            checkpoints.read_checkpoint(path)
+            checkpoints.read(path)
         victim.write_bytes(whole)
         (victim.parent / "extra").unlink(missing_ok=True)
         plain.write_text(json.dumps(content))
-    assert checkpoints.read_checkpoint(path)["step"] == 1
+    assert checkpoints.read(path)["step"] == 1
 
 
 # ---- Bad input ---------------------------------------------------------------------------------------------

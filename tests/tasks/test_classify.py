@@ -208,7 +208,7 @@ def test_running_statistics_keep_fp32_beside_bf16_weights(small, buffers):
     norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     assert run.model.conv1_0.weight.dtype == torch.bfloat16
     assert norm.running_mean.dtype == norm.running_var.dtype == rounded.DTYPE_OF_NAME[buffers]
-    images, labels = data.load_data("digits").train[list(range(640))]
+    images, labels = data.load("digits").train[list(range(640))]
     for part in range(20):
         rows = slice(32 * part, 32 * part + 32)
         run.backward(F.cross_entropy(run(images[rows]), labels[rows]))
@@ -298,7 +298,7 @@ def test_every_recipe_runs_or_is_refused(net, name, small, capsys):
 
 def test_resnet18_trains_in_bf16():
     run = Precision(classify.resnet18(1, 10, 8), recipe(pure_bf16=True, stochastic=True), lr=1e-3)
-    images, labels = data.load_data("digits").train[list(range(4))]
+    images, labels = data.load("digits").train[list(range(4))]
     losses = []
     for _ in range(4):
         losses.append(F.cross_entropy(run(images), labels))
@@ -368,9 +368,9 @@ def test_folders_name_the_class_without_an_image(capsys):
     assert quick("--data", "folder:photos", "--image_size", 8) == 2
     assert "class 2 (c) of 3 has no image held out" in one_line(capsys)
     folder(30, 30, 2)  # of each class that has two images one is held out
-    assert data.load_data("folder:photos", image_size=8).heldout.labels().bincount()[2] == 1
+    assert data.load("folder:photos", image_size=8).heldout.labels().bincount()[2] == 1
     folder(30, 30, 30)
     assert quick("--data", "folder:photos", "--image_size", 8, steps=1) == 0
-    found = data.load_data("folder:photos", image_size=8)
+    found = data.load("folder:photos", image_size=8)
     assert found.classes == ("a", "b", "c")
     assert torch.equal(found.heldout.labels(), found.heldout[list(range(len(found.heldout)))][1])

@@ -58,7 +58,7 @@ def clothes(root, **files):
 
 def test_fashion_mnist_is_read(monkeypatch):
     clothes("own")
-    found = data.load_data("fashion_mnist:own")
+    found = data.load("fashion_mnist:own")
     assert (len(found.train), len(found.heldout), found.channels, found.num_classes) == (20, 10, 1, 10)
     images, labels = found.train[list(range(20))]
     pixels = np.random.default_rng(0).integers(0, 256, (20, 28, 28))
@@ -68,10 +68,10 @@ def test_fashion_mnist_is_read(monkeypatch):
     clothes("root/FashionMNIST/raw")
     monkeypatch.setattr(published_sets, "FASHION_MNIST_FOLDER", Path("own").absolute())
     for spec in ("fashion_mnist:root", "fashion_mnist"):
-        assert data.load_data(spec).fingerprint == found.fingerprint
+        assert data.load(spec).fingerprint == found.fingerprint
     monkeypatch.chdir("own")
     monkeypatch.setattr(published_sets, "FASHION_MNIST_FOLDER", Path("nowhere"))
-    assert data.load_data("fashion_mnist:.").fingerprint == found.fingerprint
+    assert data.load("fashion_mnist:.").fingerprint == found.fingerprint
 
 
 IMAGES, LABELS = FILES[:2]
@@ -97,14 +97,14 @@ BROKEN = {
 def test_fashion_mnist_that_is_broken(name):
     files, *said = BROKEN[name]
     clothes("own", **files)
-    common.refused(lambda: data.load_data("fashion_mnist:own"), *said)
+    common.refused(lambda: data.load("fashion_mnist:own"), *said)
 
 
 def test_a_checksum_that_does_not_fit():
     whole = bytearray(idx(np.zeros(20)))
     whole[-8] ^= 1  # CRC-32 of what was compressed
     clothes("own", **{LABELS: bytes(whole)})
-    common.refused(lambda: data.load_data("fashion_mnist:own"), LABELS, "cannot read", "CRC")
+    common.refused(lambda: data.load("fashion_mnist:own"), LABELS, "cannot read", "CRC")
 
 
 def test_fashion_mnist_without_the_package(monkeypatch, capsys):

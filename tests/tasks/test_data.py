@@ -17,7 +17,7 @@ from pictures import check, everything, grey, refused, same
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from tasks.data import load_data
+from tasks.data import load
 
 # ---- Words -------------------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ def test_words_that_are_not_data_sets():
     refused("digits takes no path", spec="digits:x")
     refused("image size 4", "8", spec="digits", image_size=4)
     with pytest.raises(ValueError, match="labels, masks or inputs"):
-        load_data("digits", "classify")
+        load("digits", "classify")
 
 
 def test_a_bare_path_is_recognised(tmp_path):
@@ -68,9 +68,9 @@ def test_missing_path(spec, tmp_path):
 
 
 def test_digits_are_those_of_scikit_learn_and_split_as_it_splits():
-    found = load_data("digits")
+    found = load("digits")
     images, _ = check(found)
-    assert found.yardstick == load_data("digits", image_size=8).yardstick == "digits"
+    assert found.yardstick == load("digits", image_size=8).yardstick == "digits"
     assert (found.channels, found.num_classes, found.image_size) == (1, 10, 8)
     digits = load_digits()
     everyone = range(len(digits.target))
@@ -80,12 +80,12 @@ def test_digits_are_those_of_scikit_learn_and_split_as_it_splits():
         assert torch.equal((ours[:, 0] + 1) * 8, torch.from_numpy(digits.images[numbers]).float())
         assert labels.tolist() == digits.target[numbers].tolist()
     assert len(images) == 1797
-    again = load_data("digits", seed=5)
+    again = load("digits", seed=5)
     assert same(found, again) and found.fingerprint == again.fingerprint
 
 
 def test_digits_resize_by_area():
-    small, large = load_data("digits"), load_data("digits", image_size=16)
+    small, large = load("digits"), load("digits", image_size=16)
     images, _ = check(large)
     assert images.shape[-1] == 16 and large.fingerprint != small.fingerprint
     assert large.yardstick is None  # the committed net sees 8x8 pixels
@@ -95,21 +95,21 @@ def test_digits_resize_by_area():
 
 def test_fingerprints_of_built_in_sets_stay_what_they_were():
     # The nets that earlier runs fitted, and keep under these names, stay in use.
-    assert load_data("digits").fingerprint == "780e193416781dbb"
-    assert load_data("digits", image_size=16).fingerprint == "d43324b3c7e3707b"
-    assert load_data("synthetic", "masks", image_size=32, seed=3).fingerprint == "c68c4ba0c804e629"
-    assert load_data("synthetic", image_size=24).fingerprint == "105b7d5fa36cc51b"
+    assert load("digits").fingerprint == "780e193416781dbb"
+    assert load("digits", image_size=16).fingerprint == "d43324b3c7e3707b"
+    assert load("synthetic", "masks", image_size=32, seed=3).fingerprint == "c68c4ba0c804e629"
+    assert load("synthetic", image_size=24).fingerprint == "105b7d5fa36cc51b"
 
 
 def test_synthetic_follows_the_seed():
-    found = load_data("synthetic", "masks", seed=3)
+    found = load("synthetic", "masks", seed=3)
     images, masks = check(found, "masks")
     assert (found.channels, found.num_classes, found.image_size) == (1, 4, 64)
     assert (len(found.train), len(found.heldout)) == (256, 64)
     assert masks.unique().tolist() == [0, 1, 2, 3] and images.min() == -1 and images.max() == 1
     assert len(images.flatten(1).unique(dim=0)) == 320
     state = np.random.get_state()[1].copy()
-    again, other = load_data("synthetic", "masks", seed=3), load_data("synthetic", "masks", seed=4)
+    again, other = load("synthetic", "masks", seed=3), load("synthetic", "masks", seed=4)
     assert (np.random.get_state()[1] == state).all()  # the global generator is left alone
     assert same(found, again) and found.fingerprint == again.fingerprint
     assert not same(found, other) and found.fingerprint != other.fingerprint
@@ -120,8 +120,8 @@ def test_synthetic_follows_the_seed():
 
 @pytest.mark.parametrize("size", [8, 24])
 def test_synthetic_at_other_sizes_and_without_masks(size):
-    check(load_data("synthetic", "masks", image_size=size), "masks")
-    found = load_data("synthetic", image_size=size)
+    check(load("synthetic", "masks", image_size=size), "masks")
+    found = load("synthetic", image_size=size)
     assert check(found)[1].eq(0).all() and found.num_classes == 0
 
 
@@ -175,16 +175,16 @@ def test_cifar10(tmp_path):
     with open(tmp_path / "cifar-10-batches-py" / "test_batch", "rb") as file:
         reference = pickle.load(file, encoding="latin1")
     assert (reference["data"] == batches[-1]["data"]).all() and reference["labels"] == batches[-1]["labels"]
-    found = load_data(f"cifar10:{tmp_path}")
+    found = load(f"cifar10:{tmp_path}")
     images, labels = check(found)
     assert (found.channels, found.num_classes, found.image_size) == (3, 10, 32)
     assert (len(found.train), len(found.heldout)) == (30, 6)
     pixels = np.concatenate([b["data"] for b in batches]).reshape(-1, 3, 32, 32)
     assert (((images + 1) * 127.5).round().numpy() == pixels).all()
     assert labels.tolist() == sum([b["labels"] for b in batches], [])
-    inner = load_data(f"cifar10:{tmp_path / 'cifar-10-batches-py'}")
+    inner = load(f"cifar10:{tmp_path / 'cifar-10-batches-py'}")
     assert same(found, inner) and found.fingerprint == inner.fingerprint
-    check(load_data(f"cifar10:{tmp_path}", image_size=16))
+    check(load(f"cifar10:{tmp_path}", image_size=16))
 
 
 def test_cifar10_incomplete_or_damaged(tmp_path):
@@ -239,13 +239,13 @@ def test_mnist(tmp_path):
     for name, part in (("train", slice(20)), ("t10k", slice(20, None))):
         idx_file(raw / f"{name}-images-idx3-ubyte", pixels[part])
         idx_file(raw / f"{name}-labels-idx1-ubyte", labels[part])
-    found = load_data(spec)
+    found = load(spec)
     images, target = check(found)
     assert (found.channels, found.num_classes, found.image_size) == (1, 10, 28)
     assert (len(found.train), len(found.heldout)) == (20, 5)
     assert (((images[:, 0] + 1) * 127.5).round().numpy() == pixels).all()
     assert target.tolist() == labels.tolist()
-    check(load_data(spec, image_size=32))
+    check(load(spec, image_size=32))
     for wrong in (labels[:3], np.full(5, 10, np.uint8)):
         idx_file(raw / "t10k-labels-idx1-ubyte", wrong)
         refused("cannot read", "don't match", spec=spec)
@@ -265,7 +265,7 @@ def medmnist(path, shape=(28, 28), labels=1, dtype=np.uint8, **more):
 @pytest.mark.parametrize("shape", [(28, 28), (28, 28, 3), (64, 64)])
 def test_medmnist(shape, tmp_path):
     arrays = medmnist(tmp_path / "bloodmnist.npz", shape)
-    found = load_data(f"medmnist:{tmp_path / 'bloodmnist.npz'}")
+    found = load(f"medmnist:{tmp_path / 'bloodmnist.npz'}")
     images, labels = check(found)
     assert (found.name, found.channels, found.num_classes) == ("bloodmnist", 3 if len(shape) == 3 else 1, 4)
     assert (found.image_size, len(found.train), len(found.heldout)) == (shape[0], 20, 7)
@@ -277,7 +277,7 @@ def test_medmnist(shape, tmp_path):
 
 def test_medmnist_with_several_labels_is_unlabelled(tmp_path):
     medmnist(tmp_path / "chest.npz", labels=14)
-    found = load_data(f"medmnist:{tmp_path / 'chest.npz'}")
+    found = load(f"medmnist:{tmp_path / 'chest.npz'}")
     assert check(found)[1].eq(0).all() and found.num_classes == 0
 
 
@@ -307,7 +307,7 @@ def test_labels_of_any_kind_that_are_classes(tmp_path):
     for dtype in (bool, np.int8, np.uint64, np.float32):
         labels = np.arange(20).astype(dtype)[:, None] % 2
         medmnist(file, train_labels=labels, test_labels=labels[:7, 0])
-        found = load_data(f"medmnist:{file}")
+        found = load(f"medmnist:{file}")
         assert everything(found.train)[1].tolist() == labels[:, 0].astype(int).tolist()
         assert found.num_classes == 2
     assert found.name == "digits" and found.yardstick is None  # the word digits alone has the committed one
@@ -358,14 +358,14 @@ def nifti(path, volume, affine=None):
 @pytest.mark.parametrize("suffix", ["nii", "nii.gz"])
 def test_one_volume(suffix, tmp_path):
     path = nifti(tmp_path / f"scan.{suffix}", phantom())
-    found = load_data(f"nifti:{path}")
+    found = load(f"nifti:{path}")
     images, labels = check(found)
     assert (found.channels, found.num_classes, found.image_size) == (1, 0, 64)
     assert (len(found.train), len(found.heldout)) == (9, 1)  # 12 slices, two of them air
     centre = images[:, 0, 32, 32]
     assert (centre.diff() > 0).all() and centre[0] > 0  # in order, on a scale that the hot voxel doesn't set
     assert images.min() == -1 and images.max() == 1
-    assert found.fingerprint == load_data(f"nifti:{path}").fingerprint
+    assert found.fingerprint == load(f"nifti:{path}").fingerprint
 
 
 def test_volumes_are_held_out_whole(tmp_path):
@@ -373,7 +373,7 @@ def test_volumes_are_held_out_whole(tmp_path):
         volume = phantom(slices=12 + i)
         volume[9 + i] = 0  # a dark line tells the volumes apart
         nifti(tmp_path / f"{i}.nii.gz", volume)
-    found = load_data(f"nifti:{tmp_path}", image_size=24)
+    found = load(f"nifti:{tmp_path}", image_size=24)
     check(found)
 
     def volumes(part):  # crop [30] -> [24] starts at 3, the box at 6
@@ -389,11 +389,11 @@ def test_slices_show_the_body_upright_however_it_is_stored(tmp_path):
     volume = np.zeros((24, 24, 4), np.float32)
     volume[4:20, 14:22] = 1  # towards the front (+Y)
     nifti(tmp_path / "a.nii", volume)
-    images, _ = check(load_data(f"nifti:{tmp_path / 'a.nii'}", image_size=24))
+    images, _ = check(load(f"nifti:{tmp_path / 'a.nii'}", image_size=24))
     assert images[:, 0, 2:10, 4:20].eq(1).all() and images[:, 0, 12:].eq(-1).all()
     turned = np.diag([1.0, -1, 1, 1])
     nifti(tmp_path / "b.nii", volume[:, ::-1].copy(), turned)
-    assert torch.equal(images, check(load_data(f"nifti:{tmp_path / 'b.nii'}", image_size=24))[0])
+    assert torch.equal(images, check(load(f"nifti:{tmp_path / 'b.nii'}", image_size=24))[0])
 
 
 def test_volumes_with_masks(tmp_path):
@@ -403,7 +403,7 @@ def test_volumes_with_masks(tmp_path):
         mask = (volume > 0).astype(np.uint8) * 2
         mask[15:] *= 1 + i
         nifti(tmp_path / "masks" / f"{i}.nii", mask)
-    found = load_data(f"nifti:{tmp_path}", "masks", image_size=48)
+    found = load(f"nifti:{tmp_path}", "masks", image_size=48)
     images, masks = check(found, "masks")
     assert found.num_classes == 4 and masks.unique().tolist() == [0, 1, 2, 3]  # 0, 2, 4, 6
     assert (len(found.train), len(found.heldout)) == (20, 10)

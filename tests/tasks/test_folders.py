@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 
 from lowprec.errors import Refused
 from tasks import data, folders, image_sets
-from tasks.data import load_data
+from tasks.data import load
 
 
 def test_the_split_hardly_moves_when_files_are_added(tmp_path):
     def heldout():
-        return {path.name for path, _ in load_data(f"folder:{tmp_path}").heldout.items}
+        return {path.name for path, _ in load(f"folder:{tmp_path}").heldout.items}
 
     for i in range(100):
         save(tmp_path / f"{i}.png", grey(i, (8, 8)))
@@ -32,7 +32,7 @@ def test_the_split_hardly_moves_when_files_are_added(tmp_path):
 
 def test_fingerprint_of_a_folder_follows_names_and_content(tmp_path):
     def fingerprint():
-        return load_data(f"folder:{tmp_path}").fingerprint
+        return load(f"folder:{tmp_path}").fingerprint
 
     for i in range(4):
         save(tmp_path / f"{i}.bmp", grey(i))
@@ -58,15 +58,15 @@ def sixteen_bits(path, largest):
 def test_twelve_bits_in_sixteen_are_said_and_mended(tmp_path):
     for i, largest in enumerate((4095, 3000, 100)):
         sixteen_bits(tmp_path / f"{i}.png", largest)
-    dark = load_data(f"folder:{tmp_path}", image_size=8)
+    dark = load(f"folder:{tmp_path}", image_size=8)
     assert len(dark.notes) == 1 and "--white 4095" in dark.notes[0]
-    mended = load_data(f"folder:{tmp_path}", image_size=8, white=4095)
+    mended = load(f"folder:{tmp_path}", image_size=8, white=4095)
     assert not mended.notes and mended.fingerprint != dark.fingerprint
     images, _ = check(mended)
     assert images.max() == 1 and images.min() == -1
-    assert "what is above is white" in load_data(f"folder:{tmp_path}", image_size=8, white=1000).notes[0]
+    assert "what is above is white" in load(f"folder:{tmp_path}", image_size=8, white=1000).notes[0]
     sixteen_bits(tmp_path / "full.png", 40000)
-    assert not load_data(f"folder:{tmp_path}", image_size=8).notes
+    assert not load(f"folder:{tmp_path}", image_size=8).notes
 
 
 @pytest.mark.parametrize("suffix", ["tif", "webp"])
@@ -74,9 +74,9 @@ def test_several_images_in_a_file_are_said_and_read_on_demand(tmp_path, suffix):
     for i in range(2):
         pages = [Image.fromarray(np.full((16, 16), 50 * (3 * i + k), np.uint8)) for k in range(3)]
         pages[0].save(tmp_path / f"{i}.{suffix}", save_all=True, append_images=pages[1:])
-    first = load_data(f"folder:{tmp_path}", image_size=16)
+    first = load(f"folder:{tmp_path}", image_size=16)
     assert len(first.notes) == 1 and "--pages all" in first.notes[0]
-    found = load_data(f"folder:{tmp_path}", image_size=16, pages="all")
+    found = load(f"folder:{tmp_path}", image_size=16, pages="all")
     assert not found.notes and (len(found.train), len(found.heldout)) == (3, 3)
     assert found.fingerprint != first.fingerprint
     images = torch.cat([found.train[[0, 1, 2]][0], found.heldout[[0, 1, 2]][0]])
@@ -88,16 +88,16 @@ def test_flat_folder(tmp_path):
         save(tmp_path / f"{i:02}.{'PNG' if i % 2 else 'bmp'}", grey(i * 8))
     save(tmp_path / "._00.png", grey(0))  # hidden, as macOS leaves them: not data
     (tmp_path / "notes.txt").write_text("not an image")
-    found = load_data(f"folder:{tmp_path}")
+    found = load(f"folder:{tmp_path}")
     images, labels = check(found)
     assert (found.channels, found.num_classes, found.image_size) == (1, 0, 64)
     assert (len(found.train), len(found.heldout)) == (27, 3)
     values = ((images[:, 0, 0, 0] + 1) * 127.5).round().int().tolist()
     assert sorted(values) == [i * 8 for i in range(30)]  # all of them, and none in both parts
     assert labels.eq(0).all()
-    again = load_data(f"folder:{tmp_path}", seed=9)
+    again = load(f"folder:{tmp_path}", seed=9)
     assert same(found, again) and found.fingerprint == again.fingerprint
-    assert load_data(f"folder:{tmp_path}", image_size=32).fingerprint != found.fingerprint
+    assert load(f"folder:{tmp_path}", image_size=32).fingerprint != found.fingerprint
     assert "27 + 3 held-out" in str(found) and "1x64x64" in str(found)
 
 
@@ -105,7 +105,7 @@ def test_fingerprint_survives_a_move(tmp_path):
     for place in ("here", "there"):
         for i in range(4):
             save(tmp_path / place / "my photos" / f"{i}.png", grey(i))
-    here, there = (load_data(f"folder:{tmp_path / place / 'my photos'}") for place in ("here", "there"))
+    here, there = (load(f"folder:{tmp_path / place / 'my photos'}") for place in ("here", "there"))
     assert here.fingerprint == there.fingerprint and here.name == there.name == "folder-my_photos"
 
 
@@ -114,7 +114,7 @@ def test_class_folders(tmp_path):
         for i in range(10):
             folder = tmp_path / name / "more" if i > 7 else tmp_path / name
             save(folder / f"{i}.jpg", rgb(label * 100))
-    found = load_data(f"folder:{tmp_path}", image_size=16)
+    found = load(f"folder:{tmp_path}", image_size=16)
     images, labels = check(found)
     assert (found.channels, found.num_classes, found.image_size) == (3, 3, 16)
     assert torch.bincount(labels).tolist() == [10, 10, 10]  # sorted names: cat 0, dog 1, emu 2
@@ -124,7 +124,7 @@ def test_class_folders(tmp_path):
 def test_grey_and_colour_together_become_colour(tmp_path):
     save(tmp_path / "a.png", grey(255))
     save(tmp_path / "b.png", rgb((255, 0, 0)))
-    found = load_data(f"folder:{tmp_path}")
+    found = load(f"folder:{tmp_path}")
     images, _ = check(found)
     assert found.channels == 3
     assert sorted(images[:, :, 0, 0].tolist()) == [[1, -1, -1], [1, 1, 1]]
@@ -135,7 +135,7 @@ def test_centre_crop(tmp_path):
     wide[:, 20:40] = 255
     save(tmp_path / "wide.png", wide)
     save(tmp_path / "tall.png", wide.T)
-    images, _ = check(load_data(f"folder:{tmp_path}", image_size=40))
+    images, _ = check(load(f"folder:{tmp_path}", image_size=40))
     assert images.eq(1).all()  # only the middle third is white
 
 
@@ -144,25 +144,25 @@ def test_downsizing_is_antialiased(tmp_path):
     stripes[:, 3::8] = stripes[:, 4::8] = 255
     for name in "ab":
         save(tmp_path / f"{name}.png", stripes)
-    images, _ = check(load_data(f"folder:{tmp_path}", image_size=8))
+    images, _ = check(load(f"folder:{tmp_path}", image_size=8))
     assert images.max() < 0  # a quarter is white; sampling the middle of each eighth would see nothing else
 
 
 def test_white_stays_within_the_range_when_resized(tmp_path):
     for name in "ab":
         save(tmp_path / f"{name}.png", grey(255, (17, 17)))  # 17 -> 8 sums to 1 + 1.2e-7 in fp32
-    check(load_data(f"folder:{tmp_path}", image_size=8))
+    check(load(f"folder:{tmp_path}", image_size=8))
 
 
 def test_pixel_formats(tmp_path):
     save(tmp_path / "deep" / "a.png", np.full((9, 9), 65535, np.uint16))
     save(tmp_path / "deep" / "b.tif", np.zeros((9, 9), np.uint16))
-    found = load_data(f"folder:{tmp_path / 'deep'}", image_size=9)
+    found = load(f"folder:{tmp_path / 'deep'}", image_size=9)
     assert found.channels == 1 and sorted(check(found)[0][:, 0, 0, 0].tolist()) == [-1, 1]
     clear = np.zeros((9, 9, 4), np.uint8)  # black under full transparency shows as white
     save(tmp_path / "clear" / "a.png", clear)
     save(tmp_path / "clear" / "b.png", clear)
-    assert check(load_data(f"folder:{tmp_path / 'clear'}", image_size=9))[0].eq(1).all()
+    assert check(load(f"folder:{tmp_path / 'clear'}", image_size=9))[0].eq(1).all()
     save(tmp_path / "float" / "a.tif", np.zeros((9, 9), np.float32))
     refused("float/a.tif", "32-bit", spec=f"folder:{tmp_path / 'float'}")
 
@@ -177,7 +177,7 @@ def test_a_photo_of_a_phone_may_hold_several_pictures(tmp_path):
             append_images=[Image.fromarray(rgb(9))],
         )
         assert Image.open(path).format == "MPO"
-    images, _ = check(load_data(f"folder:{tmp_path}", image_size=20))
+    images, _ = check(load(f"folder:{tmp_path}", image_size=20))
     assert (images - (99 / 127.5 - 1)).abs().max() < 0.02
 
 
@@ -187,7 +187,7 @@ def test_exif_orientation(tmp_path):
     exif[0x0112] = 6  # shown turned clockwise by 90 degrees: the bright upper half comes to the right
     for name in "ab":
         save(tmp_path / f"{name}.jpg", photo, exif=exif)
-    images, _ = check(load_data(f"folder:{tmp_path}", image_size=16))
+    images, _ = check(load(f"folder:{tmp_path}", image_size=16))
     assert images[..., 12:].min() > 0.9 and images[..., :4].max() < -0.9
 
 
@@ -216,7 +216,7 @@ def test_layouts_of_other_kinds_are_not_taken_for_classes(parts, use, tmp_path):
 def test_two_images_suffice(tmp_path):
     save(tmp_path / "a.png", grey(1))
     save(tmp_path / "b.png", grey(2))
-    found = load_data(f"folder:{tmp_path}")
+    found = load(f"folder:{tmp_path}")
     assert len(found.train) == len(found.heldout) == 1
 
 
@@ -260,7 +260,7 @@ def test_a_file_cut_short_is_named_at_load(suffix, tmp_path):
 def test_a_file_damaged_since_is_named_at_access_from_a_worker_too(tmp_path):
     noise = np.random.RandomState(0).randint(0, 255, (64, 64, 3), np.uint8)
     paths = [save(tmp_path / f"{name}.jpg", noise) for name in "abc"]
-    found = load_data(f"folder:{tmp_path}")
+    found = load(f"folder:{tmp_path}")
     for path in paths:
         path.write_bytes(path.read_bytes()[:1500])
     message = r"^cannot read .*/[abc]\.jpg as an image \(.*\): replace or remove it$"
@@ -344,7 +344,7 @@ def test_files_are_decoded_once_while_there_is_room(tmp_path, monkeypatch):
     calls, decode = [], folders.decode_image
     monkeypatch.setattr(folders, "decode_image", lambda *a: calls.append(a) or decode(*a))
     monkeypatch.setattr(image_sets, "CACHE_BYTES", 2 * 8 * 8 * 4)
-    part = load_data(f"folder:{tmp_path}", image_size=8).train
+    part = load(f"folder:{tmp_path}", image_size=8).train
     first, second = everything(part), everything(part)
     assert torch.equal(first[0], second[0]) and len(part) == 3
     assert len(calls) == 4  # two stay in the cache, the third is read twice
@@ -353,7 +353,7 @@ def test_files_are_decoded_once_while_there_is_room(tmp_path, monkeypatch):
 def test_data_loader_yields_the_lists_asked_for(tmp_path):
     for i in range(12):
         save(tmp_path / f"{i:02}.png", grey(i))
-    for part in (load_data(f"folder:{tmp_path}", image_size=8).train, load_data("digits").train):
+    for part in (load(f"folder:{tmp_path}", image_size=8).train, load("digits").train):
         lists = [[3, 1, 4], [1, 5], [9, 2, 6]]
         loaded = list(DataLoader(part, sampler=lists, batch_size=None, num_workers=2))
         assert len(loaded) == 3

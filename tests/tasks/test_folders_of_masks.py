@@ -8,7 +8,7 @@ from pictures import check, grey, refused, rgb, save
 from PIL import Image
 
 from tasks import folders
-from tasks.data import load_data
+from tasks.data import load
 
 
 def pair(root, stem, mask, image=None, suffix="png"):
@@ -26,19 +26,19 @@ def half(value, size=(24, 24), other=0):
 def test_binary_masks_of_0_and_255(tmp_path):
     for i in range(12):
         pair(tmp_path, f"s{i}", half(255), suffix="jpg")
-    found = load_data(f"folder:{tmp_path}", "masks", image_size=16)
+    found = load(f"folder:{tmp_path}", "masks", image_size=16)
     _, masks = check(found, "masks")
     assert (found.channels, found.num_classes, len(found.train), len(found.heldout)) == (3, 2, 11, 1)
     assert masks[:, :, :8].eq(0).all() and masks[:, :, 8:].eq(1).all()
     speckles = np.random.RandomState(0).randint(0, 2, (24, 24)).astype(np.uint8) * 255
     save(tmp_path / "masks" / "s0.png", speckles)
-    assert load_data(f"folder:{tmp_path}", "masks", image_size=16).fingerprint != found.fingerprint
+    assert load(f"folder:{tmp_path}", "masks", image_size=16).fingerprint != found.fingerprint
 
 
 def test_mask_values_become_classes_in_ascending_order_and_stay_so_when_resized(tmp_path):
     pair(tmp_path, "a", half(200))
     pair(tmp_path, "b", half(7, other=50))
-    found = load_data(f"folder:{tmp_path}", "masks", image_size=17)
+    found = load(f"folder:{tmp_path}", "masks", image_size=17)
     _, masks = check(found, "masks")
     assert found.num_classes == 4  # 0, 7, 50, 200
     for mask in masks:
@@ -52,7 +52,7 @@ def test_mask_stays_on_its_image(tmp_path):
         pair(tmp_path, i, mask, image=mask * 255)
     # Whole fractions of the blocks, where bilinear weights favour the right block.
     for size in (8, 32, 64, 128):
-        images, masks = check(load_data(f"folder:{tmp_path}", "masks", image_size=size), "masks")
+        images, masks = check(load(f"folder:{tmp_path}", "masks", image_size=size), "masks")
         assert torch.equal(images[:, 0] > 0, masks == 1)
 
 
@@ -61,7 +61,7 @@ def test_masks_are_sampled_at_pixel_centres(tmp_path):
     centres[1::3, 1::3] = 1  # 96 -> 32: the middle of each 3x3
     for name in "ab":
         pair(tmp_path, name, centres)
-    assert check(load_data(f"folder:{tmp_path}", "masks", image_size=32), "masks")[1].eq(1).all()
+    assert check(load(f"folder:{tmp_path}", "masks", image_size=32), "masks")[1].eq(1).all()
 
 
 def test_photo_on_its_side_fits_an_upright_mask(tmp_path):
@@ -70,7 +70,7 @@ def test_photo_on_its_side_fits_an_upright_mask(tmp_path):
     for name in "ab":
         save(tmp_path / "images" / f"{name}.jpg", rgb(9, (16, 24)), exif=exif)
         save(tmp_path / "masks" / f"{name}.png", half(1, (24, 16)))
-    check(load_data(f"folder:{tmp_path}", "masks", image_size=16), "masks")
+    check(load(f"folder:{tmp_path}", "masks", image_size=16), "masks")
     save(tmp_path / "masks" / "a.png", half(1, (16, 24)))
     refused("24x16", "16x24", spec=f"folder:{tmp_path}", targets="masks")
 
@@ -85,7 +85,7 @@ def test_palette_and_one_bit_masks(tmp_path):
         (tmp_path / "palette" / "masks").mkdir(exist_ok=True)
         palette.save(tmp_path / "palette" / "masks" / f"{name}.png")
     for kind in ("one", "palette"):
-        found = load_data(f"folder:{tmp_path / kind}", "masks", image_size=8)
+        found = load(f"folder:{tmp_path / kind}", "masks", image_size=8)
         assert found.num_classes == 2 and check(found, "masks")[1].float().mean() == 0.5
 
 
@@ -97,7 +97,7 @@ def test_masks_that_do_not_match(tmp_path):
     pair(tmp_path, "a", half(1))
     refused("single image", **spec)
     pair(tmp_path, "b", half(1))
-    load_data(**spec)
+    load(**spec)
     save(tmp_path / "images" / "c.png", rgb(0))
     save(tmp_path / "images" / "d.png", rgb(0))  # comes second, so the message is about c
     refused(tmp_path / "images" / "c.png", "has no mask", tmp_path / "masks" / "c with suffix .png", **spec)

@@ -37,13 +37,13 @@ def one_thread():
 @pytest.fixture(scope="module")
 def digits():
     """(train images, train labels, held-out images, held-out labels)"""
-    loaded = data.load_data("digits")
+    loaded = data.load("digits")
     return (*loaded.train[list(range(len(loaded.train)))], *loaded.heldout[list(range(len(loaded.heldout)))])
 
 
 @pytest.fixture(scope="module")
 def net():
-    return metrics.yardstick(data.load_data("digits"), "nowhere")
+    return metrics.yardstick(data.load("digits"), "nowhere")
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_features_are_standardised_and_independent_of_the_batch(digits, net):
 
 @pytest.mark.parametrize("size", [12, 16, 32])
 def test_digits_of_another_size_are_scored_by_the_same_net(net, size):
-    loaded = data.load_data("digits", image_size=size)
+    loaded = data.load("digits", image_size=size)
     images, labels = loaded.heldout[list(range(len(loaded.heldout)))]
     train = loaded.train[list(range(400))]
     assert images.shape[-1] == size
@@ -257,7 +257,7 @@ def test_a_net_without_labels_learns_rotations(digits):
 @pytest.fixture
 def another(digits):
     """A Data that is no set's own: its net has to be fitted."""
-    found = data.load_data("digits")
+    found = data.load("digits")
     return dataclasses.replace(found, name="folder:/a b/c", fingerprint="0123456789abcdef", yardstick=None)
 
 
@@ -315,7 +315,7 @@ def test_a_kept_net_is_read_without_the_images(another, tmp_path):
 def test_the_committed_net_is_for_the_set_and_not_for_its_name(another, tmp_path):
     """`--data medmnist:digits.npz` has the name of the built-in digits, and not their net."""
     committed = weights(feature_net.load_feature_net(feature_net.DIGITS_NET_FILE))
-    assert torch.equal(weights(metrics.yardstick(data.load_data("digits"), tmp_path)), committed)
+    assert torch.equal(weights(metrics.yardstick(data.load("digits"), tmp_path)), committed)
     assert not list(tmp_path.iterdir())
     fitted = metrics.yardstick(dataclasses.replace(another, name="digits"), tmp_path, steps=3)
     assert not torch.equal(weights(fitted), committed)

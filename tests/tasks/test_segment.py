@@ -8,7 +8,7 @@ from tasks.task import Rng
 
 
 def test_scores_are_of_all_held_out_images(monkeypatch):
-    task = make(segment.Segment, data.load_data("synthetic", "masks", image_size=16))
+    task = make(segment.Segment, data.load("synthetic", "masks", image_size=16))
     classes = task.data.num_classes
 
     def net(images):  # its answer is the brightness of a pixel

@@ -312,7 +312,7 @@ def test_an_empty_slot_is_finite_in_fp32_and_not_in_fp16(clips):
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"pure_bf16": True, "stochastic": True}])
 def test_the_net_runs_at_its_published_size_on_shapes_alone(name, flags):
     kind, build = TASKS[name], (steve if name == "steve" else slotcontrast).build
-    size = (steve if name == "steve" else slotcontrast).SIZES["base"]
+    size = (steve.STEVE_SIZES if name == "steve" else slotcontrast.SLOTCONTRAST_SIZES)["base"]
     with torch.device("meta"):
         net = build(size, image_size=56, recipe=recipe(**flags, more=kind.sites))
     if flags.get("pure_bf16"):

@@ -29,7 +29,7 @@ digits = generating.digits
 
 @pytest.fixture(scope="module")
 def discs():
-    return data.load_data("synthetic", "masks", image_size=16)
+    return data.load("synthetic", "masks", image_size=16)
 
 
 # ---- Randomness --------------------------------------------------------------------------------------------
