@@ -31,7 +31,7 @@ from tasks.task import Rng, to_device
 from trainer import Trainer
 
 FURTHER_STEPS = 8  # further steps in memory
-EXAMINED_IMAGES = 16
+DIAGNOSED_IMAGES = 16
 # parameters x pixels x images of one step; about a second on a CPU core. Beyond it the batch is cut
 MOST_WORK_A_STEP = 5e9
 DEFAULT_DECAY = 0.999  # of the average
@@ -68,7 +68,7 @@ class Examination:
     `images`, and call `task`, `net`, `rng`, `relative` and `judge`.
     """
 
-    images = EXAMINED_IMAGES
+    images = DIAGNOSED_IMAGES
     relative = staticmethod(relative)
 
     def __init__(self, config, checkpoint, folder):
@@ -196,7 +196,7 @@ class Examination:
     @torch.no_grad()
     def computing(self):
         """The net's output and loss against those of an fp32 copy, on one batch of the training data."""
-        task, batch, step = self.task(), self.some(EXAMINED_IMAGES), self.trainer.step
+        task, batch, step = self.task(), self.some(DIAGNOSED_IMAGES), self.trainer.step
         exact = Recorder(self.net(loss="fp32", generation="fp32"))
         task.loss(exact, batch, self.rng(3), step)
         args, kwargs = exact.inputs

@@ -65,7 +65,7 @@ def stochastic_bf16(x, draw):
     return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
-class Rule:
+class AverageRule:
     """An average. decay_at(decay, step) from 1 on; update(average, p, one_minus_decay, draw) -> average."""
 
     def __init__(self, decay_at, update, interval=1):
@@ -101,14 +101,14 @@ def _constant(decay, step):
 
 
 RULES = {
-    "fp32, constant": Rule(_constant, _fp32),
-    "fp32, warm-up": Rule(warmed, _fp32),
-    "diffusers": Rule(diffusers_decay, _in_place),
-    "diffusers, foreach": Rule(diffusers_decay, _foreach),
-    "OneTrainer": Rule(warmed, _added, interval=5),
-    "OneTrainer, every step": Rule(warmed, _added),
-    "OneTrainer, stochastic": Rule(warmed, _rounded_up_or_down),
-    "ai-toolkit": Rule(_constant, _rounded_up_or_down),
+    "fp32, constant": AverageRule(_constant, _fp32),
+    "fp32, warm-up": AverageRule(warmed, _fp32),
+    "diffusers": AverageRule(diffusers_decay, _in_place),
+    "diffusers, foreach": AverageRule(diffusers_decay, _foreach),
+    "OneTrainer": AverageRule(warmed, _added, interval=5),
+    "OneTrainer, every step": AverageRule(warmed, _added),
+    "OneTrainer, stochastic": AverageRule(warmed, _rounded_up_or_down),
+    "ai-toolkit": AverageRule(_constant, _rounded_up_or_down),
 }
 
 # ---- Measuring ---------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def measure_cell(cell, *, device, rounds, dry=False):
     try:
         # a CPU takes minutes to compile what a GPU is to run
         with torch.compiler.set_stance("force_eager") if dry else nullcontext():
-            row.update(measured(cell, device, rounds, dry))
+            row.update(cell_figures(cell, device, rounds, dry))
     except Refused as error:
         row.update(status="refused", note=str(error))
     except Exception as error:
@@ -206,7 +206,7 @@ def gib_of(device):
     return torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
-def measured(cell, device, rounds, dry):
+def cell_figures(cell, device, rounds, dry):
     """The figures of a cell, a dict; raises what its parts raise.
 
     Peak memory is what the allocator held above its start during one step, alone: the bf16 cell comes later.

@@ -124,7 +124,7 @@ def bare(args):
     return found
 
 
-def signal_to_noise(found, exact):
+def error_in_decibels(found, exact):
     return 10 * math.log10((exact.square().sum() / (found - exact).square().sum()).item())
 
 
@@ -151,7 +151,7 @@ def attention(args):
     found = [("attention's share of the FLOPs of a DiT-XL/2, 256 tokens", share, "%")]
     ways = {"e4m3": in_e4m3, "bf16": lambda x: x.bfloat16().float()}
     for name, way in ways.items():
-        kept = signal_to_noise(attended(way(q), way(k), way(v)), exact)
+        kept = error_in_decibels(attended(way(q), way(k), way(v)), exact)
         found.append((f"attention with queries, keys and values in {name}", kept, "dB"))
     return found
 
@@ -352,11 +352,11 @@ def guides(args, clock):
         for what, value, unit, *values in question(args):
             row = dict(question=question.__name__, what=what, value=value, unit=unit)
             rows.append({**row, "values": sum(values, [])})
-            print(f"{what}: {change_text(rows[-1])}", flush=True)
+            print(f"{what}: {guide_text(rows[-1])}", flush=True)
     return rows
 
 
-def change_text(row):
+def guide_text(row):
     """'+1.2 % (+1.0 to +1.4)' of a change by seeds, '3.1 %' of one figure."""
     unit, values = row["unit"], row["values"]
     if not values:
@@ -367,7 +367,7 @@ def change_text(row):
 
 
 def table(rows):
-    return markdown(["measured", "figure"], [[row["what"], change_text(row)] for row in rows])
+    return markdown(["measured", "figure"], [[row["what"], guide_text(row)] for row in rows])
 
 
 COMMAND = Command(

@@ -42,7 +42,7 @@ from trainer import Trainer
 SEGMENT_FLAGS = "--task segment --image_size 64"
 LANGUAGE_FLAGS = "--task language --model bdh --batch_size 32"
 STEVE_FLAGS = "--task steve --vocab_size 512"
-FP8_FLAGS = "--fp8 --fp8_backend emulate"
+EMULATED_FP8_FLAGS = "--fp8 --fp8_backend emulate"
 STOCHASTIC_FLAGS = "--pure_bf16 --stochastic"
 
 # table: {row: flags}; the first row is what the others are compared with
@@ -59,8 +59,8 @@ SYSTEM_TABLES = {
         "fp32": LANGUAGE_FLAGS,
         "bf16": f"{LANGUAGE_FLAGS} --bf16",
         "bf16, 8-bit states": f"{LANGUAGE_FLAGS} --bf16 --opt8bit",
-        "fp8 (emulated)": f"{LANGUAGE_FLAGS} {FP8_FLAGS}",
-        "fp8 (emulated), 8-bit states": f"{LANGUAGE_FLAGS} {FP8_FLAGS} --opt8bit",
+        "fp8 (emulated)": f"{LANGUAGE_FLAGS} {EMULATED_FP8_FLAGS}",
+        "fp8 (emulated), 8-bit states": f"{LANGUAGE_FLAGS} {EMULATED_FP8_FLAGS} --opt8bit",
         "pure bf16 stochastic, 8-bit states": f"{LANGUAGE_FLAGS} {STOCHASTIC_FLAGS} --opt8bit",
     },
     "steve": {

@@ -25,7 +25,7 @@ from lowprec.errors import Refused
 from tasks.task import Task, picture
 
 EXAMINED_IMAGES = 1024  # held-out images that validate and preview look at
-IMAGES_AT_ONCE = 256  # images scored at once
+CLASSIFIED_AT_ONCE = 256  # images scored at once
 PICTURED_CLASSES = 12  # classes that a picture has room for
 # of values in [-1, 1]
 GREEN = (-0.7, 0.6, -0.5)
@@ -248,7 +248,7 @@ class Classify(Task):
     def _predict(self, model, indices, device):
         """(logits fp32 [N, classes], labels [N]) of held-out images."""
         logits, labels = [], []
-        for part in indices.split(IMAGES_AT_ONCE):
+        for part in indices.split(CLASSIFIED_AT_ONCE):
             images, target = self.data.heldout[part.tolist()]
             logits.append(model(images.to(device)).float().cpu())
             labels.append(target)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from harness.flags import Flag
 from lowprec.errors import Refused
 
-CONDITION = Flag(
+CONDITION_FLAG = Flag(
     "condition",
     "none",
     "an image that the net sees beside the noise: the image blurred, the image with half the pixels a side, "

@@ -15,7 +15,7 @@ from lowprec.recipes import Site
 from tasks import data as datasets
 from tasks import latent_space, metrics, perceptual, vae_halves
 from tasks.condition import (
-    CONDITION,
+    CONDITION_FLAG,
     channels,
     check_condition,
     condition_of,
@@ -85,7 +85,7 @@ class Generation(Task):
         ),
         perceptual.PERCEPTUAL,
         *latent_space.LATENT_FLAGS,
-        CONDITION,
+        CONDITION_FLAG,
     )
     sites = {**GENERATION_SITES, "perceptual": perceptual.PERCEPTUAL_SITE, **latent_space.LATENT_SITES}
     limits = {

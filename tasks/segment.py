@@ -13,7 +13,7 @@ from tasks import metrics
 from tasks.task import Task, picture
 
 PICTURED_IMAGES = 8  # held-out images in a preview
-IMAGES_AT_ONCE = 64  # images scored at once
+SEGMENTED_AT_ONCE = 64  # images scored at once
 # one colour a class, in 0..255; a net of more classes begins again
 PALETTE = [[0, 0, 0], [230, 80, 60], [60, 160, 230], [240, 200, 60], [90, 200, 120], [180, 100, 220]]
 
@@ -71,8 +71,8 @@ class Segment(Task):
         heldout = self.data.heldout
         everything = list(range(len(heldout)))
         counts = 0
-        for start in range(0, len(heldout), IMAGES_AT_ONCE):
-            images, masks = heldout[everything[start : start + IMAGES_AT_ONCE]]
+        for start in range(0, len(heldout), SEGMENTED_AT_ONCE):
+            images, masks = heldout[everything[start : start + SEGMENTED_AT_ONCE]]
             predicted = model(images.to(rng.device)).float().cpu()
             counts = counts + metrics.confusion(predicted, masks, self.data.num_classes)
         return counts

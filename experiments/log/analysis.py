@@ -309,7 +309,7 @@ def levels(experiment, known):
     They depend on the number of samples, so they are those of the baseline's own records, not of the training
     that it samples from.
     """
-    reference = reference_scores(experiment, known)
+    reference = reference_of_records(experiment, known)
     name = experiment.metric.rpartition(".")[2]
     if name.endswith("ari"):
         ends = {"true masks": "floor", "upright stripes": "ceiling"}
@@ -323,7 +323,7 @@ def levels(experiment, known):
     return found
 
 
-def reference_scores(experiment, known):
+def reference_of_records(experiment, known):
     """What real images and noise score, of the first record that says so, the baseline's first, or {}."""
     for arm in [experiment.arm(experiment.baseline), *experiment.arms]:
         for record in records_of(experiment, arm, known).values():

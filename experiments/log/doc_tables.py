@@ -195,7 +195,7 @@ def guides_table():
     table = [["the guides say", "measured here", "holds?"]]
     for question, (said, verdict) in GUIDE_TEXTS.items():
         own = [row for row in rows if row["question"] == question]
-        found = "; ".join(f"{row['what']}: {guides.change_text(row)}" for row in own)
+        found = "; ".join(f"{row['what']}: {guides.guide_text(row)}" for row in own)
         table.append([said, found, verdict])
     return markdown_table(table)
 

@@ -16,6 +16,6 @@ def test_scores_are_of_all_held_out_images(monkeypatch):
         return -(images - levels).abs()
 
     together = task.evaluate(net, Rng(0))[0]
-    monkeypatch.setattr(segment, "IMAGES_AT_ONCE", 10)
+    monkeypatch.setattr(segment, "SEGMENTED_AT_ONCE", 10)
     assert task.evaluate(net, Rng(0))[0] == together
     assert len(task.data.heldout) > 10 and 0 < together["mean_iou"] < 1
