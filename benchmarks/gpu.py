@@ -29,7 +29,7 @@ from tqdm import tqdm
 from benchmarks import common, gpu_plan
 from benchmarks.common import check_nets
 from benchmarks.gpu_cells import (
-    GENERATE,
+    GENERATING_CELLS,
     GPU_RECIPES,
     GPU_WARM_UP_STEPS,
     ROUND_MS,
@@ -54,7 +54,7 @@ from lowprec.errors import Refused
 RECORDS_FOLDER = ROOT / "experiments" / "bench"
 TINY_NETS = ["dit:tiny:8:2", "unet:tiny:8:2"]
 # what a dry run tries a second time, on the U-Net and through torch.compile's wrapper
-DRY_RECIPES = ("bf16", "fp8-scaled_mm-rowwise", *GENERATE)
+DRY_RECIPES = ("bf16", "fp8-scaled_mm-rowwise", *GENERATING_CELLS)
 
 
 def add_command(commands):

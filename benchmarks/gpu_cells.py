@@ -38,7 +38,7 @@ from lowprec.layers.sparsity import KernelLinear
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
-GENERATE = ("generate-bf16", "generate-bf16-2:4")  # a forward pass of a generator
+GENERATING_CELLS = ("generate-bf16", "generate-bf16-2:4")  # a forward pass of a generator
 # recipe: whose AdamW writes its weights, a name of subjects.PEER_CLASSES
 PEER_OF_RECIPE = {"pure_bf16-flashoptim": "flashoptim"}
 GPU_RECIPE_NAMES = (  # in this order
@@ -48,7 +48,7 @@ GPU_RECIPE_NAMES = (  # in this order
     "pure_bf16-stochastic",
     *common.FP8_RECIPES,
     "pure_bf16-stochastic-opt8bit-fp8",
-    *GENERATE,
+    *GENERATING_CELLS,
     "bf16-2:4",
     "pure_bf16-stochastic-2:4",
     # their net is that of bf16 or pure_bf16-stochastic: torch takes what it compiled for those
@@ -91,7 +91,7 @@ def cell_key(cell):
 
 def reference_cell(cell):
     """The eager bf16 cell that it is compared with."""
-    name = "generate-bf16" if cell["recipe"] in GENERATE else "bf16"
+    name = "generate-bf16" if cell["recipe"] in GENERATING_CELLS else "bf16"
     return {**cell, "recipe": name, "compile": False}
 
 
@@ -111,7 +111,7 @@ def contender(cell, device, dry):
     run.view_of_model.example = (tuple(a[:1].to("meta") for a in inputs), {})
     facts = dict(parameters=count_of(run.params), batch_size=net[3])
     facts.update(bytes_per_parameter=None, flops_share=None, how="; ".join(notes))
-    if cell["recipe"] in GENERATE:
+    if cell["recipe"] in GENERATING_CELLS:
         ledger = run.ledger()
         facts.update(covered_layers(ledger))
         # not the run: its memory is not the generator's

@@ -22,7 +22,7 @@ from harness.run_folder import environment
 from lowprec.errors import Refused
 
 PLAN_RECORD = ROOT / "experiments" / "bench" / "gpu-plan.json"
-GRACE = 20  # seconds that a stopped step has to write what it holds
+GRACE_SECONDS = 20  # seconds that a stopped step has to write what it holds
 COMPILED_RECIPES = "tf32 pure_bf16-stochastic fp8-torchao-tensorwise fp8-torchao-rowwise bf16-2:4 bf16"
 STATE_RECIPES = "pure_bf16-stochastic-opt8bit pure_bf16-split pure_bf16-flashoptim"
 LARGE_NETS_COMMAND = "bench.py --gpu --nets dit:XL/2:64:8 unet:base:64:32 --repeats 20 --jobs 3"
@@ -130,7 +130,7 @@ def stop_step(process):
     """Ask a step to end, and what it had said by then."""
     process.send_signal(signal.SIGTERM)
     try:
-        return process.communicate(timeout=GRACE)[0]
+        return process.communicate(timeout=GRACE_SECONDS)[0]
     except subprocess.TimeoutExpired:
         process.kill()
         return process.communicate()[0]

@@ -168,7 +168,7 @@ def in_blocks(weight, levels):
 INT4_LEVELS = torch.arange(8.0)
 LEVELS = {"8-bit integers": torch.arange(128.0), "4-bit integers": INT4_LEVELS, "4-bit floats": FP4_LEVELS}
 AWQ = "4-bit integers by AWQ"
-POWERS = [step / 10 for step in range(11)]
+AWQ_POWERS = [step / 10 for step in range(11)]
 
 
 def inputs_of_layers(training):
@@ -197,7 +197,7 @@ def in_blocks_by_awq(layer, x, levels):
     size = x.abs().mean([dim for dim in range(x.dim()) if dim != channel]).clamp_min(1e-6)
     wanted = layer(x)
     best, least = exact, math.inf
-    for power in POWERS:
+    for power in AWQ_POWERS:
         scale = size.pow(power).view(1, -1, *[1] * (exact.dim() - 2))
         layer.weight.copy_(in_blocks(exact * scale, levels) / scale)
         error = (layer(x) - wanted).square().mean().item()

@@ -216,7 +216,7 @@ TIMED_TASKS = {
     "steve": "--task steve",
     "slotcontrast": "--task slotcontrast",
 }
-STARTED = {"flow": "--task rflow --samples 16 --sample_steps 2", "vae": "--task vae"}
+RUNS_STARTED_FROM = {"flow": "--task rflow --samples 16 --sample_steps 2", "vae": "--task vae"}
 ROUND_LENGTH_MS = 300  # ms of steps that a loop does in a row, at least
 BARE_AND_OURS = ("bare loop", "ours")
 
@@ -227,7 +227,7 @@ def beside_bare(args, clock):
     names = args.tasks or list(TIMED_TASKS)
     with tempfile.TemporaryDirectory() as folder, no_warnings():
         folders = {}
-        for start in STARTED:
+        for start in RUNS_STARTED_FROM:
             if any(f"{{{start}}}" in TIMED_TASKS[name] for name in names):
                 folders[start] = one_step_run(start, folder, args)
         with progress_bar(len(names) * len(BARE_AND_OURS) * (args.repeats + 1)) as bar:
@@ -242,7 +242,7 @@ def one_step_run(name, folder, args):
     import train
 
     words = f"--steps 1 --sample_every 0 --ema_warmup --name {name}"
-    words = [*STARTED[name].split(), *words.split(), "--runs", folder, "--device", args.device.type]
+    words = [*RUNS_STARTED_FROM[name].split(), *words.split(), "--runs", folder, "--device", args.device.type]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
         status = train.main(words)
     if status:

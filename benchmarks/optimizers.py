@@ -67,7 +67,7 @@ PROTECTION = {
     "flashoptim": "w in 24 bits",
 }
 # peers that train.py does not offer, see subjects.PEER_CLASSES
-UNLISTED = ("heavyball", "sdnq", "sdnq-8bit", "flashoptim")
+UNLISTED_PEERS = ("heavyball", "sdnq", "sdnq-8bit", "flashoptim")
 
 
 def contenders():
@@ -96,7 +96,7 @@ def contenders():
         r = recipe(**PURE_BF16, opt8bit=True) if name == "bitsandbytes" else pure
         protection = PROTECTION.get(name, "as its authors publish it")
         rows[name.replace("_", "-")] = Contender(protection, r, name)
-    for name in UNLISTED:
+    for name in UNLISTED_PEERS:
         rows[name] = Contender(PROTECTION[name], pure, None)
     rows["torch-fused"] = Contender("none", pure, None)
     rows["torch-fused-fp32"] = Contender("fp32 weights", Recipe(), None)
@@ -113,7 +113,7 @@ def listed_peers():
 
 CONTENDERS = contenders()
 LAYOUTS = ["mixed", "large"]
-COPIED = 14  # bytes a parameter: a step on bf16 reads w, g, m, v and writes w, m, v, as does copying 7 bytes
+COPIED_BYTES = 14  # a parameter: a step on bf16 reads w, g, m, v and writes w, m, v, as does copying 7 bytes
 
 
 def add_arguments(parser):
@@ -158,7 +158,7 @@ def make_step(name, params):
         return copying(params), None
     if name.startswith("torch-fused"):
         optimizer = torch.optim.AdamW(params, **ADAMW_OPTIONS, fused=True)
-    elif name in UNLISTED:
+    elif name in UNLISTED_PEERS:
         optimizer = subjects.subject_of_name(name, params[0].device).over(params, **ADAMW_OPTIONS)
     else:
         options = ADAMW_OPTIONS
@@ -170,8 +170,8 @@ def make_step(name, params):
 
 
 def copying(params):
-    """callable() that moves COPIED bytes a parameter."""
-    size = COPIED // 2 * count_of(params)
+    """callable() that moves COPIED_BYTES a parameter."""
+    size = COPIED_BYTES // 2 * count_of(params)
     source = torch.ones(size, dtype=torch.uint8, device=params[0].device)
     target = torch.zeros_like(source)
 
@@ -204,7 +204,7 @@ class Contest:
         """The Cell of a contender, after its first steps."""
         contender = CONTENDERS[name]
         row = dict(layout=self.layout, tensors=len(self.weights), name=name, protection=contender.protection)
-        row.update(note="", first_step_s=None, state_bytes=None, moved_bytes=COPIED, ms=[])
+        row.update(note="", first_step_s=None, state_bytes=None, moved_bytes=COPIED_BYTES, ms=[])
         dtype = contender.recipe.dtype("weights")
         params = [torch.nn.Parameter(w.to(self.args.device, dtype)) for w in self.weights]
         self.refill(params, dtype)
@@ -283,7 +283,7 @@ def print_contender(row, medians):
     if "stochastic" in medians:
         ratio = median / medians["stochastic"]
     if "copy" in medians:
-        share = row["moved_bytes"] / COPIED * medians["copy"] / median
+        share = row["moved_bytes"] / COPIED_BYTES * medians["copy"] / median
     figures = f"{median:>12.2f}{min(row['ms']):>9.2f}{or_dash(ratio, '.2f'):>8}{or_dash(share, '.0%'):>9}"
     figures += f"{or_dash(row['state_bytes'], '.2f'):>15}{row['first_step_s']:>14.2f}"
     print(f"{row['name']:<18}{figures}  {row['protection']}")

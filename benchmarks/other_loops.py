@@ -22,14 +22,14 @@ from lowprec.machine import quiet_import
 from lowprec.rounding import Stream, stream
 from tasks.task import Rng
 
-ENDLESS = 10**6  # steps of a run that is stopped by hand
+ENDLESS_STEPS = 10**6  # steps of a run that is stopped by hand
 
 
 class Job:
     """What every loop trains: a net, its batches and its loss, as a Trainer sets them up."""
 
     def __init__(self, flags, folder, device):
-        self.run = SteppedRun(flags, folder, ENDLESS, device).run
+        self.run = SteppedRun(flags, folder, ENDLESS_STEPS, device).run
         self.config, self.task = self.run.config, self.run.task
         self.net = copy.deepcopy(self.run.precision.model)
         self.count = 0
@@ -205,5 +205,5 @@ KINDS_OF_PRECISION = {"fp32": "", "bf16": "--bf16", "bf16 weights": "--pure_bf16
 def stepper(loop, kind, flags, folder, device):
     """step() of a loop of LOOPS, or "ours", in a kind of precision. Raises Refused without its package."""
     if loop == "ours":
-        return SteppedRun(f"{flags} {KINDS_OF_PRECISION[kind]}", folder, ENDLESS, device).step
+        return SteppedRun(f"{flags} {KINDS_OF_PRECISION[kind]}", folder, ENDLESS_STEPS, device).step
     return LOOPS[loop](Job(flags, folder, device), kind)

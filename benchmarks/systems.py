@@ -36,7 +36,7 @@ from harness.validation import steps_an_epoch
 from lowprec.activations import Meter
 from lowprec.errors import Refused
 from lowprec.precision import Precision
-from tasks.steve import BITS, PATCH
+from tasks.steve import GUMBEL_BITS, PATCH
 from trainer import Trainer
 
 SEGMENT_FLAGS = "--task segment --image_size 64"
@@ -178,7 +178,7 @@ class DiscreteVAE(SteppedRun):
 
     def step(self):
         start = time.perf_counter()
-        bits = torch.randint(2**BITS, self.shape, dtype=torch.int32, device=self.run.device)
+        bits = torch.randint(2**GUMBEL_BITS, self.shape, dtype=torch.int32, device=self.run.device)
         with Meter(self.precision.model) as self.kept:
             loss = F.mse_loss(self.precision(self.frames, bits), self.frames)
         self.precision.backward(loss)

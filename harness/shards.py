@@ -169,12 +169,12 @@ def _settle(file, part, name, tree, sums):
         raise Refused(f"can't write {folder}: {error.strerror}; choose another --runs or --name") from None
     content = {"folder": folder.name, "files": sums, "state": tree}
     write_json(file, {"sha256": _digest_of(content), **content})
-    _forget(file, folder)
+    _remove_folders_but(file, folder)
     with suppress(OSError):
         file.with_suffix(".pt").unlink()  # of a run of one process, up to here
 
 
-def _forget(file, kept=None):
+def _remove_folders_but(file, kept=None):
     written = re.compile(rf"{re.escape(file.stem)}-\d{{8,}}(-\d+)?(\.part)?")
     for old in file.parent.iterdir():
         if old != kept and written.fullmatch(old.name) and old.is_dir() and not old.is_symlink():
@@ -188,14 +188,14 @@ def remove_leftovers(path):
     file, kept = pointer(path), None
     if is_there(path):
         kept = file.with_name(str(read_json(file).get("folder")))
-    _forget(file, kept)
+    _remove_folders_but(file, kept)
 
 
 def remove_shards(path):
     """Remove what is read as the checkpoint `path`, where a file of one process has taken its place."""
     if is_there(path):
         pointer(path).unlink(missing_ok=True)
-        _forget(pointer(path))
+        _remove_folders_but(pointer(path))
 
 
 def _digest_of(content):

@@ -191,8 +191,8 @@ def _hash(name):
 
 
 def check_extents(triples: list, images: list, masks: list):
-    """Refuses a mask of another size than its image. triples: (name, image, mask); images and masks: the Seen
-    of each.
+    """Refuses a mask of another size than its image. triples: (name, image, mask); images and masks: the
+    SeenFile of each.
     """
     for (_, path, mask_path), image, mask in zip(triples, images, masks, strict=True):
         if (image.width, image.height) != (mask.width, mask.height):
@@ -204,7 +204,7 @@ def check_extents(triples: list, images: list, masks: list):
 
 def check_shapes(triples: list, images: list, others: list):
     """Refuses an input of another shape than its target, whose central square shows another part. It may have
-    fewer pixels. triples: (name, target, input); images and others: the Seen of each.
+    fewer pixels. triples: (name, target, input); images and others: the SeenFile of each.
     """
     for (_, path, other_path), image, other in zip(triples, images, others, strict=True):
         off = abs(image.width * other.height - other.width * image.height)
@@ -287,7 +287,7 @@ def _open(source, formats):
 
 
 def _seen_file(path, is_mask):
-    """Seen of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
+    """SeenFile of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
     formats = MASK_FORMATS if is_mask else IMAGE_FORMATS
     values = None
     largest, pages = 0, 1
@@ -314,7 +314,7 @@ def _seen_file(path, is_mask):
 
 
 def notes_on_images(seen: list, white: int, pages: str, targets: str) -> list[str]:
-    """What may not be meant of images of which these are the Seen: a line each, with what mends it."""
+    """What may not be meant of images of which these are the SeenFile: a line each, with what mends it."""
     found = []
     largest = max(image.largest for image in seen)
     of_range = (1 << largest.bit_length()) - 1  # of as many bits as they use
@@ -375,7 +375,7 @@ def sha256(path: Path) -> str:
 
 
 def survey(images: list[Path], masks: list[Path]) -> tuple[list, list]:
-    """[Seen] of the images and [Seen] of the masks. Raises Refused for the first file that is damaged."""
+    """[SeenFile] of the images, and of the masks. Raises Refused for the first file that is damaged."""
 
     def see(path, is_mask):
         try:

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 SHAPES = ("disc", "square", "triangle")
-SPRITES = (2, 4)  # fewest and most in a clip
+SPRITE_COUNTS = (2, 4)  # fewest and most in a clip
 # Half a side, as a share of the image's: 6 to 10 pixels across at 24. Masks are found on a grid of half the
 # resolution, on which smaller ones would be a cell or two.
 HALF_SIDE = (1 / 8, 1 / 5)
-SPEED = 1 / 12  # most, as a share of the image's side a frame, along each axis
+MOST_SPEED = 1 / 12  # most, as a share of the image's side a frame, along each axis
 TEXTURE = 0.1  # standard deviation of the background around its grey, of a range of 2
 
 
@@ -34,7 +34,7 @@ class Scene:
     @classmethod
     def drawn(cls, clips, side, generator):
         """A Scene of `clips` clips of side x side pixels, a function of the generator's state."""
-        fewest, most = SPRITES
+        fewest, most = SPRITE_COUNTS
 
         def uniform(*shape, low=0.0, high=1.0):
             return low + (high - low) * torch.rand(clips, *shape, generator=generator)
@@ -42,7 +42,7 @@ class Scene:
         half = uniform(most, low=side * HALF_SIDE[0], high=side * HALF_SIDE[1])
         room = side - 2 * half  # what the centre may move in
         place = half[..., None] + uniform(most, 2) * room[..., None]
-        speed = uniform(most, 2, low=-side * SPEED, high=side * SPEED)
+        speed = uniform(most, 2, low=-side * MOST_SPEED, high=side * MOST_SPEED)
         shape = (uniform(most) * len(SHAPES)).long()
         # Hues of one clip lie evenly around the circle, so that its sprites differ.
         hue = (uniform(1) + (torch.arange(most) + uniform(most, low=-0.25, high=0.25)) / most) % 1

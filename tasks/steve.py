@@ -33,7 +33,7 @@ from tasks.slots import (
     start_evenly,
 )
 
-BITS = 23  # (n + 1/2) / 2^23 is exact in fp32, and neither 0 nor 1
+GUMBEL_BITS = 23  # (n + 1/2) / 2^23 is exact in fp32, and neither 0 nor 1
 PATCH = 4  # pixels a side of a token's patch
 
 GUMBEL = Site(
@@ -138,7 +138,7 @@ def gumbel(bits, how="fp32"):
     """Gumbel noise -log(-log u) of whole numbers in [0, 2^23). how: a value of the site `gumbel`; a bf16 u is
     followed by bf16 logarithms.
     """
-    u = (bits + 0.5) / 2**BITS  # exact in fp32
+    u = (bits + 0.5) / 2**GUMBEL_BITS  # exact in fp32
     if how != "fp32":
         u = u.bfloat16()
     if how == "bf16":
@@ -325,7 +325,7 @@ class Steve(Slots):
         b, t = clips.shape[:2]
         side = self.data.image_size // PATCH
         shape = b * t, self.vocabulary, side, side
-        return (rng.uniform(math.prod(shape)) * 2**BITS).int().view(shape)
+        return (rng.uniform(math.prod(shape)) * 2**GUMBEL_BITS).int().view(shape)
 
     # -- scoring
 

@@ -284,7 +284,7 @@ def machine_of(record):
     return facts.get("gpu") or (facts.get("cpu") or "").partition(" @ ")[0] or "unknown machine"
 
 
-def across(experiment, arm, known):
+def pairs_across_machines(experiment, arm, known):
     """How many pairs of an arm with its baseline were recorded on two kinds of machine."""
     own = records_of(experiment, arm, known)
     base = records_of(experiment, experiment.arm(arm.baseline), known)
@@ -294,7 +294,7 @@ def across(experiment, arm, known):
 # ---- Runs --------------------------------------------------------------------------------------------------
 
 
-def needed(experiment, known):
+def records_needed(experiment, known):
     """{key: record} of all runs that an experiment's scores come from, other experiments' included."""
     wanted = set()
     for arm in experiment.arms:

@@ -60,7 +60,7 @@ VERDICT_WORDS = {  # in the order of the index: what it calls them
 def index(experiments, known):
     """A line an experiment: its number, its title, and how many of its comparisons ended how."""
     lines = [["", "experiment", "comparisons"]]
-    planned = [e.number for e in experiments if not begun(e, known)]
+    planned = [e.number for e in experiments if not has_begun(e, known)]
     for e in experiments:
         if e.number in planned:
             continue
@@ -84,7 +84,7 @@ def spans(numbers):
     return ", ".join(span[0] if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in found)
 
 
-def begun(experiment, known):
+def has_begun(experiment, known):
     """Whether an experiment has a record of its own."""
     return any(key[0] == experiment.number for key in known)
 
@@ -127,6 +127,6 @@ def links_told(experiments, known, root_name):
     """Where the numbers of experiments that have begun lead: a folder shows its README.md."""
     lines = []
     for e in experiments:
-        if begun(e, known):
+        if has_begun(e, known):
             lines.append(f"[{e.number}]: {root_name}/{e.folder.name}/")
     return "\n".join(lines)

@@ -11,7 +11,6 @@ import statistics
 from experiments.log import figures, second, stats, tables
 from experiments.log.analysis import (
     WAITING_VERDICT,
-    across,
     comparison,
     finite_scores,
     from_changed_code,
@@ -19,7 +18,8 @@ from experiments.log.analysis import (
     look_of,
     loss_comparison,
     machine_of,
-    needed,
+    pairs_across_machines,
+    records_needed,
 )
 from experiments.log.curves import factorials, generation_ranges
 from experiments.log.definition import MARK_TEXTS
@@ -114,7 +114,7 @@ def looks_told(experiment, known):
 def results_part(experiment, known, used=0):
     """The generated part above the prose."""
     e = experiment
-    here = list(needed(e, known).values())
+    here = list(records_needed(e, known).values())
     rows = tables.columns(e, known)
     parts = [f"# {e.number} {e.title}", f"**Question.** {e.question}"]
     if e.believed:
@@ -207,7 +207,7 @@ def two_kinds_of_cpu(experiment, known):
     """A sentence on pairs whose runs were recorded on two kinds of CPU, or ''."""
     each = []
     for arm in experiment.arms:
-        mixed = across(experiment, arm, known)
+        mixed = pairs_across_machines(experiment, arm, known)
         if arm.name != arm.baseline and mixed:
             pairs, _ = comparison(experiment, arm, known)
             each.append(f"{arm.name} {mixed} of {pairs}")

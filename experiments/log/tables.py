@@ -14,11 +14,11 @@ import statistics
 from experiments.log.analysis import (
     SLIGHTLY_WORSE,
     WAITING_VERDICT,
-    across,
     comparison,
     is_loss,
     loss_comparison,
     of_nearest,
+    pairs_across_machines,
     records_of,
     scores_by_seed,
     shown_margin,
@@ -232,7 +232,7 @@ def whole_verdict(experiment, arm, known):
 def pairs_words(experiment, arm, known):
     """'6', '5 of 6', or '6, 4 across CPUs'."""
     pairs, _ = comparison(experiment, arm, known)
-    mixed = across(experiment, arm, known)
+    mixed = pairs_across_machines(experiment, arm, known)
     said = str(pairs)
     if pairs < len(experiment.seeds):
         said += f" of {len(experiment.seeds)}"

@@ -22,7 +22,7 @@ TASKS = {
 
 def test_tasks_take_turns_with_a_bare_loop(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loops, "TIMED_TASKS", TASKS)
-    monkeypatch.setattr(loops, "STARTED", {"flow": f"--task rflow {TINY}"})
+    monkeypatch.setattr(loops, "RUNS_STARTED_FROM", {"flow": f"--task rflow {TINY}"})
     monkeypatch.setattr(loops, "ROUND_LENGTH_MS", 1)
     out = tmp_path / "record.json"
     assert bench.main(["peers", "--tasks", "--repeats", "3", "--threads", "1", "--out", str(out)]) == 0

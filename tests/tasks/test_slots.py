@@ -145,10 +145,10 @@ def test_the_temperature_falls_by_half_a_cosine_and_stays():
 
 
 def test_gumbel_noise_has_its_law_and_is_finite_at_the_ends():
-    ends = torch.tensor([0, 2**steve.BITS - 1], dtype=torch.int32)
+    ends = torch.tensor([0, 2**steve.GUMBEL_BITS - 1], dtype=torch.int32)
     top = 24 * math.log(2)
     assert steve.gumbel(ends).tolist() == pytest.approx([-math.log(top), top], rel=1e-5)
-    bits = (torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 2**steve.BITS).int()
+    bits = (torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 2**steve.GUMBEL_BITS).int()
     noise = steve.gumbel(bits).double()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.02)
@@ -161,7 +161,7 @@ def test_gumbel_noise_has_its_law_and_is_finite_at_the_ends():
 def test_hard_tokens_follow_the_distribution_and_soft_ones_sharpen():
     dvae = steve.DVAE(3, 4, slots.Numerics())
     z = torch.tensor([0.2, 0.3, 0.5]).log()[None, :, None, None].expand(1, 3, 200, 200)
-    bits = (torch.rand(z.shape, generator=torch.Generator().manual_seed(0)) * 2**steve.BITS).int()
+    bits = (torch.rand(z.shape, generator=torch.Generator().manual_seed(0)) * 2**steve.GUMBEL_BITS).int()
     soft, tokens = dvae.sample(z, bits, 0.1)
     shares = tokens.flatten().bincount(minlength=3) / tokens.numel()
     assert torch.allclose(shares, torch.tensor([0.2, 0.3, 0.5]), atol=0.01)  # the Gumbel-max trick
