@@ -39,7 +39,7 @@ DEFAULT_DECAY = 0.999  # of the average
 # which is BatchNorm's, is lost below half an ulp, 2^-8 of the value
 STANDSTILL_DISTANCE = 10 * 2**-8
 
-FINDING_LIMITS = {**verdicts.FINDING_LIMITS, **verdicts.RUN_LIMITS}  # a task adds its own
+DIAGNOSIS_LIMITS = {**verdicts.FINDING_LIMITS, **verdicts.RUN_LIMITS}  # a task adds its own
 
 
 def diagnose(path, table, flags):
@@ -82,7 +82,7 @@ class Examination:
         self.data = trainer.data
         self.precision = trainer.precision
         self.recipe = trainer.recipe
-        self.limits = {**FINDING_LIMITS, **trainer.task.limits}
+        self.limits = {**DIAGNOSIS_LIMITS, **trainer.task.limits}
         self.train = trainer.task.train_set(trainer)
         self.start = self._start()
         trainer.restore(checkpoint)

@@ -137,7 +137,7 @@ def test_what_the_run_has_logged(deep):
     log = doctor.Examination.logged  # fp16 is emulated on most CPUs, slowly: its log alone
     examination = doctor.Examination.__new__(doctor.Examination)
     examination.recipe, examination.found, examination.sound = precision.recipe(fp16=True), [], {}
-    examination.limits = doctor.FINDING_LIMITS
+    examination.limits = doctor.DIAGNOSIS_LIMITS
     started = {**row, "loss_scale": 1024.0}
     examination.metrics = [
         {**started, "step": s, "skipped_steps": min(s, 20) // 10} for s in range(10, 200, 10)

@@ -14,7 +14,7 @@ from benchmarks.common import RECIPES, rows_by
 from experiments.log import overview, stats
 from experiments.log.analysis import HELD_OUT, loss_comparison
 from experiments.log.definition import ROOT, run_command_words
-from experiments.log.speed_tables import BENCH, H100_COMPILED, milliseconds, rows_of_record
+from experiments.log.speed_tables import BENCH_FOLDER, H100_COMPILED, milliseconds, rows_of_record
 from experiments.run import flags_of_words
 from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
 from lowprec.evidence import (
@@ -40,7 +40,11 @@ WEIGHTS_NAMES = {"ema": "average", "raw": "last"}  # what a record calls them: w
 # flags in which a recipe and its fp32 may differ without being another training; of folders
 # of runs each may have its own
 FOLDER_FLAGS = ("finetune", "teacher", "vae")
-MAY_DIFFER = {"seed", "name", "optimizer", "fp8_backend", "average", "weights", *DEFAULT_OF_FLAG, *FOLDER_FLAGS}
+MAY_DIFFER = {
+    *("seed", "name", "optimizer", "fp8_backend", "average", "weights"),
+    *DEFAULT_OF_FLAG,
+    *FOLDER_FLAGS,
+}
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------
@@ -221,7 +225,7 @@ def measured_speeds():
 
 def hardware_of(record):
     """What advice.machines.Machine calls the machine of a record."""
-    machine = json.loads((BENCH / f"{record}.json").read_text(encoding="utf-8"))["machine"]
+    machine = json.loads((BENCH_FOLDER / f"{record}.json").read_text(encoding="utf-8"))["machine"]
     return kind_of_gpu(machine["gpu"]) if machine["gpu"] else kind_of_cpu(machine["bf16"])
 
 
@@ -287,8 +291,13 @@ def json_lines(rows):
 def evidence_text(experiments, known):
     """What lowprec/evidence.json holds: a line a row."""
     rows = comparisons(experiments, known)
-    head = f'{{"made_by": "python experiments/report.py",\n"caution": {json.dumps(CAUTION)},\n'
-    head += f'"measured_speeds": [\n{lines(measured_speeds())}\n],\n"others": [\n{lines(OTHERS)}\n],\n'
-    of_rows = f'"columns": {json.dumps(EvidenceRow._fields)},\n"rows": [\n{lines(rows)}\n],\n'
-    of_pool = f'"columns_pooled": {json.dumps(Pooled._fields)},\n"pooled": [\n{lines(pool(rows))}\n]}}\n'
-    return head + of_rows + of_pool
+    parts = [
+        f'{{"made_by": "python experiments/report.py",\n"caution": {json.dumps(CAUTION)}',
+        f'"speeds": [\n{json_lines(measured_speeds())}\n]',
+        f'"others": [\n{json_lines(FOUND_BY_OTHERS)}\n]',
+        f'"columns": {json.dumps(EvidenceRow._fields)}',
+        f'"rows": [\n{json_lines(rows)}\n]',
+        f'"columns_pooled": {json.dumps(Pooled._fields)}',
+        f'"pooled": [\n{json_lines(pooled_rows(rows))}\n]}}\n',
+    ]
+    return ",\n".join(parts)

@@ -257,7 +257,8 @@ def test_a_root_of_no_known_kind_leaves_the_step_to_torch(kinds, dtype, monkeypa
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_roots_of_every_size():
     """Of each power of two, zeros, denormals, the largest number, infinity, NaN and what is below zero."""
-    sizes = torch.arange(-149, 128).double().exp2()[:, None] * (1 + torch.rand(64, dtype=torch.float64))
+    powers = torch.arange(-149, 128).double().exp2()[:, None]
+    sizes = powers * (1 + torch.rand(len(powers), 64, dtype=torch.float64))
     ends = torch.tensor([0, -0.0, torch.inf, torch.nan, -1, torch.finfo(torch.float32).max])
     x = torch.cat([sizes.flatten().float(), ends, torch.full((3,), 1e-45)])
     nearest = torch.from_numpy(np.sqrt(x.numpy()))
