@@ -7,7 +7,7 @@
 
 enum Kind { NONE, FP32, BF16, INT16, CODES };
 enum Rule { ADAMW, SGD, LION, GIVEN };
-enum Root { NEAREST, OF_MKL, CALLED };  // how a square root is taken, see cpu_step.torch_root
+enum Root { ROOT_NEAREST, ROOT_OF_MKL, ROOT_CALLED };  // how a square root is taken, see cpu_step.torch_root
 // values that a thread takes at once: whole blocks of codes, which stay in its caches and are worth a call of
 // MKL
 const int CHUNK = 4096;
@@ -125,7 +125,7 @@ static INLINE void move_average(const TensorStep& s, int64_t at, Mask mask, F no
 static const int64_t MODE = 0x140102;  // of MKL, as torch calls it: high accuracy, denormals kept, no errors
 
 static inline F root_of(int kind, F x) {
-    return kind == OF_MKL ? root_of_mkl(x) : nearest_root(x);
+    return kind == ROOT_OF_MKL ? root_of_mkl(x) : nearest_root(x);
 }
 
 // What follows WeightNumbers in the row, if it is of this kind. By value, as a Sort.
@@ -205,7 +205,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         U bits[2] = {first >> 16, sort.stochastic ? further(first) & 0xFFFF : U{}};
         for (int j = 0; j < count; j++) {
             int kind = sort.moments[j];
-            if (sort.root == CALLED || kind == CODES)  // with zeros beyond the last value, for a scale
+            if (sort.root == ROOT_CALLED || kind == CODES)  // with zeros beyond the last value, for a scale
                 kept[j][i] = only(mask, now[j]);
             if (kind != CODES)
                 write(kind, s.moments[j].data, at, mask, now[j], nan, sort.stochastic, bits[j]);
@@ -217,7 +217,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         if (s.average != NONE) move_average(s, at, mask, now);
     };
 
-    if (sort.root == CALLED) {
+    if (sort.root == ROOT_CALLED) {
         each(n, [&](int i, Mask mask) ALWAYS {
             auto [m, v] = moments(i, mask);
             write_moments(i, mask, m, v, true);
@@ -246,19 +246,19 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
 
 // Sorts that have a loop of their own
 static constexpr Sort SORTS[] = {
-    {ADAMW, FP32, FP32, NONE, {FP32, FP32}, false, true, OF_MKL},
-    {ADAMW, BF16, BF16, INT16, {FP32, FP32}, false, true, OF_MKL},
-    {ADAMW, FP32, FP32, NONE, {FP32, FP32}, false, true, CALLED},
-    {ADAMW, BF16, BF16, INT16, {FP32, FP32}, false, true, CALLED},
-    {ADAMW, BF16, BF16, NONE, {BF16, BF16}, true, false, NEAREST},
-    {ADAMW, BF16, BF16, NONE, {BF16, BF16}, false, false, NEAREST},
-    {ADAMW, BF16, BF16, NONE, {FP32, FP32}, true, false, NEAREST},
-    {ADAMW, BF16, BF16, BF16, {BF16, BF16}, false, false, NEAREST},
-    {ADAMW, BF16, BF16, BF16, {BF16, BF16}, true, false, NEAREST},
-    {ADAMW, BF16, BF16, NONE, {CODES, CODES}, true, false, NEAREST},
-    {SGD, BF16, BF16, NONE, {BF16, NONE}, true, false, NEAREST},
-    {LION, BF16, BF16, NONE, {BF16, NONE}, true, false, NEAREST},
-    {GIVEN, BF16, FP32, NONE, {NONE, NONE}, true, false, NEAREST},
+    {ADAMW, FP32, FP32, NONE, {FP32, FP32}, false, true, ROOT_OF_MKL},
+    {ADAMW, BF16, BF16, INT16, {FP32, FP32}, false, true, ROOT_OF_MKL},
+    {ADAMW, FP32, FP32, NONE, {FP32, FP32}, false, true, ROOT_CALLED},
+    {ADAMW, BF16, BF16, INT16, {FP32, FP32}, false, true, ROOT_CALLED},
+    {ADAMW, BF16, BF16, NONE, {BF16, BF16}, true, false, ROOT_NEAREST},
+    {ADAMW, BF16, BF16, NONE, {BF16, BF16}, false, false, ROOT_NEAREST},
+    {ADAMW, BF16, BF16, NONE, {FP32, FP32}, true, false, ROOT_NEAREST},
+    {ADAMW, BF16, BF16, BF16, {BF16, BF16}, false, false, ROOT_NEAREST},
+    {ADAMW, BF16, BF16, BF16, {BF16, BF16}, true, false, ROOT_NEAREST},
+    {ADAMW, BF16, BF16, NONE, {CODES, CODES}, true, false, ROOT_NEAREST},
+    {SGD, BF16, BF16, NONE, {BF16, NONE}, true, false, ROOT_NEAREST},
+    {LION, BF16, BF16, NONE, {BF16, NONE}, true, false, ROOT_NEAREST},
+    {GIVEN, BF16, FP32, NONE, {NONE, NONE}, true, false, ROOT_NEAREST},
 };
 
 // A function each: of one function with all loops GCC made some that took three times as long
@@ -337,7 +337,7 @@ extern "C" void write_all(const float* x, int64_t n, void* to, const int32_t* ke
 }
 
 extern "C" void roots(int kind, decltype(Step::called) called, const float* x, float* roots, int64_t n) {
-    if (kind == CALLED) return called(n, x, roots, MODE);
+    if (kind == ROOT_CALLED) return called(n, x, roots, MODE);
     for (int64_t at = 0; at < n; at += LANES) {
         Mask mask = first_of(n - at < LANES ? n - at : LANES);
         write_fp32(roots, at, mask, root_of(kind, read(FP32, x, at, mask)));

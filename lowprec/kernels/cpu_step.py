@@ -194,7 +194,7 @@ def update(rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, e
     p, g: lists of weights and of their gradients, whose values follow each other in all else.
     moments: of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. row: fp32, the numbers of the
     optimiser behind WeightNumbers. key: int32, see `rounding.noise_bits`. average: a StepAverage. exact: with
-    the bits of torch's lerp, addcmul and sqrt, see exact_step; `floored` as its `vanishes` says.
+    the bits of torch's lerp, addcmul and sqrt; `floored` as exact_step.smallest_root_vanishes says.
     """
     kind_of_root, called = torch_root() if exact else (ROOT_NEAREST, None)
     weights, gradients, ends = _addresses(p), _addresses(g), _ends(p)

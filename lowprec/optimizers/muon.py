@@ -36,7 +36,7 @@ class Muon(ByTensor):
     """Muon (Keller Jordan 2024): the momentum of a matrix, its singular values brought near 1.
 
     For matrices of hidden layers; a convolution's kernel [out, in, ...] is the matrix [out, rest]. The other
-    parameters belong to AdamW, see `divided`. Defaults are those of torch.optim.Muon but for adjust.
+    parameters belong to AdamW, see `divided_groups`. Defaults are those of torch.optim.Muon but for adjust.
     orthogonalise: the dtype of the Newton-Schulz iteration, "fp32" or "bf16", as published.
     adjust: "match_rms_adamw" (arXiv 2502.16982) makes steps as long as AdamW's, so that one learning rate
     serves both; "original", which is torch's, multiplies by sqrt(max(1, rows / columns)).

@@ -199,7 +199,7 @@ NEW = """
 import torch
 from typing import NamedTuple
 from lowprec.optimizers.build import OPTIMIZERS
-from lowprec.optimizers.peers import PEERS, Torch
+from lowprec.optimizers.peers import PEER_OPTIMIZERS, Torch
 from lowprec.optimizers.rounded import Rounded
 
 class Numbers(NamedTuple):
@@ -219,7 +219,7 @@ class Signs(Rounded):
         return n.rate * m.sign(), (m,)
 
 OPTIMIZERS["signs"] = Signs
-PEERS["new_peer"] = Torch
+PEER_OPTIMIZERS["new_peer"] = Torch
 import bench
 from benchmarks import memory, moments, optimizers
 

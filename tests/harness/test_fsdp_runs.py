@@ -224,7 +224,7 @@ def test_a_new_checkpoint_removes_old_ones_and_no_folder_of_the_users():
     gone = ["00000100", "00000100-2", "00000120.part", "123456789"]
     for name in [*kept, *(f"checkpoint-{number}" for number in gone)]:
         Path(name).mkdir()
-    shards._forget(Path("checkpoint.json").absolute(), Path(new).absolute())
+    shards._remove_folders_but(Path("checkpoint.json").absolute(), Path(new).absolute())
     assert sorted(path.name for path in Path().iterdir()) == sorted(kept)
 
 
