@@ -153,8 +153,7 @@ class Examination:
         overflows = [row for row in rows if row.get("nonfinite_grads")]
         if overflows and not scaled:
             entries = sum(row["nonfinite_grads"] for row in overflows)
-            last = overflows[-1]["step"]
-            text = f"{entries} gradient entries were not finite, last at step {last}"
+            text = f"{entries} gradient entries were not finite, last at step {overflows[-1]['step']}"
             self.found.append(Finding("grads", "severe", text, "lower --lr, --clip_grad 1 or --warmup"))
         if rows and not math.isfinite(rows[-1].get("loss", 0.0)):
             text = f"the loss was {rows[-1]['loss']} at step {rows[-1]['step']}"
@@ -179,10 +178,8 @@ class Examination:
     def finite(self):
         """Whether all weights, averages and states are; a finding for each kind that is not."""
         saved = self.checkpoint["precision"]
-        bad = {
-            "weights": sum(count_not_finite(saved["model"]).values()),
-            **count_not_finite(saved["optimizer"]),
-        }
+        bad = {"weights": sum(count_not_finite(saved["model"]).values())}
+        bad.update(count_not_finite(saved["optimizer"]))
         for name, average in saved["averages"].items():
             bad[self.title(name)] = sum(count_not_finite(average).values())
         remedy = "train again with a lower --lr, --clip_grad 1 or --bf16"

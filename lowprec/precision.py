@@ -19,20 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import fsdp, ledger, saving
+from . import fsdp, gradients, ledger, saving
 from .cast import Cast
 from .errors import Refused
 from .first_call import FirstCall
 from .frozen import frozen_view, weights_of
 from .frozen_weights import warn_of_averages
-from .gradients import (
-    ByParameter,
-    clip_scale,
-    gradients_of,
-    measures_of_gradients,
-    norms_where_needed,
-    sum_up,
-)
+from .gradients import ByParameter, clip_scale, gradients_of, norms_where_needed, sum_up
 from .kernels import cpu_products
 from .layers import convolutions
 from .layers.fp4 import FP4
@@ -318,7 +311,7 @@ class Precision:
         writes = None  # a StepReport of what the step writes
         if measure:
             writes = self._started_report()
-            report.update(measures_of_gradients(self, grads, norms))
+            report.update(gradients.measures_of_gradients(self, grads, norms))
             writes.add(grads, scale)
         skipped_before = self.skipped
         self._before_writing()
