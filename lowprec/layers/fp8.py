@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ..copies import copied
 from . import fp8_backends, fp8_product
-from .fp8_backends import resolve
-from .fp8_product import Linear, Options, Scaling, matmul
+from .fp8_backends import Options, resolve
+from .fp8_product import Linear, Scaling, matmul
 from .method import PREFIXES_OF_HOOKS, Coverage
 
 __all__ = [

@@ -1,23 +1,109 @@
-"""Who multiplies in FP8: torch, torchao, Transformer Engine, or an emulation."""
+"""How products are taken in FP8, and who multiplies: torch, torchao, Transformer Engine, or an emulation."""
 
 import dataclasses
+import functools
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 
-from ..block_formats import BLOCK_FORMATS
+from ..block_formats import BLOCK_FORMATS, E4M3, E5M2
 from ..errors import Refused
 from ..machine import try_import
+from .block_product import Plan
 from .fp8_product import (
     DIMENSION_MULTIPLE,
-    FP8_CHOICES,
     FP8_E4M3,
+    FP8_E5M2,
     GRAD_OPERAND,
     INPUT_OPERAND,
     WEIGHT_OPERAND,
     scaled_mm_refusal,
 )
+
+# ---- How products are taken --------------------------------------------------------------------------------
+
+OPERAND_FORMATS = {
+    "hybrid": (FP8_E4M3, FP8_E4M3, FP8_E5M2),
+    "e4m3": (FP8_E4M3, FP8_E4M3, FP8_E4M3),
+    "e5m2": (FP8_E5M2, FP8_E5M2, FP8_E5M2),
+}
+FP8_CHOICES = {
+    "backend": ("auto", "te", "torchao", "scaled_mm", "emulate"),
+    "format": tuple(OPERAND_FORMATS),
+    "recipe": ("delayed", "tensorwise", "rowwise", "mxfp8", "block128", "block128_fp32"),
+    "amax_compute_algo": ("max", "most_recent"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How products are taken in FP8.
+
+    backend: who multiplies, see `resolve`. format: hybrid (inputs and weights e4m3, gradients
+    e5m2), e4m3 or e5m2. recipe: where a scale comes from. tensorwise: this tensor's amax; rowwise: that of
+    each row or column along which a product sums; delayed: that of past steps, of which amax_history_len are
+    kept and amax_compute_algo is taken; a name of BLOCK_FORMATS: those of its blocks.
+
+    Raises Refused for unknown values, and for amax settings of a recipe that keeps no history.
+    """
+
+    backend: str = "auto"
+    format: str = "hybrid"
+    recipe: str = "tensorwise"
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+
+    def __post_init__(self):
+        for name, values in FP8_CHOICES.items():
+            if getattr(self, name) not in values:
+                flag = name if name.startswith("amax") else f"fp8_{name}"
+                raise Refused(f"--{flag} {getattr(self, name)}: unknown; choose from {', '.join(values)}")
+        if self.amax_history_len < 1:
+            raise Refused(f"--amax_history_len {self.amax_history_len}: a history has 1 step or more")
+        says_how = (self.amax_history_len, self.amax_compute_algo) != (1024, "max")
+        if self.recipe != "delayed" and says_how:
+            raise Refused(
+                f"--fp8_recipe {self.recipe} keeps no history of amax: --amax_history_len and "
+                f"--amax_compute_algo need --fp8_recipe delayed"
+            )
+
+    @property
+    def formats(self):
+        """Formats of input, weight and gradient."""
+        return OPERAND_FORMATS[self.format]
+
+    @property
+    def plan(self):
+        """The Plan of products with a scale a block; None for other recipes."""
+        return _block_plan(self.recipe, self.format) if self.recipe in BLOCK_FORMATS else None
+
+    @property
+    def words(self):
+        """What the ledger says of it."""
+        return f"{self.format}, {self.recipe} scaling"
+
+    def resolve(self, device):
+        """The options with a backend that runs on the device, see `resolve` below."""
+        return resolve(self, device)
+
+    @property
+    def multiple(self):
+        """What inputs and outputs of a layer are multiples of."""
+        return self.plan.multiple if self.plan else DIMENSION_MULTIPLE
+
+
+@functools.cache
+def _block_plan(recipe, format):
+    elements = {"e4m3": E4M3, "e5m2": E5M2}
+    x, w, g = (
+        dataclasses.replace(BLOCK_FORMATS[recipe], element=elements[form.name])
+        for form in OPERAND_FORMATS[format]
+    )
+    return Plan(x, w.square() if recipe.startswith("block") else w, g)
+
+
+# ---- Who multiplies ----------------------------------------------------------------------------------------
 
 
 def backend_refusal(backend, options, device):

@@ -18,7 +18,7 @@ from ..sites import BLOCKS_OF_GENERATION
 from . import gptq
 from .block_product import Plan
 from .fp8 import FP8
-from .fp8_product import Options
+from .fp8_backends import Options
 from .method import Coverage, Method
 
 

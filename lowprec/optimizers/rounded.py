@@ -26,7 +26,6 @@ from ..machine import settle_vector_math
 from ..rounding import (
     DTYPE_OF_NAME,
     NO_AVERAGE,
-    WAYS_TO_ROUND,
     Noise,
     exact_weight,
     key_words,
@@ -35,6 +34,7 @@ from ..rounding import (
     value_once_written,
     write_weight,
 )
+from ..sites import SITES
 from .answers import RoundedAnswers
 from .buckets import (
     ENTRIES_A_BLOCK,
@@ -85,7 +85,6 @@ def step_kernel(direction, kind, feedback=None):
 
 # ---- Options -----------------------------------------------------------------------------------------------
 
-MASTERS = "none", "split", "split8", "fp32"
 LAZY_LAYER = "a lazy layer has no weights before its first call: call the model once on a batch before this"
 SPARSE_GRADIENT = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
 REMEDY_FOR_DTYPE = {
@@ -198,8 +197,8 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         **named,
     ):
         settle_vector_math()
-        check_choice("update", update, (*WAYS_TO_ROUND, "eco"))
-        check_choice("master", master, MASTERS)
+        check_choice("update", update, SITES["update"].values)
+        check_choice("master", master, SITES["master"].values)
         if update == "eco" and self.feedback is None:
             name = type(self).__name__
             raise Refused(f"update='eco': {name} has no momentum that takes rounding errors; AdamW has")

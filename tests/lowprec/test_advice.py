@@ -266,7 +266,7 @@ def test_speeds_are_those_of_a_record_of_the_same_hardware(monkeypatch):
     found, known = speeds(gpu="RTX 4090")
     assert found.speeds_from == "" and set(known.values()) == {None}
     cpu = machines.Machine("a CPU", 2**40, NATIVE, True, 0.1, "CPU with avx512_bf16")
-    monkeypatch.setattr(machines, "here", lambda: cpu)
+    monkeypatch.setattr(machines, "this_machine", lambda: cpu)
     found, known = speeds()
     assert found.speeds_against == "fp32" and known["(none)"] == 1.0
     assert machines.kind_of_gpu("NVIDIA H100 80GB HBM3") == "H100"
