@@ -345,7 +345,7 @@ def test_fp32_state_of_torch_adamw_loads():
     "options, said",
     [
         (dict(update="Stochastic"), "choose from nearest, stochastic"),
-        (dict(master="Split"), "choose from none, split, split8, fp32"),
+        (dict(master="Split"), "choose from none, fp32, split, split8"),
         (dict(exp_avg="int-8"), "exp_avg='int-8'"),
         (dict(exp_avg_sq="bfloat16"), "exp_avg_sq='bfloat16'"),
         (dict(kahan=True, master="split"), "drop kahan"),
