@@ -3,7 +3,7 @@
     all_rows()                                        every comparison with fp32
     pooled()                                          each recipe over all nets that have it
     nearest("pure_bf16+stochastic", kind="GPT")       the comparison that is most like a training
-    nearest_speed("H100", kind="DiT")                 how fast recipes were on a machine
+    nearest_speed("H100", "DiT", 130_000_000)         how fast recipes were on a machine
     others()                                          what other people found
 
 experiments/report.py writes the file from the records of experiments/. Nothing here imports torch.
