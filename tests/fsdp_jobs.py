@@ -254,6 +254,31 @@ def parallel_module(run):
     return Loss(nn.parallel.DistributedDataParallel(run.module))
 
 
+def watched(file):
+    """The verdict of a Watch on each rank, of a net of whose last layer some ranks have no rows."""
+    from torch.distributed.fsdp import fully_shard
+
+    from lowprec import Watch
+
+    meet()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 3))
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    average = {name: p.detach().clone() for name, p in net.named_parameters()}
+    watch = Watch(net, optimizer, average, every=1)
+    for step in range(4):
+        net(draw(8, 6, seed=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                average[name].lerp_(p, 0.1)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, watch.diagnosis().verdict)
+    told(file, every)
+
+
 def by_its_module(wrapped, spread):
     """All that a run holds after some steps of a loss that calls run.module."""
     run = start("stochastic", spread)

@@ -26,14 +26,17 @@ def gather_hessians(linears, calibrate):
     found = {}
 
     def hook(name):
-        def add(module, args):
-            rows = args[0].reshape(-1, module.in_features).float()
+        def add(module, args, kwargs):
+            x = args[0] if args else kwargs["input"]
+            rows = x.reshape(-1, module.in_features).float()
             with torch.autocast(rows.device.type, enabled=False):
                 found[name] = found.get(name, 0.0) + 2 * (rows.t() @ rows).double()
 
         return add
 
-    handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
+    handles = []
+    for name, linear in linears.items():
+        handles.append(linear.register_forward_pre_hook(hook(name), with_kwargs=True))
     try:
         calibrate()
     finally:

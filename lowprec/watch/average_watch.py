@@ -15,6 +15,7 @@ class AverageWatch:
         self.names = [name for name, _ in writes.named_params]
         self.waiting = False  # for an average that did not move at the step of the look
         self.moves_rarely = False  # it moved between two looks all the same
+        self.stood_at = {}  # {number of a tensor: its sample where it stood last}
         self.count = None  # what its own counter says; None where it has none
         self.fell = None  # (what it said, a smaller number that it said later)
         self.counts_up = False  # whether it ever said more
@@ -39,6 +40,7 @@ class AverageWatch:
             self.waiting = True
             return
         self.moves += self.count is not None and not all(stood)
+        self._forget_stood(index, before, stood)
         if self.waiting:
             self._add_stood(index, before, stood, not updated and self._may_stand(step))
         else:
@@ -46,6 +48,18 @@ class AverageWatch:
             of_all = look is not None and look.index == index
             self.writes.averaged(held if of_all else None, taken)
         self.waiting = False
+
+    def _forget_stood(self, index, before, stood):
+        """What stood, and has moved by now, moves rarely."""
+        looks = self.extra.row("stood")
+        for i, now, stands in zip(index, before, stood, strict=True):
+            then = self.stood_at.pop(i, None)
+            moved = then is not None and not (stands and torch.equal(then, now))
+            if moved:
+                looks[i] = 0.0
+                self.moves_rarely = True
+            if stands:
+                self.stood_at[i] = now
 
     def _add_stood(self, index, before, stood, may_stand):
         """Count the tensors whose average was left behind: how many steps it took is not known."""
@@ -57,7 +71,7 @@ class AverageWatch:
         for i, then, has_stood in zip(index, before, stood, strict=True):
             p = self.writes.named_params[i][1]
             away = bool((self.writes.pick(p).float() != then.float()).any())
-            looks[i] = looks[i] + float(away) if has_stood else 0.0
+            looks[i] += float(has_stood and away)
 
     def count_now(self, step):
         """Notice that the average's counter has changed. Returns whether it counts an update since."""

@@ -5,6 +5,7 @@ import inspect
 import torch
 
 from ..errors import Refused
+from .checkpoints import bare_name
 
 # what an average that is an object calls the net that it holds
 NAMES_OF_THE_NET = ("module", "ema_model", "averaged_model", "_average_model", "ema", "model")
@@ -64,7 +65,7 @@ class Average:
         if callable(schedule):
             at = int(self.step if count is None else count)
             # some count before they ask, some after
-            now = [float(schedule(at)), float(schedule(max(0, at - 1)))]
+            now = [_decay_at(schedule, at), _decay_at(schedule, max(0, at - 1))]
             # how many steps its schedule was told is not known: up to all that this loop and others did
             now += [decay] if count is None and decay is not None else []
             return [(min(now), max(now))]
@@ -85,6 +86,7 @@ class Average:
         Raises Refused for anything else, and where no name fits.
         """
         if isinstance(getattr(ema, "shadow_params", None), list):  # diffusers' EMAModel, torch_ema
+            _check_order(ema.shadow_params, model)
             return cls(lambda: _named_in_order(ema.shadow_params, model), ema)
         found = cls._by_name(ema)
         if found is None:
@@ -93,9 +95,13 @@ class Average:
                 f"{{name: tensor}}, AveragedModel, EMAModel or EMA"
             )
         names = {name for name, _ in model.named_parameters()}
-        if not names & set(found.shadow):
-            raise Refused("ema: none of its tensors has the name of a parameter of the model")
-        return found
+        if names & set(found.shadow):
+            return found
+        # the average of a wrapped net, as AveragedModel(DistributedDataParallel(net))
+        bare = cls(lambda: {bare_name(key): t for key, t in found.shadow.items()}, found.ema)
+        if names & set(bare.shadow):
+            return bare
+        raise Refused("ema: none of its tensors has the name of a parameter of the model")
 
     @classmethod
     def _by_name(cls, ema):
@@ -116,12 +122,25 @@ class Average:
         return None
 
 
-def _named_in_order(tensors, model):
-    """{name: tensor} of a list in the order of all parameters, or of those that train."""
+def _in_order(tensors, model):
+    """[(name, parameter)] of all parameters, or of those that train, as many as the tensors are."""
     named = list(model.named_parameters())
     if len(tensors) != len(named):
         named = [(name, p) for name, p in named if p.requires_grad]
-    return {name: t for (name, _), t in zip(named, tensors, strict=False)}
+    return named
+
+
+def _check_order(tensors, model):
+    shapes = [t.shape for t in tensors]
+    if shapes != [p.shape for _, p in _in_order(tensors, model)]:
+        raise Refused(
+            "ema: its tensors have no names, and are not those of the model's parameters in their order: "
+            "give the part of the model that it averages, or a dict {name: tensor}"
+        )
+
+
+def _named_in_order(tensors, model):
+    return {name: t for (name, _), t in zip(_in_order(tensors, model), tensors, strict=True)}
 
 
 def _detached_parameters(module):
@@ -137,6 +156,13 @@ def _first_number(ema, names):
         if isinstance(value, (int, float)):
             return float(value)
     return None
+
+
+def _decay_at(schedule, count):
+    try:
+        return float(schedule(count))
+    except TypeError:  # somebody's own get_decay, which takes nothing
+        return float(schedule())
 
 
 def _decay(ema):

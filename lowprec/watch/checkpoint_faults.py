@@ -400,10 +400,13 @@ def resets(states):
 
 
 def lost_states(before, after):
-    """[Finding] of parameters that had a state before and have none now."""
-    lost = [key for key in before if before[key] and not after.get(key)]
+    """[Finding] of parameters that had a state in the Checkpoint `before` and have none in `after`."""
+    if before.states and not after.has_optimizer:
+        text = "the later checkpoint holds no optimiser: states are not compared"
+        return [Finding("state", "note", text, "nothing, if it is weights alone")]
+    lost = [key for key, state in before.states.items() if state and not after.states.get(key)]
     if not lost:
         return []
-    text = f"{len(lost)} of {len(before)} parameters have no state, although they had one before"
+    text = f"{len(lost)} of {len(before.states)} parameters have no state, although they had one before"
     remedy = "save and restore the whole of optimizer.state_dict()"
     return [Finding("state", "severe", text, remedy, "", 4.0)]

@@ -10,7 +10,7 @@ import torch
 from ..errors import Refused
 from .files import loaded
 
-NAME_OF_AVERAGE = re.compile(r"(^|[._])(ema|shadow|averages?|averaged)([._]|$)|_ema|ema_", re.I)
+NAME_OF_AVERAGE = re.compile(r"(^|[._])(ema\d*|shadow|averages?|averaged)([._]|$)", re.I)
 BESIDE_WEIGHTS = ("callbacks", "loops", "lr_schedulers", "hyper_parameters", "datamodule_hyper_parameters")
 PREFIXES_OF_WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net.")
 
@@ -18,13 +18,15 @@ PREFIXES_OF_WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net."
 @dataclasses.dataclass
 class Checkpoint:
     """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}.
-    stochastic: whether it says that its states were rounded stochastically, as one of train.py does.
+    has_optimizer: whether it holds an optimiser, with states or without. stochastic: whether it says that its
+    states were rounded stochastically, as one of train.py does.
     """
 
     path: Path
     weights: dict = dataclasses.field(default_factory=dict)
     averages: dict = dataclasses.field(default_factory=dict)
     states: dict = dataclasses.field(default_factory=dict)
+    has_optimizer: bool = False
     stochastic: bool = False
 
 
@@ -80,6 +82,7 @@ def _sort(tree, found, path):
 
 
 def _sort_states(states, found, path):
+    found.has_optimizer = True
     for key, state in states.items():
         if not isinstance(state, dict):
             continue

@@ -73,7 +73,7 @@ def diagnosis(before, after):
     for one in states:
         found += all_findings(FAULTS_OF_SAVED_STATES, one)
     found += resets(states)
-    found += lost_states(before.states, after.states)
+    found += lost_states(before, after)
     found.sort(key=lambda finding: finding.rank)
     head = f"{files[0]} and {files[1]}: {len(weights)} weights, {len(averages)} of an average"
     head = f"{head}, states of {len(after.states)}"

@@ -10,11 +10,11 @@ from ..telemetry import sample_entries
 
 def tables_of(model, named):
     """The parameters of which a batch reads some rows alone: embeddings, and bare tables of positions as
-    pos_embed and wpe. named: [(name, parameter)].
+    pos_embed, wpe and pe. named: [(name, parameter)].
     """
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     tables = {module.weight for module in model.modules() if isinstance(module, embeddings)}
-    return tables | {p for name, p in named if re.search("pos|emb|wpe", name.rpartition(".")[2])}
+    return tables | {p for name, p in named if re.search("pos|emb|wpe|^pe$", name.rpartition(".")[2])}
 
 
 def dead_part(alive, shape, most):

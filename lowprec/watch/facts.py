@@ -9,6 +9,7 @@ from .states import beta_power
 from .sums import Sums
 
 SMALLEST_SQUARE = 1e-37  # fp32 holds no squares below it
+LARGEST_EPS_AGAINST_0 = 1e-6  # of an optimiser: a larger one is more than a guard against dividing by 0
 
 
 class Steps(Sums):
@@ -181,8 +182,9 @@ def _decay_and_rest(look, finite, answers):
 
 
 def _eps(group):
+    """The eps of a group; 0.0 where it is large by plan, as RMSprop's 1e-3 in timm."""
     eps = group.get("eps", 0.0)
-    if not isinstance(eps, (int, float)):
+    if not isinstance(eps, (int, float)) or eps > LARGEST_EPS_AGAINST_0:
         return 0.0
     return float(eps)
 

@@ -112,7 +112,8 @@ def _loaded_by_torch(path):
 def _loaded_folder(path):
     if (path / ".metadata").is_file():
         return _loaded_distributed(path)
-    indices = sorted(path.glob("*.index.json"), reverse=True)  # of safetensors before .bin
+    # of safetensors before .bin
+    indices = sorted(path.glob("*.index.json"), key=lambda file: ".safetensors." not in file.name)
     weights = [*indices, *(path / name for name in WEIGHT_FILES if (path / name).is_file())]
     if not weights:
         raise Refused(

@@ -15,18 +15,17 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 def frozen_by_plan(net):
     """({name of a part: how many frozen parameters}, [names of those that stand alone]).
 
-    What is frozen while others of its kind train (`blocks.3.mlp.weight` beside `blocks.2.mlp.weight`) stands
-    alone, unless all that come before it are frozen too. The rest is a plan: a text encoder, the first
-    blocks, all that a LoRA leaves as it is.
+    What is frozen behind one of its kind that trains (`blocks.3.mlp.weight` behind `blocks.2.mlp.weight`)
+    stands alone. The rest is a plan: a text encoder, the first blocks, all that a LoRA leaves as it is.
     """
     trained = [name for name, p in net.named_parameters() if p.requires_grad]
-    kinds_that_train = {name_without_numbers(name) for name in trained}
     frozen_parts = [part for part in _containers(net) if not _holds_one(part, trained)]
-    parts, alone, seen_trained = {}, [], False
+    parts, alone, kinds_that_train = {}, [], set()
     for name, p in net.named_parameters():
+        kind = name_without_numbers(name)
         if p.requires_grad:
-            seen_trained = True
-        elif seen_trained and name_without_numbers(name) in kinds_that_train:
+            kinds_that_train.add(kind)
+        elif kind in kinds_that_train:
             alone.append(name)
         else:
             outermost = name

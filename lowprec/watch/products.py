@@ -81,7 +81,7 @@ class Products:
         if self.forms and not self.handles:
             for name, layer in self.layers.items():
                 seen = functools.partial(self._seen, name)
-                self.handles.append(layer.register_forward_hook(seen))
+                self.handles.append(layer.register_forward_hook(seen, with_kwargs=True))
 
     def stop(self):
         """The gradients of the step are there."""
@@ -89,9 +89,11 @@ class Products:
             handle.remove()
         self.handles = []
 
-    def _seen(self, name, layer, args, out):
-        if torch.is_grad_enabled() and torch.is_tensor(out) and out.requires_grad:
-            x = args[0].detach().reshape(-1, args[0].shape[-1])[:ROWS_SAMPLED].clone()
+    def _seen(self, name, layer, args, kwargs, out):
+        x = args[0] if args else kwargs["input"]
+        # an expert without tokens is called on no rows
+        if torch.is_grad_enabled() and torch.is_tensor(out) and out.requires_grad and x.numel():
+            x = x.detach().reshape(-1, x.shape[-1])[:ROWS_SAMPLED].clone()
             out.register_hook(functools.partial(self._measure, name, layer, x))
 
     @torch.no_grad()

@@ -91,11 +91,6 @@ class States:
         left = self.answers.decay(p, "exp_avg_sq")[0] ** (step - then - 1)
         return v.shape == before.shape and float((v < 0.7 * left * before).float().mean()) > 0.5
 
-    def _is_another(self, look, k):
-        """Whether a weight was made anew since the last look."""
-        then, now = self.weights.get(look.index[k]), look.held.split(look.lengths)[k]
-        return then is not None and then.shape == now.shape and _is_another(now, then)
-
     def _begun_anew(self, look, k, share):
         """What else of a state began anew with this share of a second moment, see Facts."""
         m = self.answers.moment(look.params[k], "exp_avg", self.pick)

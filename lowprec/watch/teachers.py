@@ -38,7 +38,7 @@ class Teachers:
         if not all(stood):
             self.watch.compare(step)
         elif self._state() != self.then:  # written, and left as they were
-            self.watch._add_stood(index, before, stood, step)
+            self.watch._add_stood(index, before, stood, may_stand=False)
         self.writes.shadows = {}
 
     def _samples(self, index):

@@ -110,12 +110,14 @@ class Diagnosis:
         findings: the one to blame first.
         sound: {site: share lost, or relative change} of what else was examined.
         harm: what the worst findings can cause.
+        examined: whether anything was looked at.
     """
 
     head: str
     findings: list[Finding]
     sound: dict[str, float]
     harm: str = "bad samples"
+    examined: bool = True
 
     @property
     def status(self) -> int:
@@ -127,6 +129,8 @@ class Diagnosis:
         """One line on the whole."""
         losing = [f for f in self.findings if f.severity != "note"]
         read = [f for f in losing if not f.beside]
+        if not losing and not self.examined:
+            return "no step was looked at yet, so nothing is known"
         if not losing:
             return "healthy: nothing is losing information"
         if not read:

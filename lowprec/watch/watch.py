@@ -315,7 +315,7 @@ class Watch:
             if i not in zero:
                 # a sparse gradient is one, though it is not looked at
                 has_none = p.grad is None or not p.grad.is_sparse
-                facts.without += p.numel() > 0 and has_none
+                facts.without += facts.first.numel() > 0 and has_none
                 continue
             facts.looks += 1
             facts.idle += zero[i]
@@ -415,7 +415,8 @@ class Watch:
         """The verdict on the whole: its str() is what print(watch) shows."""
         found, sound = findings.findings(self)
         head = f"{self.steps} steps, {self.looks} of them looked at, {len(self.named)} tensors"
-        return Diagnosis(f"{head} of {type(self.model).__name__}", found, sound, harm="bad results")
+        head = f"{head} of {type(self.model).__name__}"
+        return Diagnosis(head, found, sound, harm="bad results", examined=self.looks > 0)
 
     def __str__(self) -> str:
         return "\n".join(filter(None, [str(self.diagnosis()), str(self.products)]))

@@ -305,8 +305,11 @@ class Writes:
         rows = []
         for i, (_, p) in enumerate(self.named_params):
             g = p.grad if grads is None else grads.get(p)
-            if g is not None and not g.is_sparse and p.numel():
-                rows.append((i, p, self.pick(g).float() * scale_of(scale, p)))
+            if g is None or g.is_sparse:
+                continue
+            sample = self.pick(g)
+            if sample.numel():  # a rank may have no rows of a tensor
+                rows.append((i, p, sample.float() * scale_of(scale, p)))
         self.look = Look(self.optimizer, rows, self.pick, "moments" in self.at) if rows else None
         if "averages" in self.at:
             for name, average in self.ema.items():
@@ -315,8 +318,15 @@ class Writes:
     def _shadow(self, average):
         """(numbers of the tensors that the average has, their samples, cloned)."""
         shadow = average.shadow
-        here = [(i, shadow[key]) for i, (key, _) in enumerate(self.named_params) if key in shadow]
-        return [i for i, _ in here], [self.pick(t).clone() for _, t in here]
+        index, samples = [], []
+        for i, (name, _) in enumerate(self.named_params):
+            if name not in shadow:
+                continue
+            sample = self.pick(shadow[name])
+            if sample.numel():
+                index.append(i)
+                samples.append(sample.clone())
+        return index, samples
 
     @torch.no_grad()
     def after(self):

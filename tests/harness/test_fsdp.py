@@ -89,6 +89,10 @@ def test_each_rank_of_a_strangers_loop_gets_its_own_moments_back(kind, ranks):
     assert told(ranks, 2, "of_a_stranger", kind, "folder") == [[], []]
 
 
+def test_a_watch_goes_on_where_a_rank_has_no_rows_of_a_tensor(ranks):
+    assert told(ranks, 4, "watched") == ["healthy: nothing is losing information"] * 4
+
+
 def test_run_module_in_a_wrapper_takes_the_same_steps_under_ddp_and_fully_shard(ranks):
     differing = told(ranks, 2, "modules")
     assert len(differing) == 4 and not any(differing.values()), differing

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lowprec import Precision, recipe
+from lowprec.errors import Refused
 from lowprec.rounding import stochastic_round
 from lowprec.watch import compare
 from lowprec.watch.watch import Watch
@@ -377,6 +378,13 @@ def test_a_teacher_that_goes_away_is_named():
     assert found.tensor.startswith("teacher.") and "away" in found.text, str(watch)
 
 
+def test_a_teacher_that_is_written_and_stays_is_named():
+    watch = taught(lambda t, p: t.mul_(1.0), torch.float32)
+    found = watch.findings()[0]
+    assert found.severity == "severe" and found.tensor.startswith("teacher."), str(watch)
+    assert "has not moved" in found.text, str(watch)
+
+
 def by_copy(t, p):
     t.copy_(p)
 
@@ -392,4 +400,76 @@ HEALTHY = [
 @pytest.mark.parametrize("move, dtype", HEALTHY)
 def test_healthy_teachers_and_references(move, dtype):
     watch = taught(move, dtype)
+    assert losing(watch) == set(), str(watch)
+
+
+# ---- Averages of other forms -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", [nn.DataParallel, lambda m: torch.compile(m, backend="eager"), dict])
+def test_the_average_of_a_wrapped_net_is_read(wrapped):
+    model = net()
+    if wrapped is dict:
+        average = {f"module.{name}": p.detach().clone() for name, p in model.named_parameters()}
+    else:
+        average = AveragedModel(wrapped(model))
+    assert set(Watch(model, torch.optim.SGD(model.parameters(), 0.1), average).ema.shadow) == set(
+        dict(model.named_parameters())
+    )
+
+
+def test_an_average_of_a_part_without_names_is_refused():
+    model = net()
+    part = Listed({name: p.detach().clone() for name, p in model[3].named_parameters()})
+    with pytest.raises(Refused, match="no names"):
+        Watch(model, torch.optim.SGD(model.parameters(), 0.1), part)
+
+
+class WithOwnSchedule(Holder):
+    def get_decay(self):
+        return self.decay
+
+
+def test_a_schedule_that_is_told_no_step_is_read():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    average = WithOwnSchedule({name: p.detach().clone() for name, p in model.named_parameters()})
+    watch = Watch(model, optimizer, average, every=2)
+
+    def update():
+        for name, p in model.named_parameters():
+            average.shadow[name].lerp_(p.detach(), RATE)
+
+    train(model, optimizer, steps=8, average=update)
+    assert losing(watch) == set() and watch.shares()["0.weight"]["ema"] < 0.01, str(watch)
+
+
+def test_an_average_that_moves_at_every_second_look_alone_is_healthy():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    watch = Watch(model, optimizer, average, every=5)
+
+    def update():
+        if watch.steps % 10 == 0:
+            for name, p in model.named_parameters():
+                average[name].lerp_(p.detach(), RATE)
+
+    train(model, optimizer, steps=42, average=update)
+    assert losing(watch) == set(), str(watch)
+
+
+def test_a_parameter_without_entries_has_an_average_too():
+    model = net()
+    model.none = nn.Parameter(torch.zeros(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    average = copy.deepcopy(model)
+    watch = Watch(model, optimizer, average, every=1)
+
+    def update():
+        with torch.no_grad():
+            for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                a.lerp_(p, RATE)
+
+    train(model, optimizer, steps=6, average=update)
     assert losing(watch) == set(), str(watch)

@@ -52,6 +52,14 @@ def pickled_shards(path, tensors):
     return sharded(path, tensors, "bin", "pytorch_model")
 
 
+def both_indices(path, tensors):
+    """A partial download of a Hub's folder: the index of .bin shards is there, and its shards are not."""
+    sharded(path, tensors)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "pytorch_model-00001-of-00001.bin")}
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return path
+
+
 def one_file(path, tensors):
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors")
@@ -91,6 +99,7 @@ KEPT = {
     "shards": sharded,
     "index": index_alone,
     "shards of torch.save": pickled_shards,
+    "both indices": both_indices,
     "a folder of one file": one_file,
     "DCP": distributed,
     "Lightning": of_lightning,

@@ -212,6 +212,19 @@ def test_states_that_were_lost_are_a_finding(tmp_path, capsys, spoil, words):
     assert words in compare.compare(*paths).findings[0].text
 
 
+def test_weights_alone_behind_a_whole_checkpoint_are_no_fault(tmp_path, capsys):
+    before, after = files(tmp_path, saved(5), {key: saved(40)[key] for key in ("model", "ema")})
+    assert named(capsys, [before, after], status=0) == {}
+    assert "holds no optimiser" in str(compare.compare(before, after))
+
+
+def test_a_weight_whose_name_ends_in_ema_by_chance_is_no_average(tmp_path, capsys):
+    names = ("user_email.weight", "schema_of.weight", "fc.weight")
+    before = {name: torch.randn(8, 8) for name in names}
+    after = {**before, "fc.weight": before["fc.weight"] + 1}
+    assert "0 of an average" in str(compare.compare(*files(tmp_path, before, after)))
+
+
 def test_the_optimiser_alone_tells_too(tmp_path, capsys):
     early, late = ({"optimizer": saved(steps)["optimizer"]} for steps in (5, 30))
     assert named(capsys, files(tmp_path, early, late), 0) == {}

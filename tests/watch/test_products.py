@@ -77,3 +77,22 @@ def test_unknown_formats_and_nets_without_layers_are_refused():
     conv = nn.Conv2d(1, 4, 3)
     with pytest.raises(Refused, match="no nn.Linear"):
         Watch(conv, torch.optim.SGD(conv.parameters()), products=("mxfp8",))
+
+
+class WithAnExpert(nn.Module):
+    """One layer is called by keyword, the other on no rows at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 96)
+        self.expert = nn.Linear(96, 16)
+
+    def forward(self, x):
+        h = self.first(input=x)
+        return self.expert(h) + self.expert(h[:, :0]).sum()
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "block128"])
+def test_a_layer_that_is_called_on_no_rows_or_by_keyword_is_looked_at_all_the_same(kind):
+    watch, _ = train(WithAnExpert(), products=(kind,))
+    assert set(watch.products[kind]) == {"first", "expert"}

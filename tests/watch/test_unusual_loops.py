@@ -196,3 +196,58 @@ def test_a_second_optimiser_of_the_net_may_be_told():
 
     assert after([other]) == []
     assert any("in no group" in line for line in after([]))
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(20, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def test_the_first_blocks_are_frozen_by_plan_and_a_later_one_is_not():
+    def watched(frozen):
+        torch.manual_seed(0)
+        model = Blocks()
+        model.blocks[frozen].requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+        found = Watch(model, optimizer, every=2)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randint(20, (8, 4))).square().mean().backward()
+            optimizer.step()
+        return found
+
+    assert severe(watched(0)) == []
+    assert any("blocks.1.weight" in line for line in severe(watched(1)))
+
+
+def test_a_large_eps_by_plan_is_no_fault():
+    model = small()
+    optimizer = torch.optim.RMSprop(model.parameters(), 0.01, alpha=0.9, eps=0.0316, momentum=0.9)
+    watched = Watch(model, optimizer, every=2)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    assert severe(watched) == []
+
+
+def test_where_no_step_was_looked_at_nothing_is_said_to_be_healthy():
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    watched = Watch(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in (float("inf"), 1.0):  # the first step is skipped, and the second not looked at
+        optimizer.zero_grad()
+        scaler.scale(factor * model(torch.randn(8, 16)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert watched.steps == 2 and watched.looks == 0
+    assert "nothing is known" in str(watched) and "healthy" not in str(watched)
