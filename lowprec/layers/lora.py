@@ -42,6 +42,11 @@ class Adapted(nn.Module):
         self.lora_down = down.to(base.weight.device)
         self.lora_up = up.to(base.weight.device)
 
+    @property
+    def weight(self):
+        """The base's, which code of a net may ask for its dtype, as T5's does."""
+        return self.base.weight
+
     def forward(self, x):
         """x as the base takes it -> what the base gives, in its dtype."""
         y = self.base(x)
@@ -97,8 +102,8 @@ class Lora(Method):
 
 def takes_adapter(module, rank):
     """Whether a layer gets an adapter of this rank."""
-    if type(module) not in ADAPTED_CLASSES:
-        return False
+    if type(module) not in ADAPTED_CLASSES or "weight" not in module._parameters:
+        return False  # a weight that is computed from others, as weight_norm's, can't be merged
     one_group = getattr(module, "groups", 1) == 1
     outputs, inputs = module.weight.shape[:2]
     return one_group and min(outputs, inputs) > rank

@@ -77,6 +77,11 @@ class NF4Linear(nn.Module):
         self.register_buffer("scales", scales)
         self.bias = linear.bias
 
+    @property
+    def weight(self):
+        """Decoded, fp32: for code of a net that asks for its dtype, as T5's does."""
+        return decode_nf4(self.codes, self.scales, self.shape)
+
     def forward(self, x):
         """x [..., in] -> [..., out], in autocast's dtype or that of x."""
         device = x.device.type

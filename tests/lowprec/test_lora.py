@@ -117,3 +117,28 @@ def test_a_layer_of_two_names_has_one_adapter():
     assert same(merged["again.weight"], merged["body.0.weight"])
     assert same(merged["block.0.weight"], merged["body.0.weight"])
     assert not same(merged["body.0.weight"], new_net().body[0].weight)
+
+
+class Asking(Net):
+    """As T5: its code reads the dtype of a layer's weight."""
+
+    def forward(self, x):
+        h = self.body(self.wide(self.conv(x)).flatten(1))
+        return self.head(h.to(self.body[2].weight.dtype))
+
+
+@pytest.mark.parametrize("frozen", ["bf16", "nf4"])
+def test_code_that_reads_a_layers_weight_goes_on(frozen):
+    run = Precision(Asking(), recipe(bf16=True, sites=[f"frozen={frozen}"]), lora=4)
+    one_step(run, 0)
+    assert run.model.body[0].weight.shape == (32, 256)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_layer_whose_weight_is_computed_gets_no_adapter():
+    net = new_net()
+    nn.utils.weight_norm(net.body[0])
+    before = set(net.state_dict())
+    run = Precision(net, recipe(), lora=4)
+    one_step(run, 0)
+    assert set(run.weights()) == before
