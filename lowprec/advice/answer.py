@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .. import evidence
-from ..errors import Refused
+from ..errors import Refused, check_choice, first_line
+from ..optimizers.rounded import LAZY_LAYER
 from ..recipes import recipe
 from ..sites import LOW_PRODUCTS
 from . import machines
@@ -21,6 +23,7 @@ from .machines import Machine
 from .subjects import Subject, of_module
 from .timing import seconds_a_step
 
+REGIMES = ("from scratch", "finetune")
 # percent of the loss: a recipe whose interval lies above that comes after all others that fit
 WORSE_ABOVE_PERCENT = 0.5
 
@@ -229,13 +232,15 @@ def advise(
             raise Refused(f"{name}={number}: it must be 1 or more")
     if lr is not None and not 0 < lr < float("inf"):
         raise Refused(f"lr={lr:g}: it must be above 0")
+    check_choice("regime", regime, REGIMES)
     subject = model if isinstance(model, Subject) else of_module(model, loss, image_size, seq)
     if kind is not None:
-        if kind not in evidence.KIND_OF_MODEL.values():
-            raise Refused(f"kind={kind!r}: choose from {', '.join(evidence.KIND_OF_MODEL.values())}")
+        check_choice("kind", kind, evidence.KIND_OF_MODEL.values())
         subject = subject._replace(kind=kind)
     if average is not None:
         subject = subject._replace(average=average)
+    if any(map(is_lazy, subject.net.parameters())):
+        raise Refused(LAZY_LAYER)
     if not subject.parameters:
         raise Refused(f"{subject.name}: nothing in it is trained")
     machine = _machine(gpu, memory)
@@ -243,6 +248,8 @@ def advise(
         raise Refused("time: steps can be timed on this machine alone; leave gpu and memory out")
     advice = Advice(subject, machine, gpus, batch)
     _add_rows(advice, regime, lr)
+    if not advice.rows:
+        raise Refused(advice.refused[0])
     if time:
         advice.rows = _timed_rows(advice.rows, subject, batch)
         advice.speeds_against = "fp32" if machine.is_cpu else "fp32 without TF32"
@@ -289,9 +296,17 @@ def _add_rows(advice, regime, lr):
         if candidate.flags:
             key = evidence.recipe_key(candidate.flags)
             quality = evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
-        how = machine.support[candidate.arithmetic]
+        how = _how_it_runs(candidate, machine)
         room = _room_of_recipe(candidate, size, need, advice, process)
         advice.rows.append(RecipeRow(candidate, size, *room, how, quality, None))
+
+
+def _how_it_runs(candidate, machine):
+    """("native", "emulated" or "no", why) of its arithmetic; of its states where these don't run at all."""
+    for states in ("opt8bit", "opt4bit"):
+        if candidate.flags.get(states) and machine.support[states][0] == "no":
+            return machine.support[states]
+    return machine.support[candidate.arithmetic]
 
 
 def _is_offered(candidate, advice):
@@ -357,7 +372,12 @@ def _timed_rows(rows, subject, batch):
         if row.fits and row.how[0] != "no":
             candidate = row.candidate
             r = recipe(**candidate.flags)
-            seconds[candidate.typed] = seconds_a_step(subject, r, batch, **candidate.options)
+            try:
+                seconds[candidate.typed] = seconds_a_step(subject, r, batch, **candidate.options)
+            except Refused:
+                raise
+            except Exception as error:  # the net is a stranger's, and may raise anything
+                raise Refused(f"time: {candidate.typed} fails in a step ({first_line(error)})") from error
     reference = seconds.get("(none)")
     found = []
     for row in rows:

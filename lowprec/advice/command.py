@@ -22,7 +22,7 @@ In the laboratory's folder, train.py asks the same of its own nets, and takes th
     python train.py --advise --task rflow --model dit --size XL/2 --image_size 64 --gpu "RTX 4090"
 """
 
-REGIMES = {"scratch": "from scratch", "finetune": "finetune"}
+REGIME_OF_START = {"scratch": "from scratch", "finetune": "finetune"}
 
 
 class AdviceParser(argparse.ArgumentParser):
@@ -57,7 +57,8 @@ def build_advice_parser(prog: str) -> argparse.ArgumentParser:
     machine.add_argument("--memory", metavar="SIZE", help="of one GPU, as in 24GiB")
     machine.add_argument("--gpus", type=whole_number, default=1, help="how many; the net is spread over them")
     job = parser.add_argument_group("the job")
-    job.add_argument("--from", dest="start", choices=[*REGIMES], default="scratch", help="default: scratch")
+    starts = [*REGIME_OF_START]
+    job.add_argument("--from", dest="start", choices=starts, default="scratch", help="default: scratch")
     job.add_argument("--lr", type=float, help="learning rate")
     job.add_argument("--batch", type=whole_number, default=8, help="examples a step on each GPU; default: 8")
     job.add_argument("--image_size", type=whole_number, help="pixels of the side of an image")
@@ -110,7 +111,7 @@ def main(
         gpu=args.gpu,
         memory=args.memory,
         gpus=args.gpus,
-        regime=REGIMES[args.start],
+        regime=REGIME_OF_START[args.start],
         lr=args.lr,
         batch=args.batch,
         kind=args.kind,

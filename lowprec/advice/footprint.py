@@ -78,7 +78,7 @@ def _bytes_not_trained(run):
 class Demand(NamedTuple):
     """The most bytes at once within a step on `batch` examples: `most` of gradients and activations together,
     `activations` of these alone, of which `casts` are copies of weights in another dtype, which autocast
-    keeps.
+    keeps, at that moment.
     """
 
     batch: int
@@ -89,7 +89,7 @@ class Demand(NamedTuple):
     @property
     def each(self) -> float:
         """Bytes that one more example takes. Activations grow evenly with the batch, casts do not."""
-        return (self.activations - self.casts) / self.batch
+        return max(1, self.activations - self.casts) / self.batch
 
 
 class StepMeter(TorchDispatchMode):
@@ -105,7 +105,7 @@ class StepMeter(TorchDispatchMode):
         super().__init__()
         self._in_fp32 = in_fp32
         self.most = self.activations = self.casts = 0
-        self._now = self._gradients = 0
+        self._now = self._gradients = self._casts_now = 0
         self._weights = list(weights)  # else one's memory could be freed, and its place be another's
         self._of_weights = weakref.WeakSet(t.untyped_storage() for t in self._weights)
         self._seen = weakref.WeakSet(self._of_weights)
@@ -131,20 +131,23 @@ class StepMeter(TorchDispatchMode):
             return
         self._seen.add(storage)
         size = storage.nbytes()
-        if is_cast:
-            self.casts += size
+        of_cast = size if is_cast else 0
         self._now += size
+        self._casts_now += of_cast
         self._look()
-        weakref.finalize(storage, self._freed, size)
+        weakref.finalize(storage, self._freed, size, of_cast)
 
     def _look(self, passing=0):
         """passing: bytes that are there at this moment and belong to no tensor that is counted."""
         now = self._now + passing
         self.most = max(self.most, now)
-        self.activations = max(self.activations, now - self._gradients)
+        if now - self._gradients > self.activations:
+            self.activations = now - self._gradients
+            self.casts = self._casts_now
 
-    def _freed(self, size):
+    def _freed(self, size, of_cast):
         self._now -= size
+        self._casts_now -= of_cast
 
 
 # what autocast computes in fp32 on a GPU and in 16 bits on a CPU, of what nets are made of

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +21,15 @@ from torch.utils._pytree import tree_leaves
 from ..errors import Refused, first_line
 from ..machine import quiet_import
 
-# what the name of a class, in small letters, says of its kind, as lowprec.evidence calls it
+# what the name of a class says of its kind, as lowprec.evidence calls it. Capitals count: a ConditionalVAE
+# is no DiT
 KIND_OF_CLASS = {
-    "unet": "U-Net",
-    "dit": "DiT",
-    "transformer2d": "DiT",
-    "causallm": "GPT",
-    "gpt": "GPT",
-    "llama": "GPT",
-    "resnet": "ResNet",
-    "vit": "ViT",
-    "visiontransformer": "ViT",
-    "autoencoder": "autoencoder",
+    "U_?[Nn]et|UNET|^unet": "U-Net",
+    "D[iI]T(?![a-z])|Dit(?![a-z])|Transformer2D": "DiT",
+    "CausalLM|GPT|Gpt|Llama": "GPT",
+    "Res_?[Nn]et|^resnet": "ResNet",
+    "V[iI]T(?![a-z])|Vit(?![a-z])|VisionTransformer": "ViT",
+    "Auto_?[Ee]ncoder": "autoencoder",
 }
 
 
@@ -56,9 +54,8 @@ class Subject(NamedTuple):
 
 def kind_of(net: nn.Module) -> str | None:
     """The kind of a net by the name of its class."""
-    name = type(net).__name__.lower().replace("_", "")
-    for part, kind in KIND_OF_CLASS.items():
-        if part in name:
+    for pattern, kind in KIND_OF_CLASS.items():
+        if re.search(pattern, type(net).__name__):
             return kind
     return None
 
@@ -162,7 +159,7 @@ def of_file(spec: str, image_size=None, seq=None) -> Subject:
         raise Refused(f"--net {spec}: {function} needs {', '.join(wanted)}; give one without arguments")
     try:
         built = build()
-    except Exception as error:  # the reader's own code, which may raise anything
+    except (Exception, SystemExit) as error:  # the reader's own code, which may raise anything
         what = f"{type(error).__name__}: {first_line(error)}"
         raise Refused(f"--net {spec}: {function}() raised {what}") from None
     net, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
@@ -179,7 +176,7 @@ def _run_file(path):
     sys.path.insert(0, str(path.resolve().parent))  # what it imports from beside it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refused(f"--net {path}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         sys.path.pop(0)
@@ -245,10 +242,10 @@ def _of_transformers(file, config, seq):
             net = transformers.AutoModelForCausalLM.from_config(settings)
         else:
             net = kind(settings)
-    longest = getattr(settings, "max_position_embeddings", None) or 2048
-    if seq and seq > longest:
+    longest = getattr(settings, "max_position_embeddings", None)  # some nets have no limit
+    if longest and seq and seq > longest:
         raise Refused(f"--seq {seq}: this net has positions for {longest} tokens")
-    seq = seq or min(longest, 2048)
+    seq = seq or min(longest or 2048, 2048)
 
     def loss(model, n):
         if net.main_input_name == "pixel_values":

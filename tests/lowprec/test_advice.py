@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowprec.__main__ as command
 import models
@@ -17,11 +18,13 @@ from benchmarks.common import RECIPES
 from lowprec import Precision, advise, recipe
 from lowprec.advice import answer, footprint, machines, subjects
 from lowprec.errors import Refused
+from lowprec.machine import support
 
 ROOT = Path(__file__).resolve().parents[2]
 
 eager = common.eager
-NATIVE = {name: ("native", "here") for name in ("fp32", "bf16", "fp16", "fp8")}
+ARITHMETIC_AND_STATES = ("fp32", "bf16", "fp16", "fp8", "opt8bit", "opt4bit")
+NATIVE = {name: ("native", "here") for name in ARITHMETIC_AND_STATES}
 SLOW = {**NATIVE, "bf16": ("emulated", "here"), "fp16": ("emulated", "here"), "fp8": ("no", "here")}
 
 
@@ -53,6 +56,10 @@ def on(monkeypatch, support, memory=2**40):
 
 def typed(rows):
     return [row.candidate.typed for row in rows]
+
+
+def by_flags(rows):
+    return {row.candidate.typed: row for row in rows}
 
 
 # ---- Bytes -------------------------------------------------------------------------------------------------
@@ -216,14 +223,14 @@ def test_fast_arithmetic_decides_the_start(monkeypatch):
 
 def test_what_does_not_fit_comes_later(monkeypatch):
     on(monkeypatch, NATIVE)
-    rows = {row.candidate.typed: row for row in advise(Net(), loss).rows}
+    rows = by_flags(advise(Net(), loss).rows)
     few = (rows["--pure_bf16 --stochastic"].total + rows["--bf16"].total) / 2
     on(monkeypatch, NATIVE, few)
     found = advise(Net(), loss)
     assert found.best.total <= few and found.best.candidate.flags != {"bf16": True}
-    by_flags = {row.candidate.typed: row for row in found.rows}
-    assert not by_flags["--bf16"].fits and by_flags["--bf16"].most < 8
-    assert by_flags["--pure_bf16 --stochastic"].most >= 8
+    rows = by_flags(found.rows)
+    assert not rows["--bf16"].fits and rows["--bf16"].most < 8
+    assert rows["--pure_bf16 --stochastic"].most >= 8
     on(monkeypatch, NATIVE, 2**20 // 64)
     found = advise(Net(), loss)
     assert found.best is None and "Nothing fits" in str(found)
@@ -299,6 +306,28 @@ def broken():
 
 def wants(size):
     return nn.Linear(size, size)
+
+def leaves():
+    raise SystemExit(3)
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x, condition):
+        return self.first(x) + condition
+
+def two():
+    return Two()
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(5))
+
+def imaginary():
+    net = nn.Module()
+    net.w = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+    return net
 """
 
 
@@ -383,6 +412,10 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
         ("--config none.json", "none.json"),
         ("--task language", "python train.py --advise"),
         ("--config llama.json --seq 64", "32 tokens"),
+        ("--net mine.py:leaves", "leaves() raised SystemExit"),
+        ("--net mine.py:two --image_size 8 --time", "fails in a step"),
+        ("--net mine.py:lazy", "lazy layer"),
+        ("--net mine.py:imaginary", "complex"),
     ],
 )
 def test_bad_words_are_one_line(capsys, mine, words, said):
@@ -444,3 +477,59 @@ def test_a_net_that_takes_something_else_is_answered_without_a_traceback(monkeyp
 def test_nothing_to_train_is_refused():
     with pytest.raises(Refused, match="nothing in it is trained"):
         advise(nn.Linear(4, 4).requires_grad_(False), image_size=8)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        self.way = way
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.way(layer, x).relu()
+        return x
+
+
+def test_a_net_that_recomputes_its_activations_fits_no_fewer_examples(monkeypatch):
+    """The copies of weights that autocast makes are made again in the backward pass, and freed there."""
+    on(monkeypatch, NATIVE)
+
+    def most(way):
+        return by_flags(advise(Recomputed(way), mean_of, memory="1GiB").rows)["--bf16"].most
+
+    def recomputing(layer, x):
+        return checkpoint(layer, x, use_reentrant=False)
+
+    assert most(recomputing) >= most(lambda layer, x: layer(x)) > 0
+
+
+def mean_of(model, n):
+    return model(torch.randn(n, 256)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ConditionalVAE", None),
+        ("GravityNet", None),
+        ("FluxTransformer2DModel", "DiT"),
+        ("SimpleViT", "ViT"),
+        ("DiffusionModelUNet", "U-Net"),
+        ("LlamaForCausalLM", "GPT"),
+        ("ResNet", "ResNet"),
+    ],
+)
+def test_the_kind_of_a_net_is_read_from_its_name(name, kind):
+    assert subjects.kind_of(type(name, (nn.Module,), {})()) == kind
+
+
+def test_states_that_a_machine_does_not_run_are_said_so(monkeypatch):
+    on(monkeypatch, support("rocm"))
+    rows = by_flags(advise(Net(), loss).rows)
+    assert rows["--bf16 --opt8bit"].how[0] == "no" and rows["--bf16"].how[0] == "native"
+
+
+def test_an_unknown_regime_is_refused():
+    with pytest.raises(Refused, match="from scratch, finetune"):
+        advise(Net(), loss, regime="scratch")
