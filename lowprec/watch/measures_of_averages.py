@@ -97,12 +97,12 @@ def average_is_bf16(one):
 def average_is_its_weight(one):
     """shares the memory of its weight"""
     shadow = one.watch.ema.shadow if one.average is not None else {}
-    shared = one.name in shadow and one.p.numel() and _memory_of(shadow[one.name]) == _memory_of(one.p)
-    return Figure(1.0) if shared else None
-
-
-def _memory_of(t):
-    return values_here(t).data_ptr()
+    if one.name not in shadow:
+        return None
+    here = values_here(one.p)  # a rank may have no rows of a tensor, and so no memory
+    if here.numel() and here.data_ptr() == values_here(shadow[one.name]).data_ptr():
+        return Figure(1.0)
+    return None
 
 
 def average_copies(one):
