@@ -27,7 +27,8 @@ def float8_encoder(form, signed):
             y = (y * a_gap + uniform(x.shape, key)).floor() * gap
         if not signed:
             smallest = 2.0 ** (form.least - form.mantissa)
-            lowest = torch.where(x > 0, smallest, 0.0)  # half the time of (x > 0) & (y < smallest)
+            # half the time of (x > 0) & (y < smallest); numbers alone have the default dtype
+            lowest = torch.where(x > 0, smallest, 0.0).to(x.dtype)
             y = torch.where(y < lowest, lowest, y)
         codes.copy_(bits_of(y.clamp(-form.top, form.top), form))
         scales.copy_(scale)

@@ -345,7 +345,8 @@ class Int4(TableFormat):
         return self.library
 
     def _published(self, signed):
-        return torch.tensor(self.library.get_qmap_signed() if signed else self.library.get_qmap_unsigned())
+        values = self.library.get_qmap_signed() if signed else self.library.get_qmap_unsigned()
+        return torch.tensor(values, dtype=torch.float32)
 
     @functools.cached_property
     def kernels(self):  # one function object each, so that each is compiled once
@@ -382,7 +383,9 @@ class Log4(Int4):
     flag = ""
 
     def _published(self, signed):
-        return super()._published(signed) if signed else torch.exp2(torch.arange(-15.0, 1.0))
+        if signed:
+            return super()._published(signed)
+        return torch.exp2(torch.arange(-15.0, 1.0, dtype=torch.float32))
 
 
 # ---- Curves ------------------------------------------------------------------------------------------------

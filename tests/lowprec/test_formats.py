@@ -378,3 +378,29 @@ def nearest_of(table, x, scales, block):
     scales = scales.repeat_interleave(block)[: x.numel()]
     places = (x.double() / scales)[:, None].sub(table.double()).abs().argmin(1)
     return table[places] * scales
+
+
+@pytest.fixture
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default_dtype", [torch.bfloat16, torch.float64], indirect=True)
+@pytest.mark.parametrize("name", ["int4", "log4"])
+def test_tables_are_fp32_whatever_the_default_dtype(default_dtype, name):
+    made = type(coder(name))()  # one that has no table yet
+    for signed in (True, False):
+        assert made.table(signed, torch.device("cpu")).dtype == torch.float32
+
+
+@pytest.mark.parametrize("default_dtype", [torch.bfloat16, torch.float64], indirect=True)
+@pytest.mark.parametrize("name", FLOATS)
+def test_8_bit_floats_are_written_whatever_the_default_dtype(default_dtype, name):
+    form, x = coder(name), torch.linspace(0.0, 1.0, 256, dtype=torch.float32)
+    codes, scales = form.new(256, x.device)
+    form.encode(x, codes, scales, signed=False, compiled=False)
+    held = form.decode(codes, scales, 256, signed=False, compiled=False)
+    torch.testing.assert_close(held, x, rtol=0.13, atol=0.01)
