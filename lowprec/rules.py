@@ -524,6 +524,11 @@ class LossFacts:
         return self.recipe.low_weights and self.writes["update"] == "nearest" and keeps_nothing
 
     @property
+    def returns_late(self) -> bool:
+        """Whether such updates go into the momentum, and come back once they are large."""
+        return self.recipe.low_weights and self.writes["update"] == "eco"
+
+    @property
     def decay(self) -> bool:
         """Whether weight decay, taken by itself, is lost."""
         decays_to_nearest = self.recipe.low_weights and self.writes.get("decay") == "nearest"
@@ -558,6 +563,12 @@ class LossFacts:
 
 
 LOSS_RULES = (
+    Rule(
+        lambda lost: lost.returns_late,
+        lambda lost: f"update=eco on bf16 weights: {lost.step_size}steps under 2^-9..2^-8 (0.002..0.004) "
+        "of a weight wait in the momentum until they add up: the lower the rate, the longer; "
+        f"{lost.remedy('at the rates of a finetuning use --stochastic instead')}",
+    ),
     Rule(
         lambda lost: lost.small_updates,
         lambda lost: f"update=nearest on bf16 weights: {lost.step_size}steps under 2^-9..2^-8 "
