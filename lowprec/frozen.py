@@ -8,9 +8,10 @@ import torch
 
 from .cast import Cast
 from .copies import copied
-from .errors import Refused
+from .errors import Refused, check_choice
 from .optimizers import buckets
 from .rounding import exact_weight
+from .sites import SITES
 from .view import View
 
 # values of the site generation that cast the copy anew
@@ -49,6 +50,8 @@ def _last_weights(run):
 @torch.no_grad()
 def frozen_view(run, source: str, sites: dict[str, str]) -> View | None:
     """Precision.frozen."""
+    for name, value in sites.items():
+        check_choice(name, value, SITES[name].values)
     r = run.recipe.replace(**sites)
     values = weights_of(run, source)
     staying = [method for method in run.methods if method.generates == r.generation]

@@ -131,8 +131,8 @@ class Precision:
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         refuse(NET_RULES, net)
         self.options = options
-        self.clip_grad = clip_grad
-        self.clip_tensor = clip_tensor
+        self.clip_grad = options.clip_grad
+        self.clip_tensor = options.clip_tensor
         self.accumulate = accumulate
         self.blank = blank
         self.device = next(net.parameters()).device
@@ -140,6 +140,7 @@ class Precision:
         r = checked_recipe(r).keeping(*options.optimizers)
         self.recipe = r if self.device.type == "meta" else r.on(self.device)
         options.check(self.recipe, model, spread=self.ranks is not None)
+        options.check_optimizer(net, adapted=bool(method_options.get("lora")))
         if self.recipe.compute not in ("fp32", "tf32"):
             cpu_products.settle_products(self.device)
 
@@ -155,7 +156,7 @@ class Precision:
         self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
         self.kept = None  # an activations.Meter of a forward pass, for the ledger
         if grad_release:
-            self.release = Release(self.optimizer, self._gradient, clip_tensor, self._before_writing)
+            self.release = Release(self.optimizer, self._gradient, self.clip_tensor, self._before_writing)
 
     # -- the parts of a run, in the order in which they are made
 

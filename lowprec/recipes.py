@@ -375,8 +375,9 @@ def _with_sites_of(optimizers, values):
             continue
         values[name] = _unset(site, values)
         if values[name] not in site.values:
+            whose = next(o for o in optimizers if any(name in kind.sites for kind in classes_of(o)))
             raise Refused(
-                f"{site.follows}={values[name]} with --optimizer {_title(optimizers[0])}: its second moments "
+                f"{site.follows}={values[name]} with --optimizer {_title(whose)}: its second moments "
                 "are a number a row and a column, too few for codes; drop --opt8bit or --opt4bit, or --set "
                 f"{name}=bf16 too"
             )
@@ -410,7 +411,8 @@ def _without_moments_but_of(optimizers, values, chosen=()):
             continue
         if site in chosen:
             raise Refused(
-                f"--set {site}={values[site]}: --optimizer {_title(optimizers[0])} keeps no {site}; "
+                f"--set {site}={values[site]}: --optimizer {' and '.join(map(_title, optimizers))} keeps no "
+                f"{site}; "
                 f"its moments: {', '.join(sorted(kept))}"
             )
         if site in values:
@@ -419,7 +421,7 @@ def _without_moments_but_of(optimizers, values, chosen=()):
 
 
 def _title(optimizer):
-    return optimizer if isinstance(optimizer, str) else optimizer.__name__
+    return optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", str(optimizer))
 
 
 # ---- Averages ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from .errors import Refused, check_several
 from .layers.method import Method
+from .optimizers.rounded import check_numbers
 from .recipes import Recipe, recipe
 from .rules import PARALLEL_WRAPPERS, RUN_RULES, RunFacts, is_compiled, refuse
 
@@ -55,9 +56,13 @@ class RunOptions:
     def of(cls, arguments: Mapping[str, Any]) -> RunOptions:
         """From the arguments of Precision by name, of which some are not its own."""
         own = {field.name: arguments[field.name] for field in dataclasses.fields(cls)}
-        check_several("averages", own["averages"])
+        for name in ("averages", "fp32_modules", "fp32_outputs", "keep"):
+            check_several(name, own[name])
+            own[name] = tuple(own[name])  # which may be read more than once
+        for name in ("clip_grad", "clip_tensor"):
+            own[name] = own[name] or 0.0  # None is none
         if own["groups"] is not None:
-            own["groups"] = [{**group, "params": parameters_in(group["params"])} for group in own["groups"]]
+            own["groups"] = [_listed(group) for group in own["groups"]]
         return cls(**own)
 
     def check(self, r, forward: Callable, spread: bool) -> None:
@@ -76,6 +81,14 @@ class RunOptions:
             states_on=self.states_on,
         )
         refuse(RUN_RULES, facts)
+
+    def check_optimizer(self, net: torch.nn.Module, adapted: bool) -> None:
+        """Raise Refused for options and groups that no optimiser takes, while the net is still as it came.
+        adapted: whether adapters are what will be trained.
+        """
+        check_numbers({name: value for name, value in self.of_optimizer.items() if value is not None})
+        if self.groups is not None and not adapted:
+            trained_groups(self.groups, [(name, p) for name, p in net.named_parameters() if p.requires_grad])
 
     @property
     def optimizers(self) -> list:
@@ -152,9 +165,15 @@ def parameters_in(params: Any) -> list[torch.Tensor]:
     return [p[1] if isinstance(p, tuple) else p for p in params]
 
 
+def _listed(group):
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise Refused('groups: a list of dicts is asked for, each with its "params"')
+    return {**group, "params": parameters_in(group["params"])}
+
+
 def trained_groups(groups: list[dict], named_params: list[tuple[str, torch.nn.Parameter]]) -> list[dict]:
     """The groups with the parameters that are trained alone. named_params: [(name, parameter)] of these.
-    Raises Refused where one of them is in no group or in several.
+    Raises Refused where one of them is in no group or in several, and for one that is not among them.
     """
     times: collections.Counter = collections.Counter()
     for group in groups:
@@ -166,6 +185,11 @@ def trained_groups(groups: list[dict], named_params: list[tuple[str, torch.nn.Pa
         if p not in times:
             raise Refused(f"groups: parameter {name} is in none of them; add it, or set requires_grad=False")
     trained = {p for _, p in named_params}
+    if any(p.requires_grad and p not in trained for p in times):
+        raise Refused(
+            "groups: a parameter of them is none of the model's, and would never be trained; put it into a "
+            "module with the net, and make Precision of that"
+        )
     found = []
     for group in groups:
         own = [p for p in group["params"] if p in trained]

@@ -45,8 +45,8 @@ def load_state(run, state: dict[str, Any]) -> None:
         if missing:
             raise Refused(f"the checkpoint lacks the trained weight {missing[0]}: it is another net's")
         weights = {**held, **weights}
+    run.optimizer.load_state_dict(state["optimizer"])  # which refuses the state of another recipe
     run.model.load_state_dict(weights)
-    run.optimizer.load_state_dict(state["optimizer"])
     for method in run.methods:
         method.load_state_dict(state.get(method.key), run.low_part)
     for name, average in run.averages.items():

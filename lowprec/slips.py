@@ -16,6 +16,7 @@ class Slips:
 
     def __init__(self, run):
         self.parameters = set(run.model.parameters())  # also those that are frozen
+        self.frozen = [(name, p) for name, p in run.model.named_parameters() if not p.requires_grad]
         self.in_groups = _count_in_groups(run.optimizer)
         self.gradients = None  # how many the last step had
         run.optimizer.register_step_pre_hook(_refuse_bare_step)
@@ -27,6 +28,12 @@ class Slips:
                 "the optimiser has parameters that this run does not average, clip or sum: make Precision "
                 "while all that is ever trained has requires_grad=True, and freeze it then"
             )
+        for name, p in self.frozen:
+            if p.requires_grad and p.grad is not None:
+                raise Refused(
+                    f"parameter {name} was frozen when Precision was made, and would never be trained: make "
+                    "Precision while all that is ever trained has requires_grad=True, and freeze it then"
+                )
         if len(grads) == self.gradients or run.ranks is not None:
             return
         self.gradients = len(grads)  # a layer that was replaced gets none

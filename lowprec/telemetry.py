@@ -53,11 +53,6 @@ def announce(optimizer, grads, scale):
         listen(grads, scale)
 
 
-def stays_when_rounded(stored, target):
-    """Whether fp32 `target`, rounded to nearest in the dtype of `stored`, is `stored` again. Both [n]."""
-    return target.to(stored.dtype) == stored
-
-
 class StepReport:
     """Counts which entries of weights, moments and average a step changed, of those that it should change.
 

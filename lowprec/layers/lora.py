@@ -47,6 +47,10 @@ class Adapted(nn.Module):
         """The base's, which code of a net may ask for its dtype, as T5's does."""
         return self.base.weight
 
+    @property
+    def bias(self):
+        return self.base.bias
+
     def forward(self, x):
         """x as the base takes it -> what the base gives, in its dtype."""
         y = self.base(x)
@@ -80,9 +84,15 @@ class Lora(Method):
 
     @classmethod
     def attach(cls, model, recipe, lora=0, **_):
-        """lora: the rank, 0 for no adapters. Raises Refused beside FP8, FP4, 2:4 sparsity and fully_shard."""
+        """lora: the rank, 0 for no adapters. Raises Refused beside FP8, FP4, 2:4 sparsity and fully_shard,
+        and for a net that has adapters.
+        """
         if not lora:
             return None
+        if not isinstance(lora, int) or lora < 1:
+            raise Refused(f"lora={lora!r}: the rank is a whole number, 1 or more")
+        if any(isinstance(module, Adapted) for module in model.modules()):
+            raise Refused("lora: this net has adapters already; build it anew")
         if recipe.compute in LOW_PRODUCTS or recipe.sparse24 != "none" or recipe.quantises:
             instead = "drop --fp8, --fp4, --sparse24 or the site generation"
             raise Refused(f"lora={lora} goes with layers in fp32 or bf16: {instead}")

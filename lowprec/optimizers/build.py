@@ -215,16 +215,18 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
 
     name: an entry of OPTIMIZER_NAMES, a subclass of Rounded, or a function params -> torch.optim.Optimizer.
     params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
-    momentum, nesterov; None or left out: the optimiser's own. net: the module that they belong to, which
-    tells hidden layers. away: an offload.Offload for the moments of ours. Raises Refused when the name is
-    unknown, the package absent, the peer can't serve the recipe, or none here has an eps or a momentum that
-    was given.
+    momentum, nesterov; None or left out: the optimiser's own; a stranger's gets none. net: the module that
+    they belong to, which tells hidden layers. away: an offload.Offload for the moments of ours. Raises
+    Refused when the name is unknown, the package absent, the peer can't serve the recipe, or none here has
+    an eps or a momentum that was given.
     """
     if unknown := set(options) - {*PEER_DEFAULTS, *MOMENTUM_OPTIONS}:
         raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
     options = {key: value for key, value in options.items() if value is not None}
     groups = divided_groups(_as_groups(params), name, net)
     of_groups = [group.pop("optimizer", name) for group in groups]
+    if not any(isinstance(kind, str) or classes_of(kind) for kind in of_groups):
+        _check_no_options_of_ours({**options, "weight_decay": weight_decay or None})
     parts, r = [], r.keeping(*of_groups)
     for kind in dict.fromkeys(of_groups):
         own = []
@@ -302,7 +304,18 @@ def _rounds_itself(r):
     return r.update != "nearest" or r.kahan == "on" or r.master != "none"
 
 
+def _check_no_options_of_ours(options):
+    """Raises Refused for options that would reach no optimiser, where all are strangers'."""
+    for option, value in options.items():
+        if value is not None:
+            what = f"{option}={value} reaches optimisers by name alone, and this one is made by a function"
+            raise Refused(f"{what}: give it there, as functools.partial(torch.optim.SGD, {option}={value})")
+
+
 def _build_strangers(make, params, r):
+    if isinstance(make, torch.optim.Optimizer):
+        kind = type(make).__name__
+        raise Refused(f"optimizer= takes what makes one of parameters: the class {kind}, not an object of it")
     if _rounds_itself(r) or r.coded:
         ours = "stochastic, kahan, master and moments in codes belong to ours"
         raise Refused(f"this optimiser rounds in its own way: {ours}")

@@ -68,9 +68,11 @@ class Release:
         self.pieces = {part: _pieces(part) for part in self.parts}
         self.items = {}  # parameter -> (its optimiser, what that carries out), of this step
         self.handles = [optimizer.register_step_post_hook(self._ended)]
+        self.heard = set()  # parameters whose gradients come here
         for part in self.parts:
             for p in part.all_params():
                 if p.requires_grad:
+                    self.heard.add(p)
                     self.handles.append(p.register_post_accumulate_grad_hook(self._update))
         optimizer.released = self
 
@@ -124,6 +126,10 @@ class Release:
         return scale
 
     def _ended(self, *_):
+        for part in self.parts:
+            if any(p.grad is not None and p not in self.heard for p in part.all_params()):
+                late = "a parameter came to the optimiser, or was thawed, after grad_release was set up"
+                raise Refused(f"{late}, and would keep its gradient: make it once all parameters are there")
         self.updated, self.norms, self.nonfinite = set(), {}, {}
         self.items, self.watched = {}, None
 

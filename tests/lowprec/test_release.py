@@ -397,3 +397,12 @@ def test_sparse_gradients_are_refused():
 
     run = Precision(Table(), grad_release=True)
     refused(lambda: run.backward(run(torch.arange(3)).sum()), "sparse=False")
+
+
+def test_a_parameter_that_comes_late_is_refused_and_keeps_no_gradient():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = AdamW(model[0].parameters(), lr=1e-2, compiled=False)
+    Release(optimizer)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    model(torch.ones(2, 4)).sum().backward()
+    refused(optimizer.step, "after grad_release was set up")

@@ -50,11 +50,21 @@ def test_a_layer_replaced_after_precision_is_refused_at_the_next_step(steps_befo
     refused(lambda: train(run), "parameter 2.weight", "after Precision")
 
 
+SGD = torch.optim.SGD(nn.Linear(1, 1).parameters())
 MISTAKES = {
     "a dict": (lambda: Precision(mlp(), LOW), ["this is a dict", "recipe("]),
     "an empty dict": (lambda: Precision(mlp(), {}), ["this is a dict"]),
     "flags": (lambda: Precision(mlp(), **LOW), ["belongs to the recipe", "recipe(pure_bf16=True)"]),
     "one site": (lambda: recipe(sites="ema=bf16"), ["sites=['ema=bf16']"]),
+    "one module": (lambda: started(fp32_modules="0"), ["fp32_modules=['0']"]),
+    "a group without parameters": (lambda: started(groups=[{"lr": 1}]), ['its "params"']),
+    "a rank below 1": (lambda: started(lora=-1), ["lora=-1", "whole number"]),
+    "an optimiser": (lambda: Precision(mlp(), optimizer=SGD), ["the class SGD"]),
+    "a rate for a stranger": (
+        lambda: Precision(mlp(), lr=0.3, optimizer=torch.optim.SGD),
+        ["lr=0.3", "functools.partial(torch.optim.SGD, lr=0.3)"],
+    ),
+    "an unknown site of a copy": (lambda: started().frozen("raw", generation="bf61"), ["bf61", "choose"]),
     "one average": (lambda: started(averages="0.9:fp32"), ["averages=['0.9:fp32']"]),
 }
 
@@ -136,3 +146,52 @@ def test_weights_that_make_no_sense():
     run.zero_grad()
     run.reduce_sums = lambda sums: None
     refused(lambda: run.backward(loss, weight=2), "one process alone")
+
+
+def test_a_parameter_of_a_group_that_is_not_the_nets_is_refused():
+    model, beside = mlp(), nn.Parameter(torch.zeros(3))
+    groups = [{"params": model.parameters()}, {"params": [beside]}]
+    refused(lambda: Precision(model, recipe(), groups=groups), "none of the model's")
+
+
+def test_a_part_that_was_frozen_and_has_a_gradient_is_refused():
+    model = mlp()
+    model[0].requires_grad_(False)
+    run = Precision(model, recipe(), lr=1e-2)
+    train(run)
+    model[0].requires_grad_(True)
+    refused(lambda: train(run), "0.weight was frozen", "freeze it then")
+
+
+BAD_OPTIONS = [dict(lr=-1.0), dict(groups=[{"params": []}]), dict(eps=-1.0)]
+
+
+@pytest.mark.parametrize("bad", BAD_OPTIONS, ids=str)
+def test_a_refused_call_leaves_the_model_as_it_is(bad):
+    model, r = mlp(), recipe(pure_bf16=True, master="split")
+    refused(lambda: Precision(model, r, **bad))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_adapters_are_not_put_upon_adapters():
+    run = started(lora=2)
+    refused(lambda: Precision(run.model, recipe(), lora=2), "has adapters already")
+
+
+def test_the_state_of_another_recipe_leaves_the_weights_as_they_are():
+    state = started().state_dict()
+    run = Precision(mlp(), recipe(pure_bf16=True, kahan=True), lr=1e-2)
+    train(run)
+    before = [p.detach().clone() for p in run.params]
+    refused(lambda: run.load_state_dict(state))
+    assert all(map(torch.equal, before, run.params))
+
+
+def test_no_clipping_may_be_written_as_none():
+    train(started(clip_grad=None, clip_tensor=None))
+
+
+def test_names_of_modules_may_come_from_a_generator():
+    run = Precision(mlp(), recipe(**LOW), fp32_modules=(name for name in ["0"]))
+    copy = run.frozen("raw", generation="bf16").net
+    assert copy[0].weight.dtype == torch.float32 and copy[2].weight.dtype == torch.bfloat16

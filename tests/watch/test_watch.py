@@ -8,7 +8,7 @@ import torch
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.rounding import stochastic_round
-from lowprec.telemetry import StepReport, sample_entries, stays_when_rounded
+from lowprec.telemetry import StepReport, sample_entries
 from lowprec.watch.writes import Tally, Writes
 
 # ---- Samples -----------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_the_tally_forgives_noise_and_not_loss():
     tallies = {}
     for name, new in writes.items():
         tallies[name] = Tally()
-        tallies[name].add(stays_when_rounded(stored, target), old, target, new.float())
+        tallies[name].add(target.to(stored.dtype) == stored, old, target, new.float())
     assert tallies["nearest"].lost > 0.95 and 0.2 < tallies["half"].lost < 0.5
     assert tallies["exact"].lost == tallies["stochastic"].lost == 0.0
     assert all(t.stuck == 1.0 for t in tallies.values())
