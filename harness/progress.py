@@ -16,17 +16,20 @@ class TrainingClock:
     def __init__(self, before):
         self._before = before
         self._started = time.perf_counter()
+        self._stopped_at = None
 
     def seconds(self):
-        return self._before + time.perf_counter() - self._started
+        now = time.perf_counter() if self._stopped_at is None else self._stopped_at
+        return self._before + now - self._started
 
     @contextmanager
     def stopped(self):
-        stopped_at = time.perf_counter()
+        self._stopped_at = time.perf_counter()
         try:
             yield
         finally:
-            self._started += time.perf_counter() - stopped_at
+            self._started += time.perf_counter() - self._stopped_at
+            self._stopped_at = None
 
 
 class Progress:

@@ -1,17 +1,19 @@
 """Files of a run: whole or not at all, read with the place of a mistake, exported with tied weights."""
 
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import cli
 import pytest
 import torch
-from cli import SEGMENT, after_step, assert_same, metrics, quick
+from cli import SEGMENT, after_step, assert_same, checkpoint, metrics, quick
 from safetensors.torch import load_file
 
-from harness import run_folder
+from harness import progress, run_folder
 from lowprec.errors import Refused
+from trainer import Trainer
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
@@ -69,6 +71,20 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(stop, monkeypatch):
     assert quick(*flags, name="stopped", steps=8) == 0
     whole, stopped = ([(row["step"], row["loss"]) for row in metrics(name)] for name in ("whole", "stopped"))
     assert [step for step, _ in whole] == [4, 8] and stopped == whole
+
+
+def test_a_checkpoints_seconds_are_those_of_training(monkeypatch):
+    """A preview is drawn before the checkpoint of its step is written."""
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, time=time.time)
+    monkeypatch.setattr(progress, "time", clock)
+
+    def preview(run):
+        clock.perf_counter = lambda: 60.0
+
+    monkeypatch.setattr(Trainer, "_preview", preview)
+    after_step(monkeypatch, 2, lambda run: run.stop.ask(2))
+    assert quick(*SEGMENT, "--sample_every", 2) == 130
+    assert checkpoint()["seconds"] == 0
 
 
 def test_a_change_anywhere_in_the_clone_makes_it_unclean(monkeypatch):
