@@ -39,7 +39,7 @@ from harness.checkpoints import read as read_checkpoint
 from harness.ending import ended_by, line_and_status
 from harness.flags import OneLineParser, read_yaml
 from harness.printing import print_head, print_ledger, print_scores, print_summary, start_here
-from harness.ranks import leave, speaks_first, write_error_file
+from harness.ranks import Ranks, leave, speaks_first, write_error_file
 from lowprec import check
 from lowprec.errors import Refused
 from lowprec.machine import quiet_libraries
@@ -280,6 +280,9 @@ def run_command(argv):
     if "config" in verbs:
         given = {**table.read_yaml(verbs["config"], parser), **given}
     command = ["train.py", *argv]
+    for verb in ("sample", "diagnose"):
+        if verb in verbs and Ranks().world > 1:
+            raise Refused(f"--{verb} is the work of one process: start it by python, not by torchrun")
     if "diagnose" in verbs:
         return print_diagnosis(verbs["diagnose"], given, table)
     if "sample" in verbs:

@@ -7,7 +7,7 @@ import generating
 import pytest
 import rank_server
 import torch
-from cli import LOOP, QUICK, assert_same, checkpoint, command, metrics, quick, summary
+from cli import LOOP, QUICK, SEGMENT, assert_same, checkpoint, command, metrics, quick, summary
 from rank_server import ranks_messages, told
 from safetensors.torch import load_file
 
@@ -78,6 +78,14 @@ def test_no_thread_of_the_process_group_outlives_a_run(ranks):
     """One that lets go of a tensor while Python ends aborts its process, and the run with it."""
     words = [*QUICK, "--name", "run", "--steps", "2"]
     assert told(ranks, 2, "threads_left", words) == []
+
+
+@pytest.mark.parametrize("verb", ["--sample", "--diagnose"])
+def test_what_one_process_does_is_refused_in_one_line(verb, ranks):
+    assert quick(*SEGMENT, steps=1) == 0
+    assert ranks(2, None, verb, "runs/run") == [2, 2], ranks_messages(ranks)
+    alone = f"{verb} is the work of one process: start it by python, not by torchrun"
+    assert ranks.said() == [f"train.py: {alone}"]
 
 
 @pytest.fixture(scope="module")
