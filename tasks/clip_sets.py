@@ -47,12 +47,13 @@ class Clips(torch.utils.data.Dataset):
 
 class FrameFiles(torch.utils.data.Dataset):
     """windows: (frame paths, mask paths or None, ids): files that are read when they are asked for, and kept
-    while they fit. ids: the values of the clip's masks that become 1, 2, ...
+    while they fit. ids: the values of the clip's masks that become 1, 2, ...; white: as of decode_image.
     """
 
-    def __init__(self, windows, size):
+    def __init__(self, windows, size, white):
         self.windows = windows
         self.size = size
+        self.white = white
         self.kept = {}  # what has been read, by number
         self.bytes = 0  # of all that has been read
 
@@ -67,7 +68,7 @@ class FrameFiles(torch.utils.data.Dataset):
         if i in self.kept:
             return self.kept[i]
         frames, masks, ids = self.windows[i]
-        images = [square(folders.decode_image(path, 3)[None], self.size)[0] for path in frames]
+        images = [square(folders.decode_image(path, 3, self.white)[None], self.size)[0] for path in frames]
         found = (torch.stack(images),)
         if masks is not None:
             masks = [self._mask(path, ids) for path in masks]
@@ -98,6 +99,7 @@ class Videos:
     fingerprint: str
     channels: int = 3
     num_classes: int = 0
+    notes: list = field(default_factory=list, repr=False)  # lines that are printed before a run
 
     def __str__(self):
         shape = f"{self.frames}x3x{self.image_size}x{self.image_size}"
@@ -123,10 +125,11 @@ def sprites(size, frames, seed, clips=SPRITE_CLIPS, heldout=None):
     return Videos("sprites", train, held, size, frames, True, digest)
 
 
-def folder(root, size, frames):
+def folder(root, size, frames, white=folders.WHITE_16_BIT):
     """Videos of the clips in a folder; each is cut into windows of `frames` frames, and a rest is left out.
 
-    A tenth of the clips, by the hash of their names, is held out. Raises Refused.
+    white: the value of white in files of 16 bits. A tenth of the clips, by the hash of their names, is held
+    out. Raises Refused.
     """
     root = Path(root).expanduser()
     clips, masks = _clips(root)
@@ -149,9 +152,14 @@ def folder(root, size, frames):
             part.append((files[window], masks[name][window] if masks else None, ids[name]))
 
     content = [(path.relative_to(root).as_posix(), about[path].sha256) for path in [*paths, *mask_paths]]
-    digest = hashlib.sha256(repr((content, size, frames, sorted(chosen))).encode()).hexdigest()[:16]
+    facts = content, size, frames, sorted(chosen)
+    if white != folders.WHITE_16_BIT:
+        facts = *facts, white
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]+", "_", f"folder-{root.resolve().name}")
-    return Videos(name, FrameFiles(train, size), FrameFiles(heldout, size), size, frames, bool(masks), digest)
+    train, heldout = FrameFiles(train, size, white), FrameFiles(heldout, size, white)
+    notes = folders.notes_on_images(seen, white, "first", "name")
+    return Videos(name, train, heldout, size, frames, bool(masks), digest, notes=notes)
 
 
 def _clips(root):

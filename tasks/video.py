@@ -85,7 +85,9 @@ class Video(Task):
         if c.clips != SPRITE_CLIPS:
             raise Refused(f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it")
         if word == "folder" and where:
-            return folder(where, c.image_size or 64, c.frames)
+            if c.pages == "all":
+                raise Refused("--pages all: a frame is a file of its own; save each page as one, or drop it")
+            return folder(where, c.image_size or 64, c.frames, c.white)
         raise Refused(
             f"--data {c.data}: {c.task} learns from clips; use --data sprites, or folder:PATH with "
             "PATH/CLIP/FRAME.png"

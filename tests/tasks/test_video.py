@@ -216,6 +216,19 @@ def test_a_folder_without_masks(tmp_path):
     assert not data.masks and len(data.train[[0]]) == 1
 
 
+def test_twelve_bits_in_sixteen_are_said_and_mended(tmp_path):
+    for clip in range(2):
+        for t in range(2):
+            save(tmp_path / f"c{clip}" / f"{t}.png", np.full((16, 16), 4095, np.uint16))
+    dark = load(tmp_path)
+    assert len(dark.notes) == 1 and "--white 4095" in dark.notes[0]
+    mended = load(tmp_path, white=4095)
+    assert not mended.notes and mended.fingerprint != dark.fingerprint
+    assert mended.train[[0]][0].eq(1).all()
+    assert load(tmp_path, white=65535).fingerprint == dark.fingerprint
+    common.refused(lambda: load(tmp_path, pages="all"), "--pages all: a frame is a file of its own")
+
+
 def one_frame(root):
     for path in sorted((root / "c1").iterdir())[1:]:
         path.unlink()
