@@ -191,7 +191,7 @@ def _channels(seen):
 def _labelled_folder(wish):
     root = wish.path
     triples, classes = folders.labelled_images(root)
-    seen, _ = folders.survey([image for _, image, _ in triples], [])
+    seen, _ = folders.survey([image for _, image, _ in triples], [], wish.pages)
     chosen = folders.held_out_names(root, [name for name, _, _ in triples])
     chosen = folders.with_every_class(chosen, triples)
     targets = [label for _, _, label in triples]

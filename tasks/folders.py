@@ -233,7 +233,7 @@ def mask_values(root: Path, values: list) -> np.ndarray:
 class SeenFile(NamedTuple):
     """What one look at a file told."""
 
-    mode: str
+    mode: str  # of the first page that is no grey one, where all are read
     width: int  # as displayed: upright by EXIF
     height: int
     sha256: str
@@ -286,11 +286,13 @@ def _open(source, formats):
         raise ValueError(f"its content is none of {', '.join(formats)}") from None
 
 
-def _seen_file(path, is_mask):
-    """SeenFile of a file, all of it decoded. Raises Refused for one that is damaged or of unknown range."""
+def _seen_file(path, is_mask, pages):
+    """SeenFile of a file, all that is read of it decoded. Raises Refused where that is damaged or of
+    unknown range.
+    """
     formats = MASK_FORMATS if is_mask else IMAGE_FORMATS
     values = None
-    largest, pages = 0, 1
+    largest, count = 0, 1
     with refusing_unreadable(path, "a mask" if is_mask else "an image"):
         content = io.BytesIO(path.read_bytes())
         with _open(content, formats) as image:
@@ -303,14 +305,20 @@ def _seen_file(path, is_mask):
         else:
             with _open(content, formats) as image:
                 width, height = ImageOps.exif_transpose(image).size
-                if mode.startswith("I;16"):
-                    largest = int(np.asarray(image).max())
                 if image.format in PAGED_FORMATS:
-                    pages = image.n_frames
-    if not is_mask and mode in ("I", "F"):
-        raise Refused(f"{path} has 32-bit pixels, whose range is unknown: save it with 8 or 16 bits")
+                    count = image.n_frames
+                for number in range(count if pages == "all" else 1):
+                    image.seek(number)
+                    image.load()
+                    if image.mode in ("I", "F"):
+                        unknown = "32-bit pixels, whose range is unknown"
+                        raise Refused(f"{path} has {unknown}: save it with 8 or 16 bits")
+                    if image.mode.startswith("I;16"):
+                        largest = max(largest, int(np.asarray(image).max()))
+                    if is_grey(mode):
+                        mode = image.mode
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
-    return SeenFile(mode, width, height, digest, values, largest, pages)
+    return SeenFile(mode, width, height, digest, values, largest, count)
 
 
 def notes_on_images(seen: list, white: int, pages: str, targets: str) -> list[str]:
@@ -374,12 +382,14 @@ def sha256(path: Path) -> str:
 # ---- All files ---------------------------------------------------------------------------------------------
 
 
-def survey(images: list[Path], masks: list[Path]) -> tuple[list, list]:
-    """[SeenFile] of the images, and of the masks. Raises Refused for the first file that is damaged."""
+def survey(images: list[Path], masks: list[Path], pages: str = "first") -> tuple[list, list]:
+    """[SeenFile] of the images, and of the masks. pages: those that are read of an image, "first" or "all".
+    Raises Refused for the first file that is damaged.
+    """
 
     def see(path, is_mask):
         try:
-            return _seen_file(path, is_mask)
+            return _seen_file(path, is_mask, pages)
         except Refused as error:
             return error
         except OSError as error:

@@ -83,6 +83,32 @@ def test_several_images_in_a_file_are_said_and_read_on_demand(tmp_path, suffix):
     assert len({round(float(image.mean()), 1) for image in images}) == 6
 
 
+def stack(folder, *pages):
+    """Two files of these pages."""
+    first, *others = map(Image.fromarray, pages)
+    for name in ("a.tif", "b.tif"):
+        first.save(folder / name, save_all=True, append_images=others)
+    return f"folder:{folder}"
+
+
+def test_all_pages_of_a_file_are_looked_at(tmp_path):
+    dark, bright = (np.full((16, 16), value, np.uint16) for value in (100, 4095))
+    found = load(stack(tmp_path, dark, bright), pages="all")
+    assert "reach 4,095" in found.notes[0] and found.channels == 1
+    assert not load(stack(tmp_path, dark, bright), pages="all", white=4095).notes
+    assert load(stack(tmp_path, grey(1), rgb(2), grey(3)), pages="all").channels == 3
+    assert load(stack(tmp_path, grey(1), rgb(2))).channels == 1  # the first is read
+    refused("32-bit", spec=stack(tmp_path, grey(1), np.ones((20, 20), np.float32)), pages="all")
+
+
+def test_a_later_page_cut_short_is_named_at_load(tmp_path):
+    draw = np.random.default_rng(0)
+    spec = stack(tmp_path, *(draw.integers(0, 255, (64, 64), dtype=np.uint8) for _ in range(3)))
+    content = (tmp_path / "b.tif").read_bytes()
+    (tmp_path / "b.tif").write_bytes(content[:-2000])
+    refused("b.tif", spec=spec, pages="all")
+
+
 def test_flat_folder(tmp_path):
     for i in range(30):
         save(tmp_path / f"{i:02}.{'PNG' if i % 2 else 'bmp'}", grey(i * 8))
