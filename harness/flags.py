@@ -324,8 +324,8 @@ class FlagTable:
     def fixed(self, config):
         """{flag: what is compared} of the flags that can't change when a run goes on."""
         names = [row.name for row in self.rows if not row.accepts("resume")]
-        if config.lr_schedule != "constant":
-            names.append("steps")  # that is where the schedule ends
+        if config.lr_schedule != "constant" or config.fp4_finish:
+            names.append("steps")  # that is where the schedule ends, and what the finish is a share of
         return {name: self[name].comparable(getattr(config, name)) for name in names}
 
     def differences(self, old, config):
@@ -338,8 +338,10 @@ class FlagTable:
         for name, value in now.items():
             if then.get(name, getattr(before, name)) != value:
                 texts.append(f"--{name} was {getattr(before, name)} and is {getattr(config, name)}")
-                if name == "steps":
+                if name == "steps" and config.lr_schedule != "constant":
                     texts.append(f"--lr_schedule {config.lr_schedule} ends at --steps")
+                if name == "steps" and config.fp4_finish:
+                    texts.append(f"--fp4_finish {config.fp4_finish:g} is a percentage of --steps")
         return texts
 
     def refused(self, given, verb):

@@ -300,8 +300,8 @@ HARNESS = (
     Mutation(
         "schedule-without-its-end",
         "harness/flags.py",
-        'if config.lr_schedule != "constant":',
-        'if config.lr_schedule == "constant":',
+        'if config.lr_schedule != "constant" or config.fp4_finish:',
+        "if config.fp4_finish:",
         ("harness/test_flags.py going_on",),
     ),
     Mutation(

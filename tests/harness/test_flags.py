@@ -151,6 +151,9 @@ def test_what_keeps_a_run_from_going_on():
     assert differences({"lr_schedule": "linear"}, steps=9) == [
         "--steps was 3000 and is 9", "--lr_schedule linear ends at --steps"
     ]  # fmt: skip
+    assert differences({"fp4_finish": 15.0}, steps=9) == [
+        "--steps was 3000 and is 9", "--fp4_finish 15 is a percentage of --steps"
+    ]  # fmt: skip
 
 
 def test_files_that_are_older_than_a_flag():
