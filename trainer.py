@@ -269,6 +269,9 @@ class Trainer:
             self.folder.log_to(self.step)
         with self.stop:
             self._train()
+        late = self.ranks.any(self.stop.signal, self.device)  # while the last checkpoint was written
+        if late:
+            raise Stopped(f"stopped after step {self.step}; the same command scores the run", late)
         if not writes:
             return None
         return finish(self)

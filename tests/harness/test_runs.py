@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import cli
 import pytest
 import torch
-from cli import SEGMENT, after_step, assert_same, checkpoint, metrics, quick
+from cli import SEGMENT, after_step, assert_same, checkpoint, metrics, no_training, quick, summary
 from safetensors.torch import load_file
 
-from harness import progress, run_folder
+from harness import progress, resume, run_folder
 from lowprec.errors import Refused
 from trainer import Trainer
 
@@ -85,6 +85,22 @@ def test_a_checkpoints_seconds_are_those_of_training(monkeypatch):
     after_step(monkeypatch, 2, lambda run: run.stop.ask(2))
     assert quick(*SEGMENT, "--sample_every", 2) == 130
     assert checkpoint()["seconds"] == 0
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_ends_the_run_before_its_scores(monkeypatch, capsys):
+    save = resume.save_checkpoint
+
+    def asked(run, *more):
+        run.stop.ask(2)
+        save(run, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "save_checkpoint", asked)
+        assert quick(*SEGMENT) == 130
+    assert "stopped after step 4; the same command scores the run" in capsys.readouterr().err
+    assert not Path("runs/run/summary.json").exists()
+    no_training(monkeypatch)
+    assert quick(*SEGMENT) == 0 and summary()["step"] == 4
 
 
 def test_a_change_anywhere_in_the_clone_makes_it_unclean(monkeypatch):
