@@ -201,14 +201,14 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
             if chosen is experiments:
                 draw_front_figure(experiments, known, Path(root))
         found = all_pages(experiments, chosen, known, root, document)
-    except Refused as error:
+        stale = [path for path, text in found.items() if read_or_empty(path) != text]
+        if not args.check:
+            for path in stale:
+                write_atomically(path, lambda file, text=found[path]: file.write(text.encode()))
+            return 0
+    except (Refused, OSError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
-    stale = [path for path, text in found.items() if read_or_empty(path) != text]
-    if not args.check:
-        for path in stale:
-            write_atomically(path, lambda file, text=found[path]: file.write(text.encode()))
-        return 0
     for path in stale:
         print(f"{lines_told(path, document.parent)} is out of date: run python experiments/report.py")
     if not stale:

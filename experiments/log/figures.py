@@ -63,11 +63,14 @@ def digest_of(data, version):
 
 
 def drawn_from(path):
-    """The hash of what a picture shows."""
+    """The hash of what a picture shows; None where it can't be read."""
     from PIL import Image
 
-    with Image.open(path, formats=["PNG"]) as picture:
-        return picture.info.get("Source")
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            return picture.info.get("Source")
+    except OSError:
+        return None
 
 
 # ---- Parts -------------------------------------------------------------------------------------------------

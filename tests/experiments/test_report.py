@@ -335,6 +335,20 @@ def test_lost_markers_and_missing_scores_are_one_line(folder, capsys):
     assert report.main([], folder, document) == 2 and "no score 'ema.fid'" in capsys.readouterr().err
 
 
+def test_what_cannot_be_written_or_read_is_one_line(folder, capsys):
+    experiment, document = definition.load_experiment("1", folder), folder.parent / "EXPERIMENTS.md"
+    write(folder, TOML, records_of(experiment))
+    assert report.main([], folder, document) == 0
+    (folder / "001-rounding/table.csv").unlink()
+    (folder / "001-rounding/table.csv").symlink_to("/dev/null")
+    assert report.main([], folder, document) == 2
+    (folder / "001-rounding/table.csv").unlink()
+    (folder / "001-rounding/table.csv").mkdir()
+    assert report.main([], folder, document) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("table.csv" in line for line in lines)
+
+
 # ---- Pictures ----------------------------------------------------------------------------------------------
 
 
@@ -352,4 +366,8 @@ def test_a_picture_is_drawn_again_when_its_data_or_its_version_change(tmp_path, 
     assert second != first and not second.endswith(b"left alone")
     monkeypatch.setitem(figures.FIGURES, "curves", (draw[0], draw[1] + 1, draw[2]))
     figures.save_figure(path, {**data, "title": "u"})
-    assert path.read_bytes() != second
+    third = path.read_bytes()
+    assert third != second
+    path.write_bytes(b"damaged")
+    figures.save_figure(path, {**data, "title": "u"})
+    assert path.read_bytes() == third
