@@ -87,7 +87,8 @@ def read(path):
 
     Keys: config (a dict of flags), step, seconds, interval and since (steps and sum of the losses since the
     last logged line), precision (Precision.state_dict()), and in newer ones data (what stands for the content
-    of the data) and validation. Raises Refused for anything that is no checkpoint of format 1, or is damaged.
+    of the data), validation, peak (bytes of memory) and activations (Meter.json()). Raises Refused for
+    anything that is no checkpoint of format 1, or is damaged.
     """
     path = Path(path)
     try:

@@ -4,7 +4,8 @@ import torch
 
 from harness import shards
 from harness.checkpoints import check_optimizer, fitting
-from harness.run_folder import CHECKPOINT
+from harness.run_folder import CHECKPOINT, peak_memory
+from lowprec.activations import Meter
 from lowprec.errors import Refused
 
 
@@ -23,6 +24,8 @@ def open_folder(run):
             other = f"{folder} holds a run on other data than --data {c.data} is now"
             raise Refused(f"{other}: give this one another --name")
         restore_checkpoint(run, checkpoint)
+        if run.finished:
+            _restore_figures(run, checkpoint)
     if run.step > c.steps:
         longer = f"{folder} has {run.step:,} steps behind it, and --steps is {c.steps:,}"
         raise Refused(f"{longer}: give a shorter run another --name")
@@ -78,6 +81,15 @@ def restore_checkpoint(run, checkpoint):
         run.validation.load_state_dict(checkpoint["validation"])
 
 
+def _restore_figures(run, checkpoint):
+    """What a step tells, for a run that will do none. Older checkpoints hold neither figure."""
+    run.peak = checkpoint.get("peak")
+    kept = checkpoint.get("activations")
+    if kept:
+        meter = run.precision.kept = Meter(run.precision.model)
+        meter.bytes, meter.casts = kept["bytes"], kept["casts"]
+
+
 def save_checkpoint(run, seconds, since, name=CHECKPOINT):
     """Write a checkpoint. seconds: of training; since: the sum of the losses since the last logged line."""
     state = {
@@ -91,7 +103,10 @@ def save_checkpoint(run, seconds, since, name=CHECKPOINT):
         "validation": run.validation.state_dict(),
         "precision": run.precision.state_dict(),
         "data": _data_fingerprint(run),
+        "peak": peak_memory(run.device),
     }
+    if run.precision.kept:
+        state["activations"] = run.precision.kept.json()
     if run.ranks.spread:
         shards.write_shards(run.folder / name, state, run.ranks, run.device)
     else:

@@ -103,6 +103,30 @@ def test_a_signal_while_the_last_checkpoint_is_written_ends_the_run_before_its_s
     assert quick(*SEGMENT) == 0 and summary()["step"] == 4
 
 
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def test_a_run_scored_again_keeps_what_its_steps_told(monkeypatch):
+    """Whether it was scored before, or was interrupted while it was scored."""
+    monkeypatch.setattr(resume, "peak_memory", lambda device: 5 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "score", interrupted)
+        assert quick(*SEGMENT) == 130
+    ledger = Path("runs/run/ledger.json").read_text()
+    assert "activations" in ledger
+    no_training(monkeypatch)
+    for weights in ("ema", "both"):
+        assert quick(*SEGMENT, "--weights", weights) == 0
+        assert summary()["activations"] == checkpoint()["activations"]
+        assert summary()["peak_memory"] == 5 << 20
+        assert Path("runs/run/ledger.json").read_text() == ledger
+    older = checkpoint()
+    del older["activations"], older["peak"]
+    torch.save(older, "runs/run/checkpoint.pt")
+    assert quick(*SEGMENT, "--weights", "raw") == 0 and "activations" not in summary()
+
+
 def test_a_change_anywhere_in_the_clone_makes_it_unclean(monkeypatch):
     folders = []
 
