@@ -91,7 +91,7 @@ def _not_finite(run):
 
 # ---- Of the command ----------------------------------------------------------------------------------------
 
-COMMAND_RESUMES = "the same command resumes from the last checkpoint"
+COMMAND_RESUMES = "the same command starts again, a training from its last checkpoint if there is one"
 CHECKPOINT_IS_WHOLE = "the last checkpoint is whole"
 OVERFLOW_ERROR = "without overflow"
 MEMORY_ERRORS = ("can't allocate memory", "out of memory", "not enough memory", "size calculation overflowed")

@@ -325,7 +325,8 @@ def test_ctrl_c_outside_of_the_loop_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(task.datasets, "load", interrupted)
     assert quick() == 130
-    assert capsys.readouterr().err == "interrupted; the same command resumes from the last checkpoint\n"
+    again = "the same command starts again, a training from its last checkpoint if there is one"
+    assert capsys.readouterr().err == f"interrupted; {again}\n"
 
 
 def test_signals_are_the_callers_again_after_training():

@@ -143,7 +143,7 @@ def test_a_killed_worker_of_torchrun_ends_it_in_our_line_and_the_same_command_fi
     _, said = first.communicate(timeout=60)
     assert first.returncode == 1 and time.monotonic() - begun < 30
     # as the survivor hears of it: by its connection, or by torchrun's SIGTERM; torchrun's page repeats it
-    ours = r"^(?! ).*(another process of this run has ended|interrupted); the same command resumes"
+    ours = r"^(?! ).*(another process of this run has ended|interrupted); the same command (resumes|starts)"
     assert len(re.findall(ours, said, re.M)) == 1, said
     assert 20 <= checkpoints.read("runs/run")["step"] < 120
     again = ["--task", "lines.py:Lines", "--fsdp", *RUN, *LOW[:2], *words]
