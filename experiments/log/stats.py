@@ -1,6 +1,6 @@
 """Statistics of paired runs: whether an arm equals its baseline, is better or worse; how many pairs it takes.
 
-    python -c "from experiments.stats import power_n; print(power_n(sd=0.5, effect=0.3))"
+    python -c "from experiments.log.stats import power_n; print(power_n(sd=0.5, effect=0.3))"
 """
 import functools
 import math

@@ -1,4 +1,4 @@
-"""experiments/stats.py: verdicts and intervals against scipy, error rates and power by simulation.
+"""experiments/log/stats.py: verdicts and intervals against scipy, error rates and power by simulation.
 
     python -m pytest tests/experiments/test_stats.py
 """
