@@ -240,7 +240,7 @@ def run_experiment(experiment, args):
     with tempfile.TemporaryDirectory() if args.check else contextlib.nullcontext(args.runs) as runs:
         todo = planned_runs(arms, seeds, done, runs)
         if args.dry_run:
-            print("\n".join(typed_run(arm, seed) for arm, seed in todo) or "all recorded")
+            print("\n".join(typed_run(arm, seed, args.runs) for arm, seed in todo) or "all recorded")
             return 0
         wanted = {run_key(arm, seed) for arm in arms for seed in seeds}
         missing = sorted(wanted - set(known))

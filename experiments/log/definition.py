@@ -331,5 +331,5 @@ def run_command_words(arm, seed, runs=RUNS):
     return words if arm.processes == 1 else [*TORCHRUN, str(arm.processes), *words]
 
 
-def typed_run(arm, seed):
-    return shlex.join(["python", *run_command_words(arm, seed)])
+def typed_run(arm, seed, runs=RUNS):
+    return shlex.join(["python", *run_command_words(arm, seed, runs)])

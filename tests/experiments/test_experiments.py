@@ -54,6 +54,12 @@ def test_the_commands_are_those_a_person_types(folder, capsys):
     ]
 
 
+def test_a_dry_run_prints_the_runs_folder_that_is_asked_for(folder, capsys, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    lines = commands(capsys, folder, "--seeds", "0", "--runs", str(elsewhere))
+    assert lines[0].endswith(f"--runs {elsewhere}") and f"--sample {elsewhere}/001-fp32-seed0" in lines[2]
+
+
 def test_what_is_recorded_is_skipped(folder, capsys):
     experiment = definition.load_experiment("1", folder)
     records = [record(experiment, name, 0, 1.0) for name in ("fp32", "nearest")]
