@@ -260,6 +260,15 @@ def for_a_billion():
     return "\n".join([head, *text.short_text(advise(of_count(1e9)))])
 
 
+def _of_file(values, given):
+    """The flags of a YAML file, without those that the flags `given` on the command line replace."""
+    if "steps" in given:
+        values.pop("epochs", None)
+    if given.get("epochs"):
+        values.pop("steps", None)
+    return values
+
+
 def run_command(argv):
     """Do what a command line says; returns the exit status."""
     if "--advise" in argv:
@@ -278,7 +287,7 @@ def run_command(argv):
         print(f"\n{for_a_billion()}")
         return 0
     if "config" in verbs:
-        given = {**table.read_yaml(verbs["config"], parser), **given}
+        given = {**_of_file(table.read_yaml(verbs["config"], parser), given), **given}
     command = ["train.py", *argv]
     for verb in ("sample", "diagnose"):
         if verb in verbs and Ranks().world > 1:

@@ -84,6 +84,10 @@ def test_a_yaml_file_equals_the_flags_and_the_command_line_wins(capsys):
     assert command("--config", "run.yaml", "--steps", 9, "--set", "ema=fp32", "--dry_run") == 0
     out = capsys.readouterr().out
     assert {"--steps=9", "--set=ema=fp32", "--model=dit"} <= set(out.split())
+    for text, typed in (("epochs: 2", "--steps=5"), ("steps: 7", "--epochs=3")):  # both say how long
+        Path("long.yaml").write_text(text)
+        assert command("--config", "long.yaml", typed, "--dry_run") == 0
+        assert typed in capsys.readouterr().out.split()
     Path("kahan.yaml").write_text("pure_bf16: true\nset: {kahan: on}\n")  # a YAML parser reads: true
     assert command("--config", "kahan.yaml", "--dry_run") == 0
     assert re.search(r"^kahan +on ", capsys.readouterr().out, re.M)
