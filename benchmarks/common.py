@@ -184,7 +184,9 @@ def prepared(net, flags, device, **options):
             options[name] = of_recipe.pop(name)
     if options.get("states_on") == "cpu" and device.type == "cpu":
         options["states_on"] = Offload(OneMemory())
-    run = Precision(model, recipe(**of_recipe), **options, **ADAMW_OPTIONS)
+    if "optimizer" not in options:  # else it is made with them
+        options.update(ADAMW_OPTIONS)
+    run = Precision(model, recipe(**of_recipe), **options)
     return run, *batch_of(net, device)
 
 

@@ -525,8 +525,8 @@ class LossFacts:
 
     @property
     def returns_late(self) -> bool:
-        """Whether such updates go into the momentum, and come back once they are large."""
-        return self.recipe.low_weights and self.writes["update"] == "eco"
+        """Whether such updates go into the momentum, and come back late: at 1e-4 they still come in time."""
+        return self.recipe.low_weights and self.writes["update"] == "eco" and self.lr <= 1e-5
 
     @property
     def decay(self) -> bool:

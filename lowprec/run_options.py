@@ -56,7 +56,7 @@ class RunOptions:
     def of(cls, arguments: Mapping[str, Any]) -> RunOptions:
         """From the arguments of Precision by name, of which some are not its own."""
         own = {field.name: arguments[field.name] for field in dataclasses.fields(cls)}
-        for name in ("averages", "fp32_modules", "fp32_outputs", "keep"):
+        for name in ("averages", "fp32_modules", "fp32_outputs"):
             check_several(name, own[name])
             own[name] = tuple(own[name])  # which may be read more than once
         for name in ("clip_grad", "clip_tensor"):
