@@ -306,13 +306,13 @@ def figure_of(words, rows):
 
 
 def on_the_largest_net(recipe, experiments, known):
-    """['+0.06 [-0.18, +0.29] (6)', 'DiT, …'] of the largest net with enough pairs of a recipe.
-
-    Of two records of it the one with more pairs.
+    """['+0.06 [-0.18, +0.29] (6)', 'DiT, …'] of the largest net with enough pairs of a recipe, trained from
+    scratch. Of two records of it the one with more pairs.
     """
     having = []
     for row in overview_rows(experiments, known):
-        if recipe in row.cells and row.cells[recipe].counts:
+        cell = row.cells.get(recipe)
+        if cell and cell.counts and "--finetune" not in cell.arm.flags:
             having.append(row)
     row = max(having, key=lambda row: (row.parameters, row.cells[recipe].pairs))
     cell = row.cells[recipe]
