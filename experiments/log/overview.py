@@ -64,6 +64,7 @@ NETS_OF_BASELINES = {
     "053/fp32-lr-3.33e-4": ("the same, lr 3.3e-4", 1_063_905),
     "053/fp32-lr-3.33e-4-beta2-0.95": ("the same, lr 3.3e-4, beta2 0.95", 1_063_905),
     "071/fp32": ("the same, lr 1e-2, beta2 0.95", 1_063_905),
+    "074/fp32": ("the same, lr 3e-3, beta2 0.95, fresh seeds", 1_063_905),
     "052/unet-fp32": ("U-Net, Fashion-MNIST, 1.1 M, GPU", 1_063_905),
     "057/unet-fp32-1e-5": ("U-Net, finetuning at lr 1e-5", 1_063_905),
     "057/unet-fp32-1e-6": ("U-Net, finetuning at lr 1e-6", 1_063_905),
