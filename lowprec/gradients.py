@@ -6,8 +6,8 @@ import torch
 
 from .errors import Refused
 from .optimizers import buckets
+from .optimizers.groups import SPARSE_GRADIENT
 from .optimizers.release import clip_factor, norms_of
-from .optimizers.rounded import SPARSE_GRADIENT
 
 # {parameter: its gradient, or a number of it}
 ByParameter = dict[torch.nn.Parameter, torch.Tensor]

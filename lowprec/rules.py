@@ -29,8 +29,9 @@ from .errors import Refused
 from .formats import FORMATS
 from .machine import device_facts, support
 from .optimizers.buckets import whole_alone
+from .optimizers.groups import LAZY_LAYER, REMEDY_FOR_DTYPE
 from .optimizers.peers import PEER_OPTIMIZERS
-from .optimizers.rounded import LAZY_LAYER, REMEDY_FOR_DTYPE, Rounded
+from .optimizers.rounded import Rounded
 from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS
 
 EXACT_MASTERS = "split", "fp32"  # masters that are fp32, bit for bit

@@ -12,7 +12,7 @@ import torch
 
 from .errors import Refused, check_several
 from .layers.method import Method
-from .optimizers.rounded import check_numbers
+from .optimizers.groups import check_numbers
 from .recipes import Recipe, recipe
 from .rules import PARALLEL_WRAPPERS, RUN_RULES, RunFacts, is_compiled, refuse
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import evidence
 from ..errors import Refused, check_choice, first_line
-from ..optimizers.rounded import LAZY_LAYER
+from ..optimizers.groups import LAZY_LAYER
 from ..recipes import recipe
 from ..sites import LOW_PRODUCTS
 from . import machines

@@ -20,7 +20,8 @@ import torch
 
 from ..errors import Refused
 from ..rules import check_alone
-from .rounded import SPARSE_GRADIENT, Rounded
+from .groups import SPARSE_GRADIENT
+from .rounded import Rounded
 
 # ---- Norms -------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,10 @@ picks who carries it out. state.py keeps the state; answers.py has what can be a
 
 import functools
 import inspect
-import math
 import operator
 from typing import NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from ..errors import Refused, check_choice
 from ..formats import FORMATS
@@ -48,6 +46,7 @@ from .buckets import (
     scale_of,
     whole_alone,
 )
+from .groups import SPARSE_GRADIENT, check_dtypes, check_numbers
 from .state import KeptState, low_of
 
 # ---- One step ----------------------------------------------------------------------------------------------
@@ -81,41 +80,6 @@ def step_kernel(direction, kind, feedback=None):
             m.copy_(rounded(value, m.dtype, bits))
 
     return kernel
-
-
-# ---- Options -----------------------------------------------------------------------------------------------
-
-LAZY_LAYER = "a lazy layer has no weights before its first call: call the model once on a batch before this"
-SPARSE_GRADIENT = "a sparse gradient can't be rounded: make the nn.Embedding with sparse=False"
-REMEDY_FOR_DTYPE = {
-    torch.float16: "keep fp16 in autocast (--fp16) and the weights in fp32",
-    torch.float64: "call model.float() before",
-    torch.complex64: "hold real and imaginary parts in fp32",
-    torch.complex128: "hold real and imaginary parts in fp32",
-}
-
-
-def check_numbers(group):
-    """Raises Refused for an option of a parameter group with which training can't be meant."""
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        option = group.get(name, 0.0)
-        values = option if isinstance(option, (tuple, list)) else [option]  # Adafactor has two eps
-        for value in values:
-            if value is not None and (isinstance(value, str) or not 0 <= float(value) < math.inf):
-                raise Refused(f"{name}={option!r}: it must be a number, 0 or more")
-    betas = group.get("betas", ())
-    if betas and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-        raise Refused(f"betas={betas}: two numbers from 0 to below 1")
-
-
-def check_dtypes(params, name):
-    """Raises Refused for parameters that the optimiser of this name can't write."""
-    for p in params:
-        if is_lazy(p):
-            raise Refused(LAZY_LAYER)
-        if p.dtype not in (torch.float32, torch.bfloat16):
-            what = f"{name} takes fp32 and bf16 parameters, not {p.dtype}"
-            raise Refused(f"{what}: {REMEDY_FOR_DTYPE.get(p.dtype, 'leave it out of the groups')}")
 
 
 # ---- Rounded -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from ..errors import Refused
 from ..formats import Coded
 from ..kernels import choose
 from .buckets import ENTRIES_A_BLOCK, Bucket, RankBucket, as_dtensor, is_spread, local_tensor, part_of
+from .groups import check_groups
 
 # what completes a weight, and its site
 SITE_OF_LOW_PART = {"compensation": "kahan", "remainder": "master", "master": "master"}
@@ -239,33 +240,6 @@ class KeptState:
 def shapes_of(state):
     """{name: (shape, dtype)} of the tensors of a parameter's state."""
     return {name: (t.shape, t.dtype) for name, t in state.items() if name != "step"}
-
-
-# what torch's optimisers can do, and these can't: {option of a group: what it would be}
-OPTIONS_NOT_OURS = {
-    "maximize": "goes uphill (maximize)",
-    "amsgrad": "keeps the largest second moment (amsgrad)",
-}
-
-
-def check_groups(saved, own, name):
-    """Raise Refused for saved parameter groups that don't fit `own`, or of another rule than that of the
-    optimiser called `name`.
-    """
-    own_sizes = [len(group["params"]) for group in own]
-    sizes = [len(group["params"]) for group in saved]
-    if sizes != own_sizes:
-        theirs = f"optimiser state of {sum(sizes)} parameters in groups of {sizes}"
-        ours = f"a model with groups of {own_sizes}"
-        raise Refused(f"{theirs} does not fit {ours}: it belongs to another model")
-    for group in saved:
-        for option, what in OPTIONS_NOT_OURS.items():
-            if group.get(option):
-                raise Refused(f"optimiser state of a training that {what}: {name} does not")
-        if "decoupled_weight_decay" in group and "amsgrad" not in group:  # its states look like AdamW's
-            raise Refused(f"optimiser state of RAdam: start {name} without it, a new rule")
-        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
-            raise Refused("optimiser state of Adam with L2 decay: AdamW's decay is another; set it to 0")
 
 
 # ---- Spread over ranks -------------------------------------------------------------------------------------
