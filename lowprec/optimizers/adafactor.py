@@ -55,6 +55,14 @@ class Adafactor(ByTensor):
         options = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), clip=clip, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 
+    def check_group(self, group):
+        super().check_group(group)
+        clip, beta2_decay = group["clip"], group["beta2_decay"]
+        if clip is None or not clip > 0:
+            raise Refused(f"clip={clip}: an update has at most this RMS; math.inf bounds none")
+        if beta2_decay is None or not beta2_decay <= 0:
+            raise Refused(f"beta2_decay={beta2_decay}: a power of the step, 0 or less, as -0.8")
+
     def shape(self, p, name):
         if p.dim() < 2:
             return p.shape if name == "exp_avg_sq" else None

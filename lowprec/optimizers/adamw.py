@@ -22,11 +22,10 @@ class AdamW(Rounded):
         options = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 
-    def add_param_group(self, param_group):
-        betas = param_group.get("betas", self.defaults["betas"])
-        if self.update == "eco" and betas[0] == 0:
+    def check_group(self, group):
+        super().check_group(group)
+        if self.update == "eco" and group["betas"][0] == 0:
             raise Refused("update='eco' puts rounding errors into the momentum: set betas[0] above 0, as 0.9")
-        super().add_param_group(param_group)
 
     def numbers(self, group, step):
         beta1, beta2 = group["betas"]

@@ -17,13 +17,38 @@ REMEDY_FOR_DTYPE = {
 }
 
 
+# what torch's optimisers can do, and these can't: {option of a group: what it would be}
+OPTIONS_NOT_OURS = {
+    "maximize": "goes uphill (maximize)",
+    "amsgrad": "keeps the largest second moment (amsgrad)",
+}
+OPTIONS_OF_ALL_GROUPS = ("update", "kahan", "master", "seed", "compiled", "kinds", "away")
+
+
+def check_options(group, optimizer):
+    """Raises Refused for an option of one group that the optimiser would not heed."""
+    name = type(optimizer).__name__
+    check_rule(group, "a parameter group", name)
+    for option in (*OPTIONS_OF_ALL_GROUPS, *optimizer.moments):
+        if option in group and option not in optimizer.defaults:
+            all_groups = f"{name} takes it for all groups: make a second optimiser for these parameters"
+            raise Refused(f"{option}={group[option]!r} in a parameter group: {all_groups}")
+
+
+def check_rule(group, what, name):
+    """Raises Refused for a group, of `what`, that asks for another rule than that of the optimiser `name`."""
+    for option, does in OPTIONS_NOT_OURS.items():
+        if group.get(option):
+            raise Refused(f"{what} that {does}: {name} does not")
+
+
 def check_numbers(group):
     """Raises Refused for an option of a parameter group with which training can't be meant."""
     for name in ("lr", "eps", "weight_decay", "momentum"):
         option = group.get(name, 0.0)
         values = option if isinstance(option, (tuple, list)) else [option]  # Adafactor has two eps
         for value in values:
-            if value is not None and (isinstance(value, str) or not 0 <= float(value) < math.inf):
+            if value is None or isinstance(value, str) or not 0 <= float(value) < math.inf:
                 raise Refused(f"{name}={option!r}: it must be a number, 0 or more")
     betas = group.get("betas", ())
     if betas and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
@@ -40,28 +65,20 @@ def check_dtypes(params, name):
             raise Refused(f"{what}: {REMEDY_FOR_DTYPE.get(p.dtype, 'leave it out of the groups')}")
 
 
-# what torch's optimisers can do, and these can't: {option of a group: what it would be}
-OPTIONS_NOT_OURS = {
-    "maximize": "goes uphill (maximize)",
-    "amsgrad": "keeps the largest second moment (amsgrad)",
-}
-
-
-def check_groups(saved, own, name):
-    """Raise Refused for saved parameter groups that don't fit `own`, or of another rule than that of the
-    optimiser called `name`.
-    """
-    own_sizes = [len(group["params"]) for group in own]
+def check_groups(saved, optimizer):
+    """Raises Refused for saved parameter groups that don't fit those of `optimizer`, or of another rule."""
+    name = type(optimizer).__name__
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     sizes = [len(group["params"]) for group in saved]
     if sizes != own_sizes:
         theirs = f"optimiser state of {sum(sizes)} parameters in groups of {sizes}"
         ours = f"a model with groups of {own_sizes}"
         raise Refused(f"{theirs} does not fit {ours}: it belongs to another model")
     for group in saved:
-        for option, what in OPTIONS_NOT_OURS.items():
-            if group.get(option):
-                raise Refused(f"optimiser state of a training that {what}: {name} does not")
-        if "decoupled_weight_decay" in group and "amsgrad" not in group:  # its states look like AdamW's
-            raise Refused(f"optimiser state of RAdam: start {name} without it, a new rule")
+        check_rule(group, "optimiser state of a training", name)
+        if "decoupled_weight_decay" in group and "amsgrad" not in group:  # their states look like AdamW's
+            raise Refused(f"optimiser state of RAdam or NAdam: start {name} without it, a new rule")
+        if missing := sorted(optimizer.defaults.keys() - group.keys()):
+            raise Refused(f"optimiser state without {missing[0]}: it is another optimiser's than {name}")
         if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
             raise Refused("optimiser state of Adam with L2 decay: AdamW's decay is another; set it to 0")

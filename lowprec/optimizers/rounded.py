@@ -11,6 +11,7 @@ picks who carries it out. state.py keeps the state; answers.py has what can be a
 
 import functools
 import inspect
+import itertools
 import operator
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ from .buckets import (
     scale_of,
     whole_alone,
 )
-from .groups import SPARSE_GRADIENT, check_dtypes, check_numbers
+from .groups import SPARSE_GRADIENT, check_dtypes, check_numbers, check_options
 from .state import KeptState, low_of
 
 # ---- One step ----------------------------------------------------------------------------------------------
@@ -116,14 +117,14 @@ class Plain(torch.optim.Optimizer):
 class Rounded(RoundedAnswers, KeptState, Plain):
     """What every optimiser here shares. A new one has `moments`, `numbers` and `direction`; see AdamW.
 
-    params: fp32 or bf16 parameters, mixed freely, or groups with options of their own. How bf16 weights are
-    written: `update` is 'nearest', 'stochastic' or 'eco' (to nearest, and what is rounded away goes into the
-    momentum, arXiv 2601.22101; the rest is stochastic); `kahan` adds a bf16 compensation buffer (2 bytes);
-    `master` 'split' adds an int16 remainder (2 bytes, the exact fp32 master), 'split8' an int8 one (1 byte: a
-    master of 24 bits, which `update` rounds), 'fp32' a full copy (4 bytes). Each moment is held as its
-    keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes of `formats.FORMATS` with a scale a
-    block (small tensors in fp32), rounded as `update` says. Rounding noise is a function of (seed, step,
-    place in the parameter list). compiled: fuse the step by a compiler.
+    params: fp32 or bf16 parameters, mixed freely, or groups with rates, betas and decay of their own. How
+    bf16 weights are written: `update` is 'nearest', 'stochastic' or 'eco' (to nearest, and what is rounded
+    away goes into the momentum, arXiv 2601.22101; the rest is stochastic); `kahan` adds a bf16 compensation
+    buffer (2 bytes); `master` 'split' adds an int16 remainder (2 bytes, the exact fp32 master), 'split8' an
+    int8 one (1 byte: a master of 24 bits, which `update` rounds), 'fp32' a full copy (4 bytes). Each moment
+    is held as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes of `formats.FORMATS`
+    with a scale a block (small tensors in fp32), rounded as `update` says. Rounding noise is a function of
+    (seed, step, place in the parameter list). compiled: fuse the step by a compiler.
     away: an offload.Offload, which keeps the moments in the memory of the CPU. `average` may be set to an EMA
     of the same parameters whose `update` follows each step: what it can, the step then moves in the pass that
     writes the weights. fused, foreach: taken for torch's sake, and do nothing: a step is fused already.
@@ -163,6 +164,10 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         settle_vector_math()
         check_choice("update", update, SITES["update"].values)
         check_choice("master", master, SITES["master"].values)
+        if not isinstance(kahan, bool):
+            raise Refused(f"kahan={kahan!r}: True or False")
+        if not isinstance(seed, int):
+            raise Refused(f"seed={seed!r}: a whole number")
         if update == "eco" and self.feedback is None:
             name = type(self).__name__
             raise Refused(f"update='eco': {name} has no momentum that takes rounding errors; AdamW has")
@@ -174,6 +179,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         self.seed, self.compiled, self.away = seed, compiled, away
         self._hold_moments({**named, **(kinds or {})})
         self._buckets = []  # (index of the parameter group, bucket)
+        self._params_of_groups = []  # [parameters] of each, as they came
         self.rank_buckets = {}  # parameter that is spread over ranks -> its bucket
         self._position = 0  # of the next parameter, by which its noise is numbered
         super().__init__(params, defaults)
@@ -208,17 +214,33 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         """
         raise NotImplementedError
 
-    def add_param_group(self, param_group):
-        check_numbers({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
+    def check_group(self, group):
+        """Raises Refused for options of a parameter group with which training can't be meant. group: all that
+        it has, defaults too.
+        """
+        check_numbers(group)
+
+    def _check_params(self, params):
         check_dtypes(params, type(self).__name__)
         if not self.by_rows and any(map(is_spread, params)):
             raise Refused(whole_alone(type(self).__name__))
+
+    def add_param_group(self, param_group):
+        check_options(param_group, self)
+        self.check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        try:
+            self._check_params(params)
+        except Refused:
+            self.param_groups.pop()
+            raise
+        self._params_of_groups.append(list(params))
         keys = [self.bucket_key(i, p) for i, p in enumerate(params)]
         for bucket in group_tensors(params, keys, self._block):
             bucket.start += self._position
             bucket.params = [params[i] for i in bucket.indices]
+            bucket.dtype = bucket.params[0].dtype
             if isinstance(bucket, RankBucket):
                 self.rank_buckets[bucket.params[0]] = bucket
             bucket.state = self.new_state(bucket)
@@ -244,6 +266,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_unchanged()
         grad_of = operator.attrgetter("grad") if grads is None else grads.get
         one_scale_each = isinstance(grad_scale, dict)
         pieces = []
@@ -260,6 +283,25 @@ class Rounded(RoundedAnswers, KeptState, Plain):
             self.carry_out(item, grad_of, grad_scale)
         return loss
 
+    def _check_unchanged(self):
+        """Raises Refused where somebody's hand changed what the buckets hold."""
+        now = [group["params"] for group in self.param_groups]
+        sizes = [len(params) for params in self._params_of_groups]
+        all_known = itertools.chain(*self._params_of_groups)
+        same = [len(params) for params in now] == sizes
+        if not (same and all(map(operator.is_, itertools.chain(*now), all_known))):
+            ways = "add_param_group takes more of them; for others in their place make a new optimiser"
+            raise Refused(f"the parameters of param_groups were changed by hand: {ways}")
+        if self._buckets and not self.state:
+            raise Refused("the optimiser's state was taken away: make a new optimiser to begin anew")
+
+    def _check_cast(self, bucket):
+        check_dtypes(bucket.params, type(self).__name__)
+        if self.kahan or self.master != "none":
+            kept = "kahan" if self.kahan else f"master={self.master!r}"
+            late = "a parameter was cast after the optimiser was made"
+            raise Refused(f"{late}, and {kept} does not fit it: cast the model first")
+
     def _pieces(self, bucket, grad_of, apart):
         """What a bucket updates at once: all of it, or tensor by tensor where some have no gradient, another
         dtype of it, or other steps behind them, or where they are to be `apart`.
@@ -270,6 +312,8 @@ class Rounded(RoundedAnswers, KeptState, Plain):
             raise Refused(SPARSE_GRADIENT)
         if not present:
             return []
+        if {p.dtype for p in bucket.params} != {bucket.dtype}:
+            self._check_cast(bucket)
         steps = {self.state[p]["step"] for p in bucket.params}
         dtypes = {g.dtype for g in present}
         if not apart and len(present) == len(grads) and len(steps) == 1 and len(dtypes) == 1:

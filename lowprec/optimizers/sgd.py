@@ -25,10 +25,10 @@ class SGD(Rounded):
         options = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 
-    def add_param_group(self, param_group):
-        if self.update == "eco" and not param_group.get("momentum", self.defaults["momentum"]):
+    def check_group(self, group):
+        super().check_group(group)
+        if self.update == "eco" and not group["momentum"]:
             raise Refused("update='eco' puts rounding errors into the momentum: set momentum, as 0.9")
-        super().add_param_group(param_group)
 
     def numbers(self, group, step):
         momentum, nesterov = group["momentum"], bool(group["nesterov"])

@@ -186,20 +186,28 @@ class KeptState:
         torch's own loader casts floating states to the parameter's dtype: fp32 moments of bf16 weights would
         come back in bf16.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         if self.away is not None:
             self.away.settle()
         if self.rank_buckets:
             state_dict = cut(state_dict, self.state_dict())
         groups = state_dict["param_groups"]
-        check_groups(groups, self.param_groups, type(self).__name__)
+        check_groups(groups, self)
         self._check_formats(state_dict)
+        states, options = [], []
         for group, saved in zip(self.param_groups, groups, strict=True):
+            options.append({**copy.deepcopy(saved), "params": group["params"]})
+            self.check_group({**group, **options[-1]})
             for p, i in zip(group["params"], saved["params"], strict=True):
-                self._load(p, state_dict["state"].get(i, {}))
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            for key, value in saved.items():
-                if key != "params":
-                    group[key] = copy.deepcopy(value)
+                states.append((p, self._checked(p, state_dict["state"].get(i, {}))))
+        for p, state in states:  # from here on nothing is refused: half a state would be neither
+            self._take(p, state)
+        for group, new in zip(self.param_groups, options, strict=True):
+            group.update(new)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def _check_formats(self, state_dict):
         own = self._formats()
@@ -211,21 +219,27 @@ class KeptState:
             said = ", ".join(f"{name} in {kind}" for name, kind in theirs.items()) or "no codes"
             raise Refused(f"optimiser state with {said}: it was written by another model or recipe")
 
-    def _load(self, p, saved):
+    def _checked(self, p, saved):
+        """A saved state of p, its moments in codes where p's are; {} of a parameter without a step."""
         saved, state = dict(saved), self.state[p]
         if not saved and low_of(state) is None:  # torch keeps nothing of a parameter without a step
-            for name in state.keys() - {"step"}:
-                state[name].zero_()
-            state["step"] = 0
-            return
+            return {}
         for name in self.coded_names(p):
             self._encode_old(p, name, saved)
         if shapes_of(saved) != shapes_of(state):
             wrong = "optimiser state has other shapes or dtypes than this recipe"
             raise Refused(f"{wrong}: it was written by another model or recipe")
+        return saved
+
+    def _take(self, p, saved):
+        """Copy a state that was checked."""
+        state = self.state[p]
         for name in state.keys() - {"step"}:
-            state[name].copy_(saved[name])
-        state["step"] = int(saved["step"])
+            if saved:
+                state[name].copy_(saved[name])
+            else:
+                state[name].zero_()
+        state["step"] = int(saved["step"]) if saved else 0
 
     def _encode_old(self, p, name, saved):
         """Encode a moment that was saved in fp32, before codes took any length."""

@@ -1,0 +1,185 @@
+"""Parameter groups, options and saved states that an optimiser of ours can't heed are refused, and a refusal
+leaves it as it was.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from common import refused
+from torch import nn
+
+from lowprec import SGD, Adafactor, AdamW, Lion, Muon
+
+
+def parameter(value=1.0, shape=(4,)):
+    p = nn.Parameter(torch.full(shape, value))
+    p.grad = torch.ones(shape)
+    return p
+
+
+# ---- Options of one group ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_a_group_with_a_rule_that_is_not_ours_is_refused(option):
+    refused(lambda: AdamW([{"params": [parameter()], option: True}]), option)
+    AdamW([{"params": [parameter()], option: False}]).step()  # torch writes these into saved groups
+
+
+@pytest.mark.parametrize("option", [dict(update="stochastic"), dict(exp_avg="bf16"), dict(seed=1)])
+def test_what_holds_for_all_groups_is_refused_in_one(option):
+    refused(lambda: AdamW([{"params": [parameter()], **option}]), "second optimiser", *option)
+
+
+def test_a_momentum_of_one_group_is_its_own():
+    SGD([{"params": [parameter()], "momentum": 0.5}]).step()
+    refused(lambda: Lion([{"params": [parameter()], "exp_avg": "bf16"}]), "exp_avg")
+
+
+@pytest.mark.parametrize("options", [dict(clip=0.0), dict(clip=None), dict(beta2_decay=0.8)])
+def test_adafactor_refuses_what_trains_nothing_or_makes_nan(options):
+    refused(lambda: Adafactor([parameter()], **options), *options)
+    refused(lambda: Adafactor([{"params": [parameter()], **options}]), *options)
+    Adafactor([parameter()], clip=math.inf, beta2_decay=0.0).step()
+
+
+@pytest.mark.parametrize("options", [dict(lr=None), dict(eps=None), dict(kahan="off"), dict(seed=None)])
+def test_an_option_of_another_type_is_refused_when_it_is_given(options):
+    refused(lambda: AdamW([parameter()], **options), *options)
+
+
+def test_a_late_group_that_is_refused_is_not_there():
+    optimizer = AdamW([parameter()])
+    refused(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]}), "float16")
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
+    optimizer.add_param_group({"params": [parameter()]})
+    optimizer.step()
+    assert len(optimizer.state_dict()["param_groups"]) == 2
+
+
+# ---- What is changed by hand -------------------------------------------------------------------------------
+
+
+def appended(optimizer):
+    optimizer.param_groups[0]["params"].append(parameter())
+
+
+def replaced(optimizer):
+    group = optimizer.param_groups[0]
+    old, group["params"][0] = group["params"][0], parameter()
+    optimizer.state[group["params"][0]] = optimizer.state.pop(old)
+
+
+def with_a_group_more(optimizer):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [parameter()]})
+
+
+def with_a_group_less(optimizer):
+    optimizer.param_groups.pop()
+
+
+@pytest.mark.parametrize("change", [appended, replaced, with_a_group_more, with_a_group_less])
+def test_parameters_that_were_changed_by_hand_are_refused_at_the_step(change):
+    first = parameter()
+    optimizer = AdamW([first])
+    optimizer.step()
+    change(optimizer)
+    before = first.detach().clone()
+    refused(optimizer.step, "add_param_group", "new optimiser")
+    assert torch.equal(first, before)
+
+
+def test_a_state_that_was_taken_away_is_refused_at_the_step():
+    optimizer = AdamW([parameter()])
+    optimizer.step()
+    optimizer.state.clear()
+    refused(optimizer.step, "make a new optimiser")
+
+
+@pytest.mark.parametrize("options", [dict(kahan=True), dict(master="split"), dict(master="fp32")])
+def test_a_cast_after_the_optimiser_that_would_lose_the_exact_weight_is_refused(options):
+    net = nn.Linear(4, 4)
+    optimizer = AdamW(net.parameters(), **options)
+    net.bfloat16()
+    net(torch.ones(1, 4).bfloat16()).sum().backward()
+    refused(optimizer.step, "cast the model first", *options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_cast_to_what_it_can_not_write_is_refused(dtype):
+    net = nn.Linear(4, 4)
+    optimizer = AdamW(net.parameters())
+    net.to(dtype)
+    net(torch.ones(1, 4, dtype=dtype)).sum().backward()
+    refused(optimizer.step, str(dtype))
+
+
+def test_a_late_cast_to_bf16_alone_goes_on():
+    net = nn.Linear(4, 4)
+    optimizer = AdamW(net.parameters(), lr=0.1, update="stochastic")
+    net.bfloat16()
+    before = copy.deepcopy(net.weight)
+    net(torch.ones(1, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    assert not torch.equal(net.weight, before)
+
+
+# ---- Saved states ------------------------------------------------------------------------------------------
+
+
+def stepped(kind, params, **options):
+    optimizer = kind(params, **options)
+    for p in params:
+        p.grad = torch.rand_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def test_a_refused_state_leaves_all_of_the_old_one():
+    shapes = (4, 4), (4, 4)
+    optimizer = stepped(AdamW, [parameter(shape=shape) for shape in shapes])
+    before = copy.deepcopy(optimizer.state_dict())
+    other = stepped(AdamW, [parameter(shape=shape) for shape in ((4, 4), (2, 8))]).state_dict()
+    refused(lambda: optimizer.load_state_dict(other), "other shapes")
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for i, saved in before["state"].items():
+        for name, value in saved.items():
+            assert torch.equal(torch.as_tensor(after["state"][i][name]), torch.as_tensor(value))
+
+
+def test_the_state_of_another_adafactor_is_refused():
+    saved = stepped(torch.optim.Adafactor, [parameter(shape=(8, 8))]).state_dict()
+    refused(lambda: Adafactor([parameter(shape=(8, 8))]).load_state_dict(saved), "clip", "Adafactor")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RAdam, torch.optim.NAdam])
+def test_the_state_of_a_rule_that_looks_like_adamw_is_refused(kind):
+    saved = stepped(kind, [parameter()], decoupled_weight_decay=True).state_dict()
+    refused(lambda: AdamW([parameter()]).load_state_dict(saved), "RAdam or NAdam")
+
+
+def test_numbers_of_a_saved_group_are_looked_at():
+    optimizer = AdamW([parameter()])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = math.nan
+    refused(lambda: optimizer.load_state_dict(saved), "lr=nan")
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_hooks_of_loading_are_called_as_in_torch():
+    optimizer, heard = Muon([parameter(shape=(4, 4))]), []
+
+    def faster(_, state):
+        heard.append("before")
+        groups = [{**group, "lr": 0.5} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(faster)
+    optimizer.register_load_state_dict_post_hook(lambda _: heard.append("after"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert heard == ["before", "after"]
+    assert optimizer.param_groups[0]["lr"] == 0.5
