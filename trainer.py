@@ -15,7 +15,7 @@ import torch
 from harness import initial, resume
 from harness.advice import check_processes, recipe_notes
 from harness.batches import end_workers, read_batches
-from harness.ending import Stopped, StopRequest, check_loss, check_weights
+from harness.ending import Stopped, StopRequest, check_loss, check_weights, what_is_kept
 from harness.flags import LARGEST_WHOLE
 from harness.progress import Profile, Progress, TrainingClock
 from harness.ranks import Ranks, lost_process
@@ -250,7 +250,7 @@ class Trainer:
             reason = lost_process(error, self.ranks.world)
             if reason is None:
                 raise
-            raise Refused(f"{reason}; the last checkpoint in {self.folder} is whole") from None
+            raise Refused(f"{reason}; {what_is_kept(self.folder)}") from None
         finally:
             end_workers(self.batches)
             self.batches = None

@@ -20,6 +20,7 @@ Exit status: 0, 1 a check that differs or a run that another process has, 2 a mi
 import argparse
 import contextlib
 import io
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -348,10 +349,10 @@ def read_seeds(words):
         spans = []
     if not all(len(span) < 3 and span[0] <= span[-1] for span in spans):
         spans = []
-    seeds = [seed for span in spans for seed in range(span[0], span[-1] + 1)]
-    if not seeds:
+    ranges = [range(span[0], span[-1] + 1) for span in spans]
+    if not ranges or sum(map(len, ranges)) > 1000:  # no experiment has as many
         raise Refused(f"--seeds {' '.join(words)}: write numbers or ranges, as in 0 1 2 or 0-11")
-    return list(dict.fromkeys(seeds))
+    return list(dict.fromkeys(itertools.chain(*ranges)))
 
 
 def parsed_arguments(argv):

@@ -128,6 +128,15 @@ def _checked(found, path):
 # ---- Whether it fits a run ---------------------------------------------------------------------------------
 
 
+def check_whole(checkpoint, source):
+    """Raises Refused for a checkpoint of a run with --lora: its average is that of the adapters alone."""
+    config = checkpoint["config"]
+    if config.get("lora"):
+        adapters = f"{source} holds adapters beside a frozen net (--lora {config['lora']})"
+        instead = f"give the run that it was finetuned from, {config.get('finetune')}"
+        raise Refused(f"{adapters}, and no other run starts from those: {instead}")
+
+
 @contextmanager
 def fitting(source):
     """Within it, what a state of another model or recipe raises becomes a Refused. source: its name."""

@@ -58,8 +58,7 @@ def check_loss(loss, report, step, folder):
     bad = report.get("nonfinite_grads")
     grads = f", {bad} gradient entries are not finite" if bad else ""
     remedy = "lower --lr, add --clip_grad 1 or --warmup, or use a wider format (--bf16 for --fp16)"
-    kept = f"metrics.jsonl and the last checkpoint in {folder} are kept"
-    raise Refused(f"the loss is {loss} at step {step}{grads}: {remedy}; {kept}")
+    raise Refused(f"the loss is {loss} at step {step}{grads}: {remedy}; {what_is_kept(folder)}")
 
 
 def check_weights(run, step, folder, ranks, device):
@@ -70,11 +69,14 @@ def check_weights(run, step, folder, ranks, device):
     if not ranks.any(int(bool(bad)), device):
         return
     example = f", {bad} for one" if bad else ""
-    kept = f"metrics.jsonl and the checkpoint before, if there is one, in {folder} are kept"
     raise Refused(
         f"weights or moments are not finite after step {step}{example}: lower --lr, or add --clip_grad 1 or "
-        f"--warmup; {kept}"
+        f"--warmup; {what_is_kept(folder)}"
     )
+
+
+def what_is_kept(folder):
+    return f"metrics.jsonl and the checkpoint before, if there is one, in {folder} are kept"
 
 
 def _not_finite(run):
@@ -92,7 +94,7 @@ def _not_finite(run):
 # ---- Of the command ----------------------------------------------------------------------------------------
 
 COMMAND_RESUMES = "the same command starts again, a training from its last checkpoint if there is one"
-CHECKPOINT_IS_WHOLE = "the last checkpoint is whole"
+CHECKPOINT_IS_WHOLE = "the checkpoint before, if there is one, is whole"
 OVERFLOW_ERROR = "without overflow"
 MEMORY_ERRORS = ("can't allocate memory", "out of memory", "not enough memory", "size calculation overflowed")
 

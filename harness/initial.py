@@ -2,6 +2,7 @@
 
 import torch
 
+from harness.checkpoints import check_whole
 from lowprec.errors import Refused
 
 
@@ -33,8 +34,9 @@ def perturb(net, pattern):
 
 def load_average(net, checkpoint, source):
     """Give `net`, still fp32, the averaged weights of a checkpoint of any recipe. source: its name. Raises
-    Refused for a net of other shapes.
+    Refused for a net of other shapes, and for one of adapters.
     """
+    check_whole(checkpoint, source)
     saved = checkpoint["precision"]
     average = saved["averages"]["ema"]["shadow"]
     wanted = net.state_dict()

@@ -8,6 +8,7 @@ Exit status: 0, 1 for findings of `compare`, 2 for bad input, which ends in one 
 """
 
 import gc
+import os
 import sys
 
 from .check import report
@@ -37,10 +38,16 @@ def main(argv=None):
         return 0
     quiet_libraries()
     try:
-        return run_command(*argv)
+        status = run_command(*argv)
+        sys.stdout.flush()  # a pipe that is closed is met here
+        return status
     except Refused as error:
         print(f"lowprec: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whatever read the output has ended, as head does
+        # what is left to print goes nowhere, not into a second error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def run_command(name, *words):

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from harness.checkpoints import fingerprint
+from harness.checkpoints import check_whole, fingerprint
 from harness.checkpoints import read as read_checkpoint
 from harness.flags import Flag, positive
 from lowprec.errors import Refused
@@ -113,6 +113,7 @@ class TrainedVAE:
             raise Refused(
                 f"--vae {path} was trained with --task {self.flags.get('task')}: give a run of --task vae"
             )
+        check_whole(checkpoint, f"--vae {path}")
         if self.flags.get("sparse24") == "srste":
             raise Refused(f"--vae {path} reads two of four weights (--sparse24 srste): train one without")
         self.weights = {}

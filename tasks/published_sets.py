@@ -11,6 +11,7 @@ No loader runs code that a file brings along.
 import gzip
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -163,8 +164,8 @@ def _idx(path, own, *item):
 
 def medmnist(wish):
     file = wish.path
-    if not os.path.isfile(file):
-        raise Refused(f"{file} does not exist: give the path of a 2-D .npz file from medmnist.com")
+    if not os.path.isfile(file) or not zipfile.is_zipfile(file):
+        raise Refused(f"{file} is no .npz file: give the path of a 2-D one from medmnist.com")
     with refusing_unreadable(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
         train_labels = arrays["train_labels"]
         test_labels = arrays["test_labels"]

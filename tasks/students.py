@@ -11,7 +11,7 @@ once trained needs no teacher.
 
 import torch
 
-from harness.checkpoints import fingerprint, fitting
+from harness.checkpoints import check_whole, fingerprint, fitting
 from harness.checkpoints import read as read_checkpoint
 from harness.files import read_json, write_json
 from harness.flags import Flag, thousand
@@ -59,6 +59,7 @@ class Teacher:
 
     def __init__(self, path, table, tasks=FLOWS):
         self.path, self.checkpoint = path, read_checkpoint(path)
+        check_whole(self.checkpoint, f"--teacher {path}")
         self.config = table.config(self.checkpoint["config"])
         if self.config.task not in tasks:
             raise Refused(

@@ -19,6 +19,16 @@ def test_finetune_draw_and_export(model, monkeypatch):
     assert draw(monkeypatch, "runs/run") == summary()["scores"]
 
 
+def test_no_run_starts_from_adapters(capsys):
+    assert quick(name="source", steps=2) == 0
+    assert quick(*LORA, name="tuned", steps=2) == 0
+    capsys.readouterr()
+    for wish in (["--finetune", "runs/tuned"], ["--task", "distill", "--teacher", "runs/tuned"]):
+        assert quick(*wish, name="next") == 2
+        said = capsys.readouterr().err
+        assert "holds adapters" in said and "runs/source" in said
+
+
 def test_adapters_of_nothing_are_refused(capsys):
     assert quick("--lora", "4") == 2
     assert "--lora 4 trains adapters beside trained weights: add --finetune RUN" in capsys.readouterr().err

@@ -416,16 +416,24 @@ def test_reversed_velocity_trains_the_mirror_image(flags):
     )
 
 
-def test_a_reader_that_ends_early_is_no_error(tmp_path):
+TALKATIVE = {
+    "train.py": [str(ROOT / "train.py"), "--task", "language", "--dry_run"],
+    "advise": ["-m", "lowprec", "advise", "--params", "7e9", "--memory", "24GiB"],
+}
+
+
+@pytest.mark.parametrize("program", TALKATIVE)
+def test_a_reader_that_ends_early_is_no_error(program, tmp_path):
     """`train.py --dry_run | head -1`: the pipe breaks at the next line, and that is all."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--task", "language", "--dry_run"],
+        [sys.executable, *TALKATIVE[program]],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     os.close(write)
     assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

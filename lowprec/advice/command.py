@@ -81,6 +81,8 @@ def subject_of(args, rest: list[str], build: Callable[[list[str]], subjects.Subj
     if build and not named:
         size = [] if args.image_size is None else ["--image_size", str(args.image_size)]
         return build(rest + size)
+    if rest and build:
+        raise Refused(f"{rest[0]} is of a net of train.py, and --{named[0]} names another net: drop one")
     if rest:
         raise Refused(
             f"{rest[0]}: no such flag; python -m lowprec advise --help lists them. A net of train.py, with "
@@ -105,6 +107,8 @@ def main(
     build(words): the Subject where no flag of this command names one; words: those that it does not know.
     """
     args, rest = build_advice_parser(prog).parse_known_args(argv)
+    if args.plot:
+        plot.check_plot(args.plot)
     subject = subject_of(args, rest, build)
     advice = advise(
         subject,

@@ -10,14 +10,19 @@ from ..machine import quiet_import
 COLOUR_OF_FITTING, COLOUR_OF_TOO_LARGE = "tab:blue", "lightgrey"
 
 
-def draw_plot(advice, file: str) -> None:
-    """Write FILE.png: a point a recipe with its 95 % interval, coloured where it fits, and the memory of the
-    machine as a line. Raises Refused without matplotlib, and where no recipe was measured.
-    """
+def check_plot(file: str) -> None:
+    """Raises Refused for a name that is no FILE.png in a folder, and without matplotlib."""
     path = Path(file)
-    if path.suffix != ".png" or not path.parent.is_dir():
+    if path.suffix != ".png" or not path.parent.is_dir() or path.is_dir():
         raise Refused(f"--plot {file}: write FILE.png, in a folder that there is")
     quiet_import("matplotlib", f"--plot {file}")
+
+
+def draw_plot(advice, file: str) -> None:
+    """Write FILE.png: a point a recipe with its 95 % interval, coloured where it fits, and the memory of the
+    machine as a line. Raises Refused where no recipe was measured, and for a file that can't be written.
+    """
+    check_plot(file)
     from matplotlib.figure import Figure
 
     rows = [row for row in advice.rows if row.quality is not None]
@@ -41,7 +46,10 @@ def draw_plot(advice, file: str) -> None:
     axes.set_xlabel("bytes a parameter, all that a step takes")
     axes.set_ylabel("held-out loss against fp32, %")
     axes.set_title(f"{advice.subject.name} on {advice.machine.name}\ncoloured: fits", fontsize=10)
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise Refused(f"--plot {file}: {error.strerror}; give another place") from None
 
 
 def _draw_point(axes, row, size):

@@ -63,6 +63,12 @@ def test_a_line_of_results(line, capsys, tmp_path):
     assert len(lines) == 1 and lines[0].startswith("run.py: ")
 
 
+def test_a_range_of_seeds_that_fills_the_memory_is_refused(tmp_path, capsys):
+    lab.write(tmp_path, lab.TOML)
+    assert run.main(["001", "--seeds", "0-10000000000", "--dry_run"], tmp_path) == 2
+    assert "--seeds 0-10000000000" in capsys.readouterr().err
+
+
 def test_who_calls_it_keeps_the_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lab.write(tmp_path / "experiments", lab.TOML)

@@ -338,6 +338,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
     (tmp_path / "unet.json").write_text(json.dumps(UNET))
     (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "folder.png").mkdir()
 
 
 LLAMA = {
@@ -403,6 +404,7 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
         ("--params 1e6 --lr -1", "above 0"),
         ("--params 1e6 --time", "can't be called"),
         ("--params 1e6 --plot nowhere/x.png", "a folder that there is"),
+        ("--params 1e6 --plot folder.png", "a folder that there is"),
         ("--params 1e6 --bf17", "no such flag"),
         ("--net mine.py:wants", "needs size"),
         ("--net mine.py:missing", "no function"),
@@ -433,6 +435,7 @@ def test_bad_words_are_one_line(capsys, mine, words, said):
     [
         ("--task language --size 3M --memory 1GiB", 0, "2,730,432 trained parameters, a GPT"),
         ("--params 1e6 --memory 1GiB", 0, "1,000,000 trained parameters"),
+        ("--model dit --params 1e6", 2, "--params names another net"),
         ("--task language --bf17", 2, "bf17"),
         ("--model dit --size S/3", 2, "patch size 3"),
         ("--task nothing", 2, "rflow"),
