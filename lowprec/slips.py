@@ -12,13 +12,16 @@ from .gradients import ByParameter
 
 
 class Slips:
-    """What a Precision `run` looks at in its steps, at no cost while nothing changes."""
+    """What a Precision `run` looks at in its steps, at hardly any cost while nothing changes."""
+
+    STEPS_BETWEEN_WALKS = 64  # through all modules, which takes as long as a twentieth of a step
 
     def __init__(self, run):
         self.parameters = set(run.model.parameters())  # also those that are frozen
         self.frozen = [(name, p) for name, p in run.model.named_parameters() if not p.requires_grad]
         self.in_groups = _count_in_groups(run.optimizer)
         self.gradients = None  # how many the last step had
+        self.steps = 0
         run.optimizer.register_step_pre_hook(_refuse_bare_step)
 
     def check(self, run, grads: ByParameter) -> None:
@@ -34,10 +37,11 @@ class Slips:
                     f"parameter {name} was frozen when Precision was made, and would never be trained: make "
                     "Precision while all that is ever trained has requires_grad=True, and freeze it then"
                 )
-        if len(grads) == self.gradients or run.ranks is not None:
-            return
-        self.gradients = len(grads)  # a layer that was replaced gets none
-        self.refuse_new(run)
+        self.steps += 1
+        replaced = len(grads) != self.gradients  # a layer that was replaced gets none
+        if (replaced or self.steps % self.STEPS_BETWEEN_WALKS == 0) and run.ranks is None:
+            self.gradients = len(grads)
+            self.refuse_new(run)
 
     def refuse_new(self, run) -> None:
         """Raise Refused where the model has a parameter that came after Precision."""

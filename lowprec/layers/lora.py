@@ -89,7 +89,7 @@ class Lora(Method):
         """
         if not lora:
             return None
-        if not isinstance(lora, int) or lora < 1:
+        if lora is True or not isinstance(lora, int) or lora < 1:
             raise Refused(f"lora={lora!r}: the rank is a whole number, 1 or more")
         if any(isinstance(module, Adapted) for module in model.modules()):
             raise Refused("lora: this net has adapters already; build it anew")

@@ -50,6 +50,20 @@ def test_a_layer_replaced_after_precision_is_refused_at_the_next_step(steps_befo
     refused(lambda: train(run), "parameter 2.weight", "after Precision")
 
 
+@pytest.mark.parametrize("steps_before", [3, 80])
+def test_a_layer_added_after_precision_is_refused_within_64_steps(steps_before):
+    run = started()
+    for _ in range(steps_before):
+        train(run)
+    run.model.append(nn.Linear(6, 6).bfloat16())
+
+    def go_on():
+        for _ in range(64):
+            train(run)
+
+    refused(go_on, "parameter 3.weight", "after Precision")
+
+
 SGD = torch.optim.SGD(nn.Linear(1, 1).parameters())
 MISTAKES = {
     "a dict": (lambda: Precision(mlp(), LOW), ["this is a dict", "recipe("]),
@@ -58,6 +72,7 @@ MISTAKES = {
     "one site": (lambda: recipe(sites="ema=bf16"), ["sites=['ema=bf16']"]),
     "one module": (lambda: started(fp32_modules="0"), ["fp32_modules=['0']"]),
     "a group without parameters": (lambda: started(groups=[{"lr": 1}]), ['its "params"']),
+    "a rank that is no number": (lambda: started(lora=True), ["lora=True", "whole number"]),
     "a rank below 1": (lambda: started(lora=-1), ["lora=-1", "whole number"]),
     "an optimiser": (lambda: Precision(mlp(), optimizer=SGD), ["the class SGD"]),
     "a rate for a stranger": (
