@@ -181,7 +181,7 @@ def _bytes_of_sites(run, parameters):
     for site, size in run.optimizer.nbytes().items():
         sizes[site] = size / parameters
     weights = sum(p.nbytes for p in run.params)
-    averages = _bytes_of_an_average(run) * sum(p.numel() for p in run.ema.params)
+    averages = _bytes_of_an_average(run) * sum(p.numel() for p in run.params)
     sizes["weights"] = sizes["grads"] = weights / parameters
     sizes["ema"] = averages / parameters
     sizes["accumulate"] = 4.0 if run.keeps_sums else 0.0
@@ -203,6 +203,8 @@ def _remarks(run, parameters):
         found["weights"] = f"in {rows}, as are gradients, states and averages"
     if run.release is not None:
         found["grads"] = _of_released_gradients(run)
+    if run.ema is None:
+        found["ema"] = "none is kept (ema_decay=None)"
     if isinstance(run.ema, OnCPU):
         found["ema"] = "in the memory of the CPU (--average_on cpu)"
     if run.recipe.islands != "none":

@@ -77,9 +77,9 @@ class Precision:
     each tensor by itself. grad_release: update within backward, see release.py. states_on: where moments are
     kept, 'device' or 'cpu', see offload.py.
 
-    ema_decay: of the average 'ema', whose dtype and rounding are sites of the recipe; ema_warmup: let it
-    start low, see average.EMA. averages: further ones, as 'DECAY:DTYPE[:UPDATE]'. average_on: where they are
-    kept, 'device' or 'cpu'.
+    ema_decay: of the average 'ema', whose dtype and rounding are sites of the recipe; None for no average.
+    ema_warmup: let it start low, see average.EMA. averages: further ones, as 'DECAY:DTYPE[:UPDATE]'.
+    average_on: where they are kept, 'device' or 'cpu'.
 
     init_loss_scale, growth_factor, backoff_factor, growth_interval: as of torch.amp.GradScaler. seed: of the
     rounding noise. keep: arguments of forward whose dtype is left alone. dtypes: {name or pattern: 'fp32' or
@@ -104,7 +104,7 @@ class Precision:
         nesterov: bool | None = None,
         weight_decay: float = 0.0,
         optimizer: Any = "adamw",
-        ema_decay: float = 0.999,
+        ema_decay: float | None = 0.999,
         ema_warmup: bool = False,
         averages: Iterable[str] = (),
         clip_grad: float = 0.0,
@@ -219,14 +219,17 @@ class Precision:
                 self.optimizer.set_exact(p, original)
 
     def _averages(self):
-        """Make the average 'ema', which the optimiser may write within its step, and further ones."""
+        """Make the average 'ema', if any, which the optimiser may write within its step, and further ones."""
         options = self.options
         kind = average_kind(options.average_on, self.device)
         make = functools.partial(kind, self.named_params, low_part=self.low_part, seed=options.seed)
-        self.ema = make(options.ema_decay, self.recipe.ema, self.recipe.ema_update, warmup=options.ema_warmup)
+        r = self.recipe
+        self.ema, self.averages = None, {}
+        if options.ema_decay is not None:
+            self.ema = make(options.ema_decay, r.ema, r.ema_update, warmup=options.ema_warmup)
+            self.averages["ema"] = self.ema
         for part in getattr(self.optimizer, "parts", [self.optimizer]):
             part.average = self.ema
-        self.averages = {"ema": self.ema}
         for spec in options.averages:
             self.averages[spec] = make(*parse_average(spec))
 
@@ -327,7 +330,7 @@ class Precision:
                 report["loss_scale"] = self.scaler.get_scale()
         for average in self.averages.values():
             average.update()
-        if writes is not None:
+        if writes is not None and self.ema is not None:
             self.ema.catch_up()
             report.update(writes.averaged())
         self.zero_grad()
@@ -355,7 +358,8 @@ class Precision:
 
     def _report(self):
         sum_over_ranks = None if self.ranks is None else self.ranks.sum
-        return StepReport(self.optimizer, {}, 1.0, self.named_params, self.ema.shadow, sum_over_ranks)
+        shadow = {} if self.ema is None else self.ema.shadow
+        return StepReport(self.optimizer, {}, 1.0, self.named_params, shadow, sum_over_ranks)
 
     def _started_report(self):
         """The StepReport of this step: the one that backward has shown its writes to, or a new one."""

@@ -32,7 +32,7 @@ class RunOptions:
     nesterov: bool | None
     weight_decay: float
     optimizer: Any
-    ema_decay: float
+    ema_decay: float | None
     ema_warmup: bool
     averages: Iterable[str]
     clip_grad: float

@@ -33,6 +33,9 @@ def state_of(run, trainable_only: bool) -> dict[str, Any]:
 
 def load_state(run, state: dict[str, Any]) -> None:
     """Precision.load_state_dict."""
+    for name in run.averages:
+        if name not in state["averages"]:
+            raise Refused(f"the checkpoint has no average '{name}', and this run keeps one: it is another's")
     if run.ranks is not None:
         state = run.ranks.cut(state, run.state_dict(bool(state.get("trainable_only"))))
     weights = state["model"]

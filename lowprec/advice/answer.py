@@ -32,7 +32,7 @@ WORSE_ABOVE_PERCENT = 0.5
 
 class Candidate(NamedTuple):
     """flags: of `recipe`; options: of Precision. arithmetic: the row of machine.support that it needs. lost:
-    what it gives up against the one before it; watch: the line of a Watch that would see that go wrong.
+    what it gives up against fp32; watch: the site of a Watch that would see that go wrong, and what it says.
     """
 
     flags: Mapping[str, Any]
@@ -49,38 +49,49 @@ class Candidate(NamedTuple):
             words.append(f"--{name}" if value is True else f"--{name} {value}")
         return " ".join(words) or "(none)"
 
-    @property
-    def line(self) -> str:
-        """As a line of a loop of one's own."""
+    def line(self, average: bool) -> str:
+        """As a line of a loop of one's own, with a moving average of the weights or without."""
         flags = ", ".join(f"{name}={value!r}" for name, value in self.flags.items())
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        options = dict(self.options) if average else {**self.options, "ema_decay": None}
+        options = "".join(f", {name}={value!r}" for name, value in options.items())
         return f"Precision(model, recipe({flags}){options})"
 
 
 PURE_BF16 = {"pure_bf16": True}
 STOCHASTIC_BF16 = {"pure_bf16": True, "stochastic": True}
-GRADIENTS_COLUMN = "`gradients`: entries that 16 bits round to 0 or to infinity"
+GRADIENTS_COLUMN = "`grads`: gradients that are 0, not finite, or too small for fp16"
 UPDATE_COLUMN = "`update`: what share of a step the weights keep"
-MOMENT_COLUMN = "`second moment`: what codes keep of small entries"
+MOMENT_COLUMN = "`exp_avg_sq`: what codes keep of small entries of the second moment"
+
+DIGITS_OF_ALL = "digits of products, gradients, moments and weights"
 
 # in the order in which to try them: each takes fewer bytes than the one before, but for the last two
 CANDIDATES = (
     Candidate({"bf16": True}, "bf16", "digits of products", GRADIENTS_COLUMN),
     Candidate({"fp16": True}, "fp16", "range of products, which loss scaling gives back", GRADIENTS_COLUMN),
     Candidate({}, "fp32", "nothing", "nothing in particular: it is the reference"),
-    Candidate({"bf16": True, "opt8bit": True}, "bf16", "digits of the moments", MOMENT_COLUMN),
-    Candidate({**PURE_BF16, "master": "split"}, "bf16", "digits of gradients", GRADIENTS_COLUMN),
-    Candidate({**STOCHASTIC_BF16, "kahan": True}, "bf16", "the exact sum of weights, nearly", UPDATE_COLUMN),
-    Candidate(STOCHASTIC_BF16, "bf16", "digits of weights, right in the mean", UPDATE_COLUMN),
-    Candidate({**STOCHASTIC_BF16, "opt8bit": True}, "bf16", "digits of the moments", MOMENT_COLUMN),
+    Candidate({"bf16": True, "opt8bit": True}, "bf16", "digits of products and moments", MOMENT_COLUMN),
+    Candidate({**PURE_BF16, "master": "split"}, "bf16", "digits of products and gradients", GRADIENTS_COLUMN),
+    Candidate(
+        {**STOCHASTIC_BF16, "kahan": True},
+        "bf16",
+        "digits of products, gradients and moments, and hardly any of the weights",
+        UPDATE_COLUMN,
+    ),
+    Candidate(STOCHASTIC_BF16, "bf16", f"{DIGITS_OF_ALL}, right in the mean", UPDATE_COLUMN),
+    Candidate(
+        {**STOCHASTIC_BF16, "opt8bit": True}, "bf16", f"{DIGITS_OF_ALL}, more of the moments", MOMENT_COLUMN
+    ),
     Candidate(
         {**STOCHASTIC_BF16, "opt8bit": True},
         "bf16",
-        "clipping by the norm of all gradients, and micro-batches",
+        f"{DIGITS_OF_ALL}; clipping by the norm of all gradients, and micro-batches",
         UPDATE_COLUMN,
         {"grad_release": True},
     ),
-    Candidate({**STOCHASTIC_BF16, "opt4bit": True}, "bf16", "most digits of the moments", MOMENT_COLUMN),
+    Candidate(
+        {**STOCHASTIC_BF16, "opt4bit": True}, "bf16", f"{DIGITS_OF_ALL}, most of the moments", MOMENT_COLUMN
+    ),
     Candidate({"fp8": True}, "fp8", "digits and range of products", GRADIENTS_COLUMN),
     Candidate(PURE_BF16, "bf16", "every update under half an ulp of its weight", UPDATE_COLUMN),
 )
@@ -109,8 +120,13 @@ class RecipeRow(NamedTuple):
 
     @property
     def is_worse(self) -> bool:
-        """Whether it was measured to cost WORSE_ABOVE_PERCENT or more."""
+        """Whether it was measured to cost more than WORSE_ABOVE_PERCENT, its whole interval above that."""
         return self.quality is not None and self.quality.row.low > WORSE_ABOVE_PERCENT
+
+    @property
+    def line(self) -> str:
+        """As a line of a loop of one's own that holds what the row says."""
+        return self.candidate.line(average=self.held.average > 0)
 
     def said_of_quality(self, parameters: int) -> str:
         """The change of the held-out loss, on which net, and how far that is from the one asked about."""
@@ -131,7 +147,7 @@ class RecipeRow(NamedTuple):
         """Plain values for a program."""
         found = {
             "flags": self.candidate.typed,
-            "line": self.candidate.line,
+            "line": self.line,
             **{f"{name}_bytes": round(value) for name, value in self.held._asdict().items()},
             "activation_bytes": self.activations,
             "total_bytes": round(self.total),

@@ -56,13 +56,14 @@ def held_by_gpu(net: nn.Module, recipe, world: int = 1, average: bool = True, **
     """What the first of `world` GPUs holds of a run in a recipe, its rows spread as by --fsdp. average: with
     a moving average of the weights. options: of Precision.
     """
-    run = Precision(without_values(net, "meta"), recipe, **options)
+    ema_decay = 0.999 if average else None
+    run = Precision(without_values(net, "meta"), recipe, ema_decay=ema_decay, **options)
     parts = ledger.held_by_rank(run, world)
     gathered = 0
     if world > 1:
         gathered = ledger.gathered_at_once(run, recomputed_blocks(run.model))
     weights = parts["weights"] + _bytes_not_trained(run)
-    return Held(weights, parts["grads"], parts["states"], parts["average"] if average else 0, gathered)
+    return Held(weights, parts["grads"], parts["states"], parts["average"], gathered)
 
 
 def _bytes_not_trained(run):

@@ -105,11 +105,11 @@ def recommendation(advice) -> list[str]:
     flags = best.candidate.typed
     lines = [f"start with {flags if best.candidate.flags else 'no flag: fp32'}, {_why(best, advice)}"]
     if best.candidate.flags:
-        lines.append(f"in a loop of your own: {best.candidate.line}")
+        lines.append(f"in a loop of your own: {best.line}")
     smaller = next_smaller(advice)
     if smaller is not None:
         less = f"{smaller.candidate.typed} takes {gib(best.total - smaller.total)} GiB less"
-        lines.append(f"{less}. It gives up: {smaller.candidate.lost}")
+        lines.append(f"{less}. Against fp32 it gives up: {smaller.candidate.lost}")
     if best.candidate.flags:
         lines.append(f"to look at in lowprec.Watch: {best.candidate.watch}")
     return lines

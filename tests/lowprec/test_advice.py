@@ -2,6 +2,7 @@
 
 import json
 import logging
+import runpy
 from pathlib import Path
 
 import common
@@ -15,7 +16,7 @@ import lowprec.__main__ as command
 import models
 import train
 from benchmarks.common import RECIPES
-from lowprec import Precision, advise, recipe
+from lowprec import Precision, advise, ledger, recipe
 from lowprec.advice import answer, footprint, machines, subjects
 from lowprec.errors import Refused
 from lowprec.machine import support
@@ -475,6 +476,21 @@ def test_a_net_that_takes_something_else_is_answered_without_a_traceback(monkeyp
     found = advise(nn.Linear(10, 16), image_size=8)
     assert found.best.activations is None and "can't be called without values" in str(found)
     assert not printed and not log.disabled
+
+
+@pytest.mark.parametrize("average", ["yes", "no"])
+def test_the_line_that_it_prints_holds_what_it_counts(capsys, mine, average):
+    _, printed = ask(capsys, f"--net mine.py:build --image_size 8 --memory 1GiB --json --average {average}")
+    rows = json.loads(printed.out)["rows"]
+    assert len(rows) > 8
+    for row in rows:
+        if row["machine"][0] == "no":
+            continue
+        model = runpy.run_path("mine.py")["build"]()
+        run = eval(row["line"], {"Precision": Precision, "recipe": recipe, "model": model})
+        held = ledger.held_by_rank(run, 1)
+        assert [held["states"], held["average"]] == [row["states_bytes"], row["average_bytes"]], row["line"]
+        assert (row["average_bytes"] > 0) == (average == "yes")
 
 
 def test_nothing_to_train_is_refused():

@@ -403,3 +403,32 @@ def test_equal_seeds_repeat_and_others_do_not():
     weights = [run.weights("raw") for run in runs]
     equal = [all(same(weights[0][name], other[name]) for name in other) for other in weights]
     assert equal == [True, True, False]
+
+
+# ---- Without an average ------------------------------------------------------------------------------------
+
+
+@every_recipe
+def test_a_run_without_an_average_has_the_same_weights_and_no_bytes_of_one(name):
+    run, other = start(name, lr=1e-2, ema_decay=None), start(name, lr=1e-2)
+    (*_, report) = train(run, 3, measure=True)
+    (*_, with_average) = train(other, 3, measure=True)
+    assert with_average.keys() - report.keys() == {"ema_moved"}
+    assert all(same(a, b) for a, b in zip(run.params, other.params, strict=True))
+    (row,) = [row for row in run.ledger().rows if row["site"] == "ema"]
+    assert row["bytes"] == 0 and "ema_decay=None" in row["why"]
+    assert run.ema is None and not run.averages
+
+
+def test_a_run_without_an_average_draws_from_its_last_weights_saves_and_loads():
+    run = start("stochastic", lr=1e-2, ema_decay=None)
+    train(run, 2)
+    refused(run.generator, "this run holds raw")
+    ((x, _),) = batches(1)
+    assert run.generator("raw")(x, torch.arange(8.0)).isfinite().all()
+    again = start("stochastic", lr=1e-2, ema_decay=None)
+    again.load_state_dict(through_a_file(run.state_dict()))
+    train(run, 2)
+    train(again, 2)
+    assert all(same(a, b) for a, b in zip(run.params, again.params, strict=True))
+    refused(lambda: start("stochastic").load_state_dict(run.state_dict()), "no average 'ema'")
