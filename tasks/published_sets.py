@@ -165,7 +165,8 @@ def _idx(path, own, *item):
 def medmnist(wish):
     file = wish.path
     if not os.path.isfile(file) or not zipfile.is_zipfile(file):
-        raise Refused(f"{file} is no .npz file: give the path of a 2-D one from medmnist.com")
+        what = "is no .npz file" if os.path.exists(file) else "does not exist"
+        raise Refused(f"{file} {what}: give the path of a 2-D .npz file from medmnist.com")
     with refusing_unreadable(file, "a MedMNIST file"), np.load(file, allow_pickle=False) as arrays:
         train_labels = arrays["train_labels"]
         test_labels = arrays["test_labels"]

@@ -53,8 +53,8 @@ class Candidate(NamedTuple):
         """As a line of a loop of one's own, with a moving average of the weights or without."""
         flags = ", ".join(f"{name}={value!r}" for name, value in self.flags.items())
         options = dict(self.options) if average else {**self.options, "ema_decay": None}
-        options = "".join(f", {name}={value!r}" for name, value in options.items())
-        return f"Precision(model, recipe({flags}){options})"
+        others = "".join(f", {name}={value!r}" for name, value in options.items())
+        return f"Precision(model, recipe({flags}){others})"
 
 
 PURE_BF16 = {"pure_bf16": True}
