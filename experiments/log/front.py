@@ -111,7 +111,7 @@ def missed_told(experiments, root_name):
     count = sum(len(e.missed) for e in experiments)
     by = sum(bool(e.missed) for e in experiments)
     page = f"{root_name}/{MISSED_PAGE}"
-    return f"{count} in {by} of the experiments, a line each: [{page}]({page})."
+    return f"[{count} in {by} of the experiments]({page}), a line each."
 
 
 def missed_page(experiments):
