@@ -169,7 +169,7 @@ def test_missed_predictions_are_counted_on_the_front_page_and_listed_on_their_ow
     experiments = []
     for number, titles in missed.items():
         experiments.append(SimpleNamespace(number=number, missed=titles, folder=tmp_path / f"{number}-name"))
-    assert front.missed_told(experiments, "log").startswith("3 in 2 of the experiments")
+    assert front.missed_told(experiments, "log").startswith("[3 in 2 of the experiments](log/missed.md)")
     last = front.missed_page(experiments).splitlines()[-3:]
     assert last[0] == "- [002](002-name/README.md) one"
     assert last[1:] == ["- [003](003-name/README.md) two", "- [003](003-name/README.md) three"]
