@@ -14,7 +14,7 @@ from .gradients import ByParameter
 class Slips:
     """What a Precision `run` looks at in its steps, at hardly any cost while nothing changes."""
 
-    STEPS_BETWEEN_WALKS = 64  # through all modules, which takes as long as a twentieth of a step
+    STEPS_BETWEEN_WALKS = 64  # through all modules, which is too slow for each step
 
     def __init__(self, run):
         self.parameters = set(run.model.parameters())  # also those that are frozen

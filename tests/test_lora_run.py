@@ -23,10 +23,19 @@ def test_no_run_starts_from_adapters(capsys):
     assert quick(name="source", steps=2) == 0
     assert quick(*LORA, name="tuned", steps=2) == 0
     capsys.readouterr()
-    for wish in (["--finetune", "runs/tuned"], ["--task", "distill", "--teacher", "runs/tuned"]):
+    wishes = ["--finetune", "runs/tuned"], ["--task", "distill", "--teacher", "runs/tuned"]
+    for wish in wishes:
         assert quick(*wish, name="next") == 2
         said = capsys.readouterr().err
         assert "holds adapters" in said and "runs/source" in said
+
+
+def test_no_flow_reads_a_vae_of_adapters(capsys):
+    assert quick("--task", "vae", name="source", steps=2) == 0
+    assert quick("--task", "vae", *LORA, name="tuned", steps=2) == 0
+    capsys.readouterr()
+    assert quick("--vae", "runs/tuned", name="next") == 2
+    assert "holds adapters" in capsys.readouterr().err
 
 
 def test_adapters_of_nothing_are_refused(capsys):
