@@ -41,7 +41,7 @@ from harness.flags import OneLineParser, read_yaml
 from harness.printing import print_head, print_ledger, print_scores, print_summary, start_here
 from harness.ranks import Ranks, leave, speaks_first, write_error_file
 from lowprec import check
-from lowprec.errors import Refused
+from lowprec.errors import Refused, end_of_reader
 from lowprec.machine import quiet_libraries
 from trainer import Trainer
 
@@ -323,10 +323,8 @@ def exit_status_of(argv, signals):
             # torchrun sends SIGTERM to all processes once one has died, while they print why
             for signum in signals:
                 signal.signal(signum, signal.SIG_IGN)
-    except BrokenPipeError:  # whatever read the output has ended, as head does
-        # what is left to print goes nowhere, not into a second error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except BrokenPipeError:
+        return end_of_reader()
     except SystemExit as ended:
         if hasattr(ended, "line"):  # a flag that makes no sense
             write_error_file(ended.line)

@@ -351,7 +351,8 @@ def read_seeds(words):
         spans = []
     ranges = [range(span[0], span[-1] + 1) for span in spans]
     if not ranges or sum(map(len, ranges)) > 1000:  # no experiment has as many
-        raise Refused(f"--seeds {' '.join(words)}: write numbers or ranges, as in 0 1 2 or 0-11")
+        form = "write numbers or ranges, as in 0 1 2 or 0-11, 1,000 seeds at most"
+        raise Refused(f"--seeds {' '.join(words)}: {form}")
     return list(dict.fromkeys(itertools.chain(*ranges)))
 
 

@@ -8,11 +8,10 @@ Exit status: 0, 1 for findings of `compare`, 2 for bad input, which ends in one 
 """
 
 import gc
-import os
 import sys
 
 from .check import report
-from .errors import Refused
+from .errors import Refused, end_of_reader
 from .machine import quiet_libraries
 
 # the flags that `recommended_flags` gives -> the same as arguments of the library
@@ -44,10 +43,8 @@ def main(argv=None):
     except Refused as error:
         print(f"lowprec: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whatever read the output has ended, as head does
-        # what is left to print goes nowhere, not into a second error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except BrokenPipeError:
+        return end_of_reader()
 
 
 def run_command(name, *words):

@@ -1,5 +1,8 @@
 """The one exception for every refusal of one line, and what refusals share."""
 
+import os
+import sys
+
 import torch
 
 
@@ -33,6 +36,14 @@ def check_several(name, texts):
     """Raises Refused for one text where a list of them belongs."""
     if isinstance(texts, str):
         raise Refused(f"{name}={texts!r} is one text, and a list is asked for: write {name}=[{texts!r}]")
+
+
+def end_of_reader():
+    """The exit status of a program whose output nobody reads any more, as after `| head`. What is left to
+    print goes nowhere from here on, not into a second error.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def first_line(error):
