@@ -180,7 +180,7 @@ def _inside(name):
     return not name or (plain and len(os.fsencode(name)) <= 200)
 
 
-path = checked(str, lambda v: "\0" not in v, "a path")
+path = checked(str, lambda v: v and "\0" not in v, "a path")
 inner = checked(str, _inside, "a name of at most 200 printable bytes, without / at its ends and without ..")
 
 

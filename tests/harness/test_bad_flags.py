@@ -80,6 +80,7 @@ FLAGS = {  # flags: what is said, "" for anything
     "--name " + "n" * 300: "--name",
     "--name a\33[31m": "--name",
     "--name a\tb": "--name",
+    "--runs ": "is not a path",
     "--runs /dev/null": "/dev/null",
     "--runs file": "file",
     "--runs " + "r" * 5000: "",
