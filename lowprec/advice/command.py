@@ -75,10 +75,20 @@ def build_advice_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+def refuse_shapes(args, source: str, names: list[str]) -> None:
+    """Raise Refused where one of these flags was given: they say what a net is called with, and beside this
+    source of the net they would do nothing.
+    """
+    for name in names:
+        if getattr(args, name) is not None:
+            raise Refused(f"--{name} changes nothing beside {source}: drop it")
+
+
 def subject_of(args, rest: list[str], build: Callable[[list[str]], subjects.Subject] | None):
     """The Subject that the command line names. rest: words that the parser does not know; build: see main."""
     named = [name for name in ("net", "config", "params") if getattr(args, name) is not None]
     if build and not named:
+        refuse_shapes(args, "a net of train.py", ["seq"])
         size = [] if args.image_size is None else ["--image_size", str(args.image_size)]
         return build(rest + size)
     if rest and build:
@@ -93,7 +103,9 @@ def subject_of(args, rest: list[str], build: Callable[[list[str]], subjects.Subj
     if args.net:
         return subjects.of_file(args.net, args.image_size, args.seq)
     if args.config:
+        refuse_shapes(args, "--config", ["image_size"])
         return subjects.of_config(args.config, args.seq)
+    refuse_shapes(args, "--params", ["image_size", "seq"])
     return subjects.of_count(args.params)
 
 

@@ -214,8 +214,8 @@ def _names_of_last_blocks(model, options):
         )
     if options.kept >= len(parts):
         raise Refused(
-            f"--fp4_keep {options.keep}: this net has {len(parts)} blocks, and that leaves none of them in FP4; "
-            "keep fewer, or use --bf16"
+            f"--fp4_keep {options.keep}: this net has {len(parts)} blocks, and that leaves none of them "
+            "in FP4; keep fewer, or use --bf16"
         )
     last = {id(block) for block in parts[-options.kept :]}
     return [f"{name}." for name, module in model.named_modules() if id(module) in last]

@@ -404,6 +404,9 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
         ("--params 1e6 --kind cat", "choose from"),
         ("--params 1e6 --lr -1", "above 0"),
         ("--params 1e6 --time", "can't be called"),
+        ("--params 1e6 --seq 64", "--seq changes nothing beside --params"),
+        ("--params 1e6 --image_size 64", "--image_size changes nothing"),
+        ("--config unet.json --image_size 64", "--image_size changes nothing"),
         ("--params 1e6 --plot nowhere/x.png", "a folder that there is"),
         ("--params 1e6 --plot folder.png", "a folder that there is"),
         ("--params 1e6 --bf17", "no such flag"),
@@ -436,6 +439,7 @@ def test_bad_words_are_one_line(capsys, mine, words, said):
     [
         ("--task language --size 3M --memory 1GiB", 0, "2,730,432 trained parameters, a GPT"),
         ("--params 1e6 --memory 1GiB", 0, "1,000,000 trained parameters"),
+        ("--task language --seq 64", 2, "--seq changes nothing beside a net of train.py"),
         ("--model dit --params 1e6", 2, "--params names another net"),
         ("--task language --bf17", 2, "bf17"),
         ("--model dit --size S/3", 2, "patch size 3"),
