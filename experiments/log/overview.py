@@ -70,6 +70,7 @@ NETS_OF_BASELINES = {
     "057/unet-fp32-1e-6": ("U-Net, finetuning at lr 1e-6", 1_063_905),
     "011/fp32": ("DiT, digits", 328_964),
     "058/dit-fp32": ("DiT, digits, 100,000 steps", 328_964),
+    "058/unet-fp32": ("U-Net, digits, 100,000 steps", 164_689),
     "039/dit-constant-64-fp32": ("DiT, digits, shorter", 328_964),
     "039/dit-constant-512-fp32": ("the same, batches of 512", 328_964),
     "039/dit-cosine-64-fp32": ("DiT, digits, rate to zero", 328_964),
