@@ -204,13 +204,18 @@ def verdict_by_rule(experiment, arm, known):
     said = verdict(pairs, result)
     if said not in ("equal", "undecided"):
         return said
-    loss = loss_comparison(experiment, arm, known)[2]
-    if loss and loss.low > 0:
+    if is_on_the_worse_side(loss_comparison(experiment, arm, known)[2]):
         return SLIGHTLY_WORSE
-    bad_side = result and (result.low > 0 if arm.lower_is_better else result.high < 0)
-    if said == "equal" and bad_side:
+    if said == "equal" and is_on_the_worse_side(result, arm.lower_is_better):
         return SLIGHTLY_WORSE
     return said
+
+
+def is_on_the_worse_side(result, lower_is_better=True):
+    """Whether the whole interval of an Equivalence, which may be None, lies on the side that is worse."""
+    if result is None:
+        return False
+    return result.low > 0 if lower_is_better else result.high < 0
 
 
 # ---- The harm of rounding to nearest -----------------------------------------------------------------------
@@ -248,12 +253,13 @@ def of_nearest(experiment, arm, known):
     _, harm = comparison(experiment, nearest, known)
     own_loss = loss_comparison(experiment, arm, known)[2]
     harm_of_loss = loss_comparison(experiment, nearest, known)[2]
-    return share_of_harm(own, harm), share_of_harm(own_loss, harm_of_loss)
+    share = share_of_harm(own, harm, nearest.lower_is_better)
+    return share, share_of_harm(own_loss, harm_of_loss)
 
 
-def share_of_harm(own, harm):
-    """Of two Equivalences the ratio of means, where the second's interval excludes 0."""
-    if own is None or harm is None or not harm.low * harm.high > 0 or not math.isfinite(own.mean):
+def share_of_harm(own, harm, lower_is_better=True):
+    """Of two Equivalences the ratio of means, where the second lies on the worse side."""
+    if own is None or not is_on_the_worse_side(harm, lower_is_better) or not math.isfinite(own.mean):
         return None
     return own.mean / harm.mean
 

@@ -14,6 +14,7 @@ from experiments.log.analysis import (
     comparison,
     finite_scores,
     from_changed_code,
+    is_on_the_worse_side,
     levels,
     look_of,
     loss_comparison,
@@ -270,7 +271,7 @@ def harm_of_nearest(experiment, known):
         if arm.name.split("-")[-1] != "nearest" or arm.baseline != experiment.baseline:
             continue
         harm = comparison(experiment, arm, known)[1]
-        if harm and harm.low * harm.high > 0 and math.isfinite(harm.mean):
+        if is_on_the_worse_side(harm, arm.lower_is_better) and math.isfinite(harm.mean):
             return abs(harm.mean)
     return None
 

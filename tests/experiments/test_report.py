@@ -144,6 +144,11 @@ def test_the_loss_stands_beside_the_score(folder):
     for r in records:
         del r["scores"]["ema"]["loss"]
     assert told("training loss") == "{:+.2f} [{:+.2f}, {:+.2f}]".format(*[2 * x for x in wanted])
+    for r in records:  # where rounding to nearest helps, nothing is a share of its harm
+        up = {"fp32": 0.0, "nearest": -0.03, "sampler": 0.001}[r["arm"]] * (1 + r["seed"] / 10)
+        r["scores"]["ema"]["loss_by_timestep"] = [0.5 * (1 + up), 0.3 * (1 + up)]
+    told("held-out loss")
+    assert shown(folder)["sampler"]["share of nearest's harm: score, loss"].endswith("-")
 
 
 def test_reference_levels_are_those_of_the_same_number_of_samples(folder):
