@@ -142,7 +142,8 @@ def typed_in(words, log, folder, environment):
     parent = multiprocessing.parent_process()
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    Path(log).unlink(missing_ok=True)  # a new file: a process that still has this run writes to the old one
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     os.chdir(folder)
     os.environ.update(environment)  # the fork server's is as old as the server
     sys.argv, sys.path[0] = words, folder
@@ -323,7 +324,7 @@ def follow_runs(experiment, args, todo, runs, wanted, known, done):
             record = records.make_record(arm, seed, runs, code)
             bar.update()
             if code and FOLDER_IN_USE in record["failed"]:
-                # a run that outlives its run.py by the seconds of its last checkpoint: nothing has failed
+                # another run.py has it, or it writes the last checkpoint after its own has ended
                 bar.write(f"{arm.name}, seed {seed}: {record['failed']}; run this again", file=sys.stderr)
                 status = 1
             elif not args.check:

@@ -1,5 +1,6 @@
 """experiments/run.py: what is run, what is recorded."""
 
+import contextlib
 import errno
 import os
 import re
@@ -257,10 +258,31 @@ def test_an_arm_of_several_processes_is_started_by_torchrun(folder, fake, tmp_pa
     assert record["command"] == line and record["scores"]["ema"]["frechet"] == 2.0
 
 
+@contextlib.contextmanager
+def at_work(log_file):
+    """A run whose messages go to this file, all the time."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    ended = threading.Event()
+
+    def work():
+        with open(log_file, "w") as messages:
+            while not ended.wait(0.001):
+                print("training: 1 of 4 steps", file=messages, flush=True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert wait_for(log_file)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_a_run_that_another_process_has_is_not_recorded_as_failed(
     folder, fake, tmp_path, capsys, monkeypatch
 ):
-    """As one is that has outlived its run.py, while it writes its last checkpoint."""
+    """Another run.py has it, or it has outlived its own while it writes its last checkpoint."""
 
     def taken(*args):
         raise BlockingIOError(errno.EAGAIN, "taken")
@@ -272,7 +294,8 @@ def test_a_run_that_another_process_has_is_not_recorded_as_failed(
     text = f"import sys\nprint('train.py: ' + {said!r}, file=sys.stderr)\nsys.exit(2)\n"
     (tmp_path / "train.py").write_text(text)
     words = ["001", "--seeds", "0", "--arm", "fp32", "--jobs", "1"]
-    assert run.main(words, folder) == 1
+    with at_work(tmp_path / "runs/experiments/001-fp32-seed0.log"):
+        assert run.main(words, folder) == 1
     assert f"fp32, seed 0: {said}; run this again" in capsys.readouterr().err
     assert log.recorded(definition.load_experiment("1", folder)) == {}
     (tmp_path / "train.py").write_text(whole)
