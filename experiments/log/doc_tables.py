@@ -306,7 +306,12 @@ def from_scratch_table(number, experiments, known):
 
 
 OTHER_OPTIMIZERS = ("sgd", "lion", "adafactor", "muon")
-TRAINED_BY_OTHERS = {"GPT": "069", "DiT": "066", "U-Net": "072"}  # a column: its experiment
+TRAINED_BY_OTHERS = {  # a column: its experiment
+    "GPT, 0.8 M": "069",
+    "DiT, 0.3 M": "066",
+    "U-Net, 0.2 M": "072",
+    "U-Net, 1.1 M": "055",
+}
 # end of an arm's name: flags
 FLAGS_OF_WRITING = {"stochastic": "--pure_bf16 --stochastic", "nearest": "--pure_bf16"}
 

@@ -128,5 +128,5 @@ def links_told(experiments, known, root_name):
     lines = []
     for e in experiments:
         if has_begun(e, known):
-            lines.append(f"[{e.number}]: {root_name}/{e.folder.name}/")
+            lines.append(f"[{e.number}]: {root_name}/{e.folder.name}")
     return "\n".join(lines)
