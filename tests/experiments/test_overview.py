@@ -53,6 +53,15 @@ def test_a_recipe_is_what_an_arm_adds_to_its_baseline(folder):
     assert f"**{cell.change.mean:+.2f} ±{cell.half:.2f}**" in overview.overview_table([experiment], known)
 
 
+def test_a_net_of_another_optimizer_has_no_row_and_is_counted(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03})
+    table = overview.overview_table([experiment], known)
+    experiment.common.extend(["--optimizer", "lion"])
+    of_lion = overview.overview_table([experiment], known)
+    assert len(table.splitlines()) - len(of_lion.splitlines()) == 1
+    assert of_lion.splitlines()[-3:] == table.splitlines()[-3:], "all nets, their median, those above 0"
+
+
 def test_cells_of_two_pairs_stand_in_the_table_and_count_nowhere(folder):
     experiment, known = with_losses(folder, {"nearest": 0.03})
     few = {key: r for key, r in known.items() if key[2] < 2}
