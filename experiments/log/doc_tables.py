@@ -310,6 +310,7 @@ TRAINED_BY_OTHERS = {  # a column: its experiment
     "GPT, 0.8 M": "069",
     "GPT, 2.7 M": "054",
     "DiT, 0.3 M": "066",
+    "DiT, 4.2 M": "056",
     "U-Net, 0.2 M": "072",
     "U-Net, 1.1 M": "055",
 }
