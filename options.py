@@ -145,6 +145,13 @@ TRAINING_FLAGS = (
         type=positive,
     ),
     training_flag(
+        "least_rms",
+        None,
+        "a step of adafactor is a share of its tensor's root mean square, and a smaller one counts as this: "
+        "a larger number lets layers that start at zero grow sooner (default: 1e-3)",
+        type=positive,
+    ),
+    training_flag(
         "momentum",
         None,
         "decay of the momentum of sgd (default: 0.9) and muon (default: 0.95)",

@@ -27,6 +27,7 @@ from harness import flags
 from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
 from lowprec.evidence import KIND_OF_MODEL
+from lowprec.optimizers.adafactor import Adafactor
 from lowprec.optimizers.build import argument_names, classes_of
 from lowprec.recipes import Recipe
 from precision import PRECISION_FLAGS, recipe_of_run
@@ -250,6 +251,8 @@ def _refuse_idle(config, known):
                 f"--beta2 {config.beta2:g}: --optimizer {config.optimizer} has no beta2; drop it, or choose "
                 "adamw, lion or muon"
             )
+    if config.least_rms is not None and optimizers != (Adafactor,):
+        raise Refused(f"--least_rms {config.least_rms:g} is for --optimizer adafactor: add that, or drop it")
     if config.weight_decay_on != known["weight_decay_on"].default and not config.weight_decay:
         raise Refused(
             f"--weight_decay_on {config.weight_decay_on}: nothing decays without --weight_decay; add that, "

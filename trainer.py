@@ -27,6 +27,7 @@ from lowprec import fsdp, ledger
 from lowprec.activations import Meter, recompute, recomputed_blocks
 from lowprec.cast import exact_modules
 from lowprec.errors import Refused
+from lowprec.optimizers import adafactor
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
 from lowprec.rules import refuse_optimizer
@@ -127,7 +128,7 @@ class Trainer:
             optimizer=c.optimizer,
             lr=c.lr,
             betas=(0.9, c.beta2),
-            eps=c.eps,
+            eps=c.eps if c.least_rms is None else (adafactor.EPS[0], c.least_rms),
             weight_decay=c.weight_decay,
             clip_grad=c.clip_grad,
             momentum=c.momentum,

@@ -21,6 +21,8 @@ COL_VAR = Site(
     ("fp32", "bf16"), {"fp32": "one number a column of a matrix", **MOVES_SLOWLY}, follows="exp_avg_sq"
 )
 
+EPS = 1e-30, 1e-3  # of squares, of weights
+
 
 class AdafactorNumbers(NamedTuple):
     """What a step reads."""
@@ -37,9 +39,9 @@ class Adafactor(ByTensor):
 
     A convolution's kernel [out, in, ...] is the matrix [out, rest]; vectors keep all of exp_avg_sq. A step
     is min(lr, 1/sqrt(t)) of the tensor's RMS (at least eps[1]), clipped to an RMS of `clip` before that. So
-    a tensor that starts at zero, as the last layer of many diffusion nets, grows slowly at first. The squares
-    decay by 1 - t^beta2_decay. eps[0] is added to g^2, as the paper has it; torch.optim.Adafactor
-    bounds their mean instead, by 1.2e-7, which changes gradients below 3e-4.
+    a tensor that starts at zero, as the last layer of many diffusion nets, grows slowly at first, and sooner
+    with a larger eps[1]. The squares decay by 1 - t^beta2_decay. eps[0] is added to g^2, as the paper has it;
+    torch.optim.Adafactor bounds their mean instead, by 1.2e-7, which changes gradients below 3e-4.
     """
 
     moments = ("row_var", "col_var", "exp_avg_sq")
@@ -47,9 +49,7 @@ class Adafactor(ByTensor):
     signed = dict.fromkeys(moments, False)
     flags = {"lr": 1e-2}
 
-    def __init__(
-        self, params, lr=1e-2, beta2_decay=-0.8, eps=(1e-30, 1e-3), clip=1.0, weight_decay=0.0, **writing
-    ):
+    def __init__(self, params, lr=1e-2, beta2_decay=-0.8, eps=EPS, clip=1.0, weight_decay=0.0, **writing):
         if isinstance(eps, int | float):
             raise Refused(f"eps={eps:g}: adafactor's is a pair, (of squares, of weights)")
         options = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), clip=clip, weight_decay=weight_decay)

@@ -114,6 +114,12 @@ def test_adafactor_is_torchs(scale):
     against("adafactor", theirs, SHAPES, scale=scale, tolerance=1e-5, **options)
 
 
+def test_adafactor_counts_a_small_tensor_as_eps_of_weights_as_torchs_does():
+    options, least = dict(lr=0.01, weight_decay=0.1), 0.3  # the weights have 0.1
+    theirs = lambda params: torch.optim.Adafactor(params, eps=(None, least), **options)  # noqa: E731
+    against("adafactor", theirs, SHAPES, tolerance=1e-5, eps=(1e-30, least), **options)
+
+
 def adafactor_in_fp64(w, m, g, step, lr):
     """One step of algorithms 4 and 6 of arXiv 1804.04235, with decoupled decay 0.1. m: {name: moment}."""
     squares, rest = g * g + 1e-30, step**-0.8

@@ -303,6 +303,15 @@ def test_an_eps_that_an_optimiser_has_not_is_refused(name, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_least_rms_reaches_adafactor_and_no_other(capsys):
+    flags = {"optimizer": "adafactor", "least_rms": 0.05, "batch_size": 4}
+    run = trainer.Trainer(strategies.settle(flags))
+    assert [group["eps"] for group in run.precision.optimizer.param_groups] == [(1e-30, 0.05)]
+    for other in ("adamw", "muon", "torch"):
+        assert cli.quick("--optimizer", other, "--least_rms", 0.05) == 2
+        assert "--least_rms 0.05 is for --optimizer adafactor" in cli.one_line(capsys)
+
+
 def test_an_eps_reaches_adamw():
     run = trainer.Trainer(strategies.settle({"eps": 1e-3, "batch_size": 4}))
     assert [group["eps"] for group in run.precision.optimizer.param_groups] == [1e-3]
