@@ -76,4 +76,18 @@ def advice_lines(run):
     if initial_share > LATE_AVERAGE and c.ema_decay < 1 and not c.ema_warmup:
         late = f"after {c.steps:,} steps the average that is scored and drawn holds {initial_share:.0%}"
         found.append(f"--ema_decay {c.ema_decay:g}: {late} of the initial weights; add --ema_warmup")
+    if c.optimizer == "adafactor" and c.least_rms is None:
+        zeros = _matrices_of_zeros(run.precision.params)
+        if zeros:
+            late = f"{zeros} matrices start at zero and grow late, for a step is a share of a tensor's size"
+            found.append(f"--optimizer adafactor: {late}; --least_rms 0.05 or 0.1 lets them grow sooner")
     return found
+
+
+def _matrices_of_zeros(params):
+    """How many matrices and kernels hold zeros alone; none on the meta device, as in a dry run."""
+    zeros = 0
+    for p in params:
+        if p.dim() > 1 and not p.is_meta and not p.any():
+            zeros += 1
+    return zeros
