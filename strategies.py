@@ -251,6 +251,8 @@ def _refuse_idle(config, known):
                 f"--beta2 {config.beta2:g}: --optimizer {config.optimizer} has no beta2; drop it, or choose "
                 "adamw, lion or muon"
             )
+    if config.eps is not None and optimizers == (Adafactor,):
+        raise Refused(f"--eps {config.eps:g}: adafactor has --least_rms in its place; give that, or drop it")
     if config.least_rms is not None and optimizers != (Adafactor,):
         raise Refused(f"--least_rms {config.least_rms:g} is for --optimizer adafactor: add that, or drop it")
     if config.weight_decay_on != known["weight_decay_on"].default and not config.weight_decay:

@@ -72,10 +72,10 @@ class Precision:
     tensors. r: its Recipe; None: fp32 everywhere.
 
     groups: parameter groups with their own lr, weight_decay or optimizer; None: one group of all that are
-    trained. optimizer: see build.build; lr, betas, eps, momentum, nesterov: None for its own.
-    accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none; clip_tensor: the same of
-    each tensor by itself. grad_release: update within backward, see release.py. states_on: where moments are
-    kept, 'device' or 'cpu', see offload.py.
+    trained. optimizer: see build.build; lr, betas, eps (a pair for Adafactor), momentum, nesterov: None for
+    its own. accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none; clip_tensor: the
+    same of each tensor by itself. grad_release: update within backward, see release.py. states_on: where
+    moments are kept, 'device' or 'cpu', see offload.py.
 
     ema_decay: of the average 'ema', whose dtype and rounding are sites of the recipe; None for no average.
     ema_warmup: let it start low, see average.EMA. averages: further ones, as 'DECAY:DTYPE[:UPDATE]'.
@@ -99,7 +99,7 @@ class Precision:
         groups: Iterable[dict] | None = None,
         lr: float | None = None,
         betas: tuple[float, float] | None = None,
-        eps: float | None = None,
+        eps: float | tuple[float, float] | None = None,
         momentum: float | None = None,
         nesterov: bool | None = None,
         weight_decay: float = 0.0,

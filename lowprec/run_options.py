@@ -27,7 +27,7 @@ class RunOptions:
     groups: list[dict] | None
     lr: float | None
     betas: tuple[float, float] | None
-    eps: float | None
+    eps: float | tuple[float, float] | None
     momentum: float | None
     nesterov: bool | None
     weight_decay: float

@@ -51,7 +51,7 @@ class Adafactor(ByTensor):
 
     def __init__(self, params, lr=1e-2, beta2_decay=-0.8, eps=EPS, clip=1.0, weight_decay=0.0, **writing):
         if isinstance(eps, int | float):
-            raise Refused(f"eps={eps:g}: adafactor's is a pair, (of squares, of weights)")
+            raise Refused(f"eps={eps:g}: adafactor's is a pair, of squares and of weights, as {EPS}")
         options = dict(lr=lr, beta2_decay=beta2_decay, eps=tuple(eps), clip=clip, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
 

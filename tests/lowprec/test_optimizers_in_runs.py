@@ -294,13 +294,24 @@ def test_every_site_of_an_optimiser_is_explained():
     assert set(Adafactor.signed.values()) == {False} and Lion.flags["lr"] == 1e-4
 
 
-NO_EPS = {"sgd": "--eps belongs", "lion": "--eps belongs", "adafactor": "is a pair"}
+NO_EPS = {"sgd": "--eps belongs", "lion": "--eps belongs", "adafactor": "adafactor has --least_rms"}
 
 
 @pytest.mark.parametrize("name, said", NO_EPS.items())
 def test_an_eps_that_an_optimiser_has_not_is_refused(name, said, capsys):
     assert cli.quick("--optimizer", name, "--eps", "1e-6") == 2
     assert said in capsys.readouterr().err
+
+
+def test_adafactor_refuses_eps_beside_least_rms_and_a_loop_gives_it_a_pair(capsys):
+    assert cli.quick("--optimizer", "adafactor", "--least_rms", 0.05, "--eps", "1e-6") == 2
+    assert "adafactor has --least_rms" in cli.one_line(capsys)
+
+    def made(eps):
+        return Precision(nn.Linear(4, 4), optimizer="adafactor", eps=eps).optimizer
+
+    refused(lambda: made(0.05), "a pair, of squares and of weights, as (1e-30, 0.001)")
+    assert made((1e-30, 0.05)).param_groups[0]["eps"] == (1e-30, 0.05)
 
 
 def test_a_least_rms_reaches_adafactor_and_no_other(capsys):
