@@ -7,6 +7,8 @@ The adapters follow the recipe as all trained weights do: their dtype is that of
 frozen says what the layers beside them are held in.
 """
 
+import collections
+
 from torch import nn
 
 from ..errors import Refused
@@ -58,8 +60,9 @@ class Adapted(nn.Module):
 
 
 class Lora(Method):
-    """Adapters of this rank on all linear layers and convolutions of `model` but embeddings and the head, in
-    place; all its own parameters are frozen. Raises Refused where no layer is wider than the rank.
+    """Adapters of this rank on all linear layers and convolutions of `model` but embeddings, the head and
+    layers that share their weight, in place; all its own parameters are frozen. Raises Refused where no layer
+    is wider than the rank.
     """
 
     def __init__(self, model, rank):
@@ -67,6 +70,7 @@ class Lora(Method):
         self.layers = []  # names of the modules that are Adapted
         role_of = roles(model)
         stay = {module for name, module in model.named_modules() if role_of[name] & ROLES_LEFT_OUT}
+        stay |= _with_shared_weights(model)
         named = model.named_modules(remove_duplicate=False)  # a layer may have several names
         found = [(name, module) for name, module in named if name and takes_adapter(module, rank)]
         model.requires_grad_(False)
@@ -117,6 +121,18 @@ def takes_adapter(module, rank):
     one_group = getattr(module, "groups", 1) == 1
     outputs, inputs = module.weight.shape[:2]
     return one_group and min(outputs, inputs) > rank
+
+
+def _with_shared_weights(model):
+    """The modules whose weight another module has too, as a decoder that is tied to an embedding. An adapter
+    of one of them can't be merged into the weight of both.
+    """
+    owners = collections.defaultdict(list)  # {weight: modules}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners[weight].append(module)
+    return {module for modules in owners.values() if len(modules) > 1 for module in modules}
 
 
 def merged_adapter(values, name):

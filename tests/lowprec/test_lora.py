@@ -142,3 +142,25 @@ def test_a_layer_whose_weight_is_computed_gets_no_adapter():
     run = Precision(net, recipe(), lora=4)
     one_step(run, 0)
     assert set(run.weights()) == before
+
+
+class Tied(Net):
+    """A net one of whose layers has the weight of another, as a decoder may have an embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Linear(32, 32)
+        self.decoder.weight = self.body[2].weight
+
+    def forward(self, x):
+        return self.head(self.decoder(self.body(self.wide(self.conv(x)).flatten(1))))
+
+
+def test_merged_weights_are_those_of_the_run_where_layers_share_a_weight():
+    model, other = Tied(), Tied()
+    run = Precision(model, recipe(), lr=1e-2, lora=4, ema_decay=0.0)
+    for step in range(3):
+        one_step(run, step)
+    other.load_state_dict(run.weights("raw"))
+    x = draw(4, 3, 8, 8)
+    torch.testing.assert_close(other(x), run(x))
