@@ -262,7 +262,7 @@ class Cast:
             self._find_frozen(model, r, exact)
         if r.low_weights:
             self._cast_low(model, r, exact)
-        elif self.dtype_of_frozen:
+        elif self.dtype_of_frozen or self.dtypes:
             self._cast_wide(model)
         else:
             model.float()
@@ -273,7 +273,8 @@ class Cast:
         weights = r.dtype("weights")
         self.averages = averages_inside(model)
         for module, dtype in dtypes_of_frozen(model, r, self.dtypes, self.averages).items():
-            if dtype != weights and module not in exact:
+            keeps_statistics = r.buffers == "fp32" and _keeps_statistics(module)
+            if dtype != weights and module not in exact and not keeps_statistics:
                 self.dtype_of_frozen[module] = dtype
 
     def _cast_low(self, model, r, exact):
@@ -288,11 +289,15 @@ class Cast:
                 module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
 
     def _cast_wide(self, model):
-        """As model.float(), but for the frozen parts."""
+        """As model.float(), but for the frozen weights and the buffers that `dtypes` names."""
         dtype_of = {}
         for module, dtype in self.dtype_of_frozen.items():
-            for t in (*_own_parameters(module), *module.buffers(recurse=False)):
-                dtype_of[t] = dtype
+            for p in _own_parameters(module):
+                dtype_of[p] = dtype
+        for name, buffer in model.named_buffers():
+            chosen = matching(name, self.dtypes)
+            if chosen:
+                dtype_of[buffer] = DTYPE_OF_NAME[chosen]
 
         def wide(t):
             if not t.is_floating_point():

@@ -95,3 +95,15 @@ def test_buffers_resume():
     train_rotary(again, 3, seed=1)
     for (name, a), b in zip(model.named_buffers(), other.buffers(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_statistics_beside_adapters_keep_their_bits_in_a_frozen_bf16_base():
+    torch.manual_seed(0)
+    model = Rotary()
+    flags = dict(bf16=True, sites=["frozen=bf16"])
+    run = start(flags, model, lr=1e-2, lora=4, dtypes={"frequencies": "bf16"})
+    train_rotary(run, 20)
+    assert model.layer.base.weight.dtype == BF16 and model.frequencies.dtype == BF16
+    statistics = model.norm.running_mean
+    assert statistics.dtype == model.norm.weight.dtype == torch.float32
+    assert not same(statistics, statistics.to(BF16).float()), "they have fp32's bits"
