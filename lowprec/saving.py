@@ -13,7 +13,8 @@ def state_of(run, trainable_only: bool) -> dict[str, Any]:
     """Precision.state_dict."""
     weights = run.model.state_dict()
     if trainable_only:
-        own = {name for name, p in run.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        trained = set(run.params)  # also those that were frozen since: they have moments and an average
+        own = {name for name, p in run.model.named_parameters(remove_duplicate=False) if p in trained}
         own.update(name for name, _ in run.model.named_buffers(remove_duplicate=False))
         weights = {name: t for name, t in weights.items() if name in own}
     state = {

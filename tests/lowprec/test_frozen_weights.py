@@ -125,6 +125,24 @@ def test_trained_weights_are_saved_alone_and_resume(flags):
     refused(lambda: again.load_state_dict(saved), "out.bias")
 
 
+@pytest.mark.parametrize("freeze_again", [False, True])
+def test_a_part_that_is_frozen_later_is_saved_with_what_is_trained(freeze_again):
+    def begun(freeze):
+        run = run_of(LOW, BF16)
+        run.model.layers[0].lora_A.requires_grad_(not freeze)
+        return run
+
+    run = begun(False)
+    train(run)
+    run.model.layers[0].lora_A.requires_grad_(False)
+    saved = through_a_file(run.state_dict(trainable_only=True))
+    rest = train(run, 4, 6)
+    again = begun(freeze_again)
+    again.load_state_dict(saved)
+    again.model.layers[0].lora_A.requires_grad_(False)
+    assert train(again, 4, 6) == rest
+
+
 class Codes(nn.Linear):
     """As bitsandbytes' Linear4bit: its state_dict has keys that it does not read back."""
 
