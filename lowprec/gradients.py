@@ -16,7 +16,8 @@ Scale = float | torch.Tensor | ByParameter
 
 def sum_up(run) -> None:
     """Add a micro-batch's gradients to the run's fp32 sums. Raises Refused within no_sync() of DDP."""
-    if run.reduce_sums is None and not getattr(run.forward, "require_backward_grad_sync", True):
+    parallel = run.view_of_model.parallel
+    if run.reduce_sums is None and parallel is not None and not parallel.require_backward_grad_sync:
         raise Refused(
             "micro-batches are summed in fp32 apart from p.grad: DDP would average the last alone: leave "
             "no_sync() out, or take sites=('accumulate=bf16',)"
@@ -27,7 +28,8 @@ def sum_up(run) -> None:
         if p in run.sums:
             run.sums[p].add_(p.grad)
         else:
-            run.sums[p] = p.grad.float()
+            # a copy of an fp32 gradient too: DDP may have given a view of its bucket, which it writes anew
+            run.sums[p] = p.grad.to(torch.float32, copy=True)
         p.grad = None
 
 

@@ -12,7 +12,9 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .copies import copied
 from .errors import Refused
@@ -47,6 +49,8 @@ class CastModule(nn.Module):
         self.__dict__.update(own, _view=view)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._view.around = DistributedDataParallel._active_ddp_module
         return self._view(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -114,7 +114,7 @@ def _check_weight(run, weight):
         raise Refused(f"backward(loss, weight={float(weight):g}): it must be above 0; leave an empty one out")
     if run.release is not None:
         raise Refused("backward(loss, weight=...): grad_release updates before the other weights are known")
-    parallel = hasattr(run.forward, "require_backward_grad_sync")
+    parallel = run.view_of_model.parallel is not None
     if parallel or run.ranks is not None or run.reduce_sums is not None:
         raise Refused(
             "backward(loss, weight=...) knows the weights of one process alone: under DDP and fully_shard "

@@ -38,6 +38,7 @@ class View:
         self.methods = methods
         self.keep = {keep} if isinstance(keep, str) else set(keep)
         self.forward = net  # a compiled or distributed wrapper may take its place
+        self.around: nn.Module | None = None  # the DistributedDataParallel that `module` was last called in
         self.device = next(net.parameters()).device
         base_model: Any = getattr(net, "get_base_model", None)  # PEFT's own forward says *args
         inner = net if base_model is None else base_model()
@@ -69,6 +70,13 @@ class View:
             if self.moves_average:
                 stack.enter_context(MixedLerp())
             yield
+
+    @property
+    def parallel(self) -> nn.Module | None:
+        """The DistributedDataParallel around the net, or around a module that called `module`, or None."""
+        if hasattr(self.forward, "require_backward_grad_sync"):
+            return self.forward
+        return self.around
 
     def exact(self) -> AbstractContextManager:
         """A context in which fp32 products on CUDA are fp32, or TF32 where the recipe says so."""

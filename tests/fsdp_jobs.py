@@ -26,6 +26,7 @@ from torch import nn
 from benchmarks import sharding
 from harness import reduction
 from lowprec.activations import recompute
+from lowprec.errors import Refused
 from lowprec.optimizers import buckets
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.lion import Lion
@@ -289,6 +290,43 @@ def by_its_module(wrapped, spread):
     return found(run)
 
 
+def refuses(run, loss, **options):
+    """Whether a micro-batch is refused with these options of backward."""
+    try:
+        run.backward(loss(*batch(0)), **options)
+    except Refused:
+        return True
+    return False
+
+
+def micro_batches(file):
+    """{what was tried of micro-batches of a net in DDP: whether it is refused}, and the names of tensors that
+    differ where gradients are views of DDP's buckets.
+    """
+    meet()
+    tried = {}
+    flags = dict(pure_bf16=True, sites=["accumulate=fp32", "islands=norm"])
+    for way in (parallel_forward, parallel_wrapper, parallel_module):
+        run = start("", False, flags, accumulate=2)
+        tried[f"weight, {way.__name__}"] = refuses(run, way(run), weight=8)
+        run = start("", False, flags, accumulate=2)
+        loss = way(run)
+        parallel = next(m for m in (run.forward, *loss.modules()) if hasattr(m, "no_sync"))
+        with parallel.no_sync():
+            tried[f"no_sync, {way.__name__}"] = refuses(run, loss)
+    runs = []
+    for as_view in (False, True):
+        run = start("", False, flags, accumulate=2)
+        run.forward = nn.parallel.DistributedDataParallel(run.model, gradient_as_bucket_view=as_view)
+        for step in range(2 * STEPS):
+            x, y = batch(step)
+            run.backward(F.mse_loss(run(x), y))
+            if step % 2:
+                run.step()
+        runs.append(run)
+    told(file, {"refused": tried, "differing": differing(*map(found, runs))})
+
+
 def modules(file):
     """{how run.module is wrapped: names of tensors that differ from those of a run that is not spread}."""
     meet()
@@ -300,8 +338,6 @@ def modules(file):
 
 def refused(file):
     """{what was tried: the line}."""
-    from lowprec.errors import Refused
-
     meet()
     tries = {
         "adafactor": lambda: start("stochastic", spread=True, optimizer="adafactor"),

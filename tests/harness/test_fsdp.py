@@ -98,6 +98,12 @@ def test_run_module_in_a_wrapper_takes_the_same_steps_under_ddp_and_fully_shard(
     assert len(differing) == 4 and not any(differing.values()), differing
 
 
+def test_micro_batches_that_ddp_would_not_see_are_refused_and_the_others_are_summed(ranks):
+    words = told(ranks, 2, "micro_batches")
+    assert len(words["refused"]) == 6 and all(words["refused"].values()), words["refused"]
+    assert not words["differing"]
+
+
 # ---- Bad input ---------------------------------------------------------------------------------------------
 
 
