@@ -34,6 +34,11 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
             "fully_shard (--fsdp) gathers weights in forward, and this net calls parts apart from it: "
             "train it without --fsdp, or call them in its forward"
         ) from error
+    if "uniform original parameter dtype" in text:
+        raise Refused(
+            "fully_shard gathers a block in one dtype, and a block of this net has norms or islands that "
+            "stay fp32 beside its bf16 weights: spread these first by themselves, fully_shard(block.norm)"
+        ) from error
     if not view.recipe.low_weights:
         return
     if NO_BF16_KERNEL_ERROR.search(text):

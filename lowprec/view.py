@@ -142,7 +142,7 @@ class View:
                 with self.context():
                     out = function(*args, **kwargs)
                 break
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, AssertionError) as error:
                 if start is None or not adapt(error, self):
                     explain(error, self, {**dict(zip(_names(arguments, args), args, strict=True)), **kwargs})
                     raise

@@ -30,6 +30,7 @@ from lowprec.errors import Refused
 from lowprec.optimizers import buckets
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.lion import Lion
+from lowprec.precision import Precision, recipe
 
 # ---- Jobs --------------------------------------------------------------------------------------------------
 
@@ -336,6 +337,15 @@ def modules(file):
     told(file, {name: differing(by_its_module(*way), want) for name, way in ways.items()})
 
 
+def spread_with_statistics():
+    """A call of a net whose owner has spread a norm, which stays fp32, with bf16 weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16))
+    fully_shard(net)
+    Precision(net, recipe(pure_bf16=True), ema_decay=None)(batch(0)[0])
+
+
 def refused(file):
     """{what was tried: the line}."""
     meet()
@@ -349,6 +359,7 @@ def refused(file):
         "grad_release": lambda: start("stochastic", spread=True, grad_release=True),
         "average_on": lambda: start("stochastic", spread=True, average_on="cpu"),
         "states_on": lambda: start("stochastic", spread=True, states_on="cpu"),
+        "statistics": spread_with_statistics,
     }
     said = {}
     for name, act in tries.items():

@@ -119,6 +119,7 @@ def test_what_can_not_be_spread_is_refused_in_a_line(ranks):
         "grad_release": "leave one out",
         "average_on": "leave one out",
         "states_on": "leave one out",
+        "statistics": "fully_shard(block.norm)",
         "generator": "blank=",
     }
     assert said.keys() == words.keys()
