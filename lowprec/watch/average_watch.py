@@ -18,6 +18,7 @@ class AverageWatch:
         self.stood_at = {}  # {number of a tensor: its sample where it stood last}
         self.count = None  # what its own counter says; None where it has none
         self.fell = None  # (what it said, a smaller number that it said later)
+        self.put_back = False  # whether it fell to what an earlier average counted
         self.counts_up = False  # whether it ever said more
         self.moves = 0  # looks at which the average moved, where there is a counter
         self.counted_at = 0  # the step that changed the counter last
@@ -32,6 +33,10 @@ class AverageWatch:
             return
         self.average.step = step
         updated = self.count_now(step)
+        if self.put_back:
+            self.writes.forget()
+            self.waiting = False
+            return
         index, before = self.writes.shadows["ema"]
         shadow = self.average.shadow
         taken = [self.writes.pick(shadow[self.names[i]]) for i in index]
@@ -76,12 +81,17 @@ class AverageWatch:
     def count_now(self, step):
         """Notice that the average's counter has changed. Returns whether it counts an update since."""
         count = self.average.counts()
+        self.put_back = False
         if count == self.count:
             return False
         if self.count is not None:
             self.counts_up = True
             if count is not None and count < self.count:
-                self.fell = self.count, count
+                self.put_back = count > step - self.counted_at
+                if self.put_back:
+                    self.writes.last.clear()
+                else:
+                    self.fell = self.count, count
             self.longest_pause = max(self.longest_pause, step - self.counted_at)
         counts_more = self.count is not None and count is not None and count > self.count
         self.count, self.counted_at = count, step

@@ -345,7 +345,7 @@ FAULTS_OF_SAVED_STATES = [
             measure=saved_v_is_narrow,
             text="exp_avg_sq is {dtype}: rounded to nearest it can grow and not shrink[; {shrunk:.1%} of its "
             "entries shrank]",
-            remedy="fp32 states, or stochastic rounding",
+            remedy="fp32 states, or stochastic rounding; nothing, if they are rounded so",
         ),
     ],
     [

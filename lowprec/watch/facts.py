@@ -267,6 +267,7 @@ class Facts:
         self.counted = None  # (dtype of the counter, looks in which it did not count, its last value)
         self.behind = 0  # how many steps less than we it has counted
         self.fell = None  # (a count, a later and smaller one)
+        self.put_back = False  # whether it fell to that of an earlier state, as by a rollback
         self.before = None  # the counter before a step
 
     def at_rate(self, rate, step):

@@ -513,6 +513,15 @@ FAULTS_OF_TENSOR = [
         Fault(
             site="step",
             limit=0.0,
+            measure=measures.counter_put_back,
+            text="its step counter fell from {before:g} to {after:g}: an earlier state was put back",
+            remedy="nothing, if the weights were put back with it",
+            severity="note",
+            rank=3.0,
+        ),
+        Fault(
+            site="step",
+            limit=0.0,
             measure=measures.counter_fell_with_moments,
             text="its step counter fell from {before:g} to {after:g}, and its moments began anew with it",
             remedy="restore the optimiser's state at a resume; nothing, if it is a restart by plan",

@@ -373,6 +373,11 @@ def counter_fell(one):
     return Figure(before - after, {"before": before, "after": after})
 
 
+def counter_put_back(one):
+    """the same where it then counts more steps than there were since the last look"""
+    return counter_fell(one) if one.facts.put_back else None
+
+
 def counter_fell_with_moments(one):
     """the same where its moments began anew with it"""
     return counter_fell(one) if one.facts.begun_anew else None

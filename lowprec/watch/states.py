@@ -19,6 +19,8 @@ class States:
         self.pick = pick
         self.last = None  # (step, numbers of tensors, lengths, exp_avg_sq after it) of the last look
         self.weights = {}  # {number of a tensor: what it held after that look}
+        self.looked_at = 0  # the step of the last look
+        self.put_back: set[int] = set()  # of this look's tensors those whose state is an earlier one
 
     def of(self, p):
         """What the optimiser keeps for a parameter, a dict."""
@@ -49,18 +51,27 @@ class States:
                 facts.v_reset = step, None
                 facts.begun_anew = self._begun_anew(look, k, 1.0)
                 reset.append(k)
-            elif fell[k] > 0.1:
+            elif fell[k] > 0.1 and k not in self.put_back:
                 facts.v_reset = step, fell[k]
                 facts.begun_anew = self._begun_anew(look, k, fell[k])
                 reset.append(k)
         self._compare_weights(look, reset)
 
     def find_restarts(self, look, step):
-        """Find what began anew with counters that fell since the last look."""
+        """Find what began anew with counters that fell since the last look, or was put back to an earlier
+        state: its counter has counted more steps than there were since.
+        """
         restarted = []
+        self.put_back = set()
         for k, p in enumerate(look.params):
             facts = self.facts[look.index[k]]
-            if facts.counted and (steps_of(self.of(p)) or 0) < facts.counted[2]:
+            count = steps_of(self.of(p)) or 0
+            if not facts.counted or count >= facts.counted[2]:
+                continue
+            facts.put_back = count >= step - self.looked_at
+            if facts.put_back:
+                self.put_back.add(k)
+            else:
                 facts.begun_anew = "moments" if self._has_new_moments(look, k, step) else ""
                 restarted.append(k)
         self._compare_weights(look, restarted)
@@ -128,6 +139,7 @@ class States:
 
     def stepped(self, look, step):
         """Remember the second moments after a step, and compare its counters."""
+        self.looked_at = step
         if look.v is not None:
             self.last = step, look.index, look.lengths, look.new_v
             self.weights = dict(zip(look.index, look.new.split(look.lengths), strict=True))

@@ -1,11 +1,15 @@
 """Weights that others write, noise that is none, restarts: each is named rightly."""
 
+import copy
+
 import pytest
 import test_broken_runs
 import torch
+from common import draw
 from test_watch_loop import eager, losing, net
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lowprec import rounding
+from lowprec import Watch, rounding
 
 eager = eager
 FIRST = test_broken_runs.FIRST
@@ -288,6 +292,28 @@ def test_a_restart_by_plan_is_not_severe(weights, momentum, at, severity):
     assert found == [severity], str(watch)
     if weights:
         assert not [f for f in watch.findings() if f.severity == "severe"], str(watch)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_checkpoint_that_is_put_back_is_a_note(every):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    watch = Watch(model, optimizer, average, every=every)
+    parts = (model, optimizer, average)
+    for step in range(60):
+        x = draw(32, 16, seed=step)
+        optimizer.zero_grad()
+        (model(x) - x[:, :4]).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+        if step == 25:
+            saved = [copy.deepcopy(part.state_dict()) for part in parts]
+        if step == 42:  # after a spike of the loss, as it were
+            for part, state in zip(parts, saved, strict=True):
+                part.load_state_dict(state)
+    found = [f for f in watch.findings() if "put back" in f.text]
+    assert found and {f.severity for f in watch.findings()} == {"note"}, str(watch)
 
 
 def dropped(weights="", moments=True, at=20):

@@ -366,6 +366,7 @@ ROWS = {
         averages(0.9, **WANTED, arrived=4.0),
         averages(0.9, **WANTED, arrived=2.0),
     ),
+    "step put back": ("step", "note", "state was put back", facts(fell=(9, 7), put_back=True), None),
     "step fell": ("step", "severe", "fell from 9 to 2", facts(fell=(9, 2)), None),
     "step stuck, narrow": (
         "step",
