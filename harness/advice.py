@@ -3,6 +3,7 @@
 from harness.run_folder import check_export
 from lowprec.errors import Refused
 from lowprec.fsdp import policy_note
+from lowprec.optimizers.build import classes_of
 from lowprec.rules import COMMAND_RULES, RunFacts, check_machine, refuse
 
 LATE_AVERAGE = 0.1  # of the initial weights in an average: more shows in what it draws
@@ -46,6 +47,8 @@ def recipe_notes(run):
         for name in ("average_on", "states_on"):
             if getattr(c, name) == "cpu":
                 found.append(f"--{name} cpu changes nothing: the weights are on the CPU too")
+    if c.noise_seed is not None and not _draws_noise(c, recipe):
+        found.append(f"--noise_seed {c.noise_seed} changes nothing: this recipe rounds nothing at random")
     if recipe.loss_scale != "dynamic":
         for name, value in run.table.pick(c, "scaler").items():
             if value != run.table[name].default:
@@ -55,6 +58,15 @@ def recipe_notes(run):
     if c.fsdp and policy_note(recipe):
         found.append(policy_note(recipe))
     return found
+
+
+def _draws_noise(config, recipe):
+    """Whether anything is rounded at random. Other people's optimisers may do so."""
+    if not classes_of(config.optimizer):
+        return True
+    writes = (recipe.update, recipe.ema_update, recipe.reduce_update)
+    gradients_of_fp4 = recipe.fp4 is not None and recipe.fp4.grads != "nearest"
+    return "stochastic" in writes or recipe.master == "split8" or gradients_of_fp4
 
 
 def advice_lines(run):
