@@ -28,6 +28,7 @@ from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
 from lowprec.evidence import KIND_OF_MODEL
 from lowprec.optimizers.adafactor import Adafactor
+from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.build import argument_names, classes_of
 from lowprec.recipes import Recipe
 from precision import PRECISION_FLAGS, recipe_of_run
@@ -253,6 +254,9 @@ def _refuse_idle(config, known):
             )
     if config.eps is not None and optimizers == (Adafactor,):
         raise Refused(f"--eps {config.eps:g}: adafactor has --least_rms in its place; give that, or drop it")
+    if config.eps is not None and optimizers and AdamW not in optimizers:
+        has_none = f"--eps {config.eps:g}: --optimizer {config.optimizer} has no eps"
+        raise Refused(f"{has_none}; drop it, or choose adamw or muon")
     if config.least_rms is not None and optimizers != (Adafactor,):
         raise Refused(f"--least_rms {config.least_rms:g} is for --optimizer adafactor: add that, or drop it")
     if config.weight_decay_on != known["weight_decay_on"].default and not config.weight_decay:
@@ -264,13 +268,22 @@ def _refuse_idle(config, known):
 
 # ---- A net without a run -----------------------------------------------------------------------------------
 
+# groups of flags that say nothing of a net, its data and its loss
+GROUPS_BESIDE_ADVICE = ("training", "precision", "machine", "run")
+
 
 def advice_subject(words, spec=None):
     """What `train.py --advise` asks about: an advice.subjects.Subject with the net of these flags on the meta
     device, and the task's own loss. spec: the --task among them.
     """
-    parser = flag_table(spec).parser("train.py --advise", "the flags of train.py")
-    run = settle(vars(parser.parse_args(words)), typed=True)
+    table = flag_table(spec)
+    given = vars(table.parser("train.py --advise", "the flags of train.py").parse_args(words))
+    for name in given:
+        if table[name].group in GROUPS_BESIDE_ADVICE and name != "finetune":
+            instead = "write --batch" if name == "batch_size" else "drop it"
+            idle = f"--{name} changes nothing beside --advise, which tells of each recipe with AdamW"
+            raise Refused(f"{idle}: {instead}")
+    run = settle(given, typed=True)
     task = run.kind(run.kind.load(run.config), run.recipe, run.config)
     with torch.device("meta"):
         net = task.net()

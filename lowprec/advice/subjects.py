@@ -65,8 +65,12 @@ def kind_of(net: nn.Module) -> str | None:
 
 def of_module(net: nn.Module, loss=None, image_size=None, seq=None, name=None) -> Subject:
     """A net of one's own. Without a `loss`, image_size (pixels) or seq (tokens) say what it is called with:
-    images of as many channels as its first convolution takes, or token numbers.
+    images of as many channels as its first convolution takes, or token numbers. Raises Refused for one of
+    these beside a loss.
     """
+    if loss is not None and (image_size or seq):
+        given = "--image_size" if image_size else "--seq"
+        raise Refused(f"{given} says what a net is called with, and this one brings its loss: drop it")
     name = name or type(net).__name__
     why = ""
     if loss is None and image_size:

@@ -401,6 +401,8 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
         ("--params 1e6 --gpus two", "1 or more"),
         ("--params many", "many"),
         ("--net mine.py:build --image_size -4", "1 or more"),
+        ("--net mine.py:with_loss --image_size 64", "--image_size says what a net is called with"),
+        ("--net mine.py:with_loss --seq 64", "--seq says what a net is called with"),
         ("--params 1e6 --kind cat", "choose from"),
         ("--params 1e6 --lr -1", "above 0"),
         ("--params 1e6 --time", "can't be called"),
@@ -445,6 +447,11 @@ def test_bad_words_are_one_line(capsys, mine, words, said):
         ("--model dit --size S/3", 2, "patch size 3"),
         ("--task nothing", 2, "rflow"),
         ("--check", 2, "--check"),
+        ("--task classify --batch_size 256", 2, "write --batch"),
+        ("--task language --optimizer sgd", 2, "--optimizer changes nothing beside --advise"),
+        ("--task language --checkpoint_activations", 2, "--checkpoint_activations changes nothing"),
+        ("--task language --pure_bf16", 2, "--pure_bf16 changes nothing"),
+        ("--data fashion_mnist --white 4095", 2, "drop it"),
     ],
 )
 def test_train_asks_of_its_own_nets(capsys, words, status, said):
