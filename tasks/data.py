@@ -83,9 +83,18 @@ def load(
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
     if targets == "inputs" and word != "folder":
         raise Refused(f"{word} has no pairs: use --data folder:PATH with PATH/inputs and PATH/targets")
+    if word != "folder":
+        refuse_ways_to_read_files(white, pages)
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
     return loader(Wish(path, targets, image_size, seed, white, pages))
+
+
+def refuse_ways_to_read_files(white, pages):
+    """Raises Refused for --white and --pages beside data that are no folder of images."""
+    for flag, changed in (("white", white != folders.WHITE_16_BIT), ("pages", pages != "first")):
+        if changed:
+            raise Refused(f"--{flag} says how image files are read, for --data folder:PATH: drop it")
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------

@@ -132,6 +132,14 @@ class Generation(Task):
 
     @classmethod
     def load(cls, config):
+        data = cls._load(config)
+        if not data.num_classes and config.guidance != 1:
+            idle = f"--guidance {config.guidance:g} steers by labels, and here the net has none"
+            raise Refused(f"{idle}: give --guidance 1")
+        return data
+
+    @classmethod
+    def _load(cls, config):
         c = config
         if c.condition not in ("masks", "inputs"):
             return two_of_each(super().load(c))

@@ -23,6 +23,7 @@ from harness.flags import Flag, amount, natural
 from lowprec.attention import Attend
 from lowprec.errors import Refused
 from lowprec.layers.fp8 import Scaling
+from tasks.data import refuse_ways_to_read_files
 from tasks.task import Task
 
 VOCABULARY = 256
@@ -283,6 +284,7 @@ class Language(Task):
     def check(cls, config):
         if config.image_size is not None:
             raise Refused(f"--image_size {config.image_size}: a text has no images; drop it")
+        refuse_ways_to_read_files(config.white, config.pages)
 
     @classmethod
     def load(cls, config):

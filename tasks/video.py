@@ -11,6 +11,7 @@ from harness.flags import Flag, natural, several
 from lowprec.errors import Refused
 from tasks import video_metrics
 from tasks.clip_sets import SPRITE_CLIPS, SPRITE_SIDE, folder, sprites
+from tasks.data import refuse_ways_to_read_files
 from tasks.task import Task, picture
 
 # one colour a slot, the same in all frames
@@ -81,6 +82,7 @@ class Video(Task):
         if c.image_size is not None and c.image_size < 16:
             raise Refused(f"--image_size {c.image_size} is too small for clips: give at least 16")
         if word == "sprites" and not where:
+            refuse_ways_to_read_files(c.white, c.pages)
             return sprites(c.image_size or SPRITE_SIDE, c.frames, c.seed, c.clips)
         if c.clips != SPRITE_CLIPS:
             raise Refused(f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it")

@@ -251,6 +251,13 @@ BAD_INPUT = {
     "--task language --image_size 16": "a text has no images",
     "--task steve --data folder:three --clips 5": "--clips 5 is of --data sprites",
     "--weight_decay_on all": "nothing decays without --weight_decay",
+    "--condition masks --guidance 3": "give --guidance 1",
+    "--white 4095": "--white says how image files are read",
+    "--data synthetic --pages all": "--pages says how image files are read",
+    "--task language --white 4095": "--white says",
+    "--task steve --pages all": "--pages says",
+    "--optimizer lion --eps 1e-5": "choose adamw or muon",
+    "--optimizer sgd --momentum 0 --nesterov on": "set momentum",
 }
 
 

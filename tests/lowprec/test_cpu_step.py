@@ -131,7 +131,7 @@ def test_an_optimiser_writes_the_same_bits_without_it(kinds, spoilt, nearest_roo
     assert differing(ours, trained({**kinds, "compiled": False}, spoilt=spoilt)) == 0
 
 
-OTHERS = {"SGD": (SGD, {}), "SGD, Nesterov": (SGD, {"nesterov": True}), "Lion": (Lion, {})}
+OTHERS = {"SGD": (SGD, {}), "SGD, Nesterov": (SGD, {"momentum": 0.9, "nesterov": True}), "Lion": (Lion, {})}
 WRITES = [
     *(("stochastic", {}, form) for form in ("fp32", "bf16", "int8", "int4")),
     *(("nearest", {"update": "nearest"}, form) for form in ("bf16", "int8")),
