@@ -366,7 +366,7 @@ def _words_of_yaml(row, value, path, parser):
     if isinstance(row.default, bool):
         if str(value).lower() not in YAML_SWITCHES:
             parser.error(f"--config {path}: {row.name} is true or false, not {value!r}")
-        if YAML_SWITCHES[value.lower()]:
+        if YAML_SWITCHES[str(value).lower()]:
             return [f"--{row.name}"]
         return []
     if isinstance(row.default, list):

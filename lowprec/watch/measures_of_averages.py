@@ -180,7 +180,7 @@ def average_young(one):
     if decay is None or one.i > 0 or not 0 < decay < 1:
         return None
     remains = decay**steps
-    words = {"remains": remains, "steps": steps, "decay": decay, "less": max(0.0, 1 - 3 / steps)}
+    words = {"remains": remains, "steps": steps, "decay": decay, "less": 0.05 ** (1 / steps)}
     return Figure(remains, words, "")
 
 

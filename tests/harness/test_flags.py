@@ -223,6 +223,8 @@ def test_yaml_reads_as_typed(tmp_path, capsys):
     )
     given = {"lr": 1e-4, "bf16": True, "set": ["ema=bf16", "kahan=on"], "average": ["0.9:bf16"]}
     assert table.read_yaml(path, parser) == given
+    path.write_text("bf16: !!bool true")
+    assert table.read_yaml(path, parser) == {"bf16": True}
     path.write_text("bf16: yes\nfp16: No\nnesterov: on\nprompt: 12:30\nname: 2026-11-23\nlr: ~\nsteps: 010")
     given = {"bf16": True, "nesterov": "on", "prompt": "12:30", "name": "2026-11-23", "steps": 10}
     assert table.read_yaml(path, parser) == given  # YAML's own: true, False, True, 750, a date, None, 8
