@@ -19,7 +19,7 @@ class States:
         self.pick = pick
         self.last = None  # (step, numbers of tensors, lengths, exp_avg_sq after it) of the last look
         self.weights = {}  # {number of a tensor: what it held after that look}
-        self.looked_at = 0  # the step of the last look
+        self.looked_at = {}  # {number of a tensor: the step of its last look}
         self.put_back: set[int] = set()  # of this look's tensors those whose state is an earlier one
 
     def of(self, p):
@@ -68,7 +68,7 @@ class States:
             count = steps_of(self.of(p)) or 0
             if not facts.counted or count >= facts.counted[2]:
                 continue
-            facts.put_back = count >= step - self.looked_at
+            facts.put_back = count >= step - self.looked_at[look.index[k]]
             if facts.put_back:
                 self.put_back.add(k)
             else:
@@ -139,12 +139,12 @@ class States:
 
     def stepped(self, look, step):
         """Remember the second moments after a step, and compare its counters."""
-        self.looked_at = step
         if look.v is not None:
             self.last = step, look.index, look.lengths, look.new_v
             self.weights = dict(zip(look.index, look.new.split(look.lengths), strict=True))
         for i, p in zip(look.index, look.params, strict=True):
             state = self.of(p)
+            self.looked_at[i] = step
             self.facts[i].keeps |= bool(state)
             self._count(self.facts[i], state.get("step"), step)
 
