@@ -256,7 +256,6 @@ BAD_INPUT = {
     "--data synthetic --pages all": "--pages says how image files are read",
     "--task language --white 4095": "--white says",
     "--task steve --pages all": "--pages says",
-    "--optimizer lion --eps 1e-5": "choose adamw or muon",
     "--optimizer sgd --momentum 0 --nesterov on": "set momentum",
 }
 

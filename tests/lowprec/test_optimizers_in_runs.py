@@ -294,7 +294,7 @@ def test_every_site_of_an_optimiser_is_explained():
     assert set(Adafactor.signed.values()) == {False} and Lion.flags["lr"] == 1e-4
 
 
-NO_EPS = {"sgd": "--eps belongs", "lion": "--eps belongs", "adafactor": "adafactor has --least_rms"}
+NO_EPS = {"sgd": "choose adamw or muon", "lion": "--eps belongs", "adafactor": "adafactor has --least_rms"}
 
 
 @pytest.mark.parametrize("name, said", NO_EPS.items())
