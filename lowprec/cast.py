@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
-from .frozen_weights import averages_inside, check_dtype_patterns, dtypes_of_frozen, matching
+from .frozen_weights import averages_inside, check_dtype_patterns, dtypes_of_frozen, frozen_modules, matching
 from .layers import convolutions
 from .optimizers import buckets
 from .roles import roles
@@ -65,12 +65,28 @@ def _keeps_statistics(module):
     return getattr(module, "running_mean", None) is not None and bool(_own_parameters(module))
 
 
-def exact_modules(model: nn.Module, r) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(islands, norm layers with running statistics): modules of a net in bf16 whose weights stay fp32."""
+def exact_modules(model: nn.Module, r, dtypes: Any = ()) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(islands, norm layers with running statistics): modules of a net in bf16 whose weights stay fp32, but
+    for frozen norms that `dtypes` names, {pattern: dtype}.
+    """
     with_statistics = []
     if r.buffers == "fp32":
-        with_statistics = [module for module in model.modules() if _keeps_statistics(module)]
+        named = _named_modules(model, dtypes)
+        for module in model.modules():
+            if _keeps_statistics(module) and module not in named:
+                with_statistics.append(module)
     return _island_modules(model, r.islands), with_statistics
+
+
+def _named_modules(model, dtypes):
+    """The frozen modules one of whose own weights matches a pattern."""
+    found = set()
+    if not dtypes:
+        return found
+    for name, module in frozen_modules(model).items():
+        if any(matching(key, dtypes) for key, _ in module.named_parameters(name, recurse=False)):
+            found.add(module)
+    return found
 
 
 # ---- Trees of tensors --------------------------------------------------------------------------------------
@@ -254,12 +270,12 @@ class Cast:
         self.averages: dict[str, str] = {}
         _remove_borders(model)  # of an earlier Precision, whose islands these need not be
         check_dtype_patterns(model, self.dtypes)
-        islands: list[nn.Module] = []
+        islands, with_statistics = exact_modules(model, r, self.dtypes)
         if r.low_weights:
-            islands, self.whole = exact_modules(model, r)
+            self.whole = with_statistics
         exact = {*islands, *self.whole, *within}
         if frozen and not any(map(buckets.is_spread, model.parameters())):
-            self._find_frozen(model, r, exact)
+            self._find_frozen(model, r, {*exact, *with_statistics})
         if r.low_weights:
             self._cast_low(model, r, exact)
         elif self.dtype_of_frozen or self.dtypes:
@@ -273,8 +289,7 @@ class Cast:
         weights = r.dtype("weights")
         self.averages = averages_inside(model)
         for module, dtype in dtypes_of_frozen(model, r, self.dtypes, self.averages).items():
-            keeps_statistics = r.buffers == "fp32" and _keeps_statistics(module)
-            if dtype != weights and module not in exact and not keeps_statistics:
+            if dtype != weights and module not in exact:
                 self.dtype_of_frozen[module] = dtype
 
     def _cast_low(self, model, r, exact):

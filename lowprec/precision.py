@@ -430,8 +430,8 @@ class Precision:
     # -- state
 
     def state_dict(self, trainable_only: bool = False) -> dict[str, Any]:
-        """Tensors and plain values only: loads with weights_only=True. trainable_only: without the frozen
-        weights, say the base of adapters; buffers are in it.
+        """Tensors and plain values only: loads with weights_only=True. trainable_only: without the
+        weights that were frozen from the start, say the base of adapters; buffers are in it.
 
         Of a model that is spread over ranks DTensors and state.Chunks, of this rank's parts, as
         torch.distributed.checkpoint saves and loads them on any number of ranks.

@@ -2,6 +2,7 @@
 
 
 import common
+import pytest
 import test_view
 import torch
 from common import BF16, draw, same, start, through_a_file
@@ -107,3 +108,13 @@ def test_statistics_beside_adapters_keep_their_bits_in_a_frozen_bf16_base():
     statistics = model.norm.running_mean
     assert statistics.dtype == model.norm.weight.dtype == torch.float32
     assert not same(statistics, statistics.to(BF16).float()), "they have fp32's bits"
+
+
+@pytest.mark.parametrize("flags", [{}, dict(bf16=True), LOW], ids=["fp32", "bf16", "pure_bf16"])
+def test_a_frozen_norm_is_held_as_dtypes_names_it(flags):
+    torch.manual_seed(0)
+    model = Rotary()
+    model.norm.requires_grad_(False)
+    run = start(flags, model, lr=1e-2, dtypes={"norm": "bf16"})
+    train_rotary(run, 2)
+    assert model.norm.weight.dtype == model.norm.running_mean.dtype == BF16
