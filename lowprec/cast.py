@@ -8,7 +8,7 @@ import dataclasses
 import fnmatch
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,9 @@ def _keeps_statistics(module):
     return getattr(module, "running_mean", None) is not None and bool(_own_parameters(module))
 
 
-def exact_modules(model: nn.Module, r, dtypes: Any = ()) -> tuple[list[nn.Module], list[nn.Module]]:
+def exact_modules(
+    model: nn.Module, r, dtypes: Mapping[str, str] | None = None
+) -> tuple[list[nn.Module], list[nn.Module]]:
     """(islands, norm layers with running statistics): modules of a net in bf16 whose weights stay fp32, but
     for frozen norms that `dtypes` names, {pattern: dtype}.
     """

@@ -29,6 +29,7 @@ from tasks.task import Task, picture, two_of_each
 
 __all__ = ["BINS", "TIMESTEPS", "Generation"]
 BINS = 10
+LABEL_DROPOUT = 0.1
 PREVIEW_ROWS = 6  # pictures a label in a preview
 HELDOUT_IMAGES = 256  # held-out images that loss_by_timestep is taken on
 
@@ -60,7 +61,7 @@ class Generation(Task):
     flags = (
         Flag(
             "label_dropout",
-            0.1,
+            LABEL_DROPOUT,
             "share of labels dropped, for classifier-free guidance",
             "generation",
             type=share,
@@ -150,6 +151,9 @@ class Generation(Task):
 
     def notes(self):
         found = super().notes()
+        dropout = self.config.label_dropout
+        if dropout != LABEL_DROPOUT and not self.data.num_classes:
+            found.append(f"--label_dropout {dropout:g} changes nothing: the net is given no labels")
         count = len(self.data.train) + len(self.data.heldout)
         samples = self.config.samples
         if samples > 4 * count:

@@ -31,6 +31,8 @@ def test_flags_of_a_loss_scale_that_is_not_there_are_said_to_change_nothing(flag
     [
         ("--steps 50 --lr_schedule cosine", "--lr_schedule cosine never begins: --warmup 100 does not end"),
         ("--steps 101 --lr_schedule cosine", ""),
+        ("--label_dropout 0.5", ""),
+        ("--condition masks --label_dropout 0.5", "--label_dropout 0.5 changes nothing: the net is given no"),
         ("--noise_seed 7", "--noise_seed 7 changes nothing: this recipe rounds nothing at random"),
         ("--pure_bf16 --noise_seed 7", "--noise_seed 7 changes nothing"),
         ("--pure_bf16 --stochastic --noise_seed 7", ""),

@@ -180,7 +180,8 @@ def average_young(one):
     if decay is None or one.i > 0 or not 0 < decay < 1:
         return None
     remains = decay**steps
-    words = {"remains": remains, "steps": steps, "decay": decay, "less": 0.05 ** (1 / steps)}
+    less = 0.05 ** (1 / steps)  # of which a twentieth of the start would remain
+    words = {"remains": remains, "steps": steps, "decay": decay, "less": less}
     return Figure(remains, words, "")
 
 
