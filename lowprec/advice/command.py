@@ -70,7 +70,7 @@ def build_advice_parser(prog: str) -> argparse.ArgumentParser:
     )
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--time", action="store_true", help="time a few real steps of each, here")
-    answer.add_argument("--plot", metavar="FILE.png", help="draw bytes against the change of the loss")
+    answer.add_argument("--plot", metavar="FILE.png", help="draw the memory and the loss of each recipe")
     answer.add_argument("--json", action="store_true", help="print it for a program")
     return parser
 

@@ -1,4 +1,4 @@
-"""A picture of an Advice: bytes a parameter against the change of the held-out loss."""
+"""A picture of an Advice: what each recipe takes, and what it costs in held-out loss."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 from ..errors import Refused
 from ..machine import quiet_import
+from .machines import GIB
 
 COLOUR_OF_FITTING, COLOUR_OF_TOO_LARGE = "tab:blue", "lightgrey"
+LONGEST_TITLE = 80
 
 
 def check_plot(file: str) -> None:
@@ -19,44 +21,52 @@ def check_plot(file: str) -> None:
 
 
 def draw_plot(advice, file: str) -> None:
-    """Write FILE.png: a point a recipe with its 95 % interval, coloured where it fits, and the memory of the
-    machine as a line. Raises Refused where no recipe was measured, and for a file that can't be written.
+    """Write FILE.png: a line a recipe, in the order of the table, with its memory as a bar and the change of
+    the held-out loss with its 95 % interval. Raises Refused for a file that can't be written.
     """
     check_plot(file)
     from matplotlib.figure import Figure
 
-    rows = [row for row in advice.rows if row.quality is not None]
-    if not rows:
-        raise Refused(f"--plot {file}: no recipe was measured on such a net")
-    parameters = advice.subject.parameters
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for row in rows:
-        _draw_point(axes, row, row.total / parameters)
-    budget = advice.machine.memory * (1 - advice.machine.margin) / parameters
-    axes.axvline(budget, color="black", linestyle="--", linewidth=1)
-    axes.text(budget, 0.99, "memory", rotation=90, ha="right", va="top", transform=axes.get_xaxis_transform())
-    axes.axhline(0, color="black", linewidth=0.5)
-    largest = max(row.total for row in rows) / parameters
-    if budget < 3 * largest:
-        axes.set_xlim(0, 1.1 * max(budget, largest))
-    else:
-        axes.set_xlim(0, 1.3 * largest)  # the line of the memory is far to the right
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_xlabel("bytes a parameter, all that a step takes")
-    axes.set_ylabel("held-out loss against fp32, %")
-    axes.set_title(f"{advice.subject.name} on {advice.machine.name}\ncoloured: fits", fontsize=10)
+    figure = Figure(figsize=(10, 1.5 + 0.35 * len(advice.rows)), layout="constrained")
+    memory, loss = figure.subplots(1, 2, sharey=True)
+    _draw_memory(memory, advice)
+    _draw_loss(loss, advice.rows)
+    memory.invert_yaxis()  # the best stands on top
+    title = f"{advice.subject.name} on {advice.machine.name}"
+    if len(title) > LONGEST_TITLE:
+        title = f"{title[:LONGEST_TITLE]} ..."
+    figure.suptitle(title, fontsize=10)
     try:
         figure.savefig(file, dpi=120)
     except OSError as error:
         raise Refused(f"--plot {file}: {error.strerror}; give another place") from None
 
 
-def _draw_point(axes, row, size):
-    found = row.quality.row
-    below, above = max(0.0, found.change - found.low), max(0.0, found.high - found.change)
-    colour = COLOUR_OF_FITTING if row.fits else COLOUR_OF_TOO_LARGE
-    axes.errorbar(size, found.change, yerr=[[below], [above]], fmt="o", color=colour, capsize=3)
-    axes.annotate(
-        row.candidate.typed, (size, found.change), fontsize=7, xytext=(4, 4), textcoords="offset points"
-    )
+def _draw_memory(axes, advice):
+    """Bars of what a step takes, blue where it fits, and a dashed line where the memory ends."""
+    names = [row.candidate.typed for row in advice.rows]
+    largest = max(row.total for row in advice.rows)
+    unit, size = ("GiB", GIB) if largest >= GIB else ("MiB", 2**20)
+    colours = [COLOUR_OF_FITTING if row.fits else COLOUR_OF_TOO_LARGE for row in advice.rows]
+    axes.barh(names, [row.total / size for row in advice.rows], color=colours)
+    budget = advice.machine.memory * (1 - advice.machine.margin)
+    if budget < 3 * largest:  # else the line is far to the right, and the bars would be short
+        axes.axvline(budget / size, color="black", linestyle="--", linewidth=1)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_xlabel(f"{unit} at once; blue: fits into {budget / GIB:.3g} GiB")
+
+
+def _draw_loss(axes, rows):
+    """The change of the held-out loss, a point with its interval."""
+    axes.axvline(0, color="black", linewidth=0.5)
+    for place, row in enumerate(rows):
+        if row.quality is None:
+            said = "not measured" if row.candidate.flags else "the reference"
+            axes.text(0, place, f" {said}", va="center", fontsize=8)
+            continue
+        found = row.quality.row
+        below, above = max(0.0, found.change - found.low), max(0.0, found.high - found.change)
+        axes.errorbar(found.change, place, xerr=[[below], [above]], fmt="o", color="black", capsize=3)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("held-out loss against fp32, %")

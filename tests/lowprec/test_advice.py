@@ -3,6 +3,7 @@
 import json
 import logging
 import runpy
+import warnings
 from pathlib import Path
 
 import common
@@ -17,7 +18,7 @@ import models
 import train
 from benchmarks.common import RECIPES
 from lowprec import Precision, advise, ledger, recipe
-from lowprec.advice import answer, footprint, machines, subjects
+from lowprec.advice import answer, footprint, machines, plot, subjects
 from lowprec.errors import Refused
 from lowprec.machine import support
 
@@ -386,6 +387,15 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
     assert ("activations are left out" in printed.out) == ("--params" in words)
     if "--plot" in words:
         assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_name_leaves_room_for_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    advice = advise(nn.Linear(4, 4), memory="1GiB")
+    advice.subject = advice.subject._replace(name="a" * 300)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot.draw_plot(advice, str(tmp_path / "recipes.png"))
 
 
 @pytest.mark.parametrize(
