@@ -57,6 +57,7 @@ NETS_OF_BASELINES = {
     "072/muon-fp32": ("U-Net, Muon", 164_689),
     "036/fp32": ("U-Net, Fashion-MNIST, 1.1 M", 1_063_905),
     "060/fp32-eps-1e-6": ("the same, eps 1e-6", 1_063_905),
+    "076/fp32": ("the same, fresh seeds", 1_063_905),
     "060/fp32-eps-1e-4": ("the same, eps 1e-4", 1_063_905),
     "053/fp32-lr-3e-3": ("the same, lr 3e-3", 1_063_905),
     "053/fp32-lr-3e-3-beta2-0.95": ("the same, lr 3e-3, beta2 0.95", 1_063_905),
