@@ -47,7 +47,7 @@ from .buckets import (
     scale_of,
     whole_alone,
 )
-from .groups import SPARSE_GRADIENT, check_dtypes, check_numbers, check_options
+from .groups import OPTIONS_NOT_OURS, SPARSE_GRADIENT, check_dtypes, check_numbers, check_options, check_rule
 from .state import KeptState, low_of
 
 # ---- One step ----------------------------------------------------------------------------------------------
@@ -127,7 +127,8 @@ class Rounded(RoundedAnswers, KeptState, Plain):
     (seed, step, place in the parameter list). compiled: fuse the step by a compiler.
     away: an offload.Offload, which keeps the moments in the memory of the CPU. `average` may be set to an EMA
     of the same parameters whose `update` follows each step: what it can, the step then moves in the pass that
-    writes the weights. fused, foreach: taken for torch's sake, and do nothing: a step is fused already.
+    writes the weights. fused, foreach: taken for torch's sake, and do nothing: a step is fused already; and
+    amsgrad and maximize, where they are False.
     Raises Refused for other dtypes of parameters, and for a state_dict of other shapes.
     """
 
@@ -177,7 +178,9 @@ class Rounded(RoundedAnswers, KeptState, Plain):
             raise Refused(f"kahan beside master={master!r}, which keeps what is rounded away: drop kahan")
         self.update, self.kahan, self.master = update, kahan, master
         self.seed, self.compiled, self.away = seed, compiled, away
-        self._hold_moments({**named, **(kinds or {})})
+        check_rule(named, "an optimiser", type(self).__name__)
+        kinds_by_name = {option: kind for option, kind in named.items() if option not in OPTIONS_NOT_OURS}
+        self._hold_moments({**kinds_by_name, **(kinds or {})})
         self._buckets = []  # (index of the parameter group, bucket)
         self._params_of_groups = []  # [parameters] of each, as they came
         self.rank_buckets = {}  # parameter that is spread over ranks -> its bucket

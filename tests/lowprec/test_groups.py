@@ -28,6 +28,12 @@ def test_a_group_with_a_rule_that_is_not_ours_is_refused(option):
     AdamW([{"params": [parameter()], option: False}]).step()  # torch writes these into saved groups
 
 
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_an_optimiser_with_a_rule_that_is_not_ours_is_refused(option):
+    refused(lambda: AdamW([parameter()], **{option: True}), option)
+    AdamW([parameter()], **{option: False}).step()  # as many calls of torch's AdamW write it
+
+
 @pytest.mark.parametrize("option", [dict(update="stochastic"), dict(exp_avg="bf16"), dict(seed=1)])
 def test_what_holds_for_all_groups_is_refused_in_one(option):
     refused(lambda: AdamW([{"params": [parameter()], **option}]), "second optimiser", *option)
