@@ -174,6 +174,8 @@ class KeptState:
             state = wrapped_states(self, state)
         if self.coders:
             state = {**state, "codes": self._formats()}
+        if self.by_noise:  # what `compare` can't see in a moment
+            state = {**state, "rounded": "stochastic"}
         return state
 
     def _formats(self):

@@ -252,7 +252,9 @@ def averages_nothing(averages):
 
 
 class SavedState:
-    """What an optimiser keeps for one parameter, in both files. stochastic: as of checkpoints.Checkpoint."""
+    """What an optimiser keeps for one parameter, in both files. stochastic: whether the later one says
+    that it is rounded so.
+    """
 
     def __init__(self, name, before, after, stochastic=False):
         self.name = name
@@ -290,7 +292,7 @@ def _tensor_of_state(state, name):
 
 def saved_v_can_shrink(one):
     """share of the entries of a 16-bit exp_avg_sq that shrank"""
-    if not one.narrow or one.shrunk is None:
+    if not one.narrow or one.stochastic or one.shrunk is None:
         return None
     return Figure(one.shrunk, {"dtype": long_dtype_name(one.v.dtype), "shrunk": one.shrunk})
 

@@ -18,8 +18,8 @@ PREFIXES_OF_WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net."
 @dataclasses.dataclass
 class Checkpoint:
     """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}.
-    has_optimizer: whether it holds an optimiser, with states or without. stochastic: whether it says that its
-    states were rounded stochastically, as one of train.py does.
+    has_optimizer: whether it holds an optimiser, with states or without. stochastic: the keys of those states
+    that are rounded stochastically, by an optimiser of ours.
     """
 
     path: Path
@@ -27,7 +27,7 @@ class Checkpoint:
     averages: dict = dataclasses.field(default_factory=dict)
     states: dict = dataclasses.field(default_factory=dict)
     has_optimizer: bool = False
-    stochastic: bool = False
+    stochastic: set = dataclasses.field(default_factory=set)
 
 
 def read_checkpoint(path):
@@ -36,28 +36,16 @@ def read_checkpoint(path):
     found = Checkpoint(path)
     tree = loaded(path)
     _sort(tree, found, "")
-    found.stochastic = _tells_stochastic(tree)
     if not (found.weights or found.averages or found.states):
         raise Refused(f"{path} holds no named tensors: it is no state dict")
     return found
 
 
-def _tells_stochastic(tree):
-    """Whether a run of train.py with --stochastic saved this, by an optimiser of ours; a --set may say
-    otherwise.
-    """
-    if not isinstance(tree, dict):
-        return False
-    flags = tree.get("config")
-    if not isinstance(flags, dict) or flags.get("optimizer") not in ("adamw", "muon"):
-        return False
-    return flags.get("stochastic") is True and not flags.get("set")
-
-
 def _sort(tree, found, path):
     """Put the tensors of a nest of dicts and lists where they belong."""
     if isinstance(tree, dict) and isinstance(tree.get("state"), dict) and "param_groups" in tree:
-        _sort_states(tree["state"], found, path)
+        _sort_states(tree, found, path)
+        _sort(tree.get("parts"), found, f"{path}parts.")  # several optimisers of ours in one
         return
     if isinstance(tree, dict) and "shadow_params" in tree:  # diffusers' EMAModel
         tree = {"ema": list(tree["shadow_params"])}
@@ -81,15 +69,19 @@ def _sort(tree, found, path):
                 found.weights[name] = value
 
 
-def _sort_states(states, found, path):
+def _sort_states(optimizer, found, path):
+    """Put the states of an optimiser's state_dict where they belong."""
     found.has_optimizer = True
-    for key, state in states.items():
+    for key, state in optimizer["state"].items():
         if not isinstance(state, dict):
             continue
         for name, value in state.items():
             if torch.is_tensor(value):
                 _refuse_incomparable(value, f"{name} of {path}{key}", found.path)
-        found.states[bare_name(f"{path}{key}")] = decoded(state)
+        name = bare_name(f"{path}{key}")
+        found.states[name] = decoded(state)
+        if optimizer.get("rounded") == "stochastic":
+            found.stochastic.add(name)
 
 
 def decoded(state):

@@ -69,7 +69,7 @@ def diagnosis(before, after):
         found += averages_nothing(averages)
     states = []
     for key, state in after.states.items():
-        states.append(SavedState(key, before.states.get(key, {}), state, after.stochastic))
+        states.append(SavedState(key, before.states.get(key, {}), state, key in after.stochastic))
     for one in states:
         found += all_findings(FAULTS_OF_SAVED_STATES, one)
     found += resets(states)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
+from lowprec import Precision, recipe
 from lowprec.optimizers import adamw
 from lowprec.watch import compare
 
@@ -124,6 +126,27 @@ def test_states_in_bf16_and_counters(tmp_path, capsys):
         new["exp_avg_sq"] = torch.maximum(old["exp_avg_sq"], new["exp_avg_sq"])
     sites = named(capsys, files(tmp_path, early, late))
     assert set(sites) == {"exp_avg_sq", "step"} and len(sites["step"]) == 5
+
+
+def states_after(steps, optimizer, **flags):
+    """The state of a Precision in pure bf16."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 16))
+    run = Precision(net, recipe(pure_bf16=True, **flags), lr=1e-3, optimizer=optimizer, ema_decay=None)
+    for _ in range(steps):
+        x = torch.randn(8, 16)
+        run.backward(F.mse_loss(run(x), x.flip(1)))
+        run.step()
+    return run.state_dict()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bf16_moments_of_a_file_that_says_how_they_are_rounded(tmp_path, capsys, optimizer):
+    """Growing moments don't show how they are rounded; Muon's file holds two optimisers."""
+    by_noise = [states_after(steps, optimizer, stochastic=True) for steps in (4, 8)]
+    assert "exp_avg_sq" not in str(compare.compare(*files(tmp_path, *by_noise)))
+    to_nearest = [states_after(steps, optimizer) for steps in (4, 8)]
+    assert "exp_avg_sq" in named(capsys, files(tmp_path, *to_nearest))
 
 
 def test_a_state_cast_between_the_two(tmp_path, capsys):
