@@ -27,9 +27,14 @@ def long_dtype_name(dtype):
 
 @dataclasses.dataclass
 class SavedWeight:
+    """by_noise: whether the file says that weights are rounded stochastically. Small steps then move few
+    entries, each by a whole ulp, and nothing is lost.
+    """
+
     name: str
     before: torch.Tensor
     after: torch.Tensor
+    by_noise: bool = False
 
     @property
     def moved(self):
@@ -46,6 +51,8 @@ def gains_at_one(one):
     """share of gains that are exactly 1 in both"""
     if one.after.dim() != 1 or one.after.numel() < 8 or one.name.endswith(NAMES_OF_STATISTICS):
         return None
+    if one.moved and one.by_noise:
+        return None
     before, after = (float((side == 1.0).float().mean()) for side in (one.before, one.after))
     return Figure(min(before, after), {"ones": after, "count": one.after.numel()})
 
@@ -57,7 +64,7 @@ def unchanged(one):
     if NAMES_NOT_TRAINED.search(one.name) or not one.after.any():
         return None
     narrow = one.after.dtype in NARROW_DTYPES
-    if one.moved and not narrow:
+    if one.moved and (one.by_noise or not narrow):
         return None
     still = 1 - share_changed(one.before, one.after)
     words = {"still": still}

@@ -52,7 +52,9 @@ def diagnosis(before, after):
     files = before.path, after.path
     if bool(after.weights) != bool(before.weights):
         raise Refused(f"only one of {files[0]} and {files[1]} holds weights")
-    weights = [SavedWeight(*pair) for pair in paired_tensors(before.weights, after.weights, "weight", files)]
+    by_noise = bool(after.states) and after.stochastic == after.states.keys()
+    pairs = paired_tensors(before.weights, after.weights, "weight", files)
+    weights = [SavedWeight(*pair, by_noise) for pair in pairs]
     trained = any(one.moved for one in weights)
     found = []
     if weights and not trained:
