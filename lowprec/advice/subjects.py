@@ -32,6 +32,8 @@ KIND_OF_CLASS = {
     "Auto_?[Ee]ncoder": "autoencoder",
 }
 
+USUAL_IMAGE_SIZE = 224  # of nets of transformers that take any
+
 
 class Subject(NamedTuple):
     """loss(model, n): the loss, a scalar, of the callable `model` on n examples that it makes itself; None
@@ -246,19 +248,42 @@ def _of_transformers(file, config, seq):
             net = transformers.AutoModelForCausalLM.from_config(settings)
         else:
             net = kind(settings)
+    name, takes = type(net).__name__, net.main_input_name
+    if seq and takes != "input_ids":
+        raise Refused(f"--seq {seq} changes nothing: {name} takes {takes}, no tokens")
+    what, loss, why = "", None, ""
+    if takes == "pixel_values":
+        what, loss = _of_images(settings)
+    elif takes == "input_ids":
+        what, loss = _of_tokens(net, settings, seq)
+    else:
+        why = f"activations are left out: {name} takes {takes}, of which no example is made here"
+    return Subject(f"{name}{what}", net, loss, why, kind_of(net), average=False)
+
+
+def _of_images(settings):
+    """(", images of ...", loss) of a net of transformers."""
+    size = getattr(settings, "image_size", None) or USUAL_IMAGE_SIZE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+
+    def loss(model, n):
+        images = torch.randn(n, getattr(settings, "num_channels", 3), height, width)
+        return mean_square(model(pixel_values=images))
+
+    return f", images of {height} x {width}", loss
+
+
+def _of_tokens(net, settings, seq):
+    """(", ... tokens", loss) of a net of transformers. seq: how many, None: as many as it takes."""
     longest = getattr(settings, "max_position_embeddings", None)  # some nets have no limit
     if longest and seq and seq > longest:
         raise Refused(f"--seq {seq}: this net has positions for {longest} tokens")
     seq = seq or min(longest or 2048, 2048)
 
     def loss(model, n):
-        if net.main_input_name == "pixel_values":
-            size = settings.image_size
-            images = torch.randn(n, getattr(settings, "num_channels", 3), size, size)
-            return mean_square(model(pixel_values=images))
         tokens = torch.zeros(n, seq, dtype=torch.long)
         if "labels" in inspect.signature(net.forward).parameters and net.can_generate():
             return model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return mean_square(model(input_ids=tokens))
 
-    return Subject(f"{type(net).__name__}, {seq} tokens", net, loss, "", kind_of(net), average=False)
+    return f", {seq} tokens", loss

@@ -339,6 +339,8 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
     (tmp_path / "unet.json").write_text(json.dumps(UNET))
+    for name, config in {"vit": VIT, "resnet": RESNET, "speech": SPEECH}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "folder.png").mkdir()
 
@@ -361,6 +363,26 @@ UNET = {
     "down_block_types": ["DownBlock2D", "DownBlock2D"],
     "up_block_types": ["UpBlock2D", "UpBlock2D"],
 }
+OF_TRANSFORMERS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+VIT = {
+    **OF_TRANSFORMERS,
+    "architectures": ["ViTForImageClassification"],
+    "model_type": "vit",
+    "image_size": 16,
+}
+SPEECH = {**OF_TRANSFORMERS, "architectures": ["Wav2Vec2ForCTC"], "model_type": "wav2vec2"}
+RESNET = {
+    "architectures": ["ResNetForImageClassification"],
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+}
 
 
 def ask(capsys, words):
@@ -375,6 +397,9 @@ def ask(capsys, words):
         ("--net mine.py:with_loss", "20 trained parameters"),
         ("--config llama.json --seq 16", "LlamaForCausalLM, 16 tokens"),
         ("--config unet.json", "UNet2DModel"),
+        ("--config vit.json", "ViTForImageClassification, images of 16 x 16"),
+        ("--config resnet.json", "ResNetForImageClassification, images of 224 x 224"),
+        ("--config speech.json", "Wav2Vec2ForCTC: "),
         ("--params 1e6 --gpus 4 --from finetune", "on 4 x a GPU"),
     ],
 )
@@ -384,7 +409,8 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
     status, printed = ask(capsys, f"{words} --memory 1GiB")
     assert status == 0 and said in printed.out, printed
     assert "start with --bf16" in printed.out
-    assert ("activations are left out" in printed.out) == ("--params" in words)
+    left_out = any(source in words for source in ("--params", "speech"))
+    assert ("activations are left out" in printed.out) == left_out
     if "--plot" in words:
         assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
 
@@ -430,6 +456,7 @@ def test_a_long_name_leaves_room_for_the_picture(tmp_path):
         ("--config none.json", "none.json"),
         ("--task language", "python train.py --advise"),
         ("--config llama.json --seq 64", "32 tokens"),
+        ("--config vit.json --seq 64", "--seq 64 changes nothing"),
         ("--net mine.py:leaves", "leaves() raised SystemExit"),
         ("--net mine.py:two --image_size 8 --time", "fails in a step"),
         ("--net mine.py:lazy", "lazy layer"),
