@@ -257,8 +257,12 @@ PLANTED = {  # flags of the training, sites set in the checkpoint afterwards, wh
 }
 
 
-TOLD = {"to nearest": ([], True), "stochastic": (["--stochastic"], False)}
-TOLD["stochastic, but not the states"] = (["--stochastic", "--set", "exp_avg_sq=bf16"], True)
+TOLD = {
+    "to nearest": ([], True),
+    "stochastic": (["--stochastic"], False),
+    "stochastic, by its site": (["--set", "update=stochastic"], False),
+    "stochastic, with sites of its own": (["--stochastic", "--set", "exp_avg_sq=bf16"], False),
+}
 
 
 @pytest.mark.parametrize("flags, found", TOLD.values(), ids=TOLD)
