@@ -57,7 +57,7 @@ def _draw_memory(axes, advice):
 
 
 def _draw_loss(axes, rows):
-    """The change of the held-out loss, a point with its interval."""
+    """The change of the held-out loss, a point with its 95 % interval."""
     axes.axvline(0, color="black", linewidth=0.5)
     for place, row in enumerate(rows):
         if row.quality is None:
