@@ -145,9 +145,7 @@ def saved(name, folder, file):
     meet()
     run = start(name, spread=True)
     train(run)
-    state = run.state_dict()
-    state["optimizer"].pop("rounded", None)  # folders of older copies lack it, and `load` asks for every key
-    save({"run": state}, checkpoint_id=folder)
+    save({"run": run.state_dict()}, checkpoint_id=folder)
     train(run, STEPS, 2 * STEPS)
     values = found(run)
     if dist.get_rank() == 0:

@@ -174,9 +174,7 @@ class KeptState:
             state = wrapped_states(self, state)
         if self.coders:
             state = {**state, "codes": self._formats()}
-        # what `compare` can't see in a moment. Not of a spread net: torch.distributed.checkpoint wants every
-        # key of the run in a folder, and those of older copies lack this one
-        if self.by_noise and not self.rank_buckets:
+        if self.by_noise:  # what `compare` can't see in a moment
             state = {**state, "rounded": "stochastic"}
         return state
 
