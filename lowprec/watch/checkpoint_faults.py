@@ -8,6 +8,7 @@ import torch
 from .adapters import steps_of
 from .faults import CHECK_ITS_SIGN, Fault, Figure
 from .gradients import ENOUGH_ENTRIES
+from .measures import dtype_name
 from .net_state import NARROW_DTYPES
 from .verdicts import Finding
 
@@ -18,32 +19,61 @@ NAMES_NOT_TRAINED = re.compile(r"inv_freq|freqs|position_ids|pos_embed$|num_batc
 NAMES_OF_STATISTICS = ("running_mean", "running_var")
 
 
-def long_dtype_name(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
 # ---- Weights -----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class SavedWeight:
-    """by_noise: whether the file says that weights are rounded stochastically. Small steps then move few
+    """One weight of both files: `before` as the later file would hold it, so that what rounding to its dtype
+    changed has not moved.
+
+    by_noise: whether the file says that weights are rounded stochastically. Small steps then move few
     entries, each by a whole ulp, and nothing is lost.
     """
 
-    name: str
-    before: torch.Tensor
-    after: torch.Tensor
-    by_noise: bool = False
+    def __init__(self, name: str, before: torch.Tensor, after: torch.Tensor, by_noise: bool = False):
+        self.name = name
+        self.by_noise = by_noise
+        self.dtype = after.dtype
+        self.start = before
+        held = held_dtype(after)
+        self.before, self.after = rounded(before, held, self.dtype), rounded(after)
+        # what the values of the earlier file were rounded to on the way to the later one, or None
+        self.rounded_to = next((d for d in (held, self.dtype) if loses_digits(before, d)), None)
 
     @property
     def moved(self):
         return not torch.equal(self.before, self.after)
 
 
+def rounded(t, *dtypes):
+    """The values of t, rounded to one dtype after the other, as numbers that can be compared."""
+    for dtype in dtypes:
+        t = t.to(dtype)
+    return t.double() if t.dtype == torch.float64 else t.float()
+
+
+def held_dtype(t):
+    """The dtype whose values t holds: its own, or a coarser one that something has rounded it to."""
+    some = t.flatten()[:4096]
+    if len(rounded(some).unique()) < 16:  # 0, 1 and their like are numbers of any dtype
+        return t.dtype
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16):
+        if coarser(dtype, t.dtype) and not (loses_digits(some, dtype) or loses_digits(t, dtype)):
+            return dtype
+    return t.dtype
+
+
+def loses_digits(t, dtype):
+    return not torch.equal(rounded(t, dtype).double(), rounded(t).double())
+
+
+def coarser(dtype, other):
+    return torch.finfo(dtype).eps > torch.finfo(other).eps
+
+
 def saved_tensor_not_finite(one):
     """entries that are not finite"""
-    count = int((~one.after.isfinite()).sum())
+    count = int((~one.after.float().isfinite()).sum())
     return Figure(count, {"count": count})
 
 
@@ -63,13 +93,13 @@ def unchanged(one):
         return None
     if NAMES_NOT_TRAINED.search(one.name) or not one.after.any():
         return None
-    narrow = one.after.dtype in NARROW_DTYPES
+    narrow = one.dtype.itemsize < 4
     if one.moved and (one.by_noise or not narrow):
         return None
     still = 1 - share_changed(one.before, one.after)
     words = {"still": still}
     if narrow:
-        words["dtype"] = long_dtype_name(one.after.dtype)
+        words["dtype"] = dtype_name(one.dtype)
     return Figure(still, words)
 
 
@@ -113,6 +143,28 @@ FAULTS_OF_SAVED_WEIGHTS = [
         ),
     ],
 ]
+
+
+def nothing_trained(weights):
+    """The Finding of two files between which no weight moved."""
+    dtypes = dict.fromkeys(dtype_name(one.rounded_to) for one in weights if one.rounded_to)
+    if not dtypes:
+        return Finding("update", "severe", "no weight changed at all", "are these two of one run?")
+    text = f"nothing was trained: the later file is a copy of the earlier one in {' and '.join(dtypes)}"
+    return Finding("update", "severe", text, "was it saved after training, from the net that trained?")
+
+
+def rounded_on_the_way(weights):
+    """[Finding] of wide tensors that hold numbers of a narrower dtype alone, which they did not before."""
+    found = [one for one in weights if one.rounded_to and coarser(one.rounded_to, one.dtype)]
+    if not found:
+        return []
+    dtype, narrow = dtype_name(found[0].dtype), dtype_name(found[0].rounded_to)
+    text = f"{len(found)} of {len(weights)} tensors, {found[0].name} first, are {dtype} and hold {narrow} "
+    text += "numbers alone, which they did not before: something rounded them"
+    remedy = f"save and load weights as they are; nothing, if a file in {narrow} was wanted"
+    return [Finding("weights", "moderate", text, remedy, "", 1.0)]
+
 
 # the factor of an adapter that begins as 0, in PEFT, diffusers, kohya's scripts and LyCORIS
 BEGINS_AT_0 = re.compile(r"lora_(embedding_)?B\b|lora[._]up\b|hada_w2_a|lokr_w2(_b)?\b|lambda_b\b|zero_proj")
@@ -186,11 +238,14 @@ def saved_average_is_start(one):
     """equals the weights of the earlier checkpoint, which have moved"""
     if one.weight is None or not one.weight.moved:
         return None
-    return Figure(1.0) if equal_values(one.after, one.weight.before) else None
+    return Figure(1.0) if equal_values(one.after, one.weight.start) else None
 
 
 def equal_values(a, b):
-    return a.shape == b.shape and a.numel() > 0 and torch.equal(a.float(), b.float())
+    """Whether a holds the values of b, rounded to its dtype."""
+    if a.shape != b.shape or not a.numel():
+        return False
+    return torch.equal(rounded(a), rounded(b, held_dtype(a), a.dtype))
 
 
 FAULTS_OF_SAVED_AVERAGES = [
@@ -301,14 +356,14 @@ def saved_v_can_shrink(one):
     """share of the entries of a 16-bit exp_avg_sq that shrank"""
     if not one.narrow or one.stochastic or one.shrunk is None:
         return None
-    return Figure(one.shrunk, {"dtype": long_dtype_name(one.v.dtype), "shrunk": one.shrunk})
+    return Figure(one.shrunk, {"dtype": dtype_name(one.v.dtype), "shrunk": one.shrunk})
 
 
 def saved_v_is_narrow(one):
     """held in 16 bits, and not rounded stochastically as far as the file tells"""
     if not one.narrow or one.stochastic:
         return None
-    words = {"dtype": long_dtype_name(one.v.dtype)}
+    words = {"dtype": dtype_name(one.v.dtype)}
     if one.shrunk is not None:
         words["shrunk"] = one.shrunk
     return Figure(1.0, words)
@@ -326,7 +381,7 @@ def saved_counter_narrow(one):
     if counter is None or counter.dtype not in NARROW_DTYPES or one.step is None:
         return None
     most = 256 if counter.dtype == torch.bfloat16 else 2048
-    words = {"dtype": long_dtype_name(counter.dtype), "step": one.step, "most": most}
+    words = {"dtype": dtype_name(counter.dtype), "step": one.step, "most": most}
     return Figure(one.step / most, words)
 
 

@@ -165,15 +165,8 @@ def bare_name(name):
 
 
 def _comparable(tensors):
-    """Those that hold fractions; numbers of 8 bits as fp32, for they can't be compared as they are."""
-    found = {}
-    for name, t in tensors.items():
-        if not t.is_floating_point():
-            continue
-        if t.itemsize == 1:
-            t = t.float()
-        found[name] = t
-    return found
+    """Those that hold fractions."""
+    return {name: t for name, t in tensors.items() if t.is_floating_point()}
 
 
 def weight_names_of(averages, weights):

@@ -22,11 +22,13 @@ from .checkpoint_faults import (
     averages_nothing,
     dead_adapters,
     lost_states,
+    nothing_trained,
     resets,
+    rounded_on_the_way,
 )
 from .checkpoints import paired_tensors, read_checkpoint, weight_names_of
 from .faults import first_finding
-from .verdicts import Diagnosis, Finding
+from .verdicts import Diagnosis
 
 # ---- Comparing ---------------------------------------------------------------------------------------------
 
@@ -58,12 +60,11 @@ def diagnosis(before, after):
     trained = any(one.moved for one in weights)
     found = []
     if weights and not trained:
-        text, remedy = "no weight changed at all", "are these two of one run?"
-        found.append(Finding("update", "severe", text, remedy))
+        found.append(nothing_trained(weights))
     else:
         for one in weights:
             found += all_findings(FAULTS_OF_SAVED_WEIGHTS, one)
-        found += dead_adapters(weights)
+        found += dead_adapters(weights) + rounded_on_the_way(weights)
     averages = paired_averages(before, after, weights)
     if trained:
         for one in averages:

@@ -229,6 +229,81 @@ def test_an_adapter_that_does_nothing_is_named(tmp_path, down, up):
     assert [(f.site, f.severity, f.tensor) for f in found] == [("adapter", "moderate", f"l1.{up}")]
 
 
+# ---- Dtypes ------------------------------------------------------------------------------------------------
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def cast(*dtypes):
+    """Tensors cast to one dtype after the other."""
+
+    def change(tensors):
+        for dtype in dtypes:
+            tensors = {name: t.to(dtype) for name, t in tensors.items()}
+        return tensors
+
+    return change
+
+
+# dtypes of the earlier file, of the later one, and what it is a copy in
+COPIES = {
+    "bf16": ((FP32,), (BF16,), "bf16"),
+    "fp16": ((FP32,), (FP16,), "fp16"),
+    "e4m3": ((FP32,), (E4M3,), "fp8_e4m3fn"),
+    "e5m2 of bf16": ((BF16,), (E5M2,), "fp8_e5m2"),
+    "fp64 to fp32": ((FP64,), (FP32,), "fp32"),
+    "fp16 of bf16": ((BF16,), (FP16,), "fp16"),
+    "bf16 in fp32": ((FP32,), (BF16, FP32), "bf16"),
+    "bf16 in fp16": ((FP32,), (BF16, FP16), "bf16"),
+    "fp16 in fp64": ((FP64,), (FP16, FP64), "fp16"),
+    "e4m3 in bf16": ((FP32,), (E4M3, BF16), "fp8_e4m3fn"),
+    "bf16 to fp32, nothing lost": ((BF16,), (FP32,), None),
+}
+
+
+@pytest.mark.parametrize("first, then, name", COPIES.values(), ids=COPIES)
+def test_a_copy_in_another_dtype_was_not_trained(tmp_path, first, then, name):
+    torch.manual_seed(0)
+    start = cast(FP64, *first)({f"l{i}.w": torch.randn(32, 32, dtype=FP64) * 0.05 for i in range(4)})
+    trained = {key: t.double() + torch.randn(t.shape, dtype=FP64) for key, t in start.items()}
+    torch.save(start, tmp_path / "start.pt")
+
+    def findings(tensors):
+        torch.save(cast(*then)(tensors), tmp_path / "after.pt")
+        found = compare.compare(tmp_path / "start.pt", tmp_path / "after.pt").findings
+        return [f for f in found if f.site == "update"]
+
+    (copied,) = findings(start)
+    assert copied.severity == "severe"
+    assert copied.text.endswith(f"copy of the earlier one in {name}" if name else "no weight changed at all")
+    assert findings(trained) == []
+    partly = findings({**trained, "l2.w": start["l2.w"]})
+    assert [f.tensor for f in partly] == ["l2.w"] and "100% of its entries" in partly[0].text
+
+
+def test_wide_tensors_that_were_rounded_on_the_way_are_named(tmp_path, pair):
+    before, after, _ = pair
+    start = single(tmp_path / "start", before)
+    rounded = cast(BF16, FP32)(after)
+    (found,) = compare.compare(start, single(tmp_path / "rounded", rounded)).findings
+    assert "6 of 6" in found.text and "are fp32 and hold bf16 numbers alone" in found.text
+    # a net that came in bf16, and values that are numbers of any dtype
+    assert compare.compare(single(tmp_path / "low", cast(BF16, FP32)(before)), start).status == 0
+    signs = {name: t.sign() for name, t in after.items()}
+    assert compare.compare(start, single(tmp_path / "signs", signs)).status == 0
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, E4M3])
+def test_an_average_in_another_dtype_is_compared_with_the_start(tmp_path, pair, dtype):
+    before, after, _ = pair
+    start = single(tmp_path / "start", before)
+    for average in (before, cast(BF16)(after)):  # it stands at the start, or averages nothing
+        torch.save({"model": cast(BF16)(after), "ema": cast(dtype)(average)}, tmp_path / "after.pt")
+        found = compare.compare(start, tmp_path / "after.pt").findings
+        assert {f.site for f in found} == {"ema"}
+
+
 # ---- No code -----------------------------------------------------------------------------------------------
 
 
