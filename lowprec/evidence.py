@@ -1,7 +1,6 @@
 """What each recipe was measured to cost in held-out loss: the rows of evidence.json, beside this file.
 
     all_rows()                                        every comparison with fp32
-    pooled()                                          each recipe over all nets that have it
     nearest("pure_bf16+stochastic", kind="GPT")       the comparison that is most like a training
     nearest_speed("H100", "DiT", 130_000_000)         how fast recipes were on a machine
     others()                                          what other people found
@@ -93,26 +92,6 @@ class EvidenceRow(NamedTuple):
         return " ".join(words)
 
 
-class Pooled(NamedTuple):
-    """One recipe over all its rows of LEAST_PAIRS or more, by random effects; in percent, as in them."""
-
-    recipe: str
-    optimizer: str
-    weights: str
-    change: float
-    low: float
-    high: float
-    median: float  # of the rows
-    rows: int  # fp32 baselines; one net may be trained in several ways
-    nets: int  # that differ in kind, task, data or size
-    pairs: int
-    worse: int  # rows whose interval lies above 0
-    worst: str  # the row with the largest change: net, data, learning rate and experiment
-    worst_change: float
-    worst_low: float
-    worst_high: float
-
-
 class Speed(NamedTuple):
     """How many times as fast as the recipe `against` others trained one net on one machine."""
 
@@ -151,11 +130,6 @@ def all_rows() -> list[EvidenceRow]:
     return [EvidenceRow(*values) for values in _read_file()["rows"]]
 
 
-def pooled() -> list[Pooled]:
-    """Recipes that three rows or more have. Read caution() beside them."""
-    return [Pooled(*values) for values in _read_file()["pooled"]]
-
-
 def others() -> list[Other]:
     """What other people found, not checked here."""
     return [Other(*values) for values in _read_file()["others"]]
@@ -174,7 +148,7 @@ def nearest_speed(hardware: str, kind: str | None, parameters: int) -> Speed | N
 
 
 def caution() -> str:
-    """How far the pooled rows reach, in two sentences."""
+    """How far the rows reach, in two sentences."""
     return _read_file()["caution"]
 
 

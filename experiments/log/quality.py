@@ -8,10 +8,9 @@ columns.
 """
 
 import json
-import statistics
 
 from benchmarks.common import RECIPES, rows_by
-from experiments.log import overview, stats
+from experiments.log import overview
 from experiments.log.analysis import HELD_OUT, loss_comparison
 from experiments.log.definition import ROOT, run_command_words
 from experiments.log.speed_tables import BENCH_FOLDER, H100_COMPILED, milliseconds, rows_of_record
@@ -21,13 +20,10 @@ from lowprec.evidence import (
     DEFAULT_OF_FLAG,
     FP32,
     KIND_OF_MODEL,
-    LEAST_PAIRS,
     EvidenceRow,
     Other,
-    Pooled,
     Speed,
     recipe_key,
-    short_count,
 )
 
 EVIDENCE_FILE = ROOT / "lowprec" / "evidence.json"
@@ -153,55 +149,6 @@ def evidence_row(arm, flags, weights, pairs, change, trainings):
     )
 
 
-# ---- All nets together -------------------------------------------------------------------------------------
-
-FEWEST_ROWS = 3  # rows; of two the interval says nothing
-
-
-def pooled_rows(rows):
-    """[Pooled] of the recipes that FEWEST_ROWS rows or more have, by recipe, optimiser and weights."""
-    groups = {}
-    for row in rows:
-        if row.pairs >= LEAST_PAIRS:
-            groups.setdefault((row.recipe, row.optimizer, row.weights), []).append(row)
-    found = []
-    for name, of_recipe in groups.items():
-        if len(of_recipe) >= FEWEST_ROWS:
-            found.append(pooled_row(*name, of_recipe))
-    return found
-
-
-def pooled_row(recipe, optimizer, weights, rows):
-    means, errors, nets, pairs, worse = [], [], set(), 0, 0
-    for row in rows:
-        means.append(row.change)
-        error = (row.high - row.low) / 2 / stats.errors_in_half_interval(row.pairs)
-        errors.append(max(error, 1e-4))  # rounded ends of an interval may fall together
-        nets.add((row.kind, row.task, row.data, row.parameters))
-        pairs += row.pairs
-        worse += row.low > 0
-    mean, half = stats.random_effects(means, errors)
-    worst = max(rows, key=lambda row: row.change)
-    net = f"{worst.kind}, {short_count(worst.parameters)}"
-    return Pooled(
-        recipe=recipe,
-        optimizer=optimizer,
-        weights=weights,
-        change=round(mean, 5),
-        low=round(mean - half, 5),
-        high=round(mean + half, 5),
-        median=round(statistics.median(means), 5),
-        rows=len(rows),
-        nets=len(nets),
-        pairs=pairs,
-        worse=worse,
-        worst=f"{net}, {worst.data}, lr {worst.lr:g} ({worst.experiment})",
-        worst_change=worst.change,
-        worst_low=worst.low,
-        worst_high=worst.high,
-    )
-
-
 # ---- Speeds ------------------------------------------------------------------------------------------------
 
 TIMED_RECORDS = (  # (record of experiments/bench, the recipe that has speed 1, that in words, how all ran)
@@ -296,8 +243,6 @@ def evidence_text(experiments, known):
         f'"speeds": [\n{json_lines(measured_speeds())}\n]',
         f'"others": [\n{json_lines(FOUND_BY_OTHERS)}\n]',
         f'"columns": {json.dumps(EvidenceRow._fields)}',
-        f'"rows": [\n{json_lines(rows)}\n]',
-        f'"columns_pooled": {json.dumps(Pooled._fields)}',
-        f'"pooled": [\n{json_lines(pooled_rows(rows))}\n]}}\n',
+        f'"rows": [\n{json_lines(rows)}\n]}}\n',
     ]
     return ",\n".join(parts)

@@ -132,10 +132,6 @@ def test_the_evidence_of_the_package_is_what_the_records_say(folder):
     assert nearest.low == pytest.approx(nearest.change - (nearest.high - nearest.change), abs=2e-3)
     assert nearest.weights == "average" and nearest.experiment == "001" and nearest.steps == 4
     assert stochastic.high < 0
-    more = [nearest._replace(change=nearest.change + up, parameters=up) for up in (1, 2)]
-    [pooled] = quality.pooled_rows([nearest, *more, nearest._replace(pairs=2, change=90.0)])
-    assert pooled.rows == 3 and pooled.pairs == 18 and pooled.worst_change == nearest.change + 2
-    assert pooled.change == pytest.approx(nearest.change + 1, abs=2e-3)
 
 
 def test_what_git_does_not_show_was_fixed_before_is_marked_and_counted_apart(folder):

@@ -1,7 +1,6 @@
 """What recipes were measured to cost: the keys of recipes, the rows, and the one that is nearest."""
 
 import json
-import math
 
 import pytest
 
@@ -19,7 +18,7 @@ def stored(tmp_path, monkeypatch):
 
     def store(*changes):
         rows = [list(evidence.EvidenceRow(**{**usual, **change})) for change in changes]
-        (tmp_path / "evidence.json").write_text(json.dumps({"rows": rows, "pooled": [], "caution": ""}))
+        (tmp_path / "evidence.json").write_text(json.dumps({"rows": rows, "caution": ""}))
         monkeypatch.setattr(evidence, "EVIDENCE_FILE", tmp_path / "evidence.json")
         evidence._read_file.cache_clear()
 
@@ -68,15 +67,8 @@ def test_the_nearest_row_differs_least_first_in_the_regime_then_in_the_kind_then
 
 
 def test_what_the_package_holds_is_measured_and_in_order():
-    rows, pooled = evidence.all_rows(), evidence.pooled()
+    rows = evidence.all_rows()
     assert len(rows) > 100 and evidence.EVIDENCE_FILE.stat().st_size < 120_000
     for row in rows:
         assert row.low <= row.change <= row.high and row.pairs > 1 and row.parameters > 0, row
         assert evidence.recipe_key({}) != row.recipe
-    names = [(row.recipe, row.optimizer, row.weights) for row in pooled]
-    assert len(set(names)) == len(names)
-    for row in pooled:
-        own = [r for r in rows if (r.recipe, r.optimizer, r.weights) == names[pooled.index(row)]]
-        changes = [r.change for r in own if r.pairs >= evidence.LEAST_PAIRS]
-        assert row.rows == len(changes) and row.worst_change == max(changes)
-        assert min(changes) <= row.change <= max(changes) and math.isfinite(row.high)
