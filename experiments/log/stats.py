@@ -1,7 +1,4 @@
-"""Statistics of paired runs: whether an arm equals its baseline, is better or worse; how many pairs it takes.
-
-    python -c "from experiments.log.stats import power_n; print(power_n(sd=0.5, effect=0.3))"
-"""
+"""Statistics of paired runs: whether an arm equals its baseline, is better or worse."""
 import functools
 import math
 from dataclasses import dataclass
@@ -144,20 +141,6 @@ def even_level(pairs, alpha: float = 0.05) -> float:
 
 
 # ---- Power -------------------------------------------------------------------------------------------------
-
-
-def power_n(sd: float, effect: float, alpha: float = 0.05, power: float = 0.8) -> int:
-    """Pairs a two-sided paired t-test needs to detect a true mean `effect` of differences whose std is `sd`.
-
-    ValueError: sd or effect not above 0.
-    """
-    if not (sd > 0 and effect > 0):
-        raise ValueError(f"power_n needs sd and effect above 0, got {sd} and {effect}")
-    z = stats.norm.isf(alpha / 2) + stats.norm.isf(1 - power)
-    n = max(2, math.ceil((z * sd / effect) ** 2))  # enough if sd were known; the t-test needs a few more
-    while _power(effect / sd, n, alpha) < power:
-        n += 1
-    return n
 
 
 def _power(effect, n, alpha):

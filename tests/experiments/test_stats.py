@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from experiments.log.stats import equivalence, power_n
+from experiments.log.stats import equivalence
 
 
 def verdict(differences, margin, **options):
@@ -71,21 +71,6 @@ def test_smallest_effect_is_detected_with_80_percent_power(n):
     simulated = np.random.default_rng(0).normal(effect, 0.7, (20000, n))
     t = simulated.mean(1) / (simulated.std(1, ddof=1) / math.sqrt(n))
     assert np.mean(t > stats.t.ppf(0.975, n - 1)) == pytest.approx(0.8, abs=0.015)
-
-
-def test_power_n_matches_published_tables():
-    # paired t-test, two-sided, alpha 0.05: the usual table of dz 0.2, 0.5, 0.8, 1.0
-    assert [power_n(1, d) for d in (0.2, 0.5, 0.8, 1.0)] == [199, 34, 15, 10]
-    assert power_n(3, 1.5) == 34 and power_n(1, 0.5, power=0.95) == 54
-    assert power_n(1, 1000) == 2
-
-
-def test_power_n_inverts_smallest_effect():
-    for n in (3, 4, 5, 6, 8, 11, 17, 40):
-        x = np.resize([1.0, -1.0, 0.5], n)
-        effect = equivalence(x, 1).smallest_effect
-        assert power_n(x.std(ddof=1), effect * 1.0001) == n
-        assert power_n(x.std(ddof=1), effect * 0.9999) == n + 1
 
 
 def test_diverged_runs():
