@@ -1,8 +1,7 @@
-"""Watch in three frameworks, a few lines each; see watch.py. Each framework is imported when it is asked for.
+"""Watch in two frameworks, a few lines each; see watch.py. Each framework is imported when it is asked for.
 
     Trainer(model, args, callbacks=[transformers_watch(every=50)])            # transformers
     lightning.Trainer(callbacks=[lightning_watch(every=50)])                  # Lightning
-    watch = accelerate_watch(accelerator, model, optimizer)                   # Accelerate, after prepare
 
 The verdict is printed when training ends. The callback's `watch` tells more: `callback.watch.findings()`.
 """
@@ -45,8 +44,3 @@ def lightning_watch(ema=None, every=50, show=True):
                 print(self.watch)
 
     return WatchCallback()
-
-
-def accelerate_watch(accelerator, model, optimizer, ema=None, every=50):
-    """A Watch of what `accelerator.prepare` returned; print it when training ends."""
-    return Watch(accelerator.unwrap_model(model), optimizer, ema, every)
