@@ -23,8 +23,7 @@ NAMES_OF_STATISTICS = ("running_mean", "running_var")
 
 
 class SavedWeight:
-    """One weight of both files: `before` as the later file would hold it, so that what rounding to its dtype
-    changed has not moved.
+    """A weight of both files, `before` as the later one would hold it: what rounding changed has not moved.
 
     by_noise: whether the file says that weights are rounded stochastically. Small steps then move few
     entries, each by a whole ulp, and nothing is lost.
@@ -147,11 +146,12 @@ FAULTS_OF_SAVED_WEIGHTS = [
 
 def nothing_trained(weights):
     """The Finding of two files between which no weight moved."""
+    text, remedy = "no weight changed at all", "are these two of one run?"
     dtypes = dict.fromkeys(dtype_name(one.rounded_to) for one in weights if one.rounded_to)
-    if not dtypes:
-        return Finding("update", "severe", "no weight changed at all", "are these two of one run?")
-    text = f"nothing was trained: the later file is a copy of the earlier one in {' and '.join(dtypes)}"
-    return Finding("update", "severe", text, "was it saved after training, from the net that trained?")
+    if dtypes:
+        text = f"nothing was trained: the later file is a copy of the earlier one in {' and '.join(dtypes)}"
+        remedy = "was it saved after training, from the net that trained?"
+    return Finding("update", "severe", text, remedy)
 
 
 def rounded_on_the_way(weights):
@@ -160,10 +160,9 @@ def rounded_on_the_way(weights):
     if not found:
         return []
     dtype, narrow = dtype_name(found[0].dtype), dtype_name(found[0].rounded_to)
-    text = f"{len(found)} of {len(weights)} tensors, {found[0].name} first, are {dtype} and hold {narrow} "
-    text += "numbers alone, which they did not before: something rounded them"
+    text = f"{len(found)} of {len(weights)} tensors are {dtype} and hold {narrow} numbers alone, as they did not"
     remedy = f"save and load weights as they are; nothing, if a file in {narrow} was wanted"
-    return [Finding("weights", "moderate", text, remedy, "", 1.0)]
+    return [Finding("weights", "moderate", f"{text} before: something rounded them", remedy, "", 1.0)]
 
 
 # the factor of an adapter that begins as 0, in PEFT, diffusers, kohya's scripts and LyCORIS
@@ -199,11 +198,6 @@ class SavedAverage:
     before: torch.Tensor | None
     after: torch.Tensor
     weight: SavedWeight | None
-
-
-def saved_average_not_finite(one):
-    """entries of the average that are not finite"""
-    return saved_tensor_not_finite(one)
 
 
 def saved_average_too_large(one):
@@ -253,7 +247,7 @@ FAULTS_OF_SAVED_AVERAGES = [
         Fault(
             site="ema",
             limit=0.0,
-            measure=saved_average_not_finite,
+            measure=saved_tensor_not_finite,
             text="{count:,} entries are not finite",
             remedy="begin the average anew from the weights, and find what wrote it",
             severity="severe",
