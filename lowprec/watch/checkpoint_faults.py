@@ -57,17 +57,14 @@ def held_dtype(t):
     if len(rounded(some).unique()) < 16:  # 0, 1 and their like are numbers of any dtype
         return t.dtype
     for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16):
-        if coarser(dtype, t.dtype) and not (loses_digits(some, dtype) or loses_digits(t, dtype)):
+        is_coarser = torch.finfo(dtype).eps > torch.finfo(t.dtype).eps
+        if is_coarser and not (loses_digits(some, dtype) or loses_digits(t, dtype)):
             return dtype
     return t.dtype
 
 
 def loses_digits(t, dtype):
     return not torch.equal(rounded(t, dtype).double(), rounded(t).double())
-
-
-def coarser(dtype, other):
-    return torch.finfo(dtype).eps > torch.finfo(other).eps
 
 
 def saved_tensor_not_finite(one):
@@ -156,13 +153,13 @@ def nothing_trained(weights):
 
 def rounded_on_the_way(weights):
     """[Finding] of wide tensors that hold numbers of a narrower dtype alone, which they did not before."""
-    found = [one for one in weights if one.rounded_to and coarser(one.rounded_to, one.dtype)]
+    found = [one for one in weights if one.rounded_to not in (None, one.dtype)]
     if not found:
         return []
     dtype, narrow = dtype_name(found[0].dtype), dtype_name(found[0].rounded_to)
-    text = f"{len(found)} of {len(weights)} tensors are {dtype} and hold {narrow} numbers alone, as they did not"
+    text = f"{len(found)} of {len(weights)} tensors are {dtype} and hold {narrow} numbers alone"
     remedy = f"save and load weights as they are; nothing, if a file in {narrow} was wanted"
-    return [Finding("weights", "moderate", f"{text} before: something rounded them", remedy, "", 1.0)]
+    return [Finding("weights", "moderate", f"{text}, unlike before: something rounded them", remedy)]
 
 
 # the factor of an adapter that begins as 0, in PEFT, diffusers, kohya's scripts and LyCORIS
