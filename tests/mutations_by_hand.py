@@ -1,0 +1,567 @@
+"""Faults that a person could make, placed by hand; mutations.py plants them."""
+
+import ast
+from typing import NamedTuple
+
+import mutations_by_rule
+from mutations_by_rule import Mutation
+
+
+class ByHand(NamedTuple):
+    """old: text that stands once in `function` of `file`; new: what takes its place. function: a name as
+    Class.method, by which it is found where it has moved since; "" for what stands in none.
+
+    tests: files of tests/ that should catch it, each followed by what `pytest -k` chooses of it, if not all:
+    "lowprec/test_adamw.py scale".
+    """
+
+    name: str
+    file: str
+    function: str
+    old: str
+    new: str
+    tests: tuple
+
+
+LOWPREC = (
+    ByHand(
+        "half-the-noise",
+        "lowprec/rounding.py",
+        "stochastic_round",
+        "(x.view(torch.int32) + (noise & 0xFFFF))",
+        "(x.view(torch.int32) + (noise & 0x7FFF))",
+        ("lowprec/test_rounding.py unbiased or every_noise",),
+    ),
+    ByHand(
+        "noise-without-step",
+        "lowprec/rounding.py",
+        "key_words",
+        "key = hash64(seed, step, kind, position >> 32)",
+        "key = hash64(seed, kind, position >> 32)",
+        ("lowprec/test_rounding.py unrelated",),
+    ),
+    ByHand(
+        "noise-without-kind",
+        "lowprec/rounding.py",
+        "key_words",
+        "key = hash64(seed, step, kind, position >> 32)",
+        "key = hash64(seed, step, position >> 32)",
+        ("lowprec/test_rounding.py unrelated", "lowprec/test_average.py share_noise"),
+    ),
+    ByHand(
+        "kahan-sign",
+        "lowprec/rounding.py",
+        "exact_weight",
+        "return p.float() + low.float()",
+        "return p.float() - low.float()",
+        ("lowprec/test_rounding.py exact_weight",),
+    ),
+    ByHand(
+        "ties-up-in-the-average",
+        "lowprec/rounding.py",
+        "_without_low_bits",
+        "(below >> 1) + ((bits >> count) & 1)",
+        "(below >> 1) + 1",
+        ("lowprec/test_rounding.py exact_weight or held_once",),
+    ),
+    ByHand(
+        "average-noise-of-a-part",
+        "lowprec/rounding.py",
+        "StepAverage.part",
+        "torch.tensor([0, 0, start, 0]",
+        "torch.tensor([0, 0, 0, 0]",
+        ("lowprec/test_average.py moves_along",),
+    ),
+    ByHand(
+        "betas-swapped",
+        "lowprec/optimizers/adamw.py",
+        "AdamW.numbers",
+        'beta1, beta2 = group["betas"]',
+        'beta2, beta1 = group["betas"]',
+        ("lowprec/test_adamw.py torch_adamw_bit_for_bit",),
+    ),
+    ByHand(
+        "bias-correction-a-step-late",
+        "lowprec/optimizers/adamw.py",
+        "AdamW.numbers",
+        "(1 - beta1**step)",
+        "(1 - beta1 ** (step + 1))",
+        ("lowprec/test_adamw.py torch_adamw_bit_for_bit",),
+    ),
+    ByHand(
+        "eps-under-the-root",
+        "lowprec/optimizers/adamw.py",
+        "AdamW.direction",
+        "(n.rate * m) / (v.sqrt() / n.root_correction + n.eps)",
+        "(n.rate * m) / ((v + n.eps).sqrt() / n.root_correction)",
+        ("lowprec/test_cpu_step.py bits_of_the_torch_code", "lowprec/test_adamw.py eps_is_added"),
+    ),
+    ByHand(
+        "moments-share-noise",
+        "lowprec/optimizers/rounded.py",
+        "step_kernel.kernel",
+        "[noise >> 16, second, second >> 16]",
+        "[second, second, second >> 16]",
+        ("lowprec/test_optim.py independently", "lowprec/test_cpu_step.py bits_of_the_torch_code"),
+    ),
+    ByHand(
+        "decay-twice",
+        "lowprec/optimizers/rounded.py",
+        "Rounded._weight_numbers",
+        'decay=1 - float(group["lr"])',
+        'decay=1 - 2 * float(group["lr"])',
+        ("lowprec/test_adamw.py torch_adamw_bit_for_bit",),
+    ),
+    ByHand(
+        "codes-share-noise",
+        "lowprec/optimizers/rounded.py",
+        "Rounded._add_rows",
+        "kind = Noise.EXP_AVG + self.moments.index(name)",
+        "kind = Noise.EXP_AVG",
+        ("lowprec/test_moments.py share_noise",),
+    ),
+    ByHand(
+        "nesterov-without-momentum",
+        "lowprec/optimizers/sgd.py",
+        "SGD.numbers",
+        "of_momentum=momentum if nesterov else 1.0",
+        "of_momentum=1.0",
+        ("lowprec/test_optimizers.py sgd_is or sgd_with",),
+    ),
+    ByHand(
+        "lion-keeps-its-step",
+        "lowprec/optimizers/lion.py",
+        "Lion.direction",
+        "(m + n.one_minus_beta2 * (g - m),)",
+        "(m + n.one_minus_beta1 * (g - m),)",
+        ("lowprec/test_cpu_step.py other_optimisers", "lowprec/test_optimizers.py lion_in"),
+    ),
+    ByHand(
+        "muon-scale-of-the-shorter-side",
+        "lowprec/optimizers/muon.py",
+        "",
+        "0.2 * max(rows, columns)",
+        "0.2 * min(rows, columns)",
+        ("lowprec/test_optimizers.py muon_is_torchs",),
+    ),
+    ByHand(
+        "adafactor-rows-not-normalised",
+        "lowprec/optimizers/adafactor.py",
+        "Adafactor.update_tensor",
+        '(new["row_var"] / new["row_var"].mean()).rsqrt()',
+        'new["row_var"].rsqrt()',
+        ("lowprec/test_optimizers.py adafactor_is or adafactor_by",),
+    ),
+    ByHand(
+        "warm-up-of-the-average-off-by-one",
+        "lowprec/optimizers/average.py",
+        "EMA.decay",
+        "min(self.full_decay, (1 + self.step) / (10 + self.step))",
+        "min(self.full_decay, self.step / (9 + self.step))",
+        ("lowprec/test_average.py warm_up",),
+    ),
+    ByHand(
+        "clip-of-a-released-tensor-dropped",
+        "lowprec/optimizers/release.py",
+        "Release._look",
+        "scale = {p: clip_factor(norms[p], self.clip)}",
+        "scale = {p: 1.0}",
+        ("lowprec/test_release.py clipped",),
+    ),
+    ByHand(
+        "offload-waits-for-the-other-room",
+        "lowprec/optimizers/offload.py",
+        "Offload.passing.fetch",
+        "list(copy_pairs(on_device, states[n])), free_after[n % 2])",
+        "list(copy_pairs(on_device, states[n])), free_after[(n + 1) % 2])",
+        ("lowprec/test_states_on_cpu.py ordered",),
+    ),
+    ByHand(
+        "noise-of-a-last-block-starts-anew",
+        "lowprec/formats.py",
+        "Format.encode",
+        "key[2] += cut",
+        "key[2] += whole",
+        ("lowprec/test_formats.py any_length",),
+    ),
+    ByHand(
+        "second-moment-may-be-zero",
+        "lowprec/formats.py",
+        "stochastic_codes",
+        "(y > 0) & (code == 0) & (table[0] == 0)",
+        "(y < 0) & (code == 0) & (table[0] == 0)",
+        ("lowprec/test_formats.py zero", "lowprec/test_cpu_step.py codes_have_the_bits"),
+    ),
+    ByHand(
+        "float8-scale-not-multiplied",
+        "lowprec/formats.py",
+        "Float8._decode_rows",
+        "return self.values(codes.view(self.dtype)) * scales[:, None]",
+        "return self.values(codes.view(self.dtype))",
+        ("lowprec/test_formats.py compiled_and_eager and e4m3",),
+    ),
+    ByHand(
+        "scale-of-gradients-dropped",
+        "lowprec/kernels/exact_step.py",
+        "update_moments",
+        "part = g[at].float() * row[PLACE_OF_SCALE]",
+        "part = g[at].float()",
+        ("lowprec/test_adamw.py with_a_scale",),
+    ),
+    ByHand(
+        "zeros-may-be-raised-at-any-eps",
+        "lowprec/kernels/exact_step.py",
+        "smallest_root_vanishes",
+        "return eps * (1 - beta2) ** 0.5 > 2.0**-37",
+        "return eps > 0",
+        ("lowprec/test_adamw.py denormal",),
+    ),
+    ByHand(
+        "loss-not-divided",
+        "lowprec/precision.py",
+        "Precision.backward",
+        "self.scaler.scale(loss / self.micro_batches.divisor(self, weight)).backward()",
+        "self.scaler.scale(loss).backward()",
+        ("lowprec/test_precision.py accumulation_averages",),
+    ),
+    ByHand(
+        "last-micro-batch-alone",
+        "lowprec/gradients.py",
+        "sum_up",
+        "run.sums[p].add_(p.grad)",
+        "run.sums[p].copy_(p.grad)",
+        ("lowprec/test_precision.py fp32_accumulation or fp32_sum",),
+    ),
+    ByHand(
+        "mask-becomes-infinite",
+        "lowprec/cast.py",
+        "narrowed",
+        "torch.where(x.isfinite(), x.clamp(-top, top), x)",
+        "torch.where(x.isfinite(), x, x.clamp(-top, top))",
+        ("lowprec/test_precision_refusals.py finite_masks",),
+    ),
+    ByHand(
+        "moments-of-an-exact-master",
+        "lowprec/recipes.py",
+        "_sites_of_flags",
+        'moments = "fp32" if flags.master in rules.EXACT_MASTERS else "bf16"',
+        'moments = "bf16" if flags.master in rules.EXACT_MASTERS else "fp32"',
+        ("lowprec/test_recipes.py compose",),
+    ),
+    ByHand(
+        "two-micro-batches-with-release",
+        "lowprec/rules.py",
+        "",
+        "lambda run: run.grad_release and run.accumulate > 1",
+        "lambda run: run.grad_release and run.accumulate > 2",
+        ("lowprec/test_rules.py", "lowprec/test_release.py refused_with"),
+    ),
+    ByHand(
+        "bytes-of-sums-halved",
+        "lowprec/ledger.py",
+        "_bytes_of_sites",
+        'sizes["accumulate"] = 4.0',
+        'sizes["accumulate"] = 2.0',
+        ("lowprec/test_ledger.py bytes",),
+    ),
+    ByHand(
+        "second-moment-moves-with-gradients-alone",
+        "lowprec/telemetry.py",
+        "StepReport.written",
+        "should_move = has_grad | (moment != 0)",
+        "should_move = has_grad",
+        ("lowprec/test_telemetry.py",),
+    ),
+    ByHand(
+        "history-of-amax-rolls-back",
+        "lowprec/layers/fp8_product.py",
+        "roll_history",
+        "history.roll(-1, 0)",
+        "history.roll(1, 0)",
+        ("lowprec/test_fp8.py amax or delayed",),
+    ),
+    ByHand(
+        "equal-magnitudes-both-lose",
+        "lowprec/layers/sparsity.py",
+        "two_of_four",
+        "bc = b >= c",
+        "bc = b > c",
+        ("lowprec/test_sparsity_masks.py equal_magnitudes",),
+    ),
+    ByHand(
+        "variance-of-a-write",
+        "lowprec/watch/write_errors.py",
+        "Errors.add",
+        "variance = f * (1 - f)",
+        "variance = f",
+        ("watch/test_write_errors.py", "lowprec/test_optimizers_in_runs.py test_watch"),
+    ),
+    ByHand(
+        "norms-of-this-rank-alone",
+        "lowprec/fsdp.py",
+        "NetRanks.norms_of",
+        "norms[p] = own if self.parts[p] is None else whole",
+        "norms[p] = own",
+        ("harness/test_fsdp.py norms_and_telemetry",),
+    ),
+)
+
+HARNESS = (
+    ByHand(
+        "schedule-without-its-end",
+        "harness/flags.py",
+        "FlagTable.fixed",
+        'if config.lr_schedule != "constant" or config.fp4_finish:',
+        "if config.fp4_finish:",
+        ("harness/test_flags.py going_on",),
+    ),
+    ByHand(
+        "checksum-not-compared",
+        "harness/checkpoints.py",
+        "verify_checkpoint",
+        "if tail[len(DIGEST_MARK) :] != digest(file, size - DIGEST_BYTES).encode():",
+        'if tail[len(DIGEST_MARK) :] == b"":',
+        ("harness/test_checkpoints.py flipped",),
+    ),
+    ByHand(
+        "steps-that-were-never-done",
+        "harness/checkpoints.py",
+        "check_optimizer",
+        "if not 0 <= done <= step:",
+        "if not 0 <= done:",
+        ("harness/test_checkpoints.py wrong_values",),
+    ),
+    ByHand(
+        "last-row-of-metrics-lost",
+        "harness/run_folder.py",
+        "Folder.begin",
+        'row["step"] <= step]',
+        'row["step"] < step]',
+        ("harness/test_runs.py",),
+    ),
+    ByHand(
+        "new-shards-removed-too",
+        "harness/shards.py",
+        "_remove_folders_but",
+        "if old != kept and written.fullmatch(old.name)",
+        "if written.fullmatch(old.name)",
+        ("harness/test_fsdp_runs.py removes_old_ones",),
+    ),
+    ByHand(
+        "resume-forgets-micro-batches",
+        "harness/batches.py",
+        "read_batches",
+        "start = step * config.accumulate",
+        "start = step",
+        ("harness/test_batches.py",),
+    ),
+    ByHand(
+        "every-epoch-alike",
+        "harness/batches.py",
+        "BatchIndices.__iter__",
+        "stream(self.seed, Stream.ORDER, epoch)",
+        "stream(self.seed, Stream.ORDER, 0)",
+        ("harness/test_batches.py",),
+    ),
+    ByHand(
+        "losses-of-an-interval-forgotten",
+        "harness/resume.py",
+        "restore_checkpoint",
+        'run.interval = checkpoint["interval"]',
+        "run.interval = 0",
+        ("harness/test_runs.py",),
+    ),
+    ByHand(
+        "ranks-share-noise",
+        "harness/reduction.py",
+        "StochasticMean.mean",
+        "hash64(self.seed, 1 + rank)",
+        "hash64(self.seed, 1)",
+        ("harness/test_reduction.py mean or unbiased",),
+    ),
+    ByHand(
+        "smallest-for-largest",
+        "harness/ranks.py",
+        "Ranks.any",
+        "op=dist.ReduceOp.MAX",
+        "op=dist.ReduceOp.MIN",
+        ("harness/test_processes.py smallest",),
+    ),
+    ByHand(
+        "patience-one-look-longer",
+        "harness/validation.py",
+        "Validation.exhausted",
+        "self.waited >= self.patience",
+        "self.waited > self.patience",
+        ("harness/test_validation.py patience",),
+    ),
+    ByHand(
+        "warm-up-starts-at-zero",
+        "harness/schedule.py",
+        "lr_factor",
+        "min(1.0, (step + 1) / config.warmup)",
+        "min(1.0, step / config.warmup)",
+        ("harness/test_schedule.py",),
+    ),
+)
+
+TASKS = (
+    ByHand(
+        "min-snr-upside-down",
+        "tasks/diffusion.py",
+        "DDPM.errors",
+        "weight = snr.clamp(max=gamma) / snr",
+        "weight = snr / snr.clamp(max=gamma)",
+        ("tasks/test_strategies.py min_snr",),
+    ),
+    ByHand(
+        "guidance-from-the-label",
+        "tasks/generation.py",
+        "Generation.predict",
+        "without_label + guidance * (with_label - without_label)",
+        "with_label + guidance * (with_label - without_label)",
+        ("tasks/test_strategies.py guidance",),
+    ),
+    ByHand(
+        "frechet-cross-term-once",
+        "tasks/metrics.py",
+        "frechet_distance",
+        "cov_b.trace() - 2 * cross",
+        "cov_b.trace() - cross",
+        ("tasks/test_metrics.py frechet",),
+    ),
+    ByHand(
+        "kid-biased",
+        "tasks/metrics.py",
+        "kid.within",
+        "/ (len(x) * (len(x) - 1))",
+        "/ len(x) ** 2",
+        ("tasks/test_metrics.py kid",),
+    ),
+    ByHand(
+        "one-slice-less-held-out",
+        "tasks/data.py",
+        "_held_slices",
+        "torch.arange(len(owners)) >= len(owners) - count",
+        "torch.arange(len(owners)) > len(owners) - count",
+        ("tasks/test_data.py one_volume",),
+    ),
+    ByHand(
+        "bdh-reads-its-own-position",
+        "tasks/language.py",
+        "Hatchling.forward",
+        "(turned @ turned.mT).tril(-1)",
+        "(turned @ turned.mT).tril()",
+        ("tasks/test_language.py bdh_is or own_position",),
+    ),
+    ByHand(
+        "right-answers-for-errors",
+        "tasks/classify.py",
+        "Classify._confusion",
+        "labels[answer != labels]",
+        "labels[answer == labels]",
+        ("tasks/test_classify.py most_errors",),
+    ),
+    ByHand(
+        "last-batch-of-masks-alone",
+        "tasks/segment.py",
+        "Segment._confusion",
+        "counts = counts + metrics.confusion(",
+        "counts = metrics.confusion(",
+        ("tasks/test_segment.py",),
+    ),
+    ByHand(
+        "kl-sign-of-the-logarithm",
+        "tasks/vae.py",
+        "kl",
+        "- 1 - variance.log()",
+        "- 1 + variance.log()",
+        ("tasks/test_vae_losses.py kl",),
+    ),
+    ByHand(
+        "shares-sum-over-slots",
+        "tasks/slots.py",
+        "SlotAttention.compete",
+        "weights / weights.sum(1, keepdim=True)",
+        "weights / weights.sum(2, keepdim=True)",
+        ("tasks/test_slots.py published_algorithm",),
+    ),
+    ByHand(
+        "noise-and-image-swapped",
+        "tasks/reflow.py",
+        "Reflow.with_noise",
+        "return images.chunk(2, dim=1)",
+        "return images.chunk(2, dim=1)[::-1]",
+        ("tasks/test_reflow.py came_with",),
+    ),
+    ByHand(
+        "second-step-from-the-first-time",
+        "tasks/distillation.py",
+        "Distill.wanted",
+        "self.teach(halfway, labels, middle, end)",
+        "self.teach(halfway, labels, t, end)",
+        ("tasks/test_distillation.py written_out",),
+    ),
+    ByHand(
+        "target-at-the-later-time",
+        "tasks/consistency.py",
+        "Consistency.loss",
+        "wanted = self.end(self.target(model), nearer, labels, earlier)",
+        "wanted = self.end(self.target(model), nearer, labels, later)",
+        ("tasks/test_consistency.py loss_written_out",),
+    ),
+)
+
+BY_HAND = (*LOWPREC, *HARNESS, *TASKS)
+
+
+# ---- Where they are ----------------------------------------------------------------------------------------
+
+
+def found(row, folder):
+    """A Mutation where the text of a ByHand stands in a copy of the repository; None where it does not stand
+    once.
+    """
+    own = folder / row.file
+    if own.exists():
+        places = places_in(row, own)
+        if len(places) == 1:
+            return placed(row, own, places[0], folder)
+    everywhere = []
+    for room in mutations_by_rule.ROOMS:
+        for path in (folder / room).rglob("*.py"):
+            everywhere += [(path, place) for place in places_in(row, path)]
+    return placed(row, *everywhere[0], folder) if len(everywhere) == 1 else None
+
+
+def places_in(row, path):
+    """Where the text starts, in bytes, within the function of its name."""
+    text = path.read_bytes()
+    old = row.old.encode()
+    if row.function.encode().rpartition(b".")[2] not in text or old not in text:
+        return []
+    lines = text.splitlines(keepends=True)
+    found = []
+    for first, last in ranges(ast.parse(text), row.function, len(lines)):
+        start = sum(map(len, lines[: first - 1]))
+        part = b"".join(lines[first - 1 : last])
+        found += [start + part.index(old)] if part.count(old) == 1 else []
+    return found
+
+
+def ranges(tree, function, length):
+    """[(first line, last)] of the functions whose name ends so: a method may get another class."""
+    if not function:
+        return [(1, length)]
+    name = function.rpartition(".")[2]
+    kinds = ast.FunctionDef, ast.ClassDef
+    return [(n.lineno, n.end_lineno) for n in ast.walk(tree) if isinstance(n, kinds) and n.name == name]
+
+
+def placed(row, path, start, folder):
+    text = path.read_bytes()
+    first = text[:start].count(b"\n") + 1
+    lines = first, first + row.old.count("\n")
+    end = start + len(row.old.encode())
+    file = str(path.relative_to(folder))
+    return Mutation(row.name, file, row.function, " ".join(row.old.split()), start, end, row.new, lines)
