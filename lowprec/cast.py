@@ -16,7 +16,16 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
-from .frozen_weights import averages_inside, check_dtype_patterns, dtypes_of_frozen, frozen_modules, matching
+from .frozen_weights import (
+    averages_inside,
+    castable,
+    casts_for_itself,
+    check_dtype_patterns,
+    dtypes_of_frozen,
+    frozen_modules,
+    matching,
+    warn_of_widened,
+)
 from .layers import convolutions
 from .optimizers import buckets
 from .roles import roles
@@ -268,7 +277,7 @@ class Cast:
         for module in by_name:
             within.update(module.modules())
         self.whole: list[nn.Module] = []
-        self.dtype_of_frozen: dict[nn.Module, torch.dtype] = {}
+        self.dtypes_of_frozen: dict[nn.Module, dict[nn.Parameter, torch.dtype]] = {}
         self.averages: dict[str, str] = {}
         _remove_borders(model)  # of an earlier Precision, whose islands these need not be
         check_dtype_patterns(model, self.dtypes)
@@ -276,28 +285,33 @@ class Cast:
         if r.low_weights:
             self.whole = with_statistics
         exact = {*islands, *self.whole, *within}
-        if frozen and not any(map(buckets.is_spread, model.parameters())):
-            self._find_frozen(model, r, {*exact, *with_statistics})
+        if not any(map(buckets.is_spread, model.parameters())):
+            self._find_frozen(model, r, {*exact, *with_statistics}, frozen)
+        came = {}
+        if frozen and r.frozen in ("kept", "nf4"):
+            for name, p in model.named_parameters():
+                if not p.requires_grad and not matching(name, {**self.dtypes, **self.averages}):
+                    came[name] = p.dtype
         if r.low_weights:
             self._cast_low(model, r, exact)
-        elif self.dtype_of_frozen or self.dtypes:
-            self._cast_wide(model)
         else:
-            model.float()
+            self._cast_wide(model)
+        warn_of_widened(came, model)
         self._borders(model, r, [*islands, *by_name], within - set(by_name), fp32_outputs)
 
-    def _find_frozen(self, model, r, exact):
-        """The frozen modules whose dtype is not that of the trained weights."""
-        weights = r.dtype("weights")
-        self.averages = averages_inside(model)
-        for module, dtype in dtypes_of_frozen(model, r, self.dtypes, self.averages).items():
-            if dtype != weights and module not in exact:
-                self.dtype_of_frozen[module] = dtype
+    def _find_frozen(self, model, r, exact, kept):
+        """The frozen modules whose dtypes are not that of the trained weights."""
+        self.averages = averages_inside(model) if kept else {}
+        for module, held in dtypes_of_frozen(model, r, self.dtypes, self.averages, kept).items():
+            if set(held.values()) != {r.dtype("weights")} and module not in exact:
+                self.dtypes_of_frozen[module] = held
 
     def _cast_low(self, model, r, exact):
-        _cast_parameters(model, exact, self.dtype_of_frozen)
+        _cast_parameters(model, exact, self.dtypes_of_frozen.values())
         for name, module in model.named_modules():
-            dtype = self.dtype_of_frozen.get(module) or r.dtype("buffers")
+            dtype = r.dtype("buffers")
+            if module in self.dtypes_of_frozen:
+                dtype = only_dtype(self.dtypes_of_frozen[module])
             if module in exact and _keeps_statistics(module):
                 dtype = torch.float32  # as its weights
             _cast_buffers(name, module, dtype, self.dtypes)
@@ -306,31 +320,29 @@ class Cast:
                 module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
 
     def _cast_wide(self, model):
-        """As model.float(), but for the frozen weights and the buffers that `dtypes` names."""
+        """As model.float(), but for codes, frozen weights and the buffers that `dtypes` names."""
         dtype_of = {}
-        for module, dtype in self.dtype_of_frozen.items():
-            for p in _own_parameters(module):
-                dtype_of[p] = dtype
+        for held in self.dtypes_of_frozen.values():
+            dtype_of.update(held)
         for name, buffer in model.named_buffers():
             chosen = matching(name, self.dtypes)
             if chosen:
                 dtype_of[buffer] = DTYPE_OF_NAME[chosen]
 
         def wide(t):
-            if not t.is_floating_point():
-                return t
-            return t.to(dtype_of.get(t, torch.float32))
+            return t.to(dtype_of.get(t, torch.float32)) if castable(t) else t
 
         model._apply(wide)
 
     def _borders(self, model, r, islands, within, fp32_outputs):
         """Hooks that cast. within: modules in one that is fp32 as a whole, which need none."""
         weights = r.dtype("weights")
+        compute = r.dtype("compute") if r.autocasts else weights
         around = dict.fromkeys(islands, torch.float32)
-        for module, dtype in self.dtype_of_frozen.items():
-            casts_for_itself = isinstance(module, nn.Linear | convolutions.CONVOLUTIONS)
-            if not (r.autocasts and casts_for_itself):
-                around[module] = dtype
+        for module, held in self.dtypes_of_frozen.items():
+            beside_trained = any(p.requires_grad for p in module.parameters())
+            if not beside_trained and not (casts_for_itself(module, r) and all(map(castable, held))):
+                around[module] = only_dtype(held) or compute
         if r.low_weights and r.buffers == "fp32":
             around.update(dict.fromkeys(_parametrizations(model), torch.float32))
             for module in _with_buffers_alone(model):
@@ -389,21 +401,21 @@ def _fp32_buffers(module):
     return [b for b in module.buffers(recurse=False) if b.dtype == torch.float32]
 
 
-def _cast_parameters(model, whole, dtype_of_module):
-    """fp32 for the parameters of the modules `whole`, bf16 for the other floating ones, but those in
-    `dtype_of_module`.
+def only_dtype(held):
+    """The dtype of all of {parameter: its dtype}; None where there are several, or codes."""
+    return next(iter(held.values())) if len(set(held.values())) == 1 and all(map(castable, held)) else None
+
+
+def _cast_parameters(model, whole, frozen):
+    """fp32 for the parameters of the modules `whole`, bf16 for the other plain ones. frozen: {parameter:
+    dtype} of modules that are held otherwise.
     """
-    dtype_of = {}
-    for p in model.parameters():
-        if p.is_floating_point():
-            dtype_of[p] = torch.bfloat16
-    dtypes = list(dtype_of_module.items())
+    dtype_of = dict.fromkeys(model.parameters(), torch.bfloat16)
+    for held in frozen:
+        dtype_of.update(held)
     for module in whole:
-        dtypes.append((module, torch.float32))
-    for module, dtype in dtypes:
-        for p in _own_parameters(module):
-            if p in dtype_of:
-                dtype_of[p] = dtype
+        dtype_of.update(dict.fromkeys(_own_parameters(module), torch.float32))
+    dtype_of = {p: dtype for p, dtype in dtype_of.items() if castable(p)}
     if any(map(buckets.is_spread, dtype_of)):  # what fully_shard keeps follows Module.to alone, not p.data
         model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)))
         return
@@ -413,12 +425,8 @@ def _cast_parameters(model, whole, dtype_of_module):
 
 def _cast_buffers(module_name, module, dtype, dtypes):
     for name, buffer in module.named_buffers(recurse=False):
-        if not buffer.is_floating_point():
-            continue
         full_name = f"{module_name}.{name}" if module_name else name
         chosen = matching(full_name, dtypes)
-        if chosen:
-            new = buffer.to(DTYPE_OF_NAME[chosen])
-        else:
-            new = buffer.to(dtype)
-        setattr(module, name, new)
+        wanted = DTYPE_OF_NAME[chosen] if chosen else dtype
+        if wanted and castable(buffer):
+            setattr(module, name, buffer.to(wanted))

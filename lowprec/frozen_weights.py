@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from .errors import Refused
+from .layers.convolutions import CONVOLUTIONS
 from .rounding import DTYPE_OF_NAME
 
 # what nets call the average of another of their parts
@@ -75,35 +77,54 @@ def _is_average_of(frozen, trained, name):
     return all(torch.equal(t.float(), others[key].float()) for key, t in tensors.items())
 
 
+def castable(t: torch.Tensor) -> bool:
+    """Whether a tensor holds plain numbers. Those of 8 bits that nobody trains are codes, which only their
+    module can read.
+    """
+    return t.is_floating_point() and (t.itemsize > 1 or t.requires_grad)
+
+
 def dtypes_of_frozen(
-    model: nn.Module, r, dtypes: Mapping[str, str], averages: Collection[str]
-) -> dict[nn.Module, torch.dtype]:
-    """{module that owns frozen parameters: their dtype} of a Recipe, modules beside trained weights left out.
-    dtypes: {pattern: 'fp32' or 'bf16'} of single ones. averages: names of parts that are averages.
+    model: nn.Module, r, dtypes: Mapping[str, str], averages: Collection[str], kept: bool = True
+) -> dict[nn.Module, dict[nn.Parameter, torch.dtype]]:
+    """{module that owns frozen parameters: {each of them: its dtype}} of a Recipe, modules beside trained
+    weights left out where they hold no codes. dtypes: {pattern: 'fp32' or 'bf16'} of single ones. averages:
+    names of parts that are averages. kept: whether frozen weights are held as the site says; False: as the
+    others. Codes, and the scales beside them, stay as they came.
     """
     found = {}
-    for name, module in frozen_modules(model).items():
-        own = {}
-        for key, p in module.named_parameters(name, recurse=False):
-            if p.is_floating_point():
-                own[key] = p
-        if not own:
+    frozen = frozen_modules(model)
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(name, recurse=False))
+        own = {key: p for key, p in own.items() if not p.requires_grad}
+        codes = not all(map(castable, own.values()))
+        if not any(p.is_floating_point() for p in own.values()) or not (codes or name in frozen):
             continue
         chosen = None
         for key in own:
             chosen = chosen or matching(key, dtypes)
         around = {*_prefixes(name), name}  # this module and those that it is a part of
-        if chosen:
-            found[module] = DTYPE_OF_NAME[chosen]
-        elif r.frozen == "cast":
-            found[module] = r.dtype("weights")
+        dtype = None  # its own
+        if chosen and kept:
+            dtype = DTYPE_OF_NAME[chosen]
+        elif codes:
+            pass
+        elif r.frozen == "cast" or not kept:
+            dtype = r.dtype("weights")
         elif r.frozen not in ("kept", "nf4"):
-            found[module] = DTYPE_OF_NAME[r.frozen]
+            dtype = DTYPE_OF_NAME[r.frozen]
         elif around.intersection(averages):
-            found[module] = torch.float32
-        else:
-            found[module] = next(iter(own.values())).dtype
+            dtype = torch.float32
+        elif type(module).__module__.startswith("torch.nn") and not casts_for_itself(module, r):
+            # one kernel takes all its weights, in one dtype
+            dtype = functools.reduce(torch.promote_types, [p.dtype for p in own.values()])
+        found[module] = {p: dtype if dtype and castable(p) else p.dtype for p in own.values()}
     return found
+
+
+def casts_for_itself(module: nn.Module, r) -> bool:
+    """Whether autocast casts what this layer multiplies."""
+    return r.autocasts and isinstance(module, nn.Linear | CONVOLUTIONS)
 
 
 def matching(name: str, dtypes: Mapping[str, str]) -> str | None:
@@ -135,3 +156,15 @@ def warn_of_averages(averages: Mapping[str, str], r) -> None:
         if r.frozen in ("cast", "bf16"):
             held = f"in bf16 (frozen={r.frozen}) it loses small steps; dtypes={{'{name}': 'fp32'}} keeps them"
         warnings.warn(f"'{name}' is frozen, and an average of '{source}' by all signs: {held}", stacklevel=4)
+
+
+def warn_of_widened(came: Mapping[str, torch.dtype], model: nn.Module) -> None:
+    """Say which weights are held in a wider dtype than they came in. came: {name: that dtype}."""
+    wider = []
+    for name, p in model.named_parameters():
+        if name in came and p.itemsize > came[name].itemsize:
+            wider.append(name)
+    if wider:
+        more = f" and {len(wider) - 1} more" if len(wider) > 1 else ""
+        why = "an island, or in one layer with weights of another dtype, which one kernel takes together"
+        warnings.warn(f"'{wider[0]}'{more}: frozen, and wider than it came, in fp32: {why}", stacklevel=5)

@@ -229,21 +229,21 @@ def _remarks(run, parameters):
 
 def _of_frozen(run):
     """{value, why} of the frozen weights, which are no part of the bytes a trained parameter."""
-    dtypes = set()
-    count = size = 0
+    count = 0
+    sizes: dict[str, int] = {}
     for p in run.model.parameters():
         if not p.requires_grad:
-            dtypes.add(str(p.dtype).removeprefix("torch."))
+            dtype = str(p.dtype).removeprefix("torch.")
+            dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
             count += p.numel()
-            size += p.nbytes
-    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    values = []
-    for dtype in sorted(dtypes):
-        values.append(short.get(dtype, dtype))
-    why = f"{count:,} weights that are not trained take {size / MIB:.1f} MiB"
-    if "float32" in dtypes and run.recipe.low_weights and run.recipe.frozen == "kept":
+            sizes[dtype] = sizes.get(dtype, 0) + p.nbytes
+    why = f"{count:,} weights that are not trained take {sum(sizes.values()) / MIB:.1f} MiB"
+    if len(sizes) > 1:
+        parts = [f"{size / MIB:.2f} in {dtype}" for dtype, size in sorted(sizes.items())]
+        why += f", {' and '.join(parts)}"
+    if "fp32" in sizes and run.recipe.low_weights and run.recipe.frozen == "kept":
         why += ", as the net came; sites=['frozen=cast'] casts them"
-    return {"value": " and ".join(values), "why": why}
+    return {"value": " and ".join(sorted(sizes)), "why": why}
 
 
 def _of_released_gradients(run):

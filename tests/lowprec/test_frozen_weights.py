@@ -185,6 +185,105 @@ def test_a_quantised_base_resumes_and_another_one_is_refused():
     refused(lambda: quantised(seed=1).load_state_dict(saved), "base_layer.weight", "quantised base")
 
 
+# ---- Weights of several dtypes in one module ---------------------------------------------------------------
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Mixed(nn.Module):
+    """A frozen layer of a stranger: a weight times a small scale, each in a dtype of its own, and a bias."""
+
+    def __init__(self, weight=E4M3, scale=torch.float32, bias=torch.float32, buffers=(), child=False):
+        super().__init__()
+        values = draw(16, 16).mul(8).round()  # numbers of any dtype
+        tensors = {"scale": torch.full((1,), 2.0**-12 * 1.001), "weight": values, "bias": draw(16, seed=1)}
+        for (name, t), dtype in zip(tensors.items(), (scale, weight, bias), strict=True):
+            if name in buffers:
+                self.register_buffer(name, t.to(dtype))
+            else:
+                self.register_parameter(name, nn.Parameter(t.to(dtype), requires_grad=False))
+        self.child = nn.Linear(16, 16) if child else None
+
+    def forward(self, x):
+        self.seen = x.dtype
+        y = F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias.to(x.dtype))
+        return y if self.child is None else y + self.child(x)
+
+
+MIXED = {
+    "e4m3 and fp32": dict(),
+    "e5m2 and bf16": dict(weight=torch.float8_e5m2, scale=BF16, bias=BF16),
+    "e4m3 and e8m0": dict(scale=torch.float8_e8m0fnu),
+    "int8 and fp32": dict(weight=torch.int8),
+    "e4m3, a scale in a buffer": dict(buffers=("scale",)),
+    "codes in a buffer": dict(buffers=("weight",)),
+    "all in e4m3": dict(scale=torch.float8_e8m0fnu, bias=E4M3),
+    "beside a trained child": dict(child=True),
+    "bf16 and fp32": dict(weight=BF16),
+    "fp16 and fp32": dict(weight=torch.float16),
+    "fp32 and bf16": dict(weight=torch.float32, scale=BF16),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("kind", MIXED)
+def test_each_frozen_weight_keeps_its_dtype_and_bits(kind, flags):
+    torch.manual_seed(0)
+    mixed = Mixed(**MIXED[kind])
+    x = draw(8, 16, seed=2)
+    came, wanted = copy.deepcopy(mixed), mixed(x)
+    run = start(FLAGS[flags], nn.Sequential(mixed, nn.Linear(16, 4)), lr=1e-3)
+    run.backward(run(x).square().mean())
+    run.step()
+    assert mixed.seen in (torch.float32, BF16)
+    copies = [run.frozen("raw", generation=to).net[0] for to in ("compute", "fp32", "bf16")]
+    for number, net in enumerate([mixed, *copies]):
+        y = net(x.to(net.seen)).float()
+        assert (y - wanted).norm() < 0.02 * wanted.norm(), number
+        for name in ("weight", "scale", "bias"):
+            t, first = getattr(net, name), getattr(came, name)
+            # a copy in another dtype casts plain numbers, and no codes
+            if number < 2 or first.dtype.itemsize == 1:
+                assert same(t.detach(), first.detach()), (number, name)
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in came.parameters() if not p.requires_grad}
+    row = frozen_row(run)
+    for dtype in dtypes:
+        assert {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype) in row["value"]
+    assert len(dtypes) == 1 or row["why"].count(" in ") == len(dtypes)
+
+
+def test_codes_are_cast_on_no_request_but_by_name():
+    net = nn.Sequential(Mixed(), nn.Linear(16, 4))
+    assert start(dict(LOW, sites=["frozen=cast"]), copy.deepcopy(net)).model[0].weight.dtype == E4M3
+    named = start(LOW, net, dtypes={"0.bias": "bf16"}).model[0]
+    assert (named.weight.dtype, named.bias.dtype) == (E4M3, BF16)
+
+
+def test_frozen_weights_that_one_kernel_takes_are_widened_and_named():
+    def build():
+        net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        net[0].requires_grad_(False).weight.data = net[0].weight.data.to(BF16)
+        return net
+
+    with pytest.warns(UserWarning, match="'0.weight': frozen, and wider than it came"):
+        run = start(LOW, build())
+    assert {p.dtype for p in run.model[0].parameters()} == {torch.float32}
+    run = start(dict(bf16=True), build())  # autocast casts what a linear layer is given
+    assert [p.dtype for p in run.model[0].parameters()] == [BF16, torch.float32]
+    for each in (run, start(LOW, build())):
+        each.backward(each(draw(8, 16)).square().mean())
+        each.step()
+
+
+def test_transformers_own_layers_in_float8_keep_their_scales():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    for flags in FLAGS.values():
+        net = nn.ModuleDict(dict(base=fp8.FP8Linear(256, 256, block_size=(128, 128)), own=nn.Linear(256, 8)))
+        net["base"].requires_grad_(False).weight_scale_inv.data.fill_(2e-4)
+        scale = start(flags, net).model["base"].weight_scale_inv
+        assert scale.dtype == torch.float32 and (scale == 2e-4).all()
+
+
 # ---- Averages in the net -----------------------------------------------------------------------------------
 
 
