@@ -24,7 +24,6 @@ from .frozen_weights import (
     dtypes_of_frozen,
     frozen_modules,
     matching,
-    warn_of_widened,
 )
 from .layers import convolutions
 from .optimizers import buckets
@@ -287,16 +286,10 @@ class Cast:
         exact = {*islands, *self.whole, *within}
         if not any(map(buckets.is_spread, model.parameters())):
             self._find_frozen(model, r, {*exact, *with_statistics}, frozen)
-        came = {}
-        if frozen and r.frozen in ("kept", "nf4"):
-            for name, p in model.named_parameters():
-                if not p.requires_grad and not matching(name, {**self.dtypes, **self.averages}):
-                    came[name] = p.dtype
         if r.low_weights:
             self._cast_low(model, r, exact)
         else:
             self._cast_wide(model)
-        warn_of_widened(came, model)
         self._borders(model, r, [*islands, *by_name], within - set(by_name), fp32_outputs)
 
     def _find_frozen(self, model, r, exact, kept):
@@ -309,12 +302,15 @@ class Cast:
     def _cast_low(self, model, r, exact):
         _cast_parameters(model, exact, self.dtypes_of_frozen.values())
         for name, module in model.named_modules():
-            dtype = r.dtype("buffers")
-            if module in self.dtypes_of_frozen:
-                dtype = only_dtype(self.dtypes_of_frozen[module])
+            held = self.dtypes_of_frozen.get(module)
+            dtype = only_dtype(held) if held else r.dtype("buffers")
             if module in exact and _keeps_statistics(module):
                 dtype = torch.float32  # as its weights
-            _cast_buffers(name, module, dtype, self.dtypes)
+            for own_name, buffer in module.named_buffers(recurse=False):
+                chosen = matching(f"{name}.{own_name}" if name else own_name, self.dtypes)
+                wanted = DTYPE_OF_NAME[chosen] if chosen else dtype
+                if wanted and castable(buffer):
+                    setattr(module, own_name, buffer.to(wanted))
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # its weights are views of one tensor, which the cast replaced
@@ -340,8 +336,8 @@ class Cast:
         compute = r.dtype("compute") if r.autocasts else weights
         around = dict.fromkeys(islands, torch.float32)
         for module, held in self.dtypes_of_frozen.items():
-            beside_trained = any(p.requires_grad for p in module.parameters())
-            if not beside_trained and not (casts_for_itself(module, r) and all(map(castable, held))):
+            trains = any(p.requires_grad for p in module.parameters())
+            if not trains and not (casts_for_itself(module, r) and all(map(castable, held))):
                 around[module] = only_dtype(held) or compute
         if r.low_weights and r.buffers == "fp32":
             around.update(dict.fromkeys(_parametrizations(model), torch.float32))
@@ -415,18 +411,9 @@ def _cast_parameters(model, whole, frozen):
         dtype_of.update(held)
     for module in whole:
         dtype_of.update(dict.fromkeys(_own_parameters(module), torch.float32))
-    dtype_of = {p: dtype for p, dtype in dtype_of.items() if castable(p)}
     if any(map(buckets.is_spread, dtype_of)):  # what fully_shard keeps follows Module.to alone, not p.data
-        model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)))
+        model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)) if castable(t) else t)
         return
     for p, dtype in dtype_of.items():
-        p.data = p.data.to(dtype)
-
-
-def _cast_buffers(module_name, module, dtype, dtypes):
-    for name, buffer in module.named_buffers(recurse=False):
-        full_name = f"{module_name}.{name}" if module_name else name
-        chosen = matching(full_name, dtypes)
-        wanted = DTYPE_OF_NAME[chosen] if chosen else dtype
-        if wanted and castable(buffer):
-            setattr(module, name, buffer.to(wanted))
+        if castable(p):
+            p.data = p.data.to(dtype)

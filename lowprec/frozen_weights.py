@@ -87,39 +87,53 @@ def castable(t: torch.Tensor) -> bool:
 def dtypes_of_frozen(
     model: nn.Module, r, dtypes: Mapping[str, str], averages: Collection[str], kept: bool = True
 ) -> dict[nn.Module, dict[nn.Parameter, torch.dtype]]:
-    """{module that owns frozen parameters: {each of them: its dtype}} of a Recipe, modules beside trained
-    weights left out where they hold no codes. dtypes: {pattern: 'fp32' or 'bf16'} of single ones. averages:
-    names of parts that are averages. kept: whether frozen weights are held as the site says; False: as the
-    others. Codes, and the scales beside them, stay as they came.
+    """{module that owns frozen parameters: {each of them: its dtype}} of a Recipe; beside trained weights
+    theirs. dtypes: {pattern: 'fp32' or 'bf16'} of single ones. averages: names of parts that are averages.
+    kept: whether frozen weights are held as the site says; False: as the others. Codes, and the scales beside
+    them, stay as they came.
     """
     found = {}
-    frozen = frozen_modules(model)
+    wider = []
+    untrained = frozen_modules(model)
     for name, module in model.named_modules():
-        own = dict(module.named_parameters(name, recurse=False))
-        own = {key: p for key, p in own.items() if not p.requires_grad}
-        codes = not all(map(castable, own.values()))
-        if not any(p.is_floating_point() for p in own.values()) or not (codes or name in frozen):
+        own = {}
+        for key, p in module.named_parameters(name, recurse=False):
+            if not p.requires_grad:
+                own[key] = p
+        if not own:
             continue
-        chosen = None
-        for key in own:
-            chosen = chosen or matching(key, dtypes)
-        around = {*_prefixes(name), name}  # this module and those that it is a part of
-        dtype = None  # its own
-        if chosen and kept:
-            dtype = DTYPE_OF_NAME[chosen]
-        elif codes:
-            pass
-        elif r.frozen == "cast" or not kept:
-            dtype = r.dtype("weights")
-        elif r.frozen not in ("kept", "nf4"):
-            dtype = DTYPE_OF_NAME[r.frozen]
-        elif around.intersection(averages):
-            dtype = torch.float32
-        elif type(module).__module__.startswith("torch.nn") and not casts_for_itself(module, r):
-            # one kernel takes all its weights, in one dtype
-            dtype = functools.reduce(torch.promote_types, [p.dtype for p in own.values()])
-        found[module] = {p: dtype if dtype and castable(p) else p.dtype for p in own.values()}
+        dtype = None  # each its own
+        if name in untrained and kept:
+            dtype = _asked_dtype(name, own, r, dtypes, averages)
+        if dtype is None and all(map(castable, own.values())):
+            if name not in untrained or not kept:
+                dtype = r.dtype("weights")
+            elif type(module).__module__.startswith("torch.nn") and not casts_for_itself(module, r):
+                # one kernel takes all its weights, in one dtype
+                dtype = functools.reduce(torch.promote_types, [p.dtype for p in own.values()])
+            if dtype and kept:
+                wider += [key for key, p in own.items() if p.itemsize < dtype.itemsize]
+        if any(p.is_floating_point() for p in own.values()):
+            found[module] = {p: dtype if dtype and castable(p) else p.dtype for p in own.values()}
+    if wider:
+        more = f" and {len(wider) - 1} more" if len(wider) > 1 else ""
+        why = "one kernel takes it with weights of this dtype"
+        warnings.warn(f"'{wider[0]}'{more}: frozen, and wider than it came, in fp32: {why}", stacklevel=6)
     return found
+
+
+def _asked_dtype(name, own, r, dtypes, averages):
+    """The dtype that somebody asked for, of a module's own parameters; None: the one that each came in."""
+    for key in own:
+        chosen = matching(key, dtypes)
+        if chosen:
+            return DTYPE_OF_NAME[chosen]
+    if r.frozen in ("kept", "nf4"):
+        around = {*_prefixes(name), name}  # this module and those that it is a part of
+        return torch.float32 if around.intersection(averages) else None
+    if not all(map(castable, own.values())):
+        return None
+    return r.dtype("weights") if r.frozen == "cast" else DTYPE_OF_NAME[r.frozen]
 
 
 def casts_for_itself(module: nn.Module, r) -> bool:
@@ -156,15 +170,3 @@ def warn_of_averages(averages: Mapping[str, str], r) -> None:
         if r.frozen in ("cast", "bf16"):
             held = f"in bf16 (frozen={r.frozen}) it loses small steps; dtypes={{'{name}': 'fp32'}} keeps them"
         warnings.warn(f"'{name}' is frozen, and an average of '{source}' by all signs: {held}", stacklevel=4)
-
-
-def warn_of_widened(came: Mapping[str, torch.dtype], model: nn.Module) -> None:
-    """Say which weights are held in a wider dtype than they came in. came: {name: that dtype}."""
-    wider = []
-    for name, p in model.named_parameters():
-        if name in came and p.itemsize > came[name].itemsize:
-            wider.append(name)
-    if wider:
-        more = f" and {len(wider) - 1} more" if len(wider) > 1 else ""
-        why = "an island, or in one layer with weights of another dtype, which one kernel takes together"
-        warnings.warn(f"'{wider[0]}'{more}: frozen, and wider than it came, in fp32: {why}", stacklevel=5)
