@@ -84,38 +84,8 @@ def find_task(spec):
     return kind
 
 
-# Modules that tasks of a file used before they moved: what each is called now, and what a task says.
-# docs/old-names.md has all of them.
-MOVED_MODULES = {
-    "attention": ("lowprec.attention", "from lowprec.attention import attend"),
-    "average": ("lowprec.optimizers.average", "from lowprec import EMA"),
-    "checkpoints": ("harness.checkpoints", "from harness.checkpoints import read"),
-    "classify": ("tasks.classify", "from tasks.classify import Classify"),
-    "consistency": ("tasks.consistency", "from tasks.consistency import Consistency"),
-    "data": ("tasks.data", "from tasks import data"),
-    "diffusion": ("tasks.diffusion", "from tasks.diffusion import RFlow"),
-    "distillation": ("tasks.distillation", "from tasks.distillation import Distill"),
-    "flags": ("harness.flags", "from tasks import Flag"),
-    "folders": ("tasks.folders", "from tasks import folders"),
-    "language": ("tasks.language", "from tasks.language import Language"),
-    "latent": ("tasks.vae", "from tasks.vae import VAE"),
-    "latent_diffusion": ("tasks.latent_space", "from tasks import latent_space"),
-    "machine": ("lowprec.machine", "from lowprec import Refused"),
-    "method": ("lowprec.layers.method", "from lowprec.roles import roles"),
-    "metrics": ("tasks.metrics", "from tasks import metrics"),
-    "optim": ("lowprec.optimizers", "from lowprec import AdamW"),
-    "optimizers": ("lowprec.optimizers", "from lowprec import Lion"),
-    "recipes": ("lowprec.recipes", "from tasks import Site"),
-    "reflow": ("tasks.reflow", "from tasks.reflow import Reflow"),
-    "rounding": ("lowprec.rounding", "from lowprec.rounding import stochastic_round"),
-    "slots": ("tasks.slots", "from tasks import slots"),
-    "students": ("tasks.students", "from tasks.students import Student"),
-    "video": ("tasks.video", "from tasks import video"),
-}
-
-
 def _module(path):
-    """A file as a module, run once. Raises Refused where it imports a module by the name it once had."""
+    """A file as a module, run once."""
     name = f"task_{path.stem}"
     known = sys.modules.get(name)
     if known is not None and Path(known.__file__) == path:
@@ -125,12 +95,6 @@ def _module(path):
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
-        del sys.modules[name]
-        if error.name in MOVED_MODULES:
-            place, line = MOVED_MODULES[error.name]
-            raise Refused(f"{path}: {error.name} is {place} now; a task says: {line}") from None
-        raise
     except BaseException:
         del sys.modules[name]
         raise

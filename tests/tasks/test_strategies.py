@@ -2,9 +2,7 @@
 schedule, sampler and timesteps.
 """
 
-import importlib
 import math
-from pathlib import Path
 
 import common
 import generating
@@ -365,29 +363,6 @@ def test_tasks_are_found_by_name_or_in_a_file(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(ZeroDivisionError):  # a mistake in the file shows where it is
         strategies.find_task(f"{tmp_path}/broken.py:Mine")
-
-
-@pytest.mark.parametrize("name", strategies.MOVED_MODULES)
-def test_a_task_that_imports_by_an_old_name_is_told_the_new_one(name, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(f"import {name}\n")
-    place, line = strategies.MOVED_MODULES[name]
-    with pytest.raises(Refused, match=f"{name} is {place} now; a task says: {line}"):
-        strategies.find_task(f"{file}:Mine")
-    importlib.import_module(place)
-    module, said = line.removeprefix("from ").split(" import ")
-    assert said in dir(importlib.import_module(module)) or importlib.import_module(f"{module}.{said}")
-    assert f"`{name}`" in (Path(strategies.__file__).parent / "docs/old-names.md").read_text()
-
-
-def test_old_names_lead_to_modules_that_are_there():
-    root = Path(strategies.__file__).parent
-    for line in (root / "docs/old-names.md").read_text().splitlines():
-        if not line.startswith("| `"):
-            continue
-        new = line.split("|")[2].strip().strip("`")
-        place = root / new.replace(".", "/")
-        assert new == "gone" or place.is_dir() or place.with_suffix(".py").is_file(), line
 
 
 def test_a_derived_task_may_change_a_default(tmp_path):
