@@ -96,7 +96,13 @@ def _bytes_of_text(path):
             raise Refused(f"--data text:{path} is a folder: {remedy}")
         if path.exists() and not path.is_file():  # a pipe or a device may have no end
             raise Refused(f"--data text:{path} is no file: {remedy}")
-        return path.read_bytes()
+        content = path.read_bytes()
+        if content[:2] in (b"\xff\xfe", b"\xfe\xff") or content.count(0) > len(content) // 4:
+            raise Refused(
+                f"--data text:{path} is in UTF-16 or UTF-32, or no text: bytes are trained on as they are, "
+                f"and many of these are 0; convert it: iconv -f UTF-16 -t UTF-8 {path}"
+            )
+        return content
     except Refused:
         raise
     except (OSError, ValueError, RuntimeError) as error:

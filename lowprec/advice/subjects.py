@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ KIND_OF_CLASS = {
 }
 
 USUAL_IMAGE_SIZE = 224  # of nets of transformers that take any
+# what a config calls numbers of parts, which are built one by one
+COUNT_OF_PARTS = re.compile(r".*(layers?|layers_per_block|experts|blocks|depths?)")
+MOST_PARTS = 10_000
 
 
 class Subject(NamedTuple):
@@ -196,7 +200,8 @@ def of_config(file: str, seq=None) -> Subject:
     """A config.json of transformers or diffusers, built on the meta device. Raises Refused."""
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        _check_counts(config)
+    except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"--config {file}: {first_line(error)}") from None
     if not isinstance(config, dict) or not {"_class_name", "model_type"} & config.keys():
         raise Refused(
@@ -210,6 +215,17 @@ def of_config(file: str, seq=None) -> Subject:
         raise
     except Exception as error:
         raise Refused(f"--config {file}: the library refuses it ({first_line(error)})") from error
+
+
+def _check_counts(tree, name=""):
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _check_counts(value, key)
+    elif isinstance(tree, list):
+        for value in tree:
+            _check_counts(value, name)
+    elif isinstance(tree, int | float) and tree > MOST_PARTS and COUNT_OF_PARTS.fullmatch(name):
+        raise ValueError(f"{name} is {tree:,}: at most {MOST_PARTS:,} can be built")
 
 
 def _of_diffusers(file, config):
@@ -244,10 +260,7 @@ def _of_transformers(file, config, seq):
     if named and kind is None:
         raise Refused(f"--config {file}: transformers has no net {named}")
     with torch.device("meta"):
-        if kind is None:
-            net = transformers.AutoModelForCausalLM.from_config(settings)
-        else:
-            net = kind(settings)
+        net = kind(settings) if kind else _largest_of(transformers, settings)
     name, takes = type(net).__name__, net.main_input_name
     if seq and takes != "input_ids":
         raise Refused(f"--seq {seq} changes nothing: {name} takes {takes}, no tokens")
@@ -259,6 +272,18 @@ def _of_transformers(file, config, seq):
     else:
         why = f"activations are left out: {name} takes {takes}, of which no example is made here"
     return Subject(f"{name}{what}", net, loss, why, kind_of(net), average=False)
+
+
+def _largest_of(transformers, settings):
+    """The net of a config that names none: of those that transformers builds the one with most parameters.
+    The causal language model of an encoder and a decoder is its decoder alone.
+    """
+    built = []
+    for task in ("ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForImageTextToText"):
+        with suppress(ValueError):  # it has no such net
+            built.append(getattr(transformers, f"AutoModel{task}").from_config(settings))
+    built.append(transformers.AutoModel.from_config(settings))
+    return max(built, key=lambda net: sum(p.numel() for p in net.parameters()))
 
 
 def _of_images(settings):

@@ -339,9 +339,11 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
     (tmp_path / "unet.json").write_text(json.dumps(UNET))
-    for name, config in {"vit": VIT, "resnet": RESNET, "speech": SPEECH}.items():
+    others = {"vit": VIT, "resnet": RESNET, "speech": SPEECH, "whisper": WHISPER, "vision": VISION}
+    for name, config in (others | FORGED).items():
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "deep.json").write_text("[" * 200_000)
     (tmp_path / "folder.png").mkdir()
 
 
@@ -376,6 +378,16 @@ VIT = {
     "image_size": 16,
 }
 SPEECH = {**OF_TRANSFORMERS, "architectures": ["Wav2Vec2ForCTC"], "model_type": "wav2vec2"}
+WHISPER = {"model_type": "whisper", "d_model": 36, "vocab_size": 64, "pad_token_id": 0}
+WHISPER |= {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+VISION = {**OF_TRANSFORMERS, "model_type": "vit", "image_size": 16}
+FORGED = {
+    "layers": {**LLAMA, "num_hidden_layers": 10**9},
+    "blocks": {**UNET, "layers_per_block": 10**8},
+    "experts": {"model_type": "mixtral", "num_local_experts": 10**8},
+    "depths": {"model_type": "resnet", "depths": [1, 10**8]},
+    "infinite": {"model_type": "vlm", "text_config": {"n_layer": float("inf")}},
+}
 RESNET = {
     "architectures": ["ResNetForImageClassification"],
     "model_type": "resnet",
@@ -400,6 +412,8 @@ def ask(capsys, words):
         ("--config vit.json", "ViTForImageClassification, images of 16 x 16"),
         ("--config resnet.json", "ResNetForImageClassification, images of 224 x 224"),
         ("--config speech.json", "Wav2Vec2ForCTC: "),
+        ("--config whisper.json", "WhisperForConditionalGeneration: "),
+        ("--config vision.json", "ViTModel, images of 16 x 16"),
         ("--params 1e6 --gpus 4 --from finetune", "on 4 x a GPU"),
     ],
 )
@@ -409,7 +423,7 @@ def test_nets_of_all_sources(capsys, mine, tmp_path, words, said):
     status, printed = ask(capsys, f"{words} --memory 1GiB")
     assert status == 0 and said in printed.out, printed
     assert "start with --bf16" in printed.out
-    left_out = any(source in words for source in ("--params", "speech"))
+    left_out = any(source in words for source in ("--params", "speech", "whisper"))
     assert ("activations are left out" in printed.out) == left_out
     if "--plot" in words:
         assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
@@ -454,6 +468,12 @@ def test_a_long_name_leaves_room_for_the_picture(tmp_path):
         ("--net none.py:build", "FILE.py:FUNCTION"),
         ("--config other.json", "neither model_type"),
         ("--config none.json", "none.json"),
+        ("--config deep.json", "recursion"),
+        ("--config layers.json", "num_hidden_layers is 1,000,000,000: at most 10,000"),
+        ("--config blocks.json", "layers_per_block is 100,000,000"),
+        ("--config experts.json", "num_local_experts is 100,000,000"),
+        ("--config depths.json", "depths is 100,000,000"),
+        ("--config infinite.json", "n_layer is inf"),
         ("--task language", "python train.py --advise"),
         ("--config llama.json --seq 64", "32 tokens"),
         ("--config vit.json --seq 64", "--seq 64 changes nothing"),

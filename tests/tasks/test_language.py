@@ -221,11 +221,15 @@ def test_train_and_heldout_share_no_byte(tmp_path):
     assert text.train.text.tolist() == list(range(189)) and text.heldout.text.numel() == 21
 
 
+WIDE = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le")
+
+
 @pytest.mark.parametrize(
     "spec, words",
     [
         ("text:empty.txt", "has 0 bytes"),
         ("text:short.txt", "has 169 bytes, and its last tenth"),
+        *((f"text:{name}.txt", "is in UTF-16 or UTF-32, or no text") for name in WIDE),
         ("text:folder", "is a folder"),
         ("text:missing.txt", "No such file"),
         ("text:/dev/zero", "is no file"),
@@ -237,6 +241,8 @@ def test_train_and_heldout_share_no_byte(tmp_path):
 def test_bad_texts_end_with_one_line(spec, words, capsys):
     Path("empty.txt").touch()
     Path("short.txt").write_bytes(b"x" * 169)
+    for name in WIDE:
+        Path(f"{name}.txt").write_bytes(("Wörter, 詞。" * 500).encode(name))
     Path("folder").mkdir()
     assert quick("--data", spec) == 2
     assert words in one_line(capsys)
