@@ -49,7 +49,8 @@ def fused(kernel, *args, compiled=True):
                 return call(*args)
         except Exception as error:  # no compiler, no Triton, an unsupported device: nothing is written yet
             # the eager step needs more memory: what is full now must not make it the choice for good
-            build_errors = (torch._dynamo.exc.TorchDynamoException, RuntimeError, OSError)
+            # AssertionError: torch imports its compiler again, after a first try that its cache ended
+            build_errors = (RuntimeError, OSError, ImportError, AssertionError)
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, build_errors):
                 raise
             result = kernel(*args)  # arguments that can't work are an error here too, and not the compiler's

@@ -3,7 +3,11 @@
 import contextlib
 import itertools
 import math
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -349,3 +353,24 @@ def test_stochastic_rounding_on_cuda():
     got = stochastic_round(special, full(len(special), 0xFFFF).cuda())
     assert torch.equal(got.isnan(), special.isnan())
     assert torch.equal(got[special.isinf()].float(), special[special.isinf()])
+
+
+STEPS_WITHOUT_A_CACHE = """
+import torch
+from lowprec import AdamW
+for dtype in (torch.bfloat16, torch.float32):
+    p = torch.nn.Parameter(torch.ones(300, dtype=dtype))
+    optimizer = AdamW([p], lr=0.1, update="stochastic", exp_avg="int8", exp_avg_sq="log4")
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert (p < 0.9).all()
+"""
+
+
+def test_a_compile_cache_that_cannot_be_written_is_one_warning():
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}
+    command = [sys.executable, "-c", STEPS_WITHOUT_A_CACHE]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("using the slower eager one") == 1
