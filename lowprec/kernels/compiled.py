@@ -7,6 +7,8 @@ from contextlib import nullcontext
 
 import torch
 
+# AssertionError: torch imports its compiler a second time, after its cache could not be written
+BUILD_ERRORS = (RuntimeError, OSError, ImportError, AssertionError)
 RECOMPILE_LIMIT = 64  # one graph a combination of dtypes; torch's default is 8
 
 
@@ -49,9 +51,7 @@ def fused(kernel, *args, compiled=True):
                 return call(*args)
         except Exception as error:  # no compiler, no Triton, an unsupported device: nothing is written yet
             # the eager step needs more memory: what is full now must not make it the choice for good
-            # AssertionError: torch imports its compiler again, after a first try that its cache ended
-            build_errors = (RuntimeError, OSError, ImportError, AssertionError)
-            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, build_errors):
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, BUILD_ERRORS):
                 raise
             result = kernel(*args)  # arguments that can't work are an error here too, and not the compiler's
             if not unfused:

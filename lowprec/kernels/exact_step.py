@@ -16,7 +16,7 @@ import torch
 
 from ..rounding import NO_AVERAGE, exact_weight, write_weight
 from . import cpu_step
-from .compiled import fused
+from .compiled import BUILD_ERRORS, fused
 from .numbers import PLACE_OF_SCALE, AdamWNumbers, WeightNumbers, named_numbers
 
 VALUES_AT_ONCE = 1 << 21  # values whose root is held at once: 8 MiB
@@ -146,6 +146,6 @@ def rounds_once():
     try:
         importlib.import_module("torch._inductor.inductor_prims")  # names prims.fma
         fused(_moment_kernel, g, *own, torch.empty_like(g), row, True)
-    except (ImportError, AttributeError, RuntimeError):  # a torch that has no such operation
+    except (AttributeError, *BUILD_ERRORS):  # a torch that has no such operation
         return False
     return all(map(torch.equal, own, theirs))

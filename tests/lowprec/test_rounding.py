@@ -360,7 +360,7 @@ import torch
 from lowprec import AdamW
 for dtype in (torch.bfloat16, torch.float32):
     p = torch.nn.Parameter(torch.ones(300, dtype=dtype))
-    optimizer = AdamW([p], lr=0.1, update="stochastic", exp_avg="int8", exp_avg_sq="log4")
+    optimizer = AdamW([p], lr=0.1, update="stochastic", exp_avg="flash8", exp_avg_sq="e4m3")
     for _ in range(2):
         p.grad = torch.ones_like(p)
         optimizer.step()
@@ -370,7 +370,7 @@ for dtype in (torch.bfloat16, torch.float32):
 
 def test_a_compile_cache_that_cannot_be_written_is_one_warning():
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}
-    command = [sys.executable, "-c", STEPS_WITHOUT_A_CACHE]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    command, root = [sys.executable, "-c", STEPS_WITHOUT_A_CACHE], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("using the slower eager one") == 1
