@@ -213,7 +213,7 @@ def try_one(mutation, tests, copy, limit):
     """Whether a mutation survives a file of tests."""
     with planted(mutation, copy):
         survives = tests_pass([f"tests/{tests}"], copy, limit)
-    print(f"{tests} {'misses' if survives else 'kills'} {line_of(mutation)}", flush=True)
+    print(f"{tests} {'misses' if survives else 'kills'} {line_of(mutation, copy)}", flush=True)
     return survives
 
 
@@ -271,9 +271,9 @@ def report(mutations):
     print(f"\n{len(rows)} of {len(files_of_tests(ROOT))} files of tests have a row")
 
 
-def line_of(mutation):
+def line_of(mutation, folder=ROOT):
     at = f"{mutation.file}:{mutation.lines[0]} {mutation.function}"
-    text = (ROOT / mutation.file).read_bytes()[mutation.start : mutation.end].decode()
+    text = (folder / mutation.file).read_bytes()[mutation.start : mutation.end].decode()
     return f"{mutation.name} {at}: {' '.join(text.split())} -> {mutation.new}"
 
 
