@@ -17,6 +17,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -532,9 +533,6 @@ def end_of(code, written):
 
 def settle():
     """Load what all cases need, before they are forked."""
-    torch.set_num_threads(1)
-    # what torch.compile makes takes seconds, and checks shapes by itself
-    compiled._compiled = lambda kernel: (kernel, contextlib.nullcontext)
     cpu_step.library()
     for coder in FORMATS.values():
         coder.require()
@@ -551,12 +549,20 @@ def findings(numbers, shown=False):
     return found
 
 
+def library_of_gcc(name):
+    """Its path; None where g++ has none."""
+    if not shutil.which("g++"):
+        return None
+    words = ["g++", f"-print-file-name={name}"]
+    path = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    return path if os.path.isabs(path) else None
+
+
 def under_a_sanitizer():
     """Start this script again so that each access out of bounds ends its process. It builds the C++ once."""
-    libraries = [
-        subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout
-        for name in ("libasan.so", "libstdc++.so")
-    ]
+    libraries = [library_of_gcc(name) for name in ("libasan.so", "libstdc++.so")]
+    if None in libraries:
+        sys.exit("fuzz_steps: g++ has no address sanitizer here: install it, or take --plain")
     folder = Path(tempfile.gettempdir()) / f"lowprec_sanitized_{os.getuid()}"
     folder.mkdir(exist_ok=True)
     compiler = folder / "g++"
@@ -567,7 +573,7 @@ def under_a_sanitizer():
         "CXX": str(compiler),
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-        "LD_PRELOAD": " ".join(path.strip() for path in libraries),
+        "LD_PRELOAD": " ".join(libraries),
         "OMP_NUM_THREADS": "1",
     }
     os.execve(sys.executable, [sys.executable, *sys.argv, "--plain"], environment)
@@ -581,6 +587,9 @@ def main():
     given = parser.parse_args()
     if not given.plain:
         under_a_sanitizer()
+    torch.set_num_threads(1)
+    # what torch.compile makes takes seconds, and checks shapes by itself
+    compiled._compiled = lambda kernel: (kernel, contextlib.nullcontext)
     settle()
     numbers = given.only or range(given.cases)
     found = findings(numbers, shown=bool(given.only))
