@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -273,9 +273,13 @@ class Folder:
         for path in self.path.glob("*.*.part"):  # of a process that was killed while it wrote
             if re.search(r"\.\d+\.part$", path.name):
                 path.unlink(missing_ok=True)
-        write_json(self / "config.json", {"command": shlex.join(command), "flags": config})
-        write_json(self / "ledger.json", ledger.json())
-        write_json(self / "env.json", environment(device))
+        self._begun = {
+            "config.json": {"command": shlex.join(command), "flags": config},
+            "ledger.json": ledger.json(),
+            "env.json": environment(device),
+        }
+        for name, value in self._begun.items():
+            write_json(self / name, value)
         path = self / "metrics.jsonl"
         if path.exists():
             rows = [row for row in rows if type(row.get("step")) is int and row["step"] <= step]
@@ -288,6 +292,7 @@ class Folder:
 
     def save(self, state, name=CHECKPOINT):
         """Replace the checkpoint of this name."""
+        self.put_back(state["step"])
         write_atomically(self / name, lambda file: checkpoints.write_checkpoint(file, state))
         shards.remove_shards(self / name)
 
@@ -299,10 +304,39 @@ class Folder:
 
         _quieten_writers()
         self._board = SummaryWriter(str(self.path), purge_step=step + 1)
-        self._metrics = open(self / "metrics.jsonl", "a")  # noqa: SIM115 - open while it trains
+        self._metrics = open(self / "metrics.jsonl", "a+")  # noqa: SIM115 - open while it trains
+
+    def put_back(self, step):
+        """Write again what was deleted or moved away since the run began. Raises Refused where another run
+        has taken the place.
+        """
+        config = self / "config.json"
+        if not self.open or (config.exists() and self._has_metrics()):
+            return
+        self._metrics.seek(0)
+        lines = self._metrics.read()
+        with suppress(OSError):  # TensorBoard's file may be gone with its folder
+            self.close()
+        self.lock()
+        if config.exists() and read_json(config) != json.loads(json.dumps(self._begun[config.name])):
+            raise Refused(f"{self} was moved away, and another run is there now: nothing more is written")
+        for name, value in self._begun.items():
+            write_json(self / name, value)
+        write_atomically(self / "metrics.jsonl", lambda file: file.write(lines.encode()))
+        self.log_to(step)
+        again = "its files are written again, and the run goes on"
+        print(f"warning: {self} was deleted or moved while it trained: {again}", file=sys.stderr)
+
+    def _has_metrics(self):
+        """Whether metrics.jsonl is still the file that lines are written to."""
+        try:
+            return os.path.samestat(os.fstat(self._metrics.fileno()), os.stat(self / "metrics.jsonl"))
+        except OSError:
+            return False
 
     def log(self, row):
         """A line of metrics.jsonl, and its numbers as curves."""
+        self.put_back(row["step"])
         self._metrics.write(json.dumps(row) + "\n")
         self._metrics.flush()
         for name, value in row.items():
@@ -315,6 +349,7 @@ class Folder:
         """
         from torchvision.utils import save_image
 
+        self.put_back(step)
         for number, (title, grid) in enumerate(pictures.items()):
             if number == 0:
                 file = f"{name}.png"

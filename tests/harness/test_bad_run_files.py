@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import attacked
 import cli
 import numpy as np
 import pytest
-from attacked import BASE, DEEP, again, arrays, is_refused
+from attacked import BASE, DEEP, again, arrays, is_refused, line_of
 from cli import command
 from rank_server import ask
 
@@ -177,3 +178,53 @@ def test_what_may_not_be_read_or_written(name, bound):
     status, said = bound(*words)
     lines = [line for line in said.split("\n") if line and "step/s" not in line and line != "scoring ..."]
     assert status == 2 and len(lines) == 1 and lines[0].startswith("train.py: "), said
+
+
+# ---- A folder that changes while its run trains ------------------------------------------------------------
+
+TASK = """
+import os, shutil
+from pathlib import Path
+from tasks.classify import Classify
+
+class Mine(Classify):
+    def loss(self, model, batch, rng, step):
+        run = Path("runs/run")
+        if step == 5 and not Path("done").exists():
+            Path("done").touch()
+            SPOIL
+        return super().loss(model, batch, rng, step)
+"""
+SPOILS = {
+    "deleted": "shutil.rmtree(run)",
+    "renamed": "run.rename('runs/other')",
+    "emptied": "[file.unlink() for file in run.iterdir() if file.is_file()]",
+    "without config.json": "(run / 'config.json').unlink()",
+    "without metrics.jsonl": "(run / 'metrics.jsonl').unlink()",
+    "runs deleted": "shutil.rmtree('runs')",
+}
+MINE = "--task mine.py:Mine --batch_size 8 --log_every 1 --checkpoint_every 2 --warmup 0 --name run".split()
+
+
+def spoiled(spoil, steps=8):
+    Path("mine.py").write_text(TASK.replace("SPOIL", spoil))
+    sys.modules.pop("task_mine", None)
+    return command(*MINE, "--sample_every", 0, "--steps", steps)
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_a_folder_that_is_taken_away_is_written_again(name, capsys):
+    assert spoiled(SPOILS[name]) == 0
+    assert capsys.readouterr().err.count("was deleted or moved while it trained") == 1
+    rows = Path("runs/run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
+    assert {"config.json", "ledger.json", "env.json", "summary.json"} <= set(os.listdir("runs/run"))
+    assert spoiled("", steps=10) == 0  # it resumes
+
+
+def test_another_run_in_the_place_of_ours_stays_as_it_is(trained, capsys):
+    assert spoiled(f"run.rename('runs/other'); shutil.copytree('{trained}/runs/run', run)") == 2
+    line = line_of(capsys, 2)
+    assert "another run is there now" in line
+    for path in (trained / "runs/run").glob("*.json*"):
+        assert (Path("runs/run") / path.name).read_bytes() == path.read_bytes()
