@@ -27,7 +27,9 @@ WINGS = "layers", "parts", "watch", "advice", "trial"  # of lowprec: its core is
 
 
 def files_of(room):
-    return sorted(path for path in (ROOT / room).rglob("*") if path.suffix in CODE)
+    """The code of a room, without what belongs to one experiment: a record is no machinery."""
+    own = [path for path in (ROOT / room).rglob("*") if path.suffix in CODE]
+    return sorted(path for path in own if not re.match(r"experiments/\d", str(path.relative_to(ROOT))))
 
 
 def core():
