@@ -15,6 +15,7 @@ misses, and that are left to try. Nothing else is written outside a temporary fo
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import mutations_by_hand
 import mutations_by_rule
@@ -59,8 +61,8 @@ def copy_repository(folder):
 def tests_pass(words, copy, limit, lines=None):
     """Whether pytest with these words passes in the copy, in a process of its own; None where no test ran.
 
-    The process is forked from this one, which has imported torch and nothing of the repository. lines: a file
-    of run_lines.py.
+    The process is forked from this one, which has imported nothing of the repository. lines: a file of
+    run_lines.py.
     """
     pid = os.fork()
     if pid == 0:
@@ -194,31 +196,50 @@ def go_on(copy, mutations, minutes):
     end = time.monotonic() + 60 * minutes
     rows = read_matrix()
     list_now = hashlib.sha256(" ".join(sorted(mutations)).encode()).hexdigest()[:10]
+    traced = {}  # file of tests -> what trace() says of it
     for whole in (False, True):
         for name in files_of_tests(copy):
-            row = rows.get(name)
-            if time.monotonic() < end and (row is None or row["list"] != list_now):
-                row = rows[name] = {**first_row(name, copy, mutations, row), "list": list_now}
+            is_new = name not in rows or rows[name]["list"] != list_now
+            if name not in traced and (is_new or left_of(rows, name, whole)) and time.monotonic() < end:
+                traced[name] = trace(name, copy, mutations)
+                rows[name] = {**new_row(name, mutations, traced[name], rows.get(name)), "list": list_now}
                 write_matrix(rows)
-            for left in list(row["left"]) if row else ():
-                killed = any(left in other["kills"] for other in rows.values())
-                if time.monotonic() < end and (whole or not killed) and left in mutations:
-                    survives = try_one(mutations[left], name, copy, 30 + 3 * row["seconds"])
-                    row["left"].remove(left)
-                    row["misses" if survives else "kills"].append(left)
+            for left in left_of(rows, name, whole) if name in traced else ():
+                if time.monotonic() < end:
+                    survives = try_one(mutations[left], name, traced[name], copy)
+                    rows[name]["left"].remove(left)
+                    rows[name]["misses" if survives else "kills"].append(left)
                     write_matrix(rows)
 
 
-def try_one(mutation, tests, copy, limit):
-    """Whether a mutation survives a file of tests."""
+def left_of(rows, name, whole):
+    """The mutations to try on a file of tests: all that it runs, or those that no other kills."""
+    caught = {known for row in rows.values() for known in row["kills"]}
+    return [left for left in rows[name]["left"] if whole or left not in caught]
+
+
+def try_one(mutation, name, traced, copy):
+    """Whether a mutation survives a file of tests: those of it that run its line."""
+    words, limit = traced.runs[mutation.name], 30 + 3 * traced.seconds
     with planted(mutation, copy):
-        survives = tests_pass([f"tests/{tests}"], copy, limit)
-    print(f"{tests} {'misses' if survives else 'kills'} {line_of(mutation, copy)}", flush=True)
+        survives = None
+        if None not in words:  # else several tests share what runs it
+            survives = tests_pass(sorted(words), copy, limit)
+        if survives is None:
+            survives = tests_pass([f"tests/{name}"], copy, limit)
+    print(f"{name} {'misses' if survives else 'kills'} {line_of(mutation, copy)}", flush=True)
     return survives
 
 
-def first_row(name, copy, mutations, old):
-    """A row of the matrix: the file of tests without any fault, and the mutations whose lines it runs."""
+class Traced(NamedTuple):
+    """A file of tests without any fault. runs: {mutation: tests that run its line, None for all of them}."""
+
+    sound: bool
+    seconds: float
+    runs: dict
+
+
+def trace(name, copy, mutations):
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "lines.json"
         shutil.copy(ROOT / "tests" / "run_lines.py", lines.with_name("sitecustomize.py"))
@@ -232,11 +253,19 @@ def first_row(name, copy, mutations, old):
         sound = tests_pass([f"tests/{name}"], copy, LONGEST, lines)
         seconds = round(time.monotonic() - start, 1)
         seen = lines.with_name("lines.json.seen")
-        runs = set(seen.read_text().split()) if seen.exists() else set()
+        runs = {}
+        for line in seen.read_text().splitlines() if seen.exists() else ():
+            known, _, test = line.partition(" ")
+            runs.setdefault(known, set()).add(test or None)
+    return Traced(bool(sound), seconds, runs)
+
+
+def new_row(name, mutations, traced, old):
+    """The row of a file of tests, with what is known of it."""
     old = old or dict(kills=[], misses=[])
     row = {what: [known for known in old[what] if known in mutations] for what in ("kills", "misses")}
-    left = runs - {*row["kills"], *row["misses"]} if sound else ()
-    return dict(tests=name, seconds=seconds, sound=bool(sound), **row, left=sorted(left))
+    left = traced.runs.keys() - {*row["kills"], *row["misses"]} if traced.sound else ()
+    return dict(tests=name, seconds=traced.seconds, sound=traced.sound, **row, left=sorted(left))
 
 
 def report(mutations):
@@ -325,6 +354,8 @@ def main():
         copy_repository(copy)
         if given.run:
             os.nice(15)
+            for package in ("torch._dynamo", "torch._inductor.config", "bitsandbytes", "torchao"):
+                importlib.import_module(package)  # here once, and not in each process
             go_on(copy, everything(copy), given.minutes)
             return 0
         if given.sound:
