@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from healthy import nets, optimizers, shared, steps, weights  # noqa: F401 - they enter their loops
+from healthy import nets, optimizers, rules, shared, steps, weights  # noqa: F401 - they enter their loops
 
 
 def findings_of(name):

@@ -3,27 +3,22 @@
     answers = answering(torch.optim.AdamW(model.parameters()))      # held, moment, wanted; see Rounded
     average = Average.of(EMAModel(model.parameters()), model)       # shadow, decay
 
-What an optimiser wants is known by the arithmetic of AdamW from the states it holds, or by letting the
-optimiser itself step an fp32 copy of one tensor. Both work on samples where the update of an entry depends on
-that entry alone.
+What an optimiser wants is known by the arithmetic of AdamW from the states it holds, where its step is
+torch's own or was seen to be the same, or by letting the optimiser itself step fp32 copies (twins.py). Both
+work on samples where the update of an entry depends on that entry alone.
 """
 
-import copy
 import inspect
 import math
-import random
-import sys
-from collections import OrderedDict, defaultdict
-from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import Refused
 from ..optimizers import peers
 from ..rounding import exact_weight
 from ..telemetry import values_here
 from .averages import Average
+from .twins import Drawing, stepped_twins
 
 __all__ = ["Average", "answering", "hooked"]
 
@@ -44,6 +39,7 @@ DTYPES_OF_LOW_PARTS = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
 # classes whose update is AdamW's or Adam's
 ADAMW_CLASSES = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
 ADAMW_CLASSES |= {"FusedAdam", "FusedAdamW", "CPUAdam", "DeepSpeedCPUAdam"}
+PACKAGES_OF_ADAMW = {"torchao", "apex", "deepspeed", "transformer_engine", "colossalai"}
 # torch's optimisers that add weight decay to the gradient
 COUPLED_DECAY = {"RMSprop", "NAdam", "RAdam", "Adagrad"}
 # torch's optimisers whose update of an entry depends on that entry alone
@@ -145,12 +141,17 @@ class Stranger(peers.Peer):
         self.silent = set()  # parameters whose copy could not be stepped
         self.forms_v = True  # whether a stranger's second moment is seen to be Adam's
         self.accumulated = None  # {parameter: {name: (its state, what the copy made of it)}}, if wanted
+        self.decays = {}  # {parameter: what weight decay does of its next update}, of copies
         kind, module = type(inner).__name__, type(inner).__module__
-        torchs = module.startswith("torch.optim.")
+        adam = isinstance(inner, torch.optim.Adam)
+        torchs = inspect.unwrap(type(inner).step) is inspect.unwrap(torch.optim.Adam.step)
+        published = kind in ADAMW_CLASSES and module.partition(".")[0] in PACKAGES_OF_ADAMW
         # whether its update is AdamW's, whether it is known how it rounds, whether entries are independent
-        self.exact = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) or kind in ADAMW_CLASSES
+        self.exact = torchs or published
+        # a step of its own may be AdamW's all the same: it is held against the copies of the first looks
+        self.on_trial = not self.exact and (adam or kind in ADAMW_CLASSES)
         self.known = self.exact or module.startswith("torch.optim")
-        self.elementwise = torchs and kind in ELEMENTWISE_CLASSES
+        self.elementwise = module.startswith("torch.optim.") and kind in ELEMENTWISE_CLASSES
         renew(self)
 
     def _group(self, p):
@@ -177,8 +178,8 @@ class Stranger(peers.Peer):
 
     def decay(self, p, name):
         """(beta, t); NaN where it is not known how the optimiser forms this moment."""
-        adams = "adamw" in type(self.inner).__name__.lower() and self.forms_v
-        if not self.known and not adams:
+        adams = isinstance(self.inner, torch.optim.Adam) or "adamw" in type(self.inner).__name__.lower()
+        if not self.known and not (adams and self.forms_v):
             return math.nan, 0
         group = self._group(p)
         steps = int(steps_of(self.state.get(p, {})) or 0)
@@ -191,7 +192,8 @@ class Stranger(peers.Peer):
         """Share of p that weight decay takes at a step; 0.0 where decay goes by way of the gradient, or where
         that is not known.
         """
-        return super().decayed(p) if self._by_arithmetic(p) and not self._coupled(p) else 0.0
+        exact = self.exact and self._by_arithmetic(p)
+        return super().decayed(p) if exact and not self._coupled(p) else 0.0
 
     def gradient(self, p, g, pick=torch.flatten):
         """The gradient that the moments take: with weight decay where that goes by way of the gradient."""
@@ -217,7 +219,9 @@ class Stranger(peers.Peer):
 
     def _by_arithmetic(self, p):
         group, state = self._group(p), self.state.get(p, {})
-        if not self.exact or group.get("amsgrad") or group.get("maximize") or "betas" not in group:
+        if not (self.exact or self.on_trial) or "betas" not in group:
+            return False
+        if group.get("amsgrad") or group.get("maximize"):
             return False
         return not state or {"exp_avg", "exp_avg_sq"} <= set(state)
 
@@ -235,29 +239,41 @@ class Stranger(peers.Peer):
         else:
             held = held.split([g.numel() for g in gradients])
         found = [torch.full_like(g, math.nan) for g in gradients]
-        alike = {}  # {(group, steps, device): numbers of the parameters that AdamW's arithmetic tells}
-        for i, p in enumerate(params):
-            if self._by_arithmetic(p):
-                key = id(self._group(p)), self.step_of(p), p.device
-                alike.setdefault(key, []).append(i)
-                continue
-            update = self._by_a_copy(p, pick)
-            if update is not None:
-                found[i] = update
-        for (_, step, _), members in alike.items():
-            theirs = [params[i] for i in members]
-            g = [gradients[i] for i in members]
-            values = torch.cat([held[i] for i in members])
-            update = self._adamw_of(theirs, g, values, step, pick)
-            lengths = [part.numel() for part in g]
-            for i, part in zip(members, update.split(lengths), strict=True):
-                found[i] = part
+        told = [i for i, p in enumerate(params) if self._by_arithmetic(p)]
+        computed = self._adamw_of_all(told, params, gradients, held, pick)
+        stepped = [i for i in range(len(params)) if i not in computed or self.on_trial]
+        self.decays = {}
+        twins = self._by_copies([params[i] for i in stepped], pick)
+        updates = {}
+        for i, twin in zip(stepped, twins, strict=True):
+            if twin is not None:
+                updates[i] = self._sample(twin.update, pick)
+        if self.on_trial:
+            agree = self._try(params, computed, held, updates)
+            updates = computed if agree else updates
+        for i, update in {**computed, **updates}.items() if self.exact else updates.items():
+            found[i] = update
         return found
 
     def step_of(self, p):
         """The number of steps that the optimiser counts for p; None where it counts none."""
         step = self.state.get(p, {}).get("step", self._group(p).get("step"))
         return None if step is None else int(step)
+
+    def _adamw_of_all(self, told, params, gradients, held, pick):
+        """{i: update of parameter i by AdamW's arithmetic}, of those that are told."""
+        alike = {}  # {(group, steps, device): numbers of parameters}
+        for i in told:
+            p = params[i]
+            alike.setdefault((id(self._group(p)), self.step_of(p), p.device), []).append(i)
+        found = {}
+        for (_, step, _), members in alike.items():
+            theirs = [params[i] for i in members]
+            g = [gradients[i] for i in members]
+            values = torch.cat([held[i] for i in members])
+            update = self._adamw_of(theirs, g, values, step, pick)
+            found.update(zip(members, update.split([len(part) for part in g]), strict=True))
+        return found
 
     def _adamw_of(self, params, gradients, held, step, pick):
         """AdamW's update of parameters of one group after so many steps, fp32 [n]."""
@@ -286,137 +302,113 @@ class Stranger(peers.Peer):
             found.append(torch.zeros_like(g) if moment is None else moment.float())
         return torch.cat(found)
 
-    def _by_a_copy(self, p, pick):
-        """The update that the optimiser gives an fp32 copy of p, or of its sample; None where it fails."""
-        if p in self.silent or p.grad is None:
-            return None
-        take = pick if self.elementwise else (lambda t: values_here(t).clone())
-        twin = torch.nn.Parameter(take(p).float().clone())
-        twin.grad = take(p.grad).float() / grad_scale(self.inner)
-        given = twin.grad.clone()
-        try:
-            with undrawn(p.device), torch.no_grad():
-                states = self._step(p, twin, take)
-        except Exception:  # a stranger's code may need what a copy of one tensor does not have
-            self.silent.add(p)
-            return None
-        if not self.known and self.forms_v:
-            self.forms_v = self._is_adams(p, given, states, take)
-        if self.accumulated is not None and self.known:
-            self.accumulated[p] = dict(self._accumulators(p, states, pick))
-        update = twin.detach() - take(p).float()
-        return update if self.elementwise else pick(update)
+    def _by_copies(self, params, pick):
+        """[Twin of each parameter that has taken a step of the optimiser, None where that fails]. What weight
+        decay did of it stands in `decays`.
+        """
+        can = [p for p in params if p not in self.silent and p.grad is not None]
+        if not can:
+            return [None] * len(params)
+        take = pick if self.elementwise else values_here
+        twins = dict(zip(can, stepped_twins(self.inner, can, take), strict=True))
+        self.silent |= {p for p, twin in twins.items() if twin is None}
+        decaying = [p for p in can if twins[p] is not None and self._group(p).get("weight_decay")]
+        if decaying:  # once more, without it
+            for twin in stepped_twins(self.inner, decaying, take, weight_decay=0.0):
+                whole = twins[twin.p] if twin is not None else None
+                if whole is not None and not whole.rounds:
+                    self.decays[twin.p] = self._sample(whole.update - twin.update, pick)
+        for p, twin in twins.items():
+            if not self.known:
+                self.forms_v &= twin is not None and self._is_adams(twin)
+            elif twin is not None and self.accumulated is not None:
+                self.accumulated[p] = dict(self._accumulators(twin, pick))
+        return [twins.get(p) for p in params]
 
-    def _is_adams(self, p, g, stepped, take):
+    def _sample(self, t, pick):
+        return t if self.elementwise else pick(t)
+
+    def _is_adams(self, twin):
         """Whether the step of a copy left beta2 v + (1 - beta2) g^2. Grokfast, for one, takes another g."""
-        after, held = stepped.get("exp_avg_sq"), self.state.get(p, {}).get("exp_avg_sq")
-        beta, _ = self.decay(p, "exp_avg_sq")
+        held = self.state.get(twin.p, {}).get("exp_avg_sq")
+        g, after = twin.gradient, twin.state.get("exp_avg_sq")
+        beta, _ = self.decay(twin.p, "exp_avg_sq")
         if not torch.is_tensor(after) or after.shape != g.shape or math.isnan(beta):
             return True
-        before = take(held).float() if torch.is_tensor(held) else torch.zeros_like(g)
+        before = twin.copied(held).float() if torch.is_tensor(held) else torch.zeros_like(g)
         wanted = beta * before + (1 - beta) * g.square()
         return float((after - wanted).abs().sum()) <= 0.01 * float(wanted.abs().sum())
+
+    def _try(self, params, computed, held, updates):
+        """Whether AdamW's arithmetic and the copies of a look agree. If they do and have states, a class with
+        a step of its own is AdamW's from then on, and if they don't it never is.
+        """
+        if not self.forms_v or computed.keys() != updates.keys():
+            self.on_trial = False
+            return False
+        agree, times, decays = True, set(), set()
+        for i, a in computed.items():
+            p, u = params[i], updates[i]
+            after = held[i] + u
+            rounds = p.dtype.itemsize < 4 and bool((after.to(p.dtype).float() == after).all())
+            gap = 2 * torch.finfo(p.dtype).eps if rounds else torch.finfo(torch.float32).eps
+            slack = 1e-3 * float(a.abs().sum()) + gap * float(after.abs().sum() + held[i].abs().sum())
+            decay = -super().decayed(p) * held[i]
+            kept = 1.0 if p not in self.decays or self._coupled(p) else self._part_kept(p, decay, slack)
+            if kept == 0.0:
+                a = a - decay
+            # what is written twice, or put back, is AdamW's with a slip; any other factor is another rule
+            fits = [k for k in (1, 2, 0) if float((u - k * a).abs().sum()) <= max(k, 0.5) * slack]
+            agree &= bool(fits) and (kept is not None or fits[0] != 1)
+            times.update(fits[:1])
+            if fits[:1] == [1]:
+                decays.add((p.dim() > 1, kept))
+        # and so is decay that some matrices lack; vectors without it are a rule, and so is none at all
+        lacks = {is_matrix for is_matrix, kept in decays if kept == 0.0}
+        agree &= not lacks or (True in lacks and (True, 1.0) in decays)
+        agree &= times in ({1}, {2}, {0, 1})
+        self.on_trial = agree
+        if agree:
+            self.decays = {}
+        if agree and any(self.state.get(p) for p in params):
+            self.exact = self.known = True
+            self.on_trial = False
+        return agree
+
+    def _part_kept(self, p, decay, slack):
+        """1.0 where the copies of p decay as AdamW, 0.0 where they don't, None where they do otherwise."""
+        size, found = float(decay.abs().sum()), self.decays[p]
+        if float((found - decay).abs().sum()) <= 0.1 * size + 1e-3 * slack:
+            return 1.0
+        return 0.0 if float(found.abs().sum()) <= 0.1 * size else None
+
+    def decay_of(self, p, held):
+        """What weight decay does of the next update, fp32 [n]; 0 where that is not known."""
+        if p in self.decays and not self.exact:
+            return self.decays[p]
+        return -self.decayed(p) * held
 
     def draws(self, p):
         """Whether a step of p draws random numbers, by which it could round; None where that can't be seen. A
         copy of its dtypes is stepped.
         """
-        twin = torch.nn.Parameter(values_here(p).detach().clone())
-        twin.grad = torch.full_like(twin, 1e-3) if p.grad is None else values_here(p.grad).clone()
         drawing = Drawing()
-        try:
-            with undrawn(p.device), torch.no_grad(), torch.compiler.set_stance("force_eager"), drawing:
-                self._step(p, twin, values_here, wide=False)
-        except Exception:  # see _by_a_copy
-            return None
-        return drawing.seen
+        with drawing:
+            twins = stepped_twins(self.inner, [p], values_here, wide=False)
+        return None if twins == [None] else drawing.seen
 
-    def _accumulators(self, p, stepped, pick):
+    def _accumulators(self, twin, pick):
         """(name, (fp32 sample of a state of p, and of the one that a step of the copy left)): all but second
         moments, which are looked at by themselves.
         """
-        for name, value in self.state.get(p, {}).items():
+        for name, value in self.state.get(twin.p, {}).items():
             judged_elsewhere = name in self.names["exp_avg_sq"]
-            if judged_elsewhere or name not in stepped or not accumulates(name, value):
+            if judged_elsewhere or name not in twin.state or not accumulates(name, value):
                 continue
-            after = stepped[name].flatten() if self.elementwise else pick(stepped[name])
+            after = self._sample(twin.state[name], pick).flatten()
             before = pick(value).float().clone()
             if after.shape == before.shape:
                 yield name, (before, after.float())
-
-    def _step(self, p, twin, take, wide=True):
-        """Step the copy; its states then. wide: they are fp32."""
-        inner = self.inner
-        # copying would run its __setstate__, which changes shared groups
-        other = object.__new__(type(inner))
-        # a scheduler's wrapper of `step` is bound to the optimiser itself
-        shared = ("step", "param_groups", "state")
-        own = {name: apart(value) for name, value in vars(inner).items() if name not in shared}
-        vars(other).update(own)
-        group = {name: apart(value) for name, value in self._group(p).items() if name != "params"}
-        other.param_groups = [{**group, "params": [twin]}]
-        other.state = defaultdict(dict)
-        state = self._copied_state(p, take, wide)
-        if state:
-            other.state[twin] = state
-        other._optimizer_step_pre_hooks = OrderedDict()
-        other._optimizer_step_post_hooks = OrderedDict()
-        inspect.unwrap(type(inner).step)(other)
-        return other.state[twin]
-
-    def _copied_state(self, p, take, wide):
-        """The state of p, in fp32 or as it is; of tensors of its shape what `take` takes."""
-        copied = {}
-        for name, value in self.state.get(p, {}).items():
-            if not torch.is_tensor(value):
-                copied[name] = copy.deepcopy(value)
-                continue
-            alike = value.dim() > 0 and value.shape == p.shape
-            value = take(value).clone() if alike else values_here(value).clone()
-            copied[name] = value.float() if wide and value.is_floating_point() else value
-        return copied
-
-
-class Drawing(TorchDispatchMode):
-    """Within it, `seen` tells whether torch has drawn a random number."""
-
-    seen = False
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.seen |= torch.Tag.nondeterministic_seeded in operation.tags
-        return operation(*args, **(kwargs or {}))
-
-
-def apart(value):
-    """What a copy of an optimiser may change without changing the original's: small tensors, generators, and
-    lists and dicts of them. Parameters stay the same, and large tensors: it would take long to copy them.
-    """
-    if torch.is_tensor(value):
-        small = not isinstance(value, torch.nn.Parameter) and value.numel() <= 1 << 12
-        return value.detach().clone() if small else value
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if type(value) is dict:
-        return {key: apart(held) for key, held in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(apart, value))
-    drawn = type(value).__module__.partition(".")[0] in ("random", "numpy")
-    return copy.deepcopy(value) if drawn else value
-
-
-@contextmanager
-def undrawn(device):
-    """Within it, what is drawn from the global generators of torch, Python and numpy is not missing later."""
-    numpy = sys.modules.get("numpy")
-    of_python = random.getstate()
-    of_numpy = numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(of_python)
-        if numpy:
-            numpy.random.set_state(of_numpy)
 
 
 def accumulates(name, value):
@@ -427,12 +419,6 @@ def accumulates(name, value):
         and value.dim() > 0
         and name not in NAMES_OF_LOW_PARTS
     )
-
-
-def grad_scale(optimizer):
-    """What GradScaler has left to a fused optimiser to divide gradients by."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else float(scale)
 
 
 def skips(optimizer):

@@ -31,7 +31,7 @@ class AverageWatch:
         """
         if self.average is None or not self.writes.shadows:
             return
-        self.average.step = step
+        self.average.step = self.writes.step = step
         updated = self.count_now(step)
         if self.put_back:
             self.writes.forget()

@@ -201,6 +201,14 @@ def said_rate(average, measured):
     return min(nearest, key=lambda rate: _ratio_of_rates(rate, measured), default=None)
 
 
+def fastest_rate(average):
+    """The highest rate that an average may have now; 0.0 where nobody says."""
+    lows = [low for low, _ in getattr(average, "ranges", ())]
+    if not lows and average.decay is not None:
+        lows = [average.decay]
+    return max((1 - low for low in lows), default=0.0)
+
+
 def _ratio_of_rates(a, b):
     """How many times the larger of two rates is the smaller."""
     low, high = sorted((abs(a), abs(b)))

@@ -1,7 +1,7 @@
 """Watch in two frameworks, a few lines each; see watch.py. Each framework is imported when it is asked for.
 
-    Trainer(model, args, callbacks=[transformers_watch(every=50)])            # transformers
-    lightning.Trainer(callbacks=[lightning_watch(every=50)])                  # Lightning
+    Trainer(model, args, callbacks=[transformers_watch()])            # transformers
+    lightning.Trainer(callbacks=[lightning_watch()])                  # Lightning
 
 The verdict is printed when training ends. The callback's `watch` tells more: `callback.watch.findings()`.
 """
@@ -10,7 +10,7 @@ from ..machine import quiet_import
 from .watch import Watch
 
 
-def transformers_watch(ema=None, every=50, show=True):
+def transformers_watch(ema=None, every=None, show=True):
     """A TrainerCallback."""
     transformers = quiet_import("transformers", "transformers_watch")
 
@@ -28,7 +28,7 @@ def transformers_watch(ema=None, every=50, show=True):
     return WatchCallback()
 
 
-def lightning_watch(ema=None, every=50, show=True):
+def lightning_watch(ema=None, every=None, show=True):
     """A Lightning Callback that watches what the first optimiser of the module trains."""
     lightning = quiet_import("lightning", "lightning_watch")
 

@@ -165,14 +165,11 @@ def _decay_and_rest(look, finite, answers):
     """(weight decay that was wanted, what was written beside the rest of the update), [n] each, in units of
     the largest decay: squares of small numbers would be 0 in fp32.
     """
-    known = getattr(answers, "decayed", None)
-    shares = []
-    if known:
-        shares = [known(p) for p in look.params]
-    if not any(shares):
-        none = torch.zeros_like(look.g)
-        return none, none
-    decay = look.spread(shares) * -look.held
+    of_copies = getattr(answers, "decay_of", None)
+    parts = []
+    for p, held in zip(look.params, look.held.split(look.lengths), strict=True):
+        parts.append(of_copies(p, held) if of_copies else -answers.decayed(p) * held)
+    decay = torch.cat(parts)
     rest = (look.new - look.held) - (look.update - decay)
     good = rest.isfinite() & decay.isfinite() & finite & (decay != 0)
     rest = rest.where(good, 0.0)
@@ -262,6 +259,7 @@ class Facts:
         self.v_dtype = None  # dtype of exp_avg_sq at first
         self.cast = None  # (old dtype, new dtype, step) once it got narrower
         self.v_reset = None  # (step, share of exp_avg_sq below what beta2 leaves of it; None for all 0)
+        self.counted_empty = False  # whether its counter said 1 at first, and its moments were 0
         self.begun_anew = ""  # what else began anew with exp_avg_sq: "moments", "weights" too, or ""
         self.counter = None  # (what its step counter said first, our own count then)
         self.counted = None  # (dtype of the counter, looks in which it did not count, its last value)

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable
 
-from .verdicts import Finding
+from .verdicts import SITES_BY_COST, Finding
 
 # of averages, in a loop and in checkpoints
 CHECK_ITS_SIGN = "check the sign of its update: average += (1 - decay) * (weight - average)"
@@ -35,6 +35,7 @@ class Fault:
     text, remedy: what is said, filled from the words of the figure.
     severity: see verdicts.Finding. severe: a figure above it is severe all the same.
     rank: what findings of a site and severity are sorted by, the largest first; None: their figure.
+    whole: what the verdict says of the whole net, in place of the text.
     """
 
     site: str
@@ -45,19 +46,26 @@ class Fault:
     severity: str = "moderate"
     severe: float = math.inf
     rank: float | None = None
+    whole: str = ""
 
     def finding(self, figure, tensor=""):
         """The Finding that a Figure is; None within the limit."""
         if self.limit is not None and not figure.value > self.limit:
             return None
         held = figure.value if figure.whole is None else figure.whole
+        site = filled_text(self.site, figure.words)
+        share = SITES_BY_COST.index(site if site in SITES_BY_COST else "")
         return Finding(
-            site=filled_text(self.site, figure.words),
+            site=site,
             severity="severe" if held > self.severe else self.severity,
             text=filled_text(self.text, figure.words),
             remedy=self.remedy.format(**figure.words),
             tensor=tensor if figure.tensor is None else figure.tensor,
             figure=figure.value if self.rank is None else self.rank,
+            cause=self.text,
+            # what is no share, and no small matter, stands before all that is
+            place=-1 if self.rank is not None and self.rank >= 1 else share,
+            whole=filled_text(self.whole, figure.words),
         )
 
 

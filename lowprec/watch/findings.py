@@ -14,7 +14,7 @@ from .faults import CHECK_ITS_SIGN, Fault, faults_table, findings_by_tensor, fir
 from .measured import HARDLY_WRITTEN, Measured
 from .verdicts import FINDING_LIMITS, Finding
 
-ROUND_WITHOUT_LOSS = "stochastic rounding or Kahan compensation of the bf16 write, or an fp32 master"
+ROUND_WITHOUT_LOSS = "{code}, or Kahan compensation, or an fp32 master"
 FIND_WHAT_FREEZES_IT = (
     "find what freezes or restores it: the optimiser wants to move it, and it does not move"
 )
@@ -22,6 +22,8 @@ UNWRITTEN_TEXT = (
     "{lost:.0%} of the wanted movement is not written[: {stuck:.0%} of the steps are under half an ulp of "
     "their weight][; {unmoved:.0%} of the entries have not moved since the first look]"
 )
+LOST_OF_ALL_TEXT = "{of_all:.0%} of all wanted movement of the weights is not written"
+LOST_TO_NEAREST_TEXT = "rounding to nearest loses {of_all:.0%} of all wanted movement of the weights; {cost}"
 GAINS_AT_ONE_TEXT = "{ones:.0%} of the gains are exactly 1.0; "
 DECAY_WITHIN_THE_UPDATE = "let decay be part of the fp32 update that is rounded once"
 UPDATE_FROM_THIS_NET = (
@@ -42,19 +44,32 @@ AVOID_FP16 = (
 )
 RESTORE_SECOND_MOMENT = "restore exp_avg_sq at a resume"
 NOTHING_IF_RESTARTED_BY_PLAN = "nothing, if it is a restart by plan as of ReLoRA"
+DOES_IT_STEP = "does the loop step this optimiser? GradScaler leaves out steps whose gradients are not finite"
+MEND_WHAT_OVERFLOWS = (
+    "bf16 in place of fp16, or fp32 where it overflows: no loss scale mends a forward pass that is not finite"
+)
+FIND_WHAT_DIVIDES = (
+    "is a loss scale taken off that was never put on, or twice? Else clip at a norm that is usual"
+)
+SAVE_THE_MASTERS = "save the fp32 weights, and load them: a bf16 copy lacks what many steps have added up"
 DRAW_NEW_BITS = "draw new bits for each step and each entry"
 
 
 def rows_of_updates():
     """Gains of norms have a site of their own; what rounding loses has a remedy of its own."""
     low, severe = FINDING_LIMITS["update"]
-    rounding, written = measures.lost_to_rounding, measures.not_written
-    text_of_gains = GAINS_AT_ONE_TEXT + UNWRITTEN_TEXT
+    found = []
+    for measure, remedy, whole in (
+        (measures.lost_to_rounding, ROUND_WITHOUT_LOSS, LOST_TO_NEAREST_TEXT),
+        (measures.not_written, FIND_WHAT_FREEZES_IT, LOST_OF_ALL_TEXT),
+    ):
+        for site, measured, text in (
+            ("gains", measures.of_gains(measure), GAINS_AT_ONE_TEXT + UNWRITTEN_TEXT),
+            ("update", measure, UNWRITTEN_TEXT),
+        ):
+            found.append(Fault(site, low, measured, text, remedy, severe=severe, whole=whole))
     return [
-        Fault("gains", low, measures.of_gains(rounding), text_of_gains, ROUND_WITHOUT_LOSS, severe=severe),
-        Fault("gains", low, measures.of_gains(written), text_of_gains, FIND_WHAT_FREEZES_IT, severe=severe),
-        Fault("update", low, rounding, UNWRITTEN_TEXT, ROUND_WITHOUT_LOSS, severe=severe),
-        Fault("update", low, written, UNWRITTEN_TEXT, FIND_WHAT_FREEZES_IT, severe=severe),
+        *found,
         Fault(
             site="update",
             limit=0.5,
@@ -176,6 +191,15 @@ FAULTS_OF_AVERAGE = [
         text="at once the average went {times:.3g} times as far as its weight was away",
         remedy="find what else writes the average",
         severity="severe",
+        rank=2.2,
+    ),
+    Fault(
+        site="ema",
+        limit=0.0,
+        measure=measures_of_averages.average_overtaken,
+        text="between two looks the average went {part:.0%} of the way to its weight, farther than its decay "
+        "lets it: something wrote the weights over it",
+        remedy="restore the average and its counter at a resume",
         rank=2.2,
     ),
     Fault(
@@ -538,6 +562,16 @@ FAULTS_OF_TENSOR = [
         ),
         Fault(
             site="step",
+            limit=None,
+            measure=measures.counted_without_gradients,
+            text="a step without gradients was counted before the first one, as torch.distributed.checkpoint "
+            "does to make states: the first steps are up to {times:.2f} times too short",
+            remedy="load the states after that, or set their `step` to 0",
+            severity="note",
+            rank=0.5,
+        ),
+        Fault(
+            site="step",
             limit=0.0,
             measure=measures.narrow_counter_stuck,
             text="its step counter stands at {value:g}: {dtype} holds no {next:g}",
@@ -802,9 +836,49 @@ FAULTS_OF_RUN = [
             rank=1.0,
         ),
     ],
+    [
+        Fault(
+            site="update",
+            limit=None,
+            measure=measures.masters_at_first,
+            text="the weight is fp32, and all its values were bf16 numbers when the watch began, beside "
+            "moments of earlier steps: it was rebuilt from a bf16 copy",
+            remedy=SAVE_THE_MASTERS,
+            rank=1.0,
+        ),
+        Fault(
+            site="update",
+            limit=0.0,
+            measure=measures.masters_rebuilt,
+            text="the weight is fp32, and all its values became bf16 numbers before step {step}, {times} "
+            "times in all: it was rebuilt from a bf16 copy",
+            remedy=SAVE_THE_MASTERS,
+            rank=1.0,
+        ),
+    ],
+    [
+        Fault(
+            site="step",
+            limit=40.0,
+            measure=measures_of_net.passes_without_step,
+            text="no step was done in the last {passes} backward passes: gradients are not finite",
+            remedy=MEND_WHAT_OVERFLOWS,
+            severity="severe",
+            rank=9.2,
+        ),
+    ],
     [row_of_shared_noise(NOISE_OF_WEIGHTS)],
     [row_of_shared_noise(NOISE_OF_MOMENTS)],
     [
+        Fault(
+            site="grads",
+            limit=0.5,
+            measure=measures_of_net.below_eps_by_division,
+            text="{share:.0%} of the second moments are below the optimiser's eps: steps are too short, as "
+            "gradients are divided by {by:,.0f} between backward and the step",
+            remedy=FIND_WHAT_DIVIDES,
+            severity="severe",
+        ),
         Fault(
             site="grads",
             limit=0.5,
@@ -815,6 +889,16 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
+        Fault(
+            site="grads",
+            limit=0.999,
+            measure=measures_of_net.gradients_unscaled,
+            text="gradients are divided by {by:,.0f} between backward and the step, which is {step:.1g} of "
+            "the weights then: the net stands still",
+            remedy=FIND_WHAT_DIVIDES,
+            severity="severe",
+            rank=1.5,
+        ),
         Fault(
             site="grads",
             limit=0.999,
@@ -981,6 +1065,14 @@ FAULTS_OF_RUN = [
     [
         Fault(
             site="buffers",
+            limit=1.0,
+            measure=measures_of_net.counting_buffers,
+            text="a buffer in {dtype} that something adds to: it is {largest:,.0f}, and above {most} {dtype} "
+            "does not hold all whole numbers",
+            remedy="count in integers or in fp32",
+        ),
+        Fault(
+            site="buffers",
             limit=None,
             measure=measures_of_net.rounded_buffers,
             text="a buffer {what}[, {error:.2%} off its fp32 values]",
@@ -989,12 +1081,16 @@ FAULTS_OF_RUN = [
     ],
 ]
 
-NO_STEP_WAS_DONE = Finding(
-    "step",
-    "moderate",
-    "no step was done since this watch began",
-    "does the loop step this optimiser? GradScaler leaves out steps whose gradients are not finite",
-)
+def no_step_was_done(watch):
+    """The finding of a watch that has seen no step."""
+    passes, spoilt = watch.passes.count, watch.passes.spoilt
+    text, remedy = "no step was done since this watch began", DOES_IT_STEP
+    if passes >= 10:
+        text += f", in {passes} backward passes"
+    if spoilt >= 10:
+        text, remedy = f"{text}: gradients are not finite", MEND_WHAT_OVERFLOWS
+    return Finding("step", "severe" if passes >= 10 else "moderate", text, remedy, cause=text)
+
 
 # ---- Findings ----------------------------------------------------------------------------------------------
 
@@ -1002,7 +1098,7 @@ NO_STEP_WAS_DONE = Finding(
 def findings(watch):
     """(list of Finding, worst first; {site: share lost, summed over all tensors})."""
     if not watch.steps:
-        return [NO_STEP_WAS_DONE], {}
+        return [no_step_was_done(watch)], {}
     if not watch.looks:
         return [], {}
     seen = Measured(watch)

@@ -52,18 +52,20 @@ class Changes(Sums):
 class Gradients:
     """Listens to the gradients of the step that follows.
 
-    named: [(name, parameter)]. pick: tensor -> its sample, [n].
+    named: [(name, parameter)]. pick: tensor -> its sample, [n]. clock: clock.Clock of the watch.
     """
 
-    def __init__(self, named, pick):
+    def __init__(self, named, pick, clock):
         self.named = named
         self.pick = pick
+        self.clock = clock
         self.partial = {}  # {number of a tensor: Partial}
         self.heard = {}  # {number of a tensor: what _hear knows of a pass that is not done}
         self.cleared = False  # whether the gradients were cleared before this pass
         self.hooks = []
         self.sums = {}  # {number of a 16-bit tensor: (sum of relative errors, looks, passes of the last one)}
         self.shrunk = []  # (what is left of a gradient when a step begins, norm of all gradients then)
+        self.largest_step = 0.0  # over the weights, of the looks at which a thousandth or less was left
         self.forgotten = {}  # {number of a tensor: (passes whose gradients were cleared too early, of all)}
         self.uncleared = False  # whether gradients of earlier steps were still there
         self.begun = False  # whether a step was compared
@@ -89,8 +91,11 @@ class Gradients:
         self.stop()
         self.partial = {}
 
-    @torch.no_grad()
     def _hear(self, i, p, g):
+        with self.clock, torch.no_grad():
+            self._heard(i, p, g)
+
+    def _heard(self, i, p, g):
         if g.is_sparse:
             return
         is_first = i == next(iter(self.partial), i)
@@ -100,8 +105,11 @@ class Gradients:
             self.cleared = not there
         self.heard[i] = self.pick(g).float().clone(), self.cleared or p.grad is None
 
-    @torch.no_grad()
     def _take(self, i, _):
+        with self.clock, torch.no_grad():
+            self._taken(i)
+
+    def _taken(self, i):
         if i not in self.heard:
             return
         part, cleared = self.heard.pop(i)
@@ -226,8 +234,9 @@ class Gradients:
         if plain.numel():
             left = float(plain.median())
             norm = math.nan
-            if left < 1e-3:
+            if left < 1e-3 and look is not None:
                 norm = norm_of(look)
+                self.largest_step = max(self.largest_step, size_of_step(look))
             self.shrunk.append((left, norm))
 
 
@@ -244,12 +253,50 @@ def distances(gradients, exact):
     return (off.sqrt() / size.sqrt().clamp_min(1e-300)).tolist(), scale.tolist()
 
 
+def size_of_step(look):
+    """The step that is wanted, over the weight: the median of all entries."""
+    at = (look.held != 0) & look.update.isfinite()
+    return float((look.update[at] / look.held[at]).abs().median()) if bool(at.any()) else 0.0
+
+
 def norm_of(look):
-    """Norm of all gradients of a writes.Look, from their samples; NaN without one."""
-    if look is None:
-        return math.nan
+    """Norm of all gradients of a writes.Look, from their samples."""
     squares = totals([look.g.square()], look.lengths)[0].tolist()
     estimates = []  # of the squares of whole gradients
     for p, n, square in zip(look.params, look.lengths, squares, strict=True):
         estimates.append(square * (p.numel() / n))
     return math.sqrt(sum(estimates))
+
+
+class Passes:
+    """Backward passes since the last step, as the first and the last parameter that trains hear them."""
+
+    def __init__(self, params, pick):
+        self.pick = pick
+        trained = [p for p in params if p.requires_grad and p.is_floating_point()]
+        ends = {*trained[:1], *trained[-1:]}
+        self.handles = [p.register_hook(functools.partial(self._hear, p)) for p in ends]
+        self.stepped()
+
+    def stepped(self):
+        self.heard = {}  # {parameter: (passes, those of the last that were not finite)}
+
+    @torch.no_grad()
+    def _hear(self, p, g):
+        if g.is_sparse:
+            return
+        count, spoilt = self.heard.get(p, (0, 0))
+        bad = self.pick(g).sum() * 0 != 0  # nothing waits for a GPU
+        self.heard[p] = count + 1, (spoilt + 1) * bad
+
+    @property
+    def count(self):
+        return max((count for count, _ in self.heard.values()), default=0)
+
+    @property
+    def spoilt(self):
+        return max((int(spoilt) for _, spoilt in self.heard.values()), default=0)
+
+    def remove(self):
+        for handle in self.handles:
+            handle.remove()

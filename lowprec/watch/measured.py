@@ -11,6 +11,8 @@ from .verdicts import FINDING_LIMITS
 from .writes import Tally
 
 HARDLY_WRITTEN = 0.02  # a share written that is as good as none
+# those of this library that step as others do, by the names of these
+OPTIMIZERS_HERE = {name: name for name in ("AdamW", "SGD", "Lion", "Adafactor", "Muon")} | {"Adam": "AdamW"}
 MEASURED_SITES = ("update", "exp_avg_sq", "ema")
 
 
@@ -56,6 +58,21 @@ class Measured:
     def lost_of_all(self):
         """Share of the wanted movement of all weights that was not written."""
         return self.total().get("update", 0.0)
+
+    @functools.cached_property
+    def stuck_of_all(self):
+        """Share of the updates of all weights in 16 bits that are under half an ulp."""
+        narrow = [one.weight for one in self.tensors if one.narrow]
+        return sum(t.threatened_entries for t in narrow) / max(1, sum(t.entries for t in narrow))
+
+    @functools.cached_property
+    def line_of_code(self):
+        """What rounds the writes of this optimiser stochastically."""
+        optimizer = getattr(self.watch.answers, "inner", self.watch.answers)
+        kind = type(optimizer).__name__
+        if kind not in OPTIMIZERS_HERE:
+            return "stochastic rounding of the bf16 write"
+        return f'lowprec.{OPTIMIZERS_HERE[kind]}(params, lr=..., update="stochastic")'
 
     @functools.cached_property
     def all_zero(self):

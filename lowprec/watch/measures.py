@@ -14,9 +14,10 @@ from . import net_state
 from .adapters import accumulates, steps_of
 from .faults import Figure
 from .measured import decay_lost
-from .verdicts import FINDING_LIMITS
+from .verdicts import FINDING_LIMITS, cost_of_nearest
 
 MOST_GAINS_AT_ONE = 0.5  # share of a norm's gains that are 1.0
+LAST_WHOLE_NUMBER = {torch.bfloat16: 256, torch.float16: 2048}  # up to which all are held
 
 
 def dtype_name(dtype):
@@ -70,9 +71,11 @@ def not_written(one):
     lost = one.lost("update")
     if lost is None:
         return None
-    words = {"lost": lost}
+    words = {"lost": lost, "of_all": one.seen.lost_of_all}
     if one.narrow:
         words["stuck"] = one.weight.stuck
+        words["cost"] = cost_of_nearest(one.seen.stuck_of_all)
+        words["code"] = one.seen.line_of_code
     if one.unmoved > 0.01:
         words["unmoved"] = one.unmoved
     return Figure(lost, words, whole=one.seen.lost_of_all)
@@ -117,6 +120,20 @@ def weights_are_bf16(one):
         return None
     # some are after the step by themselves
     return Figure(one.extra.narrowed / one.extra.wide) if one.extra.wide >= 64 else None
+
+
+def masters_at_first(seen):
+    """fp32 weights that were bf16 numbers when the watch began, beside moments of earlier steps"""
+    for name in seen.watch.masters.at_first:
+        yield Figure(1.0, {}, name)
+
+
+def masters_rebuilt(seen):
+    """the largest fp32 matrix became bf16 numbers between two steps"""
+    name, step, times = seen.watch.masters.rebuilt() or ("", 0, 0)
+    each_step = any((weights_are_bf16(one) or Figure(0.0)).value > 0.99 for one in seen.tensors)
+    if times and not each_step:
+        yield Figure(times, {"step": step, "times": times}, name)
 
 
 def weight_put_back(one):
@@ -388,6 +405,14 @@ def counter_fell_with_weights(one):
     return counter_fell(one) if one.facts.begun_anew == "weights" else None
 
 
+def counted_without_gradients(one):
+    """its counter said 1 before the first step that was seen, and its moments were 0"""
+    if not one.facts.counted_empty:
+        return None
+    beta1, beta2 = (one.watch.answers.decay(one.p, name)[0] for name in ("exp_avg", "exp_avg_sq"))
+    return Figure(1.0, {"times": (1 + beta1) / math.sqrt(1 + beta2)})
+
+
 def counter_stuck(one):
     """looks at which it did not count"""
     if one.facts.counted is None:
@@ -407,7 +432,7 @@ def narrow_counter(one):
     if not _counter_is_narrow(one):
         return None
     dtype = one.facts.counted[0]
-    return Figure(1.0, {"dtype": dtype_name(dtype), "most": 256 if dtype == torch.bfloat16 else 2048})
+    return Figure(1.0, {"dtype": dtype_name(dtype), "most": LAST_WHOLE_NUMBER[dtype]})
 
 
 def _counter_is_narrow(one):

@@ -86,6 +86,13 @@ def average_jumped(one):
     return Figure(one.averaging.jumps, {"times": one.averaging.jumped})
 
 
+def average_overtaken(one):
+    """looks by which it had gone over half of the way to its weight, and 3 times what its decay lets it"""
+    if one.averaging is None:
+        return None
+    return Figure(one.averaging.overtaken, {"part": one.averaging.overtook})
+
+
 def average_is_bf16(one):
     """share of the entries of an fp32 average that are bf16 numbers, where their weights are none"""
     sums = one.averaging

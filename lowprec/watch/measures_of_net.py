@@ -2,10 +2,13 @@
 
 import math
 
+import torch
+
 from . import net_state
 from .dead_parts import dead_part, tables_of
 from .faults import Figure
 from .gradients import ENOUGH_ENTRIES
+from .measures import LAST_WHOLE_NUMBER, dtype_name
 
 # ---- Gradients ---------------------------------------------------------------------------------------------
 
@@ -45,6 +48,12 @@ def all_zero_gradients(seen):
     """looks at which the gradients of all tensors were 0"""
     if seen.all_zero:
         yield Figure(seen.watch.looks, tensor="")
+
+
+def passes_without_step(seen):
+    """backward passes since the last step whose gradients were not finite"""
+    passes = int(seen.watch.passes.spoilt)
+    yield Figure(passes, {"passes": passes}, "")
 
 
 # ---- Gradients that are changed between backward and the step ----------------------------------------------
@@ -152,24 +161,42 @@ def below_eps(seen):
         yield Figure(faint / judged, {"share": faint / judged}, worst.name)
 
 
+def below_eps_by_division(seen):
+    """the same where gradients are divided by 1000 or more between backward and the step"""
+    left = _left_in_place(seen)
+    for figure in below_eps(seen) if left else ():
+        figure.words["by"] = 1 / left
+        yield figure
+
+
+def gradients_unscaled(seen):
+    """what is taken off them where that is a power of 2 and steps are then below 1e-5 of the weights"""
+    left, step = _left_in_place(seen), seen.watch.gradients.largest_step
+    tiny = all(not norm >= 1e-3 for _, norm in seen.watch.gradients.shrunk) and step < 1e-5
+    if left and _is_power_of_2(left) and tiny and seen.some_rates_live:
+        yield Figure(1 - left, {"by": 1 / left, "step": step}, "")
+
+
 def gradients_clipped(seen):
     """share of the gradient's norm that clipping takes away, at half of the looks"""
-    watch = seen.watch
-    scales = sorted(float(scale) for scale in watch.clips)
-    in_place = sorted(left for left, norm in watch.gradients.shrunk if _hardly_any_left(left, norm))
-    if in_place and 2 * len(in_place) >= len(watch.gradients.shrunk):
-        scales = in_place  # as torch's clip_grad_norm_ does
-    if scales:
-        left = scales[len(scales) // 2]
+    scales = sorted(float(scale) for scale in seen.watch.clips)
+    # as torch's clip_grad_norm_ does; a loss scale leaves a norm as they usually are, or is a power of 2
+    in_place = _left_in_place(seen, lambda left, norm: norm < 1e-3 and not _is_power_of_2(left))
+    if scales or in_place:
+        left = in_place or scales[len(scales) // 2]
         yield Figure(1 - left, {"left": left}, "")
 
 
-def _hardly_any_left(left, norm):
-    """Whether hardly anything is left of a gradient: neither a loss scale that was taken off, a power of 2 or
-    one that leaves a norm as they usually are.
-    """
+def _left_in_place(seen, fits=lambda left, norm: True):
+    """What is left of gradients that are divided by 1000 or more before the step, at half of the looks."""
+    shrunk = seen.watch.gradients.shrunk
+    found = sorted(left for left, norm in shrunk if 0 < left < 1e-3 and fits(left, norm))
+    return found[len(found) // 2] if found and 2 * len(found) >= len(shrunk) else 0.0
+
+
+def _is_power_of_2(left):
     mantissa, _ = math.frexp(left)
-    return 0 < left < 1e-3 and norm < 1e-3 and min(mantissa - 0.5, 1 - mantissa) > 1e-5
+    return min(mantissa - 0.5, 1 - mantissa) < 1e-5
 
 
 def gradients_wrongly_summed(one):
@@ -283,6 +310,19 @@ def broken_buffers(seen):
     broken = net_state.find_broken_buffers(watch.model, watch.buffers, watch.pick)
     for name, count in broken.items():
         yield Figure(count, {"count": count}, name)
+
+
+def counting_buffers(seen):
+    """the next number of a 16-bit buffer of whole ones that changes, over the last that it can count to"""
+    watch = seen.watch
+    for name, b in net_state.floating_buffers(watch.model):
+        now, then = watch.pick(b), watch.buffers.get(name)
+        if b.dtype not in net_state.NARROW_DTYPES or then is None or not bool((now == now.round()).all()):
+            continue
+        if now.shape == then.shape and not torch.equal(now, then):
+            largest, most = float(now.abs().max()), LAST_WHOLE_NUMBER[b.dtype]
+            words = {"largest": largest, "most": most, "dtype": dtype_name(b.dtype)}
+            yield Figure((largest + 1) / most, words, name)
 
 
 def rounded_buffers(seen):

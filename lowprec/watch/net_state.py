@@ -64,18 +64,14 @@ def has_parameters(module):
 
 
 def snapshot_of_buffers(net, pick):
-    """{name: sample} of the buffers that are fp32 now, to compare with later."""
-    found = {}
-    for name, b in _floating_buffers(net):
-        if b.dtype == torch.float32:
-            found[name] = pick(b).clone()
-    return found
+    """{name: sample} of the buffers, to compare with later."""
+    return {name: pick(b).clone() for name, b in floating_buffers(net)}
 
 
 def find_broken_buffers(net, before, pick):
     """{name: entries that are not finite} of buffers that were finite at the `snapshot`."""
     found = {}
-    for name, b in _floating_buffers(net):
+    for name, b in floating_buffers(net):
         was = before.get(name)
         if was is not None and bool(was.isfinite().all()):
             count = int((~pick(b).isfinite()).sum())
@@ -91,7 +87,7 @@ def find_rounded_buffers(net, before, pick):
     hold lose nothing, and are not named.
     """
     found = {}
-    for name, b in _floating_buffers(net):
+    for name, b in floating_buffers(net):
         values = pick(b).float()
         if not rounded_values(values):
             continue
@@ -121,7 +117,7 @@ def rounded_values(values, bits=5):
     return float(plain.float().mean()) < 0.75
 
 
-def _floating_buffers(net):
+def floating_buffers(net):
     return [(name, b) for name, b in net.named_buffers() if b.is_floating_point() and b.numel()]
 
 

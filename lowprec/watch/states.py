@@ -48,8 +48,11 @@ class States:
         for k in here:
             p, facts = look.params[k], self.facts[look.index[k]]
             if sums[k] == 0 and (self._beside_a_momentum(p) or (all_zero and steps_of(self.of(p)))):
-                facts.v_reset = step, None
                 facts.begun_anew = self._begun_anew(look, k, 1.0)
+                if self.last is None and facts.begun_anew and steps_of(self.of(p)) == 1:
+                    facts.counted_empty = True
+                    continue
+                facts.v_reset = step, None
                 reset.append(k)
             elif fell[k] > 0.1 and k not in self.put_back:
                 facts.v_reset = step, fell[k]

@@ -18,20 +18,24 @@ import torch
 from ..errors import Refused
 from ..telemetry import sample_entries
 from . import findings, net_state
-from .adapters import answering, check_states, grad_scale, hooked, renew, skips, unwrapped
+from .adapters import answering, check_states, hooked, renew, skips, unwrapped
 from .average_watch import AverageWatch
 from .averages import Average
+from .clock import MOST_SHARE, Clock
 from .facts import Alive, Facts, Steps, first_moments
-from .gradients import Gradients
+from .gradients import Gradients, Passes
+from .masters import Masters
 from .products import Products
 from .states import States
 from .teachers import Teachers
+from .twins import grad_scale
 from .verdicts import Diagnosis, Finding
 from .write_errors import Errors
 from .writes import Tally, Writes
 
 # entries of a tensor's sample, see telemetry.sample_entries
 LARGEST_SAMPLE, SMALLEST_SAMPLE = 1 << 12, 5 << 9
+USUAL_EVERY = 50  # steps between two looks
 
 
 class Watch:
@@ -48,7 +52,8 @@ class Watch:
             model's parameters, in their order.
         ema: an average of the weights: a module, {name: tensor}, torch's AveragedModel, diffusers' EMAModel,
             this library's EMA, or an object that holds one of them; None where there is none.
-        every: steps between two looks. The first step is looked at too.
+        every: steps between two looks. The first step is looked at too. By default 50, and a multiple of it
+            where looks would take more than 5 % of the time of the steps.
         most: entries of a sample: about so many of a larger tensor, all of one below twice as many. By
             default an eighth of what a tensor of the net has on average, from 2,560 to 4,096, so that a look
             at a small net is as cheap as its steps.
@@ -71,12 +76,12 @@ class Watch:
         model: torch.nn.Module,
         optimizer: Any,
         ema: Any = None,
-        every: int = 50,
+        every: int | None = None,
         most: int | None = None,
         others: Iterable[Any] = (),
         products: Iterable[str] = (),
     ) -> None:
-        if every < 1:
+        if every is not None and every < 1:
             raise Refused(f"every={every}: looks are at least one step apart")
         self.model = unwrapped(model)
         if not isinstance(self.model, torch.nn.Module):
@@ -84,7 +89,10 @@ class Watch:
         first = next(self.model.parameters(), None)
         if first is None:
             raise Refused("the model has no parameters: there is nothing to watch")
-        self.every = int(every)
+        self.every = int(every or USUAL_EVERY)
+        self.chooses = every is None
+        self.clock = Clock()
+        self.due = True  # whether the next step is looked at
         self.most = most or usual_sample(self.model)
         self.pick = functools.partial(_picked_entries, most=self.most, device=first.device)
         self.compiled = model is not self.model and hasattr(model, "_orig_mod")
@@ -100,7 +108,9 @@ class Watch:
         self.averages = AverageWatch(self.ema, self.writes, self.extra)
         self.teachers = Teachers(self.model, self.answers, self.named, self.pick)
         self.accumulators: dict[str, Tally] = {}  # {name of a state: Tally}, of optimisers that step copies
-        self.gradients = Gradients(self.named, self.pick)
+        self.gradients = Gradients(self.named, self.pick, self.clock)
+        self.masters = Masters(self.named, self.pick)
+        self.passes = Passes([] if self.compiled else [p for _, p in self.named], self.pick)
         self.products = Products(self.model, tuple(products))
         self.clips: list[Any] = []  # grad_scale of the steps
         self.alive = None
@@ -158,15 +168,22 @@ class Watch:
             handle.remove()
         self.handles = []
         self.gradients.stop()
+        self.passes.remove()
         self.products.stop()
         self._hold(False)
 
     # -- one step
 
     def _due(self, step):
-        return step == 1 or step % self.every == 0
+        if step % self.every:
+            return False
+        return not self.chooses or self.clock.can_afford_another(self.looks)
 
     def _before(self, optimizer, args, kwargs):
+        with self.clock:
+            return self._before_step(args, kwargs)
+
+    def _before_step(self, args, kwargs):
         gradient, version = self._a_gradient()
         then, then_version = self.begun_with
         if self.depth and (gradient is not then or version != then_version):
@@ -206,7 +223,11 @@ class Watch:
         if self.follow and not self._freed():
             self._followed()
         self.follow = False
-        if not self._due(self.steps) or self._freed() or skips(self.optimizer):
+        if skips(self.optimizer):
+            return None
+        self.passes.stepped()
+        self.masters.step(self.steps)
+        if not self.due or self._freed():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -219,7 +240,7 @@ class Watch:
             except BaseException:
                 self._forget_step()
                 raise
-            with torch.no_grad():
+            with torch.no_grad(), self.clock:
                 if not self.looking:
                     self._look(kwargs)
             return loss
@@ -255,12 +276,18 @@ class Watch:
         if self.looking:
             look.m = first_moments(look, self.answers)
         self.gradients.compare(kwargs.get("grads"), look)
+        if not self.looks:
+            self.masters.begin(self.states.of)
         self._remember_orphans()
         self._remember_gradients(look)
         self.looks += 1
 
-    @torch.no_grad()
     def _after(self, optimizer, args, kwargs):
+        with self.clock:
+            self._after_step()
+
+    @torch.no_grad()
+    def _after_step(self):
         if self.depth == 0:
             return
         self.depth -= 1
@@ -270,8 +297,9 @@ class Watch:
         if self.looking:
             self._stepped()
         # the step after a look too: what became of its weights is seen before that writes
-        self._hold(self.follow or self._due(self.steps + 1))
-        if self._due(self.steps + 1):
+        self.due = self._due(self.steps + 1)
+        self._hold(self.follow or self.due)
+        if self.due:
             self._listen()
 
     def _freed(self):
@@ -416,6 +444,10 @@ class Watch:
         found, sound = findings.findings(self)
         head = f"{self.steps} steps, {self.looks} of them looked at, {len(self.named)} tensors"
         head = f"{head} of {type(self.model).__name__}"
+        share = self.clock.share()
+        if share > MOST_SHARE and self.looks > 3:
+            head += f"; looking took {share:.0%} of the time of the steps"
+            head += "" if self.chooses else ": a larger every= takes less"
         return Diagnosis(head, found, sound, harm="bad results", examined=self.looks > 0)
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from ..optimizers.buckets import scale_of
 from ..telemetry import announce, sample_entries
-from .averages import measured_rate, said_rate
+from .averages import fastest_rate, measured_rate, said_rate
 from .sums import Sums, one_an_entry, totals
 
 # ---- Many steps, added up ----------------------------------------------------------------------------------
@@ -128,6 +128,8 @@ class Averaging(Sums):
         "directed",  # looks at which there was a move and a gap
         "jumps",  # times it went much farther than its weight was away
         "jumped",  # how far at most, over the way to its weight
+        "overtaken",  # looks by which it had gone much more of the way than its decay lets it
+        "overtook",  # how much of the way at most
         "seen",  # of fp32 averages: entries that are not 0 and differ from their weight
         "bf16",  # those of them that are bf16 numbers, where their weight is none
     )
@@ -179,6 +181,19 @@ class Averaging(Sums):
         self.row("jumps")[index] += jumps.double()
         farthest = torch.where(jumps, jump / reach.clamp_min(1e-300), 0.0)
         self.row("jumped")[index] = torch.maximum(self.row("jumped")[index], farthest)
+
+    def overtake(self, now, then, held, most, index, lengths):
+        """Compare averages that have moved before with where they were, fp32 [n]: their decay lets them go
+        `most` of the way to their weights, held.
+        """
+        way, gone = held - then, now - then
+        along, size = totals([gone * way, way.square()], lengths)
+        part = torch.where(size > 0, along / size.clamp_min(1e-300), 0.0)
+        moved = self.row("move_square")[index] > 0
+        taken = (part > max(0.5, 3 * most)) & moved
+        self.row("overtaken")[index] += taken.double()
+        part = torch.where(taken, part, 0.0)
+        self.row("overtook")[index] = torch.maximum(self.row("overtook")[index], part)
 
 
 def rounded_by_tensor(values, dtypes, lengths):
@@ -287,7 +302,10 @@ class Writes:
         self.averages = {name: Tally(count) for name in averages}
         self.averaging = {name: Averaging(count) for name in averages}
         self.squares = Squares(count)
-        self.last = {}  # {name of an average: (numbers of its tensors, it and its weights at the last look)}
+        # {name of an average: (numbers of its tensors, it and its weights at the last look, the step of that,
+        # the fastest rate that it may have had)}
+        self.last = {}
+        self.step = 0  # of the loop
         self.forget()
         self.at = {"moments", "averages"}  # what the next look compares, beside weights
 
@@ -396,13 +414,17 @@ class Writes:
         narrow = any(dtype.itemsize < 4 for dtype in dtypes)
         rate = measured_rate(old, new, gap, narrow)
         said = said_rate(average, rate)
-        self.averaging[name].add(old, new, held, rounded, far, said or 0.0, index, lengths)
-        then, average_then, held_then = self.last.get(name, (None, None, None))
+        fastest = max(rate, fastest_rate(average))
+        then, average_then, held_then, step, rate_then = self.last.get(name, (None, None, None, 0, 0.0))
         if then == index and average_then.shape == old.shape:
             ways = [held_then - average_then, held - average_then]
             self.averaging[name].compare(old, average_then, ways, index, lengths)
+            most = 1 - (1 - min(1.0, max(fastest, rate_then))) ** (self.step - step)
+            if most < 0.15 and not narrow:
+                self.averaging[name].overtake(old, average_then, held, most, index, lengths)
         self.averaging[name].compare(new, old, [gap], index, lengths)
-        self.last[name] = index, new, held
+        self.averaging[name].add(old, new, held, rounded, far, said or 0.0, index, lengths)
+        self.last[name] = index, new, held, self.step, fastest
         if torch.equal(new, rounded):
             return  # it took the weights as they are, as most averages do at their first step
         target = old + (rate if said is None else said) * gap

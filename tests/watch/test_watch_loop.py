@@ -15,7 +15,7 @@ from lowprec.kernels import compiled
 from lowprec.optimizers import adamw
 from lowprec.optimizers.average import EMA
 from lowprec.watch import adapters
-from lowprec.watch.verdicts import LINE_WIDTH, MOST_LINES_A_SITE, Diagnosis, Finding
+from lowprec.watch.verdicts import LINE_WIDTH, Diagnosis, Finding
 from lowprec.watch.watch import Watch
 
 BF16 = torch.bfloat16
@@ -193,8 +193,8 @@ def test_a_step_within_a_step_counts_once():
     assert (watch.depth, watch.steps, watch.looks) == (0, 6, 6)
 
 
-@pytest.mark.parametrize("lr,severity", [(3e-4, "moderate"), (1e-7, "severe")])
-def test_a_training_that_hardly_writes_anything_is_severe(lr, severity):
+@pytest.mark.parametrize("lr,severity", [(3e-3, "moderate"), (3e-4, "severe"), (1e-7, "severe")])
+def test_a_training_that_loses_a_tenth_of_its_movement_is_severe(lr, severity):
     model = net(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     watch = Watch(model, optimizer, every=1)
@@ -337,12 +337,15 @@ def test_what_can_not_be_watched_is_refused(arguments, words):
 
 def test_the_worst_comes_first_and_the_verdict_last():
     rows = [Finding("update", "moderate", "text " * 30, "remedy", f"layer.{i}", i / 100) for i in range(40)]
+    rows += [Finding("exp_avg_sq", "moderate", "text", "remedy", "tail", 1.0)]
     rows += [Finding("ema", "severe", "text", "remedy", "head", 0.5), Finding("frozen", "note", "text", "-")]
     shown = str(Diagnosis("head", sorted(rows, key=lambda f: f.rank), {"exp_avg_sq": 0.01}, "bad results"))
     lines = shown.splitlines()
     assert max(map(len, lines)) <= LINE_WIDTH
     assert lines[2].startswith("head") and lines[3].startswith("layer.39")
-    assert f"... and {40 - MOST_LINES_A_SITE} more findings of update" in lines
+    assert "40 tensors, the worst layer.39, layer.38, layer.37: text" in lines[3]
+    starts = [line.split()[0] for line in lines[2:-2] if not line.startswith(" ")]
+    assert starts == ["head", "layer.39", "tail"], "a lost update costs more than v, whatever their shares"
     assert lines[-1] == "most likely to blame for bad results: ema of head"
     assert "exp_avg_sq 1.00%" in lines[-2]
     notes = Diagnosis("head", rows[-1:], {})
