@@ -19,6 +19,8 @@ from harness import run_folder
 from harness.batches import BatchIndices
 from lowprec.errors import Refused
 from lowprec.formats import FORMATS, Format
+from lowprec.parts.loss_scale import LossScale
+from lowprec.parts.micro_batches import MicroBatches
 from lowprec.rounding import Stream, stream
 from lowprec.telemetry import sample_entries
 from lowprec.watch import compare, verdicts
@@ -165,7 +167,7 @@ class Examination:
         """What the loss scaler did in the last rows that it is named in."""
         scale = rows[-1].get("loss_scale") if rows else None
         if scale is None:
-            scale = self.precision.scaler.get_scale()
+            scale = self.precision.part(LossScale).scaler.get_scale()
         recent = [row for row in rows if "skipped_steps" in row][-11:]
         share = 0.0
         if recent:
@@ -255,7 +257,7 @@ class Examination:
         if c.accumulate == 1 or not self.recipe.low_weights:
             return
         count = min(64, c.accumulate)
-        self.precision.accumulate = count
+        self.precision.options.accumulate = count
         size = int(max(1, min(c.batch_size, 8, self.work / (self.pixels * count))))
         exact = {}
         for _ in self.backward(count, size):
@@ -285,12 +287,9 @@ class Examination:
 
     def take_gradients(self):
         """{parameter: gradient} as summed so far, which are then forgotten."""
-        precision = self.precision
-        grads = precision.sums
-        if not grads:
-            grads = {p: p.grad for p in precision.params if p.grad is not None}
-        precision.sums = {}
-        precision.optimizer.zero_grad(set_to_none=True)
+        summed = self.precision.part(MicroBatches).sums
+        grads = summed or {p: p.grad for p in self.precision.params if p.grad is not None}
+        self.precision.zero_grad()
         return grads
 
     def stepping(self):
@@ -301,7 +300,7 @@ class Examination:
         c.batch_size = int(max(1, min(c.batch_size, self.work / self.pixels)))
         # else gradients are noisier than those that v has seen
         whole = images == c.batch_size * c.accumulate
-        precision.accumulate = c.accumulate
+        precision.options.accumulate = c.accumulate
         trainer.batches = self.batches(c.batch_size, c.accumulate)
         writes = Writes(precision.optimizer, precision.named_params, precision.averages)
         hook = precision.optimizer.register_step_pre_hook(writes.before)

@@ -30,7 +30,6 @@ from lowprec.errors import Refused
 from lowprec.optimizers import adafactor
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
-from lowprec.rules import refuse_optimizer
 from precision import check_origin, recipe_of_run
 from tasks.task import Rng, to_device
 
@@ -149,7 +148,7 @@ class Trainer:
             fp4_until=round(c.steps * (1 - c.fp4_finish / 100)) if c.fp4_finish else None,
         )
         if c.fsdp and not self.draws:
-            refuse_optimizer(run.optimizer, run.optimizer_name, spread=True)
+            fsdp.refuse_whole(run.optimizer, run.optimizer_name)
         run.view_of_model.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)
@@ -208,12 +207,12 @@ class Trainer:
     @contextmanager
     def _metered(self):
         """The first micro-batch of a process tells what is kept for backward; the ledger gets that row."""
-        if self.precision.kept is not None:
+        if self.precision.part(Meter):
             yield
             return
         with Meter(self.precision.model) as meter:
             yield
-        self.precision.kept = meter
+        self.precision.parts.append(meter)
         if self.ranks.main and self.folder.open:
             write_json(self.folder / "ledger.json", self.precision.ledger().json())
 

@@ -125,7 +125,7 @@ class SteppedRun:
         run = self.run
         kind, number = run.task.items
         items = run.config.batch_size * run.config.accumulate * number
-        return self.described(kind, items, run.precision, run.precision.kept)
+        return self.described(kind, items, run.precision, run.precision.part(Meter))
 
     def described(self, kind, items_a_step, precision, kept):
         """The facts of a row. kept: an activations.Meter of what a forward pass kept."""

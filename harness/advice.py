@@ -1,10 +1,14 @@
 """Flags that don't go together on these processes, and the warnings before a run. run: a trainer.Trainer."""
 
+import types
+
 from harness.run_folder import check_export
 from lowprec.errors import Refused
 from lowprec.fsdp import policy_note
 from lowprec.optimizers.build import classes_of
-from lowprec.rules import COMMAND_RULES, RunFacts, check_machine, refuse
+from lowprec.parts import check_run
+from lowprec.precision import Options
+from lowprec.rules import check_machine
 
 LATE_AVERAGE = 0.1  # of the initial weights in an average: more shows in what it draws
 
@@ -17,16 +21,15 @@ def check_processes(run):
         raise Refused(f"{shared}: use a multiple of {world}")
     if run.ranks.spread and not run.ranks.started:
         raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
-    asked_for = RunFacts(
-        run.recipe,
-        spread=c.fsdp and not run.draws,
-        compiled=c.compile,
-        processes=world,
-        grad_release=c.grad_release,
-        average_on=c.average_on,
-        states_on=c.states_on,
-    )
-    refuse(COMMAND_RULES, asked_for)
+    spread = c.fsdp and not run.draws
+    if spread and c.compile:
+        raise Refused(
+            "--compile with --fsdp: torch's compiler stops at each hook of fully_shard, so little is "
+            "compiled; leave one of them out"
+        )
+    options = Options(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
+    asked_for = dict(recipe=run.recipe, options=options, spread=spread, compiled=c.compile, processes=world)
+    check_run(types.SimpleNamespace(**asked_for))
     if c.export:
         check_export(c.export)
 

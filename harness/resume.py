@@ -86,8 +86,9 @@ def _restore_figures(run, checkpoint):
     run.peak = checkpoint.get("peak")
     kept = checkpoint.get("activations")
     if kept:
-        meter = run.precision.kept = Meter(run.precision.model)
+        meter = Meter(run.precision.model)
         meter.bytes, meter.casts = kept["bytes"], kept["casts"]
+        run.precision.parts.append(meter)
 
 
 def save_checkpoint(run, seconds, since, name=CHECKPOINT):
@@ -105,8 +106,9 @@ def save_checkpoint(run, seconds, since, name=CHECKPOINT):
         "data": _data_fingerprint(run),
         "peak": peak_memory(run.device),
     }
-    if run.precision.kept:
-        state["activations"] = run.precision.kept.json()
+    meter = run.precision.part(Meter)
+    if meter:
+        state["activations"] = meter.json()
     if run.ranks.spread:
         shards.write_shards(run.folder / name, state, run.ranks, run.device)
     else:

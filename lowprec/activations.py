@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .errors import Refused
+from .parts.part import Part
 
 # nodes of autograd behind which a weight is still the same numbers
 NODES_OF_COPIES = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")
@@ -27,8 +28,8 @@ NODES_OF_COPIES = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "Permu
 # ---- Measuring ---------------------------------------------------------------------------------------------
 
 
-class Meter:
-    """Bytes that autograd saves while it is entered.
+class Meter(Part):
+    """Bytes that autograd saves while it is entered. As a part of a run it has a row in the ledger.
 
     model: whose parameters and buffers are not counted. After it: `bytes` {dtype name: bytes}, `casts`, bytes
     of copies of weights, and `total`, all of them.
@@ -71,6 +72,10 @@ class Meter:
     def total(self):
         """All bytes."""
         return sum(self.bytes.values()) + self.casts
+
+    def rows(self, parameters, generation_dtype):
+        largest = max(self.bytes, key=self.bytes.get, default="")
+        return {"activations": {"value": largest, "bytes": self.total / parameters, "why": str(self)}}
 
     def json(self):
         """{"bytes": {dtype name: bytes}, "casts": bytes, "total": bytes}."""

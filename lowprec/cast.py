@@ -36,11 +36,9 @@ ROLE_OF_ISLAND = {"norm": "norm", "embed": "embedding", "final": "head"}
 
 
 def _island_modules(model, islands):
-    """Modules that own parameters and stay fp32, of 'none' or 'norm+embed'. Raises Refused when the net has
-    none of a kind that was asked for.
+    """Modules that own parameters and stay fp32, of 'norm+embed', say. Raises Refused when the net has none
+    of a kind that was asked for.
     """
-    if islands == "none":
-        return []
     role_of = roles(model)
     owners = []
     for name, module in model.named_modules():
@@ -79,20 +77,19 @@ def exact_modules(
     """(islands, norm layers with running statistics): modules of a net in bf16 whose weights stay fp32, but
     for frozen norms that `dtypes` names, {pattern: dtype}.
     """
+    islands = _island_modules(model, r.islands) if r.islands != "none" else []
+    named = _named_modules(model, dtypes) if dtypes else ()
     with_statistics = []
     if r.buffers == "fp32":
-        named = _named_modules(model, dtypes)
         for module in model.modules():
             if _keeps_statistics(module) and module not in named:
                 with_statistics.append(module)
-    return _island_modules(model, r.islands), with_statistics
+    return islands, with_statistics
 
 
 def _named_modules(model, dtypes):
     """The frozen modules one of whose own weights matches a pattern."""
     found = set()
-    if not dtypes:
-        return found
     for name, module in frozen_modules(model).items():
         if any(matching(key, dtypes) for key, _ in module.named_parameters(name, recurse=False)):
             found.add(module)
@@ -261,9 +258,9 @@ class Cast:
     borders, and so do frozen parts in a dtype of their own.
 
     whole: norm layers with running statistics, whose weights stay fp32 with their buffers. averages: {frozen
-    part: the trained part of which it is an average}. options: the RunOptions that name single modules and
-    tensors, or None. frozen: whether frozen weights are held as the site says; False: as the others. Raises
-    Refused for an island that the net does not have, and for a name or pattern of nothing.
+    part: the trained part of which it is an average}. options: precision.Options, which names single modules
+    and tensors, or None. frozen: whether frozen weights are held as the site says; False: as the others.
+    Raises Refused for an island that the net does not have, and for a name or pattern of nothing.
     """
 
     def __init__(self, model: nn.Module, r, options: Any = None, frozen: bool = True):
@@ -279,12 +276,14 @@ class Cast:
         self.dtypes_of_frozen: dict[nn.Module, dict[nn.Parameter, torch.dtype]] = {}
         self.averages: dict[str, str] = {}
         _remove_borders(model)  # of an earlier Precision, whose islands these need not be
-        check_dtype_patterns(model, self.dtypes)
+        if self.dtypes:
+            check_dtype_patterns(model, self.dtypes)
         islands, with_statistics = exact_modules(model, r, self.dtypes)
         if r.low_weights:
             self.whole = with_statistics
         exact = {*islands, *self.whole, *within}
-        if not any(map(buckets.is_spread, model.parameters())):
+        untrained = [p for p in model.parameters() if not p.requires_grad]
+        if untrained and not any(map(buckets.is_spread, model.parameters())):
             self._find_frozen(model, r, {*exact, *with_statistics}, frozen)
         if r.low_weights:
             self._cast_low(model, r, exact)
@@ -339,7 +338,8 @@ class Cast:
             trains = any(p.requires_grad for p in module.parameters())
             if not trains and not (casts_for_itself(module, r) and all(map(castable, held))):
                 around[module] = only_dtype(held) or compute
-        if r.low_weights and r.buffers == "fp32":
+        has_fp32_buffers = any(b.dtype == torch.float32 for b in model.buffers())
+        if r.low_weights and r.buffers == "fp32" and has_fp32_buffers:
             around.update(dict.fromkeys(_parametrizations(model), torch.float32))
             for module in _with_buffers_alone(model):
                 if module not in around:

@@ -7,6 +7,7 @@ import functools
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -170,3 +171,21 @@ def warn_of_averages(averages: Mapping[str, str], r) -> None:
         if r.frozen in ("cast", "bf16"):
             held = f"in bf16 (frozen={r.frozen}) it loses small steps; dtypes={{'{name}': 'fp32'}} keeps them"
         warnings.warn(f"'{name}' is frozen, and an average of '{source}' by all signs: {held}", stacklevel=4)
+
+
+def without_quantised_base(
+    model: nn.Module, held: Mapping[str, Any], weights: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`weights` without what a quantised base (bitsandbytes' 4 bits) has beside its codes: it writes that
+    into a state_dict and does not read it from one. Raises Refused where that base is not the one held.
+    """
+    beside = set()
+    for name, p in model.named_parameters():
+        if p.requires_grad or not hasattr(p, "quant_state"):
+            continue
+        of_codes = {key for key in held if key.startswith(f"{name}.")}
+        for key in {name, *of_codes} & weights.keys():
+            if not torch.equal(weights[key], held[key]):
+                raise Refused(f"{key}: the quantised base is not the checkpoint's; build that one first")
+        beside |= of_codes
+    return {key: value for key, value in weights.items() if key not in beside}

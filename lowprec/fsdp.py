@@ -15,24 +15,63 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .errors import Refused, first_line
-from .optimizers.buckets import as_dtensor, is_spread, local_tensor, part_of, whole_tensor
+from .optimizers.buckets import as_dtensor, is_spread, local_tensor, part_of, whole_alone, whole_tensor
 from .optimizers.state import cut
+from .parts.part import Part
+from .rules import Rule
+from .sites import LOW_PRODUCTS
+
+# what a net that fully_shard has spread can't be trained with: a rank has rows of its tensors alone
+SPREAD_RULES = (
+    Rule(
+        lambda run: run.recipe.compute in LOW_PRODUCTS,
+        lambda run: (
+            f"--{run.recipe.compute} needs whole tensors, and a rank of fully_shard (--fsdp) has "
+            "rows of them: use --bf16 or --pure_bf16 --stochastic"
+        ),
+    ),
+    Rule(
+        lambda run: run.recipe.sparse24 != "none",
+        "--sparse24 needs whole tensors, and a rank of fully_shard (--fsdp) has rows of them: leave one of "
+        "the two out",
+    ),
+    Rule(
+        lambda run: run.recipe.quantises,
+        lambda run: (
+            f"--set generation={run.recipe.generation} needs whole tensors, and a rank of "
+            "fully_shard (--fsdp) has rows of them: leave one out"
+        ),
+    ),
+    Rule(
+        lambda run: run.recipe.reduce_update == "stochastic",
+        "--set reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way; leave it out",
+    ),
+    Rule(
+        lambda run: run.options.grad_release,
+        "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out",
+    ),
+    Rule(
+        lambda run: run.options.average_on == "cpu",
+        "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out",
+    ),
+    Rule(
+        lambda run: run.options.states_on != "device",
+        "--states_on cpu and fully_shard (--fsdp) don't go together: leave one out",
+    ),
+)
 
 # ---- Numbers of all ranks ----------------------------------------------------------------------------------
 
 
-def ranks_of(net):
-    """The NetRanks of a net; None where nothing is spread."""
-    named = list(net.named_parameters(remove_duplicate=False))  # tied weights have several names
-    return NetRanks(named) if any(is_spread(p) for _, p in named) else None
-
-
-class NetRanks:
+class NetRanks(Part):
     """The ranks over which a net's parameters are spread, and what they do together: all of them call each
     method. count: how many they are. is_first: whether this rank is the one that gathers.
 
     named: [(name, parameter)] of the net.
     """
+
+    rules = SPREAD_RULES
+    builds_anew = True  # copies of the net, see `copy`
 
     def __init__(self, named):
         self.parts = {p: part_of(p) for _, p in named}
@@ -42,6 +81,22 @@ class NetRanks:
         self.count = len(first_part.bounds) - 1
         self.device = local_tensor(named[0][1]).device
         self.is_first = torch.distributed.get_rank() == 0
+
+    @classmethod
+    def of(cls, run):
+        run.ranks = cls(list(run.model.named_parameters(remove_duplicate=False)))  # tied weights have several
+        return run.ranks
+
+    def ready(self, run):
+        refuse_whole(run.optimizer, run.optimizer_name)
+
+    def gradients(self, grads):
+        """This rank's rows of them."""
+        return {p: local_tensor(g) for p, g in grads.items()}
+
+    def rows(self, parameters, generation_dtype):
+        rows = f"rows over {self.count} ranks"
+        return {"weights": {"why": f"in {rows}, as are gradients, states and averages"}}
 
     # -- numbers
 
@@ -85,8 +140,9 @@ class NetRanks:
                 found[name] = whole.cpu()
         return found
 
-    def copy(self, build, values):
-        """A net made by `build` that holds the whole tensors `values`, on the first rank; None on others."""
+    def copy(self, run, values):
+        """A net made by the run's `blank`, of whole tensors, on the first rank; None on the others."""
+        build = run.options.blank
         if build is None:
             raise Refused(
                 "a model that fully_shard has spread can't be copied: give Precision blank=, which builds it "
@@ -113,13 +169,23 @@ class NetRanks:
                     spread[id(shadow)] = as_dtensor(shadow, self.parts[p])
         return tree_map(lambda t: spread.get(id(t), t), state)
 
-    def cut(self, state, held):
-        """A saved state_dict, of DTensors and Chunks or of whole tensors, as this rank holds it: `held`."""
+    def cut(self, state, run):
+        """A saved state_dict, of DTensors and Chunks or of whole tensors, as this rank holds it."""
+        held = run.state_dict(bool(state.get("trainable_only")))
         found = cut(state, held)
         for name, t in held["model"].items():  # a module takes DTensors
             if is_spread(t) and name in found["model"]:
                 found["model"][name] = as_dtensor(found["model"][name].to(t.device, t.dtype), part_of(t))
         return found
+
+
+def refuse_whole(optimizer, name):
+    """Raise Refused for an optimiser, or one of several joined, that steps no rows of a tensor. name: what
+    was asked for.
+    """
+    for part in getattr(optimizer, "parts", [optimizer]):
+        if not part.by_rows:
+            raise Refused(whole_alone(type(part).__name__ if part.by_recipe else name))
 
 
 # ---- Spreading a net ---------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from .optimizers import offload
 from .optimizers.average import OnCPU
 from .recipes import MOMENTS
 from .sites import Site
@@ -112,34 +111,30 @@ def of_run(run, sites: Mapping[str, Site]) -> Ledger:
     example = run.view_of_model.example
     if example is not None:
         args, kwargs = run.view_of_model.cast(*example)
-        for method in run.methods:
-            method.count_flops(run.model, args, kwargs)
-    rows = _site_rows(run, sites, parameters)
-    if run.kept:
-        rows.append(_activations_row(run.kept, parameters))
+        for part in run.parts:
+            part.count_flops(run.model, args, kwargs)
+    remarks = _remarks(run, parameters)
     details = {}
-    for method in run.methods:
-        details.update(method.details())
-    if run.away is None:
-        return Ledger(rows, parameters, details)
-    on_cpu, at_once = offload.bytes_kept_away(run.optimizer)
-    return Ledger(rows, parameters, details, (on_cpu / parameters, at_once))
+    on_cpu = at_once = 0
+    for part in run.parts:
+        for site, row in part.rows(parameters, run.recipe.generation_dtype).items():
+            remarks.setdefault(site, {}).update(row)
+        details.update(part.details())
+        moments, rooms = part.elsewhere()
+        on_cpu += moments
+        at_once += rooms
+    rows = _site_rows(run, sites, parameters, remarks)
+    for site, row in remarks.items():
+        if site not in run.recipe.sites:  # what a part has beside the recipe
+            rows.append({"site": site, **row})
+    return Ledger(rows, parameters, details, (on_cpu / parameters, at_once) if on_cpu else None)
 
 
-def _site_rows(run, sites, parameters):
+def _site_rows(run, sites, parameters, remarks):
+    """A row for each site. remarks: {site: what its row says in place of the site's own}."""
     sizes = _bytes_of_sites(run, parameters)
     notes = run.optimizer.notes()
     held_by_optimizer = run.optimizer.nbytes()
-    remarks = {}
-    for site, why in _remarks(run, parameters).items():
-        remarks[site] = {"why": why}
-    remarks["frozen"] = _of_frozen(run)
-    loss = run.view_of_model.first_call.loss
-    if loss:
-        remarks["loss"] = {"value": "bf16", "why": f"the net computes {loss} in bf16: see fp32_outputs"}
-    for method in run.methods:
-        for site, row in method.rows(parameters, run.recipe.generation_dtype).items():
-            remarks.setdefault(site, {}).update(row)
     rows = []
     for site, spec in sites.items():
         if site == "frozen" and all(p.requires_grad for p in run.model.parameters()):
@@ -154,12 +149,6 @@ def _site_rows(run, sites, parameters):
             row["why"] = f"{run.optimizer_name} keeps none"
         rows.append(row)
     return rows
-
-
-def _activations_row(kept, parameters):
-    """kept: an activations.Meter."""
-    largest = max(kept.bytes, key=kept.bytes.get, default="")
-    return {"site": "activations", "value": largest, "bytes": kept.total / parameters, "why": str(kept)}
 
 
 def _of_a_peer(run, site, value):
@@ -184,9 +173,6 @@ def _bytes_of_sites(run, parameters):
     averages = _bytes_of_an_average(run) * sum(p.numel() for p in run.params)
     sizes["weights"] = sizes["grads"] = weights / parameters
     sizes["ema"] = averages / parameters
-    sizes["accumulate"] = 4.0 if run.keeps_sums else 0.0
-    if run.release is not None:
-        sizes["grads"] = sizes["accumulate"] = 0.0
     return sizes
 
 
@@ -196,34 +182,31 @@ def _bytes_of_an_average(run):
 
 
 def _remarks(run, parameters):
-    """{site: what its row says in place of the site's own reason}."""
-    found = {}
-    if run.ranks is not None:
-        rows = f"rows over {run.ranks.count} ranks"
-        found["weights"] = f"in {rows}, as are gradients, states and averages"
-    if run.release is not None:
-        found["grads"] = _of_released_gradients(run)
+    """{site: {what its row says in place of the site's own value and reason}}, of what the net is."""
+    found = {"frozen": _of_frozen(run)}
+    loss = run.view_of_model.first_call.loss
+    if loss:
+        found["loss"] = {"value": "bf16", "why": f"the net computes {loss} in bf16: see fp32_outputs"}
     if run.ema is None:
-        found["ema"] = "none is kept (ema_decay=None)"
+        found["ema"] = {"why": "none is kept (ema_decay=None)"}
     if isinstance(run.ema, OnCPU):
-        found["ema"] = "in the memory of the CPU (--average_on cpu)"
+        found["ema"] = {"why": "in the memory of the CPU (--average_on cpu)"}
     if run.recipe.islands != "none":
         exact = sum(p.numel() for p in run.params if p.dtype.itemsize == 4)
-        found["islands"] = f"{exact:,} of {parameters:,} parameters stay fp32"
+        found["islands"] = {"why": f"{exact:,} of {parameters:,} parameters stay fp32"}
     buffers = _of_buffers(run)
     if buffers:
-        found["buffers"] = buffers
+        found["buffers"] = {"why": buffers}
     r = run.recipe
     if r.update == "nearest" and r.low_weights and (r.master != "none" or r.kahan == "on"):
-        found["update"] = "what a write to bf16 rounds away is kept beside it: no update is lost"
+        found["update"] = {"why": "what a write to bf16 rounds away is kept beside it: no update is lost"}
     writes_bf16 = r.low_weights
     for name in r.moments:
         if r[name] == "bf16":
             writes_bf16 = True
     if r.update == "nearest" and not writes_bf16:
-        found["update"] = ""
-        if r.coded:
-            found["update"] = "changes of a moment under half a gap between codes are lost"
+        lost = "changes of a moment under half a gap between codes are lost" if r.coded else ""
+        found["update"] = {"why": lost}
     return found
 
 
@@ -244,17 +227,6 @@ def _of_frozen(run):
     if "fp32" in sizes and run.recipe.low_weights and run.recipe.frozen == "kept":
         why += ", as the net came; sites=['frozen=cast'] casts them"
     return {"value": " and ".join(sorted(sizes)), "why": why}
-
-
-def _of_released_gradients(run):
-    largest = 0
-    for p in run.params:
-        itemsize = 4 if run.keeps_sums else p.element_size()
-        largest = max(largest, p.numel() * itemsize)
-    return (
-        "freed within backward, where each is used (--grad_release): of one tensor at a time, "
-        f"at most {largest / MIB:.2f} MiB"
-    )
 
 
 def _of_buffers(run):
@@ -285,6 +257,7 @@ def held_by_rank(run, world: int) -> dict[str, float]:
     meta device. Its rows are the most. Sums of micro-batches count as gradients.
     """
     found = dict.fromkeys(("weights", "grads", "states", "average"), 0.0)
+    one_by_one = any(part.frees_gradients for part in run.parts)
     for p in run.params:
         rows = p.shape[0] if p.dim() else 1
         rows_of_first = -(-rows // world)
@@ -293,10 +266,10 @@ def held_by_rank(run, world: int) -> dict[str, float]:
         gradient = share * p.nbytes
         if run.keeps_sums and p.dtype.itemsize < 4:
             gradient += share * 4 * p.numel()
-        if run.release is None:
-            found["grads"] += gradient
-        else:  # freed within backward, one after the other
+        if one_by_one:
             found["grads"] = max(found["grads"], gradient)
+        else:
+            found["grads"] += gradient
         states = 0
         for name, t in run.optimizer.state[p].items():
             if name != "step":

@@ -108,11 +108,7 @@ def cpu_features():
         "amx_bf16": "_is_amx_tile_supported",
         "amx_fp16": "_is_amx_fp16_supported",
     }
-    found = set()
-    for name, probe in probes.items():
-        if hasattr(torch.cpu, probe) and getattr(torch.cpu, probe)():
-            found.add(name)
-    return found
+    return {name for name, probe in probes.items() if getattr(torch.cpu, probe, bool)()}
 
 
 def device_facts(device):
@@ -215,6 +211,7 @@ def support(kind, capability=None, features=frozenset()):
     return {"fp32": ("native", "every machine"), **table}
 
 
+BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # one suffices; the last is Arm's
 NO_FP4 = "operands are rounded and multiplied in fp32: the numbers of FP4, slower than bf16"
 
 
@@ -270,7 +267,7 @@ def _support_by_mps(capability):
 
 
 def _support_by_cpu(features):
-    bf16_features = " ".join(sorted(features & {"avx512_bf16", "amx_bf16", "bf16"}))
+    bf16_features = " ".join(sorted(features & BF16_FEATURES))
     fp16_features = " ".join(sorted(features & {"avx512_fp16", "amx_fp16"}))
     in_fp32 = "products are taken in fp32 and rounded: right, and not faster than fp32"
     bf16 = ("emulated", f"this CPU has neither avx512_bf16 nor amx_bf16, so {in_fp32}")

@@ -12,232 +12,282 @@ One option of torch is set for the whole process: where FP8 or 2:4 sparsity meet
 nn.TransformerEncoderLayer, its fast path, which would pass by them, is turned off.
 """
 
+from __future__ import annotations
+
+import collections
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from . import fsdp, gradients, ledger, saving
 from .cast import Cast
-from .errors import Refused
-from .first_call import FirstCall
-from .frozen import frozen_view, weights_of
-from .frozen_weights import warn_of_averages
-from .gradients import ByParameter, clip_scale, gradients_of, norms_where_needed, sum_up
+from .copies import copied
+from .errors import Refused, check_choice, check_several
+from .frozen_weights import warn_of_averages, without_quantised_base
 from .kernels import cpu_products
 from .layers import convolutions
-from .layers.fp4 import FP4
-from .layers.fp8 import FP8
-from .layers.fp8_attention import FP8Attention
-from .layers.lora import Lora
-from .layers.nf4 import NF4Base
-from .layers.quantise import Quantised
-from .layers.sparsity import Sparse24
 from .machine import settle_vector_math
 from .module import CastModule
-from .optimizers import buckets, build
+from .optimizers import build
 from .optimizers.average import average_kind
-from .optimizers.offload import offloaded
-from .optimizers.release import Release
+from .optimizers.buckets import local_tensor
+from .optimizers.groups import SPARSE_GRADIENT, check_numbers
+from .optimizers.release import clip_factor, norms_of
+from .parts import PARTS, check_run
+from .parts.part import Method
 from .recipes import SITES, Recipe, Site, parse_average, recipe
-from .rules import NET_RULES, check_wrapped, is_compiled, refuse, refuse_optimizer
-from .run_options import (
-    RunOptions,
-    check_averages_gradients,
-    check_calls_the_model,
-    check_method_options,
-    checked_recipe,
-    trained_groups,
-)
+from .rounding import exact_weight
+from .rules import NET_RULES, is_compiled, refuse
 from .sites import LOW_PRODUCTS
-from .slips import MicroBatches, Slips
-from .telemetry import StepReport
 from .view import View
 
-__all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
-METHODS = (Lora, NF4Base, Sparse24, FP8, FP4, FP8Attention, Quantised)
+if TYPE_CHECKING:
+    from .ledger import Ledger
+
+__all__ = ["SITES", "Options", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
+
+# {parameter: its gradient, or a number of it}
+ByParameter = dict[nn.Parameter, torch.Tensor]
+
+# ---- What a run is asked for -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Options:
+    """The arguments of a Precision after model and recipe."""
+
+    groups: Iterable[dict] | None = None  # with an lr, weight_decay or optimizer of their own; None: one
+    optimizer: Any = "adamw"  # see build.build
+    lr: float | None = None  # this and the next four: None for the optimiser's own
+    betas: tuple[float, float] | None = None
+    eps: float | tuple[float, float] | None = None  # a pair for Adafactor
+    momentum: float | None = None
+    nesterov: bool | None = None
+    weight_decay: float = 0.0
+    accumulate: int = 1  # micro-batches a step
+    clip_grad: float = 0.0  # largest norm of the gradient, 0 for none
+    clip_tensor: float = 0.0  # the same of each tensor by itself
+    grad_release: bool = False  # update within backward, see optimizers/release.py
+    states_on: Any = "device"  # where moments are kept: 'device' or 'cpu', see optimizers/offload.py
+    seed: int = 0  # of the rounding noise
+    ema_decay: float | None = 0.999  # of the average 'ema', whose dtype and rounding are sites; None for none
+    ema_warmup: bool = False  # let it start low, see average.EMA
+    averages: Iterable[str] = ()  # further ones, as 'DECAY:DTYPE[:UPDATE]'
+    average_on: str = "device"  # where they are kept: 'device' or 'cpu'
+    init_loss_scale: float = 2.0**16  # this and the next three: as of torch.amp.GradScaler
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    keep: Iterable[str] = ("t", "timestep", "timesteps")  # arguments of forward whose dtype is left alone
+    dtypes: Mapping[str, str] | None = None  # {name or pattern: 'fp32', 'bf16'} of buffers and frozen weights
+    fp32_modules: Iterable[str] = ()  # names or patterns of modules that compute in fp32 with fp32 weights
+    fp32_outputs: Iterable[str] = ()  # of modules whose outputs are fp32, as logits of a loss within the net
+    blank: Callable[[], nn.Module] | None = None  # builds the net anew, for copies of one that is spread
+    lora: int = 0  # the rank of adapters beside frozen layers, see layers/lora.py
+    sparse24_decay: float | None = None  # lambda of SR-STE, None for the paper's
+    fp4_until: int | None = None  # the step from which on layers in FP4 compute in bf16
+    calibrate: Callable | None = None  # () -> calls the net on data, for generation_rounding=gptq
+
+    def __post_init__(self):
+        for name in ("averages", "fp32_modules", "fp32_outputs"):
+            check_several(name, getattr(self, name))
+            setattr(self, name, tuple(getattr(self, name)))  # which may be read more than once
+        self.clip_grad = self.clip_grad or 0.0  # None is none
+        self.clip_tensor = self.clip_tensor or 0.0
+        if self.groups is not None:
+            self.groups = list(map(_listed, self.groups))
+
+    @property
+    def of_optimizer(self) -> dict[str, Any]:
+        """What build.build takes by name."""
+        names = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+class OneRank:
+    """What a net that is not spread asks of its ranks: as fsdp.NetRanks, and nothing to do."""
+
+    builds_anew = False  # copies of the net
+    norms_of = staticmethod(norms_of)
+    sum = staticmethod(lambda number: number)
+
+    def copy(self, run, values):
+        return copied(run.model)
+
+    def gathered(self, values):
+        return values
+
+    def wrapped(self, state, averages):
+        return state
+
+    def cut(self, state, run):
+        return state
+
+
+ONE_RANK = OneRank()
+FREEZE_LATER = "make Precision while all that is ever trained has requires_grad=True, and freeze it then"
+
+# values of the site generation that cast the copy anew
+GENERATION_BY_CAST = ("fp32", "bf16", "autocast", "fp16")
+
+# ---- A run -------------------------------------------------------------------------------------------------
 
 
 class Precision:
-    """A recipe carried out: attaches the recipe's methods, casts `model` in place, makes optimiser, averages
-    and loss scaler, in this order.
+    """A recipe carried out: makes the parts that the recipe asks for, casts `model` in place, makes optimiser
+    and averages, in this order.
 
     Call it like the model; backward(loss) after each micro-batch; step() after the last. torch's schedulers
     work on `run.optimizer`. Raises Refused as `recipe` and `build.build` do, and by the tables of rules.py;
     TypeError for an unknown argument.
 
     model: any nn.Module, on its device, compiled or not. It may take any arguments and return any tree of
-    tensors. r: its Recipe; None: fp32 everywhere.
-
-    groups: parameter groups with their own lr, weight_decay or optimizer; None: one group of all that are
-    trained. optimizer: see build.build; lr, betas, eps (a pair for Adafactor), momentum, nesterov: None for
-    its own. accumulate: micro-batches a step. clip_grad: largest gradient norm, 0 for none; clip_tensor: the
-    same of each tensor by itself. grad_release: update within backward, see release.py. states_on: where
-    moments are kept, 'device' or 'cpu', see offload.py.
-
-    ema_decay: of the average 'ema', whose dtype and rounding are sites of the recipe; None for no average.
-    ema_warmup: let it start low, see average.EMA. averages: further ones, as 'DECAY:DTYPE[:UPDATE]'.
-    average_on: where they are kept, 'device' or 'cpu'.
-
-    init_loss_scale, growth_factor, backoff_factor, growth_interval: as of torch.amp.GradScaler. seed: of the
-    rounding noise. keep: arguments of forward whose dtype is left alone. dtypes: {name or pattern: 'fp32' or
-    'bf16'} of single buffers and frozen weights. fp32_modules: names or patterns of modules that compute in
-    fp32 with fp32 weights, islands by name. fp32_outputs: of modules whose outputs are fp32, as of a head
-    whose logits become a loss within the net. blank: builds the net anew, for the generator of a model that
-    fully_shard has spread, see fsdp.py. method_options: sparse24_decay; lora, the rank of adapters beside
-    frozen layers, see layers/lora.py; fp4_until: the step from which on layers in FP4 compute in bf16;
-    calibrate: () -> calls the model on data, for generation_rounding=gptq, see layers/quantise.py.
+    tensors. r: its Recipe; None: fp32 everywhere. options: see Options.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        r: Recipe | None = None,
-        *,
-        groups: Iterable[dict] | None = None,
-        lr: float | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | tuple[float, float] | None = None,
-        momentum: float | None = None,
-        nesterov: bool | None = None,
-        weight_decay: float = 0.0,
-        optimizer: Any = "adamw",
-        ema_decay: float | None = 0.999,
-        ema_warmup: bool = False,
-        averages: Iterable[str] = (),
-        clip_grad: float = 0.0,
-        clip_tensor: float = 0.0,
-        accumulate: int = 1,
-        grad_release: bool = False,
-        average_on: str = "device",
-        states_on: Any = "device",
-        init_loss_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        seed: int = 0,
-        keep: Iterable[str] = ("t", "timestep", "timesteps"),
-        dtypes: Mapping[str, str] | None = None,
-        fp32_modules: Iterable[str] = (),
-        fp32_outputs: Iterable[str] = (),
-        blank: Callable[[], nn.Module] | None = None,
-        **method_options: Any,
-    ):
-        options = RunOptions.of(locals())
+    STEPS_BETWEEN_WALKS = 64  # through all modules for parameters that came late, too slow for each step
+    processes = 1
+
+    def __init__(self, model: nn.Module, r: Recipe | None = None, **options: Any):
+        _check_names(options)
+        self.options = Options(**options)
         settle_vector_math()
-        check_method_options(METHODS, method_options)
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         refuse(NET_RULES, net)
-        self.options = options
-        self.clip_grad = options.clip_grad
-        self.clip_tensor = options.clip_tensor
-        self.accumulate = accumulate
-        self.blank = blank
         self.device = next(net.parameters()).device
-        self.ranks = fsdp.ranks_of(net)  # those that the net is spread over, or None
-        r = checked_recipe(r).keeping(*options.optimizers)
-        self.recipe = r if self.device.type == "meta" else r.on(self.device)
-        options.check(self.recipe, model, spread=self.ranks is not None)
-        options.check_optimizer(net, adapted=bool(method_options.get("lora")))
-        if self.recipe.compute not in ("fp32", "tf32"):
-            cpu_products.settle_products(self.device)
+        self.compiled = is_compiled(model)
+        self.spread = any(hasattr(p, "device_mesh") for p in net.parameters())  # by fully_shard, over ranks
+        self.recipe = self._settled(r)
+        check_run(self)
+        # what no optimiser takes is refused while the net is still as it came
+        check_numbers({name: value for name, value in self.options.of_optimizer.items() if value is not None})
+        if self.options.groups is not None:
+            trained_groups(self.options.groups, _trained(net))
 
-        self._methods(method_options)
+        self.ranks: Any = ONE_RANK
+        self.away = None  # the offload.Offload that keeps the moments elsewhere
+        self.parts: list = []
+        for place in PARTS:
+            if place.wanted(self):
+                self.parts.append(place.load().of(self))
         originals = self._cast(model)
-        self._optimizer(originals)
-        self._averages()
-        self._scaler()
+        self._make_optimizer(originals)
+        self._make_averages()
 
-        self.sums: ByParameter = {}  # the fp32 sum of each parameter's gradients over micro-batches
-        self.micro_batches = MicroBatches()
-        self.slips = Slips(self)
-        self.reduce_sums = None  # set by a distributed trainer: averages `self.sums` over the ranks
-        self.kept = None  # an activations.Meter of a forward pass, for the ledger
-        if grad_release:
-            self.release = Release(self.optimizer, self._gradient, self.clip_tensor, self._before_writing)
+        self.backwards = 0  # passes since the last step
+        self.reduce_sums: Callable | None = None  # of a distributed trainer: averages fp32 sums over ranks
+        # what there is to train now: what comes later is refused at a step
+        self._parameters = set(net.parameters())  # also those that are frozen
+        self._frozen = [(name, p) for name, p in net.named_parameters() if not p.requires_grad]
+        self._count_in_groups = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        self._gradients_last_step = None  # how many
+        self._steps_until_walk = self.STEPS_BETWEEN_WALKS
+        self.optimizer.register_step_pre_hook(_refuse_bare_step)
 
-    # -- the parts of a run, in the order in which they are made
+    # -- what is made, in this order
 
-    def _methods(self, method_options):
-        """Attach the methods that the recipe asks for, to the model as it came."""
-        self.methods = []
-        for kind in METHODS:
-            method = kind.attach(self.model, self.recipe, seed=self.options.seed, **method_options)
-            if method is not None:
-                self.methods.append(method)
+    def _settled(self, r):
+        """The recipe, fp32 for None, with the sites of the optimisers and what the machine settles."""
+        if r is None:
+            r = Recipe()
+        if not hasattr(r, "keeping"):
+            raise Refused(
+                f"the second argument of Precision is a recipe, and this is a {type(r).__name__}: write "
+                "Precision(model, recipe(pure_bf16=True))"
+            )
+        options = self.options
+        of_groups = [group["optimizer"] for group in options.groups or () if "optimizer" in group]
+        r = r.keeping(options.optimizer, *of_groups)
+        return r if self.device.type == "meta" else r.on(self.device)
 
     def _cast(self, forward):
-        """Bring the model to the recipe's dtypes. Returns its fp32 weights, of which an exact master is made,
+        """Bring the net to the recipe's dtypes. Returns its fp32 weights, of which an exact master is made,
         in the order of `params`; [] where there is none.
         """
-        net = self.model
-        r = self.recipe
+        net, r = self.model, self.recipe
         originals = []
         if r.low_weights and (r.master != "none" or r.kahan == "on"):
             trained = [p for p in net.parameters() if p.requires_grad]
-            originals = [buckets.local_tensor(p).float().clone() for p in trained]
+            originals = [local_tensor(p).float().clone() for p in trained]
         self.cast = Cast(net, r, self.options)
-        for method in self.methods:
-            method.convert(net)
+        for part in self.parts:
+            part.convert(net)
         if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
             # in eval without gradients torch's fast path reads the weights, and calls no layer
             torch.backends.mha.set_fastpath_enabled(False)
-        if self.device.type == "cpu" and r.compute in ("bf16", *LOW_PRODUCTS) and not is_compiled(forward):
-            convolutions.attach(net)
-        self.release = None  # a release.Release, where backward updates
+        if self.device.type == "cpu" and r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
+            cpu_products.settle_products(self.device)
+            if r.compute != "fp16" and not self.compiled:
+                convolutions.attach(net)
         self.view_of_model = View(net, r, self.methods, self.options.keep)
-        self.view_of_model.first_call = FirstCall(net)
+        self.view_of_model.forward = forward
+        self.view_of_model.tells = True
         if r.low_weights and self.cast.averages:
             self.view_of_model.moves_average = True
             warn_of_averages(self.cast.averages, r)
-        self.forward = forward
         return originals
 
-    def _optimizer(self, originals):
+    def _make_optimizer(self, originals):
         """Make the optimiser of all parameters that are trained, and its exact master of the `originals`."""
-        self.named_params = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.named_params = _trained(self.model)
         self.params = [p for _, p in self.named_params]
         for p in self.params:
             p.grad = None  # what an earlier backward left belongs to no step of this run
-        options = self.options
         groups = self.params
-        if options.groups is not None:
-            groups = trained_groups(options.groups, self.named_params)
-        self.away = offloaded(options.states_on, self.device)  # what keeps the moments elsewhere, or None
+        if self.options.groups is not None:
+            groups = trained_groups(self.options.groups, self.named_params)
         self.optimizer = build.build(
-            options.optimizer, groups, self.recipe, net=self.model, away=self.away, **options.of_optimizer
+            self.options.optimizer,
+            groups,
+            self.recipe,
+            net=self.model,
+            away=self.away,
+            **self.options.of_optimizer,
         )
-        self.optimizer_name = build.title_of_optimizer(self.optimizer, options.optimizer)
-        spread = self.ranks is not None
-        refuse_optimizer(self.optimizer, self.optimizer_name, spread=spread, states_on=options.states_on)
-        self.optimizer.attach(self.model)
         self.low_part = self.optimizer.low_part
+        for part in self.parts:
+            part.ready(self)
+        self.optimizer.attach(self.model)
         with torch.no_grad():
             for p, original in zip(self.params, originals, strict=False):  # not from its bf16 image
                 self.optimizer.set_exact(p, original)
 
-    def _averages(self):
+    def _make_averages(self):
         """Make the average 'ema', if any, which the optimiser may write within its step, and further ones."""
-        options = self.options
+        options, r = self.options, self.recipe
         kind = average_kind(options.average_on, self.device)
         make = functools.partial(kind, self.named_params, low_part=self.low_part, seed=options.seed)
-        r = self.recipe
         self.ema, self.averages = None, {}
         if options.ema_decay is not None:
             self.ema = make(options.ema_decay, r.ema, r.ema_update, warmup=options.ema_warmup)
             self.averages["ema"] = self.ema
-        for part in getattr(self.optimizer, "parts", [self.optimizer]):
-            part.average = self.ema
+        for optimizer in getattr(self.optimizer, "parts", [self.optimizer]):
+            optimizer.average = self.ema
         for spec in options.averages:
             self.averages[spec] = make(*parse_average(spec))
 
-    def _scaler(self):
-        """Make the loss scaler, which does nothing but for fp16."""
-        dynamic = self.recipe.loss_scale == "dynamic"
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=dynamic, **self.options.of_scaler)
-        self.skipped = 0  # steps whose gradients were not finite
+    @property
+    def optimizer_name(self) -> str:
+        """What the ledger calls the optimiser."""
+        return build.title_of_optimizer(self.optimizer, self.options.optimizer)
+
+    def part(self, kind: type) -> Any:
+        """The part of this class, or None."""
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        return None
+
+    @property
+    def methods(self) -> list[Method]:
+        """The parts that change how layers multiply."""
+        return [part for part in self.parts if isinstance(part, Method)]
 
     @property
     def forward(self) -> Callable:
@@ -246,11 +296,20 @@ class Precision:
 
     @forward.setter
     def forward(self, wrapper: Callable) -> None:
-        if self.release is not None:
-            check_wrapped(wrapper)
-        if self.recipe.low_weights:
-            check_averages_gradients(wrapper)
-        check_calls_the_model(wrapper, self.view_of_model)
+        for part in self.parts:
+            part.check_forward(wrapper)
+        dtypes = "BFloat16"
+        if self.recipe.low_weights and isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            dtypes = wrapper._get_ddp_logging_data().get("dtypes", dtypes)
+        if "BFloat16" not in dtypes:  # its hooks are on what gathered fp32 gradients: a cast makes that anew
+            late = "this DistributedDataParallel was made of fp32 weights, and averages no gradient now"
+            raise Refused(f"{late}: make it of run.model after Precision")
+        modules = wrapper.modules() if isinstance(wrapper, nn.Module) else ()
+        if any(module.__dict__.get("_view") is self.view_of_model for module in modules):
+            raise Refused(
+                "run.module calls run.forward: give run.forward a wrapper of run.model, or leave it and wrap "
+                "run.module where the loss is formed"
+            )
         self.view_of_model.forward = wrapper
 
     @property
@@ -267,19 +326,11 @@ class Precision:
         return self.view_of_model(*args, **kwargs)
 
     def observe(self, on: bool) -> None:
-        """Say before a step's first forward whether it will be measured. Methods then count what their casts
+        """Say before a step's first forward whether it will be measured. Parts then count what their casts
         lose.
         """
-        for method in self.methods:
-            method.observe(on)
-        if self.release is not None:
-            self.release.watched = self._report() if on else None
-
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether micro-batches are summed in fp32 beside p.grad: fp32 gradients add up there already."""
-        several = self.accumulate > 1 or any(method.needs_sums for method in self.methods)
-        return several and self.recipe.low_weights and self.recipe.accumulate == "fp32"
+        for part in self.parts:
+            part.observe(on)
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Backward of one micro-batch's mean loss, 0-dim. Gradients are averaged over `accumulate` calls, or,
@@ -287,10 +338,25 @@ class Precision:
         Raises Refused within no_sync() of DistributedDataParallel where sums are kept in fp32, and for
         weights where several processes average their gradients.
         """
+        if weight is not None:
+            self._micro_batches().weigh(weight)
+        for part in self.parts:
+            loss = part.loss(loss)
         with self.view_of_model.exact():
-            self.scaler.scale(loss / self.micro_batches.divisor(self, weight)).backward()
-        if self.keeps_sums:
-            sum_up(self)
+            loss.backward()
+        for part in self.parts:
+            part.after_backward()
+        self.backwards += 1
+
+    def _micro_batches(self):
+        """The part that knows weights, made here where each step has one micro-batch until now."""
+        from .parts.micro_batches import MicroBatches
+
+        found = self.part(MicroBatches)
+        if found is None:
+            found = MicroBatches(self)
+            self.parts.insert(0, found)
+        return found
 
     @torch.no_grad()
     def step(self, measure: bool = False) -> dict[str, float]:
@@ -298,94 +364,105 @@ class Precision:
         did:
 
         see telemetry.StepReport; grad_norm; nonfinite_grads: entries; loss_scale and skipped_steps for fp16;
-        and what the methods tell after observe(True). Raises Refused for gradients that are sparse or absent,
+        and what the parts tell after observe(True). Raises Refused for gradients that are sparse or absent,
         and for parameters that the optimiser was given later.
         """
-        self.optimizer.collect()
-        if self.reduce_sums and self.sums:
-            self.reduce_sums(self.sums)
-        grads = gradients_of(self)
-        self.slips.check(self, grads)
-        self.scaler.unscale_(self.optimizer)
-        for method in self.methods:
-            method.on_grads(grads)
-        norms = norms_where_needed(self, grads, measure)
-        scale = clip_scale(norms, self.clip_grad, self.clip_tensor)
-        report = {}
-        writes = None  # a StepReport of what the step writes
+        parts = self.parts
         if measure:
-            writes = self._started_report()
-            report.update(gradients.measures_of_gradients(self, grads, norms))
-            writes.add(grads, scale)
-        skipped_before = self.skipped
-        self._before_writing()
-        self._optimizer_step(scale)
-        for method in self.methods:
-            report.update(method.after_step(self.low_part))
-        if writes is not None:
-            if self.skipped == skipped_before:  # a skipped step has no updates that could survive
-                report.update(writes.written())
-            report["skipped_steps"] = self.skipped
-            if self.scaler.is_enabled():
-                report["loss_scale"] = self.scaler.get_scale()
+            from .telemetry import Measures
+
+            parts = [*parts, Measures(self)]
+        grads = self.gradients()
+        for part in parts:
+            grads = part.gradients(grads)
+        self._check(grads)
+        write = functools.partial(self.optimizer.step, grads=grads, grad_scale=self.clip(grads))
+        for part in reversed(parts):  # the first one is the outermost: it says whether there is a write
+            write = part.around(write)
+        self.before_writing()
+        write()
+        report = {}
+        for part in parts:
+            report.update(part.after_step())
         for average in self.averages.values():
             average.update()
-        if writes is not None and self.ema is not None:
-            self.ema.catch_up()
-            report.update(writes.averaged())
+        for part in parts:
+            report.update(part.end())
         self.zero_grad()
         return report
+
+    def gradients(self) -> ByParameter:
+        """{parameter: its gradient, as backward has left it}."""
+        self.optimizer.collect()
+        return {p: p.grad for p in self.params if p.grad is not None}
+
+    def clip(self, grads: ByParameter) -> float | torch.Tensor | ByParameter:
+        """What the step multiplies gradients by: a number, a 0-dim tensor, or {parameter: 0-dim tensor}."""
+        options = self.options
+        if not grads or not (options.clip_grad or options.clip_tensor):
+            return 1.0
+        norms = self.ranks.norms_of(grads)
+        of_each = torch.stack(list(norms.values()))
+        if options.clip_grad:
+            return clip_factor(torch.linalg.vector_norm(of_each), options.clip_grad)
+        scales = clip_factor(of_each, options.clip_tensor)
+        return dict(zip(norms, scales.unbind(), strict=True))
+
+    def before_writing(self) -> None:
+        """Averages that are read on a stream of their own are waited for, on the device."""
+        for average in self.averages.values():
+            average.before_writing()
 
     def zero_grad(self) -> None:
         """Forget the gradients since the last step, sums of micro-batches in fp32 included: those of a batch
         that is not to count, or what the backward pass of another run has left in this net. step() ends so.
         """
-        self.sums = {}
-        self.micro_batches.forget()
+        for part in self.parts:
+            part.forget()
+        self.backwards = 0
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def has_released(self) -> bool:
-        """Whether backward has updated parameters of this step, see release.py."""
-        return self.release is not None and bool(self.release.updated)
+    def keeps_sums(self) -> bool:
+        """Whether micro-batches are summed in fp32 beside p.grad: fp32 gradients add up there already."""
+        return any(part.keeps_sums for part in self.parts)
 
-    def _gradient(self, p):
-        """What backward updates p by, where gradients are released."""
-        g = p.grad.float() if self.keeps_sums else p.grad
-        for method in self.methods:
-            method.on_grads({p: g})
-        return g
+    # -- slips in a loop that would cost a training in silence, refused at the step that makes them
 
-    def _report(self):
-        sum_over_ranks = None if self.ranks is None else self.ranks.sum
-        shadow = {} if self.ema is None else self.ema.shadow
-        return StepReport(self.optimizer, {}, 1.0, self.named_params, shadow, sum_over_ranks)
-
-    def _started_report(self):
-        """The StepReport of this step: the one that backward has shown its writes to, or a new one."""
-        if not self.has_released:
-            return self._report()
-        if self.release.watched is None:
+    def _check(self, grads):
+        """Raise Refused for gradients that can't be, and for parameters that came after Precision."""
+        if any(g.is_sparse for g in grads.values()):
+            raise Refused(SPARSE_GRADIENT)
+        if not grads and not any(part.has_written for part in self.parts):
+            self._refuse_new()
             raise Refused(
-                "grad_release has freed the gradients that step(measure=True) should measure: call "
-                "observe(True) before the step's first forward"
+                "step() found no gradients: call backward(loss) before it, with a loss that depends on the "
+                "model's parameters"
             )
-        return self.release.watched
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._count_in_groups:
+            late = "the optimiser has parameters that this run does not average, clip or sum"
+            raise Refused(f"{late}: {FREEZE_LATER}")
+        for name, p in self._frozen:
+            if p.requires_grad and p.grad is not None:
+                late = f"parameter {name} was frozen when Precision was made, and would never be trained"
+                raise Refused(f"{late}: {FREEZE_LATER}")
+        self._steps_until_walk -= 1
+        was_replaced = len(grads) != self._gradients_last_step  # a layer that was replaced gets none
+        if was_replaced or self._steps_until_walk == 0:
+            self._gradients_last_step = len(grads)
+            self._steps_until_walk = self.STEPS_BETWEEN_WALKS
+            self._refuse_new()
 
-    def _before_writing(self):
-        """Averages that are read on a stream of their own are waited for, on the device."""
-        for average in self.averages.values():
-            average.before_writing()
-
-    def _optimizer_step(self, scale):
-        options = dict(grads=self.sums or None, grad_scale=scale)
-        if not self.scaler.is_enabled():
-            self.optimizer.step(**options)
+    def _refuse_new(self):
+        """Raise Refused where the model has a parameter that came after Precision."""
+        if self.spread:  # its parameters are others in a step and between steps
             return
-        old = self.scaler.get_scale()
-        self.scaler.step(self.optimizer, **options)
-        self.scaler.update()
-        self.skipped += self.scaler.get_scale() < old  # the scaler backs off exactly when it skipped
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p not in self._parameters:
+                raise Refused(
+                    f"parameter {name} was put into the model after Precision was made, and would never be "
+                    "trained: change the model first, and spread it (fully_shard) first"
+                )
 
     # -- reading the weights
 
@@ -405,14 +482,43 @@ class Precision:
         """
         return self.frozen(source)
 
+    @torch.no_grad()
     def frozen(self, source: str = "ema", **sites: str) -> View | None:
         """The `generator` with some sites changed: frozen("raw", generation="fp32")."""
-        return frozen_view(self, source, sites)
+        for name, value in sites.items():
+            check_choice(name, value, SITES[name].values)
+        r = self.recipe.replace(**sites)
+        values = self._values(source)
+        staying = [part for part in self.parts if part.generates == r.generation]
+        with ExitStack() as stack:
+            for part in self.parts:
+                if part not in staying:
+                    stack.enter_context(part.plain(self.model))
+            net = self.ranks.copy(self, values)
+        if net is None:
+            return None
+        net.requires_grad_(False).eval()
+        converts = r.generation in GENERATION_BY_CAST or r.quantises
+        if converts:
+            self.cast.undo(net)
+            weights = "bf16" if r.generation == "bf16" else "fp32"
+            compute = r.generation if r.generation in ("fp32", "fp16") else "bf16"
+            r = r.replace(weights=weights, grads=weights, compute=compute, islands="none")
+        if converts or self.ranks.builds_anew:
+            Cast(net, r, self.options, frozen=False)
+        for name, p in net.named_parameters():
+            if name in values:
+                p.copy_(values[name])
+        view = View(net, r, staying, self.view_of_model.keep)
+        for part in self.parts:
+            part.freeze(view, r.generation)
+        return view
 
     def view(self, net: nn.Module, methods: Iterable = (), **sites: str) -> View:
         """`net`, a copy of the model, called as this run's recipe with some sites changed says."""
         return View(net, self.recipe.replace(**sites), methods, self.view_of_model.keep)
 
+    @torch.no_grad()
     def weights(self, source: str = "ema") -> dict[str, torch.Tensor]:
         """{name: tensor}: the net's state_dict with averaged ('ema' or a further average, in its dtype) or
         last ('raw', the fp32 values held) weights, buffers and frozen parameters beside them; pruned under
@@ -422,10 +528,35 @@ class Precision:
         this, and the first gets it, on the CPU, the others {}. Raises Refused for a source that this run does
         not hold.
         """
-        values = weights_of(self, source)
-        for method in self.methods:
-            values = method.as_it_came(values)
+        values = self._values(source)
+        for part in self.parts:
+            values = part.as_it_came(values)
         return values
+
+    def _values(self, source):
+        """`weights` under the names that the net has now."""
+        trained = {}
+        if source in self.averages:
+            shadow = self.averages[source].shadow
+            trained = {p: shadow[name] for name, p in self.named_params}
+        elif source == "raw":
+            with self.optimizer.reading() as swapped:  # a copy of weights that are only lent
+                for p in self.params:
+                    held = exact_weight(local_tensor(p), self.low_part(p))
+                    trained[p] = held.clone() if swapped else held
+        else:
+            held = ", ".join(["raw", *self.averages])
+            raise Refused(f"weights '{source}': this run holds {held}")
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.plain(self.model))
+            values = dict(self.model.state_dict())
+            for name, p in self.model.named_parameters(remove_duplicate=False):  # tied weights have several
+                if p in trained:
+                    values[name] = trained[p]
+        for part in self.parts:
+            values = part.values(values)
+        return self.ranks.gathered(values)
 
     # -- state
 
@@ -436,14 +567,143 @@ class Precision:
         Of a model that is spread over ranks DTensors and state.Chunks, of this rank's parts, as
         torch.distributed.checkpoint saves and loads them on any number of ranks.
         """
-        return saving.state_of(self, trainable_only)
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "averages": {name: average.state_dict() for name, average in self.averages.items()},
+            "scaler": {},  # a checkpoint has these two whether or not the loss is scaled
+            "skipped": 0,
+        }
+        if trainable_only:
+            state["trainable_only"] = True
+            trained = set(self.params)  # also those that were frozen since: they have moments and an average
+            own = {n for n, p in self.model.named_parameters(remove_duplicate=False) if p in trained}
+            own.update(name for name, _ in self.model.named_buffers(remove_duplicate=False))
+            state["model"] = {name: t for name, t in state["model"].items() if name in own}
+        for part in self.parts:
+            state.update(part.state_dict())
+        return self.ranks.wrapped(state, self.averages)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state_dict of the same recipe, of whole tensors too where the model is spread over ranks.
-        Raises Refused, KeyError or RuntimeError for another one's.
+        Raises Refused or KeyError for another one's, before anything is changed.
         """
-        saving.load_state(self, state)
+        for name in self.averages:
+            if name not in state["averages"]:
+                none = f"the checkpoint has no average '{name}', and this run keeps one"
+                raise Refused(f"{none}: it is another's")
+        state = self.ranks.cut(state, self)
+        weights = self._checked_weights(state)
+        for name, average in self.averages.items():
+            if _layout(state["averages"][name]) != _layout(average.state_dict()):
+                raise Refused("the averaged weights belong to another model or another ema dtype")
+        for part in self.parts:
+            part.check_state(state)
+        self.optimizer.load_state_dict(state["optimizer"])  # which refuses the state of another recipe first
+        self.model.load_state_dict(weights)
+        for part in self.parts:
+            part.load_state_dict(state)
+        for name, average in self.averages.items():
+            average.load_state_dict(state["averages"][name])
 
-    def ledger(self) -> ledger.Ledger:
+    def _checked_weights(self, state):
+        """The weights of a saved state as the net's load_state_dict takes them. Raises Refused for others."""
+        held = self.model.state_dict()
+        weights = state["model"]
+        for part in self.parts:
+            weights = part.adapt(held, weights)
+        wanted = list(held)
+        if state.get("trainable_only"):
+            wanted = [name for name, _ in self.named_params]
+        for name in wanted:
+            if name not in weights:
+                raise Refused(f"the checkpoint lacks the weight {name}: it is another net's")
+        weights = {**held, **weights}
+        for name, t in weights.items():
+            if name not in held:
+                raise Refused(f"the checkpoint has the weight {name}, and this net has none: it is another's")
+            own = held[name]
+            if torch.is_tensor(t) and torch.is_tensor(own) and not _fits(t, own):
+                theirs = f"{t.dtype} {list(t.shape)}, and this net's {own.dtype} {list(own.shape)}"
+                raise Refused(f"the checkpoint's {name} is {theirs}: it is another net's")
+        return without_quantised_base(self.model, held, weights)
+
+    def ledger(self) -> Ledger:
         """The precision of this run: a row for each site, with value, bytes a parameter, and why."""
-        return ledger.of_run(self, self.recipe.sites)
+        from .ledger import of_run
+
+        return of_run(self, self.recipe.sites)
+
+
+# ---- What is asked for -------------------------------------------------------------------------------------
+
+
+def _check_names(options):
+    """Raise TypeError for an option that is none, as Python does; Refused for one of recipe()."""
+    unknown = options.keys() - {field.name for field in dataclasses.fields(Options)}
+    if not unknown:
+        return
+    name = min(unknown)
+    if name in inspect.signature(recipe).parameters:
+        given = f"{name}={options[name]!r}"
+        raise Refused(f"{name}= belongs to the recipe: Precision(model, recipe({given}))")
+    raise TypeError(f"Precision() got an unexpected keyword argument '{name}'")
+
+
+def _listed(group):
+    """A parameter group with a list of parameters, of which torch takes one, an iterable, or an iterable of
+    (name, parameter). Raises Refused for a set.
+    """
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise Refused('groups: a list of dicts is asked for, each with its "params"')
+    params = group["params"]
+    if isinstance(params, set | frozenset):
+        raise Refused("groups: a set has no order that a resume could rely on; give a list of parameters")
+    params = [params] if torch.is_tensor(params) else params
+    return {**group, "params": [p[1] if isinstance(p, tuple) else p for p in params]}
+
+
+def _trained(net):
+    return [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+
+
+def trained_groups(groups: list[dict], named_params: list[tuple[str, nn.Parameter]]) -> list[dict]:
+    """The groups with the parameters that are trained alone. named_params: [(name, parameter)] of these.
+    Raises Refused where one of them is in no group or in several, and for one that is not among them.
+    """
+    times: collections.Counter = collections.Counter()
+    for group in groups:
+        times.update(group["params"])
+    for name, p in named_params:
+        if times[p] > 1:
+            raise Refused(f"groups: parameter {name} is in more than one of them; leave it in one")
+        if p not in times:
+            raise Refused(f"groups: parameter {name} is in none of them; add it, or set requires_grad=False")
+    trained = {p for _, p in named_params}
+    if any(p.requires_grad and p not in trained for p in times):
+        raise Refused(
+            "groups: a parameter of them is none of the model's, and would never be trained; put it into a "
+            "module with the net, and make Precision of that"
+        )
+    return [{**group, "params": [p for p in group["params"] if p in trained]} for group in groups]
+
+
+def _refuse_bare_step(optimizer, args, kwargs):
+    if "grads" not in kwargs:  # run.step() gives them
+        raise Refused(
+            "run.optimizer.step() would leave out clipping, loss scaling and the average: call run.step()"
+        )
+
+
+# ---- Saved states ------------------------------------------------------------------------------------------
+
+
+def _layout(tree):
+    """Shape and dtype of each tensor in a tree, in its place."""
+    return tree_map(lambda x: (x.shape, x.dtype) if torch.is_tensor(x) else None, tree)
+
+
+def _fits(saved, own):
+    """Whether a saved tensor is one of the net's: floats of up to 32 bits stand for one another."""
+    floats = saved.is_floating_point() and own.is_floating_point() and saved.dtype.itemsize <= 4
+    return saved.shape == own.shape and (floats or saved.dtype == own.dtype)

@@ -17,8 +17,6 @@ import torch
 
 from . import rules
 from .errors import Refused, check_several
-from .layers import fp4 as four_bits
-from .layers import fp8
 from .optimizers.build import OPTIMIZERS, classes_of
 from .rounding import DTYPE_OF_NAME
 from .rules import check_machine
@@ -188,23 +186,6 @@ class Recipe:
 
 # ---- Flags -------------------------------------------------------------------------------------------------
 
-# flags of the products: what each is where it is not given
-FP8_FLAGS = {
-    "fp8_backend": fp8.Options.backend,
-    "fp8_format": fp8.Options.format,
-    "fp8_recipe": fp8.Options.recipe,
-    "amax_history_len": fp8.Options.amax_history_len,
-    "amax_compute_algo": fp8.Options.amax_compute_algo,
-}
-FP4_FLAGS = {
-    "fp4_hadamard": four_bits.FP4Options.hadamard,
-    "fp4_grads": four_bits.FP4Options.grads,
-    "fp4_weights": four_bits.FP4Options.weights,
-    "fp4_keep": four_bits.FP4Options.keep,
-    "fp4_backend": four_bits.FP4Options.backend,
-}
-
-
 def recipe(
     *,
     bf16: bool = False,
@@ -226,13 +207,11 @@ def recipe(
     """The recipe that a set of flags composes.
 
     sites: single settings ("ema=bf16"), applied after the flags. more: {name: Site} of a task. optimizer: its
-    name or class, whose sites the recipe has. flags_of_products: see FP8_FLAGS and FP4_FLAGS. Raises Refused
+    name or class, whose sites the recipe has. flags_of_products: see fp8_backends.FP8_FLAGS and
+    fp4.FP4_FLAGS. Raises Refused
     for an unknown site or value and for combinations that make no sense, naming the nearest that does;
     TypeError for an unknown flag.
     """
-    unknown = set(flags_of_products) - {*FP8_FLAGS, *FP4_FLAGS}
-    if unknown:
-        raise TypeError(f"recipe() got an unexpected keyword argument '{min(unknown)}'")
     check_several("sites", sites)
     _check_flag("master", master)
     _check_flag("sparse24", sparse24)
@@ -249,7 +228,10 @@ def recipe(
         values["accumulate"] = "fp32"
     values = _with_sites_of([optimizer], values)
     values = _without_moments_but_of([optimizer], values, chosen)
-    options = _options_of_products(values.get("compute", "fp32"), fp4, flags_of_products)
+    compute = values.get("compute", "fp32")
+    options = (None, None)
+    if flags_of_products or compute in LOW_PRODUCTS:
+        options = _options_of_products(compute, fp4, flags_of_products)
     result = Recipe({**sites_of(optimizer), **task_sites}, *options, **values)
     result._kept_for = _identity([optimizer])
     rules.refuse(rules.RECIPE_RULES, result)
@@ -328,18 +310,24 @@ def _check_value(setting, site, value, choices):
 
 def _options_of_products(compute, fp4, flags):
     """(fp8.Options or None, FP4Options or None) of a recipe. Raises Refused for flags that say how products
-    are taken in FP8 or FP4 where they are not.
+    are taken in FP8 or FP4 where they are not, TypeError for unknown ones.
     """
+    from .layers.fp4 import FP4_FLAGS, FP4Options
+    from .layers.fp8_backends import FP8_FLAGS, Options
+
+    unknown = set(flags) - {*FP8_FLAGS, *FP4_FLAGS}
+    if unknown:
+        raise TypeError(f"recipe() got an unexpected keyword argument '{min(unknown)}'")
     eight = {**FP8_FLAGS, **flags}
     eight = {flag: eight[flag] for flag in FP8_FLAGS}
     four = {**FP4_FLAGS, **flags}
     four = {flag: four[flag] for flag in FP4_FLAGS}
     if compute == "fp8":
         _check_unused(compute, "FP4", "fp4 nvfp4", four, FP4_FLAGS)
-        return fp8.Options(*eight.values()), None
+        return Options(*eight.values()), None
     _check_unused(compute, "FP8", "fp8", eight, FP8_FLAGS)
     if compute == "fp4":
-        return None, four_bits.FP4Options("nvfp4" if fp4 == "none" else fp4, *four.values())
+        return None, FP4Options("nvfp4" if fp4 == "none" else fp4, *four.values())
     _check_unused(compute, "FP4", "fp4 nvfp4", four, FP4_FLAGS)
     return None, None
 

@@ -9,8 +9,7 @@ All rules of a table get one argument, the facts:
     RECIPE_RULES     Recipe        which sites go together
     MACHINE_RULES    MachineFacts  a recipe on a device; EMULATION_RULES: what the device is slow at
     NET_RULES        nn.Module     the model of a Precision
-    RUN_RULES        RunFacts      the other arguments of a Precision; COMMAND_RULES: those of the command
-    OPTIMIZER_RULES  PartFacts     an optimiser, once it is made
+    SETTING_RULES    a run         the other arguments of a Precision; its parts have rules of their own
     LOSS_RULES       LossFacts     what a recipe that works loses
 """
 
@@ -19,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +28,8 @@ from torch.nn.parameter import is_lazy
 from .errors import Refused
 from .formats import FORMATS
 from .machine import device_facts, support
-from .optimizers.buckets import whole_alone
 from .optimizers.groups import LAZY_LAYER, REMEDY_FOR_DTYPE
 from .optimizers.peers import PEER_OPTIMIZERS
-from .optimizers.rounded import Rounded
 from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS
 
 EXACT_MASTERS = "split", "fp32"  # masters that are fp32, bit for bit
@@ -304,138 +302,47 @@ NET_RULES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class RunFacts:
-    """What a run is asked for; the fields after `processes` are arguments of Precision.
-
-    spread: whether fully_shard has spread the net over ranks, or will. compiled: whether what calls the net
-    is compiled. processes: how many average their gradients.
-    """
-
-    recipe: Any = None
-    spread: bool = False
-    compiled: bool = False
-    processes: int = 1
-    accumulate: int = 1
-    clip_grad: float = 0.0
-    clip_tensor: float = 0.0
-    grad_release: bool = False
-    average_on: str = "device"
-    states_on: Any = "device"
-
-
 SETTING_RULES = (
     Rule(
-        lambda run: not run.clip_grad >= 0,  # so that NaN is refused too
-        lambda run: f"clip_grad={run.clip_grad}: it must be 0 or more",
+        lambda run: not run.options.clip_grad >= 0,  # so that NaN is refused too
+        lambda run: f"clip_grad={run.options.clip_grad}: it must be 0 or more",
     ),
     Rule(
-        lambda run: not run.clip_tensor >= 0,
-        lambda run: f"clip_tensor={run.clip_tensor}: it must be 0 or more",
+        lambda run: not run.options.clip_tensor >= 0,
+        lambda run: f"clip_tensor={run.options.clip_tensor}: it must be 0 or more",
     ),
     Rule(
-        lambda run: not run.accumulate >= 1,
-        lambda run: f"accumulate={run.accumulate}: it must be 1 or more",
+        lambda run: not run.options.accumulate >= 1,
+        lambda run: f"accumulate={run.options.accumulate}: it must be 1 or more",
     ),
     Rule(
-        lambda run: run.clip_grad and run.clip_tensor,
+        lambda run: run.options.clip_grad and run.options.clip_tensor,
         "--clip_grad and --clip_tensor exclude each other: set one of them to 0",
-    ),
-)
-
-# what a net that fully_shard has spread can't be trained with: a rank has rows of its tensors alone
-SPREAD_RULES = (
-    Rule(
-        lambda run: run.spread and run.recipe.compute in LOW_PRODUCTS,
-        lambda run: f"--{run.recipe.compute} needs whole tensors, and a rank of fully_shard (--fsdp) has "
-        "rows of them: use --bf16 or --pure_bf16 --stochastic",
-    ),
-    Rule(
-        lambda run: run.spread and run.recipe.sparse24 != "none",
-        "--sparse24 needs whole tensors, and a rank of fully_shard (--fsdp) has rows of them: leave one of "
-        "the two out",
-    ),
-    Rule(
-        lambda run: run.spread and run.recipe.quantises,
-        lambda run: f"--set generation={run.recipe.generation} needs whole tensors, and a rank of "
-        "fully_shard (--fsdp) has rows of them: leave one out",
-    ),
-    Rule(
-        lambda run: run.spread and run.recipe.reduce_update == "stochastic",
-        "--set reduce_update=stochastic: fully_shard (--fsdp) reduces in its own way; leave it out",
-    ),
-    Rule(
-        lambda run: run.spread and run.grad_release,
-        "--grad_release frees gradients that fully_shard (--fsdp) is to sum: leave one out",
-    ),
-    Rule(
-        lambda run: run.spread and run.average_on == "cpu",
-        "--average_on cpu and fully_shard (--fsdp) don't go together: leave one out",
-    ),
-    Rule(
-        lambda run: run.spread and run.states_on != "device",
-        "--states_on cpu and fully_shard (--fsdp) don't go together: leave one out",
     ),
 )
 
 # gradients that come all at once, or are to be summed, come too late for an update within backward
 RELEASE_ALONE_RULES = (
     Rule(
-        lambda run: run.grad_release and run.compiled,
+        lambda run: run.compiled,
         "the backward pass of a compiled net gives all gradients at once, so --grad_release would free none "
         "early: drop it, or --compile",
     ),
     Rule(
-        lambda run: run.grad_release and run.processes > 1,
+        lambda run: run.processes > 1,
         "--grad_release updates before several processes have summed their gradients: use one process, or "
         "drop it",
     ),
-)
-RELEASE_RULES = (
-    Rule(
-        lambda run: run.grad_release and run.accumulate > 1,
-        lambda run: f"--accumulate {run.accumulate} sums gradients that --grad_release frees at once: use "
-        "--accumulate 1 with the --batch_size that fits, or drop --grad_release",
-    ),
-    Rule(
-        lambda run: run.grad_release and run.clip_grad,
-        lambda run: f"--clip_grad {run.clip_grad:g} needs the norm of all gradients before the first update, "
-        f"and --grad_release holds one at a time: use --clip_tensor {run.clip_grad:g}, which bounds each "
-        "tensor's by itself, or --clip_grad 0",
-    ),
-    Rule(
-        lambda run: run.grad_release and run.recipe.loss_scale == "dynamic",
-        "--fp16 skips a step in which a gradient overflows, and --grad_release has updated by then: use "
-        "--bf16, or --fp16 --set loss_scale=none",
-    ),
-    *RELEASE_ALONE_RULES,
-    Rule(
-        lambda run: run.grad_release and run.states_on != "device",
-        "--grad_release steps within backward, where it is not known which moments come next "
-        "(--states_on cpu): leave one out; --opt8bit or --opt4bit makes moments small",
-    ),
-)
-
-RUN_RULES = (*SETTING_RULES, *SPREAD_RULES, *RELEASE_RULES)
-COMMAND_RULES = (
-    Rule(
-        lambda run: run.spread and run.compiled,
-        "--compile with --fsdp: torch's compiler stops at each hook of fully_shard, so little is compiled; "
-        "leave one of them out",
-    ),
-    *RUN_RULES,
 )
 
 
 def check_alone(*, compiled: bool = False, processes: int = 1) -> None:
     """Raise Refused where gradients come too late to be released."""
-    refuse(RELEASE_ALONE_RULES, RunFacts(grad_release=True, compiled=compiled, processes=processes))
+    refuse(RELEASE_ALONE_RULES, types.SimpleNamespace(compiled=compiled, processes=processes))
 
 
 def check_wrapped(forward: Callable) -> None:
-    """Raise Refused where what calls the net, the net itself or a wrapper, makes gradients come too late to
-    be released.
-    """
+    """Raise Refused where what calls the net makes gradients come too late to be released."""
     processes = 2 if isinstance(forward, PARALLEL_WRAPPERS[0]) else 1
     check_alone(compiled=is_compiled(forward), processes=processes)
 
@@ -443,46 +350,6 @@ def check_wrapped(forward: Callable) -> None:
 def is_compiled(forward: Callable) -> bool:
     """Whether torch.compile made it of a module."""
     return hasattr(forward, "_orig_mod")
-
-
-# ---- Optimisers --------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class PartFacts:
-    """One optimiser of a run. asked_for: the name that the user gave. spread, states_on: as of RunFacts."""
-
-    optimizer: Any
-    asked_for: str
-    spread: bool = False
-    states_on: Any = "device"
-
-    @property
-    def name(self) -> str:
-        """What a sentence calls it: the class of ours, or what the user asked for."""
-        return type(self.optimizer).__name__ if self.optimizer.by_recipe else self.asked_for
-
-    @property
-    def owner(self) -> str:
-        """'library's Class' of other people's."""
-        kind = type(getattr(self.optimizer, "inner", self.optimizer))
-        return f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
-
-
-OPTIMIZER_RULES = (
-    Rule(lambda part: part.spread and not part.optimizer.by_rows, lambda part: whole_alone(part.name)),
-    Rule(
-        lambda part: part.states_on != "device" and not isinstance(part.optimizer, Rounded),
-        lambda part: f"--states_on cpu knows the states of our optimisers alone, and {part.owner} is none: "
-        "use adamw, sgd, lion, adafactor or muon of ours, or drop it",
-    ),
-)
-
-
-def refuse_optimizer(optimizer, asked_for: str, *, spread: bool = False, states_on: Any = "device") -> None:
-    """Raise Refused for an optimiser, or one of several joined, that such a run can't step by."""
-    for part in getattr(optimizer, "parts", [optimizer]):
-        refuse(OPTIMIZER_RULES, PartFacts(part, asked_for, spread, states_on))
 
 
 # ---- What a recipe loses -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 import torch
 
 from .optimizers.buckets import scale_of
+from .parts.part import Part
 
 
 def sample_entries(t, most=1 << 16):
@@ -48,9 +49,7 @@ def announce(optimizer, grads, scale):
     """Tell an optimiser whose update of an entry depends on the whole tensor what its next step will be
     given; the others need samples alone. grads: {parameter: gradient}, or None for those in place.
     """
-    listen = getattr(optimizer, "announce", None)
-    if listen is not None:
-        listen(grads, scale)
+    getattr(optimizer, "announce", lambda *_: None)(grads, scale)
 
 
 class StepReport:
@@ -63,7 +62,7 @@ class StepReport:
     sum, where each rank has a part of every tensor.
     """
 
-    def __init__(self, optimizer, grads, scale, named_params, shadow, sum_over_ranks=None):
+    def __init__(self, optimizer, grads, scale, named_params, shadow, sum_over_ranks=lambda number: number):
         self.optimizer = optimizer
         self.named_params = named_params
         self.shadow = shadow
@@ -152,7 +151,7 @@ class StepReport:
 class _Count:
     """A sum that stays on its device until it is asked for: a GPU is waited for once, not once a tensor."""
 
-    def __init__(self, sum_over_ranks=None):
+    def __init__(self, sum_over_ranks):
         self.sum = 0
         self.sum_over_ranks = sum_over_ranks
 
@@ -160,7 +159,64 @@ class _Count:
         self.sum = self.sum + entries.sum()
 
     def total(self):
-        total = self.sum
-        if self.sum_over_ranks is not None:
-            total = self.sum_over_ranks(total)
+        total = self.sum_over_ranks(self.sum)
         return total.item() if torch.is_tensor(total) else total
+
+
+# ---- A measured step of a run ------------------------------------------------------------------------------
+
+
+def report_of_run(run):
+    """The StepReport of a Precision's next step, which has seen no write yet."""
+    shadow = {} if run.ema is None else run.ema.shadow
+    return StepReport(run.optimizer, {}, 1.0, run.named_params, shadow, run.ranks.sum)
+
+
+class Measures(Part):
+    """What a measured step of a Precision tells: one more part of the run, next to the write.
+
+    norms, nonfinite: {parameter: of its gradient, 0-dim}; writes: the StepReport. A part whose backward has
+    written already puts in here what it saw.
+    """
+
+    def __init__(self, run):
+        self.run = run
+        self.norms, self.nonfinite = {}, {}
+        self.writes = None
+        for part in run.parts:
+            part.measure(self)
+        if self.writes is None:
+            self.writes = report_of_run(run)
+        self.has_written = False
+
+    def around(self, write):
+        grads, scale = write.keywords["grads"], write.keywords["grad_scale"]
+        if grads:
+            self.norms.update(self.run.ranks.norms_of(grads))
+        for p, g in grads.items():
+            self.nonfinite[p] = (~g.isfinite()).sum()
+        self.writes.add(grads, scale)
+
+        def noted():
+            write()
+            self.has_written = True
+
+        return noted
+
+    def after_step(self):
+        norms = [self.norms[p] for p in self.run.params if p in self.norms]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        count = self.run.ranks.sum(sum(map(int, self.nonfinite.values())))
+        found = {"grad_norm": norm.item(), "nonfinite_grads": int(count)}
+        if self.has_written:  # a skipped step has no updates that could survive
+            found.update(self.writes.written())
+        found["skipped_steps"] = 0
+        for part in self.run.parts:
+            found.update(part.figures())
+        return found
+
+    def end(self):
+        if self.run.ema is None:
+            return {}
+        self.run.ema.catch_up()
+        return self.writes.averaged()

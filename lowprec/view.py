@@ -15,9 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from .cast import narrowed, tree_to
-from .first_call import FirstCall
 from .machine import exact_math
-from .mixed import adapt, explain
 from .module import CastModule
 
 
@@ -48,7 +46,14 @@ class View:
         self.settled = not r.low_weights
         self.adapted: list[str] = []
         self.moves_average = False  # whether forward may move an fp32 average towards bf16 weights
-        self.first_call: FirstCall | None = None  # what says once that a call loses something
+        self.tells = False  # whether it says, once, that a call loses something
+
+    @functools.cached_property
+    def first_call(self) -> Any:
+        """What says so."""
+        from .first_call import FirstCall
+
+        return FirstCall(self.net)
 
     @functools.cached_property
     def module(self) -> CastModule:
@@ -92,7 +97,7 @@ class View:
         if not self.recipe.low_weights:
             return args, kwargs
         named = list(zip(_names(arguments, args), args, strict=True))
-        if self.first_call is not None:
+        if self.tells:
             self.first_call.check_inputs([*named, *kwargs.items()], self.keep)
         low_args = tuple(self._low(name, value) for name, value in named)
         low_kwargs = {}
@@ -101,7 +106,7 @@ class View:
         return low_args, low_kwargs
 
     def _tell_adapted(self):
-        if not self.adapted or self.first_call is None:
+        if not self.adapted or not self.tells:
             return
         some = tuple(self.adapted[:3])
         names = ", ".join(some)
@@ -143,6 +148,8 @@ class View:
                     out = function(*args, **kwargs)
                 break
             except (RuntimeError, ValueError, AssertionError) as error:
+                from .mixed import adapt, explain
+
                 if start is None or not adapt(error, self):
                     explain(error, self, {**dict(zip(_names(arguments, args), args, strict=True)), **kwargs})
                     raise
@@ -150,7 +157,7 @@ class View:
         if not self.settled:
             self.settled = True
             self._tell_adapted()
-        if self.first_call is not None:
+        if self.tells:
             self.first_call.check_outputs(out)
         return tree_to(self.recipe.dtype("loss"), out)
 

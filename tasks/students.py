@@ -95,8 +95,8 @@ class Teacher:
         run = Precision(task.net().to(device), self.recipe, ema_decay=self.config.ema_decay)
         with fitting(f"--teacher {self.path}"):
             saved = self.checkpoint["precision"]["model"]
-            for method in run.methods:
-                saved = method.adapt(run.model.state_dict(), saved)
+            for part in run.parts:
+                saved = part.adapt(run.model.state_dict(), saved)
             run.model.load_state_dict(saved)
             run.ema.load_state_dict(self.average)
         return task, run.generator()

@@ -15,6 +15,7 @@ from lowprec.kernels import compiled as compiling
 from lowprec.layers import fp8_product
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import OnCPU
+from lowprec.parts.micro_batches import MicroBatches
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import exact_weight
 
@@ -220,10 +221,16 @@ def start(name="fp32", model=None, **options):
     return Precision(model or net(), recipe(**flags), **options)
 
 
+def fp32_sums(run):
+    """{parameter: fp32 sum of its gradients} of the micro-batches since the last step."""
+    part = run.part(MicroBatches)
+    return {} if part is None else part.sums
+
+
 def train(run, count, seed=0, measure=False):
     reports = []
     for x, y in batches(count, seed):
-        for _ in range(run.accumulate):
+        for _ in range(run.options.accumulate):
             run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
         reports.append(run.step(measure=measure))
     return reports

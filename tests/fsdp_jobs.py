@@ -30,6 +30,7 @@ from lowprec.errors import Refused
 from lowprec.optimizers import buckets
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.lion import Lion
+from lowprec.parts.loss_scale import LossScale
 from lowprec.precision import Precision, recipe
 
 # ---- Jobs --------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def overflow(file):
         p.grad.to_local().view(-1)[0] = float("inf")
     before = run.weights("raw")
     run.step()
-    skipped = torch.tensor([run.skipped])
+    skipped = torch.tensor([run.part(LossScale).skipped])
     dist.all_reduce(skipped, op=dist.ReduceOp.MIN)
     told(file, {"skipped": skipped.item(), "moved": differing(before, run.weights("raw"))})
 
@@ -369,7 +370,7 @@ def refused(file):
         except Refused as error:
             said[name] = str(error)
     run = start("stochastic", spread=True)
-    run.blank = None
+    run.options.blank = None
     try:
         run.generator()
     except Refused as error:

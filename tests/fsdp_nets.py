@@ -74,7 +74,7 @@ def start(name, spread, flags=None, device="cpu", **options):
 
 def train(run, first=0, last=STEPS, measure=False):
     for step in range(first, last):
-        for _ in range(run.accumulate):
+        for _ in range(run.options.accumulate):
             x, y = (t.to(run.params[0].device) for t in batch(step))
             run.backward(F.mse_loss(run(x), y))
         report = run.step(measure=measure)

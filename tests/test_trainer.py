@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ from harness import printing, progress, ranks, reduction, run_folder
 from harness import summary as end
 from lowprec import precision
 from lowprec.errors import Refused
-from lowprec.layers.method import Method
+from lowprec.parts.part import Part
 from tasks import diffusion, task
 from tasks import metrics as metrics_module
 
@@ -227,14 +228,10 @@ def test_another_noise_seed_changes_what_rounding_does_and_nothing_else():
 # ---- The end of a run --------------------------------------------------------------------------------------
 
 
-class Figures(Method):
-    """A method whose last figures take what memory there is."""
+class Figures(Part):
+    """A part whose last figures take what memory there is."""
 
     seen = []
-
-    @classmethod
-    def attach(cls, model, recipe, sparse24_decay=None, lora=0, fp4_until=None, calibrate=None, **_):
-        return cls()
 
     def finish(self, run, loss):
         assert json.loads(Path("runs/run/summary.json").read_text())["scores"]  # all else is safe
@@ -243,7 +240,8 @@ class Figures(Method):
 
 
 def test_last_figures_that_do_not_fit_into_memory_cost_only_themselves(monkeypatch, capsys):
-    monkeypatch.setattr(precision, "METHODS", (Figures,))
+    wanted = types.SimpleNamespace(wanted=lambda run: True, load=lambda: Figures)
+    monkeypatch.setattr(precision, "PARTS", (wanted,))
     assert quick("--export", "ema.safetensors") == 0
     assert summary()["scores"] and Path("ema.safetensors").exists()
     assert "no memory left for the last figures" in capsys.readouterr().err

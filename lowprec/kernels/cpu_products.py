@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..machine import device_facts, support
+from ..machine import BF16_FEATURES, cpu_features
 
 SLOW_DTYPES = (torch.bfloat16, torch.float16)
 REPLACED_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
@@ -28,28 +28,25 @@ def settle_products(device: torch.device) -> None:
     """Put the products of this module in the place of torch's, once a process, where `device` is a CPU that
     has no instructions for bf16.
     """
-    if device.type == "cpu" and support(*device_facts(device))["bf16"][0] == "emulated":
+    if device.type == "cpu" and not cpu_features() & BF16_FEATURES:
         install_products()
 
 
 @functools.cache
-def install_products() -> None:
+def install_products() -> torch.library.Library:
     """Put the products of this module in the place of torch's, on any CPU."""
+    library = torch.library.Library("aten", "IMPL")  # what it holds is taken back when it is freed
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name in REPLACED_OPERATORS:
             in_fp32 = functools.partial(_computed_in_fp32, torch.library.get_kernel(f"aten::{name}", "CPU"))
-            _replace(f"aten::{name}", in_fp32)
+            _replace(library, f"aten::{name}", in_fp32)
             if name in OPERATORS_WITH_OUT:
-                _replace(f"aten::{name}.out", functools.partial(_written_to_out, in_fp32))
+                _replace(library, f"aten::{name}.out", functools.partial(_written_to_out, in_fp32))
+    return library
 
 
-@functools.cache
-def _library():
-    return torch.library.Library("aten", "IMPL")  # what it holds is taken back when it is freed
-
-
-def _replace(name, product):
+def _replace(library, name, product):
     """Calls `product` in the place of an operator where an input is slow, and torch's kernel elsewhere."""
     kernel = torch.library.get_kernel(name, "CPU")
 
@@ -58,7 +55,7 @@ def _replace(name, product):
             return product(keyset, *args, **kwargs)
         return kernel.call_boxed(keyset, *args, **kwargs)
 
-    _library().impl(name, choose, "CPU", with_keyset=True)
+    library.impl(name, choose, "CPU", with_keyset=True)
 
 
 def _dtype_of(args):

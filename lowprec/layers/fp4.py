@@ -117,6 +117,15 @@ class FP4Options:
         return None
 
 
+FP4_FLAGS = {  # flag of recipe(): what it is where it is not given
+    "fp4_hadamard": FP4Options.hadamard,
+    "fp4_grads": FP4Options.grads,
+    "fp4_weights": FP4Options.weights,
+    "fp4_keep": FP4Options.keep,
+    "fp4_backend": FP4Options.backend,
+}
+
+
 @functools.cache
 def _plan_of_products(recipe, hadamard, gradients, weights):
     form = BLOCK_FORMATS[recipe]
@@ -130,7 +139,6 @@ class FP4(FP8):
 
     format = "FP4"
     generates = None
-    key = "fp4"
 
     def __init__(self, model, options, seed=0, until=None, generation=""):
         self.inside = []  # how the names of layers in the kept blocks begin
@@ -142,10 +150,9 @@ class FP4(FP8):
         super().__init__(model, options, f"--fp4 {options.recipe}", generation=generation)
 
     @classmethod
-    def attach(cls, model, recipe, seed=0, fp4_until=None, **_):
-        if recipe.compute != "fp4":
-            return None
-        return cls(model, recipe.fp4, seed, fp4_until, recipe.generation)
+    def of(cls, run):
+        r, options = run.recipe, run.options
+        return cls(run.model, r.fp4, options.seed, options.fp4_until, r.generation)
 
     def _place(self, name, module, its_roles):
         super()._place(name, module, its_roles)
@@ -179,20 +186,20 @@ class FP4(FP8):
                 key = noise_key(self.seed, self.steps, place << 32, Noise.PRODUCT, scaling.key.device)
                 scaling.key.copy_(key)
 
-    def after_step(self, low_part):
+    def after_step(self):
         report = self.step()
         self.steps += 1
         self._next_step()
         return report
 
     def state_dict(self):
-        return {"steps": self.steps}
+        return {"fp4": {"steps": self.steps}}
 
-    def load_state_dict(self, state, low_part):
-        if state is None:
+    def load_state_dict(self, state):
+        if "fp4" not in state:
             return
         had_ended = self.has_ended
-        self.steps = state["steps"]
+        self.steps = state["fp4"]["steps"]
         if had_ended and not self.has_ended:
             for parent, attribute, _, low in self.swaps:
                 setattr(parent, attribute, low)

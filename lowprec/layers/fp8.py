@@ -68,10 +68,8 @@ class FP8(Coverage):
             self.te_recipe = fp8_backends.te_recipe(self.options)
 
     @classmethod
-    def attach(cls, model, recipe, **_):
-        if recipe.compute != "fp8":
-            return None
-        return cls(model, recipe.fp8, generation=recipe.generation)
+    def of(cls, run):
+        return cls(run.model, run.recipe.fp8, generation=run.recipe.generation)
 
     def convert(self, model, alone=False):
         """Swap the layers of `model`, in place. alone: Transformer Engine's need no context around them."""
@@ -178,7 +176,7 @@ class FP8(Coverage):
             report[f"{kind}_saturated_{name}"] = clipped / max(1, everything)
         return report
 
-    def after_step(self, low_part):
+    def after_step(self):
         return self.step()
 
     def values(self, values):

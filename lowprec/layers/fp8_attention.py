@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from ..attention import Attend
 from ..errors import Refused
 from ..formats import FORMATS
+from ..parts.part import Method
 from .fp8_product import amax_of, current_scale, decode_fp8
-from .method import Method
 
 ATTENTION_OPERANDS = "input", "probability", "grad"  # input: queries, keys and values
 ATTENTION_INPUT, ATTENTION_PROBABILITY, ATTENTION_GRAD = range(3)
@@ -90,8 +90,8 @@ class FP8Attention(Method):
             )
 
     @classmethod
-    def attach(cls, model, recipe, **_):
-        return cls(model) if recipe.attention == "fp8" else None
+    def of(cls, run):
+        return cls(run.model)
 
     def convert(self, model):
         for layer in self.layers.values():
@@ -113,7 +113,7 @@ class FP8Attention(Method):
         for layer in self.layers.values():
             layer.counts = self.counts
 
-    def after_step(self, low_part):
+    def after_step(self):
         """attention_underflow_<operand>: share of the magnitude of an operand that casts made zero."""
         if self.counts is None:
             return {}

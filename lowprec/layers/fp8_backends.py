@@ -93,6 +93,15 @@ class Options:
         return self.plan.multiple if self.plan else DIMENSION_MULTIPLE
 
 
+FP8_FLAGS = {  # flag of recipe(): what it is where it is not given
+    "fp8_backend": Options.backend,
+    "fp8_format": Options.format,
+    "fp8_recipe": Options.recipe,
+    "amax_history_len": Options.amax_history_len,
+    "amax_compute_algo": Options.amax_compute_algo,
+}
+
+
 @functools.cache
 def _block_plan(recipe, format):
     elements = {"e4m3": E4M3, "e5m2": E5M2}

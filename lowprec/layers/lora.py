@@ -12,10 +12,9 @@ import collections
 from torch import nn
 
 from ..errors import Refused
-from ..optimizers import buckets
+from ..parts.part import Method
 from ..roles import roles
 from ..sites import LOW_PRODUCTS
-from .method import Method
 
 # a subclass has a forward that is not ours to know
 ADAPTED_CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -87,22 +86,18 @@ class Lora(Method):
             raise Refused(f"lora={rank}: this net has no linear layer or convolution wider than {rank}")
 
     @classmethod
-    def attach(cls, model, recipe, lora=0, **_):
-        """lora: the rank, 0 for no adapters. Raises Refused beside FP8, FP4, 2:4 sparsity and fully_shard,
-        and for a net that has adapters.
-        """
-        if not lora:
-            return None
-        if lora is True or not isinstance(lora, int) or lora < 1:
-            raise Refused(f"lora={lora!r}: the rank is a whole number, 1 or more")
-        if any(isinstance(module, Adapted) for module in model.modules()):
+    def of(cls, run):
+        rank, r = run.options.lora, run.recipe
+        if rank is True or not isinstance(rank, int) or rank < 1:
+            raise Refused(f"lora={rank!r}: the rank is a whole number, 1 or more")
+        if any(isinstance(module, Adapted) for module in run.model.modules()):
             raise Refused("lora: this net has adapters already; build it anew")
-        if recipe.compute in LOW_PRODUCTS or recipe.sparse24 != "none" or recipe.quantises:
+        if r.compute in LOW_PRODUCTS or r.sparse24 != "none" or r.quantises:
             instead = "drop --fp8, --fp4, --sparse24 or the site generation"
-            raise Refused(f"lora={lora} goes with layers in fp32 or bf16: {instead}")
-        if any(map(buckets.is_spread, model.parameters())):
-            raise Refused(f"lora={lora}: adapters are not spread over ranks yet; drop --fsdp")
-        return cls(model, lora)
+            raise Refused(f"lora={rank} goes with layers in fp32 or bf16: {instead}")
+        if run.spread:
+            raise Refused(f"lora={rank}: adapters are not spread over ranks yet; drop --fsdp")
+        return cls(run.model, rank)
 
     def as_it_came(self, values):
         for name in self.layers:

@@ -1,95 +1,16 @@
-"""A method changes how a model multiplies: FP8, 2:4 sparsity, 8-bit generation.
-
-`Precision` calls every attached `Method` at the same places and knows none of them by name. A new one is a
-class with the parts it needs and a place in precision.METHODS. `Coverage` is one of 8-bit layers.
-"""
+"""Which layers of a net are multiplied in 8 or 4 bits, and their share of its products."""
 
 import re
-from contextlib import nullcontext
 
 from torch import nn
 
 from ..errors import Refused
+from ..parts.part import Method
 from ..roles import roles
 from . import fp8_product
 from .convolutions import CONVOLUTIONS
 from .flops import module_flops
 from .fp8_product import Scaling
-
-
-class Method:
-    """The places at which a run asks. Every default does nothing."""
-
-    key = ""  # name of its state in a checkpoint; "": it has none beyond the model's own
-    needs_sums = False  # whether bf16 gradients must be summed in fp32 for it
-    generates: str | None = None  # the value of the site generation in which copies of the model keep it
-
-    @classmethod
-    def attach(cls, model, recipe, **options):
-        """The method that `recipe` asks for, or None. The model is still as it came; raises Refused."""
-
-    def convert(self, model):
-        """Change layers of the model, which now has the dtype of the recipe's weights."""
-
-    def context(self):
-        """What forward runs in."""
-        return nullcontext()
-
-    def observe(self, on):
-        """Whether the next step is measured."""
-
-    def on_grads(self, grads):
-        """Change gradients {parameter: tensor} in place, once a step, with all micro-batches summed."""
-
-    def after_step(self, low_part):
-        """After the optimiser's step, before the averages. low_part: parameter -> what completes it. Returns
-        telemetry.
-        """
-        return {}
-
-    def plain(self, model):
-        """A context in which the model multiplies without this method, and copies of it are made so."""
-        return nullcontext()
-
-    def freeze(self, view, generation):
-        """Make the net of `view`, a copy with its final weights, ready to generate as the site `generation`
-        says.
-        """
-
-    def values(self, values):
-        """{name: tensor}: weights as generation and export read them."""
-        return values
-
-    def as_it_came(self, values):
-        """{name: tensor}: `values` under the names that the model had before it was attached."""
-        return values
-
-    def adapt(self, own, saved):
-        """`saved`, a state_dict of the model, as one for the model whose state_dict is `own`."""
-        return saved
-
-    def state_dict(self):
-        """{name: tensor or plain value} for a checkpoint, under `key`."""
-        return {}
-
-    def load_state_dict(self, state, low_part):
-        """Take a saved state; None when the run that was saved did not have this method."""
-
-    def count_flops(self, model, args, kwargs):
-        """Count what `rows` and `details` tell as shares, on shapes alone."""
-
-    def rows(self, parameters, generation_dtype):
-        """{site: {"why": text, "bytes": bytes a parameter or None, ...}} for the ledger."""
-        return {}
-
-    def details(self):
-        """{name: object with str(), json() and share} printed below the ledger."""
-        return {}
-
-    def finish(self, run, loss):
-        """{name: figure} for the summary of a finished run; loss(model) is the loss of one fixed batch."""
-        return {}
-
 
 # ---- What a layer is ---------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import Refused
+from ..parts.part import Method
 from ..roles import roles
-from .method import Method
 
 WEIGHTS_A_SCALE = 64
 SMALLEST_LAYER = 4096  # weights of a layer, below which it stays as it is
@@ -106,8 +106,8 @@ class NF4Base(Method):
             )
 
     @classmethod
-    def attach(cls, model, recipe, **_):
-        return cls(model) if recipe.frozen == "nf4" else None
+    def of(cls, run):
+        return cls(run.model)
 
     def convert(self, model):
         linears = {name: model.get_submodule(name) for name in self.layers}

@@ -14,12 +14,13 @@ from torch import nn
 from ..block_formats import BLOCK_FORMATS
 from ..errors import Refused
 from ..machine import try_import
+from ..parts.part import Method
 from ..sites import BLOCKS_OF_GENERATION
 from . import gptq
 from .block_product import Plan
 from .fp8 import FP8
 from .fp8_backends import Options
-from .method import Coverage, Method
+from .method import Coverage
 
 
 class Rounding(NamedTuple):
@@ -262,17 +263,16 @@ class Quantised(Method):
         self.report = _coverage(model, kind)
 
     @classmethod
-    def attach(cls, model, recipe, calibrate=None, **_):
-        if not recipe.quantises:
-            return None
-        if recipe.generation_rounding != "gptq":
-            return cls(model, recipe.generation)
+    def of(cls, run):
+        r, calibrate = run.recipe, run.options.calibrate
+        if r.generation_rounding != "gptq":
+            return cls(run.model, r.generation)
         if calibrate is None:
             raise Refused(
                 "generation_rounding=gptq reads what the layers are given: Precision(..., calibrate=lambda "
                 "net: [net(x) for x in batches]), or leave the site at nearest"
             )
-        return cls(model, recipe.generation, calibrate)
+        return cls(run.model, r.generation, calibrate)
 
     def freeze(self, view, generation):
         if generation != self.kind:

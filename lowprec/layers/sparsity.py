@@ -3,7 +3,7 @@ not zero.
 
     sparse = Sparse24(model, "srste")                                    # in a loop of one's own
     loss.backward()
-    sparse.on_grads({p: p.grad for p in model.parameters()})
+    sparse.gradients({p: p.grad for p in model.parameters()})
     optimizer.step()
     sparse.after_step()
 
@@ -21,10 +21,10 @@ from torch import nn
 
 from ..errors import Refused
 from ..machine import device_facts, support
+from ..parts.part import Method
 from ..roles import roles
 from ..sites import SITES
 from .flops import module_flops
-from .method import Method
 
 SRSTE_DECAY = 2e-4  # lambda in its authors' code
 # embeddings and head, as in SparseGPT (arXiv 2301.00774); what reads one vector an image, not one a token,
@@ -149,14 +149,12 @@ class Sparse24(Method):
     None to ask for that of the model's device. Raises Refused for a net without such layers.
     """
 
-    key = "sparse24"
-
     def __init__(self, model, mode, decay=None, machine=None):
         self.mode = mode
         self.decay = SRSTE_DECAY if decay is None else decay
         device = next(model.parameters()).device
         self.machine = machine or support(*device_facts(device))["sparse24"]
-        self.needs_sums = mode == "srste"
+        self.low_part = lambda p: None  # parameter -> what completes it
         self.layers = linears_to_prune(model)
         self.masks = {}  # name -> bool mask, of mode magnitude
         self.flops = None  # what module_flops tells of a forward pass
@@ -168,14 +166,15 @@ class Sparse24(Method):
         if mode == "srste":
             self._set_class(MaskedLinear)
         else:
-            self._prune(lambda p: None)
+            self._prune()
 
     @classmethod
-    def attach(cls, model, recipe, sparse24_decay=None, **_):
+    def of(cls, run):
         """It prunes by the weights as they came, not by their bf16 images."""
-        if recipe.sparse24 == "none":
-            return None
-        return cls(model, recipe.sparse24, sparse24_decay)
+        return cls(run.model, run.recipe.sparse24, run.options.sparse24_decay)
+
+    def ready(self, run):
+        self.low_part = run.optimizer.low_part
 
     def _set_class(self, kind):
         # the parameter and its name stay: checkpoints and averages are those of a dense run
@@ -183,12 +182,12 @@ class Sparse24(Method):
             module.__class__ = kind
 
     @torch.no_grad()
-    def _prune(self, low_part):
+    def _prune(self):
         self.masks = {name: two_of_four(m.weight) for name, m in self.layers.items()}
-        self._hold(low_part)
+        self._hold()
 
     @torch.no_grad()
-    def on_grads(self, grads):
+    def gradients(self, grads):
         """Change the gradients {parameter: tensor} in place, once a step: none for fixed zeros, SR-STE's
         decay for entries pruned now.
         """
@@ -203,16 +202,16 @@ class Sparse24(Method):
                 g.add_(torch.where(two_of_four(weight), 0, weight.float()), alpha=self.decay)
             else:
                 g.masked_fill_(~self.masks[name], 0)
+        return grads
 
-    def after_step(self, low_part=lambda p: None):
-        """Keep zero what a fixed mask prunes. low_part: parameter -> what completes it."""
-        self._hold(low_part)
+    def after_step(self):
+        """Keep zero what a fixed mask prunes."""
+        self._hold()
         return {}
 
     @torch.no_grad()
-    def _hold(self, low_part):
-        """Zero what a fixed mask prunes, in the weights and in what completes them (`low_part`: parameter ->
-        tensor or None).
+    def _hold(self):
+        """Zero what a fixed mask prunes, in the weights and in what completes them.
 
         An optimiser that sees no gradient and no moments leaves a zero alone; that all of them do is not for
         us to promise.
@@ -220,7 +219,7 @@ class Sparse24(Method):
         for name, mask in self.masks.items():
             weight = self.layers[name].weight
             weight.masked_fill_(~mask, 0)
-            low = low_part(weight)
+            low = self.low_part(weight)
             if low is not None:
                 low.masked_fill_(~mask, 0)
 
@@ -272,23 +271,26 @@ class Sparse24(Method):
     # -- state and report
 
     def state_dict(self):
-        """{"masks": {name: bool tensor like the weight}}, {} of them under srste."""
-        return {"masks": dict(self.masks)}
+        """{"sparse24": {"masks": {name: bool tensor like the weight}}}, {} of them under srste."""
+        return {"sparse24": {"masks": dict(self.masks)}}
 
-    def load_state_dict(self, state, low_part):
-        """Take the masks of a saved run; state None is a dense run's, whose weights, loaded already, are
-        pruned.
-        """
+    def check_state(self, state):
+        saved = self._saved_masks(state)
+        if saved and _shapes(saved) != _shapes(self.masks):
+            raise Refused("the 2:4 masks belong to another net")
+
+    def load_state_dict(self, state):
+        """Take the masks of a saved run; of a dense run's state the weights, loaded already, are pruned."""
         if self.mode == "srste":
             return
-        if state is None or not state["masks"]:
-            self._prune(low_part)
-            return
-        saved = state["masks"]
-        if _shapes(saved) != _shapes(self.masks):
-            raise Refused("the 2:4 masks belong to another net")
+        saved = self._saved_masks(state)
         for name, mask in saved.items():
             self.masks[name].copy_(mask)
+        if not saved:
+            self._prune()
+
+    def _saved_masks(self, state):
+        return {} if self.mode == "srste" else state.get("sparse24", {}).get("masks", {})
 
     def count_flops(self, model, args, kwargs=None):
         """Let the report name shares of the forward FLOPs; args, kwargs: of the model. Counted once."""

@@ -25,8 +25,7 @@ def installed():
 
 
 def take_back():
-    cpu_products._library()._destroy()
-    cpu_products._library.cache_clear()
+    cpu_products.install_products()._destroy()
     cpu_products.install_products.cache_clear()
 
 
@@ -98,7 +97,7 @@ def test_products_of_fp32_keep_their_bits(installed):
 @pytest.mark.parametrize("facts, expected", [(OLD_CPU, True), (FAST_CPU, False)])
 def test_only_a_cpu_without_bf16_gets_them(monkeypatch, facts, expected):
     asked = []
-    monkeypatch.setattr(cpu_products, "device_facts", lambda device: facts)
+    monkeypatch.setattr(cpu_products, "cpu_features", lambda: facts[2])
     monkeypatch.setattr(cpu_products, "install_products", lambda: asked.append(1))
     cpu_products.settle_products(torch.device("cpu"))
     cpu_products.settle_products(torch.device("meta"))

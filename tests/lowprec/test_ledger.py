@@ -6,7 +6,7 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, PEERS, RECIPES, batches, every_recipe, net, start
+from common import BF16, PEERS, RECIPES, batches, every_recipe, fp32_sums, net, start
 from torch import nn
 
 from lowprec.recipes import SITES, Site, recipe
@@ -20,10 +20,10 @@ def allocated(run):
     Shared memory counts once.
     """
     (x, y) = batches(1)[0]
-    for _ in range(run.accumulate):
+    for _ in range(run.options.accumulate):
         run.backward(F.mse_loss(run(x, torch.arange(8.0)), y))
     weights = gradients = sum(p.nbytes for p in run.params)
-    sums = sum(t.nbytes for t in run.sums.values())
+    sums = sum(t.nbytes for t in fp32_sums(run).values())
     if not sums:
         gradients = sum(getattr(p, "acc_grad", p.grad).nbytes for p in run.params)
     run.step()

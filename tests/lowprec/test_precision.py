@@ -13,6 +13,7 @@ from common import (
     RECIPES,
     batches,
     every_recipe,
+    fp32_sums,
     net,
     refused,
     same,
@@ -25,6 +26,7 @@ from torch import nn
 
 from lowprec import precision
 from lowprec.optimizers import rounded
+from lowprec.parts.loss_scale import LossScale
 from lowprec.precision import Precision, recipe
 
 eager = common.eager
@@ -194,7 +196,7 @@ def accumulated(site, micro_batches=64):
         alone.backward(F.mse_loss(alone(x), y + 0.5 * x))
         total = total + alone.params[0].grad.double()
         alone.params[0].grad = None
-    handed = run.sums[run.params[0]] if site == "fp32" else run.params[0].grad
+    handed = fp32_sums(run)[run.params[0]] if site == "fp32" else run.params[0].grad
     return run, handed, total / micro_batches
 
 
@@ -215,7 +217,7 @@ def test_the_optimiser_reads_the_fp32_sum():
     run.step()
     state = run.optimizer.state[run.params[0]]
     torch.testing.assert_close(state["exp_avg"].float(), 0.1 * total, rtol=2**-8, atol=1e-9)
-    assert state["step"] == 1 and not run.sums
+    assert state["step"] == 1 and not fp32_sums(run)
 
 
 @pytest.mark.parametrize("name", ["fp32", "split"])
@@ -228,7 +230,7 @@ def test_accumulation_averages(name):
         two.backward(F.mse_loss(two(x, t), y))
 
     def gradient(run):
-        return [run.sums.get(p, p.grad).float() for p in run.params]
+        return [fp32_sums(run).get(p, p.grad).float() for p in run.params]
 
     for a, b in zip(gradient(one), gradient(two), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
@@ -296,20 +298,21 @@ def test_small_gradients_are_not_stretched_to_the_limit():
 def test_an_overflow_skips_the_step_and_is_counted():
     run = start("fp16", lr=1e-2)
     train(run, 2)
-    scale, skipped = run.scaler.get_scale(), run.skipped
+    scaling = run.part(LossScale)
+    scale, skipped = scaling.scaler.get_scale(), scaling.skipped
     before = {n: w.clone() for n, w in run.weights("raw").items()}
     states = copy.deepcopy(run.optimizer.state_dict()["state"])
     (x, y) = batches(1)[0]
     run.backward(F.mse_loss(run(x * 1e6, torch.arange(8.0)), y))  # beyond 65504
     report = run.step(measure=True)
-    assert run.skipped == report["skipped_steps"] == skipped + 1
-    assert report["loss_scale"] == run.scaler.get_scale() == scale / 2
+    assert scaling.skipped == report["skipped_steps"] == skipped + 1
+    assert report["loss_scale"] == scaling.scaler.get_scale() == scale / 2
     assert report["nonfinite_grads"] > 0 and "update_survival" not in report
     assert all(same(run.weights("raw")[n], before[n]) for n in before)
     after = run.optimizer.state_dict()["state"]
     assert all(same_state(after[i], states[i]) for i in states)
     (report,) = train(run, 1, measure=True)
-    assert run.skipped == skipped + 1 and report["update_survival"] > 0.9
+    assert scaling.skipped == skipped + 1 and report["update_survival"] > 0.9
     assert not all(same(run.weights("raw")[n], before[n]) for n in before)
 
 
@@ -320,7 +323,7 @@ def test_loss_scaling_changes_nothing_but_the_range():
     run.backward(tiny)
     report = run.step(measure=True)
     sums = [run.optimizer.state[p]["exp_avg"].abs().sum().item() for p in run.params]
-    assert run.skipped == 0 and min(sums) > 0
+    assert run.part(LossScale).skipped == 0 and min(sums) > 0
     expected = start("fp32", lr=1e-2)
     expected.backward(1e-7 * F.mse_loss(expected(x, torch.arange(8.0)), y))
     norm = expected.step(measure=True)["grad_norm"]
@@ -346,25 +349,27 @@ def test_without_a_loss_scale_fp16_gradients_vanish_or_overflow():
 def test_the_loss_scale_doubles_after_steps_without_overflow():
     run = start("fp16", lr=1e-3, growth_interval=2)
     train(run, 4)
-    assert run.skipped == 0 and run.scaler.get_scale() == 4 * 65536
+    scaling = run.part(LossScale)
+    assert scaling.skipped == 0 and scaling.scaler.get_scale() == 4 * 65536
 
 
 def test_the_loss_scale_starts_grows_and_falls_as_told():
     options = dict(init_loss_scale=64.0, growth_factor=4.0, growth_interval=1, backoff_factor=0.25)
     run = start("fp16", lr=1e-3, **options)
     train(run, 1)
-    assert run.scaler.get_scale() == 256
+    scaling = run.part(LossScale)
+    assert scaling.scaler.get_scale() == 256
     x, y = batches(1)[0]
     run.backward(1e7 * F.mse_loss(run(x, torch.arange(8.0)), y))
     run.step()
-    assert run.skipped == 1 and run.scaler.get_scale() == 64
+    assert scaling.skipped == 1 and scaling.scaler.get_scale() == 64
 
 
 def test_only_fp16_scales():
     for name in ("fp32", "bf16", "stochastic"):
         run = start(name)
         (report,) = train(run, 1, measure=True)
-        assert not run.scaler.is_enabled() and "loss_scale" not in report and report["skipped_steps"] == 0
+        assert run.part(LossScale) is None and "loss_scale" not in report and report["skipped_steps"] == 0
 
 
 # ---- State -------------------------------------------------------------------------------------------------
@@ -387,7 +392,8 @@ def test_saved_and_loaded_run_continues_bit_for_bit(name):
     for p, q in zip(run.params, other.params, strict=True):
         assert same(p.detach(), q.detach())
         assert same_state(run.optimizer.state[p], other.optimizer.state[q])
-    assert run.scaler.state_dict() == other.scaler.state_dict() and run.skipped == other.skipped
+    for key in ("scaler", "skipped"):
+        assert run.state_dict()[key] == other.state_dict()[key]
 
 
 def test_runs_of_other_recipes_and_models_are_refused():

@@ -28,6 +28,7 @@ from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA, OnCPU, average_kind
 from lowprec.optimizers.build import build
 from lowprec.optimizers.release import Release
+from lowprec.parts.release import Released
 from lowprec.precision import Precision, recipe
 
 eager = common.eager
@@ -72,7 +73,8 @@ def measured(states, on):
 
 def test_one_gradient_is_there_at_a_time():
     run, alive, most = Precision(layers(), recipe(), grad_release=True), weakref.WeakSet(), 0
-    update = run.release.gradient
+    release = run.part(Released).release
+    update = release.gradient
 
     def seen(p):
         nonlocal most
@@ -80,7 +82,7 @@ def test_one_gradient_is_there_at_a_time():
         most = max(most, len(alive))
         return update(p)
 
-    run.release.gradient = seen
+    release.gradient = seen
     run.observe(True)  # telemetry holds none either
     run.backward(run(torch.ones(2, 128)).square().mean())
     assert most <= 2 and not len(alive)
@@ -212,7 +214,7 @@ def test_an_average_on_the_cpu_has_the_same_bits(name, release):
 
 def test_a_write_that_does_not_wait_would_be_seen():
     plain, ours = start("fp32", lr=1e-2), moved_to_the_cpu(start("fp32", lr=1e-2))
-    ours._before_writing = lambda: None
+    ours.before_writing = lambda: None
     steps(plain), steps(ours)
     assert not same(plain.ema.shadow["stem.weight"], ours.ema.shadow["stem.weight"])
 

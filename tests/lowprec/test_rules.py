@@ -1,25 +1,23 @@
 """rules.py: every rule about a run has a case here, and says what works instead."""
 
+import types
+
 import pytest
 import torch
 from common import net
 from torch import nn
 
-from lowprec import rules
 from lowprec.errors import Refused
+from lowprec.fsdp import SPREAD_RULES, refuse_whole
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.muon import Muon
 from lowprec.optimizers.peers import Peer
+from lowprec.parts import PARTS, check_run
+from lowprec.parts.part import Part
+from lowprec.parts.release import RELEASE_RULES
+from lowprec.precision import Options, Precision
 from lowprec.recipes import recipe
-from lowprec.rules import (
-    COMMAND_RULES,
-    NET_RULES,
-    OPTIMIZER_RULES,
-    PartFacts,
-    RunFacts,
-    refuse,
-    refuse_optimizer,
-)
+from lowprec.rules import NET_RULES, SETTING_RULES, refuse
 
 PLAIN = recipe()
 FP8 = recipe(fp8=True, fp8_backend="emulate")
@@ -39,7 +37,6 @@ CASES = [  # facts of a run, words of its refusal
     (dict(spread=True, grad_release=True), ["--grad_release", "--fsdp"]),
     (dict(spread=True, average_on="cpu"), ["--average_on cpu", "--fsdp"]),
     (dict(spread=True, states_on="cpu"), ["--states_on cpu", "--fsdp"]),
-    (dict(spread=True, compiled=True), ["--compile with --fsdp"]),
     (dict(grad_release=True, accumulate=2), ["--accumulate 2", "drop --grad_release"]),
     (dict(grad_release=True, clip_grad=0.5), ["--clip_grad 0.5", "--clip_tensor 0.5"]),
     (dict(grad_release=True, recipe=recipe(fp16=True)), ["--fp16", "use --bf16"]),
@@ -49,10 +46,15 @@ CASES = [  # facts of a run, words of its refusal
 ]
 
 
+def asked_for(recipe=PLAIN, spread=False, compiled=False, processes=1, **options):
+    facts = dict(recipe=recipe, options=Options(**options), spread=spread)
+    return types.SimpleNamespace(**facts, compiled=compiled, processes=processes)
+
+
 @pytest.mark.parametrize("facts, words", CASES, ids=lambda x: "+".join(x) if isinstance(x, dict) else "")
 def test_a_run_that_can_not_be_is_refused(facts, words):
     with pytest.raises(Refused) as refused:
-        refuse(COMMAND_RULES, RunFacts(**{"recipe": PLAIN, **facts}))
+        check_run(asked_for(**facts))
     for word in words:
         assert word in str(refused.value)
 
@@ -60,16 +62,17 @@ def test_a_run_that_can_not_be_is_refused(facts, words):
 def test_every_rule_of_a_run_has_a_case():
     met = set()
     for facts, _ in CASES:
-        asked_for = RunFacts(**{"recipe": PLAIN, **facts})
-        met.update(rule for rule in COMMAND_RULES if rule.when(asked_for))
-    assert met == set(COMMAND_RULES)
+        run = asked_for(**facts)
+        tables = [SETTING_RULES, SPREAD_RULES * run.spread, RELEASE_RULES * run.options.grad_release]
+        for rules_of_part in tables:
+            met.update(rule for rule in rules_of_part if rule.when(run))
+    assert met == {*SETTING_RULES, *SPREAD_RULES, *RELEASE_RULES}
 
 
 def test_a_run_of_defaults_is_refused_by_none():
-    refuse(COMMAND_RULES, RunFacts(PLAIN))
-    much = RunFacts(FP8, compiled=True, processes=8, accumulate=4, clip_grad=1.0, states_on="cpu")
-    refuse(COMMAND_RULES, much)
-    refuse(COMMAND_RULES, RunFacts(PLAIN, spread=True, processes=2, clip_tensor=1.0))
+    check_run(asked_for())
+    check_run(asked_for(FP8, compiled=True, processes=8, accumulate=4, clip_grad=1.0, states_on="cpu"))
+    check_run(asked_for(spread=True, processes=2, clip_tensor=1.0))
     refuse(NET_RULES, net())
 
 
@@ -87,21 +90,31 @@ def test_a_net_that_can_not_be_trained(model, words):
         refuse(NET_RULES, model)
 
 
-def test_optimisers_that_a_run_can_not_step_by():
+def test_optimisers_that_step_no_rows():
     params = [nn.Parameter(torch.ones(4, 4))]
-    ours, theirs = AdamW(params), Peer(torch.optim.SGD(params, lr=0.1))
-    refuse_optimizer(ours, "adamw", spread=True, states_on="cpu")
-    refuse_optimizer(theirs, "sgd")
+    refuse_whole(AdamW(params), "adamw")
     with pytest.raises(Refused, match="Muon steps no rows"):
-        refuse_optimizer(Muon(params), "muon", spread=True)
+        refuse_whole(Muon(params), "muon")
     with pytest.raises(Refused, match="mine steps no rows"):
-        refuse_optimizer(theirs, "mine", spread=True)
+        refuse_whole(Peer(torch.optim.SGD(params, lr=0.1)), "mine")
+
+
+def test_moments_of_a_strangers_optimiser_stay_where_they_are():
     with pytest.raises(Refused, match="torch's SGD is none"):
-        refuse_optimizer(theirs, "mine", states_on="cpu")
-    both = PartFacts(theirs, "mine", spread=True, states_on="cpu")
-    assert len(rules.sentences(OPTIMIZER_RULES, both)) == 2
+        Precision(net(), recipe(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), states_on="cpu")
 
 
 def test_the_first_rule_that_holds_speaks():
     with pytest.raises(Refused, match="clip_grad=-1"):
-        refuse(COMMAND_RULES, RunFacts(PLAIN, clip_grad=-1, grad_release=True, processes=2))
+        check_run(asked_for(clip_grad=-1, grad_release=True, processes=2))
+
+
+def test_the_order_of_the_parts_of_a_run():
+    """Sums before ranks before the loss scale, methods as they change layers, and release last of all."""
+    order = "MicroBatches NetRanks LossScale Lora NF4Base Sparse24 FP8 FP4 FP8Attention Quantised"
+    assert [place.kind for place in PARTS] == [*order.split(), "Offloaded", "Released"]
+    assert all(issubclass(place.load(), Part) for place in PARTS)
+    layers = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16))
+    run = Precision(layers, recipe(fp16=True, sparse24="srste"), lr=1e-3, accumulate=2)
+    assert [type(part).__name__ for part in run.parts] == ["MicroBatches", "LossScale", "Sparse24"]
+    assert Precision(net(), recipe(pure_bf16=True, stochastic=True)).parts == []

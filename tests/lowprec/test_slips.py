@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from common import refused
 from torch import nn
 
+from lowprec.parts.micro_batches import MicroBatches
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
 
@@ -135,7 +136,7 @@ def test_weights_give_the_gradient_of_the_whole_batch(flags, error, parts, accum
     assert (found - whole).norm() < error * whole.norm()
     as_equals, _ = language_gradient(parts, flags, weighted=False, accumulate=parts)
     assert (as_equals - whole).norm() > 0.1 * whole.norm()
-    assert not run.micro_batches.total  # the next step starts anew
+    assert not run.part(MicroBatches).total  # the next step starts anew
 
 
 def test_equal_weights_are_no_weights_to_the_bit():

@@ -53,7 +53,7 @@ def test_srste_is_its_formula():
         bias = bias - lr * error.sum(0)
 
         F.mse_loss(layer(x), target).backward()
-        sparse.on_grads({p: p.grad for p in layer.parameters()})
+        sparse.gradients({p: p.grad for p in layer.parameters()})
         optimizer.step()
         assert sparse.after_step() == {}
         optimizer.zero_grad()
@@ -92,7 +92,7 @@ def sparse_of(run):
 
 def steps(run, n, seed=0):
     for i in range(n):
-        for micro in range(run.accumulate):
+        for micro in range(run.options.accumulate):
             x = normal(32, 16, seed=100 * seed + 10 * i + micro)
             run.backward(F.mse_loss(run(x), x[:, :8].float()))
         run.step()
@@ -105,17 +105,16 @@ def steps(run, n, seed=0):
     ids=str,
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_decay_joins_the_gradient_once_a_step_unscaled_and_in_fp32(flags, accumulate, monkeypatch):
+def test_the_decay_joins_the_gradient_once_a_step_unscaled_and_in_fp32(flags, accumulate):
     seen = []
 
-    def keep(run, scale):
-        grads = run.sums or {p: p.grad for p in run.params}
-        seen.append({p: g.clone() for p, g in grads.items()})
+    def keep(optimizer, args, kwargs):
+        seen.append({p: g.clone() for p, g in kwargs["grads"].items()})
 
-    monkeypatch.setattr(Precision, "_optimizer_step", keep)
-    options = dict(clip_grad=0.0, accumulate=accumulate)
+    options = dict(clip_grad=0.0, accumulate=accumulate, lr=0.0)
     runs = [run_of("srste", flags, sparse24_decay=decay, **options) for decay in (0.0, 1e-4)]
     for run in runs:
+        run.optimizer.register_step_pre_hook(keep)
         list(steps(run, 1))
     for i in (0, 2, 4):
         weight = runs[1].model[i].weight.detach()
@@ -245,7 +244,7 @@ def test_state_goes_through_a_file_and_training_goes_on_bit_for_bit(name):
         if mode == "magnitude":  # zeros that the mask keeps: it can't be guessed from the weights
             sparse = sparse_of(whole)
             sparse.masks["0"] = sparse.masks["0"].roll(1, dims=0)
-            sparse.after_step(whole.low_part)
+            sparse.after_step()
         other = run_of(mode, RECIPES[name], small(seed=7))
         other.load_state_dict(through_a_file(whole.state_dict()))
         for run in (whole, other):
@@ -279,7 +278,7 @@ def test_a_dense_state_is_pruned_on_loading_and_masks_of_another_net_are_refused
         assert torch.equal(sparse.masks[k.removesuffix(".weight")], mask)
         assert is_two_of_four(run.weights("raw")[k])
     other = {"masks": {"0": torch.ones(2, 4, dtype=torch.bool)}}
-    refused(lambda: sparse.load_state_dict(other, run.low_part), "belong to another net")
+    refused(lambda: sparse.check_state({"sparse24": other}), "belong to another net")
 
 
 # ---- Kernels, FLOPs, ledger --------------------------------------------------------------------------------
@@ -354,7 +353,7 @@ def test_sparse_kernels_equal_the_masked_dense_product(mode):
     for p in run.params:
         p.data.add_(0.02 * torch.randn_like(p))  # a new net returns zeros
     sparse = sparse_of(run)
-    sparse.after_step(run.low_part)
+    sparse.after_step()
     for average in run.averages.values():
         average.decay = 0.0
         average.update()

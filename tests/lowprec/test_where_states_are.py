@@ -12,11 +12,9 @@ from torch import nn
 
 import train
 from benchmarks import memory
-from lowprec import precision
-from lowprec.errors import Refused
 from lowprec.optimizers.offload import Offload, Traffic, bytes_kept_away, offloaded
+from lowprec.parts import offload
 from lowprec.precision import Precision, recipe
-from lowprec.rules import RUN_RULES, RunFacts, refuse
 
 eager = common.eager
 Late = test_states_on_cpu.Late
@@ -90,7 +88,7 @@ def test_a_whole_run_with_moments_away(recipe_, monkeypatch, small_buckets):
         made.append(Offload(Late()) if where == "cpu" else None)
         return made[-1]
 
-    monkeypatch.setattr(precision, "offloaded", everywhere)
+    monkeypatch.setattr(offload, "offloaded", everywhere)
     assert cli.quick(*flags, "--states_on", "cpu", name="run", steps=2) == 0
     assert cli.quick(*flags, "--states_on", "cpu", name="run") == 0
     assert all(made) and made[0].traffic.count > 10
@@ -113,8 +111,6 @@ def test_the_command_refuses_in_one_line(flags, said, capsys, tmp_path):
 def test_what_else_is_refused():
     refused(lambda: start("pure_bf16", states_on="cpu", optimizer="torchastic"), "torchastic", "adamw")
     refused(lambda: start("fp32", states_on="cpu", grad_release=True), "leave one out")
-    with pytest.raises(Refused, match="fully_shard"):
-        refuse(RUN_RULES, RunFacts(recipe(), spread=True, states_on="cpu"))
 
 
 # ---- On a GPU ----------------------------------------------------------------------------------------------
