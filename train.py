@@ -41,7 +41,7 @@ from harness.flags import OneLineParser, read_yaml
 from harness.printing import print_head, print_ledger, print_scores, print_summary, start_here
 from harness.ranks import Ranks, leave, speaks_first, write_error_file
 from lowprec import check
-from lowprec.errors import Refused, end_of_reader
+from lowprec.errors import Forgiving, Refused, end_of_reader
 from lowprec.machine import quiet_libraries
 from trainer import Trainer
 
@@ -55,7 +55,7 @@ VERBS = ("config", "ledger", "dry_run", "check", "sample", "diagnose")
 
 def build_parser(table=FLAGS):
     """A parser of the flags of a table and of what the program does in place of training."""
-    parser = table.parser("train.py", textwrap.dedent(__doc__))
+    parser = table.parser("train.py", textwrap.dedent(__doc__ or ""))  # none under python -OO
     run = parser.add_argument_group("beside training")
     run.add_argument(
         "--config", metavar="FILE.yaml", help="flags as keys of a YAML file; the command line wins"
@@ -305,6 +305,7 @@ def run_command(argv):
 def main(argv=None):
     if argv is None:
         argv = sys.argv[1:]
+        sys.stderr = Forgiving(sys.stderr)
     quiet_libraries()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     for stream in (sys.stdout, sys.stderr):

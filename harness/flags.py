@@ -190,6 +190,14 @@ inner = checked(str, _inside, "a name of at most 200 printable bytes, without / 
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
+    def print_help(self, file=None):
+        try:
+            print(self.format_help(), end="", file=file, flush=True)
+        except BrokenPipeError:  # as after `| head`
+            pass
+        except OSError as error:  # which argparse's own hides
+            self.error(f"can't print: {error.strerror}")
+
     def error(self, message):
         if message.startswith("unrecognized arguments: --"):
             word = message.partition(": ")[2].split()[0].partition("=")[0]

@@ -11,7 +11,7 @@ import gc
 import sys
 
 from .check import report
-from .errors import Refused, end_of_reader
+from .errors import Forgiving, Refused, end_of_reader
 from .machine import quiet_libraries
 
 # the flags that `recommended_flags` gives -> the same as arguments of the library
@@ -28,13 +28,9 @@ def recommended_start(flags, reason):
 
 def main(argv=None):
     """The exit status of `python -m lowprec` with these words."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv in (["-h"], ["--help"]):
-        print(__doc__.strip())
-        return 0
-    if not argv:
-        print(report(recommended_start))
-        return 0
+    if argv is None:
+        argv = sys.argv[1:]
+        sys.stderr = Forgiving(sys.stderr)
     quiet_libraries()
     try:
         status = run_command(*argv)
@@ -45,10 +41,19 @@ def main(argv=None):
         return 2
     except BrokenPipeError:
         return end_of_reader()
+    except OSError as error:
+        print(f"lowprec: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
-def run_command(name, *words):
+def run_command(name="", *words):
     """The exit status of one of the commands. Each is imported where it is asked for: it takes a second."""
+    if name in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0
+    if not name:
+        print(report(recommended_start))
+        return 0
     if name == "advise":
         from .advice import command
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -44,6 +45,24 @@ def end_of_reader():
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
+
+
+class Forgiving:
+    """A stream for sys.stderr that loses what can't be written, on a full disk say: it is no result."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+    def flush(self):
+        pass
 
 
 def first_line(error):

@@ -439,6 +439,38 @@ def test_a_reader_that_ends_early_is_no_error(program, tmp_path):
     assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
+# words of a command -> which of its streams is full, and its exit status
+FULL = {
+    "train.py --help": ("stdout", 2),
+    "train.py --task classify --batch_size 8 --sample_every 0 --steps 2 --warmup 0": ("stderr", 0),
+    "-m lowprec": ("stdout", 2),
+    "-m lowprec advise --nix": ("stderr", 2),
+}
+
+
+def run_command(words, folder, **options):
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in words.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, text=True, **options)
+
+
+@pytest.mark.parametrize("words", FULL)
+def test_a_full_disk_behind_a_stream_is_status_2_and_costs_no_run(words, tmp_path):
+    stream, status = FULL[words]
+    with open("/dev/full", "w") as full:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
+        done = run_command(words, tmp_path, **streams)
+    assert done.returncode == status
+    if stream == "stdout":
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["train.py --help", "-m lowprec --help"])
+def test_python_without_docstrings_runs_it(words, tmp_path):
+    done = run_command(words, tmp_path, env={"PYTHONOPTIMIZE": "2"}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_check_tells_what_the_formats_hold(capsys):
     assert train.main(["--check"]) == 0
     cells = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -28,6 +28,9 @@ REGIME_OF_START = {"scratch": "from scratch", "finetune": "finetune"}
 class AdviceParser(argparse.ArgumentParser):
     """Its errors are one line."""
 
+    def print_help(self, file=None):
+        print(self.format_help(), end="", file=file, flush=True)  # argparse's own hides that it can't
+
     def error(self, message):
         raise Refused(message)
 
