@@ -35,6 +35,7 @@ from benchmarks import (
     watch,
 )
 from benchmarks.common import DeviceClock, record, without_folder
+from harness.ending import ends_once
 from harness.files import write_json
 from harness.flags import OneLineParser, natural
 from harness.run_folder import environment
@@ -157,5 +158,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends it from outside ends it like Ctrl-C
+    signal.signal(signal.SIGTERM, ends_once(KeyboardInterrupt()))  # as Ctrl-C
     sys.exit(main())

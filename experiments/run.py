@@ -46,6 +46,7 @@ from experiments.log.definition import (  # noqa: E402
     run_label,
     typed_run,
 )
+from harness.ending import ends_once  # noqa: E402
 from harness.flags import OneLineParser  # noqa: E402
 from harness.run_folder import environment  # noqa: E402
 from lowprec.errors import Refused  # noqa: E402
@@ -409,5 +410,5 @@ def main(argv=None, root=HERE):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the runs are told to stop
+    signal.signal(signal.SIGTERM, ends_once(SystemExit(143)))  # as Ctrl-C: the runs are told to stop
     sys.exit(main())

@@ -2,7 +2,9 @@
 
 import errno
 import math
+import os
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -107,10 +109,31 @@ def _raise_ended(signum, frame):
     raise Ended(signum)
 
 
+def ends_once(error):
+    """A handler that raises `error`, once: `timeout` sends a process SIGTERM, and then its group."""
+
+    def handle(signum, frame):
+        signal.signal(signum, signal.SIG_IGN)
+        raise error
+
+    return handle
+
+
 @contextmanager
 def ended_by(*signals):
     """Within it these signals raise Ended, unless the caller ignores or handles them. Gives those that do."""
     changed = {}
+    before = sys.unraisablehook
+
+    def later(unraisable):
+        """Send a signal again that came within a callback of weakref or __del__, which can raise nothing."""
+        error = unraisable.exc_value
+        if isinstance(error, Ended):
+            threading.Timer(0.01, os.kill, (os.getpid(), error.args[0])).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = later
     if threading.current_thread() is threading.main_thread():
         for signum in signals:
             handler = signal.getsignal(signum)
@@ -120,6 +143,7 @@ def ended_by(*signals):
     try:
         yield changed
     finally:
+        sys.unraisablehook = before
         for signum, handler in changed.items():
             signal.signal(signum, handler)
 

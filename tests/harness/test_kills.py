@@ -197,6 +197,45 @@ def test_a_signal_during_the_last_words_does_not_cut_them_off(monkeypatch):
     assert child.returncode == 2 and err.count("\n") == 1 and "runs/nothing.pt" in err, err
 
 
+AT_ODD_MOMENTS = {
+    "within a weakref's callback": """
+import os, signal, time, weakref
+from harness.ending import Ended, ended_by
+
+class Gone: pass
+
+def callback(_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+
+try:
+    with ended_by(signal.SIGTERM):
+        one = Gone()
+        kept = weakref.ref(one, callback)
+        del one
+        time.sleep(10)
+except Ended as ended:
+    raise SystemExit(128 + ended.args[0])
+""",
+    "twice": """
+import atexit, os, signal
+from harness.ending import ends_once
+
+signal.signal(signal.SIGTERM, ends_once(SystemExit(143)))
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)
+""",
+}
+
+
+@pytest.mark.parametrize("moment", AT_ODD_MOMENTS)
+def test_a_signal_at_an_odd_moment_leaves_no_traceback(moment, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    child = process("-c", AT_ODD_MOMENTS[moment])
+    assert child.communicate(timeout=60) == ("", "")
+    assert child.returncode == 128 + signal.SIGTERM
+
+
 # ---- The lock ----------------------------------------------------------------------------------------------
 
 
