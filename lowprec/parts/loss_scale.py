@@ -1,8 +1,14 @@
 """The dynamic loss scale of fp16, by torch.amp.GradScaler: a step whose gradients overflow is left out."""
 
+import functools
+import warnings
+
 import torch
 
+from ..errors import Refused
 from .part import Part
+
+SKIPPED_IN_A_ROW = 20  # steps, of which a run is told
 
 
 class LossScale(Part):
@@ -18,6 +24,7 @@ class LossScale(Part):
             backoff_factor=run.options.backoff_factor,
             growth_interval=run.options.growth_interval,
         )
+        self.still = StandStill(run.model)
 
     def ready(self, run):
         self.optimizer = run.optimizer
@@ -44,7 +51,10 @@ class LossScale(Part):
         self.scaler.step(self)
         self.step = None  # which holds the gradients
         self.scaler.update()
-        self.skipped += self.scaler.get_scale() < before  # the scaler backs off exactly when it skipped
+        scale = self.scaler.get_scale()
+        has_skipped = scale < before  # the scaler backs off exactly when it skipped
+        self.skipped += has_skipped
+        self.still.look(has_skipped, scale, self.scaler.get_backoff_factor())
 
     def figures(self):
         return {"skipped_steps": self.skipped, "loss_scale": self.scaler.get_scale()}
@@ -52,6 +62,69 @@ class LossScale(Part):
     def state_dict(self):
         return {"scaler": self.scaler.state_dict(), "skipped": self.skipped}
 
+    def check_state(self, state):
+        if not state["scaler"]:
+            raise Refused("the checkpoint has no loss scale: it was trained in another recipe")
+
     def load_state_dict(self, state):
         self.scaler.load_state_dict(state["scaler"])
         self.skipped = state["skipped"]
+
+
+class StandStill:
+    """Warns once of a run that skips one step after another, and names the module in which it overflows.
+
+    Some skipped steps are no fault: the scale falls until gradients fit. Below 1 it shrinks them, and they
+    overflow as they are.
+    """
+
+    def __init__(self, net):
+        self.net = net
+        self.in_a_row = 0
+        self.warned = False
+        self.hooks = []  # on every module, in the step before which it looks bad
+        self.found = ""  # the first output, or gradient of one, that is not finite
+
+    def look(self, has_skipped, scale, backoff):
+        """A step is over, done or skipped."""
+        self._let_go()
+        if self.warned or not has_skipped:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        if self.in_a_row >= SKIPPED_IN_A_ROW or scale < 1:
+            self._warn(scale)
+        elif self.in_a_row + 1 >= SKIPPED_IN_A_ROW or scale * backoff < 1:  # the next one would be told of
+            self._listen()
+
+    def _warn(self, scale):
+        self.warned = True
+        where = self.found or "some gradient is not finite"
+        warnings.warn(
+            f"fp16: {self.in_a_row} steps in a row were skipped, and the loss scale is down to {scale:g}: "
+            f"{where}; if it goes on, nothing is trained: recipe(bf16=True) (--bf16) has the range of fp32",
+            stacklevel=6,  # where run.step() is called
+        )
+
+    def _listen(self):
+        self.found = ""
+        for name, module in self.net.named_modules():
+            title = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+            self.hooks.append(module.register_forward_hook(functools.partial(self._look_at_output, title)))
+
+    def _let_go(self):
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    def _look_at_output(self, title, module, args, out):
+        if not torch.is_tensor(out) or not out.is_floating_point() or torch.compiler.is_compiling():
+            return
+        self._note(f"the output of {title} is not finite", out)
+        if out.requires_grad:
+            gradient = f"the gradient of the output of {title} is not finite"
+            self.hooks.append(out.register_hook(functools.partial(self._note, gradient)))
+
+    def _note(self, what, tensor):
+        if not self.found and not bool(tensor.isfinite().all()):
+            self.found = what

@@ -3,6 +3,7 @@
 import copy
 import math
 import textwrap
+import warnings
 
 import common
 import pytest
@@ -23,6 +24,7 @@ from common import (
     train,
 )
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lowprec import precision
 from lowprec.optimizers import rounded
@@ -372,7 +374,105 @@ def test_only_fp16_scales():
         assert run.part(LossScale) is None and "loss_scale" not in report and report["skipped_steps"] == 0
 
 
+class Overflowing(nn.Module):
+    """Its product `second` gives infinity in fp16, or takes gradients that are, as `where` says."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.second, self.where = nn.Linear(8, 8), nn.Linear(8, 8), where
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.where == "output":
+            return self.second(h * 1e6)
+        return self.second(h).float() * (1e9 if self.where == "gradient" else 1.0)
+
+
+def told_of(run, count):
+    """What `count` steps of a run warn of."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            run.backward(run(x).sum())
+            run.step()
+    assert all(warning.filename == __file__ for warning in told)
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("where", ["output", "gradient"])
+def test_a_run_that_skips_every_step_says_once_where_it_overflows(where):
+    run = Precision(Overflowing(where), recipe(fp16=True), lr=1e-3)
+    assert told_of(run, 16) == []
+    (line,) = told_of(run, 30)  # the scale has fallen from 2^16 to under 1
+    place = {"output": "the output of 'second'", "gradient": "the gradient of the output of 'second'"}[where]
+    assert "17 steps in a row" in line and place in line and "bf16" in line
+    assert run.part(LossScale).skipped > 17
+    assert not any(module._forward_hooks for module in run.model.modules())
+
+
+def test_a_scale_that_falls_until_gradients_fit_is_no_fault():
+    run = Precision(Overflowing("nowhere"), recipe(fp16=True), lr=1e-3, init_loss_scale=2.0**30)
+    before = run.weights("raw")["first.weight"].clone()
+    assert told_of(run, 30) == []
+    assert 10 < run.part(LossScale).skipped < 20 and not same(before, run.weights("raw")["first.weight"])
+    run = Precision(Overflowing("nowhere"), recipe(fp16=True), lr=1e-3, init_loss_scale=2.0**44)
+    (line,) = told_of(run, 50)
+    assert "20 steps in a row" in line and run.part(LossScale).skipped < 40
+
+
 # ---- State -------------------------------------------------------------------------------------------------
+
+
+def without(state, part, name):
+    del state[part][name]
+
+
+def of_another_kind(change):
+    """A change of a state: of one of its weights."""
+
+    def spoil(state):
+        name = list(state["model"])[-1]
+        state["model"][name] = change(state["model"][name])
+
+    return spoil
+
+
+def average_of_another_shape(state):
+    shadow = state["averages"]["ema"]["shadow"]
+    shadow[list(shadow)[-1]] = torch.zeros(9)
+
+
+def moments_of_another_shape(state):
+    states = state["optimizer"]["state"]
+    states[max(states)]["exp_avg"] = torch.zeros(9)
+
+
+SPOILT = {
+    "a weight less": lambda state: without(state, "model", list(state["model"])[-1]),
+    "a weight more": lambda state: state["model"].update(more=torch.zeros(3)),
+    "another shape": of_another_kind(lambda t: torch.zeros(7)),
+    "int32": of_another_kind(lambda t: t.int()),
+    "float64": of_another_kind(lambda t: t.double()),
+    "no average": lambda state: without(state, "averages", "ema"),
+    "average": average_of_another_shape,
+    "moments": moments_of_another_shape,
+    "no loss scale": lambda state: state.update(scaler={}),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize("options", [{}, dict(lora=2)], ids=["whole", "adapters"])
+def test_a_state_that_is_refused_has_changed_nothing(spoil, options):
+    run = start("fp16", net(width=32), lr=1e-2, **options)
+    train(run, 1)
+    state = copy.deepcopy(run.state_dict())
+    train(run, 2)
+    before = copy.deepcopy(run.state_dict())
+    spoil(state)
+    refused(lambda: run.load_state_dict(state))
+    for a, b in zip(tree_leaves(before), tree_leaves(run.state_dict()), strict=True):
+        assert same(a, b) if torch.is_tensor(a) else a == b
 
 
 @every_recipe
