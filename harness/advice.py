@@ -6,8 +6,7 @@ from harness.run_folder import check_export
 from lowprec.errors import Refused
 from lowprec.fsdp import policy_note
 from lowprec.optimizers.build import classes_of
-from lowprec.parts import check_run
-from lowprec.precision import Options
+from lowprec.precision import Options, check_run
 from lowprec.rules import check_machine
 
 LATE_AVERAGE = 0.1  # of the initial weights in an average: more shows in what it draws

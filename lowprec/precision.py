@@ -39,11 +39,11 @@ from .optimizers.average import average_kind
 from .optimizers.buckets import local_tensor
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers
 from .optimizers.release import clip_factor, norms_of
-from .parts import PARTS, check_run
+from .parts import PARTS
 from .parts.part import Method
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rounding import exact_weight
-from .rules import NET_RULES, is_compiled, refuse
+from .rules import NET_RULES, SETTING_RULES, is_compiled, refuse
 from .sites import LOW_PRODUCTS
 from .view import View
 
@@ -108,6 +108,16 @@ class Options:
         """What build.build takes by name."""
         names = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay", "seed")
         return {name: getattr(self, name) for name in names}
+
+
+def check_run(run: Any) -> None:
+    """Raise Refused for what can't be trained. run: a Precision, or recipe, options, spread, compiled and
+    processes of one that is asked for.
+    """
+    refuse(SETTING_RULES, run)
+    for place in PARTS:
+        if place.wanted(run):
+            refuse(place.load().rules, run)
 
 
 class OneRank:

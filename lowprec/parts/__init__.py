@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..rules import SETTING_RULES, refuse
-
 
 class Place(NamedTuple):
     """Where the class of a part stands, and whether a run, made or asked for, wants it."""
@@ -52,13 +50,3 @@ PARTS = (
     # updates within backward, of gradients that all others have seen
     Place("parts.release", "Released", lambda run: run.options.grad_release),
 )
-
-
-def check_run(run: Any) -> None:
-    """Raise Refused for what can't be trained. run: a Precision, or recipe, options, spread, compiled and
-    processes of one that is asked for.
-    """
-    refuse(SETTING_RULES, run)
-    for place in PARTS:
-        if place.wanted(run):
-            refuse(place.load().rules, run)

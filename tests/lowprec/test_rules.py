@@ -12,10 +12,10 @@ from lowprec.fsdp import SPREAD_RULES, refuse_whole
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.muon import Muon
 from lowprec.optimizers.peers import Peer
-from lowprec.parts import PARTS, check_run
+from lowprec.parts import PARTS
 from lowprec.parts.part import Part
 from lowprec.parts.release import RELEASE_RULES
-from lowprec.precision import Options, Precision
+from lowprec.precision import Options, Precision, check_run
 from lowprec.recipes import recipe
 from lowprec.rules import NET_RULES, SETTING_RULES, refuse
 
