@@ -1,5 +1,5 @@
 """Writes what is generated from records: page, table and figures of every experiment, EXPERIMENTS.md,
-experiments/missed.md, and the tables of README.md and docs/ that stand below a <!-- marker -->.
+experiments/settings.md and missed.md, and the tables of README.md and docs/ below a <!-- marker -->.
 
     python experiments/report.py            all of it
     python experiments/report.py 011 019    the pages of these experiments alone
@@ -65,9 +65,9 @@ def draw_all(experiment, known, runs):
 
 def draw_front_figure(experiments, known, root):
     """The figure that EXPERIMENTS.md opens with."""
-    data = overview.overview_data(experiments, known)
-    if data["rows"]:
-        figures.save_figure(root / "effects.png", data)
+    data = overview.figure_data(overview.settings(experiments, known))
+    if any(data["points"].values()):
+        figures.save_figure(root / front.FIGURE, data)
 
 
 def data_of_figures(experiment, known, runs):
@@ -166,7 +166,9 @@ def all_pages(experiments, chosen, known, root, document):
         found[e.folder / "table.csv"] = tables.csv_text(tables.columns(e, known))
     if len(chosen) < len(experiments):
         return found
-    found[document] = front.front_page(experiments, known, Path(root))
+    settings = overview.settings(experiments, known)
+    found[document] = front.front_page(experiments, known, settings, Path(root))
+    found[Path(root) / front.SETTINGS_PAGE] = overview.settings_page(settings)
     found[Path(root) / front.MISSED_PAGE] = front.missed_page(experiments)
     if root == HERE:  # not the log of a test
         # the benchmarks' own tables take torch's optimisers and more, the flags of trainings all tasks

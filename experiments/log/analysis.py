@@ -146,8 +146,21 @@ def diverged(record):
 def loss_comparison(experiment, arm, known, weights=None):
     """(what it is, pairs, stats.Equivalence or None) of an arm's loss against its baseline's, in percent.
 
-    weights: those whose loss is read; those of each arm's own score where none are named. Paired as the
-    scores are. None where a run failed, or where the two train on different tasks.
+    As loss_changes; None where a run diverged, or where the two train on different tasks.
+    """
+    kind, found = loss_changes(experiment, arm, known, weights)
+    changes = list(found.values())
+    if len(changes) < 2 or not all(map(math.isfinite, changes)):
+        return kind, len(changes), None
+    _, level = look_of(experiment, len(changes))
+    return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
+
+
+def loss_changes(experiment, arm, known, weights=None):
+    """(what it is, {seed: change in percent}) of an arm's loss against its baseline's, paired as scores are.
+
+    weights: those whose loss is read; those of each arm's own score where none are named. A change that can't
+    be told is NaN: of runs that diverged, and of two tasks, which have two losses.
     """
     base_arm = experiment.arm(arm.baseline)
     own_records = records_of(experiment, arm, known)
@@ -155,19 +168,14 @@ def loss_comparison(experiment, arm, known, weights=None):
     own_losses = losses(finished(own_records), weights or weights_of_score(arm))
     base_losses = losses(finished(base_records), weights or weights_of_score(base_arm))
     kind, own, base = of_one_kind(own_losses, base_losses)
-    changes = []
+    # the runs that did not diverge would speak for those that did
+    untold = any(map(diverged, [*own_records.values(), *base_records.values()]))
+    untold = untold or task_of_arm(arm) != task_of_arm(base_arm)
+    changes = {}
     for seed, loss in own.items():
         if base.get(seed, 0) > 0:
-            changes.append(100 * (loss / base[seed] - 1))
-    runs = [*own_records.values(), *base_records.values()]
-    if any(map(diverged, runs)):  # the runs that did not would speak for those that did
-        return kind, len(changes), None
-    if task_of_arm(arm) != task_of_arm(base_arm):  # another task has another loss
-        return kind, len(changes), None
-    if len(changes) < 2 or not all(map(math.isfinite, changes)):
-        return kind, len(changes), None
-    _, level = look_of(experiment, len(changes))
-    return kind, len(changes), stats.equivalence(changes, experiment.loss_margin or 1.0, level)
+            changes[seed] = math.nan if untold else 100 * (loss / base[seed] - 1)
+    return kind, changes
 
 
 def losses(records, weights):
@@ -197,8 +205,8 @@ SLIGHTLY_WORSE = "slightly worse"
 def verdict_by_rule(experiment, arm, known):
     """The verdict of an arm, by the score and by the loss.
 
-    An arm whose score is equal to the baseline's, or not shown to differ, is "slightly worse" where the 95 %
-    interval of its loss lies above 0, and where its score is worse by less than the margin.
+    An arm whose score is equal to the baseline's, or not shown to differ, is "slightly worse" where its loss
+    is shown to be higher, and where its score is worse by less than the margin; at the level of its look.
     """
     pairs, result = comparison(experiment, arm, known)
     said = verdict(pairs, result)
@@ -212,10 +220,8 @@ def verdict_by_rule(experiment, arm, known):
 
 
 def is_on_the_worse_side(result, lower_is_better=True):
-    """Whether the whole interval of an Equivalence, which may be None, lies on the side that is worse."""
-    if result is None:
-        return False
-    return result.low > 0 if lower_is_better else result.high < 0
+    """Whether an Equivalence, which may be None, is shown to lie on the side that is worse."""
+    return result is not None and result.differs and (result.mean > 0) == lower_is_better
 
 
 # ---- The harm of rounding to nearest -----------------------------------------------------------------------

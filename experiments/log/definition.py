@@ -86,6 +86,8 @@ class Experiment:
     # that of a one-sided test; `unplanned = true` where it was not. Without any: once, at all seeds, at 0.05
     looks: list = dataclasses.field(default_factory=list)
     missed: list = dataclasses.field(default_factory=list)  # titles of its missed predictions
+    about: str = ""  # one of front.QUESTIONS: where the index of EXPERIMENTS.md has it
+    found: str = ""  # what it found, in a line of that index; its title without one
     second_reading: str = ""  # why the last weights are scored too, decided on after the results
 
     # load sets two more: `number` ("007") and `folder`

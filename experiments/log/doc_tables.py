@@ -113,17 +113,16 @@ README_MACHINES = {  # columns of README.md's second table: parameters, memory o
 }
 
 
-def recipes_table(experiments, known):
-    loss = "held-out loss against fp32, % [95 % interval] (pairs)"
-    head = ["flags", "bytes", loss, "net", "speed: U-Net, CPU", "speed: DiT-XL/2, H100"]
-    table = [head]
+def recipes_table(found):
+    head = ["flags", "bytes", "held-out loss against fp32, %", "against autocast, %", "net"]
+    table = [[*head, "speed: U-Net, CPU", "speed: DiT-XL/2, H100"]]
+    cells = overview.readme_cells(found, list(filter(None, README_RECIPES)))
     for flags, size in README_RECIPES.items():
         if not flags:
-            table.append(["(none): fp32", size, "0, the reference", "-", "1", "1"])
+            table.append(["(none): fp32", size, "0, the reference", "-", "-", "1", "1"])
             continue
-        found = overview.on_the_largest_net(flags, experiments, known)
         on_cpu, on_gpu = speed_text("U-Net, 64x64 images", flags), speed_text(ON_GPU, flags)
-        table.append([f"`{flags}`", size, *found, on_cpu, on_gpu])
+        table.append([f"`{flags}`", size, *cells[flags], on_cpu, on_gpu])
     return markdown_table(table)
 
 
@@ -392,12 +391,13 @@ def share_kept(experiment, names, known):
 
 def tables_of_pages(experiments, known):
     """{page: {name of a table: a function that makes it}}."""
+    found = overview.settings(experiments, known)
     conformance_rows = rows_of_record("cpu-conformance")
     conformance = {}
     for name, columns in conformance_command.SUBJECTS_OF_TABLES.items():
         conformance[name] = functools.partial(conformance_command.table, conformance_rows, columns)
     return {
-        "README.md": {"recipes": lambda: recipes_table(experiments, known), "fits": fits_table},
+        "README.md": {"recipes": lambda: recipes_table(found), "fits": fits_table},
         "docs/recipes.md": {
             "speeds": speeds_table,
             "default run": lambda: default_run_table(experiments, known),

@@ -265,55 +265,91 @@ def draw_ranges(plt, data):
     return picture
 
 
-def draw_overview(plt, data):
-    """The held-out loss against fp32 of the main recipes, a panel a recipe and a line a net.
+SIZE_RANGE = (1e5, 1e9)  # parameters
+CHANGE_RANGE = (-0.5, 0.8)  # percent
+NEAREST_RANGE = (0.3, 100)
+KIND_COLOURS = {True: "tab:orange", False: "tab:blue"}  # by whether a net writes text
+RECIPE_MARKERS = {"to nearest": "o", "stochastic": "o", "autocast": "s"}
+SIDE_OF_NET = {"stochastic": 0.06, "autocast": -0.06}  # decades to the right of the net's size
 
-    A point beyond the right edge is an arrow there, with its figure.
-    """
-    rows, recipes = data["rows"], data["recipes"]
-    size = (13, 1.2 + 0.19 * len(rows))
-    picture, axes = plt.subplots(1, len(recipes), sharey=True, squeeze=False, figsize=size)
-    places = list(range(len(rows)))
-    for column, (axis, recipe) in enumerate(zip(axes[0], recipes, strict=True)):
-        low, high = NEAREST_RANGE if recipe == "to nearest" else CHANGE_RANGE
-        axis.axvline(0, color="grey", linewidth=1)
-        for place, row in zip(places, rows, strict=True):
-            if row["cells"][column] is not None:
-                draw_change(axis, place, row["cells"][column], high)
-        axis.set_xlim(low, high)
-        axis.set_ylim(len(rows) - 0.4, -0.6)
-        axis.set_title(recipe, fontsize=9)
+
+def draw_sizes(plt, data):
+    """The held-out loss against fp32 over the size of the net: to nearest above, what costs little below."""
+    picture, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(9, 7.5), height_ratios=[2, 3])
+    upper.set_yscale("log")
+    upper.yaxis.set_major_formatter("{x:g}")
+    for axis, recipes, (low, high) in [
+        (upper, ["to nearest"], NEAREST_RANGE),
+        (lower, ["stochastic", "autocast"], CHANGE_RANGE),
+    ]:
+        axis.set_xlim(*SIZE_RANGE)
+        axis.set_ylim(low, high)
+        for recipe in recipes:
+            for point in spread_out(data["points"][recipe], SIDE_OF_NET.get(recipe, 0)):
+                draw_point(axis, point, RECIPE_MARKERS[recipe], low, high)
         axis.grid(alpha=0.3)
-        axis.tick_params(labelsize=8)
-    axes[0][0].set_yticks(places, [row["net"] for row in rows], fontsize=8)
-    said = "held-out loss against fp32, in percent; right is worse. Bars: 95 % intervals. "
-    said += "Red: worse; blue: better; black: the interval holds 0; hollow: two pairs"
-    picture.supxlabel(said, fontsize=9)
+        axis.set_ylabel("held-out loss against fp32, %")
+    largest = max((point[0] for points in data["points"].values() for point in points), default=1e6)
+    for axis in (upper, lower):
+        axis.axvspan(1.5 * largest, SIZE_RANGE[1], color="0.93", zorder=0)
+    upper.text(3 * largest, 3, "not measured", color="grey", fontsize=9)
+    lower.axhline(0, color="black", linewidth=1)
+    if data["line"]:
+        places, heights, lows, highs = zip(*data["line"], strict=True)
+        sizes = [10**place for place in places]
+        lower.plot(sizes, heights, color="grey", linewidth=1.2)
+        lower.fill_between(sizes, lows, highs, color="grey", alpha=0.2)
+    upper.set_title("rounded to nearest (logarithmic)", fontsize=10)
+    lower.set_title("stochastic rounding, and bf16 autocast", fontsize=10)
+    lower.set_xscale("log")
+    lower.set_xlabel("parameters")
+    lower.legend(handles=size_legend(plt), fontsize=8, loc="upper right")
     picture.tight_layout()
     return picture
 
 
-CHANGE_RANGE = (-3.5, 3.5)  # percent
-NEAREST_RANGE = (-2, 10)
+def spread_out(points, aside):
+    """The points with the settings of a net side by side, and not on top of each other."""
+    nets = {}
+    for point in points:
+        nets.setdefault(point[0], []).append(point)
+    for size, own in nets.items():
+        for i, point in enumerate(own):
+            shift = aside + 0.018 * (i - (len(own) - 1) / 2)
+            yield [size * 10**shift, *point[1:]]
 
 
-def draw_change(axis, place, cell, edge):
-    """One mean with its interval, or an arrow at the right edge."""
-    mean, low, high, pairs = cell
-    enough = pairs > 2
-    colour = "black"
-    if enough and low > 0:
-        colour = VERDICT_COLOURS["worse"]
-    if enough and high < 0:
-        colour = VERDICT_COLOURS["better"]
-    if mean > edge:
-        axis.plot([edge], [place], marker=">", color=colour, markersize=6, clip_on=False)
-        axis.text(0.95 * edge, place, f"{mean:+.0f}", fontsize=7, ha="right", va="center", color=colour)
-        return
-    filled = None if enough else "white"
-    bars = [[mean - low], [high - mean]]
-    style = {"color": colour, "fmt": "o", "markersize": 4, "capsize": 2, "markerfacecolor": filled}
-    axis.errorbar([mean], [place], xerr=bars, **style)
+def draw_point(axis, point, marker, low, high):
+    """A mean with its interval; a triangle at the frame where one of them lies beyond it."""
+    x, mean, bottom, top, pairs, is_text = point
+    colour = KIND_COLOURS[is_text]
+    filled = {"color": colour, "markerfacecolor": colour if pairs >= 6 else "white"}
+    axis.plot([x, x], [max(bottom, low), min(top, high)], color=colour, linewidth=0.8, alpha=0.6)
+    if low <= mean <= high:
+        axis.plot([x], [mean], marker=marker, markersize=5, linestyle="none", **filled)
+    for beyond, place, shape in ((bottom < low, low, "v"), (top > high, high, "^")):
+        if beyond:
+            axis.plot([x], [place], marker=shape, markersize=5, linestyle="none", clip_on=False, **filled)
+
+
+def size_legend(plt):
+    """What colours, shapes and filling say."""
+    from matplotlib.patches import Patch
+
+    def sign(marker, colour, name, filled=True):
+        inside = colour if filled else "white"
+        style = {"color": colour, "markerfacecolor": inside, "linestyle": "none", "marker": marker}
+        return plt.Line2D([], [], label=name, **style)
+
+    return [
+        sign("o", "black", "stochastic"),
+        sign("s", "black", "autocast"),
+        sign("o", "black", "fewer than six pairs", filled=False),
+        sign("^", "black", "goes on beyond the frame"),
+        Patch(color=KIND_COLOURS[True], label="text"),
+        Patch(color=KIND_COLOURS[False], label="diffusion"),
+        Patch(color="0.8", label="line of stochastic, a point a net"),
+    ]
 
 
 FIGURES = {  # name of the file: (how it is drawn, its version, what the pages call it), in their order
@@ -324,5 +360,5 @@ FIGURES = {  # name of the file: (how it is drawn, its version, what the pages c
     "samples": (draw_strips, 1, "samples of each arm from the same noise"),
     "loss_by_timestep": (draw_bins, 1, "loss by timestep"),
     "curves": (draw_curves, 1, "training curves"),
-    "effects": (draw_overview, 3, "the held-out loss of the main recipes against fp32"),
+    "sizes": (draw_sizes, 1, "the held-out loss against fp32, by the size of the net"),
 }

@@ -1,38 +1,38 @@
 """EXPERIMENTS.md, which is made whole from experiments/front.md, and experiments/missed.md.
 
-{011/stochastic.held_out} there is a figure of an arm (evidence.py), {all: stochastic.median} one of a recipe
-over all nets (overview.py). {{effects}}, {{table}}, {{index}}, {{missed}} and {{links}} are the figure, the
-table of nets and recipes, the list of experiments, how many predictions were missed, and where [011] leads.
+{011/stochastic.held_out} there is a figure of an arm (evidence.py), {all: text: stochastic.median} one of a
+recipe over a group of nets (overview.py). {{figure}}, {{table}}, {{index}}, {{missed}} and {{links}} are the
+figure, the table of groups, the list of experiments, how many predictions were missed, and where [011] leads.
 """
 
 import re
 
 from experiments.log import overview
-from experiments.log.analysis import comparison, stands_apart, verdict_by_rule
+from experiments.log.analysis import stands_apart
 from experiments.log.evidence import Evidence, filled_text
-from experiments.log.tables import compact_table
 from lowprec.errors import Refused
 
 FRONT_SOURCE = "front.md"
 MISSED_PAGE = "missed.md"
-EMPTY_FRONT = "# Experiments\n\n{{effects}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
+SETTINGS_PAGE = "settings.md"
+FIGURE = "sizes.png"
+EMPTY_FRONT = "# Experiments\n\n{{figure}}\n\n{{table}}\n\n{{index}}\n\n{{missed}}\n\n{{links}}\n"
 FRONT_HEAD = "<!-- made by python experiments/report.py from experiments/front.md -->\n"
 HEAD_OF_MISSED = (
     "<!-- made by python experiments/report.py from the keys `missed` of experiments -->\n"
     "# Negative results and missed predictions\n"
 )
-ALL_NETS = re.compile(r"\{all: ([^{}]+)\}")
+OF_A_GROUP = re.compile(r"\{all: ([^{}]+)\}")
 
 
-def front_page(experiments, known, root):
-    """EXPERIMENTS.md. Raises Refused."""
+def front_page(experiments, known, settings, root):
+    """EXPERIMENTS.md. settings: of overview.py. Raises Refused."""
     path = root / FRONT_SOURCE
     text = path.read_text(encoding="utf-8") if path.exists() else EMPTY_FRONT
-    rows = overview.overview_rows(experiments, known)
-    figure = f"![the held-out loss of each recipe on each net]({root.name}/effects.png)"
+    figure = f"![the held-out loss of recipes against fp32, by the size of the net]({root.name}/{FIGURE})"
     parts = {
-        "effects": figure if rows else "",
-        "table": overview.overview_table(experiments, known),
+        "figure": figure if settings else "",
+        "table": overview.groups_table(settings),
         "index": index(experiments, known),
         "missed": missed_told(experiments, root.name),
         "links": links_told(experiments, known, root.name),
@@ -40,37 +40,44 @@ def front_page(experiments, known, root):
     for name, part in parts.items():
         text = text.replace("{{" + name + "}}", part)
     try:
-        text = ALL_NETS.sub(lambda match: overview.figure_of(match[1], rows), text)
+        text = OF_A_GROUP.sub(lambda match: overview.figure_of(match[1], settings), text)
         text = filled_text(text, Evidence(experiments, known))
     except Refused as error:
         raise Refused(f"{FRONT_SOURCE}: {error}") from None
     return FRONT_HEAD + text
 
 
-VERDICT_WORDS = {  # in the order of the index: what it calls them
-    "equal": "equal",
-    "slightly worse": "slightly worse",
-    "better": "better",
-    "worse": "worse",
-    "undecided": "open",
-    "waits": "waiting",
+QUESTIONS = {  # the `about` of an experiment: under which question the index has it
+    "noise": "Why does a pure bf16 net draw noise?",
+    "images": "Are bf16 weights as good? Images",
+    "others": "Text, video, segmentation, classification",
+    "settings": "At which rate, eps, decay and length?",
+    "finetuning": "In a finetuning?",
+    "optimisers": "With other optimisers?",
+    "states": "With states in 8 and 4 bits?",
+    "products": "With products or weights in fp16, 8 and 4 bits?",
+    "sites": "What else must stay in fp32?",
+    "chance": "What is chance, and what can be foreseen?",
+    "": "More",
 }
 
 
 def index(experiments, known):
-    """A line an experiment: its number, its title, and how many of its comparisons ended how."""
-    lines = [["", "experiment", "comparisons"]]
+    """Under each question a line an experiment: its number and, in words, what was found."""
+    lines = []
+    for about, question in QUESTIONS.items():
+        own = [e for e in experiments if e.about == about and has_begun(e, known)]
+        lines += ["", f"**{question}**", ""] if own else []
+        lines += [f"- [{e.number}]{apart_mark(e, known)} {e.found or e.title}" for e in own]
     planned = [e.number for e in experiments if not has_begun(e, known)]
-    for e in experiments:
-        if e.number in planned:
-            continue
-        told = counted(tally(e, known))
-        if apart := counted(tally(e, known, apart=True)):
-            told += f"; apart: {apart}" if told else f"apart: {apart}"
-        lines.append([f"[{e.number}]", e.title.replace("|", "\\|"), told or "none yet"])
     if planned:
-        lines.append(["", f"Predicted, not run yet: {spans(planned)}", ""])
-    return compact_table(lines)
+        lines += ["", f"Predicted, not run yet: {spans(planned)}"]
+    return "\n".join(lines).strip()
+
+
+def apart_mark(experiment, known):
+    """'\\*' where git does not show of a comparison that all was fixed before its results."""
+    return "\\*" if any(stands_apart(experiment, arm, known) for arm in experiment.arms) else ""
 
 
 def spans(numbers):
@@ -87,23 +94,6 @@ def spans(numbers):
 def has_begun(experiment, known):
     """Whether an experiment has a record of its own."""
     return any(key[0] == experiment.number for key in known)
-
-
-def counted(counts):
-    """'3 equal, 1 worse'"""
-    return ", ".join(f"{counts[name]} {word}" for name, word in VERDICT_WORDS.items() if name in counts)
-
-
-def tally(experiment, known, apart=False):
-    """{verdict: how many arms} of an experiment; of those that stand apart, or of the others."""
-    counts = {}
-    for arm in experiment.arms:
-        _, result = comparison(experiment, arm, known)
-        if arm.name == arm.baseline or not result or stands_apart(experiment, arm, known) != apart:
-            continue
-        said = verdict_by_rule(experiment, arm, known)
-        counts[said] = counts.get(said, 0) + 1
-    return counts
 
 
 def missed_told(experiments, root_name):

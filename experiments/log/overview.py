@@ -1,184 +1,287 @@
-"""All nets and all recipes at once: how far the held-out loss lies from fp32's, in percent.
+"""All settings and all recipes at once: how far the held-out loss lies from fp32's, and from autocast's.
 
-A cell compares the runs of a recipe with fp32 runs of the same net, seed by seed. Cells are found by their
-flags: a recipe is what an arm adds to the flags of its baseline. Where several experiments hold the same
-comparison, the one with the most pairs stands. So no cell is chosen by hand, and no two rows share an fp32
-run.
+experiments/rules.md has the rules by which this is made. Settings are found by their flags, so nothing is
+chosen by hand.
 
-    overview_rows(experiments, known)     [NetRow], the smallest nets of a kind first
-    overview_table(experiments, known)    Markdown, a row a net that AdamW trains
-    summary(rows, recipe)                 a recipe over all nets
+    settings(experiments, known)          [Setting]
+    groups_table(found)                   the table of EXPERIMENTS.md: recipes down, groups of nets across
+    settings_page(found)                  experiments/settings.md: every setting
+    readme_cells(found, recipes)          what README.md shows of each recipe
+    figure_data(found)                    the figure of EXPERIMENTS.md
 """
 
 import dataclasses
+import functools
+import math
+import re
 import statistics
 from collections import Counter
 
 from experiments.log import stats
-from experiments.log.analysis import loss_comparison, training_flags, weights_of_score
+from experiments.log.analysis import (
+    HELD_OUT,
+    WAITING_VERDICT,
+    comparison,
+    loss_changes,
+    records_of,
+    training_flags,
+    weights_of_score,
+)
+from experiments.log.definition import ROOT, look_of, run_command_words
 from experiments.log.tables import compact_table
+from experiments.run import flags_of_words
 from lowprec.errors import Refused
+from lowprec.evidence import DEFAULT_OF_FLAG, KIND_OF_MODEL, short_count
 
+AUTOCAST, NEAREST, STOCHASTIC = "--bf16", "--pure_bf16", "--pure_bf16 --stochastic"
 RECIPE_TITLES = {  # the flags that a recipe adds to fp32's: what the tables call it
-    "--bf16": "autocast",
+    AUTOCAST: "autocast",
     "--bf16 --opt8bit": "autocast, 8-bit states",
-    "--pure_bf16": "to nearest",
-    "--pure_bf16 --stochastic": "stochastic",
+    NEAREST: "to nearest",
+    STOCHASTIC: "stochastic",
     "--pure_bf16 --kahan --stochastic": "stochastic, Kahan",
     "--pure_bf16 --master split": "split master",
     "--pure_bf16 --stochastic --opt8bit": "stochastic, 8-bit states",
     "--fp8": "FP8 products",
 }
+AGAINST_AUTOCAST = "stochastic against autocast"
 EMULATED_FLAGS = ("--fp8_backend", "emulate")  # says where FP8 runs, and changes no recipe
 
-# the fp32 runs that a row is compared with: (what the tables call net and data, its parameters)
-NETS_OF_BASELINES = {
-    "000/fp32": ("U-Net, digits, the default run", 164_689),
-    "001/fp32": ("U-Net, digits, lr 3e-4", 164_689),
-    "012/fp32": ("U-Net, digits, lr 1e-3, shorter", 164_689),
-    "012/fp32-scale-4": ("the same, weights times 4", 164_689),
-    "012/fp32-lr-1e-4": ("the same, lr 1e-4", 164_689),
-    "012/fp32-lr-3e-5": ("the same, lr 3e-5", 164_689),
-    "039/unet-cosine-64-fp32": ("U-Net, digits, rate to zero", 164_689),
-    "039/unet-cosine-512-fp32": ("the same, batches of 512", 164_689),
-    "070/fp32": ("U-Net, digits from blurred digits", 164_833),
-    "007/ddpm-fp32": ("U-Net, digits, noise prediction", 164_689),
-    "017/noise-fp32": ("the same, 100 steps", 164_689),
-    "014/reflow-fp32": ("U-Net, reflow student", 164_689),
-    "033/fp32-4": ("U-Net, student of 4 steps", 164_689),
-    "033/fp32-2": ("U-Net, student of 2 steps", 164_689),
-    "033/fp32-1": ("U-Net, student of 1 step", 164_689),
-    "032/fp32": ("U-Net, consistency model", 164_689),
-    "029/fp32": ("U-Net, latents of digits", 164_689),
-    "028/fp32": ("autoencoder, digits", 141_669),
-    "072/lion-fp32": ("U-Net, Lion", 164_689),
-    "072/sgd-fp32": ("U-Net, SGD", 164_689),
-    "072/adafactor-fp32": ("U-Net, Adafactor", 164_689),
-    "072/muon-fp32": ("U-Net, Muon", 164_689),
-    "036/fp32": ("U-Net, Fashion-MNIST, 1.1 M", 1_063_905),
-    "060/fp32-eps-1e-6": ("the same, eps 1e-6", 1_063_905),
-    "076/fp32": ("the same, fresh seeds", 1_063_905),
-    "060/fp32-eps-1e-4": ("the same, eps 1e-4", 1_063_905),
-    "053/fp32-lr-3e-3": ("the same, lr 3e-3", 1_063_905),
-    "053/fp32-lr-3e-3-beta2-0.95": ("the same, lr 3e-3, beta2 0.95", 1_063_905),
-    "074/fp32": ("the same, fresh seeds", 1_063_905),
-    "053/fp32-beta2-0.95": ("the same, beta2 0.95", 1_063_905),
-    "053/fp32-lr-3.33e-4": ("the same, lr 3.3e-4", 1_063_905),
-    "053/fp32-lr-3.33e-4-beta2-0.95": ("the same, lr 3.3e-4, beta2 0.95", 1_063_905),
-    "071/fp32": ("the same, lr 1e-2, beta2 0.95", 1_063_905),
-    "055/lion-fp32": ("U-Net, Fashion-MNIST, 1.1 M, Lion", 1_063_905),
-    "055/sgd-fp32": ("U-Net, Fashion-MNIST, 1.1 M, SGD", 1_063_905),
-    "055/adafactor-fp32": ("U-Net, Fashion-MNIST, 1.1 M, Adafactor", 1_063_905),
-    "055/muon-fp32": ("U-Net, Fashion-MNIST, 1.1 M, Muon", 1_063_905),
-    "075/unet-fp32": ("U-Net, Fashion-MNIST, 1.1 M, Adafactor, zeros grow sooner", 1_063_905),
-    "052/unet-fp32": ("U-Net, Fashion-MNIST, 1.1 M, GPU", 1_063_905),
-    "057/unet-fp32-1e-5": ("U-Net, finetuning at lr 1e-5", 1_063_905),
-    "057/unet-fp32-1e-6": ("U-Net, finetuning at lr 1e-6", 1_063_905),
-    "011/fp32": ("DiT, digits", 328_964),
-    "058/dit-fp32": ("DiT, digits, 100,000 steps", 328_964),
-    "058/unet-fp32": ("U-Net, digits, 100,000 steps", 164_689),
-    "039/dit-constant-64-fp32": ("DiT, digits, shorter", 328_964),
-    "039/dit-constant-512-fp32": ("the same, batches of 512", 328_964),
-    "039/dit-cosine-64-fp32": ("DiT, digits, rate to zero", 328_964),
-    "039/dit-cosine-64-decay-fp32": ("the same, decay 0.1", 328_964),
-    "039/dit-cosine-512-fp32": ("the same, batches of 512", 328_964),
-    "062/fp32": ("DiT, digits, lr 5e-4", 328_964),
-    "066/lion-fp32": ("DiT, Lion", 328_964),
-    "066/sgd-fp32": ("DiT, SGD", 328_964),
-    "066/adafactor-fp32": ("DiT, Adafactor", 328_964),
-    "066/muon-fp32": ("DiT, Muon", 328_964),
-    "037/fp32": ("DiT, Fashion-MNIST, 4.2 M", 4_167_568),
-    "059/fp32": ("the same, twelve other seeds", 4_167_568),
-    "052/dit-fp32": ("DiT, Fashion-MNIST, 4.2 M, GPU", 4_167_568),
-    "056/lion-fp32": ("DiT, Fashion-MNIST, 4.2 M, Lion", 4_167_568),
-    "056/sgd-fp32": ("DiT, Fashion-MNIST, 4.2 M, SGD", 4_167_568),
-    "056/adafactor-fp32": ("DiT, Fashion-MNIST, 4.2 M, Adafactor", 4_167_568),
-    "056/muon-fp32": ("DiT, Fashion-MNIST, 4.2 M, Muon", 4_167_568),
-    "075/dit-fp32": ("DiT, Fashion-MNIST, 4.2 M, Adafactor, zeros grow sooner", 4_167_568),
-    "057/dit-fp32-1e-5": ("DiT, finetuning at lr 1e-5", 4_167_568),
-    "057/dit-fp32-1e-6": ("DiT, finetuning at lr 1e-6", 4_167_568),
-    "043/fp32": ("DiT, Fashion-MNIST, 32 M, H100", 32_478_736),
-    "026/fp32": ("CNN, classification", 94_186),
-    "026/cosine-fp32": ("the same, rate to zero", 94_186),
-    "026/vit-fp32": ("ViT, classification", 202_186),
-    "025/gpt-fp32": ("GPT, text, 0.2 M", 217_664),
-    "067/fp32": ("GPT, text, 0.8 M", 836_736),
-    "069/lion-fp32": ("GPT, Lion", 836_736),
-    "069/sgd-fp32": ("GPT, SGD", 836_736),
-    "069/adafactor-fp32": ("GPT, Adafactor", 836_736),
-    "069/muon-fp32": ("GPT, Muon", 836_736),
-    "038/gpt-fp32": ("GPT, text, 2.7 M", 2_730_432),
-    "054/lion-fp32": ("GPT, text, 2.7 M, Lion", 2_730_432),
-    "054/sgd-fp32": ("GPT, text, 2.7 M, SGD", 2_730_432),
-    "054/adafactor-fp32": ("GPT, text, 2.7 M, Adafactor", 2_730_432),
-    "054/muon-fp32": ("GPT, text, 2.7 M, Muon", 2_730_432),
-    "052/gpt-fp32": ("GPT, text, 2.7 M, GPU", 2_730_432),
-    "061/fp32": ("GPT, text, 2.7 M, H100", 2_730_432),
-    "035/fp32-1e-5": ("GPT, finetuning at lr 1e-5", 836_736),
-    "035/fp32-1e-6": ("GPT, finetuning at lr 1e-6", 836_736),
-    "025/bdh-fp32": ("BDH, text, 0.2 M", 229_376),
-    "038/bdh-fp32": ("BDH, text, 0.85 M", 851_968),
-    "030/fp32": ("STEVE, video", 379_235),
-    "031/fp32": ("SlotContrast, 300 steps", 121_473),
-    "044/fp32": ("SlotContrast, objects found", 121_537),
+PARAMETERS = {  # (--model, --size, what --data begins with): parameters of the net
+    ("unet", "tiny", ""): 164_689,
+    ("unet", "mini", "fashion_mnist"): 1_063_905,
+    ("dit", "tiny", ""): 328_964,
+    ("dit", "mini/4", "fashion_mnist"): 4_167_568,
+    ("dit", "S/4", "fashion_mnist"): 32_478_736,
+    ("gpt", "tiny", ""): 217_664,
+    ("gpt", "1M", "text"): 836_736,
+    ("gpt", "3M", "text"): 2_730_432,
+    ("bdh", "tiny", ""): 229_376,
+    ("bdh", "1M", "text"): 851_968,
+    ("cnn", "tiny", ""): 94_186,
+    ("vit", "tiny", ""): 202_186,
+    ("kl", "tiny", ""): 141_669,
+    ("steve", "tiny", ""): 379_235,
+    ("slotcontrast", "tiny", ""): 121_537,
 }
-FEWEST_PAIRS = 3  # pairs; a cell of fewer stands in the table, and counts nowhere
-USUAL_PAIRS = 6  # pairs of most cells
+DATA_NAMES = {"": "digits", "fashion_mnist": "Fashion-MNIST", "text": "text"}
+TEXT, SMALL, LARGE, FINETUNED = "text", "diffusion below 1 M", "diffusion from 1 M up", "finetuning"
+OTHER = "other"  # what is no usual training, and in no group
+GROUPS = (TEXT, SMALL, LARGE, FINETUNED)
+USUAL = {"eps": None, "beta2": 0.999, "init_scale": 1.0, "optimizer": "adamw"}  # of what is in a group
+FEWEST_PAIRS = 3  # pairs; a cell of fewer stands in the page of settings alone
+USUAL_PAIRS = 6  # pairs of most cells, and the fewest that a group counts
+
+# ---- Flags -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def flags_of(arm):
+    """{flag: value} of an arm's training, defaults included."""
+    words = run_command_words(arm, arm.experiment.seeds[0])
+    words = words[words.index("train.py") + 1 :]
+    if "--task" not in words:
+        return flags_of_words(words)
+    at = words.index("--task") + 1
+    spec = words[at]
+    if ".py:" in spec:  # a task of a file lies in the repository
+        words = [*words[:at], str(ROOT / spec), *words[at + 1 :]]
+    return {**flags_of_words(words), "task": spec}
+
+
+def net_of(flags):
+    """The key of PARAMETERS."""
+    return flags["model"], flags["size"] or "tiny", (flags["data"] or "").partition(":")[0]
+
+
+SAID_ELSEWHERE = {  # flags in which the runs of one setting may differ
+    *DEFAULT_OF_FLAG,
+    *("fp8_backend", "fp4_backend", "growth_interval", "init_loss_scale", "growth_factor", "backoff_factor"),
+    *("seed", "noise_seed", "perturb", "average", "weights", "validate_every", "name", "runs"),
+    *("device", "threads", "workers", "compile", "log_every", "sample_every", "checkpoint_every"),
+    *("samples", "sample_steps", "sample_batch", "length", "prompt", "temperature", "top_k", "guidance"),
+}
+FOLDER_FLAGS = ("finetune", "teacher", "vae")  # runs that each seed has its own of
+
+
+def setting_key(flags):
+    """What the runs of one setting have in common."""
+    found = {name: value for name, value in flags.items() if name not in SAID_ELSEWHERE}
+    found |= {name: without_seed(flags.get(name)) for name in FOLDER_FLAGS}
+    return tuple(sorted((name, str(value)) for name, value in found.items()))
+
+
+def without_seed(folder):
+    """'033-fp32-4' of 'runs/experiments/033-fp32-4-seed0', the runs of one arm."""
+    return re.sub(r"-seed\d+$", "", folder or "").rpartition("/")[2]
+
+
+# ---- Settings ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
-class RecipeOnNet:
-    """One recipe on one net. change: stats.Equivalence of the held-out loss, in percent of fp32's."""
+class Cell:
+    """A recipe in a setting. seen: {seed: [loss as a multiple of the reference's]}."""
 
-    arm: object
-    pairs: int
-    change: object
-
-    @property
-    def half(self):
-        """Half of the 95 % interval."""
-        return self.change.high - self.change.mean
+    seen: dict = dataclasses.field(default_factory=dict)
+    level: float = 0.05  # the strictest of its records' looks
+    waits: bool = False  # whether a record's page has no verdict yet
 
     @property
-    def error(self):
-        """The standard error of the mean."""
-        return self.half / stats.errors_in_half_interval(self.pairs)
+    def ratios(self):
+        return {seed: statistics.fmean(several) for seed, several in self.seen.items()}
 
     @property
-    def counts(self):
-        """Whether there are enough pairs to say anything."""
-        return self.pairs >= FEWEST_PAIRS
+    def pairs(self):
+        return len(self.seen)
 
-    @property
-    def side(self):
-        """Where the interval lies: 'worse' above 0, 'better' below, 'open' around it."""
-        if not self.counts:
-            return "open"
-        if self.change.low > 0:
-            return "worse"
-        return "better" if self.change.high < 0 else "open"
+    @functools.cached_property
+    def change(self):
+        """stats.Mean in percent."""
+        return stats.mean_at_level([100 * (ratio - 1) for ratio in self.ratios.values()], self.level)
+
+    def against(self, other):
+        """The Cell of this recipe beside another, or None where they share fewer than two seeds."""
+        mine, its = self.ratios, other.ratios
+        seen = {seed: [mine[seed] / its[seed]] for seed in mine if seed in its}
+        if len(seen) < 2:
+            return None
+        return Cell(seen, min(self.level, other.level), self.waits or other.waits)
 
 
 @dataclasses.dataclass
-class NetRow:
-    net: str
-    parameters: int
-    numbers: list  # of the experiments that its cells come from
-    cells: dict  # {recipe: Cell}
+class Setting:
+    flags: dict  # of its fp32 run
+    numbers: set = dataclasses.field(default_factory=set)  # of the experiments that its cells come from
+    cells: dict = dataclasses.field(default_factory=dict)  # {recipe, or AGAINST_AUTOCAST: Cell}
+    fp32: dict = dataclasses.field(default_factory=dict)  # {seed: a record of fp32}
+    read: set = dataclasses.field(default_factory=set)  # (arm, its fp32) whose runs stand in the cells
 
     @property
-    def by_adamw(self):
-        """Whether AdamW trains it, as all nets but those of the experiments with other optimisers."""
-        return not any("--optimizer" in training_flags(cell.arm.trained) for cell in self.cells.values())
+    def parameters(self):
+        return PARAMETERS.get(net_of(self.flags), 0)
+
+    @property
+    def net(self):
+        """'DiT, Fashion-MNIST, 4.17 M'"""
+        data = net_of(self.flags)[2]
+        named = DATA_NAMES.get(data, data)
+        if self.flags["model"] in ("gpt", "bdh"):
+            named = "text"
+        if self.flags["model"] in ("steve", "slotcontrast"):
+            named = "video"
+        size = f", {short_count(self.parameters)}" if self.parameters else ""
+        return f"{KIND_OF_MODEL[self.flags['model']]}, {named}{size}"
+
+    @property
+    def words(self):
+        """What sets it apart from other settings of its net: 'lr 1e-3, 1,200 steps of 16, to zero'"""
+        f = self.flags
+        said = []
+        if f["finetune"]:
+            said.append("finetuned")
+        if f["task"] in TASK_WORDS:
+            said.append(TASK_WORDS[f["task"]])
+        if f.get("teacher"):
+            said.append(f"of {without_seed(f['teacher'])}")
+        if f.get("vae"):
+            said.append("in latents")
+        if f.get("condition", "none") != "none":
+            said.append(f"sees the {f['condition']} image")
+        if f["optimizer"] != "adamw":
+            said.append(f["optimizer"])
+        said.append(f"lr {number(f['lr'])}")
+        said += [f"{name} {number(f[name])}" for name in ("beta2", "eps") if not self.is_default(name)]
+        if f.get("least_rms"):
+            said.append(f"least_rms {f['least_rms']:g}")
+        if f["init_scale"] != 1:
+            said.append(f"weights times {f['init_scale']:g}")
+        said.append(f"{f['steps']:,} steps of {f['batch_size']}")
+        said += ["to zero"] if f["lr_schedule"] == "cosine" else []
+        said += [f"decay {f['weight_decay']:g}"] if f["weight_decay"] else []
+        return ", ".join(said)
+
+    def is_default(self, name):
+        """Whether a flag of USUAL is as usual; Lion has a beta2 of its own."""
+        return self.flags[name] == USUAL[name] or (name == "beta2" and self.flags["optimizer"] == "lion")
+
+    @property
+    def group(self):
+        """One of GROUPS, or OTHER."""
+        f = self.flags
+        if f["task"] not in ("rflow", "ddpm", "language") or not all(map(self.is_default, USUAL)):
+            return OTHER
+        if f["finetune"]:
+            return FINETUNED
+        if f["task"] == "language":
+            return TEXT
+        return SMALL if self.parameters < 1e6 else LARGE
 
 
-# ---- Finding the cells -------------------------------------------------------------------------------------
+TASK_WORDS = {
+    "ddpm": "noise prediction",
+    "distill": "student",
+    "reflow": "reflow student",
+    "consistency": "consistency model",
+}
 
 
-def recipe_of_arm(arm, base):
-    """The key of RECIPE_TITLES that an arm adds to its baseline, or None."""
+def number(x):
+    """'3e-4' of 0.0003, '0.95' of 0.95."""
+    if x >= 0.02:
+        return f"{x:g}"
+    digits, _, power = f"{x:.2e}".partition("e")
+    return f"{float(digits):g}e{int(power)}"
+
+
+def settings(experiments, known):
+    """[Setting] with a recipe, by net and in the order of the experiments."""
+    found = {}
+    for experiment in experiments:
+        for arm in experiment.arms:
+            recipe = recipe_of_arm(experiment, arm)
+            if recipe is None:
+                continue
+            kind, changes = loss_changes(experiment, arm, known)
+            if kind != HELD_OUT or len(changes) < 2 or not all(map(math.isfinite, changes.values())):
+                continue
+            flags = flags_of(experiment.arm(arm.baseline).trained)
+            setting = found.setdefault(setting_key(flags), Setting(flags))
+            add_record(setting, recipe, experiment, arm, changes, known)
+    for setting in found.values():
+        own = setting.cells
+        if STOCHASTIC in own and AUTOCAST in own:
+            beside = own[STOCHASTIC].against(own[AUTOCAST])
+            if beside:
+                own[AGAINST_AUTOCAST] = beside
+    order = {net: place for place, net in enumerate(PARAMETERS)}
+    return sorted(found.values(), key=lambda one: order.get(net_of(one.flags), len(order)))
+
+
+def add_record(setting, recipe, experiment, arm, changes, known):
+    """Merge what one experiment has of a recipe into a setting. A run that another reads counts once."""
+    both = arm.source, experiment.arm(arm.baseline).source
+    if both in setting.read:
+        return
+    setting.read.add(both)
+    cell = setting.cells.setdefault(recipe, Cell())
+    setting.numbers.add(arm.source.experiment.number)
+    setting.fp32 = records_of(experiment, experiment.arm(arm.baseline), known) | setting.fp32
+    for seed, change in changes.items():
+        cell.seen.setdefault(seed, []).append(1 + change / 100)
+    cell.level = min(cell.level, look_of(experiment, len(changes))[1])
+    result = comparison(experiment, arm, known)[1]
+    cell.waits |= result is not None and result.verdict == WAITING_VERDICT
+
+
+def recipe_of_arm(experiment, arm):
+    """The key of RECIPE_TITLES that an arm adds to its baseline, which has none; else None."""
+    base = experiment.arm(arm.baseline)
+    samples_alone = arm.source.of and arm.source.flags
+    if arm is base or samples_alone or weights_of_score(arm) != weights_of_score(base):
+        return None
     own, against = Counter(recipe_flags(arm)), Counter(recipe_flags(base))
-    if against - own:
+    if against - own or set(against) & {"--bf16", "--pure_bf16", "--fp16", "--fp8"}:
         return None
     added = sorted((own - against).elements())
     for flags in RECIPE_TITLES:
@@ -195,176 +298,245 @@ def recipe_flags(arm):
     return flags
 
 
-def cell_of(experiment, arm, known):
-    """(recipe, Cell) of an arm, or None where it is no recipe beside fp32 with a held-out loss."""
-    base = experiment.arm(arm.baseline)
-    samples_alone = arm.source.of and arm.source.flags
-    if arm is base or samples_alone or weights_of_score(arm) != weights_of_score(base):
-        return None
-    recipe = recipe_of_arm(arm, base)
-    if recipe is None:
-        return None
-    kind, pairs, change = loss_comparison(experiment, arm, known)
-    if change is None or kind != "held-out loss":
-        return None
-    return recipe, RecipeOnNet(arm, pairs, change)
+# ---- The table of groups -----------------------------------------------------------------------------------
+
+GROUP_ROWS = (  # the recipes of EXPERIMENTS.md
+    AGAINST_AUTOCAST,
+    STOCHASTIC,
+    "--pure_bf16 --kahan --stochastic",
+    "--pure_bf16 --master split",
+    "--pure_bf16 --stochastic --opt8bit",
+    AUTOCAST,
+    NEAREST,
+)
 
 
-def overview_rows(experiments, known):
-    """[NetRow] in the order of NETS_OF_BASELINES; nets without a name there come last, under that of their
-    fp32 arm.
-    """
-    found = {}
-    for experiment in experiments:
-        for arm in experiment.arms:
-            hit = cell_of(experiment, arm, known)
-            if hit is None:
-                continue
-            recipe, cell = hit
-            source = experiment.arm(arm.baseline).source
-            cells = found.setdefault(f"{source.experiment.number}/{source.name}", {})
-            if recipe not in cells or cell.pairs > cells[recipe].pairs:
-                cells[recipe] = cell
-    named = [net_row(name, found.pop(name)) for name in NETS_OF_BASELINES if name in found]
-    return named + [net_row(name, cells) for name, cells in found.items()]
+def of_group(found, group, recipe):
+    """[(Setting, Cell)] that a group counts."""
+    kept = []
+    for setting in found:
+        cell = setting.cells.get(recipe)
+        if setting.group == group and cell and cell.pairs >= USUAL_PAIRS and not cell.waits:
+            kept.append((setting, cell))
+    return kept
 
 
-def net_row(name, cells):
-    net, parameters = NETS_OF_BASELINES.get(name, (name, 0))
-    numbers = {cell.arm.experiment.number for cell in cells.values()}
-    return NetRow(net, parameters, sorted(numbers), cells)
+def title_of(recipe):
+    return RECIPE_TITLES.get(recipe, recipe)
 
 
-# ---- What the pages show -----------------------------------------------------------------------------------
-
-
-def change_text(cell):
-    """'+0.36 ±0.04', bold where the interval lies above 0, followed by the pairs unless they are six."""
-    if cell is None:
-        return ""
-    decimals = 1 if abs(cell.change.mean) >= 10 else 2
-    text = f"{cell.change.mean:+.{decimals}f} ±{cell.half:.{decimals}f}"
-    if cell.pairs != USUAL_PAIRS:
-        text += f" ({cell.pairs})"
-    return f"**{text}**" if cell.side == "worse" else text
-
-
-def overview_table(experiments, known):
-    """Markdown: nets that AdamW trains down, recipes across; the last rows sum up each recipe on all nets."""
-    found = overview_rows(experiments, known)
-    lines = [["net and data", *RECIPE_TITLES.values(), "pages"]]
-    for row in [row for row in found if row.by_adamw]:
-        cells = [change_text(row.cells.get(recipe)) for recipe in RECIPE_TITLES]
-        lines.append([row.net, *cells, " ".join(f"[{number}]" for number in row.numbers)])
-    together, median, worse = ["**all nets together**"], ["median of the nets"], ["nets above 0"]
-    for recipe in RECIPE_TITLES:
-        over_nets = summary(found, recipe)
-        together.append(pooled_words(over_nets))
-        median.append(f"{over_nets.median:+.2f}" if over_nets else "")
-        worse.append(f"{over_nets.worse} of {over_nets.nets}" if over_nets else "")
-    for line in (together, median, worse):
-        lines.append([*line, ""])
+def groups_table(found):
+    """Markdown: recipes down, groups across."""
+    lines = [["", *GROUPS]]
+    for recipe in GROUP_ROWS:
+        lines.append([f"**{title_of(recipe)}**", *(group_text(found, group, recipe) for group in GROUPS)])
     return compact_table(lines)
 
 
-@dataclasses.dataclass
-class Summary:
-    """A recipe over all nets, in percent.
-
-    mean, half: by random effects. median: of the nets' means. largest: the largest mean of those whose
-    interval lies above 0, or 0.
-    """
-
-    mean: float
-    half: float
-    median: float
-    largest: float
-    nets: int
-    pairs: int
-    worse: int  # nets whose interval lies above 0
-    better: int
+def group_text(found, group, recipe):
+    """'**+0.05** (-0.42 to +0.24), 20 settings of 2 nets; most: U-Net, digits +0.12 ±0.10'"""
+    counted = of_group(found, group, recipe)
+    if not counted:
+        some = any(one.group == group and recipe in one.cells for one in found)
+        return "fewer than six pairs" if some else "not measured"
+    means = [cell.change.mean for _, cell in counted]
+    nets = len({setting.net for setting, _ in counted})
+    setting, cell = max(counted, key=lambda one: one[1].change.mean)
+    largest = f"{setting.net}: {change_text(cell)}"
+    if len(means) == 1:
+        return largest
+    span = f"({two_digits(min(means))} to {two_digits(max(means))})"
+    return f"**{two_digits(statistics.median(means))}** {span}; {len(means)} of {nets}<br>{largest}"
 
 
-def summary(rows, recipe):
-    """Summary of the nets that have enough pairs of a recipe; None for fewer than two nets."""
-    means, errors, sides, pairs, largest = [], [], [], 0, 0.0
-    for row in rows:
-        cell = row.cells.get(recipe)
-        if cell is None or not cell.counts:
-            continue
-        means.append(cell.change.mean)
-        errors.append(cell.error)
-        sides.append(cell.side)
-        pairs += cell.pairs
-        if cell.side == "worse":
-            largest = max(largest, cell.change.mean)
-    if len(means) < 2:
-        return None
-    mean, half = stats.random_effects(means, errors)
-    counts = dict(nets=len(means), pairs=pairs, worse=sides.count("worse"), better=sides.count("better"))
-    return Summary(mean, half, statistics.median(means), largest, **counts)
+def two_digits(x):
+    text = f"{x:+.1f}" if abs(x) >= 10 else f"{x:+.2f}"
+    return "0.00" if text in ("+0.00", "-0.00") else text
 
 
-def pooled_words(over_nets):
-    if over_nets is None:
-        return ""
-    words = f"{over_nets.mean:+.2f} ±{over_nets.half:.2f} ({over_nets.pairs})"
-    return f"**{words}**" if over_nets.mean > over_nets.half else words
-
-
-def figure_of(words, rows):
-    """'stochastic.median' -> '-0.01 %': a figure of a Summary, by what the tables call the recipe."""
+def figure_of(words, found):
+    """'diffusion from 1 M up: stochastic.median' -> '+0.11 %': a figure of a cell of the table of groups."""
     name, _, figure = words.rpartition(".")
-    named = {title: recipe for recipe, title in RECIPE_TITLES.items()}
-    if name not in named or figure not in Summary.__dataclass_fields__:
-        raise Refused(f"{{all: {words}}}: no such recipe or figure")
-    over_nets = summary(rows, named[name])
-    if over_nets is None:
+    group, _, title = name.partition(": ")
+    named = {title_of(recipe): recipe for recipe in GROUP_ROWS}
+    if group not in GROUPS or title not in named:
+        raise Refused(f"{{all: {words}}}: no such group or recipe")
+    counted = of_group(found, group, named[title])
+    means = [cell.change.mean for _, cell in counted]
+    if not means:
         raise Refused(f"{{all: {words}}} has no record yet")
-    x = getattr(over_nets, figure)
-    if isinstance(x, int):
-        return str(x)
-    return f"{x:.2f} %" if figure == "half" else f"{x:+.2f} %"
+    numbers = {"median": statistics.median(means), "lowest": min(means), "highest": max(means)}
+    counts = {"settings": len(means), "nets": len({setting.net for setting, _ in counted})}
+    if figure in counts:
+        return str(counts[figure])
+    if figure not in numbers:
+        raise Refused(f"{{all: {words}}}: no such figure")
+    return f"{two_digits(numbers[figure])} %"
 
 
-def on_the_largest_net(recipe, experiments, known):
-    """['+0.06 [-0.18, +0.29] (6)', 'DiT, …'] of the largest net with enough pairs of a recipe, trained from
-    scratch. Of two records of it the one with more pairs.
-    """
-    having = []
-    for row in overview_rows(experiments, known):
-        cell = row.cells.get(recipe)
-        if cell and cell.counts and "--finetune" not in cell.arm.flags:
-            having.append(row)
-    row = max(having, key=lambda row: (row.parameters, row.cells[recipe].pairs))
-    cell = row.cells[recipe]
+# ---- The page of settings ----------------------------------------------------------------------------------
+
+SETTINGS_HEAD = """<!-- made by python experiments/report.py -->
+# Every setting and every recipe
+
+The change of the held-out loss against fp32 in the same setting, in percent, ± half of the 95 % interval,
+over six pairs of runs or as many as in brackets; a plus is worse. "Against autocast" is stochastic rounding
+beside autocast, seed by seed. **Bold** withstands Holm's correction for all cells of its table. "To zero":
+the rate falls to zero by a cosine, else it is constant. A net's settings are not independent.
+[rules.md](rules.md) has the rules, [EXPERIMENTS.md](../EXPERIMENTS.md#terms) the terms.
+"""
+REST_HEAD = """## What is no usual training
+
+Another eps, beta2 or initial scale than the default, students of a teacher, consistency, other optimisers,
+and what is neither text nor diffusion. In no group and no figure of EXPERIMENTS.md."""
+
+
+def settings_page(found):
+    usual = [setting for setting in found if setting.group != OTHER]
+    rest = [setting for setting in found if setting.group == OTHER]
+    parts = [SETTINGS_HEAD, "## Text, diffusion and finetuning, by AdamW", settings_table(usual)]
+    parts += [
+        REST_HEAD,
+        settings_table(rest),
+        STEPS_HEAD,
+        steps_table([setting for setting in usual if not setting.flags["finetune"]]),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def settings_table(chosen):
+    """Markdown: a row a setting, under its net."""
+    sure = withstanding([cell for one in chosen for cell in one.cells.values()])
+    columns = [*RECIPE_TITLES, AGAINST_AUTOCAST]
+    lines = [["net", "setting", *(title_of(recipe) for recipe in columns), "pages"]]
+    last = None
+    for one in chosen:
+        cells = [change_text(one.cells.get(recipe), sure) for recipe in columns]
+        lines.append(["" if one.net == last else one.net, one.words, *cells, " ".join(sorted(one.numbers))])
+        last = one.net
+    return compact_table(lines)
+
+
+def withstanding(cells):
+    """The ids of those Cells that differ from 0 after Holm's correction over all of them."""
+    told = sorted((cell for cell in cells if cell.pairs > 1), key=lambda cell: cell.change.p)
+    kept = stats.holm([cell.change.p for cell in told])
+    return {id(cell) for cell in told[:kept] if not cell.waits}
+
+
+def change_text(cell, sure=()):
+    """'+0.36 ±0.04', followed by the pairs unless they are six; bold where it is among `sure`."""
+    if cell is None:
+        return ""
+    decimals = 1 if abs(cell.change.mean) >= 10 else 2
+    text = f"{cell.change.mean:+.{decimals}f} ±{cell.change.half:.{decimals}f}"
+    if cell.waits:
+        text += f" ({cell.pairs}, open)"
+    elif cell.pairs != USUAL_PAIRS:
+        text += f" ({cell.pairs})"
+    return f"**{text}**" if id(cell) in sure else text
+
+
+# ---- A share of the loss in steps of fp32 ------------------------------------------------------------------
+
+STEPS_HEAD = """<a id="steps"></a>
+## How many steps of fp32 are 0.2 % of the loss
+
+Over the second half of a run the training loss of fp32 falls by so much a step (a straight line through the
+logarithms of the recorded losses, one for each seed). 0.2 % divided by that, with the ends of its 95 %
+interval: a recipe that loses 0.2 % is about as far as fp32 was so many steps before its end. "-": too noisy
+to tell. From recorded curves, at the schedule of the run."""
+SHARE_IN_STEPS = 0.002
+
+
+def steps_table(chosen):
+    lines = [["net", "setting", "steps of fp32", "of the run"]]
+    for one in chosen:
+        falls = [fall for record in one.fp32.values() if (fall := fall_of_loss(record)) is not None]
+        if len(falls) < FEWEST_PAIRS:
+            continue
+        found = stats.mean_at_level(falls)
+        told = ["-", "-"]
+        if found.low > 0:
+            steps, few, many = (SHARE_IN_STEPS / x for x in (found.mean, found.high, found.low))
+            told = [f"{steps:.0f} ({few:.0f} to {many:.0f})", f"{100 * steps / one.flags['steps']:.1f} %"]
+        lines.append([one.net, one.words, *told])
+    return compact_table(lines)
+
+
+def fall_of_loss(record):
+    """By which share of itself the training loss falls a step over the second half of a run, or None."""
+    curves = record.get("curves", {})
+    points = list(zip(curves.get("step", []), curves.get("loss", []), strict=False))
+    late = [(step, math.log(loss)) for step, loss in points if loss and 2 * step > points[-1][0]]
+    if len(late) < 5:
+        return None
+    return -statistics.linear_regression(*zip(*late, strict=True)).slope
+
+
+# ---- README.md ---------------------------------------------------------------------------------------------
+
+
+def readme_cells(found, recipes):
+    """{recipe: [against fp32, against autocast, net]} on the largest net of each, trained from scratch."""
+    chosen = {}
+    for recipe in recipes:
+        having = []
+        for one in found:
+            cell = one.cells.get(recipe)
+            if cell and cell.pairs >= FEWEST_PAIRS and one.group in (TEXT, SMALL, LARGE):
+                having.append(one)
+        if having:
+            chosen[recipe] = max(having, key=lambda one: (one.parameters, one.cells[recipe].pairs))
+    beside = {}
+    for recipe, one in chosen.items():
+        own, autocast = one.cells[recipe], one.cells.get(AUTOCAST)
+        beside[recipe] = own.against(autocast) if autocast and recipe != AUTOCAST else None
+    shown = [one.cells[recipe] for recipe, one in chosen.items()]
+    sure = withstanding([*shown, *(cell for cell in beside.values() if cell)])
+    lines = {}
+    for recipe, one in chosen.items():
+        versus = interval_text(beside[recipe], sure) if beside[recipe] else "-"
+        lines[recipe] = [interval_text(one.cells[recipe], sure), versus, one.net]
+    return lines
+
+
+def interval_text(cell, sure):
+    """'+0.19 [+0.04, +0.33] (6)'"""
     change = cell.change
-    interval = f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({cell.pairs})"
-    if cell.side == "worse":
-        interval = f"**{interval}**"
-    number = cell.arm.experiment.number
-    folder = cell.arm.experiment.folder.name
-    return [interval, f"{row.net} ([{number}](experiments/{folder}/README.md))"]
+    text = f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}] ({cell.pairs}{', open' * cell.waits})"
+    return f"**{text}**" if id(cell) in sure else text
 
 
 # ---- The figure --------------------------------------------------------------------------------------------
 
-DRAWN_RECIPES = ("--bf16", "--pure_bf16", "--pure_bf16 --stochastic", "--pure_bf16 --kahan --stochastic")
-DRAWN_RECIPES += ("--pure_bf16 --master split", "--pure_bf16 --stochastic --opt8bit")
+DRAWN_RECIPES = (NEAREST, STOCHASTIC, AUTOCAST)
+LINE_PLACES = 25  # at which the line is told
 
 
-def overview_data(experiments, known):
-    """{"recipes": [title], "rows": [{"net", "cells"}]} of the main recipes.
-
-    cells: [mean, low, high, pairs] for each recipe, or None.
-    """
-    drawn = []
-    for row in overview_rows(experiments, known):
-        cells = []
+def figure_data(found):
+    """{"points": {recipe: [[parameters, mean, low, high, pairs, is text]]}, "line": of line_of_size}"""
+    points = {title_of(recipe): [] for recipe in DRAWN_RECIPES}
+    for one in found:
         for recipe in DRAWN_RECIPES:
-            cell = row.cells.get(recipe)
-            change = cell.change if cell else None
-            cells.append([change.mean, change.low, change.high, cell.pairs] if cell else None)
-        if any(cells):
-            drawn.append({"net": row.net, "cells": cells})
-    return {"recipes": [RECIPE_TITLES[recipe] for recipe in DRAWN_RECIPES], "rows": drawn}
+            cell = one.cells.get(recipe)
+            if cell and cell.pairs >= FEWEST_PAIRS and one.group in (TEXT, SMALL, LARGE):
+                change = cell.change
+                where = [one.parameters, change.mean, change.low, change.high]
+                points[title_of(recipe)].append([*where, cell.pairs, one.group == TEXT])
+    return {"points": points, "line": line_of_size(found)}
+
+
+def line_of_size(found):
+    """[[logarithm of the size, change, low, high]] of stochastic rounding, fitted to a point a net."""
+    nets = {}
+    for group in (TEXT, SMALL, LARGE):
+        for one, cell in of_group(found, group, STOCHASTIC):
+            nets.setdefault((one.net, one.parameters), []).append(cell.change.mean)
+    if len(nets) < 4:
+        return []
+    x = [math.log10(parameters) for _, parameters in nets]
+    y = [statistics.fmean(means) for means in nets.values()]
+    ends = min(x), max(x)
+    places = [ends[0] + (ends[1] - ends[0]) * i / (LINE_PLACES - 1) for i in range(LINE_PLACES)]
+    return [list(point) for point in stats.line_with_band(x, y, places)]

@@ -10,11 +10,10 @@ columns.
 import json
 
 from benchmarks.common import RECIPES, rows_by
-from experiments.log import overview
 from experiments.log.analysis import HELD_OUT, loss_comparison
-from experiments.log.definition import ROOT, run_command_words
+from experiments.log.definition import ROOT
+from experiments.log.overview import FOLDER_FLAGS, PARAMETERS, flags_of, net_of
 from experiments.log.speed_tables import BENCH_FOLDER, H100_COMPILED, milliseconds, rows_of_record
-from experiments.run import flags_of_words
 from lowprec.advice.machines import kind_of_cpu, kind_of_gpu
 from lowprec.evidence import (
     DEFAULT_OF_FLAG,
@@ -35,7 +34,6 @@ CAUTION = (
 WEIGHTS_NAMES = {"ema": "average", "raw": "last"}  # what a record calls them: what a row does
 # flags in which a recipe and its fp32 may differ without being another training; of folders
 # of runs each may have its own
-FOLDER_FLAGS = ("finetune", "teacher", "vae")
 MAY_DIFFER = {
     *("seed", "name", "optimizer", "fp8_backend", "average", "weights"),
     *DEFAULT_OF_FLAG,
@@ -46,41 +44,13 @@ MAY_DIFFER = {
 # ---- Rows --------------------------------------------------------------------------------------------------
 
 
-class Trainings:
-    """The flags of trainings, defaults included, each read once."""
-
-    def __init__(self):
-        self.known = {}
-        self.parameters = {}
-
-    def flags(self, arm):
-        if arm not in self.known:
-            words = run_command_words(arm, arm.experiment.seeds[0])
-            self.known[arm] = _flags(words[words.index("train.py") + 1 :])
-        return self.known[arm]
-
-    def named(self, experiments):
-        """Learn how large the nets are that overview.NETS_OF_BASELINES names."""
-        for experiment in experiments:
-            for arm in experiment.arms:
-                name = f"{experiment.number}/{arm.name}"
-                if name in overview.NETS_OF_BASELINES:
-                    self.parameters[net_of(self.flags(arm.trained))] = overview.NETS_OF_BASELINES[name][1]
-
-
-def net_of(flags):
-    """What two trainings of one net have in common."""
-    data = (flags["data"] or "").partition(":")[0]
-    return flags["model"], flags["size"] or "tiny", data, flags["block"], bool(flags["vae"])
-
-
-def recipe_beside_fp32(experiment, arm, trainings):
+def recipe_beside_fp32(experiment, arm):
     """(flags of the arm, flags of its baseline), or None unless the arm is a recipe beside fp32."""
     base = experiment.arm(arm.baseline)
     samples_alone = arm.source.of and arm.source.flags
     if arm is base or samples_alone:
         return None
-    own, plain = trainings.flags(arm.trained), trainings.flags(base.trained)
+    own, plain = flags_of(arm.trained), flags_of(base.trained)
     if recipe_key(plain) != FP32 or recipe_key(own) == FP32:
         return None
     unlike = {name for name in own if own[name] != plain[name]}
@@ -89,12 +59,10 @@ def recipe_beside_fp32(experiment, arm, trainings):
 
 def comparisons(experiments, known):
     """[Row], in the order of the experiments and their arms."""
-    trainings = Trainings()
-    trainings.named(experiments)
     found = {}
     for experiment in experiments:
         for arm in experiment.arms:
-            both = recipe_beside_fp32(experiment, arm, trainings)
+            both = recipe_beside_fp32(experiment, arm)
             if both is None:
                 continue
             base = experiment.arm(arm.baseline).trained
@@ -102,22 +70,11 @@ def comparisons(experiments, known):
                 kind, pairs, change = loss_comparison(experiment, arm, known, weights)
                 if change is None or kind != HELD_OUT:
                     continue
-                row = evidence_row(arm, both[0], weights, pairs, change, trainings)
+                row = evidence_row(arm, both[0], weights, pairs, change)
                 same = base, row.recipe, row.optimizer, weights
                 if same not in found or pairs > found[same].pairs:
                     found[same] = row
     return list(found.values())
-
-
-def _flags(words):
-    """run.flags_of_words, wherever this process stands: a task of a file lies in the repository."""
-    if "--task" not in words:
-        return flags_of_words(words)
-    at = words.index("--task") + 1
-    spec = words[at]
-    if ".py:" in spec:
-        words = [*words[:at], str(ROOT / spec), *words[at + 1 :]]
-    return {**flags_of_words(words), "task": spec}
 
 
 def _task(spec):
@@ -127,7 +84,7 @@ def _task(spec):
     return strategies.find_task(spec if spec in strategies.TASKS else str(ROOT / spec))
 
 
-def evidence_row(arm, flags, weights, pairs, change, trainings):
+def evidence_row(arm, flags, weights, pairs, change):
     data = flags["data"] or _task(flags["task"]).implied["data"]
     return EvidenceRow(
         kind=KIND_OF_MODEL[flags["model"]],
@@ -136,7 +93,7 @@ def evidence_row(arm, flags, weights, pairs, change, trainings):
         regime="finetune" if flags["finetune"] else "from scratch",
         recipe=recipe_key(flags),
         optimizer=flags["optimizer"],
-        parameters=trainings.parameters.get(net_of(flags), 0),
+        parameters=PARAMETERS.get(net_of(flags), 0),
         steps=flags["steps"],
         batch=flags["batch_size"],
         lr=flags["lr"],

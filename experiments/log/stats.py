@@ -17,6 +17,7 @@ class Equivalence:
     achieved: float         # the smallest margin within which they would have been called equal
     p_difference: float     # two-sided, of no difference
     p_equal: float          # of a difference of the margin or more
+    differs: bool           # whether no difference is rejected, at the level of the look
 
 
 def equivalence(differences, margin: float, alpha: float = 0.05, lower_is_better: bool = True) -> Equivalence:
@@ -46,22 +47,23 @@ def _equivalence(differences, margin, alpha, lower_is_better):
     side = "better" if (mean < 0) == lower_is_better else "worse"
     if not x.isfinite().all():
         if (x == x[0]).all():
-            return Equivalence(mean, mean, mean, side, math.nan, math.inf, 0.0, 1.0)
-        return Equivalence(mean, math.nan, math.nan, "undecided", math.nan, math.inf, 1.0, 1.0)
+            return Equivalence(mean, mean, mean, side, math.nan, math.inf, 0.0, 1.0, True)
+        return Equivalence(mean, math.nan, math.nan, "undecided", math.nan, math.inf, 1.0, 1.0, False)
     sd = x.std().item()
     error = sd / math.sqrt(n)
     narrow, wide, shown = (stats.t.isf(tail, n - 1) * error for tail in (alpha, alpha / 2, 0.025))
     low, high, achieved = float(mean - shown), float(mean + shown), float(abs(mean) + narrow)
+    differs = bool(abs(mean) > wide)
     if achieved < margin:
         verdict = "equal"
-    elif abs(mean) > wide:
+    elif differs:
         verdict = side
     else:
         verdict = "undecided"
     smallest = sd * _smallest_effect(n, alpha)
     p_difference = 2 * _tail_of_t(abs(mean), error, n)
     p_equal = _tail_of_t(margin - abs(mean), error, n)
-    return Equivalence(mean, low, high, verdict, smallest, achieved, p_difference, p_equal)
+    return Equivalence(mean, low, high, verdict, smallest, achieved, p_difference, p_equal, differs)
 
 
 @functools.cache
@@ -91,32 +93,43 @@ def holm(ps, alpha: float = 0.05) -> int:
     return kept
 
 
-def errors_in_half_interval(pairs: int) -> float:
-    """How many standard errors half of the 95 % interval of a mean of so many differences is."""
-    return float(stats.t.isf(0.025, pairs - 1))
+@dataclass(frozen=True)
+class Mean:
+    """The mean of paired differences, with the interval and the p of a look at a level below 0.05."""
+
+    mean: float
+    low: float
+    high: float
+    p: float  # two-sided, of no difference; so scaled that 0.05 is its limit at every level
+    pairs: int
+
+    @property
+    def half(self):
+        return self.high - self.mean
 
 
-def random_effects(means, errors):
-    """(mean, half of its 95 % interval) over several studies, whose true means may differ.
+def mean_at_level(differences, level: float = 0.05) -> Mean:
+    x = torch.as_tensor(differences, dtype=torch.float64)
+    n, mean = len(x), x.mean().item()
+    error = x.std().item() / math.sqrt(n)
+    half = float(stats.t.isf(level / 2, n - 1)) * error
+    p = 2 * _tail_of_t(abs(mean), error, n)
+    return Mean(mean, mean - half, mean + half, min(1.0, p * 0.05 / level), n)
 
-    means, errors: of each study, its mean and the standard error of that. The variance between studies is
-    that of DerSimonian and Laird (1986, doi 10.1016/0197-2456(86)90046-2); the interval is widened as Hartung
-    and Knapp say (2001, doi 10.1002/sim.791), and never narrowed. It corrects nothing for how studies were
-    chosen.
-    """
-    count = len(means)
-    m = torch.tensor(means, dtype=torch.float64)
-    within = torch.tensor(errors, dtype=torch.float64).square()
-    weights = 1 / within
-    fixed = (weights * m).sum() / weights.sum()
-    spread = (weights * (m - fixed).square()).sum()
-    scale = weights.sum() - weights.square().sum() / weights.sum()
-    between = ((spread - (count - 1)) / scale).clamp(min=0)
-    weights = 1 / (within + between)
-    mean = (weights * m).sum() / weights.sum()
-    widened = (weights * (m - mean).square()).sum() / (count - 1)
-    error = (widened.clamp(min=1) / weights.sum()).sqrt()
-    return mean.item(), errors_in_half_interval(count) * error.item()
+
+def line_with_band(x, y, places):
+    """[(place, height, low, high)] of the straight line through points, with its 95 % interval."""
+    found = stats.linregress(x, y)
+    n, middle = len(x), sum(x) / len(x)
+    spread = sum((a - middle) ** 2 for a in x)
+    left = sum((b - found.intercept - found.slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    wide = float(stats.t.isf(0.025, n - 2)) * math.sqrt(left / (n - 2))
+    line = []
+    for place in places:
+        height = float(found.intercept + found.slope * place)
+        half = wide * math.sqrt(1 / n + (place - middle) ** 2 / spread)
+        line.append((place, height, height - half, height + half))
+    return line
 
 
 def family_level(pairs, levels) -> float:

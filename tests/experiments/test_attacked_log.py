@@ -80,7 +80,7 @@ def test_who_calls_it_keeps_the_folder(tmp_path, capsys, monkeypatch):
 
 def test_a_picture_of_the_log_opens_as_a_png_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: pytest.fail("Ghostscript"))
-    path = tmp_path / "effects.png"
+    path = tmp_path / "sizes.png"
     for kind in ("EPS", "GIF"):
         path.write_bytes(as_format(kind))
         assert figures.drawn_from(path) is None

@@ -7,7 +7,7 @@ import pytest
 from lab import TOML, record, write
 
 from experiments import report
-from experiments.log import definition, doc_tables, front, overview, pages, quality, second, stats
+from experiments.log import definition, doc_tables, front, overview, pages, quality, second
 from experiments.log.analysis import verdict_by_rule
 from experiments.log.records import recorded
 from lowprec.errors import Refused
@@ -42,39 +42,106 @@ def with_losses(folder, up):
 
 def test_a_recipe_is_what_an_arm_adds_to_its_baseline(folder):
     experiment, known = with_losses(folder, {"nearest": 0.03, "stochastic": -0.001})
-    [row] = overview.overview_rows([experiment], known)
-    assert row.net == "001/fp32" or row.net == overview.NETS_OF_BASELINES["001/fp32"][0]
-    assert set(row.cells) == {"--pure_bf16", "--pure_bf16 --stochastic"}, "an arm that only samples is none"
-    cell = row.cells["--pure_bf16"]
+    [setting] = overview.settings([experiment], known)
+    assert set(setting.cells) == {"--pure_bf16", "--pure_bf16 --stochastic"}, "an arm that samples is none"
     changes = [3 * (1 + seed / 10) for seed in range(6)]
-    assert cell.change.mean == pytest.approx(statistics.fmean(changes)) and cell.side == "worse"
-    assert cell.error == pytest.approx(statistics.stdev(changes) / 6**0.5)
-    assert row.cells["--pure_bf16 --stochastic"].side == "better"
-    assert f"**{cell.change.mean:+.2f} ±{cell.half:.2f}**" in overview.overview_table([experiment], known)
+    found = setting.cells["--pure_bf16"].change
+    assert found.mean == pytest.approx(statistics.fmean(changes)) and found.low > 0
+    assert setting.cells["--pure_bf16 --stochastic"].change.high < 0
+    assert f"**{found.mean:+.2f} ±{found.half:.2f}**" in overview.settings_page([setting])
+    assert f"{found.mean:+.2f} ±{found.half:.2f}" in overview.groups_table([setting])
 
 
-def test_a_net_of_another_optimizer_has_no_row_and_is_counted(folder):
+def twice(folder, known, seeds):
+    """Another experiment, 002, with the same setting and these seeds, whose nearest arm loses 1 % more."""
+    again = folder / "002-again"
+    again.mkdir()
+    toml = (folder / "001-rounding/experiment.toml").read_text()
+    (again / "experiment.toml").write_text(toml)
+    experiment = definition.load_experiment("2", folder)
+    experiment.seeds = seeds
+    for (_, name, _), old in list(known.items()):
+        for seed in seeds:
+            scores = {"ema": dict(old["scores"]["ema"])}
+            if name == "nearest":
+                scores["ema"]["loss_by_timestep"] = [0.4 * 1.01] * 2
+            if name == "fp32":
+                scores["ema"]["loss_by_timestep"] = [0.4] * 2
+            known["002", name, seed] = {**old, "seed": seed, "scores": scores}
+    return experiment
+
+
+def test_records_of_one_setting_are_merged_and_a_seed_counts_once(folder):
     experiment, known = with_losses(folder, {"nearest": 0.03})
-    table = overview.overview_table([experiment], known)
-    experiment.common.extend(["--optimizer", "lion"])
-    of_lion = overview.overview_table([experiment], known)
-    assert len(table.splitlines()) - len(of_lion.splitlines()) == 1
-    assert of_lion.splitlines()[-3:] == table.splitlines()[-3:], "all nets, their median, those above 0"
+    again = twice(folder, known, [4, 5, 6, 7])
+    [setting] = overview.settings([experiment, again], known)
+    cell = setting.cells["--pure_bf16"]
+    assert sorted(cell.ratios) == list(range(8)) and setting.numbers == {"001", "002"}
+    assert cell.ratios[6] == pytest.approx(1.01)
+    assert cell.ratios[5] == pytest.approx((1.01 + 1.045) / 2), "the mean of both pairs of seed 5"
 
 
-def test_cells_of_two_pairs_stand_in_the_table_and_count_nowhere(folder):
+def test_a_cell_whose_own_page_waits_is_open_and_never_bold(folder):
     experiment, known = with_losses(folder, {"nearest": 0.03})
-    few = {key: r for key, r in known.items() if key[2] < 2}
-    [row] = overview.overview_rows([experiment], few)
-    assert row.cells["--pure_bf16"].pairs == 2 and row.cells["--pure_bf16"].side == "open"
-    assert overview.summary([row], "--pure_bf16") is None
+    experiment.looks = [{"pairs": 12, "level": 0.05}]
+    [setting] = overview.settings([experiment], known)
+    page = overview.settings_page([setting])
+    assert "(6, open)" in page and "**+" not in page
+    assert "not measured" in overview.groups_table([setting])
+    assert "fewer than six pairs" in overview.groups_table([setting])
+
+
+def test_a_look_at_a_stricter_level_has_a_wider_interval(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03})
+    [before] = overview.settings([experiment], known)
+    experiment.looks = [{"pairs": 3, "level": 0.025}, {"pairs": 6, "level": 0.035}]
+    [after] = overview.settings([experiment], known)
+    assert after.cells["--pure_bf16"].change.half > before.cells["--pure_bf16"].change.half
+    assert after.cells["--pure_bf16"].change.p > before.cells["--pure_bf16"].change.p
+
+
+def test_against_autocast_an_fp32_run_that_both_share_cancels():
+    low = overview.Cell({0: [1.02], 1: [1.03], 7: [9.0]})
+    autocast = overview.Cell({0: [1.01], 1: [1.02]}, level=0.02)
+    beside = low.against(autocast)
+    assert beside.ratios == {0: pytest.approx(1.02 / 1.01), 1: pytest.approx(1.03 / 1.02)}
+    assert beside.level == 0.02
+    assert low.against(overview.Cell({0: [1.0]})) is None, "one seed is no interval"
+
+
+def test_groups_are_found_by_flags(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03})
+    assert [one.group for one in overview.settings([experiment], known)] == [overview.SMALL]
+    for flags in (["--optimizer", "lion"], ["--eps", "1e-6"], ["--init_scale", "4"]):
+        overview.flags_of.cache_clear()
+        experiment.common.extend(flags)
+        assert [one.group for one in overview.settings([experiment], known)] == [overview.OTHER]
+        del experiment.common[-2:]
+    overview.flags_of.cache_clear()
+
+
+def test_bold_is_what_withstands_holm_over_its_table():
+    clear = [overview.Cell({seed: [1.05 + seed / 1e4] for seed in range(6)}) for _ in range(3)]
+    alone = overview.Cell({0: [1.001], 1: [1.002], 2: [1.004], 3: [1.005]})
+    assert alone.change.p < 0.05 and overview.withstanding([alone]) == {id(alone)}
+    assert overview.withstanding([*clear, alone, *many_open()]) == set(map(id, clear))
+
+
+def many_open():
+    return [overview.Cell({0: [1.0 + i / 1e3], 1: [0.99], 2: [1.02], 3: [1.0]}) for i in range(12)]
+
+
+def test_a_fall_of_the_loss_is_told_in_steps():
+    steps = list(range(100, 2001, 100))
+    curves = {"step": steps, "loss": [2.0 * 0.9999**step for step in steps]}
+    assert overview.fall_of_loss({"curves": curves}) == pytest.approx(1e-4, rel=1e-3)
+    assert overview.fall_of_loss({"curves": {"step": steps[:6], "loss": [1.0] * 6}}) is None
 
 
 def test_a_row_whose_loss_lies_above_0_is_called_slightly_worse(folder):
     experiment, known = with_losses(folder, {"nearest": 0.001, "stochastic": -0.001})
     said = {arm.name: verdict_by_rule(experiment, arm, known) for arm in experiment.arms}
     assert said["nearest"] == "slightly worse" and said["stochastic"] == "equal"
-    assert "|1 slightly worse" in front.index([experiment], known).replace("2 equal, ", "|")
     assert report.main([], folder, folder.parent / "EXPERIMENTS.md") == 0
     assert "slightly worse, within 0.5" in (folder / "001-rounding/README.md").read_text()
 
@@ -97,21 +164,21 @@ def test_what_a_finetuning_keeps_is_a_share_of_what_fp32_gains(folder):
     assert doc_tables.share_kept(experiment, ("sampler", "fp32", "nearest"), known) == "-"
 
 
-def test_random_effects_of_studies_that_agree_and_that_do_not():
-    mean, half = stats.random_effects([1.0, 1.0, 1.0, 1.0], [0.1] * 4)
-    assert mean == pytest.approx(1.0) and half == pytest.approx(stats.errors_in_half_interval(4) * 0.05)
-    mean, half = stats.random_effects([0.0, 1.0, 2.0, 3.0], [1e-3] * 4)
-    spread = statistics.stdev([0.0, 1.0, 2.0, 3.0])
-    wanted = stats.errors_in_half_interval(4) * spread / 2
-    assert mean == pytest.approx(1.5) and half == pytest.approx(wanted, rel=1e-3)
-
-
-def test_a_figure_over_all_nets_that_is_not_there_is_refused(folder):
-    experiment, known = with_losses(folder, {})
-    rows = overview.overview_rows([experiment], known)
-    for words in ("stochastic.harmony", "quickly.mean", "stochastic.mean"):
+def test_a_figure_of_a_group_that_is_not_there_is_refused(folder):
+    experiment, known = with_losses(folder, {"nearest": 0.03})
+    found = overview.settings([experiment], known)
+    assert overview.figure_of(f"{overview.SMALL}: to nearest.median", found) == "+3.75 %"
+    for words in ("text: to nearest.median", f"{overview.SMALL}: to nearest.harmony", "all: quickly.median"):
         with pytest.raises(Refused, match=words):
-            overview.figure_of(words, rows)
+            overview.figure_of(words, found)
+
+
+def test_the_index_says_in_words_what_was_found(folder):
+    experiment, known = with_losses(folder, {})
+    assert front.index([experiment], known) == f"**More**\n\n- [001] {experiment.title}"
+    experiment.found, experiment.about = "Nothing at all", "noise"
+    assert front.index([experiment], known).endswith("noise?**\n\n- [001] Nothing at all")
+    assert front.index([experiment], {}) == "Predicted, not run yet: 001"
 
 
 def test_a_table_takes_the_place_of_the_one_below_its_marker():
@@ -141,9 +208,8 @@ def test_what_git_does_not_show_was_fixed_before_is_marked_and_counted_apart(fol
     (folder / "001-rounding/experiment.toml").write_text(marked)
     experiment = definition.load_experiment("1", folder)
     known = recorded(experiment)
-    assert "|1 equal; apart: 2 equal|" in front.index([experiment], known)
     next(r for k, r in known.items() if k[1:] == ("nearest", 3))["clean"] = False
-    assert "|apart: 3 equal|" in front.index([experiment], known)
+    assert "[001]\\* " in front.index([experiment], known)
     told = pages.marks_told(experiment, known)
     which = [line.rpartition(": ")[2] for line in told]
     assert which == ["stochastic.", "sampler (was nearest).", "nearest."]

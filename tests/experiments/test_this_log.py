@@ -93,7 +93,7 @@ def test_every_command_of_the_log_dry_runs(capsys):
 
 @logged
 def test_links_of_the_log_lead_somewhere():
-    for path in (DOCUMENT, *ROOT.glob("experiments/*/README.md")):
+    for path in (DOCUMENT, *ROOT.glob("experiments/*.md"), *ROOT.glob("experiments/*/README.md")):
         text = path.read_text()
         named = re.findall(r"^\[\d+\]: (\S+)$", text, re.M)
         for target in {*re.findall(r"\]\(([^)#:]+)[^)]*\)", text), *named}:
@@ -102,6 +102,6 @@ def test_links_of_the_log_lead_somewhere():
 
 def test_the_figure_of_all_nets_shows_the_records():
     known = {k: r for e in EXPERIMENTS for k, r in log.recorded(e).items()}
-    data = overview.overview_data(EXPERIMENTS, known)
-    digest = figures.digest_of(data, figures.FIGURES["effects"][1])
-    assert figures.drawn_from(definition.HERE / "effects.png") == digest
+    data = overview.figure_data(overview.settings(EXPERIMENTS, known))
+    digest = figures.digest_of(data, figures.FIGURES["sizes"][1])
+    assert figures.drawn_from(definition.HERE / "sizes.png") == digest
