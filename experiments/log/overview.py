@@ -27,7 +27,7 @@ from experiments.log.analysis import (
     training_flags,
     weights_of_score,
 )
-from experiments.log.definition import ROOT, look_of, run_command_words
+from experiments.log.definition import ROOT, look_of, run_command_words, run_key
 from experiments.log.tables import compact_table
 from experiments.run import flags_of_words
 from lowprec.errors import Refused
@@ -155,7 +155,7 @@ class Setting:
     numbers: set = dataclasses.field(default_factory=set)  # of the experiments that its cells come from
     cells: dict = dataclasses.field(default_factory=dict)  # {recipe, or AGAINST_AUTOCAST: Cell}
     fp32: dict = dataclasses.field(default_factory=dict)  # {seed: a record of fp32}
-    read: set = dataclasses.field(default_factory=set)  # (arm, its fp32) whose runs stand in the cells
+    read: set = dataclasses.field(default_factory=set)  # keys of (arm, its fp32) that stand in the cells
 
     @property
     def parameters(self):
@@ -260,7 +260,7 @@ def settings(experiments, known):
 
 def add_record(setting, recipe, experiment, arm, changes, known):
     """Merge what one experiment has of a recipe into a setting. A run that another reads counts once."""
-    both = arm.source, experiment.arm(arm.baseline).source
+    both = tuple(run_key(one.source, 0) for one in (arm, experiment.arm(arm.baseline)))
     if both in setting.read:
         return
     setting.read.add(both)
