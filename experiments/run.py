@@ -3,7 +3,9 @@
     python experiments/run.py 001                          every run that results.jsonl does not hold yet
     python experiments/run.py 001 --dry_run                their commands
     python experiments/run.py 001 --arm fp32 --seeds 0-2   some of them
-    python experiments/run.py 001 --check --seeds 0        again, in a temporary folder, beside the record
+    python experiments/run.py 001 --check --seeds 0        again, in a temporary folder, beside the record;
+                                                           on another kind of machine with a partner, and
+                                                           the gap of the pair is compared
     python experiments/run.py 001 --check --note           and keep what came out, for the experiment's page
     python experiments/run.py 001 --mixed                  also beside records of another kind of CPU
 
@@ -14,7 +16,7 @@ message; --retry runs it again. A run that an arm samples from, or starts from, 
 first, and recorded where it belongs. Runs of a pair belong on one kind of CPU, since bf16 products are summed
 in another order on another: a run whose partner was recorded elsewhere is refused without --mixed, and marked
 in the report with it. Nothing is recorded while the code has changes that are in no commit.
-Exit status: 0, 1 a check that differs or a run that another process has, 2 a mistake.
+Exit status: 0, 1 a check that differs or compared nothing, or a run that another process has, 2 a mistake.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.log import records  # noqa: E402
-from experiments.log.analysis import machine_of  # noqa: E402
+from experiments.log.analysis import machine_of, scores_by_seed  # noqa: E402
 from experiments.log.definition import (  # noqa: E402
     HERE,
     ROOT,
@@ -233,6 +235,8 @@ def run_experiment(experiment, args):
     arms = list(dict.fromkeys(experiment.arm(name).source for name in names))
     seeds = args.seeds or (experiment.seeds[:1] if args.check else experiment.seeds)
     known = known_records(experiment, arms, repair=not (args.check or args.dry_run))
+    if args.check:
+        arms = with_partners(experiment, arms, seeds, known)
     for seed in seeds:
         if seed not in experiment.seeds:
             listed = f"the seeds of experiment {experiment.number}: {experiment.seeds}"
@@ -260,11 +264,12 @@ def run_experiment(experiment, args):
         return follow_runs(experiment, args, todo, runs, wanted, known, done)
 
 
-def this_machine():
-    """The machine that runs are recorded on: a GPU's name, or the CPU's."""
+def this_environment():
+    """The facts of the machine that runs are recorded on, as a record has them."""
     import torch
 
-    return machine_of({"env": environment("cuda" if torch.cuda.is_available() else "cpu")})
+    facts = environment("cuda" if torch.cuda.is_available() else "cpu")
+    return records.picked_keys(facts, records.MACHINE_KEYS)
 
 
 def refuse_changed_code(todo):
@@ -285,7 +290,7 @@ def partners(experiment, arm):
 
 def refuse_mixed_pairs(experiment, todo, known):
     """Raise Refused if a run would stand in a pair with a record of another kind of machine."""
-    machine = this_machine() if todo else ""
+    machine = machine_of({"env": this_environment()}) if todo else ""
     for arm, seed in todo:
         for other in partners(experiment, arm):
             record = known.get(run_key(other, seed))
@@ -311,7 +316,7 @@ FOLDER_IN_USE = " is in use by "  # what Folder.lock says in harness/run_folder.
 
 def follow_runs(experiment, args, todo, runs, wanted, known, done):
     """Run `todo`, and record each run that ends, or compare it with its record; returns the exit status."""
-    status, results = 0, execute_runs(todo, args.jobs, runs)
+    status, results, again = 0, execute_runs(todo, args.jobs, runs), {}
     ahead = {run_key(arm, seed) for arm, seed in todo}
     bar = tqdm(
         total=len(wanted | ahead),
@@ -334,13 +339,60 @@ def follow_runs(experiment, args, todo, runs, wanted, known, done):
                 if run_key(arm, seed) not in done:
                     records.append_record(arm.experiment, record)
             elif run_key(arm, seed) in wanted:
-                others = [r for k, r in known.items() if k[:2] == run_key(arm, seed)[:2]]
-                same, said = records.compare_records(arm, known[run_key(arm, seed)], record, others)
-                bar.write(f"{arm.name}, seed {seed}: {'passed' if same else 'FAILED'}: {said}")
-                if args.note:
-                    records.note_check(arm, seed, same, said, record, machine_of(record))
-                status |= not same
+                again[run_key(arm, seed)] = record
+        if args.check:
+            status |= tell_checks(experiment, args, again, known, bar)
     return status
+
+
+OUTCOMES = {True: "passed", False: "FAILED", None: "NOT COMPARED"}
+
+
+def tell_checks(experiment, args, again, known, bar):
+    """Compare runs made again with their records, or on another machine the gap of each pair of them; returns
+    the exit status: 1 where something differs, or was compared with nothing.
+    """
+    found = {}  # (arm, seed): (same, said)
+    for arm in experiment.arms:
+        for seed in args.seeds or experiment.seeds:
+            record = again.get(run_key(arm.source, seed))
+            if record:
+                found[arm, seed] = records.compare_records(arm, known[run_key(arm.source, seed)], record)
+    paired = set()
+    for (arm, seed), (same, _) in list(found.items()):
+        base = experiment.arm(arm.baseline)
+        if same is None and base is not arm and (base, seed) in found:
+            new = [again[run_key(one.source, seed)] for one in (arm, base)]
+            own, its = map(records.figure_of_record, new, (arm.metric, base.metric))
+            was = gaps(experiment, arm, base, known)
+            found[arm, seed] = records.compare_gaps(arm, was, own - its, seed)
+            paired.add((base, seed))
+    for (arm, seed), (same, said) in found.items():
+        if same is None and (arm, seed) in paired:
+            continue  # its part of a gap
+        bar.write(f"{arm.name}, seed {seed}: {OUTCOMES[same]}: {said}")
+        if args.note and same is not None:
+            record = again[run_key(arm.source, seed)]
+            records.note_check(arm, seed, same, said, record, machine_of(record))
+    return int(not all(same or key in paired for key, (same, _) in found.items()))
+
+
+def gaps(experiment, arm, base, known):
+    """{seed: score of an arm minus its baseline's}"""
+    own, its = (scores_by_seed(experiment, one, known) for one in (arm, base))
+    return {seed: own[seed] - its[seed] for seed in own if seed in its}
+
+
+def with_partners(experiment, arms, seeds, known):
+    """The arms, and of each that was recorded on another machine one that it makes a pair with."""
+    here = this_environment()
+    found = list(arms)
+    for arm in arms:
+        record = known.get(run_key(arm, seeds[0]))
+        beside = [other for other in partners(experiment, arm) if run_key(other, seeds[0]) in known]
+        if record and beside and not records.same_machine(record, here) and not set(beside) & set(found):
+            found.append(beside[0])
+    return found
 
 
 def read_seeds(words):

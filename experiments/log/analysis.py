@@ -291,9 +291,16 @@ def stands_apart(experiment, arm, known):
 
 
 def machine_of(record):
-    """The kind of machine: a GPU's name, or a CPU's without the clock that some hosts add ("@ 2.10GHz")."""
+    """The kind of machine: a GPU's name, or a CPU's and how it multiplies bf16: 'AMD EPYC, avx512_bf16'.
+
+    The clock that some hosts add to a name ("@ 2.10GHz") is no part of it. Two CPUs of one name may differ in
+    their instructions, and then sum bf16 products in another order.
+    """
     facts = record.get("env", {})
-    return facts.get("gpu") or (facts.get("cpu") or "").partition(" @ ")[0] or "unknown machine"
+    name = facts.get("gpu") or (facts.get("cpu") or "").partition(" @ ")[0] or "unknown machine"
+    if facts.get("gpu") or "bf16" not in facts:
+        return name
+    return f"{name}, {facts['bf16'][0] if facts['bf16'] else 'no bf16'}"
 
 
 def pairs_across_machines(experiment, arm, known):

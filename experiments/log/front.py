@@ -71,24 +71,13 @@ def index(experiments, known):
         lines += [f"- [{e.number}]{apart_mark(e, known)} {e.found or e.title}" for e in own]
     planned = [e.number for e in experiments if not has_begun(e, known)]
     if planned:
-        lines += ["", f"Predicted, not run yet: {spans(planned)}"]
+        lines += ["", f"Predicted, not run yet: {', '.join(planned)}"]
     return "\n".join(lines).strip()
 
 
 def apart_mark(experiment, known):
     """'\\*' where git does not show of a comparison that all was fixed before its results."""
     return "\\*" if any(stands_apart(experiment, arm, known) for arm in experiment.arms) else ""
-
-
-def spans(numbers):
-    """'052 to 054, 061' of the ascending numbers of experiments."""
-    found = []
-    for number in numbers:
-        if found and int(number) == int(found[-1][-1]) + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ", ".join(span[0] if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in found)
 
 
 def has_begun(experiment, known):

@@ -355,23 +355,15 @@ def two_digits(x):
 
 
 def figure_of(words, found):
-    """'diffusion from 1 M up: stochastic.median' -> '+0.11 %': a figure of a cell of the table of groups."""
-    name, _, figure = words.rpartition(".")
-    group, _, title = name.partition(": ")
-    named = {title_of(recipe): recipe for recipe in GROUP_ROWS}
-    if group not in GROUPS or title not in named:
-        raise Refused(f"{{all: {words}}}: no such group or recipe")
-    counted = of_group(found, group, named[title])
-    means = [cell.change.mean for _, cell in counted]
-    if not means:
-        raise Refused(f"{{all: {words}}} has no record yet")
-    numbers = {"median": statistics.median(means), "lowest": min(means), "highest": max(means)}
-    counts = {"settings": len(means), "nets": len({setting.net for setting, _ in counted})}
-    if figure in counts:
-        return str(counts[figure])
-    if figure not in numbers:
-        raise Refused(f"{{all: {words}}}: no such figure")
-    return f"{two_digits(numbers[figure])} %"
+    """'diffusion from 1 M up: stochastic.median' -> '+0.11 %', of a cell of the table of groups."""
+    group, _, rest = words.partition(": ")
+    title, _, figure = rest.rpartition(".")
+    recipe = next((one for one in GROUP_ROWS if title_of(one) == title), None)
+    means = [cell.change.mean for _, cell in of_group(found, group, recipe)]
+    figures = {"median": statistics.median, "lowest": min, "highest": max}
+    if not means or figure not in figures:
+        raise Refused(f"{{all: {words}}}: no such figure, or no record of it yet")
+    return f"{two_digits(figures[figure](means))} %"
 
 
 # ---- The page of settings ----------------------------------------------------------------------------------

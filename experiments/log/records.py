@@ -335,10 +335,10 @@ def figure_of_record(record, metric):
         raise Refused(f"{where}: no score '{metric}'; its record holds {', '.join(held)}") from None
 
 
-def compare_records(arm, old, new, records):
+def compare_records(arm, old, new):
     """(same, message) of a run made again, of the scores that the old record holds.
 
-    On the same CPU they are the same to the last bit; elsewhere within 4 sd of the arm's seeds or 4 margins.
+    On the same CPU they are the same to the last bit. Elsewhere one run says nothing: same is None.
     """
     if "failed" in old or "failed" in new:
         if old.get("failed") == new.get("failed"):
@@ -352,15 +352,27 @@ def compare_records(arm, old, new, records):
     a, b = figure_of_record(old, arm.metric), figure_of_record(new, arm.metric)
     said = f"{arm.metric} {a:.6g} recorded (commit {short_commit(old)}), "
     said += f"{b:.6g} now (commit {short_commit(new)})"
-    before, now = {**old.get("env", {}), "python": 0}, {**new.get("env", {}), "python": 0}
-    if before == now and not now.get("gpu"):
-        some = f"{len(moved)} of {len(figures)} scores differ, the first {moved[0]}"
-        return False, f"{said}; {some}; same CPU and torch, where equal bits are expected"
-    spread = [figure_of_record(record, arm.metric) for record in records if "failed" not in record]
-    sd = statistics.stdev(spread) if len(spread) > 2 else 0
-    tolerance = 4 * max(arm.margin, sd)
-    said += f"; another machine or torch than recorded, tolerance {tolerance:.3g}"
-    return abs(a - b) <= tolerance, said
+    if not same_machine(old, new.get("env", {})):
+        return None, f"{said}; another machine or torch than recorded, where a run alone can't be compared"
+    some = f"{len(moved)} of {len(figures)} scores differ, the first {moved[0]}"
+    return False, f"{said}; {some}; same CPU and torch, where equal bits are expected"
+
+
+def same_machine(record, env):
+    """Whether a run on a machine with these facts has the bits of the record."""
+    return {**record.get("env", {}), "python": 0} == {**env, "python": 0} and not env.get("gpu")
+
+
+def compare_gaps(arm, recorded_gaps, gap, seed):
+    """(same, message) of the gap between an arm and its baseline, made again on another machine.
+
+    recorded_gaps: {seed: gap}. It lies within 4 sd of those from the one of its seed, or within the margin.
+    """
+    spread = list(recorded_gaps.values())
+    tolerance = max(arm.margin, 4 * statistics.stdev(spread) if len(spread) > 2 else 0)
+    said = f"{arm.metric} against {arm.baseline} {recorded_gaps[seed]:+.4g} recorded, {gap:+.4g} now; "
+    said += f"another machine or torch than recorded, tolerance {tolerance:.3g}"
+    return abs(gap - recorded_gaps[seed]) <= tolerance, said
 
 
 def short_commit(record):

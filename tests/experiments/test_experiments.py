@@ -335,7 +335,7 @@ def test_a_tiny_experiment_runs_and_checks(folder, capsys, monkeypatch):
     assert report.picture_strips(one, known, folder.parent / "runs") == []
 
 
-def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
+def test_check_is_exact_on_the_same_machine(folder):
     experiment = definition.load_experiment("1", folder)
     arm, records = experiment.arm("fp32"), records_of(experiment)
     old = records[0]
@@ -345,17 +345,43 @@ def test_check_is_exact_on_the_same_machine_and_tolerant_elsewhere(folder):
         return record(experiment, "fp32", 0, frechet, env={**old["env"], **env})
 
     def verdict(new):
-        return log.compare_records(arm, old, new, [r for r in records if r["arm"] == "fp32"])[0]
+        return log.compare_records(arm, old, new)[0]
 
-    assert verdict(again(0.0)) and not verdict(again(1e-12))
-    assert verdict(again(1.9, cpu="other")) and not verdict(again(2.1, cpu="other"))  # 4 margins
+    assert verdict(again(0.0)) and verdict(again(1e-12)) is False
+    assert verdict(again(1e-12, cpu="other")) is None, "a run alone says nothing there"
     assert not verdict({**again(0.0), "failed": "the loss is nan"})
     newer, gone = again(0.0), again(0.0)
     newer["scores"]["ema"]["trace"] = [{"t": 0}]  # a score that is new since
     assert verdict(newer)
     del gone["scores"]["ema"]["label_accuracy"]
-    same, said = log.compare_records(arm, old, gone, [])
+    same, said = log.compare_records(arm, old, gone)
     assert not same and "1 of 5 scores differ, the first ema.label_accuracy" in said
+
+
+def test_check_on_another_machine_compares_the_gap_of_a_pair(folder, fake, capsys):
+    assert run.main(["001", "--arm", "fp32", "sampler", "--seeds", "0"], folder) == 0
+    path = folder / "001-rounding/results.jsonl"
+    before = path.read_text().replace('"cpu": "c"', '"cpu": "another"')
+    path.write_text(before.replace('"frechet": 2.0', '"frechet": 2.1').replace("3.0", "3.2"))
+    check = ["001", "--check", "--note", "--seeds", "0"]
+    assert run.main(check, folder) == 0  # of the baseline, which takes an arm beside it
+    said = capsys.readouterr().out
+    assert "sampler, seed 0: passed: ema.frechet against fp32 +1.1 recorded, +1 now" in said
+    assert "fp32, seed 0:" not in said
+    path.write_text(before.replace("3.0", "4.1"))  # the gap was 2.1, and the margin is 0.5
+    assert run.main(check, folder) == 1 and "sampler, seed 0: FAILED" in capsys.readouterr().out
+    lines = before.replace('"frechet": 2.0', '"frechet": 2.1').splitlines(True)
+    path.write_text("".join(line for line in lines if '"sampler"' not in line))
+    assert run.main(check, folder) == 1, "there is nothing to compare with"
+    assert "fp32, seed 0: NOT COMPARED" in capsys.readouterr().out
+
+
+def test_two_cpus_of_one_name_are_two_kinds_where_one_multiplies_bf16(folder):
+    experiment = definition.load_experiment("1", folder)
+    made = record(experiment, "fp32", 0, 1.0)
+    with_bf16 = {"env": {**made["env"], "bf16": ["avx512_bf16"]}}
+    assert run.machine_of(made) == "c, no bf16" and run.machine_of(with_bf16) == "c, avx512_bf16"
+    assert run.machine_of({"env": {"cpu": "c @ 2 GHz"}}) == "c" and run.machine_of({}) == "unknown machine"
 
 
 # ---- What experiments share --------------------------------------------------------------------------------
