@@ -254,7 +254,7 @@ def test_a_new_experiment_gets_a_page_and_some_can_be_written_alone(folder):
     assert not (folder / "001-rounding/README.md").exists() and not document.exists()
     assert page(folder, "002-more").count("## What ") == 2
     assert report.main([], folder, document) == 0
-    assert "not run yet: 001 to 002" in document.read_text()
+    assert "not run yet: 001, 002" in document.read_text()
     assert report.main(["--check"], folder, document) == 0
     assert report.main(["--check", "2"], folder, document) == 0
 
