@@ -60,7 +60,8 @@ def _fp32_module(place):
     module = place.name_of.get(place.called)
     if not module:
         return []
-    return [f"Precision(..., fp32_modules={(module,)}) computes '{module}' in fp32"]
+    pattern = _without_numbers(module)
+    return [f"Precision(..., fp32_modules={(pattern,)}) computes '{pattern}' in fp32"]
 
 
 def adapt(error: Exception, view: Any) -> bool:
@@ -111,10 +112,13 @@ def _hints(place, view, arguments):
             kept.append(name)
     hints = []
     if found:
-        hints.append(f"fp32 there: {', '.join(list(found)[:4])}; cast it to x.dtype in forward")
+        alike = "self.weight" if "x" in found else "x"
+        hints.append(f"fp32 there: {', '.join(list(found)[:4])}; cast it to {alike}.dtype in forward")
     if buffers:
-        dtypes = {_without_numbers(name): "bf16" for name in buffers}
-        hints.append(f"for a buffer that training does not change: Precision(..., dtypes={dtypes})")
+        hints.append(f"for a buffer that training does not change: {_cast_buffers(buffers)}")
+    elif place.buffers_before():
+        before = place.buffers_before()
+        hints.append(f"where the fp32 buffer {before[0]} made it so: {_cast_buffers(before)}")
     hints += _fp32_module(place)
     if frozen:
         hints.append(f"the frozen weight {frozen[0]} is cast by recipe(..., sites=['frozen=cast'])")
@@ -124,6 +128,11 @@ def _hints(place, view, arguments):
     if kept:
         hints.append(f"the argument {kept[0]} stays fp32: leave it out of Precision's keep")
     return hints
+
+
+def _cast_buffers(names):
+    dtypes = {_without_numbers(name): "bf16" for name in names}
+    return f"Precision(..., dtypes={dtypes})"
 
 
 class _Place:
@@ -166,6 +175,21 @@ class _Place:
         code = linecache.getline(path, line).strip()
         where = f"{os.path.basename(path)}:{line}"
         return f"{title}, {where} `{code}`" if code else f"{title}, {where}"
+
+    def buffers_before(self) -> list[str]:
+        """The names of fp32 buffers with which an input can have been promoted: of the modules that called
+        this one, else of any but norms.
+        """
+        modules = [frame.f_locals.get("self") for frame, _ in reversed(self.frames)]
+        for among in ([m for m in modules if m in self.name_of], self.name_of):
+            found = []
+            for module in among:
+                for name, b in module.named_buffers(self.name_of[module], recurse=False):
+                    if _is_fp32(b) and not hasattr(module, "running_mean"):
+                        found.append(name)
+            if found:
+                return found[:3]
+        return []
 
     def fp32(self) -> dict[str, torch.Tensor]:
         """{name in the code: fp32 tensor} of that line; of all that its function knows, where it names none

@@ -220,3 +220,52 @@ def test_buffers_are_held_by_name():
     refused(lambda: start(LOW, Coded(), dtypes={"encoder*": "fp32"}), "islands")
     refused(lambda: start(LOW, Coded(), dtypes={"*.code": "fp16"}), "fp32 or bf16")
     refused(lambda: start(LOW, Coded(), fp32_modules=("decode",)), "fp32_modules", "'decode'")
+
+
+# ---- Buffers that promote ----------------------------------------------------------------------------------
+
+
+class Scales(nn.Module):
+    """A part that multiplies what it gets by an fp32 buffer, before a stranger's layer or in place of one."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.register_buffer("eps", torch.zeros(1))
+        self.gain = nn.Parameter(torch.ones(1))
+        self.inner = Strange() if calls else None
+
+    def forward(self, x):
+        x = (self.gain + self.eps) * x
+        return x if self.inner is None else self.inner(x)
+
+
+class Strange(nn.Module):
+    """A linear layer that is none of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("kinds", ["calls calls", "scales inner", "inner scales inner"])
+def test_the_buffer_that_promoted_an_input_is_named_with_the_cure(kinds):
+    makes = {"calls": lambda: Scales(True), "scales": lambda: Scales(False), "inner": Strange}
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(makes[kind]() for kind in kinds.split())
+
+        def forward(self, x):
+            for conv in self.convs:
+                x = conv(x)
+            return x
+
+    said = refused(lambda: start(LOW, Net())(draw(4, 8)), "dtypes={'convs.*.eps': 'bf16'}")
+    assert "self.weight.dtype" in said
+    run = start(LOW, Net(), dtypes={"convs.*.eps": "bf16"})
+    run.backward(run(draw(4, 8)).square().mean())
+    run.step()
