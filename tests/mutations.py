@@ -303,7 +303,7 @@ def report(mutations):
 def line_of(mutation, folder=ROOT):
     at = f"{mutation.file}:{mutation.lines[0]} {mutation.function}"
     text = (folder / mutation.file).read_bytes()[mutation.start : mutation.end].decode()
-    return f"{mutation.name} {at}: {' '.join(text.split())} -> {mutation.new}"
+    return f"{mutation.name} {at}: {' '.join(text.split())} -> {' '.join(mutation.new.split())}"
 
 
 # ---- The command -------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def by_hand(folder, names):
     chosen = [(row, mutations_by_hand.found(row, folder)) for row in chosen]
     for row, mutation in chosen:
         if mutation is None:
-            print(f"{row.name}: its text stands in {row.file}, {row.function}, no more, or twice")
+            print(f"{row.name}: its text stands nowhere, or in several places")
         elif mutation.file != row.file:
             print(f"{row.name}: moved from {row.file} to {mutation.file}")
     return chosen

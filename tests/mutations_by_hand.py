@@ -1,6 +1,7 @@
 """Faults that a person could make, placed by hand; mutations.py plants them."""
 
 import ast
+import re
 from typing import NamedTuple
 
 import mutations_by_rule
@@ -519,33 +520,29 @@ BY_HAND = (*LOWPREC, *HARNESS, *TASKS)
 
 
 def found(row, folder):
-    """A Mutation where the text of a ByHand stands in a copy of the repository; None where it does not stand
-    once.
+    """A Mutation where the text of a ByHand stands in a copy of the repository; None where it is not to be
+    found. It is looked for in its function, in a function of that name elsewhere, and anywhere.
     """
-    own = folder / row.file
-    if own.exists():
-        places = places_in(row, own)
+    files = [path for room in mutations_by_rule.ROOMS for path in (folder / room).rglob("*.py")]
+    own = [path for path in files if path == folder / row.file]
+    for paths, function in ((own, row.function), (files, row.function), (files, "")):
+        places = [(path, start) for path in paths for start in starts_in(row.old, function, path)]
         if len(places) == 1:
-            return placed(row, own, places[0], folder)
-    everywhere = []
-    for room in mutations_by_rule.ROOMS:
-        for path in (folder / room).rglob("*.py"):
-            everywhere += [(path, place) for place in places_in(row, path)]
-    return placed(row, *everywhere[0], folder) if len(everywhere) == 1 else None
+            return placed(row, *places[0], folder)
+    return None
 
 
-def places_in(row, path):
-    """Where the text starts, in bytes, within the function of its name."""
+def starts_in(old, function, path):
+    """Where a text starts, in bytes, within the functions of a name; "" for a whole file."""
     text = path.read_bytes()
-    old = row.old.encode()
-    if row.function.encode().rpartition(b".")[2] not in text or old not in text:
+    if old.encode() not in text:
         return []
     lines = text.splitlines(keepends=True)
     found = []
-    for first, last in ranges(ast.parse(text), row.function, len(lines)):
+    for first, last in ranges(ast.parse(text), function, len(lines)):
         start = sum(map(len, lines[: first - 1]))
         part = b"".join(lines[first - 1 : last])
-        found += [start + part.index(old)] if part.count(old) == 1 else []
+        found += [start + at.start() for at in re.finditer(re.escape(old.encode()), part)]
     return found
 
 
