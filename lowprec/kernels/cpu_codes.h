@@ -53,9 +53,9 @@ template <int MANTISSA> static INLINE F of_float8(I code) {
     I size = code & 0x7F;
     F normal = (F)((size << (23 - MANTISSA)) + ((126 + Format::least) << 23));
     const I smallest = I{} + ((127 + Format::least - MANTISSA) << 23);  // its bits
-    F value = size < (1 << MANTISSA) ? __builtin_convertvector(size, F) * (F)smallest : normal;
-    value = normal > Format::top ? F{} + __builtin_nanf("") : value;
-    return code > 0x7F ? -value : value;
+    F value = where(size < (1 << MANTISSA), of_int(size) * (F)smallest, normal);
+    value = where(normal > Format::top, F{} + __builtin_nanf(""), value);
+    return where(code > 0x7F, -value, value);
 }
 
 static inline int block_of(const Moment& m) { return m.bits == 8 ? 256 : 128; }
@@ -67,7 +67,7 @@ static INLINE void draw_uniform(F* uniform, const Moment& m, int64_t at, int n) 
     for (int k = 0; k < n; k += LANES) {
         I bits = (I)(hash(place, m.key) & 0xFFFFFF);
         place += LANES;
-        uniform[k / LANES] = __builtin_convertvector(bits, F) * 0x1p-24f;
+        uniform[k / LANES] = of_int(bits) * 0x1p-24f;
     }
 }
 
@@ -77,7 +77,7 @@ template <int MANTISSA, bool SIGN> static void encode_float8(const Moment& m, F*
     F most{}, uniform[BLOCK / LANES];
     for (int k = 0; k < n; k += LANES) {
         F size = (F)((I)x[k / LANES] & 0x7FFFFFFF);
-        most = larger(size < INFINITE ? size : F{}, most);
+        most = larger(where(size < INFINITE, size, F{}), most);
     }
     const float scale = largest(most) / Format::top;
     m.scales[at / block_of(m)] = scale;
@@ -87,18 +87,18 @@ template <int MANTISSA, bool SIGN> static void encode_float8(const Moment& m, F*
         F y = x[i] / divisor - (x[i] - x[i]);  // NaN where x is not finite
         // above the smallest normal number; below it numbers lie as far apart as just above
         I exponent = (((I)y >> 23) & 0xFF) - (127 + Format::least);
-        exponent = exponent < 0 ? I{} : exponent;
+        exponent = where(exponent < 0, I{}, exponent);
         F a_gap = (F)((127 + MANTISSA - Format::least - exponent) << 23);  // 1 / the gap between two numbers
         F exact = y * a_gap + uniform[i];
-        I gaps = __builtin_convertvector(exact, I);
-        gaps += (I)(__builtin_convertvector(gaps, F) > exact);  // down, where the conversion went up
-        I code = (exponent << MANTISSA) + (gaps < 0 ? -gaps : gaps);
-        code = code > Format::code_of_top ? I{} + Format::code_of_top : code;
+        I gaps = towards_zero(exact);
+        gaps += (I)(of_int(gaps) > exact);  // down, where the conversion went up
+        I code = (exponent << MANTISSA) + where(gaps < 0, -gaps, gaps);
+        code = where(code > Format::code_of_top, I{} + Format::code_of_top, code);
         if (SIGN)
-            code = gaps < 0 ? code | 0x80 : code;
+            code = where(gaps < 0, code | 0x80, code);
         else
-            code = gaps > 0 ? code : x[i] > 0 ? I{} + 1 : I{};
-        code = y == y ? code : 0x7F | (((I)y >> 24) & 0x80);
+            code = where(gaps > 0, code, where(x[i] > 0, I{} + 1, I{}));
+        code = where(y == y, code, 0x7F | (((I)y >> 24) & 0x80));
         write_bytes(m.data, at + i * LANES, mask, code);
     });
 }
@@ -134,7 +134,7 @@ template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t
     if (any_nan(known)) {  // what is not finite becomes zero
         for (int k = 0; k < n; k += LANES) {
             F own = x[k / LANES];
-            x[k / LANES] = (F)((I)own & 0x7FFFFFFF) < INFINITE ? own : F{};
+            x[k / LANES] = where((F)((I)own & 0x7FFFFFFF) < INFINITE, own, F{});
         }
         return encode<BITS, SIGN>(m, x, at, n);
     }
@@ -153,18 +153,18 @@ template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t
         F size = (F)((I)y & 0x7FFFFFFF);
         // which stretch: by the exponent, within which two more of them begin at most
         I exponent = ((I)size >> 23) - 96;
-        I slot = pick_int16(slots, exponent < 0 ? I{} : exponent);
+        I slot = pick_int16(slots, where(exponent < 0, I{}, exponent));
         slot = one_more(slot, pick(next, slot), size, true);
         slot = one_more(slot, pick(next, slot), size, true);
         F exact = pick(first, slot) + (size - pick(value, slot)) * pick(rise, slot);
 
-        I code = __builtin_convertvector(exact, I);
-        code = one_more(code, uniform[i], exact - __builtin_convertvector(code, F), false);
+        I code = towards_zero(exact);
+        code = one_more(code, uniform[i], exact - of_int(code), false);
         if (SIGN)
-            code = y < 0 ? zero - code : zero + code;
+            code = where(y < 0, zero - code, zero + code);
         else
-            code = (y > 0) & (code == 0) ? I{} + least_above_zero : code;
-        write_codes(m, BITS, at + i * LANES, mask, SIGN ? (code < 0 ? I{} : code) : code);
+            code = where((y > 0) & (code == 0), I{} + least_above_zero, code);
+        write_codes(m, BITS, at + i * LANES, mask, SIGN ? where(code < 0, I{}, code) : code);
     });
 }
 

@@ -49,7 +49,7 @@ struct TensorStep : Step {
 
 static inline F read(int kind, const void* from, int64_t at, Mask mask) {
     if (kind == FP32) return read_fp32(from, at, mask);
-    return (F)(read_int16(from, at, mask) << 16);
+    return read_bf16(from, at, mask);
 }
 
 // Ask memory for what lies behind this place. The CPU does that by itself, but not past the end of a page.
@@ -70,7 +70,7 @@ static INLINE F write(int kind, void* to, int64_t at, Mask mask, F x, bool nan, 
         return x;
     }
     U bits = (U)x + (stochastic ? noise : 0x7FFF + (((U)x >> 16) & 1));
-    if (__builtin_expect(nan, false)) bits = x == x ? bits : U{} + 0x7FC00000;
+    if (__builtin_expect(nan, false)) bits = where(x == x, bits, U{} + 0x7FC00000);
     write_bf16(to, at, mask, bits);
     return (F)((I)bits & -65536);
 }
@@ -83,12 +83,12 @@ static INLINE F held(const TensorStep& s, Sort sort, int64_t at, Mask mask) {
     if (sort.low == BF16) return p + read(BF16, s.low, at, mask);
     if (sort.low == INT16) {
         I rest = read_int16(s.low, at, mask);
-        return (F)(bits + (((bits & 0x7FFFFFFF) == 0) & (rest < 0) ? I{} : rest));
+        return (F)(bits + where(((bits & 0x7FFFFFFF) == 0) & (rest < 0), I{}, rest));
     }
     if (sort.low == FP32) {
         F master = read(FP32, s.low, at, mask);
         I away = bits - (I)master + 0x8000;
-        return (away >= 0) & (away <= 0x10000) ? master : p;
+        return where((away >= 0) & (away <= 0x10000), master, p);
     }
     return p;
 }
@@ -101,8 +101,8 @@ static INLINE F write_weight(const TensorStep& s, Sort sort, int64_t at, Mask ma
     }
     if (sort.low == INT16) {
         I bits = (I)x, high = (bits + 0x8000) & -65536;
-        write(BF16, s.p, at, mask, x == x ? (F)high : x, nan, false, noise);
-        write_int16(s.low, at, mask, x == x ? bits - high : I{});
+        write(BF16, s.p, at, mask, where(x == x, (F)high, x), nan, false, noise);
+        write_int16(s.low, at, mask, where(x == x, bits - high, I{}));
     } else {
         write_fp32(s.low, at, mask, x);
         write(sort.weight, s.p, at, mask, x, nan, false, noise);
@@ -165,7 +165,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         fetch(bits_of(sort.gradient), s.g, at);
         if (sort.low != NONE) fetch(bits_of(sort.low), s.low, at);
         if (s.average != NONE) fetch(bits_of(s.average), s.shadow, at);
-        for (int j = 0; j < count; j++) {
+        UNROLLED for (int j = 0; j < count; j++) {
             const Moment& m = s.moments[j];
             fetch(sort.moments[j] == CODES ? m.bits : bits_of(sort.moments[j]), m.data, at);
         }
@@ -175,7 +175,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         int64_t at = start + i * LANES;
         F g = read(sort.gradient, s.g, at, mask) * scale, old[2];
         if (sort.rule == GIVEN) return std::pair(g, g);  // what stands there is the step already
-        for (int j = 0; j < count; j++) {
+        UNROLLED for (int j = 0; j < count; j++) {
             const Moment& from = s.moments[j];
             int kind = sort.moments[j];
             old[j] = kind == CODES ? decoded(from, at, mask) : read(kind, from.data, at, mask);
@@ -186,7 +186,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         }
         if (sort.rule == LION) {
             F mean = old[0] + lion.one_minus_beta1 * (g - old[0]);
-            F sign = mean > 0 ? F{} + 1 : mean < 0 ? F{} - 1 : mean == 0 ? F{} : mean;
+            F sign = where(mean > 0, F{} + 1, where(mean < 0, F{} - 1, where(mean == 0, F{}, mean)));
             return std::pair(old[0] + lion.one_minus_beta2 * (g - old[0]), lion.rate * sign);
         }
         F m = sort.exact ? fma(F{} + one_minus_beta1, g - old[0], old[0])
@@ -203,7 +203,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         int64_t at = start + i * LANES;
         F now[2] = {m, v};
         U bits[2] = {first >> 16, sort.stochastic ? further(first) & 0xFFFF : U{}};
-        for (int j = 0; j < count; j++) {
+        UNROLLED for (int j = 0; j < count; j++) {
             int kind = sort.moments[j];
             if (sort.root == ROOT_CALLED || kind == CODES)  // with zeros beyond the last value, for a scale
                 kept[j][i] = only(mask, now[j]);
@@ -221,9 +221,9 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         each(n, [&](int i, Mask mask) ALWAYS {
             auto [m, v] = moments(i, mask);
             write_moments(i, mask, m, v, true);
-            root[i] = s.floored ? (v < SMALLEST ? F{} + SMALLEST : v) : v;
+            root[i] = s.floored ? where(v < SMALLEST, F{} + SMALLEST, v) : v;
         });
-        s.called(n, (const float*)root, (float*)root, MODE);
+        s.called(room_of(n), (const float*)root, (float*)root, MODE);
         each(n, [&](int i, Mask mask) ALWAYS {
             F x = weight(i, mask, kept[0][i], root[i]);
             write_rest(i, mask, x, any_nan(x));

@@ -5,11 +5,14 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
+#include <type_traits>
 
 #define ALWAYS __attribute__((always_inline))
 #define INLINE inline ALWAYS
 
 #ifdef __AVX512F__
+
+#define UNROLLED  // as GCC does by itself
 
 const int LANES = 16;
 typedef float F __attribute__((vector_size(64)));
@@ -20,7 +23,9 @@ const U LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 // Which values of a vector are meant: always the first ones
 typedef __mmask16 Mask;
 static inline Mask first_of(int count) { return count < LANES ? (1 << count) - 1 : -1; }
+static inline int room_of(int count) { return count; }  // places in vectors that hold so many values
 static inline F only(Mask mask, F x) { return (F)_mm512_maskz_mov_ps(mask, (__m512)x); }
+#define where(test, x, y) ((test) ? (x) : (y))  // no function: GCC sees a maximum in some of these
 
 // ---- Memory ----
 
@@ -30,6 +35,10 @@ static inline F read_fp32(const void* from, int64_t at, Mask mask) {
 
 static inline I read_int16(const void* from, int64_t at, Mask mask) {
     return (I)_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(mask, (const int16_t*)from + at));
+}
+
+static inline F read_bf16(const void* from, int64_t at, Mask mask) {
+    return (F)(read_int16(from, at, mask) << 16);
 }
 
 static inline void write_fp32(void* to, int64_t at, Mask mask, F x) {
@@ -79,6 +88,8 @@ static inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m51
 static inline F fnma(F a, F b, F c) { return (F)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 static inline F nearest_root(F x) { return (F)_mm512_sqrt_ps((__m512)x); }
 static inline bool any_nan(F x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q); }
+static inline F of_int(I x) { return __builtin_convertvector(x, F); }
+static inline I towards_zero(F x) { return __builtin_convertvector(x, I); }
 // b where one of them is NaN
 static inline F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline F smaller(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -121,110 +132,161 @@ static inline I pick_int16(Sixteen from, I at) {
 
 #else
 
-const int LANES = 8;
-typedef float F __attribute__((vector_size(32)));
-typedef int32_t I __attribute__((vector_size(32)));
-typedef uint32_t U __attribute__((vector_size(32)));
-const U LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+#define UNROLLED _Pragma("GCC unroll 2")
+
+const int LANES = 16;
+typedef float F8 __attribute__((vector_size(32)));
+typedef int32_t I8 __attribute__((vector_size(32)));
+typedef uint32_t U8 __attribute__((vector_size(32)));
+
+// Two vectors as one of sixteen values. What is done to one is done to the other at once, so that neither waits
+// for itself. The first holds values 0 to 3 and 8 to 11, the second the others: so 16-bit numbers unpack.
+template <class V> struct Pair {
+    V a, b;
+    template <class W> explicit operator Pair<W>() const { return {(W)a, (W)b}; }  // the same bits
+    Pair operator-() const { return {-a, -b}; }
+    template <class T> Pair& operator+=(T x) { return *this = *this + x; }
+};
+typedef Pair<F8> F;
+typedef Pair<I8> I;
+typedef Pair<U8> U;
+
+template <class V> using Lane = std::decay_t<decltype(V()[0])>;
+template <class T> using IfNumber = std::enable_if_t<std::is_arithmetic_v<T>>;
+
+// x op y for vectors, and where one of them is a number
+#define LIFTED(op)                                                                                      \
+    template <class V> static INLINE auto operator op(Pair<V> x, Pair<V> y) {                           \
+        return Pair<decltype(x.a op y.a)>{x.a op y.a, x.b op y.b};                                      \
+    }                                                                                                   \
+    template <class V, class T, class = IfNumber<T>> static INLINE auto operator op(Pair<V> x, T y) {   \
+        return Pair<decltype(x.a op x.a)>{x.a op (Lane<V>)y, x.b op (Lane<V>)y};                        \
+    }                                                                                                   \
+    template <class V, class T, class = IfNumber<T>> static INLINE auto operator op(T x, Pair<V> y) {   \
+        return Pair<decltype(y.a op y.a)>{(Lane<V>)x op y.a, (Lane<V>)x op y.b};                        \
+    }
+LIFTED(+) LIFTED(-) LIFTED(*) LIFTED(/) LIFTED(&) LIFTED(|) LIFTED(^) LIFTED(<<) LIFTED(>>)
+LIFTED(<) LIFTED(<=) LIFTED(>) LIFTED(>=) LIFTED(==)
+
+template <class V> static INLINE Pair<V> where(I test, Pair<V> x, Pair<V> y) {
+    return {test.a ? x.a : y.a, test.b ? x.b : y.b};
+}
+
+const U LANE = {{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}};
 
 // How many values of a vector are meant: the first ones
 typedef int Mask;
 static inline Mask first_of(int count) { return count < LANES ? count : LANES; }
-static inline I lanes_of(Mask mask) { return (I)LANE < mask; }
-static inline F only(Mask mask, F x) { return (F)((I)x & lanes_of(mask)); }
+static inline int room_of(int count) { return (count + LANES - 1) / LANES * LANES; }  // they lie in any place
+static inline F only(Mask mask, F x) { return (F)((I)x & ((I)LANE < mask)); }
 
 // ---- Memory ----
 
-static inline F read_fp32(const void* from, int64_t at, Mask mask) {
-    if (mask == LANES) return (F)_mm256_loadu_ps((const float*)from + at);
-    return (F)_mm256_maskload_ps((const float*)from + at, (__m256i)lanes_of(mask));
-}
-
-static inline void write_fp32(void* to, int64_t at, Mask mask, F x) {
-    if (mask == LANES) return _mm256_storeu_ps((float*)to + at, (__m256)x);
-    _mm256_maskstore_ps((float*)to + at, (__m256i)lanes_of(mask), (__m256)x);
-}
-
-// The first bytes of memory, and zeros after them; and back
-static INLINE __m128i read_some(const void* from, int bytes, int all) {
-    __m128i found = _mm_setzero_si128();
-    if (bytes == all)
-        std::memcpy(&found, from, all);
+// As many bytes of memory as a mask means of all, and zeros after them; and back
+template <class V> static INLINE V read_some(const void* from, int bytes) {
+    V found{};
+    if (bytes == sizeof found)
+        std::memcpy(&found, from, sizeof found);
     else
         std::memcpy(&found, from, bytes);
     return found;
 }
 
-static INLINE void write_some(void* to, int bytes, int all, __m128i x) {
-    if (bytes == all)
-        std::memcpy(to, &x, all);
+template <class V> static INLINE void write_some(void* to, int bytes, V x) {
+    if (bytes == sizeof x)
+        std::memcpy(to, &x, sizeof x);
     else
         std::memcpy(to, &x, bytes);
 }
 
-// Eight numbers that fit into 16 bits without a sign
-static inline __m128i narrowed(U x) {
-    return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+static inline F read_fp32(const void* from, int64_t at, Mask mask) {
+    const float* place = (const float*)from + at;
+    F8 first = read_some<F8>(place, mask < 8 ? 4 * mask : 32), last{};
+    if (mask > 8) last = read_some<F8>(place + 8, 4 * mask - 32);
+    return {_mm256_permute2f128_ps(first, last, 0x20), _mm256_permute2f128_ps(first, last, 0x31)};
+}
+
+static inline void write_fp32(void* to, int64_t at, Mask mask, F x) {
+    float* place = (float*)to + at;
+    write_some(place, mask < 8 ? 4 * mask : 32, (F8)_mm256_permute2f128_ps(x.a, x.b, 0x20));
+    if (mask > 8) write_some(place + 8, 4 * mask - 32, (F8)_mm256_permute2f128_ps(x.a, x.b, 0x31));
+}
+
+// Sixteen numbers of 16 bits in order, and as the upper halves of others
+static INLINE __m256i read_words(const void* from, int64_t at, Mask mask) {
+    return read_some<__m256i>((const int16_t*)from + at, 2 * mask);
+}
+
+static INLINE U upper_halves(__m256i words) {
+    __m256i zero = _mm256_setzero_si256();
+    return {(U8)_mm256_unpacklo_epi16(zero, words), (U8)_mm256_unpackhi_epi16(zero, words)};
+}
+
+static INLINE __m256i words_of(U x) { return _mm256_packus_epi32((__m256i)x.a, (__m256i)x.b); }  // below 2^16
+
+static inline F read_bf16(const void* from, int64_t at, Mask mask) {
+    return (F)upper_halves(read_words(from, at, mask));
 }
 
 static inline I read_int16(const void* from, int64_t at, Mask mask) {
-    return (I)_mm256_cvtepi16_epi32(read_some((const int16_t*)from + at, 2 * mask, 16));
+    return (I)upper_halves(read_words(from, at, mask)) >> 16;
 }
 
 static inline void write_bf16(void* to, int64_t at, Mask mask, U x) {
-    write_some((int16_t*)to + at, 2 * mask, 16, narrowed(x >> 16));
+    write_some((int16_t*)to + at, 2 * mask, words_of(x >> 16));
 }
 
 static inline void write_int16(void* to, int64_t at, Mask mask, I x) {
-    write_some((int16_t*)to + at, 2 * mask, 16, narrowed((U)x & 0xFFFF));
+    write_some((int16_t*)to + at, 2 * mask, words_of((U)x & 0xFFFF));
+}
+
+static INLINE I of_bytes(__m128i x) { return (I)(upper_halves(_mm256_cvtepu8_epi16(x)) >> 16); }
+
+// Sixteen bytes of numbers, the largest possible in place of larger ones
+static INLINE __m128i bytes_up_to(I x, int most) {
+    const __m256i limit = _mm256_set1_epi32(most);
+    U near = {(U8)_mm256_min_epu32((__m256i)x.a, limit), (U8)_mm256_min_epu32((__m256i)x.b, limit)};
+    __m256i words = words_of(near);
+    return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 
 static inline I read_bytes(const void* from, int64_t at, Mask mask) {
-    return (I)_mm256_cvtepu8_epi32(read_some((const uint8_t*)from + at, mask, 8));
-}
-
-// Eight bytes of numbers, the largest possible in place of larger ones
-static inline __m128i bytes_up_to(I x, int most) {
-    U near = (U)_mm256_min_epu32((__m256i)x, _mm256_set1_epi32(most));
-    __m128i halves = narrowed(near);
-    return _mm_packus_epi16(halves, halves);
+    return of_bytes(read_some<__m128i>((const uint8_t*)from + at, mask));
 }
 
 static inline void write_bytes(void* to, int64_t at, Mask mask, I x) {
-    write_some((uint8_t*)to + at, mask, 8, bytes_up_to(x, 255));
+    write_some((uint8_t*)to + at, mask, bytes_up_to(x, 255));
 }
 
-static inline Mask bytes_of(Mask mask) { return (mask + 1) / 2; }
-
 static inline I read_halves(const void* from, int64_t at, Mask mask) {
-    __m128i wide = _mm_cvtepu8_epi16(read_some((const uint8_t*)from + at / 2, bytes_of(mask), 4));
+    int64_t pairs = read_some<int64_t>((const uint8_t*)from + at / 2, (mask + 1) / 2);
+    __m128i wide = _mm_cvtepu8_epi16(_mm_cvtsi64_si128(pairs));
     __m128i apart = _mm_or_si128(_mm_srli_epi16(wide, 4), _mm_slli_epi16(wide, 8));
-    return (I)_mm256_cvtepu8_epi32(apart) & 15;
+    return of_bytes(_mm_and_si128(apart, _mm_set1_epi8(15)));
 }
 
 static inline void write_halves(void* to, int64_t at, Mask mask, I x) {
-    __m128i narrow = bytes_up_to(x, 15);
-    __m128i pairs = _mm_or_si128(_mm_slli_epi16(narrow, 4), _mm_srli_epi16(narrow, 8));
-    pairs = _mm_and_si128(pairs, _mm_set1_epi16(255));
-    write_some((uint8_t*)to + at / 2, bytes_of(mask), 4, _mm_packus_epi16(pairs, pairs));
+    __m128i pairs = _mm_maddubs_epi16(bytes_up_to(x, 15), _mm_set1_epi16(0x0110));  // 16 times the first
+    int64_t whole = _mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs));
+    write_some((uint8_t*)to + at / 2, (mask + 1) / 2, whole);
 }
 
 // ---- Arithmetic ----
 
-static inline F fma(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-static inline F nearest_root(F x) { return (F)_mm256_sqrt_ps((__m256)x); }
+static inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)}; }
+static inline F nearest_root(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 static inline F root_of_mkl(F x) { return nearest_root(x); }  // that of a CPU with AVX-512: not asked for here
-static inline bool any_nan(F x) {
-    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q));
-}
-
-static inline F larger(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
-static inline F smaller(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
-static INLINE I one_more(I x, F a, F b, bool equal) { return x - (equal ? (I)(a <= b) : (I)(a < b)); }
+static inline bool any_nan(F x) { return _mm256_movemask_ps(_mm256_cmp_ps(x.a, x.b, _CMP_UNORD_Q)); }
+static inline F of_int(I x) { return {_mm256_cvtepi32_ps((__m256i)x.a), _mm256_cvtepi32_ps((__m256i)x.b)}; }
+static inline I towards_zero(F x) { return {(I8)_mm256_cvttps_epi32(x.a), (I8)_mm256_cvttps_epi32(x.b)}; }
+static inline F larger(F a, F b) { return {_mm256_max_ps(a.a, b.a), _mm256_max_ps(a.b, b.b)}; }
+static inline F smaller(F a, F b) { return {_mm256_min_ps(a.a, b.a), _mm256_min_ps(a.b, b.b)}; }
+static INLINE I one_more(I x, F a, F b, bool equal) { return x - (equal ? a <= b : a < b); }
 
 static inline float largest(F x) {
-    float found = x[0];
-    for (int i = 1; i < LANES; i++) found = x[i] > found ? x[i] : found;
+    F8 both = _mm256_max_ps(x.a, x.b);
+    float found = both[0];
+    for (int i = 1; i < 8; i++) found = both[i] > found ? both[i] : found;
     return found;
 }
 
@@ -232,19 +294,18 @@ static inline float smallest(F x) { return -largest(-x); }
 
 // ---- Tables ----
 
-static inline F look_up(const float* table, I at) { return (F)_mm256_i32gather_ps(table, (__m256i)at, 4); }
-
-struct Sixteen { F low, high; };
-static inline Sixteen sixteen(const float* from) {
-    return {read_fp32(from, 0, LANES), read_fp32(from, LANES, LANES)};
+static inline F look_up(const float* table, I at) {
+    return {_mm256_i32gather_ps(table, (__m256i)at.a, 4), _mm256_i32gather_ps(table, (__m256i)at.b, 4)};
 }
 
+struct Sixteen { F8 low, high; };
+static inline Sixteen sixteen(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
 
-static inline F pick(Sixteen from, I at) {
-    F low = (F)_mm256_permutevar8x32_ps((__m256)from.low, (__m256i)at);
-    F high = (F)_mm256_permutevar8x32_ps((__m256)from.high, (__m256i)at);
-    return at < LANES ? low : high;
+static INLINE F8 pick(Sixteen from, I8 at) {
+    F8 low = _mm256_permutevar8x32_ps(from.low, (__m256i)at), high = _mm256_permutevar8x32_ps(from.high, (__m256i)at);
+    return at < 8 ? low : high;
 }
+static inline F pick(Sixteen from, I at) { return {pick(from, at.a), pick(from, at.b)}; }
 
 static inline I pick_int16(Sixteen from, I at) {
     return ((I)pick(from, at >> 1) >> ((at & 1) << 4)) & 0xFFFF;
