@@ -143,19 +143,30 @@ template <int BITS, bool SIGN> static void encode(const Moment& m, F* x, int64_t
     m.scales[at / block_of(m)] = scale;
 
     auto row = [&m](int i) { return sixteen(m.chart + i * 16); };
-    const Sixteen value = row(0), next = row(1), first = row(2), rise = row(3), slots = row(4);
+    const Sixteen value = row(0), next = row(1), first = row(2), rise = row(3);
+    const Int16s slots = int16s(m.chart + 64);
     const float divisor = scale == 0 ? __builtin_inff() : scale;
     const int zero = (1 << BITS) / 2 - 1, least_above_zero = m.table[0] == 0;
     F uniform[BLOCK / LANES];
     draw_uniform(uniform, m, at, n);
-    each(n, [&](int i, Mask mask) ALWAYS {
-        F y = x[i] / divisor;
+    // which stretch: by the exponent, within which two more of them begin at most
+    auto slot_of = [&](F y) ALWAYS {
         F size = (F)((I)y & 0x7FFFFFFF);
-        // which stretch: by the exponent, within which two more of them begin at most
         I exponent = ((I)size >> 23) - 96;
         I slot = pick_int16(slots, where(exponent < 0, I{}, exponent));
         slot = one_more(slot, pick(next, slot), size, true);
-        slot = one_more(slot, pick(next, slot), size, true);
+        return one_more(slot, pick(next, slot), size, true);
+    };
+    I found[BLOCK / LANES];
+    if (IN_PASSES)
+        for (int k = 0; k < n; k += LANES) {
+            x[k / LANES] = x[k / LANES] / divisor;
+            found[k / LANES] = slot_of(x[k / LANES]);
+        }
+    each(n, [&](int i, Mask mask) ALWAYS {
+        F y = IN_PASSES ? x[i] : x[i] / divisor;
+        F size = (F)((I)y & 0x7FFFFFFF);
+        I slot = IN_PASSES ? found[i] : slot_of(y);
         F exact = pick(first, slot) + (size - pick(value, slot)) * pick(rise, slot);
 
         I code = towards_zero(exact);

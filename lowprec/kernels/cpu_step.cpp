@@ -178,7 +178,8 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         UNROLLED for (int j = 0; j < count; j++) {
             const Moment& from = s.moments[j];
             int kind = sort.moments[j];
-            old[j] = kind == CODES ? decoded(from, at, mask) : read(kind, from.data, at, mask);
+            old[j] = kind == CODES ? IN_PASSES ? kept[j][i] : decoded(from, at, mask)
+                                   : read(kind, from.data, at, mask);
         }
         if (sort.rule == SGD) {
             F m = old[0] * sgd.momentum + g;
@@ -217,6 +218,11 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         if (s.average != NONE) move_average(s, at, mask, now);
     };
 
+    for (int j = 0; IN_PASSES && j < count; j++)
+        if (sort.moments[j] == CODES)
+            each(n, [&](int i, Mask mask) ALWAYS {
+                kept[j][i] = decoded(s.moments[j], start + i * LANES, mask);
+            });
     if (sort.root == ROOT_CALLED) {
         each(n, [&](int i, Mask mask) ALWAYS {
             auto [m, v] = moments(i, mask);

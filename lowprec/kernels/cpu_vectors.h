@@ -1,6 +1,6 @@
 // What cpu_step.cpp asks of a CPU's vectors, in the words of AVX-512 and in those of AVX2 with FMA. GCC alone:
-// LANES values are one of its vectors, (F) and (I) read the bits of one as the other, and `where ? a : b`
-// picks by lane.
+// LANES values are one of its vectors, or two, (F) and (I) read the bits of one as the other, and
+// `where(test, x, y)` picks by lane.
 
 #include <cstdint>
 #include <cstring>
@@ -13,6 +13,7 @@
 #ifdef __AVX512F__
 
 #define UNROLLED  // as GCC does by itself
+const bool IN_PASSES = false;
 
 const int LANES = 16;
 typedef float F __attribute__((vector_size(64)));
@@ -25,7 +26,7 @@ typedef __mmask16 Mask;
 static inline Mask first_of(int count) { return count < LANES ? (1 << count) - 1 : -1; }
 static inline int room_of(int count) { return count; }  // places in vectors that hold so many values
 static inline F only(Mask mask, F x) { return (F)_mm512_maskz_mov_ps(mask, (__m512)x); }
-#define where(test, x, y) ((test) ? (x) : (y))  // no function: GCC sees a maximum in some of these
+#define where(test, x, y) ((test) ? (x) : (y))  // no function: GCC knows a maximum by this form alone
 
 // ---- Memory ----
 
@@ -126,21 +127,26 @@ static inline Sixteen sixteen(const float* from) { return (F)_mm512_loadu_ps(fro
 static inline F pick(Sixteen from, I at) { return (F)_mm512_permutexvar_ps((__m512i)at, (__m512)from); }
 
 // Of 32 numbers of 16 bits
-static inline I pick_int16(Sixteen from, I at) {
+typedef Sixteen Int16s;
+static inline Int16s int16s(const float* from) { return sixteen(from); }
+static inline I pick_int16(Int16s from, I at) {
     return (I)_mm512_maskz_permutexvar_epi16(0x55555555, (__m512i)at, (__m512i)from);
 }
 
 #else
 
 #define UNROLLED _Pragma("GCC unroll 2")
+// Whether a loop with a long chain of operations is two, of which the second reads what the first has found:
+// more of these chains fit into what a CPU looks ahead. Not measured on AVX-512.
+const bool IN_PASSES = true;
 
 const int LANES = 16;
 typedef float F8 __attribute__((vector_size(32)));
 typedef int32_t I8 __attribute__((vector_size(32)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
 
-// Two vectors as one of sixteen values. What is done to one is done to the other at once, so that neither waits
-// for itself. The first holds values 0 to 3 and 8 to 11, the second the others: so 16-bit numbers unpack.
+// Two vectors as one of sixteen values: two chains of operations side by side, and half as many reads and
+// writes. The first holds values 0 to 3 and 8 to 11, the second the others, as 16-bit numbers unpack.
 template <class V> struct Pair {
     V a, b;
     template <class W> explicit operator Pair<W>() const { return {(W)a, (W)b}; }  // the same bits
@@ -182,7 +188,7 @@ static inline F only(Mask mask, F x) { return (F)((I)x & ((I)LANE < mask)); }
 
 // ---- Memory ----
 
-// As many bytes of memory as a mask means of all, and zeros after them; and back
+// The first bytes of memory, and zeros after them; and back
 template <class V> static INLINE V read_some(const void* from, int bytes) {
     V found{};
     if (bytes == sizeof found)
@@ -242,11 +248,8 @@ static inline void write_int16(void* to, int64_t at, Mask mask, I x) {
 
 static INLINE I of_bytes(__m128i x) { return (I)(upper_halves(_mm256_cvtepu8_epi16(x)) >> 16); }
 
-// Sixteen bytes of numbers, the largest possible in place of larger ones
-static INLINE __m128i bytes_up_to(I x, int most) {
-    const __m256i limit = _mm256_set1_epi32(most);
-    U near = {(U8)_mm256_min_epu32((__m256i)x.a, limit), (U8)_mm256_min_epu32((__m256i)x.b, limit)};
-    __m256i words = words_of(near);
+// Sixteen bytes of numbers from -2^15 to 2^15 - 1: the nearest that fit
+static INLINE __m128i bytes_near(__m256i words) {
     return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 
@@ -255,7 +258,7 @@ static inline I read_bytes(const void* from, int64_t at, Mask mask) {
 }
 
 static inline void write_bytes(void* to, int64_t at, Mask mask, I x) {
-    write_some((uint8_t*)to + at, mask, bytes_up_to(x, 255));
+    write_some((uint8_t*)to + at, mask, bytes_near(words_of((U)x)));
 }
 
 static inline I read_halves(const void* from, int64_t at, Mask mask) {
@@ -266,14 +269,17 @@ static inline I read_halves(const void* from, int64_t at, Mask mask) {
 }
 
 static inline void write_halves(void* to, int64_t at, Mask mask, I x) {
-    __m128i pairs = _mm_maddubs_epi16(bytes_up_to(x, 15), _mm_set1_epi16(0x0110));  // 16 times the first
+    __m128i bytes = bytes_near(_mm256_min_epu16(words_of((U)x), _mm256_set1_epi16(15)));
+    __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x0110));  // 16 times the first, and the second
     int64_t whole = _mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs));
     write_some((uint8_t*)to + at / 2, (mask + 1) / 2, whole);
 }
 
 // ---- Arithmetic ----
 
-static inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)}; }
+static inline F fma(F a, F b, F c) {
+    return {_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)};
+}
 static inline F nearest_root(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 static inline F root_of_mkl(F x) { return nearest_root(x); }  // that of a CPU with AVX-512: not asked for here
 static inline bool any_nan(F x) { return _mm256_movemask_ps(_mm256_cmp_ps(x.a, x.b, _CMP_UNORD_Q)); }
@@ -284,10 +290,10 @@ static inline F smaller(F a, F b) { return {_mm256_min_ps(a.a, b.a), _mm256_min_
 static INLINE I one_more(I x, F a, F b, bool equal) { return x - (equal ? a <= b : a < b); }
 
 static inline float largest(F x) {
-    F8 both = _mm256_max_ps(x.a, x.b);
-    float found = both[0];
-    for (int i = 1; i < 8; i++) found = both[i] > found ? both[i] : found;
-    return found;
+    F8 eight = _mm256_max_ps(x.a, x.b);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
 static inline float smallest(F x) { return -largest(-x); }
@@ -299,16 +305,29 @@ static inline F look_up(const float* table, I at) {
 }
 
 struct Sixteen { F8 low, high; };
-static inline Sixteen sixteen(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+static inline Sixteen sixteen(const float* from) {
+    return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+}
 
 static INLINE F8 pick(Sixteen from, I8 at) {
-    F8 low = _mm256_permutevar8x32_ps(from.low, (__m256i)at), high = _mm256_permutevar8x32_ps(from.high, (__m256i)at);
-    return at < 8 ? low : high;
+    F8 low = _mm256_permutevar8x32_ps(from.low, (__m256i)at);
+    F8 high = _mm256_permutevar8x32_ps(from.high, (__m256i)at);
+    return _mm256_blendv_ps(low, high, (F8)(at << 28));  // by the bit of 8
 }
 static inline F pick(Sixteen from, I at) { return {pick(from, at.a), pick(from, at.b)}; }
 
-static inline I pick_int16(Sixteen from, I at) {
-    return ((I)pick(from, at >> 1) >> ((at & 1) << 4)) & 0xFFFF;
+// Of 32 numbers of 16 bits that fit into 8
+struct Int16s { __m256i low, high; };
+static inline Int16s int16s(const float* from) {
+    auto bytes = [&](const float* from) { return bytes_near(_mm256_loadu_si256((const __m256i*)from)); };
+    return {_mm256_broadcastsi128_si256(bytes(from)), _mm256_broadcastsi128_si256(bytes(from + 8))};
 }
+
+static INLINE I8 pick_int16(Int16s from, I8 at) {  // a place with its upper bit set gives zero
+    __m256i low = _mm256_shuffle_epi8(from.low, (__m256i)(at + (int)0x80808070));
+    __m256i high = _mm256_shuffle_epi8(from.high, (__m256i)(at + (int)0x808080F0));
+    return (I8)_mm256_or_si256(low, high);
+}
+static inline I pick_int16(Int16s from, I at) { return {pick_int16(from, at.a), pick_int16(from, at.b)}; }
 
 #endif
