@@ -10,7 +10,8 @@ sites.py lists the kinds of tensor ("sites"), rules.py what is refused and warne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -186,6 +187,28 @@ class Recipe:
 
 # ---- Flags -------------------------------------------------------------------------------------------------
 
+BF16_MOMENTS = dict(exp_avg="bf16", exp_avg_sq="bf16")
+# an exact master promises fp32 AdamW bit for bit, which bf16 moments would break; --set exp_avg=bf16 takes
+# them back
+FP32_MOMENTS = dict(exp_avg="fp32", exp_avg_sq="fp32")
+MOMENTS_BESIDE = {"split": FP32_MOMENTS, "fp32": FP32_MOMENTS, "split8": BF16_MOMENTS}
+LOW = dict(weights="bf16", compute="bf16", grads="bf16", accumulate="bf16")
+# flag of recipe(): its value -> {site: value} that it sets; a flag further down has the last word
+FLAGS: dict[str, Callable[[Any], dict[str, str]]] = {
+    "bf16": lambda on: dict(compute="bf16"),
+    "fp16": lambda on: dict(compute="fp16"),
+    "pure_bf16": lambda on: {**LOW, **BF16_MOMENTS},
+    "master": lambda kind: {"master": kind, **MOMENTS_BESIDE[kind]},
+    "kahan": lambda on: dict(kahan="on"),
+    "stochastic": lambda on: dict(update="stochastic"),
+    "opt8bit": lambda on: dict(exp_avg="int8", exp_avg_sq="int8"),
+    "opt4bit": lambda on: dict(exp_avg="int4", exp_avg_sq="int4"),
+    "fp8": lambda on: dict(compute="fp8"),
+    "fp4": lambda kind: dict(compute="fp4"),
+    "sparse24": lambda kind: dict(sparse24=kind),
+}
+
+
 def recipe(
     *,
     bf16: bool = False,
@@ -208,16 +231,18 @@ def recipe(
 
     sites: single settings ("ema=bf16"), applied after the flags. more: {name: Site} of a task. optimizer: its
     name or class, whose sites the recipe has. flags_of_products: see fp8_backends.FP8_FLAGS and
-    fp4.FP4_FLAGS. Raises Refused
-    for an unknown site or value and for combinations that make no sense, naming the nearest that does;
-    TypeError for an unknown flag.
+    fp4.FP4_FLAGS. Raises Refused for an unknown site or value and for combinations that make no sense, naming
+    the nearest that does; TypeError for an unknown flag.
     """
+    flags = {flag: value for flag, value in locals().items() if flag in FLAGS}
     check_several("sites", sites)
     _check_flag("master", master)
     _check_flag("sparse24", sparse24)
-    flags = rules.FlagFacts(bf16, fp16, pure_bf16, stochastic, kahan, master, opt8bit, opt4bit, fp8, fp4)
-    rules.refuse(rules.FLAG_RULES, flags)
-    values = {"sparse24": sparse24, **_sites_of_flags(flags)}
+    rules.refuse(rules.FLAG_RULES, types.SimpleNamespace(**flags))
+    values = {}
+    for flag, sites_of_flag in FLAGS.items():
+        if flags[flag] not in (False, "none"):
+            values.update(sites_of_flag(flags[flag]))
     task_sites = dict(more or {})
     sites = list(sites)
     chosen = _sites_of_settings(sites, {**SITES, **sites_of(optimizer), **task_sites}, optimizer)
@@ -244,37 +269,9 @@ def _check_flag(site, value):
         raise Refused(f"--{site} {value}: unknown; choose from {', '.join(choices)}")
 
 
-def _sites_of_flags(flags):
-    """{site: value} that flags (rules.FlagFacts) set."""
-    values = {}
-    if flags.bf16:
-        values["compute"] = "bf16"
-    if flags.fp16:
-        values["compute"] = "fp16"
-    if flags.pure_bf16:
-        values.update(weights="bf16", compute="bf16", grads="bf16", accumulate="bf16")
-        # an exact master promises fp32 AdamW bit for bit, which bf16 moments would break; --set exp_avg=bf16
-        # takes them back
-        moments = "fp32" if flags.master in rules.EXACT_MASTERS else "bf16"
-        values.update(exp_avg=moments, exp_avg_sq=moments, master=flags.master)
-    if flags.kahan:
-        values["kahan"] = "on"
-    if flags.stochastic:
-        values["update"] = "stochastic"
-    if flags.opt8bit:
-        values.update(exp_avg="int8", exp_avg_sq="int8")
-    if flags.opt4bit:
-        values.update(exp_avg="int4", exp_avg_sq="int4")
-    if flags.fp8:
-        values["compute"] = "fp8"
-    if flags.fp4 != "none":
-        values["compute"] = "fp4"
-    return values
-
-
 def _decay_needs_sums(values, chosen):
     """Whether the decay of SR-STE, some 1e-4 of a weight, would be rounded away in a bf16 gradient."""
-    decays = values["sparse24"] == "srste" and values.get("weights") == "bf16"
+    decays = values.get("sparse24") == "srste" and values.get("weights") == "bf16"
     return decays and "accumulate" not in chosen
 
 

@@ -5,7 +5,7 @@
 
 All rules of a table get one argument, the facts:
 
-    FLAG_RULES       FlagFacts     what recipe() is called with
+    FLAG_RULES       flags         what recipe() is called with, but for single sites
     RECIPE_RULES     Recipe        which sites go together
     MACHINE_RULES    MachineFacts  a recipe on a device; EMULATION_RULES: what the device is slow at
     NET_RULES        nn.Module     the model of a Precision
@@ -63,25 +63,9 @@ def sentences(rules: tuple[Rule, ...], facts: Any) -> list[str]:
 # ---- Flags -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class FlagFacts:
-    """What recipe() is called with, but for single sites."""
-
-    bf16: bool
-    fp16: bool
-    pure_bf16: bool
-    stochastic: bool
-    kahan: bool
-    master: str
-    opt8bit: bool
-    opt4bit: bool
-    fp8: bool
-    fp4: str = "none"
-
-    @property
-    def precisions(self) -> list[str]:
-        """The flags among --bf16, --fp16 and --pure_bf16 that are given."""
-        return [f"--{name}" for name in ("bf16", "fp16", "pure_bf16") if getattr(self, name)]
+def _precisions(flags):
+    """The flags among --bf16, --fp16 and --pure_bf16 that are given."""
+    return [f"--{name}" for name in ("bf16", "fp16", "pure_bf16") if getattr(flags, name)]
 
 
 def _writes_bf16_weights(flag):
@@ -90,8 +74,8 @@ def _writes_bf16_weights(flag):
 
 FLAG_RULES = (
     Rule(
-        lambda flags: len(flags.precisions) > 1,
-        lambda flags: f"{' and '.join(flags.precisions)} exclude each other: choose one "
+        lambda flags: len(_precisions(flags)) > 1,
+        lambda flags: f"{' and '.join(_precisions(flags))} exclude each other: choose one "
         "(--bf16 keeps fp32 weights, --pure_bf16 does not)",
     ),
     Rule(
@@ -106,13 +90,13 @@ FLAG_RULES = (
     ),
     Rule(
         lambda flags: flags.fp8 and (flags.bf16 or flags.fp16),
-        lambda flags: f"--fp8 and {flags.precisions[0]} exclude each other: --fp8 computes what is not in "
-        f"FP8 in bf16; drop {flags.precisions[0]}",
+        lambda flags: f"--fp8 and {_precisions(flags)[0]} exclude each other: --fp8 computes what is not in "
+        f"FP8 in bf16; drop {_precisions(flags)[0]}",
     ),
     Rule(
         lambda flags: flags.fp4 != "none" and (flags.bf16 or flags.fp16 or flags.fp8),
-        lambda flags: f"--fp4 and {'--fp8' if flags.fp8 else flags.precisions[0]} exclude each other: --fp4 "
-        "computes what is not in FP4 in bf16; leave one out",
+        lambda flags: f"--fp4 and {[*_precisions(flags), '--fp8'][-flags.fp8]} exclude each other: "
+        "--fp4 computes what is not in FP4 in bf16; leave one out",
     ),
 )
 
