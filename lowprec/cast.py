@@ -299,7 +299,16 @@ class Cast:
                 self.dtypes_of_frozen[module] = held
 
     def _cast_low(self, model, r, exact):
-        _cast_parameters(model, exact, self.dtypes_of_frozen.values())
+        dtype_of = dict.fromkeys(model.parameters(), torch.bfloat16)
+        for held in self.dtypes_of_frozen.values():
+            dtype_of.update(held)
+        for module in exact:
+            dtype_of.update(dict.fromkeys(_own_parameters(module), torch.float32))
+        if any(map(buckets.is_spread, dtype_of)):  # what fully_shard keeps follows Module.to, not p.data
+            model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)) if castable(t) else t)
+        else:
+            for p in filter(castable, dtype_of):
+                p.data = p.data.to(dtype_of[p])
         for name, module in model.named_modules():
             held = self.dtypes_of_frozen.get(module)
             dtype = only_dtype(held) if held else r.dtype("buffers")
@@ -332,12 +341,11 @@ class Cast:
     def _borders(self, model, r, islands, within, fp32_outputs):
         """Hooks that cast. within: modules in one that is fp32 as a whole, which need none."""
         weights = r.dtype("weights")
-        compute = r.dtype("compute") if r.autocasts else weights
         around = dict.fromkeys(islands, torch.float32)
         for module, held in self.dtypes_of_frozen.items():
             trains = any(p.requires_grad for p in module.parameters())
             if not trains and not (casts_for_itself(module, r) and all(map(castable, held))):
-                around[module] = only_dtype(held) or compute
+                around[module] = only_dtype(held) or r.dtype("compute" if r.autocasts else "weights")
         has_fp32_buffers = any(b.dtype == torch.float32 for b in model.buffers())
         if r.low_weights and r.buffers == "fp32" and has_fp32_buffers:
             around.update(dict.fromkeys(_parametrizations(model), torch.float32))
@@ -400,20 +408,3 @@ def _fp32_buffers(module):
 def only_dtype(held):
     """The dtype of all of {parameter: its dtype}; None where there are several, or codes."""
     return next(iter(held.values())) if len(set(held.values())) == 1 and all(map(castable, held)) else None
-
-
-def _cast_parameters(model, whole, frozen):
-    """fp32 for the parameters of the modules `whole`, bf16 for the other plain ones. frozen: {parameter:
-    dtype} of modules that are held otherwise.
-    """
-    dtype_of = dict.fromkeys(model.parameters(), torch.bfloat16)
-    for held in frozen:
-        dtype_of.update(held)
-    for module in whole:
-        dtype_of.update(dict.fromkeys(_own_parameters(module), torch.float32))
-    if any(map(buckets.is_spread, dtype_of)):  # what fully_shard keeps follows Module.to alone, not p.data
-        model._apply(lambda t: t.to(dtype_of.get(t, t.dtype)) if castable(t) else t)
-        return
-    for p, dtype in dtype_of.items():
-        if castable(p):
-            p.data = p.data.to(dtype)

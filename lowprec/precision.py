@@ -43,7 +43,7 @@ from .parts import PARTS
 from .parts.part import Method
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rounding import exact_weight
-from .rules import NET_RULES, SETTING_RULES, is_compiled, refuse
+from .rules import NET_RULES, SETTING_RULES, refuse
 from .sites import LOW_PRODUCTS
 from .view import View
 
@@ -171,7 +171,7 @@ class Precision:
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         refuse(NET_RULES, net)
         self.device = next(net.parameters()).device
-        self.compiled = is_compiled(model)
+        self.compiled = net is not model
         self.spread = any(hasattr(p, "device_mesh") for p in net.parameters())  # by fully_shard, over ranks
         self.recipe = self._settled(r)
         check_run(self)

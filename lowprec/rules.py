@@ -95,7 +95,7 @@ FLAG_RULES = (
     ),
     Rule(
         lambda flags: flags.fp4 != "none" and (flags.bf16 or flags.fp16 or flags.fp8),
-        lambda flags: f"--fp4 and {[*_precisions(flags), '--fp8'][-flags.fp8]} exclude each other: "
+        lambda flags: f"--fp4 and {(_precisions(flags) or ['--fp8'])[0]} exclude each other: "
         "--fp4 computes what is not in FP4 in bf16; leave one out",
     ),
 )

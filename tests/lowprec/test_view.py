@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from common import BF16, batches, draw, net, refused, same, start, train
 from torch import nn
 
-from lowprec.cast import _island_modules
+from lowprec.cast import exact_modules
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
 from lowprec.roles import roles
@@ -251,24 +251,28 @@ def parts():
     )
 
 
+def islands_of(model, islands):
+    return exact_modules(model, recipe(**LOW, sites=[f"islands={islands}"]))[0]
+
+
 def test_island_modules_by_kind_and_name():
     model = parts()
     names = {m: n for n, m in model.named_modules()}
 
     def found(islands):
-        return {names[m] for m in _island_modules(model, islands)}
+        return {names[m] for m in islands_of(model, islands)}
 
     assert found("none") == set()
     assert found("norm") == {"block.0", "block.2", "final.norm"}
     assert found("embed") == {"label_embed"}
     assert found("final") == {"final.norm", "final.linear", "up.final"}
     assert found("norm+final") == found("norm") | found("final")
-    assert len(_island_modules(model, "norm+final")) == 5, "each module once"
-    assert _island_modules(net(), "final")[0].out_channels == 1
+    assert len(islands_of(model, "norm+final")) == 5, "each module once"
+    assert islands_of(net(), "final")[0].out_channels == 1
     bare = nn.Sequential(nn.Linear(2, 2))
     for islands in ("final", "norm", "norm+embed"):
         words = (f"islands={islands}", "this net has no", "leave")
-        refused(functools.partial(_island_modules, bare, islands), *words)
+        refused(functools.partial(islands_of, bare, islands), *words)
 
 
 def test_roles_by_type_and_name_and_as_a_net_declares_them():
@@ -287,7 +291,7 @@ def test_roles_by_type_and_name_and_as_a_net_declares_them():
     found = roles(model)
     assert found["up.out"] == {"head"} and found["block.0"] == set() and found["block.2"] == {"norm"}
     names = {m: n for n, m in model.named_modules()}
-    assert "up.out" in {names[m] for m in _island_modules(model, "final")}
+    assert "up.out" in {names[m] for m in islands_of(model, "final")}
 
 
 class OwnNorm(nn.Module):
