@@ -201,6 +201,25 @@ def test_a_diffusers_net_in_a_script():
         optimizer.step()
         optimizer.zero_grad()
     assert_protected(net, optimizer)
+    scheduler = diffusers.DDPMScheduler(10)
+    pipeline = diffusers.DDPMPipeline(unet=page("Accelerate")["to_draw"](net), scheduler=scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline(batch_size=2, num_inference_steps=2, output_type="np").images.shape == (2, 8, 8, 3)
+    assert_protected(net, optimizer)
+
+
+def test_a_trainer_that_feeds_fp32_and_steps_by_itself():
+    own = page("Trainers that step")
+    net = regression()
+    module, optimizer = own["stand_in"](net), own["protected"](net.parameters(), 1e-3)
+    for x, y in zip(torch.randn(3, 4, 8), torch.randn(3, 4, 8), strict=True):
+        loss = F.mse_loss(module(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.dtype == torch.float32 and module.state_dict().keys() == net.state_dict().keys()
+    assert_protected(net, optimizer)
 
 
 @pytest.fixture
