@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,6 +96,9 @@ class CastModule(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._view.net._load_from_state_dict(*args, **kwargs)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> CastModule:
-        self._view.net._apply(*args, **kwargs)
+    def _apply(self, change: Callable, *args: Any, **kwargs: Any) -> CastModule:
+        held = self._view.recipe.dtype("weights")
+        if change(torch.empty(0, dtype=held)).dtype != held:  # of float(), half(), to(dtype)
+            raise Refused("run.module can't be cast: the recipe says what its weights are; cast a copy")
+        self._view.net._apply(change, *args, **kwargs)
         return self

@@ -6,7 +6,7 @@ import common
 import pytest
 import torch
 import torch.nn.functional as F
-from common import BF16, RECIPES, draw, same, start, through_a_file
+from common import BF16, RECIPES, draw, refused, same, start, through_a_file
 from torch import nn
 
 from lowprec.errors import Refused
@@ -35,6 +35,22 @@ class Unet(nn.Module):
     def train(self, mode=True):
         self.trained_in.append(mode)
         return super().train(mode)
+
+
+CASTS = {
+    "float": lambda module: module.float(),
+    "half": lambda module: module.half(),
+    "to": lambda module: module.to(torch.float64),
+    "in a wrapper": lambda module: nn.Sequential(module).float(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_the_module_of_a_run_is_not_cast_by_hand(cast):
+    run = start("stochastic", nn.Linear(8, 8))
+    refused(lambda: cast(run.module), "run.module can't be cast", "cast a copy")
+    run.module.to(torch.bfloat16).to("cpu")
+    assert run.module.weight.dtype == BF16 and run.module(draw(2, 8)).dtype == torch.float32
 
 
 class Diffusion(nn.Module):
