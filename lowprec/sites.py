@@ -93,7 +93,10 @@ SITES = {
     "islands": Site(("none", "norm", "embed", "final")),
     "buffers": Site(
         ("fp32", "bf16"),
-        {"fp32": "frequencies and running statistics keep their bits", "bf16": "cast like the weights; a counter among them stops at 256"},
+        {
+            "fp32": "frequencies and running statistics keep their bits",
+            "bf16": "cast like the weights; a counter among them stops at 256",
+        },
         {
             "bf16": "buffers=bf16: RoPE frequencies and running statistics keep 8 bits; "
             "use --set buffers=fp32 (default)"
