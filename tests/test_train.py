@@ -416,25 +416,21 @@ def test_reversed_velocity_trains_the_mirror_image(flags):
     )
 
 
-TALKATIVE = {
-    "train.py": [str(ROOT / "train.py"), "--task", "language", "--dry_run"],
-    "advise": ["-m", "lowprec", "advise", "--params", "7e9", "--memory", "24GiB"],
-}
+TALKATIVE = ["train.py --task language --dry_run", "-m lowprec advise --params 7e9 --memory 24GiB"]
 
 
-@pytest.mark.parametrize("program", TALKATIVE)
-def test_a_reader_that_ends_early_is_no_error(program, tmp_path):
+def run_command(words, folder, **options):
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in words.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, text=True, **options)
+
+
+@pytest.mark.parametrize("words", TALKATIVE)
+def test_a_reader_that_ends_early_is_no_error(words, tmp_path):
     """`train.py --dry_run | head -1`: the pipe breaks at the next line, and that is all."""
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, *TALKATIVE[program]],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_command(words, tmp_path, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
@@ -446,12 +442,6 @@ FULL = {
     "-m lowprec": ("stdout", 2),
     "-m lowprec advise --nix": ("stderr", 2),
 }
-
-
-def run_command(words, folder, **options):
-    words = [str(ROOT / word) if word.endswith(".py") else word for word in words.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
-    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, text=True, **options)
 
 
 @pytest.mark.parametrize("words", FULL)
