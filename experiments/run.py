@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import io
 import itertools
+import math
 import multiprocessing
 import os
 import runpy
@@ -378,9 +379,10 @@ def tell_checks(experiment, args, again, known, bar):
 
 
 def gaps(experiment, arm, base, known):
-    """{seed: score of an arm minus its baseline's}"""
+    """{seed: score of an arm minus its baseline's}, of runs that did not diverge."""
     own, its = (scores_by_seed(experiment, one, known) for one in (arm, base))
-    return {seed: own[seed] - its[seed] for seed in own if seed in its}
+    found = {seed: own[seed] - its[seed] for seed in own if seed in its}
+    return {seed: gap for seed, gap in found.items() if math.isfinite(gap)}
 
 
 def with_partners(experiment, arms, seeds, known):

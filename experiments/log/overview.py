@@ -152,7 +152,7 @@ class Cell:
 @dataclasses.dataclass
 class Setting:
     flags: dict  # of its fp32 run
-    numbers: set = dataclasses.field(default_factory=set)  # of the experiments that its cells come from
+    numbers: dict = dataclasses.field(default_factory=dict)  # {of an experiment that it comes from: folder}
     cells: dict = dataclasses.field(default_factory=dict)  # {recipe, or AGAINST_AUTOCAST: Cell}
     fp32: dict = dataclasses.field(default_factory=dict)  # {seed: a record of fp32}
     read: set = dataclasses.field(default_factory=set)  # keys of (arm, its fp32) that stand in the cells
@@ -265,7 +265,7 @@ def add_record(setting, recipe, experiment, arm, changes, known):
         return
     setting.read.add(both)
     cell = setting.cells.setdefault(recipe, Cell())
-    setting.numbers.add(arm.source.experiment.number)
+    setting.numbers[arm.source.experiment.number] = arm.source.experiment.folder.name
     setting.fp32 = records_of(experiment, experiment.arm(arm.baseline), known) | setting.fp32
     for seed, change in changes.items():
         cell.seen.setdefault(seed, []).append(1 + change / 100)
@@ -393,7 +393,9 @@ def settings_page(found):
         STEPS_HEAD,
         steps_table([setting for setting in usual if not setting.flags["finetune"]]),
     ]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    folders = {number: folder for setting in found for number, folder in setting.numbers.items()}
+    parts.append("\n".join(f"[{number}]: {folder}/README.md" for number, folder in sorted(folders.items())))
+    return "\n\n".join(part.strip() for part in parts).strip() + "\n"
 
 
 def settings_table(chosen):
@@ -404,7 +406,7 @@ def settings_table(chosen):
     last = None
     for one in chosen:
         cells = [change_text(one.cells.get(recipe), sure) for recipe in columns]
-        lines.append(["" if one.net == last else one.net, one.words, *cells, " ".join(sorted(one.numbers))])
+        lines.append(["" if one.net == last else one.net, one.words, *cells, " ".join(f"[{n}]" for n in sorted(one.numbers))])
         last = one.net
     return compact_table(lines)
 

@@ -366,10 +366,11 @@ def same_machine(record, env):
 def compare_gaps(arm, recorded_gaps, gap, seed):
     """(same, message) of the gap between an arm and its baseline, made again on another machine.
 
-    recorded_gaps: {seed: gap}. It lies within 4 sd of those from the one of its seed, or within the margin.
+    recorded_gaps: {seed: gap}. It lies within 4 sd of those from the one of its seed; of two gaps within the
+    margin.
     """
     spread = list(recorded_gaps.values())
-    tolerance = max(arm.margin, 4 * statistics.stdev(spread) if len(spread) > 2 else 0)
+    tolerance = 4 * statistics.stdev(spread) if len(spread) > 2 else arm.margin
     said = f"{arm.metric} against {arm.baseline} {recorded_gaps[seed]:+.4g} recorded, {gap:+.4g} now; "
     said += f"another machine or torch than recorded, tolerance {tolerance:.3g}"
     return abs(gap - recorded_gaps[seed]) <= tolerance, said

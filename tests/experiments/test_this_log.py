@@ -71,7 +71,7 @@ def test_a_short_arm_of_the_log_gives_its_record_again(capsys):
     if ("017", "fp32", 0) not in log.recorded(e):
         pytest.skip("experiment 017 is not recorded yet")
     assert run.main(["017", "--check", "--arm", "fp32", "--seeds", "0"]) == 0, capsys.readouterr().out
-    assert "fp32, seed 0: passed" in capsys.readouterr().out
+    assert "seed 0: passed" in capsys.readouterr().out  # of the run, or elsewhere of its gap to another
 
 
 @logged
