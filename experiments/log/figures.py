@@ -360,5 +360,5 @@ FIGURES = {  # name of the file: (how it is drawn, its version, what the pages c
     "samples": (draw_strips, 1, "samples of each arm from the same noise"),
     "loss_by_timestep": (draw_bins, 1, "loss by timestep"),
     "curves": (draw_curves, 1, "training curves"),
-    "sizes": (draw_sizes, 1, "the held-out loss against fp32, by the size of the net"),
+    "sizes": (draw_sizes, 2, "the held-out loss against fp32, by the size of the net"),
 }

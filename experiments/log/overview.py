@@ -126,6 +126,7 @@ class Cell:
     seen: dict = dataclasses.field(default_factory=dict)
     level: float = 0.05  # the strictest of its records' looks
     waits: bool = False  # whether a record's page has no verdict yet
+    numbers: dict = dataclasses.field(default_factory=dict)  # {of an experiment that it comes from: folder}
 
     @property
     def ratios(self):
@@ -152,10 +153,14 @@ class Cell:
 @dataclasses.dataclass
 class Setting:
     flags: dict  # of its fp32 run
-    numbers: dict = dataclasses.field(default_factory=dict)  # {of an experiment that it comes from: folder}
     cells: dict = dataclasses.field(default_factory=dict)  # {recipe, or AGAINST_AUTOCAST: Cell}
     fp32: dict = dataclasses.field(default_factory=dict)  # {seed: a record of fp32}
     read: set = dataclasses.field(default_factory=set)  # keys of (arm, its fp32) that stand in the cells
+
+    @property
+    def numbers(self):
+        """{number of an experiment that it comes from: its folder}"""
+        return {number: folder for cell in self.cells.values() for number, folder in cell.numbers.items()}
 
     @property
     def parameters(self):
@@ -265,7 +270,7 @@ def add_record(setting, recipe, experiment, arm, changes, known):
         return
     setting.read.add(both)
     cell = setting.cells.setdefault(recipe, Cell())
-    setting.numbers[arm.source.experiment.number] = arm.source.experiment.folder.name
+    cell.numbers[arm.source.experiment.number] = arm.source.experiment.folder.name
     setting.fp32 = records_of(experiment, experiment.arm(arm.baseline), known) | setting.fp32
     for seed, change in changes.items():
         cell.seen.setdefault(seed, []).append(1 + change / 100)
@@ -406,7 +411,8 @@ def settings_table(chosen):
     last = None
     for one in chosen:
         cells = [change_text(one.cells.get(recipe), sure) for recipe in columns]
-        lines.append(["" if one.net == last else one.net, one.words, *cells, " ".join(f"[{n}]" for n in sorted(one.numbers))])
+        pages = " ".join(f"[{number}]" for number in sorted(one.numbers))
+        lines.append(["" if one.net == last else one.net, one.words, *cells, pages])
         last = one.net
     return compact_table(lines)
 
@@ -491,7 +497,10 @@ def readme_cells(found, recipes):
     lines = {}
     for recipe, one in chosen.items():
         versus = interval_text(beside[recipe], sure) if beside[recipe] else "-"
-        lines[recipe] = [interval_text(one.cells[recipe], sure), versus, one.net]
+        own = one.cells[recipe]
+        folders = sorted(own.numbers.items())
+        pages = [f"[{number}](experiments/{folder}/README.md)" for number, folder in folders]
+        lines[recipe] = [interval_text(own, sure), versus, f"{one.net} ({', '.join(pages)})"]
     return lines
 
 
