@@ -6,7 +6,7 @@ from harness.run_folder import check_export
 from lowprec.errors import Refused
 from lowprec.fsdp import policy_note
 from lowprec.optimizers.build import classes_of
-from lowprec.precision import Options, check_run
+from lowprec.precision import Options, wanted_parts
 from lowprec.rules import check_machine
 
 LATE_AVERAGE = 0.1  # of the initial weights in an average: more shows in what it draws
@@ -28,7 +28,7 @@ def check_processes(run):
         )
     options = Options(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
     asked_for = dict(recipe=run.recipe, options=options, spread=spread, compiled=c.compile, processes=world)
-    check_run(types.SimpleNamespace(**asked_for))
+    wanted_parts(types.SimpleNamespace(**asked_for))
     if c.export:
         check_export(c.export)
 

@@ -40,7 +40,7 @@ from .optimizers.buckets import local_tensor
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers
 from .optimizers.release import clip_factor, norms_of
 from .parts import PARTS
-from .parts.part import Method
+from .parts.part import Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rounding import exact_weight
 from .rules import NET_RULES, SETTING_RULES, refuse
@@ -110,14 +110,14 @@ class Options:
         return {name: getattr(self, name) for name in names}
 
 
-def check_run(run: Any) -> None:
-    """Raise Refused for what can't be trained. run: a Precision, or recipe, options, spread, compiled and
-    processes of one that is asked for.
+def wanted_parts(run: Any) -> list[type[Part]]:
+    """The classes of the parts that a run has. Raises Refused for what can't be trained. run: a Precision, or
+    recipe, options, spread, compiled and processes of one that is asked for.
     """
-    refuse(SETTING_RULES, run)
-    for place in PARTS:
-        if place.wanted(run):
-            refuse(place.load().rules, run)
+    kinds = [place.load() for place in PARTS if place.wanted(run)]
+    for rules in (SETTING_RULES, *[kind.rules for kind in kinds]):
+        refuse(rules, run)
+    return kinds
 
 
 class OneRank:
@@ -165,7 +165,9 @@ class Precision:
     processes = 1
 
     def __init__(self, model: nn.Module, r: Recipe | None = None, **options: Any):
-        _check_names(options)
+        unknown = options.keys() - Options.__dataclass_fields__.keys()
+        if unknown:
+            _refuse_name(min(unknown), options)
         self.options = Options(**options)
         settle_vector_math()
         self.model = net = getattr(model, "_orig_mod", model)  # what torch.compile wraps
@@ -174,7 +176,7 @@ class Precision:
         self.compiled = net is not model
         self.spread = any(hasattr(p, "device_mesh") for p in net.parameters())  # by fully_shard, over ranks
         self.recipe = self._settled(r)
-        check_run(self)
+        kinds = wanted_parts(self)
         # what no optimiser takes is refused while the net is still as it came
         check_numbers({name: value for name, value in self.options.of_optimizer.items() if value is not None})
         if self.options.groups is not None:
@@ -182,10 +184,9 @@ class Precision:
 
         self.ranks: Any = ONE_RANK
         self.away = None  # the offload.Offload that keeps the moments elsewhere
-        self.parts: list = []
-        for place in PARTS:
-            if place.wanted(self):
-                self.parts.append(place.load().of(self))
+        self.parts: list[Part] = []
+        for kind in kinds:
+            self.parts.append(kind.of(self))
         originals = self._cast(model)
         self._make_optimizer(originals)
         self._make_averages()
@@ -648,12 +649,8 @@ class Precision:
 # ---- What is asked for -------------------------------------------------------------------------------------
 
 
-def _check_names(options):
+def _refuse_name(name, options):
     """Raise TypeError for an option that is none, as Python does; Refused for one of recipe()."""
-    unknown = options.keys() - {field.name for field in dataclasses.fields(Options)}
-    if not unknown:
-        return
-    name = min(unknown)
     if name in inspect.signature(recipe).parameters:
         given = f"{name}={options[name]!r}"
         raise Refused(f"{name}= belongs to the recipe: Precision(model, recipe({given}))")

@@ -68,6 +68,8 @@ class Recipe:
         if unknown:
             raise TypeError(f"Recipe() got an unexpected keyword argument '{min(unknown)}'")
         self.values.update(values)
+        vars(self).update(self.values)
+        self.low_weights = self.values["weights"] == "bf16"  # whether the weights are bf16
         self._kept_for = None  # the optimisers whose sites it has, see `keeping`
 
     @property
@@ -76,8 +78,6 @@ class Recipe:
         return {**SITES, **self.more}
 
     def __getattr__(self, name: str) -> str:
-        if name in self.__dict__.get("values", ()):
-            return self.__dict__["values"][name]
         raise AttributeError(f"a recipe has no site '{name}'")
 
     def __getitem__(self, site: str) -> str:
@@ -118,11 +118,6 @@ class Recipe:
         settled = Recipe(self.more, *options, **self.values)
         settled._kept_for = self._kept_for
         return settled
-
-    @property
-    def low_weights(self) -> bool:
-        """Whether the weights are bf16."""
-        return self.weights == "bf16"
 
     @property
     def autocasts(self) -> bool:

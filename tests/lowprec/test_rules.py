@@ -15,7 +15,7 @@ from lowprec.optimizers.peers import Peer
 from lowprec.parts import PARTS
 from lowprec.parts.part import Part
 from lowprec.parts.release import RELEASE_RULES
-from lowprec.precision import Options, Precision, check_run
+from lowprec.precision import Options, Precision, wanted_parts
 from lowprec.recipes import recipe
 from lowprec.rules import NET_RULES, SETTING_RULES, refuse
 
@@ -54,7 +54,7 @@ def asked_for(recipe=PLAIN, spread=False, compiled=False, processes=1, **options
 @pytest.mark.parametrize("facts, words", CASES, ids=lambda x: "+".join(x) if isinstance(x, dict) else "")
 def test_a_run_that_can_not_be_is_refused(facts, words):
     with pytest.raises(Refused) as refused:
-        check_run(asked_for(**facts))
+        wanted_parts(asked_for(**facts))
     for word in words:
         assert word in str(refused.value)
 
@@ -70,9 +70,9 @@ def test_every_rule_of_a_run_has_a_case():
 
 
 def test_a_run_of_defaults_is_refused_by_none():
-    check_run(asked_for())
-    check_run(asked_for(FP8, compiled=True, processes=8, accumulate=4, clip_grad=1.0, states_on="cpu"))
-    check_run(asked_for(spread=True, processes=2, clip_tensor=1.0))
+    wanted_parts(asked_for())
+    wanted_parts(asked_for(FP8, compiled=True, processes=8, accumulate=4, clip_grad=1.0, states_on="cpu"))
+    wanted_parts(asked_for(spread=True, processes=2, clip_tensor=1.0))
     refuse(NET_RULES, net())
 
 
@@ -106,7 +106,7 @@ def test_moments_of_a_strangers_optimiser_stay_where_they_are():
 
 def test_the_first_rule_that_holds_speaks():
     with pytest.raises(Refused, match="clip_grad=-1"):
-        check_run(asked_for(clip_grad=-1, grad_release=True, processes=2))
+        wanted_parts(asked_for(clip_grad=-1, grad_release=True, processes=2))
 
 
 def test_the_order_of_the_parts_of_a_run():
