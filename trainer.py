@@ -24,10 +24,10 @@ from harness.schedule import is_due, lr_factor
 from harness.summary import finish
 from harness.validation import BEST_FILE, Validation, steps_an_epoch
 from lowprec import fsdp, ledger
-from lowprec.activations import Meter, recompute, recomputed_blocks
 from lowprec.cast import exact_modules
 from lowprec.errors import Refused
 from lowprec.optimizers import adafactor
+from lowprec.parts.activations import Meter, recompute, recomputed_blocks
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
 from precision import check_origin, recipe_of_run

@@ -31,9 +31,9 @@ from benchmarks.common import (
     typed,
 )
 from harness.flags import natural
-from lowprec.activations import Meter, recompute
 from lowprec.formats import FORMATS
 from lowprec.optimizers import offload
+from lowprec.parts.activations import Meter, recompute
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 

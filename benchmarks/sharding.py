@@ -29,10 +29,10 @@ from benchmarks.common import (
 )
 from harness.flags import natural
 from lowprec import fsdp
-from lowprec.activations import recomputed_blocks
 from lowprec.advice import footprint
 from lowprec.ledger import WORLDS_SHOWN, gathered_at_once, held_by_rank
 from lowprec.optimizers import buckets
+from lowprec.parts.activations import recomputed_blocks
 from lowprec.precision import Precision, recipe
 from models import DiT
 

@@ -33,8 +33,8 @@ from benchmarks.common import (
 )
 from harness.flags import count
 from harness.validation import steps_an_epoch
-from lowprec.activations import Meter
 from lowprec.errors import Refused
+from lowprec.parts.activations import Meter
 from lowprec.precision import Precision
 from tasks.steve import GUMBEL_BITS, PATCH
 from trainer import Trainer

@@ -5,8 +5,8 @@ import torch
 from harness import shards
 from harness.checkpoints import check_optimizer, fitting
 from harness.run_folder import CHECKPOINT, peak_memory
-from lowprec.activations import Meter
 from lowprec.errors import Refused
+from lowprec.parts.activations import Meter
 
 
 def open_folder(run):

@@ -7,7 +7,7 @@ import torch
 
 from harness.files import write_json
 from harness.run_folder import peak_memory
-from lowprec.activations import Meter
+from lowprec.parts.activations import Meter
 from lowprec.parts.loss_scale import LossScale
 
 

@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
-from .frozen_weights import (
+from .layers import convolutions
+from .optimizers import buckets
+from .parts.frozen import (
     averages_inside,
     castable,
     casts_for_itself,
@@ -25,8 +27,6 @@ from .frozen_weights import (
     frozen_modules,
     matching,
 )
-from .layers import convolutions
-from .optimizers import buckets
 from .roles import roles
 from .rounding import DTYPE_OF_NAME
 

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_map
 from .cast import Cast
 from .copies import copied
 from .errors import Refused, check_choice, check_several
-from .frozen_weights import warn_of_averages, without_quantised_base
 from .kernels import cpu_products
 from .layers import convolutions
 from .machine import settle_vector_math
@@ -40,6 +39,7 @@ from .optimizers.buckets import local_tensor
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers
 from .optimizers.release import clip_factor, norms_of
 from .parts import PARTS
+from .parts.frozen import warn_of_averages, without_quantised_base
 from .parts.part import Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rounding import exact_weight

@@ -51,7 +51,7 @@ class View:
     @functools.cached_property
     def first_call(self) -> Any:
         """What says so."""
-        from .first_call import FirstCall
+        from .parts.first_call import FirstCall
 
         return FirstCall(self.net)
 
@@ -148,7 +148,7 @@ class View:
                     out = function(*args, **kwargs)
                 break
             except (RuntimeError, ValueError, AssertionError) as error:
-                from .mixed import adapt, explain
+                from .parts.mixed import adapt, explain
 
                 if start is None or not adapt(error, self):
                     explain(error, self, {**dict(zip(_names(arguments, args), args, strict=True)), **kwargs})

@@ -25,11 +25,11 @@ from torch import nn
 
 from benchmarks import sharding
 from harness import reduction
-from lowprec.activations import recompute
 from lowprec.errors import Refused
 from lowprec.optimizers import buckets
 from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.lion import Lion
+from lowprec.parts.activations import recompute
 from lowprec.parts.loss_scale import LossScale
 from lowprec.precision import Precision, recipe
 

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import ledger
-from ..activations import recomputed_blocks
 from ..cast import Cast
 from ..copies import without_values
 from ..errors import Refused, first_line
 from ..kernels import cpu_products
+from ..parts.activations import recomputed_blocks
 from ..precision import Precision
 from ..view import View
 

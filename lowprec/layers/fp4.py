@@ -10,10 +10,10 @@ in bf16, and bf16 for the last steps.
 import dataclasses
 import functools
 
-from ..activations import recomputed_blocks
 from ..block_formats import BLOCK_FORMATS
 from ..errors import Refused
 from ..machine import try_import
+from ..parts.activations import recomputed_blocks
 from ..rounding import Noise, noise_key
 from .block_product import Plan
 from .fp8 import FP8

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from ..copies import copied
 from . import fp8_backends, fp8_product
+from .coverage import PREFIXES_OF_HOOKS, Coverage
 from .fp8_backends import Options, resolve
 from .fp8_product import Linear, Scaling, matmul
-from .method import PREFIXES_OF_HOOKS, Coverage
 
 __all__ = [
     "FP8",

@@ -18,9 +18,9 @@ from ..parts.part import Method
 from ..sites import BLOCKS_OF_GENERATION
 from . import gptq
 from .block_product import Plan
+from .coverage import Coverage
 from .fp8 import FP8
 from .fp8_backends import Options
-from .method import Coverage
 
 
 class Rounding(NamedTuple):

@@ -15,8 +15,8 @@ from cli import SEGMENT, assert_same, checkpoint, command, one_line, quick, summ
 from torch import nn
 
 import models
-from lowprec.activations import Meter, recompute, recomputed_blocks
 from lowprec.errors import Refused
+from lowprec.parts.activations import Meter, recompute, recomputed_blocks
 from lowprec.precision import Precision, recipe
 from models import DIFFUSION_UNETS, GENERATIVE, SEGMENTING
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from common import BF16, draw, start
 from torch import nn
 
-from lowprec.first_call import what_merges
+from lowprec.parts.first_call import what_merges
 
 eager = common.eager
 LOW = dict(pure_bf16=True, stochastic=True)

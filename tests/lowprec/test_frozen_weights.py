@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from common import BF16, draw, refused, same, start, through_a_file
 from torch import nn
 
-from lowprec.frozen_weights import averages_inside
+from lowprec.parts.frozen import averages_inside
 
 eager = common.eager
 LOW = dict(pure_bf16=True, stochastic=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cast import Into
-from .errors import Refused, first_line
-from .kernels import cpu_products
+from ..cast import Into
+from ..errors import Refused, first_line
+from ..kernels import cpu_products
 
 # how torch says that two tensors of an operation have different dtypes, or that it has no bf16 kernel
 MIXED_DTYPES_ERROR = re.compile(

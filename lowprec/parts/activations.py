@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .errors import Refused
-from .parts.part import Part
+from ..errors import Refused
+from .part import Part
 
 # nodes of autograd behind which a weight is still the same numbers
 NODES_OF_COPIES = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import Refused
-from .layers.convolutions import CONVOLUTIONS
-from .rounding import DTYPE_OF_NAME
+from ..errors import Refused
+from ..layers.convolutions import CONVOLUTIONS
+from ..rounding import DTYPE_OF_NAME
 
 # what nets call the average of another of their parts
 NAMES_OF_AVERAGES = re.compile(r"(?i)teacher|target|momentum|key_encoder|encoder_key|(^|_)(ema|slow|k)(_|$)")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cast import narrowed
+from ..cast import narrowed
 
 MOST_COORDINATES = 8  # coordinates of a position; images are wider
 ENOUGH_IN_ORDER = 16  # values in order that are no accident: 16 numbers drawn at random lie so once in 10^13
