@@ -40,6 +40,7 @@ DTYPES_OF_LOW_PARTS = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
 ADAMW_CLASSES = {"Adam", "AdamW", "_AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"}
 ADAMW_CLASSES |= {"FusedAdam", "FusedAdamW", "CPUAdam", "DeepSpeedCPUAdam"}
 PACKAGES_OF_ADAMW = {"torchao", "apex", "deepspeed", "transformer_engine", "colossalai"}
+WITHOUT_DECAY = {"weight_decay": 0.0, "wd": 0.0}  # options of a group
 # torch's optimisers that add weight decay to the gradient
 COUPLED_DECAY = {"RMSprop", "NAdam", "RAdam", "Adagrad"}
 # torch's optimisers whose update of an entry depends on that entry alone
@@ -312,9 +313,9 @@ class Stranger(peers.Peer):
         take = pick if self.elementwise else values_here
         twins = dict(zip(can, stepped_twins(self.inner, can, take), strict=True))
         self.silent |= {p for p, twin in twins.items() if twin is None}
-        decaying = [p for p in can if twins[p] is not None and self._group(p).get("weight_decay")]
+        decaying = [p for p in can if twins[p] and any(self._group(p).get(name) for name in WITHOUT_DECAY)]
         if decaying:  # once more, without it
-            for twin in stepped_twins(self.inner, decaying, take, weight_decay=0.0):
+            for twin in stepped_twins(self.inner, decaying, take, **WITHOUT_DECAY):
                 whole = twins[twin.p] if twin is not None else None
                 if whole is not None and not whole.rounds:
                     self.decays[twin.p] = self._sample(whole.update - twin.update, pick)

@@ -51,6 +51,8 @@ class Steps(Sums):
         "beside",  # of the steps of what it moved, squared
         "shrunk",  # of what it moved times the weight, where it makes that smaller
         "shrinkable",  # of the weights that it moved, squared
+        "codes_error",  # of momentum in codes that an optimiser orthogonalises: what it is off, squared
+        "codes_size",  # of what it should be, squared
         "stood",  # looks between which the average did not move, although away from its weight
     )
 
@@ -97,6 +99,15 @@ class Steps(Sums):
             **_bf16_values(look),
         }
         self.put(rows, look.index, look.lengths)
+
+    def add_codes(self, look, answers):
+        """Count what the codes of `orthogonalised_momentum` are off after a step."""
+        now = orthogonalised_momentum(look, answers)
+        for k, before in look.codes.items():
+            beta, _ = answers.decay(look.params[k], "momentum")
+            aim = torch.lerp(before, look.g.split(look.lengths)[k], 1 - beta)
+            rows = {"codes_error": (now[k] - aim).square(), "codes_size": aim.square()}
+            self.put(rows, [look.index[k]], [len(aim)])
 
     def follow(self, look, now):
         """Count what became of the weights between the step of a look and the next. now: held then, [n]."""
@@ -227,6 +238,14 @@ def _bf16_values(look):
 
 def _is_bf16(values):
     return values.bfloat16().float() == values
+
+
+def orthogonalised_momentum(look, answers):
+    """{k: momentum of tensor k, fp32 [n]}, of those in codes whose optimiser orthogonalises it, as Muon."""
+    if "orthogonalise" not in getattr(answers, "sites", ()):
+        return {}
+    coded = [k for k, p in enumerate(look.params) if answers.coded(p, "momentum")]
+    return {k: answers.moment(look.params[k], "momentum", look.pick).float().clone() for k in coded}
 
 
 def first_moments(look, answers):

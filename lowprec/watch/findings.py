@@ -604,6 +604,15 @@ FAULTS_OF_TENSOR = [
             rank=0.1,
         ),
     ],
+    [
+        Fault(
+            site="momentum",
+            limit=0.05,
+            measure=measures.momentum_in_codes,
+            text="its codes are {error:.0%} off, and the step makes small parts as large as the large ones",
+            remedy="8-bit codes or bf16",
+        ),
+    ],
     rows_of_noise(NOISE_OF_WEIGHTS),
     rows_of_noise(NOISE_OF_MOMENTS),
     [
@@ -1083,7 +1092,7 @@ FAULTS_OF_RUN = [
 
 def no_step_was_done(watch):
     """The finding of a watch that has seen no step."""
-    passes, spoilt = watch.passes.count, watch.passes.spoilt
+    passes, spoilt = watch.passes.most()
     text, remedy = "no step was done since this watch began", DOES_IT_STEP
     if passes >= 10:
         text += f", in {passes} backward passes"

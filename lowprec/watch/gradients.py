@@ -13,6 +13,7 @@ from .sums import Sums, one_an_entry, totals
 # relative distance up to which a gradient is the one that backward gave, times a factor
 ALIKE_WITHIN = 0.02
 ENOUGH_ENTRIES = 16  # entries of a tensor that say something together
+AT_ONCE = 64  # passes or steps that are read together, so that a GPU is waited for once
 
 
 class Partial:
@@ -279,23 +280,31 @@ class Passes:
         self.stepped()
 
     def stepped(self):
-        self.heard = {}  # {parameter: (passes, those of the last that were not finite)}
+        self.sums = {}  # {parameter: sums of its gradients, [] of those that were counted}
+        self.counted = {}  # {parameter: (passes, those of the last that were not finite)}
 
-    @torch.no_grad()
     def _hear(self, p, g):
         if g.is_sparse:
             return
-        count, spoilt = self.heard.get(p, (0, 0))
-        bad = self.pick(g).sum() * 0 != 0  # nothing waits for a GPU
-        self.heard[p] = count + 1, (spoilt + 1) * bad
+        sums = self.sums.setdefault(p, [])
+        sums.append(self.pick(g.detach()).sum())
+        if len(sums) >= AT_ONCE:
+            self._count()
 
-    @property
-    def count(self):
-        return max((count for count, _ in self.heard.values()), default=0)
+    def _count(self):
+        for p, sums in self.sums.items():
+            passes, spoilt = self.counted.get(p, (0, 0))
+            finite = torch.stack(sums).isfinite().tolist() if sums else []
+            for is_finite in finite:
+                spoilt = 0 if is_finite else spoilt + 1
+            self.counted[p] = passes + len(sums), spoilt
+            self.sums[p] = []
 
-    @property
-    def spoilt(self):
-        return max((int(spoilt) for _, spoilt in self.heard.values()), default=0)
+    def most(self):
+        """(passes, those of the last that were not finite), of the parameter that heard most of them."""
+        self._count()
+        passes, spoilt = zip(*self.counted.values(), strict=True) if self.counted else ((0,), (0,))
+        return max(passes), max(spoilt)
 
     def remove(self):
         for handle in self.handles:

@@ -4,6 +4,7 @@ import torch
 
 from ..telemetry import values_here
 from .adapters import accumulates
+from .gradients import AT_ONCE
 from .net_state import rounded_values
 
 ENTRIES = 64
@@ -12,7 +13,7 @@ ENTRIES = 64
 class Masters:
     """Looks at a few entries of the largest fp32 matrix at each step, and at all weights at the first one.
 
-    named: [(name, parameter)]. Nothing waits for a GPU.
+    named: [(name, parameter)].
     """
 
     def __init__(self, named, pick):
@@ -21,7 +22,9 @@ class Masters:
         self.at_first = []  # names of those that were bf16 numbers when the watch began, beside moments
         matrices = [one for one in named if _is_matrix(one[1])]
         self.name, self.p = max(matrices, key=lambda one: one[1].numel(), default=(None, None))
-        self.first = None
+        self.kept = []  # entries before the last steps
+        self.first, self.seen_wide = None, False  # its first entries; whether they were ever no bf16 numbers
+        self.at, self.times, self.last = 0, 0, 0  # the step that found them rounded, how often, the last step
 
     def begin(self, state_of):
         """Look at all weights before the first step. state_of: parameter -> what the optimiser keeps."""
@@ -32,29 +35,36 @@ class Masters:
                     self.at_first.append(name)
 
     def step(self, step):
-        """Look at a few entries before a step."""
+        """Keep a few entries before a step."""
         if self.p is None:
             return
         flat = values_here(self.p).detach().flatten()
+        self.kept.append(flat[:: max(1, flat.numel() // ENTRIES)][:ENTRIES].clone())
+        self.last = step
+        if len(self.kept) >= AT_ONCE:
+            self._read()
+
+    def _read(self):
+        """Look at what was kept, of several steps."""
+        if not self.kept:
+            return
+        entries, self.kept = torch.stack(self.kept).cpu(), []
         if self.first is None:
-            self.index = torch.arange(ENTRIES, device=flat.device) * (flat.numel() // ENTRIES)
-            self.first = self.rounded = flat[self.index]
-            self.seen_wide = torch.zeros((), dtype=torch.bool, device=flat.device)
-            self.times, self.at = self.seen_wide.int(), self.seen_wide.int()
-        now = flat[self.index]
-        narrow = (now.bfloat16() == now).all()
+            self.first = entries[0]
+        narrow = (entries.bfloat16() == entries).all(1)
         # what is put back to its start was not rounded
-        rebuilt = narrow & self.seen_wide & (now != self.first).any()
-        self.seen_wide = self.seen_wide | ~narrow
-        self.rounded = torch.where(rebuilt, now, self.rounded)
-        self.at = torch.where(rebuilt & (self.times == 0), step, self.at)
-        self.times = self.times + rebuilt
+        narrow &= (entries != self.first).any(1)
+        wide = (entries.bfloat16() != entries).any(1)
+        for k in range(len(entries)):
+            self.seen_wide |= bool(wide[k])
+            if narrow[k] and self.seen_wide and rounded_values(entries[k]):
+                self.times += 1
+                self.at = self.at or self.last - len(entries) + 1 + k
 
     def rebuilt(self):
-        """(name, step, times) of the matrix that was rounded between two steps; None where it was not."""
-        if self.p is None or self.first is None or not int(self.times) or not _are_bf16(self.rounded):
-            return None
-        return self.name, int(self.at), int(self.times)
+        """(name, step, times): the matrix that was rounded between two steps, when first, and how often."""
+        self._read()
+        return self.name, self.at, self.times
 
 
 def _is_matrix(p):

@@ -130,7 +130,7 @@ def masters_at_first(seen):
 
 def masters_rebuilt(seen):
     """the largest fp32 matrix became bf16 numbers between two steps"""
-    name, step, times = seen.watch.masters.rebuilt() or ("", 0, 0)
+    name, step, times = seen.watch.masters.rebuilt()
     each_step = any((weights_are_bf16(one) or Figure(0.0)).value > 0.99 for one in seen.tensors)
     if times and not each_step:
         yield Figure(times, {"step": step, "times": times}, name)
@@ -348,6 +348,12 @@ def v_not_shrinking(one):
     """share of its shrinking that is not written"""
     lost = one.lost("exp_avg_sq")
     return None if lost is None else Figure(lost, {"lost": lost})
+
+
+def momentum_in_codes(one):
+    """how far momentum in codes is off where the step orthogonalises it, over its size"""
+    error = math.sqrt(one.extra.codes_error / max(one.extra.codes_size, 1e-300))
+    return Figure(error, {"error": error})
 
 
 def accumulators_not_written(seen):

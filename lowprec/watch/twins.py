@@ -78,7 +78,8 @@ def _stepped(inner, params, take, wide, options, alone=False):
         other = _other(inner, twins, own, options, alone)
         trusted = type(inner).__module__.startswith("torch.optim.")
         with undrawn(params[0].device), torch.no_grad(), eagerly(), nullcontext() if trusted else own:
-            inspect.unwrap(type(inner).step)(other)
+            with in_place(inner):
+                inspect.unwrap(type(inner).step)(other)
     except Exception:  # a stranger's code may need what a copy does not have
         return None
     for twin in twins.values():
@@ -128,6 +129,7 @@ class Own(TorchDispatchMode):
         self.numbers = {id(p): id(twin.param) for p, twin in twins.items()}
         self.twins = twins
         self.made = [t for twin in twins.values() for t in (twin.param, twin.param.grad)]
+        self.objects = {}  # {id of an object: its copy}
         self.memory = None  # addresses of what may be written
 
     def apart(self, value):
@@ -152,8 +154,20 @@ class Own(TorchDispatchMode):
             return found
         if type(value) in (list, tuple, set, collections.deque):
             return type(value)(map(self.apart, value))
-        drawn = type(value).__module__.partition(".")[0] in ("random", "numpy")
-        return copy.deepcopy(value) if drawn else value
+        if type(value).__module__.partition(".")[0] in ("random", "numpy"):
+            return copy.deepcopy(value)
+        return self._plain(value)
+
+    def _plain(self, value):
+        """A copy of an object that holds numbers and tensors, as a namespace; another is the same."""
+        held = getattr(value, "__dict__", None)
+        library = type(value).__module__.partition(".")[0] == "torch"
+        if not held or library or callable(value) or isinstance(value, torch.nn.Module):
+            return value
+        if id(value) not in self.objects:
+            self.objects[id(value)] = copy.copy(value)
+            vars(self.objects[id(value)]).update({key: self.apart(inner) for key, inner in held.items()})
+        return self.objects[id(value)]
 
     def _key(self, key):
         if torch.is_tensor(key):
@@ -191,6 +205,23 @@ class Own(TorchDispatchMode):
             if type(t) in (torch.Tensor, torch.nn.Parameter) and t.numel():
                 if t.untyped_storage().data_ptr() not in self.memory:
                     raise PermissionError("a copy's step writes to the training")
+
+
+@contextmanager
+def in_place(inner):
+    """After it parameters have the gradients and the memory that they had; it fails where they had others."""
+    before = [(p, p.grad, p.data) for group in inner.param_groups for p in group["params"]]
+    try:
+        yield
+    finally:
+        replaced = False
+        for p, grad, data in before:
+            if p.grad is not grad:
+                p.grad, replaced = grad, True
+            if p.data_ptr() != data.data_ptr():
+                p.data, replaced = data, True
+    if replaced:
+        raise PermissionError("a copy's step writes to the training")
 
 
 def eagerly():

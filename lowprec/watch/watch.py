@@ -22,7 +22,7 @@ from .adapters import answering, check_states, hooked, renew, skips, unwrapped
 from .average_watch import AverageWatch
 from .averages import Average
 from .clock import MOST_SHARE, Clock
-from .facts import Alive, Facts, Steps, first_moments
+from .facts import Alive, Facts, Steps, first_moments, orthogonalised_momentum
 from .gradients import Gradients, Passes
 from .masters import Masters
 from .products import Products
@@ -275,6 +275,7 @@ class Watch:
         self.looking = look is not None
         if self.looking:
             look.m = first_moments(look, self.answers)
+            look.codes = orthogonalised_momentum(look, self.answers)
         self.gradients.compare(kwargs.get("grads"), look)
         if not self.looks:
             self.masters.begin(self.states.of)
@@ -377,6 +378,7 @@ class Watch:
             self.moment_errors.add(look.index, *values, look.v_dtypes, floors)
         self._add_accumulators()
         self.extra.add(look, self.answers, self.groups)
+        self.extra.add_codes(look, self.answers)
         self.states.stepped(look, self.steps)
         self.looking = False
         self.follow = True

@@ -1,5 +1,8 @@
 """Healthy loops: classes that are AdamW or Adam by descent or by name, and have a rule of their own."""
 
+import collections
+import types
+
 import torch
 from healthy.shared import LOOPS, mlp, trained
 
@@ -101,6 +104,36 @@ class VectorsDoNotDecay(Rule):
 class LayerwiseRates(Rule):
     def update(self, p, g, u, group):
         return u * 0.7**self.place
+
+
+@rule
+class CountsInAnObject(Rule):
+    """Its rate falls by a count that an object of its own keeps."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.kept = types.SimpleNamespace(count=0, sizes=collections.defaultdict(float))
+
+    def update(self, p, g, u, group):
+        self.kept.count += 1
+        self.kept.sizes[self.place] += float(u.square().sum())
+        return u / (1 + 0.01 * self.kept.count + self.kept.sizes[self.place])
+
+
+@rule
+class HalvesGradients(torch.optim.AdamW):
+    """Puts other gradients in place, of parameters that the class has beside its groups."""
+
+    held = []
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        type(self).held = self.param_groups[0]["params"]
+
+    def step(self, closure=None):
+        for p in self.held:
+            p.grad = p.grad * 0.5
+        super().step()
 
 
 @rule

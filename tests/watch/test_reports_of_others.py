@@ -9,7 +9,7 @@ from healthy import rules
 from healthy.shared import adam, mlp, task, trained
 from torch import nn
 
-from lowprec import AdamW, Watch
+from lowprec import AdamW, Muon, Watch
 from lowprec.watch import verdicts
 
 BF16 = torch.bfloat16
@@ -72,6 +72,15 @@ def test_decay_that_another_optimiser_loses(forgets):
 def low_task(net, step):
     low = next(net.parameters()).dtype
     return task(lambda x: net(x.to(low)).float(), step)
+
+
+@pytest.mark.parametrize("codes, wrong", [("int4", True), ("int8", False), ("bf16", False)])
+def test_momentum_in_4_bits_that_is_orthogonalised(codes, wrong):
+    net = nn.Sequential(nn.Linear(32, 128, bias=False), nn.GELU(), nn.Linear(128, 32, bias=False))
+    options = dict(lr=1e-3, update="stochastic", kinds={"momentum": codes}, compiled=False)
+    watch = trained(net, Muon(net.parameters(), **options))
+    assert bool(named(watch, "momentum", "its codes are")) is wrong, str(watch)
+    assert wrong or not losing(watch)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
