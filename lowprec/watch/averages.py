@@ -101,7 +101,10 @@ class Average:
         bare = cls(lambda: {bare_name(key): t for key, t in found.shadow.items()}, found.ema)
         if names & set(bare.shadow):
             return bare
-        raise Refused("ema: none of its tensors has the name of a parameter of the model")
+        raise Refused(
+            "ema: none of its tensors has the name of a parameter of the model: watch the module of which it "
+            "is the average"
+        )
 
     @classmethod
     def _by_name(cls, ema):

@@ -39,10 +39,10 @@ class Fault:
     """
 
     site: str
-    limit: float | None
     measure: Callable
     text: str
     remedy: str
+    limit: float | None = None
     severity: str = "moderate"
     severe: float = math.inf
     rank: float | None = None

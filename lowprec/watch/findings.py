@@ -6,6 +6,7 @@
 A new kind of fault is a row here and a function in a file of measures, or one more row of one that is there.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -54,6 +55,16 @@ FIND_WHAT_DIVIDES = (
 SAVE_THE_MASTERS = "save the fp32 weights, and load them: a bf16 copy lacks what many steps have added up"
 DRAW_NEW_BITS = "draw new bits for each step and each entry"
 
+# Rows of one site.
+of_average = functools.partial(Fault, "ema")
+of_update = functools.partial(Fault, "update")
+of_v = functools.partial(Fault, "exp_avg_sq")
+of_counter = functools.partial(Fault, "step")
+of_gradients = functools.partial(Fault, "grads")
+of_optimizer = functools.partial(Fault, "optimizer")
+of_buffers = functools.partial(Fault, "buffers")
+of_frozen = functools.partial(Fault, "frozen")
+
 
 def rows_of_updates():
     """Gains of norms have a site of their own; what rounding loses has a remedy of its own."""
@@ -67,11 +78,10 @@ def rows_of_updates():
             ("gains", measures.of_gains(measure), GAINS_AT_ONE_TEXT + UNWRITTEN_TEXT),
             ("update", measure, UNWRITTEN_TEXT),
         ):
-            found.append(Fault(site, low, measured, text, remedy, severe=severe, whole=whole))
+            found.append(Fault(site, measured, text, remedy, low, severe=severe, whole=whole))
     return [
         *found,
-        Fault(
-            site="update",
+        of_update(
             limit=0.5,
             measure=measures.weight_moves_too_far,
             text="it moves {times:.1f} times as far as the optimiser wants",
@@ -86,7 +96,6 @@ def rows_of_noise(noise):
     return [
         Fault(
             site=site,
-            limit=None,
             measure=noise.in_lumps,
             text="the entries of this tensor round together: they share one noise value",
             remedy=DRAW_NEW_BITS,
@@ -130,8 +139,7 @@ NOISE_OF_MOMENTS = measures_of_noise.NoiseOfWrites("moment")
 
 # Of an average of a tensor.
 FAULTS_OF_AVERAGE = [
-    Fault(
-        site="ema",
+    of_average(
         limit=0.0,
         measure=measures_of_averages.average_not_finite,
         text="{count:,.0f} entries of its sample are not finite, and those of its weight are",
@@ -139,8 +147,7 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=9.0,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.9,
         measure=measures_of_averages.average_of_other_sign,
         text="the average has the other sign than its weight",
@@ -148,8 +155,7 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=3.5,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.9,
         measure=measures_of_averages.average_goes_right_away,
         text=MOVES_AWAY_TEXT,
@@ -157,8 +163,7 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=3.0,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.25,
         measure=measures_of_averages.average_goes_away,
         text=MOVES_AWAY_TEXT,
@@ -166,8 +171,7 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=3.0,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=1.1,
         measure=measures_of_averages.average_overshoots,
         text="the average goes {rate:.2g} of the way to its weight a step, beyond it",
@@ -175,8 +179,7 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=2.5,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=10.0,
         measure=measures_of_averages.average_too_large,
         text="the average is {times:,.0f} times as large as its weight",
@@ -184,8 +187,7 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=4.0,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.0,
         measure=measures_of_averages.average_jumped,
         text="at once the average went {times:.3g} times as far as its weight was away",
@@ -193,8 +195,7 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=2.2,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.0,
         measure=measures_of_averages.average_overtaken,
         text="between two looks the average went {part:.0%} of the way to its weight, farther than its decay "
@@ -202,8 +203,7 @@ FAULTS_OF_AVERAGE = [
         remedy="restore the average and its counter at a resume",
         rank=2.2,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.5,
         measure=measures_of_averages.average_goes_elsewhere,
         text="the average moves, and not toward its weight",
@@ -211,8 +211,7 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=2.1,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.99,
         measure=measures_of_averages.average_is_bf16,
         text="the average is fp32, and all its values are bf16 numbers: something rounds them",
@@ -220,25 +219,21 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=1.5,
     ),
-    Fault(
-        site="ema",
-        limit=None,
+    of_average(
         measure=measures_of_averages.average_is_its_weight,
         text="the average is the weight itself: they share their memory",
         remedy="clone the weights where the average is made",
         severity="severe",
         rank=2.3,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.99,
         measure=measures_of_averages.average_copies,
         text="the average is a copy of its weight at each look: it averages nothing",
         remedy="is its decay applied?",
         rank=1.0,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.5,
         measure=measures_of_averages.average_stood,
         text="the average has not moved between two looks, and is away from its weight",
@@ -246,26 +241,21 @@ FAULTS_OF_AVERAGE = [
         severity="severe",
         rank=2.0,
     ),
-    Fault(
-        site="ema",
-        limit=None,
+    of_average(
         measure=measures_of_averages.narrow_average_stands,
         text="the average stands still in {dtype}: none of the wanted movement is written",
         remedy="hold and compute it in fp32",
         severity="severe",
         rank=1.5,
     ),
-    Fault(
-        site="ema",
-        limit=None,
+    of_average(
         measure=measures_of_averages.average_stands,
         text="the average stands still in {dtype}: none of the wanted movement is written",
         remedy="update all tensors of the average after each step",
         severity="severe",
         rank=1.5,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=FINDING_LIMITS["ema"][0],
         measure=measures_of_averages.narrow_average,
         text="{stuck:.0%} of the entries away from their weight can't move in {dtype}, {lost:.0%} of the "
@@ -273,40 +263,34 @@ FAULTS_OF_AVERAGE = [
         remedy="hold and compute it in fp32, or round stochastically",
         severe=FINDING_LIMITS["ema"][1],
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=0.5,
         measure=measures_of_averages.average_slow,
         text=OTHER_RATE_TEXT,
         remedy="check how the average is updated",
         severe=0.9,
     ),
-    Fault(
-        site="ema",
+    of_average(
         limit=1.7,
         measure=measures_of_averages.average_fast,
         text=OTHER_RATE_TEXT,
         remedy="check how the average is updated: once a step?",
     ),
-    Fault("ema", 0.1, measures_of_averages.average_young_in_a_long_run, YOUNG_TEXT, LESS_DECAY),
-    Fault("ema", 0.1, measures_of_averages.average_young, YOUNG_TEXT, LESS_DECAY, severity="note"),
+    of_average(measures_of_averages.average_young_in_a_long_run, YOUNG_TEXT, LESS_DECAY, limit=0.1),
+    of_average(measures_of_averages.average_young, YOUNG_TEXT, LESS_DECAY, limit=0.1, severity="note"),
 ]
 
 # Of each tensor. Of the rows of one list the first that finds something speaks.
 FAULTS_OF_TENSOR = [
     [
-        Fault(
-            site="update",
-            limit=None,
+        of_update(
             measure=measures.rate_always_zero,
             text="its learning rate was 0 at each look",
             remedy=CHECK_ITS_GROUP,
             severity="note",
             rank=1.0,
         ),
-        Fault(
-            site="update",
-            limit=None,
+        of_update(
             measure=measures.rate_at_zero,
             text="its learning rate has been 0 since step {since}",
             remedy=CHECK_ITS_GROUP,
@@ -316,8 +300,7 @@ FAULTS_OF_TENSOR = [
     ],
     rows_of_updates(),
     [
-        Fault(
-            site="update",
+        of_update(
             limit=0.99,
             measure=measures.weights_are_bf16,
             text="the weight is fp32, and all its values are bf16 numbers after each step: something rounds "
@@ -325,8 +308,7 @@ FAULTS_OF_TENSOR = [
             remedy="find what casts the weights to bf16 and back, or restores them",
             severity="severe",
         ),
-        Fault(
-            site="update",
+        of_update(
             limit=measures.MOST_GAINS_AT_ONE,
             measure=measures.weight_put_back,
             text="{back:.0%} of the entries that a step moved were put back before the next step",
@@ -335,16 +317,14 @@ FAULTS_OF_TENSOR = [
         ),
     ],
     [
-        Fault(
-            site="update",
+        of_update(
             limit=0.5,
             measure=measures.weight_goes_back,
             text="something moves it back after the step, by {times:.2g} of the step itself",
             remedy="nothing, if it is a plan as Lookahead",
             severity="note",
         ),
-        Fault(
-            site="update",
+        of_update(
             limit=0.5,
             measure=measures.weight_drifts,
             text="something else moves it after the step, by {times:.2g} of the step itself",
@@ -353,15 +333,13 @@ FAULTS_OF_TENSOR = [
         ),
     ],
     [
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=0.99,
             measure=measures.moments_are_bf16,
             text="{moment} is fp32, and all its values are bf16 numbers: something rounds them between steps",
             remedy="save and move states as they are, in fp32",
         ),
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=0.5,
             measure=measures.moments_rewritten,
             text="something else changes {moment} between two steps",
@@ -378,8 +356,7 @@ FAULTS_OF_TENSOR = [
         ),
     ],
     [
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=0.0,
             measure=measures.v_below_zero,
             text="{count:,.0f} second moments are below 0, which no mean of squares is",
@@ -387,8 +364,7 @@ FAULTS_OF_TENSOR = [
             severity="severe",
             rank=10.5,
         ),
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=0.0,
             measure=measures.weights_burst_in_fp16,
             text="{count:,.0f} weights became not finite in a step whose gradients are finite: in fp16 the "
@@ -397,9 +373,7 @@ FAULTS_OF_TENSOR = [
             severity="severe",
             rank=10.0,
         ),
-        Fault(
-            site="exp_avg_sq",
-            limit=None,
+        of_v(
             measure=measures.eps_lost_in_fp16,
             text="its eps of {eps:g} is 0 in fp16[, and so are {share:.0%} of the squares of its gradients]: "
             "the step divides by 0 where a gradient is small",
@@ -407,8 +381,7 @@ FAULTS_OF_TENSOR = [
             severe=0.01,
             rank=9.9,
         ),
-        Fault(
-            site="update",
+        of_update(
             limit=0.0,
             measure=measures.weights_burst,
             text="{count:,.0f} weights became not finite in a step whose gradients are finite",
@@ -427,8 +400,7 @@ FAULTS_OF_TENSOR = [
         ),
     ],
     [
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=0.0,
             measure=measures.v_burst,
             text="{count:,.0f} second moments became not finite in a step whose gradients are finite[: "
@@ -437,42 +409,33 @@ FAULTS_OF_TENSOR = [
             severity="severe",
             rank=9.5,
         ),
-        Fault(
-            site="exp_avg_sq",
-            limit=None,
+        of_v(
             measure=measures.v_cast,
             text="cast from {old} to {new} by step {step}",
             remedy="load_state_dict of torch casts states to the weight's dtype: put them back as they were "
             "saved",
         ),
-        Fault(
-            site="exp_avg_sq",
-            limit=None,
+        of_v(
             measure=measures.all_begun_anew,
             text="its second moment began anew before step {step}, as weights did",
             remedy=NOTHING_IF_RESTARTED_BY_PLAN,
             severity="note",
             rank=0.5,
         ),
-        Fault(
-            site="exp_avg_sq",
-            limit=None,
+        of_v(
             measure=measures.v_begun_anew,
             text="both moments were 0 at step {step}, after steps with gradients: they began anew",
             remedy="restore the optimiser's state at a resume; nothing, if it is a restart by plan",
             rank=1.0,
         ),
-        Fault(
-            site="exp_avg_sq",
-            limit=None,
+        of_v(
             measure=measures.v_all_zero_in_fp16,
             text="all zero at step {step}: fp16 holds no squares so small",
             remedy=AVOID_FP16,
             severity="severe",
             rank=2.0,
         ),
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=0.05,
             measure=measures.v_gone,
             text="{share:.0%} of the second moments are 0 in {dtype}, where squares of gradients are not: "
@@ -481,17 +444,14 @@ FAULTS_OF_TENSOR = [
             severity="severe",
             rank=1.7,
         ),
-        Fault(
-            site="exp_avg_sq",
-            limit=None,
+        of_v(
             measure=measures.v_all_zero,
             text="all zero at step {step}, after steps with gradients: it was reset",
             remedy=RESTORE_SECOND_MOMENT,
             severity="severe",
             rank=2.0,
         ),
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=0.1,
             measure=measures.v_fell,
             text="{share:.0%} of it is less at step {step} than beta2 leaves of it: it was reset",
@@ -499,8 +459,7 @@ FAULTS_OF_TENSOR = [
             severity="severe",
             rank=2.0,
         ),
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=1 - HARDLY_WRITTEN,
             measure=measures.v_stands,
             text="it stands still: neither growth nor shrinking is written",
@@ -508,15 +467,13 @@ FAULTS_OF_TENSOR = [
             severity="severe",
             rank=1.5,
         ),
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=1.0,
             measure=measures.v_grows,
             text="it grows where it should shrink: entries with small gradients take too short steps",
             remedy="fp32 or 8-bit exp_avg_sq, or beta2 0.99",
         ),
-        Fault(
-            site="exp_avg_sq",
+        of_v(
             limit=FINDING_LIMITS["exp_avg_sq"][0],
             measure=measures.v_not_shrinking,
             text="{lost:.0%} of the shrinking of v is lost: it can grow and not shrink",
@@ -525,8 +482,7 @@ FAULTS_OF_TENSOR = [
     ],
     FAULTS_OF_AVERAGE,
     [
-        Fault(
-            site="step",
+        of_counter(
             limit=0.0,
             measure=measures.counter_fell_with_weights,
             text="its step counter fell from {before:g} to {after:g}, and weights began anew with it",
@@ -534,8 +490,7 @@ FAULTS_OF_TENSOR = [
             severity="note",
             rank=3.0,
         ),
-        Fault(
-            site="step",
+        of_counter(
             limit=0.0,
             measure=measures.counter_put_back,
             text="its step counter fell from {before:g} to {after:g}: an earlier state was put back",
@@ -543,16 +498,14 @@ FAULTS_OF_TENSOR = [
             severity="note",
             rank=3.0,
         ),
-        Fault(
-            site="step",
+        of_counter(
             limit=0.0,
             measure=measures.counter_fell_with_moments,
             text="its step counter fell from {before:g} to {after:g}, and its moments began anew with it",
             remedy="restore the optimiser's state at a resume; nothing, if it is a restart by plan",
             rank=3.0,
         ),
-        Fault(
-            site="step",
+        of_counter(
             limit=0.0,
             measure=measures.counter_fell,
             text="its step counter fell from {before:g} to {after:g}: the state was lost or replaced",
@@ -560,9 +513,7 @@ FAULTS_OF_TENSOR = [
             severity="severe",
             rank=3.0,
         ),
-        Fault(
-            site="step",
-            limit=None,
+        of_counter(
             measure=measures.counted_without_gradients,
             text="a step without gradients was counted before the first one, as torch.distributed.checkpoint "
             "does to make states: the first steps are up to {times:.2f} times too short",
@@ -570,32 +521,27 @@ FAULTS_OF_TENSOR = [
             severity="note",
             rank=0.5,
         ),
-        Fault(
-            site="step",
+        of_counter(
             limit=0.0,
             measure=measures.narrow_counter_stuck,
             text="its step counter stands at {value:g}: {dtype} holds no {next:g}",
             remedy=WIDEN_THE_COUNTER,
             rank=2.0,
         ),
-        Fault(
-            site="step",
+        of_counter(
             limit=0.0,
             measure=measures.counter_stuck,
             text="its step counter did not count at {stuck} of {looks} looks; it says {value:g}",
             remedy=COUNT_EACH_STEP,
             rank=1.0,
         ),
-        Fault(
-            site="step",
-            limit=None,
+        of_counter(
             measure=measures.narrow_counter,
             text="its step counter is {dtype}, which can't count beyond {most}",
             remedy=WIDEN_THE_COUNTER,
             rank=0.5,
         ),
-        Fault(
-            site="step",
+        of_counter(
             limit=0.1,
             measure=measures.counter_behind,
             text="its step counter is {behind:g} behind the {steps} steps done",
@@ -616,8 +562,7 @@ FAULTS_OF_TENSOR = [
     rows_of_noise(NOISE_OF_WEIGHTS),
     rows_of_noise(NOISE_OF_MOMENTS),
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.0,
             measure=measures_of_net.gradient_not_finite,
             text="{count:,.0f} gradients of its sample are not finite",
@@ -627,8 +572,7 @@ FAULTS_OF_TENSOR = [
         ),
     ],
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=1.0,
             measure=measures_of_net.never_graded,
             text="never has a gradient",
@@ -636,16 +580,14 @@ FAULTS_OF_TENSOR = [
             severity="note",
             rank=0.0,
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=2.0,
             measure=measures_of_net.zero_gradient_of_zeros,
             text="its gradient is 0 at each look, and it is 0 itself",
             remedy="begin one of two factors with other values than 0",
             rank=0.5,
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=2.0,
             measure=measures_of_net.zero_gradient,
             text="its gradient is 0 at each look",
@@ -655,23 +597,20 @@ FAULTS_OF_TENSOR = [
         ),
     ],
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.02,
             measure=measures_of_net.gradient_partly_negated,
             text="{share:.0%} of the entries of its gradient change their sign between backward and the step",
             remedy=FIND_WHAT_WRITES_GRAD,
             severity="severe",
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.02,
             measure=measures_of_net.gradient_partly_zeroed,
             text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
             remedy=FIND_WHAT_WRITES_GRAD,
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.02,
             measure=measures_of_net.gradient_masked,
             text="{share:.0%} of the entries of its gradient are set to 0 between backward and the step",
@@ -680,8 +619,7 @@ FAULTS_OF_TENSOR = [
         ),
     ],
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.5,
             measure=measures_of_net.gradient_subnormal,
             text="{share:.0%} of its gradients are below fp16's normal range",
@@ -703,8 +641,7 @@ FAULTS_OF_TENSOR = [
 # Of the run as a whole. Of the rows of one list the first speaks of a tensor.
 FAULTS_OF_RUN = [
     [
-        Fault(
-            site="optimizer",
+        of_optimizer(
             limit=2.0,
             measure=measures_of_net.none_graded,
             text="none of its parameters ever has a gradient",
@@ -714,8 +651,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="update",
+        of_update(
             limit=0.0,
             measure=measures.rate_below_zero,
             text="the learning rate was below 0 at {looks} of its looks: the weights go up the loss",
@@ -725,8 +661,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="optimizer",
+        of_optimizer(
             limit=1.0,
             measure=measures_of_net.betas_swapped,
             text="its betas are {one:g} and {two:g}: the second moment forgets faster than the first",
@@ -734,9 +669,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="ema",
-            limit=None,
+        of_average(
             measure=measures_of_averages.average_lacks,
             text="it has no average of {count} of the {all} tensors that train, as {name}",
             remedy="average all that trains, buffers aside",
@@ -744,8 +677,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="ema",
+        of_average(
             limit=0.0,
             measure=measures_of_averages.average_counter_fell,
             text="the counter of the average fell from {before:g} to {after:g}: its warm-up begins anew",
@@ -753,16 +685,14 @@ FAULTS_OF_RUN = [
             severity="severe",
             rank=2.5,
         ),
-        Fault(
-            site="ema",
+        of_average(
             limit=2.0,
             measure=measures_of_averages.average_never_updated,
             text="the average was never updated: its counter says 0",
             remedy="update it after each step",
             rank=1.0,
         ),
-        Fault(
-            site="ema",
+        of_average(
             limit=2.0,
             measure=measures_of_averages.average_not_begun,
             text="the average was not updated yet: its counter says 0",
@@ -770,8 +700,7 @@ FAULTS_OF_RUN = [
             severity="note",
             rank=1.0,
         ),
-        Fault(
-            site="ema",
+        of_average(
             limit=2.0,
             measure=measures_of_averages.average_counter_stands,
             text="the counter of the average stands at {count:g}, while the average moves",
@@ -780,17 +709,13 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="update",
-            limit=None,
+        of_update(
             measure=measures.all_rates_always_zero,
             text="the learning rate was 0 at each look",
             remedy="check the schedule, and what steps it",
             rank=0.0,
         ),
-        Fault(
-            site="update",
-            limit=None,
+        of_update(
             measure=measures.all_rates_at_zero,
             text="the learning rate has been 0 since step {since}",
             remedy="check the schedule, and what steps it",
@@ -818,7 +743,6 @@ FAULTS_OF_RUN = [
     [
         Fault(
             site="{state}",
-            limit=None,
             measure=measures.narrow_states,
             text="held in {dtype} for {count} tensors; lost of what it should take over: {most}",
             remedy="fp32 states, where it decays slowly",
@@ -827,8 +751,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="step",
+        of_counter(
             limit=0.5,
             measure=measures.states_begin_anew,
             text="the optimiser's states were empty at {share:.0%} of the looks after the first",
@@ -836,8 +759,7 @@ FAULTS_OF_RUN = [
             severity="severe",
             rank=3.5,
         ),
-        Fault(
-            site="step",
+        of_counter(
             limit=0.25,
             measure=measures.all_counters_behind,
             text="the step counters of all tensors are {behind:g} or more behind the {steps} steps done",
@@ -846,17 +768,14 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="update",
-            limit=None,
+        of_update(
             measure=measures.masters_at_first,
             text="the weight is fp32, and all its values were bf16 numbers when the watch began, beside "
             "moments of earlier steps: it was rebuilt from a bf16 copy",
             remedy=SAVE_THE_MASTERS,
             rank=1.0,
         ),
-        Fault(
-            site="update",
+        of_update(
             limit=0.0,
             measure=measures.masters_rebuilt,
             text="the weight is fp32, and all its values became bf16 numbers before step {step}, {times} "
@@ -866,8 +785,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="step",
+        of_counter(
             limit=40.0,
             measure=measures_of_net.passes_without_step,
             text="no step was done in the last {passes} backward passes: gradients are not finite",
@@ -879,8 +797,7 @@ FAULTS_OF_RUN = [
     [row_of_shared_noise(NOISE_OF_WEIGHTS)],
     [row_of_shared_noise(NOISE_OF_MOMENTS)],
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.5,
             measure=measures_of_net.below_eps_by_division,
             text="{share:.0%} of the second moments are below the optimiser's eps: steps are too short, as "
@@ -888,8 +805,7 @@ FAULTS_OF_RUN = [
             remedy=FIND_WHAT_DIVIDES,
             severity="severe",
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.5,
             measure=measures_of_net.below_eps,
             text="{share:.0%} of the second moments are below the optimiser's eps: steps are too short",
@@ -898,8 +814,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.999,
             measure=measures_of_net.gradients_unscaled,
             text="gradients are divided by {by:,.0f} between backward and the step, which is {step:.1g} of "
@@ -908,8 +823,7 @@ FAULTS_OF_RUN = [
             severity="severe",
             rank=1.5,
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.999,
             measure=measures_of_net.gradients_clipped,
             text="clipping leaves {left:.1g} of the gradient's norm",
@@ -918,8 +832,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.0,
             measure=measures_of_net.gradients_mended,
             text="{whose} not finite after backward, and finite when the step begins, at {share:.0%} of the "
@@ -929,8 +842,7 @@ FAULTS_OF_RUN = [
             severe=0.25,
             rank=9.4,
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.0,
             measure=measures_of_net.gradients_spoilt,
             text="{whose} finite after backward, and not finite when the step begins",
@@ -938,8 +850,7 @@ FAULTS_OF_RUN = [
             severity="severe",
             rank=9.5,
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.0,
             measure=measures_of_net.gradients_negated,
             text="{whose} multiplied by {factor:.2g} between backward and the step",
@@ -947,8 +858,7 @@ FAULTS_OF_RUN = [
             severity="severe",
             rank=8.5,
         ),
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.0,
             measure=measures_of_net.gradients_zeroed,
             text="{whose} set to 0 between backward and the step, at {share:.0%} of the looks",
@@ -959,8 +869,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=2.0,
             measure=measures_of_net.all_zero_gradients,
             text="the gradients of all tensors are 0 at each look",
@@ -972,7 +881,6 @@ FAULTS_OF_RUN = [
     [
         Fault(
             site="accumulate",
-            limit=None,
             measure=measures_of_net.gradients_forgotten,
             text="of {count} backward passes before a step the first {cleared} are forgotten",
             remedy="clear gradients after the step alone",
@@ -981,17 +889,14 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="grads",
+        of_gradients(
             limit=0.2,
             measure=measures_of_net.stepped_again,
             text="{share:.0%} of the steps read the gradients of the step before once more",
             remedy="call optimizer.step() once for each backward pass",
             rank=8.2,
         ),
-        Fault(
-            site="grads",
-            limit=None,
+        of_gradients(
             measure=measures_of_net.gradients_not_cleared,
             text="gradients of earlier steps are still there when a step begins",
             remedy="call optimizer.zero_grad() once a step",
@@ -1000,9 +905,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="grads",
-            limit=None,
+        of_gradients(
             measure=measures_of_net.dead_parts,
             text="{part} never have a gradient",
             remedy=IS_IT_USED,
@@ -1010,8 +913,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="optimizer",
+        of_optimizer(
             limit=0.5,
             measure=measures_of_net.copies_apart,
             text="the optimiser steps copies, and {share:.0%} of the weights differ from them",
@@ -1021,18 +923,14 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="optimizer",
-            limit=None,
+        of_optimizer(
             measure=measures_of_net.parameters_graded_and_ungrouped,
             text="it has gradients, and is in no group of the optimiser",
             remedy=ADD_IT_TO_A_GROUP,
             severity="severe",
             rank=4.0,
         ),
-        Fault(
-            site="optimizer",
-            limit=None,
+        of_optimizer(
             measure=measures_of_net.parameters_ungrouped,
             text="it is trained by requires_grad, and is in no group of the optimiser",
             remedy=ADD_IT_TO_A_GROUP,
@@ -1041,18 +939,14 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="frozen",
-            limit=None,
+        of_frozen(
             measure=measures_of_net.frozen_alone,
             text="requires_grad is False, while others of its kind train",
             remedy="requires_grad_(True), if it should train",
         ),
     ],
     [
-        Fault(
-            site="frozen",
-            limit=None,
+        of_frozen(
             measure=measures_of_net.frozen_parts,
             text="{count} parameters don't train: {some}",
             remedy="nothing, if that is the plan",
@@ -1061,8 +955,7 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="buffers",
+        of_buffers(
             limit=0.0,
             measure=measures_of_net.broken_buffers,
             text="{count:,} entries of its sample are not finite; they were when the watch began",
@@ -1072,17 +965,14 @@ FAULTS_OF_RUN = [
         ),
     ],
     [
-        Fault(
-            site="buffers",
+        of_buffers(
             limit=1.0,
             measure=measures_of_net.counting_buffers,
             text="a buffer in {dtype} that something adds to: it is {largest:,.0f}, and above {most} {dtype} "
             "does not hold all whole numbers",
             remedy="count in integers or in fp32",
         ),
-        Fault(
-            site="buffers",
-            limit=None,
+        of_buffers(
             measure=measures_of_net.rounded_buffers,
             text="a buffer {what}[, {error:.2%} off its fp32 values]",
             remedy="keep buffers in fp32 when the model is cast: RoPE's frequencies, BatchNorm's statistics",

@@ -294,9 +294,8 @@ class Passes:
     def _count(self):
         for p, sums in self.sums.items():
             passes, spoilt = self.counted.get(p, (0, 0))
-            finite = torch.stack(sums).isfinite().tolist() if sums else []
-            for is_finite in finite:
-                spoilt = 0 if is_finite else spoilt + 1
+            for one in sums:
+                spoilt = 0 if bool(one.isfinite()) else spoilt + 1
             self.counted[p] = passes + len(sums), spoilt
             self.sums[p] = []
 

@@ -39,7 +39,12 @@ class Masters:
         if self.p is None:
             return
         flat = values_here(self.p).detach().flatten()
-        self.kept.append(flat[:: max(1, flat.numel() // ENTRIES)][:ENTRIES].clone())
+        if flat.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        now = flat[:: max(1, flat.numel() // ENTRIES)][:ENTRIES].clone()
+        if self.kept and (now.shape, now.dtype) != (self.kept[0].shape, self.kept[0].dtype):
+            self.kept, self.first, self.seen_wide = [], None, False  # something made it anew
+        self.kept.append(now)
         self.last = step
         if len(self.kept) >= AT_ONCE:
             self._read()
@@ -48,9 +53,11 @@ class Masters:
         """Look at what was kept, of several steps."""
         if not self.kept:
             return
-        entries, self.kept = torch.stack(self.kept).cpu(), []
-        if self.first is None:
-            self.first = entries[0]
+        entries, self.kept = torch.stack([now.cpu() for now in self.kept]), []
+        if entries.dtype != torch.float32:
+            return
+        if self.first is None or self.first.shape != entries[0].shape:
+            self.first, self.seen_wide = entries[0], False
         narrow = (entries.bfloat16() == entries).all(1)
         # what is put back to its start was not rounded
         narrow &= (entries != self.first).any(1)

@@ -447,7 +447,7 @@ class Watch:
         head = f"{self.steps} steps, {self.looks} of them looked at, {len(self.named)} tensors"
         head = f"{head} of {type(self.model).__name__}"
         share = self.clock.share()
-        if share > MOST_SHARE and self.looks > 3:
+        if share > MOST_SHARE and self.looks >= 20:
             head += f"; looking took {share:.0%} of the time of the steps"
             head += "" if self.chooses else ": a larger every= takes less"
         return Diagnosis(head, found, sound, harm="bad results", examined=self.looks > 0)
