@@ -28,8 +28,7 @@ from lowprec.evidence import (
 EVIDENCE_FILE = ROOT / "lowprec" / "evidence.json"
 CAUTION = (
     "Nets of 0.1 to 4.2 million parameters, and one of 32 million on an H100, most on images of 8x8 pixels, "
-    "a few thousand steps, at a learning rate chosen for fp32. Nobody drew these nets at random, and pooling "
-    "them was not planned."
+    "a few thousand steps, at a learning rate chosen for fp32. Nobody drew these nets at random."
 )
 WEIGHTS_NAMES = {"ema": "average", "raw": "last"}  # what a record calls them: what a row does
 # flags in which a recipe and its fp32 may differ without being another training; of folders
