@@ -27,12 +27,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from .cast import Cast
-from .copies import copied
 from .errors import Refused, check_choice, check_several
 from .kernels import cpu_products
 from .layers import convolutions
 from .machine import settle_vector_math
-from .module import CastModule
 from .optimizers import build
 from .optimizers.average import average_kind
 from .optimizers.buckets import local_tensor
@@ -45,7 +43,7 @@ from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rounding import exact_weight
 from .rules import NET_RULES, SETTING_RULES, refuse
 from .sites import LOW_PRODUCTS
-from .view import View
+from .view import CastModule, View, copied
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -325,7 +323,7 @@ class Precision:
 
     @property
     def module(self) -> CastModule:
-        """An nn.Module that takes the net's place in a module that calls it: see module.py."""
+        """An nn.Module that takes the net's place in a module that calls it: see view.py."""
         return self.view_of_model.module
 
     # -- one training step

@@ -1,22 +1,32 @@
-"""A net called in a recipe's dtypes."""
+"""A net called in a recipe's dtypes: as a View, and as an nn.Module, for nets that sit in another module.
+
+diffusion = GaussianDiffusion(unet)          # a wrapper of yours or another library's
+run = Precision(unet, recipe(pure_bf16=True, stochastic=True))
+diffusion.model = run.module                 # in the net's place
+run.backward(diffusion(x))
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from .cast import narrowed, tree_to
+from .cast import narrowed, parts_of_leaf, tree_to
+from .errors import Refused
 from .machine import exact_math
-from .module import CastModule
+
+# ---- Calls -------------------------------------------------------------------------------------------------
 
 
 class View:
@@ -213,3 +223,144 @@ def _names(arguments, args):
 
 def _shape(x):
     return x.detach().to("meta") if torch.is_tensor(x) else x
+
+
+# ---- A module in the net's place ---------------------------------------------------------------------------
+
+# what nn.Module keeps in each module for calls of it: these are the stand-in's own
+ATTRIBUTES_OF_CALLS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+# how the names of methods begin whose tensors are no activations
+PREFIXES_NOT_CAST = ("_", "save", "load", "set_")
+
+
+class CastModule(nn.Module):
+    """Stands in for the net of a View. Calls of it, and of methods that the net's class defines, such as
+    encode(), take and give what the View does: inputs are cast, floating outputs have the loss's dtype.
+
+    All else is the net's own: parameters, buffers, modules and state_dict under the same names, train and
+    eval, attributes, read and written. A deepcopy holds a copy of the net and nothing of the run.
+    """
+
+    def __init__(self, view):
+        super().__init__()
+        own = {name: self.__dict__[name] for name in ATTRIBUTES_OF_CALLS}
+        self.__dict__.clear()
+        self.__dict__.update(own, _view=view)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._view.around = DistributedDataParallel._active_ddp_module
+        return self._view(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_view" not in self.__dict__:  # while it is being copied or unpickled
+            raise AttributeError(name)
+        value = getattr(self._view.net, name)
+        if not inspect.ismethod(value) or name.startswith(PREFIXES_NOT_CAST) or hasattr(nn.Module, name):
+            return value
+        return functools.partial(self._view.call, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise Refused(
+                "run.module can't be given another class, as fully_shard gives one: spread or change the net "
+                "itself, and make Precision then"
+            )
+        setattr(self._view.net, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._view.net, name)
+
+    def __deepcopy__(self, memo: dict) -> CastModule:
+        view = self._view
+        net = copied(view.net, memo)
+        return CastModule(type(view)(net, view.recipe, view.methods, view.keep))
+
+    def __repr__(self) -> str:
+        return repr(self._view.net)
+
+    # what a class of nets may define in its own way
+
+    def train(self, mode: bool = True) -> CastModule:
+        self._view.net.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._view.net.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._view.net.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._view.net._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, change: Callable, *args: Any, **kwargs: Any) -> CastModule:
+        held = self._view.recipe.dtype("weights")
+        if change(torch.empty(0, dtype=held)).dtype != held:  # of float(), half(), to(dtype)
+            raise Refused("run.module can't be cast: the recipe says what its weights are; cast a copy")
+        self._view.net._apply(change, *args, **kwargs)
+        return self
+
+
+# ---- Copies ------------------------------------------------------------------------------------------------
+
+
+def copied(net: nn.Module, memo: dict | None = None) -> nn.Module:
+    """A copy of a net. What a forward pass has left in its modules, an auxiliary loss or a list of attention
+    maps, is detached: torch copies no tensor with a graph. memo: as of copy.deepcopy.
+    """
+    if isinstance(net, torch.jit.ScriptModule):
+        raise Refused(
+            "a TorchScript net can't be copied: load run.weights() into the nn.Module that it was made of"
+        )
+    known = {} if memo is None else memo  # deepcopy takes these for copies that it has made already
+    for module in net.modules():
+        for t in _with_graph(vars(module)):
+            known[id(t)] = t.detach().clone()
+    return copy.deepcopy(net, known)
+
+
+def without_values(net: nn.Module, device: str) -> nn.Module:
+    """A copy of a net whose tensors have its shapes and dtypes, and values that mean nothing: on the meta
+    device, or within a FakeTensorMode, they take no memory.
+    """
+    return with_tensors(net, functools.partial(_blank, device))
+
+
+def with_tensors(net: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy of a net in which each tensor is what make(tensor) returns. A tied weight stays tied."""
+    new = {}  # deepcopy takes these for copies that it has made already
+    for module in net.modules():
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            for tensor in tensors.values():
+                if torch.is_tensor(tensor) and id(tensor) not in new:
+                    new[id(tensor)] = make(tensor)
+    return copied(net, new)
+
+
+def _blank(device, tensor):
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _with_graph(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a tree that belong to a graph."""
+    for leaf in tree_leaves(tree):
+        if torch.is_tensor(leaf):
+            if leaf.grad_fn is not None:
+                yield leaf
+            continue
+        parts, _ = parts_of_leaf(leaf)
+        for part in parts.values():
+            yield from _with_graph(part)

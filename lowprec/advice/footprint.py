@@ -25,12 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import ledger
 from ..cast import Cast
-from ..copies import without_values
 from ..errors import Refused, first_line
 from ..kernels import cpu_products
 from ..parts.activations import recomputed_blocks
 from ..precision import Precision
-from ..view import View
+from ..view import View, without_values
 
 
 class Held(NamedTuple):

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..copies import without_values
+from ..view import without_values
 
 LAYER_OF_OPERATOR = {  # the other products are those of activations
     "mm": "linear",

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from ..copies import copied
+from ..view import copied
 from . import fp8_backends, fp8_product
 from .coverage import PREFIXES_OF_HOOKS, Coverage
 from .fp8_backends import Options, resolve
