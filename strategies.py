@@ -28,8 +28,8 @@ from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
 from lowprec.evidence import KIND_OF_MODEL
 from lowprec.optimizers.adafactor import Adafactor
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.build import argument_names, classes_of
+from lowprec.optimizers.rounded import AdamW
 from lowprec.recipes import Recipe
 from precision import PRECISION_FLAGS, recipe_of_run
 from tasks.classify import Classify

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.common import ADAMW_OPTIONS, Command, markdown, moment_formats, moments_in, progress_bar
 from harness.flags import natural
-from lowprec.optimizers import adamw, build
+from lowprec.optimizers import build, rounded
 from lowprec.precision import recipe
 from lowprec.rules import check_machine
 
@@ -38,7 +38,7 @@ def holder(name, device="cpu"):
         optimizer = build.build(name, [p], recipe(opt8bit=True), **still)
     else:
         kind, update = name.split()
-        optimizer = adamw.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update)
+        optimizer = rounded.AdamW([p], lr=0.0, exp_avg_sq=kind, update=update)
 
     def read():
         return optimizer.moment(p, "exp_avg_sq").float()

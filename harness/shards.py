@@ -25,7 +25,7 @@ from harness.files import cant_write, check_regular, digest, read_json, write_js
 from harness.ranks import Followed, lost_process
 from lowprec.errors import Refused, first_line
 from lowprec.optimizers.buckets import local_tensor
-from lowprec.optimizers.state import Chunk
+from lowprec.parts.spread import Chunk
 
 CHECKPOINT_NAMES = ("checkpoint", "best")  # what checkpoints of many ranks are called
 DTYPE_OF = {str(d).removeprefix("torch."): d for d in (

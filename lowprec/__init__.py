@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .advice.answer import advise
     from .errors import Refused
     from .optimizers.adafactor import Adafactor
-    from .optimizers.adamw import AdamW
     from .optimizers.average import EMA
     from .optimizers.lion import Lion
     from .optimizers.muon import Muon
     from .optimizers.offload import Offload
     from .optimizers.release import Release
+    from .optimizers.rounded import AdamW
     from .optimizers.sgd import SGD
     from .precision import Precision
     from .recipes import Recipe, recipe
@@ -58,7 +58,7 @@ __all__ = [
 # `import lowprec` takes no time and nobody who wants an optimiser loads the Watch.
 _MODULES = {
     "Adafactor": "optimizers.adafactor",
-    "AdamW": "optimizers.adamw",
+    "AdamW": "optimizers.rounded",
     "EMA": "optimizers.average",
     "Lion": "optimizers.lion",
     "Muon": "optimizers.muon",

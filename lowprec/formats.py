@@ -18,13 +18,11 @@ Codes are written to the nearest, or stochastically: exp_avg_sq decays by 0.1 % 
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from . import curves, float8
-from .kernels import choose
+from . import curves, float8, kernels
 from .kernels.compiled import fused
 from .machine import fp8_cores, quiet_import
 from .rounding import uniform
@@ -124,30 +122,6 @@ class Format:
     def _decode_rows(self, codes, scales, signed, compiled):
         """fp32 [blocks, block]."""
         raise NotImplementedError
-
-
-class Coded(NamedTuple):
-    """A moment that is held in codes: uint8 and fp32 scales, both flat. key: of the noise that the codes are
-    written with, None for the nearest codes.
-    """
-
-    coder: Format
-    codes: torch.Tensor
-    scales: torch.Tensor
-    signed: bool
-    key: torch.Tensor | None = None
-
-    def decoded(self, n, compiled=True):
-        """fp32 [n] that the codes stand for."""
-        return self.coder.decode(self.codes, self.scales, n, self.signed, compiled)
-
-    def encode(self, x, compiled=True):
-        """Write fp32 x [n] into the codes and scales, in place."""
-        self.coder.encode(x, self.codes, self.scales, self.signed, self.key, compiled)
-
-    def for_cpu_step(self):
-        """The same as cpu_step.Codes; None where cpu_step can't write them."""
-        return choose.cpu_codes(self.coder, self.codes, self.scales, self.signed, self.key)
 
 
 def finite(x):
@@ -289,7 +263,7 @@ class TableFormat(Format):
         if key is None:
             self._nearest(x, codes, scales, self.table(signed, x.device), compiled)
         else:
-            choose.encode(_stochastic_kernel(signed), self, x, codes, scales, signed, key, compiled)
+            kernels.encode(_stochastic_kernel(signed), self, x, codes, scales, signed, key, compiled)
 
 
 class Int8(TableFormat):

@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .errors import Refused, first_line
-from .optimizers.buckets import as_dtensor, is_spread, local_tensor, part_of, whole_alone, whole_tensor
-from .optimizers.state import cut
+from .optimizers.buckets import is_spread, local_tensor, whole_alone
 from .parts.part import Part
+from .parts.spread import as_dtensor, cut, part_of, whole_tensor
 from .rules import Rule
 from .sites import LOW_PRODUCTS
 

@@ -276,8 +276,6 @@ class Precision:
         if options.ema_decay is not None:
             self.ema = make(options.ema_decay, r.ema, r.ema_update, warmup=options.ema_warmup)
             self.averages["ema"] = self.ema
-        for optimizer in getattr(self.optimizer, "parts", [self.optimizer]):
-            optimizer.average = self.ema
         for spec in options.averages:
             self.averages[spec] = make(*parse_average(spec))
 

@@ -13,7 +13,6 @@ functions are plain elementwise torch: torch.compile fuses a whole optimiser ste
 
 import enum
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -143,84 +142,205 @@ def split_master(x):
     return weight, (bits - high).masked_fill(x != x, 0).to(torch.int16)
 
 
-def exact_weight(p, low=None):
-    """The fp32 value that an optimiser holds for weight `p`, given what completes it.
+# ---- Ways to write a weight --------------------------------------------------------------------------------
 
-    low: None (p itself), int16 or int8 (the remainder of a split master, exact or of 24 bits), bf16 (a Kahan
-    buffer) or fp32 (a master).
-    What others wrote into p, weights of a file or a mask, counts: the old low part is not to undo it.
+
+LOST_BITS = {torch.bfloat16: 16, torch.float32: 0}  # of fp32 x, in a weight or a moment of this dtype
+
+
+def on_grid(x, lost, noise=None):
+    """fp32 x whose `lost` last bits are rounded away, and zero: by the noise, int32, or to nearest, ties to
+    even. It is formed from bits: a fused kernel that read x back from bf16 would skip the cast.
     """
-    if low is None:
+    if not lost:
+        return x
+    bits = x.view(torch.int32)
+    below = (1 << lost) - 1
+    noise = (below >> 1) + ((bits >> lost) & 1) if noise is None else noise & below
+    return torch.where(x == x, ((bits + noise) & ~below).view(torch.float32), x)
+
+
+class Way:
+    """How a weight is written: alone, by noise where there is noise, else to nearest. Others complete it.
+
+    name: of what completes it, its low part, in states and checkpoints; site: that asks for it. code: by
+    which hand-written kernels know the way, None where they don't.
+    """
+
+    name, site, code = None, None, 0
+
+    def __eq__(self, other):  # a copied optimiser has copies of ways, and compiles nothing anew
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self):
+        return hash(type(self))
+
+    def low(self, weights):
+        """The low part of new weights, flat [n]; None where nothing completes them."""
+        return
+
+    def loses(self, dtype):
+        """Whether a write into a weight of this dtype can lose something of fp32 x."""
+        return dtype == torch.bfloat16
+
+    def held(self, p, low):
+        """The fp32 value that weight p stands for. What others wrote into p, weights of a file or a mask,
+        counts: the old low part is not to undo it.
+        """
         return p.float()
-    if low.dtype == torch.bfloat16:
+
+    def write(self, x, p, low, noise):
+        """Write fp32 x into p and its low part, in place. Returns the fp32 value that is held now.
+
+        noise: int32 that rounds the last bf16 written, or None to round to nearest.
+        """
+        now = on_grid(x, LOST_BITS[p.dtype], noise)
+        p.copy_(now)
+        return now
+
+    def returned(self, error, moments, n):
+        """The new moments of a step that lost `error` of a weight. Here nothing comes back."""
+        return moments
+
+
+class Kahan(Way):
+    """The nearest bf16, and a bf16 buffer with the rest. With noise the rest itself is rounded
+    stochastically: the sum of both is then unbiased, and forward still reads the nearest weight.
+    """
+
+    name, site, code = "compensation", "kahan", 2
+
+    def low(self, weights):
+        return torch.zeros(weights.shape, dtype=torch.bfloat16, device=weights.device)
+
+    def held(self, p, low):
         return p.float() + low.float()
-    bits = p.float().view(torch.int32)
-    if low.dtype in (torch.int16, torch.int8):
-        low = low.to(torch.int32) * (1 if low.dtype == torch.int16 else 256)
+
+    def write(self, x, p, low, noise):
+        nearest = on_grid(x, 16, 0x8000)  # "noise" of half an ulp
+        rest = on_grid(x - nearest, 16, noise)
+        p.copy_(nearest)
+        low.copy_(rest)
+        return nearest + rest
+
+
+class Split(Way):
+    """A bf16 weight and an int16 remainder, which together are the bits of x, exactly."""
+
+    name, site, code = "remainder", "master", 3
+
+    def low(self, weights):
+        return torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
+
+    def loses(self, dtype):
+        return False
+
+    def held(self, p, low):
+        return self._joined(p, low.to(torch.int32))
+
+    def _joined(self, p, remainder):
+        bits = p.float().view(torch.int32)
         # no weight that is written here is 0 with a remainder below 0, which would make a NaN of it
-        return (bits + torch.where((bits & 0x7FFFFFFF) == 0, low.clamp(min=0), low)).view(torch.float32)
-    away = bits - low.view(torch.int32) + 0x8000  # to nearest, a weight is half of its last bit away at most
-    return torch.where((away >= 0) & (away <= 0x10000), low, p.float())
+        kept = torch.where((bits & 0x7FFFFFFF) == 0, remainder.clamp(min=0), remainder)
+        return (bits + kept).view(torch.float32)
+
+    def write(self, x, p, low, noise):
+        weight, remainder = split_master(x)
+        p.copy_(weight)
+        low.copy_(remainder)
+        return x
+
+
+class Split8(Split):
+    """As Split, with the upper half of the remainder alone: a master of 24 bits, which is rounded to."""
+
+    code = None
+
+    def low(self, weights):
+        return torch.zeros(weights.shape, dtype=torch.int8, device=weights.device)
+
+    def loses(self, dtype):
+        return True
+
+    def held(self, p, low):
+        return self._joined(p, low.to(torch.int32) * 256)
+
+    def write(self, x, p, low, noise):
+        now = on_grid(x, 8, noise)
+        weight, remainder = split_master(now)
+        p.copy_(weight)
+        low.copy_((remainder.to(torch.int32) >> 8).to(torch.int8))
+        return now
+
+
+class Fp32Master(Way):
+    """A copy in fp32, which is written, and its nearest bf16."""
+
+    name, site, code = "master", "master", 1
+
+    def low(self, weights):
+        return weights.float()
+
+    def loses(self, dtype):
+        return False
+
+    def held(self, p, low):
+        # to nearest, a weight is half of its last bit away from its master at most
+        away = p.float().view(torch.int32) - low.view(torch.int32) + 0x8000
+        return torch.where((away >= 0) & (away <= 0x10000), low, p.float())
+
+    def write(self, x, p, low, noise):
+        low.copy_(x)
+        p.copy_(x)
+        return x
+
+
+class Eco(Way):
+    """To nearest, and what is rounded away goes into the momentum (arXiv 2601.22101).
+
+    feedback: (error, new moments, numbers) -> new moments, such that the next steps add up to the error.
+    """
+
+    code = None
+
+    def __init__(self, feedback):
+        self.feedback = feedback
+
+    def loses(self, dtype):
+        return True
+
+    def write(self, x, p, low, noise):
+        return super().write(x, p, low, None)
+
+    def returned(self, error, moments, n):
+        return self.feedback(error, moments, n)
+
+
+ALONE, KAHAN = Way(), Kahan()
+WAY_OF_MASTER = {"split": Split(), "split8": Split8(), "fp32": Fp32Master()}
+# by what completes the weight, where that is all that is known
+WAY_OF_LOW = {
+    torch.bfloat16: KAHAN,
+    torch.int16: WAY_OF_MASTER["split"],
+    torch.int8: WAY_OF_MASTER["split8"],
+    torch.float32: WAY_OF_MASTER["fp32"],
+}
+SITE_OF_LOW_PART = {way.name: way.site for way in WAY_OF_LOW.values()}
+
+
+def way_of(low):
+    """The Way of weights that `low`, a tensor or None, completes."""
+    return ALONE if low is None else WAY_OF_LOW[low.dtype]
+
+
+def exact_weight(p, low=None):
+    """The fp32 value that an optimiser holds for weight p and its low part."""
+    return way_of(low).held(p, low)
 
 
 def write_weight(x, p, low=None, noise=None):
-    """Write fp32 x into weight `p` and its `low` part, in place.
-
-    noise: int32 that rounds the last bf16 written stochastically, or None to round to nearest.
-    """
-    if low is None:
-        p.copy_(rounded(x, p.dtype, noise))
-    elif low.dtype in (torch.int16, torch.int8):
-        high, remainder = split_master(x if low.dtype == torch.int16 else on_24_bits(x, noise))
-        p.copy_(high)
-        low.copy_(remainder if low.dtype == torch.int16 else (remainder.to(torch.int32) >> 8).to(torch.int8))
-    elif low.dtype == torch.bfloat16:
-        # Kahan: the weight is the nearest bf16, the buffer takes the rest. With noise the rest itself is
-        # rounded stochastically: the sum of both is then unbiased, and forward still reads the nearest
-        # weight. Rounding goes by the bits ("noise" of half an ulp is round to nearest), because a fused
-        # kernel keeps x in fp32 across a cast to bf16 and back, and x - x would leave the buffer at 0.
-        nearest = stochastic_round(x, 0x8000)
-        p.copy_(nearest)
-        low.copy_(rounded(x - nearest.float(), low.dtype, noise))
-    else:
-        low.copy_(x)
-        p.copy_(x)
-
-
-def value_once_written(x, dtype, low=None, noise=None):
-    """The fp32 value that is held once `write_weight` has written x into a weight of `dtype`.
-
-    It is formed from bits: a fused kernel that read it back from the weight would skip the cast to bf16.
-    low: a tensor of the dtype of the weight's low part.
-    """
-    if low is None:
-        return _on_grid(x, noise) if dtype == torch.bfloat16 else x
-    if low.dtype == torch.int8:
-        return on_24_bits(x, noise)
-    if low.dtype != torch.bfloat16:
-        return x
-    nearest = _on_grid(x, 0x8000)
-    return nearest + _on_grid(x - nearest, noise)
-
-
-def _on_grid(x, noise):
-    """`rounded` to bf16, as fp32 whose low 16 bits are zero."""
-    return _without_low_bits(x, noise, 16)
-
-
-def on_24_bits(x, noise=None):
-    """fp32 x to a number of 16 significant bits, which a bf16 weight and an int8 remainder hold: to nearest,
-    or stochastically by the noise.
-    """
-    return _without_low_bits(x, noise, 8)
-
-
-def _without_low_bits(x, noise, count):
-    bits = x.view(torch.int32)
-    below = (1 << count) - 1
-    # to nearest: ties to even
-    noise = (below >> 1) + ((bits >> count) & 1) if noise is None else noise & below
-    return torch.where(x == x, ((bits + noise) & ~below).view(torch.float32), x)
+    """Write fp32 x into weight p and its low part, in place. Returns the fp32 value that is held now."""
+    return way_of(low).write(x, p, low, noise)
 
 
 # ---- The average of a weight -------------------------------------------------------------------------------
@@ -236,32 +356,3 @@ def ema_kernel(average, weights, low, share, key, stochastic):
     old = average.float()
     new = old + (exact_weight(weights, low) - old) * share[0]
     average.copy_(rounded(new, average.dtype, noise))
-
-
-class StepAverage(NamedTuple):
-    """The average of some weights, which the kernel that writes them moves in the same pass. Fields as of
-    ema_kernel. Without `flat` there is none, and nothing is done.
-    """
-
-    flat: torch.Tensor | None = None
-    share: torch.Tensor | None = None
-    key: torch.Tensor | None = None
-    stochastic: bool = False
-
-    def follow(self, x, p, low, noise=None):
-        """Move towards the weights `p`, once write_weight(x, p, low, noise) has written them."""
-        if self.flat is not None:
-            now = value_once_written(x, p.dtype, low, noise)
-            ema_kernel(self.flat, now, None, self.share, self.key, self.stochastic)
-
-    def part(self, start, end):
-        """The average of the weights from `start` to `end` alone, with the noise of their places."""
-        if self.flat is None:
-            return self
-        key = self.key
-        if self.stochastic and start:
-            key = key + torch.tensor([0, 0, start, 0], dtype=torch.int32)
-        return self._replace(flat=self.flat[start:end], key=key)
-
-
-NO_AVERAGE = StepAverage()

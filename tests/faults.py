@@ -17,7 +17,7 @@ from planted import BF16, FAULTS, by_accelerate, by_lightning, by_task, by_train
 
 from lowprec import rounding
 from lowprec.kernels import compiled
-from lowprec.optimizers import adamw
+from lowprec.optimizers import rounded
 from lowprec.optimizers.average import EMA
 
 # ---- Weights, moments, counters ----------------------------------------------------------------------------
@@ -42,13 +42,13 @@ def _(loop):
 
 @fault("bf16 exp_avg_sq to nearest, beside exact weights", "GPT-2", ("exp_avg_sq", "attn"), **LOW)
 def _(loop):
-    loop.opt(adamw.AdamW, master="split", exp_avg_sq="bf16", compiled=False)
+    loop.opt(rounded.AdamW, master="split", exp_avg_sq="bf16", compiled=False)
     loop.before.append(functools.partial(fading, loop))
 
 
 @fault("8-bit codes of both moments, to nearest", "DiT", ("exp_avg_sq", "ff.net"), **LOW)
 def _(loop):
-    loop.opt(adamw.AdamW, master="split", exp_avg="int8", exp_avg_sq="int8", compiled=False)
+    loop.opt(rounded.AdamW, master="split", exp_avg="int8", exp_avg_sq="int8", compiled=False)
     loop.before.append(functools.partial(fading, loop))
 
 
@@ -404,7 +404,7 @@ def _(loop):
 
 @fault("Kahan's compensation emptied between two steps", "GPT-2", ("update", ""), lr=1e-5, **LOW)
 def _(loop):
-    loop.opt(adamw.AdamW, kahan=True, compiled=False)
+    loop.opt(rounded.AdamW, kahan=True, compiled=False)
     loop.after.append(lambda step: [s["compensation"].zero_() for s in loop.optimizer.state.values()])
 
 

@@ -27,10 +27,11 @@ from benchmarks import sharding
 from harness import reduction
 from lowprec.errors import Refused
 from lowprec.optimizers import buckets
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.lion import Lion
+from lowprec.optimizers.rounded import AdamW
 from lowprec.parts.activations import recompute
 from lowprec.parts.loss_scale import LossScale
+from lowprec.parts.spread import part_of, whole_tensor
 from lowprec.precision import Precision, recipe
 
 # ---- Jobs --------------------------------------------------------------------------------------------------
@@ -90,12 +91,12 @@ def pieces(device, file):
         (ones, one), (parts, many) = made
         different = []
         for p, q in zip(ones, parts, strict=True):
-            part = buckets.part_of(q)
+            part = part_of(q)
             pairs = [(p.detach(), buckets.local_tensor(q))]
             pairs += [(one.moment(p, m).view(p.shape), many.moment(q, m)) for m in one.moments]
             pairs += [(one.low_part(p), many.low_part(q))] if one.low_part(p) is not None else []
             for mine, theirs in pairs:
-                whole = buckets.whole_tensor(theirs.view(part.rows), part)
+                whole = whole_tensor(theirs.view(part.rows), part)
                 different += [] if torch.equal(bits(mine), bits(whole)) else [list(p.shape)]
         if one.nbytes() != many.nbytes():
             different.append("nbytes")

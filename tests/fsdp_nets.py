@@ -12,7 +12,7 @@ from torch import nn
 
 from lowprec import fsdp
 from lowprec.cast import exact_modules
-from lowprec.optimizers import buckets
+from lowprec.parts.spread import part_of, whole_tensor
 from lowprec.precision import Precision, recipe
 
 STEPS = 3
@@ -86,14 +86,14 @@ def found(run):
     values = {f"raw/{k}": t for k, t in run.weights("raw").items()}
     values.update((f"ema/{k}", t) for k, t in run.weights("ema").items())
     for name, p in run.named_params:
-        part = buckets.part_of(p)
+        part = part_of(p)
         low = run.low_part(p)
         parts = {m: run.optimizer.moment(p, m) for m in run.optimizer.moments}
         parts.update({} if low is None else {"low": low.reshape(-1)})
         for kind, t in parts.items():
             if t is not None:
                 rows = t if part is None else t.view(part.rows)
-                values[f"{kind}/{name}"] = buckets.whole_tensor(rows, part).reshape(p.shape)
+                values[f"{kind}/{name}"] = whole_tensor(rows, part).reshape(p.shape)
     return {name: t.clone() for name, t in values.items()}
 
 

@@ -4,7 +4,7 @@ import test_clients as clients
 import torch
 from planted import BF16, by_accelerate, by_lightning, by_task, by_trainer, healthy
 
-from lowprec.optimizers import adamw
+from lowprec.optimizers import rounded
 from lowprec.optimizers.average import EMA
 
 LOW = dict(dtype=BF16)
@@ -37,7 +37,7 @@ def ours(loop, **options):
         for name, b in module.named_buffers(recurse=False):
             if b.is_floating_point():
                 setattr(module, name, fresh[f"{module_name}.{name}".lstrip(".")].clone())
-    loop.opt(adamw.AdamW, compiled=False, **options)
+    loop.opt(rounded.AdamW, compiled=False, **options)
 
 
 @healthy("split master", "DiT", **LOW)

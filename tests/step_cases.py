@@ -7,10 +7,9 @@ from common import draw
 
 from lowprec import rounding
 from lowprec.kernels import compiled
-from lowprec.kernels.numbers import WeightNumbers
 from lowprec.optimizers import rounded
-from lowprec.optimizers.adamw import AdamW
-from lowprec.rounding import NO_AVERAGE, StepAverage
+from lowprec.optimizers.rounded import AdamW
+from lowprec.rounding import way_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOWS = ("none", "remainder", "compensation", "master")
@@ -19,7 +18,7 @@ CASES = [
     for weights, moments, low, update in itertools.product(DTYPES, DTYPES, LOWS, ("nearest", "stochastic"))
     if weights == "bf16" or low == "none"
 ]
-AVERAGES = (None, ("fp32", False), ("bf16", False), ("bf16", True))  # dtype, stochastic
+AVERAGES = (("fp32", False), ("bf16", False), ("bf16", True))  # dtype, stochastic
 N = 3000
 
 
@@ -41,25 +40,19 @@ def flat(case):
     return p, g, [m, v], lows[low]
 
 
-def step(case, average, kernel):
-    """[tensor] after kernel(p, g, moments, low, row, numbers, key, optimizer, average)."""
+def step(case, kernel):
+    """[tensor] after kernel(p, g, moments, low, row, numbers, key, optimizer)."""
     p, g, moments, low = flat(case)
-    moved = NO_AVERAGE
-    if average is not None:
-        dtype, stochastic = average
-        shadow = draw(N, seed=6).to(DTYPES[dtype])
-        moved = StepAverage(shadow, torch.tensor([1e-2]), rounding.noise_key(4, 7, 12345), stochastic)
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1, update=case[3])
     numbers = optimizer.numbers(optimizer.param_groups[0], 7)
-    row = torch.tensor([*WeightNumbers(decay=1 - 1e-4, scale=0.5), *numbers])
-    kernel(p, g, moments, low, row, numbers, rounding.noise_key(3, 7, 12345), optimizer, moved)
-    return [t for t in (p, *moments, low, moved.flat) if t is not None]
+    row = torch.tensor([1 - 1e-4, 0.5, *numbers])
+    kernel(p, g, moments, low, row, numbers, rounding.noise_key(3, 7, 12345), optimizer)
+    return [t for t in (p, *moments, low) if t is not None]
 
 
-def generic(p, g, moments, low, row, numbers, key, optimizer, average):
-    stochastic = optimizer.update == "stochastic"
-    kernel = rounded.step_kernel(optimizer.direction, type(numbers))
-    compiled.fused(kernel, p, g, moments, low, row, key, stochastic, average)
+def generic(p, g, moments, low, row, numbers, key, optimizer):
+    kernel = rounded.step_kernel(optimizer.direction, type(numbers), way_of(low))
+    compiled.fused(kernel, p, g, moments, low, row, key, optimizer.by_noise)
 
 
 def differing(ours, theirs):

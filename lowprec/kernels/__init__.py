@@ -1,1 +1,125 @@
-"""One optimiser step, written for each kind of machine, with the same bits."""
+"""Who carries out a step, an average or codes: hand-written kernels where they can, each with the bits of the
+torch code beside which it stands, but for roots: torch's on an Intel CPU are MKL's, of which one in 160 has
+another last bit.
+
+| asked for                           | served by                               | where                 |
+|-------------------------------------|-----------------------------------------|-----------------------|
+| a step of AdamW                     | triton_step                             | CUDA, with Triton     |
+| a step of AdamW, SGD or Lion        | cpu_step, in C++                        | CPU with AVX2 and GCC |
+| the write of Adafactor and Muon     | cpu_step                                | as above              |
+| AdamW, weights and moments in fp32  | exact_step                              | any other CPU         |
+| any other step                      | rounded.write_step, by torch.compile    | where a compiler is   |
+| a move of an average                | triton_step, cpu_step, or torch.compile | as above              |
+| stochastic codes, but for flash8    | cpu_step, or torch.compile              | as above              |
+| those of int8, within a step        | triton_step                             | CUDA, with Triton     |
+| anything, with compiled=False       | the same torch code, eager              | anywhere              |
+"""
+
+import dataclasses
+import functools
+import importlib
+
+import torch
+
+from ..rounding import Way, ema_kernel, noise_bits, rounded, way_of
+from .compiled import fused
+
+# ---- A step ------------------------------------------------------------------------------------------------
+
+KERNELS = ("cpu_step", "triton_step", "exact_step")  # modules, in the order in which they are asked
+PLACE_OF_SCALE = 1  # in a row: behind what multiplies the weight, before the numbers of the optimiser
+
+
+@dataclasses.dataclass
+class Step:
+    """One step of n weights and their state, which a kernel updates in place.
+
+    weights, gradients: lists of tensors whose values follow each other in all else; cpu_step alone takes more
+    than one. moments: state.Held of n values each; keys: of the noise of their codes, None for the nearest
+    ones. way: a rounding.Way; low: its low part [n], or None. rule: by which hand-written kernels know the
+    optimiser, None for one that they don't. exact: whether the arithmetic is to round as torch.optim.AdamW's.
+    numbers: what `Rounded.numbers` said. row: fp32, what multiplies the weight, what multiplies the gradient,
+    and these numbers. key: int32 [3], see rounding.noise_bits.
+    """
+
+    rule: str | None
+    exact: bool
+    weights: list
+    gradients: list
+    moments: list
+    keys: list
+    way: Way
+    low: torch.Tensor | None
+    numbers: tuple
+    row: torch.Tensor
+    key: torch.Tensor
+    stochastic: bool
+    compiled: bool
+
+
+def carried_out(step):
+    """Let the first kernel that takes a Step carry it out. Returns whether one did."""
+    for name in KERNELS:
+        kernel = _module(name)
+        if kernel is not None and kernel.takes(step):
+            kernel.run(step)
+            return True
+    return False
+
+
+@functools.cache
+def _module(name):
+    """A module of this folder; None for triton_step where there is no Triton."""
+    try:
+        return importlib.import_module(f".{name}", __package__)
+    except ImportError:
+        return None
+
+
+# ---- An average --------------------------------------------------------------------------------------------
+
+
+def move_average(average, weights, low, share, key, stochastic, compiled):
+    """As rounding.ema_kernel: move a flat average towards `weights` [n] and their low part, in place."""
+    how = share, key, stochastic
+    triton = _module("triton_step") if average.is_cuda and compiled else None
+    if triton is not None and triton.moves([average, weights], way_of(low)):
+        triton.ema(average, weights, low, *how)
+    elif compiled and _module("cpu_step").fits([weights], [average], way_of(low)):
+        _module("cpu_step").ema(average, weights, low, *how)
+    else:
+        fused(ema_kernel, average, weights, low, *how, compiled=compiled)
+
+
+# ---- A vector ----------------------------------------------------------------------------------------------
+
+
+def write(x, held, key, compiled):
+    """Write fp32 x [n] into `held` [n]: into bf16 stochastically where there is a key of the noise, else to
+    nearest.
+    """
+    if key is None or held.dtype != torch.bfloat16:
+        held.copy_(x)
+    elif compiled and _module("cpu_step").fits([held], [x]):
+        _module("cpu_step").write(x, held, key)
+    else:
+        fused(_write_kernel, x, held, key, compiled=compiled)
+
+
+def _write_kernel(x, held, key):
+    held.copy_(rounded(x, held.dtype, noise_bits(x.numel(), key)[0]))
+
+
+# ---- Codes -------------------------------------------------------------------------------------------------
+
+
+def encode(kernel, coder, x, codes, scales, signed, key, compiled):
+    """Write fp32 x [blocks, block] into codes and scales of a formats.TableFormat, stochastically. kernel:
+    the same in torch.
+    """
+    cpu_step = _module("cpu_step")
+    if compiled and codes.is_cpu and cpu_step.writes_codes(coder, signed, key):
+        cpu_step.encode(x, coder, codes, scales, signed, key)
+    else:
+        table, line = coder.table(signed, x.device), coder.line(signed, x.device)
+        fused(kernel, x, codes, scales, table, line, key, compiled=compiled)

@@ -93,13 +93,13 @@ static INLINE F held(const TensorStep& s, Sort sort, int64_t at, Mask mask) {
     return p;
 }
 
-static INLINE F write_weight(const TensorStep& s, Sort sort, int64_t at, Mask mask, F x, bool nan, U noise) {
-    if (sort.low == NONE) return write(sort.weight, s.p, at, mask, x, nan, sort.stochastic, noise);
-    if (sort.low == BF16) {
+static INLINE void write_weight(const TensorStep& s, Sort sort, int64_t at, Mask mask, F x, bool nan, U noise) {
+    if (sort.low == NONE) {
+        write(sort.weight, s.p, at, mask, x, nan, sort.stochastic, noise);
+    } else if (sort.low == BF16) {
         F near = write(BF16, s.p, at, mask, x, nan, true, U{} + 0x8000);
-        return near + write(BF16, s.low, at, mask, x - near, true, sort.stochastic, noise);
-    }
-    if (sort.low == INT16) {
+        write(BF16, s.low, at, mask, x - near, true, sort.stochastic, noise);
+    } else if (sort.low == INT16) {
         I bits = (I)x, high = (bits + 0x8000) & -65536;
         write(BF16, s.p, at, mask, where(x == x, (F)high, x), nan, false, noise);
         write_int16(s.low, at, mask, where(x == x, bits - high, I{}));
@@ -107,7 +107,6 @@ static INLINE F write_weight(const TensorStep& s, Sort sort, int64_t at, Mask ma
         write_fp32(s.low, at, mask, x);
         write(sort.weight, s.p, at, mask, x, nan, false, noise);
     }
-    return x;
 }
 
 // ---- The average: rounding.ema_kernel ----------------------------------------------------------------------
@@ -164,7 +163,6 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         fetch(bits_of(sort.weight), s.p, at);
         fetch(bits_of(sort.gradient), s.g, at);
         if (sort.low != NONE) fetch(bits_of(sort.low), s.low, at);
-        if (s.average != NONE) fetch(bits_of(s.average), s.shadow, at);
         UNROLLED for (int j = 0; j < count; j++) {
             const Moment& m = s.moments[j];
             fetch(sort.moments[j] == CODES ? m.bits : bits_of(sort.moments[j]), m.data, at);
@@ -212,10 +210,8 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
                 write(kind, s.moments[j].data, at, mask, now[j], nan, sort.stochastic, bits[j]);
         }
     };
-    auto write_rest = [&](int i, Mask mask, F x, bool nan) ALWAYS {
-        int64_t at = start + i * LANES;
-        F now = write_weight(s, sort, at, mask, x, nan, first & 0xFFFF);
-        if (s.average != NONE) move_average(s, at, mask, now);
+    auto write_new = [&](int i, Mask mask, F x, bool nan) ALWAYS {
+        write_weight(s, sort, start + i * LANES, mask, x, nan, first & 0xFFFF);
     };
 
     for (int j = 0; IN_PASSES && j < count; j++)
@@ -232,7 +228,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         s.called(room_of(n), (const float*)root, (float*)root, MODE);
         each(n, [&](int i, Mask mask) ALWAYS {
             F x = weight(i, mask, kept[0][i], root[i]);
-            write_rest(i, mask, x, any_nan(x));
+            write_new(i, mask, x, any_nan(x));
         });
     } else {
         each(n, [&](int i, Mask mask) ALWAYS {
@@ -243,7 +239,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
                            : held(s, sort, start + i * LANES, mask) * decay + v;
             bool nan = any_nan(x);  // as it is where m or v is
             write_moments(i, mask, m, v, nan);
-            write_rest(i, mask, x, nan);
+            write_new(i, mask, x, nan);
         });
     }
     for (int j = 0; j < count; j++)

@@ -1,8 +1,8 @@
 """The step of AdamW, SGD and Lion, the average, and the codes of moments on a CPU, each as one compiled pass
 with the bits of the torch code.
 
-    if fits([p], [g]):
-        update("adamw", [p], [g], moments, low, row, key, stochastic)   # in place; row, key: of a StepTable
+    if takes(step):      # a kernels.Step
+        run(step)        # in place
 
 It is written by hand in cpu_step.cpp, for AVX-512 and for AVX2: a loop that torch.compile makes waits for
 each hash of noise and at each new page of memory, and can't vectorise the reading of tables. The first call
@@ -16,14 +16,15 @@ import itertools
 import os
 import subprocess
 import tempfile
+import types
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import increment_version
 
-from ..rounding import NO_AVERAGE
+from ..rounding import ALONE, way_of
+from . import Step, exact_step
 
 CPP_SOURCE = Path(__file__).with_suffix(".cpp")
 CPP_HEADERS = [CPP_SOURCE.with_name(name) for name in ("cpu_vectors.h", "cpu_codes.h")]
@@ -32,7 +33,7 @@ COMPILER_FLAGS = (
     "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC".split()
 )
 RULE_NUMBERS = {"adamw": 0, "sgd": 1, "lion": 2, "given": 3}  # as in cpu_step.cpp
-DTYPE_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.int16: 3, torch.uint8: 4}
+DTYPE_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.uint8: 4}
 FLOAT_DTYPES = torch.float32, torch.bfloat16
 VALUES_FOR_ONE_THREAD = 1 << 15  # values below which a second thread costs more than it does
 
@@ -177,77 +178,77 @@ def roots(x, kind, address=None):
 # ---- The step ----------------------------------------------------------------------------------------------
 
 
-def fits(p, g, low=None):
-    """Whether `update` can take lists of weights p and of gradients g, each of one dtype: contiguous ones, on
-    a CPU that has what it needs; and what completes them.
-    """
-    if not p[0].is_cpu or library() is None:
+def takes(s):
+    """Whether `run` can carry out a kernels.Step."""
+    if not s.compiled or s.rule is None or not fits(s.weights, s.gradients, s.way):
         return False
-    if low is not None and low.dtype not in DTYPE_NUMBERS:
+    for held, key in zip(s.moments, s.keys, strict=True):
+        if held.coder is not None and not writes_codes(held.coder, held.signed, key):
+            return False
+    return not s.exact or in_one_pass(s.numbers)
+
+
+def fits(p, g, way=ALONE):
+    """Whether a pass can take lists of weights p and of gradients g, each of one dtype, that are written this
+    way: contiguous ones, on a CPU that has what it needs.
+    """
+    if not p[0].is_cpu or library() is None or way.code is None:
         return False
     return all(t.is_cpu and t.dtype in FLOAT_DTYPES and t.is_contiguous() for t in (*p, *g))
 
 
-def update(rule, p, g, moments, low, row, key, stochastic, average=NO_AVERAGE, exact=False, floored=False):
-    """One step on weights p, their moments and their low part, in place. rule: of RULE_NUMBERS.
-
-    p, g: lists of weights and of their gradients, whose values follow each other in all else.
-    moments: of fp32 or bf16 [n], or `Codes`, whose blocks no two tensors share. row: fp32, the numbers of the
-    optimiser behind WeightNumbers. key: int32, see `rounding.noise_bits`. average: a StepAverage. exact: with
-    the bits of torch's lerp, addcmul and sqrt; `floored` as exact_step.smallest_root_vanishes says.
-    """
-    kind_of_root, called = torch_root() if exact else (ROOT_NEAREST, None)
-    weights, gradients, ends = _addresses(p), _addresses(g), _ends(p)
+def run(s):
+    """Carry out a kernels.Step, in place."""
+    kind_of_root, called = torch_root() if s.exact else (ROOT_NEAREST, None)
+    weights, gradients, ends = _addresses(s.weights), _addresses(s.gradients), _ends(s.weights)
+    moments = tuple(map(_moment, s.moments, s.keys))
     step = CppStep(
-        rule=RULE_NUMBERS[rule],
-        of_weight=_dtype_number(p[0]),
-        of_gradient=_dtype_number(g[0]),
-        of_low=_dtype_number(low),
-        of_moments=tuple(map(_dtype_number, moments)),
-        stochastic=stochastic and not exact,  # what is exact needs no noise
-        exact=exact,
+        rule=RULE_NUMBERS[s.rule],
+        of_weight=DTYPE_NUMBERS[s.weights[0].dtype],
+        of_gradient=DTYPE_NUMBERS[s.gradients[0].dtype],
+        of_low=s.way.code,
+        of_moments=tuple(DTYPE_NUMBERS[held.values.dtype] for held in s.moments),
+        stochastic=s.stochastic and not s.exact,  # what is exact needs no noise
+        exact=s.exact,
         root=kind_of_root,
-        count=len(p),
+        count=len(s.weights),
         ends=ctypes.addressof(ends),
         weights=ctypes.addressof(weights),
         gradients=ctypes.addressof(gradients),
-        of_average=_dtype_number(average.flat),
-        average_stochastic=average.stochastic,
         threads=_threads(ends[-1]),
-        floored=floored,
-        low=_address(low),
-        shadow=_address(average.flat),
-        numbers=_address(row),
-        average_share=_address(average.share),
-        key=_address(key),
-        average_key=_address(average.key),
+        floored=s.exact and exact_step.smallest_root_vanishes(s.numbers.beta2, s.numbers.eps),
+        low=None if s.low is None else s.low.data_ptr(),
+        numbers=s.row.data_ptr(),
+        key=s.key.data_ptr(),
         called=called,
-        moments=tuple(map(_moment, moments)),
+        moments=moments,
     )
     library().update(ctypes.byref(step))
-    _mark_as_written(*p, low, average.flat, *moments)
+    written = [*s.weights] if s.low is None else [*s.weights, s.low]
+    for held in s.moments:
+        written += held.tensors().values()
+    increment_version(written)  # autograd sees no write by pointer: a backward that needs the old is an error
 
 
-def ema(average, p, low):
-    """Move a StepAverage towards the weights p [n] and their low part, in place, as rounding.ema_kernel does.
-    """
+def ema(average, p, low, share, key, stochastic):
+    """Move an average [n] towards the weights p [n] and their low part, in place, as rounding.ema_kernel."""
     weights, ends = _addresses([p]), _ends([p])
     step = CppStep(
-        of_weight=_dtype_number(p),
-        of_low=_dtype_number(low),
+        of_weight=DTYPE_NUMBERS[p.dtype],
+        of_low=way_of(low).code,
         count=1,
         ends=ctypes.addressof(ends),
         weights=ctypes.addressof(weights),
-        of_average=_dtype_number(average.flat),
-        average_stochastic=average.stochastic,
+        of_average=DTYPE_NUMBERS[average.dtype],
+        average_stochastic=stochastic,
         threads=_threads(ends[-1]),
-        low=_address(low),
-        shadow=_address(average.flat),
-        average_share=_address(average.share),
-        average_key=_address(average.key),
+        low=None if low is None else low.data_ptr(),
+        shadow=average.data_ptr(),
+        average_share=share.data_ptr(),
+        average_key=key.data_ptr(),
     )
     library().ema(ctypes.byref(step))
-    _mark_as_written(average.flat)
+    increment_version([average])
 
 
 def write(x, held, key):
@@ -255,19 +256,11 @@ def write(x, held, key):
     places = map(ctypes.c_void_p, (held.data_ptr(), key.data_ptr()))
     n = x.numel()
     library().write_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(n), *places, _threads(n))
-    _mark_as_written(held)
-
-
-def _dtype_number(t):
-    return 0 if t is None else DTYPE_NUMBERS[t.dtype]  # of a tensor, or of Codes
-
-
-def _address(t):
-    return None if t is None else t.data_ptr()
+    increment_version([held])
 
 
 def _addresses(tensors):
-    return (ctypes.c_void_p * len(tensors))(*map(_address, tensors))
+    return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
 
 
 def _ends(tensors):
@@ -276,34 +269,49 @@ def _ends(tensors):
     return (ctypes.c_int64 * len(ends))(*ends)
 
 
-class Codes(NamedTuple):
-    """A moment in codes of 8 or 4 bits, and what writes it: codes uint8, scales fp32, the key of the noise
-    int32 [3], and whether it has a sign.
+# ---- Codes -------------------------------------------------------------------------------------------------
 
-    Of codes in a table, as `formats.Int8` and `Int4` have them: what they stand for fp32 [2^bits], and the
-    `chart` of the table's line. Of 8-bit floats, `formats.Float8`: the bits of the mantissa, 3 or 2.
+
+def writes_codes(coder, signed, key):
+    """Whether a pass can write the codes of a formats.Format by the noise of `key`: not the nearest ones, and
+    not those of flash8.
     """
-
-    data: torch.Tensor
-    scales: torch.Tensor
-    key: torch.Tensor
-    signed: bool
-    bits: int = 8
-    table: torch.Tensor | None = None
-    chart: ctypes.Array | None = None
-    mantissa: int = 0
-
-    @property
-    def dtype(self):
-        return self.data.dtype
+    return key is not None and key.is_cpu and library() is not None and _is_known(coder, signed)
 
 
-def encode(x, codes):
-    """Write fp32 x [n] into `codes`, stochastically."""
+@functools.cache
+def _is_known(coder, signed):
+    if coder.mantissa:
+        return True
+    line = coder.line(signed, torch.device("cpu"))
+    return line is not None and chart_of(line) is not None
+
+
+def encode(x, coder, codes, scales, signed, key):
+    """Write fp32 x [n] into codes and scales, stochastically."""
     n = x.numel()
-    moment = ctypes.byref(_moment(codes))
+    moment = ctypes.byref(_coded(coder, codes, scales, signed, key))
     library().encode_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(n), moment, _threads(n))
-    _mark_as_written(codes)
+    increment_version([codes, scales])
+
+
+def _moment(held, key):
+    """A state.Held as C++ takes it."""
+    if held.coder is None:
+        return CppMoment(data=held.values.data_ptr())
+    return _coded(held.coder, held.values, held.scales, held.signed, key)
+
+
+def _coded(coder, codes, scales, signed, key):
+    """Codes and their scales as C++ takes them: 8-bit floats by the bits of their mantissa, others by what
+    they stand for and the `chart` of the line on which they lie.
+    """
+    moment = CppMoment(bits=coder.bits, has_sign=signed, mantissa=coder.mantissa)
+    moment.data, moment.scales, moment.key = codes.data_ptr(), scales.data_ptr(), key.data_ptr()
+    if not coder.mantissa:
+        moment.table = coder.table(signed, codes.device).data_ptr()
+        moment.chart = ctypes.addressof(chart_of(coder.line(signed, codes.device)))
+    return moment
 
 
 @functools.lru_cache(maxsize=16)
@@ -333,31 +341,26 @@ def chart(line):
     return torch.cat([*rows, slots[:32].to(torch.int16).view(torch.float32)])
 
 
-def _moment(m):
-    if isinstance(m, Codes):
-        return CppMoment(
-            bits=m.bits,
-            has_sign=m.signed,
-            mantissa=m.mantissa,
-            data=_address(m.data),
-            scales=_address(m.scales),
-            table=_address(m.table),
-            chart=None if m.chart is None else ctypes.addressof(m.chart),
-            key=_address(m.key),
-        )
-    return CppMoment(data=_address(m))
-
-
-def _mark_as_written(*changed):
-    """Tell autograd, which sees no write by pointer: a backward that needs the old values is an error."""
-    tensors = []
-    for t in changed:
-        if isinstance(t, Codes):
-            tensors += [t.data, t.scales]
-        elif t is not None:
-            tensors.append(t)
-    increment_version(tensors)
-
-
 def _threads(n):
     return 1 if n < VALUES_FOR_ONE_THREAD else torch.get_num_threads()
+
+
+# ---- The bits of torch's AdamW -----------------------------------------------------------------------------
+
+
+def in_one_pass(numbers):
+    """Whether `update` has the bits of exact_step.update_moments here, for these numbers of AdamW."""
+    return exact_step.lerp_adds(numbers) and torch_root() is not None and _is_exact()
+
+
+@functools.cache
+def _is_exact():
+    g, own, row = exact_step.trial_step()
+    theirs = [t.clone() for t in own]
+    exact_step.update_moments(g, *theirs, row, exact_step.NUMBERS_OF_TRIAL, torch.empty_like(g))
+    held = [types.SimpleNamespace(coder=None, values=t, tensors=dict) for t in own]
+    key = torch.zeros(3, dtype=torch.int32)
+    tensors = dict(weights=[torch.zeros_like(g)], gradients=[g], moments=held, keys=[None, None], low=None)
+    how = dict(rule="adamw", exact=True, way=ALONE, stochastic=False, compiled=True)
+    run(Step(**tensors, **how, numbers=exact_step.NUMBERS_OF_TRIAL, row=row, key=key))
+    return all(map(torch.equal, own, theirs))

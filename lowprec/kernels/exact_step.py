@@ -1,23 +1,24 @@
 """AdamW's step on a CPU with the bits of torch.optim.AdamW, where weights and moments are exact fp32.
 
-    adamw(p, g, m, v, low, row, numbers)   # flat, in place; numbers: AdamWNumbers, row: the same as a tensor
+    if takes(step):      # a kernels.Step
+        run(step)        # in place
 
 Two of torch's operations stand in the way of one fused kernel. Its lerp and addcmul round once where a
 product is added; a compiled kernel has that as `prims.fma`. And torch.sqrt on a CPU may come from MKL, which
-rounds some values to the other neighbour. So the step is three passes: moments, root, weights. Where
-`in_one_pass` says so, `cpu_step` does all three in one: it takes roots as MKL does.
+rounds some values to the other neighbour. So the step is three passes: moments, root, weights. Where it has
+the same bits, `cpu_step` does all three in one: it takes roots as MKL does.
 """
 
 import functools
 import importlib
 import threading
+from typing import NamedTuple
 
 import torch
 
-from ..rounding import NO_AVERAGE, exact_weight, write_weight
-from . import cpu_step
+from ..rounding import exact_weight, write_weight
+from . import PLACE_OF_SCALE
 from .compiled import BUILD_ERRORS, fused
-from .numbers import PLACE_OF_SCALE, AdamWNumbers, WeightNumbers, named_numbers
 
 VALUES_AT_ONCE = 1 << 21  # values whose root is held at once: 8 MiB
 VALUES_IN_CACHE = 1 << 16  # that torch's single operations take at once, so that they stay in the cache
@@ -25,23 +26,42 @@ SMALLEST_NORMAL = 2.0**-126  # of fp32
 FP32_ON_CPU = dict(dtype=torch.float32, device="cpu")  # whatever torch's defaults are
 
 
-def adamw(p, g, m, v, low, row, numbers, average=NO_AVERAGE, compiled=True):
-    """One step on flat p [n], fp32 m and v [n] and the low part, in place, from gradient g [n]. row: of a
-    buckets.StepTable; numbers: what it was made of. average: a StepAverage.
-    """
-    one_rounding = compiled and lerp_adds(numbers) and rounds_once()
-    floored = smallest_root_vanishes(numbers.beta2, numbers.eps)
+class Row(NamedTuple):
+    """What stands in the row of a step of AdamW, in this order."""
+
+    decay: float
+    scale: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    root_correction: float
+    eps: float
+    rate: float
+
+
+def takes(s):
+    """Whether `run` can carry out a kernels.Step."""
+    return s.exact and s.weights[0].is_cpu and len(s.weights) == 1
+
+
+def run(s):
+    """Carry out a kernels.Step on flat weights, in place."""
+    (p,), (g,) = s.weights, s.gradients
+    m, v = [held.read(s.compiled) for held in s.moments]
+    one_rounding = s.compiled and lerp_adds(s.numbers) and rounds_once()
+    floored = smallest_root_vanishes(s.numbers.beta2, s.numbers.eps)
     for start in range(0, p.numel(), VALUES_AT_ONCE):
         at = slice(start, start + VALUES_AT_ONCE)
         root = _kept_memory()[: v[at].numel()]
         if one_rounding:
-            fused(_moment_kernel, g[at], m[at], v[at], root, row, floored)
+            fused(_moment_kernel, g[at], m[at], v[at], root, s.row, floored)
             torch.sqrt(root, out=root)
         else:
-            update_moments(g[at], m[at], v[at], row, numbers, root)
-        part = None if low is None else low[at]
-        moved = average.part(start, start + VALUES_AT_ONCE)
-        fused(_weight_kernel, p[at], m[at], root, part, row, moved, compiled=compiled)
+            update_moments(g[at], m[at], v[at], s.row, s.numbers, root)
+        low = None if s.low is None else s.low[at]
+        fused(_weight_kernel, p[at], m[at], root, low, s.row, compiled=s.compiled)
+    for held, values, key in zip(s.moments, (m, v), s.keys, strict=True):
+        held.put_back(values, key, s.compiled)
 
 
 def _kept_memory():
@@ -89,38 +109,23 @@ def lerp_adds(numbers):
 
 
 def _moment_kernel(g, m, v, root, row, floored):
-    weight, n = named_numbers(row, AdamWNumbers)
-    g = g.float() * weight.scale
+    n = Row(*row.unbind())
+    g = g.float() * n.scale
     m.copy_(_fma(n.one_minus_beta1.expand_as(m), g - m, m))
     new = _fma(n.one_minus_beta2 * g, g, v * n.beta2)
     v.copy_(new)
     root.copy_(new.clamp(min=SMALLEST_NORMAL) if floored else new)
 
 
-def _weight_kernel(p, m, root, low, row, average):
-    weight, n = named_numbers(row, AdamWNumbers)
+def _weight_kernel(p, m, root, low, row):
+    n = Row(*row.unbind())
     update = (n.rate * m) / (root / n.root_correction + n.eps)
-    x = exact_weight(p, low) * weight.decay + update
-    write_weight(x, p, low)
-    average.follow(x, p, low)
+    write_weight(exact_weight(p, low) * n.decay + update, p, low)
 
 
-def in_one_pass(numbers):
-    """Whether `cpu_step.update` has the bits of `update_moments` here, for these AdamWNumbers."""
-    return lerp_adds(numbers) and cpu_step.torch_root() is not None and _known_to_cpu_step()
-
-
-@functools.cache
-def _known_to_cpu_step():
-    g, own, row = _trial_step()
-    theirs = [t.clone() for t in own]
-    update_moments(g, *theirs, row, NUMBERS_OF_TRIAL, torch.empty_like(g))
-    p, key = torch.zeros_like(g), torch.zeros(3, dtype=torch.int32)
-    cpu_step.update("adamw", [p], [g], own, None, row, key, False, exact=True)
-    return all(map(torch.equal, own, theirs))
-
-
-NUMBERS_OF_TRIAL = AdamWNumbers(
+NUMBERS_OF_TRIAL = Row(
+    decay=1.0,
+    scale=1.0,
     one_minus_beta1=1 - 0.9,
     beta2=0.999,
     one_minus_beta2=1 - 0.999,
@@ -130,17 +135,17 @@ NUMBERS_OF_TRIAL = AdamWNumbers(
 )
 
 
-def _trial_step():
+def trial_step():
     """(gradient, [m, v], row of NUMBERS_OF_TRIAL) of random values, to compare two ways to the moments."""
     draw = functools.partial(torch.randn, 1 << 12, generator=torch.Generator().manual_seed(0), **FP32_ON_CPU)
-    row = torch.tensor([*WeightNumbers(decay=1.0, scale=1.0), *NUMBERS_OF_TRIAL], **FP32_ON_CPU)
+    row = torch.tensor(NUMBERS_OF_TRIAL, **FP32_ON_CPU)
     return draw(), [draw(), draw().square()], row
 
 
 @functools.cache
 def rounds_once():
     """Whether `_moment_kernel` has the bits of `update_moments` here, by torch and the compiler."""
-    g, own, row = _trial_step()
+    g, own, row = trial_step()
     theirs = [t.clone() for t in own]
     update_moments(g, *theirs, row, NUMBERS_OF_TRIAL, torch.empty_like(g))
     try:

@@ -1,9 +1,9 @@
 """AdamW's step and the average as Triton kernels for CUDA, with the bits of those on a CPU. Needs torch and
 Triton.
 
-    if fits([p], low):
-        adamw(p, g, moments, low, row, key, stochastic, exact)   # flat, in place; row, key: of a StepTable
-    ema(average, p, low)
+    if takes(step):      # a kernels.Step
+        run(step)        # in place
+    ema(average, p, low, share, key, stochastic)
 
 Moments in int8 codes are read and written within the step.
 
@@ -18,88 +18,77 @@ import torch
 import triton
 import triton.language as tl
 
-from ..rounding import NO_AVERAGE
-from .numbers import AdamWNumbers, place
+from ..rounding import way_of
+from . import exact_step
 
 ENTRIES_A_PROGRAM = 1024  # entries of one program
 CODES_A_SCALE = tl.constexpr(256)  # entries that share a scale, where a moment is in codes
 HELD_DTYPES = (torch.float32, torch.bfloat16)
-# what completes a weight, see rounding.exact_weight
-NO_LOW_PART, REMAINDER, COMPENSATION, MASTER = (tl.constexpr(kind) for kind in range(4))
-# what becomes of the average: nothing, a step, a step that is rounded stochastically
-AVERAGE_STAYS, AVERAGE_MOVES, AVERAGE_DRAWS_NOISE = (tl.constexpr(mode) for mode in range(3))
+# codes of rounding.Way
+ALONE, MASTER, COMPENSATION, REMAINDER = (tl.constexpr(code) for code in range(4))
 # places in a row of numbers
-AT_DECAY, AT_SCALE = (tl.constexpr(place(name)) for name in ("decay", "scale"))
-AT_ONE_MINUS_BETA1, AT_BETA2, AT_ONE_MINUS_BETA2, AT_ROOT_CORRECTION, AT_EPS, AT_RATE = (
-    tl.constexpr(place(name, AdamWNumbers)) for name in AdamWNumbers._fields
+AT_DECAY, AT_SCALE, AT_ONE_MINUS_BETA1, AT_BETA2, AT_ONE_MINUS_BETA2, AT_ROOT_CORRECTION, AT_EPS, AT_RATE = (
+    tl.constexpr(place) for place in range(len(exact_step.Row._fields))
 )
-KIND_OF_LOW = {torch.int16: REMAINDER, torch.bfloat16: COMPENSATION, torch.float32: MASTER}
 
 
-def fits(tensors, low):
-    """Whether the kernels can take these flat tensors of one device, which are bf16 or fp32, and a low part.
-    """
-    return all(t.dtype in HELD_DTYPES for t in tensors) and (low is None or low.dtype in KIND_OF_LOW)
+def takes(s):
+    """Whether `run` can carry out a kernels.Step."""
+    return s.compiled and s.rule == "adamw" and s.weights[0].is_cuda and moves(s.weights, s.way)
 
 
-def has_codes(moment):
-    """Whether a moment is a formats.Coded that the kernel reads and writes: a table of 256 values, a block of
-    256, written stochastically.
-    """
-    coder = moment.coder
-    in_bytes = (coder.bits, coder.block) == (8, CODES_A_SCALE.value)
-    return in_bytes and moment.key is not None and coder.line(moment.signed, moment.codes.device) is not None
+def moves(tensors, way):
+    """Whether the kernels can take these flat tensors of one device, and this rounding.Way."""
+    return way.code is not None and all(t.dtype in HELD_DTYPES for t in tensors)
 
 
-def adamw(p, g, moments, low, row, key, stochastic, exact, average=NO_AVERAGE):
-    """One step on flat p [n], its two moments and its low part, in place.
-
-    moments: fp32 or bf16 [n], or a formats.Coded. row: fp32, AdamWNumbers behind WeightNumbers. key: int32 [3
-    or more], see `rounding.noise_bits`. stochastic: whether bf16 is rounded so; else to nearest. exact:
-    whether the moments are formed as torch's lerp and addcmul do, which round once where a product is added;
-    beta1 is above 0.5. average: a StepAverage.
-    """
-    n = p.numel()
-    kind = NO_LOW_PART if low is None else KIND_OF_LOW[low.dtype]
-    of_moments = [_arguments_of_moment(moment, row) for moment in moments]
-    (m, *of_m, m_stretches), (v, *of_v, v_stretches) = of_moments
-    with torch.cuda.device_of(p):
-        grid = (triton.cdiv(n, ENTRIES_A_PROGRAM),)
-        low = p if low is None else low  # some pointer: it is not read
-        mode = _mode_of_average(average)
-        flat, share, average_key = (p, row, key) if average.flat is None else average[:3]
-        pointers = (p, g, m, v, low, row, key, flat, share, average_key, *of_m, *of_v)
-        settings = (stochastic, exact, kind, mode, m_stretches, v_stretches, ENTRIES_A_PROGRAM)
-        _adamw[grid](*pointers, n, *settings, **COMPILE_OPTIONS)
-
-
-def _arguments_of_moment(moment, unread):
-    """(values or codes, scales, table, line, key, stretches of the line) of a moment; of a tensor, which has
-    no codes, `unread` for most of it, and no stretch.
-    """
-    if torch.is_tensor(moment):
-        return moment, unread, unread, unread, unread, 0
-    table = moment.coder.table(moment.signed, moment.codes.device)
-    line = moment.coder.line(moment.signed, moment.codes.device)
-    return moment.codes, moment.scales, table, line, moment.key, line.shape[0]
-
-
-def ema(average, p, low):
-    """Move a StepAverage towards the weights p [n] and their low part, in place, as rounding.ema_kernel does.
-    """
-    kind = NO_LOW_PART if low is None else KIND_OF_LOW[low.dtype]
+def run(s):
+    """Carry out a kernels.Step on flat weights, in place."""
+    (p,), (g,) = s.weights, s.gradients
+    operands, read = [], []
+    for held, key in zip(s.moments, s.keys, strict=True):
+        if _reads_codes(held, key):
+            operands.append(_operands_of_codes(held, key))
+        else:
+            values = held.read(s.compiled)
+            operands.append((values, *[s.row] * 4, 0))  # some pointer in place of what a tensor does not have
+            read.append((held, values, key))
+    # formed as torch's lerp and addcmul do, which round once where a product is added, if beta1 is above 0.5
+    exact = s.exact and exact_step.lerp_adds(s.numbers)
+    (m, *of_m, m_stretches), (v, *of_v, v_stretches) = operands
     with torch.cuda.device_of(p):
         grid = (triton.cdiv(p.numel(), ENTRIES_A_PROGRAM),)
-        low = p if low is None else low  # some pointer: it is not read
-        pointers = (p, low, average.flat, average.share, average.key)
-        mode = _mode_of_average(average)
-        _ema[grid](*pointers, p.numel(), kind, mode, ENTRIES_A_PROGRAM, **COMPILE_OPTIONS)
+        low = p if s.low is None else s.low  # some pointer: it is not read
+        pointers = (p, g, m, v, low, s.row, s.key, *of_m, *of_v)
+        settings = (s.stochastic, exact, s.way.code, m_stretches, v_stretches, ENTRIES_A_PROGRAM)
+        _adamw[grid](*pointers, p.numel(), *settings, **COMPILE_OPTIONS)
+    for held, values, key in read:
+        held.put_back(values, key, s.compiled)
 
 
-def _mode_of_average(average):
-    if average.flat is None:
-        return AVERAGE_STAYS
-    return AVERAGE_DRAWS_NOISE if average.stochastic else AVERAGE_MOVES
+def _reads_codes(held, key):
+    """Whether the kernel reads and writes the codes of a state.Held: a table of 256 values, a block of 256,
+    written stochastically.
+    """
+    if held.coder is None or key is None or (held.coder.bits, held.coder.block) != (8, CODES_A_SCALE.value):
+        return False
+    return held.coder.line(held.signed, held.values.device) is not None
+
+
+def _operands_of_codes(held, key):
+    """(codes, scales, table, line, key, stretches of the line)."""
+    table = held.coder.table(held.signed, held.values.device)
+    line = held.coder.line(held.signed, held.values.device)
+    return held.values, held.scales, table, line, key, line.shape[0]
+
+
+def ema(average, p, low, share, key, stochastic):
+    """Move an average [n] towards the weights p [n] and their low part, in place, as rounding.ema_kernel."""
+    with torch.cuda.device_of(p):
+        grid = (triton.cdiv(p.numel(), ENTRIES_A_PROGRAM),)
+        pointers = (p, p if low is None else low, average, share, key)
+        settings = (way_of(low).code, stochastic, ENTRIES_A_PROGRAM)
+        _ema[grid](*pointers, p.numel(), *settings, **COMPILE_OPTIONS)
 
 
 # ---- Rounding, as in rounding.py ---------------------------------------------------------------------------
@@ -174,21 +163,16 @@ def _held(weight, low, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def _move(average, now, share, key, i, mask, AVERAGE: tl.constexpr):
-    """Entries i of an average towards `now`, fp32."""
-    old = tl.load(average + i, mask=mask, other=0).to(tl.float32)
-    noise = now.to(tl.int32, bitcast=True)  # of the same type where there is none
-    if AVERAGE == AVERAGE_DRAWS_NOISE:
-        noise, _ = _noise_bits(i.to(tl.int32), key)
-    _write(average + i, old + (now - old) * tl.load(share), noise, mask, AVERAGE == AVERAGE_DRAWS_NOISE)
-
-
-@triton.jit
-def _ema(p, low, average, share, key, n, KIND: tl.constexpr, AVERAGE: tl.constexpr, BLOCK: tl.constexpr):
+def _ema(p, low, average, share, key, n, KIND: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     weight = tl.load(p + i, mask=mask, other=0).to(tl.float32)
-    _move(average, _held(weight, low + i, mask, KIND), share, key, i, mask, AVERAGE)
+    now = _held(weight, low + i, mask, KIND)
+    old = tl.load(average + i, mask=mask, other=0).to(tl.float32)
+    noise = i.to(tl.int32)  # of the same type where there is none
+    if STOCHASTIC:
+        noise, _ = _noise_bits(i.to(tl.int32), key)
+    _write(average + i, old + (now - old) * tl.load(share), noise, mask, STOCHASTIC)
 
 
 # ---- Codes: formats.stochastic_codes -----------------------------------------------------------------------
@@ -254,9 +238,6 @@ def _adamw(
     low,
     row,
     key,
-    average,
-    average_share,
-    average_key,
     m_scales,
     m_table,
     m_line,
@@ -269,7 +250,6 @@ def _adamw(
     STOCHASTIC: tl.constexpr,
     EXACT: tl.constexpr,
     KIND: tl.constexpr,
-    AVERAGE: tl.constexpr,
     M_STRETCHES: tl.constexpr,
     V_STRETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -305,9 +285,8 @@ def _adamw(
     first, second = weight.to(tl.int32), weight.to(tl.int32)  # of the same types where there is no noise
     if STOCHASTIC:
         first, second = _noise_bits(i.to(tl.int32), key)
-    now = x  # what is held once it is written
-    if KIND == NO_LOW_PART:
-        now = _write(p, x, first, mask, STOCHASTIC)
+    if KIND == ALONE:
+        _write(p, x, first, mask, STOCHASTIC)
     elif KIND == REMAINDER:
         bits = _bits(x)
         high = (bits + 0x8000) & -65536
@@ -316,7 +295,7 @@ def _adamw(
     elif KIND == COMPENSATION:
         near = _stochastic_round(x, 0x8000)
         tl.store(p, near.to(tl.bfloat16), mask=mask)
-        now = near + _write(low, x - near, first, mask, STOCHASTIC)
+        _write(low, x - near, first, mask, STOCHASTIC)
     else:
         tl.store(low, x, mask=mask)
         _write(p, x, first, mask, False)
@@ -328,8 +307,6 @@ def _adamw(
         _write(v, v_new, second, mask, STOCHASTIC)
     else:
         _encode(v, v_new, v_scales, v_table, v_line, v_key, i, mask, False, V_STRETCHES)
-    if AVERAGE != AVERAGE_STAYS:
-        _move(average, now, average_share, average_key, i, mask, AVERAGE)
 
 
 # contracted, a product and a sum would round once

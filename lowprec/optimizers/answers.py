@@ -26,7 +26,6 @@ import torch
 
 from ..rounding import exact_weight, write_weight
 from .buckets import local_tensor
-from .state import SITE_OF_LOW_PART, low_of
 
 
 def params_of(groups):
@@ -153,41 +152,36 @@ class RoundedAnswers(Answers):
     """The answers of `Rounded`."""
 
     def low_part(self, p):
-        return low_of(self.state[p]) if p in self.state else None
+        bucket = self.bucket_of.get(p)
+        return None if bucket is None else self.state[p].get(bucket.writing.way.name)
 
     def moment(self, p, name, pick=torch.flatten):
-        if name not in self.moments or name not in self.state[p]:
+        held = self._settled(p).get(name)
+        if held is None:
             return None
-        bucket = self.rank_buckets.get(p)
-        if bucket is None or not self.coded(p, name):
-            values = self.moment_values(name, self._settled(p, name), self.size(p, name))
-            return pick(values).to(p.device)
-        if bucket.numel:
-            values = self.moment_values(name, self.state[p], bucket.numel)
-        else:
-            values = local_tensor(p).float()  # this rank has no rows of p: an empty tensor
-        return pick(bucket.views(values, [p])[0])
+        values = held.read(self.compiled).to(p.device)
+        return pick(self.bucket_of[p].own_rows(values))
 
-    def _settled(self, p, *names):
-        """The state of p after the last step, wherever it is; codes of these moments on the device of p."""
-        state = self.state[p]
-        if self.away is None:
-            return state
-        self.away.settle()
-        state = dict(state)
-        for name in names:
-            if self.coded(p, name):
-                state[name] = state[name].to(p.device)
-                state[f"{name}_scale"] = state[f"{name}_scale"].to(p.device)
-        return state
+    def _settled(self, p):
+        """{moment: state.Held} of p after the last step, wherever it is."""
+        self.home.settle()
+        if p in self.bucket_of:
+            self.adopt_state(self.bucket_of[p])
+        return self.held_of.get(p, {})
 
     def coded(self, p, name):
-        return f"{name}_scale" in self.state[p]
+        held = self.held_of.get(p, {}).get(name)
+        return held is not None and held.coder is not None
 
     def decay(self, p, name):
         if name not in self.moments:
             return math.nan, 0
-        return self._group(p)["betas"][self.moments.index(name)], self.state[p]["step"]
+        return self._group(p)["betas"][self.moments.index(name)], self.steps_of(p)
+
+    def steps_of(self, p):
+        """How many steps p has behind it."""
+        self._settled(p)
+        return self.state.get(p, {}).get("step", 0)
 
     def wanted(self, p, g, pick=torch.flatten):
         return self.wanted_together([p], [g], pick)[0]
@@ -222,17 +216,16 @@ class RoundedAnswers(Answers):
             group_of.update(dict.fromkeys(group["params"], group))
         found = {}
         for i, p in enumerate(params):
-            group, step = group_of[p], self.state[p]["step"]
+            group, step = group_of[p], self.steps_of(p)
             _, _, _, members = found.setdefault((id(group), step, p.device), (group, step, p.device, []))
             members.append(i)
         return list(found.values())
 
     def clear(self, p, name):
-        key = f"{name}_scale" if self.coded(p, name) else name  # codes are zero where their scale is
-        held = self._settled(p).get(key)
+        held = self._settled(p).get(name)
         if held is None:
             return False
-        held.zero_()
+        held.clear()
         return True
 
     def still(self, p):
@@ -245,48 +238,32 @@ class RoundedAnswers(Answers):
     @torch.no_grad()
     def set_exact(self, p, value):
         if not p.is_meta:  # shapes alone have no values to write
-            write_weight(value.to(p.device, torch.float32), local_tensor(p), low_of(self.state[p]))
+            write_weight(value.to(p.device, torch.float32), local_tensor(p), self.low_part(p))
 
     def nbytes(self):
         """{site: bytes} of the state as allocated: the moments, kahan and master; of a tensor that is spread
         over ranks, on all of them together.
         """
         total = dict.fromkeys([*self.moments, "kahan", "master"], 0)
-        for p, state in self.state.items():
-            for name, t in state.items():
-                if name != "step":
-                    site = SITE_OF_LOW_PART.get(name, name.removesuffix("_scale"))
-                    total[site] += self._bytes(p, name, t)
+        for bucket in self.begun():
+            for name, held in bucket.moments.items():
+                total[name] += held.nbytes(bucket.whole)
+            if bucket.low is not None:
+                total[bucket.writing.way.site] += bucket.whole * bucket.low.element_size()
         for name, coder in self.coders.items():  # tables that all tensors share
-            if any(self.coded(p, name) for p in self.state):
+            if any(self.coded(p, name) for p in self.bucket_of):
                 total[name] += coder.table_bytes(self.is_signed(name), self.by_noise)
         return total
-
-    def _bytes(self, p, name, t):
-        if p not in self.rank_buckets:
-            return t.nbytes
-        n = p.numel()
-        count = self.coded_sizes(p, name)
-        if count is not None:
-            n = count(n)
-        return t.element_size() * n
 
     def plain(self, name):
         """How many values keep the moment in fp32 although it is held in codes: those of small tensors."""
         coder = self.coders[name]
-        total = 0
-        for p in self.state:
-            n = self.size(p, name)
-            if not coder.takes(n):
-                total += n
-        return total
+        sizes = [self.size(p, name) for p in self.bucket_of]
+        return sum(n for n in sizes if not coder.takes(n))
 
     def notes(self):
-        whole = sum(p.numel() for p in self.state)
-        found = dict.fromkeys(self.coders, "")
+        whole = sum(p.numel() for p in self.bucket_of)
+        found = dict.fromkeys(self.moments, "")
         for name in self.coders:
             found[name] = f"; {self.plain(name):,} of {whole:,} in small tensors stay fp32"
-        if self.away is not None:
-            for name in self.moments:
-                found[name] = found.get(name, "") + "; in the memory of the CPU (--states_on cpu)"
-        return found
+        return {name: note + self.home.note() for name, note in found.items()}

@@ -13,17 +13,9 @@ import functools
 import torch
 
 from ..errors import Refused, check_choice
-from ..kernels import choose
-from ..rounding import (
-    DTYPE_OF_NAME,
-    NO_AVERAGE,
-    WAYS_TO_ROUND,
-    Noise,
-    StepAverage,
-    exact_weight,
-    key_words,
-)
-from .buckets import Bucket, StepTable, group_tensors, local_tensor
+from ..kernels import move_average
+from ..rounding import DTYPE_OF_NAME, WAYS_TO_ROUND, Noise, exact_weight, key_words
+from .buckets import StepTable, rows_of
 
 # ---- The average -------------------------------------------------------------------------------------------
 
@@ -70,20 +62,15 @@ class EMA:
             low = self.low_part(p)
             low_dtype = None if low is None else low.dtype
             keys.append((p.dtype, p.device, low_dtype))
-        self._buckets = group_tensors(self.params, keys)
-        self.bucket_of = {}  # parameter that is a bucket by itself -> that bucket
-        for bucket in self._buckets:
-            if len(bucket.indices) == 1 and type(bucket) is Bucket:
-                self.bucket_of[self.params[bucket.indices[0]]] = bucket
-        self._to_move, self._table = None, None  # {bucket: row of the table}; None between updates
+        self._buckets = rows_of(self.params).buckets(self.params, keys)
         self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
         for bucket in self._buckets:
-            params, low = self._inputs(bucket)
-            bucket.flat = exact_weight(params, low).detach().to(self.dtype, copy=True)
+            weights, low = self._inputs(bucket)
+            bucket.flat = exact_weight(weights, low).detach().to(self.dtype, copy=True)
             self._share(bucket)
 
     def _share(self, bucket):
-        views = bucket.views(bucket.flat, [self.params[i] for i in bucket.indices])
+        views = bucket.views(bucket.flat, bucket.params)
         for i, view in zip(bucket.indices, views, strict=True):
             self.shadow[self.names[i]] = view
 
@@ -111,9 +98,8 @@ class EMA:
 
     def _inputs(self, bucket):
         """(weights, their low part or None), flat."""
-        params = [self.params[i] for i in bucket.indices]
-        weights = bucket.gather([local_tensor(p) for p in params])
-        lows = [self.low_part(p) for p in params]
+        weights = bucket.gather(bucket.params)
+        lows = [self.low_part(p) for p in bucket.params]
         if lows[0] is None:
             return weights, None
         return weights, bucket.gather(lows)
@@ -121,19 +107,8 @@ class EMA:
     @torch.no_grad()
     def update(self):
         """Take one step towards the weights as they are now."""
-        self._begin()
+        self.step += 1
         self._move()
-
-    def of_step(self, p):
-        """The StepAverage for a kernel that writes all of parameter p; NO_AVERAGE where p shares a vector
-        with others. `update` moves what is left.
-        """
-        bucket = self.bucket_of.get(p)
-        if bucket is None:
-            return NO_AVERAGE
-        self._begin()
-        row = self._to_move.pop(bucket, None)
-        return NO_AVERAGE if row is None else self._step_average(bucket, row)
 
     def before_writing(self):
         """Called before the weights are next written."""
@@ -141,32 +116,18 @@ class EMA:
     def catch_up(self):
         """Called before the average is read by another way than `shadow`."""
 
-    def _begin(self):
-        """Number the next step, unless `of_step` has begun it."""
-        if self._to_move is not None:
-            return
-        self.step += 1
-        self._to_move, self._table = {}, StepTable(self._buckets[0].flat.device)
-        for bucket in self._buckets:
-            if bucket.numel:
-                ((_, _, position, ahead),) = bucket.rows()
-                words = key_words(self.seed, self.step, position, Noise.AVERAGE, ahead)
-                self._to_move[bucket] = self._table.add([1 - self.decay], words)
-        self._table.fill()
-
-    def _step_average(self, bucket, row):
-        return StepAverage(
-            flat=bucket.flat,
-            share=self._table.numbers[row],
-            key=self._table.keys[row],
-            stochastic=self.update_mode == "stochastic",
-        )
-
     def _move(self):
-        for bucket, row in self._to_move.items():
-            params, low = self._inputs(bucket)
-            choose.move_average(self._step_average(bucket, row), params, low, self.compiled)
-        self._to_move = None
+        table, rows = StepTable(self._buckets[0].flat.device), {}
+        for bucket in self._buckets:
+            for _, _, position, ahead in bucket.rows():
+                words = key_words(self.seed, self.step, position, Noise.AVERAGE, ahead)
+                rows[bucket] = table.add([1 - self.decay], words)
+        table.fill()
+        stochastic = self.update_mode == "stochastic"
+        for bucket, row in rows.items():
+            weights, low = self._inputs(bucket)
+            how = table.numbers[row], table.keys[row], stochastic, self.compiled
+            move_average(bucket.flat, weights, low, *how)
 
     def state_dict(self):
         return {"step": self.step, "shadow": dict(self.shadow)}
@@ -179,7 +140,7 @@ class EMA:
             raise Refused("the averaged weights belong to another model or another ema dtype")
         for name, value in state["shadow"].items():
             self.shadow[name].copy_(value)
-        self.step, self._to_move = state["step"], None
+        self.step = state["step"]
 
 
 # ---- On the CPU --------------------------------------------------------------------------------------------
@@ -228,12 +189,9 @@ class OnCPU(EMA):
     @torch.no_grad()
     def update(self):
         self.catch_up()
-        self._begin()
+        self.step += 1
         self._take(self._buckets)
         self.behind = True
-
-    def of_step(self, p):
-        return NO_AVERAGE  # it is elsewhere
 
     def before_writing(self):
         self.traffic.before_writing()

@@ -1,18 +1,31 @@
-"""Tensors of a step gathered into few flat vectors, and its numbers into two tables."""
+"""Tensors of a step gathered into few flat vectors, and its numbers into two tables.
+
+A `Bucket` holds some parameters and their state. `Rows` says which rows of a tensor are ours: all of them,
+but where torch's fully_shard has spread a net over ranks (parts/spread.py).
+"""
 
 import dataclasses
+import importlib
+from typing import NamedTuple
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..errors import Refused
+from ..kernels import PLACE_OF_SCALE
+from ..rounding import Way
+
+ENTRIES_A_BLOCK = 256  # a multiple of every format's block of codes
 
 # ---- Buckets -----------------------------------------------------------------------------------------------
 
 
 class Bucket:
     """Tensors of one dtype and device that a kernel sees as one flat vector: a large one as a view, small
-    ones copied together.
+    ones copied together. start: by which the noise of its first entry is numbered.
+
+    Of an optimiser it also has moments {name: state.Held}, `low`, which completes the weights, flat or None,
+    and its Writing. `begun` says whether there is a state: not of a frozen parameter. names, given, places:
+    of the views of the state that parameters have been given.
     """
 
     SMALL = 1 << 18  # elements; below it the fixed cost of a call outweighs the copies
@@ -20,11 +33,16 @@ class Bucket:
     def __init__(self, indices, tensors, start):
         self.indices, self.start = indices, start
         self.numel = sum(tensors[i].numel() for i in indices)
+        self.params = [tensors[i] for i in indices]
+        self.shapes = [t.shape for t in self.params]
+        self.dtype = self.params[0].dtype
+        self.begun, self.moments, self.low, self.writing = False, {}, None, None
+        self.names, self.given, self.places = (), [], []
 
     @staticmethod
-    def group(tensors, keys):
+    def group(tensors, keys, blocks=None):
         """Buckets such that each holds only equal `keys` (hashables); their order and starts depend on shapes
-        alone.
+        alone. blocks: of each tensor the entries that stay together, for the Rows of a rank.
         """
         members, filling = [], {}  # [indices of a bucket]; {key: the last of them that has room}
         filled = {}  # {key: elements in that one}
@@ -44,25 +62,28 @@ class Bucket:
             start += buckets[-1].numel
         return buckets
 
+    @property
+    def local_shapes(self):
+        """The shapes of our rows."""
+        return self.shapes
+
+    def local(self, tensors):
+        """Our rows of each."""
+        return tensors
+
     def gather(self, tensors):
         """Flat [numel]: a view of a single contiguous tensor, else a copy."""
         return tensors[0].reshape(-1) if len(tensors) == 1 else _flatten_dense_tensors(tensors)
 
-    def gather_gradients(self, tensors):
-        """As `gather`."""
-        return self.gather(tensors)
+    gather_gradients = gather
 
     def scatter(self, flat, tensors):
         """Copy flat [numel] back, unless it is a view."""
         if len(tensors) > 1 or not tensors[0].is_contiguous():
-            torch._foreach_copy_(list(tensors), self.views(flat, tensors))
+            torch._foreach_copy_(list(tensors), _unflatten_dense_tensors(flat, tensors))
 
     def views(self, flat, tensors):
         return _unflatten_dense_tensors(flat, tensors)
-
-    def length(self, n):
-        """How many of `n` values of a state are held here: all of them, see RankBucket."""
-        return n
 
     def rows(self, size=None):
         """[(first value, last, position, values of that row that come before)]: what one key of noise is for,
@@ -74,14 +95,67 @@ class Bucket:
             found.append((first, min(first + size, self.numel), self.start + first, 0))
         return found
 
+    def one_by_one(self):
+        """A bucket for each parameter, without a state, with the same noise: that goes by the place alone."""
+        found, start = [], self.start
+        for p in self.params:
+            found.append(Bucket([0], [p], start))
+            start += p.numel()
+        return found
 
+    # -- state, as checkpoints have it
+
+    def of_each(self):
+        """([{moment: state.Held}], [{name in a checkpoint: view}]): the share of each parameter."""
+        held = [{} for _ in self.params]
+        views = [{} for _ in self.params]
+        for name, whole in self.moments.items():
+            for i, own in enumerate(whole.split(self)):
+                held[i][name] = own
+                for suffix, t in own.tensors().items():
+                    views[i][name + suffix] = t
+        if self.low is not None:
+            for own, view in zip(views, self.views(self.low, self.params), strict=True):
+                own[self.writing.way.name] = view
+        return held, views
+
+    def views_of_codes(self, codes, lengths):
+        """Views of codes or scales, one a parameter: in its shape, packed codes and scales flat."""
+        if codes.numel() == self.numel:
+            return self.views(codes, self.params)
+        return codes.split(lengths)
+
+    @property
+    def whole(self):
+        """How many entries it has, on all ranks together."""
+        return self.numel
+
+    def own_rows(self, values):
+        """Of the values of a moment those that are ours."""
+        return values
+
+
+class Writing(NamedTuple):
+    """How the weights and moments of a bucket are written. exact: by the arithmetic of torch.optim.AdamW,
+    which rounds once where it adds a product. keyed: the rounding.Noise of each moment that has a key of its
+    own. at_once: entries that are updated at once, None for all.
+    """
+
+    way: Way
+    exact: bool
+    keyed: tuple
+    at_once: int | None
+
+
+@dataclasses.dataclass
 class StepTable:
     """The numbers and noise keys of all kernel calls of a step, as one tensor each: on CUDA two copies a
     step, not two a bucket, and none that waits.
     """
 
-    def __init__(self, device):
-        self.device, self.numbers, self.keys = device, [], []
+    device: torch.device
+    numbers: list = dataclasses.field(default_factory=list)
+    keys: list = dataclasses.field(default_factory=list)
 
     def add(self, numbers, words):
         """The row that will hold `numbers` and the words of a noise key."""
@@ -89,17 +163,18 @@ class StepTable:
         self.keys.append([*words, 0])  # four words: rows stay aligned to 16 bytes
         return len(self.numbers) - 1
 
-    def fill(self):
+    def fill(self, scale=1.0):
+        """Bring all rows to the device. scale: of gradients, a number or a tensor."""
         if not self.keys:  # a rank that holds no row of any tensor
             self.add([1.0, 1.0], (0, 0, 0))
-        self.all_numbers = self._on_device(torch.tensor(self.numbers, dtype=torch.float32, device="cpu"))
-        all_keys = self._on_device(torch.tensor(self.keys, dtype=torch.int32, device="cpu"))
-        self.numbers, self.keys = self.all_numbers.unbind(), all_keys.unbind()
-
-    def _on_device(self, t):
-        if self.device.type != "cuda":
-            return t.to(self.device)
-        return t.pin_memory().to(self.device, non_blocking=True)
+        numbers = torch.tensor(self.numbers, dtype=torch.float32, device="cpu")
+        keys = torch.tensor(self.keys, dtype=torch.int32, device="cpu")
+        if self.device.type == "cuda":
+            numbers, keys = numbers.pin_memory(), keys.pin_memory()
+        numbers, keys = (t.to(self.device, non_blocking=True) for t in (numbers, keys))
+        if torch.is_tensor(scale) or scale != 1.0:
+            numbers[:, PLACE_OF_SCALE] = scale
+        self.numbers, self.keys = numbers.unbind(), keys.unbind()
 
 
 def scale_of(grad_scale, p):
@@ -107,9 +182,38 @@ def scale_of(grad_scale, p):
     return grad_scale.get(p, 1.0) if isinstance(grad_scale, dict) else grad_scale
 
 
-# ---- Tensors that are spread over ranks --------------------------------------------------------------------
+# ---- Rows of tensors ---------------------------------------------------------------------------------------
 
-ENTRIES_A_BLOCK = 256  # entries; a multiple of every format's block
+
+class Rows:
+    """Which rows of tensors are ours. These are all; parts/spread.py has those of a rank."""
+
+    def local(self, t):
+        """Our rows of a tensor, without its graph."""
+        return t.detach()
+
+    buckets = staticmethod(Bucket.group)
+
+    def before_step(self, pieces, grad_of):
+        """Called with all buckets of a step before the first of them is written."""
+
+    def wrap(self, state, optimizer):
+        """A state_dict of the optimiser as a checkpoint takes it."""
+        return state
+
+    def cut(self, saved, own):
+        """A saved state_dict as it is held here; own: () -> the one that is held."""
+        return saved
+
+
+ALL = Rows()
+
+
+def rows_of(tensors):
+    """The Rows of these parameters."""
+    if any(map(is_spread, tensors)):
+        return importlib.import_module("..parts.spread", __package__).RANK
+    return ALL
 
 
 def is_spread(t):
@@ -121,208 +225,6 @@ def local_tensor(t):
     """A tensor without its graph; of a DTensor this rank's rows."""
     t = t.detach()
     return t.to_local() if is_spread(t) else t
-
-
-@dataclasses.dataclass(frozen=True)
-class RankPart:
-    """Entries `first` to `last` of a tensor of `whole` entries, flat. bounds: where each rank's begin, and
-    the end. mesh, placements: as a DTensor has them; dim: of the mesh that spreads it.
-    """
-
-    first: int
-    last: int
-    whole: int
-    bounds: tuple
-    shape: torch.Size
-    mesh: object
-    placements: tuple
-    dim: int
-
-    @property
-    def group(self):
-        """The ranks that share the tensor."""
-        return self.mesh.get_group(self.dim)
-
-    @property
-    def rows(self):
-        """The shape of this rank's part."""
-        row = self.whole // max(1, self.shape[0])
-        return torch.Size((((self.last - self.first) // max(1, row)), *self.shape[1:]))
-
-
-def part_of(t):
-    """The RankPart of a DTensor; None for another tensor. Raises Refused where it is not made of whole rows.
-    """
-    if not is_spread(t):
-        return None
-    spread = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
-    plain = len(spread) == 1 and type(t.placements[spread[0]]).__name__ == "Shard"
-    if not plain or t.placements[spread[0]].dim != 0 or t.dim() == 0:
-        how = ", ".join(map(str, t.placements))
-        raise Refused(f"a parameter is spread as ({how}): fully_shard along dim 0 alone, without other plans")
-    dim = spread[0]
-    rows = t.shape[0]
-    ranks = t.device_mesh.size(dim)
-    rows_each = -(-rows // ranks)
-    entries = t.numel() // max(1, rows)  # of a row
-    bounds = []
-    for rank in range(ranks + 1):
-        first_row = min(rows, rows_each * rank)
-        bounds.append(first_row * entries)
-    rank = t.device_mesh.get_local_rank(dim)
-    return RankPart(
-        first=bounds[rank],
-        last=bounds[rank + 1],
-        whole=t.numel(),
-        bounds=tuple(bounds),
-        shape=t.shape,
-        mesh=t.device_mesh,
-        placements=tuple(t.placements),
-        dim=dim,
-    )
-
-
-def whole_tensor(t, part):
-    """The whole tensor of which this rank holds `t`, or the tensor itself where part is None. All ranks call
-    it.
-    """
-    if part is None:
-        return t
-    if t.dtype == torch.int16:  # neither gloo nor NCCL carries it, but its bits
-        return whole_tensor(t.view(torch.bfloat16), part).view(torch.int16)
-    return as_dtensor(t, part).full_tensor()
-
-
-def as_dtensor(t, part):
-    """The DTensor of which this rank holds `t`; it shares its memory."""
-    from torch.distributed.tensor import DTensor
-
-    stride = torch.empty(part.shape, device="meta").stride()
-    rows = t.view(part.rows)
-    return DTensor.from_local(
-        rows, part.mesh, part.placements, run_check=False, shape=part.shape, stride=stride
-    )
-
-
-class RankBucket(Bucket):
-    """This rank's part of one parameter as a bucket, with the rest of the blocks of codes that it shares.
-
-    start: of the bucket in which the parameter would lie on one rank; ahead: entries before it there. block:
-    entries that stay together, 1 where nothing is coded.
-    """
-
-    def __init__(self, index, tensor, start, ahead, block):
-        self.indices, self.part = [index], part_of(tensor)
-        first, last, whole = self.part.first, self.part.last, self.part.whole
-        self.own = last - first
-        self.first, self.numel = first, 0
-        if self.own:
-            self.first = first // block * block
-            self.numel = min(-(-last // block) * block, whole) - self.first
-        self.skip = first - self.first  # entries of other ranks that come before this one's
-        self.start, self.ahead = start, ahead + self.first
-        self.block = block
-        self.edges = None  # gradients of the entries of other ranks, before and after this one's
-
-    @property
-    def shared(self):
-        """The numbers of the blocks that two ranks or more share: the same list on every rank."""
-        found = set()
-        for bound in self.part.bounds[1:-1]:
-            if bound < self.part.whole and bound % self.block:
-                found.add(bound // self.block)
-        return sorted(found)
-
-    def gather(self, tensors):
-        flat = local_tensor(tensors[0]).reshape(-1)
-        if flat.numel() == self.numel:
-            return flat
-        whole = flat.new_zeros(self.numel)
-        whole[self.skip : self.skip + self.own] = flat
-        return whole
-
-    def gather_gradients(self, tensors):
-        flat = self.gather(tensors)
-        if self.edges is not None and self.numel > self.own:
-            before, after = self.edges
-            flat[: self.skip], flat[self.skip + self.own :] = before, after
-            self.edges = None
-        return flat
-
-    def scatter(self, flat, tensors):
-        (view,) = self.views(flat, tensors)
-        own = local_tensor(tensors[0])
-        if view.data_ptr() != own.data_ptr():
-            own.copy_(view)
-
-    def views(self, flat, tensors):
-        return [flat[self.skip : self.skip + self.own].view(self.part.rows)]
-
-    def length(self, n):
-        return self.numel if n else 0
-
-    def rows(self, size=None):
-        if not self.numel:
-            return []
-        end = self.ahead + self.numel
-        size = size or end
-        found = []
-        for at in range(self.ahead // size * size, end, size):  # as the whole tensor is cut
-            first = max(at, self.ahead)
-            found.append((first - self.ahead, min(at + size, end) - self.ahead, self.start + at, first - at))
-        return found
-
-
-def group_tensors(tensors, keys, block_of=lambda t: 1):
-    """As Bucket.group; a tensor that is spread has a bucket of its own, which numbers its entries as one rank
-    would. block_of: tensor -> entries of a block of its codes, 1 for none.
-    """
-    found = []
-    for bucket in Bucket.group(tensors, keys):
-        if not is_spread(tensors[bucket.indices[0]]):
-            found.append(bucket)
-            continue
-        ahead = 0
-        for i in bucket.indices:
-            found.append(RankBucket(i, tensors[i], bucket.start, ahead, block_of(tensors[i])))
-            ahead += tensors[i].numel()
-    return found
-
-
-def exchange(buckets, grad_of):
-    """Give each bucket the gradients of the entries that it shares with other ranks, as its `edges`."""
-    groups = {}
-    for bucket in buckets:
-        if isinstance(bucket, RankBucket) and bucket.shared:
-            groups.setdefault(bucket.part.group, []).append(bucket)
-    for group, members in groups.items():
-        _exchange_within(group, members, grad_of)
-
-
-def _exchange_within(group, members, grad_of):
-    """As `exchange`, of buckets that are spread over the ranks of one group."""
-    places = []  # (bucket, number of a block that it shares)
-    for bucket in members:
-        places += [(bucket, number) for number in bucket.shared]
-    device = local_tensor(members[0].params[0]).device
-    bits = torch.zeros(len(places), ENTRIES_A_BLOCK, dtype=torch.int32, device=device)
-    for row, (bucket, number) in zip(bits, places, strict=True):
-        part, start = bucket.part, number * ENTRIES_A_BLOCK
-        a, b = max(part.first, start), min(part.last, start + ENTRIES_A_BLOCK)
-        if a < b:
-            g = local_tensor(grad_of(bucket.params[0])).reshape(-1)[a - part.first : b - part.first]
-            row[a - start : b - start] = g.float().view(torch.int32)
-    torch.distributed.all_reduce(bits, group=group)
-    values = dict(zip(places, bits.view(torch.float32), strict=True))
-    for bucket in members:
-        first, last = bucket.part.first, bucket.part.last
-        before = after = bits.new_zeros(0).float()
-        if bucket.skip:
-            before = values[bucket, first // ENTRIES_A_BLOCK][: bucket.skip]
-        if bucket.first + bucket.numel > last:
-            at = last % ENTRIES_A_BLOCK
-            after = values[bucket, last // ENTRIES_A_BLOCK][at : at + bucket.first + bucket.numel - last]
-        bucket.edges = before, after
 
 
 def whole_alone(name):

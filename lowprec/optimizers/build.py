@@ -8,12 +8,11 @@ import torch
 from ..errors import Refused
 from ..rounding import hash64
 from .adafactor import Adafactor
-from .adamw import AdamW
 from .answers import Answers, params_of
 from .lion import Lion
 from .muon import Muon, hidden_matrices
 from .peers import PEER_OPTIMIZERS, Peer
-from .rounded import Plain, Rounded
+from .rounded import AdamW, Rounded, WithoutCompiler
 from .sgd import SGD
 from .state import own_attributes
 
@@ -88,7 +87,7 @@ def _of_all(call):
     return tell
 
 
-class Joined(Answers, Plain):
+class Joined(Answers, WithoutCompiler):
     """Several optimisers that answer and step as one: for parameter groups with an `optimizer` of their own.
 
     param_groups are those of the parts, so torch's schedulers work on them.

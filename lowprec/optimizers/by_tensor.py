@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels import choose
-from ..kernels.numbers import PLACE_OF_SCALE
-from ..rounding import NO_AVERAGE, Noise, exact_weight, key_words
+from .. import kernels
+from ..kernels.compiled import fused
+from ..rounding import Noise
 from .buckets import scale_of
-from .rounded import Part, Rounded, step_kernel
-from .state import low_of
+from .rounded import Rounded, step_kernel
+from .state import Coded, Plain
 
 
 class Rooms:
@@ -39,7 +39,15 @@ class Rooms:
 
 
 class NoNumbers(NamedTuple):
-    """What the kernel that writes reads of the optimiser: the direction is there already."""
+    """What the write reads of the optimiser: the update is there already."""
+
+
+def given(g, moments, n):
+    """The direction of `rounded.write_step` where the update of the whole tensor is known."""
+    return g, ()
+
+
+given.rule = "given"  # by which hand-written kernels know it
 
 
 class ByTensor(Rounded):
@@ -50,7 +58,7 @@ class ByTensor(Rounded):
 
     announced = None  # (grads, scale) that `announce` told of
     rooms = None  # a Rooms, during a step; release.py updates each tensor by itself
-    by_rows = False
+    by_rows = splits = False
 
     def shape(self, p, name):
         """The shape in which a moment of p is held; None for one that it does not keep."""
@@ -64,12 +72,6 @@ class ByTensor(Rounded):
         """
         raise NotImplementedError
 
-    @staticmethod
-    @choose.hand_written("given")
-    def direction(g, moments, n):
-        """Of the kernel that writes, which is given the direction of the whole tensor as its gradient."""
-        return g, ()
-
     # -- state
 
     def size(self, p, name):
@@ -79,19 +81,23 @@ class ByTensor(Rounded):
     def bucket_key(self, i, p):
         return i
 
-    def state_views(self, name, flat, bucket):
+    def new_moment(self, bucket, name):
         (p,) = bucket.params
-        if name in self.moments and name not in self.coded_names(p):
-            return [flat.view(self.shape(p, name))]
-        return super().state_views(name, flat, bucket)
+        home = self.home.device(p)
+        if name in self.coded_names(p):
+            return Coded.zeros(self.coders[name], self.size(p, name), home, self.is_signed(name))
+        shape = self.shape(p, name)
+        return Plain(torch.zeros(math.prod(shape), dtype=self.dtypes[name], device=home), shape)
 
-    def _whole(self, p, state):
+    def keyed_moments(self, bucket):
+        return tuple(range(Noise.EXP_AVG, Noise.EXP_AVG + len(self.moments)))
+
+    def _whole(self, p, moments):
         """{name: fp32 moment of p in its shape}, of those that it keeps."""
         found = {}
-        for name in self.moments:
-            if name in state:
-                values = self.moment_values(name, state, self.size(p, name)).to(p.device)
-                found[name] = values.float().view(self.shape(p, name))
+        for name, held in moments.items():
+            values = held.read(self.compiled).to(p.device)
+            found[name] = values.float().view(self.shape(p, name))
         return found
 
     # -- one step
@@ -103,61 +109,50 @@ class ByTensor(Rounded):
         finally:
             self.rooms = None
 
-    def _add_rows(self, table, index, numbers, step, piece):
-        """As Rounded's: one row for the tensor, whose key rounds the weight, then one for each moment."""
-        numbers = self._weight_numbers(index)
-        row = table.add(numbers, key_words(self.seed, step, piece.start))
-        for kind, _ in enumerate(self.moments, Noise.EXP_AVG):
-            table.add(numbers, key_words(self.seed, step, piece.start, kind))
-        return [Part(row, 0, piece.numel)]
-
-    def _average_of(self, piece, parts):
-        return NO_AVERAGE  # the direction needs the whole tensor, and is not in the kernel that writes
-
-    def _update(self, work, row, p, g, state, average):
-        if not work.piece.numel:  # it holds no moments
+    def _update(self, work, part, p, g):
+        piece = work.piece
+        if not piece.numel:  # it holds no moments
             return
-        (parameter,) = work.piece.params
-        numbers, keys = work.table.numbers[row], work.table.keys[row:]
-        low = low_of(state)
+        (parameter,) = piece.params
+        row, keys = work.table.numbers[part.row], work.table.keys[part.row :]
         room = self.rooms or Rooms()
-        g = room("gradient", p).copy_(g).mul_(numbers[PLACE_OF_SCALE]).view(parameter.shape)
-        moments = self._whole(parameter, state)
+        g = room("gradient", p).copy_(g).mul_(row[kernels.PLACE_OF_SCALE]).view(parameter.shape)
 
         def held():
-            whole = room("held", p).copy_(p) if low is None else exact_weight(p, low)
+            whole = room("held", p).copy_(p) if piece.low is None else piece.writing.way.held(p, piece.low)
             return whole.view(parameter.shape)
 
+        moments = self._whole(parameter, piece.moments)
         direction, rate, new = self.update_tensor(g, moments, work.numbers, held, room)
-        # from here on the direction is the gradient, and it is to be scaled so
-        numbers[PLACE_OF_SCALE].fill_(rate)
-        choose.step(
-            choose.Step(
-                direction=self.direction,
-                kernel=step_kernel(self.direction, NoNumbers),
-                weights=[p],
-                gradients=[direction.reshape(-1)],
-                moments=[],
-                low=low,
-                numbers=NoNumbers(),
-                row=numbers,
-                key=keys[0],
-                stochastic=self.by_noise,
-                average=NO_AVERAGE,
-                compiled=self.compiled,
-            )
-        )
+        self._write(work, part, p, direction.reshape(-1), rate)
         for name, key in zip(self.moments, keys[1:], strict=False):
-            if name in state:
-                self._keep(name, new[name].reshape(-1), state, key if self.by_noise else None)
+            if name in piece.moments:
+                value = new[name].reshape(-1)
+                piece.moments[name].write(value, key if self.by_noise else None, self.compiled)
 
-    def _keep(self, name, value, state, key):
-        """Write fp32 `value` [n] as the moment is held."""
-        held = self.held_moment(name, state, key)
-        if choose.is_coded(held):
-            held.encode(value, self.compiled)
-            return
-        choose.write(value, held.view(-1), key, self.compiled)
+    def _write(self, work, part, p, direction, rate):
+        """Add rate * direction [n] to the weights p [n], by `rounded.write_step`."""
+        row, low = work.table.numbers[part.row][:2], work.piece.low  # without the optimiser's own numbers
+        row[kernels.PLACE_OF_SCALE].fill_(rate)  # which multiplies what is given in place of a gradient
+        key = work.table.keys[part.row]
+        s = kernels.Step(
+            rule=given.rule,
+            exact=False,
+            weights=[p],
+            gradients=[direction],
+            moments=[],
+            keys=[],
+            way=work.piece.writing.way,
+            low=low,
+            numbers=NoNumbers(),
+            row=row,
+            key=key,
+            stochastic=self.by_noise,
+            compiled=self.compiled,
+        )
+        if not (self.compiled and kernels.carried_out(s)):
+            kernel = step_kernel(given, NoNumbers, s.way)
+            fused(kernel, p, direction, [], low, row, key, self.by_noise, compiled=self.compiled)
 
     # -- questions
 
@@ -174,11 +169,10 @@ class ByTensor(Rounded):
         if whole is None:
             return torch.full_like(g, math.nan, dtype=torch.float32)
         group = self._group(p)
-        state = self._settled(p, *self.moments)
-        numbers = self.numbers(group, state["step"] + 1)
-        held = exact_weight(p.detach(), self.low_part(p))
+        numbers = self.numbers(group, self.steps_of(p) + 1)
+        held = self.held(p).view(p.shape)
         g = whole.view(p.shape).clone()
-        moments = self._whole(p, state)
+        moments = self._whole(p, self._settled(p))
         direction, rate, _ = self.update_tensor(g, moments, numbers, lambda: held, Rooms())
         return pick(rate * direction - float(group["lr"]) * group["weight_decay"] * held)
 

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import Refused
 
@@ -21,16 +22,32 @@ REMEDY_FOR_DTYPE = {
 OPTIONS_NOT_OURS = {
     "maximize": "goes uphill (maximize)",
     "amsgrad": "keeps the largest second moment (amsgrad)",
+    "dampening": "dampens the momentum (dampening)",
+    "capturable": "is captured in a CUDA graph (capturable)",
+    "differentiable": "is differentiated through (differentiable)",
 }
-OPTIONS_OF_ALL_GROUPS = ("update", "kahan", "master", "seed", "compiled", "kinds", "away")
+OPTIONS_OF_ALL_GROUPS = ("update", "kahan", "master", "seed", "compiled")
+
+
+def name_of(p, optimizer):
+    """How a line calls a parameter: by its name where the optimiser was given names, else by its place."""
+    for number, group in enumerate(optimizer.param_groups):
+        for i, q in enumerate(group["params"]):
+            if q is p:
+                names = group.get("param_names")
+                return names[i] if names else f"parameter {i} of group {number}"
+    return "a parameter"
 
 
 def check_options(group, optimizer):
-    """Raises Refused for an option of one group that the optimiser would not heed."""
+    """Raises Refused for an option of one group that the optimiser would not heed. Wrappers put those of all
+    groups into each: they may stand there.
+    """
     name = type(optimizer).__name__
     check_rule(group, "a parameter group", name)
-    for option in (*OPTIONS_OF_ALL_GROUPS, *optimizer.moments):
-        if option in group and option not in optimizer.defaults:
+    own = {option: getattr(optimizer, option) for option in OPTIONS_OF_ALL_GROUPS} | optimizer.kinds
+    for option, value in own.items():
+        if option in group and option not in optimizer.defaults and group[option] != value:
             all_groups = f"{name} takes it for all groups: make a second optimiser for these parameters"
             raise Refused(f"{option}={group[option]!r} in a parameter group: {all_groups}")
 
@@ -55,14 +72,17 @@ def check_numbers(group):
         raise Refused(f"betas={betas}: two numbers from 0 to below 1")
 
 
-def check_dtypes(params, name):
-    """Raises Refused for parameters that the optimiser of this name can't write."""
+def check_dtypes(params, optimizer):
+    """Raises Refused for parameters that the optimiser can't write."""
     for p in params:
         if is_lazy(p):
             raise Refused(LAZY_LAYER)
         if p.dtype not in (torch.float32, torch.bfloat16):
-            what = f"{name} takes fp32 and bf16 parameters, not {p.dtype}"
+            what = f"{type(optimizer).__name__} takes fp32 and bf16 parameters, not {p.dtype}"
             raise Refused(f"{what}: {REMEDY_FOR_DTYPE.get(p.dtype, 'leave it out of the groups')}")
+        if is_traceable_wrapper_subclass(p) and not hasattr(p, "device_mesh"):
+            what = f"{name_of(p, optimizer)} is a {type(p.data).__name__}, which has no memory of its own"
+            raise Refused(f"{what}: train it by torch's own optimiser, or dequantise it first")
 
 
 def check_groups(saved, optimizer):

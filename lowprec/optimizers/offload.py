@@ -14,14 +14,14 @@ import copy
 import torch
 
 from ..errors import Refused
-from .state import SITE_OF_LOW_PART
+from .state import Home
 
 ALIGNMENT = 256  # bytes; vectorised kernels need 16
 
 # ---- Where moments are -------------------------------------------------------------------------------------
 
 
-class Offload:
+class Offload(Home):
     """Keeps moments in the memory `home`, and brings them for a step. traffic: what copies, see Traffic; None
     for shapes alone. Several optimisers may share one.
     """
@@ -30,11 +30,16 @@ class Offload:
         self.traffic, self.home = traffic, torch.device(home)
         self.left = None  # the last copy that goes back
 
-    def keep(self, state):
-        """A bucket's new state, made at `home`, in the memory that copies need."""
+    def device(self, p):
+        return self.home
+
+    def keep(self, held):
         if self.traffic is None:
-            return state
-        return {name: self.traffic.memory(t) for name, t in state.items()}
+            return held
+        return held.on({suffix: self.traffic.memory(t) for suffix, t in held.tensors().items()})
+
+    def note(self):
+        return "; in the memory of the CPU (--states_on cpu)"
 
     def settle(self):
         """Let the host wait until the moments are back: they may be read and written there then."""
@@ -69,17 +74,29 @@ class Offload:
             if n + 1 < len(work):
                 fetched = fetch(n + 1)
             self.traffic.need(copied)
-            piece = copy.copy(item.piece)
-            piece.state = {**item.piece.state, **on_device}
-            yield item._replace(piece=piece)
+            yield item._replace(piece=with_moments(item.piece, on_device))
             stepped = self.traffic.now()
             self.left = self.traffic.copy("out", list(copy_pairs(states[n], on_device)), [stepped])
             free_after[n % 2] = [self.left]
 
 
 def moments_of(piece):
-    """{name: flat tensor} of a bucket's state that is kept away."""
-    return {name: t for name, t in piece.state.items() if name not in SITE_OF_LOW_PART}
+    """{(moment, suffix): flat tensor} of a bucket's moments."""
+    found = {}
+    for name, held in piece.moments.items():
+        for suffix, t in held.tensors().items():
+            found[name, suffix] = t
+    return found
+
+
+def with_moments(piece, tensors):
+    """A bucket with its moments in these tensors, which are as `moments_of` gave them."""
+    piece = copy.copy(piece)
+    moments = {}
+    for name, held in piece.moments.items():
+        moments[name] = held.on({suffix: tensors[name, suffix] for suffix in held.tensors()})
+    piece.moments = moments
+    return piece
 
 
 def bytes_of_room(state):
@@ -104,7 +121,7 @@ def bytes_kept_away(optimizer):
     """(bytes of moments that an optimiser keeps away, those of them that are on the GPU at once at most)."""
     away, rooms = 0, []
     for part in getattr(optimizer, "parts", [optimizer]):
-        for _, bucket in part._buckets:
+        for bucket in part.begun():
             state = moments_of(bucket)
             away += sum(t.nbytes for t in state.values())
             rooms.append(bytes_of_room(state))

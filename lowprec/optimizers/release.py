@@ -139,5 +139,6 @@ def _pieces(part):
     """[(index of the group, bucket of one parameter)] of an optimiser."""
     found = []
     for index, bucket in part._buckets:
-        found += [(index, piece) for piece in part.tensor_by_tensor(bucket)]
+        if bucket.begun:
+            found += [(index, piece) for piece in part.tensor_by_tensor(bucket)]
     return found

@@ -1,89 +1,117 @@
-"""Optimisers whose arithmetic is fp32 and whose writes are as a recipe says.
+"""AdamW, and what every optimiser here shares: arithmetic in fp32, and writes as a recipe says.
 
     optimizer = AdamW(model.parameters(), lr=1e-3, update="stochastic")        # bf16 weights, any loop
     loss.backward()
     optimizer.step()
 
-A step: tensors are gathered into a few flat buckets, the optimiser's `direction` says the fp32 update, and
-the sum is written into weights, low parts and moments. `step_kernel` is that in plain torch; kernels.choose
-picks who carries it out. state.py keeps the state; answers.py has what can be asked of an optimiser.
+Read `adamw`, the paper, then `write_step`, the only place where anything is rounded, then `Rounded`, which
+gathers tensors into a few flat buckets and takes such a step of each, or lets a kernel write the same bits.
+A new optimiser is a function like `adamw`, and a class with its moments and its numbers.
 """
 
 import functools
 import inspect
 import itertools
+import math
 import operator
 from typing import NamedTuple
 
 import torch
 
+from .. import kernels
 from ..errors import Refused, check_choice
 from ..formats import FORMATS
-from ..kernels import choose
-from ..kernels.numbers import PLACE_OF_SCALE, WeightNumbers, named_numbers
+from ..kernels.compiled import fused
 from ..machine import settle_vector_math
 from ..rounding import (
+    ALONE,
     DTYPE_OF_NAME,
-    NO_AVERAGE,
+    KAHAN,
+    LOST_BITS,
+    WAY_OF_MASTER,
+    Eco,
     Noise,
-    exact_weight,
     key_words,
     noise_bits,
-    rounded,
-    value_once_written,
-    write_weight,
+    on_grid,
 )
-from ..sites import SITES
 from .answers import RoundedAnswers
-from .buckets import (
-    ENTRIES_A_BLOCK,
-    Bucket,
-    RankBucket,
-    StepTable,
-    exchange,
-    group_tensors,
-    is_spread,
-    local_tensor,
-    scale_of,
-    whole_alone,
+from .buckets import ALL, ENTRIES_A_BLOCK, Bucket, StepTable, Writing, rows_of, scale_of, whole_alone
+from .groups import (
+    OPTIONS_NOT_OURS,
+    SPARSE_GRADIENT,
+    check_dtypes,
+    check_groups,
+    check_numbers,
+    check_options,
+    check_rule,
+    name_of,
 )
-from .groups import OPTIONS_NOT_OURS, SPARSE_GRADIENT, check_dtypes, check_numbers, check_options, check_rule
-from .state import KeptState, low_of
+from .state import HERE, Coded, KeptState, Plain, described
+
+# ---- AdamW -------------------------------------------------------------------------------------------------
+
+
+class AdamWNumbers(NamedTuple):
+    """What a step of AdamW reads."""
+
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    root_correction: float  # sqrt(1 - beta2^step): divides the root of exp_avg_sq
+    eps: float
+    rate: float  # -learning rate / (1 - beta1^step)
+
+
+def adamw(g, moments, n):
+    """(fp32 update, new moments): AdamW (arXiv 1711.05101, algorithm 2) before anything is rounded. Decay is
+    that of all optimisers here, in `write_step`. n: AdamWNumbers, each a 0-dim tensor.
+    """
+    m, v = moments
+    m = (g - m) * n.one_minus_beta1 + m  # line 7
+    v = n.one_minus_beta2 * g * g + v * n.beta2  # line 8
+    update = (n.rate * m) / (v.sqrt() / n.root_correction + n.eps)  # lines 9, 10 and 12
+    return update, (m, v)
+
+
+adamw.rule = "adamw"  # by which hand-written kernels know it
 
 # ---- One step ----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def step_kernel(direction, kind, feedback=None):
-    """One step of an optimiser on flat vectors [n], in place. All arithmetic is fp32; only the writes differ
-    by recipe. direction: of the optimiser; kind: the class of its numbers; feedback: see `Rounded.feedback`,
-    where what the write of a weight rounds away is to come back.
-    """
+def write_step(direction, kind, way, p, g, moments, low, row, key, stochastic):
+    """One step of an optimiser on flat vectors [n], in place. All arithmetic is fp32; only the writes differ.
 
-    def kernel(p, g, moments, low, row, key, stochastic, average):
-        weight, own = named_numbers(row, kind)
-        old = [m.float() for m in moments]
-        update, new = direction(g.float() * weight.scale, old, own)
-        # weight decay belongs to the fp32 update: lr*wd near 1e-6 of a weight would never survive a write of
-        # its own
-        x = exact_weight(p, low) * weight.decay + update
-        noise = None
-        noise_of_moments = [None] * len(moments)
-        if stochastic:
-            noise, second = noise_bits(p.numel(), key)
-            noise_of_moments = [noise >> 16, second, second >> 16]
-        if feedback is not None:
-            noise = None
-            new = feedback(x - value_once_written(x, p.dtype), new, own)
-        write_weight(x, p, low, noise)
-        average.follow(x, p, low, noise)
-        for m, value, bits in zip(moments, new, noise_of_moments, strict=False):
-            m.copy_(rounded(value, m.dtype, bits))
+    direction: as `adamw`; kind: the class of its numbers; way: a rounding.Way. low: what completes p, or
+    None. row, key: of a buckets.StepTable. stochastic: whether noise rounds, or to nearest.
+    """
+    decay, scale, *numbers = row.unbind()
+    n = kind(*numbers)
+    of_weight, of_moments = None, [None] * len(moments)
+    if stochastic:
+        first, second = noise_bits(p.numel(), key)
+        # bf16 takes the low 16 bits: two words are noise for a weight and three moments
+        of_weight, of_moments = first, [first >> 16, second, second >> 16][: len(moments)]
+    update, new = direction(g.float() * scale, [m.float() for m in moments], n)
+    # decay is part of the fp32 sum: lr * decay near 1e-6 of a weight would never survive a write of its own
+    x = way.held(p, low) * decay + update
+    now = way.write(x, p, low, of_weight)
+    new = way.returned(x - now, new, n)
+    for m, value, noise in zip(moments, new, of_moments, strict=True):
+        m.copy_(on_grid(value, LOST_BITS[m.dtype], noise))
+
+
+@functools.cache
+def step_kernel(direction, kind, way):
+    """`write_step` of these, as torch.compile takes it: one function for each."""
+
+    def kernel(*flat):
+        write_step(direction, kind, way, *flat)
 
     return kernel
 
 
-# ---- Rounded -----------------------------------------------------------------------------------------------
+# ---- What all share ----------------------------------------------------------------------------------------
 
 
 class Part(NamedTuple):
@@ -97,14 +125,14 @@ class Part(NamedTuple):
 class Work(NamedTuple):
     """The next step of one piece: a bucket, or one parameter of it. numbers: what `Rounded.numbers` said."""
 
+    piece: Bucket
     numbers: tuple
     step: int
-    piece: Bucket
     table: StepTable
     parts: list
 
 
-class Plain(torch.optim.Optimizer):
+class WithoutCompiler(torch.optim.Optimizer):
     """torch's, without what keeps torch.compile out of these calls: the first of them would load the
     compiler, which takes as long as loading torch.
     """
@@ -114,29 +142,28 @@ class Plain(torch.optim.Optimizer):
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
 
-class Rounded(RoundedAnswers, KeptState, Plain):
+class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     """What every optimiser here shares. A new one has `moments`, `numbers` and `direction`; see AdamW.
 
     params: fp32 or bf16 parameters, mixed freely, or groups with rates, betas and decay of their own. How
     bf16 weights are written: `update` is 'nearest', 'stochastic' or 'eco' (to nearest, and what is rounded
     away goes into the momentum, arXiv 2601.22101; the rest is stochastic); `kahan` adds a bf16 compensation
     buffer (2 bytes); `master` 'split' adds an int16 remainder (2 bytes, the exact fp32 master), 'split8' an
-    int8 one (1 byte: a master of 24 bits, which `update` rounds), 'fp32' a full copy (4 bytes). Each moment
-    is held as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes of `formats.FORMATS`
-    with a scale a block (small tensors in fp32), rounded as `update` says. Rounding noise is a function of
-    (seed, step, place in the parameter list). compiled: fuse the step by a compiler.
-    away: an offload.Offload, which keeps the moments in the memory of the CPU. `average` may be set to an EMA
-    of the same parameters whose `update` follows each step: what it can, the step then moves in the pass that
-    writes the weights. fused, foreach: taken for torch's sake, and do nothing: a step is fused already; and
-    amsgrad and maximize, where they are False.
-    Raises Refused for other dtypes of parameters, and for a state_dict of other shapes.
+    int8 one (1 byte: a master of 24 bits, which `update` rounds), 'fp32' a full copy (4 bytes). Moments are
+    held as `states` says, or each as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes
+    of `formats.FORMATS` with a scale a block (small tensors in fp32), rounded as `update` says. Rounding
+    noise is a function of (seed, step, place in the parameter list). compiled: fuse the step by a compiler.
+    away: an offload.Offload, which keeps the moments in the memory of the CPU. A parameter that is frozen has
+    no state before its first gradient. fused, foreach: taken for torch's sake, and do nothing: a step is
+    fused already; and flags of torch's, as amsgrad, where they are off.
+    Raises Refused for other dtypes of parameters, for tensors without memory of their own, and for a
+    state_dict of other shapes.
     """
 
     moments: tuple[str, ...] = ()  # names of the values that it keeps for each weight
     sites: dict = {}  # {name: Site} of those that not every optimiser has
     flags: dict = {}  # {flag: default}, where its own default is another than AdamW's
     of_run: dict = {}  # {option: default} of build.build, where torch's optimiser of this name has another
-    average = None  # an EMA that is moved within the step
     # the optimiser of the parameters that this one does not take, see build.divided_groups
     others: str | None = None
     signed = {"exp_avg": True, "exp_avg_sq": False}
@@ -145,6 +172,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
     # values of a coded tensor that are in fp32 at once, 8 MiB for both moments, which stay in the cache of a
     # CPU; on a GPU four times as many, for a quarter of the kernels
     PIECE = 1 << 20
+    splits = True  # whether a tensor can be updated in parts
 
     def __init__(
         self,
@@ -156,6 +184,7 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         master="none",
         seed=0,
         compiled=True,
+        states="fp32",
         kinds=None,
         away=None,
         fused=None,
@@ -163,8 +192,8 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         **named,
     ):
         settle_vector_math()
-        check_choice("update", update, SITES["update"].values)
-        check_choice("master", master, SITES["master"].values)
+        check_choice("update", update, ("nearest", "stochastic", "eco"))
+        check_choice("master", master, ("none", "fp32", "split", "split8"))
         if not isinstance(kahan, bool):
             raise Refused(f"kahan={kahan!r}: True or False")
         if not isinstance(seed, int):
@@ -177,34 +206,34 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         if kahan and master != "none":
             raise Refused(f"kahan beside master={master!r}, which keeps what is rounded away: drop kahan")
         self.update, self.kahan, self.master = update, kahan, master
-        self.seed, self.compiled, self.away = seed, compiled, away
+        self.by_noise = update != "nearest"  # what is rounded
+        self.seed, self.compiled, self.home = seed, compiled, away or HERE
         check_rule(named, "an optimiser", type(self).__name__)
         kinds_by_name = {option: kind for option, kind in named.items() if option not in OPTIONS_NOT_OURS}
-        self._hold_moments({**kinds_by_name, **(kinds or {})})
+        self._hold_moments({**dict.fromkeys(self.moments, states), **kinds_by_name, **(kinds or {})})
+        self.rows = ALL
         self._buckets = []  # (index of the parameter group, bucket)
         self._params_of_groups = []  # [parameters] of each, as they came
-        self.rank_buckets = {}  # parameter that is spread over ranks -> its bucket
+        self.bucket_of = {}  # parameter that has a state -> its bucket
+        self.held_of = {}  # parameter -> {moment: state.Held of it}
         self._position = 0  # of the next parameter, by which its noise is numbered
         super().__init__(params, defaults)
 
     def _hold_moments(self, kinds):
-        """Set how each moment is held. kinds: {moment: kind}, 'fp32' for those left out."""
+        """Set how each moment is held. kinds: {moment: kind}."""
         if unknown := set(kinds) - set(self.moments):
-            raise TypeError(f"{type(self).__name__} has no option '{sorted(unknown)[0]}'")
+            known = ", ".join(self.moments)
+            raise TypeError(f"{type(self).__name__} has no option '{min(unknown)}'; its moments: {known}")
+        self.kinds = kinds
         self.coders = {}  # {moment: Format} of those in codes
         self.dtypes = {}  # {moment: dtype} of tensors that are not coded
         for name in self.moments:
-            kind = kinds.get(name, "fp32")
+            kind = kinds[name]
             check_choice(name, kind, ("fp32", "bf16", *FORMATS))
             self.dtypes[name] = DTYPE_OF_NAME.get(kind, torch.float32)
             if kind in FORMATS:
                 self.coders[name] = FORMATS[kind]
                 self.coders[name].require()
-
-    @property
-    def by_noise(self):
-        """Whether what is rounded is rounded by noise."""
-        return self.update != "nearest"
 
     def numbers(self, group, step):
         """What `direction` reads at this step, from a group's options: a NamedTuple of float."""
@@ -223,38 +252,170 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         """
         check_numbers(group)
 
-    def _check_params(self, params):
-        check_dtypes(params, type(self).__name__)
-        if not self.by_rows and any(map(is_spread, params)):
-            raise Refused(whole_alone(type(self).__name__))
+    def check_saved_groups(self, saved):
+        """Raises Refused for saved parameter groups that are not those of this optimiser."""
+        check_groups(saved, self)
+
+    # -- parameters and their state
 
     def add_param_group(self, param_group):
         check_options(param_group, self)
         self.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
+        group = self.param_groups[-1]
+        params = group["params"]
+        rows = rows_of(params)
         try:
-            self._check_params(params)
+            check_dtypes([p for p in params if p.requires_grad], self)
+            if rows is not ALL and not self.by_rows:
+                raise Refused(whole_alone(type(self).__name__))
         except Refused:
             self.param_groups.pop()
             raise
+        if rows is not ALL:
+            self.rows = rows
+        if self.coders:
+            group["codes"] = self._formats()
         self._params_of_groups.append(list(params))
         keys = [self.bucket_key(i, p) for i, p in enumerate(params)]
-        for bucket in group_tensors(params, keys, self._block):
+        blocks = [ENTRIES_A_BLOCK if self.coded_names(p) else 1 for p in params]
+        for bucket in rows.buckets(params, keys, blocks):
             bucket.start += self._position
-            bucket.params = [params[i] for i in bucket.indices]
-            bucket.dtype = bucket.params[0].dtype
-            if isinstance(bucket, RankBucket):
-                self.rank_buckets[bucket.params[0]] = bucket
-            bucket.state = self.new_state(bucket)
-            for p in bucket.params:
-                self.state[p] = {"step": 0}
-            self.share_state(bucket)
-            self._buckets.append((len(self.param_groups) - 1, bucket))
+            trained = [p.requires_grad for p in bucket.params]
+            for own in [bucket] if all(trained) else bucket.one_by_one():
+                self._buckets.append((len(self.param_groups) - 1, own))
+                if own.params[0].requires_grad:
+                    self._begin(own)
         self._position += sum(p.numel() for p in params)
 
-    def _block(self, p):
-        return ENTRIES_A_BLOCK if self.coded_names(p) else 1
+    def bucket_key(self, i, p):
+        """Parameters of equal keys may share a bucket. i: number of p in its group."""
+        coded = self.coded_names(p)
+        # blocks of codes must not cross from one tensor into the next: a coded tensor that ends within a
+        # block gets a bucket of its own
+        alone = i if coded and p.numel() % ENTRIES_A_BLOCK else None
+        return p.dtype, p.device, *coded, alone
+
+    def size(self, p, name):
+        """How many values the moment of p has; 0 where it keeps none."""
+        return p.numel()
+
+    def is_signed(self, name):
+        """Whether the values of a moment may be negative."""
+        return self.signed.get(name, True)
+
+    def coded_names(self, p):
+        """The moments of p that are held in codes."""
+        return [name for name, coder in self.coders.items() if coder.takes(self.size(p, name))]
+
+    def _writing(self, bucket):
+        """The Writing of a bucket that has its moments."""
+        first, held = bucket.params[0], bucket.moments.values()
+        way = Eco(self.feedback) if self.update == "eco" else ALONE
+        if first.dtype == torch.bfloat16 and way == ALONE:
+            way = KAHAN if self.kahan else WAY_OF_MASTER.get(self.master, ALONE)
+        exact = getattr(self.direction, "rule", None) == "adamw"
+        if self.by_noise and way.loses(first.dtype):
+            exact = False
+        if any(own.coder is None and own.values.dtype != torch.float32 for own in held):
+            exact = False
+        keyed = self.keyed_moments(bucket)
+        # a large coded tensor is updated in parts, so that few of its moments are in fp32 at once
+        at_once = (self.PIECE if first.is_cpu else 4 * self.PIECE) if self.splits and keyed else None
+        return Writing(way, exact, keyed, at_once)
+
+    def keyed_moments(self, bucket):
+        """The rounding.Noise of each moment that has a key of its own: those in codes."""
+        coded = [name for name, held in bucket.moments.items() if held.coder is not None]
+        return tuple(Noise.EXP_AVG + self.moments.index(name) for name in coded)
+
+    def _begin(self, bucket):
+        """Zeros for the moments of a bucket, and what completes its weights as they are now."""
+        for name in self.moments:
+            if any(self.size(p, name) for p in bucket.params):
+                bucket.moments[name] = self.home.keep(self.new_moment(bucket, name))
+        bucket.writing = self._writing(bucket)
+        if bucket.writing.way.name is not None:
+            bucket.low = bucket.writing.way.low(bucket.gather(bucket.params).detach())
+        bucket.begun = True
+        for p in bucket.params:
+            self.bucket_of[p] = bucket
+            self.state[p] = {"step": 0}
+        self.share_state(bucket)
+
+    def begun(self):
+        """The buckets that have a state."""
+        return [bucket for _, bucket in self._buckets if bucket.begun]
+
+    def begin_state(self, p):
+        """Begin the state of a parameter that was frozen."""
+        for _, bucket in self._buckets:
+            if not bucket.begun and bucket.params[0] is p:
+                check_dtypes([p], self)
+                self._begin(bucket)
+
+    def new_moment(self, bucket, name):
+        """A state.Held of zeros."""
+        first = bucket.params[0]
+        n, home = bucket.numel, self.home.device(first)
+        if name in self.coded_names(first):
+            return Coded.zeros(self.coders[name], n, home, self.is_signed(name))
+        return Plain(torch.zeros(n, dtype=self.dtypes[name], device=home))
+
+    def share_state(self, bucket):
+        """Give each parameter its views of the bucket's state, which checkpoints hold."""
+        held, states = bucket.of_each()
+        for p, moments, views in zip(bucket.params, held, states, strict=True):
+            self.held_of[p] = moments
+            self.state[p] = {"step": self.state[p]["step"], **views}
+        bucket.names = list(states[0])
+        bucket.given = [view for views in states for view in views.values()]
+        bucket.places = [view.data_ptr() for view in bucket.given]
+
+    def adopt_state(self, bucket):
+        """Take the values of tensors that somebody put into `state`, and begin anew where it was emptied, as
+        torch does. Raises Refused for a tensor that the bucket can't hold.
+        """
+        states = [self.state.get(p, {}) for p in bucket.params]
+        now = [state.get(name) for state in states for name in bucket.names]
+        if all(map(operator.is_, now, bucket.given)) and [t.data_ptr() for t in now] == bucket.places:
+            return
+        _, own = bucket.of_each()
+        for p, state, views in zip(bucket.params, states, own, strict=True):
+            for name, view in views.items():
+                if state.keys() - {"step"} and not _holds(view, state.get(name)):
+                    here, there = described(view), described(state.get(name))
+                    raise Refused(
+                        f"{name} of {name_of(p, self)} is {there} in the optimiser's state, and steps hold "
+                        f"{here}: assign one of that kind, clear the whole state, or make a new optimiser"
+                    )
+        for p, state, views in zip(bucket.params, states, own, strict=True):
+            self.state[p] = {"step": int(state.get("step", 0))}
+            if not state.keys() - {"step"}:
+                self._clear(bucket, p, views)
+                continue
+            for name, view in views.items():
+                view.copy_(state[name])
+        self.share_state(bucket)
+
+    def _clear(self, bucket, p, views):
+        self.state[p]["step"] = 0
+        for name, view in views.items():
+            view.zero_()
+            if name == bucket.writing.way.name:
+                view.copy_(bucket.writing.way.low(self.rows.local(p)))
+
+    def tensor_by_tensor(self, bucket):
+        """A bucket for each parameter of one, with the same noise and its share of the state."""
+        found = bucket.one_by_one()
+        for alone in found:
+            if alone is not bucket:
+                (p,) = alone.params
+                alone.begun, alone.writing = True, bucket.writing
+                alone.moments = {name: held.flat() for name, held in self.held_of[p].items()}
+                if bucket.low is not None:
+                    alone.low = self.state[p][bucket.writing.way.name].view(-1)
+        return found
 
     # -- one step
 
@@ -269,160 +430,223 @@ class Rounded(RoundedAnswers, KeptState, Plain):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_unchanged()
+        now = [group["params"] for group in self.param_groups]
+        known = self._params_of_groups
+        same = list(map(len, now)) == list(map(len, known))
+        if not (same and all(map(operator.is_, itertools.chain(*now), itertools.chain(*known)))):
+            ways = "add_param_group takes more of them; for others in their place make a new optimiser"
+            raise Refused(f"the parameters of param_groups were changed by hand: {ways}")
         grad_of = operator.attrgetter("grad") if grads is None else grads.get
         one_scale_each = isinstance(grad_scale, dict)
         pieces = []
         for index, bucket in self._buckets:
             pieces += [(index, piece) for piece in self._pieces(bucket, grad_of, one_scale_each)]
-        work = self.plan(pieces)
-        exchange([item.piece for item in work], grad_of)
-        if not one_scale_each and (torch.is_tensor(grad_scale) or grad_scale != 1.0):
-            for table in {id(item.table): item.table for item in work}.values():
-                table.all_numbers[:, PLACE_OF_SCALE] = grad_scale
-        if self.away is not None:
-            work = self.away.passing(work)
-        for item in work:
+        work = self.plan(pieces, 1.0 if one_scale_each else grad_scale)
+        self.rows.before_step([item.piece for item in work], grad_of)
+        for item in self.home.passing(work):
             self.carry_out(item, grad_of, grad_scale)
         return loss
-
-    def _check_unchanged(self):
-        """Raises Refused where somebody's hand changed what the buckets hold."""
-        now = [group["params"] for group in self.param_groups]
-        sizes = [len(params) for params in self._params_of_groups]
-        all_known = itertools.chain(*self._params_of_groups)
-        same = [len(params) for params in now] == sizes
-        if not (same and all(map(operator.is_, itertools.chain(*now), all_known))):
-            ways = "add_param_group takes more of them; for others in their place make a new optimiser"
-            raise Refused(f"the parameters of param_groups were changed by hand: {ways}")
-        if self._buckets and not self.state:
-            raise Refused("the optimiser's state was taken away: make a new optimiser to begin anew")
-
-    def _check_cast(self, bucket):
-        check_dtypes(bucket.params, type(self).__name__)
-        if self.kahan or self.master != "none":
-            kept = "kahan" if self.kahan else f"master={self.master!r}"
-            late = "a parameter was cast after the optimiser was made"
-            raise Refused(f"{late}, and {kept} does not fit it: cast the model first")
 
     def _pieces(self, bucket, grad_of, apart):
         """What a bucket updates at once: all of it, or tensor by tensor where some have no gradient, another
         dtype of it, or other steps behind them, or where they are to be `apart`.
         """
-        grads = [grad_of(p) for p in bucket.params]
+        params = bucket.params
+        grads = [grad_of(p) for p in params]
         present = [g for g in grads if g is not None]
-        if any(g.is_sparse for g in present):
-            raise Refused(SPARSE_GRADIENT)
         if not present:
             return []
-        if {p.dtype for p in bucket.params} != {bucket.dtype}:
-            self._check_cast(bucket)
-        steps = {self.state[p]["step"] for p in bucket.params}
+        if any(g.is_sparse for g in present):
+            raise Refused(SPARSE_GRADIENT)
+        if not bucket.begun:
+            self.begin_state(params[0])
+        # kernels go by pointers: nothing that they are given may be shorter than the state was made for
+        shapes = [g.shape for g in present]
+        if not (
+            shapes == [p.shape for p in params] == bucket.shapes
+            and {p.dtype for p in params} == {bucket.dtype}
+            and all(t.data_ptr() for t in (*params, *present))
+        ):
+            self._check_tensors(bucket, grads)
+        states = [self.state.get(p, {}) for p in params]
+        now = [state.get(name) for state in states for name in bucket.names]
+        if not all(map(operator.is_, now, bucket.given)) or [t.data_ptr() for t in now] != bucket.places:
+            self.adopt_state(bucket)
+            states = [self.state[p] for p in params]
+        steps = {state["step"] for state in states}
         dtypes = {g.dtype for g in present}
         if not apart and len(present) == len(grads) and len(steps) == 1 and len(dtypes) == 1:
             return [bucket]
-        alone = [bucket] if isinstance(bucket, RankBucket) else self.tensor_by_tensor(bucket)
+        alone = self.tensor_by_tensor(bucket)
         return [piece for piece, g in zip(alone, grads, strict=True) if g is not None]
 
-    def plan(self, pieces):
-        """The next step of these pieces, [(index of the group, bucket)]: a list of Work."""
+    def _check_tensors(self, bucket, grads):
+        """Raises Refused for tensors that are not what the state of a bucket was made for. A parameter that
+        was cast is written in its new dtype from now on.
+        """
+        here, there = bucket.local(bucket.params), bucket.local(grads)
+        for p, own, g, shape in zip(bucket.params, here, there, bucket.local_shapes, strict=True):
+            if own.shape != shape:
+                was = f"{name_of(p, self)} is {list(own.shape)}, and its state was made for {list(shape)}"
+                raise Refused(f"{was}: make a new optimiser")
+            if g is None:
+                continue
+            if g.shape != shape:
+                what = f"{name_of(p, self)} is {list(shape)}, and its gradient {list(g.shape)}"
+                raise Refused(f"{what}: give each its own")
+            if _was_freed(own) or _was_freed(g):
+                what = f"the storage of {name_of(p, self)} or of its gradient was freed"
+                raise Refused(f"{what}: a step needs both")
+        if any(p.dtype != bucket.dtype for p in bucket.params):
+            check_dtypes(bucket.params, self)
+            if self.kahan or self.master != "none":
+                kept = "kahan" if self.kahan else f"master={self.master!r}"
+                late = "a parameter was cast after the optimiser was made"
+                raise Refused(f"{late}, and {kept} does not fit it: cast the model first")
+            if len({p.dtype for p in bucket.params}) == 1:
+                bucket.dtype = bucket.params[0].dtype
+                bucket.writing = self._writing(bucket)
+
+    def plan(self, pieces, grad_scale=1.0):
+        """The next step of these pieces, [(index of the group, bucket)]: a list of Work. grad_scale: a number
+        or a tensor. A part of a piece has a row of the table, and behind it those of its `keyed` moments.
+        """
         work, tables = [], {}
         for index, piece in pieces:
-            first = piece.params[0]
+            first, group = piece.params[0], self.param_groups[index]
             table = tables.setdefault(first.device, StepTable(first.device))
             step = self.state[first]["step"] + 1
-            numbers = self.numbers(self.param_groups[index], step)
-            parts = self._add_rows(table, index, numbers, step, piece)
-            work.append(Work(numbers, step, piece, table, parts))
+            decay = 1 - float(group["lr"]) * group["weight_decay"]
+            if not math.isfinite(decay):
+                rate = f"lr={float(group['lr'])} and weight_decay={group['weight_decay']}"
+                raise Refused(f"{rate}: no step can be taken with them; look at the schedule")
+            numbers = self.numbers(group, step)
+            parts = []
+            for start, end, position, ahead in piece.rows(piece.writing.at_once):
+                parts.append(Part(len(table.keys), start, end))
+                for kind in (Noise.WEIGHT, *piece.writing.keyed):
+                    table.numbers.append([decay, 1.0, *numbers])
+                    table.keys.append([*key_words(self.seed, step, position, kind, ahead), 0])
+            work.append(Work(piece, numbers, step, table, parts))
         for table in tables.values():
-            table.fill()
+            table.fill(grad_scale)
         return work
 
-    def _add_rows(self, table, index, numbers, step, piece):
-        """Add the rows of a piece to the table; returns its Parts. A large coded piece has several, so that
-        few of its moments are in fp32 at once. Behind a part's row are those with the keys of its codes.
+    def carry_out(self, work, grad_of, grad_scale=1.0):
+        """Update one piece. grad_scale: {parameter: number} is still to be written into the table; one for
+        all is there.
         """
-        numbers = [*self._weight_numbers(index), *numbers]
-        coded = self.coded_names(piece.params[0])
-        size = None
-        if coded:
-            size = self.PIECE if piece.params[0].is_cpu else 4 * self.PIECE
-        parts = []
-        for start, end, position, ahead in piece.rows(size):
-            row = table.add(numbers, key_words(self.seed, step, position, ahead=ahead))
-            parts.append(Part(row, start, end))
-            for name in coded:
-                kind = Noise.EXP_AVG + self.moments.index(name)
-                table.add(numbers, key_words(self.seed, step, position, kind, ahead))
-        return parts
-
-    def _weight_numbers(self, index):
-        """The WeightNumbers of a group. The scale of gradients is written into the table once it is known."""
-        group = self.param_groups[index]
-        return WeightNumbers(decay=1 - float(group["lr"]) * group["weight_decay"], scale=1.0)
-
-    def carry_out(self, work, grad_of, grad_scale):
-        """Update one piece. grad_scale: as of `step`; one for each parameter is still to be written into the
-        table, one for all is there.
-        """
-        piece, parts = work.piece, work.parts
-        params = [local_tensor(p) for p in piece.params]
-        grads = [grad_of(p) for p in piece.params]
-        for p in piece.params:
+        piece, parts, params = work.piece, work.parts, work.piece.params
+        grads = [grad_of(p) for p in params]
+        for p in params:
             self.state[p]["step"] = work.step
         if isinstance(grad_scale, dict):
-            scale = scale_of(grad_scale, piece.params[0])
             for part in parts:
-                work.table.numbers[part.row][PLACE_OF_SCALE] = scale
-        if len(params) > 1 and len(parts) == 1:
+                work.table.numbers[part.row][kernels.PLACE_OF_SCALE] = scale_of(grad_scale, params[0])
+        if self.compiled and len(params) > 1 and len(parts) == 1:
             # small tensors are updated where they are, if a kernel takes them so: they need no copies then
-            if choose.by_cpu_step(self._kernel_step(work, parts[0].row, params, grads, piece.state)):
+            if kernels.carried_out(self._step_of(work, parts[0], params, grads)):
                 return
         weights, g = piece.gather(params), piece.gather_gradients(grads)
-        average = self._average_of(piece, parts)
-        if len(parts) == 1:
-            self._update(work, parts[0].row, weights, g, piece.state, average)
-        else:
-            for row, start, end in parts:
-                state = {name: self.state_part(name, t, start, end) for name, t in piece.state.items()}
-                own = average.part(start, end)
-                self._update(work, row, weights[start:end], g[start:end], state, own)
+        for part in parts:
+            at = slice(part.start, part.end)
+            self._update(work, part, weights[at], g[at])
         piece.scatter(weights, params)
 
-    def _update(self, work, row, p, g, state, average):
-        """Update flat weights p [n] and their state from gradient g [n], in place. row: of the table."""
-        choose.step(self._kernel_step(work, row, [p], [g], state, average))
+    def _update(self, work, part, p, g):
+        """Update flat weights p [n] and their state from gradient g [n], in place."""
+        s = self._step_of(work, part, [p], [g])
+        if (s.compiled or s.exact) and kernels.carried_out(s):
+            return
+        values = [held.read(s.compiled) for held in s.moments]
+        how = self.direction, type(s.numbers), s.way
+        flat = p, g, values, s.low, s.row, s.key, s.stochastic
+        if s.compiled:
+            fused(step_kernel(*how), *flat)
+        else:
+            write_step(*how, *flat)
+        for held, value, key in zip(s.moments, values, s.keys, strict=True):
+            held.put_back(value, key, s.compiled)
 
-    def _kernel_step(self, work, row, weights, gradients, state, average=NO_AVERAGE):
-        """What a kernel is given, see choose.Step."""
-        keys = self._code_keys(state, work.table, row)
-        eco = self.update == "eco"
-        return choose.Step(
-            direction=None if eco else self.direction,  # hand-written kernels have no feedback
-            kernel=step_kernel(self.direction, type(work.numbers), self.feedback if eco else None),
+    def _step_of(self, work, part, weights, gradients):
+        """What a kernel is given, see kernels.Step."""
+        piece, table, row = work.piece, work.table, part.row
+        moments, low = list(piece.moments.values()), piece.low
+        if part.end - part.start < piece.numel:
+            moments = [held.part(part.start, part.end) for held in moments]
+            low = None if low is None else low[part.start : part.end]
+        keys = []
+        for held in moments:
+            row += held.coder is not None  # rows of coded moments follow that of the weight
+            keys.append(table.keys[row] if self.by_noise and held.coder is not None else None)
+        return kernels.Step(
+            rule=getattr(self.direction, "rule", None),
+            exact=piece.writing.exact,
             weights=weights,
             gradients=gradients,
-            moments=[self.held_moment(name, state, keys.get(name)) for name in self.moments],
-            low=low_of(state),
+            moments=moments,
+            keys=keys,
+            way=piece.writing.way,
+            low=low,
             numbers=work.numbers,
-            row=work.table.numbers[row],
-            key=work.table.keys[row],
+            row=table.numbers[part.row],
+            key=table.keys[part.row],
             stochastic=self.by_noise,
-            average=average,
             compiled=self.compiled,
         )
 
-    def _code_keys(self, state, table, row):
-        """{moment that is coded: key of the noise of its codes}; {} where they are the nearest codes."""
-        if not self.by_noise:
-            return {}
-        coded = [name for name in self.coders if f"{name}_scale" in state]
-        return {name: table.keys[at] for at, name in enumerate(coded, row + 1)}
 
-    def _average_of(self, piece, parts):
-        """The StepAverage of what the kernel writes; NO_AVERAGE where the average is to follow by itself."""
-        if self.average is None or type(piece) is not Bucket or len(piece.params) > 1:
-            return NO_AVERAGE
-        if len(parts) > 1 and not piece.params[0].is_cpu:  # the keys of parts would be copies to wait for
-            return NO_AVERAGE
-        return self.average.of_step(piece.params[0])
+def _holds(view, t):
+    """Whether the values of t fit a view of the state: nothing of them would be lost."""
+    if not torch.is_tensor(t) or t.shape != view.shape:
+        return False
+    both_float = t.is_floating_point() and view.is_floating_point()
+    widens = both_float and torch.promote_types(t.dtype, view.dtype) == view.dtype
+    return not _was_freed(t) and (t.dtype == view.dtype or widens)
+
+
+def _was_freed(t):
+    return t.numel() and not t.untyped_storage().nbytes()
+
+
+# ---- AdamW as an optimiser ---------------------------------------------------------------------------------
+
+
+class AdamW(Rounded):
+    """AdamW (arXiv 1711.05101), all arithmetic in fp32 in the order of torch.optim.AdamW.
+
+    Defaults are torch's, weight decay of 0.01 among them. Arguments beyond torch's: see Rounded; exp_avg and
+    exp_avg_sq say how the moments are held. With fp32 moments and an exact master the result equals
+    torch.optim.AdamW on fp32 weights bit for bit on a CPU.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+    direction = staticmethod(adamw)
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, **writing):
+        options = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        super().__init__(params, options, **writing)
+
+    def check_group(self, group):
+        super().check_group(group)
+        if self.update == "eco" and group["betas"][0] == 0:
+            raise Refused("update='eco' puts rounding errors into the momentum: set betas[0] above 0, as 0.9")
+
+    def numbers(self, group, step):
+        beta1, beta2 = group["betas"]
+        return AdamWNumbers(
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            root_correction=(1 - beta2**step) ** 0.5,
+            eps=group["eps"],
+            rate=-float(group["lr"]) / (1 - beta1**step),
+        )
+
+    @staticmethod
+    def feedback(error, moments, n):
+        m, v = moments
+        # decaying by beta1, it makes steps of (1 - beta1) error, beta1 (1 - beta1) error, ...
+        share = n.one_minus_beta1 / (1 - n.one_minus_beta1)
+        back = error * share * (v.sqrt() / n.root_correction + n.eps) / n.rate
+        return torch.where(error == 0, m, m + back), v  # a rate of 0 makes no error

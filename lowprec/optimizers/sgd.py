@@ -1,14 +1,33 @@
 """SGD with momentum, written in any of the ways of `Rounded`."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from ..errors import Refused
-from ..kernels import choose
-from ..kernels.numbers import SGDNumbers
 from ..sites import MOMENTUM
 from .rounded import Rounded
+
+
+class SGDNumbers(NamedTuple):
+    """What a step of SGD reads."""
+
+    momentum: float
+    of_gradient: float  # the step is rate * (of_gradient * gradient + of_momentum * new momentum)
+    of_momentum: float
+    rate: float  # -learning rate
+
+
+def sgd(g, moments, n):
+    """(fp32 update, new moments), as `rounded.adamw`. n: SGDNumbers."""
+    (m,) = moments
+    m = m * n.momentum + g
+    update = n.rate * (n.of_gradient * g + n.of_momentum * m)
+    return update, (m,)
+
+
+sgd.rule = "sgd"
 
 
 class SGD(Rounded):
@@ -17,6 +36,7 @@ class SGD(Rounded):
     """
 
     moments = ("momentum",)
+    direction = staticmethod(sgd)
     sites = {"momentum": MOMENTUM}
     flags = {"lr": 0.01}
     of_run = {"lr": 0.01, "momentum": 0.9}
@@ -40,14 +60,6 @@ class SGD(Rounded):
             of_momentum=momentum if nesterov else 1.0,
             rate=-float(group["lr"]),
         )
-
-    @staticmethod
-    @choose.hand_written("sgd")
-    def direction(g, moments, n):
-        (m,) = moments
-        m = m * n.momentum + g
-        update = n.rate * (n.of_gradient * g + n.of_momentum * m)
-        return update, (m,)
 
     @staticmethod
     def feedback(error, moments, n):

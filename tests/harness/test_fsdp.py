@@ -13,7 +13,7 @@ from cli import ROOT, assert_same, process
 from rank_server import ranks_messages, told
 
 from harness import shards
-from lowprec.optimizers import buckets
+from lowprec.parts.spread import part_of
 
 in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 ranks = rank_server.ranks
@@ -136,7 +136,7 @@ def test_a_tree_of_values_comes_back_from_json():
 
 
 def test_a_plain_tensor_is_no_part():
-    assert buckets.part_of(torch.zeros(3)) is None
+    assert part_of(torch.zeros(3)) is None
 
 
 # ---- On GPUs -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import importlib
 import torch
 from healthy.shared import LOOPS, STEPS, mlp, trained
 
-from lowprec.optimizers import adamw, lion, muon, sgd
+from lowprec.optimizers import lion, muon, rounded, sgd
 
 
 def enter_optimizers():
@@ -121,6 +121,6 @@ def ours(kind, **options):
 enter_optimizers()
 LOOPS["torch Muon"] = lambda: with_vectors_elsewhere(torch.optim.Muon)
 LOOPS["our Muon"] = lambda: with_vectors_elsewhere(lambda params: muon.Muon(params, compiled=False))
-LOOPS["our AdamW"] = lambda: ours(adamw.AdamW)
+LOOPS["our AdamW"] = lambda: ours(rounded.AdamW)
 LOOPS["our SGD"] = lambda: ours(sgd.SGD, lr=0.05, momentum=0.9)
 LOOPS["our Lion"] = lambda: ours(lion.Lion)

@@ -12,8 +12,8 @@ from torch._inductor.utils import run_and_get_code
 from lowprec import rounding
 from lowprec.kernels import compiled as compiling
 from lowprec.kernels import exact_step
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.buckets import Bucket
+from lowprec.optimizers.rounded import AdamW
 
 # ---- Bit for bit -------------------------------------------------------------------------------------------
 

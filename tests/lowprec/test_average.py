@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from common import BF16, MODES, SHAPES, correlation, draw, gradients, make, refused, same, through_a_file
+from common import BF16, SHAPES, correlation, draw, gradients, make, refused, same, through_a_file
 from torch import nn
 
-from lowprec.kernels import exact_step
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.buckets import Bucket
+from lowprec.optimizers.rounded import AdamW
 
 
 def test_fp32_average_equals_its_closed_form():
@@ -104,64 +103,6 @@ def test_compiled_average_equals_eager(kahan):
             ema.update()
         results.append(ema.shadow)
     assert all(same(results[0][n], results[1][n]) for n in "ab")
-
-
-# compiled, dtype and update of the average; compiled for each kind of weight, and of what completes it
-KINDS = [(False, "fp32", "nearest"), *((False, "bf16", update) for update in ("nearest", "stochastic"))]
-ALONG = [(mode, *kind) for mode in MODES for kind in KINDS]
-ALONG += [(mode, True, "fp32", "nearest") for mode in ("fp32", "stochastic", "kahan", "split", "fp32 master")]
-
-
-@pytest.mark.parametrize("mode, compiled, dtype, update", ALONG)
-def test_an_average_that_moves_with_the_step_has_the_same_bits(mode, compiled, dtype, update, monkeypatch):
-    monkeypatch.setattr(Bucket, "SMALL", 1000)
-    # the noise of an average goes on from piece to piece
-    monkeypatch.setattr(exact_step, "VALUES_AT_ONCE", 512)
-    initial = [draw(n, seed=n, scale=0.1) for n in (1500, 7, 2001, 90)]
-
-    def go(along):
-        params, optimizer = make(mode, initial, 1e-2, compiled, weight_decay=0.1)
-        named = list(zip("abcd", params, strict=True))
-        options = dict(low_part=optimizer.low_part, seed=3, compiled=compiled)
-        ema = EMA(named, 0.9, dtype, update, **options)
-        optimizer.average = ema if along else None
-        for step in range(3):
-            for i, p in enumerate(params[: 3 if step == 1 else 4]):  # one is left alone once
-                p.grad = draw(*p.shape, seed=10 * step + i).to(p.dtype)
-            before = ema.shadow["a"].clone()
-            optimizer.step()
-            assert same(before, ema.shadow["a"]) != along, "large ones alone move along"
-            ema.update()
-            optimizer.zero_grad()
-        return [*params, *ema.shadow.values()], ema.step
-
-    (together, step), (apart, _) = go(True), go(False)
-    assert step == 3 and all(same(a, b) for a, b in zip(together, apart, strict=True))
-
-
-@pytest.mark.parametrize("dtype, update", [("fp32", "nearest"), ("bf16", "stochastic")])
-def test_an_average_moves_along_with_each_part_of_a_coded_tensor(dtype, update, monkeypatch):
-    monkeypatch.setattr(Bucket, "SMALL", 4096)
-
-    def go(piece, along):
-        monkeypatch.setattr(AdamW, "PIECE", piece)
-        p = nn.Parameter(draw(5000, seed=1).to(BF16))
-        kinds = dict(exp_avg="e4m3", exp_avg_sq="e4m3")
-        optimizer = AdamW([p], lr=1e-2, update="stochastic", compiled=False, **kinds)
-        ema = EMA([("p", p)], 0.9, dtype, update, low_part=optimizer.low_part, seed=3, compiled=False)
-        optimizer.average = ema if along else None
-        for step in range(3):
-            p.grad = draw(5000, seed=10 + step).to(BF16)
-            before = ema.shadow["p"].clone()
-            optimizer.step()
-            halves = zip(before.chunk(2), ema.shadow["p"].chunk(2), strict=True)
-            assert all(same(a, b) != along for a, b in halves)
-            ema.update()
-        return p, ema.shadow["p"]
-
-    whole = go(1 << 20, along=False)
-    for piece, along in [(1 << 20, True), (1024, True), (1024, False)]:
-        assert all(same(a, b) for a, b in zip(whole, go(piece, along), strict=True))
 
 
 def test_average_resumes_bit_for_bit_and_refuses_others():

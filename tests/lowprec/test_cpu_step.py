@@ -12,15 +12,16 @@ import torch
 from common import draw, uncompiled
 from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, step
 
+from lowprec import kernels
 from lowprec.formats import FORMATS
-from lowprec.kernels import choose, compiled, cpu_step, numbers
-from lowprec.optimizers import buckets, rounded
+from lowprec.kernels import compiled, cpu_step, exact_step
+from lowprec.optimizers import buckets, lion, rounded, sgd
 from lowprec.optimizers.adafactor import Adafactor
-from lowprec.optimizers.adamw import AdamW
-from lowprec.optimizers.average import EMA
 from lowprec.optimizers.lion import Lion
+from lowprec.optimizers.rounded import AdamW
 from lowprec.optimizers.sgd import SGD
-from lowprec.rounding import StepAverage, ema_kernel, noise_key
+from lowprec.optimizers.state import Plain
+from lowprec.rounding import ema_kernel, noise_key, way_of
 
 CPU = torch.device("cpu")
 needs_kernel = pytest.mark.skipif(cpu_step.library() is None, reason="needs AVX2 and GCC")
@@ -57,14 +58,16 @@ def afresh():
 # ---- The step ----------------------------------------------------------------------------------------------
 
 
-def eager(p, g, moments, low, row, numbers, key, optimizer, average):
-    stochastic = optimizer.update == "stochastic"
-    kernel = rounded.step_kernel(optimizer.direction, type(numbers))
-    kernel(p, g, moments, low, row, key, stochastic, average)
+def eager(p, g, moments, low, row, numbers, key, optimizer):
+    rounded.write_step(
+        optimizer.direction, type(numbers), way_of(low), p, g, moments, low, row, key, optimizer.by_noise
+    )
 
 
-def by_cpu_step(p, g, moments, low, row, numbers, key, optimizer, average):
-    cpu_step.update("adamw", [p], [g], moments, low, row, key, optimizer.update == "stochastic", average)
+def by_cpu_step(p, g, moments, low, row, numbers, key, optimizer):
+    tensors = dict(weights=[p], gradients=[g], moments=list(map(Plain, moments)), keys=[None, None], low=low)
+    how = dict(rule="adamw", exact=False, way=way_of(low), stochastic=optimizer.by_noise, compiled=True)
+    cpu_step.run(kernels.Step(**tensors, **how, numbers=numbers, row=row, key=key))
 
 
 STRUCT = re.compile(r"struct (\w+Numbers) \{ float ([\w, ]+); \};")
@@ -73,16 +76,16 @@ STRUCT = re.compile(r"struct (\w+Numbers) \{ float ([\w, ]+); \};")
 def test_numbers_have_the_same_names_and_order_in_cpp():
     structs = STRUCT.findall(cpu_step.CPP_SOURCE.read_text())
     found = {name: tuple(fields.split(", ")) for name, fields in structs}
-    kinds = (numbers.WeightNumbers, numbers.AdamWNumbers, numbers.SGDNumbers, numbers.LionNumbers)
-    assert found == {kind.__name__: kind._fields for kind in kinds}
+    kinds = (rounded.AdamWNumbers, sgd.SGDNumbers, lion.LionNumbers)
+    assert found == {"WeightNumbers": ("decay", "scale"), **{kind.__name__: kind._fields for kind in kinds}}
+    assert exact_step.Row._fields == ("decay", "scale", *rounded.AdamWNumbers._fields)
 
 
 @needs_kernel
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_step_has_the_bits_of_the_torch_code(case, nearest_root):
-    for average in AVERAGES:
-        assert differing(step(case, average, eager), step(case, average, by_cpu_step)) == 0, average
+    assert differing(step(case, eager), step(case, by_cpu_step)) == 0
 
 
 KINDS = {
@@ -102,14 +105,12 @@ KINDS = {
 
 
 def trained(kinds, steps=5, dtype=torch.bfloat16, spoilt=False, optimizer=AdamW):
-    """[tensor]: weights, states and an average after some steps of tensors of many sizes."""
+    """[tensor]: weights and states after some steps of tensors of many sizes."""
     shapes = (300, 231), (4096,), (5000,), (33, 17), (7,), (2**17 + 300,)
     weights = [draw(*shape, seed=i, scale=0.05).to(dtype) for i, shape in enumerate(shapes)]
     params = [torch.nn.Parameter(weight) for weight in weights]
     optimizer = optimizer(params, lr=1e-3, weight_decay=0.1, seed=3, **{"update": "stochastic", **kinds})
     optimizer.PIECE = 1 << 16  # so that the largest tensor has three
-    average = EMA([(str(i), p) for i, p in enumerate(params)], 0.9, low_part=optimizer.low_part)
-    optimizer.average = average
     for at in range(steps):
         for i, p in enumerate(params):
             size = 10 ** (-6 * torch.rand(p.shape, generator=torch.Generator().manual_seed(at)))
@@ -117,9 +118,8 @@ def trained(kinds, steps=5, dtype=torch.bfloat16, spoilt=False, optimizer=AdamW)
             if spoilt and at == 2:
                 p.grad.view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
         optimizer.step(grad_scale=0.5 if at == 1 else 1.0)
-        average.update()
     states = [t for p in params for name, t in sorted(optimizer.state[p].items()) if name != "step"]
-    return [p.detach() for p in params] + states + list(average.shadow.values())
+    return [p.detach() for p in params] + states
 
 
 @needs_kernel
@@ -165,10 +165,10 @@ def test_what_needs_the_whole_tensor_is_written_with_the_same_bits(name, writes,
 @needs_kernel
 def test_it_is_what_steps(monkeypatch):
     calls = []
-    monkeypatch.setattr(cpu_step, "update", lambda rule, *args, **how: calls.append(rule))
-    monkeypatch.setattr(choose, "fused", None)
-    lion, sgd = dict(kinds={"exp_avg": "int8"}), dict(kinds={"momentum": "bf16"})
-    for kinds, kind in ((KINDS["int8"], AdamW), (KINDS["exact"], AdamW), (lion, Lion), (sgd, SGD)):
+    monkeypatch.setattr(cpu_step, "run", lambda s: calls.append(s.rule))
+    monkeypatch.setattr(kernels, "fused", None)
+    of_lion, of_sgd = dict(kinds={"exp_avg": "int8"}), dict(kinds={"momentum": "bf16"})
+    for kinds, kind in ((KINDS["int8"], AdamW), (KINDS["exact"], AdamW), (of_lion, Lion), (of_sgd, SGD)):
         trained(kinds, steps=1, optimizer=kind)
         assert set(calls) == {kind.__name__.lower()}
         calls.clear()
@@ -298,12 +298,7 @@ def test_the_number_of_threads_changes_no_bit(threads):
 
 # ---- The average -------------------------------------------------------------------------------------------
 
-def by_torch(average, p, low):
-    flat, *how = average
-    ema_kernel(flat, p, low, *how)
-
-
-AVERAGED = list(itertools.product(DTYPES, LOWS, AVERAGES[1:]))
+AVERAGED = list(itertools.product(DTYPES, LOWS, AVERAGES))
 
 
 @needs_kernel
@@ -316,10 +311,9 @@ def test_the_average_has_the_bits_of_the_torch_code(weights, low, average, n):
     shadow[7], shadow[8], shadow[9] = torch.inf, torch.nan, 1e-39
     p, shadow, low = p[:n], shadow[:n], None if low is None else low[:n]
     found = []
-    for kernel in (by_torch, cpu_step.ema):
+    for kernel in (ema_kernel, cpu_step.ema):
         found.append([shadow.clone()])
-        share, key = torch.tensor([1e-2]), noise_key(4, 7, 12345)
-        kernel(StepAverage(found[-1][0], share, key, stochastic), p, low)
+        kernel(found[-1][0], p, low, torch.tensor([1e-2]), noise_key(4, 7, 12345), stochastic)
     assert differing(*found) == 0
     ours = found[1][0]
     assert n == 5 or (ours != shadow)[10:].any()
@@ -328,13 +322,14 @@ def test_the_average_has_the_bits_of_the_torch_code(weights, low, average, n):
 @needs_kernel
 def test_an_average_of_several_chunks_goes_on_with_its_noise(threads):
     p, shadow = draw(100_000).bfloat16(), draw(100_000, seed=1).bfloat16()
-    theirs = StepAverage(shadow.clone(), torch.tensor([0.1]), noise_key(1, 2, 3), True)
-    by_torch(theirs, p, None)
+    how = p, None, torch.tensor([0.1]), noise_key(1, 2, 3), True
+    theirs = shadow.clone()
+    ema_kernel(theirs, *how)
     for count in (1, 3):
         threads(count)
-        ours = theirs._replace(flat=shadow.clone())
-        cpu_step.ema(ours, p, None)
-        assert torch.equal(ours.flat, theirs.flat)
+        ours = shadow.clone()
+        cpu_step.ema(ours, *how)
+        assert torch.equal(ours, theirs)
 
 
 # ---- Codes -------------------------------------------------------------------------------------------------
@@ -345,7 +340,7 @@ def both(form, x, signed, seed=0):
     coder, key = FORMATS[form], noise_key(seed, 2, 3)
     theirs, ours = coder.new(x.numel(), CPU), coder.new(x.numel(), CPU)
     coder.encode(x, *theirs, signed, key, compiled=False)
-    cpu_step.encode(x, choose.cpu_codes(coder, *ours, signed, key))
+    cpu_step.encode(x, coder, *ours, signed, key)
     return theirs, ours
 
 
@@ -398,8 +393,7 @@ def test_every_8_bit_float_is_found(signed, form, largest):
 
 def test_curves_and_the_nearest_codes_are_left_to_others():
     for name, key in (("flash8", noise_key(0, 0)), ("e4m3", None), ("int8", None), ("int4", None)):
-        coder = FORMATS[name]
-        assert choose.cpu_codes(coder, *coder.new(4096, CPU), True, key) is None
+        assert not cpu_step.writes_codes(FORMATS[name], True, key)
 
 
 def test_a_table_with_three_ends_within_a_power_of_two_has_no_chart():
@@ -416,12 +410,11 @@ def test_what_torch_makes_by_default_does_not_matter(afresh):
     try:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("meta"):
-            coder = FORMATS["int8"]
-            own = choose.cpu_codes(coder, *coder.new(4096, CPU), True, noise_key(0, 0))
+            own = cpu_step.chart_of(FORMATS["int8"].line(True, CPU))
     finally:
         torch.set_default_dtype(before)
     wanted = cpu_step.chart(FORMATS["int8"].line(True, CPU)).view(torch.uint8)
-    assert bytes(own.chart) == bytes(wanted.tolist())
+    assert bytes(own) == bytes(wanted.tolist())
 
 
 # ---- Where it can't be -------------------------------------------------------------------------------------

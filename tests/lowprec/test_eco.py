@@ -7,9 +7,9 @@ from common import BF16, refused
 from torch import nn
 
 from lowprec import Precision, Watch, recipe
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.lion import Lion
 from lowprec.optimizers.muon import Muon
+from lowprec.optimizers.rounded import AdamW
 from lowprec.optimizers.sgd import SGD
 
 eager = common.eager

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowprec
-from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.rounded import AdamW
 
 eager = common.eager
 PAGE = Path(lowprec.__file__).parents[1] / "docs" / "recipes-elsewhere.md"

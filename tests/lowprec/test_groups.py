@@ -2,6 +2,7 @@
 leaves it as it was.
 """
 
+import collections
 import copy
 import math
 
@@ -98,11 +99,140 @@ def test_parameters_that_were_changed_by_hand_are_refused_at_the_step(change):
     assert torch.equal(first, before)
 
 
-def test_a_state_that_was_taken_away_is_refused_at_the_step():
-    optimizer = AdamW([parameter()])
-    optimizer.step()
+def emptied(optimizer, p):
     optimizer.state.clear()
-    refused(optimizer.step, "make a new optimiser")
+
+
+def emptied_of_one(optimizer, p):
+    optimizer.state[p] = {}
+
+
+def put_away(optimizer, p):
+    optimizer.state = collections.defaultdict(dict)
+
+
+@pytest.mark.parametrize("how", (emptied, emptied_of_one, put_away))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_an_emptied_state_begins_anew_as_in_torch(how, compiled):
+    found = []
+    for kind, options in ((torch.optim.AdamW, {}), (AdamW, {"compiled": compiled})):
+        p = parameter()
+        optimizer = kind([p], lr=1e-2, **options)
+        for step in range(4):
+            if step == 2:
+                how(optimizer, p)
+            p.grad = torch.full_like(p, 0.5 - step)
+            optimizer.step()
+        found.append(p.detach().clone())
+    assert torch.equal(*found)
+
+
+def assigned(state):
+    state["exp_avg_sq"] = torch.full_like(state["exp_avg_sq"], 1e12)
+
+
+def assigned_by_data(state):
+    state["exp_avg_sq"].data = torch.full_like(state["exp_avg_sq"], 1e12)
+
+
+@pytest.mark.parametrize("how", (assigned, assigned_by_data))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_a_moment_that_is_assigned_is_what_steps_and_what_is_saved(how, compiled):
+    found = []
+    for kind, options in ((torch.optim.AdamW, {}), (AdamW, {"compiled": compiled})):
+        p = parameter()
+        optimizer = kind([p], lr=1e-2, weight_decay=0, **options)
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            how(optimizer.state[p])
+        found += [p.detach().clone(), optimizer.state_dict()["state"][0]["exp_avg_sq"]]
+    assert all(map(torch.equal, found[:2], found[2:]))
+
+
+SHORT = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("exp_avg", SHORT, "exp_avg of parameter 0 of group 0 is float32 [3] in the optimiser's state"),
+        ("exp_avg", "text", "a str"),
+        ("exp_avg", None, "missing"),
+    ],
+)
+def test_a_moment_that_does_not_fit_is_refused(name, value, says):
+    p = parameter()
+    optimizer = stepped(AdamW, [p])
+    optimizer.state[p][name] = value
+    before = p.detach().clone()
+    refused(optimizer.step, says, "make a new optimiser")
+    assert torch.equal(p, before)
+
+
+def with_another_shape(p):
+    p.data = torch.ones(400, 400)
+    p.grad = torch.ones(400, 400)
+
+
+def with_a_shorter_gradient(p):
+    p.grad.data = torch.ones(3)
+
+
+def with_freed_memory(p):
+    p.data.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("how", (with_another_shape, with_a_shorter_gradient, with_freed_memory))
+@pytest.mark.parametrize("kind", (AdamW, SGD, Lion, Adafactor))
+def test_no_step_is_taken_of_tensors_that_are_not_those_of_the_state(kind, how, compiled):
+    p = nn.Parameter(torch.ones(16, 8))
+    p.grad = torch.ones_like(p)
+    optimizer = kind([p], compiled=compiled)
+    optimizer.step()
+    p.grad = torch.ones_like(p)
+    with torch.no_grad():
+        p.grad = None if how is with_another_shape else p.grad
+        how(p)
+    refused(optimizer.step, "parameter 0 of group 0")
+
+
+def test_a_frozen_parameter_has_no_state_before_its_first_gradient():
+    frozen = [nn.Parameter(torch.zeros(4, 4).to(dtype), False) for dtype in (torch.float16, torch.uint8)]
+    later, trained = parameter(shape=(4, 4)), parameter(shape=(4, 4))
+    later.requires_grad_(False)
+    later.grad = None
+    optimizer = AdamW([*frozen, later, trained])
+    optimizer.step()
+    assert set(optimizer.state) == {trained} and set(optimizer.state_dict()["state"]) == {3}
+    later.requires_grad_(True)
+    later.grad = torch.ones_like(later)
+    optimizer.step()
+    assert optimizer.state[later]["step"] == 1 and optimizer.state[trained]["step"] == 2
+
+
+def test_a_rate_that_becomes_no_number_is_refused():
+    p = parameter()
+    optimizer = stepped(AdamW, [p])
+    optimizer.param_groups[0]["lr"] = math.nan
+    before = p.detach().clone()
+    refused(optimizer.step, "lr=nan", "schedule")
+    assert torch.equal(p, before)
+
+
+def test_options_that_a_wrapper_puts_into_each_group_are_taken_where_they_are_the_same():
+    groups = [{"params": [parameter()], "update": "stochastic", "exp_avg": "bf16", "dampening": 0}]
+    AdamW(groups, update="stochastic", exp_avg="bf16", capturable=False).step()
+    refused(lambda: AdamW(groups), "update='stochastic' in a parameter group")
+
+
+@pytest.mark.parametrize("kind", (AdamW, SGD, Lion, Adafactor, Muon))
+def test_one_word_says_how_all_moments_are_held(kind):
+    p = parameter(shape=(4, 4))
+    optimizer = kind([p], states="bf16")
+    moments = [t for name, t in optimizer.state[p].items() if name != "step"]
+    assert moments and all(t.dtype == torch.bfloat16 for t in moments)
 
 
 @pytest.mark.parametrize("options", [dict(kahan=True), dict(master="split"), dict(master="fp32")])
@@ -149,7 +279,8 @@ def test_a_refused_state_leaves_all_of_the_old_one():
     optimizer = stepped(AdamW, [parameter(shape=shape) for shape in shapes])
     before = copy.deepcopy(optimizer.state_dict())
     other = stepped(AdamW, [parameter(shape=shape) for shape in ((4, 4), (2, 8))]).state_dict()
-    refused(lambda: optimizer.load_state_dict(other), "other shapes")
+    differs = "exp_avg is float32 [2, 8] there, and float32 [4, 4] here"
+    refused(lambda: optimizer.load_state_dict(other), differs)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for i, saved in before["state"].items():

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowprec import formats, machine, rules
 from lowprec.errors import Refused
 from lowprec.machine import exact_math, quiet_import, recommended_flags, support, try_import
-from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import check_machine, recipe
 

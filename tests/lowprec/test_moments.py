@@ -21,7 +21,7 @@ from common import (
 from torch import nn
 
 from lowprec.optimizers import build
-from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
 from lowprec.rounding import exact_weight, noise_bits

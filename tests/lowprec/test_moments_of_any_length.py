@@ -14,7 +14,7 @@ from common import (
 )
 from torch import nn
 
-from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.rounded import AdamW
 
 eager = common.eager
 feed = test_moments.feed

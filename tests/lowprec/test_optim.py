@@ -25,9 +25,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lowprec.errors import Refused
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.buckets import Bucket
+from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
 from lowprec.rounding import DTYPE_OF_NAME
@@ -295,14 +295,14 @@ def test_saved_and_loaded_training_continues_bit_for_bit(mode):
         assert all(second.state[q][name].dtype == wanted for q in others)
 
 
-def test_torchs_own_loader_would_cast_the_states():
-    # why AdamW.load_state_dict is its own: torch's takes the dtype of the parameter
+def test_what_torchs_own_loader_casts_is_refused():
+    # to the dtype of the parameter, which is why AdamW.load_state_dict is its own
     (p,), optimizer = make("split", [draw(20)])
     p.grad = torch.ones_like(p)
     optimizer.step()
-    (q,), second = make("split", [draw(20)])
-    torch.optim.Optimizer.load_state_dict(second, optimizer.state_dict())
-    assert second.state[q]["exp_avg"].dtype == BF16
+    _, second = make("split", [draw(20)])
+    load = torch.optim.Optimizer.load_state_dict
+    refused(lambda: load(second, optimizer.state_dict()), "remainder", "is bfloat16 [20]", "hold int16 [20]")
 
 
 def test_states_of_other_models_and_recipes_are_refused():
@@ -312,7 +312,7 @@ def test_states_of_other_models_and_recipes_are_refused():
     def loading(mode, *sizes, state=saved):
         return lambda: make(mode, [draw(n) for n in sizes])[1].load_state_dict(state)
 
-    refused(loading("stochastic", 20, 31), "other shapes")
+    refused(loading("stochastic", 20, 31), "exp_avg is bfloat16 [30] there, and bfloat16 [31] here")
     refused(loading("stochastic", 20), "2 parameters", "1")
     refused(loading("split", 20, 30), "another model or recipe")
     refused(loading("kahan", 20, 30), "another model or recipe")

@@ -12,9 +12,9 @@ from torch import nn
 from lowprec.kernels import exact_step
 from lowprec.optimizers import build
 from lowprec.optimizers.adafactor import Adafactor
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
 from lowprec.optimizers.muon import Muon
+from lowprec.optimizers.rounded import AdamW
 from lowprec.optimizers.sgd import SGD
 from lowprec.recipes import recipe
 

@@ -16,10 +16,10 @@ import trainer
 from lowprec import recipes
 from lowprec.optimizers import build
 from lowprec.optimizers.adafactor import Adafactor
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.build import OPTIMIZERS, divided_groups
 from lowprec.optimizers.lion import Lion
 from lowprec.optimizers.muon import Muon, hidden_matrices
+from lowprec.optimizers.rounded import AdamW
 from lowprec.optimizers.sgd import SGD
 from lowprec.precision import Precision
 from lowprec.recipes import Recipe, recipe

@@ -16,7 +16,7 @@ from common import BF16, fp32_sums, refused
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import exact_weight, split_master
 from lowprec.watch.watch import Watch

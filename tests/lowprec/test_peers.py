@@ -15,8 +15,8 @@ from torch import nn
 from lowprec import precision
 from lowprec.formats import FORMATS
 from lowprec.optimizers import build, peers, rounded
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.answers import Answers
+from lowprec.optimizers.rounded import AdamW
 from lowprec.recipes import Recipe, recipe
 
 eager = common.eager

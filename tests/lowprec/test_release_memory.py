@@ -24,10 +24,10 @@ from common import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA, OnCPU, average_kind
 from lowprec.optimizers.build import build
 from lowprec.optimizers.release import Release
+from lowprec.optimizers.rounded import AdamW
 from lowprec.parts.release import Released
 from lowprec.precision import Precision, recipe
 

@@ -16,9 +16,9 @@ from common import BF16, RECIPES, net, same_state, start, steps, through_a_file
 from torch import nn
 
 from lowprec.optimizers import buckets
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.build import OPTIMIZERS
 from lowprec.optimizers.offload import Offload, bytes_kept_away, bytes_of_room, views_of_room
+from lowprec.optimizers.rounded import AdamW
 from lowprec.parts.loss_scale import LossScale
 from lowprec.precision import Precision, recipe
 from lowprec.watch.watch import Watch
@@ -257,7 +257,7 @@ class Two(Offload):
 
     def passing(self, work):
         for item in super().passing(work):
-            self.traffic.given([t for name, t in item[2].state.items() if name.startswith("exp_avg")])
+            self.traffic.given([t for held in item.piece.moments.values() for t in held.tensors().values()])
             yield item
 
 

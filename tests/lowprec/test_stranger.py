@@ -13,7 +13,7 @@ from common import BF16, batches, correlation, draw, net, refused, same, start, 
 from torch import nn
 
 from lowprec.optimizers import build, rounded
-from lowprec.optimizers.adamw import AdamW
+from lowprec.optimizers.rounded import AdamW
 from lowprec.parts.loss_scale import LossScale
 from lowprec.precision import Precision
 from lowprec.recipes import recipe

@@ -17,17 +17,18 @@ import torch
 from common import draw, uncompiled
 from step_cases import AVERAGES, CASES, DTYPES, LOWS, N, differing, flat, generic, step
 
-from lowprec import rounding
-from lowprec.formats import FORMATS, Coded
-from lowprec.kernels import choose, compiled, exact_step
-from lowprec.optimizers.adamw import AdamW
+from lowprec import kernels, rounding
+from lowprec.formats import FORMATS
+from lowprec.kernels import compiled, exact_step
 from lowprec.optimizers.average import EMA
-from lowprec.rounding import StepAverage, ema_kernel
+from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers.state import Coded, Plain
+from lowprec.rounding import ema_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 triton = pytest.importorskip("triton", reason="needs Triton, which torch brings along on Linux alone")
 
-# where choose.step asks for the bits of torch's lerp and addcmul
+# where a step asks for the bits of torch's lerp and addcmul
 EXACT = [
     case
     for case in CASES
@@ -40,40 +41,56 @@ def nearest_root(t):
     return torch.from_numpy(np.sqrt(t.numpy()))
 
 
-def exact(p, g, moments, low, row, numbers, key, optimizer, average):
-    """exact_step.adamw, with the nearest root of each second moment."""
+KEYS = [rounding.noise_key(3, 7, 12345, kind) for kind in (1, 2)]  # of the codes of each moment
+
+
+def tensors_of(held):
+    return [t for moment in held for t in moment.tensors().values()]
+
+
+def outside(kernel):
+    """A kernel of tensors as one of state.Held: codes are read before it and written after it."""
+
+    def whole(p, g, held, *others):
+        values = [moment.read(compiled=False) for moment in held]
+        kernel(p, g, values, *others)
+        for moment, value, key in zip(held, values, KEYS, strict=True):
+            moment.put_back(value, key, compiled=False)
+
+    return whole
+
+
+@outside
+def exact(p, g, moments, low, row, numbers, key, optimizer):
+    """exact_step.run, with the nearest root of each second moment."""
     m, v = moments
     root = torch.empty(N)
     exact_step.update_moments(g, m, v, row, numbers, root)
     root.copy_(nearest_root(v))
-    exact_step._weight_kernel(p, m, root, low, row, average)
+    exact_step._weight_kernel(p, m, root, low, row)
 
 
-def by_triton(p, g, moments, low, row, numbers, key, optimizer, average, exact=False):
-    from lowprec.kernels.triton_step import adamw
+def by_triton(p, g, held, low, row, numbers, key, optimizer, exact=False):
+    from lowprec.kernels import Step, triton_step
 
-    adamw(p, g, moments, low, row, key, optimizer.update == "stochastic", exact, average)
-
-
-def averaged(low, average, kernel):
-    """The average after a step by kernel(average, p, low) from the weights of a case."""
-    p, _, _, low = flat(("bf16", "fp32", low, "nearest"))
-    dtype, stochastic = average
-    shadow = draw(N, seed=6).to(DTYPES[dtype])
-    moved = StepAverage(shadow, torch.tensor([1e-2]), rounding.noise_key(4, 7, 12345), stochastic)
-    kernel(moved, p, low)
-    return [shadow]
+    how = dict(numbers=numbers, row=row, key=key, stochastic=optimizer.by_noise, compiled=False)
+    moments = dict(moments=held, keys=KEYS, way=rounding.way_of(low), low=low)
+    triton_step.run(Step(rule="adamw", exact=exact, weights=[p], gradients=[g], **moments, **how))
 
 
-def average_by_triton(*args):
-    from lowprec.kernels.triton_step import ema
+def step_of_held(case, kernel, in_codes=()):
+    """[tensor] after a step by a kernel of state.Held. in_codes: the moments that are in int8 codes."""
+    kept = []
 
-    ema(*args)
+    def with_held(p, g, moments, *others):
+        for name, values, key in zip(AdamW.moments, moments, KEYS, strict=True):
+            kept.append(Plain(values))
+            if name in in_codes:
+                kept[-1] = Coded.zeros(FORMATS["int8"], N, CPU, AdamW.signed[name])
+                kept[-1].write(values, key, compiled=False)
+        kernel(p, g, kept, *others)
 
-
-def generic_average(average, p, low):
-    flat, *how = average
-    compiled.fused(ema_kernel, flat, p, low, *how)
+    return step(case, with_held) + tensors_of(kept)
 
 
 # moments in codes: (what completes the weights, which moments are in codes)
@@ -84,44 +101,19 @@ IN_CODES = [
 CPU = torch.device("cpu")
 
 
-def in_codes(moments, names):
-    """Moments of which those in `names` are int8 codes, with noise of their own."""
-    found, coder = [], FORMATS["int8"]
-    for kind, (name, values) in enumerate(zip(AdamW.moments, moments, strict=True)):
-        signed = AdamW.signed[name]
-        codes, scales = coder.new(N, CPU)
-        coder.encode(values, codes, scales, signed, rounding.noise_key(9, kind), compiled=False)
-        key = rounding.noise_key(3, 7, 12345, kind + 1)
-        found.append(Coded(coder, codes, scales, signed, key) if name in names else values)
-    return found
+def averaged(low, average, kernel):
+    """The average after a step by kernel(average, p, low, ...) from the weights of a case."""
+    p, _, _, low = flat(("bf16", "fp32", low, "nearest"))
+    dtype, stochastic = average
+    shadow = draw(N, seed=6).to(DTYPES[dtype])
+    kernel(shadow, p, low, torch.tensor([1e-2]), rounding.noise_key(4, 7, 12345), stochastic)
+    return [shadow]
 
 
-def outside(kernel):
-    """The kernel with codes that are read before it and written after it."""
+def average_by_triton(*args):
+    from lowprec.kernels.triton_step import ema
 
-    def whole(p, g, moments, *others):
-        values = [m if torch.is_tensor(m) else m.decoded(N, compiled=False) for m in moments]
-        kernel(p, g, values, *others)
-        for held, value in zip(moments, values, strict=True):
-            if not torch.is_tensor(held):
-                held.encode(value, compiled=False)
-
-    return whole
-
-
-def step_in_codes(case, kernel):
-    """[tensor] after a step of bf16 weights by the kernel. case: of IN_CODES."""
-    low, names = case
-    kept = []
-
-    def with_codes(p, g, moments, *others):
-        kept.extend(in_codes(moments, names))
-        kernel(p, g, kept, *others)
-
-    tensors = step(("bf16", "fp32", low, "stochastic"), AVERAGES[3], with_codes)
-    for moment in kept:
-        tensors += [moment] if torch.is_tensor(moment) else [moment.codes, moment.scales]
-    return tensors
+    ema(*args)
 
 
 # ---- By the interpreter ------------------------------------------------------------------------------------
@@ -152,39 +144,37 @@ def trained_in_codes():
 
 
 def handed_over():
-    """Entries of `trained_in_codes` that differ where choose.step takes a CPU for a GPU. No code may be
+    """Entries of `trained_in_codes` that differ where triton_step takes a CPU for a GPU. No code may be
     decoded outside of the kernel then.
     """
     from lowprec.kernels import triton_step
 
-    choose.by_cpu_step = lambda s: False
+    kernels.KERNELS = ("triton_step", "exact_step")
     theirs = trained_in_codes()
-    choose._triton_for = lambda *flat: triton_step
-    Coded.decoded = None
+    triton_step.takes = lambda s: s.rule == "adamw"
+    Coded.read = None
     return differing(theirs, trained_in_codes())
 
 
 def interpreted():
-    """{case: entries that differ}, in a process whose Triton interprets. Averages take turns."""
+    """{case: entries that differ}, in a process whose Triton interprets."""
     # compiling all cases takes minutes; test_adamw.py shows that compiled code writes the same bits, but for
     # roots, which it takes to the nearest
     compiled._compiled, torch.Tensor.sqrt = uncompiled, nearest_root
     found = {}
-    for k, case in enumerate(CASES):
-        average = AVERAGES[(k + k // len(AVERAGES)) % len(AVERAGES)]
-        found[str(case)] = differing(step(case, average, generic), step(case, average, by_triton))
+    by_torch = outside(generic)
+    for case in CASES:
+        found[str(case)] = differing(step_of_held(case, by_torch), step_of_held(case, by_triton))
     rounds_fma_once()
-    for k, case in enumerate(EXACT):
-        average = AVERAGES[k % len(AVERAGES)]
-        ours = step(case, average, functools.partial(by_triton, exact=True))
-        found[f"exact {case}"] = differing(step(case, average, exact), ours)
-    for case in IN_CODES:
-        exactly = case[0] == "remainder"
-        theirs = step_in_codes(case, outside(exact if exactly else generic))
-        ours = step_in_codes(case, functools.partial(by_triton, exact=exactly))
-        found[f"in codes {case}"] = differing(theirs, ours)
-    for low, kind in itertools.product(LOWS, AVERAGES[1:]):
-        both = (averaged(low, kind, kernel) for kernel in (generic_average, average_by_triton))
+    exactly = functools.partial(by_triton, exact=True)
+    for case in EXACT:
+        found[f"exact {case}"] = differing(step_of_held(case, exact), step_of_held(case, exactly))
+    for low, names in IN_CODES:
+        case = "bf16", "fp32", low, "stochastic"
+        pair = (exact, exactly) if low == "remainder" else (by_torch, by_triton)
+        found[f"in codes {low, names}"] = differing(*(step_of_held(case, kernel, names) for kernel in pair))
+    for low, kind in itertools.product(LOWS, AVERAGES):
+        both = (averaged(low, kind, kernel) for kernel in (ema_kernel, average_by_triton))
         found[str((low, kind))] = differing(*both)
     found["handed over"] = handed_over()
     print(json.dumps(found))
@@ -220,7 +210,7 @@ def test_an_optimiser_hands_its_codes_over(differences):
     assert differences["handed over"] == 0
 
 
-@pytest.mark.parametrize("low, average", itertools.product(LOWS, AVERAGES[1:]), ids=str)
+@pytest.mark.parametrize("low, average", itertools.product(LOWS, AVERAGES), ids=str)
 def test_the_average_has_the_bits_of_the_cpu(low, average, differences):
     assert differences[str((low, average))] == 0
 
@@ -237,11 +227,11 @@ def instructions(exact, kind, capability=80, stretches=0, **options):
 
     moment = "*u8" if stretches else "*fp32"
     pointers = dict(p="*bf16", g="*bf16", m=moment, v=moment, low="*i16", row="*fp32", key="*i32")
-    pointers.update(average="*bf16", average_share="*fp32", average_key="*i32", n="i32")
+    pointers.update(n="i32")
     for name in ("m", "v"):
         of_codes = {f"{name}_{part}": "*fp32" for part in ("scales", "table", "line")}
         pointers.update({**of_codes, f"{name}_key": "*i32"})
-    constants = dict(STOCHASTIC=True, EXACT=exact, KIND=kind, AVERAGE=2, BLOCK=triton_step.ENTRIES_A_PROGRAM)
+    constants = dict(STOCHASTIC=True, EXACT=exact, KIND=kind, BLOCK=triton_step.ENTRIES_A_PROGRAM)
     constants.update(M_STRETCHES=stretches, V_STRETCHES=stretches)
     signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=triton_step._adamw, signature=signature, constexprs=constants)
@@ -259,10 +249,10 @@ def test_every_operation_rounds_once(capability, cache):
     from lowprec.kernels.triton_step import COMPILE_OPTIONS
 
     rounds = {f"{name}.rn.f32" for name in ("mul", "add", "sub", "div", "sqrt")}
-    assert instructions(False, 1, capability, **COMPILE_OPTIONS) == rounds
-    assert instructions(False, 1, capability, stretches=7, **COMPILE_OPTIONS) == rounds
+    assert instructions(False, 3, capability, **COMPILE_OPTIONS) == rounds
+    assert instructions(False, 3, capability, stretches=7, **COMPILE_OPTIONS) == rounds
     # torch's lerp and addcmul, which an exact step equals, do contract
-    assert instructions(True, 1, capability, **COMPILE_OPTIONS) - rounds == {"fma.rn.f32"}
+    assert instructions(True, 3, capability, **COMPILE_OPTIONS) - rounds == {"fma.rn.f32"}
 
 
 def test_without_the_option_products_would_be_contracted(cache):
@@ -288,13 +278,13 @@ def test_a_gpu_writes_the_bits_of_a_cpu(writing, moments):
         params = [torch.nn.Parameter(w.to(device, copy=True)) for w in weights]
         optimizer = AdamW(params, lr=1e-3, weight_decay=0.1, **writing, **moments)
         named = list(zip("abc", params, strict=True))
-        optimizer.average = EMA(named, 0.9, low_part=optimizer.low_part)
+        average = EMA(named, 0.9, low_part=optimizer.low_part)
         for k in range(5):
             for i, p in enumerate(params):
                 p.grad = draw(*p.shape, seed=100 * k + i).bfloat16().to(device)
             optimizer.step()
-            optimizer.average.update()
-        found[device] = [t.cpu() for t in optimizer.average.shadow.values()]
+            average.update()
+        found[device] = [t.cpu() for t in average.shadow.values()]
         found[device] += [p.detach().cpu() for p in params]
         found[device] += [optimizer.moment(p, name).cpu() for p in params for name in optimizer.moments]
     # the exact step of a CPU takes its roots from MKL, which misses the nearest in one of 160

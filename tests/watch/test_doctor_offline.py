@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lowprec import Precision, recipe
-from lowprec.optimizers import adamw
+from lowprec.optimizers import rounded
 from lowprec.watch import compare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,8 +303,8 @@ OTHERS = {
     "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "two groups": lambda p: torch.optim.AdamW([{"params": p[3:]}, {"params": p[:3], "weight_decay": 0.0}]),
-    "ours": lambda p: adamw.AdamW(p, lr=1e-3, compiled=False),
-    "ours in 8 bits": lambda p: adamw.AdamW(p, lr=1e-2, compiled=False, exp_avg="int8", exp_avg_sq="int8"),
+    "ours": lambda p: rounded.AdamW(p, lr=1e-3, compiled=False),
+    "ours in 8 bits": lambda p: rounded.AdamW(p, lr=1e-2, compiled=False, exp_avg="int8", exp_avg_sq="int8"),
 }
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lowprec.optimizers.adamw import AdamW
 from lowprec.optimizers.average import EMA
+from lowprec.optimizers.rounded import AdamW
 from lowprec.rounding import stochastic_round
 from lowprec.telemetry import StepReport, sample_entries
 from lowprec.watch.writes import Tally, Writes

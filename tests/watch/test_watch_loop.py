@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lowprec import rounding
 from lowprec.errors import Refused
 from lowprec.kernels import compiled
-from lowprec.optimizers import adamw
+from lowprec.optimizers import rounded
 from lowprec.optimizers.average import EMA
 from lowprec.watch import adapters
 from lowprec.watch.verdicts import LINE_WIDTH, Diagnosis, Finding
@@ -70,7 +70,7 @@ OPTIMIZERS = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
-    "ours": lambda p: adamw.AdamW(p, lr=1e-3, weight_decay=0.1, compiled=False),
+    "ours": lambda p: rounded.AdamW(p, lr=1e-3, weight_decay=0.1, compiled=False),
 }
 
 
@@ -166,7 +166,7 @@ def test_a_closure_that_raises_is_forgotten():
 
 def test_gradients_that_a_closure_summed_before_it_raised_are_forgotten():
     model = net(BF16)
-    optimizer = adamw.AdamW(model.parameters(), lr=1e-3, update="stochastic", compiled=False)
+    optimizer = rounded.AdamW(model.parameters(), lr=1e-3, update="stochastic", compiled=False)
     watch = Watch(model, optimizer, every=1)
     train(model, optimizer, 3)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowprec import rounding
 from lowprec.errors import Refused
-from lowprec.optimizers import adamw
+from lowprec.optimizers import rounded
 from lowprec.watch.watch import Watch
 
 BF16 = test_watch_loop.BF16
@@ -24,8 +24,8 @@ train = test_watch_loop.train
 MOMENTS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-4, alpha=0.99),
-    "ours": lambda p: adamw.AdamW(p, lr=1e-3, compiled=False),
-    "bf16 v": lambda p: adamw.AdamW(p, lr=1e-3, compiled=False, exp_avg_sq="bf16", update="stochastic"),
+    "ours": lambda p: rounded.AdamW(p, lr=1e-3, compiled=False),
+    "bf16 v": lambda p: rounded.AdamW(p, lr=1e-3, compiled=False, exp_avg_sq="bf16", update="stochastic"),
     "beta2 0.95": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.95)),
 }
 
@@ -66,7 +66,7 @@ def test_a_second_moment_that_was_reset_is_named(make):
 def test_codes_of_a_second_moment_that_was_reset_are_named():
     model = wide()
     kinds = dict(exp_avg="int8", exp_avg_sq="int8", update="stochastic")
-    optimizer = adamw.AdamW(model.parameters(), lr=1e-3, compiled=False, **kinds)
+    optimizer = rounded.AdamW(model.parameters(), lr=1e-3, compiled=False, **kinds)
     train_wide(model, optimizer, 9)
     reset(optimizer)
     watch = Watch(model, optimizer, every=6)
