@@ -69,7 +69,7 @@ def kind_of(net: nn.Module) -> str | None:
 # ---- A module ----------------------------------------------------------------------------------------------
 
 
-def of_module(net: nn.Module, loss=None, image_size=None, seq=None, name=None) -> Subject:
+def of_module(net: nn.Module, loss=None, image_size=None, seq=None) -> Subject:
     """A net of one's own. Without a `loss`, image_size (pixels) or seq (tokens) say what it is called with:
     images of as many channels as its first convolution takes, or token numbers. Raises Refused for one of
     these beside a loss.
@@ -77,7 +77,6 @@ def of_module(net: nn.Module, loss=None, image_size=None, seq=None, name=None) -
     if loss is not None and (image_size or seq):
         given = "--image_size" if image_size else "--seq"
         raise Refused(f"{given} says what a net is called with, and this one brings its loss: drop it")
-    name = name or type(net).__name__
     why = ""
     if loss is None and image_size:
         loss = _image_loss(net, image_size)
@@ -85,7 +84,7 @@ def of_module(net: nn.Module, loss=None, image_size=None, seq=None, name=None) -
         loss = _token_loss(seq)
     elif loss is None:
         why = "nothing says what the net is called with: give --image_size, --seq, or a loss (docs/advise.md)"
-    return Subject(name, net, loss, why, kind_of(net))
+    return Subject(type(net).__name__, net, loss, why, kind_of(net))
 
 
 def _image_loss(net, image_size):
@@ -280,9 +279,10 @@ def _largest_of(transformers, settings):
     """
     built = []
     for task in ("ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForImageTextToText"):
-        with suppress(ValueError):  # it has no such net
-            built.append(getattr(transformers, f"AutoModel{task}").from_config(settings))
-    built.append(transformers.AutoModel.from_config(settings))
+        with suppress(ValueError, AttributeError):  # it has no such net
+            kind = getattr(transformers, f"AutoModel{task}")
+            built.append(kind.from_config(settings, trust_remote_code=False))
+    built.append(transformers.AutoModel.from_config(settings, trust_remote_code=False))
     return max(built, key=lambda net: sum(p.numel() for p in net.parameters()))
 
 

@@ -118,8 +118,8 @@ def dtypes_of_frozen(
             found[module] = {p: dtype if dtype and castable(p) else p.dtype for p in own.values()}
     if wider:
         more = f" and {len(wider) - 1} more" if len(wider) > 1 else ""
-        why = "one kernel takes it with weights of this dtype"
-        warnings.warn(f"'{wider[0]}'{more}: frozen, and wider than it came, in fp32: {why}", stacklevel=6)
+        why = "in fp32, as the weights beside it"
+        warnings.warn(f"'{wider[0]}'{more}: frozen, and wider than it came, {why}", stacklevel=6)
     return found
 
 
