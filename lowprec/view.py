@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -326,7 +327,39 @@ def copied(net: nn.Module, memo: dict | None = None) -> nn.Module:
     for module in net.modules():
         for t in _with_graph(vars(module)):
             known[id(t)] = t.detach().clone()
-    return copy.deepcopy(net, known)
+    new = copy.deepcopy(net, known)
+    for module in net.modules():
+        if "forward" in vars(module):  # a function that stands in for the class's own, as a hook's
+            vars(known[id(module)])["forward"] = _of_copy(vars(module)["forward"], known)
+    return new
+
+
+def _of_copy(x: Any, known: dict) -> Any:
+    """What a function of a net calls in a copy of that net: deepcopy leaves what it closes over as it is.
+    known: {id: its copy}.
+    """
+    if isinstance(x, types.MethodType):
+        return types.MethodType(x.__func__, _of_copy(x.__self__, known))
+    if isinstance(x, functools.partial):
+        args = [_of_copy(part, known) for part in x.args]
+        new = functools.partial(_of_copy(x.func, known), *args, **x.keywords)
+    elif id(x) not in known and isinstance(x, types.FunctionType) and x.__closure__:
+        cells = tuple(types.CellType() for _ in x.__closure__)
+        new = types.FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
+        new.__kwdefaults__ = x.__kwdefaults__
+        known[id(x)] = new  # it may close over itself
+        for cell, own in zip(cells, x.__closure__, strict=True):
+            with suppress(ValueError):  # one that is still empty
+                cell.cell_contents = _of_copy(own.cell_contents, known)
+    elif id(x) not in known and type(x).__module__.startswith("diffusers.hooks"):  # what functions share
+        new = known[id(x)] = copy.copy(x)
+        for name, value in vars(x).items():
+            setattr(new, name, _of_copy(value, known))
+        return new
+    else:
+        return known.get(id(x), x)
+    vars(new).update(vars(x))
+    return new
 
 
 def without_values(net: nn.Module, device: str) -> nn.Module:

@@ -1,7 +1,9 @@
 """Copies of a run for generation, and its weights: what they hold, and that they share nothing with it."""
 
 import copy
+import functools
 import gc
+import types
 import weakref
 
 import common
@@ -282,3 +284,54 @@ def test_a_tied_weight_is_one_in_a_generator_too(name):
         got = run.frozen("raw", generation=generation).net
         assert got.tied.weight is got.first.weight and got.again is got.first
         assert got.norm.num_batches_tracked == 1
+
+
+# ---- Functions in place of forward -------------------------------------------------------------------------
+
+
+def by_closure(layer):
+    own = layer.forward
+
+    def forward(x, again=True):  # it knows itself
+        return own(x) * 2 if again else forward(x)
+
+    return forward
+
+
+def by_partial(layer):
+    own = layer.forward
+    return functools.update_wrapper(functools.partial(lambda module, x: own(x) + module.bias, layer), own)
+
+
+def by_another(layer):
+    """As kohya's adapters: the method of a module that knows what it replaces."""
+    adapter = nn.Module()
+    adapter.own = layer.forward
+    adapter.call = types.MethodType(lambda self, x: self.own(x) * 2, adapter)
+    return adapter.call
+
+
+def by_diffusers(layer):
+    hooks = pytest.importorskip("diffusers.hooks")
+    hooks.apply_layerwise_casting(layer, torch.float8_e4m3fn, BF16)
+    return layer.forward
+
+
+@pytest.mark.parametrize("replace", [by_closure, by_partial, by_another, by_diffusers])
+@pytest.mark.parametrize("name", ["bf16", "stochastic"])
+def test_a_copy_calls_its_own_layer_where_a_function_stands_for_forward(name, replace):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    net[0].requires_grad_(replace is not by_diffusers)
+    net[0].forward = replace(net[0])
+    run = start(RECIPES[name], net, lr=1e-2)
+    x = draw(4, 8)
+    generations = ["compute", "autocast" if replace is by_diffusers else "fp32"]  # it computes in bf16
+    copies = [run.frozen("raw", generation=generation) for generation in generations]
+    before = [each(x) for each in copies]
+    for y in before:
+        torch.testing.assert_close(y.float(), run(x).detach().float(), rtol=0.05, atol=0.02)
+    for p in run.params:
+        p.data.add_(1.0)
+    for each, y in zip(copies, before, strict=True):
+        assert torch.equal(each(x), y)
