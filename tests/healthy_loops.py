@@ -1,4 +1,4 @@
-"""More than 150 healthy training loops under the Watch: each alarm is printed, and is a false one.
+"""More than 200 healthy training loops under the Watch: each alarm is printed, and is a false one.
 
     pip install pytorch_optimizer timm schedulefree prodigyopt lion-pytorch came-pytorch diffusers
     python tests/healthy_loops.py                    all of them: about ten minutes on one core

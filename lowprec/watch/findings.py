@@ -1006,9 +1006,8 @@ def findings(watch):
         for rows in FAULTS_OF_TENSOR:
             found += first_finding(rows, one, one.name)
     # a target that is copied now and then, as of Q-learning, is no average
-    of_teachers = [
-        fault for fault in FAULTS_OF_AVERAGE if fault.measure is not measures_of_averages.average_copies
-    ]
+    copied = (measures_of_averages.average_copies, measures_of_averages.average_overtaken)
+    of_teachers = [fault for fault in FAULTS_OF_AVERAGE if fault.measure not in copied]
     for one in watch.teachers.tensors(seen):
         found += first_finding(of_teachers, one, one.name)
     for rows in FAULTS_OF_RUN:

@@ -210,12 +210,16 @@ class Tensor:
             if is_weight and not self.seen.known:
                 return tally.lost
             return tally.unwritten()
-        nearest = not self.seen.by_chance or error.to_nearest
-        if nearest is None:
-            nearest = self.seen.weights_to_nearest if is_weight else self.seen.moments_to_nearest
-        if nearest:
+        if self.to_nearest(error):
             return tally.lost_to_nearest
         return tally.unwritten(error.spread)
+
+    def to_nearest(self, error):
+        """Whether writes in 16 bits, of which these are the errors, go to nearest."""
+        if not self.seen.by_chance:
+            return True
+        of_all = self.seen.weights_to_nearest if error is self.error else self.seen.moments_to_nearest
+        return of_all if error.to_nearest is None else error.to_nearest
 
     @property
     def average_stands_by_rounding(self):

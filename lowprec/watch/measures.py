@@ -87,7 +87,8 @@ def lost_to_rounding(one):
     if figure is None or not one.narrow or one.watch.answers.low_part(one.p) is not None:
         return None
     rounds = one.weight.threatened > 0.5 * one.weight.wanted * figure.value
-    return figure if rounds else None
+    by_noise = one.error.variance > 0 and one.to_nearest(one.error) is False
+    return figure if rounds and not by_noise else None
 
 
 def of_gains(measure):

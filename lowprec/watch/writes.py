@@ -15,7 +15,6 @@ import math
 
 import torch
 
-from ..optimizers.buckets import scale_of
 from ..telemetry import announce, sample_entries
 from .averages import fastest_rate, measured_rate, said_rate
 from .sums import Sums, one_an_entry, totals
@@ -327,7 +326,8 @@ class Writes:
                 continue
             sample = self.pick(g)
             if sample.numel():  # a rank may have no rows of a tensor
-                rows.append((i, p, sample.float() * scale_of(scale, p)))
+                factor = scale.get(p, 1.0) if isinstance(scale, dict) else scale
+                rows.append((i, p, sample.float() * factor))
         self.look = Look(self.optimizer, rows, self.pick, "moments" in self.at) if rows else None
         if "averages" in self.at:
             for name, average in self.ema.items():
@@ -414,12 +414,13 @@ class Writes:
         narrow = any(dtype.itemsize < 4 for dtype in dtypes)
         rate = measured_rate(old, new, gap, narrow)
         said = said_rate(average, rate)
-        fastest = max(rate, fastest_rate(average))
         then, average_then, held_then, step, rate_then = self.last.get(name, (None, None, None, 0, 0.0))
+        # where nobody says, the highest that was ever seen
+        fastest = fastest_rate(average) or max(rate, rate_then)
         if then == index and average_then.shape == old.shape:
             ways = [held_then - average_then, held - average_then]
             self.averaging[name].compare(old, average_then, ways, index, lengths)
-            most = 1 - (1 - min(1.0, max(fastest, rate_then))) ** (self.step - step)
+            most = 1 - (1 - min(1.0, max(fastest, rate_then, 0.0))) ** (self.step - step)
             if most < 0.15 and not narrow:
                 self.averaging[name].overtake(old, average_then, held, most, index, lengths)
         self.averaging[name].compare(new, old, [gap], index, lengths)
