@@ -69,6 +69,11 @@ class Fault:
         )
 
 
+def families(*entries):
+    """[[Fault]]: lists of rows as they are, and a row alone as a list of one."""
+    return [entry if isinstance(entry, list) else [entry] for entry in entries]
+
+
 OPTIONAL_PART = re.compile(r"\[([^\]]*)\]")
 
 

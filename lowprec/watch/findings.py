@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from . import measures, measures_of_averages, measures_of_net, measures_of_noise
-from .faults import CHECK_ITS_SIGN, Fault, faults_table, findings_by_tensor, first_finding
+from .faults import CHECK_ITS_SIGN, Fault, families, faults_table, findings_by_tensor, first_finding
 from .measured import HARDLY_WRITTEN, Measured
 from .verdicts import FINDING_LIMITS, Finding
 
@@ -281,7 +281,7 @@ FAULTS_OF_AVERAGE = [
 ]
 
 # Of each tensor. Of the rows of one list the first that finds something speaks.
-FAULTS_OF_TENSOR = [
+FAULTS_OF_TENSOR = families(
     [
         of_update(
             measure=measures.rate_always_zero,
@@ -346,15 +346,13 @@ FAULTS_OF_TENSOR = [
             remedy="find what writes the optimiser's states",
         ),
     ],
-    [
-        Fault(
-            site="weight decay",
-            limit=FINDING_LIMITS["weight decay"][0],
-            measure=measures.decay_not_written,
-            text="{lost:.0%} of its weight decay is lost",
-            remedy=DECAY_WITHIN_THE_UPDATE,
-        ),
-    ],
+    Fault(
+        site="weight decay",
+        limit=FINDING_LIMITS["weight decay"][0],
+        measure=measures.decay_not_written,
+        text="{lost:.0%} of its weight decay is lost",
+        remedy=DECAY_WITHIN_THE_UPDATE,
+    ),
     [
         of_v(
             limit=0.0,
@@ -550,27 +548,23 @@ FAULTS_OF_TENSOR = [
             rank=0.1,
         ),
     ],
-    [
-        Fault(
-            site="momentum",
-            limit=0.05,
-            measure=measures.momentum_in_codes,
-            text="its codes are {error:.0%} off, and the step makes small parts as large as the large ones",
-            remedy="8-bit codes or bf16",
-        ),
-    ],
+    Fault(
+        site="momentum",
+        limit=0.05,
+        measure=measures.momentum_in_codes,
+        text="its codes are {error:.0%} off, and the step makes small parts as large as the large ones",
+        remedy="8-bit codes or bf16",
+    ),
     rows_of_noise(NOISE_OF_WEIGHTS),
     rows_of_noise(NOISE_OF_MOMENTS),
-    [
-        of_gradients(
-            limit=0.0,
-            measure=measures_of_net.gradient_not_finite,
-            text="{count:,.0f} gradients of its sample are not finite",
-            remedy="a lower learning rate, clipping or bf16",
-            severity="severe",
-            rank=9.0,
-        ),
-    ],
+    of_gradients(
+        limit=0.0,
+        measure=measures_of_net.gradient_not_finite,
+        text="{count:,.0f} gradients of its sample are not finite",
+        remedy="a lower learning rate, clipping or bf16",
+        severity="severe",
+        rank=9.0,
+    ),
     [
         of_gradients(
             limit=1.0,
@@ -618,64 +612,52 @@ FAULTS_OF_TENSOR = [
             severity="note",
         ),
     ],
-    [
-        of_gradients(
-            limit=0.5,
-            measure=measures_of_net.gradient_subnormal,
-            text="{share:.0%} of its gradients are below fp16's normal range",
-            remedy="scale the loss (torch.amp.GradScaler), or bf16",
-        ),
-    ],
-    [
-        Fault(
-            site="accumulate",
-            limit=FINDING_LIMITS["accumulate"][0],
-            measure=measures_of_net.gradients_wrongly_summed,
-            text="the sum of {count} micro-batches of gradients is {error:.2%} off",
-            remedy="sum in fp32: keep the gradients in fp32, or accumulate outside of p.grad",
-            severe=FINDING_LIMITS["accumulate"][1],
-        ),
-    ],
-]
+    of_gradients(
+        limit=0.5,
+        measure=measures_of_net.gradient_subnormal,
+        text="{share:.0%} of its gradients are below fp16's normal range",
+        remedy="scale the loss (torch.amp.GradScaler), or bf16",
+    ),
+    Fault(
+        site="accumulate",
+        limit=FINDING_LIMITS["accumulate"][0],
+        measure=measures_of_net.gradients_wrongly_summed,
+        text="the sum of {count} micro-batches of gradients is {error:.2%} off",
+        remedy="sum in fp32: keep the gradients in fp32, or accumulate outside of p.grad",
+        severe=FINDING_LIMITS["accumulate"][1],
+    ),
+)
 
 # Of the run as a whole. Of the rows of one list the first speaks of a tensor.
-FAULTS_OF_RUN = [
-    [
-        of_optimizer(
-            limit=2.0,
-            measure=measures_of_net.none_graded,
-            text="none of its parameters ever has a gradient",
-            remedy="make the optimiser of the parameters that the net has once it is loaded, moved and cast",
-            severity="severe",
-            rank=6.0,
-        ),
-    ],
-    [
-        of_update(
-            limit=0.0,
-            measure=measures.rate_below_zero,
-            text="the learning rate was below 0 at {looks} of its looks: the weights go up the loss",
-            remedy="check the schedule: one that goes on beyond its last step, say",
-            severity="severe",
-            rank=8.0,
-        ),
-    ],
-    [
-        of_optimizer(
-            limit=1.0,
-            measure=measures_of_net.betas_swapped,
-            text="its betas are {one:g} and {two:g}: the second moment forgets faster than the first",
-            remedy="are they swapped? Usual are 0.9 and 0.999",
-        ),
-    ],
-    [
-        of_average(
-            measure=measures_of_averages.average_lacks,
-            text="it has no average of {count} of the {all} tensors that train, as {name}",
-            remedy="average all that trains, buffers aside",
-            rank=1.2,
-        ),
-    ],
+FAULTS_OF_RUN = families(
+    of_optimizer(
+        limit=2.0,
+        measure=measures_of_net.none_graded,
+        text="none of its parameters ever has a gradient",
+        remedy="make the optimiser of the parameters that the net has once it is loaded, moved and cast",
+        severity="severe",
+        rank=6.0,
+    ),
+    of_update(
+        limit=0.0,
+        measure=measures.rate_below_zero,
+        text="the learning rate was below 0 at {looks} of its looks: the weights go up the loss",
+        remedy="check the schedule: one that goes on beyond its last step, say",
+        severity="severe",
+        rank=8.0,
+    ),
+    of_optimizer(
+        limit=1.0,
+        measure=measures_of_net.betas_swapped,
+        text="its betas are {one:g} and {two:g}: the second moment forgets faster than the first",
+        remedy="are they swapped? Usual are 0.9 and 0.999",
+    ),
+    of_average(
+        measure=measures_of_averages.average_lacks,
+        text="it has no average of {count} of the {all} tensors that train, as {name}",
+        remedy="average all that trains, buffers aside",
+        rank=1.2,
+    ),
     [
         of_average(
             limit=0.0,
@@ -722,34 +704,28 @@ FAULTS_OF_RUN = [
             rank=0.0,
         ),
     ],
-    [
-        Fault(
-            site="weight decay",
-            limit=FINDING_LIMITS["weight decay"][0],
-            measure=measures.decay_of_all,
-            text="{lost:.0%} of the weight decay of all tensors is lost, which shows most here",
-            remedy=DECAY_WITHIN_THE_UPDATE,
-        ),
-    ],
-    [
-        Fault(
-            site="{state}",
-            limit=FINDING_LIMITS["exp_avg_sq"][0],
-            measure=measures.accumulators_not_written,
-            text="{share:.0%} of what it should take over is not written",
-            remedy="fp32 states",
-        ),
-    ],
-    [
-        Fault(
-            site="{state}",
-            measure=measures.narrow_states,
-            text="held in {dtype} for {count} tensors; lost of what it should take over: {most}",
-            remedy="fp32 states, where it decays slowly",
-            severity="note",
-            rank=0.0,
-        ),
-    ],
+    Fault(
+        site="weight decay",
+        limit=FINDING_LIMITS["weight decay"][0],
+        measure=measures.decay_of_all,
+        text="{lost:.0%} of the weight decay of all tensors is lost, which shows most here",
+        remedy=DECAY_WITHIN_THE_UPDATE,
+    ),
+    Fault(
+        site="{state}",
+        limit=FINDING_LIMITS["exp_avg_sq"][0],
+        measure=measures.accumulators_not_written,
+        text="{share:.0%} of what it should take over is not written",
+        remedy="fp32 states",
+    ),
+    Fault(
+        site="{state}",
+        measure=measures.narrow_states,
+        text="held in {dtype} for {count} tensors; lost of what it should take over: {most}",
+        remedy="fp32 states, where it decays slowly",
+        severity="note",
+        rank=0.0,
+    ),
     [
         of_counter(
             limit=0.5,
@@ -784,18 +760,16 @@ FAULTS_OF_RUN = [
             rank=1.0,
         ),
     ],
-    [
-        of_counter(
-            limit=40.0,
-            measure=measures_of_net.passes_without_step,
-            text="no step was done in the last {passes} backward passes: gradients are not finite",
-            remedy=MEND_WHAT_OVERFLOWS,
-            severity="severe",
-            rank=9.2,
-        ),
-    ],
-    [row_of_shared_noise(NOISE_OF_WEIGHTS)],
-    [row_of_shared_noise(NOISE_OF_MOMENTS)],
+    of_counter(
+        limit=40.0,
+        measure=measures_of_net.passes_without_step,
+        text="no step was done in the last {passes} backward passes: gradients are not finite",
+        remedy=MEND_WHAT_OVERFLOWS,
+        severity="severe",
+        rank=9.2,
+    ),
+    row_of_shared_noise(NOISE_OF_WEIGHTS),
+    row_of_shared_noise(NOISE_OF_MOMENTS),
     [
         of_gradients(
             limit=0.5,
@@ -868,26 +842,22 @@ FAULTS_OF_RUN = [
             rank=8.0,
         ),
     ],
-    [
-        of_gradients(
-            limit=2.0,
-            measure=measures_of_net.all_zero_gradients,
-            text="the gradients of all tensors are 0 at each look",
-            remedy="does the loss depend on the net? In fp16 small gradients are 0: scale the loss",
-            severity="severe",
-            rank=7.0,
-        ),
-    ],
-    [
-        Fault(
-            site="accumulate",
-            measure=measures_of_net.gradients_forgotten,
-            text="of {count} backward passes before a step the first {cleared} are forgotten",
-            remedy="clear gradients after the step alone",
-            severity="severe",
-            rank=1.0,
-        ),
-    ],
+    of_gradients(
+        limit=2.0,
+        measure=measures_of_net.all_zero_gradients,
+        text="the gradients of all tensors are 0 at each look",
+        remedy="does the loss depend on the net? In fp16 small gradients are 0: scale the loss",
+        severity="severe",
+        rank=7.0,
+    ),
+    Fault(
+        site="accumulate",
+        measure=measures_of_net.gradients_forgotten,
+        text="of {count} backward passes before a step the first {cleared} are forgotten",
+        remedy="clear gradients after the step alone",
+        severity="severe",
+        rank=1.0,
+    ),
     [
         of_gradients(
             limit=0.2,
@@ -904,24 +874,20 @@ FAULTS_OF_RUN = [
             rank=8.0,
         ),
     ],
-    [
-        of_gradients(
-            measure=measures_of_net.dead_parts,
-            text="{part} never have a gradient",
-            remedy=IS_IT_USED,
-            rank=0.4,
-        ),
-    ],
-    [
-        of_optimizer(
-            limit=0.5,
-            measure=measures_of_net.copies_apart,
-            text="the optimiser steps copies, and {share:.0%} of the weights differ from them",
-            remedy="make the optimiser from the model that trains, or copy its weights back",
-            severity="severe",
-            rank=5.0,
-        ),
-    ],
+    of_gradients(
+        measure=measures_of_net.dead_parts,
+        text="{part} never have a gradient",
+        remedy=IS_IT_USED,
+        rank=0.4,
+    ),
+    of_optimizer(
+        limit=0.5,
+        measure=measures_of_net.copies_apart,
+        text="the optimiser steps copies, and {share:.0%} of the weights differ from them",
+        remedy="make the optimiser from the model that trains, or copy its weights back",
+        severity="severe",
+        rank=5.0,
+    ),
     [
         of_optimizer(
             measure=measures_of_net.parameters_graded_and_ungrouped,
@@ -938,32 +904,26 @@ FAULTS_OF_RUN = [
             rank=4.0,
         ),
     ],
-    [
-        of_frozen(
-            measure=measures_of_net.frozen_alone,
-            text="requires_grad is False, while others of its kind train",
-            remedy="requires_grad_(True), if it should train",
-        ),
-    ],
-    [
-        of_frozen(
-            measure=measures_of_net.frozen_parts,
-            text="{count} parameters don't train: {some}",
-            remedy="nothing, if that is the plan",
-            severity="note",
-            rank=0.0,
-        ),
-    ],
-    [
-        of_buffers(
-            limit=0.0,
-            measure=measures_of_net.broken_buffers,
-            text="{count:,} entries of its sample are not finite; they were when the watch began",
-            remedy="find what writes it",
-            severity="severe",
-            rank=9.0,
-        ),
-    ],
+    of_frozen(
+        measure=measures_of_net.frozen_alone,
+        text="requires_grad is False, while others of its kind train",
+        remedy="requires_grad_(True), if it should train",
+    ),
+    of_frozen(
+        measure=measures_of_net.frozen_parts,
+        text="{count} parameters don't train: {some}",
+        remedy="nothing, if that is the plan",
+        severity="note",
+        rank=0.0,
+    ),
+    of_buffers(
+        limit=0.0,
+        measure=measures_of_net.broken_buffers,
+        text="{count:,} entries of its sample are not finite; they were when the watch began",
+        remedy="find what writes it",
+        severity="severe",
+        rank=9.0,
+    ),
     [
         of_buffers(
             limit=1.0,
@@ -978,7 +938,7 @@ FAULTS_OF_RUN = [
             remedy="keep buffers in fp32 when the model is cast: RoPE's frequencies, BatchNorm's statistics",
         ),
     ],
-]
+)
 
 def no_step_was_done(watch):
     """The finding of a watch that has seen no step."""
