@@ -335,9 +335,7 @@ def copied(net: nn.Module, memo: dict | None = None) -> nn.Module:
 
 
 def _of_copy(x: Any, known: dict) -> Any:
-    """What a function of a net calls in a copy of that net: deepcopy leaves what it closes over as it is.
-    known: {id: its copy}.
-    """
+    """What x, of a net, is in a copy of it: deepcopy leaves closures as they are. known: {id: its copy}."""
     if isinstance(x, types.MethodType):
         return types.MethodType(x.__func__, _of_copy(x.__self__, known))
     if isinstance(x, functools.partial):
@@ -353,8 +351,7 @@ def _of_copy(x: Any, known: dict) -> Any:
                 cell.cell_contents = _of_copy(own.cell_contents, known)
     elif id(x) not in known and type(x).__module__.startswith("diffusers.hooks"):  # what functions share
         new = known[id(x)] = copy.copy(x)
-        for name, value in vars(x).items():
-            setattr(new, name, _of_copy(value, known))
+        vars(new).update({name: _of_copy(value, known) for name, value in vars(x).items()})
         return new
     else:
         return known.get(id(x), x)
