@@ -23,11 +23,12 @@ from harness.run_folder import Folder, export, peak_memory, start_peak_memory, w
 from harness.schedule import is_due, lr_factor
 from harness.summary import finish
 from harness.validation import BEST_FILE, Validation, steps_an_epoch
-from lowprec import fsdp, ledger
+from lowprec import ledger
 from lowprec.cast import exact_modules
 from lowprec.errors import Refused
 from lowprec.optimizers import adafactor
 from lowprec.parts.activations import Meter, recompute, recomputed_blocks
+from lowprec.parts.ranks import refuse_whole, share_buffers, spread_over_ranks
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
 from precision import check_origin, recipe_of_run
@@ -148,7 +149,7 @@ class Trainer:
             fp4_until=round(c.steps * (1 - c.fp4_finish / 100)) if c.fp4_finish else None,
         )
         if c.fsdp and not self.draws:
-            fsdp.refuse_whole(run.optimizer, run.optimizer_name)
+            refuse_whole(run.optimizer, run.optimizer_name)
         run.view_of_model.example = self.task.example()
         if c.checkpoint_activations:
             recompute(run.model)
@@ -164,8 +165,8 @@ class Trainer:
         if self.recipe.low_weights:
             islands, whole = exact_modules(net, self.recipe)
             apart = [*islands, *whole]
-        net = fsdp.spread_over_ranks(net, self.recipe, self.device, recomputed_blocks(net), apart)
-        fsdp.share_buffers(net)
+        net = spread_over_ranks(net, self.recipe, self.device, recomputed_blocks(net), apart)
+        share_buffers(net)
         return net
 
     def line_of_a_rank(self):

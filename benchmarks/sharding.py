@@ -28,11 +28,11 @@ from benchmarks.common import (
     parse_net,
 )
 from harness.flags import natural
-from lowprec import fsdp
 from lowprec.advice import footprint
 from lowprec.ledger import WORLDS_SHOWN, gathered_at_once, held_by_rank
 from lowprec.optimizers import buckets
 from lowprec.parts.activations import recomputed_blocks
+from lowprec.parts.ranks import spread_over_ranks
 from lowprec.precision import Precision, recipe
 from models import DiT
 
@@ -124,7 +124,7 @@ def held_and_said_of_net(net, r, ranks):
     torch.manual_seed(0)
     whole = built_net(net)
     spread = built_net(net)
-    spread = fsdp.spread_over_ranks(spread, r, torch.device("cpu"), recomputed_blocks(spread))
+    spread = spread_over_ranks(spread, r, torch.device("cpu"), recomputed_blocks(spread))
     _, _, side, batch = net
     x = torch.randn(batch, 3, side, side)
     inputs = x, torch.linspace(0, 999, batch), torch.arange(batch) % 10

@@ -4,8 +4,8 @@ import types
 
 from harness.run_folder import check_export
 from lowprec.errors import Refused
-from lowprec.fsdp import policy_note
 from lowprec.optimizers.build import classes_of
+from lowprec.parts.ranks import policy_note
 from lowprec.precision import Options, wanted_parts
 from lowprec.rules import check_machine
 

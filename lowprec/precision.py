@@ -119,7 +119,7 @@ def wanted_parts(run: Any) -> list[type[Part]]:
 
 
 class OneRank:
-    """What a net that is not spread asks of its ranks: as fsdp.NetRanks, and nothing to do."""
+    """What a net that is not spread asks of its ranks: as parts.ranks.NetRanks, and nothing to do."""
 
     builds_anew = False  # copies of the net
     norms_of = staticmethod(norms_of)

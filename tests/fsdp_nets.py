@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from common import RECIPES, draw
 from torch import nn
 
-from lowprec import fsdp
 from lowprec.cast import exact_modules
+from lowprec.parts.ranks import spread_over_ranks
 from lowprec.parts.spread import part_of, whole_tensor
 from lowprec.precision import Precision, recipe
 
@@ -68,7 +68,7 @@ def start(name, spread, flags=None, device="cpu", **options):
     net, r = build().to(device), recipe(**({**RECIPES, **MORE}[name] if flags is None else flags))
     if spread:
         islands, _ = exact_modules(net, r) if r.low_weights else ((), ())
-        net = fsdp.spread_over_ranks(net, r, torch.device(device), net.blocks, islands)
+        net = spread_over_ranks(net, r, torch.device(device), net.blocks, islands)
     return Precision(net, r, lr=1e-2, weight_decay=0.1, ema_decay=0.9, blank=build, **options)
 
 

@@ -299,7 +299,7 @@ LOWPREC = (
     ),
     ByHand(
         "norms-of-this-rank-alone",
-        "lowprec/fsdp.py",
+        "lowprec/parts/ranks.py",
         "NetRanks.norms_of",
         "norms[p] = own if self.parts[p] is None else whole",
         "norms[p] = own",

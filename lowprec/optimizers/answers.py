@@ -43,7 +43,7 @@ class Answers:
     """A mixin for optimisers: the questions, with the answers of one of which nothing special is known."""
 
     by_recipe = True  # whether it writes as the recipe says; peers write in their own way
-    by_rows = True  # whether it steps some rows of a tensor as it steps them all, see lowprec.fsdp
+    by_rows = True  # whether it steps some rows of a tensor as it steps them all, see parts/spread.py
     compiled = False
     coders: dict = {}  # {moment: formats.Format} of those held in codes
 

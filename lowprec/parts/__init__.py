@@ -30,7 +30,7 @@ PARTS = (
         lambda run: run.options.accumulate > 1 or run.recipe.sparse24 == "srste",
     ),
     # rows of this rank, before anybody looks at values
-    Place("fsdp", "NetRanks", lambda run: run.spread),
+    Place("parts.ranks", "NetRanks", lambda run: run.spread),
     # gradients have their own size again before anything is added to them
     Place("parts.loss_scale", "LossScale", lambda run: run.recipe.loss_scale == "dynamic"),
     # adapters: they say which weights are trained

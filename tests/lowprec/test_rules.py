@@ -8,12 +8,12 @@ from common import net
 from torch import nn
 
 from lowprec.errors import Refused
-from lowprec.fsdp import SPREAD_RULES, refuse_whole
 from lowprec.optimizers.muon import Muon
 from lowprec.optimizers.peers import Peer
 from lowprec.optimizers.rounded import AdamW
 from lowprec.parts import PARTS
 from lowprec.parts.part import Part
+from lowprec.parts.ranks import SPREAD_RULES, refuse_whole
 from lowprec.parts.release import RELEASE_RULES
 from lowprec.precision import Options, Precision, wanted_parts
 from lowprec.recipes import recipe

@@ -14,12 +14,12 @@ import dataclasses
 import torch
 from torch.utils._pytree import tree_map
 
-from .errors import Refused, first_line
-from .optimizers.buckets import is_spread, local_tensor, whole_alone
-from .parts.part import Part
-from .parts.spread import as_dtensor, cut, part_of, whole_tensor
-from .rules import Rule
-from .sites import LOW_PRODUCTS
+from ..errors import Refused, first_line
+from ..optimizers.buckets import is_spread, local_tensor, whole_alone
+from ..rules import Rule
+from ..sites import LOW_PRODUCTS
+from .part import Part
+from .spread import as_dtensor, cut, part_of, whole_tensor
 
 # what a net that fully_shard has spread can't be trained with: a rank has rows of its tensors alone
 SPREAD_RULES = (
