@@ -224,7 +224,8 @@ def _of_frozen(run):
     if len(sizes) > 1:
         parts = [f"{size / MIB:.2f} in {dtype}" for dtype, size in sorted(sizes.items())]
         why += f", {' and '.join(parts)}"
-    if "fp32" in sizes and run.recipe.low_weights and run.recipe.frozen == "kept":
+    codes = any(p.itemsize == 1 for p in run.model.parameters())  # which no site casts
+    if not codes and "fp32" in sizes and run.recipe.low_weights and run.recipe.frozen == "kept":
         why += ", as the net came; sites=['frozen=cast'] casts them"
     return {"value": " and ".join(sorted(sizes)), "why": why}
 

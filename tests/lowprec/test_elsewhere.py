@@ -1,5 +1,6 @@
 """The blocks of docs/recipes-elsewhere.md, run with the real libraries on small nets."""
 
+import gc
 import re
 from pathlib import Path
 
@@ -211,6 +212,14 @@ def test_a_diffusers_net_in_a_script():
 def test_a_trainer_that_feeds_fp32_and_steps_by_itself():
     own = page("Trainers that step")
     net = regression()
+
+    def optimizers():
+        gc.collect()
+        return sum(isinstance(one, AdamW) for one in gc.get_objects())
+
+    before = optimizers()
+    kept = own["stand_in"](regression())
+    assert optimizers() == before and kept.training
     module, optimizer = own["stand_in"](net), own["protected"](net.parameters(), 1e-3)
     for x, y in zip(torch.randn(3, 4, 8), torch.randn(3, 4, 8), strict=True):
         loss = F.mse_loss(module(x), y)
