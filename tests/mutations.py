@@ -285,7 +285,7 @@ def report(mutations):
         print(f"{test:<44}{row['seconds']:>8}{counts}{'' if row['sound'] else '  fails without any fault'}")
     groups = {
         "caught": [name for name in mutations if killers[name]],
-        "survived, and nothing is left to try": [
+        "survived all that ran their lines so far": [
             name for name in mutations if name in missed and not killers[name] and not waiting[name]
         ],
         "not caught yet": [name for name in mutations if waiting[name] and not killers[name]],

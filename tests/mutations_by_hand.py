@@ -71,7 +71,7 @@ LOWPREC = (
         "EMA._move",
         "position, Noise.AVERAGE, ahead",
         "position, Noise.WEIGHT, ahead",
-        ("lowprec/test_average.py moves_along",),
+        ("lowprec/test_average.py share_noise",),
     ),
     ByHand(
         "betas-swapped",
@@ -244,9 +244,9 @@ LOWPREC = (
     ByHand(
         "moments-of-an-exact-master",
         "lowprec/recipes.py",
-        "_unset",
-        '("bf16", *LOW_PRODUCTS) and not exact else',
-        '("bf16", *LOW_PRODUCTS) and exact else',
+        "",
+        '"split": FP32_MOMENTS, "fp32"',
+        '"split": BF16_MOMENTS, "fp32"',
         ("lowprec/test_recipes.py compose",),
     ),
     ByHand(

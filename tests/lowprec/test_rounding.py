@@ -260,6 +260,8 @@ def test_what_is_held_once_it_is_written(low, noise):
     p = torch.zeros(len(x), dtype=BF16)
     part = None if low is None else torch.zeros(len(x), dtype=low)
     assert same(write_weight(x, p, part, noise), exact_weight(p, part))
+    if low is None and noise is None:
+        assert same(p, x.to(BF16)), "ties go to even, as torch has it"
 
 
 # ---- Without a compiler ------------------------------------------------------------------------------------
