@@ -16,17 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
-from .layers import convolutions
 from .optimizers import buckets
-from .parts.frozen import (
-    averages_inside,
-    castable,
-    casts_for_itself,
-    check_dtype_patterns,
-    dtypes_of_frozen,
-    frozen_modules,
-    matching,
-)
 from .roles import roles
 from .rounding import DTYPE_OF_NAME
 
@@ -89,11 +79,36 @@ def exact_modules(
 
 def _named_modules(model, dtypes):
     """The frozen modules one of whose own weights matches a pattern."""
+    from .parts.frozen import frozen_modules
+
     found = set()
     for name, module in frozen_modules(model).items():
         if any(matching(key, dtypes) for key, _ in module.named_parameters(name, recurse=False)):
             found.add(module)
     return found
+
+
+# ---- What is cast ------------------------------------------------------------------------------------------
+
+
+def castable(t: torch.Tensor) -> bool:
+    """Whether a tensor holds plain numbers. Those of 8 bits that nobody trains are codes, which only their
+    module can read.
+    """
+    return t.is_floating_point() and (t.itemsize > 1 or t.requires_grad)
+
+
+def casts_for_itself(module: nn.Module, r) -> bool:
+    """Whether autocast casts what this layer multiplies."""
+    return r.autocasts and isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+
+
+def matching(name: str, dtypes: Mapping[str, str]) -> str | None:
+    """The value of the first pattern that a tensor's name matches, or that a part it is in matches."""
+    for pattern, value in dtypes.items():
+        if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*"):
+            return value
+    return None
 
 
 # ---- Trees of tensors --------------------------------------------------------------------------------------
@@ -277,6 +292,8 @@ class Cast:
         self.averages: dict[str, str] = {}
         _remove_borders(model)  # of an earlier Precision, whose islands these need not be
         if self.dtypes:
+            from .parts.frozen import check_dtype_patterns
+
             check_dtype_patterns(model, self.dtypes)
         islands, with_statistics = exact_modules(model, r, self.dtypes)
         if r.low_weights:
@@ -293,6 +310,8 @@ class Cast:
 
     def _find_frozen(self, model, r, exact, kept):
         """The frozen modules whose dtypes are not that of the trained weights."""
+        from .parts.frozen import averages_inside, dtypes_of_frozen
+
         self.averages = averages_inside(model) if kept else {}
         for module, held in dtypes_of_frozen(model, r, self.dtypes, self.averages, kept).items():
             if set(held.values()) != {r.dtype("weights")} and module not in exact:
@@ -364,6 +383,8 @@ class Cast:
     def undo(self, net: nn.Module) -> nn.Module:
         """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
         _remove_borders(net)
+        from .layers import convolutions
+
         convolutions.detach(net)
         return net
 

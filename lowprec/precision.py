@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_map
 from .cast import Cast
 from .errors import Refused, check_choice, check_several
 from .kernels import cpu_products
-from .layers import convolutions
 from .machine import settle_vector_math
 from .optimizers import build
 from .optimizers.average import average_kind
@@ -37,7 +36,6 @@ from .optimizers.buckets import local_tensor
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers
 from .optimizers.release import clip_factor, norms_of
 from .parts import PARTS
-from .parts.frozen import warn_of_averages, without_quantised_base
 from .parts.part import Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .rounding import exact_weight
@@ -232,12 +230,17 @@ class Precision:
             torch.backends.mha.set_fastpath_enabled(False)
         if self.device.type == "cpu" and r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
             cpu_products.settle_products(self.device)
-            if r.compute != "fp16" and not self.compiled:
+            convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in net.modules())
+            if convolves and r.compute != "fp16" and not self.compiled:
+                from .layers import convolutions
+
                 convolutions.attach(net)
         self.view_of_model = View(net, r, self.methods, self.options.keep)
         self.view_of_model.forward = forward
         self.view_of_model.tells = True
         if r.low_weights and self.cast.averages:
+            from .parts.frozen import warn_of_averages
+
             self.view_of_model.moves_average = True
             warn_of_averages(self.cast.averages, r)
         return originals
@@ -633,6 +636,8 @@ class Precision:
             if torch.is_tensor(t) and torch.is_tensor(own) and not _fits(t, own):
                 theirs = f"{t.dtype} {list(t.shape)}, and this net's {own.dtype} {list(own.shape)}"
                 raise Refused(f"the checkpoint's {name} is {theirs}: it is another net's")
+        from .parts.frozen import without_quantised_base
+
         return without_quantised_base(self.model, held, weights)
 
     def ledger(self) -> Ledger:

@@ -59,3 +59,41 @@ def test_a_file_imports_what_its_room_may(path):
     for name in imported(path):
         its = room(name)
         assert its not in ALLOWED or its == own or its in ALLOWED[own] or name in ALLOWED[own], name
+
+
+# ---- Within the library ------------------------------------------------------------------------------------
+
+# the floors of lowprec, from the ground up: a module imports from its own floor and from those below
+FLOORS = (
+    "errors rounding machine roles attention",
+    "formats curves float8 block_formats kernels",
+    "optimizers",
+    "sites recipes rules",
+    "cast view ledger telemetry precision",
+    "parts layers",
+    "watch advice check evidence __init__ __main__",
+)
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
+# what goes up, to fall: by the table of parts, once something is asked for, or not moved yet
+UPWARD = {
+    "precision": {"parts", "parts.part", "parts.frozen", "parts.micro_batches", "layers.convolutions"},
+    "view": {"parts.first_call", "parts.mixed"},
+    "telemetry": {"parts.part"},
+    "cast": {"parts.frozen", "layers.convolutions"},
+    "recipes": {"layers.fp4", "layers.fp8_backends"},
+    "optimizers.release": {"rules"},
+    "optimizers.muon": {"sites", "layers.convolutions"},
+    "optimizers.adafactor": {"sites"},
+    "optimizers.sgd": {"sites"},
+}
+
+
+def test_the_floors_of_the_library():
+    found = {}
+    for path in ROOT.glob("lowprec/**/*.py"):
+        own = ".".join(path.relative_to(ROOT / "lowprec").with_suffix("").parts)
+        for name in imported(path):
+            other = name.removeprefix("lowprec.")
+            if other != name and FLOOR_OF[other.partition(".")[0]] > FLOOR_OF[own.partition(".")[0]]:
+                found.setdefault(own, set()).add(other)
+    assert found == UPWARD

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import re
 import warnings
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cast import castable, casts_for_itself, matching
 from ..errors import Refused
-from ..layers.convolutions import CONVOLUTIONS
 from ..rounding import DTYPE_OF_NAME
 
 # what nets call the average of another of their parts
@@ -78,13 +77,6 @@ def _is_average_of(frozen, trained, name):
     return all(torch.equal(t.float(), others[key].float()) for key, t in tensors.items())
 
 
-def castable(t: torch.Tensor) -> bool:
-    """Whether a tensor holds plain numbers. Those of 8 bits that nobody trains are codes, which only their
-    module can read.
-    """
-    return t.is_floating_point() and (t.itemsize > 1 or t.requires_grad)
-
-
 def dtypes_of_frozen(
     model: nn.Module, r, dtypes: Mapping[str, str], averages: Collection[str], kept: bool = True
 ) -> dict[nn.Module, dict[nn.Parameter, torch.dtype]]:
@@ -135,19 +127,6 @@ def _asked_dtype(name, own, r, dtypes, averages):
     if not all(map(castable, own.values())):
         return None
     return r.dtype("weights") if r.frozen == "cast" else DTYPE_OF_NAME[r.frozen]
-
-
-def casts_for_itself(module: nn.Module, r) -> bool:
-    """Whether autocast casts what this layer multiplies."""
-    return r.autocasts and isinstance(module, nn.Linear | CONVOLUTIONS)
-
-
-def matching(name: str, dtypes: Mapping[str, str]) -> str | None:
-    """The value of the first pattern that a tensor's name matches, or that a part it is in matches."""
-    for pattern, value in dtypes.items():
-        if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*"):
-            return value
-    return None
 
 
 def check_dtype_patterns(model: nn.Module, dtypes: Mapping[str, str]) -> None:
