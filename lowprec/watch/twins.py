@@ -11,6 +11,7 @@ import copy
 import inspect
 import random
 import sys
+import types
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -73,7 +74,7 @@ def stepped_twins(inner, params, take, wide=True, **options):
 
 def _stepped(inner, params, take, wide, options, alone=False):
     twins = {p: Twin(p, grad_scale(inner), take, wide) for p in params}
-    own = Own(twins)
+    own = Own(twins, type(inner).__module__)
     try:
         other = _other(inner, twins, own, options, alone)
         trusted = type(inner).__module__.startswith("torch.optim.")
@@ -123,8 +124,9 @@ def _absent(p):
 class Own(TorchDispatchMode):
     """What belongs to the copies. Within it, a step that writes to anything else fails before it does."""
 
-    def __init__(self, twins):
+    def __init__(self, twins, module):
         super().__init__()
+        self.module = module  # of the optimiser's class
         self.copies = {p: twin.param for p, twin in twins.items()}
         self.numbers = {id(p): id(twin.param) for p, twin in twins.items()}
         self.twins = twins
@@ -146,7 +148,9 @@ class Own(TorchDispatchMode):
             return self.made[-1]
         if isinstance(value, torch.Generator):
             return value.clone_state()
-        if isinstance(value, dict):
+        if isinstance(value, torch.optim.Optimizer):
+            raise PermissionError("a copy's step would step the training's own optimiser")
+        if type(value) in (dict, collections.OrderedDict, collections.defaultdict):
             found = copy.copy(value)
             found.clear()
             for key, held in value.items():
@@ -159,14 +163,16 @@ class Own(TorchDispatchMode):
         return self._plain(value)
 
     def _plain(self, value):
-        """A copy of an object that holds numbers and tensors, as a namespace; another is the same."""
-        held = getattr(value, "__dict__", None)
-        library = type(value).__module__.partition(".")[0] == "torch"
-        if not held or library or callable(value) or isinstance(value, torch.nn.Module):
+        """A copy of a namespace, or of an object of the module of the optimiser; another is the same: it may
+        hold a file.
+        """
+        kind = type(value)
+        is_known = kind is types.SimpleNamespace or kind.__module__ == self.module
+        if not is_known or callable(value) or hasattr(kind, "__del__") or isinstance(value, torch.nn.Module):
             return value
         if id(value) not in self.objects:
-            self.objects[id(value)] = copy.copy(value)
-            vars(self.objects[id(value)]).update({key: self.apart(inner) for key, inner in held.items()})
+            self.objects[id(value)] = found = kind.__new__(kind)
+            vars(found).update({key: self.apart(inner) for key, inner in vars(value).items()})
         return self.objects[id(value)]
 
     def _key(self, key):

@@ -2,7 +2,7 @@
 
     watch = Watch(model, optimizer, ema=ema)     # any torch optimiser, any loop
     ...                                          # train as ever
-    print(watch)                                 # a line for each tensor that loses something, worst first
+    print(watch)                                 # a row for each cause of a loss, worst first, and what to do
 
 docs/doctor.md tells what it measures and what it can't see; `python -m lowprec.watch.findings` lists all that
 it can find.

@@ -218,3 +218,15 @@ class Lookahead(torch.optim.AdamW):
             for p in params if self.count % 5 == 0 else ():
                 self.slow[p] = self.slow[p].lerp(p, 0.5)
                 p.copy_(self.slow[p])
+
+
+@rule
+class StepsAnother(torch.optim.Optimizer):
+    """A wrapper: it has the groups of the optimiser that it steps."""
+
+    def __init__(self, params, **options):
+        self.inner = torch.optim.AdamW(params, **options)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step()
