@@ -39,6 +39,11 @@ def explain(error: Exception, view: Any, arguments: dict) -> None:
             "fully_shard gathers a block in one dtype, and a block of this net has norms or islands that "
             "stay fp32 beside its bf16 weights: spread these first by themselves, fully_shard(block.norm)"
         ) from error
+    if "Float8" in text:
+        raise Refused(
+            f"{_Place(error, view.net)}: its weight is in float8, which torch multiplies with nothing else: "
+            f"cast it in forward, as diffusers' layerwise casting does, {USE_AUTOCAST}"
+        ) from error
     if not view.recipe.low_weights:
         return
     if NO_BF16_KERNEL_ERROR.search(text):

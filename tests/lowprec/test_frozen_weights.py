@@ -1,6 +1,7 @@
 """Weights that are not trained: dtype, row, absence from a checkpoint; averages in the net."""
 
 import copy
+import functools
 
 import common
 import pytest
@@ -257,6 +258,18 @@ def test_codes_are_cast_on_no_request_but_by_name():
     assert start(dict(LOW, sites=["frozen=cast"]), copy.deepcopy(net)).model[0].weight.dtype == E4M3
     named = start(LOW, net, dtypes={"0.bias": "bf16"}).model[0]
     assert (named.weight.dtype, named.bias.dtype) == (E4M3, BF16)
+
+
+def test_a_plain_layer_in_float8_is_told_what_it_lacks():
+    def build():
+        net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        net[0].requires_grad_(False).weight.data = net[0].weight.data.to(E4M3)
+        return net
+
+    for flags in ({}, LOW):
+        run = start(flags, build())
+        refused(functools.partial(run, draw(2, 16)), "0 (Linear)", "in float8", "recipe(bf16=True)")
+    assert start(dict(bf16=True), build())(draw(2, 16)).isfinite().all()
 
 
 def test_frozen_weights_that_one_kernel_takes_are_widened_and_named():
