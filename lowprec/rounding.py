@@ -317,7 +317,7 @@ class Eco(Way):
 
 
 ALONE, KAHAN = Way(), Kahan()
-WAY_OF_MASTER = {"split": Split(), "split8": Split8(), "fp32": Fp32Master()}
+WAY_OF_MASTER = {"fp32": Fp32Master(), "split": Split(), "split8": Split8()}
 # by what completes the weight, where that is all that is known
 WAY_OF_LOW = {
     torch.bfloat16: KAHAN,

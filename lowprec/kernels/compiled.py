@@ -14,6 +14,8 @@ RECOMPILE_LIMIT = 64  # one graph a combination of dtypes; torch's default is 8
 
 @functools.cache
 def _compiled(kernel):
+    if torch._dynamo.config.disable:  # TORCH_COMPILE_DISABLE: torch would run the kernel, and then raise
+        return kernel, nullcontext
     options = dict(dynamic=True, fullgraph=True, options=_compile_options())
     try:
         return torch.compile(kernel, recompile_limit=RECOMPILE_LIMIT, **options), nullcontext

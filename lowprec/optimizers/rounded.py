@@ -193,7 +193,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     ):
         settle_vector_math()
         check_choice("update", update, ("nearest", "stochastic", "eco"))
-        check_choice("master", master, ("none", "fp32", "split", "split8"))
+        check_choice("master", master, ("none", *WAY_OF_MASTER))
         if not isinstance(kahan, bool):
             raise Refused(f"kahan={kahan!r}: True or False")
         if not isinstance(seed, int):
@@ -381,29 +381,27 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         if all(map(operator.is_, now, bucket.given)) and [t.data_ptr() for t in now] == bucket.places:
             return
         _, own = bucket.of_each()
+        taken = []  # {name: values} of each parameter, {} where its state was emptied
         for p, state, views in zip(bucket.params, states, own, strict=True):
-            for name, view in views.items():
-                if state.keys() - {"step"} and not _holds(view, state.get(name)):
+            named = views if state.keys() - {"step"} else {}
+            for name, view in named.items():
+                if not _holds(view, state.get(name)):
                     here, there = described(view), described(state.get(name))
                     raise Refused(
                         f"{name} of {name_of(p, self)} is {there} in the optimiser's state, and steps hold "
                         f"{here}: assign one of that kind, clear the whole state, or make a new optimiser"
                     )
-        for p, state, views in zip(bucket.params, states, own, strict=True):
-            self.state[p] = {"step": int(state.get("step", 0))}
-            if not state.keys() - {"step"}:
-                self._clear(bucket, p, views)
-                continue
+            taken.append({name: state[name].clone() for name in named})  # it may be the view of another
+        for p, state, views, values in zip(bucket.params, states, own, taken, strict=True):
+            self.state[p] = {"step": int(state.get("step", 0)) if values else 0}
             for name, view in views.items():
-                view.copy_(state[name])
+                if values:
+                    view.copy_(values[name])
+                elif name == bucket.writing.way.name:
+                    view.copy_(bucket.writing.way.low(self.rows.local(p)))
+                else:
+                    view.zero_()
         self.share_state(bucket)
-
-    def _clear(self, bucket, p, views):
-        self.state[p]["step"] = 0
-        for name, view in views.items():
-            view.zero_()
-            if name == bucket.writing.way.name:
-                view.copy_(bucket.writing.way.low(self.rows.local(p)))
 
     def tensor_by_tensor(self, bucket):
         """A bucket for each parameter of one, with the same noise and its share of the state."""
@@ -598,7 +596,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
 
 def _holds(view, t):
     """Whether the values of t fit a view of the state: nothing of them would be lost."""
-    if not torch.is_tensor(t) or t.shape != view.shape:
+    if not torch.is_tensor(t) or (t.shape, t.device) != (view.shape, view.device):
         return False
     both_float = t.is_floating_point() and view.is_floating_point()
     widens = both_float and torch.promote_types(t.dtype, view.dtype) == view.dtype

@@ -279,4 +279,5 @@ def described(t):
     if not torch.is_tensor(t):
         return f"a {type(t).__name__}"
     dtype = str(t.dtype).removeprefix("torch.")
-    return f"{dtype} {list(t.shape)}"
+    where = " on meta" if t.is_meta else ""
+    return f"{dtype} {list(t.shape)}{where}"

@@ -150,6 +150,20 @@ def test_a_moment_that_is_assigned_is_what_steps_and_what_is_saved(how, compiled
     assert all(map(torch.equal, found[:2], found[2:]))
 
 
+@pytest.mark.parametrize("compiled", (False, True))
+def test_two_states_that_were_swapped_are_each_others(compiled):
+    found = []
+    for kind, options in ((torch.optim.AdamW, {}), (AdamW, {"compiled": compiled})):
+        p, q = parameter(), parameter(2.0)
+        q.grad = torch.full_like(q, -3.0)
+        optimizer = kind([p, q], lr=1e-2, **options)
+        optimizer.step()
+        optimizer.state[p], optimizer.state[q] = optimizer.state[q], optimizer.state[p]
+        optimizer.step()
+        found += [p.detach(), q.detach()]
+    assert all(map(torch.equal, found[:2], found[2:]))
+
+
 SHORT = torch.zeros(3)
 
 
@@ -158,6 +172,7 @@ SHORT = torch.zeros(3)
     [
         ("exp_avg", SHORT, "exp_avg of parameter 0 of group 0 is float32 [3] in the optimiser's state"),
         ("exp_avg", "text", "a str"),
+        ("exp_avg", torch.zeros(4, device="meta"), "float32 [4] on meta"),
         ("exp_avg", None, "missing"),
     ],
 )

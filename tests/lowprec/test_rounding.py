@@ -298,6 +298,14 @@ def test_without_a_compiler_one_warning_and_the_same_result(monkeypatch, mode):
     assert all(same(a, b) for a, b in zip(eager, fallen_back, strict=True))
 
 
+def test_a_kernel_runs_once_where_the_compiler_is_turned_off():
+    """As by TORCH_COMPILE_DISABLE=1: torch would run it, and then say that nothing was compiled."""
+    x = torch.zeros(3)
+    with torch._dynamo.config.patch(disable=True):
+        compiling.fused(lambda x: x.add_(1), x)
+    assert (x == 1).all()
+
+
 def test_real_bugs_are_not_taken_for_a_missing_compiler(monkeypatch):
     def bug(kernel):
         raise TypeError("a bug of ours")
