@@ -339,7 +339,7 @@ def groups_table(found):
 
 
 def group_text(found, group, recipe):
-    """'**+0.05** (-0.42 to +0.24), 20 settings of 2 nets; most: U-Net, digits +0.12 ±0.10'"""
+    """'+0.05 (-0.42 to +0.24); 20 of 2<br>U-Net, digits, 0.16 M: +0.12 ±0.10'"""
     counted = of_group(found, group, recipe)
     if not counted:
         some = any(one.group == group and recipe in one.cells for one in found)
@@ -351,7 +351,7 @@ def group_text(found, group, recipe):
     if len(means) == 1:
         return largest
     span = f"({two_digits(min(means))} to {two_digits(max(means))})"
-    return f"**{two_digits(statistics.median(means))}** {span}; {len(means)} of {nets}<br>{largest}"
+    return f"{two_digits(statistics.median(means))} {span}; {len(means)} of {nets}<br>{largest}"
 
 
 def two_digits(x):
