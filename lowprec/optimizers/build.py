@@ -60,6 +60,8 @@ def divided_groups(groups, name, net=None):
                 rest.append(p)
         if own:
             found.append({**group, "params": own, "optimizer": kind})
+            if net is not None and any(p.dim() == 3 for p in own):
+                found[-1]["kernels"] = True  # hidden_matrices has taken no stacks
         if rest:
             found.append({**group, "params": rest, "optimizer": others})
     return found
@@ -189,6 +191,12 @@ class Joined(Answers, WithoutCompiler):
         found = {}
         for part in self.parts:
             found.update(part.notes())
+        first, whole = self.parts[0], sum(p.numel() for p in self.owner)
+        if getattr(first, "others", None):
+            left = whole - sum(p.numel() for p in params_of(first.param_groups))
+            for name in first.moments:
+                note = f"; {left:,} of {whole:,} weights are left to {first.others}"
+                found[name] = found.get(name, "") + note
         return found
 
     def state_dict(self):

@@ -279,5 +279,5 @@ def described(t):
     if not torch.is_tensor(t):
         return f"a {type(t).__name__}"
     dtype = str(t.dtype).removeprefix("torch.")
-    where = " on meta" if t.is_meta else ""
+    where = "" if t.device.type in ("cpu", "cuda") else f" on {t.device.type}"
     return f"{dtype} {list(t.shape)}{where}"

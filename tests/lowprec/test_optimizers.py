@@ -14,6 +14,7 @@ from torch import nn
 from lowprec.kernels import cpu_products
 from lowprec.optimizers.build import OPTIMIZERS
 from lowprec.optimizers.muon import Muon, orthogonalised
+from lowprec.precision import Precision, recipe
 from lowprec.telemetry import sample_entries
 
 eager = common.eager
@@ -172,6 +173,45 @@ def test_newton_schulz_keeps_singular_vectors_and_evens_the_values(shape, dtype)
     off = (in_their_frame - got.diag()).abs().max()
     assert off < (1e-4 if dtype == torch.float32 else 0.05)
     assert not orthogonalised(torch.zeros(shape), dtype).any()
+
+
+STACKS = [((4, 20, 30), {}), ((4, 30, 20), {}), ((2, 3, 16, 8), {"kernels": False})]
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("shape, option", STACKS, ids=str)
+def test_muon_steps_each_matrix_of_a_stack_as_if_it_were_alone(shape, option, compiled):
+    stack = nn.Parameter(draw(*shape))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach().flatten(0, -3)]
+    whole = [{"params": [stack], **option}]
+    optimizers = [Muon(params, lr=0.1, compiled=compiled) for params in (whole, alone)]
+    for step in range(3):
+        stack.grad = draw(*shape, seed=step + 1)
+        for p, g in zip(alone, stack.grad.flatten(0, -3), strict=True):
+            p.grad = g.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(map(torch.equal, stack.detach().flatten(0, -3), alone))
+
+
+def test_muon_takes_a_kernel_of_three_dimensions_where_it_is_told():
+    kernel, matrix = (nn.Parameter(draw(*shape)) for shape in ((6, 4, 3), (6, 12)))
+    with torch.no_grad():
+        matrix.copy_(kernel.flatten(1))
+    for p, option in ((kernel, {"kernels": True}), (matrix, {})):
+        p.grad = draw(6, 12, seed=1).view(p.shape)
+        Muon([{"params": [p], **option}], lr=0.1, compiled=False).step()
+    assert torch.equal(kernel.flatten(1), matrix)
+
+
+def test_muon_says_what_its_momentum_loses_in_4_bits_and_what_it_leaves_to_others():
+    with pytest.warns(UserWarning, match="Muon with its momentum in 4 bits"):
+        Muon([nn.Parameter(draw(64, 64))], kinds={"momentum": "int4"}, compiled=False)
+    in_4_bits = recipe(optimizer="muon", sites=("momentum=int4",))
+    assert any("4 bits" in line for line in in_4_bits.warnings(optimizer="muon"))
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    rows = {row["site"]: row["why"] for row in Precision(net, optimizer="muon").ledger().rows}
+    assert "20 of 180 weights are left to adamw" in rows["momentum"], rows["momentum"]
 
 
 def test_muon_in_bf16_has_fast_products_in_any_loop(monkeypatch):
