@@ -58,7 +58,7 @@ ByParameter = dict[nn.Parameter, torch.Tensor]
 class Options:
     """The arguments of a Precision after model and recipe."""
 
-    groups: Iterable[dict] | None = None  # with an lr, weight_decay or optimizer of their own; None: one
+    groups: Any = None  # dicts of "params", with an lr, weight_decay or optimizer of their own; None: one
     optimizer: Any = "adamw"  # see build.build
     lr: float | None = None  # this and the next four: None for the optimiser's own
     betas: tuple[float, float] | None = None

@@ -17,7 +17,7 @@ class Place(NamedTuple):
     kind: str
     wanted: Callable[[Any], Any]
 
-    def load(self) -> type:
+    def load(self) -> Any:
         return getattr(importlib.import_module(f"..{self.module}", __name__), self.kind)
 
 
