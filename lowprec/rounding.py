@@ -167,7 +167,9 @@ class Way:
     which hand-written kernels know the way, None where they don't.
     """
 
-    name, site, code = None, None, 0
+    name: str | None = None
+    site: str | None = None
+    code: int | None = 0
 
     def __eq__(self, other):  # a copied optimiser has copies of ways, and compiles nothing anew
         return type(self) is type(other) and vars(self) == vars(other)
@@ -227,7 +229,8 @@ class Kahan(Way):
 class Split(Way):
     """A bf16 weight and an int16 remainder, which together are the bits of x, exactly."""
 
-    name, site, code = "remainder", "master", 3
+    name, site = "remainder", "master"
+    code: int | None = 3
 
     def low(self, weights):
         return torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)

@@ -304,11 +304,11 @@ class CastModule(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._view.net._load_from_state_dict(*args, **kwargs)
 
-    def _apply(self, change: Callable, *args: Any, **kwargs: Any) -> CastModule:
+    def _apply(self, fn: Any, recurse: Any = True) -> Any:
         held = self._view.recipe.dtype("weights")
-        if change(torch.empty(0, dtype=held)).dtype != held:  # of float(), half(), to(dtype)
+        if fn(torch.empty(0, dtype=held)).dtype != held:  # of float(), half(), to(dtype)
             raise Refused("run.module can't be cast: the recipe says what its weights are; cast a copy")
-        self._view.net._apply(change, *args, **kwargs)
+        self._view.net._apply(fn, recurse)
         return self
 
 
@@ -334,7 +334,7 @@ def copied(net: nn.Module, memo: dict | None = None) -> nn.Module:
     return new
 
 
-def _of_copy(x: Any, known: dict) -> Any:
+def _of_copy(x, known):
     """What x, of a net, is in a copy of it: deepcopy leaves closures as they are. known: {id: its copy}."""
     if isinstance(x, types.MethodType):
         return types.MethodType(x.__func__, _of_copy(x.__self__, known))

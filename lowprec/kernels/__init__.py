@@ -27,6 +27,7 @@ from .compiled import fused
 # ---- A step ------------------------------------------------------------------------------------------------
 
 KERNELS = ("cpu_step", "triton_step", "exact_step")  # modules, in the order in which they are asked
+RULES: dict = {}  # {direction of an optimiser: the name by which hand-written kernels know it}
 PLACE_OF_SCALE = 1  # in a row: behind what multiplies the weight, before the numbers of the optimiser
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import kernels
 from .rounded import Rounded
 
 
@@ -25,7 +26,7 @@ def lion(g, moments, n):
     return n.rate * sign, (m + n.one_minus_beta2 * (g - m),)
 
 
-lion.rule = "lion"
+kernels.RULES[lion] = "lion"
 
 
 class Lion(Rounded):

@@ -74,7 +74,7 @@ def adamw(g, moments, n):
     return update, (m, v)
 
 
-adamw.rule = "adamw"  # by which hand-written kernels know it
+kernels.RULES[adamw] = "adamw"
 
 # ---- One step ----------------------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         way = Eco(self.feedback) if self.update == "eco" else ALONE
         if first.dtype == torch.bfloat16 and way == ALONE:
             way = KAHAN if self.kahan else WAY_OF_MASTER.get(self.master, ALONE)
-        exact = getattr(self.direction, "rule", None) == "adamw"
+        exact = kernels.RULES.get(self.direction) == "adamw"
         if self.by_noise and way.loses(first.dtype):
             exact = False
         if any(own.coder is None and own.values.dtype != torch.float32 for own in held):
@@ -578,7 +578,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             row += held.coder is not None  # rows of coded moments follow that of the weight
             keys.append(table.keys[row] if self.by_noise and held.coder is not None else None)
         return kernels.Step(
-            rule=getattr(self.direction, "rule", None),
+            rule=kernels.RULES.get(self.direction),
             exact=piece.writing.exact,
             weights=weights,
             gradients=gradients,

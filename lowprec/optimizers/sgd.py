@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import kernels
 from ..errors import Refused
 from ..sites import MOMENTUM
 from .rounded import Rounded
@@ -27,7 +28,7 @@ def sgd(g, moments, n):
     return update, (m,)
 
 
-sgd.rule = "sgd"
+kernels.RULES[sgd] = "sgd"
 
 
 class SGD(Rounded):
