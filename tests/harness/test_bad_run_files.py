@@ -195,13 +195,15 @@ class Mine(Classify):
             SPOIL
         return super().loss(model, batch, rng, step)
 """
+# until it is gone: TensorBoard's thread may put a file into what is being deleted
+GONE = "while os.path.exists({0}): shutil.rmtree({0}, ignore_errors=True)"
 SPOILS = {
-    "deleted": "shutil.rmtree(run)",
+    "deleted": GONE.format("run"),
     "renamed": "run.rename('runs/other')",
     "emptied": "[file.unlink() for file in run.iterdir() if file.is_file()]",
     "without config.json": "(run / 'config.json').unlink()",
     "without metrics.jsonl": "(run / 'metrics.jsonl').unlink()",
-    "runs deleted": "shutil.rmtree('runs')",
+    "runs deleted": GONE.format("'runs'"),
 }
 MINE = "--task mine.py:Mine --batch_size 8 --log_every 1 --checkpoint_every 2 --warmup 0 --name run".split()
 
