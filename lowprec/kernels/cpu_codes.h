@@ -25,7 +25,7 @@ template <class Work> static INLINE void each(int n, Work work) {
 
 // ---- Noise: rounding.noise_bits ---------------------------------------------------------------------------
 
-static inline U mix(U h) {
+static SHORT U mix(U h) {
     h = (h ^ (h >> 16)) * 0x7FEB352Du;
     h = (h ^ (h >> 15)) * 0x846CA68Bu;
     return h ^ (h >> 16);
@@ -37,7 +37,7 @@ static inline U hash(U place, const int32_t* key) {
 
 static inline U noise(const int32_t* key, int64_t at) { return hash(LANE + (uint32_t)at, key); }
 
-static inline U further(U first) { return mix(first ^ 0x5BD1E995u); }
+static SHORT U further(U first) { return mix(first ^ 0x5BD1E995u); }
 
 // ---- Codes in 8-bit floats: float8.py ---------------------------------------------------------------------
 

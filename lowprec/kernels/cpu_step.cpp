@@ -2,7 +2,6 @@
 // of optimizers/rounded.py, rounding.py and formats.py. cpu_step.py compiles it and says what the fields hold.
 
 #include <iterator>
-#include <utility>
 #include "cpu_codes.h"
 
 enum Kind { NONE, FP32, BF16, INT16, CODES };
@@ -47,7 +46,7 @@ struct TensorStep : Step {
 
 // ---- Memory -----------------------------------------------------------------------------------------------
 
-static inline F read(int kind, const void* from, int64_t at, Mask mask) {
+static SHORT F read(int kind, const void* from, int64_t at, Mask mask) {
     if (kind == FP32) return read_fp32(from, at, mask);
     return read_bf16(from, at, mask);
 }
@@ -172,7 +171,7 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
     auto moments = [&](int i, Mask mask) ALWAYS {
         int64_t at = start + i * LANES;
         F g = read(sort.gradient, s.g, at, mask) * scale, old[2];
-        if (sort.rule == GIVEN) return std::pair(g, g);  // what stands there is the step already
+        if (sort.rule == GIVEN) return Two{g, g};  // what stands there is the step already
         UNROLLED for (int j = 0; j < count; j++) {
             const Moment& from = s.moments[j];
             int kind = sort.moments[j];
@@ -181,18 +180,19 @@ static INLINE void step_chunk(const TensorStep& s, Sort sort, int64_t start, int
         }
         if (sort.rule == SGD) {
             F m = old[0] * sgd.momentum + g;
-            return std::pair(m, sgd.rate * (sgd.of_gradient * g + sgd.of_momentum * m));
+            return Two{m, sgd.rate * (sgd.of_gradient * g + sgd.of_momentum * m)};
         }
         if (sort.rule == LION) {
             F mean = old[0] + lion.one_minus_beta1 * (g - old[0]);
             F sign = where(mean > 0, F{} + 1, where(mean < 0, F{} - 1, where(mean == 0, F{}, mean)));
-            return std::pair(old[0] + lion.one_minus_beta2 * (g - old[0]), lion.rate * sign);
+            F step = lion.rate * sign;
+            return Two{old[0] + lion.one_minus_beta2 * (g - old[0]), step};
         }
         F m = sort.exact ? fma(F{} + one_minus_beta1, g - old[0], old[0])
                          : (g - old[0]) * one_minus_beta1 + old[0];
         F v = sort.exact ? fma(one_minus_beta2 * g, g, old[1] * beta2)
                          : one_minus_beta2 * g * g + old[1] * beta2;
-        return std::pair(m, v);
+        return Two{m, v};
     };
     auto weight = [&](int i, Mask mask, F m, F root) ALWAYS {
         F update = (rate * m) / (root / root_correction + eps);

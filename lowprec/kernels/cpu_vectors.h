@@ -6,6 +6,7 @@
 #include <cstring>
 #include <immintrin.h>
 #include <type_traits>
+#include <utility>
 
 #define ALWAYS __attribute__((always_inline))
 #define INLINE inline ALWAYS
@@ -13,12 +14,14 @@
 #ifdef __AVX512F__
 
 #define UNROLLED  // as GCC does by itself
+#define SHORT inline
 const bool IN_PASSES = false;
 
 const int LANES = 16;
 typedef float F __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
+typedef std::pair<F, F> Two;
 const U LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Which values of a vector are meant: always the first ones
@@ -136,6 +139,7 @@ static inline I pick_int16(Int16s from, I at) {
 #else
 
 #define UNROLLED _Pragma("GCC unroll 2")
+#define SHORT INLINE  // by force: a call would pass vectors through memory
 // Whether a loop with a long chain of operations is two, of which the second reads what the first has found:
 // more of these chains fit into what a CPU looks ahead. Not measured on AVX-512.
 const bool IN_PASSES = true;
@@ -156,6 +160,7 @@ template <class V> struct Pair {
 typedef Pair<F8> F;
 typedef Pair<I8> I;
 typedef Pair<U8> U;
+typedef Pair<F> Two;  // a std::pair would be made by a call
 
 template <class V> using Lane = std::decay_t<decltype(V()[0])>;
 template <class T> using IfNumber = std::enable_if_t<std::is_arithmetic_v<T>>;
@@ -205,14 +210,14 @@ template <class V> static INLINE void write_some(void* to, int bytes, V x) {
         std::memcpy(to, &x, bytes);
 }
 
-static inline F read_fp32(const void* from, int64_t at, Mask mask) {
+static INLINE F read_fp32(const void* from, int64_t at, Mask mask) {
     const float* place = (const float*)from + at;
     F8 first = read_some<F8>(place, mask < 8 ? 4 * mask : 32), last{};
     if (mask > 8) last = read_some<F8>(place + 8, 4 * mask - 32);
     return {_mm256_permute2f128_ps(first, last, 0x20), _mm256_permute2f128_ps(first, last, 0x31)};
 }
 
-static inline void write_fp32(void* to, int64_t at, Mask mask, F x) {
+static INLINE void write_fp32(void* to, int64_t at, Mask mask, F x) {
     float* place = (float*)to + at;
     write_some(place, mask < 8 ? 4 * mask : 32, (F8)_mm256_permute2f128_ps(x.a, x.b, 0x20));
     if (mask > 8) write_some(place + 8, 4 * mask - 32, (F8)_mm256_permute2f128_ps(x.a, x.b, 0x31));
@@ -230,19 +235,19 @@ static INLINE U upper_halves(__m256i words) {
 
 static INLINE __m256i words_of(U x) { return _mm256_packus_epi32((__m256i)x.a, (__m256i)x.b); }  // below 2^16
 
-static inline F read_bf16(const void* from, int64_t at, Mask mask) {
+static INLINE F read_bf16(const void* from, int64_t at, Mask mask) {
     return (F)upper_halves(read_words(from, at, mask));
 }
 
-static inline I read_int16(const void* from, int64_t at, Mask mask) {
+static INLINE I read_int16(const void* from, int64_t at, Mask mask) {
     return (I)upper_halves(read_words(from, at, mask)) >> 16;
 }
 
-static inline void write_bf16(void* to, int64_t at, Mask mask, U x) {
+static INLINE void write_bf16(void* to, int64_t at, Mask mask, U x) {
     write_some((int16_t*)to + at, 2 * mask, words_of(x >> 16));
 }
 
-static inline void write_int16(void* to, int64_t at, Mask mask, I x) {
+static INLINE void write_int16(void* to, int64_t at, Mask mask, I x) {
     write_some((int16_t*)to + at, 2 * mask, words_of((U)x & 0xFFFF));
 }
 
