@@ -97,6 +97,7 @@ class Release:
             self._begin()
         part, item = self.items[p]
         grads = {p: self.gradient(p)}
+        part.check_tensors(item.piece, [grads[p]])
         p.grad = None
         scale = self._look(part, p, grads)
         part.carry_out(item, grads.get, scale)
@@ -108,8 +109,10 @@ class Release:
             check_alone(processes=torch.distributed.get_world_size())
         if self.before:
             self.before()
-        for part, pieces in self.pieces.items():
-            for item in part.plan(pieces):
+        for part in self.parts:
+            if any([part.adopt_state(bucket) for bucket in part.begun()]):
+                self.pieces[part] = _pieces(part)
+            for item in part.plan(self.pieces[part]):
                 self.items[item.piece.params[0]] = part, item
 
     def _look(self, part, p, grads):

@@ -374,12 +374,12 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
 
     def adopt_state(self, bucket):
         """Take the values of tensors that somebody put into `state`, and begin anew where it was emptied, as
-        torch does. Raises Refused for a tensor that the bucket can't hold.
+        torch does. Returns whether there were any. Raises Refused for a tensor that the bucket can't hold.
         """
         states = [self.state.get(p, {}) for p in bucket.params]
         now = [state.get(name) for state in states for name in bucket.names]
         if all(map(operator.is_, now, bucket.given)) and [t.data_ptr() for t in now] == bucket.places:
-            return
+            return False
         _, own = bucket.of_each()
         taken = []  # {name: values} of each parameter, {} where its state was emptied
         for p, state, views in zip(bucket.params, states, own, strict=True):
@@ -391,7 +391,11 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                         f"{name} of {name_of(p, self)} is {there} in the optimiser's state, and steps hold "
                         f"{here}: assign one of that kind, clear the whole state, or make a new optimiser"
                     )
-            taken.append({name: state[name].clone() for name in named})  # it may be the view of another
+            taken.append({name: state[name] for name in named})
+        # in new memory: the old may be the state of another parameter by now
+        bucket.moments = {name: self.home.keep(held.copied()) for name, held in bucket.moments.items()}
+        bucket.low = None if bucket.low is None else bucket.low.clone()
+        _, own = bucket.of_each()
         for p, state, views, values in zip(bucket.params, states, own, taken, strict=True):
             self.state[p] = {"step": int(state.get("step", 0)) if values else 0}
             for name, view in views.items():
@@ -402,6 +406,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                 else:
                     view.zero_()
         self.share_state(bucket)
+        return True
 
     def tensor_by_tensor(self, bucket):
         """A bucket for each parameter of one, with the same noise and its share of the state."""
@@ -465,7 +470,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             and {p.dtype for p in params} == {bucket.dtype}
             and all(t.data_ptr() for t in (*params, *present))
         ):
-            self._check_tensors(bucket, grads)
+            self.check_tensors(bucket, grads)
         states = [self.state.get(p, {}) for p in params]
         now = [state.get(name) for state in states for name in bucket.names]
         if not all(map(operator.is_, now, bucket.given)) or [t.data_ptr() for t in now] != bucket.places:
@@ -478,7 +483,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         alone = self.tensor_by_tensor(bucket)
         return [piece for piece, g in zip(alone, grads, strict=True) if g is not None]
 
-    def _check_tensors(self, bucket, grads):
+    def check_tensors(self, bucket, grads):
         """Raises Refused for tensors that are not what the state of a bucket was made for. A parameter that
         was cast is written in its new dtype from now on.
         """

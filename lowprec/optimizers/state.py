@@ -51,6 +51,10 @@ class Plain:
         """The same in other `tensors`, as `tensors` gave them."""
         return Plain(tensors[""], self.shape)
 
+    def copied(self):
+        """The same in memory of its own."""
+        return dataclasses.replace(self, values=self.values.clone())
+
     def split(self, bucket):
         """[Held], one for each parameter of the bucket, whose tensors are in its shape."""
         if self.shape is not None:
@@ -106,6 +110,9 @@ class Coded:
 
     def on(self, tensors):
         return Coded(self.coder, tensors[""], tensors["_scale"], self.n, self.signed)
+
+    def copied(self):
+        return dataclasses.replace(self, values=self.values.clone(), scales=self.scales.clone())
 
     def split(self, bucket):
         numbers = [p.numel() for p in bucket.params] if len(bucket.params) > 1 else [self.n]

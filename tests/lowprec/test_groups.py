@@ -150,11 +150,12 @@ def test_a_moment_that_is_assigned_is_what_steps_and_what_is_saved(how, compiled
     assert all(map(torch.equal, found[:2], found[2:]))
 
 
+@pytest.mark.parametrize("shape", ((4,), (600, 600)))  # in one bucket, and in two
 @pytest.mark.parametrize("compiled", (False, True))
-def test_two_states_that_were_swapped_are_each_others(compiled):
+def test_two_states_that_were_swapped_are_each_others(compiled, shape):
     found = []
     for kind, options in ((torch.optim.AdamW, {}), (AdamW, {"compiled": compiled})):
-        p, q = parameter(), parameter(2.0)
+        p, q = parameter(shape=shape), parameter(2.0, shape)
         q.grad = torch.full_like(q, -3.0)
         optimizer = kind([p, q], lr=1e-2, **options)
         optimizer.step()

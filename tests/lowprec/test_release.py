@@ -408,3 +408,25 @@ def test_a_parameter_that_comes_late_is_refused_and_keeps_no_gradient():
     optimizer.add_param_group({"params": list(model[1].parameters())})
     model(torch.ones(2, 4)).sum().backward()
     refused(optimizer.step, "after grad_release was set up")
+
+
+# ---- What others put in its place --------------------------------------------------------------------------
+
+
+def test_a_state_that_was_cleared_begins_anew_and_a_parameter_of_another_shape_is_refused():
+    found = []
+    for released in (False, True):
+        p = nn.Parameter(torch.ones(4, 4))
+        optimizer = AdamW([p], lr=0.1, compiled=False)
+        if released:
+            Release(optimizer)
+        for step in range(4):
+            if step == 2:
+                optimizer.state.clear()
+            (p * (step - 0.5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(p.detach().clone())
+    assert torch.equal(*found)
+    p.data = torch.ones(400, 400)
+    refused(lambda: p.sum().backward(), "is [400, 400], and its state was made for [4, 4]")
