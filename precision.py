@@ -36,7 +36,7 @@ PRECISION_FLAGS = (
         "none",
         "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a "
         "full copy; both keep fp32 states; split8 keeps 24 of the 32 bits, as bf16 weight + int8 remainder",
-        choices=("none", "split", "split8", "fp32"),
+        choices=SITES["master"].values,
     ),
     precision_flag("opt8bit", False, "optimiser states in 8 bits, with bitsandbytes' codes"),
     precision_flag("opt4bit", False, "optimiser states in 4 bits, with torchao's codes"),

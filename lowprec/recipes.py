@@ -19,7 +19,7 @@ import torch
 from . import rules
 from .errors import Refused, check_several
 from .optimizers.build import OPTIMIZERS, classes_of
-from .rounding import DTYPE_OF_NAME
+from .rounding import DTYPE_OF_NAME, WAY_OF_MASTER
 from .rules import check_machine
 from .sites import BLOCKS_OF_GENERATION, CODE_FORMATS, LOW_PRODUCTS, SITES, Site
 
@@ -186,14 +186,20 @@ BF16_MOMENTS = dict(exp_avg="bf16", exp_avg_sq="bf16")
 # an exact master promises fp32 AdamW bit for bit, which bf16 moments would break; --set exp_avg=bf16 takes
 # them back
 FP32_MOMENTS = dict(exp_avg="fp32", exp_avg_sq="fp32")
-MOMENTS_BESIDE = {"split": FP32_MOMENTS, "fp32": FP32_MOMENTS, "split8": BF16_MOMENTS}
+
+
+def _moments_beside(way):
+    """{moment: value}: fp32 beside a master that loses nothing."""
+    return BF16_MOMENTS if way.loses(torch.bfloat16) else FP32_MOMENTS
+
+
 LOW = dict(weights="bf16", compute="bf16", grads="bf16", accumulate="bf16")
 # flag of recipe(): its value -> {site: value} that it sets; a flag further down has the last word
 FLAGS: dict[str, Callable[[Any], dict[str, str]]] = {
     "bf16": lambda on: dict(compute="bf16"),
     "fp16": lambda on: dict(compute="fp16"),
     "pure_bf16": lambda on: {**LOW, **BF16_MOMENTS},
-    "master": lambda kind: {"master": kind, **MOMENTS_BESIDE[kind]},
+    "master": lambda kind: {"master": kind, **_moments_beside(WAY_OF_MASTER[kind])},
     "kahan": lambda on: dict(kahan="on"),
     "stochastic": lambda on: dict(update="stochastic"),
     "opt8bit": lambda on: dict(exp_avg="int8", exp_avg_sq="int8"),
