@@ -476,7 +476,9 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         if not all(map(operator.is_, now, bucket.given)) or [t.data_ptr() for t in now] != bucket.places:
             self.adopt_state(bucket)
             states = [self.state[p] for p in params]
-        steps = {state["step"] for state in states}
+        steps = {state.get("step") for state in states}
+        if None in steps:
+            raise Refused("the step of a state was deleted: restore it, or clear the whole state")
         dtypes = {g.dtype for g in present}
         if not apart and len(present) == len(grads) and len(steps) == 1 and len(dtypes) == 1:
             return [bucket]

@@ -186,6 +186,13 @@ def test_a_moment_that_does_not_fit_is_refused(name, value, says):
     assert torch.equal(p, before)
 
 
+def test_a_state_without_its_step_is_refused():
+    p = parameter()
+    optimizer = stepped(AdamW, [p])
+    del optimizer.state[p]["step"]
+    refused(optimizer.step, "the step of a state was deleted", "clear the whole state")
+
+
 def with_another_shape(p):
     p.data = torch.ones(400, 400)
     p.grad = torch.ones(400, 400)
