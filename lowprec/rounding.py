@@ -328,7 +328,6 @@ WAY_OF_LOW = {
     torch.int8: WAY_OF_MASTER["split8"],
     torch.float32: WAY_OF_MASTER["fp32"],
 }
-SITE_OF_LOW_PART = {way.name: way.site for way in WAY_OF_LOW.values()}
 
 
 def way_of(low):

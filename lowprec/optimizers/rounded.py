@@ -41,7 +41,6 @@ from .groups import (
     OPTIONS_NOT_OURS,
     SPARSE_GRADIENT,
     check_dtypes,
-    check_groups,
     check_numbers,
     check_options,
     check_rule,
@@ -251,10 +250,6 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         it has, defaults too.
         """
         check_numbers(group)
-
-    def check_saved_groups(self, saved):
-        """Raises Refused for saved parameter groups that are not those of this optimiser."""
-        check_groups(saved, self)
 
     # -- parameters and their state
 

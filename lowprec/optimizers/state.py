@@ -12,6 +12,7 @@ import torch
 from .. import kernels
 from ..errors import Refused
 from ..formats import Format
+from .groups import check_groups
 
 # ---- Held --------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class Coded:
 
 
 class Home:
-    """Where moments live: here, on the device of their weights. parts/offload.py has another."""
+    """Where moments live: here, on the device of their weights. offload.py has another."""
 
     def device(self, p):
         """Where the moments of p are made."""
@@ -213,7 +214,7 @@ class KeptState:
         self.home.settle()
         state_dict = self.rows.cut(state_dict, self.state_dict)
         groups = state_dict["param_groups"]
-        self.check_saved_groups(groups)
+        check_groups(groups, self)
         self._check_formats(state_dict)
         states, options = [], []
         for group, saved in zip(self.param_groups, groups, strict=True):
