@@ -80,6 +80,7 @@ class Experiment:
     x_label: str = ""  # what the x of the arms is
     ranges: bool = False  # report the ranges that generation runs through
     by_bytes: bool = False  # draw the score against bytes a parameter
+    miniature: bool = False  # its runs stand for longer ones that are recorded too: they are no settings
     margin_reason: str = ""  # why the margin is as wide, written before the runs; without it no row shows it
     loss_margin: float = 0.0  # of the held-out loss, in percent of the baseline's; 0: none was fixed
     # when verdicts are read, planned before the runs: {pairs = 12, level = 0.03} each, in order, level being

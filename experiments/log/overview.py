@@ -243,6 +243,8 @@ def settings(experiments, known):
     """[Setting] with a recipe, by net and in the order of the experiments."""
     found = {}
     for experiment in experiments:
+        if experiment.miniature:
+            continue
         for arm in experiment.arms:
             recipe = recipe_of_arm(experiment, arm)
             if recipe is None:

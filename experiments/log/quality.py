@@ -60,6 +60,8 @@ def comparisons(experiments, known):
     """[Row], in the order of the experiments and their arms."""
     found = {}
     for experiment in experiments:
+        if experiment.miniature:
+            continue
         for arm in experiment.arms:
             both = recipe_beside_fp32(experiment, arm)
             if both is None:
