@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Refused
 from .optimizers import buckets
-from .roles import roles
+from .roles import CONVOLUTIONS, roles
 from .rounding import DTYPE_OF_NAME
 
 # ---- Parts of a net ----------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def castable(t: torch.Tensor) -> bool:
 
 def casts_for_itself(module: nn.Module, r) -> bool:
     """Whether autocast casts what this layer multiplies."""
-    return r.autocasts and isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+    return r.autocasts and isinstance(module, nn.Linear | CONVOLUTIONS)
 
 
 def matching(name: str, dtypes: Mapping[str, str]) -> str | None:

@@ -16,6 +16,7 @@ Codes are written to the nearest, or stochastically: exp_avg_sq decays by 0.1 % 
 56 % apart, so that to the nearest it may stand still. A new format is one more row of FORMATS.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -390,3 +391,20 @@ FORMATS = {
     "log4": Log4(),
     "flash8": Curved(),
 }
+CODE_FORMATS = {name: form.why for name, form in FORMATS.items()}
+
+# ---- Sites -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One kind of tensor. values: what it may be held in or how it may be written, the default first.
+
+    why: {value: the reason that the ledger prints}. warn: {value: what a recipe with that value loses}.
+    follows: the site of SITES whose value it takes where nothing is said; "" for its own default.
+    """
+
+    values: tuple[str, ...]
+    why: dict[str, str] = dataclasses.field(default_factory=dict)
+    warn: dict[str, str] = dataclasses.field(default_factory=dict)
+    follows: str = ""

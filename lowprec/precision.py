@@ -38,6 +38,7 @@ from .optimizers.release import clip_factor, norms_of
 from .parts import PARTS
 from .parts.part import Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
+from .roles import CONVOLUTIONS
 from .rounding import exact_weight
 from .rules import NET_RULES, SETTING_RULES, refuse
 from .sites import LOW_PRODUCTS
@@ -230,7 +231,7 @@ class Precision:
             torch.backends.mha.set_fastpath_enabled(False)
         if self.device.type == "cpu" and r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
             cpu_products.settle_products(self.device)
-            convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in net.modules())
+            convolves = any(isinstance(m, CONVOLUTIONS) for m in net.modules())
             if convolves and r.compute != "fp16" and not self.compiled:
                 from .layers import convolutions
 

@@ -14,7 +14,7 @@ NORM_CLASSES = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.instancenorm._InstanceNorm,
 )
-
+CONVOLUTIONS = nn.modules.conv._ConvNd  # of one to three dimensions, and transposed ones
 
 # the head: a part called so anywhere in the name, or one of these at the top of the net
 HEADS_AT_THE_TOP = "out|fc|head|heads|classifier|score|proj_out|conv_out"

@@ -1,35 +1,17 @@
 """The sites: each kind of tensor of a run, with the values that it may have and the reason for each.
 
-A row is a Site. SITES are those of every run. An optimiser has its own in `Rounded.sites`, a task in
+A row is a formats.Site. SITES are those of every run. An optimiser has its own in `Rounded.sites`, a task in
 `Task.sites`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
-from .formats import FORMATS
+from .formats import CODE_FORMATS, Site
 
 LOW_PRODUCTS = ("fp8", "fp4")  # values of compute in which nn.Linear reads 8 or 4 bits, all else bf16
-CODE_FORMATS = {name: form.why for name, form in FORMATS.items()}
 _BLOCKS = {name: f"samples are drawn through layers in {name}" for name in ("mxfp8", "mxfp4", "nvfp4")}
 # and with weights alone in these formats, what they multiply in bf16
 BLOCKS_OF_GENERATION = {**_BLOCKS, **{f"{name}_weights": why for name, why in _BLOCKS.items()}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One kind of tensor. values: what it may be held in or how it may be written, the default first.
-
-    why: {value: the reason that the ledger prints}. warn: {value: what a recipe with that value loses}.
-    follows: the site of SITES whose value it takes where nothing is said; "" for its own default.
-    """
-
-    values: tuple[str, ...]
-    why: dict[str, str] = dataclasses.field(default_factory=dict)
-    warn: dict[str, str] = dataclasses.field(default_factory=dict)
-    follows: str = ""
-
 
 SITES = {
     "weights": Site(
@@ -159,10 +141,3 @@ SITES = {
         },
     ),
 }
-
-# of SGD and of Muon
-MOMENTUM = Site(
-    ("fp32", "bf16", *CODE_FORMATS),
-    {"bf16": "1-momentum is far above an ulp", **CODE_FORMATS},
-    follows="exp_avg",
-)

@@ -82,9 +82,6 @@ UPWARD = {
     "cast": {"parts.frozen", "layers.convolutions"},
     "recipes": {"layers.fp4", "layers.fp8_backends"},
     "optimizers.release": {"rules"},
-    "optimizers.muon": {"sites", "layers.convolutions"},
-    "optimizers.adafactor": {"sites"},
-    "optimizers.sgd": {"sites"},
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-CONVOLUTIONS = nn.modules.conv._ConvNd  # of one to three dimensions, and transposed ones
+from ..roles import CONVOLUTIONS
 
 
 class Convolution(NamedTuple):

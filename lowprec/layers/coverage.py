@@ -6,9 +6,8 @@ from torch import nn
 
 from ..errors import Refused
 from ..parts.part import Method
-from ..roles import roles
+from ..roles import CONVOLUTIONS, roles
 from . import fp8_product
-from .convolutions import CONVOLUTIONS
 from .flops import module_flops
 from .fp8_product import Scaling
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import Refused
-from ..sites import Site
+from ..formats import Site
 from .by_tensor import ByTensor
 
 MOVES_SLOWLY = {

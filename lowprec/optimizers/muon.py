@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ..errors import Refused, check_choice
+from ..formats import Site
 from ..kernels import cpu_products
-from ..layers.convolutions import CONVOLUTIONS
-from ..roles import role, roles
+from ..roles import CONVOLUTIONS, role, roles
 from ..rounding import DTYPE_OF_NAME
-from ..sites import MOMENTUM, Site
 from .by_tensor import ByTensor, Rooms
+from .sgd import MOMENTUM
 
 ORTHOGONALISE = Site(
     ("fp32", "bf16"),

@@ -7,8 +7,15 @@ import torch
 
 from .. import kernels
 from ..errors import Refused
-from ..sites import MOMENTUM
+from ..formats import CODE_FORMATS, Site
 from .rounded import Rounded
+
+# Muon has it too
+MOMENTUM = Site(
+    ("fp32", "bf16", *CODE_FORMATS),
+    {"bf16": "1-momentum is far above an ulp", **CODE_FORMATS},
+    follows="exp_avg",
+)
 
 
 class SGDNumbers(NamedTuple):
