@@ -383,9 +383,9 @@ class Cast:
     def undo(self, net: nn.Module) -> nn.Module:
         """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
         _remove_borders(net)
-        from .layers import convolutions
+        from .parts import onednn
 
-        convolutions.detach(net)
+        onednn.detach(net)
         return net
 
 

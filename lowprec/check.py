@@ -9,8 +9,8 @@ import torch
 
 from . import __version__
 from .kernels import cpu_step
-from .layers.convolutions import fault_line
 from .machine import device_facts, recommended_flags, support
+from .parts.onednn import fault_line
 
 # without which a kind of states can't be had
 PACKAGE_OF_STATES = {"opt8bit": "bitsandbytes", "opt4bit": "torchao"}

@@ -233,9 +233,9 @@ class Precision:
             cpu_products.settle_products(self.device)
             convolves = any(isinstance(m, CONVOLUTIONS) for m in net.modules())
             if convolves and r.compute != "fp16" and not self.compiled:
-                from .layers import convolutions
+                from .parts import onednn
 
-                convolutions.attach(net)
+                onednn.attach(net)
         self.view_of_model = View(net, r, self.methods, self.options.keep)
         self.view_of_model.forward = forward
         self.view_of_model.tells = True

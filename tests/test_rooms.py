@@ -76,10 +76,10 @@ FLOORS = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 # what goes up, to fall: by the table of parts, once something is asked for, or not moved yet
 UPWARD = {
-    "precision": {"parts", "parts.part", "parts.frozen", "parts.micro_batches", "layers.convolutions"},
+    "precision": {"parts", "parts.part", "parts.frozen", "parts.micro_batches", "parts.onednn"},
     "view": {"parts.first_call", "parts.mixed"},
     "telemetry": {"parts.part"},
-    "cast": {"parts.frozen", "layers.convolutions"},
+    "cast": {"parts.frozen", "parts.onednn"},
     "recipes": {"layers.fp4", "layers.fp8_backends"},
     "optimizers.release": {"rules"},
 }

@@ -1,4 +1,4 @@
-"""convolutions.py: a weight gradient that oneDNN gets wrong is taken without it. This machine's may be right:
+"""onednn.py: a weight gradient that oneDNN gets wrong is taken without it. This machine's may be right:
 a fault is planted where torch is called."""
 
 import functools
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowprec import check
-from lowprec.layers import convolutions
+from lowprec.parts import onednn
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
 
@@ -19,7 +19,7 @@ eager = common.eager
 @pytest.fixture
 def wrong_by_onednn(monkeypatch):
     """oneDNN leaves a part of every weight gradient unwritten."""
-    right = convolutions.weight_gradient
+    right = onednn.weight_gradient
 
     def gradient(*arguments):
         found = right(*arguments)
@@ -27,8 +27,8 @@ def wrong_by_onednn(monkeypatch):
             found.view(-1)[:9] = 1e9
         return found
 
-    monkeypatch.setattr(convolutions, "weight_gradient", gradient)
-    monkeypatch.setattr(convolutions, "_found_wrong", {})
+    monkeypatch.setattr(onednn, "weight_gradient", gradient)
+    monkeypatch.setattr(onednn, "_found_wrong", {})
 
 
 NETS = {
@@ -72,13 +72,13 @@ def test_the_commands_name_what_is_wrong(wrong_by_onednn):
 
 
 def test_a_layer_that_is_right_keeps_its_kernel(monkeypatch):
-    monkeypatch.setattr(convolutions, "_found_wrong", {})
-    gradient = convolutions.weight_gradient
+    monkeypatch.setattr(onednn, "_found_wrong", {})
+    gradient = onednn.weight_gradient
 
     def right(*arguments):
         with torch.backends.mkldnn.flags(enabled=False):  # with it this machine's own may be wrong
             exact = gradient(*arguments)
         return exact.mul(1.001 if torch.backends.mkldnn.enabled else 1.0)
 
-    monkeypatch.setattr(convolutions, "weight_gradient", right)
-    assert not convolutions.faulty_convolutions()
+    monkeypatch.setattr(onednn, "weight_gradient", right)
+    assert not onednn.faulty_convolutions()
