@@ -22,7 +22,7 @@ from tqdm import tqdm
 import models
 from lowprec.errors import Refused
 from lowprec.formats import FORMATS
-from lowprec.optimizers.offload import Offload
+from lowprec.parts.offload import Offload
 from lowprec.precision import Precision, recipe
 
 BYTES_A_MIB, BYTES_A_GIB = 2**20, 2**30

@@ -32,7 +32,7 @@ from benchmarks.common import (
 )
 from harness.flags import natural
 from lowprec.formats import FORMATS
-from lowprec.optimizers import offload
+from lowprec.parts import offload
 from lowprec.parts.activations import Meter, recompute
 from lowprec.precision import recipe
 from lowprec.rules import check_machine

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .optimizers.average import EMA
     from .optimizers.lion import Lion
     from .optimizers.muon import Muon
-    from .optimizers.offload import Offload
-    from .optimizers.release import Release
     from .optimizers.rounded import AdamW
     from .optimizers.sgd import SGD
+    from .parts.offload import Offload
+    from .parts.release import Release
     from .precision import Precision
     from .recipes import Recipe, recipe
     from .sites import SITES, Site
@@ -62,11 +62,11 @@ _MODULES = {
     "EMA": "optimizers.average",
     "Lion": "optimizers.lion",
     "Muon": "optimizers.muon",
-    "Offload": "optimizers.offload",
+    "Offload": "parts.offload",
     "Precision": "precision",
     "Recipe": "recipes",
     "Refused": "errors",
-    "Release": "optimizers.release",
+    "Release": "parts.release",
     "SGD": "optimizers.sgd",
     "SITES": "sites",
     "Site": "sites",

@@ -32,9 +32,8 @@ from .kernels import cpu_products
 from .machine import settle_vector_math
 from .optimizers import build
 from .optimizers.average import average_kind
-from .optimizers.buckets import local_tensor
+from .optimizers.buckets import clip_factor, local_tensor, norms_of
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers
-from .optimizers.release import clip_factor, norms_of
 from .parts import PARTS
 from .parts.part import Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
@@ -70,8 +69,8 @@ class Options:
     accumulate: int = 1  # micro-batches a step
     clip_grad: float = 0.0  # largest norm of the gradient, 0 for none
     clip_tensor: float = 0.0  # the same of each tensor by itself
-    grad_release: bool = False  # update within backward, see optimizers/release.py
-    states_on: Any = "device"  # where moments are kept: 'device' or 'cpu', see optimizers/offload.py
+    grad_release: bool = False  # update within backward, see parts/release.py
+    states_on: Any = "device"  # where moments are kept: 'device' or 'cpu', see parts/offload.py
     seed: int = 0  # of the rounding noise
     ema_decay: float | None = 0.999  # of the average 'ema', whose dtype and rounding are sites; None for none
     ema_warmup: bool = False  # let it start low, see average.EMA

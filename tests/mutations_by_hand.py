@@ -163,7 +163,7 @@ LOWPREC = (
     ),
     ByHand(
         "clip-of-a-released-tensor-dropped",
-        "lowprec/optimizers/release.py",
+        "lowprec/parts/release.py",
         "Release._look",
         "scale = {p: clip_factor(norms[p], self.clip)}",
         "scale = {p: 1.0}",
@@ -171,7 +171,7 @@ LOWPREC = (
     ),
     ByHand(
         "offload-waits-for-the-other-room",
-        "lowprec/optimizers/offload.py",
+        "lowprec/parts/offload.py",
         "Offload.passing.fetch",
         "list(copy_pairs(on_device, states[n])), free_after[n % 2])",
         "list(copy_pairs(on_device, states[n])), free_after[(n + 1) % 2])",

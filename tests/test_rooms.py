@@ -81,7 +81,6 @@ UPWARD = {
     "telemetry": {"parts.part"},
     "cast": {"parts.frozen", "parts.onednn"},
     "recipes": {"layers.fp4", "layers.fp8_backends"},
-    "optimizers.release": {"rules"},
 }
 
 

@@ -223,7 +223,7 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     name: an entry of OPTIMIZER_NAMES, a subclass of Rounded, or a function params -> torch.optim.Optimizer.
     params: parameters, or groups with options of their own, `optimizer` among them. options: lr, betas, eps,
     momentum, nesterov; None or left out: the optimiser's own; a stranger's gets none. net: the module that
-    they belong to, which tells hidden layers. away: an offload.Offload for the moments of ours. Raises
+    they belong to, which tells hidden layers. away: a lowprec.Offload for the moments of ours. Raises
     Refused when the name is unknown, the package absent, the peer can't serve the recipe, or none here has
     an eps or a momentum that was given.
     """

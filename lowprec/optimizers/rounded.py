@@ -152,7 +152,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     held as `states` says, or each as its keyword or `kinds`, {moment: kind}, says: 'fp32', 'bf16', or codes
     of `formats.FORMATS` with a scale a block (small tensors in fp32), rounded as `update` says. Rounding
     noise is a function of (seed, step, place in the parameter list). compiled: fuse the step by a compiler.
-    away: an offload.Offload, which keeps the moments in the memory of the CPU. A parameter that is frozen has
+    away: a lowprec.Offload, which keeps the moments in the memory of the CPU. A parameter that is frozen has
     no state before its first gradient. fused, foreach: taken for torch's sake, and do nothing: a step is
     fused already; and flags of torch's, as amsgrad, where they are off.
     Raises Refused for other dtypes of parameters, for tensors without memory of their own, and for a

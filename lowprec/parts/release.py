@@ -1,10 +1,140 @@
-"""A run that updates within backward: see optimizers/release.py."""
+"""The optimiser's step inside backward: each parameter is updated once its gradient is there, which is freed.
+
+    optimizer = AdamW(model.parameters(), lr=1e-3, update="stochastic", exp_avg="int8", exp_avg_sq="int8")
+    Release(optimizer)
+    for x, y in loader:
+        F.mse_loss(model(x), y).backward()   # updates every parameter, and holds no gradient
+        optimizer.step()                     # ends the step
+
+A step then holds one tensor's gradient at a time, which spares 2 bytes a parameter in bf16. Its bits are
+those of the ordinary step, for noise is keyed by a parameter's place and not by when it is written.
+
+What needs all gradients before the first update can't be had, see RELEASE_RULES. Every backward pass
+that reaches a parameter updates it: set requires_grad=False on a net that only passes gradients on. Learning
+rates are read in backward, so a schedule moves them before it or after `optimizer.step()`.
+"""
+
+import operator
+
+import torch
 
 from ..errors import Refused
-from ..optimizers.release import Release
-from ..rules import RELEASE_ALONE_RULES, Rule, check_wrapped
+from ..optimizers.buckets import clip_factor, norms_of
+from ..optimizers.groups import SPARSE_GRADIENT
+from ..optimizers.rounded import Rounded
+from ..rules import RELEASE_ALONE_RULES, Rule, check_alone, check_wrapped
 from ..telemetry import report_of_run
 from .part import Part
+
+# ---- Release -----------------------------------------------------------------------------------------------
+
+
+class Release:
+    """Lets `optimizer` update within backward. optimizer: a subclass of Rounded, or several joined.
+
+    gradient: parameter -> what it is updated by, p.grad or something made of it. clip: largest norm of a
+    tensor's gradient, 0 for none. Raises Refused for other optimisers; during backward for a second gradient
+    of a parameter in one step, for a sparse one, and where several processes would have to sum them.
+
+    updated: the parameters that this step's backward has updated. hold: whether backward leaves gradients for
+    `optimizer.step()`, the ordinary step; set it between steps, as a Watch does for those it looks at.
+    watched: a telemetry.StepReport that is shown each write, or None; norms and nonfinite: {parameter: 0-dim
+    tensor}, while there is one. before: called once a step, before the first write.
+    """
+
+    def __init__(self, optimizer, gradient=None, clip=0.0, before=None):
+        self.optimizer, self.clip, self.before = optimizer, clip, before
+        self.gradient = gradient or operator.attrgetter("grad")
+        self.hold, self.watched = False, None
+        self.updated, self.norms, self.nonfinite = set(), {}, {}
+        self.parts = getattr(optimizer, "parts", [optimizer])
+        for part in self.parts:
+            if not isinstance(part, Rounded):
+                own = type(getattr(part, "inner", part)).__name__
+                what = f"grad_release updates a parameter at a time, which {own} can't"
+                raise Refused(f"{what}: use adamw, sgd, lion, adafactor or muon of ours, or drop it")
+        self.pieces = {part: _pieces(part) for part in self.parts}
+        self.items = {}  # parameter -> (its optimiser, what that carries out), of this step
+        self.handles = [optimizer.register_step_post_hook(self._ended)]
+        self.heard = set()  # parameters whose gradients come here
+        for part in self.parts:
+            for p in part.all_params():
+                if p.requires_grad:
+                    self.heard.add(p)
+                    self.handles.append(p.register_post_accumulate_grad_hook(self._update))
+        optimizer.released = self
+
+    def remove(self):
+        """Back to the ordinary step."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.optimizer.released = [], None
+
+    @torch.no_grad()
+    def _update(self, p):
+        if self.hold:
+            return
+        if p in self.updated:
+            two = f"a parameter of shape {tuple(p.shape)} got a second gradient in one step"
+            ways = "do one backward pass a step, then step(), and checkpoint with use_reentrant=False"
+            raise Refused(f"grad_release: {two}, and was updated by the first: {ways}")
+        if p.grad.is_sparse:
+            raise Refused(SPARSE_GRADIENT)
+        if not self.items:
+            self._begin()
+        part, item = self.items[p]
+        grads = {p: self.gradient(p)}
+        part.check_tensors(item.piece, [grads[p]])
+        p.grad = None
+        scale = self._look(part, p, grads)
+        part.carry_out(item, grads.get, scale)
+        self.updated.add(p)
+
+    def _begin(self):
+        """One table for all of the step's updates, whichever of them come."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            check_alone(processes=torch.distributed.get_world_size())
+        if self.before:
+            self.before()
+        for part in self.parts:
+            if any([part.adopt_state(bucket) for bucket in part.begun()]):
+                self.pieces[part] = _pieces(part)
+            for item in part.plan(self.pieces[part]):
+                self.items[item.piece.params[0]] = part, item
+
+    def _look(self, part, p, grads):
+        """What multiplies the gradient of p. Telemetry looks at the write that is to come."""
+        scale = 1.0
+        if self.clip or self.watched is not None:
+            norms = norms_of(grads)
+        if self.clip:
+            scale = {p: clip_factor(norms[p], self.clip)}
+        if self.watched is not None:
+            self.norms.update(norms)
+            self.nonfinite[p] = (~grads[p].isfinite()).sum()
+            self.watched.add(grads, scale)
+            part.announce({}, 1.0)  # which would hold the gradient
+        return scale
+
+    def _ended(self, *_):
+        for part in self.parts:
+            if any(p.grad is not None and p not in self.heard for p in part.all_params()):
+                late = "a parameter came to the optimiser, or was thawed, after grad_release was set up"
+                raise Refused(f"{late}, and would keep its gradient: make it once all parameters are there")
+        self.updated, self.norms, self.nonfinite = set(), {}, {}
+        self.items, self.watched = {}, None
+
+
+def _pieces(part):
+    """[(index of the group, bucket of one parameter)] of an optimiser."""
+    found = []
+    for index, bucket in part._buckets:
+        if bucket.begun:
+            found += [(index, piece) for piece in part.tensor_by_tensor(bucket)]
+    return found
+
+
+# ---- A run that releases -----------------------------------------------------------------------------------
 
 RELEASE_RULES = (
     Rule(

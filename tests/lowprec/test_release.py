@@ -24,9 +24,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from lowprec.optimizers.release import Release
 from lowprec.optimizers.rounded import AdamW
-from lowprec.parts.release import Released
+from lowprec.parts.release import Release, Released
 from lowprec.precision import Precision, recipe
 from lowprec.watch.watch import Watch
 

@@ -26,9 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.optimizers.average import EMA, OnCPU, average_kind
 from lowprec.optimizers.build import build
-from lowprec.optimizers.release import Release
 from lowprec.optimizers.rounded import AdamW
-from lowprec.parts.release import Released
+from lowprec.parts.release import Release, Released
 from lowprec.precision import Precision, recipe
 
 eager = common.eager

@@ -17,9 +17,9 @@ from torch import nn
 
 from lowprec.optimizers import buckets
 from lowprec.optimizers.build import OPTIMIZERS
-from lowprec.optimizers.offload import Offload, bytes_kept_away, bytes_of_room, views_of_room
 from lowprec.optimizers.rounded import AdamW
 from lowprec.parts.loss_scale import LossScale
+from lowprec.parts.offload import Offload, bytes_kept_away, bytes_of_room, views_of_room
 from lowprec.precision import Precision, recipe
 from lowprec.watch.watch import Watch
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import train
 from benchmarks import memory
-from lowprec.optimizers.offload import Offload, Traffic, bytes_kept_away, offloaded
 from lowprec.parts import offload
+from lowprec.parts.offload import Offload, Traffic, bytes_kept_away, offloaded
 from lowprec.precision import Precision, recipe
 
 eager = common.eager
