@@ -53,7 +53,7 @@ class Release:
                 own = type(getattr(part, "inner", part)).__name__
                 what = f"grad_release updates a parameter at a time, which {own} can't"
                 raise Refused(f"{what}: use adamw, sgd, lion, adafactor or muon of ours, or drop it")
-        self.pieces = {part: _pieces(part) for part in self.parts}
+        self.pieces = {part: ([], []) for part in self.parts}  # what buckets held, and their pieces
         self.items = {}  # parameter -> (its optimiser, what that carries out), of this step
         self.handles = [optimizer.register_step_post_hook(self._ended)]
         self.heard = set()  # parameters whose gradients come here
@@ -97,10 +97,24 @@ class Release:
         if self.before:
             self.before()
         for part in self.parts:
-            if any([part.adopt_state(bucket) for bucket in part.begun()]):
-                self.pieces[part] = _pieces(part)
-            for item in part.plan(self.pieces[part]):
+            for item in part.plan(self._pieces_of(part)):
                 self.items[item.piece.params[0]] = part, item
+
+    def _pieces_of(self, part):
+        """[(index of the group, bucket of one parameter)] of an optimiser. A state that was assigned since
+        the last step lies elsewhere, whoever took it.
+        """
+        buckets = [(index, bucket) for index, bucket in part._buckets if bucket.begun]
+        for _, bucket in buckets:
+            part.adopt_state(bucket)
+        held, pieces = self.pieces[part]
+        now = [bucket.given for _, bucket in buckets]
+        if list(map(id, now)) != list(map(id, held)):
+            pieces = []
+            for index, bucket in buckets:
+                pieces += [(index, piece) for piece in part.tensor_by_tensor(bucket)]
+            self.pieces[part] = now, pieces
+        return pieces
 
     def _look(self, part, p, grads):
         """What multiplies the gradient of p. Telemetry looks at the write that is to come."""
@@ -123,15 +137,6 @@ class Release:
                 raise Refused(f"{late}, and would keep its gradient: make it once all parameters are there")
         self.updated, self.norms, self.nonfinite = set(), {}, {}
         self.items, self.watched = {}, None
-
-
-def _pieces(part):
-    """[(index of the group, bucket of one parameter)] of an optimiser."""
-    found = []
-    for index, bucket in part._buckets:
-        if bucket.begun:
-            found += [(index, piece) for piece in part.tensor_by_tensor(bucket)]
-    return found
 
 
 # ---- A run that releases -----------------------------------------------------------------------------------

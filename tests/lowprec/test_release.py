@@ -429,3 +429,21 @@ def test_a_state_that_was_cleared_begins_anew_and_a_parameter_of_another_shape_i
     assert torch.equal(*found)
     p.data = torch.ones(400, 400)
     refused(lambda: p.sum().backward(), "is [400, 400], and its state was made for [4, 4]")
+
+
+@pytest.mark.parametrize("look", [lambda o, p: None, lambda o, p: o.moment(p, "exp_avg")])
+def test_a_moment_that_was_assigned_is_what_steps_even_where_somebody_looked_at_it(look):
+    found = []
+    for released in (False, True):
+        p, q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        optimizer = AdamW([p, q], lr=0.1, compiled=False)
+        if released:
+            Release(optimizer)
+        for _ in range(3):
+            (p + 2 * q).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.state[p]["exp_avg"] = torch.ones(4)
+            look(optimizer, p)
+        found.append((p.detach().clone(), optimizer.state_dict()["state"][1]["exp_avg"]))
+    assert all(map(torch.equal, *found))
