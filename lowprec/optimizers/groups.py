@@ -85,20 +85,26 @@ def check_dtypes(params, optimizer):
             raise Refused(f"{what}: train it by torch's own optimiser, or dequantise it first")
 
 
-def check_groups(saved, optimizer):
-    """Raises Refused for saved parameter groups that don't fit those of `optimizer`, or of another rule."""
-    name = type(optimizer).__name__
+def check_sizes(saved, optimizer):
+    """Raises Refused for saved parameter groups of other lengths than those of `optimizer`."""
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     sizes = [len(group["params"]) for group in saved]
     if sizes != own_sizes:
         theirs = f"optimiser state of {sum(sizes)} parameters in groups of {sizes}"
         ours = f"a model with groups of {own_sizes}"
         raise Refused(f"{theirs} does not fit {ours}: it belongs to another model")
+
+
+def check_groups(saved, optimizer):
+    """Raises Refused for saved parameter groups that don't fit those of `optimizer`, or of another rule."""
+    check_sizes(saved, optimizer)
+    name = type(optimizer).__name__
     for group in saved:
         check_rule(group, "optimiser state of a training", name)
         if "decoupled_weight_decay" in group and "amsgrad" not in group:  # their states look like AdamW's
             raise Refused(f"optimiser state of RAdam or NAdam: start {name} without it, a new rule")
         if missing := sorted(optimizer.defaults.keys() - group.keys()):
             raise Refused(f"optimiser state without {missing[0]}: it is another optimiser's than {name}")
-        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
-            raise Refused("optimiser state of Adam with L2 decay: AdamW's decay is another; set it to 0")
+        decoupled = group.get("decoupled_weight_decay", "dampening" not in group)  # torch's SGD has no choice
+        if group.get("weight_decay") and not decoupled:
+            raise Refused(f"optimiser state with L2 decay: {name}'s is decoupled; set it to 0 in its groups")

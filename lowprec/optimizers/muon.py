@@ -95,6 +95,12 @@ class Muon(ByTensor):
         param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
 
+    def check_group(self, group):
+        super().check_group(group)
+        theirs = group.get("adjust_lr_fn", self.adjust) or "original"
+        if theirs != self.adjust:
+            raise Refused(f"steps of torch's Muon are adjusted as {theirs!r}: make Muon(adjust={theirs!r})")
+
     def numbers(self, group, step):
         kernel_dims = {None: 4, True: 3, False: sys.maxsize}[group.get("kernels")]
         return MuonNumbers(group["momentum"], bool(group["nesterov"]), float(group["lr"]), kernel_dims)

@@ -12,12 +12,14 @@ from contextlib import contextmanager
 
 import torch
 
+from ..errors import Refused
 from ..formats import FORMATS
 from ..machine import quiet_import
 from ..rounding import exact_weight
 from .answers import Answers, params_of
 from .buckets import scale_of
-from .state import own_attributes
+from .groups import check_sizes
+from .state import described, own_attributes
 
 
 class Peer(Answers, torch.optim.Optimizer):
@@ -28,6 +30,7 @@ class Peer(Answers, torch.optim.Optimizer):
     """
 
     names = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
+    shaped_as_weights: tuple[str, ...] = ()  # names of states that have the shape of their weight
     low: str | None = None  # name of the state that keeps what rounding lost
     # {site: how it is written}: update, kahan, moments and decay, where not as the recipe says
     writes: dict = {}
@@ -144,17 +147,35 @@ class Peer(Answers, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """torch's loader casts floating states to the parameter's dtype: each saved tensor goes back as it
-        was saved.
+        was saved. Raises Refused for a state of other shapes, which torch's loader takes.
         """
+        check_sizes(state_dict["param_groups"], self)
+        for p, saved in self._saved_of_each(state_dict):
+            self._check_shapes(p, saved)
         rates = [group.get("initial_lr") for group in self.param_groups]
         self.inner.load_state_dict(state_dict)
         for group, rate in zip(self.inner.param_groups, rates, strict=True):
             if rate is not None:  # states of old do not hold it, and their lr may be that of a warm-up
                 group.setdefault("initial_lr", rate)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        for p, saved in self._saved_of_each(state_dict):
+            self._load(p, saved)
+
+    def _saved_of_each(self, state_dict):
+        """[(parameter, its saved state)]."""
+        found = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for p, i in zip(group["params"], saved["params"], strict=True):
-                self._load(p, state_dict["state"].get(i, {}))
+                found.append((p, state_dict["state"].get(i, {})))
+        return found
+
+    def _check_shapes(self, p, saved):
+        own = self.state.get(p, {})
+        for name, value in saved.items():
+            here = own.get(name, p if name in self.shaped_as_weights else value)
+            if torch.is_tensor(value) and (not torch.is_tensor(here) or here.shape != value.shape):
+                theirs = f"optimiser state: {name} is {described(value)} there, and {described(here)} here"
+                raise Refused(f"{theirs}: it was written by another model or recipe")
 
     def _load(self, p, saved):
         for name, value in saved.items():
@@ -172,6 +193,7 @@ class Peer(Answers, torch.optim.Optimizer):
 class Published(Peer):
     """An AdamW, as its authors publish it."""
 
+    shaped_as_weights = ("exp_avg", "exp_avg_sq", "ema", "ema_squared")
     low_bytes = 0  # bytes a parameter of the state `low`
 
     def wanted(self, p, g, pick=torch.flatten):

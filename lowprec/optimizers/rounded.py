@@ -46,7 +46,7 @@ from .groups import (
     check_rule,
     name_of,
 )
-from .state import HERE, Coded, KeptState, Plain, described
+from .state import HERE, Coded, KeptState, Plain, described, holds, was_freed
 
 # ---- AdamW -------------------------------------------------------------------------------------------------
 
@@ -380,7 +380,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         for p, state, views in zip(bucket.params, states, own, strict=True):
             named = views if state.keys() - {"step"} else {}
             for name, view in named.items():
-                if not _holds(view, state.get(name)):
+                if not holds(view, state.get(name)) or state[name].device != view.device:
                     here, there = described(view), described(state.get(name))
                     raise Refused(
                         f"{name} of {name_of(p, self)} is {there} in the optimiser's state, and steps hold "
@@ -494,7 +494,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             if g.shape != shape:
                 what = f"{name_of(p, self)} is {list(shape)}, and its gradient {list(g.shape)}"
                 raise Refused(f"{what}: give each its own")
-            if _was_freed(own) or _was_freed(g):
+            if was_freed(own) or was_freed(g):
                 what = f"the storage of {name_of(p, self)} or of its gradient was freed"
                 raise Refused(f"{what}: a step needs both")
         if any(p.dtype != bucket.dtype for p in bucket.params):
@@ -594,19 +594,6 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             stochastic=self.by_noise,
             compiled=self.compiled,
         )
-
-
-def _holds(view, t):
-    """Whether the values of t fit a view of the state: nothing of them would be lost."""
-    if not torch.is_tensor(t) or (t.shape, t.device) != (view.shape, view.device):
-        return False
-    both_float = t.is_floating_point() and view.is_floating_point()
-    widens = both_float and torch.promote_types(t.dtype, view.dtype) == view.dtype
-    return not _was_freed(t) and (t.dtype == view.dtype or widens)
-
-
-def _was_freed(t):
-    return t.numel() and not t.untyped_storage().nbytes()
 
 
 # ---- AdamW as an optimiser ---------------------------------------------------------------------------------

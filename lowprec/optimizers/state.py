@@ -248,12 +248,15 @@ class KeptState:
         if p not in self.bucket_of:  # frozen here, and trained where that was saved
             self.begin_state(p)
         saved, own = dict(saved), self.state[p]
+        if saved.keys() == {"momentum_buffer"}:  # of torch's SGD and Muon, which count no steps
+            saved = {"step": 0, "momentum": saved["momentum_buffer"]}
         for name in self.coded_names(p):
             self._encode_old(p, name, saved)
         for name in [*own, *saved]:
-            here, there = described(own.get(name)), described(saved.get(name))
-            if name != "step" and here != there:
-                wrong = f"optimiser state of parameter {number}: {name} is {there} there, and {here} here"
+            here, there = own.get(name), saved.get(name)
+            if not (holds(here, there) or name == "step" and there is not None):
+                differs = f"{name} is {described(there)} there, and {described(here)} here"
+                wrong = f"optimiser state of parameter {number}: {differs}"
                 raise Refused(f"{wrong}: it was written by another model or recipe")
         return saved
 
@@ -278,6 +281,21 @@ class KeptState:
             held.write(old.float().flatten(), None)
             for suffix, t in held.tensors().items():
                 saved[name + suffix] = t
+
+
+def holds(view, t):
+    """Whether a view of the state can hold the values of t, which nothing is lost of."""
+    both = torch.is_tensor(t) and torch.is_tensor(view)
+    if not both or (t.shape, t.is_meta) != (view.shape, view.is_meta) or was_freed(t):
+        return False
+    both_float = t.is_floating_point() and view.is_floating_point()
+    widens = both_float and torch.promote_types(t.dtype, view.dtype) == view.dtype
+    return t.dtype == view.dtype or widens
+
+
+def was_freed(t):
+    """Whether a tensor has entries and no memory for them."""
+    return t.numel() and not t.untyped_storage().nbytes()
 
 
 def described(t):

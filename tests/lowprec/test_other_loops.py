@@ -16,6 +16,7 @@ from common import BF16, fp32_sums, refused
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+import lowprec
 from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import exact_weight, split_master
@@ -362,12 +363,50 @@ def test_a_parameter_without_a_step_is_no_other_model():
         (torch.optim.AdamW, dict(amsgrad=True), "amsgrad"),
         (torch.optim.Adam, dict(weight_decay=0.1), "L2 decay"),
         (torch.optim.RAdam, dict(), "RAdam"),
+        (torch.optim.SGD, dict(momentum=0.9, weight_decay=0.1), "L2 decay"),
+        (torch.optim.Muon, dict(), "original"),
     ],
-    ids=["maximize", "amsgrad", "l2", "radam"],
+    ids=["maximize", "amsgrad", "l2", "radam", "sgd", "muon"],
 )
 def test_states_of_another_rule_are_refused(kind, options, said):
-    model, state = stepped(kind, **options)
-    refused(lambda: ours(model, state), said)
+    p = nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    theirs = kind([p], lr=1e-2, **options)
+    theirs.step()
+    kind = getattr(lowprec, kind.__name__, AdamW)
+    refused(lambda: kind([p], lr=1e-2).load_state_dict(theirs.state_dict()), said)
+
+
+@pytest.mark.parametrize(
+    "kind, options, own",
+    [
+        (torch.optim.SGD, dict(momentum=0.9), {}),
+        (torch.optim.SGD, {}, {}),  # which keeps nothing
+        (torch.optim.Muon, dict(weight_decay=0.1), dict(adjust="original", orthogonalise="bf16")),
+        (torch.optim.AdamW, {}, {}),
+    ],
+    ids=["sgd", "sgd without momentum", "muon", "adamw"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_state_of_torch_goes_on_in_ours(kind, options, own, dtype):
+    """Of bf16 weights theirs is in bf16, and is widened."""
+    p, g = nn.Parameter(torch.ones(4, 8, dtype=dtype)), torch.arange(32.0).view(4, 8).to(dtype)
+    theirs = kind([p], lr=1e-2, **options)
+    p.grad = g
+    theirs.step()
+    q = nn.Parameter(p.detach().clone())
+    ours = getattr(lowprec, kind.__name__)([q], lr=1.0, **own)
+    ours.load_state_dict(theirs.state_dict())
+    p.grad, q.grad = g.flip(0), g.flip(0)
+    theirs.step()
+    ours.step()
+    torch.testing.assert_close(q, p, rtol=1e-5 if dtype == torch.float32 else 2**-6, atol=1e-6)
+
+
+def test_a_state_without_its_step_is_refused():
+    model, state = stepped(torch.optim.AdamW)
+    del state["state"][0]["step"]
+    refused(lambda: ours(model, state), "step is missing there")
 
 
 # ---- Watch -------------------------------------------------------------------------------------------------

@@ -47,6 +47,26 @@ def test_peers_continue_bit_for_bit(optimizer):
     assert all(same(a.detach(), b.detach()) for a, b in zip(run.params, other.params, strict=True))
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_peer_refuses_the_state_of_another_model(begun):
+    def peer(*shapes):
+        params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        made = peers.Torch.make(params, {"lr": 0.1})
+        for p in params:
+            p.grad = torch.ones_like(p)
+        return made
+
+    other = peer((4, 4), (2, 3))
+    other.step()
+    made = peer((4, 4), (3, 2))
+    if begun:
+        made.step()
+    before = copy.deepcopy(made.state_dict())
+    refused(lambda: made.load_state_dict(other.state_dict()), "exp_avg is float32 [2, 3] there")
+    refused(lambda: peer((4, 4)).load_state_dict(other.state_dict()), "groups of [2]", "groups of [1]")
+    assert str(made.state_dict()) == str(before)
+
+
 @pytest.mark.parametrize("optimizer", PEERS)
 def test_peers_train_and_are_measured(optimizer):
     pytest.importorskip(optimizer)
