@@ -29,9 +29,9 @@ def full_text(advice) -> str:
     return "\n".join(lines)
 
 
-def short_text(advice, rows: int = 4) -> list[str]:
+def short_text(advice) -> list[str]:
     """The first rows of the table, their quality, and the recommendation."""
-    return [*_table(advice, rows), "", *_quality(advice, rows), "", *recommendation(advice)]
+    return [*_table(advice, 4), "", *_quality(advice, 4), "", *recommendation(advice)]
 
 
 # ---- The table ---------------------------------------------------------------------------------------------

@@ -132,9 +132,9 @@ FACTOR_OF_ADJUST = {
 }
 
 
-def orthogonalised(matrix, dtype, steps=5, eps=1e-7, room=None):
-    """A matrix [m, n] with the singular vectors of this one and singular values between 0.7 and 1.2, by the
-    quintic Newton-Schulz iteration of Muon in `dtype`, which the result has. room: by_tensor.Rooms, in which
+def orthogonalised(matrix, dtype, room=None):
+    """A matrix [m, n] with the singular vectors of this one and singular values between 0.7 and 1.2, by five
+    quintic Newton-Schulz iterations of Muon in `dtype`, which the result has. room: by_tensor.Rooms, in which
     the result may lie.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -143,9 +143,9 @@ def orthogonalised(matrix, dtype, steps=5, eps=1e-7, room=None):
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T
-    x.div_(x.norm().clamp(min=eps))  # so that no singular value is above 1
+    x.div_(x.norm().clamp(min=1e-7))  # so that no singular value is above 1
     square = x.size(0), x.size(0)
-    for at in range(steps):
+    for at in range(5):
         gram = torch.mm(x, x.T, out=room("gram", matrix, square, dtype))
         factor = torch.addmm(gram, gram, gram, beta=b, alpha=c, out=room("factor", matrix, square, dtype))
         x = torch.addmm(x, factor, x, beta=a, out=room(f"x {at % 2}", matrix, x.shape, dtype))
