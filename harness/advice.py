@@ -27,7 +27,8 @@ def check_processes(run):
             "compiled; leave one of them out"
         )
     options = Options(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
-    asked_for = dict(recipe=run.recipe, options=options, spread=spread, compiled=c.compile, processes=world)
+    asked_for: dict = dict(recipe=run.recipe, options=options, spread=spread, compiled=c.compile)
+    asked_for.update(convolves_on_cpu=False, processes=world)  # of a net that is not there yet
     wanted_parts(types.SimpleNamespace(**asked_for))
     if c.export:
         check_export(c.export)

@@ -205,8 +205,12 @@ def _parts_of_graphs(x):
 # ---- Borders -----------------------------------------------------------------------------------------------
 
 
+class Border:
+    """A hook that a run has put on a module of its net: `Cast.undo` takes it away."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Into:
+class Into(Border):
     """A hook before forward: floating inputs in a dtype."""
 
     dtype: torch.dtype
@@ -216,7 +220,7 @@ class Into:
 
 
 @dataclasses.dataclass(frozen=True)
-class OutOf:
+class OutOf(Border):
     """A hook after forward: floating outputs in a dtype, but for a scalar in fp32, a loss formed within."""
 
     dtype: torch.dtype
@@ -230,7 +234,7 @@ def _but_scalars(x, dtype):
 
 
 @dataclasses.dataclass(frozen=True)
-class AsGiven:
+class AsGiven(Border):
     """A hook after forward: outputs in the dtype of an input of the same shape. A module with fp32 buffers
     alone, a norm with frozen statistics or a codebook, gives back bf16 for bf16.
     """
@@ -252,14 +256,11 @@ class AsGiven:
         return tree_to(torch.bfloat16, out, as_given)
 
 
-BORDER_HOOKS = (Into, OutOf, AsGiven)
-
-
 def _remove_borders(model):
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in list(hooks.items()):
-                if isinstance(hook, BORDER_HOOKS):
+                if isinstance(hook, Border):
                     del hooks[number]
                     module._forward_pre_hooks_with_kwargs.pop(number, None)
                     module._forward_hooks_with_kwargs.pop(number, None)
@@ -310,9 +311,11 @@ class Cast:
 
     def _find_frozen(self, model, r, exact, kept):
         """The frozen modules whose dtypes are not that of the trained weights."""
-        from .parts.frozen import averages_inside, dtypes_of_frozen
+        from .parts.frozen import averages_inside, dtypes_of_frozen, warn_of_averages
 
         self.averages = averages_inside(model) if kept else {}
+        if r.low_weights:
+            warn_of_averages(self.averages, r)
         for module, held in dtypes_of_frozen(model, r, self.dtypes, self.averages, kept).items():
             if set(held.values()) != {r.dtype("weights")} and module not in exact:
                 self.dtypes_of_frozen[module] = held
@@ -383,9 +386,6 @@ class Cast:
     def undo(self, net: nn.Module) -> nn.Module:
         """Take the border casts out of `net`, a copy of the model; other people's hooks stay."""
         _remove_borders(net)
-        from .parts import onednn
-
-        onednn.detach(net)
         return net
 
 

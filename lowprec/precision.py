@@ -34,7 +34,7 @@ from .optimizers import build
 from .optimizers.average import average_kind
 from .optimizers.buckets import clip_factor, local_tensor, norms_of
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers
-from .parts import PARTS
+from .parts import MICRO_BATCHES, PARTS
 from .parts.part import Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .roles import CONVOLUTIONS
@@ -170,6 +170,8 @@ class Precision:
         refuse(NET_RULES, net)
         self.device = next(net.parameters()).device
         self.compiled = net is not model
+        convolves = any(isinstance(module, CONVOLUTIONS) for module in net.modules())
+        self.convolves_on_cpu = convolves and self.device.type == "cpu" and not self.compiled
         self.spread = any(hasattr(p, "device_mesh") for p in net.parameters())  # by fully_shard, over ranks
         self.recipe = self._settled(r)
         kinds = wanted_parts(self)
@@ -228,21 +230,12 @@ class Precision:
         if self.methods and any(isinstance(m, nn.TransformerEncoderLayer) for m in net.modules()):
             # in eval without gradients torch's fast path reads the weights, and calls no layer
             torch.backends.mha.set_fastpath_enabled(False)
-        if self.device.type == "cpu" and r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
+        if r.compute in ("bf16", "fp16", *LOW_PRODUCTS):
             cpu_products.settle_products(self.device)
-            convolves = any(isinstance(m, CONVOLUTIONS) for m in net.modules())
-            if convolves and r.compute != "fp16" and not self.compiled:
-                from .parts import onednn
-
-                onednn.attach(net)
         self.view_of_model = View(net, r, self.methods, self.options.keep)
         self.view_of_model.forward = forward
         self.view_of_model.tells = True
-        if r.low_weights and self.cast.averages:
-            from .parts.frozen import warn_of_averages
-
-            self.view_of_model.moves_average = True
-            warn_of_averages(self.cast.averages, r)
+        self.view_of_model.moves_average = r.low_weights and bool(self.cast.averages)
         return originals
 
     def _make_optimizer(self, originals):
@@ -360,11 +353,10 @@ class Precision:
 
     def _micro_batches(self):
         """The part that knows weights, made here where each step has one micro-batch until now."""
-        from .parts.micro_batches import MicroBatches
-
-        found = self.part(MicroBatches)
+        kind = MICRO_BATCHES.load()
+        found = self.part(kind)
         if found is None:
-            found = MicroBatches(self)
+            found = kind(self)
             self.parts.insert(0, found)
         return found
 

@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..sites import LOW_PRODUCTS
+
 
 class Place(NamedTuple):
     """Where the class of a part stands, and whether a run, made or asked for, wants it."""
@@ -21,14 +23,16 @@ class Place(NamedTuple):
         return getattr(importlib.import_module(f"..{self.module}", __name__), self.kind)
 
 
+# the part of micro-batches with weights, also where nobody has asked for several a step
+MICRO_BATCHES = Place(
+    "parts.micro_batches",
+    "MicroBatches",
+    lambda run: run.options.accumulate > 1 or run.recipe.sparse24 == "srste",
+)
 # Parts are made, and asked in a step, in this order.
 PARTS = (
     # sums first: all others see the gradient of the whole step
-    Place(
-        "parts.micro_batches",
-        "MicroBatches",
-        lambda run: run.options.accumulate > 1 or run.recipe.sparse24 == "srste",
-    ),
+    MICRO_BATCHES,
     # rows of this rank, before anybody looks at values
     Place("parts.ranks", "NetRanks", lambda run: run.spread),
     # gradients have their own size again before anything is added to them
@@ -45,6 +49,12 @@ PARTS = (
     Place("layers.fp8_attention", "FP8Attention", lambda run: run.recipe.attention == "fp8"),
     # samples in 8 or 4 bits of a net that trains otherwise: it finds the layers that the others left
     Place("layers.quantise", "Quantised", lambda run: run.recipe.quantises),
+    # gradients of convolutions that a CPU gets wrong
+    Place(
+        "parts.onednn",
+        "Onednn",
+        lambda run: run.convolves_on_cpu and run.recipe.compute in ("bf16", *LOW_PRODUCTS),
+    ),
     # moments elsewhere
     Place("parts.offload", "Offloaded", lambda run: run.options.states_on != "device"),
     # updates within backward, of gradients that all others have seen

@@ -149,7 +149,7 @@ def warn_of_averages(averages: Mapping[str, str], r) -> None:
         held = "it is held in fp32; outside forward move it by lerp_(p.float(), ...)"
         if r.frozen in ("cast", "bf16"):
             held = f"in bf16 (frozen={r.frozen}) it loses small steps; dtypes={{'{name}': 'fp32'}} keeps them"
-        warnings.warn(f"'{name}' is frozen, and an average of '{source}' by all signs: {held}", stacklevel=4)
+        warnings.warn(f"'{name}' is frozen, and an average of '{source}' by all signs: {held}", stacklevel=6)
 
 
 def without_quantised_base(

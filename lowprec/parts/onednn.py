@@ -1,8 +1,8 @@
 """Convolutions over fewer values than their kernel is wide, whose bf16 weight gradient torch's oneDNN gets
 wrong on some CPUs.
 
-    attach(net)            # such a layer's gradient is taken without oneDNN from now on, where it is wrong
-    faulty_convolutions()  # ['3x3x3 over a depth of 2', ...]: which known ones are wrong on this machine
+    Onednn(run).convert(net)  # such a layer's gradient is taken without oneDNN from now on, where it is wrong
+    faulty_convolutions()     # ['3x3x3 over a depth of 2', ...]: which known ones are wrong on this machine
 
 Seen with torch 2.14.1 on CPUs with avx512_bf16: the gradient reads memory that nobody has written, see
 docs/reports.md.
@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..cast import Border
 from ..roles import CONVOLUTIONS
+from .part import Part
 
 
 class Convolution(NamedTuple):
@@ -30,38 +32,31 @@ class Convolution(NamedTuple):
     groups: int
 
 
-def attach(net: nn.Module) -> None:
-    """Look at each convolution of a net in its first call with gradients: from then on, the gradient of one
+class Onednn(Part):
+    """Looks at each convolution of a net in its first call with gradients: from then on, the gradient of one
     that is wrong by oneDNN is taken without. A layer over wider inputs is let go after that call.
     """
-    for module in net.modules():
-        if isinstance(module, CONVOLUTIONS) and _look_at_first_call not in module._forward_hooks.values():
-            module.register_forward_hook(_look_at_first_call)
+
+    def convert(self, net):
+        for module in net.modules():
+            if isinstance(module, CONVOLUTIONS):
+                module.register_forward_hook(LookAtCall())
 
 
-def detach(net: nn.Module) -> None:
-    """Take out of a net, or a copy of it, what `attach` has put there."""
-    for module in net.modules():
-        _stop_looking(module)
+class LookAtCall(Border):
+    """A hook after forward: see Onednn."""
 
-
-def _stop_looking(module):
-    for number, hook in list(module._forward_hooks.items()):
-        if hook is _look_at_first_call:
-            del module._forward_hooks[number]
-
-
-def _look_at_first_call(module, args, out):
-    """A forward hook: see attach."""
-    if torch.compiler.is_compiling() or not torch.is_tensor(out) or out.grad_fn is None:
-        return
-    node = out.grad_fn
-    if node.name() != "ConvolutionBackward0" or not _is_narrow(node):
-        _stop_looking(module)
-        return
-    if node._saved_weight.dtype == torch.bfloat16 and _is_wrong(node, out):
-        node.register_prehook(_without_onednn)
-        node.register_hook(_with_onednn)
+    def __call__(self, module, args, out):
+        if torch.compiler.is_compiling() or not torch.is_tensor(out) or out.grad_fn is None:
+            return
+        node = out.grad_fn
+        if node.name() != "ConvolutionBackward0" or not _is_narrow(node):
+            for number, hook in list(module._forward_hooks.items()):
+                if hook is self:
+                    del module._forward_hooks[number]
+        elif node._saved_weight.dtype == torch.bfloat16 and _is_wrong(node, out):
+            node.register_prehook(_without_onednn)
+            node.register_hook(_with_onednn)
 
 
 def _use_onednn(on):
