@@ -181,6 +181,7 @@ class Precision:
             trained_groups(self.options.groups, _trained(net))
 
         self.ranks: Any = ONE_RANK
+        self.finished = ""  # the kind of its finish, once it has begun
         self.away = None  # the offload.Offload that keeps the moments elsewhere
         self.parts: list[Part] = []
         for kind in kinds:
@@ -244,17 +245,7 @@ class Precision:
         self.params = [p for _, p in self.named_params]
         for p in self.params:
             p.grad = None  # what an earlier backward left belongs to no step of this run
-        groups = self.params
-        if self.options.groups is not None:
-            groups = trained_groups(self.options.groups, self.named_params)
-        self.optimizer = build.build(
-            self.options.optimizer,
-            groups,
-            self.recipe,
-            net=self.model,
-            away=self.away,
-            **self.options.of_optimizer,
-        )
+        self.optimizer = self.new_optimizer()
         self.low_part = self.optimizer.low_part
         for part in self.parts:
             part.ready(self)
@@ -262,6 +253,20 @@ class Precision:
         with torch.no_grad():
             for p, original in zip(self.params, originals, strict=False):  # not from its bf16 image
                 self.optimizer.set_exact(p, original)
+
+    def new_optimizer(self) -> Any:
+        """An optimiser of all parameters that are trained, as the recipe has it now."""
+        groups = self.params
+        if self.options.groups is not None:
+            groups = trained_groups(self.options.groups, self.named_params)
+        return build.build(
+            self.options.optimizer,
+            groups,
+            self.recipe,
+            net=self.model,
+            away=self.away,
+            **self.options.of_optimizer,
+        )
 
     def _make_averages(self):
         """Make the average 'ema', if any, which the optimiser may write within its step, and further ones."""
@@ -466,6 +471,16 @@ class Precision:
                     "trained: change the model first, and spread it (fully_shard) first"
                 )
 
+    def finish(self, kind: str) -> None:
+        """Write exactly from the next step on, at the end of a training in bf16 weights, where rounding costs
+        most. kind: 'split', bf16 weights beside an int16 remainder, with fp32 moments; or 'fp32', all of it.
+        A state_dict tells, and a run that loads it is finished so too. Raises Refused where the weights are
+        written exactly already, and for what parts/finish.py lists.
+        """
+        from .parts.finish import finish
+
+        finish(self, kind)
+
     # -- reading the weights
 
     def generator(self, source: str = "ema") -> View | None:
@@ -582,6 +597,8 @@ class Precision:
             own = {n for n, p in self.model.named_parameters(remove_duplicate=False) if p in trained}
             own.update(name for name, _ in self.model.named_buffers(remove_duplicate=False))
             state["model"] = {name: t for name, t in state["model"].items() if name in own}
+        if self.finished:
+            state["finish"] = self.finished
         for part in self.parts:
             state.update(part.state_dict())
         return self.ranks.wrapped(state, self.averages)
@@ -601,6 +618,8 @@ class Precision:
                 raise Refused("the averaged weights belong to another model or another ema dtype")
         for part in self.parts:
             part.check_state(state)
+        if state.get("finish", self.finished) != self.finished:
+            self.finish(state["finish"])
         self.optimizer.load_state_dict(state["optimizer"])  # which refuses the state of another recipe first
         self.model.load_state_dict(weights)
         for part in self.parts:
