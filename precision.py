@@ -2,6 +2,7 @@
 
 from harness.flags import LARGEST_REAL, Flag, amount, checked, count, crowd, natural, positive
 from lowprec.errors import Refused
+from lowprec.parts import finish
 from lowprec.precision import Precision
 from lowprec.recipes import SITES, Recipe, Site, recipe
 from lowprec.view import View
@@ -12,6 +13,17 @@ __all__ = ["SITES", "Precision", "Recipe", "Refused", "Site", "View", "recipe"]
 def precision_flag(name, default, help, to="recipe", **options):
     """A flag of the group precision, a keyword of precision.recipe() or of a method."""
     return Flag(name, default, help, "precision", to=to, **options)
+
+
+def finish_of(text):
+    """(kind, percent) of 'split:10'."""
+    kind, _, percent = text.partition(":")
+    return kind, float(percent)
+
+
+def is_finish(text):
+    kind, _, percent = text.partition(":")
+    return kind in finish.KINDS and percent.replace(".", "", 1).isdigit() and 0 < float(percent) < 100
 
 
 PRECISION_FLAGS = (
@@ -37,6 +49,14 @@ PRECISION_FLAGS = (
         "with --pure_bf16: split keeps the exact fp32 master as bf16 weight + int16 remainder; fp32 keeps a "
         "full copy; both keep fp32 states; split8 keeps 24 of the 32 bits, as bf16 weight + int8 remainder",
         choices=SITES["master"].values,
+    ),
+    precision_flag(
+        "finish",
+        None,
+        "with --pure_bf16: percent of the steps, at the end, that are written exactly; split:10 does so with "
+        "a master (there 14 bytes a parameter with AdamW), fp32:10 with all in fp32 (16 bytes)",
+        to="",
+        type=checked(str, is_finish, "split:PERCENT or fp32:PERCENT, above 0 and below 100"),
     ),
     precision_flag("opt8bit", False, "optimiser states in 8 bits, with bitsandbytes' codes"),
     precision_flag("opt4bit", False, "optimiser states in 4 bits, with torchao's codes"),

@@ -27,11 +27,12 @@ from lowprec import ledger
 from lowprec.cast import exact_modules
 from lowprec.errors import Refused
 from lowprec.optimizers import adafactor
+from lowprec.parts import finish as exact_end
 from lowprec.parts.activations import Meter, recompute, recomputed_blocks
 from lowprec.parts.ranks import refuse_whole, share_buffers, spread_over_ranks
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
-from precision import check_origin, recipe_of_run
+from precision import check_origin, finish_of, recipe_of_run
 from tasks.task import Rng, to_device
 
 # ---- Trainer -----------------------------------------------------------------------------------------------
@@ -148,6 +149,8 @@ class Trainer:
             **self.table.pick(c, "method"),
             fp4_until=round(c.steps * (1 - c.fp4_finish / 100)) if c.fp4_finish else None,
         )
+        if c.finish and not self.draws:
+            exact_end.check(run, finish_of(c.finish)[0])
         if c.fsdp and not self.draws:
             refuse_whole(run.optimizer, run.optimizer_name)
         run.view_of_model.example = self.task.example()
@@ -189,6 +192,10 @@ class Trainer:
         Returns (mean loss as a tensor, what rounding did).
         """
         c, run, ranks, total = self.config, self.precision, self.ranks, 0.0
+        if c.finish:
+            kind, percent = finish_of(c.finish)
+            if self.step == c.steps - max(1, round(c.steps * percent / 100)):
+                run.finish(kind)
         run.observe(measure)
         self._set_rates(lr_factor(c, self.step))
         self._seed(c.seed, ranks.rank)  # dropout: each rank its own

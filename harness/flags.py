@@ -332,7 +332,7 @@ class FlagTable:
     def fixed(self, config):
         """{flag: what is compared} of the flags that can't change when a run goes on."""
         names = [row.name for row in self.rows if not row.accepts("resume")]
-        if config.lr_schedule != "constant" or config.fp4_finish:
+        if config.lr_schedule != "constant" or config.fp4_finish or config.finish:
             names.append("steps")  # that is where the schedule ends, and what the finish is a share of
         return {name: self[name].comparable(getattr(config, name)) for name in names}
 
@@ -350,6 +350,8 @@ class FlagTable:
                     texts.append(f"--lr_schedule {config.lr_schedule} ends at --steps")
                 if name == "steps" and config.fp4_finish:
                     texts.append(f"--fp4_finish {config.fp4_finish:g} is a percentage of --steps")
+                if name == "steps" and config.finish:
+                    texts.append(f"--finish {config.finish} is a percentage of --steps")
         return texts
 
     def refused(self, given, verb):

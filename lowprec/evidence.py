@@ -30,6 +30,7 @@ DEFAULT_OF_FLAG: dict[str, Any] = {
     "stochastic": False,
     "kahan": False,
     "master": "none",
+    "finish": None,
     "opt8bit": False,
     "opt4bit": False,
     "fp8": False,

@@ -67,8 +67,9 @@ def test_a_run_too_short_for_a_trace_says_so(capfd):
 # ---- Learning rate and weight decay ------------------------------------------------------------------------
 
 
-def test_a_scheduled_run_resumes_exactly_and_ends_where_it_was_to_end(monkeypatch, capsys):
-    flags = ["--lr_schedule", "cosine", "--weight_decay", 0.1, "--log_every", 1]
+@pytest.mark.parametrize("finish", [[], ["--pure_bf16", "--stochastic", "--finish", "split:50"]])
+def test_a_scheduled_run_resumes_exactly_and_ends_where_it_was_to_end(finish, monkeypatch, capsys):
+    flags = ["--lr_schedule", "cosine", "--weight_decay", 0.1, "--log_every", 1, *finish]
     assert quick(*flags, name="whole", steps=8) == 0
     with monkeypatch.context() as patch:
         after_step(patch, 5, lambda run: run.stop.ask(signal.SIGTERM))
@@ -78,6 +79,7 @@ def test_a_scheduled_run_resumes_exactly_and_ends_where_it_was_to_end(monkeypatc
     assert quick(*flags, name="stopped", steps=12) == 2
     line = one_line(capsys)
     assert "--steps was 8 and is 12" in line and "--lr_schedule cosine ends at --steps" in line
+    assert not finish or "--finish split:50 is a percentage of --steps" in line
     assert content("runs/stopped") == before
     assert quick(*flags, name="stopped", steps=8) == 0
     assert_same(checkpoint("stopped")["precision"], checkpoint("whole")["precision"])

@@ -76,6 +76,40 @@ def test_every_optimiser_trains_in_every_recipe_and_resumes_bit_for_bit(name, ke
         assert same_state(run.optimizer.state[p], other.optimizer.state[q])
 
 
+@pytest.mark.parametrize("kind", ["split", "fp32"])
+@pytest.mark.parametrize(
+    "name, key", [("adamw", "kahan"), ("muon", "stochastic"), ("adafactor", "pure_bf16")]
+)
+def test_a_finish_changes_no_value_writes_exactly_and_resumes_bit_for_bit(name, key, kind):
+    run, again = run_of(name, key), run_of(name, key)
+    schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+    common.train(run, 3)
+    before = {k: t.float().clone() for k, t in run.weights("raw").items()}
+    run.finish(kind)
+    assert all(same(t.float(), before[k]) for k, t in run.weights("raw").items())
+    schedule.step()  # it still reaches the groups: the steps below are smaller
+    (report,) = common.train(run, 1, measure=True)
+    assert run.optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
+    assert report["update_survival"] > 0.999
+    allocated(run)
+    again.load_state_dict(common.through_a_file(run.state_dict()))
+    for one in (run, again):
+        common.train(one, 2, seed=1)
+    for source in ("raw", "ema"):
+        assert all(same(t, again.weights(source)[k]) for k, t in run.weights(source).items())
+    refused(lambda: run.finish(kind), f"finished with {kind} already")
+
+
+def test_what_can_not_be_finished_is_refused():
+    refused(lambda: run_of("adamw", "bf16").finish("split"), "fp32 throughout", "add --pure_bf16")
+    refused(lambda: run_of("adamw", "split").finish("fp32"), "--master split writes exactly")
+    refused(lambda: run_of("adamw", "pure_bf16").finish("half"), "finish", "split", "fp32")
+    refused(
+        lambda: run_of("adamw", "pure_bf16", grad_release=True, clip_grad=0.0).finish("split"),
+        "leave one out",
+    )
+
+
 def allocated(run):
     """The ledger's bytes are those of the state."""
     parts = getattr(run.optimizer, "parts", [run.optimizer])
