@@ -34,7 +34,7 @@ from .optimizers import build
 from .optimizers.average import average_kind
 from .optimizers.buckets import clip_factor, local_tensor, norms_of
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers
-from .parts import MICRO_BATCHES, PARTS
+from .parts import FINISH, MICRO_BATCHES, PARTS
 from .parts.part import Method, Part
 from .recipes import SITES, Recipe, Site, parse_average, recipe
 from .roles import CONVOLUTIONS
@@ -477,9 +477,7 @@ class Precision:
         A state_dict tells, and a run that loads it is finished so too. Raises Refused where the weights are
         written exactly already, and for what parts/finish.py lists.
         """
-        from .parts.finish import finish
-
-        finish(self, kind)
+        FINISH.load()(self, kind)
 
     # -- reading the weights
 

@@ -29,6 +29,8 @@ MICRO_BATCHES = Place(
     "MicroBatches",
     lambda run: run.options.accumulate > 1 or run.recipe.sparse24 == "srste",
 )
+# what changes a run over at its end, once somebody asks for it
+FINISH = Place("parts.finish", "finish", lambda run: False)
 # Parts are made, and asked in a step, in this order.
 PARTS = (
     # sums first: all others see the gradient of the whole step
