@@ -69,7 +69,6 @@ def finish(run, kind):
     changes = {**KINDS[kind], **dict.fromkeys(run.recipe.moments, "fp32")}
     run.recipe = run.view_of_model.recipe = run.recipe.replace(**changes)
     if kind == "fp32":
-        run.cast.undo(run.model)
         run.cast = Cast(run.model, run.recipe, run.options)
     made = run.new_optimizer()
     for old, new in zip(optimizers_of(run), getattr(made, "parts", [made]), strict=True):
