@@ -120,13 +120,33 @@ def flag_rows(*kinds):
 
 
 def flag_table(spec=None):
-    """flags.FlagTable of the general flags, those of TASKS, and those of the task `spec`."""
-    own = []
-    if spec and spec not in TASKS:
-        own = flag_rows(find_task(spec))
+    """flags.FlagTable of what a run of --task `spec` reads, the general flags and its own; None: of what a run
+    of any of TASKS reads. A flag has the same place in all of them.
+    """
     before = options.TASK_FLAGS + options.TRAINING_FLAGS + PRECISION_FLAGS
     after = options.SCORING_FLAGS + options.MACHINE_FLAGS + options.RUN_FLAGS
-    return flags.FlagTable([*before, *flag_rows(*TASKS.values()), *after, *own])
+    of_tasks = flag_rows(*TASKS.values())
+    in_order = [*before, *of_tasks, *after]
+    if spec is None:
+        return flags.FlagTable(in_order)
+    own = {row.name: row for row in flag_rows(find_task(spec))}
+    here = {*own, *(row.name for row in before + after)}
+    rows = [own.get(row.name, row) for row in in_order if row.name in here]
+    elsewhere = {}
+    for row in of_tasks:
+        if row.name not in here:
+            elsewhere[row.name] = _whose(row.name, spec)
+    return flags.FlagTable([*rows, *own.values()], elsewhere)
+
+
+def _whose(flag, spec):
+    """What is said of a flag that belongs to other tasks than --task `spec`."""
+    owners = [name for name, kind in TASKS.items() if any(row.name == flag for row in flag_rows(kind))]
+    if len(owners) == 1:
+        tasks, add = owners[0], f"add --task {owners[0]}"
+    else:
+        tasks, add = f"{', '.join(owners[:-1])} and {owners[-1]}", "add one of these"
+    return f"--{flag} is for --task {tasks}, and this is --task {spec}: {add}, or drop it"
 
 
 def task_defaults(kind, given):
@@ -169,16 +189,14 @@ def settle(values, typed=False):
     if not isinstance(values, dict):
         values = vars(values)
     kind = find_task(values.get("task", "rflow"))
-    known = flag_table(values.get("task"))
+    known = flag_table(values.get("task", "rflow"))
     whole = {**task_defaults(kind, values), **values}
     if typed:
         config = known.typed(whole)
-        _refuse_foreign(kind, config)
         config = known.config({**vars(config), **kind.settle(known, values)})
         config.name = config.name or known.name(config)
     else:
         config = known.config(whole)
-        _refuse_foreign(kind, config)
         if config.batch_size == "auto":
             raise Refused(
                 "--batch_size auto is a number once a run begins, and this is none yet: give a number"
@@ -186,25 +204,6 @@ def settle(values, typed=False):
     _refuse_idle(config, known)
     kind.check(config)
     return Run(kind, known, config, recipe_of_run(config, known, kind.sites))
-
-
-def _refuse_foreign(kind, config):
-    """Raise Refused where a flag of another task is set: it would do nothing beside this one."""
-    own = {row.name for row in flag_rows(kind)}
-    for row in flag_rows(*TASKS.values()):
-        if row.name in own or getattr(config, row.name) == row.default:
-            continue
-        bring = []
-        for name, task in TASKS.items():
-            if any(other.name == row.name for other in flag_rows(task)):
-                bring.append(name)
-        if len(bring) == 1:
-            tasks, add = bring[0], f"add --task {bring[0]}"
-        else:
-            tasks, add = f"{', '.join(bring[:-1])} and {bring[-1]}", "add one of these"
-        raise Refused(
-            f"--{row.name} is for --task {tasks}, and this is --task {config.task}: {add}, or drop it"
-        )
 
 
 def _refuse_idle(config, known):

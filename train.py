@@ -98,9 +98,10 @@ def _may_differ(table, verb):
 
 
 def task_flag_of(argv):
-    """The --task of a command line, before its flags are known: the task may bring flags of its own.
+    """The --task of a command line, before its flags are known: each task has flags of its own.
 
-    Where there is none on the line, it is that of --config, or of the run to --sample or --diagnose.
+    Where there is none on the line, it is that of --config, of the run to --sample or --diagnose, or the
+    default.
     """
     parser = OneLineParser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("task", "config", "sample", "diagnose"):
@@ -112,13 +113,11 @@ def task_flag_of(argv):
         task = read_yaml(words.config, parser).get("task")
         if task is not None:
             return str(task)
-    if "-h" in argv or "--help" in argv:
-        return None
     path = words.sample
     if path is None:
         path = words.diagnose
-    if path is None:
-        return None
+    if path is None or "-h" in argv or "--help" in argv:
+        return DEFAULTS["task"]
     task = read_checkpoint(path)["config"].get("task", DEFAULTS["task"])
     if str(task) not in strategies.TASKS:
         raise Refused(
@@ -150,7 +149,7 @@ def train(given, command, dry=False, whole_ledger=False):
         print(flush=True)
     if dry:
         print("what each flag is, but for those that are off:")
-        print(settled_flags(run.kind, trainer.config))
+        print(settled_flags(trainer.config))
         return 0
     summary = trainer.fit()
     if trainer.ranks.main:
@@ -162,14 +161,11 @@ def train(given, command, dry=False, whole_ledger=False):
     return 0
 
 
-def settled_flags(kind, config):
-    """What each flag is in a run, without those that are off and those of other tasks, in a few lines."""
-    of_tasks = {row.name for row in strategies.flag_rows(*strategies.TASKS.values())}
-    unread = of_tasks - {row.name for row in strategies.flag_rows(kind)}
+def settled_flags(config):
+    """What each flag is in a run, without those that are off, in a few lines."""
     words = []
     for name, value in vars(config).items():
-        is_off = value is None or value is False or value in ("", [])
-        if name in unread or is_off:
+        if value is None or value is False or value in ("", []):
             continue
         if value is True:
             words.append(f"--{name}")

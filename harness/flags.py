@@ -188,7 +188,9 @@ inner = checked(str, _inside, "a name of at most 200 printable bytes, without / 
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line. elsewhere: {flag: what is said of it}, of flags that it has not."""
+
+    elsewhere = {}
 
     def print_help(self, file=None):
         try:
@@ -201,14 +203,18 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message):
         if message.startswith("unrecognized arguments: --"):
             word = message.partition(": ")[2].split()[0].partition("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, 1)
-            message += f"; near it is {near[0]}" if near else ""
+            message = self.elsewhere.get(word.removeprefix("--")) or message + self._near(word)
         line = f"{self.prog}: {Refused(message)} (see {self.prog} --help)"
         if speaks_first():
             print(line, file=sys.stderr)
         ended = SystemExit(2)
         ended.line = line
         raise ended
+
+    def _near(self, word):
+        known = [*self._option_string_actions, *(f"--{name}" for name in self.elsewhere)]
+        near = difflib.get_close_matches(word, known, 1)
+        return f"; near it is {near[0]}" if near else ""
 
     def _get_values(self, action, words):
         if action.option_strings and "--" in words:  # of --flag=--, which argparse takes for an empty list
@@ -217,11 +223,12 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class FlagTable:
-    """All flags of one program. rows: Flags in any order; of two with one name the later replaces the
-    earlier.
+    """All flags of one run. rows: Flags in any order; of two with one name the later replaces the earlier.
+    elsewhere: {flag: what is said of it} of flags that other runs have.
     """
 
-    def __init__(self, rows):
+    def __init__(self, rows, elsewhere=()):
+        self.elsewhere = dict(elsewhere)
         by_name = {}
         for row in rows:
             by_name[row.name] = row
@@ -247,8 +254,10 @@ class FlagTable:
         return Config(**{**self.defaults(), **given})
 
     def config(self, values):
-        """A Config of {flag: value} as a run's files hold it. Files older than a flag have its default."""
-        config = self.typed(values)
+        """A Config of {flag: value} as a run's files hold it. Files older than a flag have its default, and
+        what they say of other tasks' flags is left out.
+        """
+        config = self.typed({row.name: values[row.name] for row in self.rows if row.name in values})
         if values.get("weight_decay") and "weight_decay_on" not in values:
             config.weight_decay_on = "all"  # what runs did before that flag
         return config
@@ -287,6 +296,7 @@ class FlagTable:
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,  # a new flag would change what an abbreviation means
         )
+        parser.elsewhere = self.elsewhere
         for title, text in FLAG_GROUPS.items():
             group = parser.add_argument_group(title, text)
             for row in self.rows:
@@ -300,6 +310,8 @@ class FlagTable:
         """
         words = []
         for key, value in read_yaml(path, parser).items():
+            if key in self.elsewhere:
+                parser.error(f"--config {path}: {self.elsewhere[key]}")
             if key not in self:
                 near = difflib.get_close_matches(str(key).lower(), [row.name for row in self.rows], 1)
                 hint = f"; near it is {near[0]}" if near else ""

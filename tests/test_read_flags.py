@@ -141,7 +141,7 @@ def test_check_prints_the_matrix(capsys, tmp_path):
 def test_help_names_every_flag(capsys):
     assert command("--help") == 0
     out = capsys.readouterr().out
-    for flag in [*train.DEFAULTS, "config", "dry_run", "check", "sample"]:
+    for flag in [*strategies.flag_table("rflow").defaults(), "config", "dry_run", "check", "sample"]:
         assert re.search(rf"^  --{flag}\b", out, re.M), flag
 
 

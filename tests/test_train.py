@@ -36,6 +36,7 @@ from cli import (
 from PIL import Image
 from safetensors.torch import load_file
 
+import strategies
 import train
 import trainer
 from lowprec.kernels import cpu_step
@@ -84,7 +85,7 @@ RECIPES = {  # flags: sites as the ledger must show them
 def check_folder(name, generated=True):
     folder = Path("runs", name)
     flags = json.loads((folder / "config.json").read_text())
-    assert flags["command"].startswith("train.py ") and flags["flags"].keys() == train.DEFAULTS.keys()
+    assert flags["command"].startswith("train.py ") and flags["flags"].keys() == strategies.flag_table("rflow").defaults().keys()
     assert {"torch", "monai", "python", "cpu", "commit"} <= json.loads(
         (folder / "env.json").read_text()
     ).keys()
