@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.flags import of_size
 from lowprec.attention import PLAIN_UP_TO_TOKENS, Attend
 from lowprec.errors import Refused
 from lowprec.machine import monai_alone
@@ -85,9 +86,7 @@ class DiffusionUNet(DiffusionModelUNet):
 
 def diffusion_unet(channels, num_classes, image_size, size=None, given=0):
     size = size or "tiny"
-    if size not in DIFFUSION_UNETS:
-        raise Refused(f"unknown size {size!r} for unet; choose one of {', '.join(DIFFUSION_UNETS)}")
-    widths, res_blocks, attention = DIFFUSION_UNETS[size]
+    widths, res_blocks, attention = of_size("unet", size, DIFFUSION_UNETS)
     factor = 2 ** (len(widths) - 1)
     check_image_size(f"the {size} unet", image_size, factor, factor)
     highest = len(widths) - 1  # the highest level that attends
@@ -125,15 +124,11 @@ class SegmentationUNet(UNet):
 
 def segmentation_unet(channels, num_classes, image_size, size=None):
     size = size or "tiny"
-    if size not in SEGMENTATION_UNETS:
-        raise Refused(
-            f"unknown size {size!r} for unet (segment); choose one of {', '.join(SEGMENTATION_UNETS)}"
-        )
+    widths, res_units = of_size("unet (segment)", size, SEGMENTATION_UNETS)
     if num_classes < 2:
         raise Refused(
             f"segmentation needs at least 2 classes, background included; the data has {num_classes}"
         )
-    widths, res_units = SEGMENTATION_UNETS[size]
     factor = 2 ** (len(widths) - 1)
     # At twice the factor the lowest map is 2x2: instance norm of a single pixel is undefined, and torch
     # refuses it.
@@ -294,13 +289,12 @@ class DiT(nn.Module):
 def dit(channels, num_classes, image_size, size=None, given=0):
     size = size or "tiny"
     name, slash, patch = size.partition("/")
-    if name not in DITS or (slash and not re.fullmatch("[1-9][0-9]{0,2}", patch)):
-        raise Refused(
-            f"unknown size {size!r} for dit; choose one of {', '.join(DITS)}, or S/4 for patch size 4"
-        )
+    if slash and not re.fullmatch("[1-9][0-9]{0,2}", patch):
+        name = size
+    depth, width, heads = of_size("dit (and S/4: of patch size 4)", name, DITS)
     patch = int(patch or 2)
     check_image_size(f"a dit of patch size {patch}", image_size, patch, patch)
-    return DiT(channels, num_classes, image_size, patch, *DITS[name], given=given)
+    return DiT(channels, num_classes, image_size, patch, depth, width, heads, given=given)
 
 
 # ---- Registries --------------------------------------------------------------------------------------------

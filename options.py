@@ -24,41 +24,42 @@ TASK_FLAGS = (
     Flag(
         "task",
         "rflow",
-        "what is trained. Images: rflow (rectified flow), ddpm, reflow, distill, consistency, vae. Others: "
-        "segment, classify, language, steve and slotcontrast (video). Or a task of your own (default: rflow)",
+        "what is trained: rflow, segment, classify, language ... (--list), or your own (default: rflow)",
         kind="place",
         metavar="TASK|FILE.py:CLASS",
         may=("sample", "diagnose"),
         fits=True,
+        often=True,
     ),
     Flag(
         "model",
         "unet",
-        "the net: unet (MONAI's) or dit (diffusion transformer); for classify cnn, resnet18 or vit, for "
-        "language gpt or bdh (default: the first of these)",
+        "the net: --list names those of each task (default: the first of these)",
         fits=True,
+        often=True,
     ),
     Flag(
         "size",
         None,
-        "size of the net: tiny, small, base ...; dit: tiny, S/2, B/2, L/2, XL/2; language: tiny, 1M, 3M, "
-        "25M, 100M (default: tiny)",
+        "size of the net: --list names those of each net (default: tiny)",
         fits=True,
+        often=True,
     ),
     Flag(
         "data",
         None,
-        "digits (default), synthetic (default for segment), folder:PATH, cifar10:PATH, mnist:PATH, "
-        "fashion_mnist[:PATH], medmnist:FILE.npz, nifti:PATH; language: text:FILE; video: sprites",
+        "digits, folder:PATH, nifti:PATH, text:FILE ... (--list; default: one of the task's that is here)",
         kind="place",
         may=("sample", "diagnose"),
         fits=True,
+        often=True,
     ),
     Flag(
         "image_size",
         None,
         "resize images to this side (default: the data's own; 64 for folders and volumes)",
         type=natural,
+        often=True,
     ),
     Flag(
         "white",
@@ -79,7 +80,7 @@ TASK_FLAGS = (
 
 
 OWN_LEARNING_RATES = ", ".join(  # own learning rates of optimisers, for --help
-    f"{name} has {kind.flags['lr']:g}" for name, kind in OPTIMIZERS.items() if "lr" in kind.flags
+    f"{name} {kind.flags['lr']:g}" for name, kind in OPTIMIZERS.items() if "lr" in kind.flags
 )
 
 
@@ -89,24 +90,27 @@ def training_flag(name, default, help, **options):
 
 
 TRAINING_FLAGS = (
-    training_flag("steps", 3000, "optimiser steps", kind="extent", type=natural),
+    training_flag("steps", 3000, "optimiser steps", kind="extent", type=natural, often=True),
     training_flag(
         "epochs",
         0,
-        "passes over the training data, in place of --steps; the held-out data are looked at after each",
+        "passes over the training data, in place of --steps, with held-out scores after each",
         kind="extent",
         type=count,
+        often=True,
     ),
     training_flag(
         "batch_size",
         64,
-        "images a micro-batch, over all processes; auto: the largest power of two whose steps fit into the "
-        "memory of a GPU, found before the run",
+        "images a micro-batch, over all processes; auto: as many as a GPU has memory for",
         type=crowd_or_auto,
         titled=True,
+        often=True,
     ),
     training_flag("accumulate", 1, "micro-batches a step", type=natural),
-    training_flag("lr", 1e-3, f"learning rate; where it is not given {OWN_LEARNING_RATES}", type=positive),
+    training_flag(
+        "lr", 1e-3, f"learning rate (default: 0.001; {OWN_LEARNING_RATES})", type=positive, often=True
+    ),
     training_flag("warmup", 100, "steps of linear warm-up, 0 for none", type=count),
     training_flag(
         "lr_schedule",
@@ -204,15 +208,17 @@ TRAINING_FLAGS = (
         kind="extent",
         type=count,
     ),
-    training_flag("seed", 0, "seed of weights, data order, noise and rounding", kind="draw", type=seed),
+    training_flag(
+        "seed", 0, "seed of weights, data order, noise and rounding", kind="draw", type=seed, often=True
+    ),
     training_flag(
         "noise_seed", None, "seed of the noise of rounding alone (default: that of --seed)", type=seed
     ),
     training_flag(
         "optimizer",
         "adamw",
-        f"ours: {', '.join(OPTIMIZERS)} (matrices of hidden layers; adamw for the rest); torch, or a peer as "
-        "published: torchastic, optimi, adamw_bf16, torchao; with --opt8bit bitsandbytes",
+        f"{', '.join(OPTIMIZERS)}, or one as others publish it: torch ... (--list)",
+        often=True,
     ),
     training_flag(
         "finetune",
@@ -221,6 +227,7 @@ TRAINING_FLAGS = (
         kind="place",
         metavar="CHECKPOINT",
         titled=True,
+        often=True,
     ),
 )
 
@@ -247,9 +254,14 @@ def machine_flag(name, default, help, group="machine", **options):
 
 MACHINE_FLAGS = (
     machine_flag(
-        "device", "auto", "where to run", choices=("auto", "cpu", "cuda"), may=("sample", "diagnose")
+        "device",
+        "auto",
+        "where to run",
+        choices=("auto", "cpu", "cuda"),
+        may=("sample", "diagnose"),
+        often=True,
     ),
-    machine_flag("compile", False, "torch.compile the net"),
+    machine_flag("compile", False, "torch.compile the net", often=True),
     machine_flag(
         "checkpoint_activations",
         False,
@@ -299,6 +311,7 @@ RUN_FLAGS = (
         "run",
         type=inner,
         may=("sample",),
+        often=True,
     ),
     machine_flag("runs", "runs", "where runs are kept", "run", type=path, may=("sample",)),
     machine_flag(

@@ -27,18 +27,21 @@ def is_finish(text):
 
 
 PRECISION_FLAGS = (
-    precision_flag("bf16", False, "fp32 weights, bf16 matmuls and convolutions (autocast)"),
-    precision_flag("fp16", False, "fp32 weights, fp16 matmuls and convolutions, dynamic loss scaling"),
+    precision_flag("bf16", False, "fp32 weights, bf16 matmuls and convolutions (autocast)", often=True),
+    precision_flag(
+        "fp16", False, "fp32 weights, fp16 matmuls and convolutions, dynamic loss scaling", often=True
+    ),
     precision_flag(
         "pure_bf16",
         False,
-        "bf16 weights, gradients and optimiser states; EMA, timesteps, sampler and loss stay fp32",
+        "bf16 weights, gradients and optimiser states; averages, sampler and loss stay fp32",
+        often=True,
     ),
     precision_flag(
         "stochastic",
         False,
-        "with --pure_bf16 or states in 8 or 4 bits: round writes up or down at random, so that small updates "
-        "survive on average",
+        "round writes in bf16 or codes up or down at random: small updates survive on average",
+        often=True,
     ),
     precision_flag(
         "kahan", False, "with --pure_bf16: keep what rounding lost in a bf16 buffer (2 bytes a parameter)"
@@ -58,7 +61,7 @@ PRECISION_FLAGS = (
         to="",
         type=checked(str, is_finish, "split:PERCENT or fp32:PERCENT, above 0 and below 100"),
     ),
-    precision_flag("opt8bit", False, "optimiser states in 8 bits, with bitsandbytes' codes"),
+    precision_flag("opt8bit", False, "optimiser states in 8 bits, with bitsandbytes' codes", often=True),
     precision_flag("opt4bit", False, "optimiser states in 4 bits, with torchao's codes"),
     precision_flag(
         "growth_interval",
@@ -85,7 +88,10 @@ PRECISION_FLAGS = (
         type=checked(float, lambda v: 0 < v < 1, "a number between 0 and 1"),
     ),
     precision_flag(
-        "fp8", False, "FP8 matmuls in nn.Linear layers, all else as --bf16; with --pure_bf16 on bf16 weights"
+        "fp8",
+        False,
+        "FP8 matmuls in nn.Linear layers, all else as --bf16 or --pure_bf16",
+        often=True,
     ),
     precision_flag(
         "fp8_backend",

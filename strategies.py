@@ -28,7 +28,7 @@ from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
 from lowprec.evidence import KIND_OF_MODEL
 from lowprec.optimizers.adafactor import Adafactor
-from lowprec.optimizers.build import argument_names, classes_of
+from lowprec.optimizers.build import OPTIMIZERS, argument_names, classes_of
 from lowprec.optimizers.rounded import AdamW
 from lowprec.recipes import Recipe
 from precision import PRECISION_FLAGS, recipe_of_run
@@ -101,6 +101,32 @@ def _module(path):
     return module
 
 
+def listing():
+    """What there is to choose from, as a text: tasks with their nets and sizes, data, optimisers, recipes."""
+    from lowprec.advice.answer import CANDIDATES
+    from lowprec.optimizers.peers import PEER_OPTIMIZERS
+    from tasks.data import DATA_SETS
+
+    lines = ["--task, with each --model and its --size (the first of each is the default):"]
+    for name, kind in TASKS.items():
+        nets = []
+        for net, sizes in kind.sizes_of_nets().items():
+            nets.append(f"{net} ({', '.join(sizes)})" if sizes else net)
+        lines.append(f"  {name:<13}{', '.join(nets)}")
+    forms = [known.form for known in DATA_SETS.values()]
+    recipes = "\n  ".join(candidate.typed for candidate in CANDIDATES)
+    return "\n".join([
+        *lines,
+        "  or FILE.py:CLASS of your own",
+        f"--data: {', '.join(forms)}",
+        "  language: text:FILE; steve and slotcontrast: sprites, folder:PATH",
+        f"--optimizer: {', '.join(OPTIMIZERS)}",
+        f"  as others publish them: {', '.join(PEER_OPTIMIZERS)}",
+        "recipes, without flags fp32; --advise says what each costs:",
+        f"  {recipes}",
+    ])  # fmt: skip
+
+
 # ---- Their flags -------------------------------------------------------------------------------------------
 
 
@@ -120,8 +146,8 @@ def flag_rows(*kinds):
 
 
 def flag_table(spec=None):
-    """flags.FlagTable of what a run of --task `spec` reads, the general flags and its own; None: of what a run
-    of any of TASKS reads. A flag has the same place in all of them.
+    """flags.FlagTable of what a run of --task `spec` reads, the general flags and its own; None: of what runs
+    of all TASKS read. A flag has the same place in all of them.
     """
     before = options.TASK_FLAGS + options.TRAINING_FLAGS + PRECISION_FLAGS
     after = options.SCORING_FLAGS + options.MACHINE_FLAGS + options.RUN_FLAGS
@@ -136,7 +162,7 @@ def flag_table(spec=None):
     for row in of_tasks:
         if row.name not in here:
             elsewhere[row.name] = _whose(row.name, spec)
-    return flags.FlagTable([*rows, *own.values()], elsewhere)
+    return flags.FlagTable([*rows, *own.values()], own, elsewhere)
 
 
 def _whose(flag, spec):

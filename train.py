@@ -47,7 +47,7 @@ from trainer import Trainer
 
 FLAGS = strategies.flag_table()
 DEFAULTS = FLAGS.defaults()
-VERBS = ("config", "ledger", "dry_run", "check", "sample", "diagnose")
+VERBS = ("config", "ledger", "dry_run", "check", "list", "sample", "diagnose")
 
 
 # ---- Flags -------------------------------------------------------------------------------------------------
@@ -55,7 +55,8 @@ VERBS = ("config", "ledger", "dry_run", "check", "sample", "diagnose")
 
 def build_parser(table=FLAGS):
     """A parser of the flags of a table and of what the program does in place of training."""
-    parser = table.parser("train.py", textwrap.dedent(__doc__ or ""))  # none under python -OO
+    text = textwrap.dedent(__doc__ or "")  # none under python -OO
+    parser = table.parser("train.py", text, shown=("config", "list"))
     run = parser.add_argument_group("beside training")
     run.add_argument(
         "--config", metavar="FILE.yaml", help="flags as keys of a YAML file; the command line wins"
@@ -71,6 +72,11 @@ def build_parser(table=FLAGS):
         "--check",
         action="store_true",
         help="print what this machine runs natively, emulates or can't, and stop",
+    )
+    group.add_argument(
+        "--list",
+        action="store_true",
+        help="name the tasks, with their nets and sizes, the data, optimisers and recipes, and stop",
     )
     group.add_argument(
         "--advise",
@@ -273,6 +279,9 @@ def run_command(argv):
     parser = build_parser(table)
     given = vars(parser.parse_args(argv))
     verbs = {name: given.pop(name) for name in VERBS if name in given}
+    if "list" in verbs:
+        print(strategies.listing())
+        return 0
     if "check" in verbs:
         others = list(given)
         if "config" in verbs:

@@ -16,6 +16,7 @@ import difflib
 import hashlib
 import os
 import re
+import shutil
 import stat
 import sys
 from dataclasses import dataclass
@@ -44,10 +45,10 @@ class Flag:
 
     default: False makes a switch, a list makes a flag that may be repeated. type: converts the text, and
     raises ValueError or argparse.ArgumentTypeError for what it can't take. may: of "resume", "sample" and
-    "diagnose", beside what `kind` allows. titled: whether the flag's own name precedes its value in the
-    folder's name, as numbers always have it. fits: whether weights fit only runs with the same value, so
-    that --finetune and --teacher compare it. to: who takes it as a keyword of the same name, "recipe",
-    "method" or "scaler".
+    "diagnose", beside what `kind` allows. often: whether most runs need it, so that --help shows it. titled:
+    whether the flag's own name precedes its value in the folder's name, as numbers always have it. fits:
+    whether weights fit only runs with the same value, so that --finetune and --teacher compare it. to: who
+    takes it as a keyword of the same name, "recipe", "method" or "scaler".
     """
 
     name: str
@@ -59,6 +60,7 @@ class Flag:
     choices: tuple | None = None
     metavar: str | None = None
     may: tuple = ()
+    often: bool = False
     titled: bool = False
     fits: bool = False
     to: str = ""
@@ -110,7 +112,10 @@ class Flag:
         elif isinstance(self.default, list):
             group.add_argument(name, help=text, action="append", metavar=self.metavar)
         else:
-            options = dict(type=self.type, choices=self.choices, metavar=self.metavar)
+            metavar = self.metavar
+            if metavar is None and self.choices is None and not isinstance(self.default, str):
+                metavar = None if self.type is str else "N"
+            options = dict(type=self.type, choices=self.choices, metavar=metavar)
             group.add_argument(name, help=text, **options)
 
 
@@ -163,6 +168,13 @@ positive = checked(float, lambda v: 0 < v <= LARGEST_REAL, f"a number above 0, u
 amount = checked(float, lambda v: 0 <= v <= LARGEST_REAL, f"a number, 0 or more, up to {LARGEST_REAL:g}")
 share = checked(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
 fraction = checked(float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
+
+
+def of_size(net, size, sizes):
+    """What a net of this --size is built of. sizes: {--size: that}."""
+    if size not in sizes:
+        raise Refused(f"unknown size {size!r} for {net}; choose one of {', '.join(sizes)}")
+    return sizes[size]
 
 
 def _last_part(place):
@@ -222,13 +234,59 @@ class OneLineParser(argparse.ArgumentParser):
         return super()._get_values(action, words)
 
 
-class FlagTable:
-    """All flags of one run. rows: Flags in any order; of two with one name the later replaces the earlier.
-    elsewhere: {flag: what is said of it} of flags that other runs have.
+class FlagParser(OneLineParser):
+    """The parser of a FlagTable. --help shows what most runs need; --help GROUP that group, --help all all.
+    often, own: names of the flags that --help alone shows, those that most runs need and the task's own.
     """
 
-    def __init__(self, rows, elsewhere=()):
-        self.elsewhere = dict(elsewhere)
+    def __init__(self, often, own, **options):
+        super().__init__(add_help=False, usage="%(prog)s [--FLAG VALUE] ...", **options)
+        self.brief = {"what most runs need": often, "this task's own": own}
+        self.topic = None
+
+    def format_help(self):
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, [])
+        if self.topic is None:
+            formatter.add_text(self.description)
+            for title, names in self.brief.items():
+                self._add_section(formatter, title, [one for one in self._actions if one.dest in names])
+        for group in self._action_groups:
+            if self.topic in ("all", group.title):
+                self._add_section(formatter, group.title, group._group_actions)
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    @staticmethod
+    def _add_section(formatter, title, actions):
+        formatter.start_section(title)
+        formatter.add_arguments(actions)  # of a section without any nothing is printed
+        formatter.end_section()
+
+
+class ShowHelp(argparse.Action):
+    """--help, --help GROUP or --help all."""
+
+    def __call__(self, parser, namespace, topic, option_string=None):
+        parser.topic = topic
+        parser.print_help()
+        parser.exit()
+
+
+def _wide(prog):
+    """The shape of --help: two columns, in lines of at most 110 characters."""
+    width = min(110, shutil.get_terminal_size().columns)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=27, width=width)
+
+
+class FlagTable:
+    """All flags of one run. rows: Flags in any order; of two with one name the later replaces the earlier.
+    own: names of those that its task brings. elsewhere: {flag: what is said of it} of flags that other tasks'
+    runs have.
+    """
+
+    def __init__(self, rows, own=(), elsewhere=()):
+        self.own, self.elsewhere = tuple(own), dict(elsewhere)
         by_name = {}
         for row in rows:
             by_name[row.name] = row
@@ -285,18 +343,27 @@ class FlagTable:
 
     # -- reading
 
-    def parser(self, prog, description):
-        """An argparse parser that gives the flags typed, and no defaults. Bad input ends with one line and
-        status 2.
+    def parser(self, prog, description, shown=()):
+        """A FlagParser that gives the flags typed, and no defaults. Bad input ends with one line and status
+        2. shown: what --help shows beside the flags that most runs need and the task's own.
         """
-        parser = OneLineParser(
+        often = [row.name for row in self.rows if row.often]
+        parser = FlagParser(
+            [*often, "help", *shown],
+            [name for name in self.own if name not in often],
             prog=prog,
             description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"all flags: --help all; those of one group: --help {', '.join(FLAG_GROUPS)}",
+            formatter_class=_wide,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,  # a new flag would change what an abbreviation means
         )
         parser.elsewhere = self.elsewhere
+        topics = ("all", *FLAG_GROUPS)
+        says = dict(
+            nargs="?", choices=topics, metavar="GROUP", help="what most runs need, or what GROUP holds"
+        )
+        parser.add_argument("-h", "--help", action=ShowHelp, **says)
         for title, text in FLAG_GROUPS.items():
             group = parser.add_argument_group(title, text)
             for row in self.rows:
@@ -365,6 +432,12 @@ class FlagTable:
                 if name == "steps" and config.finish:
                     texts.append(f"--finish {config.finish} is a percentage of --steps")
         return texts
+
+    def scored_alike(self, old, config):
+        """Whether the run of `old` (a dict) was scored as that of `config` is to be."""
+        before = self.config(old)
+        scoring = [row.name for row in self.rows if row.kind == "extent" and row.name != "steps"]
+        return all(getattr(before, name) == getattr(config, name) for name in scoring)
 
     def refused(self, given, verb):
         """The first of the flags `given` that can't differ from the run's beside --sample or --diagnose, or

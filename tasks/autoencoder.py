@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from lowprec.errors import Refused
+from harness.flags import of_size
 from lowprec.machine import monai_alone
 
 # size: (channels per level, residual blocks per level, latent channels). Each level but the first halves the
@@ -22,10 +22,7 @@ def autoencoder_kl(channels, size=None, latent_channels=None):
     with monai_alone():
         from monai.networks.nets import AutoencoderKL
 
-    size = size or "tiny"
-    if size not in AUTOENCODER_SIZES:
-        raise Refused(f"unknown size {size!r} for vae; choose one of {', '.join(AUTOENCODER_SIZES)}")
-    widths, blocks, latents = AUTOENCODER_SIZES[size]
+    widths, blocks, latents = of_size("vae", size or "tiny", AUTOENCODER_SIZES)
     return AutoencoderKL(
         spatial_dims=2,
         in_channels=channels,

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness.flags import of_size
 from harness.ranks import Ranks
 from lowprec.attention import attention_kernel
 from lowprec.errors import Refused
@@ -39,11 +40,9 @@ CNNS = {"tiny": ((32, 64, 128), 1), "small": ((64, 128, 256), 2), "base": ((128,
 
 def cnn(channels, num_classes, image_size, size=None):
     """x [B, C, H, W] -> logits [B, num_classes]. Each stage but the first begins by halving the image."""
-    size = size or "tiny"
-    _check_size("cnn", size, CNNS)
+    widths, depth = of_size("cnn", size or "tiny", CNNS)
     if image_size < 4:
         raise Refused(f"image size {image_size} is too small for cnn, which halves it twice: use 8 or more")
-    widths, depth = CNNS[size]
     layers = OrderedDict()
     before = channels
     for stage, width in enumerate(widths):
@@ -128,9 +127,7 @@ def vit(channels, num_classes, image_size, size=None):
             with attention_kernel(x.device, torch.bfloat16, tokens):
                 return super().forward(x)
 
-    size = size or "tiny"
-    _check_size("vit", size, VITS)
-    layers, width, heads = VITS[size]
+    layers, width, heads = of_size("vit", size or "tiny", VITS)
     patch = patch_size(image_size)
     net = ViT(
         image_size=image_size,
@@ -147,11 +144,6 @@ def vit(channels, num_classes, image_size, size=None):
         nn.init.trunc_normal_(net.conv_proj.weight, std=math.sqrt(1 / (channels * patch**2)))
         nn.init.zeros_(net.conv_proj.bias)
     return net
-
-
-def _check_size(net, size, sizes):
-    if size not in sizes:
-        raise Refused(f"unknown size {size!r} for {net}; choose one of {', '.join(sizes)}")
 
 
 # ---- Task --------------------------------------------------------------------------------------------------
@@ -191,6 +183,10 @@ class Classify(Task):
         return data
 
     # -- the net
+
+    @classmethod
+    def sizes_of_nets(cls):
+        return {"cnn": CNNS, "resnet18": (), "vit": VITS}
 
     def nets(self):
         return {"cnn": cnn, "resnet18": resnet18, "vit": vit}

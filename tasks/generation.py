@@ -163,6 +163,12 @@ class Generation(Task):
             )
         return found
 
+    @classmethod
+    def sizes_of_nets(cls):
+        from models import DIFFUSION_UNETS, DITS
+
+        return {"unet": DIFFUSION_UNETS, "dit": DITS}
+
     def nets(self):
         from models import GENERATIVE  # MONAI takes seconds to import, which --help does not wait for
 

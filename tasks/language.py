@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.flags import Flag, amount, natural
+from harness.flags import Flag, amount, natural, of_size
 from lowprec.attention import Attend
 from lowprec.errors import Refused
 from lowprec.layers.fp8 import Scaling
@@ -305,6 +305,10 @@ class Language(Task):
 
     # -- the net
 
+    @classmethod
+    def sizes_of_nets(cls):
+        return {"gpt": GPTS, "bdh": BDHS}
+
     def nets(self):
         return {"gpt": self._gpt, "bdh": self._bdh}
 
@@ -316,10 +320,10 @@ class Language(Task):
         return nets[c.model](c.size or self.implied["size"])
 
     def _gpt(self, size):
-        return GPT(*_shape_of_size(size, GPTS), self.config.block)
+        return GPT(*of_size("gpt", size, GPTS), self.config.block)
 
     def _bdh(self, size):
-        return BDH(*_shape_of_size(size, BDHS))
+        return BDH(*of_size("bdh", size, BDHS))
 
     def example(self):
         return (torch.zeros(2, self.config.block, dtype=torch.int64, device="meta"),), {}
@@ -382,12 +386,6 @@ class Language(Task):
             byte = choose_bytes(logits, c.temperature, c.top_k, rng)
             ids = torch.cat([ids, byte[:, None]], dim=1)
         return bytes(ids[0].tolist()).decode("utf-8", "replace")
-
-
-def _shape_of_size(size, sizes):
-    if size not in sizes:
-        raise Refused(f"unknown size {size!r} for a language net; choose one of {', '.join(sizes)}")
-    return sizes[size]
 
 
 def choose_bytes(logits, temperature, top_k, rng):

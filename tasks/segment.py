@@ -32,6 +32,12 @@ class Segment(Task):
 
         self.criterion = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True)
 
+    @classmethod
+    def sizes_of_nets(cls):
+        from models import SEGMENTATION_UNETS
+
+        return {"unet": SEGMENTATION_UNETS}
+
     def nets(self):
         from models import SEGMENTING
 

@@ -118,6 +118,11 @@ class Task:
 
     # -- the net
 
+    @classmethod
+    def sizes_of_nets(cls):
+        """{--model: its --size, as the keys of a dict}, for --list."""
+        return {}
+
     def nets(self):
         """{--model: build(channels, num_classes, image_size, size)}."""
         return {}

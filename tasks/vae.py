@@ -78,6 +78,10 @@ class VAE(Task):
     def load(cls, config):
         return two_of_each(super().load(config))
 
+    @classmethod
+    def sizes_of_nets(cls):
+        return {"kl": AUTOENCODER_SIZES}
+
     def nets(self):
         return {"kl": self._build}
 

@@ -7,7 +7,7 @@ encoder that both have.
 import torch
 import torch.nn.functional as F
 
-from harness.flags import Flag, natural, several
+from harness.flags import Flag, natural, of_size, several
 from lowprec.errors import Refused
 from tasks import video_metrics
 from tasks.clip_sets import SPRITE_CLIPS, SPRITE_SIDE, folder, sprites
@@ -65,10 +65,11 @@ class Video(Task):
     @property
     def size(self):
         """What --size stands for."""
-        name = self.config.size or "tiny"
-        if name not in self.sizes:
-            raise Refused(f"no size {name!r} for task {self.config.task!r}: use {' or '.join(self.sizes)}")
-        return self.sizes[name]
+        return of_size(self.config.model, self.config.size or "tiny", self.sizes)
+
+    @classmethod
+    def sizes_of_nets(cls):
+        return {cls.implied["model"]: cls.sizes}
 
     @property
     def slots(self):

@@ -138,11 +138,19 @@ def test_check_prints_the_matrix(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help_names_every_flag(capsys):
-    assert command("--help") == 0
-    out = capsys.readouterr().out
-    for flag in [*strategies.flag_table("rflow").defaults(), "config", "dry_run", "check", "sample"]:
-        assert re.search(rf"^  --{flag}\b", out, re.M), flag
+@pytest.mark.parametrize("task", ["rflow", "segment", "language"])
+def test_help_names_what_most_runs_need_and_the_tasks_own_flags_and_in_full_every_flag(task, capsys):
+    def named(*topic):
+        assert command("--task", task, "--help", *topic) == 0
+        return set(re.findall(r"^  --(\w+)\b", capsys.readouterr().out, re.M))
+
+    own = {row.name for row in strategies.find_task(task).flags}
+    brief, whole = named(), named("all")
+    assert own | {"steps", "pure_bf16", "config", "list"} <= brief and "amax_history_len" not in brief
+    verbs = "config ledger dry_run check list advise diagnose sample".split()
+    assert whole == {*strategies.flag_table(task).defaults(), *verbs}
+    assert "kahan" in named("precision") and "steps" not in named("precision")
+    assert command("--help", "nonsense") == 2 and "choose from" in one_line(capsys)
 
 
 def test_every_flag_is_read(monkeypatch):

@@ -85,7 +85,8 @@ RECIPES = {  # flags: sites as the ledger must show them
 def check_folder(name, generated=True):
     folder = Path("runs", name)
     flags = json.loads((folder / "config.json").read_text())
-    assert flags["command"].startswith("train.py ") and flags["flags"].keys() == strategies.flag_table("rflow").defaults().keys()
+    read = strategies.flag_table("rflow").defaults()
+    assert flags["command"].startswith("train.py ") and flags["flags"].keys() == read.keys()
     assert {"torch", "monai", "python", "cpu", "commit"} <= json.loads(
         (folder / "env.json").read_text()
     ).keys()

@@ -144,7 +144,7 @@ def test_a_strangers_task_is_one_class():
 
 def test_its_flags_and_its_site_are_known_before_anything_runs():
     out, _ = command("--help")
-    assert "--hidden HIDDEN" in out and "units of the only hidden layer (default: 16)" in out
+    assert "--hidden N" in out and "units of the only hidden layer (default: 16)" in out
     out, _ = command("--dry_run", "--hidden", 8, "--set", "target=bf16", "--pure_bf16", "--stochastic")
     assert "--hidden=8" in out.split()
     assert "--name=mine.py_Mine-hidden8-pure_bf16-stochastic-target_bf16" in out.split()
