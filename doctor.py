@@ -87,7 +87,7 @@ class Examination:
         self.limits = {**DIAGNOSIS_LIMITS, **trainer.task.limits}
         self.train = trainer.task.train_set(trainer)
         self.start = self._start()
-        trainer.restore(checkpoint)
+        trainer.load_state_dict(checkpoint)
         args, _ = self.precision.view_of_model.example
         parameters = sum(p.numel() for p in self.precision.params)
         self.pixels = math.prod(args[0].shape[2:] or args[0].shape[1:]) * parameters

@@ -147,10 +147,12 @@ def train(given, command, dry=False, whole_ledger=False):
     if trainer.ranks.main:
         ledger = trainer.precision.ledger()
         print_head(trainer, ledger)
-        print_ledger(trainer, ledger, whole=dry or whole_ledger)
+        print_ledger(ledger, trainer.kind.sites, whole=dry or whole_ledger)
         if dry and trainer.config.fsdp:
             print(trainer.line_of_a_rank())
-        for line in [*trainer.notes, *advice_lines(trainer)]:
+        every, params = trainer.validation.every, trainer.precision.params
+        advice = advice_lines(trainer.config, trainer.recipe, trainer.device, every, params)
+        for line in [*trainer.notes, *trainer.task.notes(), *advice]:
             print(f"warning: {line}")
         print(flush=True)
     if dry:
@@ -159,7 +161,9 @@ def train(given, command, dry=False, whole_ledger=False):
         return 0
     summary = trainer.fit()
     if trainer.ranks.main:
-        print_summary(trainer, summary)
+        print_scores(trainer.task, summary["scores"], summary["reference"])
+        kind, _ = trainer.task.items
+        print_summary(summary, trainer.device, kind, trainer.folder, trainer.config.runs)
         if trainer.was_finished:
             print("it was finished before, and nothing was trained now: another --name begins anew")
     del trainer  # its DistributedDataParallel holds what leave() is to end
@@ -205,7 +209,7 @@ def sample_and_score(path, given, command, table):
     scores = trainer.draw(checkpoint, label)
     if trainer.precision.ledger().flops_share:
         print(f"{trainer.precision.ledger()}\n")
-    print_scores(trainer, scores, trainer.task.reference())
+    print_scores(trainer.task, scores, trainer.task.reference())
     print(f"pictures: {trainer.folder}/samples/{label}-*.png   scores: {trainer.folder}/samples/{label}.json")
     return 0
 

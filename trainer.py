@@ -6,22 +6,23 @@ run leaves in its folder, tasks/task.py what is trained, harness/ranks.py what s
 """
 
 import shlex
+import sys
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
 
-from harness import initial, resume
+from harness import initial, shards
 from harness.advice import check_processes, recipe_notes
 from harness.batches import end_workers, read_batches
+from harness.checkpoints import check_optimizer, fitting
 from harness.ending import Stopped, StopRequest, check_loss, check_weights, what_is_kept
 from harness.flags import LARGEST_WHOLE
 from harness.progress import Profile, Progress, TrainingClock
 from harness.ranks import Ranks, lost_process
-from harness.run_folder import Folder, export, peak_memory, start_peak_memory, write_json
+from harness.run_folder import CHECKPOINT, Folder, export, peak_memory, start_peak_memory, write_json
 from harness.schedule import is_due, lr_factor
-from harness.summary import finish
 from harness.validation import BEST_FILE, Validation, steps_an_epoch
 from lowprec import ledger
 from lowprec.cast import exact_modules
@@ -29,6 +30,7 @@ from lowprec.errors import Refused
 from lowprec.optimizers import adafactor
 from lowprec.parts import finish as exact_end
 from lowprec.parts.activations import Meter, recompute, recomputed_blocks
+from lowprec.parts.loss_scale import LossScale
 from lowprec.parts.ranks import refuse_whole, share_buffers, spread_over_ranks
 from lowprec.precision import Precision
 from lowprec.rounding import Stream, stream
@@ -57,8 +59,8 @@ class Trainer:
         if c.threads:
             torch.set_num_threads(c.threads)
         self.recipe = run.recipe.on(self.device)
-        self.notes = recipe_notes(self)
-        check_processes(self)
+        self.notes = recipe_notes(c, self.recipe, self.device, self.ranks.world, self.table)
+        check_processes(c, self.recipe, self.ranks, draws)
         self.folder = Folder(folder or Path(c.runs) / c.name)
         self.data = self.kind.load(c)
         self.task = self.kind(self.data, self.recipe, c)
@@ -66,7 +68,7 @@ class Trainer:
         if c.init_scale != 1 and self.task.starts_elsewhere:
             brought = "scales new weights, and these come from a checkpoint"
             raise Refused(f"--init_scale {c.init_scale:g} {brought}: drop it, or train from scratch")
-        # how far it is; resume.restore_checkpoint sets these
+        # how far it is; load_state_dict sets these
         self.step, self.seconds, self.peak = 0, 0.0, None
         self.interval, self.since = 0, 0.0  # steps since the last logged line, and the sum of their losses
         self.train = self.batches = None
@@ -266,7 +268,7 @@ class Trainer:
 
     def _fit(self):
         writes = self.ranks.main or self.ranks.spread  # all ranks give their rows of a net that is spread
-        summary = resume.open_folder(self)
+        summary = self._open_folder()
         self.was_finished = bool(summary)
         if summary:
             if self.config.export and writes:
@@ -280,9 +282,7 @@ class Trainer:
         late = self.ranks.any(self.stop.signal, self.device)  # while the last checkpoint was written
         if late:
             raise Stopped(f"stopped after step {self.step}; the same command scores the run", late)
-        if not writes:
-            return None
-        return finish(self)
+        return self._end()
 
     def ready(self):
         """What the first step needs: training data, and the net as it is called."""
@@ -360,7 +360,8 @@ class Trainer:
         check_loss(since, report, self.step, self.folder)
         check_weights(self.precision, self.step, self.folder, self.ranks, self.device)
         if self.ranks.main or self.ranks.spread:
-            resume.save_checkpoint(self, clock.seconds(), since)
+            self.seconds = clock.seconds()
+            self._write(CHECKPOINT, since)
 
     def _look(self):
         """Scores on held-out data, as {"heldout_<name>": number}; a checkpoint of the best so far is kept."""
@@ -374,7 +375,7 @@ class Trainer:
         if self.ranks.spread:
             improved = bool(self.ranks.any(int(improved), self.device))
         if improved:
-            resume.save_checkpoint(self, self.seconds, 0.0, BEST_FILE)
+            self._write(BEST_FILE)
         return {f"heldout_{name}": value for name, value in scores.items()}
 
     def _drawing(self, source):
@@ -385,9 +386,143 @@ class Trainer:
             return self.precision.generator(source)
         return None
 
-    def restore(self, checkpoint):
+    # -- its state
+
+    def state_dict(self, since=0.0):
+        """What a checkpoint holds. since: the sum of the losses since the last logged line, so that a resumed
+        run logs what an uninterrupted one logs.
+        """
+        state = {
+            "config": vars(self.config),
+            "step": self.step,
+            "seconds": self.seconds,
+            "interval": self.interval,
+            "since": since,
+            "validation": self.validation.state_dict(),
+            "precision": self.precision.state_dict(),
+            "data": self._fingerprint_of_data(),
+            "peak": peak_memory(self.device),
+        }
+        meter = self.precision.part(Meter)
+        if meter:
+            state["activations"] = meter.json()
+        return state
+
+    def load_state_dict(self, state):
         """Continue from a checkpoint's step. Raises Refused when it belongs to another model or recipe."""
-        resume.restore_checkpoint(self, checkpoint)
+        saved = state["precision"]
+        with fitting("the checkpoint"):
+            check_optimizer(saved["optimizer"], self.precision.optimizer.state_dict(), state["step"])
+            self.precision.load_state_dict(saved)
+        self.step, self.seconds, self.interval = state["step"], state["seconds"], state["interval"]
+        self.since = torch.tensor(state["since"], device=self.device)
+        if "validation" in state:
+            self.validation.load_state_dict(state["validation"])
+
+    def _fingerprint_of_data(self):
+        """What stands for the content of the data; "" where a task of a file does not tell."""
+        return str(getattr(self.data, "fingerprint", ""))
+
+    def _restore_figures(self, checkpoint):
+        """What a step tells, for a run that will do none. Older checkpoints hold neither figure."""
+        self.peak, kept = checkpoint.get("peak"), checkpoint.get("activations")
+        if kept:
+            meter = Meter(self.precision.model)
+            meter.bytes, meter.casts = kept["bytes"], kept["casts"]
+            self.precision.parts.append(meter)
+
+    def _write(self, name, since=0.0):
+        state = self.state_dict(since)
+        if self.ranks.spread:
+            shards.write_shards(self.folder / name, state, self.ranks, self.device)
+        else:
+            self.folder.save(state, name)
+
+    def _open_folder(self):
+        """Create or resume the run's folder. Returns its summary if the run is finished and scored, else
+        None.
+        """
+        c, folder = self.config, self.folder
+
+        def differences(old):
+            return self.table.differences(old, c)
+
+        folder.check(differences)
+        self.ranks.first(folder.lock, self.device)
+        if folder.has_checkpoint:
+            if self.ranks.spread and shards.is_there(folder / CHECKPOINT):  # this rank's rows alone
+                found = shards.read_own_shards(folder / CHECKPOINT, self.precision, self.ranks, self.device)
+                checkpoint = folder.checked(found, differences)
+            else:
+                checkpoint = folder.checkpoint(differences)
+            if checkpoint.get("data") and self._fingerprint_of_data() not in ("", checkpoint["data"]):
+                other = f"{folder} holds a run on other data than --data {c.data} is now"
+                raise Refused(f"{other}: give this one another --name")
+            self.load_state_dict(checkpoint)
+            if self.finished:
+                self._restore_figures(checkpoint)
+        if self.step > c.steps:
+            longer = f"{folder} has {self.step:,} steps behind it, and --steps is {c.steps:,}"
+            raise Refused(f"{longer}: give a shorter run another --name")
+        before = folder.summary() if self.finished else None
+        if before and self.table.scored_alike(folder.flags(), c):
+            return before
+        self.ranks.wait()  # every rank has read the folder before one writes
+        if self.ranks.main:
+            logged = self.step - self.interval
+            folder.begin(self.command, vars(c), self.precision.ledger(), self.device, self.step, logged)
+        if before:
+            self.peak = before["peak_memory"]
+        return None
+
+    def _end(self):
+        """Score, export, write the summary; then what the run's parts add to it, which may fail. Returns the
+        summary on the main rank, None on others: they give their rows of a net that is spread.
+        """
+        c, precision = self.config, self.precision
+        if not self.ranks.main:
+            if self.ranks.spread:
+                self.score()
+                if c.export:
+                    self.export(c.export)
+            return None
+        started = time.perf_counter()
+        print("scoring ...", file=sys.stderr, flush=True)
+        images_per_second = self.step * c.batch_size * c.accumulate / max(self.seconds, 1e-9)
+        kind, number = self.task.items
+        scaling, meter = precision.part(LossScale), precision.part(Meter)
+        summary = {
+            "step": self.step,
+            "parameters": sum(p.numel() for p in precision.params),
+            "seconds": self.seconds,
+            "images_per_second": images_per_second,
+            "skipped_steps": scaling.skipped if scaling else 0,
+            "bytes_per_parameter": precision.ledger().state_bytes,
+            "scores": self.score(),
+            "reference": self.task.reference(),
+            "peak_memory": self.peak or peak_memory(self.device),
+            "scoring_seconds": time.perf_counter() - started,
+        }
+        if meter:
+            summary["activations"] = meter.json()
+        summary[f"{kind}_per_second"] = images_per_second * number
+        if self.validation.every:
+            summary["validation"] = self.validation.json()
+        if c.export:
+            self.export(c.export)
+        self.folder.close()
+        write_json(self.folder / "summary.json", summary)
+        figures = {}
+        for part in precision.parts:
+            try:
+                figures.update(part.finish(precision, self.fixed_loss))
+            except torch.OutOfMemoryError:
+                name = type(part).__name__
+                print(f"no memory left for the last figures of {name}; all else is written", file=sys.stderr)
+        if figures:
+            summary.update(figures)
+            write_json(self.folder / "summary.json", summary)
+        return summary
 
     # -- scores
 
@@ -434,7 +569,7 @@ class Trainer:
         """
         theirs = recipe_of_run(self.table.obeyed(checkpoint["config"]), self.table, self.kind.sites)
         check_origin(self.recipe, theirs, draws=True)
-        self.restore(checkpoint)
+        self.load_state_dict(checkpoint)
         if self.config.export:
             self.export(self.config.export)
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Flags that don't go together on these processes, and the warnings before a run. run: a trainer.Trainer."""
+"""Flags that don't go together on these processes, and the warnings before a run. c: its flags.Config."""
 
 import types
 
@@ -12,32 +12,31 @@ from lowprec.rules import check_machine
 LATE_AVERAGE = 0.1  # of the initial weights in an average: more shows in what it draws
 
 
-def check_processes(run):
-    """Raise Refused for flags that these processes can't follow."""
-    c, world = run.config, run.ranks.world
+def check_processes(c, recipe, ranks, draws):
+    """Raise Refused for flags that these processes can't follow. draws: whether nothing is trained."""
+    world = ranks.world
     if c.batch_size % world:
         shared = f"--batch_size {c.batch_size} can't be shared by {world} processes"
         raise Refused(f"{shared}: use a multiple of {world}")
-    if run.ranks.spread and not run.ranks.started:
+    if ranks.spread and not ranks.started:
         raise Refused("--fsdp spreads a net over processes: torchrun --nproc_per_node N train.py --fsdp")
-    spread = c.fsdp and not run.draws
+    spread = c.fsdp and not draws
     if spread and c.compile:
         raise Refused(
             "--compile with --fsdp: torch's compiler stops at each hook of fully_shard, so little is "
             "compiled; leave one of them out"
         )
     options = Options(grad_release=c.grad_release, average_on=c.average_on, states_on=c.states_on)
-    asked_for: dict = dict(recipe=run.recipe, options=options, spread=spread, compiled=c.compile)
+    asked_for: dict = dict(recipe=recipe, options=options, spread=spread, compiled=c.compile)
     asked_for.update(convolves_on_cpu=False, processes=world)  # of a net that is not there yet
     wanted_parts(types.SimpleNamespace(**asked_for))
     if c.export:
         check_export(c.export)
 
 
-def recipe_notes(run):
+def recipe_notes(c, recipe, device, world, table):
     """What this machine only emulates, what the recipe loses, and flags that change nothing: a line each."""
-    c, recipe = run.config, run.recipe
-    found = list(check_machine(recipe, run.device))
+    found = list(check_machine(recipe, device))
     found += recipe.warnings(
         beta2=c.beta2,
         ema_decay=c.ema_decay,
@@ -46,17 +45,17 @@ def recipe_notes(run):
         micro_batches=c.accumulate,
         optimizer=c.optimizer,
     )
-    if run.device.type == "cpu":
+    if device.type == "cpu":
         for name in ("average_on", "states_on"):
             if getattr(c, name) == "cpu":
                 found.append(f"--{name} cpu changes nothing: the weights are on the CPU too")
     if c.noise_seed is not None and not _draws_noise(c, recipe):
         found.append(f"--noise_seed {c.noise_seed} changes nothing: this recipe rounds nothing at random")
     if recipe.loss_scale != "dynamic":
-        for name, value in run.table.pick(c, "scaler").items():
-            if value != run.table[name].default:
+        for name, value in table.pick(c, "scaler").items():
+            if value != table[name].default:
                 found.append(f"--{name} {value:g} changes nothing: --fp16 alone scales the loss")
-    if run.ranks.world == 1 and (recipe.reduce, recipe.reduce_update) != ("fp32", "nearest"):
+    if world == 1 and (recipe.reduce, recipe.reduce_update) != ("fp32", "nearest"):
         found.append("--set reduce and reduce_update change nothing: this is one process")
     if c.fsdp and policy_note(recipe):
         found.append(policy_note(recipe))
@@ -72,17 +71,17 @@ def _draws_noise(config, recipe):
     return "stochastic" in writes or recipe.master == "split8" or gradients_of_fp4
 
 
-def advice_lines(run):
-    """What would make a run faster or its result better: a line each."""
-    c = run.config
-    found = run.task.notes()
-    if run.recipe.fp8 and run.device.type == "cuda" and not c.compile:
+def advice_lines(c, recipe, device, first_look, params):
+    """What would make a run faster or its result better: a line each. first_look: steps until the first look
+    at held-out data, 0 for none; params: of the net.
+    """
+    found = []
+    if recipe.fp8 and device.type == "cuda" and not c.compile:
         slow = "each cast is kernels of its own, which can be slower than --bf16"
         found.append(f"--fp8 without --compile: {slow}")
     if c.lr_schedule != "constant" and c.warmup >= c.steps:
         late = f"--warmup {c.warmup} does not end before --steps {c.steps}"
         found.append(f"--lr_schedule {c.lr_schedule} never begins: {late}")
-    first_look = run.validation.every
     if first_look > c.steps:
         flag = "--early_stop" if c.early_stop else "--validate_every"
         late = f"the first look is after {first_look:,} steps, and --steps is {c.steps:,}"
@@ -92,7 +91,7 @@ def advice_lines(run):
         late = f"after {c.steps:,} steps the average that is scored and drawn holds {initial_share:.0%}"
         found.append(f"--ema_decay {c.ema_decay:g}: {late} of the initial weights; add --ema_warmup")
     if c.optimizer == "adafactor" and c.least_rms is None:
-        zeros = _matrices_of_zeros(run.precision.params)
+        zeros = _matrices_of_zeros(params)
         if zeros:
             late = f"{zeros} matrices start at zero and grow late, for a step is a share of a tensor's size"
             found.append(f"--optimizer adafactor: {late}; --least_rms 0.05 or 0.1 lets them grow sooner")

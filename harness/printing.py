@@ -67,7 +67,7 @@ def print_head(trainer, ledger):
     mib = ledger.parameters * ledger.state_bytes / 2**20
     print(trainer.data)
     print(f"{trainer.task}, {ledger.parameters:,} parameters, on {trainer.device}")
-    print(f"precision: {precision_flags(trainer) or 'fp32 everywhere'}")
+    print(f"precision: {precision_flags(trainer.table, trainer.config) or 'fp32 everywhere'}")
     if line := known_cost(trainer.config, ledger.parameters):
         print(line)
     print(
@@ -77,11 +77,11 @@ def print_head(trainer, ledger):
     print(f"writes to {trainer.folder}")
 
 
-def precision_flags(trainer):
+def precision_flags(table, config):
     """The flags of precision that a run's command says, in one line: '--pure_bf16 --stochastic'."""
     words = []
-    for row in trainer.table.rows:
-        value = getattr(trainer.config, row.name)
+    for row in table.rows:
+        value = getattr(config, row.name)
         if row.group != "precision" or value == row.default:
             continue
         if value is True:
@@ -115,12 +115,14 @@ def known_cost(config, parameters):
     return f"measured cost: held-out loss {evidence.row_in_words(found.row)}{unlike}"
 
 
-def print_ledger(trainer, ledger, whole):
-    """The precision of every tensor; unless `whole`, of those alone that differ from fp32 training."""
+def print_ledger(ledger, sites, whole):
+    """The precision of every tensor; unless `whole`, of those alone that differ from fp32 training. sites:
+    of the task.
+    """
     if whole:
         print(ledger)
         return
-    reference = recipe(more=trainer.kind.sites)
+    reference = recipe(more=sites)
     rows = []
     for row in ledger.rows:
         usual = reference[row["site"]] if row["site"] in reference.sites else "fp32"
@@ -142,19 +144,19 @@ def start_here(flags, reason):
 # ---- After a run -------------------------------------------------------------------------------------------
 
 
-def print_scores(trainer, scores, reference):
+def print_scores(task, scores, reference):
     """The table of scores, and what else the task has to say."""
-    print(score_table(scores, reference, trainer.task.unprinted))
+    print(score_table(scores, reference, task.unprinted))
     for source, found in scores.items():
-        text = trainer.task.told(found)
+        text = task.told(found)
         if text:
             print(f"\n{source}:\n{text}")
 
 
-def print_summary(trainer, summary):
-    print_scores(trainer, summary["scores"], summary["reference"])
+def print_summary(summary, device, kind, folder, runs):
+    """What came out. kind: of the items that are counted a second; runs: where runs are kept."""
     memory = f"peak memory {summary['peak_memory'] / 2**20:.0f} MiB"
-    if trainer.device.type == "cpu":
+    if device.type == "cpu":
         memory += " (the process, libraries included)"
     if "activations" in summary:
         memory += f", {summary['activations']['total'] / 2**20:.1f} MiB kept for backward"
@@ -163,26 +165,20 @@ def print_summary(trainer, summary):
         memory += f", {skipped} steps skipped by the loss scaler"
     print(
         f"\n{summary['step']} steps in {summary['seconds']:.0f} s + {summary['scoring_seconds']:.0f} s of "
-        f"scoring, {_rate(trainer, summary)}, {memory}"
+        f"scoring, {summary.get(f'{kind}_per_second', 0):.0f} {kind} a second, {memory}"
     )
     if "validation" in summary:
-        print(_best_line(trainer, summary["validation"]))
-    print(f"pictures: {trainer.folder}/samples/   curves: tensorboard --logdir {trainer.config.runs}")
+        print(_best_line(folder, summary["validation"]))
+    print(f"pictures: {folder}/samples/   curves: tensorboard --logdir {runs}")
 
 
-def _best_line(trainer, found):
+def _best_line(folder, found):
     """Which held-out score was the best, and where its weights are."""
     if found["step"] is None:
         line = f"no held-out {found['watched']} was found, so there is no {BEST_FILE}"
     else:
         best = f"best held-out {found['watched']} {_number(found['best'])} at step {found['step']}"
-        line = f"{best}, kept as {file_that_is_there(trainer.folder / BEST_FILE)}"
+        line = f"{best}, kept as {file_that_is_there(folder / BEST_FILE)}"
     if found["stopped"]:
         return f"stopped early: {line}"
     return line
-
-
-def _rate(trainer, summary):
-    """'830 images a second'."""
-    kind, _ = trainer.task.items
-    return f"{summary.get(f'{kind}_per_second', 0):.0f} {kind} a second"

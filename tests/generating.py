@@ -34,7 +34,7 @@ def drawer(path, **changes):
     """sample(labels, noise, steps) with the averaged weights of a run. changes: {flag: value}."""
     found = read_checkpoint(path)
     run = Trainer(strategies.settle({**train.DEFAULTS, **found["config"], **changes}), draws=True)
-    run.restore(found)
+    run.load_state_dict(found)
     net = run.precision.generator()
     return lambda labels, noise, steps: run.task.sample(net, labels, noise, steps)
 

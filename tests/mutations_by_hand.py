@@ -366,10 +366,10 @@ HARNESS = (
     ),
     ByHand(
         "losses-of-an-interval-forgotten",
-        "harness/resume.py",
-        "restore_checkpoint",
-        'run.interval = checkpoint["interval"]',
-        "run.interval = 0",
+        "trainer.py",
+        "Trainer.load_state_dict",
+        'state["seconds"], state["interval"]',
+        'state["seconds"], 0',
         ("harness/test_runs.py",),
     ),
     ByHand(

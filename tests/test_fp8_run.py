@@ -203,7 +203,7 @@ def test_the_summary_tells_the_noise_of_fp8_gradients(weights, tmp_path, monkeyp
     assert 15 < found["e5m2"]["fp8"] < found["hybrid"]["fp8"] - 3 < found["hybrid"]["bf16"] - 10 < 50
     flags = json.loads(Path("runs/hybrid/config.json").read_text())["flags"]
     trainer = Trainer(strategies.settle(flags))
-    trainer.restore(read_checkpoint("runs/hybrid"))
+    trainer.load_state_dict(read_checkpoint("runs/hybrid"))
     trainer.train, model = trainer.data.train, trainer.precision.model
     state = {name: value.clone() for name, value in model.state_dict().items()}
     again = method(trainer.precision, FP8).finish(trainer.precision, trainer.fixed_loss)

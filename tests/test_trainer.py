@@ -31,7 +31,6 @@ import strategies
 import train
 import trainer
 from harness import printing, progress, ranks, reduction, run_folder
-from harness import summary as end
 from lowprec import precision
 from lowprec.errors import Refused
 from lowprec.parts.part import Part
@@ -270,7 +269,7 @@ def test_peak_memory_is_that_of_training(monkeypatch):
     monkeypatch.setattr(trainer.Trainer, "score", lambda self: order.append("score") or original(self))
     assert quick() == 0
     assert order == ["start", "read", "score"] and summary()["peak_memory"] == 5 << 20
-    monkeypatch.setattr(end, "peak_memory", lambda device: 7 << 20)
+    monkeypatch.setattr(trainer, "peak_memory", lambda device: 7 << 20)
     assert quick("--samples", 30) == 0  # scored again, nothing trained
     assert summary()["peak_memory"] == 5 << 20
 
@@ -404,12 +403,7 @@ def test_sums_of_gradients_travel_as_one(monkeypatch):
 def advised(fp8=None, kind="cpu", **config):
     config = SimpleNamespace(**{**train.DEFAULTS, **config})
     recipe = SimpleNamespace(fp8=fp8)
-    looks = SimpleNamespace(every=0)
-    task = SimpleNamespace(notes=list)
-    run = SimpleNamespace(
-        recipe=recipe, device=torch.device(kind), config=config, validation=looks, task=task
-    )
-    return train.advice_lines(run)
+    return train.advice_lines(config, recipe, torch.device(kind), 0, [])
 
 
 def test_eager_fp8_on_a_gpu_is_slow_and_that_is_said():
@@ -430,6 +424,6 @@ def test_rates_survive_a_checkpoint_written_during_the_warm_up():
     for group in state["optimizer"]["param_groups"]:
         group.pop("initial_lr", None)
         group["lr"] = 1e-5
-    run.restore({"precision": state, "step": 3, "seconds": 0.0, "interval": 0, "since": 0.0})
+    run.load_state_dict({"precision": state, "step": 3, "seconds": 0.0, "interval": 0, "since": 0.0})
     run._set_rates(trainer.lr_factor(run.config, run.step))
     assert [group["lr"] for group in run.precision.optimizer.param_groups] == [1e-3 * 4 / 8]

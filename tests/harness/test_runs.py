@@ -11,7 +11,7 @@ import torch
 from cli import SEGMENT, after_step, assert_same, checkpoint, metrics, no_training, quick, summary
 from safetensors.torch import load_file
 
-from harness import progress, resume, run_folder
+from harness import progress, run_folder
 from lowprec.errors import Refused
 from trainer import Trainer
 
@@ -88,14 +88,14 @@ def test_a_checkpoints_seconds_are_those_of_training(monkeypatch):
 
 
 def test_a_signal_while_the_last_checkpoint_is_written_ends_the_run_before_its_scores(monkeypatch, capsys):
-    save = resume.save_checkpoint
+    state_dict = Trainer.state_dict
 
     def asked(run, *more):
         run.stop.ask(2)
-        save(run, *more)
+        return state_dict(run, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "save_checkpoint", asked)
+        patch.setattr(Trainer, "state_dict", asked)
         assert quick(*SEGMENT) == 130
     assert "stopped after step 4; the same command scores the run" in capsys.readouterr().err
     assert not Path("runs/run/summary.json").exists()
@@ -109,7 +109,7 @@ def interrupted(*args):
 
 def test_a_run_scored_again_keeps_what_its_steps_told(monkeypatch):
     """Whether it was scored before, or was interrupted while it was scored."""
-    monkeypatch.setattr(resume, "peak_memory", lambda device: 5 << 20)
+    monkeypatch.setattr("trainer.peak_memory", lambda device: 5 << 20)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "score", interrupted)
         assert quick(*SEGMENT) == 130

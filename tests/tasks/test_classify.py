@@ -237,7 +237,7 @@ def test_scores_come_from_the_running_statistics_and_leave_them_alone(monkeypatc
     assert not any("running" in key for key in checkpoint()["precision"]["averages"]["ema"]["shadow"])
     # both sets of weights stand beside the same statistics
     run = trainer.Trainer(strategies.settle(checkpoint()["config"]), draws=True)
-    run.restore(checkpoint())
+    run.load_state_dict(checkpoint())
     for source in ("ema", "raw"):
         net = run.precision.generator(source).net
         assert not net.training and torch.equal(net.norm0_0.running_var, state["norm0_0.running_var"])
