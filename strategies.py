@@ -235,19 +235,16 @@ def settle(values, typed=False):
 def _refuse_idle(config, known):
     """Raise Refused for a flag that does nothing beside the others."""
     optimizers = classes_of(config.optimizer)
-    if optimizers and config.beta2 != known["beta2"].default:
-        if not any("betas" in argument_names(one) for one in optimizers):
-            raise Refused(
-                f"--beta2 {config.beta2:g}: --optimizer {config.optimizer} has no beta2; drop it, or choose "
-                "adamw, lion or muon"
-            )
-    if config.eps is not None and optimizers == (Adafactor,):
-        raise Refused(f"--eps {config.eps:g}: adafactor has --least_rms in its place; give that, or drop it")
-    if config.eps is not None and optimizers and AdamW not in optimizers:
-        has_none = f"--eps {config.eps:g}: --optimizer {config.optimizer} has no eps"
-        raise Refused(f"{has_none}; drop it, or choose adamw or muon")
-    if config.least_rms is not None and optimizers != (Adafactor,):
-        raise Refused(f"--least_rms {config.least_rms:g} is for --optimizer adafactor: add that, or drop it")
+    takes_betas = any("betas" in argument_names(one) for one in optimizers)
+    for flag, taken, takers in (
+        ("beta2", not optimizers or takes_betas, "adamw, lion or muon"),
+        ("eps", not optimizers or AdamW in optimizers, "adamw or muon, or --least_rms for adafactor"),
+        ("least_rms", optimizers == (Adafactor,), "adafactor"),
+    ):
+        value = getattr(config, flag)
+        if value != known[flag].default and not taken:
+            has_none = f"--{flag} {value:g}: --optimizer {config.optimizer} has no {flag}"
+            raise Refused(f"{has_none}; drop it, or choose {takers}")
     if config.weight_decay_on != known["weight_decay_on"].default and not config.weight_decay:
         raise Refused(
             f"--weight_decay_on {config.weight_decay_on}: nothing decays without --weight_decay; add that, "

@@ -12,7 +12,7 @@ ALLOWED = {
     "lowprec": (),
     "lowprec/watch": ("lowprec",),
     "harness": ("lowprec",),
-    "models": ("lowprec",),
+    "models": ("lowprec", "harness.flags"),
     "precision": ("lowprec", "harness.flags"),
     "options": ("lowprec", "harness.flags"),
     "tasks": ("lowprec", "harness", "precision", "models"),
