@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lowprec.formats import FORMATS
 from lowprec.kernels import compiled as compiling
 from lowprec.layers import fp8_product
 from lowprec.optimizers.average import OnCPU
-from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers.rounded import AdamW, Rounded
 from lowprec.parts.micro_batches import MicroBatches
 from lowprec.precision import Precision, recipe
 from lowprec.rounding import exact_weight
@@ -154,6 +155,29 @@ def held(optimizer, p):
     return exact_weight(p.detach(), optimizer.low_part(p))
 
 
+class Numbers(NamedTuple):
+    toward_mean: float
+    toward_momentum: float
+    rate: float
+
+
+class Lion(Rounded):
+    """A stranger's optimiser: Lion (arXiv 2302.06675), the sign of a mean of gradient and momentum."""
+
+    moments = ("exp_avg",)
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **writing):
+        super().__init__(params, dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay), **writing)
+
+    def numbers(self, group, step):
+        return Numbers(1 - group["betas"][0], 1 - group["betas"][1], -group["lr"])
+
+    @staticmethod
+    def direction(g, moments, n):
+        (m,) = moments
+        return n.rate * (m + n.toward_mean * (g - m)).sign(), (m + n.toward_momentum * (g - m),)
+
+
 # ---- Runs --------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +249,18 @@ def fp32_sums(run):
     """{parameter: fp32 sum of its gradients} of the micro-batches since the last step."""
     part = run.part(MicroBatches)
     return {} if part is None else part.sums
+
+
+def equal(run, other):
+    """Whether two runs hold the same bits: weights, states, and the averages of the second one."""
+    other.optimizer.state_dict()  # waits
+    for (name, p), q in zip(run.named_params, other.params, strict=True):
+        assert same(p.detach(), q.detach()), name
+        assert same_state(run.optimizer.state[p], other.optimizer.state[q]), name
+    for name, average in other.averages.items():
+        for key, value in average.shadow.items():
+            assert same(value, run.averages[name].shadow[key]), (name, key)
+    return True
 
 
 def train(run, count, seed=0, measure=False):

@@ -42,9 +42,18 @@ WRITES = {
     "split stochastic": dict(LOW, master="split", stochastic=True),
     "split8 stochastic": dict(LOW, master="split8", stochastic=True),
 }
-COMBINATIONS = [*itertools.product(list(WRITES)[:8], ("int8", "int4"))]
-COMBINATIONS += [("stochastic", "e4m3"), ("split stochastic", "e5m2"), ("stochastic", "log4")]
-COMBINATIONS += [("split8 stochastic", "flash8")]
+COMBINATIONS = [
+    ("fp32", "int8"),
+    ("fp32 stochastic", "int4"),
+    ("bf16", "int4"),
+    ("stochastic", "e4m3"),
+    ("stochastic", "log4"),
+    ("kahan", "int8"),
+    ("kahan+stochastic", "int4"),
+    ("split", "int8"),
+    ("split stochastic", "e5m2"),
+    ("split8 stochastic", "flash8"),
+]
 
 
 def start(model, write, kind, **options):
@@ -147,32 +156,6 @@ def test_a_large_tensor_goes_in_pieces_and_nothing_changes(kind, write, monkeypa
         feed(made, [p], gradients([shape], 3))
         finals.append({**made.state[p], "p": p.detach()})
     assert same_state(*finals)
-
-
-@pytest.mark.parametrize("write, kind", COMBINATIONS)
-def test_every_combination_steps_and_continues_bit_for_bit(write, kind):
-    def made(seed=0):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(65, 64), nn.Linear(64, 64))
-        return start(model, write, kind, lr=1e-2, seed=3, weight_decay=0.1)
-
-    def train(run, steps):
-        for seed in range(*steps):
-            x = draw(8, 65, seed=seed)
-            run.backward(F.mse_loss(run(x), x[:, :64]))
-            report = run.step(measure=True)
-            assert 0 < report["update_survival"] <= 1 and 0 < report["exp_avg_sq_moved"] <= 1
-
-    whole, stopped, resumed = made(), made(), made(seed=1)
-    train(whole, (0, 5))
-    train(stopped, (0, 2))
-    resumed.load_state_dict(through_a_file(stopped.state_dict()))
-    train(resumed, (2, 5))
-    a, b = (through_a_file(run.state_dict()) for run in (whole, resumed))
-    states = a["optimizer"]["state"]
-    assert all(same_state(state, b["optimizer"]["state"][i]) for i, state in states.items())
-    assert same_state(a["model"], b["model"])
-    assert states[0]["exp_avg"].dtype == states[0]["exp_avg_sq"].dtype == torch.uint8
 
 
 def test_the_codes_of_two_moments_do_not_share_noise(monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from common import (
     BF16,
-    MODES,
     SHAPES,
     correlation,
     draw,
@@ -18,8 +17,6 @@ from common import (
     make,
     refused,
     same,
-    same_state,
-    through_a_file,
 )
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -30,7 +27,6 @@ from lowprec.optimizers.buckets import Bucket
 from lowprec.optimizers.rounded import AdamW
 from lowprec.precision import Precision
 from lowprec.recipes import recipe
-from lowprec.rounding import DTYPE_OF_NAME
 
 # ---- Noise of a step ---------------------------------------------------------------------------------------
 
@@ -265,34 +261,6 @@ def test_other_dtypes_are_refused():
 
 
 # ---- State -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_saved_and_loaded_training_continues_bit_for_bit(mode):
-    initial = [draw(*s, seed=i, scale=0.1) for i, s in enumerate(SHAPES)]
-
-    def go(params, optimizer, steps):
-        for step in steps:
-            for i, (p, g) in enumerate(zip(params, gradients(step), strict=True)):
-                p.grad = None if step == 2 and i == 1 else g.to(p.dtype)
-            optimizer.step()
-
-    params, optimizer = make(mode, initial, seed=5)
-    go(params, optimizer, range(4))
-    saved = through_a_file({"weights": [p.detach() for p in params], "optimizer": optimizer.state_dict()})
-    go(params, optimizer, range(4, 8))
-    others, second = make(mode, [torch.zeros_like(t) for t in initial], lr=77.0, seed=5)
-    with torch.no_grad():
-        for p, t in zip(others, saved["weights"], strict=True):
-            p.copy_(t)
-    second.load_state_dict(saved["optimizer"])
-    go(others, second, range(4, 8))
-    for p, q in zip(params, others, strict=True):
-        assert same(p.detach(), q.detach())
-        assert same_state(optimizer.state[p], second.state[q])
-    for name in ("exp_avg", "exp_avg_sq"):
-        wanted = DTYPE_OF_NAME[MODES[mode].get(name, "fp32")]
-        assert all(second.state[q][name].dtype == wanted for q in others)
 
 
 def test_what_torchs_own_loader_casts_is_refused():

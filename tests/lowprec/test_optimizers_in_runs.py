@@ -1,14 +1,12 @@
 """SGD, Lion, Adafactor, Muon in whole runs: recipes, groups, the doctor, the command."""
 
-import itertools
 
 import cli
 import common
 import pytest
 import test_optimizers
 import torch
-import torch.nn.functional as F
-from common import BF16, RECIPES, batches, net, refused, same, same_state
+from common import BF16, RECIPES, net, refused, same
 from torch import nn
 
 import strategies
@@ -33,9 +31,6 @@ each = test_optimizers.each
 
 # ---- Runs --------------------------------------------------------------------------------------------------
 
-WRITINGS = ["fp32", "bf16", "pure_bf16", "stochastic", "kahan", "kahan+stochastic", "split", "fp32 master"]
-WRITINGS += ["opt8bit", "stochastic opt8bit", "split opt8bit", "stochastic opt4bit"]
-COMBINATIONS = [*itertools.product(OURS, WRITINGS)]
 LR = {"sgd": 0.02, "lion": 1e-3}
 
 
@@ -44,36 +39,6 @@ def run_of(name, key, seed=0, **options):
         pytest.importorskip("bitsandbytes" if "8" in key else "torchao")
     options = {"optimizer": name, "ema_decay": 0.9, "lr": LR.get(name), "clip_grad": 1.0, **options}
     return Precision(net(seed, width=24), recipe(**RECIPES[key]), **options)
-
-
-def loss_of(run):
-    x, y = batches(1, seed=9)[0]
-    with torch.no_grad():
-        return F.mse_loss(run(x, torch.arange(8.0)), y).item()
-
-
-@pytest.mark.parametrize("name, key", COMBINATIONS, ids=map("-".join, COMBINATIONS))
-def test_every_optimiser_trains_in_every_recipe_and_resumes_bit_for_bit(name, key):
-    if name == "adafactor" and "opt" in key:
-        refused(lambda: run_of(name, key), "--optimizer adafactor", "too few for codes", "drop --opt8bit")
-        return
-    run = run_of(name, key, seed=0)
-    before = loss_of(run)
-    common.train(run, 15)
-    (report,) = common.train(run, 1, measure=True)
-    assert loss_of(run) < 0.75 * before
-    exact = key in ("fp32", "bf16", "split", "fp32 master", "opt8bit", "opt4bit")
-    assert (0.999 if exact else 0.2) < report["update_survival"] <= 1
-    assert 0 < report["update_ratio"] < 0.5
-    allocated(run)
-    saved = common.through_a_file(run.state_dict())
-    common.train(run, 2, seed=1)
-    other = run_of(name, key, seed=1)
-    other.load_state_dict(saved)
-    common.train(other, 2, seed=1)
-    for p, q in zip(run.params, other.params, strict=True):
-        assert same(p.detach(), q.detach())
-        assert same_state(run.optimizer.state[p], other.optimizer.state[q])
 
 
 @pytest.mark.parametrize("kind", ["split", "fp32"])
@@ -91,7 +56,10 @@ def test_a_finish_changes_no_value_writes_exactly_and_resumes_bit_for_bit(name, 
     (report,) = common.train(run, 1, measure=True)
     assert run.optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
     assert report["update_survival"] > 0.999
-    allocated(run)
+    states = [t for state in run.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    held = sum(t.nbytes for t in states) + 2 * sum(p.nbytes for p in run.params)
+    told = run.ledger().state_bytes * sum(p.numel() for p in run.params)
+    assert told == pytest.approx(held, abs=0.01)
     again.load_state_dict(common.through_a_file(run.state_dict()))
     for one in (run, again):
         common.train(one, 2, seed=1)
@@ -108,18 +76,6 @@ def test_what_can_not_be_finished_is_refused():
         lambda: run_of("adamw", "pure_bf16", grad_release=True, clip_grad=0.0).finish("split"),
         "leave one out",
     )
-
-
-def allocated(run):
-    """The ledger's bytes are those of the state."""
-    parts = getattr(run.optimizer, "parts", [run.optimizer])
-    states = [t for state in run.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    tables = {id(c): c for part in parts for c in part.coders.values()}
-    told, n = run.ledger().state_bytes, sum(p.numel() for p in run.params)
-    held = sum(t.nbytes for t in states) + 2 * sum(p.nbytes for p in run.params)
-    assert held <= told * n + 0.01 and told * n - held <= 8192 * max(1, len(tables)) * len(parts)
-    if not tables:
-        assert told * n == pytest.approx(held, abs=0.01)
 
 
 def test_sites_have_rows_and_values_of_their_own():
