@@ -12,22 +12,16 @@ import sys
 from pathlib import Path
 
 from ..errors import Refused
-from .checkpoint_faults import (
-    FAULTS_OF_SAVED_AVERAGES,
-    FAULTS_OF_SAVED_STATES,
-    FAULTS_OF_SAVED_WEIGHTS,
+from .checkpoints import paired_tensors, read_checkpoint, weight_names_of
+from .faults.checkpoints import (
     SavedAverage,
     SavedState,
     SavedWeight,
-    averages_nothing,
-    dead_adapters,
-    lost_states,
-    nothing_trained,
-    resets,
-    rounded_on_the_way,
+    of_checkpoints,
+    of_saved_average,
+    of_saved_state,
+    of_saved_weight,
 )
-from .checkpoints import paired_tensors, read_checkpoint, weight_names_of
-from .faults import first_finding
 from .verdicts import Diagnosis
 
 # ---- Comparing ---------------------------------------------------------------------------------------------
@@ -49,49 +43,41 @@ def compare(before: str | Path, after: str | Path) -> Diagnosis:
     return diagnosis(read_checkpoint(before), read_checkpoint(after))
 
 
+class Pair:
+    """Two Checkpoints, with the weights, averages and states of both."""
+
+    def __init__(self, before, after):
+        self.before, self.after = before, after
+        files = before.path, after.path
+        if bool(after.weights) != bool(before.weights):
+            raise Refused(f"only one of {files[0]} and {files[1]} holds weights")
+        by_noise = bool(after.states) and after.stochastic == after.states.keys()
+        pairs = paired_tensors(before.weights, after.weights, "weight", files)
+        self.weights = [SavedWeight(*pair, by_noise) for pair in pairs]
+        self.trained = any(one.moved for one in self.weights)
+        self.stands = bool(self.weights) and not self.trained
+        self.averages = paired_averages(before, after, self.weights)
+        self.states = []
+        for key, state in after.states.items():
+            self.states.append(SavedState(key, before.states.get(key, {}), state, key in after.stochastic))
+
+
 def diagnosis(before, after):
     """Diagnosis of two Checkpoints."""
-    files = before.path, after.path
-    if bool(after.weights) != bool(before.weights):
-        raise Refused(f"only one of {files[0]} and {files[1]} holds weights")
-    by_noise = bool(after.states) and after.stochastic == after.states.keys()
-    pairs = paired_tensors(before.weights, after.weights, "weight", files)
-    weights = [SavedWeight(*pair, by_noise) for pair in pairs]
-    trained = any(one.moved for one in weights)
-    found = []
-    if weights and not trained:
-        found.append(nothing_trained(weights))
-    else:
-        for one in weights:
-            found += all_findings(FAULTS_OF_SAVED_WEIGHTS, one)
-        found += dead_adapters(weights) + rounded_on_the_way(weights)
-    averages = paired_averages(before, after, weights)
-    if trained:
-        for one in averages:
-            found += all_findings(FAULTS_OF_SAVED_AVERAGES, one)
-        found += averages_nothing(averages)
-    states = []
-    for key, state in after.states.items():
-        states.append(SavedState(key, before.states.get(key, {}), state, key in after.stochastic))
-    for one in states:
-        found += all_findings(FAULTS_OF_SAVED_STATES, one)
-    found += resets(states)
-    found += lost_states(before, after)
+    pair = Pair(before, after)
+    found = of_checkpoints.findings(pair)
+    examined = [(of_saved_state, pair.states)]
+    if pair.trained:
+        examined += [(of_saved_weight, pair.weights), (of_saved_average, pair.averages)]
+    for faults, tensors in examined:
+        for one in tensors:
+            found += faults.findings(one, one.name)
     found.sort(key=lambda finding: finding.rank)
-    head = f"{files[0]} and {files[1]}: {len(weights)} weights, {len(averages)} of an average"
-    head = f"{head}, states of {len(after.states)}"
+    head = f"{before.path} and {after.path}: {len(pair.weights)} weights, {len(pair.averages)} of an average"
+    head = f"{head}, states of {len(pair.states)}"
     sites = {finding.site for finding in found}
-    sound = {}
-    if not sites & {"update", "gains"}:
-        sound = unchanged_entries(weights)
+    sound = {} if sites & {"update", "gains"} else unchanged_entries(pair.weights)
     return Diagnosis(head, found, sound, harm="bad results")
-
-
-def all_findings(lists, one):
-    found = []
-    for rows in lists:
-        found += first_finding(rows, one, one.name)
-    return found
 
 
 def paired_averages(before, after, weights):

@@ -6,8 +6,8 @@ import math
 import torch
 
 from ..roles import roles
-from . import net_state
-from .verdicts import FINDING_LIMITS
+from .adapters import accumulates
+from .net_state import NARROW_DTYPES
 from .writes import Tally
 
 HARDLY_WRITTEN = 0.02  # a share written that is as good as none
@@ -42,6 +42,10 @@ class Measured:
         self.weights_to_nearest = not self.by_chance or watch.errors.to_nearest
         self.moments_to_nearest = not self.by_chance or watch.moment_errors.to_nearest
         self.tensors = [Tensor(self, i) for i in range(len(self.names))]
+        self.looked_at = [one for one in self.tensors if one.facts.looks]
+        self.averaged = watch.teachers.tensors(self)
+        if watch.ema:
+            self.averaged = [*self.tensors, *self.averaged]
 
     @functools.cached_property
     def norm_weights(self):
@@ -77,14 +81,13 @@ class Measured:
     @functools.cached_property
     def all_zero(self):
         """Whether the gradients of all tensors were 0 at each look, and backward gave them so."""
-        looked_at = [one for one in self.tensors if one.facts.looks]
-        for one in looked_at:
+        for one in self.looked_at:
             if one.facts.idle != one.facts.looks or one.change.zeroed:
                 return False
             # a product of two factors of 0 has gradients of 0: another row's
             if one.p.dim() > 1 and not bool(self.watch.pick(one.p).any()):
                 return False
-        return len(looked_at) > 1
+        return len(self.looked_at) > 1
 
     @functools.cached_property
     def seen_breaking(self):
@@ -94,7 +97,7 @@ class Measured:
     @functools.cached_property
     def some_rates_live(self):
         """Whether there is a tensor whose learning rate does not stay at 0."""
-        return any(one.facts.looks and not one.rate_stays_zero for one in self.tensors)
+        return not all(one.rate_stays_zero for one in self.looked_at)
 
     @functools.cached_property
     def led_back(self):
@@ -151,13 +154,15 @@ def _may_draw(watch):
     if sees is None:
         return True
     for _, p in watch.named:
-        if p.dtype in net_state.NARROW_DTYPES and p.numel() and watch.state(p):
+        if p.dtype in NARROW_DTYPES and p.numel() and watch.state(p):
             return sees(p) is not False  # one speaks for all
     return True
 
 
 class Tensor:
     """What was measured of one tensor."""
+
+    may_be_copied = False  # whether its average may be set to the weights now and then
 
     def __init__(self, seen, i):
         self.seen = seen
@@ -181,7 +186,7 @@ class Tensor:
     @property
     def narrow(self):
         """Whether the weight is held in 16 bits."""
-        return self.p.dtype in net_state.NARROW_DTYPES
+        return self.p.dtype in NARROW_DTYPES
 
     def tally(self, site):
         return {"update": self.weight, "exp_avg_sq": self.moment, "ema": self.average}[site]
@@ -234,6 +239,10 @@ class Tensor:
         return shadow[self.name].dtype
 
     @property
+    def average_is_narrow(self):
+        return self.average_dtype in NARROW_DTYPES
+
+    @property
     def unmoved(self):
         """Share of the sampled entries that are as they were at the first look."""
         first = self.facts.first
@@ -260,8 +269,22 @@ class Tensor:
         return decay_lost(self.extra)
 
     @property
-    def decay_is_lost(self):
-        return self.decay_lost > FINDING_LIMITS["weight decay"][0]
+    def v(self):
+        """Its second moments, fp32 or bf16 [n]; None where there are none."""
+        return self.watch.answers.moment(self.p, "exp_avg_sq", self.watch.pick)
+
+    @property
+    def eps_lost_in_fp16(self):
+        """Its eps where a state of it is fp16, in which that is 0; 0.0 where it is not."""
+        eps = self.watch.groups.get(self.p, {}).get("eps")
+        if not isinstance(eps, (int, float)) or torch.tensor(float(eps)).half() > 0:
+            return 0.0
+        states = [value for name, value in self.watch.state(self.p).items() if accumulates(name, value)]
+        return float(eps) if any(value.dtype == torch.float16 for value in states) else 0.0
+
+    @property
+    def counter_is_narrow(self):
+        return self.facts.counted is not None and self.facts.counted[0] in NARROW_DTYPES
 
 
 LEAST_ENTRIES_MOVED = 30  # entries, for a variance to be known

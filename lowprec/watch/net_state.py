@@ -8,6 +8,13 @@ import re
 import torch
 
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
+LAST_WHOLE_NUMBER = {torch.bfloat16: 256, torch.float16: 2048}  # up to which all are held
+
+
+def dtype_name(dtype):
+    """bf16 for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.").replace("float", "fp").replace("bfp16", "bf16")
+
 
 # ---- Parameters --------------------------------------------------------------------------------------------
 
@@ -61,46 +68,6 @@ def has_parameters(module):
 
 
 # ---- Buffers -----------------------------------------------------------------------------------------------
-
-
-def snapshot_of_buffers(net, pick):
-    """{name: sample} of the buffers, to compare with later."""
-    return {name: pick(b).clone() for name, b in floating_buffers(net)}
-
-
-def find_broken_buffers(net, before, pick):
-    """{name: entries that are not finite} of buffers that were finite at the `snapshot`."""
-    found = {}
-    for name, b in floating_buffers(net):
-        was = before.get(name)
-        if was is not None and bool(was.isfinite().all()):
-            count = int((~pick(b).isfinite()).sum())
-            if count:
-                found[name] = count
-    return found
-
-
-def find_rounded_buffers(net, before, pick):
-    """{name: (what is wrong, relative error or None)} of buffers that hold values of 16 bits.
-
-    before: `snapshot` of the net when it was made. Zeros, ones, powers of two and whole numbers that 16 bits
-    hold lose nothing, and are not named.
-    """
-    found = {}
-    for name, b in floating_buffers(net):
-        values = pick(b).float()
-        if not rounded_values(values):
-            continue
-        was = before.get(name)
-        error = None
-        if was is not None and was.shape == values.shape and torch.equal(was.bfloat16(), values.bfloat16()):
-            off = (was.double() - values.double()).norm() / was.double().norm().clamp_min(1e-300)
-            error = float(off) or None
-        what = "fp32 that holds rounded values only"
-        if b.dtype in NARROW_DTYPES:
-            what = f"held in {str(b.dtype).removeprefix('torch.')}"
-        found[name] = what, error
-    return found
 
 
 def rounded_values(values, bits=5):

@@ -67,6 +67,8 @@ class Teachers:
 class Follower(Tensor):
     """What was measured of a frozen tensor that follows a trained one, asked as averages are."""
 
+    may_be_copied = True  # a target of Q-learning is no average
+
     def __init__(self, seen, i, teachers, average, averaging, extra):
         super().__init__(seen, i)
         self.name = teachers.frozen[self.name][0]

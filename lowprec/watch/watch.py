@@ -17,7 +17,7 @@ import torch
 
 from ..errors import Refused
 from ..telemetry import sample_entries
-from . import findings, net_state
+from . import findings
 from .adapters import answering, check_states, hooked, renew, skips, unwrapped
 from .average_watch import AverageWatch
 from .averages import Average
@@ -25,6 +25,7 @@ from .clock import MOST_SHARE, Clock
 from .facts import Alive, Facts, Steps, first_moments, orthogonalised_momentum
 from .gradients import Gradients, Passes
 from .masters import Masters
+from .net_state import floating_buffers
 from .products import Products
 from .states import States
 from .teachers import Teachers
@@ -99,7 +100,7 @@ class Watch:
         self.steps = self.looks = 0
         self._watch_optimizer(optimizer, others)
         self.ema = None if ema is None else Average.of(ema, self.model)
-        self.buffers = net_state.snapshot_of_buffers(self.model, self.pick)
+        self.buffers = {name: self.pick(b).clone() for name, b in floating_buffers(self.model)}
         averages = {} if self.ema is None else {"ema": self.ema}
         self.writes = Writes(self.answers, self.named, averages, self.pick)
         self.errors = Errors(len(self.named))

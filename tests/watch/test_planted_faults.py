@@ -13,7 +13,6 @@ import recipes_that_work  # noqa: F401  it fills planted.HEALTHY
 
 from lowprec.kernels import compiled
 from lowprec.watch import findings
-from lowprec.watch.faults import faults_table
 
 STEPS = int(os.environ.get("WATCH_STEPS", "12"))
 
@@ -65,4 +64,4 @@ def test_there_are_enough_of_them():
 
 def test_the_page_holds_the_table_of_findings():
     """`python -m lowprec.watch.findings docs/doctor.md` writes it."""
-    assert faults_table([*findings.FAULTS_OF_TENSOR, *findings.FAULTS_OF_RUN]) in faults.PAGE.read_text()
+    assert findings.table() in faults.PAGE.read_text()

@@ -1,0 +1,170 @@
+"""Faults of what no step writes: parameters that nobody trains, buffers, and of steps that are not done."""
+
+import functools
+import math
+
+import torch
+
+from .. import net_state
+from ..fault import Figure, of_run, of_watch_without_steps
+from ..net_state import LAST_WHOLE_NUMBER, NARROW_DTYPES, dtype_name
+
+of_optimizer = functools.partial(of_run, "optimizer")
+of_frozen = functools.partial(of_run, "frozen")
+of_buffers = functools.partial(of_run, "buffers")
+
+# ---- Steps that are not done -------------------------------------------------------------------------------
+
+MEND_WHAT_OVERFLOWS = (
+    "bf16 in place of fp16, or fp32 where it overflows: no loss scale mends a forward pass that is not finite"
+)
+no_step = functools.partial(of_watch_without_steps, "step", family="no step")
+
+
+@no_step("no step was done since this watch began, in {passes} backward passes: gradients are not finite",
+         MEND_WHAT_OVERFLOWS, above=9.0, severity="severe")
+def no_finite_gradient(watch):
+    """Backward passes whose gradients were not finite, the last of a watch that saw no step."""
+    passes, spoilt = watch.passes.most()
+    return Figure(spoilt, passes=passes)
+
+
+@no_step("no step was done since this watch began[, in {passes} backward passes]",
+         "does the loop step this optimiser? GradScaler leaves out steps whose gradients are not finite",
+         severe_above=9.0)
+def no_step_was_done(watch):
+    """Backward passes of a watch that saw no step."""
+    passes, _ = watch.passes.most()
+    return Figure(passes, **({"passes": passes} if passes >= 10 else {}))
+
+
+@of_run("step", "no step was done in the last {figure:.0f} backward passes: gradients are not finite",
+        MEND_WHAT_OVERFLOWS, above=40.0, severity="severe", rank=9.2)
+def passes_without_step(seen):
+    """Backward passes since the last step whose gradients were not finite."""
+    return seen.watch.passes.most()[1]
+
+
+# ---- The optimiser's parameters ----------------------------------------------------------------------------
+
+
+@of_optimizer("none of its parameters ever has a gradient",
+              "make the optimiser of the parameters that the net has once it is loaded, moved and cast",
+              above=2.0, severity="severe", rank=6.0)
+def none_graded(seen):
+    """Looks at which no parameter of the optimiser had a gradient."""
+    ever = any(one.facts.looks or not one.facts.without for one in seen.tensors)
+    return None if ever else seen.watch.looks
+
+
+@of_optimizer("its betas are {one:g} and {two:g}: the second moment forgets faster than the first",
+              "are they swapped? Usual are 0.9 and 0.999", above=1.0)
+def betas_swapped(seen):
+    """Beta1 over the root of beta2, of Adam and AdamW."""
+    betas = next(iter(seen.watch.groups.values()), {}).get("betas", ())
+    if not getattr(seen.watch.answers, "exact", False) or len(betas) != 2 or betas[1] <= 0:
+        return None
+    one, two = map(float, betas)
+    return Figure(one / math.sqrt(two), one=one, two=two)
+
+
+@of_optimizer("the optimiser steps copies, and {figure:.0%} of the weights differ from them",
+              "make the optimiser from the model that trains, or copy its weights back", above=0.5,
+              severity="severe", rank=5.0)
+def copies_apart(seen):
+    """Share of the weights that differ from the copies that are stepped."""
+    return Figure(seen.watch.departed, next(iter(seen.watch.copies))) if seen.watch.copies else None
+
+
+ungrouped = functools.partial(
+    of_optimizer,
+    remedy="add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]",
+    family="in no group",
+    rank=4.0,
+)
+
+
+@ungrouped("it has gradients, and is in no group of the optimiser", severity="severe")
+def parameters_graded_and_ungrouped(seen):
+    """Has gradients, and is in no group."""
+    params = dict(seen.watch.model.named_parameters())
+    for figure in parameters_ungrouped(seen):
+        g = params[figure.tensor].grad
+        if (g is not None and bool(g.any())) or seen.watch.orphans.get(figure.tensor):
+            yield figure
+
+
+@ungrouped("it is trained by requires_grad, and is in no group of the optimiser", severity="note")
+def parameters_ungrouped(seen):
+    """Requires_grad, and in no group."""
+    watch = seen.watch
+    for name, p in () if watch.copies else watch.model.named_parameters():
+        if p.requires_grad and p not in watch.groups and p not in watch.elsewhere:
+            yield Figure(tensor=name)
+
+
+@of_frozen("requires_grad is False, while others of its kind train",
+           "requires_grad_(True), if it should train")
+def frozen_alone(seen):
+    """Frozen, beside others of its kind that train."""
+    _, alone = net_state.frozen_by_plan(seen.watch.model)
+    return [Figure(tensor=name) for name in alone]
+
+
+@of_frozen("{count} parameters don't train: {some}", "nothing, if that is the plan", severity="note",
+           rank=0.0)
+def frozen_parts(seen):
+    """Frozen parameters that look like a plan."""
+    parts, _ = net_state.frozen_by_plan(seen.watch.model)
+    some = ", ".join(list(parts)[:3]) + (" ..." if len(parts) > 3 else "")
+    return Figure(count=sum(parts.values()), some=some) if parts else None
+
+
+# ---- Buffers -----------------------------------------------------------------------------------------------
+
+
+@of_buffers("{figure:,.0f} entries of its sample are not finite; they were when the watch began",
+            "find what writes it", above=0.0, severity="severe", rank=9.0)
+def broken_buffers(seen):
+    """Entries that are not finite, and were when the watch began."""
+    for name, now, then in buffers(seen):
+        if then is not None and bool(then.isfinite().all()):
+            yield Figure(int((~now.isfinite()).sum()), name)
+
+
+@of_buffers("a buffer in {dtype} that something adds to: it is {largest:,.0f}, and above {most} {dtype} does "
+            "not hold all whole numbers", "count in integers or in fp32", "narrow buffer", above=1.0)
+def counting_buffers(seen):
+    """The next number of a 16-bit buffer of whole ones that changes, over the last that it can count to."""
+    for name, now, then in buffers(seen):
+        if now.dtype not in NARROW_DTYPES or then is None or not bool((now == now.round()).all()):
+            continue
+        if now.shape == then.shape and not torch.equal(now, then):
+            largest, most = float(now.abs().max()), LAST_WHOLE_NUMBER[now.dtype]
+            yield Figure((largest + 1) / most, name, largest=largest, most=most, dtype=dtype_name(now.dtype))
+
+
+@of_buffers("a buffer {what}[, {error:.2%} off its fp32 values]",
+            "keep buffers in fp32 when the model is cast: RoPE's frequencies, BatchNorm's statistics",
+            "narrow buffer")
+def rounded_buffers(seen):
+    """Holds values of 16 bits alone, which are not powers of two or whole numbers: these lose nothing."""
+    for name, now, then in buffers(seen):
+        values = now.float()
+        if not net_state.rounded_values(values):
+            continue
+        what = "fp32 that holds rounded values only"
+        if now.dtype in NARROW_DTYPES:
+            what = f"held in {str(now.dtype).removeprefix('torch.')}"
+        figure = Figure(0.0, name, what=what)
+        known = then is not None and then.shape == values.shape
+        if known and torch.equal(then.bfloat16(), values.bfloat16()) and not torch.equal(then, values):
+            off = (then.double() - values.double()).norm()
+            figure.value = figure.words["error"] = float(off / then.double().norm().clamp_min(1e-300))
+        yield figure
+
+
+def buffers(seen):
+    """(name, sample now, sample when the watch began or None) of the buffers of fractions."""
+    for name, b in net_state.floating_buffers(seen.watch.model):
+        yield name, seen.watch.pick(b), seen.watch.buffers.get(name)

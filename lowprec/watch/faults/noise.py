@@ -1,0 +1,66 @@
+"""Faults of the noise of stochastic rounding, of weights and of second moments; see write_errors.py.
+
+The site is "noise" of the weights, and "noise of exp_avg_sq" of second moments.
+"""
+
+import functools
+import math
+
+from ..fault import Figure, of_run, of_tensor
+
+noise = functools.partial(of_tensor, "noise", family="noise")
+DRAW_NEW_BITS = "draw new bits for each step and each entry"
+SITES = {"errors": "noise", "moment_errors": "noise of exp_avg_sq"}
+
+
+def by_chance(one):
+    """[(site, errors of a tensor)] of what is written by chance."""
+    found = []
+    for of, error in (("errors", one.error), ("moment_errors", one.moment_error)):
+        of_all = getattr(one.watch, of).to_nearest is not False
+        to_nearest = of_all if error.to_nearest is None else error.to_nearest
+        if one.seen.by_chance and not to_nearest and error.far <= 0.01 * error.entries:
+            found.append((SITES[of], error))
+    return found
+
+
+@noise("the entries of this tensor round together: they share one noise value", DRAW_NEW_BITS)
+def noise_in_lumps(one):
+    """All entries of a tensor err together, beyond 6 standard errors."""
+    for site, error in by_chance(one):
+        alternates = abs(error.score) < 0.5 * math.sqrt(error.burst * error.variance)
+        if error.lumps and alternates:
+            yield Figure(site=site)
+
+
+@noise("rounding errs {side} zero by {mean:.2g} ulp on average",
+       "noise must be uniform over all that is rounded away", above=0.05)
+def noise_biased(one):
+    """Mean error over the wanted steps, where it is certain."""
+    for site, error in by_chance(one):
+        side = "away from" if error.bias > 0 else "toward"
+        yield Figure(abs(error.bias), site=site, side=side, mean=abs(error.score) / max(1.0, error.entries))
+
+
+@noise("the same noise at every step: errors of two looks correlate by {figure:.2f}", DRAW_NEW_BITS,
+       above=0.0)
+def noise_repeated(one):
+    """Correlation of the errors of two looks, where it is certain."""
+    return [Figure(error.repeats, site=site) for site, error in by_chance(one)]
+
+
+@noise("neighbours share their noise: their errors correlate by {figure:.2f}", DRAW_NEW_BITS, above=0.0)
+def noise_of_neighbours(one):
+    """Correlation of the errors of neighbours, where it is certain."""
+    return [Figure(error.neighbours, site=site) for site, error in by_chance(one)]
+
+
+@of_run("noise", "shares its noise with {other}: errors correlate by {figure:.2f}",
+        "noise by place or name of a tensor", above=0.0)
+def noise_shared(seen):
+    """Correlation of the errors of two tensors, where it is certain."""
+    for of, site in SITES.items():
+        errors = getattr(seen.watch, of)
+        if seen.by_chance and errors.to_nearest is False:
+            for (a, b), value in errors.shares().items():
+                yield Figure(value, seen.names[b], site, other=seen.names[a])
