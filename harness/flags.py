@@ -22,6 +22,7 @@ import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from harness import names
 from harness.ranks import speaks_first
 from lowprec.errors import Refused
 
@@ -224,14 +225,22 @@ class OneLineParser(argparse.ArgumentParser):
         raise ended
 
     def _near(self, word):
-        known = [*self._option_string_actions, *(f"--{name}" for name in self.elsewhere)]
-        near = difflib.get_close_matches(word, known, 1)
-        return f"; near it is {near[0]}" if near else ""
+        own = {option.removeprefix("--") for option in self._option_string_actions}
+        near = near_name(word.removeprefix("--"), own | set(self.elsewhere))
+        return f"; near it is --{near}" if near else ""
 
     def _get_values(self, action, words):
         if action.option_strings and "--" in words:  # of --flag=--, which argparse takes for an empty list
             raise argparse.ArgumentError(action, "'--' is no value")
         return super()._get_values(action, words)
+
+
+def near_name(name, known):
+    """The one of `known`, and of other programs' names for our flags, that a misspelt name is nearest to, or
+    None.
+    """
+    near = difflib.get_close_matches(names.plain(name), {*known, *names.NAMES}, 1)
+    return near[0] if near else None
 
 
 class FlagParser(OneLineParser):
@@ -243,6 +252,41 @@ class FlagParser(OneLineParser):
         super().__init__(add_help=False, usage="%(prog)s [--FLAG VALUE] ...", **options)
         self.brief = {"what most runs need": often, "this task's own": own}
         self.topic = None
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(self._in_our_words(words), namespace)
+
+    def _in_our_words(self, words):
+        """Words of a command, with our flags for those that other programs have."""
+        found, theirs = [], {}
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            name, equals, value = word.removeprefix("--").partition("=")
+            is_flag = word.startswith("--") or (equals and name.partition(".")[0] in names.SECTIONS)
+            own = names.plain(name)
+            if not is_flag or f"--{name}" in self._option_string_actions:
+                found.append(word)
+            elif f"--{own}" in self._option_string_actions:
+                found.append(f"--{own}{equals}{value}")
+            elif names.is_known(own):
+                if not equals:
+                    value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+                theirs[own] = value
+            else:
+                found.append(word)
+        return found + self.words_of(theirs)
+
+    def words_of(self, theirs, source=""):
+        """Our words for {other programs' name: its value as a text}; an error of the parser where there are
+        none.
+        """
+        try:
+            ours = names.in_our_words(theirs)
+        except ValueError as error:
+            self.error(f"{source}{error}")
+        return [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in ours.items()]
 
     def format_help(self):
         formatter = self._get_formatter()
@@ -375,18 +419,23 @@ class FlagTable:
         """{flag: value} of a YAML file, converted and checked as if typed. An unknown key is an error of
         the parser.
         """
-        words = []
-        for key, value in read_yaml(path, parser).items():
-            if key in self.elsewhere:
-                parser.error(f"--config {path}: {self.elsewhere[key]}")
-            if key not in self:
-                near = difflib.get_close_matches(str(key).lower(), [row.name for row in self.rows], 1)
-                hint = f"; near it is {near[0]}" if near else ""
+        words, theirs = [], {}
+        for key, value in _without_sections(read_yaml(path, parser)):
+            name = names.plain(key)
+            if name in self.elsewhere:
+                parser.error(f"--config {path}: {self.elsewhere[name]}")
+            if name not in self and not names.is_known(name):
+                near = near_name(name, [row.name for row in self.rows])
+                hint = f"; near it is {near}" if near else ""
                 keys = f"the keys are the flags of {parser.prog} without their dashes{hint}"
                 parser.error(f"--config {path}: unknown key '{key}'; {keys}")
-            if value is not None:  # 'data:' with nothing after it
-                words += _words_of_yaml(self[key], value, path, parser)
-        return vars(parser.parse_args(words))
+            if value is None:  # 'data:' with nothing after it
+                continue
+            if name in self:
+                words += _words_of_yaml(self[name], value, path, parser)
+            else:
+                theirs[name] = str(value)
+        return vars(parser.parse_args(words + parser.words_of(theirs, f"--config {path}: ")))
 
     # -- comparing
 
@@ -451,6 +500,16 @@ class FlagTable:
     def fitting(self):
         """Rows of the flags that must be alike in two runs for the weights of one to fit the other."""
         return [row for row in self.rows if row.fits]
+
+
+def _without_sections(values):
+    """(key, value) of a YAML file, with those in `trainer` and other sections by themselves."""
+    for key, value in values.items():
+        if key in names.SECTIONS and isinstance(value, dict):
+            for inner, its in value.items():
+                yield f"{key}.{inner}", its
+        else:
+            yield key, value
 
 
 YAML_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
