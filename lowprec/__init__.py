@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .optimizers.average import EMA
     from .optimizers.lion import Lion
     from .optimizers.muon import Muon
+    from .optimizers.protect import protect
     from .optimizers.rounded import AdamW
     from .optimizers.sgd import SGD
     from .parts.offload import Offload
@@ -51,6 +52,7 @@ __all__ = [
     "Watch",
     "advise",
     "compare",
+    "protect",
     "recipe",
 ]
 
@@ -74,6 +76,7 @@ _MODULES = {
     "Watch": "watch.watch",
     "advise": "advice.answer",
     "compare": "watch.compare",
+    "protect": "optimizers.protect",
     "recipe": "recipes",
 }
 

@@ -154,11 +154,12 @@ def _site_rows(run, sites, parameters, remarks):
 def _of_a_peer(run, site, value):
     """{value, why} of a site that other people's optimiser writes in its own way."""
     writes = getattr(run.optimizer, "writes", {})
+    value = writes.get(site, value)
     why = f"as {run.optimizer_name} does it"
     if site in MOMENTS and writes and value != "fp32":
         how = "to nearest" if writes["moments"] == "nearest" else "stochastically"
         why = f"written {how}, {why}"
-    return {"value": writes.get(site, value), "why": why}
+    return {"value": value, "why": why}
 
 
 def _bytes_of_sites(run, parameters):

@@ -11,7 +11,7 @@ from .adafactor import Adafactor
 from .answers import Answers, params_of
 from .lion import Lion
 from .muon import Muon, hidden_matrices
-from .peers import PEER_OPTIMIZERS, Peer
+from .peers import PEER_OPTIMIZERS, Peer, check_closure
 from .rounded import AdamW, Rounded, WithoutCompiler
 from .sgd import SGD
 from .state import own_attributes
@@ -288,7 +288,7 @@ def _one_optimizer(name, params, r, options, seed, away=None):
         return _build_ours(classes_of(name)[0], params, r, options, seed, away)
     if isinstance(name, str):
         return _build_peer(name, params, r, options)
-    return _build_strangers(name, params, r)
+    return _build_strangers(name, params, r, seed)
 
 
 def _build_ours(kind, params, r, options, seed, away):
@@ -319,19 +319,32 @@ def _check_no_options_of_ours(options):
             raise Refused(f"{what}: give it there, as functools.partial(torch.optim.SGD, {option}={value})")
 
 
-def _build_strangers(make, params, r):
+# {(update, kahan, master) of a recipe: how protect.py writes for an optimiser of others, None: not at all}
+WRITES_OF_STRANGERS = {
+    ("nearest", "off", "none"): None,
+    ("stochastic", "off", "none"): "stochastic",
+    ("nearest", "on", "none"): "kahan",
+}
+
+
+def _build_strangers(make, params, r, seed):
     if isinstance(make, torch.optim.Optimizer):
         kind = type(make).__name__
         raise Refused(f"optimizer= takes what makes one of parameters: the class {kind}, not an object of it")
-    if _rounds_itself(r) or r.coded:
-        ours = "stochastic, kahan, master and moments in codes belong to ours"
-        raise Refused(f"this optimiser rounds in its own way: {ours}")
+    how = r.update, r.kahan, r.master
+    if how not in WRITES_OF_STRANGERS or r.coded:
+        ours = "eco, masters, kahan beside stochastic, and moments in codes belong to ours"
+        raise Refused(f"this optimiser's weights can be written stochastically, or with kahan: {ours}")
     made = make(params)
-    closure = inspect.signature(type(made).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        title = title_of_optimizer(made, None)
-        raise Refused(f"{title} asks for a closure at each step, and step() here has none")
-    return made if hasattr(made, "held") else Peer(made)
+    check_closure(made)
+    if hasattr(made, "held"):
+        return made
+    update = WRITES_OF_STRANGERS[how]
+    if update is None:
+        return Peer(made)
+    from .protect import Protected  # which nobody else loads
+
+    return Protected(made, update, seed)
 
 
 def _build_peer(name, params, r, options):

@@ -7,10 +7,12 @@ The adapter says what the optimiser holds and wants, where its state tells. A ne
 of PEER_OPTIMIZERS.
 """
 
+import inspect
 import math
 from contextlib import contextmanager
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ..errors import Refused
 from ..formats import FORMATS
@@ -20,6 +22,13 @@ from .answers import Answers, params_of
 from .buckets import scale_of
 from .groups import check_sizes
 from .state import described, own_attributes
+
+
+def check_closure(optimizer):
+    """Raises Refused for an optimiser that calls a closure within its step, as LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise Refused(f"{type(optimizer).__name__} asks for a closure at each step, and step() here has none")
 
 
 class Peer(Answers, torch.optim.Optimizer):
@@ -127,11 +136,11 @@ class Peer(Answers, torch.optim.Optimizer):
     def nbytes(self):
         """As allocated: nothing before the first step. What is no first moment counts as a second one."""
         total = dict.fromkeys(("exp_avg", "exp_avg_sq", "kahan", "master"), 0)
+        site_of = {**dict.fromkeys(self.names["exp_avg"], "exp_avg"), self.low: "kahan"}
         for state in self.state.values():
             for name, t in state.items():
                 if torch.is_tensor(t) and t.dim():  # a step counter is no state of a weight
-                    site = "exp_avg" if name in self.names["exp_avg"] else "exp_avg_sq"
-                    total[site] += t.nbytes
+                    total[site_of.get(name, "exp_avg_sq")] += t.nbytes
         return total
 
     # -- state
@@ -178,13 +187,15 @@ class Peer(Answers, torch.optim.Optimizer):
                 raise Refused(f"{theirs}: it was written by another model or recipe")
 
     def _load(self, p, saved):
-        for name, value in saved.items():
+        def copied(value):
             if not torch.is_tensor(value):
-                continue
-            if value.dim():
-                self.state[p][name] = value.to(p.device, copy=True)
-            else:  # a step counter stays where it is
-                self.state[p][name] = value.clone()
+                return value
+            if not value.dim():  # a step counter stays where it is
+                return value.clone()
+            return value.to(p.device, copy=True)
+
+        for name, value in saved.items():
+            self.state[p][name] = tree_map(copied, value)
 
 
 # ---- Peers -------------------------------------------------------------------------------------------------
