@@ -63,11 +63,14 @@ def draw_all(experiment, known, runs):
         figures.save_figure(experiment.folder / f"{name}.png", data)
 
 
-def draw_front_figure(experiments, known, root):
-    """The figure that EXPERIMENTS.md opens with."""
-    data = overview.figure_data(overview.settings(experiments, known))
+def draw_front_figures(experiments, known, root):
+    """The figures of EXPERIMENTS.md and of README.md."""
+    found = overview.settings(experiments, known)
+    data = overview.figure_data(found)
     if any(data["points"].values()):
         figures.save_figure(root / front.FIGURE, data)
+    if root == HERE:  # not the log of a test
+        figures.save_figure(ROOT / "docs/cost.png", overview.cost_data(found, experiments, known))
 
 
 def data_of_figures(experiment, known, runs):
@@ -201,7 +204,7 @@ def main(argv=None, root=HERE, document=ROOT / "EXPERIMENTS.md"):
             for e in chosen:
                 draw_all(e, known, args.runs)
             if chosen is experiments:
-                draw_front_figure(experiments, known, Path(root))
+                draw_front_figures(experiments, known, Path(root))
         found = all_pages(experiments, chosen, known, root, document)
         stale = [path for path, text in found.items() if read_or_empty(path) != text]
         if not args.check:

@@ -29,7 +29,7 @@ from lowprec.advice.answer import advise
 from lowprec.advice.subjects import of_count
 from lowprec.errors import Refused
 
-# ---- docs/recipes.md and README.md -------------------------------------------------------------------------
+# ---- docs/recipes.md and docs/advise.md --------------------------------------------------------------------
 
 SYSTEMS = "cpu-systems"  # a record whose rows are named otherwise
 SPEED_COLUMNS = {  # what the page calls it: (record, net)
@@ -93,20 +93,7 @@ def speeds_table():
     return markdown_table(table)
 
 
-README_RECIPES = {  # the recipes of README.md: flags, and the bytes of the ledger for a net of large tensors
-    "": "16",
-    "--bf16": "16",
-    "--bf16 --opt8bit": "10",
-    "--pure_bf16": "8",
-    "--pure_bf16 --stochastic": "8",
-    "--pure_bf16 --kahan --stochastic": "10",
-    "--pure_bf16 --master split": "14",
-    "--pure_bf16 --stochastic --opt8bit": "6",
-    "--fp8": "16",
-}
-
-
-README_MACHINES = {  # columns of README.md's second table: parameters, memory of a GPU, number of GPUs
+MACHINES = {  # columns of the table of docs/advise.md: parameters, memory of a GPU, number of GPUs
     "0.8 B, 16 GiB": (0.8e9, "16GiB", 1),
     "1.5 B, a GPU of 24 GiB": (1.5e9, "24GiB", 1),
     "40 B, 8 GPUs of 80 GiB": (40e9, "80GiB", 8),
@@ -116,8 +103,8 @@ README_MACHINES = {  # columns of README.md's second table: parameters, memory o
 def recipes_table(found):
     head = ["flags", "bytes", "held-out loss against fp32, %", "against autocast, %", "net"]
     table = [[*head, "speed: U-Net, CPU", "speed: DiT-XL/2, H100"]]
-    cells = overview.readme_cells(found, list(filter(None, README_RECIPES)))
-    for flags, size in README_RECIPES.items():
+    cells = overview.on_largest_nets(found, list(filter(None, overview.BYTES)))
+    for flags, size in overview.BYTES.items():
         if not flags:
             table.append(["(none): fp32", size, "0, the reference", "-", "-", "1", "1"])
             continue
@@ -127,15 +114,15 @@ def recipes_table(found):
 
 
 def fits_table():
-    """What `python -m lowprec advise --params N --memory SIZE --gpus K` says of each recipe of README.md."""
+    """What `python -m lowprec advise --params N --memory SIZE --gpus K` says of each recipe."""
     by_flags = {}  # the words of a recipe, in any order: its cells
-    for count, each, gpus in README_MACHINES.values():
+    for count, each, gpus in MACHINES.values():
         for row in advise(of_count(count), memory=each, gpus=gpus).rows:
             fits = "fits" if row.fits else "no"
             words = frozenset(row.candidate.typed.split())
             by_flags.setdefault(words, []).append(f"{fits}: {row.total / BYTES_A_GIB:.1f}")
-    table = [["flags", *README_MACHINES]]
-    for flags in README_RECIPES:
+    table = [["flags", *MACHINES]]
+    for flags in overview.BYTES:
         words = flags or "(none)"
         table.append([f"`{flags}`" if flags else "(none): fp32", *by_flags[frozenset(words.split())]])
     return markdown_table(table)
@@ -397,8 +384,9 @@ def tables_of_pages(experiments, known):
     for name, columns in conformance_command.SUBJECTS_OF_TABLES.items():
         conformance[name] = functools.partial(conformance_command.table, conformance_rows, columns)
     return {
-        "README.md": {"recipes": lambda: recipes_table(found), "fits": fits_table},
+        "README.md": {"claim": lambda: overview.claim(found)},
         "docs/recipes.md": {
+            "recipes": lambda: recipes_table(found),
             "speeds": speeds_table,
             "default run": lambda: default_run_table(experiments, known),
             "ways": lambda: from_scratch_table("065", experiments, known),
@@ -407,7 +395,10 @@ def tables_of_pages(experiments, known):
             "finetuned": lambda: finetuned_table(FINETUNED_NETS, WHOLE_NET_ARMS, "fp32", experiments, known),
             "adapters": lambda: finetuned_table(ADAPTED_NETS, ADAPTER_ARMS, "lora-fp32", experiments, known),
         },
-        "docs/advise.md": {"peaks": lambda: advice.table(rows_of_record("cpu-advice"))},
+        "docs/advise.md": {
+            "fits": fits_table,
+            "peaks": lambda: advice.table(rows_of_record("cpu-advice")),
+        },
         "docs/claims.md": {"guides": guides_table},
         "docs/tasks.md": {"first commands": tasks_table},
         "docs/many_gpus.md": {

@@ -308,6 +308,39 @@ def draw_sizes(plt, data):
     return picture
 
 
+COST_COLOURS = {
+    "fp32": "black",
+    "autocast": "tab:blue",
+    "to nearest": "tab:red",
+    "stochastic": "tab:green",
+    "stochastic, 8-bit states": "tab:olive",
+}
+
+
+def draw_cost(plt, data):
+    """Left, how far each recipe trains above fp32, step by step; right, its bytes and what it costs."""
+    picture, (curves, bars) = plt.subplots(1, 2, figsize=(11, 3.4), width_ratios=[5, 5])
+    curves.axhline(0, color=COST_COLOURS["fp32"], linewidth=1)
+    for name, points in data["curves"].items():
+        steps, means, lows, highs = zip(*points, strict=True)
+        curves.plot(steps, means, color=COST_COLOURS[name], linewidth=1.6)
+        curves.fill_between(steps, lows, highs, color=COST_COLOURS[name], alpha=0.2, linewidth=0)
+    curves.grid(alpha=0.3)
+    curves.set(xlabel="step", ylabel="%")
+    curves.set_title("training loss above fp32's of the same seed", fontsize=10)
+    for place, (name, (size, told)) in enumerate(data["bars"].items()):
+        bars.barh(-place, size, color=COST_COLOURS[name], height=0.6)
+        bars.text(size + 0.3, -place, f"{size} bytes: {told}", va="center", fontsize=9)
+    bars.set(xlim=(0, 29), xticks=[])
+    bars.set_yticks([-place for place in range(len(data["bars"]))], data["bars"])
+    bars.set_title("bytes a parameter, and held-out loss against fp32's", fontsize=10)
+    bars.tick_params(length=0)
+    bars.spines[:].set_visible(False)
+    picture.suptitle(f"{data['net']} parameters: mean over seeds, 95 % intervals", fontsize=11)
+    picture.tight_layout()
+    return picture
+
+
 def spread_out(points, aside):
     """The points with the settings of a net side by side, and not on top of each other."""
     nets = {}
@@ -361,4 +394,5 @@ FIGURES = {  # name of the file: (how it is drawn, its version, what the pages c
     "loss_by_timestep": (draw_bins, 1, "loss by timestep"),
     "curves": (draw_curves, 1, "training curves"),
     "sizes": (draw_sizes, 2, "the held-out loss against fp32, by the size of the net"),
+    "cost": (draw_cost, 1, "what each recipe takes and costs on the largest net"),
 }

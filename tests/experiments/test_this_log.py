@@ -101,8 +101,12 @@ def test_links_of_the_log_lead_somewhere():
             assert (path.parent / target).exists(), (path, target)
 
 
-def test_the_figure_of_all_nets_shows_the_records():
+def test_the_figures_of_the_front_pages_show_the_records():
     known = {k: r for e in EXPERIMENTS for k, r in log.recorded(e).items()}
-    data = overview.figure_data(overview.settings(EXPERIMENTS, known))
-    digest = figures.digest_of(data, figures.FIGURES["sizes"][1])
-    assert figures.drawn_from(definition.HERE / "sizes.png") == digest
+    found = overview.settings(EXPERIMENTS, known)
+    data = {
+        definition.HERE / "sizes.png": overview.figure_data(found),
+        ROOT / "docs/cost.png": overview.cost_data(found, EXPERIMENTS, known),
+    }
+    for path, shown in data.items():
+        assert figures.drawn_from(path) == figures.digest_of(shown, figures.FIGURES[path.stem][1]), path
