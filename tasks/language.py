@@ -7,7 +7,7 @@ parameters.
     python train.py --task language --finetune runs/NAME --data text:OTHER    go on with another text
     python train.py --sample runs/NAME --prompt "In the beginning" --top_k 3  continue a prompt
 
-A token is a byte, one of 256. docs/texts.md says where text.txt, the book of Genesis, comes from.
+A token is a byte, one of 256. docs/repeat.md says where text.txt, the book of Genesis, comes from.
 """
 
 import hashlib
