@@ -12,12 +12,12 @@ import train
 from lowprec.advice import command as advising
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 LINES = re.compile(r"(?:^|`|&& )(?:python|torchrun --nproc_per_node=2) (train\.py[^`#\n]*)", re.M)
 
 
 def commands():
-    """The commands of train.py on README.md and the pages of docs/ that a reader may type as they stand."""
+    """The commands of train.py on the pages at the root and in docs/ that a reader may type as they stand."""
     found = set()
     for page in PAGES:
         for command in LINES.findall(page.read_text()):
