@@ -269,7 +269,11 @@ def advice_subject(words, spec=None):
             instead = "write --batch" if name == "batch_size" else "drop it"
             idle = f"--{name} changes nothing beside --advise, which tells of each recipe with AdamW"
             raise Refused(f"{idle}: {instead}")
-    run = settle(given, typed=True)
+    return subject_of(settle(given, typed=True), " ".join(["python train.py", *words]))
+
+
+def subject_of(run, name):
+    """The advice.subjects.Subject of a Run's net, on the meta device, with the task's own loss."""
     task = run.kind(run.kind.load(run.config), run.recipe, run.config)
     with torch.device("meta"):
         net = task.net()
@@ -278,5 +282,4 @@ def advice_subject(words, spec=None):
         return task.loss(model, task.data.train[[0] * n], Rng(0), 0)
 
     model = getattr(run.config, "model", "")
-    name = " ".join(["python train.py", *words])
     return Subject(name, net, loss, "", KIND_OF_MODEL.get(model))

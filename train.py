@@ -4,6 +4,7 @@
                                                  a few minutes on 2 cores
     python train.py --check                      what this machine runs natively, and the flags to start with
     python train.py --advise --model dit         what training a net takes and costs in each recipe
+    python train.py --trial --model dit          what each recipe costs on it, tried in short trainings
     python train.py --dry_run --pure_bf16        the precision of every tensor and the settled flags
     python train.py --sample runs/NAME           draw again from a run's weights
     python train.py --diagnose runs/NAME         which tensors of a run are losing information
@@ -83,6 +84,11 @@ def build_parser(table=FLAGS):
         action="store_true",
         help="say what training this net takes and costs in each recipe, and stop; --advise --help lists its "
         "own flags, as --gpu and --plot",
+    )
+    group.add_argument(
+        "--trial",
+        action="store_true",
+        help="try what each recipe costs on this net, in short trainings; --trial --help lists its own flags",
     )
     group.add_argument(
         "--diagnose",
@@ -256,6 +262,13 @@ def print_advice(words):
     return command.main(words, "train.py --advise", subject)
 
 
+def print_trial(words, table):
+    """Try what each recipe costs on a net, and print it."""
+    from harness import trials  # it loads scipy and all of advice
+
+    return trials.main(words, Trainer, strategies.settle, table, strategies.subject_of)
+
+
 def for_a_billion():
     """The first rows of what --advise says of this machine, for a net of a billion parameters."""
     from lowprec.advice import text
@@ -280,6 +293,8 @@ def run_command(argv):
     if "--advise" in argv:
         return print_advice([word for word in argv if word != "--advise"])
     table = strategies.flag_table(task_flag_of(argv))
+    if "--trial" in argv:
+        return print_trial([word for word in argv if word != "--trial"], table)
     parser = build_parser(table)
     given = vars(parser.parse_args(argv))
     verbs = {name: given.pop(name) for name in VERBS if name in given}

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .precision import Precision
     from .recipes import Recipe, recipe
     from .sites import SITES, Site
+    from .trials.foresee import foresee
+    from .trials.trial import trial
     from .view import View
     from .watch.compare import compare
     from .watch.watch import Watch
@@ -52,8 +54,10 @@ __all__ = [
     "Watch",
     "advise",
     "compare",
+    "foresee",
     "protect",
     "recipe",
+    "trial",
 ]
 
 # name -> the module that defines it. A module is imported when one of its names is first asked for, so that
@@ -76,8 +80,10 @@ _MODULES = {
     "Watch": "watch.watch",
     "advise": "advice.answer",
     "compare": "watch.compare",
+    "foresee": "trials.foresee",
     "protect": "optimizers.protect",
     "recipe": "recipes",
+    "trial": "trials.trial",
 }
 
 

@@ -2,6 +2,8 @@
 
     python -m lowprec                        its version, what this machine can do, which kernels it would use
     python -m lowprec advise --params 7e9    which recipe to train a net in, and what it takes and costs
+    python -m lowprec trial mine.py          what each recipe costs on a net of one's own, tried in little
+    python -m lowprec foresee CHECKPOINT     what writing its weights in bf16 would do to it
     python -m lowprec compare BEFORE AFTER   two checkpoints of any program: what did training move?
 
 Exit status: 0, 1 for findings of `compare`, 2 for bad input, which ends in one line.
@@ -58,11 +60,20 @@ def run_command(name="", *words):
         from .advice import command
 
         return command.main(list(words))
+    if name == "trial":
+        from .trials import command
+
+        return command.main(list(words))
+    if name == "foresee":
+        from .trials import foresee
+
+        return foresee.main(list(words))
     if name == "compare":
         from .watch import compare
 
         return compare.main(list(words))
-    raise Refused(f"unknown command {name!r}; there are: advise, compare BEFORE AFTER")
+    known = "advise, trial FILE.py, foresee CHECKPOINT, compare BEFORE AFTER"
+    raise Refused(f"unknown command {name!r}; there are: {known}")
 
 
 if __name__ == "__main__":

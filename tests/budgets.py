@@ -23,7 +23,7 @@ ROW = re.compile(r'^"(?P<figure>[^"]+)" = \{ budget = (?P<budget>\d+)(?:, aim = 
 
 CODE = ".py", ".cpp", ".h"
 ROOMS = "lowprec", "harness", "tasks", "benchmarks", "experiments", "tests"
-WINGS = "layers", "parts", "watch", "advice", "trial"  # of lowprec: its core is what stands outside them
+WINGS = "layers", "parts", "watch", "advice", "trials"  # of lowprec: its core is what stands outside them
 
 
 def files_of(room):

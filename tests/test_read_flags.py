@@ -147,7 +147,7 @@ def test_help_names_what_most_runs_need_and_the_tasks_own_flags_and_in_full_ever
     own = {row.name for row in strategies.find_task(task).flags}
     brief, whole = named(), named("all")
     assert own | {"steps", "pure_bf16", "config", "list"} <= brief and "amax_history_len" not in brief
-    verbs = "config ledger dry_run check list advise diagnose sample".split()
+    verbs = "config ledger dry_run check list advise trial diagnose sample".split()
     assert whole == {*strategies.flag_table(task).defaults(), *verbs}
     assert "kahan" in named("precision") and "steps" not in named("precision")
     assert command("--help", "nonsense") == 2 and "choose from" in one_line(capsys)

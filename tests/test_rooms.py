@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # room -> the rooms that it may import, besides itself
 ALLOWED = {
     "lowprec": (),
-    "lowprec/watch": ("lowprec",),
+    "lowprec/wings": ("lowprec",),
     "harness": ("lowprec",),
     "models": ("lowprec", "harness.flags"),
     "precision": ("lowprec", "harness.flags"),
@@ -18,7 +18,7 @@ ALLOWED = {
     "tasks": ("lowprec", "harness", "precision", "models"),
 }
 for name in ("harness", "models", "precision", "options", "tasks"):
-    ALLOWED[name] += ("lowprec/watch",)
+    ALLOWED[name] += ("lowprec/wings",)
 BELOW_STRATEGIES = (*ALLOWED, "harness.flags")
 ALLOWED["strategies"] = BELOW_STRATEGIES
 ALLOWED["trainer"] = (*BELOW_STRATEGIES, "strategies")
@@ -29,11 +29,14 @@ ALLOWED["bench"] = (*ALLOWED["benchmarks"], "benchmarks")
 ALLOWED["experiments"] = ALLOWED["bench"]
 
 
+WINGS = "lowprec.watch", "lowprec.advice", "lowprec.trials"
+
+
 def room(name):
     """Of a module, as in lowprec.watch.writes. The face and the command of the library show all of it."""
-    if name in ("lowprec.__init__", "lowprec.__main__"):
-        return "lowprec/watch"
-    return "lowprec/watch" if name.startswith("lowprec.watch") else name.partition(".")[0]
+    if name in ("lowprec.__init__", "lowprec.__main__") or name.startswith(WINGS):
+        return "lowprec/wings"
+    return name.partition(".")[0]
 
 
 FILES = [path for path in ROOT.rglob("*.py") if room(".".join(path.relative_to(ROOT).parts)[:-3]) in ALLOWED]
@@ -71,7 +74,7 @@ FLOORS = (
     "sites recipes rules",
     "cast view ledger telemetry precision parts parts.part",  # of parts what all are, and their table
     "parts.* layers.*",
-    "watch.* advice.* check evidence __init__ __main__",
+    "watch.* advice.* trials.* check evidence __init__ __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 from scipy import optimize, stats
 
+from lowprec.trials.intervals import mean_at_level as mean_at_level  # the log takes it from here
+from lowprec.trials.intervals import tail_of_t
+
 
 @dataclass(frozen=True)
 class Equivalence:
@@ -61,8 +64,8 @@ def _equivalence(differences, margin, alpha, lower_is_better):
     else:
         verdict = "undecided"
     smallest = sd * _smallest_effect(n, alpha)
-    p_difference = 2 * _tail_of_t(abs(mean), error, n)
-    p_equal = _tail_of_t(margin - abs(mean), error, n)
+    p_difference = 2 * tail_of_t(abs(mean), error, n)
+    p_equal = tail_of_t(margin - abs(mean), error, n)
     return Equivalence(mean, low, high, verdict, smallest, achieved, p_difference, p_equal, differs)
 
 
@@ -71,13 +74,6 @@ def _smallest_effect(n, alpha):
     """The effect, in standard deviations of the differences, that n pairs detect with a chance of 0.8."""
     most = 4 * stats.t.isf(alpha / 2, n - 1)  # an effect that large is missed by no number of pairs
     return optimize.brentq(lambda effect: _power(effect, n, alpha) - 0.8, 0, most)
-
-
-def _tail_of_t(distance, error, n):
-    """Probability that a t of n - 1 degrees of freedom lies that many standard errors up."""
-    if error == 0:
-        return 0.5 if distance == 0 else float(distance < 0)
-    return float(stats.t.sf(distance / error, n - 1))
 
 
 # ---- Several at once ---------------------------------------------------------------------------------------
@@ -91,30 +87,6 @@ def holm(ps, alpha: float = 0.05) -> int:
             break
         kept += 1
     return kept
-
-
-@dataclass(frozen=True)
-class Mean:
-    """The mean of paired differences, with the interval and the p of a look at a level below 0.05."""
-
-    mean: float
-    low: float
-    high: float
-    p: float  # two-sided, of no difference; so scaled that 0.05 is its limit at every level
-    pairs: int
-
-    @property
-    def half(self):
-        return self.high - self.mean
-
-
-def mean_at_level(differences, level: float = 0.05) -> Mean:
-    x = torch.as_tensor(differences, dtype=torch.float64)
-    n, mean = len(x), x.mean().item()
-    error = x.std().item() / math.sqrt(n)
-    half = float(stats.t.isf(level / 2, n - 1)) * error
-    p = 2 * _tail_of_t(abs(mean), error, n)
-    return Mean(mean, mean - half, mean + half, min(1.0, p * 0.05 / level), n)
 
 
 def line_with_band(x, y, places):

@@ -233,6 +233,7 @@ def advise(
     kind: str | None = None,
     average: bool | None = None,
     time: bool = False,
+    trial: str | None = None,
 ) -> Advice:
     """What training `model` takes and costs in each recipe, on a machine: this one, or `gpu` by its name, or
     one with so much `memory` ("24GiB"); on `gpus` of them its rows are spread as by --fsdp.
@@ -241,7 +242,8 @@ def advise(
     scalar, of the callable `model` on n examples that it makes itself; without it image_size or seq say what
     the net is called with. batch: examples a step on each GPU. regime: "from scratch" or "finetune". kind: of
     net, as evidence.KIND_OF_MODEL has it. average: whether a moving average is kept. time: measure the speed
-    here, by real steps. Raises Refused.
+    here, by real steps. trial: a file of lowprec.trial, whose costs take the place of the nearest
+    measured ones. Raises Refused.
     """
     for name, number in dict(gpus=gpus, batch=batch, image_size=image_size, seq=seq).items():
         if number is not None and number < 1:
@@ -263,7 +265,12 @@ def advise(
     if time and (gpu or memory):
         raise Refused("time: steps can be timed on this machine alone; leave gpu and memory out")
     advice = Advice(subject, machine, gpus, batch)
-    _add_rows(advice, regime, lr)
+    tried = {}
+    if trial is not None:
+        from ..trials.book import evidence_of
+
+        tried = evidence_of(trial)
+    _add_rows(advice, regime, lr, tried)
     if not advice.rows:
         raise Refused(advice.refused[0])
     if time:
@@ -283,8 +290,8 @@ def _machine(gpu, memory):
     return found if memory is None else found._replace(memory=machines.bytes_of_text(memory))
 
 
-def _add_rows(advice, regime, lr):
-    """Add the rows of an advice, in the order of CANDIDATES."""
+def _add_rows(advice, regime, lr, tried):
+    """Add the rows of an advice, in the order of CANDIDATES. tried: {recipe: NearestRow} of a trial."""
     subject, machine = advice.subject, advice.machine
     in_fp32 = machine.is_cpu and machine.support["bf16"][0] == "emulated"
     process = machines.bytes_of_process(subject.net) if machine.is_cpu else 0
@@ -311,7 +318,7 @@ def _add_rows(advice, regime, lr):
         quality = None
         if candidate.flags:
             key = evidence.recipe_key(candidate.flags)
-            quality = evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
+            quality = tried.get(key) or evidence.nearest(key, subject.kind, regime, lr, subject.parameters)
         how = _how_it_runs(candidate, machine)
         room = _room_of_recipe(candidate, size, need, advice, process)
         advice.rows.append(RecipeRow(candidate, size, *room, how, quality, None))

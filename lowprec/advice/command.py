@@ -73,6 +73,7 @@ def build_advice_parser(prog: str) -> argparse.ArgumentParser:
     )
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--time", action="store_true", help="time a few real steps of each, here")
+    answer.add_argument("--trial", metavar="FILE.json", help="show the costs that a trial found")
     answer.add_argument("--plot", metavar="FILE.png", help="draw the memory and the loss of each recipe")
     answer.add_argument("--json", action="store_true", help="print it for a program")
     return parser
@@ -136,6 +137,7 @@ def main(
         kind=args.kind,
         average=None if args.average is None else args.average == "yes",
         time=args.time,
+        trial=args.trial,
     )
     if args.plot:
         plot.draw_plot(advice, args.plot)

@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 import sys
+import types
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -156,7 +157,7 @@ def of_file(spec: str, image_size=None, seq=None) -> Subject:
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
         raise Refused(f"--net {spec}: write FILE.py:FUNCTION of a file that there is")
-    build = getattr(_run_file(path), function, None)
+    build = getattr(run_file(path, f"--net {path}"), function, None)
     if not callable(build):
         raise Refused(f"--net {spec}: {path} has no function {function}")
     wanted = [
@@ -177,16 +178,17 @@ def of_file(spec: str, image_size=None, seq=None) -> Subject:
     return of_module(net, loss, image_size, seq)
 
 
-def _run_file(path):
+def run_file(path: Path, said: str) -> types.ModuleType:
+    """A file as a module. said: how it was named. Raises Refused where running it fails."""
     spec = importlib.util.spec_from_file_location(f"advised_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise Refused(f"--net {path}: it can't be run as Python")
+        raise Refused(f"{said}: it can't be run as Python")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # what it imports from beside it
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise Refused(f"--net {path}: {type(error).__name__}: {first_line(error)}") from error
+        raise Refused(f"{said}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         sys.path.pop(0)
     return module

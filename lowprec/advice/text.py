@@ -65,7 +65,7 @@ def _table(advice, rows=None):
                 speed,
             ]
         )
-    return _aligned(cells)
+    return aligned(cells)
 
 
 def _quality(advice, rows=None):
@@ -85,7 +85,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:#.3g}".rstrip(".") if size >= 0.001 * GIB else f"{size / GIB:.1g}"
 
 
-def _aligned(cells):
+def aligned(cells):
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for first, *rest in cells:

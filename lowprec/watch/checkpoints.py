@@ -18,7 +18,8 @@ PREFIXES_OF_WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "net."
 @dataclasses.dataclass
 class Checkpoint:
     """weights, averages: {name: tensor}. states: {name or number of a parameter: its state, a dict}.
-    has_optimizer: whether it holds an optimiser, with states or without. stochastic: the keys of those states
+    has_optimizer: whether it holds an optimiser, with states or without. groups: {key of a state: the options
+    of its parameter group}. stochastic: the keys of those states
     that are rounded stochastically, by an optimiser of ours.
     """
 
@@ -27,6 +28,7 @@ class Checkpoint:
     averages: dict = dataclasses.field(default_factory=dict)
     states: dict = dataclasses.field(default_factory=dict)
     has_optimizer: bool = False
+    groups: dict = dataclasses.field(default_factory=dict)
     stochastic: set = dataclasses.field(default_factory=set)
 
 
@@ -82,6 +84,9 @@ def _sort_states(optimizer, found, path):
         found.states[name] = decoded(state)
         if optimizer.get("rounded") == "stochastic":
             found.stochastic.add(name)
+    for group in optimizer["param_groups"]:
+        for key in group["params"]:
+            found.groups[bare_name(f"{path}{key}")] = group
 
 
 def decoded(state):

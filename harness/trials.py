@@ -1,0 +1,97 @@
+"""--trial: what each recipe costs on a net of train.py, tried in little; see lowprec/trials.
+
+make and settle are trainer.Trainer and strategies.settle, which stand above this room.
+"""
+
+from harness.batches import end_workers
+from harness.schedule import lr_factor
+from lowprec.advice.command import whole_number
+from lowprec.errors import Refused
+from lowprec.trials import command
+from lowprec.trials.trial import run_trial
+
+HELP = """What each recipe costs on a net of train.py: whole trainings in little, in pairs with the same seed.
+
+    python train.py --trial --task language --steps 3000 --budget 20m
+
+Flags of task, net and training say what is trained. A trial takes a tenth of --steps and of the
+warm-up, and its average forgets ten times as fast. The score is the loss of the task on held-out data.
+"""
+
+IDLE_GROUPS = ("precision", "run")  # flags that say nothing of what is trained
+IDLE = ("epochs", "validate_every", "early_stop", "fsdp", "profile")
+
+
+class TaskTraining:
+    """A training.Training of a task. trainer: its Trainer, new."""
+
+    def __init__(self, trainer):
+        self.trainer, self.run = trainer, trainer.precision
+        trainer.ready()
+
+    def rate_at(self, step):
+        return self.trainer.rates[0] * lr_factor(self.trainer.config, step)
+
+    def step(self):
+        loss, _ = self.trainer.train_step(measure=False)
+        if self.trainer.step == self.trainer.config.steps:
+            end_workers(self.trainer.batches)
+        return loss
+
+    def held_out(self):
+        task, config = self.trainer.task, self.trainer.config
+        source = "raw" if config.weights == "raw" else "ema"
+        scores = task.validate(self.run.generator(source), self.trainer._fixed_rng())
+        if "loss" not in scores:
+            raise Refused(f"--task {config.task} has no loss on held-out data: --trial can't compare it")
+        return scores["loss"]
+
+
+def main(words, make, settle, table, subject_of):
+    """The exit status of `train.py --trial` with these words. table: of all flags; subject_of(run, name):
+    what advise is asked about.
+    """
+    parser = command.build_trial_parser("train.py --trial", HELP)
+    parser.add_argument("--trial_steps", type=whole_number, help="of a training; default: a tenth of --steps")
+    args, rest = parser.parse_known_args(words)
+    given = vars(table.parser("train.py --trial", "the flags of train.py").parse_args(rest))
+    for name in given:
+        if name in IDLE or table[name].group in IDLE_GROUPS:
+            raise Refused(f"--{name} changes nothing beside --trial, which tries --recipes: drop it")
+    whole = settle(given, typed=True)
+    little = in_little(whole.config, args.trial_steps)
+
+    def trained(arm, seed):
+        flags = dict(arm.flags)
+        recipe = {**flags, "set": flags.pop("sites")} if "sites" in flags else flags
+        return TaskTraining(make(settle({**given, **little, **recipe, "seed": seed}, typed=True)))
+
+    name = " ".join(["python train.py", *rest])
+    out = args.out or f"trial-{whole.config.name}.json"
+    answer = run_trial(
+        trained,
+        subject_of(whole, name),
+        whole.config.batch_size,
+        args.recipes,
+        little["steps"],
+        args.within,
+        args.budget,
+        whole.config.seed,
+        out,
+        args.json,
+        plan={},
+    )
+    return command.shown(answer, out, args.json)
+
+
+def in_little(config, steps):
+    """{flag: value} of a run in little: fewer steps, a warm-up and an average that are as much shorter."""
+    steps = steps or max(1, config.steps // 10)
+    share = steps / config.steps
+    return {
+        "steps": steps,
+        "warmup": round(config.warmup * share),
+        "ema_decay": max(0.0, 1 - (1 - config.ema_decay) / share),
+        "sample_every": 0,
+        "checkpoint_every": 0,
+    }

@@ -1,0 +1,212 @@
+"""What a trial has found so far, in a JSON file: finished trainings, and what they say of each recipe."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import evidence
+from ..errors import Refused, first_line
+from .intervals import LEVEL_OF_A_LOOK, Mean, mean_at_level
+
+FORMAT = 1
+CHAOS = "a last bit moved"  # the arm that is the reference but for a last bit of one weight
+
+
+class Row(NamedTuple):
+    """One recipe beside the reference. bytes: of weights, gradients, states and average; seconds: the median
+    of a step's. change, low and high: of the held-out loss, in percent of the reference's, with the ends of
+    the interval, None with fewer than two pairs. pairs: of trainings; diverged: how many of these did.
+    foreseen: from one run of the reference, in words.
+    """
+
+    recipe: str
+    bytes: int
+    seconds: float
+    change: float | None
+    low: float | None
+    high: float | None
+    pairs: int
+    diverged: int
+    foreseen: str
+    verdict: str
+
+
+class Book:
+    """Results of trainings by recipe and seed, kept in `file` where one is named. plan: what must be the same
+    for results to belong together. Raises Refused for a file of another plan, or of another kind.
+    """
+
+    def __init__(self, file: str | Path | None, plan: dict[str, Any], within: float):
+        self.file = None if file is None else Path(file)
+        self.plan = plan
+        self.within = within
+        self.reference = ""
+        self.runs: dict[str, dict[str, dict[str, Any]]] = {}  # {recipe: {seed: result}}
+        self.foreseen: dict[str, str] = {}  # {recipe: words}
+        self.left_out: dict[str, str] = {}  # {recipe: why}
+        if self.file is not None and self.file.exists():
+            self._read()
+
+    def _read(self):
+        found = read_file(self.file)
+        for name, value in self.plan.items():
+            if found["plan"].get(name) != value:
+                raise Refused(
+                    f"{self.file} holds a trial with {name} {found['plan'].get(name)}, and this one has "
+                    f"{value}: remove it, or name another file"
+                )
+        self.runs, self.foreseen = found["runs"], found["foreseen"]
+
+    def keep(self, recipe: str, seed: int, result: dict[str, Any]) -> None:
+        """Note a finished training, and write the file."""
+        self.runs.setdefault(recipe, {})[str(seed)] = result
+        self.write()
+
+    def write(self) -> None:
+        """Write the file; what was there stays until the new one is whole."""
+        if self.file is None:
+            return
+        part = self.file.with_name(f"{self.file.name}.part")
+        try:
+            part.write_text(json.dumps(self.json(), indent=1) + "\n", encoding="utf-8")
+            os.replace(part, self.file)
+        except OSError as error:
+            raise Refused(f"can't write {self.file}: {error.strerror}; name another file") from None
+
+    def result(self, recipe: str, seed: int) -> dict[str, Any] | None:
+        return self.runs.get(recipe, {}).get(str(seed))
+
+    def results(self, recipe: str) -> list[dict[str, Any]]:
+        return list(self.runs.get(recipe, {}).values())
+
+    def pairs(self, recipe: str) -> int:
+        """How many seeds both the recipe and the reference were trained with."""
+        return len(self.runs.get(recipe, {}).keys() & self.runs.get(self.reference, {}).keys())
+
+    def changes(self, recipe: str) -> list[float]:
+        """Of the held-out loss in percent of the reference's, a pair each; infinite where it diverged."""
+        found = []
+        for seed, result in self.runs.get(recipe, {}).items():
+            base = self.runs[self.reference].get(seed)
+            if base is not None:
+                found.append(100 * (result["loss"] / base["loss"] - 1) if "loss" in result else math.inf)
+        return found
+
+    def mean(self, recipe: str) -> Mean | None:
+        """The mean change at the level of a look; None with fewer than two pairs, and where one diverged."""
+        changes = self.changes(recipe)
+        if len(changes) < 2 or not all(map(math.isfinite, changes)):
+            return None
+        return mean_at_level(changes, LEVEL_OF_A_LOOK)
+
+    @property
+    def seconds(self) -> float:
+        """Of all trainings."""
+        return sum(result["wall"] for results in self.runs.values() for result in results.values())
+
+    # -- what it says
+
+    def rows(self) -> list[Row]:
+        """A Row for each recipe, in the order in which they were tried, without the reference's."""
+        return [self._row(recipe) for recipe in self.runs if recipe != self.reference]
+
+    def _row(self, recipe):
+        results, changes, mean = self.results(recipe), self.changes(recipe), self.mean(recipe)
+        diverged = sum(map(math.isinf, changes))
+        change = mean.mean if mean else changes[0] if len(changes) == 1 and not diverged else None
+        return Row(
+            recipe,
+            results[0]["bytes"],
+            statistics.median(result["seconds"] for result in results),
+            change,
+            mean and mean.low,
+            mean and mean.high,
+            len(changes),
+            diverged,
+            self.foreseen.get(recipe, ""),
+            verdict(mean, diverged, len(changes), self.within),
+        )
+
+    def losses(self) -> tuple[float, float]:
+        """The reference's mean held-out loss before its trainings and after."""
+        results = self.results(self.reference)
+        return tuple(statistics.fmean(result[name] for result in results) for name in ("before", "loss"))
+
+    def json(self) -> dict[str, Any]:
+        """Plain values: the file's."""
+        return {
+            "format": FORMAT,
+            "plan": self.plan,
+            "reference": self.reference,
+            "within": self.within,
+            "rows": [row._asdict() for row in self.rows()],
+            "left_out": self.left_out,
+            "foreseen": self.foreseen,
+            "runs": self.runs,
+        }
+
+
+def read_file(file: str | Path) -> dict[str, Any]:
+    """What a Book has written. Raises Refused for another file."""
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refused(f"{file} can't be read as a trial ({first_line(error)})") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT or "runs" not in found:
+        raise Refused(f"{file} is no trial's file")
+    return found
+
+
+def evidence_of(file: str | Path) -> dict[str, evidence.NearestRow]:
+    """{recipe: what a trial's file says of it, as advise shows what was measured}. Raises Refused."""
+    found = read_file(file)
+    plan = found["plan"]
+    rows = {}
+    for row in map(Row._make, (one.values() for one in found["rows"])):
+        if row.low is None or found["reference"] != evidence.FP32:
+            continue
+        measured = evidence.EvidenceRow(
+            kind="net",
+            task="",
+            data="",
+            regime="",
+            recipe=row.recipe,
+            optimizer="adamw",
+            parameters=plan["parameters"],
+            steps=plan["steps"],
+            batch=0,
+            lr=0.0,
+            change=row.change,
+            low=row.low,
+            high=row.high,
+            pairs=row.pairs,
+            weights="",
+            experiment=f"{file}: {plan['steps']} steps",
+        )
+        rows[row.recipe] = evidence.NearestRow(measured, ())
+    return rows
+
+
+def is_settled(mean: Mean | None, within: float) -> bool:
+    """Whether an interval says enough: it is as narrow as `within` to either side, or lies beyond it."""
+    return mean is not None and (mean.half <= within or mean.low > within or mean.high < -within)
+
+
+def verdict(mean: Mean | None, diverged: int, pairs: int, within: float) -> str:
+    """What a recipe's interval says, in words."""
+    if diverged:
+        return f"diverges: its loss was not finite in {diverged} of {pairs}"
+    if mean is None:
+        return "one pair tells nothing yet"
+    side = "worse" if mean.low > 0 else "better" if mean.high < 0 else ""
+    small = -within <= mean.low and mean.high <= within
+    if side and small:
+        return f"{side}, by less than {within:g} %"
+    if side:
+        return f"{side}, by {min(abs(mean.low), abs(mean.high)):.2g} % or more"
+    return f"no change of {within:g} % or more" if small else "not told apart yet"

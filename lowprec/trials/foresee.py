@@ -1,0 +1,349 @@
+"""What each way of writing bf16 weights would do to a net, foreseen from its weights and Adam's moments.
+
+    python -m lowprec foresee CHECKPOINT --lr 3e-4       of a file, see watch/files.py; no code in it is run
+    print(lowprec.foresee(model, optimizer))             in anybody's loop
+
+No step is taken. With s the distance of a weight's neighbours in bf16 and m, v Adam's moments without their
+bias, Adam wants to move the weight by d = rate m / sqrt(v), and weight decay a little more.
+
+- To nearest, what is below half of s is not written.
+- Stochastically, a write adds a variance of about s |d|. In a quadratic bowl that adds E = 1/4 sum s |m| to
+  the loss of the last weights, whatever the rate and the curvature, once all directions have settled. Where
+  they have not it adds less: E is a ceiling (experiments/077-noise-of-writes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..advice.command import AdviceParser
+from ..advice.text import aligned
+from ..errors import Refused
+from ..formats import FORMATS
+from ..watch.adapters import answering, hooked, unwrapped
+from ..watch.checkpoints import read_checkpoint
+
+RATES = (1.0, 0.1, 0.01)  # of the present one, at which the share that is not written is told
+TENSORS_SHOWN = 5
+CODED = ("int8", "int4")  # formats of moments of which is told how far they move a step
+# how many times as close as bf16 the values lie that a weight can have with what completes it: the rest that
+# Kahan keeps is half a gap at most, in bf16; split8 keeps 8 bits more
+FINER_BY_KAHAN, FINER_BY_SPLIT8 = 512, 256
+
+# ---- What is known of a net --------------------------------------------------------------------------------
+
+
+class Moved(NamedTuple):
+    """A tensor that Adam moves, all flat fp32 [n]: its weights, and its moments without their bias."""
+
+    name: str
+    weight: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    rate: float
+    decay: float  # of the weight, as of AdamW
+    eps: float
+
+    def step(self, m: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
+        """What Adam wants to take off each weight, with these moments or its own."""
+        m, v = self.m if m is None else m, self.v if v is None else v
+        return self.rate * (m / (v.sqrt() + self.eps) + self.decay * self.weight)
+
+
+def moved_by(name, weight, m, v, steps, group, lr) -> Moved:
+    """A Moved of a tensor and its state. group: the options of its parameter group. lr: in place of its."""
+    beta1, beta2 = group.get("betas", (0.9, 0.999))
+    rate = group.get("lr") if lr is None else lr
+    if not rate:  # a schedule that is at its end
+        rate = group.get("initial_lr")
+    if not rate:
+        raise Refused("no learning rate is known above 0: give lr")
+    weight, m, v = (t.detach().float().flatten() for t in (weight, m, v))
+    m, v = m / (1 - float(beta1) ** steps), v / (1 - float(beta2) ** steps)
+    return Moved(name, weight, m, v, float(rate), group.get("weight_decay", 0.0), group.get("eps", 1e-8))
+
+
+def of_optimizer(model: nn.Module, optimizer: Any, lr: float | None) -> list[Moved]:
+    """What an optimiser with Adam's moments moves in a model. Raises Refused without moments."""
+    names = {p: name for name, p in unwrapped(model).named_parameters()}
+    inner = hooked(optimizer)
+    answers = answering(inner)
+    found = []
+    for group in inner.param_groups:
+        for p in group["params"]:
+            m, v = (answers.moment(p, name) for name in ("exp_avg", "exp_avg_sq"))
+            if m is None or v is None or "betas" not in group:
+                continue
+            steps = answers.decay(p, "exp_avg")[1]
+            if steps:
+                found.append(moved_by(names.get(p, "?"), answers.held(p), m, v, steps, group, lr))
+    if not found:
+        raise Refused("the optimiser has no moments of Adam yet: foresee after some steps of Adam or AdamW")
+    return found
+
+
+def of_checkpoint(path: str | Path, lr: float | None) -> list[Moved]:
+    """The same of a checkpoint. Raises Refused for one without moments, and where states fit no weights."""
+    checkpoint = read_checkpoint(path)
+    left = dict(checkpoint.weights)
+    found = []
+    for key, state in checkpoint.states.items():
+        m, v = state.get("exp_avg"), state.get("exp_avg_sq")
+        if not (torch.is_tensor(m) and torch.is_tensor(v) and m.is_floating_point() and m.shape == v.shape):
+            continue
+        name = _weight_of(key, m, checkpoint, left)
+        steps = float(state.get("step", math.inf))  # where it is not known: no bias any more
+        found.append(moved_by(name, left.pop(name), m, v, steps, checkpoint.groups.get(key, {}), lr))
+    if not found:
+        raise Refused(f"{path} holds no moments of Adam: give a checkpoint with the optimiser's state")
+    return found
+
+
+def _weight_of(key, m, checkpoint, left):
+    """The name of the weight that a state belongs to: the state's own where it has one, else the first of its
+    shape that is left, for states are numbered in the order of the weights.
+    """
+    group = checkpoint.groups.get(key, {})
+    own = key
+    for number, name in zip(group.get("params", ()), group.get("param_names", ()), strict=False):
+        if key.rpartition(".")[2] == str(number):
+            own = name
+    fitting = [name for name, weight in left.items() if weight.shape == m.shape]
+    for name in fitting:
+        if own.endswith(name) or (own is not key and name.endswith(f".{own}")):
+            return name
+    if not fitting:
+        raise Refused(f"{checkpoint.path}: no weight has the shape {list(m.shape)} of the state {key}")
+    return fitting[0]
+
+
+# ---- What is foreseen --------------------------------------------------------------------------------------
+
+
+class Figures(NamedTuple):
+    """What is foreseen of one tensor, as sums over its entries.
+
+    wanted: of the sizes of the steps that Adam wants now. unwritten: {share of the present rate: of those
+    steps at that rate that nearest would not write}. squares: of the squares of the steps; noise: of the
+    variances of stochastic writes. ceiling: 1/4 sum s |m|. codes: {format: of the squares of what moments in
+    it change of the steps}.
+    """
+
+    name: str
+    entries: int
+    wanted: float
+    unwritten: dict[float, float]
+    squares: float
+    noise: float
+    ceiling: float
+    codes: dict[str, float]
+
+
+def figures_of(one: Moved, rates: Iterable[float]) -> Figures:
+    """The Figures of a tensor, at these shares of the present rate."""
+    step, gap, stored = one.step(), gaps(one.weight), one.weight.bfloat16()
+    unwritten = {}
+    for rate in rates:
+        stays = (stored.float() - rate * step).bfloat16() == stored
+        unwritten[rate] = rate * total(step[stays].abs())
+    part = (step.abs() / gap).frac()
+    codes = {}
+    for name in CODED:
+        changed = one.step(coded(one.m, name, signed=True), coded(one.v, name, signed=False)) - step
+        codes[name] = total(changed.square())
+    return Figures(
+        name=one.name,
+        entries=step.numel(),
+        wanted=total(step.abs()),
+        unwritten=unwritten,
+        squares=total(step.square()),
+        noise=total(gap.square() * part * (1 - part)),
+        ceiling=total(gap * one.m.abs()) / 4,
+        codes=codes,
+    )
+
+
+def total(x: torch.Tensor) -> float:
+    return float(x.sum(dtype=torch.float64))
+
+
+def gaps(weight: torch.Tensor) -> torch.Tensor:
+    """How far apart the neighbours in bf16 of each weight lie, fp32 alike."""
+    _, exponent = torch.frexp(weight)  # of a mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(weight), exponent.clamp(min=-117) - 8)
+
+
+def coded(moment: torch.Tensor, name: str, signed: bool) -> torch.Tensor:
+    """A moment once it was written in codes, to nearest."""
+    kind, n = FORMATS[name], moment.numel()
+    if not kind.takes(n):
+        return moment
+    codes, scales = kind.new(n, moment.device)
+    kind.encode(moment, codes, scales, signed, compiled=False)
+    return kind.decode(codes, scales, n, signed, compiled=False)
+
+
+class Forecast:
+    """What is foreseen of a net: `tensors`, Figures each; str() for a person, json() for a program.
+
+    rate: the present one. ahead: shares of it at the steps that are still to come, or (). loss: of the net,
+    or None where it is not known; the ceiling is told as a share of it.
+    """
+
+    def __init__(self, moved: list[Moved], ahead: Iterable[float] = (), loss: float | None = None):
+        self.rate, self.ahead, self.loss = moved[0].rate, tuple(ahead), loss
+        rates = dict.fromkeys((*RATES, *self.ahead))
+        with torch.no_grad():
+            self.tensors = [figures_of(one, rates) for one in moved]
+
+    def unwritten(self, rates: Iterable[float] = (1.0,), tensors: list[Figures] | None = None) -> float:
+        """Which share of the wanted movement nearest would not write, at these shares of the present rate."""
+        chosen = self.tensors if tensors is None else tensors
+        wanted = sum(rate * one.wanted for one in chosen for rate in rates)
+        return sum(one.unwritten[rate] for one in chosen for rate in rates) / wanted if wanted else 0.0
+
+    @property
+    def ceiling(self) -> float:
+        """What stochastic writes add to the loss of the last weights at most."""
+        return self._sum("ceiling")
+
+    @property
+    def noise(self) -> float:
+        """A stochastic write's noise beside the step, both as root mean squares."""
+        return self._beside_step(self._sum("noise"))
+
+    def of_codes(self, name: str) -> float:
+        """How far moments in these codes move a step, beside the step, both as root mean squares."""
+        return self._beside_step(sum(one.codes[name] for one in self.tensors))
+
+    def _sum(self, name):
+        return sum(getattr(one, name) for one in self.tensors)
+
+    def _beside_step(self, squares):
+        steps = self._sum("squares")
+        return math.sqrt(squares / steps) if steps else 0.0
+
+    # -- in words
+
+    def _added(self, ceiling):
+        if self.loss is None:
+            return f"at most +{ceiling:.2g}"
+        return f"at most +{100 * ceiling / self.loss:.2g} %"
+
+    def rows(self) -> dict[str, str]:
+        """{recipe, as evidence.recipe_key writes it: what its writes would do}."""
+        rates = self.ahead or (1.0,)
+        stochastic = self._added(self.ceiling)
+        return {
+            "pure_bf16": f"{self.unwritten(rates):.0%} not written",
+            "pure_bf16+stochastic": stochastic,
+            "pure_bf16+stochastic+kahan": self._added(self.ceiling / FINER_BY_KAHAN),
+            "pure_bf16+master=split": "nothing lost",
+            "pure_bf16+master=split8": self._added(self.ceiling / FINER_BY_SPLIT8),
+            "pure_bf16+stochastic+opt8bit": f"{stochastic}, and codes: not known",
+            "pure_bf16+stochastic+opt4bit": f"{stochastic}, and codes: not known",
+        }
+
+    def json(self) -> dict[str, Any]:
+        """Plain values for a program."""
+        return {
+            "rate": self.rate,
+            "unwritten": {str(rate): self.unwritten([rate]) for rate in RATES},
+            "unwritten_ahead": self.unwritten(self.ahead) if self.ahead else None,
+            "noise": self.noise,
+            "ceiling": self.ceiling,
+            "loss": self.loss,
+            "codes": {name: self.of_codes(name) for name in CODED},
+            "recipes": self.rows(),
+            "tensors": [one._asdict() for one in self.tensors],
+        }
+
+    def __str__(self) -> str:
+        entries = sum(one.entries for one in self.tensors)
+        now, tenth, hundredth = (f"{self.unwritten([rate]):.1%}" for rate in RATES)
+        ahead = f"; over the rates still to come {self.unwritten(self.ahead):.1%}" if self.ahead else ""
+        rows = self.rows()
+        lines = [
+            f"{len(self.tensors)} tensors, {entries:,} weights, at a rate of {self.rate:g}, in bf16:",
+            f"to nearest: {now} of the wanted movement is not written, at a tenth of the rate {tenth}, at a "
+            f"hundredth {hundredth}{ahead}",
+            *self._worst(),
+            f"stochastically: the noise of a write is {self.noise:.2g} of a step (root mean squares). To the "
+            f"loss it adds {rows['pure_bf16+stochastic']}, and that much where all directions have settled",
+            f"stochastically with Kahan: {rows['pure_bf16+stochastic+kahan']}",
+            f"with a master of 24 bits: {rows['pure_bf16+master=split8']}; of 32 bits: nothing is lost",
+        ]
+        for name in CODED:
+            if self.of_codes(name):
+                moved = f"they move a step by {self.of_codes(name):.2g} of it (root mean squares)"
+                lines.append(f"moments in {name}: {moved}; what that costs is not known")
+        lines.append("an average in bf16, and products: not known from these; lowprec.Watch looks at both")
+        return "\n".join(lines)
+
+    def _worst(self):
+        """Rows of the tensors of which most is lost."""
+        found = sorted(self.tensors, key=lambda one: -one.unwritten[1.0])
+        cells = [["  where", "of this tensor", "of all that is lost"]]
+        lost = max(1e-300, sum(one.unwritten[1.0] for one in self.tensors))
+        for one in found[:TENSORS_SHOWN]:
+            if one.unwritten[1.0]:
+                share = one.unwritten[1.0] / lost
+                cells.append([f"  {one.name}", f"{self.unwritten(tensors=[one]):.1%}", f"{share:.1%}"])
+        return aligned(cells) if len(cells) > 1 else []
+
+
+# ---- The face ----------------------------------------------------------------------------------------------
+
+
+def foresee(
+    model: nn.Module | str | Path,
+    optimizer: Any = None,
+    *,
+    lr: float | None = None,
+    ahead: Iterable[float] = (),
+    loss: float | None = None,
+) -> Forecast:
+    """What each way of writing bf16 weights would do to a net. Nothing is written, and no step is taken.
+
+    Args:
+        model: the net, or the path of a checkpoint that holds weights and the optimiser's state.
+        optimizer: of the net: Adam or AdamW, torch's or ours or of a library that Watch knows, after some
+            steps in fp32 or autocast.
+        lr: the present learning rate, in place of the optimiser's own.
+        ahead: shares of it at the steps that are still to come.
+        loss: of the net, above 0: the ceiling is told as a share of it.
+
+    Raises:
+        Refused (a ValueError): without moments or a rate, and for a file that can't be read.
+    """
+    if isinstance(model, str | Path):
+        return Forecast(of_checkpoint(model, lr), ahead, loss)
+    return Forecast(of_optimizer(model, optimizer, lr), ahead, loss)
+
+
+def main(argv: list[str], prog: str = "python -m lowprec foresee") -> int:
+    """Print the forecast of a checkpoint; the exit status. Raises Refused for bad words."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = AdviceParser(prog=prog, description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("checkpoint", help="a file or a folder with weights and the optimiser's state")
+    parser.add_argument("--lr", type=float, help="the present learning rate; default: the checkpoint's")
+    parser.add_argument("--loss", type=float, help="of the net: what is added is told in percent of it")
+    parser.add_argument("--cosine", action="store_true", help="the rate still falls to 0 along a cosine")
+    parser.add_argument("--json", action="store_true", help="print it for a program")
+    args = parser.parse_args(argv)
+    for name in ("lr", "loss"):
+        given = getattr(args, name)
+        if given is not None and not 0 < given < math.inf:
+            raise Refused(f"--{name} {given:g}: write a number above 0")
+    ahead = [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)] if args.cosine else ()
+    found = foresee(args.checkpoint, lr=args.lr, ahead=ahead, loss=args.loss)
+    print(json.dumps(found.json(), indent=1) if args.json else found)
+    return 0
