@@ -50,10 +50,10 @@ def diagnose(path, table, flags):
     table: train.FLAGS. flags: {name: value} typed beside --diagnose. Raises Refused for what is no checkpoint
     of this program, and what Trainer raises (data that have moved, a GPU that is not here).
     """
-    fixed = table.refused(flags, "diagnose")
+    checkpoint = run_folder.read_checkpoint(path)
+    fixed = table.refused(flags, "diagnose", checkpoint["config"])
     if fixed:
         raise Refused(f"--diagnose examines a run as it was trained: --{fixed} can't differ; drop it")
-    checkpoint = run_folder.read_checkpoint(path)
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     # steps of full size, as in most of the run: without warm-up or schedule
     here = {"device": "auto", "threads": 0, "export": "", "warmup": 0, "lr_schedule": "constant", **flags}

@@ -16,20 +16,17 @@ A new task is a class (see tasks/task.py) and an entry in TASKS; or no entry, wi
 """
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 
 import torch
 
 import options
-from harness import flags
+from harness import code, flags
 from lowprec.advice.subjects import Subject
 from lowprec.errors import Refused
 from lowprec.evidence import KIND_OF_MODEL
 from lowprec.optimizers.adafactor import Adafactor
 from lowprec.optimizers.build import OPTIMIZERS, argument_names, classes_of
-from lowprec.optimizers.rounded import AdamW
+from lowprec.optimizers.rounded import AdamW, Rounded
 from lowprec.recipes import Recipe
 from precision import PRECISION_FLAGS, recipe_of_run
 from tasks.classify import Classify
@@ -67,38 +64,17 @@ def find_task(spec):
     """
     if spec in TASKS:
         return TASKS[spec]
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser()
-    if not file.endswith(".py"):
+    if not code.is_code(spec):
         raise Refused(
             f"--task {spec}: invalid choice; choose one of {', '.join(TASKS)}, or give a task of your own "
             "as FILE.py:CLASS"
         )
-    if not path.is_file():
-        raise Refused(f"--task {spec}: there is no file {path}")
-    kind = getattr(_module(path.resolve()), name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise Refused(
-            f"--task {spec}: {path} holds no class {name or '(none was named)'} derived from tasks.Task"
-        )
-    return kind
+    code.typed(spec)  # train.py asks of a checkpoint's before
+    return code.load("task", spec, "class {} derived from tasks.Task", _derived_from(Task))
 
 
-def _module(path):
-    """A file as a module, run once."""
-    name = f"task_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and Path(known.__file__) == path:
-        return known
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+def _derived_from(base):
+    return lambda found: isinstance(found, type) and issubclass(found, base)
 
 
 def listing():
@@ -186,6 +162,19 @@ def task_defaults(kind, given):
     return found
 
 
+def trust(given):
+    """Take the files of code among {flag: value} as typed by whoever runs this."""
+    code.typed(*filter(code.is_code, given.values()))
+
+
+def _know_optimizer(spec):
+    """Let a class of a file that rounds as ours do be known as ours are, by its --optimizer."""
+    if code.is_code(spec):
+        found = code.load("optimizer", spec, "class or function {}", callable)
+        if _derived_from(Rounded)(found):
+            OPTIMIZERS[spec] = found
+
+
 # ---- The flags of a run ------------------------------------------------------------------------------------
 
 
@@ -214,6 +203,9 @@ def settle(values, typed=False):
     """
     if not isinstance(values, dict):
         values = vars(values)
+    if typed:
+        trust(values)
+    _know_optimizer(values.get("optimizer"))
     kind = find_task(values.get("task", "rflow"))
     known = flag_table(values.get("task", "rflow"))
     whole = {**task_defaults(kind, values), **values}

@@ -34,7 +34,7 @@ if __name__ == "__main__":  # not where it is imported: importing the libraries 
 
 
 import strategies
-from harness import batch_size
+from harness import batch_size, code
 from harness.advice import advice_lines
 from harness.checkpoints import read as read_checkpoint
 from harness.ending import ended_by, line_and_status
@@ -106,7 +106,7 @@ def build_parser(table=FLAGS):
 
 
 def _may_differ(table, verb):
-    return ", ".join(f"--{row.name}" for row in table.rows if row.accepts(verb))
+    return ", ".join(f"--{row.name}" for row in table.rows if row.accepts(verb) and row.kind != "code")
 
 
 def task_flag_of(argv):
@@ -130,12 +130,8 @@ def task_flag_of(argv):
         path = words.diagnose
     if path is None or "-h" in argv or "--help" in argv:
         return DEFAULTS["task"]
-    task = read_checkpoint(path)["config"].get("task", DEFAULTS["task"])
-    if str(task) not in strategies.TASKS:
-        raise Refused(
-            f"{path} was trained by a task of a file, {task}, and a checkpoint alone runs no code: "
-            f"add --task {task} if that file is yours"
-        )
+    task = str(read_checkpoint(path)["config"].get("task", DEFAULTS["task"]))
+    code.check_typed("task", task)
     return task
 
 
@@ -195,10 +191,7 @@ def sample_and_score(path, given, command, table):
     """Draw and score from a checkpoint or a run's folder."""
     checkpoint = read_checkpoint(path)
     trained = vars(table.obeyed(checkpoint["config"]))
-    fixed = table.refused(given, "sample")
-    task = table["task"]
-    if task.comparable(given.get("task", trained["task"])) != task.comparable(trained["task"]):
-        fixed = fixed or "task"
+    fixed = table.refused(given, "sample", trained)
     if fixed:
         raise Refused(
             f"--sample draws from trained weights: --{fixed} can't differ from their training; drop it"
@@ -290,6 +283,7 @@ def _of_file(values, given):
 
 def run_command(argv):
     """Do what a command line says; returns the exit status."""
+    code.forget()
     if "--advise" in argv:
         return print_advice([word for word in argv if word != "--advise"])
     table = strategies.flag_table(task_flag_of(argv))
@@ -297,6 +291,7 @@ def run_command(argv):
         return print_trial([word for word in argv if word != "--trial"], table)
     parser = build_parser(table)
     given = vars(parser.parse_args(argv))
+    strategies.trust(given)
     verbs = {name: given.pop(name) for name in VERBS if name in given}
     if "list" in verbs:
         print(strategies.listing())

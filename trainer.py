@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from harness import initial, shards
+from harness import code, initial, shards
 from harness.advice import check_processes, recipe_notes
 from harness.batches import end_workers, read_batches
 from harness.checkpoints import check_optimizer, fitting
@@ -28,6 +28,7 @@ from lowprec import ledger
 from lowprec.cast import exact_modules
 from lowprec.errors import Refused
 from lowprec.optimizers import adafactor
+from lowprec.optimizers.build import classes_of
 from lowprec.parts import finish as exact_end
 from lowprec.parts.activations import Meter, recompute, recomputed_blocks
 from lowprec.parts.loss_scale import LossScale
@@ -124,18 +125,24 @@ class Trainer:
             net = self._spread(net)
         elif not self.dry:
             net = net.to(self.device)
-        run = Precision(
-            net,
-            self.recipe,
-            groups=self.task.groups(net),
-            optimizer=c.optimizer,
+        optimizer = c.optimizer
+        of_optimizer = dict(
             lr=c.lr,
             betas=(0.9, c.beta2),
             eps=c.eps if c.least_rms is None else (adafactor.EPS[0], c.least_rms),
             weight_decay=c.weight_decay,
-            clip_grad=c.clip_grad,
             momentum=c.momentum,
             nesterov={"on": True, "off": False, "auto": None}[c.nesterov],
+        )
+        if code.is_code(optimizer) and not classes_of(optimizer):
+            optimizer, of_optimizer = code.strangers_optimizer(optimizer, of_optimizer), {}
+        run = Precision(
+            net,
+            self.recipe,
+            groups=self.task.groups(net),
+            optimizer=optimizer,
+            **of_optimizer,
+            clip_grad=c.clip_grad,
             clip_tensor=c.clip_tensor,
             grad_release=c.grad_release,
             average_on=c.average_on,

@@ -6,6 +6,7 @@
     draw       yes                     fixed                    may differ
     extent     yes                     may differ               fixed
     place      by its tail             may move                 fixed
+    code       by its tail             may move                 may move
     machine    no                      may differ               fixed
 
 `may` names what else a single flag may do. Values are read as attributes of a `Config`: c.lr.
@@ -26,7 +27,7 @@ from harness import names
 from harness.ranks import speaks_first
 from lowprec.errors import Refused
 
-FLAG_KINDS = ("result", "draw", "extent", "place", "machine")
+FLAG_KINDS = ("result", "draw", "extent", "place", "code", "machine")
 FLAG_GROUPS = {  # in the order of --help and of names
     "task": None,
     "training": None,
@@ -75,14 +76,14 @@ class Flag:
         """Whether the flag may differ from the run's when it goes on ("resume"), or beside --sample or
         --diagnose.
         """
-        kinds = {"resume": ("extent", "machine"), "sample": ("draw",), "diagnose": ()}
+        kinds = {"resume": ("extent", "machine"), "sample": ("draw", "code"), "diagnose": ("code",)}
         return self.kind in kinds[verb] or verb in self.may
 
     def comparable(self, value):
         """The part of a value that is compared and named: of a place its tail, 'folder:/a/photos/' ->
         'folder:photos'.
         """
-        if self.kind != "place" or not value:
+        if self.kind not in ("place", "code") or not value:
             return value
         return ":".join(map(_last_part, value.removesuffix("checkpoint.pt").split(":", 1)))
 
@@ -371,7 +372,7 @@ class FlagTable:
         nothing. Not those of kind machine, which change no result: where files are written, how many threads
         and images at once, are matters of whoever types the command, or else the defaults. A path of data is
         obeyed, since a run's own scores need it; files are read there as `data` reads them, and nothing is
-        run. A task of a file is run, so train.task_flag_of takes that from the command line alone.
+        run. What names a file of code is obeyed where it was typed as well, see code.py.
         """
         names = [row.name for row in self.rows if row.kind != "machine" and row.name in values]
         return self.config({name: values[name] for name in names})
@@ -488,12 +489,15 @@ class FlagTable:
         scoring = [row.name for row in self.rows if row.kind == "extent" and row.name != "steps"]
         return all(getattr(before, name) == getattr(config, name) for name in scoring)
 
-    def refused(self, given, verb):
+    def refused(self, given, verb, trained):
         """The first of the flags `given` that can't differ from the run's beside --sample or --diagnose, or
-        None.
+        None. trained: {flag: value} of the run.
         """
         for name in sorted(given):
-            if not self[name].accepts(verb):
+            row = self[name]
+            its = row.comparable(trained.get(name, row.default))
+            moved = row.kind == "code" and row.comparable(given[name]) != its
+            if moved or not row.accepts(verb):
                 return name
         return None
 

@@ -189,7 +189,7 @@ class Classify(Task):
         return {"cnn": CNNS, "resnet18": (), "vit": VITS}
 
     def nets(self):
-        return {"cnn": cnn, "resnet18": resnet18, "vit": vit}
+        return {"cnn": cnn, "resnet18": resnet18, "vit": vit, **self.own_net()}
 
     def net(self):
         net = super().net()

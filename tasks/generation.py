@@ -172,7 +172,8 @@ class Generation(Task):
     def nets(self):
         from models import GENERATIVE  # MONAI takes seconds to import, which --help does not wait for
 
-        return taking(self.space.nets(GENERATIVE), channels(self.config.condition, self.data))
+        nets = self.space.nets({**GENERATIVE, **self.own_net()})
+        return taking(nets, channels(self.config.condition, self.data))
 
     def example(self):
         count, *sides = self.space.shape

@@ -310,19 +310,19 @@ class Language(Task):
         return {"gpt": GPTS, "bdh": BDHS}
 
     def nets(self):
-        return {"gpt": self._gpt, "bdh": self._bdh}
+        return {"gpt": self._gpt, "bdh": self._bdh, **self.own_net()}
 
     def net(self):
         c = self.config
         nets = self.nets()
         if c.model not in nets:
             raise Refused(f"no model {c.model!r} for task {c.task!r}; choose {' or '.join(nets)}")
-        return nets[c.model](c.size or self.implied["size"])
+        return nets[c.model](c.block, c.size or self.implied["size"])
 
-    def _gpt(self, size):
-        return GPT(*of_size("gpt", size, GPTS), self.config.block)
+    def _gpt(self, block, size):
+        return GPT(*of_size("gpt", size, GPTS), block)
 
-    def _bdh(self, size):
+    def _bdh(self, block, size):
         return BDH(*of_size("bdh", size, BDHS))
 
     def example(self):

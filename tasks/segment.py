@@ -41,7 +41,7 @@ class Segment(Task):
     def nets(self):
         from models import SEGMENTING
 
-        return SEGMENTING
+        return {**SEGMENTING, **self.own_net()}
 
     def loss(self, model, batch, rng, step):
         """Dice + cross-entropy of images [B, C, H, W] against masks [B, H, W]. Nothing in it is random."""

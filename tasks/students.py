@@ -131,6 +131,8 @@ class Student(RFlow):
             if row.name in given:
                 own = cls.meant(row.name, config)
                 cls._compare(row, teacher, cls.meant(row.name, teacher.config), own)
+                if row.kind == "code":  # it may have moved
+                    shared[row.name] = own
         shared["data"] = given.get("data", shared["data"])  # it may have moved
         shared["image_size"] = teacher.config.image_size
         if given.get("image_size"):

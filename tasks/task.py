@@ -17,9 +17,12 @@ knows a task by name. `--task FILE.py:CLASS` trains a class of your own. The lea
 strategies.py lists the tasks that come with the program, and holds the smallest.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
+from harness import code
 from harness.checkpoints import read as read_checkpoint
 from lowprec.errors import Refused
 from lowprec.roles import roles
@@ -136,6 +139,13 @@ class Task:
         if c.model not in nets:
             raise Refused(f"no model {c.model!r} for task {c.task!r}; choose {' or '.join(nets)}")
         return nets[c.model](data.channels, data.num_classes, data.image_size, c.size)
+
+    def own_net(self):
+        """{--model: build} where that is FILE.py:build, called as `nets` are; {} where it is no file."""
+        spec = self.config.model
+        if not code.is_code(spec):
+            return {}
+        return {spec: functools.partial(code.built, spec, code.load("model", spec, "function {}", callable))}
 
     def example(self):
         """(args, kwargs) of a call of the net, on the meta device: the shapes that FLOPs are counted on."""

@@ -117,8 +117,8 @@ FREE = """steps log_every sample_every checkpoint_every workers device name runs
 sample_batch threads compile teacher checkpoint_activations fsdp grad_release average_on states_on early_stop
 epochs profile""".split()
 AT_SAMPLE = """set sample_steps guidance samples sample_batch weights seed threads data sparse24 export runs
-name device task length prompt temperature top_k vae""".split()
-AT_DIAGNOSE = ["data", "device", "task", "threads", "vae"]
+name device task model optimizer length prompt temperature top_k vae""".split()
+AT_DIAGNOSE = ["data", "device", "model", "optimizer", "task", "threads", "vae"]
 
 
 def test_what_each_verb_accepts():
@@ -127,10 +127,10 @@ def test_what_each_verb_accepts():
         for verb in ("resume", "sample", "diagnose")
     }
     assert accepted == {"resume": set(FREE), "sample": set(AT_SAMPLE), "diagnose": set(AT_DIAGNOSE)}
-    assert train.FLAGS.refused({"lr": 1, "seed": 2}, "sample") == "lr"
+    assert train.FLAGS.refused({"lr": 1, "seed": 2}, "sample", {}) == "lr"
     assert (
-        train.FLAGS.refused({"seed": 2}, "diagnose") == "seed"
-        and train.FLAGS.refused({"seed": 2}, "sample") is None
+        train.FLAGS.refused({"seed": 2}, "diagnose", {}) == "seed"
+        and train.FLAGS.refused({"seed": 2}, "sample", {}) is None
     )
 
 
@@ -271,8 +271,6 @@ def test_all_rows_are_whole():
 def test_the_list_names_every_task_and_its_nets():
     said = strategies.listing()
     assert all(re.search(rf"^  {name} +\w+", said, re.M) for name in strategies.TASKS)
-    for kind in (strategies.Classify, strategies.Language, strategies.Steve):
-        assert list(kind.sizes_of_nets()) == list(kind.nets(kind.__new__(kind)))
     assert "bdh (tiny, 1M, 3M, 25M, 100M)" in said and "medmnist:FILE.npz" in said and "lion" in said
 
 

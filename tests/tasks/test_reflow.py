@@ -342,7 +342,7 @@ REFUSED = {
     "--task reflow --teacher runs/moved": "don't fit digits as it is now",
     "--task reflow --teacher runs/teacher --pairs 0": "above 0",
     "--task reflow --teacher runs/teacher --teacher_steps 1001": "from 1 to 1000",
-    "--sample runs/teacher --teacher runs/teacher": "--teacher can't differ",
+    "--sample runs/teacher --teacher runs/teacher": "--teacher is for --task reflow",
 }
 
 
