@@ -71,11 +71,13 @@ class Measured:
 
     @functools.cached_property
     def line_of_code(self):
-        """What rounds the writes of this optimiser stochastically."""
+        """What writes the steps of this optimiser without loss."""
         optimizer = getattr(self.watch.answers, "inner", self.watch.answers)
         kind = type(optimizer).__name__
+        if any(one.p.dtype == torch.float16 for one in self.tensors):
+            return "fp32 weights, with the products under autocast"
         if kind not in OPTIMIZERS_HERE:
-            return "stochastic rounding of the bf16 write"
+            return 'lowprec.protect(optimizer, update="stochastic")'
         return f'lowprec.{OPTIMIZERS_HERE[kind]}(params, lr=..., update="stochastic")'
 
     @functools.cached_property

@@ -9,7 +9,7 @@ from healthy import rules
 from healthy.shared import adam, mlp, task, trained
 from torch import nn
 
-from lowprec import AdamW, Muon, Watch
+from lowprec import AdamW, Muon, Watch, protect
 from lowprec.watch import verdicts
 
 BF16 = torch.bfloat16
@@ -248,6 +248,22 @@ def test_the_last_line_says_what_to_do_about_lost_updates():
     assert f"{len(tensors)} tensors, the worst {tensors[0]}, {tensors[1]}, {tensors[2]}:" in " ".join(
         " ".join(table).split()
     )
+
+
+class BySign(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.defaults["lr"] * p.grad.sign())
+
+
+def test_what_mends_the_lost_updates_of_a_foreign_optimiser_is_named_and_mends_them():
+    net = mlp().to(BF16)
+    watch = trained(net, BySign(net.parameters(), dict(lr=1e-5)), low_task)
+    assert 'lowprec.protect(optimizer, update="stochastic")' in str(watch).splitlines()[-1]
+    net = mlp().to(BF16)
+    watch = trained(net, protect(BySign(net.parameters(), dict(lr=1e-5))), low_task)
+    assert not losing(watch), str(watch)
 
 
 def test_a_second_moment_that_loses_all_does_not_outrank_a_lost_update():
