@@ -79,15 +79,13 @@ class StandStill:
     """
 
     def __init__(self, net):
-        self.net = net
+        self.overflow = Overflow(net)  # listens in the step before which it looks bad
         self.in_a_row = 0
         self.warned = False
-        self.hooks = []  # on every module, in the step before which it looks bad
-        self.found = ""  # the first output, or gradient of one, that is not finite
 
     def look(self, has_skipped, scale, backoff):
         """A step is over, done or skipped."""
-        self._let_go()
+        self.overflow.stop()
         if self.warned or not has_skipped:
             self.in_a_row = 0
             return
@@ -95,24 +93,33 @@ class StandStill:
         if self.in_a_row >= SKIPPED_IN_A_ROW or scale < 1:
             self._warn(scale)
         elif self.in_a_row + 1 >= SKIPPED_IN_A_ROW or scale * backoff < 1:  # the next one would be told of
-            self._listen()
+            self.overflow.listen()
 
     def _warn(self, scale):
         self.warned = True
-        where = self.found or "some gradient is not finite"
+        where = self.overflow.found or "some gradient is not finite"
         warnings.warn(
             f"fp16: {self.in_a_row} steps in a row were skipped, and the loss scale is down to {scale:g}: "
             f"{where}; if it goes on, nothing is trained: recipe(bf16=True) (--bf16) has the range of fp32",
             stacklevel=6,  # where run.step() is called
         )
 
-    def _listen(self):
+
+class Overflow:
+    """Finds the first module of a net whose output, or the gradient of that, is not finite."""
+
+    def __init__(self, net):
+        self.net = net
+        self.hooks = []  # on every module, from `listen` to `stop`
+        self.found = ""  # in words
+
+    def listen(self):
         self.found = ""
         for name, module in self.net.named_modules():
             title = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
             self.hooks.append(module.register_forward_hook(functools.partial(self._look_at_output, title)))
 
-    def _let_go(self):
+    def stop(self):
         for hook in self.hooks:
             hook.remove()
         self.hooks = []

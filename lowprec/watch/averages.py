@@ -94,15 +94,22 @@ class Average:
                 f"ema: {type(ema).__name__} is no average that Watch can read: give the module, a dict "
                 f"{{name: tensor}}, AveragedModel, EMAModel or EMA"
             )
-        names = {name for name, _ in model.named_parameters()}
-        if names & set(found.shadow):
+        params = dict(model.named_parameters())
+        if params.keys() & found.shadow.keys():
             return found
         # the average of a wrapped net, as AveragedModel(DistributedDataParallel(net))
         bare = cls(lambda: {bare_name(key): t for key, t in found.shadow.items()}, found.ema)
-        if names & set(bare.shadow):
+        if params.keys() & bare.shadow.keys():
             return bare
+        holders = _prefixes(params, bare.shadow)
+        if len(holders) == 1:  # the average of a net that holds the model
+            return cls(lambda: {name: bare.shadow[holders[0] + name] for name in params}, found.ema)
+        parts = _prefixes(bare.shadow, params)
+        if len(parts) == 1:  # the average of a part of the model
+            return cls(lambda: {parts[0] + key: t for key, t in bare.shadow.items()}, found.ema)
         raise Refused(
-            "ema: none of its tensors has the name of a parameter of the model: watch the module of which it "
+            "ema: none of its tensors has the name of a parameter of the model, as "
+            f"{next(iter(params))}; it has {next(iter(found.shadow), 'none')}: watch the module of which it "
             "is the average"
         )
 
@@ -123,6 +130,16 @@ class Average:
         if isinstance(ema, torch.nn.Module):
             return cls(lambda: _detached_parameters(ema))
         return None
+
+
+def _prefixes(inner, outer):
+    """[What stands before the names of all tensors of `inner` in `outer`], where their shapes agree."""
+    first = f".{next(iter(inner), '')}"
+    found = []
+    for prefix in [name.removesuffix(first) + "." for name in outer if name.endswith(first)]:
+        if all(prefix + key in outer and outer[prefix + key].shape == t.shape for key, t in inner.items()):
+            found.append(prefix)
+    return found
 
 
 def _in_order(tensors, model):

@@ -20,6 +20,7 @@ class Steps(Sums):
         "decay_wanted",  # sum of the decay wanted, squared
         "decay_error",  # variance of `decay`
         "decay_moved",  # entries that decay and that a step moved
+        "decay_path",  # sum of the decay wanted, without its sign
         "infinite",  # gradients that are not finite, while all weights are
         "broken",  # weights that are not finite before a step
         "burst",  # those that a step made so, whose gradients are finite
@@ -62,7 +63,7 @@ class Steps(Sums):
         """
         finite = look.g.isfinite()
         graded = look.g != 0
-        decay, rest = _decay_and_rest(look, finite, answers)
+        decay, rest, size = _decay_and_rest(look, finite, answers)
         judged = faint = v_burst = v_gone = v_below = torch.zeros_like(graded)
         held_finite = look.held.isfinite()
         if look.v is not None:
@@ -86,6 +87,7 @@ class Steps(Sums):
             "decay_wanted": decay * decay,
             "decay_error": (rest - decay).square() * decay.square(),
             "decay_moved": (decay != 0) & (look.new != look.held),
+            "decay_path": decay.abs() * size,
             "infinite": ~finite & held_finite.all(),
             "broken": ~held_finite,
             "burst": held_finite & finite & ~look.new.isfinite(),
@@ -173,8 +175,8 @@ class Steps(Sums):
 
 
 def _decay_and_rest(look, finite, answers):
-    """(weight decay that was wanted, what was written beside the rest of the update), [n] each, in units of
-    the largest decay: squares of small numbers would be 0 in fp32.
+    """(weight decay that was wanted, what was written beside the rest of the update, the largest decay): [n]
+    each, in units of the last: squares of small numbers would be 0 in fp32.
     """
     of_copies = getattr(answers, "decay_of", None)
     parts = []
@@ -186,7 +188,7 @@ def _decay_and_rest(look, finite, answers):
     rest = rest.where(good, 0.0)
     decay = decay.where(good, 0.0)
     size = decay.abs().max().clamp_min(1e-30)
-    return decay / size, rest / size
+    return decay / size, rest / size, size
 
 
 def _eps(group):

@@ -24,13 +24,15 @@ class Figure:
 
     value: held against the limit of the fault. tensor: its name, "" for all of them, None for what is
     examined. site: in place of the fault's. whole: held against the limit of a severe finding in place of the
-    value. words: what fills the text, beside {figure}.
+    value. costs: the site that costs as much, by which it is sorted, in place of its own. words: what fills
+    the text, beside {figure}.
     """
 
-    def __init__(self, value=1.0, /, tensor=None, site=None, whole=None, **words):
+    def __init__(self, value=1.0, /, tensor=None, site=None, whole=None, costs=None, **words):
         self.value = float(value)
         self.tensor = tensor
         self.site = site
+        self.costs = costs
         self.whole = self.value if whole is None else whole
         self.words = {"figure": self.value, **words}
 
@@ -72,7 +74,8 @@ class Fault:
         if self.above is not None and not figure.value > self.above:
             return None
         site = figure.site or self.site
-        share = SITES_BY_COST.index(site if site in SITES_BY_COST else "")
+        costs = figure.costs or site
+        share = SITES_BY_COST.index(costs if costs in SITES_BY_COST else "")
         return Finding(
             site=site,
             severity="severe" if figure.whole > self.severe_above else self.severity,

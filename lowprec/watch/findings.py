@@ -10,6 +10,7 @@ from pathlib import Path
 from . import faults  # noqa: F401  declares them
 from .fault import of_average, of_run, of_tensor, of_watch_without_steps, table_of
 from .measured import Measured
+from .verdicts import FINDING_LIMITS
 
 
 def findings(watch):
@@ -25,7 +26,8 @@ def findings(watch):
     for one in seen.averaged:
         found += of_average.findings(one, one.name)
     sites = {finding.site for finding in found if finding.severity != "note"}
-    sound = {site: share for site, share in seen.total().items() if site not in sites}
+    total = seen.total().items()
+    sound = {site: share for site, share in total if site not in sites and share <= FINDING_LIMITS[site][0]}
     return sorted(found, key=lambda finding: finding.rank), sound
 
 

@@ -7,12 +7,14 @@ import math
 
 import torch
 
+from ..parts.loss_scale import Overflow
 from .net_state import NARROW_DTYPES
 from .sums import Sums, one_an_entry, totals
 
 # relative distance up to which a gradient is the one that backward gave, times a factor
 ALIKE_WITHIN = 0.02
 ENOUGH_ENTRIES = 16  # entries of a tensor that say something together
+SPOILT_IN_A_ROW = 9  # passes, after which the one that follows tells where it overflows
 AT_ONCE = 64  # passes or steps that are read together, so that a GPU is waited for once
 
 
@@ -270,16 +272,21 @@ def norm_of(look):
 
 
 class Passes:
-    """Backward passes since the last step, as the first and the last parameter that trains hear them."""
+    """Backward passes since the last step, as the first and the last parameter that trains hear them.
 
-    def __init__(self, params, pick):
+    overflow: listens in the pass after SPOILT_IN_A_ROW that were not finite.
+    """
+
+    def __init__(self, net, params, pick):
         self.pick = pick
+        self.overflow = Overflow(net)
         trained = [p for p in params if p.requires_grad and p.is_floating_point()]
         ends = {*trained[:1], *trained[-1:]}
         self.handles = [p.register_hook(functools.partial(self._hear, p)) for p in ends]
         self.stepped()
 
     def stepped(self):
+        self.overflow.stop()
         self.sums = {}  # {parameter: sums of its gradients, [] of those that were counted}
         self.counted = {}  # {parameter: (passes, those of the last that were not finite)}
 
@@ -288,6 +295,12 @@ class Passes:
             return
         sums = self.sums.setdefault(p, [])
         sums.append(self.pick(g.detach()).sum())
+        passes = len(sums) + self.counted.get(p, (0, 0))[0]
+        if passes == SPOILT_IN_A_ROW and not self.overflow.hooks:
+            if self.most() == (passes, passes):
+                self.overflow.listen()
+        elif passes > SPOILT_IN_A_ROW + 1:
+            self.overflow.stop()
         if len(sums) >= AT_ONCE:
             self._count()
 
@@ -306,5 +319,6 @@ class Passes:
         return max(passes), max(spoilt)
 
     def remove(self):
+        self.overflow.stop()
         for handle in self.handles:
             handle.remove()

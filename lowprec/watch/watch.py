@@ -111,7 +111,7 @@ class Watch:
         self.accumulators: dict[str, Tally] = {}  # {name of a state: Tally}, of optimisers that step copies
         self.gradients = Gradients(self.named, self.pick, self.clock)
         self.masters = Masters(self.named, self.pick)
-        self.passes = Passes([] if self.compiled else [p for _, p in self.named], self.pick)
+        self.passes = Passes(self.model, [] if self.compiled else [p for _, p in self.named], self.pick)
         self.products = Products(self.model, tuple(products))
         self.clips: list[Any] = []  # grad_scale of the steps
         self.alive = None

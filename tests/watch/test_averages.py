@@ -473,3 +473,32 @@ def test_a_parameter_without_entries_has_an_average_too():
 
     train(model, optimizer, steps=6, average=update)
     assert losing(watch) == set(), str(watch)
+
+
+class Shell(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+
+@pytest.mark.parametrize("averages_the_shell", [True, False])
+@pytest.mark.parametrize("rate, found", [(0.1, False), (-0.1, True)])
+def test_an_average_of_what_holds_the_net_is_read_and_one_of_what_it_holds(averages_the_shell, rate, found):
+    model = net()
+    averaged, watched = (Shell(model), model) if averages_the_shell else (model, Shell(model))
+    average = {name: p.detach().clone() for name, p in averaged.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch = Watch(watched, optimizer, average, every=2)
+
+    def move():
+        for name, p in averaged.named_parameters():
+            average[name].lerp_(p.detach(), rate)
+
+    train(model, optimizer, 12, move)
+    assert any(site == "ema" for site, _ in losing(watch)) is found, str(watch)
+
+
+def test_an_average_of_another_net_is_refused_with_a_name_of_each():
+    model = net()
+    with pytest.raises(Refused, match=r"as 0\.weight; it has other\.weight: watch the module"):
+        Watch(model, torch.optim.AdamW(model.parameters()), {"other.weight": torch.ones(3)})

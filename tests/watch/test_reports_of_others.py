@@ -75,6 +75,14 @@ def low_task(net, step):
     return task(lambda x: net(x.to(low)).float(), step)
 
 
+def test_much_decay_that_is_lost_stands_before_the_update_that_lacks_it():
+    net = mlp().to(BF16)
+    watch = trained(net, Scaled(net.parameters(), 1e-3, 100.0, True), low_task)
+    last = str(watch).splitlines()[-1]
+    assert last.startswith("most likely to blame for bad results: weight decay of 7 tensors"), str(watch)
+    assert "sound" not in str(watch), "an update that lacks its decay is not sound"
+
+
 @pytest.mark.parametrize("codes, wrong", [("int4", True), ("int8", False), ("bf16", False)])
 def test_momentum_in_4_bits_that_is_orthogonalised(codes, wrong):
     net = nn.Sequential(nn.Linear(32, 128, bias=False), nn.GELU(), nn.Linear(128, 32, bias=False))
@@ -228,6 +236,7 @@ def test_fp16_that_steps_no_more(since, until, words):
     if words is None:
         assert not losing(watch), str(watch)
     else:
+        words += "; first of all the output of Overflows is not finite"
         assert named(watch, "step", words)[0].severity == "severe"
         assert words in str(watch).splitlines()[-1] and "bf16" in str(watch).splitlines()[-1]
 

@@ -21,12 +21,13 @@ MEND_WHAT_OVERFLOWS = (
 no_step = functools.partial(of_watch_without_steps, "step", family="no step")
 
 
-@no_step("no step was done since this watch began, in {passes} backward passes: gradients are not finite",
+@no_step("no step was done since this watch began, in {passes} backward passes: gradients are not finite"
+         "[; first of all {where}]",
          MEND_WHAT_OVERFLOWS, above=9.0, severity="severe")
 def no_finite_gradient(watch):
     """Backward passes whose gradients were not finite, the last of a watch that saw no step."""
     passes, spoilt = watch.passes.most()
-    return Figure(spoilt, passes=passes)
+    return Figure(spoilt, passes=passes, **overflow(watch))
 
 
 @no_step("no step was done since this watch began[, in {passes} backward passes]",
@@ -38,11 +39,18 @@ def no_step_was_done(watch):
     return Figure(passes, **({"passes": passes} if passes >= 10 else {}))
 
 
-@of_run("step", "no step was done in the last {figure:.0f} backward passes: gradients are not finite",
+@of_run("step", "no step was done in the last {figure:.0f} backward passes: gradients are not finite"
+        "[; first of all {where}]",
         MEND_WHAT_OVERFLOWS, above=40.0, severity="severe", rank=9.2)
 def passes_without_step(seen):
     """Backward passes since the last step whose gradients were not finite."""
-    return seen.watch.passes.most()[1]
+    return Figure(seen.watch.passes.most()[1], **overflow(seen.watch))
+
+
+def overflow(watch):
+    """What tells where gradients became not finite, if that was seen."""
+    found = watch.passes.overflow.found
+    return {"where": found} if found else {}
 
 
 # ---- The optimiser's parameters ----------------------------------------------------------------------------

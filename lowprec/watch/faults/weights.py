@@ -81,7 +81,7 @@ def lost_to_rounding(one):
     """Share of the wanted movement that rounding to nearest loses; severe by that of all weights; the site is
     gains where those of a norm are mostly 1.0.
     """
-    figure = not_written(one)
+    figure = unwritten(one)
     if figure is None or not one.narrow or one.watch.answers.low_part(one.p) is not None:
         return None
     rounds = one.weight.threatened > 0.5 * one.weight.wanted * figure.value
@@ -93,6 +93,11 @@ def lost_to_rounding(one):
          whole="{of_all:.0%} of all wanted movement of the weights is not written")
 def not_written(one):
     """Share of the wanted movement that is not written; severe by that of all weights; gains as above."""
+    return None if loses_decay(one) else unwritten(one)
+
+
+def unwritten(one):
+    """Figure of the wanted movement that is not written; None where that is not known."""
     lost = one.lost("update")
     if lost is None:
         return None
@@ -200,6 +205,15 @@ def masters_rebuilt(seen):
 
 # ---- Weight decay ------------------------------------------------------------------------------------------
 
+
+def loses_decay(one):
+    """Whether most of what is not written is weight decay, which something other than rounding loses."""
+    lost = one.lost("update")
+    if not lost or lost_to_rounding(one):
+        return False
+    return one.decay_lost * one.extra.decay_path > 0.5 * lost * one.weight.wanted
+
+
 of_decay = dict(
     site="weight decay",
     remedy="let decay be part of the fp32 update that is rounded once",
@@ -207,10 +221,16 @@ of_decay = dict(
 )
 
 
-@of_tensor(text="{figure:.0%} of its weight decay is lost", **of_decay)
+@of_tensor(text="{figure:.0%} of its weight decay is lost", severe_above=FINDING_LIMITS["update"][1],
+           whole="[{of_all:.0%} of all wanted movement of the weights is not written, here most of it decay]",
+           **of_decay)
 def decay_not_written(one):
-    """Share of its weight decay that is not written."""
-    return one.decay_lost
+    """Share of its weight decay that is not written; severe by what all weights lose, where a tensor loses
+    decay most of all.
+    """
+    if not loses_decay(one):
+        return Figure(one.decay_lost, whole=0.0)
+    return Figure(one.decay_lost, whole=one.seen.lost_of_all, costs="update", of_all=one.seen.lost_of_all)
 
 
 @of_run(text="{figure:.0%} of the weight decay of all tensors is lost, which shows most here", **of_decay)
