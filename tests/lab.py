@@ -169,7 +169,7 @@ if "WAIT" in os.environ:
     signal.signal(signal.SIGTERM, stop)
     (folder / "started").write_text(str(os.getpid()))
     time.sleep(30)
-time.sleep(0.3)
+time.sleep(0.05)
 write(folder / "ledger.json", {"flops_share": {}})
 lines = [json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in range(1, 101)]
 (folder / "metrics.jsonl").write_text("".join(lines) + '{"half')

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,34 +50,13 @@ in_a_folder_of_its_own = cli.in_a_folder_of_its_own
 
 RECIPES = {  # flags: sites as the ledger must show them
     "": {"weights": "fp32", "compute": "fp32", "exp_avg": "fp32", "ema": "fp32"},
-    "--bf16": {"weights": "fp32", "compute": "bf16"},
-    "--fp16 --batch_size 2 --set generation=fp32": {
-        "weights": "fp32",
-        "compute": "fp16",
-    },  # CPUs emulate fp16: draw without
-    "--pure_bf16": {
-        "weights": "bf16",
-        "grads": "bf16",
-        "exp_avg_sq": "bf16",
-        "update": "nearest",
-        "ema": "fp32",
-        "timesteps": "fp32",
-        "sampler": "fp32",
-        "loss": "fp32",
-    },
-    "--pure_bf16 --stochastic": {"weights": "bf16", "update": "stochastic"},
-    "--pure_bf16 --kahan": {"kahan": "on", "update": "nearest"},
-    "--pure_bf16 --kahan --stochastic": {"kahan": "on", "update": "stochastic"},
-    "--pure_bf16 --master split": {"weights": "bf16", "master": "split", "exp_avg": "fp32"},
-    "--pure_bf16 --master fp32": {"weights": "bf16", "master": "fp32", "exp_avg": "fp32"},
-    "--opt8bit": {"exp_avg": "int8", "exp_avg_sq": "int8"},
+    "--bf16 --set ema=bf16": {"weights": "fp32", "compute": "bf16", "ema": "bf16"},
+    # CPUs emulate fp16: draw without
+    "--fp16 --batch_size 2 --set generation=fp32": {"weights": "fp32", "compute": "fp16"},
+    "--pure_bf16 --kahan": {"weights": "bf16", "grads": "bf16", "exp_avg_sq": "bf16", "kahan": "on"},
     "--opt8bit --optimizer bitsandbytes": {"exp_avg": "int8", "exp_avg_sq": "int8"},
-    "--pure_bf16 --stochastic --opt4bit": {"exp_avg": "int4", "exp_avg_sq": "int4", "update": "stochastic"},
-    "--pure_bf16 --optimizer torchastic": {"weights": "bf16"},
-    "--pure_bf16 --optimizer optimi": {"weights": "bf16"},
-    "--pure_bf16 --optimizer adamw_bf16": {"weights": "bf16"},
-    "--pure_bf16 --stochastic --set islands=norm+embed": {"islands": "norm+embed"},
-    "--set ema=bf16": {"ema": "bf16"},
+    "--pure_bf16 --stochastic --opt4bit": {"exp_avg": "int4", "update": "stochastic", "sampler": "fp32"},
+    "--pure_bf16 --optimizer optimi": {"weights": "bf16", "update": "nearest", "timesteps": "fp32"},
     "--pure_bf16 --accumulate 2 --set accumulate=fp32": {"accumulate": "fp32"},
     "--pure_bf16 --stochastic --weights both --average 0.9:bf16": {"update": "stochastic"},
 }
@@ -85,7 +65,7 @@ RECIPES = {  # flags: sites as the ledger must show them
 def check_folder(name, generated=True):
     folder = Path("runs", name)
     flags = json.loads((folder / "config.json").read_text())
-    read = strategies.flag_table("rflow").defaults()
+    read = strategies.flag_table(flags["flags"]["task"]).defaults()
     assert flags["command"].startswith("train.py ") and flags["flags"].keys() == read.keys()
     assert {"torch", "monai", "python", "cpu", "commit"} <= json.loads(
         (folder / "env.json").read_text()
@@ -125,8 +105,8 @@ def check_folder(name, generated=True):
 
 @pytest.mark.parametrize("flags", RECIPES)
 def test_every_recipe_trains_scores_and_leaves_a_whole_folder(flags, capsys):
-    for peer in {"optimi", "adamw_bf16"} & set(flags.split()):
-        pytest.importorskip(peer, reason=f"{peer} comes with requirements-bench.txt")
+    if "optimi" in flags.split():
+        pytest.importorskip("optimi", reason="optimi comes with requirements-bench.txt")
     assert quick(*flags.split()) == 0
     _, found = check_folder("run")
     sites = {
@@ -146,10 +126,7 @@ def test_every_recipe_trains_scores_and_leaves_a_whole_folder(flags, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--model dit",
         "--task ddpm",
-        "--task ddpm --model dit",
-        "--task segment --image_size 16",
         "--task segment --image_size 16 --pure_bf16 --stochastic",
         "--model dit --pure_bf16 --stochastic --guidance 2",
     ],
@@ -208,15 +185,11 @@ def test_accumulated_micro_batches_equal_one_batch():
 # ---- Resume ------------------------------------------------------------------------------------------------
 
 RESUMED = [
-    "",
     "--fp16 --batch_size 2 --set generation=fp32",
-    "--pure_bf16 --stochastic",
-    "--pure_bf16 --master split",
     "--opt8bit --optimizer bitsandbytes --model dit",
-    "--pure_bf16 --stochastic --opt8bit --model dit",
     "--pure_bf16 --stochastic --set ema=bf16 --set ema_update=stochastic "
     "--accumulate 2 --set accumulate=fp32 --average 0.9:bf16:stochastic",
-    "--task ddpm --model dit --pure_bf16 --stochastic",
+    "--task ddpm --model dit --pure_bf16 --stochastic --opt8bit",
     "--task segment --image_size 16 --pure_bf16 --master fp32",
 ]
 
@@ -248,9 +221,8 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_bit_for_bit(flags, monke
     assert_equals_the_whole("stopped")
 
 
-@pytest.mark.parametrize("flags", ["--fp16 --batch_size 2 --set generation=fp32", "--pure_bf16 --stochastic"])
-def test_a_run_that_crashed_equals_an_uninterrupted_one_bit_for_bit(flags, monkeypatch):
-    flags = [*flags.split(), *OFTEN]
+def test_a_run_that_crashed_equals_an_uninterrupted_one_bit_for_bit(monkeypatch):
+    flags = ["--pure_bf16", "--stochastic", *OFTEN]
     assert quick(*flags, name="whole", steps=8) == 0
 
     def crash(run):
@@ -290,7 +262,7 @@ def test_finished_runs_print_again_score_again_export_and_extend(monkeypatch, ca
 def test_an_extension_that_dies_before_its_scores_is_not_taken_for_finished(monkeypatch):
     assert quick() == 0
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "finish", lambda self: (_ for _ in ()).throw(ZeroDivisionError))
+        patch.setattr(trainer.Trainer, "score", lambda self: (_ for _ in ()).throw(ZeroDivisionError))
         with pytest.raises(ZeroDivisionError):
             quick(steps=6)
     assert quick(steps=6) == 0
@@ -350,42 +322,38 @@ def test_sample_draws_what_the_run_drew_and_only_its_settings_change_it(monkeypa
     )
     assert draw(monkeypatch, "runs/run", "--weights", "raw") == {"raw": trained["raw"]}
     for flags in (
-        ["--sample_steps", 5],
         ["--set", "sampler=bf16"],
         ["--set", "generation=fp32"],
-        ["--set", "generation=autocast"],
         ["--guidance", 3],
         ["--samples", 30],
-        ["--set", "timesteps=bf16"],
         ["--seed", 1],
     ):
         scores = draw(monkeypatch, "runs/run", "--weights", "ema", *flags)
         assert math.isfinite(scores["ema"]["frechet"]) and scores["ema"] != trained["ema"], flags
     assert len(draw(monkeypatch, "runs/run", "--sample_steps", 5)["ema"]["trace"]) == 6
     assert content("runs").items() >= weights.items()  # nothing of the run was written over
-    assert len(list(Path("runs/run/samples").glob("step000004-*.png"))) >= 9
+    assert len(list(Path("runs/run/samples").glob("step000004-*.png"))) >= 6
 
 
-@pytest.mark.parametrize(
-    "flags,said",
-    [
-        (["--lr", "1"], "--lr can't differ"),
-        (["--model", "dit"], "--model can't differ"),
-        (["--set", "ema=bf16"], "another model or recipe"),
-        (["--set", "emma=bf16"], "unknown site"),
-    ],
-)
-def test_sample_refuses_what_was_fixed_by_training(flags, said, capsys):
+REFUSED = {
+    "--lr 1": "--lr can't differ",
+    "--model dit": "--model can't differ",
+    "--set ema=bf16": "another model or recipe",
+    "--set emma=bf16": "unknown site",
+}
+
+
+def test_sample_refuses_what_was_fixed_by_training(capsys):
     assert quick() == 0
     before = content("runs")
-    capsys.readouterr()
-    assert command("--sample", "runs/run", *flags) == 2
-    assert said in one_line(capsys) and content("runs") == before
+    for flags, said in REFUSED.items():
+        capsys.readouterr()
+        assert command("--sample", "runs/run", *flags.split()) == 2
+        assert said in one_line(capsys) and content("runs") == before
 
 
-@pytest.mark.parametrize("flags", [[], ["--pure_bf16", "--stochastic", "--set", "ema=bf16"]])
-def test_export_is_the_average(flags, monkeypatch):
-    assert quick(*flags, "--export", "ema.safetensors") == 0
+def test_export_is_the_average(monkeypatch):
+    assert quick("--set", "ema=bf16", "--export", "ema.safetensors") == 0
     average = checkpoint()["precision"]["averages"]["ema"]["shadow"]
     assert_same(load_file("ema.safetensors"), average)
     draw(monkeypatch, "runs/run", "--export", "again.safetensors")
@@ -418,20 +386,17 @@ def test_reversed_velocity_trains_the_mirror_image(flags):
     )
 
 
-TALKATIVE = ["train.py --task language --dry_run", "-m lowprec advise --params 7e9 --memory 24GiB"]
-
-
 def run_command(words, folder, **options):
-    words = [str(ROOT / word) if word.endswith(".py") else word for word in words.split()]
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in shlex.split(words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, text=True, **options)
 
 
-@pytest.mark.parametrize("words", TALKATIVE)
-def test_a_reader_that_ends_early_is_no_error(words, tmp_path):
+def test_a_reader_that_ends_early_is_no_error(tmp_path):
     """`train.py --dry_run | head -1`: the pipe breaks at the next line, and that is all."""
     read, write = os.pipe()
     os.close(read)
+    words = "train.py --task language --dry_run"
     done = run_command(words, tmp_path, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
@@ -439,10 +404,8 @@ def test_a_reader_that_ends_early_is_no_error(words, tmp_path):
 
 # words of a command -> which of its streams is full, and its exit status
 FULL = {
-    "train.py --help": ("stdout", 2),
     "train.py --task classify --batch_size 8 --sample_every 0 --steps 2 --warmup 0": ("stderr", 0),
     "-m lowprec": ("stdout", 2),
-    "-m lowprec advise --nix": ("stderr", 2),
 }
 
 
@@ -457,12 +420,6 @@ def test_a_full_disk_behind_a_stream_is_status_2_and_costs_no_run(words, tmp_pat
         assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["train.py --help", "-m lowprec --help"])
-def test_python_without_docstrings_runs_it(words, tmp_path):
-    done = run_command(words, tmp_path, env={"PYTHONOPTIMIZE": "2"}, capture_output=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_check_tells_what_the_formats_hold(capsys):
     assert train.main(["--check"]) == 0
     cells = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -473,12 +430,10 @@ def test_check_tells_what_the_formats_hold(capsys):
 HEAVY = "torch._dynamo torchvision monai scipy sklearn matplotlib tensorboard triton transformers"
 
 
-def test_the_command_is_read_before_heavy_libraries_are_imported():
-    code = f"import sys, train; print(*sorted(set('{HEAVY}'.split()) & sys.modules.keys()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert not done.stdout.split()
+def test_the_command_is_read_before_heavy_libraries_are_imported_and_without_docstrings():
+    code = "import sys, train; print(*set(sys.argv[1:]) & sys.modules.keys()); train.main(['--help'])"
+    done = run_command(f"-OO -c {code!r} {HEAVY}", ROOT, capture_output=True)
+    assert done.returncode == 0 and done.stdout.startswith("\nusage: train.py"), done.stderr
 
 
 FIRST_STEP = """
@@ -493,8 +448,7 @@ train.main(sys.argv[1:])
 
 
 @pytest.mark.skipif(cpu_step.library() is None, reason="a step without AVX2 and GCC is compiled by torch")
-@pytest.mark.parametrize("flags", ("", "--pure_bf16 --stochastic --kahan"), ids=("fp32", "bf16"))
-def test_a_run_starts_without_loading_the_compiler(flags, tmp_path):
-    words = [sys.executable, "-c", FIRST_STEP, "--runs", str(tmp_path), *flags.split()]
+def test_a_run_starts_without_loading_the_compiler(tmp_path):
+    words = [sys.executable, "-c", FIRST_STEP, "--runs", str(tmp_path), "--pure_bf16", "--stochastic"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.stderr.splitlines()[-1].endswith("not loaded")
