@@ -32,7 +32,7 @@ from .kernels import cpu_products
 from .machine import settle_vector_math
 from .optimizers import build
 from .optimizers.average import average_kind
-from .optimizers.buckets import clip_factor, local_tensor, norms_of
+from .optimizers.buckets import local_tensor
 from .optimizers.groups import SPARSE_GRADIENT, check_numbers
 from .parts import FINISH, MICRO_BATCHES, PARTS
 from .parts.part import Method, Part
@@ -120,8 +120,12 @@ class OneRank:
     """What a net that is not spread asks of its ranks: as parts.ranks.NetRanks, and nothing to do."""
 
     builds_anew = False  # copies of the net
-    norms_of = staticmethod(norms_of)
     sum = staticmethod(lambda number: number)
+
+    @staticmethod
+    def norms_of(grads):
+        """{parameter: 2-norm of its gradient, fp32, 0-dim}. grads: {parameter: tensor}."""
+        return dict(zip(grads, torch._foreach_norm(list(grads.values()), dtype=torch.float32), strict=True))
 
     def copy(self, run, values):
         return copied(run.model)
@@ -703,6 +707,14 @@ def trained_groups(groups: list[dict], named_params: list[tuple[str, nn.Paramete
             "module with the net, and make Precision of that"
         )
     return [{**group, "params": [p for p in group["params"] if p in trained]} for group in groups]
+
+
+def clip_factor(norm, most):
+    """What multiplies gradients of this norm, a tensor, so that it is at most `most`; 1 where it is not
+    finite. A tensor: on CUDA nothing waits for its value.
+    """
+    wanted = (most / (norm.double() + 1e-6)).clamp(max=1.0)
+    return torch.where(norm.isfinite(), wanted, 1.0)
 
 
 def _refuse_bare_step(optimizer, args, kwargs):

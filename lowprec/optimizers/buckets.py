@@ -182,19 +182,6 @@ def scale_of(grad_scale, p):
     return grad_scale.get(p, 1.0) if isinstance(grad_scale, dict) else grad_scale
 
 
-def norms_of(grads):
-    """{parameter: 2-norm of its gradient, fp32, 0-dim}. grads: {parameter: tensor}."""
-    return dict(zip(grads, torch._foreach_norm(list(grads.values()), dtype=torch.float32), strict=True))
-
-
-def clip_factor(norm, most):
-    """What multiplies gradients of this norm, a tensor, so that it is at most `most`; 1 where it is not
-    finite. A tensor: on CUDA nothing waits for its value.
-    """
-    wanted = (most / (norm.double() + 1e-6)).clamp(max=1.0)
-    return torch.where(norm.isfinite(), wanted, 1.0)
-
-
 # ---- Rows of tensors ---------------------------------------------------------------------------------------
 
 

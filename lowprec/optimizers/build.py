@@ -203,11 +203,17 @@ class Joined(Answers, WithoutCompiler):
         return {"parts": [part.state_dict() for part in self.parts], "state": {}, "param_groups": []}
 
     def load_state_dict(self, state):
+        self.take_state(self.checked_state(state))
+
+    def checked_state(self, state):
         if len(state.get("parts", ())) != len(self.parts):
             wrong = f"optimiser state is not one of {len(self.parts)} joined optimisers"
             raise Refused(f"{wrong}: it was written by another recipe")
-        for part, saved in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(saved)
+        return [part.checked_state(saved) for part, saved in zip(self.parts, state["parts"], strict=True)]
+
+    def take_state(self, checked):
+        for part, state in zip(self.parts, checked, strict=True):
+            part.take_state(state)
         self.param_groups = self._groups()  # a peer's own loader makes its groups anew
 
 

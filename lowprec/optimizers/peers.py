@@ -158,9 +158,15 @@ class Peer(Answers, torch.optim.Optimizer):
         """torch's loader casts floating states to the parameter's dtype: each saved tensor goes back as it
         was saved. Raises Refused for a state of other shapes, which torch's loader takes.
         """
+        self.take_state(self.checked_state(state_dict))
+
+    def checked_state(self, state_dict):
         check_sizes(state_dict["param_groups"], self)
         for p, saved in self._saved_of_each(state_dict):
             self._check_shapes(p, saved)
+        return state_dict
+
+    def take_state(self, state_dict):
         rates = [group.get("initial_lr") for group in self.param_groups]
         self.inner.load_state_dict(state_dict)
         for group, rate in zip(self.inner.param_groups, rates, strict=True):

@@ -211,6 +211,12 @@ class KeptState:
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        self.take_state(self.checked_state(state_dict))
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def checked_state(self, state_dict):
+        """What `take_state` takes: the state of each parameter, the options of each group."""
         self.home.settle()
         state_dict = self.rows.cut(state_dict, self.state_dict)
         groups = state_dict["param_groups"]
@@ -222,12 +228,14 @@ class KeptState:
             self.check_group({**group, **options[-1]})
             for p, i in zip(group["params"], saved["params"], strict=True):
                 states.append((p, self._checked(p, i, state_dict["state"].get(i, {}))))
-        for p, state in states:  # from here on nothing is refused: half a state would be neither
+        return states, options
+
+    def take_state(self, checked):
+        states, options = checked
+        for p, state in states:  # nothing is refused by now: half a state would be neither
             self._take(p, state)
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
 
     def _check_formats(self, state_dict):
         own = self._formats()

@@ -19,9 +19,9 @@ import operator
 import torch
 
 from ..errors import Refused
-from ..optimizers.buckets import clip_factor, norms_of
 from ..optimizers.groups import SPARSE_GRADIENT
 from ..optimizers.rounded import Rounded
+from ..precision import ONE_RANK, clip_factor
 from ..rules import RELEASE_ALONE_RULES, Rule, check_alone, check_wrapped
 from ..telemetry import report_of_run
 from .part import Part
@@ -120,7 +120,7 @@ class Release:
         """What multiplies the gradient of p. Telemetry looks at the write that is to come."""
         scale = 1.0
         if self.clip or self.watched is not None:
-            norms = norms_of(grads)
+            norms = ONE_RANK.norms_of(grads)
         if self.clip:
             scale = {p: clip_factor(norms[p], self.clip)}
         if self.watched is not None:

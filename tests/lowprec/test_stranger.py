@@ -168,6 +168,11 @@ def test_joined_optimisers_resume_with_their_schedule(default):
         assert all(same(one[name], two[name]) for name in one)
     alone = start(flags, net(), optimizer=default).state_dict()
     refused(lambda: other.load_state_dict(alone), "joined")
+    saved["run"]["optimizer"]["parts"][1]["param_groups"][0]["params"].pop()
+    before = [other.optimizer.moment(p, "exp_avg").clone() for p in other.params]
+    refused(lambda: other.optimizer.load_state_dict(saved["run"]["optimizer"]), "another model")
+    after = [other.optimizer.moment(p, "exp_avg") for p in other.params]
+    assert all(map(same, before, after)), "the first part has taken its share of a state that was refused"
 
 
 def test_joined_optimisers_under_fp16_skip_together():
