@@ -106,6 +106,15 @@ class Options:
         return {name: getattr(self, name) for name in names}
 
 
+def shows_options(init: Callable) -> Callable:
+    """`init` with its options by name in its signature, for help() and editors."""
+    signature = inspect.signature(init)
+    own = list(signature.parameters.values())[:-1]
+    named = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(Options).parameters.values()]
+    init.__signature__ = signature.replace(parameters=own + named)  # type: ignore[attr-defined]
+    return init
+
+
 def wanted_parts(run: Any) -> list[type[Part]]:
     """The classes of the parts that a run has. Raises Refused for what can't be trained. run: a Precision, or
     recipe, options, spread, compiled and processes of one that is asked for.
@@ -164,6 +173,7 @@ class Precision:
     STEPS_BETWEEN_WALKS = 64  # through all modules for parameters that came late, too slow for each step
     processes = 1
 
+    @shows_options
     def __init__(self, model: nn.Module, r: Recipe | None = None, **options: Any):
         unknown = options.keys() - Options.__dataclass_fields__.keys()
         if unknown:

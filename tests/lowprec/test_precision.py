@@ -1,6 +1,7 @@
 """precision.Precision: the documented loop, steps, accumulation, clipping, loss scaling, state."""
 
 import copy
+import inspect
 import math
 import textwrap
 import warnings
@@ -508,3 +509,10 @@ def test_a_run_without_an_average_draws_from_its_last_weights_saves_and_loads():
     train(again, 2)
     assert all(same(a, b) for a, b in zip(run.params, again.params, strict=True))
     refused(lambda: start("stochastic").load_state_dict(run.state_dict()), "no average 'ema'")
+
+
+def test_the_signature_names_every_option():
+    shown = inspect.signature(Precision).parameters
+    assert list(shown)[:2] == ["model", "r"] and shown["ema_decay"].default == 0.999
+    run = start("stochastic", **{name: p.default for name, p in shown.items() if p.kind is p.KEYWORD_ONLY})
+    assert run.options == precision.Options() and len(shown) > 30
