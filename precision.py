@@ -1,6 +1,7 @@
 """The library as the command and tasks see it: `from precision import Precision, recipe`."""
 
 from harness.flags import LARGEST_REAL, Flag, amount, checked, count, crowd, natural, positive
+from lowprec.block_formats import asked_by
 from lowprec.errors import Refused
 from lowprec.parts import finish
 from lowprec.precision import Precision
@@ -110,7 +111,7 @@ PRECISION_FLAGS = (
         "tensorwise",
         "scales from the tensor's own amax, that of its rows, of past steps, or of blocks: of 32 (mxfp8) or "
         "128, with powers of two or fp32; runs with blocks are published with --fp8_format e4m3",
-        choices=("delayed", "tensorwise", "rowwise", "mxfp8", "block128", "block128_fp32"),
+        choices=("delayed", "tensorwise", "rowwise", *asked_by("fp8_recipe")),
     ),
     precision_flag(
         "amax_history_len",
@@ -129,7 +130,7 @@ PRECISION_FLAGS = (
         "none",
         "FP4 matmuls in nn.Linear layers, all else as --bf16; nvfp4, with scales of a wider range "
         "(nvfp4_ue5m3), or mxfp4",
-        choices=("none", "nvfp4", "mxfp4", "nvfp4_ue5m3"),
+        choices=("none", *asked_by("fp4")),
         titled=True,
     ),
     precision_flag(

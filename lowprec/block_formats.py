@@ -245,8 +245,8 @@ class BlockFormat:
     a product sums over, and `height` across it: 1, or as many as `length` for the square blocks of a weight.
 
     capability: of the NVIDIA GPUs that multiply so, None where torch reaches none. flag: the flags that ask
-    for it, without dashes. remedy: where it loses too much. eden: 0, or how many values share EDEN's factor,
-    see `_eden_scales`.
+    for it, without dashes. remedy: where it loses too much. draws: whether samples can be drawn in it. eden:
+    0, or how many values share EDEN's factor, see `_eden_scales`.
     """
 
     name: str
@@ -257,6 +257,7 @@ class BlockFormat:
     flag: str
     remedy: str
     height: int = 1
+    draws: bool = False
     eden: int = 0
 
     @property
@@ -427,18 +428,20 @@ def _eden_scales(form, y, rounded, held, key):
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
-def _mx(name, element, flag, remedy, mode="floor"):
-    return BlockFormat(name, element, PowerOfTwo(mode), 32, BLACKWELL, flag, remedy)
+def _mx(name, element, flag, remedy, mode="floor", draws=False):
+    return BlockFormat(name, element, PowerOfTwo(mode), 32, BLACKWELL, flag, remedy, draws=draws)
 
 
 _OTHER_FLAG, _OTHER_SET = "--fp8_recipe rowwise, or --bf16", "--set generation=bf16"
 _ROWS_OF_FORMATS = (
-    _mx("mxfp8", E4M3, "fp8_recipe mxfp8", _OTHER_FLAG, mode="up"),
+    _mx("mxfp8", E4M3, "fp8_recipe mxfp8", _OTHER_FLAG, mode="up", draws=True),
     _mx("mxfp8_e5m2", E5M2, "fp8_recipe mxfp8 --fp8_format e5m2", _OTHER_FLAG, mode="up"),
     _mx("mxfp6_e3m2", E3M2, "", _OTHER_SET),
     _mx("mxfp6_e2m3", E2M3, "", _OTHER_SET),
-    _mx("mxfp4", E2M1, "fp4 mxfp4", "--fp4 nvfp4"),
-    BlockFormat("nvfp4", E2M1, TwoLevels(E4M3, 448.0), 16, BLACKWELL, "fp4 nvfp4", "--fp4_keep last:2"),
+    BlockFormat(
+        "nvfp4", E2M1, TwoLevels(E4M3, 448.0), 16, BLACKWELL, "fp4 nvfp4", "--fp4_keep last:2", draws=True
+    ),
+    _mx("mxfp4", E2M1, "fp4 mxfp4", "--fp4 nvfp4", draws=True),
     # nvfp4 with scales of a wider range, as in a prototype of TransformerEngine (its pull request 3325)
     BlockFormat(
         "nvfp4_ue5m3", E2M1, TwoLevels(E5M3, E5M3.top), 16, None, "fp4 nvfp4_ue5m3", "--fp4_keep last:2"
@@ -447,3 +450,8 @@ _ROWS_OF_FORMATS = (
     BlockFormat("block128_fp32", E4M3, Full(), 128, HOPPER, "fp8_recipe block128_fp32", _OTHER_FLAG),
 )
 BLOCK_FORMATS = {row.name: row for row in _ROWS_OF_FORMATS}
+
+
+def asked_by(flag):
+    """Names of the formats that --flag NAME asks for."""
+    return tuple(name for name, form in BLOCK_FORMATS.items() if form.flag == f"{flag} {name}")

@@ -6,12 +6,16 @@ A row is a formats.Site. SITES are those of every run. An optimiser has its own 
 
 from __future__ import annotations
 
+from .block_formats import BLOCK_FORMATS
 from .formats import CODE_FORMATS, Site
 
 LOW_PRODUCTS = ("fp8", "fp4")  # values of compute in which nn.Linear reads 8 or 4 bits, all else bf16
-_BLOCKS = {name: f"samples are drawn through layers in {name}" for name in ("mxfp8", "mxfp4", "nvfp4")}
+_BLOCKS = [name for name, form in BLOCK_FORMATS.items() if form.draws]
 # and with weights alone in these formats, what they multiply in bf16
-BLOCKS_OF_GENERATION = {**_BLOCKS, **{f"{name}_weights": why for name, why in _BLOCKS.items()}}
+_KINDS_OF_BLOCKS = [*_BLOCKS, *[f"{name}_weights" for name in _BLOCKS]]
+BLOCKS_OF_GENERATION = {
+    kind: f"samples are drawn through layers in {kind.removesuffix('_weights')}" for kind in _KINDS_OF_BLOCKS
+}
 
 SITES = {
     "weights": Site(

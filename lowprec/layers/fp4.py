@@ -10,7 +10,7 @@ in bf16, and bf16 for the last steps.
 import dataclasses
 import functools
 
-from ..block_formats import BLOCK_FORMATS
+from ..block_formats import BLOCK_FORMATS, TwoLevels, asked_by
 from ..errors import Refused
 from ..machine import try_import
 from ..parts.activations import recomputed_blocks
@@ -19,7 +19,7 @@ from .block_product import Plan
 from .fp8 import FP8
 
 FP4_CHOICES = {
-    "fp4": ("nvfp4", "mxfp4", "nvfp4_ue5m3"),
+    "fp4": asked_by("fp4"),
     "fp4_grads": ("stochastic", "nearest", "eden"),
     "fp4_weights": ("2d", "1d"),
     "fp4_backend": ("emulate", "torchao"),
@@ -31,12 +31,12 @@ ROTATION_SIZES = (0, *(2**power for power in range(1, 11)))
 class FP4Options:
     """How products are taken in FP4.
 
-    recipe: nvfp4, mxfp4 or nvfp4_ue5m3, see BLOCK_FORMATS. hadamard: size of the random rotation, 0 for
+    recipe: one of BLOCK_FORMATS. hadamard: size of the random rotation, 0 for
     none. grads: how gradients are rounded: stochastic, nearest or eden. weights: 2d for square blocks, which
     forward and backward share, or 1d. keep: 'last:K' leaves the last K blocks of the net in bf16. backend:
     who multiplies, see `resolve`.
 
-    Raises Refused for unknown values and for MS-EDEN without a rotation or with mxfp4.
+    Raises Refused for unknown values and for MS-EDEN without a rotation or without scales of two levels.
     """
 
     recipe: str = "nvfp4"
@@ -60,10 +60,8 @@ class FP4Options:
         kind, _, count = self.keep.partition(":")
         if self.keep != "none" and not (kind == "last" and count.isdigit() and int(count)):
             raise Refused(f"--fp4_keep {self.keep}: write last:K, as in last:2, or none")
-        if self.grads == "eden" and self.recipe == "mxfp4":
-            raise Refused(
-                "--fp4_grads eden needs the scales of --fp4 nvfp4, or use --fp4_grads stochastic"
-            )
+        if self.grads == "eden" and not isinstance(BLOCK_FORMATS[self.recipe].scale, TwoLevels):
+            raise Refused("--fp4_grads eden needs the scales of --fp4 nvfp4, or use --fp4_grads stochastic")
         if self.grads == "eden" and self.hadamard < self.plan.weight.length:
             least = self.plan.weight.length
             raise Refused(

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 
-from ..block_formats import BLOCK_FORMATS, E4M3, E5M2
+from ..block_formats import BLOCK_FORMATS, E4M3, E5M2, asked_by
 from ..errors import Refused
 from ..machine import try_import
 from .block_product import Plan
@@ -31,7 +31,7 @@ OPERAND_FORMATS = {
 FP8_CHOICES = {
     "backend": ("auto", "te", "torchao", "scaled_mm", "emulate"),
     "format": tuple(OPERAND_FORMATS),
-    "recipe": ("delayed", "tensorwise", "rowwise", "mxfp8", "block128", "block128_fp32"),
+    "recipe": ("delayed", "tensorwise", "rowwise", *asked_by("fp8_recipe")),
     "amax_compute_algo": ("max", "most_recent"),
 }
 
