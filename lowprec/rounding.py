@@ -16,6 +16,8 @@ import math
 
 import torch
 
+from .errors import Refused
+
 DTYPE_OF_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WAYS_TO_ROUND = "nearest", "stochastic"  # how a bf16 number is written
 
@@ -170,12 +172,20 @@ class Way:
     name: str | None = None
     site: str | None = None
     code: int | None = 0
+    tells_update = True  # whether what a step wants of a weight is the optimiser's update alone
 
     def __eq__(self, other):  # a copied optimiser has copies of ways, and compiles nothing anew
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self):
         return hash(type(self))
+
+    def of(self, optimizer):
+        """The same for an optimiser. Raises Refused for one that can't write so."""
+        return self
+
+    def check(self, group):
+        """Raises Refused for options of a parameter group with which nothing can be written so."""
 
     def low(self, weights):
         """The low part of new weights, flat [n]; None where nothing completes them."""
@@ -305,9 +315,22 @@ class Eco(Way):
     """
 
     code = None
+    tells_update = False  # a step asks again for what earlier ones rounded away: how much is not told
 
-    def __init__(self, feedback):
+    def __init__(self, feedback=None):
         self.feedback = feedback
+
+    def of(self, optimizer):
+        if optimizer.feedback is None:
+            name = type(optimizer).__name__
+            raise Refused(f"update='eco': {name} has no momentum that takes rounding errors; AdamW has")
+        return Eco(optimizer.feedback)
+
+    def check(self, group):
+        option = "momentum" if "momentum" in group else "betas[0]"
+        if not group.get("momentum", group.get("betas", [0])[0]):
+            where = f"set {option} above 0, as 0.9"
+            raise Refused(f"update='eco' puts rounding errors into the momentum: {where}")
 
     def loses(self, dtype):
         return True
@@ -319,7 +342,7 @@ class Eco(Way):
         return self.feedback(error, moments, n)
 
 
-ALONE, KAHAN = Way(), Kahan()
+ALONE, KAHAN, ECO = Way(), Kahan(), Eco()
 WAY_OF_MASTER = {"fp32": Fp32Master(), "split": Split(), "split8": Split8()}
 # by what completes the weight, where that is all that is known
 WAY_OF_LOW = {
@@ -328,6 +351,16 @@ WAY_OF_LOW = {
     torch.int8: WAY_OF_MASTER["split8"],
     torch.float32: WAY_OF_MASTER["fp32"],
 }
+
+
+def chosen_way(update, kahan, master):
+    """The Way of bf16 weights by options of an optimiser. Raises Refused for two that exclude each other."""
+    ways = {"kahan": KAHAN if kahan else ALONE, f"master={master!r}": WAY_OF_MASTER.get(master, ALONE)}
+    ways[f"update={update!r}"] = ECO if update == "eco" else ALONE
+    asked = {option: way for option, way in ways.items() if way is not ALONE}
+    if len(asked) > 1:
+        raise Refused(f"{' beside '.join(asked)}: each keeps what is rounded away of a weight; choose one")
+    return next(iter(asked.values()), ALONE)
 
 
 def way_of(low):

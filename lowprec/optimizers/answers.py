@@ -188,7 +188,7 @@ class RoundedAnswers(Answers):
 
     def wanted_together(self, params, gradients, pick=torch.flatten, held=None):
         """As of Answers: the parameters of one group and step in one vector."""
-        if self.update == "eco":  # a step asks again for what earlier ones rounded away: how much is not told
+        if not self.way.tells_update:
             return [torch.full_like(g, math.nan, dtype=torch.float32) for g in gradients]
         lengths = [g.numel() for g in gradients]
         held = [self.held(p, pick) for p in params] if held is None else held.split(lengths)

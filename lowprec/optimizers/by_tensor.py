@@ -15,7 +15,6 @@ from ..kernels.compiled import fused
 from ..rounding import Noise
 from .buckets import scale_of
 from .rounded import Rounded, step_kernel
-from .state import Coded, Plain
 
 
 class Rooms:
@@ -78,16 +77,8 @@ class ByTensor(Rounded):
         shape = self.shape(p, name)
         return 0 if shape is None else math.prod(shape)
 
-    def bucket_key(self, i, p):
+    def bucket_key(self, i, p, block):
         return i
-
-    def new_moment(self, bucket, name):
-        (p,) = bucket.params
-        home = self.home.device(p)
-        if name in self.coded_names(p):
-            return Coded.zeros(self.coders[name], self.size(p, name), home, self.is_signed(name))
-        shape = self.shape(p, name)
-        return Plain(torch.zeros(math.prod(shape), dtype=self.dtypes[name], device=home), shape)
 
     def keyed_moments(self, bucket):
         return tuple(range(Noise.EXP_AVG, Noise.EXP_AVG + len(self.moments)))

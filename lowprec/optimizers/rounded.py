@@ -26,11 +26,10 @@ from ..machine import settle_vector_math
 from ..rounding import (
     ALONE,
     DTYPE_OF_NAME,
-    KAHAN,
     LOST_BITS,
     WAY_OF_MASTER,
-    Eco,
     Noise,
+    chosen_way,
     key_words,
     noise_bits,
     on_grid,
@@ -197,14 +196,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             raise Refused(f"kahan={kahan!r}: True or False")
         if not isinstance(seed, int):
             raise Refused(f"seed={seed!r}: a whole number")
-        if update == "eco" and self.feedback is None:
-            name = type(self).__name__
-            raise Refused(f"update='eco': {name} has no momentum that takes rounding errors; AdamW has")
-        if update == "eco" and (kahan or master != "none"):
-            raise Refused("update='eco' beside kahan or a master, which keep what it rounds away: choose one")
-        if kahan and master != "none":
-            raise Refused(f"kahan beside master={master!r}, which keeps what is rounded away: drop kahan")
         self.update, self.kahan, self.master = update, kahan, master
+        self.way = chosen_way(update, kahan, master).of(self)  # of bf16 weights
         self.by_noise = update != "nearest"  # what is rounded
         self.seed, self.compiled, self.home = seed, compiled, away or HERE
         check_rule(named, "an optimiser", type(self).__name__)
@@ -250,6 +243,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         it has, defaults too.
         """
         check_numbers(group)
+        self.way.check(group)
 
     # -- parameters and their state
 
@@ -272,8 +266,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         if self.coders:
             group["codes"] = self._formats()
         self._params_of_groups.append(list(params))
-        keys = [self.bucket_key(i, p) for i, p in enumerate(params)]
         blocks = [ENTRIES_A_BLOCK if self.coded_names(p) else 1 for p in params]
+        keys = [self.bucket_key(i, p, block) for i, (p, block) in enumerate(zip(params, blocks, strict=True))]
         for bucket in rows.buckets(params, keys, blocks):
             bucket.start += self._position
             trained = [p.requires_grad for p in bucket.params]
@@ -283,13 +277,15 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                     self._begin(own)
         self._position += sum(p.numel() for p in params)
 
-    def bucket_key(self, i, p):
-        """Parameters of equal keys may share a bucket. i: number of p in its group."""
-        coded = self.coded_names(p)
-        # blocks of codes must not cross from one tensor into the next: a coded tensor that ends within a
-        # block gets a bucket of its own
-        alone = i if coded and p.numel() % ENTRIES_A_BLOCK else None
-        return p.dtype, p.device, *coded, alone
+    def bucket_key(self, i, p, block):
+        """Parameters of equal keys may share a bucket. i: number of p in its group. block: of its codes."""
+        # blocks must not cross from one tensor into the next: one that ends within a block is alone
+        alone = i if p.numel() % block else None
+        return p.dtype, p.device, *self.coded_names(p), alone
+
+    def shape(self, p, name):
+        """The shape of a moment of p that has other entries than p; None for that of p."""
+        return
 
     def size(self, p, name):
         """How many values the moment of p has; 0 where it keeps none."""
@@ -305,14 +301,13 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
 
     def _writing(self, bucket):
         """The Writing of a bucket that has its moments."""
-        first, held = bucket.params[0], bucket.moments.values()
-        way = Eco(self.feedback) if self.update == "eco" else ALONE
-        if first.dtype == torch.bfloat16 and way == ALONE:
-            way = KAHAN if self.kahan else WAY_OF_MASTER.get(self.master, ALONE)
+        first, way = bucket.params[0], self.way
+        if way.name is not None and first.dtype != torch.bfloat16:
+            way = ALONE  # nothing completes fp32
         exact = kernels.RULES.get(self.direction) == "adamw"
         if self.by_noise and way.loses(first.dtype):
             exact = False
-        if any(own.coder is None and own.values.dtype != torch.float32 for own in held):
+        if not all(held.reads_fp32 for held in bucket.moments.values()):
             exact = False
         keyed = self.keyed_moments(bucket)
         # a large coded tensor is updated in parts, so that few of its moments are in fp32 at once
@@ -320,9 +315,9 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         return Writing(way, exact, keyed, at_once)
 
     def keyed_moments(self, bucket):
-        """The rounding.Noise of each moment that has a key of its own: those in codes."""
-        coded = [name for name, held in bucket.moments.items() if held.coder is not None]
-        return tuple(Noise.EXP_AVG + self.moments.index(name) for name in coded)
+        """The rounding.Noise of each moment that has a key of its own."""
+        keyed = [name for name, held in bucket.moments.items() if held.keyed]
+        return tuple(Noise.EXP_AVG + self.moments.index(name) for name in keyed)
 
     def _begin(self, bucket):
         """Zeros for the moments of a bucket, and what completes its weights as they are now."""
@@ -352,10 +347,11 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     def new_moment(self, bucket, name):
         """A state.Held of zeros."""
         first = bucket.params[0]
-        n, home = bucket.numel, self.home.device(first)
+        home, shape = self.home.device(first), self.shape(first, name)
+        n = bucket.numel if shape is None else math.prod(shape)
         if name in self.coded_names(first):
             return Coded.zeros(self.coders[name], n, home, self.is_signed(name))
-        return Plain(torch.zeros(n, dtype=self.dtypes[name], device=home))
+        return Plain(torch.zeros(n, dtype=self.dtypes[name], device=home), shape)
 
     def share_state(self, bucket):
         """Give each parameter its views of the bucket's state, which checkpoints hold."""
@@ -499,10 +495,10 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
                 raise Refused(f"{what}: a step needs both")
         if any(p.dtype != bucket.dtype for p in bucket.params):
             check_dtypes(bucket.params, self)
-            if self.kahan or self.master != "none":
-                kept = "kahan" if self.kahan else f"master={self.master!r}"
+            if self.way.name is not None:
                 late = "a parameter was cast after the optimiser was made"
-                raise Refused(f"{late}, and {kept} does not fit it: cast the model first")
+                beside = f"its {self.way.name} ({self.way.site})"
+                raise Refused(f"{late}, and {beside} does not fit it: cast the model first")
             if len({p.dtype for p in bucket.params}) == 1:
                 bucket.dtype = bucket.params[0].dtype
                 bucket.writing = self._writing(bucket)
@@ -577,8 +573,8 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             low = None if low is None else low[part.start : part.end]
         keys = []
         for held in moments:
-            row += held.coder is not None  # rows of coded moments follow that of the weight
-            keys.append(table.keys[row] if self.by_noise and held.coder is not None else None)
+            row += held.keyed  # their rows follow that of the weight
+            keys.append(table.keys[row] if self.by_noise and held.keyed else None)
         return kernels.Step(
             rule=kernels.RULES.get(self.direction),
             exact=piece.writing.exact,
@@ -613,11 +609,6 @@ class AdamW(Rounded):
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, **writing):
         options = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **writing)
-
-    def check_group(self, group):
-        super().check_group(group)
-        if self.update == "eco" and group["betas"][0] == 0:
-            raise Refused("update='eco' puts rounding errors into the momentum: set betas[0] above 0, as 0.9")
 
     def numbers(self, group, step):
         beta1, beta2 = group["betas"]

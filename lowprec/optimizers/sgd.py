@@ -57,8 +57,6 @@ class SGD(Rounded):
         super().check_group(group)
         if group["nesterov"] and not group["momentum"]:
             raise Refused("nesterov looks ahead along the momentum: set momentum, as 0.9")
-        if self.update == "eco" and not group["momentum"]:
-            raise Refused("update='eco' puts rounding errors into the momentum: set momentum, as 0.9")
 
     def numbers(self, group, step):
         momentum, nesterov = group["momentum"], bool(group["nesterov"])

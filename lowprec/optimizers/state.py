@@ -24,6 +24,8 @@ class Plain:
     values: torch.Tensor
     shape: tuple | None = None
     coder = None
+    keyed = False  # whether it is written by a key of noise of its own
+    reads_fp32 = property(lambda held: held.values.dtype == torch.float32)
 
     def read(self, compiled=True):
         """What a step computes with and writes into, flat: here the tensor itself."""
@@ -80,6 +82,7 @@ class Coded:
     scales: torch.Tensor
     n: int
     signed: bool
+    keyed = reads_fp32 = True
 
     @classmethod
     def zeros(cls, coder, n, device, signed):

@@ -84,7 +84,7 @@ def test_what_takes_no_error_is_refused():
     params = [nn.Parameter(torch.ones(8, 8, dtype=BF16))]
     refused(lambda: Lion(params, update="eco"), "Lion has no momentum", "AdamW has")
     refused(lambda: Muon(params, update="eco"), "Muon has no momentum")
-    refused(lambda: SGD(params, update="eco"), "set momentum")
+    refused(lambda: SGD(params, update="eco"), "set momentum above 0")
     refused(lambda: AdamW(params, update="eco", master="split"), "choose one")
     refused(lambda: AdamW(params, update="eco", betas=(0, 0.99)), "set betas[0] above 0")
     refused(lambda: recipe(sites=["update=eco"]), "use it with --pure_bf16 alone")
