@@ -21,7 +21,7 @@ import importlib
 
 import torch
 
-from ..rounding import Way, ema_kernel, noise_bits, rounded, way_of
+from ..rounding import Way, ema_kernel, noise_bits, rounded
 from .compiled import fused
 
 # ---- A step ------------------------------------------------------------------------------------------------
@@ -80,13 +80,15 @@ def _module(name):
 # ---- An average --------------------------------------------------------------------------------------------
 
 
-def move_average(average, weights, low, share, key, stochastic, compiled):
-    """As rounding.ema_kernel: move a flat average towards `weights` [n] and their low part, in place."""
+def move_average(average, weights, low, way, share, key, stochastic, compiled):
+    """As rounding.ema_kernel: move a flat average towards `weights` [n] and their low part, in place. way: a
+    rounding.Way.
+    """
     how = share, key, stochastic
     triton = _module("triton_step") if average.is_cuda and compiled else None
-    if triton is not None and triton.moves([average, weights], way_of(low)):
+    if triton is not None and triton.moves([average, weights], way):
         triton.ema(average, weights, low, *how)
-    elif compiled and _module("cpu_step").fits([weights], [average], way_of(low)):
+    elif compiled and _module("cpu_step").fits([weights], [average], way):
         _module("cpu_step").ema(average, weights, low, *how)
     else:
         fused(ema_kernel, average, weights, low, *how, compiled=compiled)

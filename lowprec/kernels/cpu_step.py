@@ -200,7 +200,9 @@ def fits(p, g, way=ALONE):
 def run(s):
     """Carry out a kernels.Step, in place."""
     kind_of_root, called = torch_root() if s.exact else (ROOT_NEAREST, None)
-    weights, gradients, ends = _addresses(s.weights), _addresses(s.gradients), _ends(s.weights)
+    weights, gradients = _addresses(s.weights), _addresses(s.gradients)
+    # where each tensor ends in the vector of all of them
+    ends = (ctypes.c_int64 * len(s.weights))(*itertools.accumulate(t.numel() for t in s.weights))
     moments = tuple(map(_moment, s.moments, s.keys))
     step = CppStep(
         rule=RULE_NUMBERS[s.rule],
@@ -232,16 +234,16 @@ def run(s):
 
 def ema(average, p, low, share, key, stochastic):
     """Move an average [n] towards the weights p [n] and their low part, in place, as rounding.ema_kernel."""
-    weights, ends = _addresses([p]), _ends([p])
+    weights, end = _addresses([p]), ctypes.c_int64(p.numel())
     step = CppStep(
         of_weight=DTYPE_NUMBERS[p.dtype],
         of_low=way_of(low).code,
         count=1,
-        ends=ctypes.addressof(ends),
+        ends=ctypes.addressof(end),
         weights=ctypes.addressof(weights),
         of_average=DTYPE_NUMBERS[average.dtype],
         average_stochastic=stochastic,
-        threads=_threads(ends[-1]),
+        threads=_threads(p.numel()),
         low=None if low is None else low.data_ptr(),
         shadow=average.data_ptr(),
         average_share=share.data_ptr(),
@@ -261,12 +263,6 @@ def write(x, held, key):
 
 def _addresses(tensors):
     return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
-
-
-def _ends(tensors):
-    """Where each tensor ends in the vector of all of them, as a C array."""
-    ends = list(itertools.accumulate(t.numel() for t in tensors))
-    return (ctypes.c_int64 * len(ends))(*ends)
 
 
 # ---- Codes -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import Refused, check_choice
 from ..kernels import move_average
-from ..rounding import DTYPE_OF_NAME, WAYS_TO_ROUND, Noise, exact_weight, key_words
+from ..rounding import DTYPE_OF_NAME, WAYS_TO_ROUND, Noise, key_words, way_of
 from .buckets import StepTable, rows_of
 
 # ---- The average -------------------------------------------------------------------------------------------
@@ -59,14 +59,13 @@ class EMA:
         self.step = 0
         keys = []
         for p in self.params:
-            low = self.low_part(p)
-            low_dtype = None if low is None else low.dtype
-            keys.append((p.dtype, p.device, low_dtype))
+            keys.append((p.dtype, p.device, way_of(self.low_part(p))))
         self._buckets = rows_of(self.params).buckets(self.params, keys)
         self.shadow = dict.fromkeys(self.names)  # in the order of the parameters, whatever bucket each is in
         for bucket in self._buckets:
+            bucket.way = way_of(self.low_part(bucket.params[0]))
             weights, low = self._inputs(bucket)
-            bucket.flat = exact_weight(weights, low).detach().to(self.dtype, copy=True)
+            bucket.flat = bucket.way.held(weights, low).detach().to(self.dtype, copy=True)
             self._share(bucket)
 
     def _share(self, bucket):
@@ -99,10 +98,9 @@ class EMA:
     def _inputs(self, bucket):
         """(weights, their low part or None), flat."""
         weights = bucket.gather(bucket.params)
-        lows = [self.low_part(p) for p in bucket.params]
-        if lows[0] is None:
+        if bucket.way.name is None:
             return weights, None
-        return weights, bucket.gather(lows)
+        return weights, bucket.gather([self.low_part(p) for p in bucket.params])
 
     @torch.no_grad()
     def update(self):
@@ -127,7 +125,7 @@ class EMA:
         for bucket, row in rows.items():
             weights, low = self._inputs(bucket)
             how = table.numbers[row], table.keys[row], stochastic, self.compiled
-            move_average(bucket.flat, weights, low, *how)
+            move_average(bucket.flat, weights, low, bucket.way, *how)
 
     def state_dict(self):
         return {"step": self.step, "shadow": dict(self.shadow)}

@@ -236,7 +236,9 @@ def build(name, params, r, *, weight_decay=0.0, seed=0, net=None, away=None, **o
     if unknown := set(options) - {*PEER_DEFAULTS, *MOMENTUM_OPTIONS}:
         raise TypeError(f"build() got an unexpected keyword argument '{sorted(unknown)[0]}'")
     options = {key: value for key, value in options.items() if value is not None}
-    groups = divided_groups(_as_groups(params), name, net)
+    params = list(params)
+    given = params if params and isinstance(params[0], dict) else [{"params": params}]
+    groups = divided_groups([dict(group) for group in given], name, net)
     of_groups = [group.pop("optimizer", name) for group in groups]
     if not any(isinstance(kind, str) or classes_of(kind) for kind in of_groups):
         _check_no_options_of_ours({**options, "weight_decay": weight_decay or None})
@@ -281,14 +283,7 @@ def title_of_optimizer(optimizer, name):
     return type(getattr(optimizer, "inner", optimizer)).__name__
 
 
-def _as_groups(params):
-    params = list(params)
-    if params and isinstance(params[0], dict):
-        return [dict(group) for group in params]
-    return [{"params": params}]
-
-
-def _one_optimizer(name, params, r, options, seed, away=None):
+def _one_optimizer(name, params, r, options, seed, away):
     """One optimiser, of parameter groups that belong to it alone."""
     if classes_of(name):
         return _build_ours(classes_of(name)[0], params, r, options, seed, away)
@@ -298,9 +293,7 @@ def _one_optimizer(name, params, r, options, seed, away=None):
 
 
 def _build_ours(kind, params, r, options, seed, away):
-    own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed}
-    if away is not None:
-        own["away"] = away
+    own = {"update": r.update, "kahan": r.kahan == "on", "master": r.master, "seed": seed, "away": away}
     own["kinds"] = {}
     for moment in kind.moments:
         if moment in r.values:

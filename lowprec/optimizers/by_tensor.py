@@ -59,10 +59,6 @@ class ByTensor(Rounded):
     rooms = None  # a Rooms, during a step; release.py updates each tensor by itself
     by_rows = splits = False
 
-    def shape(self, p, name):
-        """The shape in which a moment of p is held; None for one that it does not keep."""
-        return p.shape
-
     def update_tensor(self, g, moments, numbers, held, room):
         """(direction, rate, new moments) of one tensor, from its gradient g, scaled, and its moments
         {name: tensor}, all fp32 in their shapes. The step is rate * direction; rate is a float or a tensor of
@@ -72,10 +68,6 @@ class ByTensor(Rounded):
         raise NotImplementedError
 
     # -- state
-
-    def size(self, p, name):
-        shape = self.shape(p, name)
-        return 0 if shape is None else math.prod(shape)
 
     def bucket_key(self, i, p, block):
         return i

@@ -202,7 +202,16 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         self.seed, self.compiled, self.home = seed, compiled, away or HERE
         check_rule(named, "an optimiser", type(self).__name__)
         kinds_by_name = {option: kind for option, kind in named.items() if option not in OPTIONS_NOT_OURS}
-        self._hold_moments({**dict.fromkeys(self.moments, states), **kinds_by_name, **(kinds or {})})
+        self.kinds = {**dict.fromkeys(self.moments, states), **kinds_by_name, **(kinds or {})}
+        if unknown := set(self.kinds) - set(self.moments):
+            known = ", ".join(self.moments)
+            raise TypeError(f"{type(self).__name__} has no option '{min(unknown)}'; its moments: {known}")
+        self.coders = {}  # {moment: Format} of those in codes
+        for name, kind in self.kinds.items():
+            check_choice(name, kind, ("fp32", "bf16", *FORMATS))
+            if kind in FORMATS:
+                self.coders[name] = FORMATS[kind]
+                self.coders[name].require()
         self.rows = ALL
         self._buckets = []  # (index of the parameter group, bucket)
         self._params_of_groups = []  # [parameters] of each, as they came
@@ -210,22 +219,6 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         self.held_of = {}  # parameter -> {moment: state.Held of it}
         self._position = 0  # of the next parameter, by which its noise is numbered
         super().__init__(params, defaults)
-
-    def _hold_moments(self, kinds):
-        """Set how each moment is held. kinds: {moment: kind}."""
-        if unknown := set(kinds) - set(self.moments):
-            known = ", ".join(self.moments)
-            raise TypeError(f"{type(self).__name__} has no option '{min(unknown)}'; its moments: {known}")
-        self.kinds = kinds
-        self.coders = {}  # {moment: Format} of those in codes
-        self.dtypes = {}  # {moment: dtype} of tensors that are not coded
-        for name in self.moments:
-            kind = kinds[name]
-            check_choice(name, kind, ("fp32", "bf16", *FORMATS))
-            self.dtypes[name] = DTYPE_OF_NAME.get(kind, torch.float32)
-            if kind in FORMATS:
-                self.coders[name] = FORMATS[kind]
-                self.coders[name].require()
 
     def numbers(self, group, step):
         """What `direction` reads at this step, from a group's options: a NamedTuple of float."""
@@ -284,12 +277,13 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         return p.dtype, p.device, *self.coded_names(p), alone
 
     def shape(self, p, name):
-        """The shape of a moment of p that has other entries than p; None for that of p."""
-        return
+        """The shape in which a moment of p is held; None for one that it does not keep."""
+        return p.shape
 
     def size(self, p, name):
         """How many values the moment of p has; 0 where it keeps none."""
-        return p.numel()
+        shape = self.shape(p, name)
+        return 0 if shape is None else math.prod(shape)
 
     def is_signed(self, name):
         """Whether the values of a moment may be negative."""
@@ -348,10 +342,11 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
         """A state.Held of zeros."""
         first = bucket.params[0]
         home, shape = self.home.device(first), self.shape(first, name)
-        n = bucket.numel if shape is None else math.prod(shape)
+        n = bucket.numel if shape == first.shape else math.prod(shape)
         if name in self.coded_names(first):
             return Coded.zeros(self.coders[name], n, home, self.is_signed(name))
-        return Plain(torch.zeros(n, dtype=self.dtypes[name], device=home), shape)
+        dtype = DTYPE_OF_NAME.get(self.kinds[name], torch.float32)  # small tensors are in no codes
+        return Plain(torch.zeros(n, dtype=dtype, device=home), None if shape == first.shape else shape)
 
     def share_state(self, bucket):
         """Give each parameter its views of the bucket's state, which checkpoints hold."""
