@@ -202,7 +202,16 @@ class Precision:
             self.parts.append(kind.of(self))
         originals = self._cast(model)
         self._make_optimizer(originals)
-        self._make_averages()
+        # the average 'ema', if any, and further ones
+        average = average_kind(self.options.average_on, self.device)
+        make = functools.partial(average, self.named_params, low_part=self.low_part, seed=self.options.seed)
+        self.ema, self.averages = None, {}
+        if self.options.ema_decay is not None:
+            how = self.recipe.ema, self.recipe.ema_update
+            self.ema = make(self.options.ema_decay, *how, warmup=self.options.ema_warmup)
+            self.averages["ema"] = self.ema
+        for spec in self.options.averages:
+            self.averages[spec] = make(*parse_average(spec))
 
         self.backwards = 0  # passes since the last step
         self.reduce_sums: Callable | None = None  # of a distributed trainer: averages fp32 sums over ranks
@@ -281,18 +290,6 @@ class Precision:
             away=self.away,
             **self.options.of_optimizer,
         )
-
-    def _make_averages(self):
-        """Make the average 'ema', if any, which the optimiser may write within its step, and further ones."""
-        options, r = self.options, self.recipe
-        kind = average_kind(options.average_on, self.device)
-        make = functools.partial(kind, self.named_params, low_part=self.low_part, seed=options.seed)
-        self.ema, self.averages = None, {}
-        if options.ema_decay is not None:
-            self.ema = make(options.ema_decay, r.ema, r.ema_update, warmup=options.ema_warmup)
-            self.averages["ema"] = self.ema
-        for spec in options.averages:
-            self.averages[spec] = make(*parse_average(spec))
 
     @property
     def optimizer_name(self) -> str:

@@ -116,7 +116,7 @@ LOWPREC = (
     ByHand(
         "codes-share-noise",
         "lowprec/optimizers/rounded.py",
-        "Rounded.keyed_moments",
+        "Rounded._writing",
         "tuple(Noise.EXP_AVG + self.moments.index(name) for",
         "tuple(Noise.EXP_AVG for",
         ("lowprec/test_moments.py share_noise",),

@@ -12,7 +12,6 @@ import torch
 
 from .. import kernels
 from ..kernels.compiled import fused
-from ..rounding import Noise
 from .buckets import scale_of
 from .rounded import Rounded, step_kernel
 
@@ -58,6 +57,7 @@ class ByTensor(Rounded):
     announced = None  # (grads, scale) that `announce` told of
     rooms = None  # a Rooms, during a step; release.py updates each tensor by itself
     by_rows = splits = False
+    keys_each = True
 
     def update_tensor(self, g, moments, numbers, held, room):
         """(direction, rate, new moments) of one tensor, from its gradient g, scaled, and its moments
@@ -71,9 +71,6 @@ class ByTensor(Rounded):
 
     def bucket_key(self, i, p, block):
         return i
-
-    def keyed_moments(self, bucket):
-        return tuple(range(Noise.EXP_AVG, Noise.EXP_AVG + len(self.moments)))
 
     def _whole(self, p, moments):
         """{name: fp32 moment of p in its shape}, of those that it keeps."""

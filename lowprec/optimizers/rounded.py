@@ -171,6 +171,7 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
     # CPU; on a GPU four times as many, for a quarter of the kernels
     PIECE = 1 << 20
     splits = True  # whether a tensor can be updated in parts
+    keys_each = False  # whether each moment has a key of noise of its own, not those in codes alone
 
     def __init__(
         self,
@@ -303,15 +304,13 @@ class Rounded(RoundedAnswers, KeptState, WithoutCompiler):
             exact = False
         if not all(held.reads_fp32 for held in bucket.moments.values()):
             exact = False
-        keyed = self.keyed_moments(bucket)
+        names = self.moments  # of those that have a key of noise of their own
+        if not self.keys_each:
+            names = [name for name, held in bucket.moments.items() if held.keyed]
+        keyed = tuple(Noise.EXP_AVG + self.moments.index(name) for name in names)
         # a large coded tensor is updated in parts, so that few of its moments are in fp32 at once
         at_once = (self.PIECE if first.is_cpu else 4 * self.PIECE) if self.splits and keyed else None
         return Writing(way, exact, keyed, at_once)
-
-    def keyed_moments(self, bucket):
-        """The rounding.Noise of each moment that has a key of its own."""
-        keyed = [name for name, held in bucket.moments.items() if held.keyed]
-        return tuple(Noise.EXP_AVG + self.moments.index(name) for name in keyed)
 
     def _begin(self, bucket):
         """Zeros for the moments of a bucket, and what completes its weights as they are now."""
