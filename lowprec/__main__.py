@@ -43,6 +43,9 @@ def main(argv=None):
         return 2
     except BrokenPipeError:
         return end_of_reader()
+    except KeyboardInterrupt:
+        print("lowprec: stopped", file=sys.stderr)
+        return 130
     except OSError as error:
         print(f"lowprec: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -224,14 +225,23 @@ class Rounds:
         tqdm = quiet_import("tqdm", "a trial's bar").tqdm
         with tqdm(desc="trial", unit="step", disable=quiet, dynamic_ncols=True) as self.bar:
             self.bar.update(self.steps * sum(map(len, self.book.runs.values())))
-            while True:
-                seed, arms = self.next_round()
-                if not arms or not self._has_time_for(arms):
-                    break
-                self.bar.total = self._steps_in_all()
-                for arm in arms:
-                    self._train(arm, seed)
+            try:
+                self._train_rounds()
+            except KeyboardInterrupt:
+                if self.book.file is not None:
+                    kept = f"{self.book.file} keeps what is finished; the same command goes on from there"
+                    self.bar.write(kept, sys.stderr)
+                raise
         self.book.write()
+
+    def _train_rounds(self):
+        while True:
+            seed, arms = self.next_round()
+            if not arms or not self._has_time_for(arms):
+                return
+            self.bar.total = self._steps_in_all()
+            for arm in arms:
+                self._train(arm, seed)
 
     def next_round(self) -> tuple[int, list[Arm]]:
         """(seed, the arms that are to be trained with it), in another order each time: machines slow down."""

@@ -60,6 +60,7 @@ class Watch:
             at a small net is as cheap as its steps.
         others: further optimisers of this net, whose parameters are theirs, as with Muon beside AdamW.
         products: names of block_formats.BLOCK_FORMATS: say what they would do to its layers, see products.py.
+        writes: say what ways of writing bf16 weights would do to it, see lowprec.foresee.
 
     Raises:
         Refused (a ValueError): `every` below 1, a model without parameters, an optimiser or an average of no
@@ -81,6 +82,7 @@ class Watch:
         most: int | None = None,
         others: Iterable[Any] = (),
         products: Iterable[str] = (),
+        writes: bool = False,
     ) -> None:
         if every is not None and every < 1:
             raise Refused(f"every={every}: looks are at least one step apart")
@@ -113,6 +115,7 @@ class Watch:
         self.masters = Masters(self.named, self.pick)
         self.passes = Passes(self.model, [] if self.compiled else [p for _, p in self.named], self.pick)
         self.products = Products(self.model, tuple(products))
+        self.foresees = writes
         self.clips: list[Any] = []  # grad_scale of the steps
         self.alive = None
         self.depth = 0  # of calls of step within a step
@@ -454,7 +457,17 @@ class Watch:
         return Diagnosis(head, found, sound, harm="bad results", examined=self.looks > 0)
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, [str(self.diagnosis()), str(self.products)]))
+        return "\n".join(filter(None, [str(self.diagnosis()), str(self.products), self._foreseen()]))
+
+    def _foreseen(self):
+        if not self.foresees:
+            return ""
+        from ..trials.foresee import foresee
+
+        try:
+            return str(foresee(self.model, self.optimizer))
+        except Refused as error:
+            return str(error)
 
 
 def usual_sample(model):

@@ -257,3 +257,60 @@ def test_fsdp2(alone):
     assert all(
         torch.equal(a.full_tensor(), b) for a, b in zip(net.parameters(), plain.parameters(), strict=True)
     )
+
+
+# ---- Trials ------------------------------------------------------------------------------------------------
+
+
+def of_transformers(own, draw):
+    pytest.importorskip("transformers")
+    tokens = (torch.arange(16) + torch.arange(32)[:, None]) % 64
+    return own["trial_of_transformers"], llama, tokens, tokens[:4]
+
+
+def of_diffusers(own, draw):
+    diffusers = pytest.importorskip("diffusers")
+    channels = dict(in_channels=1, out_channels=1, block_out_channels=(8, 8), norm_num_groups=4)
+    blocks = dict(down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2)
+    images = draw(32, 1, 8, 8)
+
+    def build():
+        return diffusers.UNet2DModel(sample_size=8, layers_per_block=1, **channels, **blocks)
+
+    return own["trial_of_diffusers"], build, diffusers.DDPMScheduler(), images, images[:4]
+
+
+def of_timm(own, draw):
+    timm = pytest.importorskip("timm")
+    labels = torch.arange(32) % 4
+    images = draw(32, 3, 16, 16) + labels[:, None, None, None]
+
+    def build():
+        size = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=4)
+        return timm.models.VisionTransformer(**size)
+
+    return own["trial_of_timm"], build, images, labels, (images, labels)
+
+
+class Denoiser(nn.Module):
+    """A wrapper that forms the loss."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return F.mse_loss(self.net(x + 0.1 * torch.randn_like(x)), x)
+
+
+def of_wrapped(own, draw):
+    return own["trial_of_wrapped"], regression, Denoiser, draw(32, 8), draw(4, 8)
+
+
+@pytest.mark.parametrize("problem", [of_transformers, of_diffusers, of_timm, of_wrapped])
+def test_a_trial_of_a_net_of_another_library(problem):
+    ask, *rest = problem(page("Before you choose"), common.draw)
+    found = ask(*rest, recipes=["pure_bf16+stochastic"], steps=12, within=500.0, lr=1e-2, quiet=True)
+    assert [row.recipe for row in found.rows] == ["a last bit moved", "bf16", "pure_bf16+stochastic"]
+    assert all(row.low <= row.change <= row.high for row in found.rows)
+    assert not found.book.left_out
