@@ -75,6 +75,14 @@ TASK_FLAGS = (
         choices=("first", "all"),
         titled=True,
     ),
+    Flag(
+        "labels",
+        "folders",
+        "of --data folder:PATH: folders in PATH are classes, or none: all images below it, without classes",
+        choices=("folders", "none"),
+        titled=True,
+    ),
+    Flag("skip_broken", False, "leave out image files and volumes that can't be read, and count them"),
 )
 
 # ---- Training ----------------------------------------------------------------------------------------------

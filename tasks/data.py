@@ -38,8 +38,10 @@ class Wish(NamedTuple):
     targets: str
     size: int | None
     seed: int
-    white: int
-    pages: str
+    white: int = folders.WHITE_16_BIT
+    pages: str = "first"
+    labels: str = "folders"
+    skip_broken: bool = False
 
     @property
     def masks(self):
@@ -47,20 +49,26 @@ class Wish(NamedTuple):
         return self.targets == "masks"
 
 
+def load_by_flags(config, spec: str, targets: str) -> Data:
+    """The data set of a run's flags."""
+    c = config
+    reading = dict(white=c.white, pages=c.pages, labels=c.labels, skip_broken=c.skip_broken)
+    return load(spec, targets, c.image_size, c.seed, **reading)
+
+
 def load(
     spec: str,
     targets: str = "labels",
     image_size: int | None = None,
     seed: int = 0,
-    white: int = folders.WHITE_16_BIT,
-    pages: str = "first",
+    **reading,
 ) -> Data:
     """The data set that `spec` names (see the table above), with its "labels", its "masks" or, of a folder,
     its "inputs" as targets.
 
     image_size None keeps the set's own size, 64 for folders and volumes. `seed` draws synthetic and touches
-    no other set. white: the value of white in files of 16 bits; pages: which images of a file of several,
-    "first" or "all". Raises Refused.
+    no other set. reading, for folders: white, the value of white in files of 16 bits; pages, which images of
+    a file of several, "first" or "all"; labels, "folders" or "none"; skip_broken. Raises Refused.
     """
     if targets not in ("labels", "masks", "inputs"):
         raise ValueError(f"targets are labels, masks or inputs, not {targets!r}")
@@ -83,18 +91,24 @@ def load(
         raise Refused(f"{word} has no masks: to segment use --data synthetic, folder:PATH or nifti:PATH")
     if targets == "inputs" and word != "folder":
         raise Refused(f"{word} has no pairs: use --data folder:PATH with PATH/inputs and PATH/targets")
-    if word != "folder":
-        refuse_ways_to_read_files(white, pages)
     # an unknown ~name stays as it is, and is no folder
     path = Path(os.path.expanduser(where)) if where else None
-    return loader(Wish(path, targets, image_size, seed, white, pages))
+    wish = Wish(path, targets, image_size, seed, **reading)
+    taken = {"folder": READING, "nifti": ("skip_broken",)}.get(word, ())
+    refuse_ways_to_read_files(wish, taken)
+    return loader(wish)
 
 
-def refuse_ways_to_read_files(white, pages):
-    """Raises Refused for --white and --pages beside data that are no folder of images."""
-    for flag, changed in (("white", white != folders.WHITE_16_BIT), ("pages", pages != "first")):
-        if changed:
-            raise Refused(f"--{flag} says how image files are read, for --data folder:PATH: drop it")
+READING = ("white", "pages", "labels", "skip_broken")  # flags that say how files of images are read
+
+
+def refuse_ways_to_read_files(wish, taken=()):
+    """Raises Refused for those of READING that differ from their defaults and are not `taken`. wish: a Wish,
+    or flags.
+    """
+    for flag in READING:
+        if getattr(wish, flag) != Wish._field_defaults[flag] and flag not in taken:
+            raise Refused(f"--{flag} says how image files are read, of --data folder:PATH: drop it")
 
 
 # ---- Built in ----------------------------------------------------------------------------------------------
@@ -157,13 +171,13 @@ def _synthetic(wish, count=320, heldout=64, classes=3):
 
 
 def _image_folder(wish):
-    folders.check_layout(wish.path, wish.targets, "folder")
+    folders.check_layout(wish.path, wish.targets, "folder", wish.labels)
     if wish.targets == "labels":
         return _labelled_folder(wish)
-    if wish.pages == "all":
-        raise Refused(
-            f"--pages all: the pages of an image have no {wish.targets}; save each as a file of its own"
-        )
+    for flag in ("pages", "labels"):
+        if getattr(wish, flag) != Wish._field_defaults[flag]:
+            own = f"each image has one file of {wish.targets} of its own"
+            raise Refused(f"--{flag} {getattr(wish, flag)}: {own}; drop it")
     return _masked_folder(wish) if wish.masks else _paired_folder(wish)
 
 
@@ -172,12 +186,13 @@ def _masked_folder(wish):
     triples = folders.matched_pairs(root, {"images": folders.IMAGE_SUFFIXES, "masks": folders.MASK_SUFFIXES})
     images = [image for _, image, _ in triples]
     masks = [mask for _, _, mask in triples]
-    seen, seen_masks = folders.survey(images, masks)
+    looks = folders.survey(images, masks, broken_too=True)
+    notes, triples, seen, seen_masks = folders.without_broken(wish.skip_broken, triples, *looks)
     folders.check_extents(triples, seen, seen_masks)
     values = folders.mask_values(root, [mask.values for mask in seen_masks])
     chosen = folders.held_out_names(root, [name for name, _, _ in triples])
     targets = [mask.sha256 for mask in seen_masks]
-    return _of_files(wish, triples, seen, targets, chosen, values.tolist(), values)
+    return _of_files(wish, triples, seen, targets, chosen, values.tolist(), notes, values)
 
 
 def _paired_folder(wish):
@@ -186,11 +201,13 @@ def _paired_folder(wish):
     triples = folders.matched_pairs(root, parts)
     count = len(triples)
     files = [image for _, image, _ in triples] + [other for _, _, other in triples]
-    seen, _ = folders.survey(files, [])
-    folders.check_shapes(triples, seen[:count], seen[count:])
+    seen, _ = folders.survey(files, [], broken_too=True)
+    looks = seen[:count], seen[count:]
+    notes, triples, seen, others = folders.without_broken(wish.skip_broken, triples, *looks)
+    folders.check_shapes(triples, seen, others)
     chosen = folders.held_out_names(root, [name for name, _, _ in triples])
-    hashes = [other.sha256 for other in seen[count:]]
-    return _of_files(wish, triples, seen, hashes, chosen, range(_channels(seen[count:])))
+    hashes = [other.sha256 for other in others]
+    return _of_files(wish, triples, seen + others, hashes, chosen, range(_channels(others)), notes)
 
 
 def _channels(seen):
@@ -199,18 +216,20 @@ def _channels(seen):
 
 def _labelled_folder(wish):
     root = wish.path
-    triples, classes = folders.labelled_images(root)
-    seen, _ = folders.survey([image for _, image, _ in triples], [], wish.pages)
+    triples, classes = folders.labelled_images(root, wish.labels)
+    look, _ = folders.survey([image for _, image, _ in triples], [], wish.pages, broken_too=True)
+    notes, triples, seen = folders.without_broken(wish.skip_broken, triples, look)
     chosen = folders.held_out_names(root, [name for name, _, _ in triples])
     chosen = folders.with_every_class(chosen, triples)
     targets = [label for _, _, label in triples]
-    return _of_files(wish, triples, seen, targets, chosen, classes)
+    return _of_files(wish, triples, seen, targets, chosen, classes, notes)
 
 
-def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
+def _of_files(wish, triples, seen, targets, chosen, classes, notes, values=None):
     """Data of a folder. triples: (name, image, its label, mask or input); seen: a folders.SeenFile an image,
     and an input behind them; targets: what the fingerprint reads of a label, mask or input; chosen: the names
-    held out; classes: as many as labels, masks or channels of the inputs have; values: those of the masks.
+    held out; classes: as many as labels, masks or channels of the inputs have; notes: on what is left out;
+    values: those of the masks.
     """
     size = wish.size or 64
     channels = _channels(seen[: len(triples)])
@@ -223,6 +242,7 @@ def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
             part += [(folders.Page(image, number), target) for number in range(1, its.pages)]
         content.append((name, its.sha256, of_target))
     changed = [how for how in (wish.white, wish.pages) if how not in (folders.WHITE_16_BIT, "first")]
+    notes += folders.left_out(wish.path, (*folders.IMAGE_SUFFIXES, *folders.MASK_SUFFIXES))
     return data_set(
         f"folder-{wish.path.resolve().name}",
         wish,
@@ -233,7 +253,7 @@ def _of_files(wish, triples, seen, targets, chosen, classes, values=None):
         size,
         [content, classes, *changed],
         classes=classes if wish.targets == "labels" else (),
-        notes=folders.notes_on_images(seen, wish.white, wish.pages, wish.targets),
+        notes=notes + folders.notes_on_images(seen, wish.white, wish.pages, wish.targets),
     )
 
 
@@ -248,40 +268,52 @@ def _nifti(wish):
     """
     root = wish.path
     size = wish.size or 64
-    images, targets, owners, values, content = [], [], [], [], []
-    for name, file, mask_file in folders.matched_volumes(root, wish.masks):
-        volume = folders.decode_volume(file)  # [Z, Y, X]
-        unit, keep = _visible(file, volume)
-        images.append(square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size))
-        count = len(images[-1])
-        owners += [name] * count
-        content += [name, folders.sha256(file)]
-        if wish.masks:
-            content.append(folders.sha256(mask_file))
-            mask = folders.decode_mask_volume(mask_file, file, volume.shape)
-            targets.append(square_mask(torch.from_numpy(mask[keep]), size))
-            values.append(np.unique(mask))
-        else:
-            targets.append(torch.zeros(count))
-    images = torch.cat(images)
-    targets = torch.cat(targets).long()
+    rows = folders.matched_volumes(root, wish.masks)
+    looks = [_seen_volume(name, file, mask_file, size) for name, file, mask_file in rows]
+    notes, _, looks = folders.without_broken(wish.skip_broken, rows, looks)
+    owners, content = [], []
+    for look in looks:
+        owners += [look.name] * len(look.images)
+        content += look.content
+    images = torch.cat([look.images for look in looks])
+    targets = torch.cat([look.targets for look in looks]).long()
+    values = []
     if wish.masks:
-        values = folders.mask_values(root, values)
+        values = folders.mask_values(root, [look.values for look in looks])
         targets = torch.from_numpy(np.searchsorted(values, targets.numpy()).astype(np.uint8))
     held = _held_slices(root, owners)
     train = Tensors(images[~held], targets[~held], size)
     heldout = Tensors(images[held], targets[held], size)
-    return data_set(f"nifti-{root.resolve().name}", wish, train, heldout, 1, len(values), size, content)
+    name = f"nifti-{root.resolve().name}"
+    return data_set(name, wish, train, heldout, 1, len(values), size, content, notes=notes)
 
 
-def _visible(file, volume):
-    """(a volume [Z, Y, X] scaled to [0, 1], whether there is something to see in a slice, bool [Z])."""
-    low, high = np.percentile(volume, (0.5, 99.5))  # so that a few hot voxels don't set the scale
-    unit = np.clip((volume - low) / max(high - low, 1e-12), 0, 1)
-    keep = (unit > 0.1).mean((1, 2)) >= 0.02
-    if not keep.any():
-        raise Refused(f"volume {file} has no slice with anything to see: remove it")
-    return unit, keep
+class _SeenVolume(NamedTuple):
+    name: str
+    images: torch.Tensor  # [slices, 1, size, size]
+    targets: torch.Tensor  # [slices], zeros, or of masks [slices, size, size]
+    values: np.ndarray | None  # of the whole mask
+    content: list  # for the fingerprint
+
+
+def _seen_volume(name, file, mask_file, size):
+    """_SeenVolume of a file, or the Refused that it is worth."""
+    try:
+        volume = folders.decode_volume(file)  # [Z, Y, X]
+        low, high = np.percentile(volume, (0.5, 99.5))  # so that a few hot voxels don't set the scale
+        unit = np.clip((volume - low) / max(high - low, 1e-12), 0, 1)
+        keep = (unit > 0.1).mean((1, 2)) >= 0.02
+        if not keep.any():
+            raise Refused(f"volume {file} has no slice with anything to see: remove it")
+        images = square(torch.from_numpy(unit[keep]).float()[:, None] * 2 - 1, size)
+        content = [name, folders.sha256(file)]
+        if mask_file is None:
+            return _SeenVolume(name, images, torch.zeros(len(images)), None, content)
+        mask = folders.decode_mask_volume(mask_file, file, volume.shape)
+        targets = square_mask(torch.from_numpy(mask[keep]), size)
+        return _SeenVolume(name, images, targets, np.unique(mask), [*content, folders.sha256(mask_file)])
+    except Refused as error:
+        return error
 
 
 def _held_slices(root, owners):

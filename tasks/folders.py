@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lowprec.errors import Refused
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 MASK_SUFFIXES = (".png", ".bmp", ".tif", ".tiff")  # lossy formats blur class ids into the values between them
-IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # PIL opens 40 more, EPS by Ghostscript for one
+IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF")  # PIL opens 40 more, EPS by Ghostscript for one
 # may hold several images; those of a phone's JPEG are aids for the first
-PAGED_FORMATS = ("PNG", "WEBP", "TIFF")
+PAGED_FORMATS = ("PNG", "WEBP", "TIFF", "GIF")
 MASK_FORMATS = ("PNG", "BMP", "TIFF")
 VOLUME_SUFFIXES = (".nii", ".nii.gz")
 WHITE_16_BIT = 65535  # in an image of 16 bits
@@ -54,7 +55,7 @@ def refusing_unreadable(path, what="an image"):
 # ---- Layouts -----------------------------------------------------------------------------------------------
 
 
-def check_layout(root: Path, targets: str, kind: str):
+def check_layout(root: Path, targets: str, kind: str, labels: str = "folders"):
     """Refuses a folder that can't be read, or whose parts are something else than classes."""
     try:
         has = {entry.name for entry in os.scandir(root) if entry.is_dir()}
@@ -71,7 +72,7 @@ def check_layout(root: Path, targets: str, kind: str):
         raise Refused(
             f"{root} has no folders inputs and targets: --condition inputs needs both, with equal names"
         )
-    if targets != "labels":
+    if targets != "labels" or labels == "none":
         return
     if has >= {"images", "masks"}:
         images = root / "images"
@@ -99,18 +100,39 @@ def files_with_suffix(folder: Path, suffixes: tuple, deep: bool = True) -> list[
     return sorted(path for path in found if os.path.isfile(path))
 
 
-def labelled_images(root: Path) -> tuple[list, list[str]]:
-    """[(name, image, label)] and the classes' names: root's folders, sorted, or none if root holds images."""
+def left_out(folder: Path, suffixes: tuple) -> list[str]:
+    """A line on the files below a folder that have none of the suffixes, by kind and number; [] for none."""
+    kinds = Counter()
+    for path in files_with_suffix(folder, ("",)):
+        if not path.name.lower().endswith(suffixes):
+            kinds[path.suffix.lower() or "without a suffix"] += 1
+    if not kinds:
+        return []
+    found = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    return [f"files that are left out of {folder}: {found}"]
+
+
+def labelled_images(root: Path, labels: str = "folders") -> tuple[list, list[str]]:
+    """[(name, image, label)] and the classes' names: root's folders, sorted, or none if root holds images.
+    labels "none": all images below root, without classes.
+    """
+    if labels == "none":
+        found = files_with_suffix(root, IMAGE_SUFFIXES)
+        if not found:
+            raise Refused(_no_images(root))
+        return [(path.relative_to(root).as_posix(), path, 0) for path in found], []
     flat = files_with_suffix(root, IMAGE_SUFFIXES, deep=False)
     classes = {}
     for path in sorted(root.iterdir()):
         if os.path.isdir(path) and not path.name.startswith("."):
             classes[path.name] = files_with_suffix(path, IMAGE_SUFFIXES)
     if not flat and not any(classes.values()):
-        forms = ", ".join(IMAGE_SUFFIXES)
-        raise Refused(f"{root} holds no images ({forms}): give a folder of images or of class folders")
+        raise Refused(_no_images(root))
     if flat and any(classes.values()):
-        raise Refused(f"{root} holds images beside class folders: move the images into one of them or away")
+        raise Refused(
+            f"{root} holds images beside class folders: move the images into one of them or away, or add "
+            "--labels none, which takes all below without classes"
+        )
     if flat:
         return [(path.name, path, 0) for path in flat], []
     for name, files in classes.items():
@@ -120,6 +142,11 @@ def labelled_images(root: Path) -> tuple[list, list[str]]:
     for label, files in enumerate(classes.values()):
         triples += [(path.relative_to(root).as_posix(), path, label) for path in files]
     return triples, list(classes)
+
+
+def _no_images(root):
+    forms = ", ".join(IMAGE_SUFFIXES)
+    return f"{root} holds no images ({forms}): give a folder of images or of class folders"
 
 
 def matched_pairs(root: Path, parts: dict[str, tuple]) -> list:
@@ -155,6 +182,10 @@ def matched_volumes(root: Path, masks: bool) -> list:
     """[(name, volume, its mask or None)] of one file or of a folder."""
     if os.path.isfile(root) and not masks:
         return [(root.name, root, None)]
+    if os.path.isdir(root / "imagesTr"):  # as the Medical Segmentation Decathlon lays it out
+        if masks:
+            return matched_pairs(root, {"imagesTr": VOLUME_SUFFIXES, "labelsTr": VOLUME_SUFFIXES})
+        root = root / "imagesTr"
     check_layout(root, "masks" if masks else "labels", "nifti")
     if masks:
         return matched_pairs(root, {"images": VOLUME_SUFFIXES, "masks": VOLUME_SUFFIXES})
@@ -382,9 +413,9 @@ def sha256(path: Path) -> str:
 # ---- All files ---------------------------------------------------------------------------------------------
 
 
-def survey(images: list[Path], masks: list[Path], pages: str = "first") -> tuple[list, list]:
+def survey(images: list, masks: list, pages: str = "first", broken_too: bool = False) -> tuple[list, list]:
     """[SeenFile] of the images, and of the masks. pages: those that are read of an image, "first" or "all".
-    Raises Refused for the first file that is damaged.
+    Raises the Refused of the first file that is damaged; or has it in that file's place, where broken_too.
     """
 
     def see(path, is_mask):
@@ -399,6 +430,25 @@ def survey(images: list[Path], masks: list[Path], pages: str = "first") -> tuple
         seen = list(pool.map(lambda path: see(path, False), images))
         seen_masks = list(pool.map(lambda path: see(path, True), masks))
     for found in [*seen, *seen_masks]:
-        if isinstance(found, Refused):
+        if isinstance(found, Refused) and not broken_too:
             raise found
     return seen, seen_masks
+
+
+def without_broken(skip: bool, rows: list, *looks: list) -> tuple:
+    """(notes, rows, *looks) without the rows where a look, a list as long as rows, holds a Refused. Raises
+    the first of these unless `skip`.
+    """
+    broken = [found for look in looks for found in look if isinstance(found, Refused)]
+    if not broken:
+        return [], rows, *looks
+    if not skip:
+        raise Refused(f"{broken[0]}; --skip_broken leaves out all such files")
+    whole = []
+    for of_row in zip(rows, *looks, strict=True):
+        if not any(isinstance(one, Refused) for one in of_row):
+            whole.append(of_row)
+    if not whole:
+        raise broken[0]
+    note = f"{len(rows) - len(whole)} of {len(rows)} items have a broken file and are left out: {broken[0]}"
+    return [note], *map(list, zip(*whole, strict=True))

@@ -145,7 +145,7 @@ class Generation(Task):
         if c.condition not in ("masks", "inputs"):
             return two_of_each(super().load(c))
         spec = c.data or ("synthetic" if c.condition == "masks" else cls.implied["data"])
-        data = two_of_each(datasets.load(spec, c.condition, c.image_size, c.seed, c.white, c.pages))
+        data = two_of_each(datasets.load_by_flags(c, spec, c.condition))
         data.condition_channels, data.num_classes = data.num_classes, 0
         return data
 

@@ -290,7 +290,7 @@ class Language(Task):
     def check(cls, config):
         if config.image_size is not None:
             raise Refused(f"--image_size {config.image_size}: a text has no images; drop it")
-        refuse_ways_to_read_files(config.white, config.pages)
+        refuse_ways_to_read_files(config)
 
     @classmethod
     def load(cls, config):

@@ -111,9 +111,7 @@ class Task:
     @classmethod
     def load(cls, config):
         """The data: `name`, and `train` and `heldout`, which map a list of indices to a batch."""
-        spec = config.data or cls.implied["data"]
-        c = config
-        return datasets.load(spec, cls.targets, c.image_size, c.seed, c.white, c.pages)
+        return datasets.load_by_flags(config, config.data or cls.implied["data"], cls.targets)
 
     def notes(self):
         """Lines that are printed before a run: what may not be meant, and which flag mends it."""

@@ -83,13 +83,12 @@ class Video(Task):
         if c.image_size is not None and c.image_size < 16:
             raise Refused(f"--image_size {c.image_size} is too small for clips: give at least 16")
         if word == "sprites" and not where:
-            refuse_ways_to_read_files(c.white, c.pages)
+            refuse_ways_to_read_files(c)
             return sprites(c.image_size or SPRITE_SIDE, c.frames, c.seed, c.clips)
         if c.clips != SPRITE_CLIPS:
             raise Refused(f"--clips {c.clips} is of --data sprites, and a folder has its own: drop it")
         if word == "folder" and where:
-            if c.pages == "all":
-                raise Refused("--pages all: a frame is a file of its own; save each page as one, or drop it")
+            refuse_ways_to_read_files(c, ("white",))
             return folder(where, c.image_size or 64, c.frames, c.white)
         raise Refused(
             f"--data {c.data}: {c.task} learns from clips; use --data sprites, or folder:PATH with "

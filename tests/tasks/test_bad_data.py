@@ -58,7 +58,6 @@ def test_a_damaged_npz(damage, capsys):
 PICTURES = {
     "EPS": lambda: as_format("EPS"),  # PIL hands it to Ghostscript
     "PDF": lambda: as_format("PDF"),
-    "GIF": lambda: as_format("GIF"),
     "PPM": lambda: as_format("PPM"),
     "ICO": lambda: as_format("ICO"),
     "empty": lambda: b"",

@@ -1,5 +1,4 @@
-"""folder:PATH on small images made here: what is found and what is refused.
-"""
+"""folder:PATH on small images made here: what is found and what is refused."""
 
 import logging
 import os
@@ -69,7 +68,7 @@ def test_twelve_bits_in_sixteen_are_said_and_mended(tmp_path):
     assert not load(f"folder:{tmp_path}", image_size=8).notes
 
 
-@pytest.mark.parametrize("suffix", ["tif", "webp"])
+@pytest.mark.parametrize("suffix", ["tif", "webp", "gif"])
 def test_several_images_in_a_file_are_said_and_read_on_demand(tmp_path, suffix):
     for i in range(2):
         pages = [Image.fromarray(np.full((16, 16), 50 * (3 * i + k), np.uint8)) for k in range(3)]
@@ -145,6 +144,56 @@ def test_class_folders(tmp_path):
     assert (found.channels, found.num_classes, found.image_size) == (3, 3, 16)
     assert torch.bincount(labels).tolist() == [10, 10, 10]  # sorted names: cat 0, dog 1, emu 2
     assert torch.allclose(images[:, 0, 0, 0], labels * 100 / 127.5 - 1, atol=0.02)
+
+
+def test_an_album_with_folders_in_it_is_read_whole_without_classes(tmp_path):
+    for name in ("a.png", "b.gif", "trip/c.jpg", "trip/train/d.png", "test/e.png", "images/f.png"):
+        save(tmp_path / name, grey(len(name)))
+    for name in ("g.heic", "trip/h.heic", "trip/notes.txt"):
+        (tmp_path / name).write_bytes(b"?")
+    found = load(f"folder:{tmp_path}", image_size=8, labels="none")
+    assert found.num_classes == 0 and len(found.train) + len(found.heldout) == 6
+    assert [note for note in found.notes if note.endswith("2 .heic, 1 .txt")]
+    refused(tmp_path, "add --labels none", spec=f"folder:{tmp_path}")
+    refused("--labels", "drop it", spec=f"nifti:{tmp_path}", labels="none")
+
+
+@pytest.mark.parametrize("kind", ["labels", "masks", "nifti"])
+def test_broken_files_are_left_out_and_counted_where_that_is_wanted(kind, tmp_path):
+    spec = f"{'nifti' if kind == 'nifti' else 'folder'}:{tmp_path}"
+    targets = "masks" if kind == "masks" else "labels"
+    for name in "abcd":
+        if kind == "nifti":
+            voxels = np.random.default_rng(0).integers(0, 9, (16, 16, 4)).astype(np.int16)
+            nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), tmp_path / f"{name}.nii")
+        elif kind == "masks":
+            pair(tmp_path, name, half(255))
+        else:
+            save(tmp_path / f"{name}.png", grey(ord(name)))
+    bad = next(path for path in sorted(tmp_path.rglob("*b.*")))
+    bad.write_bytes(bad.read_bytes()[:40])
+    refused("cannot read", bad, "--skip_broken leaves out all such files", spec=spec, targets=targets)
+    found = load(spec, targets, 16, skip_broken=True)
+    assert [
+        note
+        for note in found.notes
+        if note.startswith("1 of 4 items have a broken file") and bad.name in note
+    ]
+    check(found, targets)
+    for path in sorted(tmp_path.rglob("*.*")):
+        path.write_bytes(b"")
+    refused("cannot read", spec=spec, targets=targets, skip_broken=True)
+
+
+def test_the_layout_of_the_decathlon(tmp_path):
+    for folder in ("imagesTr", "labelsTr"):
+        (tmp_path / folder).mkdir()
+        for name in "ab":
+            voxels = np.random.default_rng(0).integers(0, 3, (16, 16, 4)).astype(np.int16)
+            nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), tmp_path / folder / f"{name}.nii.gz")
+    found = load(f"nifti:{tmp_path}", "masks", 16)
+    assert found.num_classes == 3 and len(found.train) == len(found.heldout) == 4
+    assert load(f"nifti:{tmp_path}", "labels", 16).num_classes == 0
 
 
 def test_grey_and_colour_together_become_colour(tmp_path):

@@ -226,7 +226,7 @@ def test_twelve_bits_in_sixteen_are_said_and_mended(tmp_path):
     assert not mended.notes and mended.fingerprint != dark.fingerprint
     assert mended.train[[0]][0].eq(1).all()
     assert load(tmp_path, white=65535).fingerprint == dark.fingerprint
-    common.refused(lambda: load(tmp_path, pages="all"), "--pages all: a frame is a file of its own")
+    common.refused(lambda: load(tmp_path, pages="all"), "--pages says how image files are read")
 
 
 def one_frame(root):
