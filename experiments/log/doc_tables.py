@@ -140,7 +140,7 @@ def default_run_table(experiments, known):
     return markdown_table(table)
 
 
-# ---- docs/claims.md ----------------------------------------------------------------------------------------
+# ---- docs/evidence.md ----------------------------------------------------------------------------------------
 
 GUIDE_TEXTS = {  # question of benchmarks/guides.py: (what guides say, whether it holds)
     "loading": (
@@ -399,7 +399,7 @@ def tables_of_pages(experiments, known):
             "fits": fits_table,
             "peaks": lambda: advice.table(rows_of_record("cpu-advice")),
         },
-        "docs/claims.md": {"guides": guides_table},
+        "docs/evidence.md": {"guides": guides_table},
         "docs/tasks.md": {"first commands": tasks_table},
         "docs/many_gpus.md": {
             "sharded": sharding.table,
