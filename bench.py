@@ -5,7 +5,7 @@
 
 Contenders take turns, in an order shuffled for each round, so that other load on the machine meets all of
 them alike. A figure is the median over the rounds; --out FILE keeps every single time. Bad input ends with
-one line and exit status 2. docs/speed.md, docs/formats.md and docs/conformance.md show what came out.
+one line and exit status 2. docs/speed.md, docs/formats.md and docs/evidence.md show what came out.
 """
 
 import argparse

@@ -245,7 +245,7 @@ def exit_status(rows):
 
 
 def table_with(name):
-    """Which table of docs/conformance.md has a subject's column."""
+    """Which table of docs/evidence.md has a subject's column."""
     if "ema" in name:
         return "averages"
     if name in PEER_CLASSES:
@@ -254,7 +254,7 @@ def table_with(name):
     return "ours, others" if "optimizer" in flags else "ours, AdamW"
 
 
-# {a table of docs/conformance.md: whose columns it has}
+# {a table of docs/evidence.md: whose columns it has}
 SUBJECTS_OF_TABLES = {
     "ours, AdamW": [],
     "ours, others": [],

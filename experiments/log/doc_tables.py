@@ -399,14 +399,13 @@ def tables_of_pages(experiments, known):
             "fits": fits_table,
             "peaks": lambda: advice.table(rows_of_record("cpu-advice")),
         },
-        "docs/evidence.md": {"guides": guides_table},
+        "docs/evidence.md": {"guides": guides_table, **conformance},
         "docs/tasks.md": {"first commands": tasks_table},
         "docs/many_gpus.md": {
             "sharded": sharding.table,
             "sharding": lambda: sharding.measured_table(rows_of_record("cpu-sharding")),
         },
         "docs/speed.md": speed_tables.tables_of_speed(),
-        "docs/conformance.md": conformance,
         "docs/doctor.md": {"looks": lambda: watch.table(rows_of_record("cpu-watch"))},
         "docs/formats.md": {
             "memory": readme_memory_table,

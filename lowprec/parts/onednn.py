@@ -5,7 +5,7 @@ wrong on some CPUs.
     faulty_convolutions()     # ['3x3x3 over a depth of 2', ...]: which known ones are wrong on this machine
 
 Seen with torch 2.14.1 on CPUs with avx512_bf16: the gradient reads memory that nobody has written, see
-docs/reports.md.
+docs/evidence.md.
 """
 
 from __future__ import annotations

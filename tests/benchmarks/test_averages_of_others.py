@@ -41,7 +41,7 @@ def test_diffusers_rule_is_bit_for_bit_that_of_the_package(foreach, decay):
 
 
 def test_diffusers_with_the_remedy_is_the_fp32_rule():
-    """Two lines of the report for diffusers in docs/reports.md: shadows in fp32, and nothing else."""
+    """Two lines of the report for diffusers in docs/evidence.md: shadows in fp32, and nothing else."""
     EMAModel = pytest.importorskip("diffusers.training_utils").EMAModel
     start, *rest = steps()
     p = torch.nn.Parameter(start.clone())

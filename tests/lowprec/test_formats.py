@@ -361,7 +361,7 @@ def test_codes_on_cuda_are_those_of_the_cpu(kind, signed):
 
 
 def test_bitsandbytes_on_a_cpu_misses_the_nearest_code_and_stochastic_codes_do_not():
-    """docs/reports.md, bitsandbytes on a CPU; once this fails, its kernel is mended and the docs are old."""
+    """docs/evidence.md, bitsandbytes on a CPU; once this fails, its kernel is mended and the docs are old."""
     c, x = coder("int8"), torch.full((256 * 64,), 2e-6)
     x[::256] = 1.0
     means = {}
