@@ -1,6 +1,6 @@
 """The faults that Watch should name: each with its client, and the site and a part of the tensor's name.
 
-    python tests/faults.py            measure all of them and write the table of docs/doctor.md
+    python tests/faults.py            measure all of them and write the table of docs/faults.md
 
 The twelve of an outsider's attack are among them. A fault that can't be found stays in the list, with the
 reason.
@@ -461,7 +461,7 @@ def _(steps):
 
 # ---- The table ---------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 MARK = "<!-- faults -->\n"
 
 

@@ -1,6 +1,6 @@
 """Faults that were written after Watch and its limits: how much of what nobody thought of does it find?
 
-    python tests/held_out.py          run all of them and write their table in docs/doctor.md
+    python tests/held_out.py          run all of them and write their table in docs/faults.md
 
 `FIRST` names what was found when they ran first, before anything in Watch was changed for them. Nothing is
 held out any more once it has been mended: new faults are the next such test.

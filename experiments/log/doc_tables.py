@@ -406,7 +406,7 @@ def tables_of_pages(experiments, known):
             "sharding": lambda: sharding.measured_table(rows_of_record("cpu-sharding")),
         },
         "docs/speed.md": speed_tables.tables_of_speed(),
-        "docs/doctor.md": {"looks": lambda: watch.table(rows_of_record("cpu-watch"))},
+        "docs/faults.md": {"looks": lambda: watch.table(rows_of_record("cpu-watch"))},
         "docs/formats.md": {
             "memory": readme_memory_table,
             "moments": lambda: moments.moments_table(rows_of_record("cpu-moments")),

@@ -1,7 +1,7 @@
 """The findings of a Watch, and the table of all kinds of faults.
 
     python -m lowprec.watch.findings                    prints the table as Markdown
-    python -m lowprec.watch.findings docs/doctor.md     writes it between the marks of a page
+    python -m lowprec.watch.findings docs/faults.md     writes it between the marks of a page
 """
 
 import sys

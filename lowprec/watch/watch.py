@@ -4,7 +4,7 @@
     ...                                          # train as ever
     print(watch)                                 # a row for each cause of a loss, worst first, and what to do
 
-docs/doctor.md tells what it measures and what it can't see; `python -m lowprec.watch.findings` lists all that
+docs/faults.md tells what it measures and what it can't see; `python -m lowprec.watch.findings` lists all that
 it can find.
 """
 

@@ -63,5 +63,5 @@ def test_there_are_enough_of_them():
 
 
 def test_the_page_holds_the_table_of_findings():
-    """`python -m lowprec.watch.findings docs/doctor.md` writes it."""
+    """`python -m lowprec.watch.findings docs/faults.md` writes it."""
     assert findings.table() in faults.PAGE.read_text()
