@@ -54,8 +54,20 @@ def test_the_loop_of_the_readme_learns(capsys):
     assert "bytes a parameter" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
+def anchors(page):
+    """Where links into a page may lead: its marks, and its headings as GitHub names them."""
     text = page.read_text()
-    for target in set(re.findall(r"(?:\]\(|^\[[^\]]+\]: )([^)#\s]+)(?:#[\w-]+)?\)?", text, re.M)):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    named = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    return named | set(re.findall(r'<a id="([^"]+)"', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    found = re.findall(r"(?:\]\(|^\[[^\]]+\]: )([^)#\s]*)(?:#([\w-]+))?\)?", page.read_text(), re.M)
+    for target, anchor in set(found):
+        if target.startswith("https://"):
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
