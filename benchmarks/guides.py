@@ -22,7 +22,7 @@ divergence: at 300 times its rate AdamW in pure bf16 ends its steps with a loss 
     size; the usual rate does.
 conditions: a net that sees a blurred image beside the noise has a smaller loss, and its last weights lose by
     rounding what others lose: within 0.5 % of fp32 when written stochastically, 0.3 to 6 % above it when
-    written to nearest. (Missed, see docs/evidence.md. The averaged weights, and the net that sees noise alone,
+    written to nearest. (Missed, see docs/evidence.md. Averaged weights, and the net that sees noise alone,
     came after the first run, to see why.)
 ranges: with images in 0 to 1 in place of -1 to 1 a net in fp32 draws as many values outside of the range,
     between 20 and 60 %, most of them by less than a tenth of the range: digits are mostly black, and an error

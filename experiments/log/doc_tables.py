@@ -140,7 +140,7 @@ def default_run_table(experiments, known):
     return markdown_table(table)
 
 
-# ---- docs/evidence.md ----------------------------------------------------------------------------------------
+# ---- docs/evidence.md --------------------------------------------------------------------------------------
 
 GUIDE_TEXTS = {  # question of benchmarks/guides.py: (what guides say, whether it holds)
     "loading": (
