@@ -47,6 +47,7 @@ class Book:
         self.within = within
         self.reference = ""
         self.runs: dict[str, dict[str, dict[str, Any]]] = {}  # {recipe: {seed: result}}
+        self.seconds: dict[str, float] = {}  # {recipe: of a step}
         self.foreseen: dict[str, str] = {}  # {recipe: words}
         self.left_out: dict[str, str] = {}  # {recipe: why}
         if self.file is not None and self.file.exists():
@@ -60,7 +61,7 @@ class Book:
                     f"{self.file} holds a trial with {name} {found['plan'].get(name)}, and this one has "
                     f"{value}: remove it, or name another file"
                 )
-        self.runs, self.foreseen = found["runs"], found["foreseen"]
+        self.runs, self.seconds, self.foreseen = found["runs"], found["seconds"], found["foreseen"]
 
     def keep(self, recipe: str, seed: int, result: dict[str, Any]) -> None:
         """Note a finished training, and write the file."""
@@ -105,8 +106,8 @@ class Book:
         return mean_at_level(changes, LEVEL_OF_A_LOOK)
 
     @property
-    def seconds(self) -> float:
-        """Of all trainings."""
+    def wall(self) -> float:
+        """Seconds of all trainings."""
         return sum(result["wall"] for results in self.runs.values() for result in results.values())
 
     # -- what it says
@@ -122,7 +123,7 @@ class Book:
         return Row(
             recipe,
             results[0]["bytes"],
-            statistics.median(result["seconds"] for result in results),
+            self.seconds.get(recipe, self.seconds[self.reference]),
             change,
             mean and mean.low,
             mean and mean.high,
@@ -146,6 +147,7 @@ class Book:
             "within": self.within,
             "rows": [row._asdict() for row in self.rows()],
             "left_out": self.left_out,
+            "seconds": self.seconds,
             "foreseen": self.foreseen,
             "runs": self.runs,
         }

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ REFERENCE, AUTOCAST = "fp32", "bf16"  # as evidence.recipe_key writes them
 # beside autocast, where nobody names any: the ways to write bf16 weights that differ most
 USUAL_RECIPES = ("pure_bf16+stochastic", "pure_bf16+master=split", "pure_bf16")
 LEAST_FALL = 0.01  # of the reference's loss, as a share: below that it has learnt too little to tell
-STEPS_TO_ESTIMATE = 10  # of the first training, after which the time of a round is known
+TURNS, STEPS_OF_A_TURN = 3, 6  # in which steps are timed
 USUAL_PAIRS = 6  # that the bar counts on until the spread of pairs is known
 STEPS_BETWEEN_CHECKS = 50  # of a loss that may not be finite: reading it waits for a GPU
 
@@ -224,8 +225,8 @@ class Rounds:
         """Train until enough is known, or the budget is used up."""
         tqdm = quiet_import("tqdm", "a trial's bar").tqdm
         with tqdm(desc="trial", unit="step", disable=quiet, dynamic_ncols=True) as self.bar:
-            self.bar.update(self.steps * sum(map(len, self.book.runs.values())))
             try:
+                self._time_steps()
                 self._train_rounds()
             except KeyboardInterrupt:
                 if self.book.file is not None:
@@ -235,123 +236,123 @@ class Rounds:
         self.book.write()
 
     def _train_rounds(self):
+        self.bar.initial = self.bar.n = self.steps * sum(map(len, self.book.runs.values()))
         while True:
             seed, arms = self.next_round()
-            if not arms or not self._has_time_for(arms):
+            if not arms or self.book.wall + self._time_of(arms) > self.budget:
                 return
             self.bar.total = self._steps_in_all()
             for arm in arms:
-                self._train(arm, seed)
+                with self._or_left_out(arm):
+                    self._train(arm, seed)
 
     def next_round(self) -> tuple[int, list[Arm]]:
-        """(seed, the arms that are to be trained with it), in another order each time: machines slow down."""
+        """(seed, the arms that are to be trained with it); no arms where enough is known."""
         reference, *others = self.arms
         waiting = [arm for arm in others if not self._is_done(arm)]
         if not waiting:
             return 0, []
-        pair = min(map(self._pairs, waiting))
-        seed = self.seed + pair
-        arms = [arm for arm in (reference, *waiting) if self.book.result(arm.name, seed) is None]
-        first = pair % len(arms)
-        return seed, arms[first:] + arms[:first]
-
-    def _pairs(self, arm):
-        return self.book.pairs(arm.name)
+        seed = self.seed + min(self.book.pairs(arm.name) for arm in waiting)
+        return seed, [arm for arm in (reference, *waiting) if self.book.result(arm.name, seed) is None]
 
     def _is_done(self, arm):
-        pairs = self._pairs(arm)
+        pairs = self.book.pairs(arm.name)
         if arm.name in self.book.left_out or math.inf in self.book.changes(arm.name) or pairs >= LOOKS[-1]:
             return True
         return pairs in LOOKS and is_settled(self.book.mean(arm.name), self.book.within)
 
+    @contextmanager
+    def _or_left_out(self, arm):
+        """Within it a recipe that can't train this net, or for which memory does not suffice, is left out."""
+        try:
+            yield
+        except (Refused, RuntimeError) as error:
+            full = out_of_memory(error)
+            if arm is self.arms[0] or not (full or isinstance(error, Refused)):
+                raise
+            self.book.left_out[arm.name] = "the memory is full" if full else str(error)
+
     # -- time
 
-    def _has_time_for(self, arms):
-        if not self.book.runs:
-            return True  # found out in the first training
-        seconds = [self._seconds(arm) * self.steps for arm in arms]
-        return self.book.seconds + sum(seconds) <= self.budget
-
-    def _seconds(self, arm):
-        """Of a step of an arm; of the reference where the arm was not trained yet."""
-        results = self.book.results(arm.name) or self.book.results(self.book.reference)
-        return statistics.median(result["wall"] / self.steps for result in results)
-
-    def _steps_in_all(self):
-        """How many steps all trainings are likely to have."""
-        most = 0
-        runs = 0
-        for arm in self.arms[1:]:
-            pairs = self._pairs(arm)
-            if not self._is_done(arm):
-                mean = self.book.mean(arm.name)
-                needed = USUAL_PAIRS if mean is None else pairs_needed(mean, self.book.within)
-                pairs = max(pairs + 1, needed)
-            runs += pairs
-            most = max(most, pairs)
-        in_all = self.steps * (runs + most)
-        if not self.book.runs:
-            return in_all
-        left = (self.budget - self.book.seconds) / statistics.fmean(map(self._seconds, self.arms))
-        return min(in_all, self.bar.n + int(max(left, self.steps)))
-
-    def _check_first_round(self, seconds):
-        """Raise Refused where the budget is too small for a pair of each recipe. seconds: of some steps."""
-        one = statistics.median(seconds) * self.steps * len(self.arms)
+    def _time_steps(self):
+        """Note how long a step of each recipe takes, in turns, for this machine may have other work. Raises
+        Refused where the budget is too small for a pair of each.
+        """
+        self.bar.set_postfix_str("timing steps")
+        found = {arm.name: [] for arm in self.arms if arm.name != CHAOS}
+        if not found.keys() - self.book.seconds.keys():
+            return
+        for _ in range(TURNS):
+            for arm in self.arms:
+                if arm.name in found and arm.name not in self.book.left_out:
+                    with self._or_left_out(arm):
+                        found[arm.name] += self._seconds_of_steps(arm)
+        self.book.seconds = {name: statistics.median(times) for name, times in found.items() if times}
+        one = self._time_of([arm for arm in self.arms if arm.name not in self.book.left_out])
         if one > self.budget:
             raise Refused(
                 f"a pair of each recipe takes about {one / 60:.2g} minutes, and the budget is "
                 f"{self.budget / 60:.2g}: give {math.ceil(3 * one / 60)}m, or fewer steps or recipes"
             )
 
+    def _seconds_of_steps(self, arm):
+        training = self.make(arm, self.seed)
+        times = []
+        for _ in range(min(STEPS_OF_A_TURN, self.steps)):
+            began = time.perf_counter()
+            if training.step().is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return times[1:] or times  # the first may compile
+
+    def _time_of(self, arms):
+        """Seconds that a training of each of these arms takes."""
+        of_reference = self.book.seconds[self.arms[0].name]
+        return self.steps * sum(self.book.seconds.get(arm.name, of_reference) for arm in arms)
+
+    def _steps_in_all(self):
+        """How many steps all trainings are likely to have."""
+        pairs = []
+        for arm in self.arms[1:]:
+            needed = self.book.pairs(arm.name)
+            if not self._is_done(arm):
+                mean = self.book.mean(arm.name)
+                likely = USUAL_PAIRS if mean is None else pairs_needed(mean, self.book.within)
+                needed = max(needed + 1, likely)
+            pairs.append(needed)
+        wanted = self.steps * (sum(pairs) + max(pairs))
+        of_a_step = self._time_of(self.arms) / len(self.arms) / self.steps
+        return min(wanted, self.bar.n + round((self.budget - self.book.wall) / of_a_step))
+
     # -- one training
 
     def _train(self, arm, seed):
         began = time.perf_counter()
         self.bar.set_postfix_str(f"{arm.name}, seed {seed}")
-        try:
-            training = self.make(arm, seed)
-            if arm.name == CHAOS:
-                move_a_last_bit(training.run.model)
-            result = self._trained(arm, training)
-        except (Refused, RuntimeError) as error:
-            refused = isinstance(error, Refused) or out_of_memory(error)
-            if arm is self.arms[0] or not refused:
-                raise
-            self.book.left_out[arm.name] = "the memory is full" if out_of_memory(error) else str(error)
-            return
-        result["wall"] = time.perf_counter() - began
-        self.book.keep(arm.name, seed, result)
-
-    def _trained(self, arm, training):
         is_reference = arm is self.arms[0]
+        training = self.make(arm, seed)
+        if arm.name == CHAOS:
+            move_a_last_bit(training.run.model)
         result = {"bytes": round(sum(ledger.held_by_rank(training.run, 1).values()))}
         if is_reference:
             result["before"] = training.held_out()
-        seconds = []
-        for step in range(1, self.steps + 1):
-            began = time.perf_counter()
-            loss = training.step()
-            if loss.is_cuda:
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-            self.bar.update()
-            if step == STEPS_TO_ESTIMATE and not self.book.runs:
-                self._check_first_round(seconds)
-            if (step % STEPS_BETWEEN_CHECKS == 0 or step == self.steps) and not loss.isfinite():
-                result["diverged"] = step
-                break
-        result["seconds"] = statistics.median(seconds)
-        score = math.nan if "diverged" in result else training.held_out()
-        if math.isfinite(score):
-            result["loss"] = score
-        else:
-            result.setdefault("diverged", self.steps)
+        result.update(self._trained(training))
         if is_reference:
             self._check_reference(result)
             if not self.book.foreseen:
                 self.book.foreseen = self._foreseen(training, result["loss"])
-        return result
+        result["wall"] = time.perf_counter() - began
+        self.book.keep(arm.name, seed, result)
+
+    def _trained(self, training):
+        """{"loss": held-out, at the end} or {"diverged": the step at which that was seen}."""
+        for step in range(1, self.steps + 1):
+            loss = training.step()
+            self.bar.update()
+            if (step % STEPS_BETWEEN_CHECKS == 0 or step == self.steps) and not loss.isfinite():
+                return {"diverged": step}
+        score = training.held_out()
+        return {"loss": score} if math.isfinite(score) else {"diverged": self.steps}
 
     def _foreseen(self, training, loss):
         """{recipe: what its writes would do}, from the reference's weights and moments at its end."""

@@ -72,7 +72,7 @@ def test_a_trial_tells_recipes_apart_and_goes_on_after_a_kill(tmp_path, monkeypa
 
     # killed in its third training; the two before are kept
     killed = (
-        MINE.replace("    return F.mse", "    next(left)\n    return F.mse") + "left = iter(range(100))\n"
+        MINE.replace("    return F.mse", "    next(left)\n    return F.mse") + "left = iter(range(160))\n"
     )
     killed = killed.replace(
         "next(left)", "stop = next(left, None)\n    if stop is None: raise KeyboardInterrupt"
