@@ -21,7 +21,15 @@ from harness.ending import Stopped, StopRequest, check_loss, check_weights, what
 from harness.flags import LARGEST_WHOLE
 from harness.progress import Profile, Progress, TrainingClock
 from harness.ranks import Ranks, lost_process
-from harness.run_folder import CHECKPOINT, Folder, export, peak_memory, start_peak_memory, write_json
+from harness.run_folder import (
+    CHECKPOINT,
+    Folder,
+    FolderOfOthers,
+    export,
+    peak_memory,
+    start_peak_memory,
+    write_json,
+)
 from harness.schedule import is_due, lr_factor
 from harness.validation import BEST_FILE, Validation, steps_an_epoch
 from lowprec import ledger
@@ -62,7 +70,8 @@ class Trainer:
         self.recipe = run.recipe.on(self.device)
         self.notes = recipe_notes(c, self.recipe, self.device, self.ranks.world, self.table)
         check_processes(c, self.recipe, self.ranks, draws)
-        self.folder = Folder(folder or Path(c.runs) / c.name)
+        kind_of_folder = Folder if self.ranks.main else FolderOfOthers
+        self.folder = kind_of_folder(folder or Path(c.runs) / c.name)
         self.data = self.kind.load(c)
         self.task = self.kind(self.data, self.recipe, c)
         self.validation = self._validation()
@@ -207,7 +216,7 @@ class Trainer:
                 run.finish(kind)
         run.observe(measure)
         self._set_rates(lr_factor(c, self.step))
-        self._seed(c.seed, ranks.rank)  # dropout: each rank its own
+        self._seed(c.seed, *ranks.words)  # dropout: each rank its own
         for micro in range(c.accumulate):
             batch = to_device(next(self.batches), self.device)
             rng = Rng(stream(c.seed, Stream.BATCH, self.step, micro), ranks.rank, ranks.world, self.device)
@@ -230,7 +239,7 @@ class Trainer:
         with Meter(self.precision.model) as meter:
             yield
         self.precision.parts.append(meter)
-        if self.ranks.main and self.folder.open:
+        if self.folder.open:
             write_json(self.folder / "ledger.json", self.precision.ledger().json())
 
     def _set_rates(self, factor):
@@ -247,9 +256,8 @@ class Trainer:
         own = self.config.noise_seed
         return self.config.seed if own is None else own
 
-    def _seed(self, seed, rank=0):
-        own = (rank,) if rank else ()
-        seed = stream(seed, Stream.GLOBAL, self.step, *own)
+    def _seed(self, seed, *words):
+        seed = stream(seed, Stream.GLOBAL, self.step, *words)
         # torch.manual_seed seeds every kind of device; without a GPU it queues a call and a traceback a time
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
@@ -274,16 +282,14 @@ class Trainer:
             self.folder.close()
 
     def _fit(self):
-        writes = self.ranks.main or self.ranks.spread  # all ranks give their rows of a net that is spread
         summary = self._open_folder()
         self.was_finished = bool(summary)
         if summary:
-            if self.config.export and writes:
+            if self.config.export:
                 self.export(self.config.export)
             return summary
         self.ready()
-        if self.ranks.main:
-            self.folder.log_to(self.step)
+        self.folder.log_to(self.step)
         with self.stop:
             self._train()
         late = self.ranks.any(self.stop.signal, self.device)  # while the last checkpoint was written
@@ -347,15 +353,14 @@ class Trainer:
         if looking:
             with clock.stopped():
                 heldout = self._look()
-        if self.ranks.main:
-            lr = float(self.precision.optimizer.param_groups[0]["lr"])
-            self.folder.log(dict(step=self.step, loss=loss, lr=lr, **report, **heldout))
-            bar.show(loss=loss, **heldout)
+        lr = float(self.precision.optimizer.param_groups[0]["lr"])
+        self.folder.log(dict(step=self.step, loss=loss, lr=lr, **report, **heldout))
+        bar.show(loss=loss, **heldout)
         check_loss(loss, report, self.step, self.folder)
 
     def _preview(self):
         model = self._drawing(self._sources()[0])
-        if self.ranks.main:
+        if model is not None:
             pictures = self.task.preview(model, self._fixed_rng())
             self.folder.show(pictures, f"step{self.step:06d}", self.step)
 
@@ -366,22 +371,19 @@ class Trainer:
             since = float(self.ranks.mean(self.since.clone()))
         check_loss(since, report, self.step, self.folder)
         check_weights(self.precision, self.step, self.folder, self.ranks, self.device)
-        if self.ranks.main or self.ranks.spread:
-            self.seconds = clock.seconds()
-            self._write(CHECKPOINT, since)
+        self.seconds = clock.seconds()
+        self._write(CHECKPOINT, since)
 
     def _look(self):
         """Scores on held-out data, as {"heldout_<name>": number}; a checkpoint of the best so far is kept."""
         scores, improved, waited = {}, False, 0
         model = self._drawing(self._sources()[0])
-        if self.ranks.main:
+        if model is not None:
             scores = self.task.validate(model, self._fixed_rng())
             improved = self.validation.take(scores, self.step)
             waited = self.validation.waited
         self.validation.waited = self.ranks.any(waited, self.device) or 0  # all ranks end together
-        if self.ranks.spread:
-            improved = bool(self.ranks.any(int(improved), self.device))
-        if improved:
+        if self.ranks.any(int(improved), self.device):
             self._write(BEST_FILE)
         return {f"heldout_{name}": value for name, value in scores.items()}
 
@@ -389,9 +391,7 @@ class Trainer:
         """The net that draws, on the main rank; None on the others, which give it their rows where a net is
         spread.
         """
-        if self.ranks.main or self.ranks.spread:
-            return self.precision.generator(source)
-        return None
+        return self.precision.generator(source) if self.ranks.gathers else None
 
     # -- its state
 
@@ -475,9 +475,8 @@ class Trainer:
         if before and self.table.scored_alike(folder.flags(), c):
             return before
         self.ranks.wait()  # every rank has read the folder before one writes
-        if self.ranks.main:
-            logged = self.step - self.interval
-            folder.begin(self.command, vars(c), self.precision.ledger(), self.device, self.step, logged)
+        logged = self.step - self.interval
+        folder.begin(self.command, vars(c), self.precision.ledger(), self.device, self.step, logged)
         if before:
             self.peak = before["peak_memory"]
         return None
@@ -488,10 +487,9 @@ class Trainer:
         """
         c, precision = self.config, self.precision
         if not self.ranks.main:
-            if self.ranks.spread:
-                self.score()
-                if c.export:
-                    self.export(c.export)
+            self.score()
+            if c.export:
+                self.export(c.export)
             return None
         started = time.perf_counter()
         print("scoring ...", file=sys.stderr, flush=True)
@@ -561,7 +559,7 @@ class Trainer:
         sources = self._sources()
         for source in sources:
             model = self._drawing(source)
-            if not self.ranks.main:
+            if model is None:
                 continue
             scores[source], pictures = self.task.evaluate(model, self._fixed_rng())
             name = "final"

@@ -46,6 +46,16 @@ class Ranks:
     def main(self):
         return self.rank == 0
 
+    @property
+    def gathers(self):
+        """Whether it takes part where weights are gathered: all give their rows of a net that is spread."""
+        return self.main or self.spread
+
+    @property
+    def words(self):
+        """What sets the noise of this process apart from the main one's."""
+        return (self.rank,) if self.rank else ()
+
     def device(self, name):
         """The torch.device of this process, of a --device: auto, cpu or cuda."""
         if name == "auto":

@@ -370,6 +370,15 @@ class Folder:
             self._metrics = self._board = self._lock = None
 
 
+class FolderOfOthers(Folder):
+    """The folder as a process has it that writes nothing: the main one of the run does."""
+
+    def begin(self, *given):
+        """It does this, and the following."""
+
+    save = log_to = log = begin
+
+
 def _quieten_writers():
     """Let TensorBoard's threads end without a traceback: what stops one is raised again by the next curve."""
     if threading.excepthook is threading.__excepthook__:
