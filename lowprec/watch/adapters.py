@@ -210,13 +210,11 @@ class Stranger(peers.Peer):
     def _coupled(self, p):
         # torch's Adam adds it to the gradient, AdamW does not; since 2.7 a group tells
         decoupled = self._group(p).get("decoupled_weight_decay", self._group(p).get("adam_w_mode"))
-        if decoupled is None:
-            decoupled = "adamw" in type(self.inner).__name__.lower() or not self._plain_adam()
-        return not decoupled
-
-    def _plain_adam(self):
+        if decoupled is not None:
+            return not decoupled
+        kind = type(self.inner).__name__
         adam = isinstance(self.inner, torch.optim.Adam) and not isinstance(self.inner, torch.optim.AdamW)
-        return adam or type(self.inner).__name__ == "Adam"
+        return (adam or kind == "Adam") and "adamw" not in kind.lower()
 
     def _by_arithmetic(self, p):
         group, state = self._group(p), self.state.get(p, {})

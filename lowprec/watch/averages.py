@@ -37,7 +37,22 @@ class Average:
     @property
     def decay(self):
         """Its decay at the last update, or for good; None where nobody says."""
-        return _decay(self.ema)
+        # AveragedModel keeps its decay in a closure
+        for function in self.functions:
+            if inspect.isfunction(function):
+                decay = inspect.getclosurevars(inspect.unwrap(function)).nonlocals.get("decay")
+                return float(decay) if isinstance(decay, float) else None
+        current, decays = getattr(self.ema, "get_current_decay", None), getattr(self.ema, "decay", None)
+        if callable(current):
+            return float(current())
+        if inspect.isfunction(decays):  # of the number of updates
+            return float(decays(self.counts() or 0))
+        return _first_number(self.ema, ("cur_decay_value", "decay"))
+
+    @property
+    def functions(self):
+        """What a user may give torch's AveragedModel in place of a plain mean."""
+        return getattr(self.ema, "multi_avg_fn", None), getattr(self.ema, "avg_fn", None)
 
     def counts(self):
         """How often it was updated; None where nobody counts."""
@@ -70,8 +85,8 @@ class Average:
             now += [decay] if count is None and decay is not None else []
             return [(min(now), max(now))]
         if decay is None:
-            means = _is_mean(self.ema) and count
-            return [(1 - 1 / count, 1 - 1 / count)] if means else []
+            is_mean = isinstance(self.ema, torch.optim.swa_utils.AveragedModel) and not any(self.functions)
+            return [(1 - 1 / count, 1 - 1 / count)] if is_mean and count else []
         found = [(decay, decay)]
         count = _first_number(self.ema, NAMES_OF_THE_COUNTER[:2])
         if count is not None:  # as torch_ema, and TensorFlow before it, warm up
@@ -86,7 +101,7 @@ class Average:
         Raises Refused for anything else, and where no name fits.
         """
         if isinstance(getattr(ema, "shadow_params", None), list):  # diffusers' EMAModel, torch_ema
-            _check_order(ema.shadow_params, model)
+            _named_in_order(ema.shadow_params, model)
             return cls(lambda: _named_in_order(ema.shadow_params, model), ema)
         found = cls._by_name(ema)
         if found is None:
@@ -142,25 +157,17 @@ def _prefixes(inner, outer):
     return found
 
 
-def _in_order(tensors, model):
-    """[(name, parameter)] of all parameters, or of those that train, as many as the tensors are."""
-    named = list(model.named_parameters())
+def _named_in_order(tensors, model):
+    """{name: tensor}, of all parameters or of those that train, as many as the tensors are."""
+    named = dict(model.named_parameters())
     if len(tensors) != len(named):
-        named = [(name, p) for name, p in named if p.requires_grad]
-    return named
-
-
-def _check_order(tensors, model):
-    shapes = [t.shape for t in tensors]
-    if shapes != [p.shape for _, p in _in_order(tensors, model)]:
+        named = {name: p for name, p in named.items() if p.requires_grad}
+    if [t.shape for t in tensors] != [p.shape for p in named.values()]:
         raise Refused(
             "ema: its tensors have no names, and are not those of the model's parameters in their order: "
             "give the part of the model that it averages, or a dict {name: tensor}"
         )
-
-
-def _named_in_order(tensors, model):
-    return {name: t for (name, _), t in zip(_in_order(tensors, model), tensors, strict=True)}
+    return dict(zip(named, tensors, strict=True))
 
 
 def _detached_parameters(module):
@@ -185,28 +192,6 @@ def _decay_at(schedule, count):
         return float(schedule())
 
 
-def _decay(ema):
-    """The decay of an average's object; None where nobody says."""
-    # AveragedModel keeps its decay in a closure
-    for function in (getattr(ema, "multi_avg_fn", None), getattr(ema, "avg_fn", None)):
-        if inspect.isfunction(function):
-            decay = inspect.getclosurevars(inspect.unwrap(function)).nonlocals.get("decay")
-            return float(decay) if isinstance(decay, float) else None
-    current = getattr(ema, "get_current_decay", None)
-    if callable(current):
-        return float(current())
-    decays = getattr(ema, "decay", None)
-    if inspect.isfunction(decays):  # of the number of updates
-        return float(decays(_first_number(ema, NAMES_OF_THE_COUNTER) or 0))
-    return _first_number(ema, ("cur_decay_value", "decay"))
-
-
-def _is_mean(ema):
-    """Whether it is torch's AveragedModel without a function of one's own: a plain mean."""
-    functions = (getattr(ema, "multi_avg_fn", None), getattr(ema, "avg_fn", None))
-    return isinstance(ema, torch.optim.swa_utils.AveragedModel) and not any(functions)
-
-
 # ---- The rate at which it goes -----------------------------------------------------------------------------
 
 
@@ -214,25 +199,25 @@ def said_rate(average, measured):
     """The rate that an average should have: of those that its decay, its schedule or its warm-up may say, the
     nearest to the measured one. None where nobody says.
     """
-    ranges = getattr(average, "ranges", None)
-    if ranges is None:  # a decay alone
-        ranges = [] if average.decay is None else [(average.decay, average.decay)]
-    nearest = [min(max(measured, 1 - high), 1 - low) for low, high in ranges]
-    return min(nearest, key=lambda rate: _ratio_of_rates(rate, measured), default=None)
+    nearest = [min(max(measured, 1 - high), 1 - low) for low, high in ranges_of(average)]
+
+    def ratio(rate):
+        low, high = sorted((abs(rate), abs(measured)))
+        return high / max(low, 1e-12)
+
+    return min(nearest, key=ratio, default=None)
 
 
 def fastest_rate(average):
     """The highest rate that an average may have now; 0.0 where nobody says."""
-    lows = [low for low, _ in getattr(average, "ranges", ())]
-    if not lows and average.decay is not None:
-        lows = [average.decay]
-    return max((1 - low for low in lows), default=0.0)
+    return max((1 - low for low, _ in ranges_of(average)), default=0.0)
 
 
-def _ratio_of_rates(a, b):
-    """How many times the larger of two rates is the smaller."""
-    low, high = sorted((abs(a), abs(b)))
-    return high / max(low, 1e-12)
+def ranges_of(average):
+    """`Average.ranges`; of an average of this library its decay."""
+    if hasattr(average, "ranges"):
+        return average.ranges
+    return [] if average.decay is None else [(average.decay, average.decay)]
 
 
 def measured_rate(old, new, gap, narrow):

@@ -76,7 +76,10 @@ def diagnosis(before, after):
     head = f"{before.path} and {after.path}: {len(pair.weights)} weights, {len(pair.averages)} of an average"
     head = f"{head}, states of {len(pair.states)}"
     sites = {finding.site for finding in found}
-    sound = {} if sites & {"update", "gains"} else unchanged_entries(pair.weights)
+    sound = {}
+    if pair.weights and not sites & {"update", "gains"}:
+        unchanged = sum(int((one.before == one.after).sum()) for one in pair.weights)
+        sound["unchanged entries"] = unchanged / max(1, sum(one.after.numel() for one in pair.weights))
     return Diagnosis(head, found, sound, harm="bad results")
 
 
@@ -94,17 +97,6 @@ def paired_averages(before, after, weights):
         weight = by_name.get(weight_names.get(name))
         found.append(SavedAverage(name, t, after.averages[name], weight))
     return found
-
-
-def unchanged_entries(weights):
-    """{"unchanged entries": share of all entries that did not change}; {} without weights."""
-    if not weights:
-        return {}
-    unchanged = entries = 0
-    for one in weights:
-        unchanged += int((one.before == one.after).sum())
-        entries += one.after.numel()
-    return {"unchanged entries": unchanged / max(1, entries)}
 
 
 # ---- The command -------------------------------------------------------------------------------------------

@@ -116,18 +116,13 @@ class Steps(Sums):
         moved = look.new != look.held
         back = moved & (now == look.held)
         wide = moved & ~_is_bf16(look.new) & (now != 0)
-        largest = []
-        for part in now.split(look.lengths):
-            largest.append(part.abs().max().expand(part.numel()))
-        tops = torch.cat(largest)
+        tops = torch.cat([part.abs().max().expand(part.numel()) for part in now.split(look.lengths)])
         bound = (look.held == 0) | (look.held.abs() == tops)
         # a mask or a bound, as of WGAN's weights, is no step
         drifted = (now != look.new) & ~back & (now != 0) & (now.abs() != tops)
         drift, step = (now - look.new).where(drifted, 0.0), look.new - look.held
-        drifts = []
-        for part in drifted.split(look.lengths):
-            is_some = part.float().mean() > 0.05
-            drifts.append(is_some.expand(part.numel()))
+        parts = drifted.split(look.lengths)
+        drifts = torch.cat([(part.float().mean() > 0.05).expand(part.numel()) for part in parts])
         looks = look.spread([1 / n for n in look.lengths]).expand_as(now)
         rows = {
             "moved": moved,
@@ -136,7 +131,7 @@ class Steps(Sums):
             "narrowed": wide & _is_bf16(now),
             "masked": back & bound,
             "follows": looks,
-            "drifts": looks.where(torch.cat(drifts), 0.0),
+            "drifts": looks.where(drifts, 0.0),
             "drift": drift.square(),
             "stepped": step.square(),
             "against": -drift * step,
@@ -148,25 +143,16 @@ class Steps(Sums):
 
     def follow_moments(self, look, answers):
         """Count whether something else has changed the moments since the step of a look wrote them."""
-        written = {"m": look.new_m, "v": look.new_v}
-        for name, then in written.items():
+        for name, then in (("m", look.new_m), ("v", look.new_v)):
             if then is None:
                 continue
-            if name == "m":
-                now = first_moments(look, answers)
-            else:
-                now, _ = look.read_v()
+            now = first_moments(look, answers) if name == "m" else look.read_v()[0]
             kept = now.isfinite() & then.isfinite()
             changed = kept & (now != then)
-            has_one, shares = [], []
-            for part in kept.split(look.lengths):
-                has_one.append(part.any())
-            for part in changed.split(look.lengths):
-                shares.append(part.float().mean())
-            is_kept = torch.stack(has_one)
-            is_rewritten = torch.stack(shares) > 0.05
+            is_kept = torch.stack([part.any() for part in kept.split(look.lengths)])
+            shares = torch.stack([part.float().mean() for part in changed.split(look.lengths)])
             self.row(f"{name}_kept")[look.index] += is_kept.double().to(self.sums.device)
-            self.row(f"{name}_rewritten")[look.index] += is_rewritten.double().to(self.sums.device)
+            self.row(f"{name}_rewritten")[look.index] += (shares > 0.05).double().to(self.sums.device)
 
     @property
     def put_back(self):

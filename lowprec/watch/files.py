@@ -151,14 +151,8 @@ def _file_in_folder(folder, name):
 # ---- torch.distributed.checkpoint --------------------------------------------------------------------------
 
 
-class Described:
+class Described(StandIn):
     """One of the records in .metadata: its fields are attributes."""
-
-    def __new__(cls, *args):
-        return object.__new__(cls)
-
-    def __init__(self, *args):
-        pass
 
     def __setstate__(self, state):
         if isinstance(state, dict):

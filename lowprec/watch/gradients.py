@@ -29,12 +29,21 @@ class Partial:
         self.times = 0  # how often they were cleared
         self.last = None  # sum of those since they were cleared; None where they never were
 
+    def add(self, part, cleared):
+        """Add those of one more pass. cleared: whether gradients were before it."""
+        self.count += 1
+        self.sum += part
+        if cleared:
+            self.cleared = self.count - 1
+            self.last = part
+            self.times += 1
+        elif self.last is not None:
+            self.last += part
+
     @property
     def kept(self):
         """The sum that the step should be given, but for a factor."""
-        if self.last is None:
-            return self.sum
-        return self.last
+        return self.sum if self.last is None else self.last
 
 
 class Changes(Sums):
@@ -95,39 +104,23 @@ class Gradients:
         self.partial = {}
 
     def _hear(self, i, p, g):
-        with self.clock, torch.no_grad():
-            self._heard(i, p, g)
-
-    def _heard(self, i, p, g):
         if g.is_sparse:
             return
-        is_first = i == next(iter(self.partial), i)
-        # a look into the values waits for a GPU: once a pass
-        if is_first:
-            there = p.grad is not None and not p.grad.is_sparse and bool(p.grad.any())
-            self.cleared = not there
-        self.heard[i] = self.pick(g).float().clone(), self.cleared or p.grad is None
+        with self.clock, torch.no_grad():
+            # a look into the values waits for a GPU: once a pass
+            if i == next(iter(self.partial), i):
+                self.cleared = p.grad is None or p.grad.is_sparse or not bool(p.grad.any())
+            self.heard[i] = self.pick(g).float().clone(), self.cleared or p.grad is None
 
     def _take(self, i, _):
-        with self.clock, torch.no_grad():
-            self._taken(i)
-
-    def _taken(self, i):
         if i not in self.heard:
             return
         part, cleared = self.heard.pop(i)
         if i not in self.partial:
             self.partial[i] = Partial(part, not cleared)
             return
-        partial = self.partial[i]
-        partial.count += 1
-        partial.sum += part
-        if cleared:
-            partial.cleared = partial.count - 1
-            partial.last = part
-            partial.times += 1
-        elif partial.last is not None:
-            partial.last += part
+        with self.clock, torch.no_grad():
+            self.partial[i].add(part, cleared)
 
     def compare(self, grads, look):
         """Compare what was heard with what the step is given. grads: {parameter: gradient}, or None for those
@@ -143,12 +136,9 @@ class Gradients:
         all_gone = grads is None and all(self.named[i][1].grad is None for i in heard)
         for i, partial in heard.items():
             p = self.named[i][1]
+            g = p.grad if grads is None else grads.get(p)
             if all_gone:
                 g = torch.zeros_like(p)
-            elif grads is None:
-                g = p.grad
-            else:
-                g = grads.get(p)
             if g is None or g.is_sparse or not p.numel():
                 continue
             # what another optimiser's backward left is no fault where it is cleared before its own
@@ -166,17 +156,12 @@ class Gradients:
 
     def _sum(self, heard, index, given, kept, whole):
         """Whether micro-batches are summed well, and none is forgotten."""
-        several, read, sums, last_sums = [], [], [], []
-        for i, g, kept_sum, whole_sum in zip(index, given, kept, whole, strict=True):
-            if heard[i].count > 1:
-                several.append(i)
-                read.append(g)
-                sums.append(whole_sum)
-                last_sums.append(kept_sum)
+        of_passes = zip(index, given, kept, whole, strict=True)
+        several = [one for one in of_passes if heard[one[0]].count > 1]
         if not several:
             return
-        of_all, _ = distances(read, sums)
-        of_last, _ = distances(read, last_sums)
+        several, read, last_sums, sums = zip(*several, strict=True)
+        of_all, of_last = distances(read, sums), distances(read, last_sums)
         for i, error, error_of_last in zip(several, of_all, of_last, strict=True):
             partial = heard[i]
             if self.named[i][1].dtype in NARROW_DTYPES:
@@ -244,8 +229,8 @@ class Gradients:
 
 
 def distances(gradients, exact):
-    """([relative distance of a gradient from a sum, but for a factor], [that factor]) of lists of tensors
-    alike: clipping and averaging over micro-batches scale it.
+    """[relative distance of a gradient from a sum, but for a factor] of lists of tensors alike: clipping and
+    averaging over micro-batches scale it.
     """
     lengths = [g.numel() for g in gradients]
     g, exact = torch.cat(gradients), torch.cat(exact)
@@ -253,7 +238,7 @@ def distances(gradients, exact):
     scale = product / square.clamp_min(1e-300)
     scaled = one_an_entry(scale.tolist(), lengths, g) * exact
     off, size = totals([(g - scaled).square(), scaled.square()], lengths)
-    return (off.sqrt() / size.sqrt().clamp_min(1e-300)).tolist(), scale.tolist()
+    return (off.sqrt() / size.sqrt().clamp_min(1e-300)).tolist()
 
 
 def size_of_step(look):
@@ -265,10 +250,8 @@ def size_of_step(look):
 def norm_of(look):
     """Norm of all gradients of a writes.Look, from their samples."""
     squares = totals([look.g.square()], look.lengths)[0].tolist()
-    estimates = []  # of the squares of whole gradients
-    for p, n, square in zip(look.params, look.lengths, squares, strict=True):
-        estimates.append(square * (p.numel() / n))
-    return math.sqrt(sum(estimates))
+    sampled = zip(look.params, look.lengths, squares, strict=True)
+    return math.sqrt(sum(square * (p.numel() / n) for p, n, square in sampled))
 
 
 class Passes:

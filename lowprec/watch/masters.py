@@ -31,7 +31,8 @@ class Masters:
         for name, p in self.named:
             moments = [value for key, value in state_of(p).items() if accumulates(key, value)]
             if p.dtype == torch.float32 and any(bool(values_here(value).any()) for value in moments):
-                if _are_bf16(self.pick(p)):
+                values = self.pick(p)
+                if torch.equal(values.bfloat16().float(), values) and rounded_values(values):
                     self.at_first.append(name)
 
     def step(self, step):
@@ -77,7 +78,3 @@ class Masters:
 def _is_matrix(p):
     here = values_here(p)
     return p.dtype == torch.float32 and p.dim() > 1 and here.numel() >= ENTRIES and here.is_contiguous()
-
-
-def _are_bf16(values):
-    return torch.equal(values.bfloat16().float(), values) and rounded_values(values)

@@ -37,7 +37,7 @@ class Measured:
         self.known = getattr(watch.answers, "known", True)
         # torch's own round to nearest, and often several times a step, which looks like noise
         self.torchs = type(getattr(watch.answers, "inner", None)).__module__.startswith("torch.optim")
-        self.by_chance = not self.torchs and _may_draw(watch)
+        self.by_chance = not self.torchs and self._may_draw()
         # small tensors say too little: all that one optimiser writes are rounded alike
         self.weights_to_nearest = not self.by_chance or watch.errors.to_nearest
         self.moments_to_nearest = not self.by_chance or watch.moment_errors.to_nearest
@@ -46,6 +46,13 @@ class Measured:
         self.averaged = watch.teachers.tensors(self)
         if watch.ema:
             self.averaged = [*self.tensors, *self.averaged]
+
+    def _may_draw(self):
+        """Whether the optimiser may round by chance: all that draws random numbers, or can't be seen."""
+        sees = getattr(self.watch.answers, "draws", None)
+        narrow = [p for _, p in self.watch.named if p.dtype in NARROW_DTYPES and p.numel()]
+        stepped = [p for p in narrow if self.watch.state(p)]
+        return sees is None or not stepped or sees(stepped[0]) is not False  # one speaks for all
 
     @functools.cached_property
     def norm_weights(self):
@@ -150,17 +157,6 @@ class Measured:
         return found
 
 
-def _may_draw(watch):
-    """Whether the optimiser may round by chance: all that draws random numbers, or can't be seen."""
-    sees = getattr(watch.answers, "draws", None)
-    if sees is None:
-        return True
-    for _, p in watch.named:
-        if p.dtype in NARROW_DTYPES and p.numel() and watch.state(p):
-            return sees(p) is not False  # one speaks for all
-    return True
-
-
 class Tensor:
     """What was measured of one tensor."""
 
@@ -170,6 +166,7 @@ class Tensor:
         self.seen = seen
         self.i = i
         self.watch = seen.watch
+        self.ema = self.watch.ema
         self.name, self.p = self.watch.named[i]
         self.weight = seen.weights[i]
         if getattr(self.watch.answers, "forms_v", True):
@@ -235,10 +232,8 @@ class Tensor:
 
     @property
     def average_dtype(self):
-        shadow = self.watch.ema.shadow
-        if self.name not in shadow:
-            return torch.float32
-        return shadow[self.name].dtype
+        shadow = self.ema.shadow
+        return shadow[self.name].dtype if self.name in shadow else torch.float32
 
     @property
     def average_is_narrow(self):

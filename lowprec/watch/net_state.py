@@ -26,41 +26,25 @@ def frozen_by_plan(net):
     stands alone. The rest is a plan: a text encoder, the first blocks, all that a LoRA leaves as it is.
     """
     trained = [name for name, p in net.named_parameters() if p.requires_grad]
-    frozen_parts = [part for part in _containers(net) if not _holds_one(part, trained)]
+    frozen_parts = []  # that hold parts with parameters, the outermost first
+    for part, module in net.named_modules():
+        if part and any(map(has_parameters, module.children())) and not _holds_one(part, trained):
+            frozen_parts.append(part)
     parts, alone, kinds_that_train = {}, [], set()
     for name, p in net.named_parameters():
-        kind = name_without_numbers(name)
+        kind = re.sub(r"\d+", "N", name)  # tensors of one kind are repeated from block to block
         if p.requires_grad:
             kinds_that_train.add(kind)
         elif kind in kinds_that_train:
             alone.append(name)
         else:
-            outermost = name
-            for part in frozen_parts:
-                if _holds_one(part, [name]):
-                    outermost = part
-                    break
+            outermost = next((part for part in frozen_parts if _holds_one(part, [name])), name)
             parts[outermost] = parts.get(outermost, 0) + 1
     return parts, alone
 
 
 def _holds_one(part, names):
     return any(name.startswith(part + ".") for name in names)
-
-
-def name_without_numbers(name):
-    """A name without its numbers: tensors of one kind are repeated from block to block."""
-    return re.sub(r"\d+", "N", name)
-
-
-def _containers(net):
-    """Names of the parts that hold parts with parameters, the outermost first."""
-    found = []
-    for name, module in net.named_modules():
-        holds = any(has_parameters(child) for child in module.children())
-        if name and holds:
-            found.append(name)
-    return found
 
 
 def has_parameters(module):
@@ -70,8 +54,8 @@ def has_parameters(module):
 # ---- Buffers -----------------------------------------------------------------------------------------------
 
 
-def rounded_values(values, bits=5):
-    """Whether fp32 [n] all fit into bf16 or fp16, and many of them need more than `bits` bits."""
+def rounded_values(values):
+    """Whether fp32 [n] all fit into bf16 or fp16, and many of them need more than 5 bits."""
     values = values[values.isfinite() & (values != 0)]
     if values.numel() < 4:
         return False
@@ -80,7 +64,7 @@ def rounded_values(values, bits=5):
     if not fits or bool((values == values.round()).all()):
         return False
     mantissa, _ = torch.frexp(values)
-    plain = torch.frac(mantissa * 2**bits) == 0
+    plain = torch.frac(mantissa * 2**5) == 0
     return float(plain.float().mean()) < 0.75
 
 

@@ -192,7 +192,5 @@ def _is_another(now, then):
 
 def beta_power(answers, p):
     """beta2^t at the step that was done: what the second moment still lacks; 0.0 where there is none."""
-    if not hasattr(answers, "decay"):
-        return 0.0
     beta, t = answers.decay(p, "exp_avg_sq")
     return 0.0 if math.isnan(beta) or math.isinf(t) else beta ** max(1, t)

@@ -34,19 +34,13 @@ class Teachers:
         if not self.writes.shadows:
             return
         index, before = self.writes.shadows["ema"]
-        stood = [torch.equal(now, then) for now, then in zip(self._samples(index), before, strict=True)]
+        frozen = [self.frozen[self.watch.names[i]][1] for i in index]
+        stood = [torch.equal(self.writes.pick(p), then) for p, then in zip(frozen, before, strict=True)]
         if not all(stood):
             self.watch.compare(step)
         elif self._state() != self.then:  # written, and left as they were
             self.watch._add_stood(index, before, stood, may_stand=False)
         self.writes.shadows = {}
-
-    def _samples(self, index):
-        samples = []
-        for i in index:
-            _, p = self.frozen[self.watch.names[i]]
-            samples.append(self.writes.pick(p))
-        return samples
 
     def _state(self):
         """What changes when they are written, although their values may not."""
@@ -57,11 +51,8 @@ class Teachers:
         tallies = self.writes.averages["ema"].columns()
         sums = self.writes.averaging["ema"].columns()
         extra = self.extra.columns()
-        found = []
-        for i, name in enumerate(seen.names):
-            if name in self.frozen:
-                found.append(Follower(seen, i, self, tallies[i], sums[i], extra[i]))
-        return found
+        followed = [i for i, name in enumerate(seen.names) if name in self.frozen]
+        return [Follower(seen, i, self, tallies[i], sums[i], extra[i]) for i in followed]
 
 
 class Follower(Tensor):
@@ -73,22 +64,11 @@ class Follower(Tensor):
         super().__init__(seen, i)
         self.name = teachers.frozen[self.name][0]
         self.average, self.averaging, self.extra = average, averaging, extra
-        self.watch = WatchOfAnotherAverage(self.watch, teachers.watch.average)
+        self.ema = teachers.watch.average
 
     @property
     def average_dtype(self):
-        return next(iter(self.watch.ema.shadow.values())).dtype
-
-
-class WatchOfAnotherAverage:
-    """A Watch with another average."""
-
-    def __init__(self, watch, ema):
-        self.ema = ema
-        self.inner = watch
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+        return next(iter(self.ema.shadow.values())).dtype
 
 
 def followers(model, trained):

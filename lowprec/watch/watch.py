@@ -183,6 +183,7 @@ class Watch:
             return False
         return not self.chooses or self.clock.can_afford_another(self.looks)
 
+    @torch.no_grad()
     def _before(self, optimizer, args, kwargs):
         with self.clock:
             return self._before_step(args, kwargs)
@@ -196,16 +197,11 @@ class Watch:
         if self.depth > 1:  # a subclass that calls its parent's step, which has the same hooks
             return None
         self.begun_with = gradient, version
-        self._read_again(gradient, version)
+        if gradient is not None:
+            last, then = self.read
+            self.again += last is not None and last() is gradient and version == then
+            self.read = weakref.ref(gradient), version
         return self._begin(args, kwargs)
-
-    def _read_again(self, gradient, version):
-        """Notice that a step is given the gradients of the one before."""
-        if gradient is None:
-            return
-        last, then = self.read
-        self.again += last is not None and last() is gradient and version == then
-        self.read = weakref.ref(gradient), version
 
     def _a_gradient(self):
         """(a gradient, how often it was written): the same in a step and in the step within that."""
@@ -221,7 +217,6 @@ class Watch:
         self.writes.forget()
         self.gradients.forget()
 
-    @torch.no_grad()
     def _begin(self, args, kwargs):
         self.steps += 1
         if self.follow and not self._freed():
@@ -336,7 +331,8 @@ class Watch:
         zero = {}  # {number of a tensor: whether its gradient is 0 everywhere}
         if look is not None:
             self._remember_alive(look)
-            is_zero = _all_zero(look.g, look.lengths)
+            # a GPU is waited for once
+            is_zero = (~torch.stack([part.any() for part in look.g.split(look.lengths)])).tolist()
             zero = dict(zip(look.index, is_zero, strict=True))
             self.states.find_restarts(look, self.steps)
             if look.v is not None:
@@ -479,7 +475,3 @@ def _picked_entries(t, most, device):
     taken = sample_entries(t, most)
     return taken if taken.device == device else taken.to(device)
 
-
-def _all_zero(flat, lengths):
-    """[whether all entries of a tensor are 0]; a GPU is waited for once."""
-    return (~torch.stack([part.any() for part in flat.split(lengths)])).tolist()

@@ -77,11 +77,11 @@ class Tally(Sums):
         """The same where it is known that nothing is left to chance: rounding is to nearest."""
         return max(0.0, self.threatened - self.written) / max(self.wanted, 1e-300)
 
-    def unwritten(self, spread=0.0, sure=6):
-        """Share of the wanted movement, large steps included, that was not written for sure: less `sure`
-        standard errors. spread: variance that chance alone accounts for where the optimiser rounds by it.
+    def unwritten(self, spread=0.0):
+        """Share of the wanted movement, large steps included, that was not written for sure: less 6 standard
+        errors. spread: variance that chance alone accounts for where the optimiser rounds by it.
         """
-        noise = sure * math.sqrt(max(self.miss, spread))
+        noise = 6 * math.sqrt(max(self.miss, spread))
         return max(0.0, self.wanted - self.arrived - noise) / max(self.wanted, 1e-300)
 
     @property

@@ -10,8 +10,8 @@ from ..net_state import dtype_name
 from ..verdicts import FINDING_LIMITS
 from ..write_errors import CERTAIN_STANDARD_ERRORS
 
-ema = functools.partial(of_average, "ema", family="average")
-severe = functools.partial(ema, severity="severe")
+of_ema = functools.partial(of_average, "ema", family="average")
+severe_of_ema = functools.partial(of_ema, severity="severe")
 averages_of_run = functools.partial(of_run, "ema")
 
 # of averages, in a loop and in checkpoints
@@ -25,14 +25,14 @@ FROM_THIS_NET = (
 # ---- Where it is, and where it goes ------------------------------------------------------------------------
 
 
-@severe("{figure:,.0f} entries of its sample are not finite, and those of its weight are", BEGIN_ANEW,
-        above=0.0, rank=9.0)
+@severe_of_ema("{figure:,.0f} entries of its sample are not finite, and those of its weight are", BEGIN_ANEW,
+               above=0.0, rank=9.0)
 def average_not_finite(one):
     """Entries of the average that are not finite, while those of its weight are."""
     return one.averaging.infinite if bool(one.watch.pick(one.p).isfinite().all()) else None
 
 
-@severe("the average has the other sign than its weight", CHECK_ITS_SIGN, above=0.9, rank=3.5)
+@severe_of_ema("the average has the other sign than its weight", CHECK_ITS_SIGN, above=0.9, rank=3.5)
 def average_of_other_sign(one):
     """Minus the cosine of the average and its weight."""
     sums = one.averaging
@@ -45,7 +45,7 @@ def average_of_other_sign(one):
 MOVES_AWAY = "the average moves away from its weight, by {rate:.2g} of the way a step"
 
 
-@severe(MOVES_AWAY, CHECK_ITS_SIGN, rank=3.0)
+@severe_of_ema(MOVES_AWAY, CHECK_ITS_SIGN, rank=3.0)
 def average_goes_right_away(one):
     """Minus the cosine of what the average moved and the way to its weight is above 0.9, or above 0.25 where
     rounding to 16 bits hides how straight it is.
@@ -54,7 +54,7 @@ def average_goes_right_away(one):
     return figure if figure and figure.value > (0.25 if one.average_is_narrow else 0.9) else None
 
 
-@severe(MOVES_AWAY, FROM_THIS_NET, above=0.25, rank=3.0)
+@severe_of_ema(MOVES_AWAY, FROM_THIS_NET, above=0.25, rank=3.0)
 def average_goes_away(one):
     """Minus the cosine of what the average moved and the way to its weight."""
     sums = one.averaging
@@ -69,8 +69,8 @@ def average_goes_away(one):
     return Figure(-sums.along / size, rate=-sums.along / sums.gap_square)
 
 
-@severe("the average goes {figure:.2g} of the way to its weight a step, beyond it",
-        "a rate of 1 - decay, between 0 and 1", above=1.1, rank=2.5)
+@severe_of_ema("the average goes {figure:.2g} of the way to its weight a step, beyond it",
+               "a rate of 1 - decay, between 0 and 1", above=1.1, rank=2.5)
 def average_overshoots(one):
     """The way it goes a step, over the whole way to its weight."""
     sums = one.averaging
@@ -78,29 +78,30 @@ def average_overshoots(one):
     return None if sums.gap_square == 0 or by_chance else sums.along / sums.gap_square
 
 
-@severe("the average is {figure:,.0f} times as large as its weight", CHECK_ITS_UPDATE, above=10.0, rank=4.0)
+@severe_of_ema("the average is {figure:,.0f} times as large as its weight", CHECK_ITS_UPDATE, above=10.0,
+               rank=4.0)
 def average_too_large(one):
     """Norm of the average over that of its weight."""
     sums = one.averaging
     return math.sqrt(sums.square / sums.weight_square) if sums.weight_square else None
 
 
-@severe("at once the average went {times:.3g} times as far as its weight was away",
-        "find what else writes the average", above=0.0, rank=2.2)
+@severe_of_ema("at once the average went {times:.3g} times as far as its weight was away",
+               "find what else writes the average", above=0.0, rank=2.2)
 def average_jumped(one):
     """Times it went farther than 1.5 times the way to its weight, in a step or since the last look."""
     return Figure(one.averaging.jumps, times=one.averaging.jumped)
 
 
-@ema("between two looks the average went {part:.0%} of the way to its weight, farther than its decay lets "
-     "it: something wrote the weights over it", "restore the average and its counter at a resume", above=0.0,
-     rank=2.2)
+@of_ema("between two looks the average went {part:.0%} of the way to its weight, farther than its decay lets "
+        "it: something wrote the weights over it", "restore the average and its counter at a resume",
+        above=0.0, rank=2.2)
 def average_overtaken(one):
     """Looks by which it had gone over half of the way to its weight, and 3 times what its decay lets it."""
     return None if one.may_be_copied else Figure(one.averaging.overtaken, part=one.averaging.overtook)
 
 
-@severe("the average moves, and not toward its weight", FROM_THIS_NET, above=0.5, rank=2.1)
+@severe_of_ema("the average moves, and not toward its weight", FROM_THIS_NET, above=0.5, rank=2.1)
 def average_goes_elsewhere(one):
     """1 less the mean cosine of what an fp32 average moved and the way to its weight."""
     sums = one.averaging
@@ -109,25 +110,25 @@ def average_goes_elsewhere(one):
     return 1 - sums.cosine / sums.directed
 
 
-@severe("the average is fp32, and all its values are bf16 numbers: something rounds them",
-        "hold, move and compute it in fp32", above=0.99, rank=1.5)
+@severe_of_ema("the average is fp32, and all its values are bf16 numbers: something rounds them",
+               "hold, move and compute it in fp32", above=0.99, rank=1.5)
 def average_is_bf16(one):
     """Share of the entries of an fp32 average that are bf16 numbers, where their weights are none."""
     sums = one.averaging
     return None if sums.seen < 64 or one.average_is_narrow else sums.bf16 / sums.seen
 
 
-@severe("the average is the weight itself: they share their memory",
-        "clone the weights where the average is made", rank=2.3)
+@severe_of_ema("the average is the weight itself: they share their memory",
+               "clone the weights where the average is made", rank=2.3)
 def average_is_its_weight(one):
     """Shares the memory of its weight."""
-    shadow = one.watch.ema.shadow.get(one.name)
+    shadow = one.ema.shadow.get(one.name)
     here = values_here(one.p)  # a rank may have no rows of a tensor, and so no memory
     return shadow is not None and here.numel() > 0 and here.data_ptr() == values_here(shadow).data_ptr()
 
 
-@ema("the average is a copy of its weight at each look: it averages nothing", "is its decay applied?",
-     above=0.99, rank=1.0)
+@of_ema("the average is a copy of its weight at each look: it averages nothing", "is its decay applied?",
+        above=0.99, rank=1.0)
 def average_copies(one):
     """Share of the entries away from their weight that the average copies from it, at 2 looks or more."""
     sums = one.averaging
@@ -135,32 +136,32 @@ def average_copies(one):
     return None if is_to_follow or sums.looks < 1.5 or not sums.away else sums.copied / sums.away
 
 
-@severe("the average has not moved between two looks, and is away from its weight",
-        "update it after each step, in fp32", above=0.5, rank=2.0)
+@severe_of_ema("the average has not moved between two looks, and is away from its weight",
+               "update it after each step, in fp32", above=0.5, rank=2.0)
 def average_stood(one):
     """Looks between which the average did not move, although it is away from its weight."""
-    return None if one.average.arrived or not one.watch.ema.begun else one.extra.stood
+    return None if one.average.arrived or not one.ema.begun else one.extra.stood
 
 
 STANDS = "the average stands still in {dtype}: none of the wanted movement is written"
 
 
-@severe(STANDS, "hold and compute it in fp32", rank=1.5)
+@severe_of_ema(STANDS, "hold and compute it in fp32", rank=1.5)
 def narrow_average_stands(one):
     """Nothing is written of the wanted movement of an average in 16 bits."""
     return average_stands(one) if one.average_is_narrow else None
 
 
-@severe(STANDS, "update all tensors of the average after each step", rank=1.5)
+@severe_of_ema(STANDS, "update all tensors of the average after each step", rank=1.5)
 def average_stands(one):
     """Nothing is written of the wanted movement."""
     stands = one.average.entries >= 1 and not one.average.arrived
     return Figure(dtype=dtype_name(one.average_dtype)) if stands else None
 
 
-@ema("{stuck:.0%} of the entries away from their weight can't move in {dtype}, {figure:.0%} of the wanted "
-     "movement is lost", "hold and compute it in fp32, or round stochastically",
-     above=FINDING_LIMITS["ema"][0], severe_above=FINDING_LIMITS["ema"][1])
+@of_ema("{stuck:.0%} of the entries away from their weight can't move in {dtype}, {figure:.0%} of the wanted "
+        "movement is lost", "hold and compute it in fp32, or round stochastically",
+        above=FINDING_LIMITS["ema"][0], severe_above=FINDING_LIMITS["ema"][1])
 def narrow_average(one):
     """Share of the wanted movement that an average in 16 bits loses."""
     if not one.average_is_narrow or not one.average.entries:
@@ -173,14 +174,14 @@ def narrow_average(one):
 OTHER_RATE = "it goes {rate:.2g} of the way a step, and its decay {decay:g} says {said:.2g}"
 
 
-@ema(OTHER_RATE, CHECK_ITS_UPDATE, above=0.5, severe_above=0.9)
+@of_ema(OTHER_RATE, CHECK_ITS_UPDATE, above=0.5, severe_above=0.9)
 def average_slow(one):
     """Share of the way a step that its decay says and that it does not go."""
     said = said_rate(one)
     return rates(one, said, 1 - one.average.share) if said else None
 
 
-@ema(OTHER_RATE, "check how the average is updated: once a step?", above=1.7)
+@of_ema(OTHER_RATE, "check how the average is updated: once a step?", above=1.7)
 def average_fast(one):
     """The way it goes a step, over what its decay says."""
     said = said_rate(one)
@@ -194,8 +195,8 @@ def said_rate(one):
     if not one.average.entries:
         return None
     said = one.averaging.said / max(one.averaging.gap_square, 1e-300)
-    if not said and one.watch.ema.decay is not None:
-        said = 1 - one.watch.ema.decay
+    if not said and one.ema.decay is not None:
+        said = 1 - one.ema.decay
     return said
 
 
@@ -204,7 +205,7 @@ def rates(one, said, figure):
 
 
 of_youth = functools.partial(
-    ema,
+    of_ema,
     "young: {figure:.0%} of the start remains after {steps} steps of decay {decay:g}",
     "a decay of {less:.4g} or less, or more steps",
     above=0.1,
@@ -221,7 +222,7 @@ def average_young_in_a_long_run(one):
 def average_young(one):
     """Share of the start that remains in it."""
     steps = one.watch.steps
-    decay = one.watch.ema.decay if one.average.entries and one.i == 0 else None
+    decay = one.ema.decay if one.average.entries and one.i == 0 else None
     if decay is None or not 0 < decay < 1:
         return None
     less = 0.05 ** (1 / steps)  # of which a twentieth of the start would remain
@@ -240,27 +241,27 @@ def average_lacks(seen):
     return Figure(len(missing), all=len(seen.names), name=missing[0]) if missing else None
 
 
-counters = functools.partial(averages_of_run, family="counter of the average")
+of_its_counter = functools.partial(averages_of_run, family="counter of the average")
 
 
-@counters("the counter of the average fell from {before:g} to {after:g}: its warm-up begins anew",
-          "restore the average's counter at a resume", severity="severe", rank=2.5)
+@of_its_counter("the counter of the average fell from {before:g} to {after:g}: its warm-up begins anew",
+                "restore the average's counter at a resume", severity="severe", rank=2.5)
 def average_counter_fell(seen):
     """Its counter fell."""
     fell = seen.watch.averages.fell
     return Figure(before=fell[0], after=fell[1]) if fell else None
 
 
-@counters("the average was never updated: its counter says 0", "update it after each step", above=2.0,
-          rank=1.0)
+@of_its_counter("the average was never updated: its counter says 0", "update it after each step", above=2.0,
+                rank=1.0)
 def average_never_updated(seen):
     """Looks at which its counter says that it was never updated."""
     looks = average_not_begun(seen)
     return looks if looks and not seen.watch.ema.may_begin_late else None
 
 
-@counters("the average was not updated yet: its counter says 0", "nothing, if it begins later, as SWA",
-          above=2.0, severity="note", rank=1.0)
+@of_its_counter("the average was not updated yet: its counter says 0", "nothing, if it begins later, as SWA",
+                above=2.0, severity="note", rank=1.0)
 def average_not_begun(seen):
     """Looks at which the counter of torch's AveragedModel says that it was never updated."""
     average = seen.watch.ema
@@ -268,8 +269,8 @@ def average_not_begun(seen):
     return seen.watch.looks if stands_at_0 else None
 
 
-@counters("the counter of the average stands at {count:g}, while the average moves",
-          "count each update: the average's warm-up goes by it", above=2.0, rank=1.0)
+@of_its_counter("the counter of the average stands at {count:g}, while the average moves",
+                "count each update: the average's warm-up goes by it", above=2.0, rank=1.0)
 def average_counter_stands(seen):
     """Looks at which it moved, while its counter says the same at all of them."""
     averages = seen.watch.averages

@@ -75,7 +75,7 @@ def entries_not_finite(one):
     return int((~one.after.float().isfinite()).sum())
 
 
-still = functools.partial(
+of_standstill = functools.partial(
     of_saved_weight,
     family="still",
     above=0.5,
@@ -83,7 +83,7 @@ still = functools.partial(
 )
 
 
-@still("gains", "{ones:.0%} of its {count:,} gains are exactly 1.0, as they start")
+@of_standstill("gains", "{ones:.0%} of its {count:,} gains are exactly 1.0, as they start")
 def gains_at_one(one):
     """Share of gains that are exactly 1 in both."""
     if one.after.dim() != 1 or one.after.numel() < 8 or NAMES_NOT_TRAINED.search(one.name):
@@ -94,7 +94,7 @@ def gains_at_one(one):
     return Figure(min(before, after), ones=after, count=one.after.numel())
 
 
-@still("update", "{figure:.0%} of its entries did not change[ in {dtype}]")
+@of_standstill("update", "{figure:.0%} of its entries did not change[ in {dtype}]")
 def unchanged(one):
     """Share of the entries that did not change; of fp32 tensors where none did."""
     if NAMES_NOT_TRAINED.search(one.name) or not one.after.any():
@@ -108,18 +108,18 @@ def unchanged(one):
     return Figure(1 - float(changed.float().mean()), **({"dtype": dtype_name(one.dtype)} if narrow else {}))
 
 
-untrained = functools.partial(of_checkpoints, "update", family="untrained", severity="severe")
+of_no_training = functools.partial(of_checkpoints, "update", family="untrained", severity="severe")
 
 
-@untrained("nothing was trained: the later file is a copy of the earlier one in {dtypes}",
-           "was it saved after training, from the net that trained?")
+@of_no_training("nothing was trained: the later file is a copy of the earlier one in {dtypes}",
+                "was it saved after training, from the net that trained?")
 def only_rounded(pair):
     """All weights of the later file are those of the earlier one, rounded."""
     dtypes = dict.fromkeys(dtype_name(one.rounded_to) for one in pair.weights if one.rounded_to)
     return Figure(dtypes=" and ".join(dtypes)) if pair.stands and dtypes else None
 
 
-@untrained("no weight changed at all", "are these two of one run?")
+@of_no_training("no weight changed at all", "are these two of one run?")
 def nothing_trained(pair):
     """No weight changed."""
     return pair.stands
@@ -139,7 +139,7 @@ def rounded_on_the_way(pair):
 
 # the factor of an adapter that begins as 0, in PEFT, diffusers, kohya's scripts and LyCORIS
 BEGINS_AT_0 = re.compile(r"lora_(embedding_)?B\b|lora[._]up\b|hada_w2_a|lokr_w2(_b)?\b|lambda_b\b|zero_proj")
-dead = functools.partial(
+of_dead_adapter = functools.partial(
     of_checkpoints,
     "adapter",
     family="dead adapters",
@@ -147,7 +147,7 @@ dead = functools.partial(
 )
 
 
-@dead("all {count} factors as {name} are 0: the adapter does nothing", severity="severe", rank=4.0)
+@of_dead_adapter("all {count} factors as {name} are 0: the adapter does nothing", severity="severe", rank=4.0)
 def dead_adapter(pair):
     """All factors of an adapter that begin as 0 are 0."""
     factors = [one for one in pair.weights if BEGINS_AT_0.search(one.name) and one.after.numel()]
@@ -156,7 +156,7 @@ def dead_adapter(pair):
     return Figure(count=len(factors), name=factors[0].name)
 
 
-@dead("it is 0, as it begins: here the adapter does nothing", rank=1.0)
+@of_dead_adapter("it is 0, as it begins: here the adapter does nothing", rank=1.0)
 def dead_factors(pair):
     """Factors of an adapter that begin as 0 and still are, while others are not."""
     for one in () if pair.stands or dead_adapter(pair) else pair.weights:
@@ -181,24 +181,25 @@ def equal_values(a, b):
     return torch.equal(rounded(a), rounded(b, held_dtype(a), a.dtype))
 
 
-average = functools.partial(of_saved_average, "ema", family="average", severity="severe")
+severe_of_ema = functools.partial(of_saved_average, "ema", family="average", severity="severe")
 EACH_STEP = "average after each step, in fp32"
 
 
-@average("{figure:,.0f} entries are not finite", BEGIN_ANEW, above=0.0, rank=9.0)
+@severe_of_ema("{figure:,.0f} entries are not finite", BEGIN_ANEW, above=0.0, rank=9.0)
 def average_not_finite(one):
     """Entries that are not finite."""
     return entries_not_finite(one)
 
 
-@average("the average is {figure:,.0f} times as large as its weight", CHECK_ITS_UPDATE, above=10.0, rank=4.0)
+@severe_of_ema("the average is {figure:,.0f} times as large as its weight", CHECK_ITS_UPDATE, above=10.0,
+               rank=4.0)
 def average_too_large(one):
     """Norm of the average over that of its weight."""
     size = 0.0 if one.weight is None else float(one.weight.after.double().norm())
     return float(one.after.double().norm()) / size if size else None
 
 
-@average("the average has the other sign than its weight", CHECK_ITS_SIGN, above=0.9, rank=3.0)
+@severe_of_ema("the average has the other sign than its weight", CHECK_ITS_SIGN, above=0.9, rank=3.0)
 def average_of_other_sign(one):
     """Minus the cosine of the average and its weight."""
     if one.weight is None or one.after.numel() < ENOUGH_ENTRIES or one.after.shape != one.weight.after.shape:
@@ -208,13 +209,13 @@ def average_of_other_sign(one):
     return -float((a * b).sum()) / norms if norms > 0 else None
 
 
-@average("the average equals that of the earlier checkpoint, while weights moved", EACH_STEP, rank=2.0)
+@severe_of_ema("the average equals that of the earlier checkpoint, while weights moved", EACH_STEP, rank=2.0)
 def average_stands(one):
     """Equals that of the earlier checkpoint."""
     return one.before is not None and equal_values(one.before, one.after)
 
 
-@average("the average equals the weights of the earlier checkpoint", EACH_STEP, rank=1.5)
+@severe_of_ema("the average equals the weights of the earlier checkpoint", EACH_STEP, rank=1.5)
 def average_is_start(one):
     """Equals the weights of the earlier checkpoint, which have moved."""
     return one.weight is not None and one.weight.moved and equal_values(one.after, one.weight.start)
@@ -260,22 +261,22 @@ def tensor_of(state, name):
     return found if torch.is_tensor(found) else None
 
 
-narrow_v = functools.partial(of_saved_state, "exp_avg_sq", family="narrow v")
-counter = functools.partial(
+of_narrow_v = functools.partial(of_saved_state, "exp_avg_sq", family="narrow v")
+of_counter = functools.partial(
     of_saved_state, "step", remedy="fp32 or integer counters", family="counter", rank=1.0
 )
 
 
-@narrow_v("exp_avg_sq is {dtype}, and {figure:.0%} of its entries shrank",
-          "nothing, if it is rounded stochastically", above=0.02, severity="note", rank=0.0)
+@of_narrow_v("exp_avg_sq is {dtype}, and {figure:.0%} of its entries shrank",
+             "nothing, if it is rounded stochastically", above=0.02, severity="note", rank=0.0)
 def v_can_shrink(one):
     """Share of the entries of a 16-bit exp_avg_sq that shrank."""
     known = one.to_nearest and one.shrunk is not None
     return Figure(one.shrunk, dtype=dtype_name(one.v.dtype)) if known else None
 
 
-@narrow_v("exp_avg_sq is {dtype}: rounded to nearest it can grow and not shrink[; {shrunk:.1%} of its "
-          "entries shrank]", "fp32 states, or stochastic rounding; nothing, if they are rounded so")
+@of_narrow_v("exp_avg_sq is {dtype}: rounded to nearest it can grow and not shrink[; {shrunk:.1%} of its "
+             "entries shrank]", "fp32 states, or stochastic rounding; nothing, if they are rounded so")
 def v_is_narrow(one):
     """Held in 16 bits, and not rounded stochastically as far as the file tells."""
     if not one.to_nearest:
@@ -291,7 +292,8 @@ def v_cast(one):
     return was_wide and one.v is not None and one.v.dtype in NARROW_DTYPES
 
 
-@counter("its step counter is {dtype} and says {step:g}: it can't count beyond {most}", severe_above=0.9999)
+@of_counter("its step counter is {dtype} and says {step:g}: it can't count beyond {most}",
+            severe_above=0.9999)
 def counter_is_narrow(one):
     """What a counter in 16 bits says, over what it can count to."""
     held = tensor_of(one.after, "step")
@@ -301,23 +303,23 @@ def counter_is_narrow(one):
     return Figure(one.step / most, dtype=dtype_name(held.dtype), step=one.step, most=most)
 
 
-@counter("its step counter says {step:g} in both, while its moments changed")
+@of_counter("its step counter says {step:g} in both, while its moments changed")
 def counter_stands(one):
     """Says the same in both, while exp_avg_sq changed."""
     stands = one.step is not None and one.step == steps_of(one.before) and one.v_changed
     return Figure(step=one.step) if stands else None
 
 
-reset = functools.partial(of_checkpoints, "exp_avg_sq", family="reset", severity="severe", rank=3.0)
+of_reset = functools.partial(of_checkpoints, "exp_avg_sq", family="reset", severity="severe", rank=3.0)
 
 
-@reset("all zero after {step:g} steps: fp16 holds no squares so small", AVOID_FP16)
+@of_reset("all zero after {step:g} steps: fp16 holds no squares so small", AVOID_FP16)
 def v_reset_in_fp16(pair):
     """0 everywhere in fp16, after steps."""
     return [figure for figure in v_reset(pair) if figure.words["dtype"] == torch.float16]
 
 
-@reset("all zero after {step:g} steps: the second moment was reset", RESTORE_SECOND_MOMENT)
+@of_reset("all zero after {step:g} steps: the second moment was reset", RESTORE_SECOND_MOMENT)
 def v_reset(pair):
     """0 everywhere after steps, of a tensor beside an exp_avg, or of all tensors."""
     held = [one for one in pair.states if one.step and one.v is not None]

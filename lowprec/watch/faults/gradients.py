@@ -23,25 +23,25 @@ def gradient_not_finite(one):
     return None if one.change.spoilt else one.extra.infinite  # else another row's
 
 
-none = functools.partial(of_gradient, family="none")
+of_no_gradient = functools.partial(of_gradient, family="none")
 
 
-@none("never has a gradient", IS_IT_USED, above=1.0, severity="note", rank=0.0)
+@of_no_gradient("never has a gradient", IS_IT_USED, above=1.0, severity="note", rank=0.0)
 def never_graded(one):
     """Looks without a gradient."""
     return None if one.facts.looks else one.facts.without
 
 
-@none("its gradient is 0 at each look, and it is 0 itself",
-      "begin one of two factors with other values than 0", above=2.0, rank=0.5)
+@of_no_gradient("its gradient is 0 at each look, and it is 0 itself",
+                "begin one of two factors with other values than 0", above=2.0, rank=0.5)
 def zero_gradient_of_zeros(one):
     """Looks at which the gradient of a matrix of zeros was 0."""
     # a bias of zeros may have none by design
     return zero_gradient(one) if one.p.dim() > 1 and not bool(one.watch.pick(one.p).any()) else None
 
 
-@none("its gradient is 0 at each look", f"{IS_IT_USED} In some nets it is so by design", above=2.0,
-      severity="note", rank=0.5)
+@of_no_gradient("its gradient is 0 at each look", f"{IS_IT_USED} In some nets it is so by design", above=2.0,
+                severity="note", rank=0.5)
 def zero_gradient(one):
     """Looks at which its gradient was 0."""
     of_another_row = one.change.zeroed or one.seen.all_zero
@@ -71,21 +71,21 @@ def dead_parts(seen):
 
 # ---- What becomes of them before the step ------------------------------------------------------------------
 
-partly = functools.partial(of_gradient, family="partly", above=0.02)
-changed = functools.partial(gradients_of_run, family="changed", above=0.0)
+of_entries = functools.partial(of_gradient, family="partly", above=0.02)
+of_change = functools.partial(gradients_of_run, family="changed", above=0.0)
 
 FIND_WHAT_WRITES_GRAD = "find what writes p.grad after backward"
 PARTLY_ZEROED = "{figure:.0%} of the entries of its gradient are set to 0 between backward and the step"
 
 
-@partly("{figure:.0%} of the entries of its gradient change their sign between backward and the step",
-        FIND_WHAT_WRITES_GRAD, severity="severe")
+@of_entries("{figure:.0%} of the entries of its gradient change their sign between backward and the step",
+            FIND_WHAT_WRITES_GRAD, severity="severe")
 def gradient_partly_negated(one):
     """Share of the entries of a gradient whose sign was changed between backward and the step."""
     return one.change.parts_negated / max(1.0, one.change.looks)
 
 
-@partly(PARTLY_ZEROED, FIND_WHAT_WRITES_GRAD)
+@of_entries(PARTLY_ZEROED, FIND_WHAT_WRITES_GRAD)
 def gradient_partly_zeroed(one):
     """Share of the entries of a gradient that were set to 0 between backward and the step."""
     share = one.change.parts_zeroed / max(1.0, one.change.looks)
@@ -94,39 +94,39 @@ def gradient_partly_zeroed(one):
     return None if is_masked else share
 
 
-@partly(PARTLY_ZEROED, "nothing, if it is a mask by plan", severity="note")
+@of_entries(PARTLY_ZEROED, "nothing, if it is a mask by plan", severity="note")
 def gradient_masked(one):
     """The same of a table of which some rows train, or where the weights are 0 too."""
     return one.change.parts_zeroed / max(1.0, one.change.looks)
 
 
-@changed("{whose} not finite after backward, and finite when the step begins, at {figure:.0%} of the looks",
-         "leave out such a step, and find what overflows: what was not finite says nothing of the others",
-         severe_above=0.25, rank=9.4)
+@of_change("{whose} not finite after backward, and finite when the step begins, at {figure:.0%} of the looks",
+           "leave out such a step, and find what overflows: what was not finite says nothing of the others",
+           severe_above=0.25, rank=9.4)
 def gradients_mended(seen):
     """Share of the looks at which a gradient was not finite after backward and finite at the step."""
     return changes(seen, "mended", lambda change: change.mended / (change.looks + change.mended))
 
 
-@changed("{whose} finite after backward, and not finite when the step begins",
-         "check the norm and the factor that clipping computes: one of them is not finite", severity="severe",
-         rank=9.5)
+@of_change("{whose} finite after backward, and not finite when the step begins",
+           "check the norm and the factor that clipping computes: one of them is not finite",
+           severity="severe", rank=9.5)
 def gradients_spoilt(seen):
     """Looks at which a gradient was finite after backward and not at the step."""
     return changes(seen, "spoilt", lambda change: change.spoilt)
 
 
-@changed("{whose} multiplied by {factor:.2g} between backward and the step",
-         "check the norm and the factor that clipping computes: neither is below 0", severity="severe",
-         rank=8.5)
+@of_change("{whose} multiplied by {factor:.2g} between backward and the step",
+           "check the norm and the factor that clipping computes: neither is below 0", severity="severe",
+           rank=8.5)
 def gradients_negated(seen):
     """Share of the looks at which the step read a gradient times a negative factor."""
     return changes(seen, "negated", lambda change: change.negated / change.looks)
 
 
-@changed("{whose} set to 0 between backward and the step, at {figure:.0%} of the looks",
-         "check the clipping norm: an infinite one, as of fp16, makes a factor of 0. And find what clears "
-         "gradients before the step", severe_above=0.5, rank=8.0)
+@of_change("{whose} set to 0 between backward and the step, at {figure:.0%} of the looks",
+           "check the clipping norm: an infinite one, as of fp16, makes a factor of 0. And find what clears "
+           "gradients before the step", severe_above=0.5, rank=8.0)
 def gradients_zeroed(seen):
     """Share of the looks at which the step read 0 instead of a gradient."""
     return changes(seen, "zeroed", lambda change: change.zeroed / change.looks)
@@ -149,8 +149,8 @@ def changes(seen, field, figure):
 
 # ---- How large they are ------------------------------------------------------------------------------------
 
-eps = functools.partial(gradients_of_run, family="eps", above=0.5, severity="severe")
-clipping = functools.partial(gradients_of_run, family="clipping", above=0.999)
+of_eps = functools.partial(gradients_of_run, family="eps", above=0.5, severity="severe")
+of_clipping = functools.partial(gradients_of_run, family="clipping", above=0.999)
 
 BELOW_EPS = "{figure:.0%} of the second moments are below the optimiser's eps: steps are too short"
 FIND_WHAT_DIVIDES = (
@@ -165,7 +165,8 @@ def gradient_subnormal(one):
     return one.extra.subnormal / one.extra.graded if one.extra.graded >= 8 else None
 
 
-@eps(BELOW_EPS + ", as gradients are divided by {by:,.0f} between backward and the step", FIND_WHAT_DIVIDES)
+@of_eps(BELOW_EPS + ", as gradients are divided by {by:,.0f} between backward and the step",
+        FIND_WHAT_DIVIDES)
 def below_eps_by_division(seen):
     """Share of second moments below the optimiser's eps, squared, where gradients are divided by 1000 or more
     between backward and the step.
@@ -174,7 +175,7 @@ def below_eps_by_division(seen):
     return Figure(figure.value, figure.tensor, by=1 / left) if figure and left else None
 
 
-@eps(BELOW_EPS, "a larger clipping norm or loss scale, or a smaller eps")
+@of_eps(BELOW_EPS, "a larger clipping norm or loss scale, or a smaller eps")
 def below_eps(seen):
     """Share of second moments below the optimiser's eps, squared."""
     # matrices alone: some biases have no gradient but noise, as those of keys in attention
@@ -186,8 +187,8 @@ def below_eps(seen):
     return Figure(faint / sum(one.extra.judged for one in matrices), worst.name)
 
 
-@clipping("gradients are divided by {by:,.0f} between backward and the step, which is {step:.1g} of the "
-          "weights then: the net stands still", FIND_WHAT_DIVIDES, severity="severe", rank=1.5)
+@of_clipping("gradients are divided by {by:,.0f} between backward and the step, which is {step:.1g} of the "
+             "weights then: the net stands still", FIND_WHAT_DIVIDES, severity="severe", rank=1.5)
 def gradients_unscaled(seen):
     """What is taken off them where that is a power of 2 and steps are then below 1e-5 of the weights."""
     left, step = left_in_place(seen), seen.watch.gradients.largest_step
@@ -196,8 +197,8 @@ def gradients_unscaled(seen):
     return Figure(1 - left, by=1 / left, step=step) if stands else None
 
 
-@clipping("clipping leaves {left:.1g} of the gradient's norm",
-          "clip at the norm that is usual, not far below it", rank=1.0)
+@of_clipping("clipping leaves {left:.1g} of the gradient's norm",
+             "clip at the norm that is usual, not far below it", rank=1.0)
 def gradients_clipped(seen):
     """Share of the gradient's norm that clipping takes away, at half of the looks."""
     scales = sorted(float(scale) for scale in seen.watch.clips)

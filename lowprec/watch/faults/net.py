@@ -18,30 +18,28 @@ of_buffers = functools.partial(of_run, "buffers")
 MEND_WHAT_OVERFLOWS = (
     "bf16 in place of fp16, or fp32 where it overflows: no loss scale mends a forward pass that is not finite"
 )
-no_step = functools.partial(of_watch_without_steps, "step", family="no step")
+of_no_step = functools.partial(of_watch_without_steps, "step", family="no step")
 
 
-@no_step("no step was done since this watch began, in {passes} backward passes: gradients are not finite"
-         "[; first of all {where}]",
-         MEND_WHAT_OVERFLOWS, above=9.0, severity="severe")
+@of_no_step("no step was done since this watch began, in {passes} backward passes: gradients are not "
+            "finite[; first of all {where}]", MEND_WHAT_OVERFLOWS, above=9.0, severity="severe")
 def no_finite_gradient(watch):
     """Backward passes whose gradients were not finite, the last of a watch that saw no step."""
     passes, spoilt = watch.passes.most()
     return Figure(spoilt, passes=passes, **overflow(watch))
 
 
-@no_step("no step was done since this watch began[, in {passes} backward passes]",
-         "does the loop step this optimiser? GradScaler leaves out steps whose gradients are not finite",
-         severe_above=9.0)
+@of_no_step("no step was done since this watch began[, in {passes} backward passes]",
+            "does the loop step this optimiser? GradScaler leaves out steps whose gradients are not finite",
+            severe_above=9.0)
 def no_step_was_done(watch):
     """Backward passes of a watch that saw no step."""
     passes, _ = watch.passes.most()
     return Figure(passes, **({"passes": passes} if passes >= 10 else {}))
 
 
-@of_run("step", "no step was done in the last {figure:.0f} backward passes: gradients are not finite"
-        "[; first of all {where}]",
-        MEND_WHAT_OVERFLOWS, above=40.0, severity="severe", rank=9.2)
+@of_run("step", "no step was done in the last {figure:.0f} backward passes: gradients are not finite[; first "
+        "of all {where}]", MEND_WHAT_OVERFLOWS, above=40.0, severity="severe", rank=9.2)
 def passes_without_step(seen):
     """Backward passes since the last step whose gradients were not finite."""
     return Figure(seen.watch.passes.most()[1], **overflow(seen.watch))
@@ -84,7 +82,7 @@ def copies_apart(seen):
     return Figure(seen.watch.departed, next(iter(seen.watch.copies))) if seen.watch.copies else None
 
 
-ungrouped = functools.partial(
+of_no_group = functools.partial(
     of_optimizer,
     remedy="add it to the optimiser's groups, or tell Watch of the other optimiser: others=[...]",
     family="in no group",
@@ -92,7 +90,7 @@ ungrouped = functools.partial(
 )
 
 
-@ungrouped("it has gradients, and is in no group of the optimiser", severity="severe")
+@of_no_group("it has gradients, and is in no group of the optimiser", severity="severe")
 def parameters_graded_and_ungrouped(seen):
     """Has gradients, and is in no group."""
     params = dict(seen.watch.model.named_parameters())
@@ -102,7 +100,7 @@ def parameters_graded_and_ungrouped(seen):
             yield figure
 
 
-@ungrouped("it is trained by requires_grad, and is in no group of the optimiser", severity="note")
+@of_no_group("it is trained by requires_grad, and is in no group of the optimiser", severity="note")
 def parameters_ungrouped(seen):
     """Requires_grad, and in no group."""
     watch = seen.watch

@@ -8,7 +8,7 @@ import math
 
 from ..fault import Figure, of_run, of_tensor
 
-noise = functools.partial(of_tensor, "noise", family="noise")
+of_noise = functools.partial(of_tensor, "noise", family="noise")
 DRAW_NEW_BITS = "draw new bits for each step and each entry"
 SITES = {"errors": "noise", "moment_errors": "noise of exp_avg_sq"}
 
@@ -24,7 +24,7 @@ def by_chance(one):
     return found
 
 
-@noise("the entries of this tensor round together: they share one noise value", DRAW_NEW_BITS)
+@of_noise("the entries of this tensor round together: they share one noise value", DRAW_NEW_BITS)
 def noise_in_lumps(one):
     """All entries of a tensor err together, beyond 6 standard errors."""
     for site, error in by_chance(one):
@@ -33,8 +33,8 @@ def noise_in_lumps(one):
             yield Figure(site=site)
 
 
-@noise("rounding errs {side} zero by {mean:.2g} ulp on average",
-       "noise must be uniform over all that is rounded away", above=0.05)
+@of_noise("rounding errs {side} zero by {mean:.2g} ulp on average",
+          "noise must be uniform over all that is rounded away", above=0.05)
 def noise_biased(one):
     """Mean error over the wanted steps, where it is certain."""
     for site, error in by_chance(one):
@@ -42,14 +42,14 @@ def noise_biased(one):
         yield Figure(abs(error.bias), site=site, side=side, mean=abs(error.score) / max(1.0, error.entries))
 
 
-@noise("the same noise at every step: errors of two looks correlate by {figure:.2f}", DRAW_NEW_BITS,
-       above=0.0)
+@of_noise("the same noise at every step: errors of two looks correlate by {figure:.2f}", DRAW_NEW_BITS,
+          above=0.0)
 def noise_repeated(one):
     """Correlation of the errors of two looks, where it is certain."""
     return [Figure(error.repeats, site=site) for site, error in by_chance(one)]
 
 
-@noise("neighbours share their noise: their errors correlate by {figure:.2f}", DRAW_NEW_BITS, above=0.0)
+@of_noise("neighbours share their noise: their errors correlate by {figure:.2f}", DRAW_NEW_BITS, above=0.0)
 def noise_of_neighbours(one):
     """Correlation of the errors of neighbours, where it is certain."""
     return [Figure(error.neighbours, site=site) for site, error in by_chance(one)]
