@@ -55,7 +55,6 @@ class Arm:
     x: float = 0.0
     marked: str = ""  # one of MARK_TEXTS: why git does not show that its prediction came before its results
     baseline_was: str = ""  # the baseline that it had before its results were there
-    headline: str = ""  # "net: recipe", its row in the figure that EXPERIMENTS.md opens with
 
     # load sets five more: `experiment`, the one it belongs to; `lower_is_better`, of its metric; `trained`,
     # the arm whose run it reads, or itself; `source`, the arm whose records hold its scores; `start`, the arm
