@@ -47,6 +47,7 @@ def lines_of(paths):
 def lines():
     figures = {f"lines of {room}": lines_of(files_of(room)) for room in ROOMS}
     figures["lines of lowprec's core"] = lines_of(core())
+    figures["lines of the Watch"] = lines_of(files_of("lowprec/watch"))
     figures["lines at the root"] = lines_of(ROOT.glob("*.py"))
     return figures
 
